@@ -50,15 +50,10 @@ def test_float32_log_probs_are_summed_in_float64() -> None:
     torch.testing.assert_close(found, kl.per_token(p, q), rtol=1e-5, atol=1e-6)
 
 
-def test_chunks_of_any_size_give_one_mean_over_all_tokens() -> None:
+def test_the_mean_is_over_all_tokens() -> None:
     p, q, lengths = logprobs(5), logprobs(6), [1, 20, 29]
     expected = kl_div(q, p, log_target=True, reduction="none").sum(-1).mean().item()
-    for size in (1, 7, 50):
-        found = kl.measure(p.split(size), q.split(size), lengths)
-        assert found.nats == pytest.approx(expected, rel=1e-12)
-        assert found.standard_error == kl.measure([p], [q], lengths).standard_error
-    with pytest.raises(ValueError, match="zip"):
-        kl.measure(p.split(7), q.split(7)[:-1], lengths)
+    assert kl.mean(kl.per_token(p, q), lengths).nats == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_standard_error_is_that_of_a_ratio_over_texts() -> None:

@@ -9,11 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from qerl_lab.evaluate import weight_error
-from qerl_lab.evaluate.options import CALIBRATED
 from qerl_lab.evaluate.weight_error import PARTS, LayerError
 from qerl_lab.formats import Bf16, Mxfp4, Nf4, Nvfp4
 from qerl_lab.model.files import WeightFiles
-from qerl_lab.quantize.quantize_options import SCHEMES
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 # QLoRA, appendix E.
@@ -133,7 +131,3 @@ def test_what_a_method_wrote_is_read_from_its_files(tmp_path) -> None:
     assert not torch.equal(first.stored, first.nearest), "the smaller one of the two had the larger scale"
     assert torch.equal(second.stored, second.nearest)
     assert torch.equal(second.weight, dense["m.k_proj.weight"])
-
-
-def test_the_formats_that_are_calibrated_are_those_that_quantize_writes() -> None:
-    assert set(CALIBRATED) == set(SCHEMES)

@@ -76,7 +76,7 @@ def test_the_command_prints_a_table_and_writes_what_it_says(tmp_path: Path) -> N
 
 
 def test_the_entropy_of_every_format_in_a_process_of_its_own(tmp_path: Path) -> None:
-    words = ["entropy", "model=pocket", "formats=all", "methods=rtn", "questions=6", "max_completion_tokens=16",
+    words = ["entropy", "model=pocket", "formats=all", "questions=6", "max_completion_tokens=16",
              "device=cpu", "out=out"]  # fmt: skip
     command = [sys.executable, "-m", "qerl_lab.evaluate", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -41,7 +41,6 @@ MODULES = [
         ".tools.pretrain",
     )
 ]
-GOES_ON = "interrupted; the same command goes on where it stopped\n"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +49,7 @@ GOES_ON = "interrupted; the same command goes on where it stopped\n"
         *((module, "", "qerl_lab.config.schema", "interrupted\n") for module in MODULES),
         ("qerl_lab", "seed=1", "hydra", "interrupted\n"),
         ("qerl_lab.quantize", "model=pocket out=made", "hydra", "interrupted\n"),
-        ("qerl_lab.quantize", "model=pocket out=made", "torch", GOES_ON),
+        ("qerl_lab.quantize", "model=pocket out=made", "torch", "interrupted\n"),
         ("qerl_lab.tools.warmup", "model=pocket out=made", "torch", "interrupted\n"),
         ("qerl_lab.evaluate", "sigma", "torch", "interrupted\n"),
         ("qerl_lab.bench", "linear", "torch", "interrupted\n"),

@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from qerl_lab import exits
 
@@ -26,85 +26,50 @@ with exits.starting(__name__):
     from qerl_lab.terminal import quiet_third_parties
 
 
-def linear(options: LinearOptions) -> None:
-    """Measure single Linears."""
-    about = prepare(options)
-    from qerl_lab.bench.linears import dequantization, products
-
-    rows = {"dequantization": shown(dequantization(options.models))}
-    rows["products"] = shown(products(options.models, options.tokens))
-    save(Path(options.out), {"benchmark": "linear", **about, **rows})
-
-
-def decode(options: DecodeOptions) -> None:
-    """Measure the Linears of a decoder layer with the few rows of decoding."""
-    about = prepare(options)
-    from qerl_lab.bench.decode import times
-
-    rows = shown(times(options.model, options.rows, options.rank))
-    save(Path(options.out), {"benchmark": "decode", **about, "decode": rows})
+def measure(options: AnyOptions) -> None:
+    """Measure, print, write and draw. Raises ConfigError for wrong options or too small a machine."""
+    check(options)
+    require_gpu()
+    make_directory(Path(options.out).parent, f"out={options.out}")
+    quiet_third_parties()
+    about = {"benchmark": options.BENCHMARK, "environment": environment(), "options": vars(options)}
+    if isinstance(options, RolloutOptions | StepOptions):
+        in_processes(options, about)
+    else:
+        save(Path(options.out), about | in_turn(options))
 
 
-def train_step(options: TrainStepOptions) -> None:
-    """Measure the training steps of a whole model."""
-    about = prepare(options)
+def in_turn(options: LinearOptions | DecodeOptions | TrainStepOptions) -> dict[str, list[dict[str, Any]]]:
+    """Measure arms that alternate in this process; return the rows by name of the table."""
+    if isinstance(options, LinearOptions):
+        from qerl_lab.bench.linears import dequantization, products
+
+        rows = shown(dequantization(options.models))
+        return {"dequantization": rows, "products": shown(products(options.models, options.tokens))}
+    if isinstance(options, DecodeOptions):
+        from qerl_lab.bench.decode import times
+
+        return {"decode": shown(times(options.model, options.rows, options.rank))}
     from qerl_lab.bench.train_step import steps
 
-    save(Path(options.out), {"benchmark": "train_step", **about, "steps": shown(steps(options))})
+    return {"steps": shown(steps(options))}
 
 
-def rollout(options: RolloutOptions) -> None:
-    """Measure rollouts, each arm in its own process."""
-    in_processes("rollout", options)
-
-
-def step(options: StepOptions) -> None:
-    """Measure whole GRPO steps, each arm in its own process."""
-    in_processes("step", options)
-
-
-def in_processes(benchmark: str, options: RolloutOptions | StepOptions) -> None:
-    """Measure every arm, writing each row at once. Raises ValueError at the end if an arm died."""
-    about = prepare(options)
+def in_processes(options: RolloutOptions | StepOptions, about: dict[str, Any]) -> None:
+    """Measure each arm in its own process, writing each row at once. Raises ValueError at the end if an arm died."""
     from qerl_lab.bench import arm_processes
 
-    arm_processes.clear(Path(options.scratch))
-    arm_processes.refuse_wrong_runs(benchmark, options)
-    arm_processes.refuse_few_gpus(options)
-    arm_processes.refuse_small_scratch(options)
-    hear_once()
+    arm_processes.check(options)
+    for number in exits.heard():  # an ended command keeps its rows and removes its checkpoint
+        signal.signal(number, signal.default_int_handler)
     rows: list[dict[str, Any]] = []
-    result = {"benchmark": benchmark, **about, "rows": rows}
-    for row in arm_processes.run(benchmark, options):
+    result = {**about, "rows": rows}
+    for row in arm_processes.run(options):
         rows += shown([row])
         write(Path(options.out), result)
     save(Path(options.out), result)
     if dead := arm_processes.dead(rows):
         raise ValueError(f"{len(dead)} arms died: {'; '.join(row['arm'] for row in dead)}. The table says of what.")
-
-
-def hear_once() -> None:
-    """Raise KeyboardInterrupt at the first stop signal, so that the command removes its checkpoint.
-
-    A second signal is ignored: `timeout` sends two, and the second would interrupt the removal.
-    """
-
-    def end(*_: object) -> NoReturn:
-        for number in exits.heard():
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    for number in exits.heard():
-        signal.signal(number, end)
-
-
-def prepare(options: AnyOptions) -> dict[str, Any]:
-    """Check options, GPU and OUT; return environment and options to record. Raises ConfigError."""
-    check(options)
-    require_gpu()
-    make_directory(Path(options.out).parent, f"out={options.out}")
-    quiet_third_parties()
-    return {"environment": environment(), "options": vars(options)}
 
 
 def require_gpu() -> None:
@@ -145,68 +110,50 @@ def save(stem: Path, result: dict[str, Any]) -> None:
     print("  ".join(str(file) for file in written if file.exists()))
 
 
-COMMANDS: dict[str, Command[Any]] = {
-    "linear": Command(
-        "python -m qerl_lab.bench linear",
-        "Unpacking of weights against copying as many bytes; packed Linear against nn.Linear and bitsandbytes.",
+LINE = "python -m qerl_lab.bench"
+ABOUT: tuple[tuple[type[AnyOptions], str, tuple[tuple[str, str], ...]], ...] = (  # options, purpose, examples
+    (
         LinearOptions,
-        linear,
-        examples=(("python -m qerl_lab.bench linear", "what results/bench holds"),),
-        alone=True,
+        "Unpacking of weights against copying as many bytes; packed Linear against nn.Linear and bitsandbytes.",
+        ((f"{LINE} linear", "what results/bench holds"),),
     ),
-    "decode": Command(
-        "python -m qerl_lab.bench decode",
-        "The Linears of a decoder layer at few rows: NVFP4 by each kernel, BF16, and the adapter by each route.",
+    (
         DecodeOptions,
-        decode,
-        examples=(("python -m qerl_lab.bench decode rows=[1,8] rank=64", "needs vLLM, whose kernels it compares"),),
-        alone=True,
+        "The Linears of a decoder layer at few rows: NVFP4 by each kernel, BF16, and the adapter by each route.",
+        ((f"{LINE} decode rows=[1,8] rank=64", "needs vLLM, whose kernels it compares"),),
     ),
-    "train_step": Command(
-        "python -m qerl_lab.bench train_step",
-        "Tokens per second and peak memory of LoRA training steps of a whole model with random weights.",
+    (
         TrainStepOptions,
-        train_step,
-        examples=(("python -m qerl_lab.bench train_step", "what results/bench holds"),),
-        alone=True,
+        "Tokens per second and peak memory of LoRA training steps of a whole model with random weights.",
+        ((f"{LINE} train_step", "what results/bench holds"),),
     ),
-    "rollout": Command(
-        "python -m qerl_lab.bench rollout",
-        "Completion tokens per second of the lab's engine and of vLLM as it is; each arm in a process of its own.",
+    (
         RolloutOptions,
-        rollout,
-        examples=(
-            ("python -m qerl_lab.bench rollout", "every format and the baselines, 7B"),
-            ("python -m qerl_lab.bench rollout batches=[1,8] ranks=[16,32,64,128]", "beside the paper's Figure 11"),
+        "Completion tokens per second of the lab's engine and of vLLM as it is; each arm in a process of its own.",
+        (
+            (f"{LINE} rollout", "every format and the baselines, 7B"),
+            (f"{LINE} rollout batches=[1,8] ranks=[16,32,64,128]", "beside the paper's Figure 11"),
             (
-                "python -m qerl_lab.bench rollout \"arms=[bf16_stock,nvfp4,'nvfp4 rollout.vllm.kv_cache_dtype=fp8']\"",
+                f"{LINE} rollout \"arms=[bf16_stock,nvfp4,'nvfp4 rollout.vllm.kv_cache_dtype=fp8']\"",
                 "an arm with other keys of the run",
             ),
-            (
-                "python -m qerl_lab.bench rollout arms=[bf16_stock,nvfp4] batches=[64] kernels=true",
-                "what takes the time",
-            ),
+            (f"{LINE} rollout arms=[bf16_stock,nvfp4] batches=[64] kernels=true", "what takes the time"),
         ),
-        alone=True,
     ),
-    "step": Command(
-        "python -m qerl_lab.bench step",
-        "Seconds and memory of whole GRPO steps by phase, of the lab's trainer and of TRL's.",
+    (
         StepOptions,
-        step,
-        examples=(
-            ("python -m qerl_lab.bench step", "every format and the baselines, 7B"),
-            ("python -m qerl_lab.bench step mean_tokens=400", "ragged lengths"),
-            (
-                "python -m qerl_lab.bench step \"arms=[nvfp4,'nvfp4 gpus=2']\"",
-                "one GPU beside two, the same completions",
-            ),
+        "Seconds and memory of whole GRPO steps by phase, of the lab's trainer and of TRL's.",
+        (
+            (f"{LINE} step", "every format and the baselines, 7B"),
+            (f"{LINE} step mean_tokens=400", "ragged lengths"),
+            (f"{LINE} step \"arms=[nvfp4,'nvfp4 gpus=2']\"", "one GPU beside two, the same completions"),
         ),
-        alone=True,
     ),
+)
+COMMANDS: dict[str, Command[Any]] = {
+    options.BENCHMARK: Command(f"{LINE} {options.BENCHMARK}", about, options, measure, examples, alone=True)
+    for options, about, examples in ABOUT
 }
-
-
 main = main_of(COMMANDS)
 
 

@@ -1,16 +1,51 @@
-"""Build the run configuration of a lab arm from the benchmark's options and the arm's words. Imports no torch."""
+"""The job of one arm's process, and the run configuration of a lab arm. Imports no torch."""
 
+import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from qerl_lab.bench.bench_options import Arm
+from qerl_lab.bench.bench_options import Arm, Row
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
 
 BLOCK = 128  # tokens per block of vLLM's key-value cache: its largest default
 Options = Mapping[str, Any]  # options of the benchmark
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the process of one arm measures: `options` are the benchmark's, `folder` holds the checkpoint."""
+
+    benchmark: str
+    arm: Arm
+    rank: int
+    architecture: dict[str, Any]
+    folder: str
+    adapter: str
+    options: dict[str, Any]
+
+    @property
+    def config(self) -> RunConfig:
+        """Return the configuration of the lab's run."""
+        return arm_config(self.benchmark, self.arm, self.options, self.rank, self.architecture, self.folder)
+
+    @property
+    def about(self) -> Row:
+        """Return the columns common to all rows of the arm."""
+        return {
+            "model": self.options["model"], "arm": self.arm.name, "format": self.arm.format,
+            "baseline": self.arm.is_baseline, "rank": self.rank, "gpus": self.arm.gpus,
+        }  # fmt: skip
+
+
+def read_job(file: Path) -> Job:
+    """Read the job file that `arm_processes.measure` wrote."""
+    job = json.loads(file.read_text(encoding="utf-8"))
+    return Job(**job | {"arm": Arm(**job["arm"])})
 
 
 def arm_config(benchmark: str, arm: Arm, options: Options, rank: int, architecture: Options, folder: str) -> RunConfig:
@@ -21,30 +56,24 @@ def arm_config(benchmark: str, arm: Arm, options: Options, rank: int, architectu
         "rollout.max_completion_tokens": options["new"], "eval.questions": 0, "tracking.mlflow": False,
         "checkpoint.every": 0, "cpu_threads": 0,
     }  # fmt: skip
-    given |= (_of_rollout(options, architecture) if benchmark == "rollout" else _of_step(options)) | arm.words
+    if benchmark == "rollout":  # the engine has room for the largest batch
+        batch, longest = max(options["batches"]), options["prompt"] + options["new"]
+        given |= {"rollout.batch_size": batch, "rollout.vllm.kv_cache_gib": kv_gib(architecture, batch, longest)}
+    else:
+        groups, group_size = options["groups"], options["group_size"]
+        given |= {
+            "rollout.prompts_per_step": groups, "rollout.group_size": group_size,
+            "rollout.batch_size": groups * group_size, "optim.micro_batch_size": options["micro_batch"],
+            "model.gradient_checkpointing": True, "steps": options["steps"] + 1,
+        }  # fmt: skip
     nested: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in (given | arm.words).items():
         *groups, key = name.split(".")
         node = nested
         for group in groups:
             node = node.setdefault(group, {})
         node[key] = value
     return from_dict(nested)
-
-
-def _of_rollout(options: Options, architecture: Options) -> dict[str, Any]:
-    """Return the configuration keys that size the engine for its largest batch."""
-    batch, longest = max(options["batches"]), options["prompt"] + options["new"]
-    return {"rollout.batch_size": batch, "rollout.vllm.kv_cache_gib": kv_gib(architecture, batch, longest)}
-
-
-def _of_step(options: Options) -> dict[str, Any]:
-    groups, group_size = options["groups"], options["group_size"]
-    return {
-        "rollout.prompts_per_step": groups, "rollout.group_size": group_size, "rollout.batch_size": groups * group_size,
-        "optim.micro_batch_size": options["micro_batch"], "model.gradient_checkpointing": True,
-        "steps": options["steps"] + 1,
-    }  # fmt: skip
 
 
 def kv_gib(architecture: Options, sequences: int, longest: int) -> float:

@@ -29,6 +29,7 @@ Row = dict[str, Any]  # measured values by name
 
 @dataclass
 class LinearOptions:
+    BENCHMARK = "linear"
     models: list[str] = option(["qwen2.5-7b", "qwen2.5-32b"], "whose Linears", choices=tuple(ARCHITECTURES))
     tokens: list[int] = option([512, 2048, 8192], "rows of the input", at_least=1)
     out: str = option("results/bench/linear", OUT)
@@ -36,6 +37,7 @@ class LinearOptions:
 
 @dataclass
 class DecodeOptions:
+    BENCHMARK = "decode"
     model: str = option("qwen2.5-7b", "whose Linears", choices=tuple(ARCHITECTURES))
     rows: list[int] = option([1, 8, 16, 32, 64, 128, 256], "completions at once", at_least=1, at_most=1024)
     rank: int = option(32, "rank of the adapters", at_least=1, at_most=128)
@@ -44,6 +46,7 @@ class DecodeOptions:
 
 @dataclass
 class TrainStepOptions:
+    BENCHMARK = "train_step"
     model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
     arms: list[str] = option(
         list(ARMS),
@@ -59,6 +62,7 @@ class TrainStepOptions:
 
 @dataclass
 class RolloutOptions:
+    BENCHMARK = "rollout"
     model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
     arms: list[str] = option(
         ["bf16_stock", "qlora_stock", "nvfp4_stock", *FORMATS],
@@ -69,19 +73,15 @@ class RolloutOptions:
     prompt: int = option(256, "tokens of a prompt", at_least=1, at_most=30_000)
     new: int = option(512, "tokens of a completion, none ends earlier", at_least=2, at_most=30_000)
     repeats: int = option(3, "timed calls of each kind, after one that is not", at_least=1)
-    side_by_side: int = option(
-        1, "arms that are built at once, where the GPU holds them all; each measures alone", at_least=1, at_most=64
-    )
     kernels: bool = option(False, "then where the GPU's time of a token goes, kernel by kernel, by torch's profiler")
     scratch: str = option("/dev/shm", "directory for the checkpoints of arms at hand; they are removed")
-    timeout_minutes: float = option(
-        30, "an arm that takes longer to build, or to measure, is ended", above=0, at_most=100_000
-    )
+    timeout_minutes: float = option(30, "an arm that takes longer is ended", above=0, at_most=100_000)
     out: str = option("results/bench/rollout", OUT)
 
 
 @dataclass
 class StepOptions:
+    BENCHMARK = "step"
     model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
     arms: list[str] = option(
         ["bf16_trl", "qlora_trl", *FORMATS],
@@ -108,11 +108,6 @@ class StepOptions:
     @property
     def ranks(self) -> list[int]:
         return [self.rank]
-
-    @property
-    def side_by_side(self) -> int:
-        """Return 1: a step uses all of the GPU's memory."""
-        return 1
 
 
 AnyOptions = LinearOptions | DecodeOptions | TrainStepOptions | RolloutOptions | StepOptions

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from qerl_lab.bench import lab, random_model
-from qerl_lab.bench.arm_processes import Job
+from qerl_lab.bench.arm_config import Job
 from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import Clocks, peak_gib, used_gib
 from qerl_lab.bench.rollout import memory, settings
@@ -32,31 +32,25 @@ Step = dict[str, float]  # measured values of one step
 
 
 def rows(job: Job) -> Iterator[Row]:
-    """Train, and yield one row over the steps after the first."""
-    with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
-        yield from train(job, Path(folder))
-
-
-def train(job: Job, folder: Path) -> Iterator[Row]:
-    """Train the lab's policy, and yield one row of its steps' times; only the first rank yields."""
-    cfg = job.config
+    """Train the lab's policy, and yield one row over the steps after the first; only the first rank yields."""
+    cfg, found = job.config, list[Step]()
     ranks = join(cfg, device_of(cfg.device))
-    built, found = lab.build(job), list[Step]()
+    policy, engine, about = lab.build(job)
     try:
-        trainer = LabTrainer(
-            cfg, built.policy, built.engine, questions(job), folder,
-            lambda _, metrics: found.append(measured(metrics)), Stop(parent=os.getppid()), ranks,
-        )  # fmt: skip
-        with Clocks() as clocks:
+        with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder, Clocks() as clocks:
+            trainer = LabTrainer(
+                cfg, policy, engine, questions(job), Path(folder),
+                lambda _, metrics: found.append(measured(metrics)), Stop(parent=os.getppid()), ranks,
+            )  # fmt: skip
             trainer.train()
-        llm = getattr(built.engine, "llm", None)  # absent from some engines
-        about = {**memory(llm), **settings(llm)} if llm is not None else {}
-        adapter = [p for p in built.policy.model.parameters() if p.requires_grad]
+        if (llm := getattr(engine, "llm", None)) is not None:  # absent from some engines
+            about = {**memory(llm), **settings(llm), **about}
+        adapter = [p for p in policy.model.parameters() if p.requires_grad]
         owned = 4 * sum(p.nbytes for p in adapter) / GIB  # weight, gradient, and Adam's two moments
         if ranks.is_first:
-            yield row_of(job, found) | about | built.row | clocks.row | {"adapter_gib": owned, **peaks()}
+            yield row_of(job, found) | about | clocks.row | {"adapter_gib": owned, **peaks()}
     finally:
-        built.engine.close()
+        engine.close()
     ranks.leave()
 
 

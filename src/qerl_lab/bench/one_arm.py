@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from qerl_lab.bench.arm_processes import Job, read_job
+from qerl_lab.bench.arm_config import Job, read_job
 from qerl_lab.bench.bench_options import Row
 from qerl_lab.config.message import in_one_line
 from qerl_lab.processes import end_with

@@ -31,7 +31,7 @@ from qerl_lab.model.loading import empty_model
 from qerl_lab.quantize import rtn
 
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-SHARD_BYTES, WRITERS = 4e9, 4  # files written at once
+SHARD_BYTES, WRITERS = 2e9, 4  # of a file; files that are made in memory at once
 
 
 class RandomWeights:
@@ -78,7 +78,7 @@ def config_of(architecture: dict[str, Any]) -> Qwen2Config:
 def plan(
     architecture: dict[str, Any], weight_format: Format, device: torch.device
 ) -> tuple[RandomWeights, list[rtn.Shard]]:
-    """Return the source of weights and the planned files; `Shard.bytes` is a file's size. Allocates no tensor."""
+    """Return the source of weights and the planned files, with the bytes of their tensors. Allocates none."""
     source = RandomWeights(config_of(architecture), device)
     linears = source.linears if weight_format.BLOCK is not None else []
     return source, rtn.plan(source, linears, weight_format, SHARD_BYTES)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from qerl_lab.bench import kernel_times, random_model
-from qerl_lab.bench.arm_processes import Job, wait_for_turn
+from qerl_lab.bench.arm_config import Job
 from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import Clocks, peak_gib, used_gib, wait
 from qerl_lab.config.units import GIB
@@ -33,21 +33,15 @@ class Sampler(Protocol):
 
 
 def rows(job: Job) -> Iterator[Row]:
-    """Build the arm's engine, wait for the arm's turn, and yield a row per batch size."""
-    built = sampler(job)
-    wait_for_turn(job)
-    yield from measure(built, job)
-
-
-def sampler(job: Job) -> Sampler:
-    """Build the engine of an arm."""
+    """Build the arm's engine, and yield a row per batch size."""
     if job.arm.is_baseline:
-        from qerl_lab.bench import stock_vllm
+        from qerl_lab.bench.stock_vllm import StockSampler
 
-        return stock_vllm.sampler(job)
-    from qerl_lab.bench import lab
+        yield from measure(StockSampler(job), job)
+    else:
+        from qerl_lab.bench.lab import LabSampler
 
-    return lab.sampler(job)
+        yield from measure(LabSampler(job), job)
 
 
 def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
@@ -67,8 +61,7 @@ def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
         yield {
             "batch": batch, "prompt": options["prompt"], "new": options["new"], "repeats": options["repeats"], **timed,
             **about, **sampler.row, **held, "peak_gib": peak_gib(), **clocks.row,
-            "used_gib": used_gib() if options["side_by_side"] == 1 else None,  # else it would count all arms
-            **where,
+            "used_gib": used_gib(), **where,
         }  # fmt: skip
 
 

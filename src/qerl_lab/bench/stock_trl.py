@@ -16,8 +16,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from qerl_lab.bench import random_model
-from qerl_lab.bench.arm_config import kv_gib
-from qerl_lab.bench.arm_processes import Job
+from qerl_lab.bench.arm_config import Job, kv_gib
 from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import Clocks, wait
 from qerl_lab.bench.grpo_step import Step, coin, peaks, row_of, task
@@ -52,31 +51,26 @@ class Watch(TrainerCallback):
 
 
 def rows(job: Job) -> Iterator[Row]:
-    """Train, and yield one row over the steps after the first, without phases."""
-    with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
-        yield train(job, Path(folder))
-
-
-def train(job: Job, folder: Path) -> Row:
-    """Train with TRL, and return its steps' times."""
+    """Train with TRL, and yield one row over the steps after the first, without phases."""
     watch = Watch(job.options["groups"] * job.options["group_size"])
-    started = time.perf_counter()
-    trainer = GRPOTrainer(
-        model=job.folder,
-        reward_funcs=reward,
-        args=GRPOConfig(**arguments(job, folder) | job.arm.words),
-        train_dataset=Dataset.from_dict({"prompt": [question.prompt for question in task(job).train]}),
-        peft_config=random_model.plain_lora(job.rank),
-        callbacks=[watch],
-    )
-    start = time.perf_counter() - started
-    base = sum(held(p) for p in trainer.model.parameters() if not p.requires_grad) / GIB
-    with Clocks() as clocks:
-        trainer.train()
+    with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
+        started = time.perf_counter()
+        trainer = GRPOTrainer(
+            model=job.folder,
+            reward_funcs=reward,
+            args=GRPOConfig(**arguments(job, Path(folder)) | job.arm.words),
+            train_dataset=Dataset.from_dict({"prompt": [question.prompt for question in task(job).train]}),
+            peft_config=random_model.plain_lora(job.rank),
+            callbacks=[watch],
+        )
+        start = time.perf_counter() - started
+        base = sum(held(p) for p in trainer.model.parameters() if not p.requires_grad) / GIB
+        with Clocks() as clocks:
+            trainer.train()
     about: Row = {"start_seconds": start, "policy_gib": base}
     if trainer.use_vllm:
         about |= memory(trainer.vllm_generation.llm) | settings(trainer.vllm_generation.llm)
-    return row_of(job, watch.found) | about | clocks.row | peaks()
+    yield row_of(job, watch.found) | about | clocks.row | peaks()
 
 
 def held(parameter: torch.nn.Parameter) -> int:

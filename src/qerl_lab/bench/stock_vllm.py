@@ -10,8 +10,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
-from qerl_lab.bench.arm_config import kv_gib
-from qerl_lab.bench.arm_processes import Job
+from qerl_lab.bench.arm_config import Job, kv_gib
 from qerl_lab.config.units import GIB
 from qerl_lab.rollout.vllm.adapter import max_rank
 
@@ -20,6 +19,7 @@ class StockSampler:
     """vLLM on a job's checkpoint. The arm's words override the arguments of `LLM`."""
 
     def __init__(self, job: Job) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, as in TRL
         started = time.perf_counter()
         self.llm = LLM(model=job.folder, **arguments(job) | job.arm.words)
         self.request = LoRARequest("policy", 1, job.adapter)
@@ -51,9 +51,3 @@ def arguments(job: Job) -> dict[str, Any]:
         "enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(job.rank), "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm", "use_tqdm_on_load": False, "distributed_executor_backend": "uni",
     }  # fmt: skip
-
-
-def sampler(job: Job) -> StockSampler:
-    """Build the stock sampler in this process."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    return StockSampler(job)

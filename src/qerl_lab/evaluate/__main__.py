@@ -1,6 +1,7 @@
 """Commands that measure a policy: `python -m qerl_lab.evaluate accuracy|compare|entropy|sigma KEY=VALUE ...`."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from qerl_lab import exits
@@ -8,48 +9,58 @@ from qerl_lab import exits
 with exits.starting(__name__):
     from qerl_lab import terminal
     from qerl_lab.cli.grammar import Command, main_of
-    from qerl_lab.config.option import ConfigError, option
-    from qerl_lab.config.schema import POCKET
+    from qerl_lab.config.option import ConfigError
     from qerl_lab.evaluate.options import (
         AccuracyOptions,
         CompareOptions,
         EntropyOptions,
+        SigmaOptions,
         check_accuracy,
         check_compare,
         check_entropy,
         check_model,
     )
 
-
-@dataclass
-class SigmaOptions:
-    model: str = option(POCKET, "whose sampler: Hugging Face id, local directory, FILE.gguf, or `pocket`")
-    sigmas: list[float] = option([0.02, 0.05, 0.1, 0.15, 0.2, 0.3], "standard deviations of the noise", above=0)
-    kls: list[float] = option([], "KLs in nats per token, for each of which the sigma is found", above=0)
-    relative: bool = option(False, "sigma is in units of each norm's own root mean square, as with aqn.relative")
+AND = "and"  # between two evaluations
+OF_SUBJECT = ("run", "model", "revision", "format", "adapter", "rollout", "device", "batch_size", "max_prompt_tokens")
 
 
-def sigma(options: SigmaOptions) -> None:
-    """Print the KL of each format and each sigma. Raises ConfigError for a model that cannot be measured."""
-    if not options.sigmas and not options.kls:
-        raise ConfigError("sigmas=[] is empty; allowed: numbers above 0. Type for example sigmas=[0.05,0.1].")
-    check_model(options.model)
-    with terminal.quiet_imports():
-        from qerl_lab.evaluate.sigma import measure
-
-    measure(options.model, options.sigmas, options.kls, options.relative)
-
-
-def accuracy(options: AccuracyOptions) -> None:
-    """Evaluate on the benchmarks and print the table. Raises ConfigError for invalid options, and what `run` raises."""
-    check_accuracy(options)
+def accuracy(*evaluations: AccuracyOptions) -> None:
+    """Evaluate on benchmarks and print the tables. Raises ConfigError for invalid options, and what `run` raises."""
+    for options in evaluations:
+        check_accuracy(options)
     try:
         with terminal.quiet_imports():
-            from qerl_lab.evaluate.examination import run
+            from qerl_lab.evaluate.accuracy_run import run
 
-        run(options)
+        run(*evaluations)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the same command goes on where it stopped") from None
+
+
+class AccuracyCommand(Command[AccuracyOptions]):
+    """The command `accuracy`; after the word `and` further evaluations of the same run or model, by the same engine."""
+
+    def run(self, words: list[str]) -> int:
+        if AND not in words:
+            return super().run(words)
+        several = self.read_several(words)
+        return replace(self, work=lambda _: accuracy(*several)).run([])
+
+    def read_several(self, words: Sequence[str]) -> list[AccuracyOptions]:
+        """Read each evaluation. The keys in OF_SUBJECT are the first one's where another does not give them."""
+        groups: list[list[str]] = [[]]
+        for word in words:
+            if word == AND:
+                groups.append([])
+            else:
+                groups[-1].append(word)
+        several = [self.read(group) for group in groups]
+        usual = AccuracyOptions()
+        for index, options in enumerate(several[1:], 1):
+            left_out = [name for name in OF_SUBJECT if getattr(options, name) == getattr(usual, name)]
+            several[index] = replace(options, **{name: getattr(several[0], name) for name in left_out})
+        return several
 
 
 def compare(options: CompareOptions) -> None:
@@ -69,9 +80,20 @@ def entropy(options: EntropyOptions) -> None:
     run(options)
 
 
+def sigma(options: SigmaOptions) -> None:
+    """Print the KL of each format and each sigma. Raises ConfigError for a model that cannot be measured."""
+    if not options.sigmas and not options.kls:
+        raise ConfigError("sigmas=[] is empty; allowed: numbers above 0. Type for example sigmas=[0.05,0.1].")
+    check_model(options.model)
+    with terminal.quiet_imports():
+        from qerl_lab.evaluate.sigma import run
+
+    run(options)
+
+
 LINE = "python -m qerl_lab.evaluate"
 COMMANDS: dict[str, Command[Any]] = {
-    "accuracy": Command(
+    "accuracy": AccuracyCommand(
         f"{LINE} accuracy",
         "Accuracy of a run or a model on benchmarks: avg@k and pass@k with intervals, length, truncation.",
         AccuracyOptions,
@@ -79,6 +101,7 @@ COMMANDS: dict[str, Command[Any]] = {
         examples=(
             (f"{LINE} accuracy RUN_DIR", "the run's own held-out questions, with its adapter"),
             (f"{LINE} accuracy RUN_DIR benchmarks=gsm8k,math500 samples=8 common=true", "also dequantized"),
+            (f"{LINE} accuracy RUN_DIR temperature=0 and questions=256 samples=64", "two evaluations by one engine"),
             (f"{LINE} accuracy model=DIR benchmarks=gsm8k:DIR,aime24:FILE.jsonl", "local copies of the questions"),
         ),
         bare="run",
@@ -100,7 +123,7 @@ COMMANDS: dict[str, Command[Any]] = {
         entropy,
         examples=(
             (f"{LINE} entropy model=pocket", "every format, rounded to nearest; a minute on a CPU"),
-            (f"{LINE} entropy model=DIR formats=all methods=rtn,gptq,awq prompts=gsm8k:DIR", "with calibrated ones"),
+            (f"{LINE} entropy model=DIR prompts=gsm8k:DIR checkpoints=[AWQ_DIR,GPTQ_DIR]", "with calibrated ones"),
         ),
         alone=True,
     ),
@@ -120,8 +143,6 @@ COMMANDS: dict[str, Command[Any]] = {
         alone=True,
     ),
 }
-
-
 main = main_of(COMMANDS)
 
 

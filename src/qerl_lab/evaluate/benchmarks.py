@@ -9,7 +9,7 @@ from qerl_lab import tasks
 from qerl_lab.config.files import group_folder
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig, TaskConfig
-from qerl_lab.evaluate.options import AccuracyOptions, split
+from qerl_lab.evaluate.options import AccuracyOptions, name_and_path
 from qerl_lab.model.policy import Policy
 from qerl_lab.tasks import Question, Task
 from qerl_lab.tasks.question_files import is_local, respelled
@@ -41,7 +41,9 @@ class Benchmark:
 def load(options: AccuracyOptions, cfg: RunConfig) -> list[Benchmark]:
     """Load the questions of every benchmark. Raises ConfigError if one cannot be read or has no questions."""
     found, own = [], cfg.task if options.run else None
-    asked = [(spec, task_config(own, *split(spec))) for spec in options.benchmarks] or [("the run's task", cfg.task)]
+    asked = [(spec, task_config(own, *name_and_path(spec))) for spec in options.benchmarks] or [
+        ("the run's task", cfg.task)
+    ]
     for spec, chosen in asked:
         if chosen.path is not None and (options.benchmarks or not chosen.module):
             is_local(chosen.path, f"benchmarks={chosen.name}:")  # also for a run, whose files may have moved since

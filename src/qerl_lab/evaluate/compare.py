@@ -1,9 +1,8 @@
 """`python -m qerl_lab.evaluate compare A B`: compare two evaluations, paired by question and by seed."""
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.disk import read_json, replace_file
 from qerl_lab.evaluate.options import CompareOptions
-from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, passes_of, shares
+from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, answer_entropies, passes_of, shares
 from qerl_lab.report.arms import QUESTIONS
 from qerl_lab.report.passes import powers_of_two
 from qerl_lab.report.stats import Interval, between, crossed_interval, p_value, paired_interval
@@ -24,13 +23,14 @@ from qerl_lab.terminal import columns, near
 HOW_IT_IS_ASKED = ("questions", "max_prompt_tokens")
 HOW_IT_RAN = ("rollout", "device", "dtype", "batch_size")  # these affect kernels and random draws
 OF_A_SEED = ("seed", "adapter")  # keys that may differ between the seeds of one arm
+GROUP = ["benchmark", "engine", "sampling"]
 HOW_TO_READ = """\
 Differences are B - A, paired by question{seeds}, with intervals of 95%. Of differences that are 0, one in 20 has
 p < 0.05; engine=common is the one in which both bases are dequantized to BF16."""
 
 
 @dataclass(frozen=True)
-class Examined:
+class Evaluated:
     """One evaluation: its folder, settings and results (evaluation.json), and a row per completion (eval.parquet)."""
 
     folder: Path
@@ -42,15 +42,12 @@ class Examined:
         return int(self.about["run_seed"])
 
     @property
-    def samplings(self) -> list[str]:
-        """Names of the ways in which it was sampled."""
-        return list(self.about["identity"]["samplings"])
-
-    def answers(self, benchmark: str, engine: str, sampling: str) -> pd.DataFrame:
-        """Return the rows of one benchmark, engine and sampling. A dense base's own engine is also the common one."""
-        engine = OWN if engine == COMMON and self.about["own_is_common"] else engine
-        chosen = (self.rows["benchmark"] == benchmark) & (self.rows["engine"] == engine)
-        return self.rows[chosen & (self.rows["sampling"] == sampling)]
+    def answers(self) -> dict[tuple[str, ...], pd.DataFrame]:
+        """Rows by benchmark, engine and sampling. A dense base's own engine is also the common one."""
+        found = {tuple(map(str, name)): rows for name, rows in self.rows.groupby(GROUP, sort=False)}
+        if self.about["own_is_common"]:
+            found |= {(name[0], COMMON, name[2]): rows for name, rows in found.items()}
+        return found
 
 
 @dataclass(frozen=True)
@@ -80,9 +77,12 @@ class Difference:
         return p_value(self.interval, self.by_question.shape[1])
 
 
+Pairs = Sequence[tuple[Evaluated, Evaluated]]
+
+
 def run(options: CompareOptions) -> None:
     """Print the table and write the CSV if requested. Raises ConfigError if A and B cannot be paired."""
-    arms = [_one_arm(find(Path(folder).expanduser()), folder) for folder in options.directories]
+    arms = [read_arm(folder) for folder in options.directories]
     pairs, notes = paired(*arms)
     found = list(differences(pairs, notes))
     for name, arm, folder in zip("AB", arms, options.directories, strict=True):
@@ -95,46 +95,26 @@ def run(options: CompareOptions) -> None:
         write_csv(found, Path(options.csv).expanduser())
 
 
-def find(folder: Path) -> list[Examined]:
-    """Return the evaluation in a folder, or all below it. Raises ConfigError if there is none."""
-    files = [folder / ABOUT] if (folder / ABOUT).is_file() else sorted(_below(folder))
-    if not files:
+def read_arm(given: str) -> dict[int, Evaluated]:
+    """Read the evaluation in a folder, or all below it, by seed of the run.
+
+    Raises ConfigError if there is none, or if two share a seed, or were asked or trained differently. Evaluations by an
+    older version do not say how their runs were trained.
+    """
+    folder = Path(given).expanduser()
+    files = [folder / ABOUT] if (folder / ABOUT).is_file() else sorted(folder.rglob(ABOUT))
+    found = [_read(file.parent) for file in files if not file.parent.name.endswith((".partial", ".replaced"))]
+    if not found:
         raise ConfigError(
             f"{folder} holds no evaluation. Type python -m qerl_lab.evaluate accuracy {shell_word('run', folder)} "
             "first, or the directory that it wrote."
         )
-    return [_read(file.parent) for file in files]
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    for path, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.endswith((".partial", ".replaced")))
-        if ABOUT in files:
-            yield Path(path) / ABOUT
-
-
-def _read(folder: Path) -> Examined:
-    about = read_json(folder / ABOUT, dict)
-    if about.get("schema") != SCHEMA:
-        raise ConfigError(f"{folder / ABOUT} is of another version of the lab. Evaluate again.")
-    try:
-        return Examined(folder, about, pd.read_parquet(folder / ROWS))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / ROWS} cannot be read ({in_one_line(error)}). Evaluate again.") from None
-
-
-def _one_arm(found: list[Examined], given: str) -> dict[int, Examined]:
-    """Return the evaluations of one arm by seed.
-
-    Raises ConfigError if two share a seed, or were asked or trained differently. Evaluations by an older version do not
-    say how their runs were trained.
-    """
-    by_seed: dict[int, Examined] = {}
+    by_seed: dict[int, Evaluated] = {}
     for one in found:
         first = found[0]
         mine, others = one.about["identity"], first.about["identity"]
         differ = [key for key in others if key not in OF_A_SEED and mine.get(key) != others[key]]
-        differ += _trained_otherwise(one.about.get("arm"), first.about.get("arm"))
+        differ += trained_differently(one.about.get("arm"), first.about.get("arm"))
         if one.seed in by_seed or differ:
             why = f"they differ in {some_of(differ)}" if differ else f"both are of seed {one.seed}, as the run has it"
             raise ConfigError(
@@ -145,7 +125,17 @@ def _one_arm(found: list[Examined], given: str) -> dict[int, Examined]:
     return by_seed
 
 
-def _trained_otherwise(mine: Mapping[str, str] | None, others: Mapping[str, str] | None) -> list[str]:
+def _read(folder: Path) -> Evaluated:
+    about = read_json(folder / ABOUT, dict)
+    if about.get("schema") != SCHEMA:
+        raise ConfigError(f"{folder / ABOUT} is of another version of the lab. Evaluate again.")
+    try:
+        return Evaluated(folder, about, pd.read_parquet(folder / ROWS))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / ROWS} cannot be read ({in_one_line(error)}). Evaluate again.") from None
+
+
+def trained_differently(mine: Mapping[str, str] | None, others: Mapping[str, str] | None) -> list[str]:
     """Return the keys in which the arms of two runs differ; empty if one arm is unknown.
 
     Training questions are compared by hash if both have one, otherwise by path.
@@ -157,10 +147,11 @@ def _trained_otherwise(mine: Mapping[str, str] | None, others: Mapping[str, str]
     return sorted(key for key in {*one, *other} - {idle} if one.get(key) != other.get(key))
 
 
-def paired(a: dict[int, Examined], b: dict[int, Examined]) -> tuple[list[tuple[Examined, Examined]], list[str]]:
+def paired(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[Pairs, list[str]]:
     """Pair the evaluations by seed; return the pairs and notes. A single evaluation on each side is always a pair.
 
-    Raises ConfigError if no seed is in both, or a pair was asked differently.
+    The notes name other differences between A and B: seeds, draws, engines, versions of the code. Raises ConfigError
+    if no seed is in both, or a pair was asked differently.
     """
     shared, alone = sorted(a.keys() & b.keys()), sorted(a.keys() ^ b.keys())
     notes: list[str] = []
@@ -173,125 +164,83 @@ def paired(a: dict[int, Examined], b: dict[int, Examined]) -> tuple[list[tuple[E
     else:
         pairs = [(a[seed], b[seed]) for seed in shared]
         notes += [f"seeds {alone} are in one of the two only, and left out"] if alone else []
-    for pair in pairs:
-        _refuse_asked_otherwise(*pair)
-    return pairs, [*notes, *_also_differ(pairs)]
-
-
-def _refuse_asked_otherwise(one: Examined, other: Examined) -> None:
-    """Raise ConfigError if a pair was asked with different settings."""
-    a, b = one.about["identity"], other.about["identity"]
-    for key in HOW_IT_IS_ASKED:
-        if a[key] != b[key]:
-            raise ConfigError(
-                f"A was asked with {key}={a[key]} and B with {key}={b[key]}, so that they are no pairs. "
-                f"Evaluate B again with {key}={a[key]}."
-            )
-
-
-def _also_differ(pairs: Sequence[tuple[Examined, Examined]]) -> Iterator[str]:
-    """Yield notes on other differences between A and B: draws, engines, versions of the code."""
-    drawn = [(one.about["identity"]["seed"], other.about["identity"]["seed"]) for one, other in pairs]
-    if seeds := sorted({f"{a} and {b}" for a, b in drawn if a != b}):
-        yield f"A and B were drawn with seed={', '.join(seeds)}: they differ in their draws too"
-    a, b = (examined.about["identity"] for examined in pairs[0])
-    if ran := [f"{key}={a.get(key)} and {b.get(key)}" for key in HOW_IT_RAN if a.get(key) != b.get(key)]:
-        yield f"A and B ran with {', '.join(ran)}: a part of the differences is theirs, also in engine=common"
-    codes = {examined.about["environment"].get("git_sha") for pair in pairs for examined in pair}
+    identities = [(one.about["identity"], other.about["identity"]) for one, other in pairs]
+    for mine, others in identities:
+        for key in HOW_IT_IS_ASKED:
+            if mine[key] != others[key]:
+                raise ConfigError(
+                    f"A was asked with {key}={mine[key]} and B with {key}={others[key]}, so that they are no pairs. "
+                    f"Evaluate B again with {key}={mine[key]}."
+                )
+    if seeds := sorted(
+        {f"{one['seed']} and {other['seed']}" for one, other in identities if one["seed"] != other["seed"]}
+    ):
+        notes.append(f"A and B were drawn with seed={', '.join(seeds)}: they differ in their draws too")
+    mine, others = identities[0]
+    ran = [(key, mine.get(key), others.get(key)) for key in HOW_IT_RAN]
+    if how := [f"{key}={one} and {other}" for key, one, other in ran if one != other]:
+        notes.append(f"A and B ran with {', '.join(how)}: a part of the differences is theirs, also in engine=common")
+    codes = {one.about["environment"].get("git_sha") for pair in pairs for one in pair}
     if len(codes) > 1:
-        yield f"they come from {len(codes)} versions of the code: {', '.join(sorted(map(str, codes)))}"
+        notes.append(f"they come from {len(codes)} versions of the code: {', '.join(sorted(map(str, codes)))}")
+    return pairs, notes
 
 
-def differences(pairs: Sequence[tuple[Examined, Examined]], notes: list[str]) -> Iterator[Difference]:
-    """Yield the differences in accuracy and pass@k for every benchmark, engine and sampling in both evaluations.
+def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
+    """Yield the differences in each measure for every benchmark, engine and sampling that all evaluations have.
 
-    Appends to `notes` what only one side has, and that two dense bases are compared once. Raises ConfigError if no
-    benchmark or sampling is in both, or questions, prompts or sample counts differ.
+    Measures are accuracy, and for several samples pass@k and the entropy of final answers in nats. Appends to `notes`
+    what some lack, and that two dense bases are compared once. Raises ConfigError if nothing is in all, or questions,
+    prompts or sample counts differ.
     """
-    samplings = _samplings(pairs[0], notes)
-    named = [list(one.about["benchmarks"]) for one in pairs[0]]
-    shared = [name for name in named[0] if name in named[1]]
+    answers = [[one.answers for one in pair] for pair in pairs]
+    every = [of_one for of_pair in answers for of_one in of_pair]
+    names = list(dict.fromkeys(name for of_one in every for name in of_one))
+    shared = [name for name in names if all(name in of_one for of_one in every)]
     if not shared:
-        raise ConfigError(f"A was asked {', '.join(named[0])}, B {', '.join(named[1])}: no benchmark of both.")
-    if alone := sorted(set(named[0]) ^ set(named[1])):
-        notes.append(f"{', '.join(alone)}: in one of the two only, and left out")
-    are_dense = all(one.about["own_is_common"] for pair in pairs for one in pair)
-    if are_dense:
+        a, b = ("; ".join(", ".join(name) for name in of_one) for of_one in answers[0])
+        raise ConfigError(f"A has {a} and B {b}, so that they are no pairs. Evaluate B again as A was.")
+    if all(one.about["own_is_common"] for pair in pairs for one in pair):
         notes.append(f"both bases are dense, so that engine={OWN} is engine={COMMON} too")
-    for benchmark in shared:
-        for engine, sampling in product((OWN,) if are_dense else (OWN, COMMON), samplings):
-            rows = [[one.answers(benchmark, engine, sampling) for one in pair] for pair in pairs]
-            answered = [len(part) > 0 for pair in rows for part in pair]
-            if all(answered):
-                yield from _measured(benchmark, engine, sampling, rows)
-            elif any(answered) and sampling == samplings[0]:
-                notes.append(_who_lacks(benchmark, engine, pairs, rows))
-
-
-def _samplings(pair: tuple[Examined, Examined], notes: list[str]) -> list[str]:
-    """Return the samplings that both sides have; append the others to `notes`. Raises ConfigError if there are none."""
-    a, b = (one.samplings for one in pair)
-    shared = [name for name in a if name in b]
-    if not shared:
-        raise ConfigError(
-            f"A was sampled with {'; '.join(a)} and B with {'; '.join(b)}, so that they are no pairs. Evaluate B again "
-            "with the temperature=, top_p= and max_completion_tokens= of A."
-        )
-    notes += [f"sampling {name}: in one of the two only, and left out" for name in [*a, *b] if name not in shared]
-    return shared
-
-
-def _who_lacks(
-    benchmark: str, engine: str, pairs: Sequence[tuple[Examined, Examined]], rows: Sequence[Sequence[pd.DataFrame]]
-) -> str:
-    """Return a note on which sides and seeds have no answers by an engine."""
-    sides = []
-    for side, name in enumerate("AB"):
-        seeds = [pair[side].seed for pair, parts in zip(pairs, rows, strict=True) if not len(parts[side])]
-        of_seeds = f" with seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
-        if seeds:
-            sides.append(f"{name}{of_seeds if len(seeds) < len(pairs) else ''}")
-    who = f"{' and '.join(sides)} {'have' if len(sides) > 1 else 'has'}"
-    asks = f": type {COMMON}=true when you evaluate" if engine == COMMON else ""
-    return f"{benchmark}: {who} no answers by engine={engine}, which is left out{asks}"
-
-
-def _measured(
-    benchmark: str, engine: str, sampling: str, rows: list[list[pd.DataFrame]]
-) -> Iterator[Difference]:  # fmt: skip
-    """Yield the differences of one benchmark, engine and sampling: accuracy and each pass@k."""
-    for pair in rows:
-        check_pair(benchmark, *pair)
-    samples = int(rows[0][0]["draw"].max()) + 1
-    measures = {"accuracy": shares} | {
-        f"pass@{k}": lambda part, k=k: passes_of(part, k) for k in powers_of_two(samples) if k > 1
-    }
-    for measure, of in measures.items():
-        a, b = (pd.DataFrame([of(pair[side]) for pair in rows]) for side in (0, 1))
-        by_question = (b[a.columns] - a).reset_index(drop=True)
-        means = float(a.to_numpy().mean()), float(b.to_numpy().mean())
-        yield Difference(benchmark, engine, sampling, measure, *means, by_question)
+        names, shared = ([name for name in some if name[1] == OWN] for some in (names, shared))
+    for name in names:
+        if name not in shared:
+            advice = f"; type {COMMON}=true when you evaluate" if name[1] == COMMON else ""
+            notes.append(f"{', '.join(name)}: not in every evaluation, and left out{advice}")
+    benchmarks = list(dict.fromkeys(name[0] for name in shared))
+    for name in sorted(shared, key=lambda name: benchmarks.index(name[0])):
+        rows = [[of_one[name] for of_one in of_pair] for of_pair in answers]
+        for pair in rows:
+            check_pair(name[0], *pair)
+        samples = int(rows[0][0]["draw"].max()) + 1
+        measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {"accuracy": shares}
+        if samples > 1:
+            measures |= {f"pass@{k}": partial(passes_of, k=k) for k in powers_of_two(samples) if k > 1}
+            measures["answer entropy"] = answer_entropies
+        for measure, of in measures.items():
+            a, b = (pd.DataFrame([of(pair[side]) for pair in rows]) for side in (0, 1))
+            by_question = (b[a.columns] - a).reset_index(drop=True)
+            means = float(a.to_numpy().mean()), float(b.to_numpy().mean())
+            benchmark, engine, sampling = name
+            yield Difference(benchmark, engine, sampling, measure, *means, by_question)
 
 
 def check_pair(benchmark: str, a: pd.DataFrame, b: pd.DataFrame) -> None:
     """Raise ConfigError unless both have the same questions (two or more), prompts and number of samples."""
-    asked = [part.drop_duplicates("id").set_index("id")[["prompt_sha256", "answer"]] for part in (a, b)]
-    said = f"{benchmark}: A and B are no pairs"
-    if set(asked[0].index) != set(asked[1].index):
-        only = len(set(asked[0].index) ^ set(asked[1].index))
-        raise ConfigError(f"{said}, {only} questions are in one of them only. Evaluate both on the same questions.")
-    for column, what in (("prompt_sha256", "in other words (task or instruction)"), ("answer", "with another answer")):
-        differ = asked[0][column] != asked[1].reindex(asked[0].index)[column]
-        if differ.any():
-            raise ConfigError(f"{said}, {int(differ.sum())} questions were asked {what}, the first "
-                              f"{asked[0].index[differ.to_numpy()][0]}. Evaluate both alike.")  # fmt: skip
-    counts = [part.groupby("id").size().unique().tolist() for part in (a, b)]
-    if counts[0] != counts[1] or len(counts[0]) != 1:
-        raise ConfigError(
-            f"{said}, A has {counts[0]} samples a question and B {counts[1]}. Evaluate with one samples=."
-        )
-    if len(asked[0]) < 2:
-        raise ConfigError(f"{said} of two questions or more: there is one. Leave questions=1 out.")
+    asked, others = (rows.drop_duplicates("id").set_index("id")[["prompt_sha256", "answer"]] for rows in (a, b))
+    counts = [rows.groupby("id").size().unique().tolist() for rows in (a, b)]
+    why = ""
+    if differ := set(asked.index) ^ set(others.index):
+        why = f"{len(differ)} questions are in one of them only. Evaluate both on the same questions"
+    elif (other := (asked != others.reindex(asked.index))).to_numpy().any():
+        words, known = (int(other[column].sum()) for column in ("prompt_sha256", "answer"))
+        why = f"{words} questions were asked in other words, {known} with another answer. Evaluate both alike"
+    elif counts[0] != counts[1] or len(counts[0]) != 1:
+        why = f"A has {counts[0]} samples a question and B {counts[1]}. Evaluate with one samples="
+    elif len(asked) < 2:
+        why = "there is only one question. Leave questions=1 out"
+    if why:
+        raise ConfigError(f"{benchmark}: A and B are no pairs, {why}.")
 
 
 def table(found: Sequence[Difference]) -> str:

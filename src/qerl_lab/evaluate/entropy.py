@@ -8,10 +8,8 @@ differences are paired by token; their intervals are over prompts.
 import hashlib
 import json
 import math
-import shlex
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +21,14 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from qerl_lab import formats, rollout, terminal
+from qerl_lab.config.files import choices_of
 from qerl_lab.config.keys import typed
-from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
-from qerl_lab.config.spelling import word
 from qerl_lab.disk import make_directory, replace_file, strict_json
 from qerl_lab.evaluate import benchmarks, kl, weight_error
-from qerl_lab.evaluate.options import CALIBRATED, EntropyOptions, chosen_formats, split
+from qerl_lab.evaluate.options import EntropyOptions, name_and_path
 from qerl_lab.formats.format import Format
 from qerl_lab.model import loading, policy
 from qerl_lab.model.files import WeightFiles, local_folder, read_json
@@ -47,8 +44,9 @@ PROMPT_TOKENS = 2048  # longer questions are left out
 
 @dataclass(frozen=True)
 class Arm:
-    """A packed model: a checkpoint in `folder`, or with None the dense model rounded to nearest while loading."""
+    """A packed model that `cfg` loads: a checkpoint in `folder`, or with None the dense model rounded to nearest."""
 
+    cfg: RunConfig
     weight_format: Format
     method: str
     folder: Path | None = None
@@ -82,7 +80,7 @@ class Texts:
 def run(options: EntropyOptions) -> None:
     """Measure every arm, print the table and write the results.
 
-    Raises ConfigError for a model that is packed or cannot be loaded, and ValueError if a quantization method fails.
+    Raises ConfigError for a model that is packed or cannot be loaded.
     """
     folder = local_folder(options.model, options.revision, key="model")
     remedy = f"Type it, and checkpoints=[{options.model}]."
@@ -92,7 +90,7 @@ def run(options: EntropyOptions) -> None:
         refuse_written(options, out)
     make_directory(out, f"out={out}")
     device = policy.device_of(options.device)
-    arms = list(arms_of(options, out))
+    arms = list(arms_of(options))
     texts = sample(options, device)
     print(f"{len(texts.pairs)} completions of {options.prompts}, {len(texts.states)} tokens, on {device}")
     rows = [{"arm": "dense", "part": "", **estimates(texts.entropies_T, texts)}]
@@ -107,8 +105,9 @@ def run(options: EntropyOptions) -> None:
     }  # fmt: skip
     replace_file(out / ABOUT, strict_json(about))
     replace_file(out / "entropy.csv", pd.json_normalize(rows).to_csv(index=False, float_format="%.6g").encode())
-    draw(rows, out / "entropy.png")
-    print("\n".join(["", table(rows), *notes(rows)]))
+    names = row_names(rows)
+    draw(rows, names, out / "entropy.png")
+    print("\n".join(["", table(rows, names)]))
     print(f"\nwritten: {terminal.near(out)}  ({ABOUT}, entropy.csv, entropy.png)")
 
 
@@ -126,83 +125,44 @@ def refuse_written(options: EntropyOptions, out: Path) -> None:
     if not (out / ABOUT).is_file():
         return
     before, now = read_json(out / ABOUT).get("options", {}), asdict(options)
-    del now["out"], now["overwrite"]
-    if differ := differences(now, before):
+    differ = [
+        f"{key}={typed(value)} (was {typed(before[key])})"
+        for key, value in now.items()
+        if key not in ("out", "overwrite") and before.get(key, value) != value
+    ]
+    if differ:
         raise ConfigError(
-            f"out={out} is of another command: {differ}. Type another out, or overwrite=true to replace it."
+            f"out={out} is of another command: {', '.join(differ)}. Type another out, or overwrite=true to replace it."
         )
 
 
-def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """List the options that had another value before; empty if all agree."""
-    return ", ".join(
-        f"{key}={typed(value)} (was {typed(before[key])})"
-        for key, value in now.items()
-        if before.get(key, value) != value
-    )
-
-
-def arms_of(options: EntropyOptions, out: Path) -> Iterator[Arm]:
-    """Yield an arm for every format and applicable method, then for the given checkpoints."""
-    for name in chosen_formats(options):
-        cfg = RunConfig()
-        cfg.format.name = name
-        for method in options.methods:
-            if method == "rtn":
-                yield Arm(formats.build(cfg.format), method)
-            elif name in CALIBRATED:
-                yield _arm_in(calibrated(options, name, method, out / f"{name}-{method}"))
+def arms_of(options: EntropyOptions) -> Iterator[Arm]:
+    """Yield an arm for every packed format, rounded to nearest, then for the given checkpoints."""
+    names = choices_of("format") if "all" in options.formats else list(dict.fromkeys(options.formats))
+    for name in names:
+        if name != DENSE_FORMAT:
+            cfg = run_config(options, name)
+            yield Arm(cfg, formats.build(cfg.format), "rtn")
     for given in options.checkpoints:
-        yield _arm_in(local_folder(given, None, key="checkpoints"))
-
-
-def _arm_in(folder: Path) -> Arm:
-    """Return the arm of a packed directory; its method comes from quality.json of the quantize command."""
-    try:
-        stored = loading.stored_as(folder)
-    except ValueError as error:
-        raise ConfigError(f"{folder} cannot be read ({error}). Type another in checkpoints.") from None
-    if stored is None:
-        raise ConfigError(f"{folder} in checkpoints is dense; allowed: packed ones. Leave it out.")
-    noted = folder / QUALITY
-    method = read_json(noted).get("method", "unknown") if noted.is_file() else "unknown"
-    return Arm(stored.weight_format, str(method), folder)
-
-
-def calibrated(options: EntropyOptions, name: str, method: str, folder: Path) -> Path:
-    """Create a calibrated checkpoint with the quantize command unless it exists; return its folder.
-
-    Raises ValueError if the command fails, and ConfigError for a checkpoint of another model or other options.
-    """
-    words = {"model": options.model, "format": name, "method": method, "out": folder, "quality": "weights",
-             "samples": options.samples, "tokens": options.tokens, "seed": options.seed, "dataset": options.dataset,
-             "revision": options.revision, "device": options.device}  # fmt: skip
-    dense = model_hash(local_folder(options.model, options.revision, key="model"))
-    of = {key: value for key, value in words.items() if key not in ("out", "device")} | {"model_hash": dense}
-    _refuse_another(folder, of)
-    if not (folder / "config.json").is_file():
-        line = [word(key, str(value)) for key, value in words.items() if value is not None]
-        # In a separate process, so that llmcompressor's memory is freed when it ends.
-        code = subprocess.run([sys.executable, "-m", "qerl_lab.quantize", *line], stdout=sys.stderr).returncode
-        if code != 0:
-            raise ValueError(f"python -m qerl_lab.quantize {shlex.join(line)} ended with {code}; its message is above")
-    return folder
-
-
-def _refuse_another(folder: Path, of: dict[str, Any]) -> None:
-    """Record the options of a checkpoint before making it. Raises ConfigError if one made with others exists."""
-    note = folder.with_name(f"{folder.name}.json")
-    before = read_json(note) if note.is_file() else {}
-    if (folder / "config.json").is_file() and before != of:
-        differ = differences(of, before)
-        why = f"is of another command: {differ}" if differ else "does not say what it was made of"
-        raise ConfigError(f"{folder} {why}. Type another out, or move it away.")
-    replace_file(note, json.dumps(of, indent=1).encode() + b"\n")
+        folder = local_folder(given, None, key="checkpoints")
+        try:
+            stored = loading.stored_as(folder)
+        except ValueError as error:
+            raise ConfigError(f"{folder} cannot be read ({error}). Type another in checkpoints.") from None
+        if stored is None:
+            raise ConfigError(f"{folder} in checkpoints is dense; allowed: packed ones. Leave it out.")
+        quality = folder / QUALITY  # of the quantize command
+        method = read_json(quality).get("method", "unknown") if quality.is_file() else "unknown"
+        cfg, weight_format = run_config(options, stored.weight_format.NAME), stored.weight_format
+        own = {key: value for key, value in asdict(weight_format).items() if value is not None}
+        cfg.model.path, cfg.model.revision = str(folder), None
+        cfg.format = replace(cfg.format, ignore=list(stored.ignore), **own)
+        yield Arm(cfg, weight_format, str(method), folder)
 
 
 def sample(options: EntropyOptions, device: torch.device) -> Texts:
     """Sample one completion per prompt from the dense model at temperature 1."""
-    name, path = split(options.prompts)
+    name, path = name_and_path(options.prompts)
     task = benchmarks.questions_of(benchmarks.task_config(None, name, path), f"prompts={name}:")
     cfg = run_config(options, DENSE_FORMAT)
     dense = policy.build(cfg, device)
@@ -240,13 +200,12 @@ def measured(
     options: EntropyOptions, arm: Arm, texts: Texts, dense: WeightFiles, device: torch.device
 ) -> list[dict[str, Any]]:
     """Return the row of an arm, and for round to nearest also one row per part of its error."""
-    cfg = arm_config(options, arm)
-    model, _ = policy.load_base(cfg, device)
+    model, _ = policy.load_base(arm.cfg, device)
     entropies_T, kl_T = compared(model, texts, options.batch_size)
     del model
     folder = local_folder(options.model, options.revision, key="model")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    linears = packable(loading.empty_model(config, torch.float32), cfg.format.ignore)
+    linears = packable(loading.empty_model(config, torch.float32), arm.cfg.format.ignore)
     packed = None if arm.folder is None else WeightFiles(arm.folder)
     errors = weight_error.layers(arm.weight_format, dense, packed, linears, device, fit_scales=arm.method == "awq")
     row = {"arm": arm.name, "part": "", **estimates(entropies_T, texts), "kl": named(kl_T, texts)}
@@ -255,19 +214,6 @@ def measured(
     if not options.parts or arm.folder is not None or row["weight_error"]["parts"] is None:
         return [row]
     return [row, *parts_alone(options, arm, texts, dense, linears, entropies_T)]
-
-
-def arm_config(options: EntropyOptions, arm: Arm) -> RunConfig:
-    """Return the configuration that loads an arm's model."""
-    cfg = run_config(options, arm.weight_format.NAME)
-    if arm.folder is None:
-        return cfg
-    stored = loading.stored_as(arm.folder)
-    assert stored is not None
-    own = {key: value for key, value in asdict(stored.weight_format).items() if value is not None}
-    cfg.model.path, cfg.model.revision = str(arm.folder), None
-    cfg.format = replace(cfg.format, ignore=list(stored.ignore), **own)
-    return cfg
 
 
 def parts_alone(
@@ -300,11 +246,22 @@ def compared(model: PreTrainedModel, texts: Texts, batch_size: int) -> tuple[Ten
 
 
 def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
-    """Return mean entropy and its change from the dense model, each with interval."""
+    """Return mean entropy and its change from the dense model, each with interval, and `forking`'s two means."""
     return {
         "entropy": named(entropies_T, texts),
+        **dict(zip(("entropy_forking", "entropy_rest"), forking(entropies_T), strict=True)),
         "entropy_change": change(entropies_T - texts.entropies_T, texts),
     }
+
+
+def forking(entropies_T: Tensor) -> tuple[float, float]:
+    """Return mean entropy in nats of a model's forking tokens and of the rest.
+
+    Forking tokens are the fifth with the highest entropy under the model itself (arXiv 2506.01939), rounded up.
+    """
+    ranked = entropies_T.double().sort(descending=True).values
+    count = math.ceil(len(ranked) / 5)
+    return ranked[:count].mean().item(), ranked[count:].mean().item()
 
 
 def change(values_T: Tensor, texts: Texts) -> dict[str, float]:
@@ -328,24 +285,39 @@ def interval(values_T: Tensor, lengths: list[int], level: float = 0.95) -> Inter
     return found.nats, found.nats - half, found.nats + half
 
 
-def label(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """Return a row's model name, with the checkpoint's directory if several rows share the name."""
-    alike = [other for other in rows if other["arm"] == row["arm"] and not other["part"]]
-    return f"{row['arm']} in {row['checkpoint']}" if len(alike) > 1 and "checkpoint" in row else str(row["arm"])
+def row_names(rows: list[dict[str, Any]]) -> list[str]:
+    """Name each row by model and part, and by the checkpoint's directory where several models have one name."""
+    models = Counter(row["arm"] for row in rows if not row["part"])
+    names = []
+    for row in rows:
+        within = f" in {row['checkpoint']}" if models[row["arm"]] > 1 and "checkpoint" in row else ""
+        names.append(f"{row['arm']}, by {row['part']}" if row["part"] else f"{row['arm']}{within}")
+    return names
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Format the rows: one per model, and one per error part added alone to the dense weights."""
-    head = ["weights", "entropy", "change, 95% interval", "p", "KL to dense", "error", *weight_error.PARTS]
-    lines = [cells(row, rows) for row in rows]
-    return terminal.columns([head, *(line + [""] * (len(head) - len(line)) for line in lines)])
+def table(rows: list[dict[str, Any]], names: list[str]) -> str:
+    """Format the rows, one per model, and one per error part added alone to the dense weights; then notes."""
+    head = ["weights", "entropy", "forking", "rest", "change, 95% interval", "p", "KL to dense", "error"]
+    lines, notes = [[*head, *weight_error.PARTS]], list[str]()
+    for row, name in zip(rows, names, strict=True):
+        line = [f"  by {row['part']}" if row["part"] else name, *cells(row)]
+        lines.append(line + [""] * (len(lines[0]) - len(line)))
+        if NOT_FINITE in line:
+            notes.append(
+                f"note: {name}: logits or weights of the model are NaN or infinite; entropy.json has null there"
+            )
+    return "\n".join([terminal.columns(lines), *notes])
 
 
-def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    """Return the table cells of a row."""
+def cells(row: dict[str, Any]) -> list[str]:
+    """Return the table cells of a row after its name."""
+
+    def number(value: float, how: str) -> str:
+        return format(value, how) if math.isfinite(value) else NOT_FINITE
+
     found, error = row["entropy_change"], row.get("weight_error")
-    line = [f"  by {row['part']}" if row["part"] else label(row, rows)]
-    line += [number(row["entropy"]["mean"], ".4f") if "entropy" in row else ""]
+    means = (row["entropy"]["mean"], row["entropy_forking"], row["entropy_rest"]) if "entropy" in row else ()
+    line = [number(mean, ".4f") for mean in means] or [""] * 3
     if row["arm"] != "dense":
         is_known = all(map(math.isfinite, found.values()))
         line += [f"{found['mean']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]" if is_known else NOT_FINITE]
@@ -357,26 +329,14 @@ def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     return line
 
 
-def number(value: float, how: str) -> str:
-    return format(value, how) if math.isfinite(value) else NOT_FINITE
-
-
-def notes(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a note for each row with NaN or infinite numbers."""
-    broken = [row for row in rows if NOT_FINITE in cells(row, rows)]
-    names = [label(row, rows) + (f" by {row['part']}" if row["part"] else "") for row in broken]
-    why = "logits or weights of the model are NaN or infinite; entropy.json has null there"
-    return [f"note: {name}: {why}" for name in names]
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw(rows: list[dict[str, Any]], names: list[str], path: Path) -> None:
     """Plot the entropy changes and the shares of the weight error."""
     from qerl_lab.report import plots  # matplotlib takes a second
 
-    named_rows = {f"{row['arm']}, by {row['part']}" if row["part"] else label(row, rows): row for row in rows[1:]}
-    changes = {name: row["entropy_change"] for name, row in named_rows.items()}
-    shares = {
-        name: row["weight_error"]["parts"] for name, row in named_rows.items()
-        if row.get("weight_error") and row["weight_error"]["parts"]
-    }  # fmt: skip
-    plots.save_entropy({name: (c["mean"], c["low"], c["high"]) for name, c in changes.items()}, shares, path)
+    changes, shares = {}, {}
+    for row, name in list(zip(rows, names, strict=True))[1:]:
+        found = row["entropy_change"]
+        changes[name] = found["mean"], found["low"], found["high"]
+        if row.get("weight_error") and row["weight_error"]["parts"]:
+            shares[name] = row["weight_error"]["parts"]
+    plots.save_entropy(changes, shares, path)

@@ -1,7 +1,7 @@
 """KL between two models over the whole vocabulary, in nats per token, computed `CHUNK` tokens at a time."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +24,6 @@ class Estimate:
 
     nats: float
     standard_error: float | None
-
-
-def measure(p: Iterable[Tensor], q: Iterable[Tensor], lengths: list[int]) -> Estimate:
-    """Estimate KL(p || q) from log-probs of the same tokens.
-
-    Args:
-        p, q: chunks [T, vocabulary].
-        lengths: number of tokens in each text.
-    """
-    return mean(torch.cat([per_token(*chunk).cpu() for chunk in zip(p, q, strict=True)]), lengths)
 
 
 def per_token(p: Tensor, q: Tensor) -> Tensor:

@@ -1,14 +1,12 @@
-"""Options of `python -m qerl_lab.evaluate accuracy|compare|entropy` and rules between them. Imports no torch."""
+"""Options of `python -m qerl_lab.evaluate accuracy|compare|entropy|sigma` and rules between them. Imports no torch."""
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.paths import WEIGHTS
-from qerl_lab.config.records import METHODS
-from qerl_lab.config.schema import DENSE_FORMAT, DEVICES, ENGINES, POCKET, EvalConfig
+from qerl_lab.config.schema import DEVICES, ENGINES, POCKET, EvalConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.model import on_disk
 from qerl_lab.record.directory import RunDirectory
@@ -66,12 +64,31 @@ class AccuracyOptions:
 
 def check_accuracy(options: AccuracyOptions) -> None:
     """Raise ConfigError at the first invalid combination of options, or if run or model is not there."""
-    for rule in (_one_subject, _of_a_model, _known_benchmarks, _greedy_once):
-        rule(options)
-    if options.run:
+    run, model = options.run, options.model
+    if bool(run) == bool(model):
+        given = f"run={run} and model={model} are given" if run else "neither run= nor model= is"
+        raise ConfigError(f"{given}; allowed: one of them. Type for example run=RUN_DIR, or model=pocket.")
+    if model and not options.benchmarks:
+        raise ConfigError(f"benchmarks= is missing, and model={model} has no task. Type for example benchmarks=gsm8k.")
+    for key in ("format", "revision"):
+        if run and (value := getattr(options, key)) is not None:
+            raise ConfigError(f"{key}={value} is of a model, and run={run} has its own. Leave {key} out.")
+    if model and not options.adapter:
+        raise ConfigError(f"adapter=false is of a run, and model={model} has no adapter. Leave adapter out.")
+    names = [name_and_path(spec)[0] for spec in options.benchmarks]
+    for name in names:
+        check_task(name, f"{name} in benchmarks=[{','.join(options.benchmarks)}]", "benchmarks=gsm8k")
+        if names.count(name) > 1:
+            raise ConfigError(f"{name} is in benchmarks {names.count(name)} times. Type it once, another after `and`.")
+    if options.temperature == 0 and (options.samples or 1) > 1:
+        raise ConfigError(
+            f"samples={options.samples} with temperature=0 would be one answer again and again. Type samples=1, or "
+            f"temperature={EvalConfig().temperature}."
+        )
+    if run:
         run_of(options)
     else:
-        check_model(options.model)
+        check_model(model)
 
 
 def run_of(options: AccuracyOptions) -> RunDirectory:
@@ -94,53 +111,18 @@ def check_model(model: str) -> None:
         on_disk.check_files(folder, f"model={model}")
 
 
-def _one_subject(options: AccuracyOptions) -> None:
-    if bool(options.run) == bool(options.model):
-        given = (
-            f"run={options.run} and model={options.model} are given" if options.run else "neither run= nor model= is"
-        )
-        raise ConfigError(f"{given}; allowed: one of them. Type for example run=RUN_DIR, or model=pocket.")
-    if options.model and not options.benchmarks:
+def check_task(name: str, given: str, example: str) -> None:
+    """Raise ConfigError unless `name` is a task; `given` is how it was typed, `example` what to type."""
+    allowed = choices_of("task")
+    if name not in allowed:
+        hint = did_you_mean(name, allowed)
         raise ConfigError(
-            f"benchmarks= is missing, and model={options.model} has no task. Type for example benchmarks=gsm8k."
+            f"{given} is no task; allowed: {', '.join(allowed)}, each alone or as NAME:PATH.{hint} "
+            f"Type for example {example}."
         )
 
 
-def _of_a_model(options: AccuracyOptions) -> None:
-    """Check that model= options are not given with run=, and the reverse."""
-    of_model = (("format", options.format), ("revision", options.revision))
-    for key, value in of_model if options.run else ():
-        if value is not None:
-            raise ConfigError(f"{key}={value} is of a model, and run={options.run} has its own. Leave {key} out.")
-    if options.model and not options.adapter:
-        raise ConfigError(f"adapter=false is of a run, and model={options.model} has no adapter. Leave adapter out.")
-
-
-def _known_benchmarks(options: AccuracyOptions) -> None:
-    allowed, names = choices_of("task"), [split(spec)[0] for spec in options.benchmarks]
-    for name in names:
-        if name not in allowed:
-            hint = did_you_mean(name, allowed)
-            raise ConfigError(
-                f"{name} in benchmarks=[{','.join(options.benchmarks)}] is no task; allowed: {', '.join(allowed)}, "
-                f"each alone or as NAME:PATH.{hint} Type for example benchmarks=gsm8k."
-            )
-        if names.count(name) > 1:
-            raise ConfigError(
-                f"{name} is in benchmarks {names.count(name)} times. Type it once, another in a second command."
-            )
-
-
-def _greedy_once(options: AccuracyOptions) -> None:
-    """Check that greedy decoding asks each question once."""
-    if options.temperature == 0 and (options.samples or 1) > 1:
-        raise ConfigError(
-            f"samples={options.samples} with temperature=0 would be one answer again and again. Type samples=1, or "
-            f"temperature={EvalConfig().temperature}."
-        )
-
-
-def split(spec: str) -> tuple[str, str | None]:
+def name_and_path(spec: str) -> tuple[str, str | None]:
     """Split `NAME:PATH` or `NAME` into name and path."""
     name, sign, path = spec.partition(":")
     return name, path if sign else None
@@ -161,26 +143,17 @@ def check_compare(options: CompareOptions) -> None:
         )
 
 
-CALIBRATED = ("nvfp4", "mxfp4")  # formats that gptq and awq write
-
-
 @dataclass
 class EntropyOptions:
     model: str = option(POCKET, "dense model: Hugging Face id, local directory, FILE.gguf, or `pocket`")
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
     formats: list[str] = option(["all"], "weight formats, or all")
-    methods: list[str] = option(
-        ["rtn"], "rounding: rtn; gptq and awq, which calibrate (extra `quantize`)", choices=METHODS
-    )
-    checkpoints: list[str] = option([], "packed directories to measure too, of any origin")
+    checkpoints: list[str] = option([], "packed directories to measure too, of any origin: GPTQ, AWQ")
     prompts: str = option("arithmetic", "task whose evaluation questions are the prompts, NAME or NAME:PATH")
     questions: int = option(64, "how many of its first questions", at_least=2)
     max_completion_tokens: int = option(128, "longest completion that the dense model samples", at_least=1)
-    seed: int = option(0, "seeds that sampling, and calibration", at_least=0, at_most=2**32 - 1)
+    seed: int = option(0, "seeds that sampling", at_least=0, at_most=2**32 - 1)
     parts: bool = option(True, "also measure dense weights plus each single part of rtn's error: which part does what")
-    dataset: str | None = option(None, "gptq, awq: calibration texts, .txt, .jsonl or hub id; null is quantize's")
-    samples: int = option(256, "gptq, awq: calibration sequences (paper: 256)", at_least=1)
-    tokens: int = option(2048, "gptq, awq: tokens per sequence (paper: 2048)", at_least=1)
     device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
     batch_size: int = option(32, "texts in one forward pass", at_least=1)
     out: str | None = option(None, "directory to write; null is a new one below evaluations/")
@@ -188,7 +161,7 @@ class EntropyOptions:
 
 
 def check_entropy(options: EntropyOptions) -> None:
-    """Raise ConfigError for a model that is not there, an unknown format or task, or a method without its package."""
+    """Raise ConfigError for a model that is not there, or an unknown format or task."""
     check_model(options.model)
     allowed = choices_of("format")
     for name in options.formats:
@@ -198,26 +171,12 @@ def check_entropy(options: EntropyOptions) -> None:
                 f"{name} in formats=[{','.join(options.formats)}] is no weight format; allowed: all, "
                 f"{', '.join(allowed)}.{hint} Type for example formats=all."
             )
-    if (name := split(options.prompts)[0]) not in (names := choices_of("task")):
-        raise ConfigError(
-            f"prompts={options.prompts} is no task; allowed: {', '.join(names)}, alone or as NAME:PATH. "
-            "Type for example prompts=gsm8k:DIR."
-        )
-    calibrated = [method for method in options.methods if method != "rtn"]
-    if calibrated and importlib.util.find_spec("llmcompressor") is None:
-        raise ConfigError(
-            f"methods=[{','.join(options.methods)}] needs llmcompressor, which is not installed here. Type make "
-            "quantize-env, then this command with .venv-quantize/bin/python; or checkpoints=[DIR] of what "
-            "python -m qerl_lab.quantize wrote there."
-        )
-    if calibrated and not set(chosen_formats(options)) & set(CALIBRATED):
-        raise ConfigError(
-            f"methods=[{','.join(options.methods)}] with formats=[{','.join(options.formats)}]: {calibrated[0]} writes "
-            f"{' and '.join(CALIBRATED)}. Type formats=all, or methods=rtn."
-        )
+    check_task(name_and_path(options.prompts)[0], f"prompts={options.prompts}", "prompts=gsm8k:DIR")
 
 
-def chosen_formats(options: EntropyOptions) -> list[str]:
-    """Return the packed formats to measure, with `all` expanded; the dense format is their baseline."""
-    names = choices_of("format") if "all" in options.formats else list(dict.fromkeys(options.formats))
-    return [name for name in names if name != DENSE_FORMAT]
+@dataclass
+class SigmaOptions:
+    model: str = option(POCKET, "whose sampler: Hugging Face id, local directory, FILE.gguf, or `pocket`")
+    sigmas: list[float] = option([0.02, 0.05, 0.1, 0.15, 0.2, 0.3], "standard deviations of the noise", above=0)
+    kls: list[float] = option([], "KLs in nats per token, for each of which the sigma is found", above=0)
+    relative: bool = option(False, "sigma is in units of each norm's own root mean square, as with aqn.relative")

@@ -3,22 +3,19 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from qerl_lab import formats, preflight
+from qerl_lab import preflight
 from qerl_lab.config.arm import as_recorded, of_arm
-from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
-from qerl_lab.evaluate.options import AccuracyOptions, run_of
-from qerl_lab.evaluate.sampling import HowSampled, samplings
+from qerl_lab.evaluate.options import SMALL, SMALL_SAMPLES, AccuracyOptions, run_of
 from qerl_lab.evaluate.summary import TRAINED_ON
 from qerl_lab.model import on_disk, policy
 from qerl_lab.model.dense import dense_tensors
@@ -29,6 +26,39 @@ from qerl_lab.model.tokenizer import save as save_tokenizer
 from qerl_lab.rollout.vllm.base import scratch_folder, size_of
 
 LONGEST = 4096  # completion tokens for a model without a run, if its context allows
+
+
+@dataclass(frozen=True)
+class HowSampled:
+    """One way of sampling. `samples` is per question; None means that the benchmark decides (`samples_of`)."""
+
+    temperature: float
+    top_p: float
+    max_completion_tokens: int
+    samples: int | None
+
+    @property
+    def name(self) -> str:
+        """Name of its row in the table."""
+        drawn = f"temperature {self.temperature:g}, top-p {self.top_p:g}" if self.temperature else "greedy"
+        return f"{drawn}, {self.max_completion_tokens:,} tokens"
+
+    def samples_of(self, benchmark: str, default: int) -> int:
+        """Return the number of samples per question of a benchmark; `default` is the run's `eval.samples`."""
+        if self.temperature == 0:
+            return 1
+        return self.samples or (SMALL_SAMPLES if benchmark in SMALL else default)
+
+
+def samplings(options: AccuracyOptions, cfg: RunConfig) -> list[HowSampled]:
+    """Return the run's own sampling, and a second one if the options give another distribution.
+
+    More samples of the same distribution are not another sampling. A model without a run is sampled as the options say.
+    """
+    own = HowSampled(cfg.eval.temperature, cfg.eval.top_p, cfg.rollout.max_completion_tokens, options.samples)
+    keys = ("temperature", "top_p", "max_completion_tokens")
+    typed = replace(own, **{key: value for key in keys if (value := getattr(options, key)) is not None})
+    return [own, typed] if options.run and typed != own else [typed]
 
 
 @dataclass(frozen=True)
@@ -140,12 +170,6 @@ def load(subject: Subject) -> Policy:
     return loaded
 
 
-def is_zero(adapter: Path) -> bool:
-    """Return whether the adapter changes nothing: every lora_B is zero."""
-    tensors = policy.adapter_tensors(adapter)
-    return not any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
-
-
 @contextmanager
 def dequantized(subject: Subject) -> Iterator[Subject]:
     """Yield the subject with its base dequantized to bfloat16, as a temporary checkpoint in memory or on disk.
@@ -165,13 +189,3 @@ def dequantized(subject: Subject) -> Iterator[Subject]:
         model = replace(subject.cfg.model, path=str(folder), revision=None, hash=None)
         cfg = replace(subject.cfg, model=model, format=replace(subject.cfg.format, name=DENSE_FORMAT))
         yield replace(subject, cfg=cfg)
-
-
-def weights(cfg: RunConfig) -> dict[str, str | None]:
-    """Identify the base by a hash of its content, independent of where or when it was copied."""
-    return {"hash": model_hash(local_folder(cfg.model.path, cfg.model.revision))}
-
-
-def format_options(cfg: RunConfig) -> dict[str, Any]:
-    """Return the quantization options and the layers that stay dense."""
-    return asdict(formats.build(cfg.format)) | {"ignore": cfg.format.ignore}

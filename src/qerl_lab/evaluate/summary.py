@@ -1,14 +1,20 @@
 """Summarize the answers of an evaluation by benchmark and engine, as data and as a table."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 
 from qerl_lab.report.passes import pass_at, powers_of_two
 from qerl_lab.report.stats import share_interval
+from qerl_lab.tasks.answers import number
+from qerl_lab.tasks.answers.completion import final_answer
+from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS, compact, plain
 from qerl_lab.terminal import columns
 
 Summary = dict[str, Any]
@@ -29,12 +35,31 @@ def passes_of(rows: pd.DataFrame, k: int) -> pd.Series:
     return pd.Series(pass_at(k, right.to_numpy(), int(rows["draw"].max()) + 1), right.index)
 
 
+def answer_entropies(rows: pd.DataFrame) -> pd.Series:
+    """Return the entropy in nats of each question's final answers over its samples, by id; at most log(samples).
+
+    Equal numbers are one answer; other answers are equal by spelling. All samples without a final answer are one more.
+    """
+    counts = rows["completion"].map(_answer).groupby(rows["id"], sort=False).agg(lambda said: [*Counter(said).values()])
+    return counts.map(lambda counted: float(stats.entropy(counted)))
+
+
+def _answer(completion: str) -> Decimal | str:
+    """Return the final answer: a number, or a text in one spelling; empty without one."""
+    text = final_answer(completion) or ""
+    value = number(text)
+    if value is None:
+        return compact(plain(text)) if len(text) <= MAX_ANSWER_CHARACTERS else text
+    return value
+
+
 def summarize(rows: pd.DataFrame) -> Summary:
     """Summarize the answers to one benchmark by one engine, from `accuracy.Answers.rows`.
 
     `accuracy` is the mean over questions and samples (avg@k), `low` and `high` its 95% interval. `standard_error`
     covers variation between questions and draws; `standard_error_of_draws`, with two or more samples, covers asking the
-    same questions again. `unparsed` is omitted if the task does not report it (NaN in `rows`).
+    same questions again. `answer_entropy`, in nats, is null with one sample. `unparsed` is omitted if the task does not
+    report it (NaN in `rows`).
     """
     samples, of_questions = int(rows["draw"].max()) + 1, shares(rows)
     mean, low, high = share_interval(of_questions.to_numpy(), samples)
@@ -50,6 +75,7 @@ def summarize(rows: pd.DataFrame) -> Summary:
         "standard_error": float(of_questions.std(ddof=1) / math.sqrt(count)) if count > 1 else None,
         "standard_error_of_draws": None if draws is None else float(np.sqrt((draws / samples).sum()) / count),
         "pass_at": {str(k): dict(zip(("mean", "low", "high"), found, strict=True)) for k, found in passes.items()},
+        "answer_entropy": float(answer_entropies(rows).mean()) if samples > 1 else None,
         "format": float(rows["format"].mean()),
         "completion_tokens": float(rows["tokens"].mean()),
         "truncated": float(rows["truncated"].mean()),
@@ -65,21 +91,23 @@ def of_rows(rows: pd.DataFrame) -> list[Summary]:
 
 
 def table(results: Sequence[Summary]) -> str:
-    """Format the printed table: a row per benchmark, engine and sampling (named if several)."""
+    """Format the printed table: a row per benchmark, engine and sampling (named if several).
+
+    pass@1 is left out, because it equals accuracy for right-or-wrong scores: `@2 0.500  @4 0.625`.
+    """
     several = len({one["sampling"] for one in results}) > 1
-    passed = any(one["samples"] > 1 for one in results)
+    sampled = any(one["samples"] > 1 for one in results)
     head = ["benchmark", "engine", *["sampling"] * several, "questions", "samples", "accuracy, 95% interval", "error"]
-    rows = [[*head, *["pass@k"] * passed, "format", "tokens", "cut"]]
+    rows = [[*head, *["pass@k", "answer entropy"] * sampled, "format", "tokens", "cut"]]
     for one in results:
         error = one["standard_error"]
         cells = [one["benchmark"], one["engine"], *[one["sampling"]] * several]
         cells += [f"{one['questions']:,}", str(one["samples"])]
         cells += [f"{one['accuracy']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"]
-        cells += ["-" if error is None else f"{error:.3f}", *[_passes(one)] * passed]
+        cells += ["-" if error is None else f"{error:.3f}"]
+        if sampled:
+            passes = (f"@{k} {found['mean']:.3f}" for k, found in one["pass_at"].items() if k != "1")
+            answers = one.get("answer_entropy")  # unknown in an older evaluation
+            cells += ["  ".join(passes) or "-", "-" if answers is None else f"{answers:.3f}"]
         rows.append([*cells, f"{one['format']:.3f}", f"{one['completion_tokens']:.1f}", f"{one['truncated']:.3f}"])
     return columns(rows)
-
-
-def _passes(one: Summary) -> str:
-    """Format all but pass@1, which equals accuracy for right-or-wrong scores: `@2 0.500  @4 0.625`."""
-    return "  ".join(f"@{k} {found['mean']:.3f}" for k, found in one["pass_at"].items() if k != "1") or "-"

@@ -75,12 +75,12 @@ def layers(
             weight = exact.pop(name)
             shape = (weight.shape[0], weight.shape[1])
             nearest = weight_format.dequantize(tensors, shape, torch.float32)
-            stored = nearest if packed is None else _stored(weight_format, packed, name, shape, device)
+            stored = nearest if packed is None else stored_weight(weight_format, packed, name, shape, device)
             stored = without_scales(weight, stored) if fit_scales else stored
             yield LayerError(name, weight, weight_format.ideal(weight), nearest, stored)
 
 
-def _stored(
+def stored_weight(
     weight_format: Format, packed: WeightFiles, name: str, shape: tuple[int, int], device: torch.device
 ) -> Tensor:
     """Return the dequantized weight of a Linear in a packed checkpoint."""

@@ -1,6 +1,6 @@
 """Quantize a model to a 4-bit checkpoint: `python -m qerl_lab.quantize model=... format=nvfp4 out=DIR`.
 
-Options are checked before torch is imported. After an interruption or a failure the same command continues.
+Options are checked before torch is imported.
 """
 
 import os
@@ -21,13 +21,10 @@ def quantize(options: QuantizeOptions) -> None:
     # llmcompressor draws hundreds of progress bars, each update a new line in a log file.
     calm = {} if sys.stderr.isatty() else {"TQDM_MININTERVAL": "30"}
     os.environ |= {name: value for name, value in (CHILD_ENVIRONMENT | calm).items() if name not in os.environ}
-    try:
-        with terminal.quiet_imports():
-            from qerl_lab.quantize.quantize_model import run
+    with terminal.quiet_imports():
+        from qerl_lab.quantize.quantize_model import run
 
-        run(options)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command goes on where it stopped") from None
+    run(options)
 
 
 LINE = "python -m qerl_lab.quantize"

@@ -94,32 +94,20 @@ def _hub_rows(dataset: str, seed: int) -> Iterable[Mapping[str, Any]]:
 
 
 def _text_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the text of a row; None without a known column. Raises TemplateError for any template error."""
+    """Return the text of a row; None without a known column. Raises TemplateError if the chat template refuses it."""
     end = tokenizer.eos_token or ""
+    messages: Any
     if isinstance(row.get("text"), str):
         return row["text"] + end
-    if (messages := _messages_of(row)) is None:
+    if "conversations" in row:
+        roles = {"human": "user", "gpt": "assistant"}  # ShareGPT's words
+        messages = [
+            {"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in row["conversations"]
+        ]
+    elif "question" in row and "answer" in row:
+        messages = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+    elif (messages := row.get("messages")) is None:
         return None
     if tokenizer.chat_template is None:
         return "\n".join(message["content"] for message in messages) + end
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False)
-    except TemplateError:
-        raise
-    except Exception as error:  # a template can raise anything
-        raise TemplateError(f"{type(error).__name__}: {error}") from error
-
-
-def _messages_of(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
-    """Return a row's conversation as messages with role and content; None without one."""
-    if "messages" in row:
-        return row["messages"]
-    if "conversations" in row:
-        roles = {"human": "user", "gpt": "assistant"}  # ShareGPT's words
-        return [
-            {"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in row["conversations"]
-        ]
-    if "question" in row and "answer" in row:
-        turns = {"user": row["question"], "assistant": row["answer"]}
-        return [{"role": role, "content": content} for role, content in turns.items()]
-    return None
+    return tokenizer.apply_chat_template(messages, tokenize=False)

@@ -1,7 +1,7 @@
 """Quantize a model: read -> pack -> describe -> measure -> rename.
 
-All files are written to OUT.partial, which is renamed to OUT when complete. config.json follows the weights, so that no
-loader takes an unfinished directory for a model.
+All files are written to OUT.partial, which is renamed to OUT when complete. After a failure or an interruption the same
+command starts again, or goes on with the measurement if the weights are complete.
 """
 
 import errno
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qerl_lab import formats, terminal
@@ -60,10 +60,14 @@ def run(options: QuantizeOptions) -> None:
         llmcompressor.check(options)
     source = read_source(options)
     with Unfinished(options.folder, identity(options, source, device), options.overwrite) as unfinished:
-        if options.method == "rtn":
-            pack(options, source, device, unfinished)
-        else:
-            calibrate(options, source, unfinished)
+        if not unfinished.has("config.json"):
+            unfinished.clear()
+            if options.method == "rtn":
+                pack(options, source, device, unfinished.folder)
+            else:
+                llmcompressor.run(options, source.folder, source.dense, unfinished.folder)
+            copy_companions(source.folder, unfinished.folder)
+            unfinished.note("config.json")
         result = quality.measure(options, source.folder, source.packed, unfinished.folder, device)
         unfinished.finish()
     print(quality.table(options, result))
@@ -91,7 +95,13 @@ def read_source(options: QuantizeOptions) -> Source:
     if "quantization_config" in config:
         raise ConfigError(f"model={options.model} is quantized already (config.json). Type model= of the dense model.")
     weights = WeightFiles(folder)
-    model = _empty_model(options, folder)
+    try:
+        model = loading.empty_model(AutoConfig.from_pretrained(folder, trust_remote_code=False), torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model={options.model}: transformers makes no causal language model of {folder / 'config.json'} "
+            f"({first_line(error)}). Type another model, or install a transformers that knows it."
+        ) from error
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     _check_ignore(options, linears)
     if head := packed_head(model, formats.build(options.format_config()), options.ignore):
@@ -105,30 +115,15 @@ def read_source(options: QuantizeOptions) -> Source:
     for name in packed:
         _check_tensor(folder, weights, f"{name}.weight", tuple(model.get_parameter(f"{name}.weight").shape))
     dense = [name for name in linears if name not in set(packed)]
-    about = _quantization_config(options, dense, weights.dtype(f"{packed[0]}.weight"))
-    _check_skipped(options, about.get("llm_int8_skip_modules", []), packed, dense)
-    return Source(folder, config, weights, packed, dense, about)
-
-
-def _quantization_config(options: QuantizeOptions, dense: list[str], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the config.json entry for the packed model. Raises ConfigError if `ignore` cannot be expressed."""
     beyond = [name for name in dense if not is_ignored(name, options.ignore)]  # tied to an embedding
+    dtype = weights.dtype(f"{packed[0]}.weight")
     try:
-        return formats.build(options.format_config()).quantization_config([*options.ignore, *beyond], dtype)
+        about = formats.build(options.format_config()).quantization_config([*options.ignore, *beyond], dtype)
     except ValueError as error:
         given = f"ignore={typed(options.ignore)} with format={options.format}"
-        remedy = "Type for example ignore=[lm_head,down_proj]."
-        raise ConfigError(f"{given}: {error}. {remedy}") from error
-
-
-def _empty_model(options: QuantizeOptions, folder: Path) -> PreTrainedModel:
-    try:
-        return loading.empty_model(AutoConfig.from_pretrained(folder, trust_remote_code=False), torch.float32)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model={options.model}: transformers makes no causal language model of {folder / 'config.json'} "
-            f"({first_line(error)}). Type another model, or install a transformers that knows it."
-        ) from error
+        raise ConfigError(f"{given}: {error}. Type for example ignore=[lm_head,down_proj].") from error
+    _check_skipped(options, about.get("llm_int8_skip_modules", []), packed, dense)
+    return Source(folder, config, weights, packed, dense, about)
 
 
 def _check_ignore(options: QuantizeOptions, linears: list[str]) -> None:
@@ -177,42 +172,22 @@ def identity(options: QuantizeOptions, source: Source, device: torch.device) -> 
     return chosen | {"device": device.type, "model": stamps}
 
 
-def pack(options: QuantizeOptions, source: Source, device: torch.device, unfinished: Unfinished) -> None:
-    """Round to nearest, file by file, skipping files that are complete."""
+def pack(options: QuantizeOptions, source: Source, device: torch.device, folder: Path) -> None:
+    """Round to nearest, file by file; write weights, index and config.json. Raises OSError if the disk is too small."""
     weight_format = formats.build(options.format_config())
     shards = rtn.plan(source.weights, source.packed, weight_format, options.shard_gb * 1e9)
-    left = [shard for shard in shards if not unfinished.has(shard.file)]
-    _refuse_full_disk(unfinished.folder, sum(shard.bytes for shard in left))
-    total, ahead = (sum(rtn.source_bytes(source.weights, shard) for shard in some) for some in (shards, left))
-    with terminal.Amount(f"{options.format}, round to nearest", total, total - ahead) as bar:
-        for shard in left:
-            rtn.write(shard, unfinished.folder, source.weights, weight_format, device, bar.advance)
-            unfinished.note(shard.file)
+    needed, free = sum(shard.bytes for shard in shards), shutil.disk_usage(folder).free
+    if free < needed:
+        said = f"{needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free. Type an out elsewhere"
+        raise OSError(errno.ENOSPC, said, str(folder))
+    total = sum(rtn.source_bytes(source.weights, shard) for shard in shards)
+    with terminal.Amount(f"{options.format}, round to nearest", total) as bar:
+        for shard in shards:
+            rtn.write(shard, folder, source.weights, weight_format, device, bar.advance)
     if len(shards) > 1:
-        _write_json(unfinished.folder / INDEX, rtn.index(shards))
-    copy_companions(source.folder, unfinished.folder)
-    config = source.config | {"quantization_config": source.quantization_config}
-    _write_json(unfinished.folder / "config.json", config)
+        _write_json(folder / INDEX, rtn.index(shards))
+    _write_json(folder / "config.json", source.config | {"quantization_config": source.quantization_config})
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
     replace_file(file, json.dumps(content, indent=2).encode() + b"\n")
-
-
-def _refuse_full_disk(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise OSError(
-            errno.ENOSPC, f"{needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free. Type an out elsewhere",
-            str(folder),
-        )  # fmt: skip
-
-
-def calibrate(options: QuantizeOptions, source: Source, unfinished: Unfinished) -> None:
-    """Run AWQ or GPTQ. They cannot be continued, so an interrupted attempt starts over."""
-    if unfinished.has("config.json"):
-        return
-    unfinished.clear()
-    llmcompressor.run(options, source.folder, source.dense, unfinished.folder)
-    copy_companions(source.folder, unfinished.folder)
-    unfinished.note(*(file.name for file in unfinished.folder.iterdir() if file.suffix in (".safetensors", ".json")))

@@ -1,6 +1,6 @@
 """Options of `python -m qerl_lab.quantize`, and rules between them. Imports no torch."""
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -67,20 +67,8 @@ class QuantizeOptions(Writes):
 
 def check(options: QuantizeOptions) -> None:
     """Raise ConfigError at the first invalid combination of options. Checks local paths, loads nothing."""
-    for rule in (
-        _model_readable, _quantizing_format, _method_fits_format, _options_act,
-        _calibration_acts, _revision_acts, _text_readable, _out_is_free,
-    ):  # fmt: skip
-        rule(options)
-    check_patterns("ignore", options.ignore)
-
-
-def _model_readable(options: QuantizeOptions) -> None:
     if folder := on_disk.local(options.model, "model"):
         on_disk.check_files(folder, f"model={options.model}")
-
-
-def _quantizing_format(options: QuantizeOptions) -> None:
     if options.format == DENSE_FORMAT:
         raise ConfigError(
             f"format={DENSE_FORMAT} has nothing to quantize: its weights are the model's own. "
@@ -91,47 +79,41 @@ def _quantizing_format(options: QuantizeOptions) -> None:
     if options.format not in allowed:
         hint = did_you_mean(options.format, allowed) or f" Type for example format={allowed[0]}."
         raise ConfigError(f"format={options.format} is not allowed; allowed: {', '.join(allowed)}.{hint}")
-
-
-def _method_fits_format(options: QuantizeOptions) -> None:
     if options.method != "rtn" and options.format not in SCHEMES:
         raise ConfigError(
             f"method={options.method} with format={options.format} is not possible: llmcompressor writes "
             f"{' and '.join(SCHEMES)}. Type method=rtn, or format={next(iter(SCHEMES))}."
         )
+    _check_inert(options)
+    _check_text(options)
+    check_apart(options, options.model)
+    check_free(options, options.overwrite, _is_quantized, "is no quantized checkpoint")
+    check_patterns("ignore", options.ignore)
 
 
-def _options_act(options: QuantizeOptions) -> None:
-    """Check that format options belong to the chosen format and method."""
-    for option_name, format_name in ((f.name, f.metadata["only"]) for f in fields(FormatConfig)):
-        if format_name is None:
+def _check_inert(options: QuantizeOptions) -> None:
+    """Raise ConfigError for an option that the chosen format, method or model does not read."""
+    changed = {f.name: value for f in fields(options) if (value := getattr(options, f.name)) != _usual(f)}
+    for key, of_format in ((f.name, f.metadata["only"]) for f in fields(FormatConfig)):
+        if of_format is None or key not in changed:
             continue
-        value, default = getattr(options, option_name), getattr(FormatConfig(), option_name)
-        if value != default and options.format != format_name:
+        given = f"{key}={typed(changed[key])} is an option of"
+        if options.format != of_format:
             raise ConfigError(
-                f"{option_name}={typed(value)} is an option of {format_name}, and format={options.format} was given. "
-                f"Leave {option_name} out, or type format={format_name}."
+                f"{given} {of_format}, and format={options.format} was given. "
+                f"Leave {key} out, or type format={of_format}."
             )
-        if value != default and options.method != "rtn":
+        if options.method != "rtn":
             raise ConfigError(
-                f"{option_name}={typed(value)} is an option of method=rtn; llmcompressor, which does "
-                f"method={options.method}, has its own rule. Leave {option_name} out."
+                f"{given} method=rtn; llmcompressor, which does method={options.method}, has its own rule. "
+                f"Leave {key} out."
             )
-
-
-def _calibration_acts(options: QuantizeOptions) -> None:
-    """Check that calibration options are not given with method=rtn."""
-    for name in CALIBRATION:
-        value = getattr(options, name)
-        if options.method == "rtn" and value != getattr(QuantizeOptions(), name):
+    for key in CALIBRATION:
+        if options.method == "rtn" and key in changed:
             raise ConfigError(
-                f"{name}={typed(value)} is an option of method=awq and method=gptq; method=rtn reads no data. "
-                f"Leave {name} out, or type method=gptq."
+                f"{key}={typed(changed[key])} is an option of method=awq and method=gptq; method=rtn reads no data. "
+                f"Leave {key} out, or type method=gptq."
             )
-
-
-def _revision_acts(options: QuantizeOptions) -> None:
-    """Check that revision= is only given for a model on the hub."""
     if options.revision is not None and (options.model == POCKET or Path(options.model).expanduser().exists()):
         raise ConfigError(
             f"revision={options.revision} is of a model on the hub, and model={options.model} is here. "
@@ -139,7 +121,13 @@ def _revision_acts(options: QuantizeOptions) -> None:
         )
 
 
-def _text_readable(options: QuantizeOptions) -> None:
+def _usual(option_field: Field[Any]) -> Any:
+    """Return the default of a field."""
+    return option_field.default if option_field.default is not MISSING else option_field.metadata["default"]
+
+
+def _check_text(options: QuantizeOptions) -> None:
+    """Raise ConfigError unless `text` is None or a text file, and KL is measured."""
     if options.text is None:
         return
     remedy = "Type text=FILE with UTF-8 text in it, or leave text out."
@@ -155,12 +143,6 @@ def _text_readable(options: QuantizeOptions) -> None:
         raise ConfigError(f"text={options.text} cannot be read as text ({reason}). {remedy}") from None
     if not content.strip():
         raise ConfigError(f"text={options.text} is empty. {remedy}")
-
-
-def _out_is_free(options: QuantizeOptions) -> None:
-    """Check that `out` is not the model's folder and does not hold other files."""
-    check_apart(options, options.model)
-    check_free(options, options.overwrite, _is_quantized, "is no quantized checkpoint")
 
 
 def _is_quantized(folder: Path) -> bool:

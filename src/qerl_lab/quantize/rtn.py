@@ -1,22 +1,18 @@
-"""Pack a dense checkpoint by rounding to nearest. Holds one fused layer in memory, never the model or a whole file."""
+"""Pack a dense checkpoint by rounding to nearest. Holds one output file and one fused layer in memory."""
 
-import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from io import FileIO
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl_lab.formats.format import STORED_DTYPES, Format, Layout, pack_fused
-from qerl_lab.model.files import DTYPES, SINGLE
+from qerl_lab.model.files import SINGLE
 from qerl_lab.model.linear import fused_groups
 from qerl_lab.model.loading import TensorSource, check_dense_values
-
-# Names of dtypes in a safetensors header.
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class Unit(NamedTuple):
@@ -38,14 +34,13 @@ class Shard(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """Layout of all its tensors in stored order: wide dtypes first, so that every tensor is aligned."""
-        tensors = {name: about for unit in self.units for name, about in unit.layout.items()}
-        return dict(sorted(tensors.items(), key=lambda item: (-item[1][1].itemsize, item[0])))
+        """Layout of all its tensors."""
+        return {name: about for unit in self.units for name, about in unit.layout.items()}
 
     @property
     def bytes(self) -> int:
-        """Size of the file in bytes."""
-        return len(_header(self.layout)) + _layout_bytes(self.layout)
+        """Bytes of its tensors; the file has a header too."""
+        return _layout_bytes(self.layout)
 
 
 def plan(source: TensorSource, linears: Sequence[str], weight_format: Format, shard_bytes: float) -> list[Shard]:
@@ -103,41 +98,20 @@ def write(
     device: torch.device,
     advance: Callable[[int], None],
 ) -> None:
-    """Write one output file under a temporary name, sync it to disk, and rename it. Copied tensors keep their dtype.
+    """Write one output file. Copied tensors keep their dtype. Calls `advance` with the source bytes done.
 
-    The safetensors library is not used, because it needs all tensors at once and does not say which tensor failed on a
-    full disk. Calls `advance` with the source bytes done. Raises ValueError for a weight that the format cannot store,
-    or NaN in a copied one, and OSError if writing fails; both name file and tensor.
+    Raises ValueError for a weight that the format cannot store, or NaN in a copied one, naming file and tensor; and
+    OSError, naming the file, if writing fails.
     """
-    file, aside = folder / shard.file, folder / f"{shard.file}.tmp"
-    header = _header(shard.layout)
-    begins = {name: len(header) + begin for name, begin in _begins(shard.layout).items()}
+    packed: dict[str, Tensor] = {}
+    for unit in shard.units:
+        made = _tensors(unit, source, weight_format, device)
+        packed |= {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in made.items()}
+        advance(source_bytes(source, Shard(shard.file, [unit])))
     try:
-        with aside.open("wb", buffering=0) as out:  # a buffer would fail again on close, without naming a tensor
-            _write_whole(out, memoryview(header))
-            for unit in shard.units:
-                _write_unit(out, unit, begins, _tensors(unit, source, weight_format, device))
-                advance(source_bytes(source, Shard(shard.file, [unit])))
-            os.fsync(out.fileno())
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(file)) from error
-    aside.replace(file)
-
-
-def _write_unit(out: FileIO, unit: Unit, begins: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        content = _bytes(name, tensor, unit.layout[name])
-        try:
-            out.seek(begins[name])
-            _write_whole(out, content)
-        except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}, at {name}") from error
-
-
-def _write_whole(out: FileIO, content: memoryview) -> None:
-    while content:
-        content = content[out.write(content) :]
+        save_file(packed, folder / shard.file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{folder / shard.file} cannot be written: {error}") from error
 
 
 def _tensors(unit: Unit, source: TensorSource, weight_format: Format, device: torch.device) -> dict[str, Tensor]:
@@ -157,34 +131,6 @@ def _tensors(unit: Unit, source: TensorSource, weight_format: Format, device: to
         }
     except ValueError as error:
         raise ValueError(f"{source.where(unit.names[0])}: {error}") from error
-
-
-def _begins(layout: Layout) -> dict[str, int]:
-    """Return each tensor's offset after the header."""
-    begins, end = {}, 0
-    for name, about in layout.items():
-        begins[name] = end
-        end += _layout_bytes({name: about})
-    return begins
-
-
-def _header(layout: Layout) -> bytes:
-    """Return header length (8 bytes, little endian) and JSON, padded with spaces to a multiple of 8 bytes."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for name, begin in _begins(layout).items():
-        shape, dtype = layout[name]
-        end = begin + _layout_bytes({name: layout[name]})
-        entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _bytes(name: str, tensor: Tensor, about: tuple[tuple[int, ...], torch.dtype]) -> memoryview:
-    """Return a tensor's bytes, after checking its shape and dtype."""
-    if (tuple(tensor.shape), tensor.dtype) != about:
-        raise AssertionError(f"{name} is {list(tensor.shape)} in {tensor.dtype}, its format's layout says {about}")
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def index(shards: Sequence[Shard]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 from peft import PeftModel
@@ -141,23 +140,6 @@ def test_decode_adds_up_the_layers_and_leaves_out_what_was_not_timed(tmp_path: P
     assert (tmp_path / "decode.png").stat().st_size > 10_000
 
 
-def test_a_product_and_its_adapter_have_one_colour() -> None:
-    arms = ("bf16", "marlin", "bf16_and_adapter", "marlin_and_adapter", "adapter_kernels")
-    rows = [{"layer": "o_proj", "rows": 8, "arm": arm, "us": 1.0} for arm in arms]
-    figure = bench.figure_of(
-        {"benchmark": "decode", "options": {"model": "m"}, "environment": {"gpus": []}, "decode": rows}
-    )
-    color = {line.get_label(): line.get_color() for line in figure.axes[0].get_lines()}
-    style = {line.get_label(): line.get_linestyle() for line in figure.axes[0].get_lines()}
-    plt.close(figure)
-    assert color["bf16"] == color["bf16_and_adapter"]
-    assert color["marlin"] == color["marlin_and_adapter"]
-    assert len({color["bf16"], color["marlin"], color["adapter_kernels"]}) == 3
-    assert style["bf16"] == style["marlin"] == "-"
-    assert style["bf16_and_adapter"] == style["marlin_and_adapter"] == "--"
-    assert style["adapter_kernels"] == ":"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -176,14 +158,11 @@ def test_a_product_and_its_adapter_have_one_colour() -> None:
         (["linear"], "error: The benchmarks need an NVIDIA GPU"),
     ],
 )
-def test_what_the_command_says(words: list[str], message: str, tmp_path: Path) -> None:
+def test_what_the_command_says(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     if words == ["linear"] and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    line = [sys.executable, "-m", "qerl_lab.bench", *words]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
-    assert message in done.stdout + done.stderr
-    assert done.returncode == (2 if words else 0)
-    assert "Traceback" not in done.stderr
+    assert command.main(words) == (2 if words else 0)
+    assert message in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("name", ["linear", "train_step"])

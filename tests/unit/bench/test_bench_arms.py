@@ -1,7 +1,6 @@
 """Arms of `bench rollout` and `bench step`: their names, their processes, and what becomes of one that dies."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -74,11 +73,12 @@ def test_arms_of_one_format_come_together() -> None:
 
 
 def test_a_scratch_without_room_says_how_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=6e9))
-    options = RolloutOptions(arms=["nvfp4", "bf16_stock"], scratch="/")
+    options = RolloutOptions(arms=["nvfp4", "bf16_stock"], scratch="/tmp")
     with pytest.raises(ConfigError, match=r"6\.0 GB free, and qwen2\.5-7b in bf16 takes 15\.5 GB: 9\.5 GB are missing"):
-        arm_processes.refuse_small_scratch(options)
-    arm_processes.refuse_small_scratch(RolloutOptions(arms=["nvfp4"], scratch="/"))
+        arm_processes.check(options)
+    arm_processes.check(RolloutOptions(arms=["nvfp4"], scratch="/tmp"))
 
 
 def test_an_arm_sees_the_gpus_that_it_takes_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,17 +90,7 @@ def test_an_arm_sees_the_gpus_that_it_takes_and_no_other(monkeypatch: pytest.Mon
     assert [rank["LOCAL_RANK"] for rank in two] == ["0", "1"]
     assert arm_processes.environments(arm_of("nvfp4 device=cpu", TRL)) == [{}]
     with pytest.raises(ConfigError, match=r"gpus=4 and torch sees 3 GPUs here\. Type gpus=3"):
-        arm_processes.refuse_few_gpus(StepOptions(arms=["nvfp4", "nvfp4 gpus=4"]))
-    arm_processes.refuse_few_gpus(StepOptions(arms=["nvfp4 gpus=3", "nvfp4 device=cpu gpus=4"]))
-
-
-def test_a_scratch_has_room_for_the_checkpoints_that_lie_there_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20e9))
-    options = RolloutOptions(arms=["bf16_stock", "bf16", "nvfp4", "mxfp4"], ranks=[32, 64], scratch="/", side_by_side=4)
-    arm_processes.refuse_small_scratch(options)  # bf16 alone, and then the two of four bits
-    options.side_by_side = 3  # the second three are of two formats
-    with pytest.raises(ConfigError, match=r"20\.0 GB free, and qwen2\.5-7b in bf16 and nvfp4 takes 21\.\d GB"):
-        arm_processes.refuse_small_scratch(options)
+        arm_processes.check(StepOptions(arms=["nvfp4", "nvfp4 gpus=4"]))
 
 
 @pytest.fixture
@@ -126,7 +116,7 @@ def test_words_that_do_not_fit_are_refused_before_a_checkpoint_is_written(
     small: dict[str, Any], name: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        command.in_processes(name, (RolloutOptions if name == "rollout" else StepOptions)(**small | options))
+        command.in_processes((RolloutOptions if name == "rollout" else StepOptions)(**small | options), {})
     assert not list(Path(small["scratch"]).iterdir())
 
 
@@ -157,10 +147,10 @@ def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
         "adapter = json.loads(Path(job['adapter'], 'adapter_config.json').read_text())\n"
         "write({'pid': os.getpid(), 'adapter': adapter['r'],"
         " 'method': config.get('quantization_config', {}).get('quant_method'),"
-        " 'beside': sorted(p.name for p in Path(job['folder']).parent.iterdir() if not p.name.startswith('arm-'))})",
+        " 'beside': sorted(p.name for p in Path(job['folder']).parent.iterdir() if p.is_dir())})",
     )
     options = RolloutOptions(arms=["bf16_stock", "nvfp4", "qlora_stock"], ranks=[2, 4], **small)
-    rows = list(arm_processes.run("rollout", options))
+    rows = list(arm_processes.run(options))
     assert [(row["arm"], row["rank"], row["method"]) for row in rows] == [
         ("bf16_stock", 2, None), ("bf16_stock", 4, None), ("nvfp4", 2, "compressed-tensors"),
         ("nvfp4", 4, "compressed-tensors"), ("qlora_stock", 2, "bitsandbytes"), ("qlora_stock", 4, "bitsandbytes"),
@@ -172,39 +162,15 @@ def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
     assert list(Path(small["scratch"]).iterdir()) == []
 
 
-def test_arms_side_by_side_measure_one_after_another_when_all_are_built(
-    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plays(
-        monkeypatch,
-        "if 'nvfp4' in job['arm']['name']: sys.exit(3)\n"
-        "began = time.time(); turn, folder = Path(job['turn']), Path(job['folder'])\n"
-        "time.sleep(0.3); (turn / 'ready').touch(); built = time.time()\n"
-        "while not (turn / 'go').exists(): time.sleep(0.01)\n"
-        "first = time.time(); time.sleep(0.3)\n"
-        "write({'began': began, 'built': built, 'first': first, 'last': time.time(),"
-        " 'beside': sorted(p.name for p in folder.parent.iterdir() if p.name[0] not in 'ar')})",
-    )
-    options = RolloutOptions(arms=["bf16_stock", "nvfp4", "qlora_stock", "mxfp4"], ranks=[2], side_by_side=3, **small)
-    bf16, nvfp4, qlora, mxfp4 = arm_processes.run("rollout", options)
-    assert nvfp4["died"] == "exit status 3, and no row"
-    assert bf16["beside"] == qlora["beside"] == ["bf16", "nf4", "nvfp4"]
-    assert mxfp4["beside"] == ["mxfp4"]
-    assert qlora["began"] < bf16["built"], "they start together"
-    assert max(bf16["built"], qlora["built"]) < bf16["first"], "none measures while another is built"
-    assert bf16["last"] < qlora["first"] < qlora["last"] < mxfp4["began"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("does", ["arm_processes.wait_for_turn(job)", "time.sleep(100)"], ids=["waits", "measures"])
-def test_an_arm_ends_with_its_parent(tmp_path: Path, does: str) -> None:
-    """A benchmark that is killed leaves no engine on the GPU, whatever it does there."""
+def test_an_arm_ends_with_its_parent(tmp_path: Path) -> None:
+    """A benchmark that is killed leaves no engine on the GPU."""
     arm = (
         "import sys, time; from types import SimpleNamespace; from pathlib import Path\n"
-        "from qerl_lab.bench import arm_processes, one_arm\n"
+        "from qerl_lab.bench import one_arm\n"
         f"began = Path({str(tmp_path / 'ready')!r})\n"
-        f"one_arm.read_job = lambda _: SimpleNamespace(turn={str(tmp_path)!r}, about={{}})\n"
-        f"one_arm.rows_of = lambda job: [began.touch(), {does}]\n"
+        f"one_arm.read_job = lambda _: SimpleNamespace(about={{}})\n"
+        f"one_arm.rows_of = lambda job: [began.touch(), time.sleep(100)]\n"
         "one_arm.main(sys.argv[1:])"
     )
     words = ["job.json", str(tmp_path / "rows.jsonl")]
@@ -232,13 +198,14 @@ def test_an_arm_ends_with_its_parent(tmp_path: Path, does: str) -> None:
         ("time.sleep(60)", "took longer than timeout_minutes=0.05", 0),
         ("write({'died': 'OutOfMemoryError: 3 GiB'}); sys.exit(1)", "OutOfMemoryError: 3 GiB", 0),
         ("pass", "exit status 0, and no row", 0),
+        ("write({'batch': 8}); print('{\"arm', end='', file=open(sys.argv[2], 'a')); sys.exit(1)", "exit status 1", 1),
     ],
 )
 def test_a_dead_arm_is_a_row(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, script: str, reason: str, kept: int
 ) -> None:
     plays(monkeypatch, script)
-    *measured, last = arm_processes.run("rollout", RolloutOptions(arms=["bf16"], timeout_minutes=0.05, **small))
+    *measured, last = arm_processes.run(RolloutOptions(arms=["bf16"], timeout_minutes=0.05, **small))
     assert last["died"] == reason
     assert last["arm"] == "bf16"
     assert len(measured) == kept
@@ -255,16 +222,8 @@ def test_ranks_that_die_one_of_the_other_are_one_dead_arm(
         "while not first and 'memory' not in Path(sys.argv[2]).read_text(): time.sleep(0.01)\n"
         "write({'died': 'no memory' if first else 'connection closed by peer'}); first and time.sleep(5); sys.exit(1)",
     )
-    (row,) = arm_processes.run("step", StepOptions(arms=["nvfp4 device=cpu gpus=2"], groups=2, **small))
+    (row,) = arm_processes.run(StepOptions(arms=["nvfp4 device=cpu gpus=2"], groups=2, **small))
     assert row["died"] == "no memory"
-
-
-def test_a_row_that_was_cut_off_does_not_cost_the_others(
-    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plays(monkeypatch, "write({'batch': 8}); print('{\"arm\": \"bf', end='', file=open(sys.argv[2], 'a')); sys.exit(1)")
-    whole, died = arm_processes.run("rollout", RolloutOptions(arms=["bf16"], **small))
-    assert (whole["batch"], died["died"]) == (8, "exit status 1")
 
 
 def test_a_rank_that_cannot_be_started_leaves_none_that_waits_for_it(
@@ -281,7 +240,7 @@ def test_a_rank_that_cannot_be_started_leaves_none_that_waits_for_it(
 
     monkeypatch.setattr(subprocess, "Popen", start)
     with pytest.raises(BlockingIOError):
-        list(arm_processes.run("step", StepOptions(arms=["nvfp4 device=cpu gpus=2"], groups=2, **small)))
+        list(arm_processes.run(StepOptions(arms=["nvfp4 device=cpu gpus=2"], groups=2, **small)))
     assert started[0].returncode == -signal.SIGKILL
 
 
@@ -313,19 +272,10 @@ def test_a_command_that_is_ended_keeps_its_rows_and_removes_its_checkpoint(
     end = f"os.kill(os.getppid(), {int(number)}); time.sleep(60)"
     plays(
         monkeypatch,
-        "turn = Path(job['turn']); (turn / 'ready').touch()\n"
-        "while not (turn / 'go').exists(): time.sleep(0.01)\n"
         f"write({{'batch': job['rank']}})\nif job['rank'] == 4: {end}",
     )
     monkeypatch.setitem(arm_processes.ARCHITECTURES, "qwen2.5-0.5b", ARCHITECTURE)
     given = {"arms": "[bf16]", "ranks": "[2,4]", **small, "model": "qwen2.5-0.5b"}
-    remove = shutil.rmtree
-
-    def heard_again(folder: Path, **how: Any) -> None:  # `timeout` sends a second signal
-        os.kill(os.getpid(), number)
-        remove(folder, **how)
-
-    monkeypatch.setattr(shutil, "rmtree", heard_again)
     heard = {name: signal.getsignal(name) for name in exits.SIGNALS}
     signal.signal(number, lambda *_: pytest.fail("nobody listens to the signal"))
     try:
@@ -335,19 +285,6 @@ def test_a_command_that_is_ended_keeps_its_rows_and_removes_its_checkpoint(
             signal.signal(name, handler)
     assert [row["batch"] for row in json.loads(Path(small["out"] + ".json").read_text())["rows"]] == [2, 4]
     assert list(Path(small["scratch"]).iterdir()) == []
-
-
-def test_a_command_that_is_ended_while_it_writes_leaves_the_rows_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def end(_: int) -> None:
-        raise KeyboardInterrupt
-
-    command.write(tmp_path / "result", {"rows": [1]})
-    monkeypatch.setattr(os, "fsync", end)
-    with pytest.raises(KeyboardInterrupt):
-        command.write(tmp_path / "result", {"rows": [1, 2]})
-    assert json.loads((tmp_path / "result.json").read_text()) == {"rows": [1]}
 
 
 def test_what_killed_benchmarks_and_arms_left_is_removed_and_nothing_in_use(
@@ -365,9 +302,9 @@ def test_what_killed_benchmarks_and_arms_left_is_removed_and_nothing_in_use(
         "os.kill(os.getpid(), 9)",
     )
     with named_folder(arm_processes.SCRATCH, scratch) as live:
-        arm_processes.clear(scratch)
+        arm_processes.check(RolloutOptions(arms=["bf16"], **small))
         assert sorted(path.name for path in scratch.iterdir()) == sorted([live.name, "qerl-lab-bench-elsewhere-0"])
-        measured, died = arm_processes.run("rollout", RolloutOptions(arms=["bf16"], **small))
+        measured, died = arm_processes.run(RolloutOptions(arms=["bf16"], **small))
         assert live.exists()
     assert Path(measured["folder"]).parent == memory
     assert died["died"].startswith("ended by signal 9")
@@ -379,7 +316,7 @@ def test_the_process_of_an_arm_writes_each_row_at_once_and_its_reason(
 ) -> None:
     job = {
         "benchmark": "rollout", "arm": {"name": "bf16", "format": "bf16", "is_baseline": False, "words": {}},
-        "rank": 4, "architecture": ARCHITECTURE, "folder": "", "adapter": "", "turn": "",
+        "rank": 4, "architecture": ARCHITECTURE, "folder": "", "adapter": "",
         "options": {"model": "small"},
     }  # fmt: skip
     (tmp_path / "job.json").write_text(json.dumps(job))

@@ -11,7 +11,7 @@ import pytest
 
 from bench_jobs import ARCHITECTURE, FakeSampler
 from qerl_lab.bench import arm_processes, gpu, rollout
-from qerl_lab.bench.arm_processes import Job
+from qerl_lab.bench.arm_config import Job
 from qerl_lab.bench.bench_options import RolloutOptions, arm_of
 
 NATS = math.log(300)
@@ -22,7 +22,7 @@ def options(**changes: Any) -> RolloutOptions:
 
 
 def job_of(changed: RolloutOptions) -> Job:
-    return Job("rollout", arm_of("bf16", {}), 4, ARCHITECTURE, "", "", "", vars(changed))
+    return Job("rollout", arm_of("bf16", {}), 4, ARCHITECTURE, "", "", vars(changed))
 
 
 def answer(prompts: list[list[int]], new: int) -> list[list[float]]:
@@ -175,7 +175,7 @@ def test_both_engines_are_measured_in_processes_of_their_own(tmp_path: Path, mon
     monkeypatch.setitem(os.environ, "VLLM_CPU_KVCACHE_SPACE", "1")
     asked = ["bf16_stock enforce_eager=true", "bf16 rollout.vllm.enforce_eager=true model.dtype=bfloat16"]
     small = options(model="small", arms=[*asked, "nf4"], scratch=str(tmp_path))
-    *rows, dead = arm_processes.run("rollout", small)
+    *rows, dead = arm_processes.run(small)
     assert [(row["arm"], row["batch"]) for row in rows] == [(arm, batch) for arm in asked for batch in (2, 4)]
     for row in rows:
         assert row["tokens_per_second_min"] <= row["tokens_per_second"] <= row["tokens_per_second_max"]

@@ -85,7 +85,8 @@ def test_several_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder = written(tmp_path / "model", "bf16")
     assert len(WeightFiles(folder).files) > 1
     _, shards = random_model.plan(ARCHITECTURE, BY_NAME["bf16"], CPU)
-    assert sum(shard.bytes for shard in shards) == sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    written_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert 0 < written_bytes - sum(shard.bytes for shard in shards) < 4096 * len(shards), "headers"
 
 
 def test_a_prompt_has_the_tokens_that_were_asked_for(tmp_path: Path) -> None:

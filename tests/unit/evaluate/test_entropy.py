@@ -1,20 +1,16 @@
 """Entropy and KL of quantized models on the same tokens: against float64, and as a command."""
 
 import copy
-import importlib.util
 import json
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
 from scipy import stats as scipy_stats
 
-from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import entropy
 from qerl_lab.evaluate.options import EntropyOptions
@@ -62,6 +58,17 @@ def test_the_interval_is_student_s_over_texts() -> None:
     assert entropy.change(values, fake)["p"] == pytest.approx(expected.pvalue)
 
 
+def test_forking_tokens_are_the_fifth_with_the_highest_entropy(texts: entropy.Texts) -> None:
+    """By hand in float64: 3 of 11 tokens."""
+    values = torch.tensor([0.1, 2.0, 0.0, 1.5, 0.3, 0.2, 0.4, 0.5, 1.0, 0.6, 0.7], dtype=torch.float64)
+    assert entropy.forking(values) == pytest.approx((4.5 / 3, 2.8 / 8), abs=1e-12)
+    ranked = sorted(texts.entropies_T.tolist(), reverse=True)
+    count = -(-len(ranked) // 5)
+    top, rest = entropy.forking(texts.entropies_T)
+    assert top == pytest.approx(math.fsum(ranked[:count]) / count)
+    assert (count * top + (len(ranked) - count) * rest) / len(ranked) == pytest.approx(texts.entropies_T.mean().item())
+
+
 def test_a_checkpoint_is_measured_as_the_same_model_packed_while_it_is_loaded(tmp_path: Path, capsys) -> None:
     """And the parts of a change add up: by scale is what ideal scales leave."""
     packed = tmp_path / "packed"
@@ -78,9 +85,10 @@ def test_a_checkpoint_is_measured_as_the_same_model_packed_while_it_is_loaded(tm
     assert by_part["grid and dead"] + by_part["scale"] == pytest.approx(loaded["entropy_change"]["mean"])
     assert loaded["entropy"]["mean"] - dense["entropy"]["mean"] == pytest.approx(loaded["entropy_change"]["mean"])
     assert loaded["kl"]["mean"] > 1e-4
+    assert loaded["entropy_rest"] < loaded["entropy"]["mean"] < loaded["entropy_forking"]
     assert len(pd.read_csv(out / "entropy.csv")) == len(rows)
     assert (out / "entropy.png").stat().st_size > 10_000
-    assert [entropy.label(row, rows) for row in (loaded, read)] == ["mxfp4 rtn", f"mxfp4 rtn in {packed}"]
+    assert entropy.row_names([dense, loaded, read]) == ["dense", "mxfp4 rtn", f"mxfp4 rtn in {packed}"]
     table = capsys.readouterr().out
     assert f"\nmxfp4 rtn in {packed} " in table
     assert "8 completions of arithmetic, " in table
@@ -106,7 +114,7 @@ def test_a_model_whose_logits_are_not_finite_is_told_and_null(tmp_path: Path, mo
     assert dense["entropy"]["mean"] > 0
     assert arm["weight_error"]["relative"] > 0
     printed = capsys.readouterr().out
-    assert re.search(r"\nmxfp4 rtn +not finite +not finite +not finite +not finite +0\.\d+ ", printed)
+    assert re.search(r"\nmxfp4 rtn( +not finite){6} +0\.\d+ ", printed)
     assert "\nnote: mxfp4 rtn: logits or weights of the model are NaN or infinite; entropy.json has null" in printed
     assert "nan" not in printed
 
@@ -129,7 +137,7 @@ def test_a_checkpoint_is_named_by_its_own_record(tmp_path: Path, words: str, nam
     packed = tmp_path / "packed"
     line = ["model=pocket", *words.split(), "quality=weights", "device=cpu", f"out={packed}"]
     assert quantize.main(line) == 0
-    (arm,) = entropy.arms_of(EntropyOptions(formats=[], checkpoints=[str(packed)]), tmp_path)
+    (arm,) = entropy.arms_of(EntropyOptions(formats=[], checkpoints=[str(packed)]))
     assert arm.name == name
 
 
@@ -139,7 +147,7 @@ def test_what_no_record_says_is_not_in_the_name(tmp_path: Path) -> None:
     words = ["model=pocket", "format=nvfp4", "scale_rule=four_over_six", "quality=weights", "device=cpu"]
     assert quantize.main([*words, f"out={packed}"]) == 0
     (packed / "quality.json").unlink()
-    (arm,) = entropy.arms_of(EntropyOptions(formats=[], checkpoints=[str(packed)]), tmp_path)
+    (arm,) = entropy.arms_of(EntropyOptions(formats=[], checkpoints=[str(packed)]))
     assert arm.name == "nvfp4 unknown"
 
 
@@ -148,6 +156,7 @@ def test_each_configuration_has_its_own_directory() -> None:
         entropy.folder_of(EntropyOptions(seed=seed, formats=[name])) for seed in (0, 1) for name in ("all", "nf4")
     }
     assert len(folders) == 4
+    assert entropy.folder_of(EntropyOptions(overwrite=True)) == entropy.folder_of(EntropyOptions())
 
 
 def test_what_other_options_measured_is_replaced_only_when_told(tmp_path: Path, capsys) -> None:
@@ -166,15 +175,10 @@ def test_what_other_options_measured_is_replaced_only_when_told(tmp_path: Path, 
     assert json.loads((tmp_path / "entropy.json").read_text())["rows"][1]["arm"] == "nf4 rtn"
 
 
-def test_overwrite_is_no_other_configuration() -> None:
-    assert entropy.folder_of(EntropyOptions(overwrite=True)) == entropy.folder_of(EntropyOptions())
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("formats=nvfp5", "nvfp5 in formats=[nvfp5] is no weight format; allowed: all, bf16, mxfp4, nf4, nvfp4."),
-        ("methods=gtpq", "gtpq in methods=[gtpq] is not allowed; allowed: rtn, awq, gptq."),
         ("prompts=gsm8", "prompts=gsm8 is no task; allowed: "),
         ("model=nowhere/at/all", "model=nowhere/at/all is no directory"),
         ("questions=1", "questions=1 is not allowed; allowed: at least 2."),
@@ -185,48 +189,3 @@ def test_what_cannot_be_is_refused_in_one_line(words: str, said: str, capsys) ->
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
-
-
-def test_a_method_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert evaluate.main(["entropy", "methods=rtn,gptq"]) == 2
-    assert "methods=[rtn,gptq] needs llmcompressor, which is not installed here. Type make quantize-env" in (
-        capsys.readouterr().err
-    )
-
-
-def test_a_calibrated_method_is_made_by_the_quantize_command_once(tmp_path: Path, monkeypatch) -> None:
-    """In a process of its own, with the options typed here; nf4 has no such method; a failure is one error."""
-    lines = []
-
-    class Done:
-        returncode = 0
-
-    def run(line: list[str], **_: object) -> Done:
-        lines.append(line[2:])
-        folder = Path(next(word for word in line if word.startswith("out=")).removeprefix("out="))
-        assert quantize.main(["model=pocket", "format=nvfp4", "quality=weights", "device=cpu", f"out={folder}"]) == 0
-        return Done()
-
-    monkeypatch.setattr(entropy, "subprocess", SimpleNamespace(run=run))
-    options = EntropyOptions(formats=["nvfp4", "nf4"], methods=["gptq"], dataset="t, 2.jsonl", samples=4, device="cpu")
-    for _ in range(2):
-        (arm,) = entropy.arms_of(options, tmp_path)
-        assert arm.folder == tmp_path / "nvfp4-gptq"
-    assert len(lines) == 1
-    assert lines[0][:4] == ["qerl_lab.quantize", "model=pocket", "format=nvfp4", "method=gptq"]
-    assert {"samples=4", "tokens=2048", "quality=weights"} <= set(lines[0])
-    assert quantize.COMMAND.read(lines[0][1:]).dataset == "t, 2.jsonl"
-    with pytest.raises(ConfigError, match=r"nvfp4-gptq is of another command: samples=8 \(was 4\)\. Type another out"):
-        list(entropy.arms_of(replace(options, samples=8), tmp_path))
-    monkeypatch.setattr(entropy, "model_hash", lambda folder: "another")
-    with pytest.raises(ConfigError, match=r"of another command: model_hash=another \(was "):
-        list(entropy.arms_of(options, tmp_path))
-    (tmp_path / "nvfp4-gptq.json").unlink()
-    with pytest.raises(ConfigError, match="nvfp4-gptq does not say what it was made of"):
-        list(entropy.arms_of(options, tmp_path))
-    assert len(lines) == 1
-    monkeypatch.setattr(Done, "returncode", 1)
-    monkeypatch.setattr(entropy, "subprocess", SimpleNamespace(run=lambda *_, **__: Done()))
-    with pytest.raises(ValueError, match=r"python -m qerl_lab\.quantize .*method=awq.* ended with 1"):
-        list(entropy.arms_of(EntropyOptions(formats=["nvfp4"], methods=["awq"]), tmp_path))

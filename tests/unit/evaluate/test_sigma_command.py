@@ -56,7 +56,7 @@ def test_formats_and_sigmas_are_measured_on_the_same_completions(
     monkeypatch.setattr(sigma, "QUESTIONS", 8)
     monkeypatch.setattr(sigma, "DRAWS", 2)
     assert evaluate.main(["sigma", "sigmas=[0.05,0.3]"]) == 0
-    header, *lines = capsys.readouterr().out.splitlines()
+    _, header, *lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"8 completions, \d+ tokens, on cpu", header)
     form = r"(format|sigma) (\S+) +KL to (?:bf16|clean) +(\S+) (?:\+- (\S+) )?nats(?:, \S+ to \S+ over 2 draws)?"
     found = [re.fullmatch(form, line).groups() for line in lines]
@@ -76,11 +76,11 @@ def test_the_sigma_of_a_kl_has_that_kl(monkeypatch: pytest.MonkeyPatch, capsys: 
     asked: list[str] = []
     for relative in ("false", "true"):
         assert evaluate.main(["sigma", "sigmas=[]", "kls=[0.01]", f"relative={relative}"]) == 0
-        _, line = capsys.readouterr().out.splitlines()
+        *_, line = capsys.readouterr().out.splitlines()
         found = re.fullmatch(r"KL 0.01 +sigma +([\d.e-]+), of (0.01\d*|0.009\d+) nats, \d+ tried", line)
         assert found, line
         asked.append(found[1])
         assert evaluate.main(["sigma", f"sigmas=[{found[1]}]", f"relative={relative}"]) == 0
-        _, line = capsys.readouterr().out.splitlines()
+        *_, line = capsys.readouterr().out.splitlines()
         assert float(re.search(r"clean +([\d.]+) nats", line)[1]) == pytest.approx(float(found[2]), rel=0.02)
     assert asked[0] != asked[1]

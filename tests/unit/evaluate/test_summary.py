@@ -15,7 +15,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import compare
 from qerl_lab.evaluate.options import AccuracyOptions
-from qerl_lab.evaluate.summary import ABOUT, ROWS, SCHEMA, of_rows, summarize, table
+from qerl_lab.evaluate.summary import ABOUT, ROWS, SCHEMA, answer_entropies, of_rows, summarize, table
 from qerl_lab.report.stats import crossed_interval
 
 HOT, COOL = "temperature 1, top-p 1, 64 tokens", "temperature 0.6, top-p 0.95, 64 tokens"
@@ -53,6 +53,21 @@ def test_accuracy_error_and_pass_at_k_by_hand() -> None:
     assert passes == pytest.approx({"1": 7 / 16, "2": (1 + 1 / 2 + 0 + 5 / 6) / 4, "4": 3 / 4})
     assert one["low"] < one["accuracy"] < one["high"]
     assert (one["completion_tokens"], one["truncated"]) == (25, 0)
+
+
+def test_the_entropy_of_final_answers_by_hand() -> None:
+    """Equal numbers are one answer, as are spellings of one text; samples without an answer are one more."""
+    said = [
+        ["7", "7.0", "<b>", "8"],
+        ["\\frac{1}{2}", r"\frac{1}{2}", None, None],
+        ["0", "0.0", "-0", "+0"],
+        ["a", "b", "c", "d"],
+    ]
+    texts = ["so" if one is None else f"<think>x</think><answer>{one}</answer>" for group in said for one in group]
+    rows = answers([[0.0] * 4] * 4).assign(completion=texts)
+    expected = [0.5 * np.log(2) + 2 * 0.25 * np.log(4), np.log(2), 0.0, np.log(4)]
+    assert answer_entropies(rows).tolist() == pytest.approx(expected, abs=1e-12)
+    assert summarize(rows)["answer_entropy"] == pytest.approx(np.mean(expected), abs=1e-12)
 
 
 def test_a_partly_right_sample_counts_for_the_mean_and_not_for_a_pass() -> None:
@@ -102,7 +117,7 @@ def write(
 
 
 def compared(*folders: str) -> list[compare.Difference]:
-    arms = [compare._one_arm(compare.find(Path(folder)), folder) for folder in folders]
+    arms = [compare.read_arm(folder) for folder in folders]
     return list(compare.differences(compare.paired(*arms)[0], []))
 
 
@@ -111,8 +126,10 @@ A, B = [[1, 0], [0, 0], [1, 1], [0, 1]], [[1, 1], [1, 0], [1, 1], [0, 0]]
 
 def test_differences_are_paired_by_question_and_not_by_place(tmp_path: Path) -> None:
     shuffled = answers(B).iloc[[4, 5, 0, 1, 6, 7, 2, 3]]
-    accuracy, passes = compared(write(tmp_path / "a", answers(A)), write(tmp_path / "b", shuffled))
-    assert (accuracy.measure, passes.measure) == ("accuracy", "pass@2")
+    shuffled.loc[shuffled["id"] == "q1", "completion"] = ["<answer>1</answer>", "<answer>2</answer>"]
+    accuracy, passes, entropy = compared(write(tmp_path / "a", answers(A)), write(tmp_path / "b", shuffled))
+    assert (accuracy.measure, passes.measure, entropy.measure) == ("accuracy", "pass@2", "answer entropy")
+    assert entropy.by_question.iloc[0].to_dict() == pytest.approx({"q0": 0, "q1": np.log(2), "q2": 0, "q3": 0})
     assert accuracy.by_question.iloc[0].to_dict() == {"q0": 0.5, "q1": 0.5, "q2": 0.0, "q3": -0.5}
     assert (accuracy.mean_a, accuracy.mean_b) == (0.5, 0.625)
     assert accuracy.interval()[0] == pytest.approx(0.125)
@@ -126,7 +143,7 @@ def test_seeds_are_paired_and_both_count(tmp_path: Path) -> None:
         for seed in (0, 1, 2 if arm == "a" else 3):
             values[arm, seed] = rng.integers(0, 2, (6, 2)).astype(float)
             write(tmp_path / arm / f"s{seed}" / "evaluations" / "x", answers(values[arm, seed].tolist()), seed)
-    arms = [compare._one_arm(compare.find(tmp_path / arm), arm) for arm in "ab"]
+    arms = [compare.read_arm(str(tmp_path / arm)) for arm in "ab"]
     pairs, notes = compare.paired(*arms)
     assert [one.seed for one, _ in pairs] == [0, 1]
     assert notes == ["seeds [2, 3] are in one of the two only, and left out"]
@@ -161,7 +178,7 @@ def test_seeds_of_one_arm_may_lie_elsewhere_and_be_of_an_older_version(tmp_path:
     ]  # fmt: skip
     engine = {"rollout.engine": "vllm"}
     with_key = engine | {"rollout.vllm.sleep": "False"}
-    trained = compare._trained_otherwise
+    trained = compare.trained_differently
     assert trained(arms[0] | with_key, arms[1] | engine) == []
     assert trained(arms[0] | with_key, arms[1] | engine | {"rollout.vllm.sleep": "True"}) == ["rollout.vllm.sleep"]
     assert trained(arms[0], arms[2]) == ["training_sha256"]
@@ -171,7 +188,7 @@ def test_seeds_of_one_arm_may_lie_elsewhere_and_be_of_an_older_version(tmp_path:
 
 def test_other_draws_are_said(tmp_path: Path) -> None:
     folders = [write(tmp_path / str(draw), answers(A), run_seed=1, seed=draw) for draw in (1, 5)]
-    arms = [compare._one_arm(compare.find(Path(folder)), folder) for folder in folders]
+    arms = [compare.read_arm(folder) for folder in folders]
     assert compare.paired(*arms)[1] == ["A and B were drawn with seed=1 and 5: they differ in their draws too"]
 
 
@@ -179,7 +196,7 @@ def test_two_engines_or_machines_are_said(tmp_path: Path) -> None:
     """Of a dense A `common` is its own engine: here vLLM on a GPU, against transformers on a CPU."""
     mine, theirs = {"rollout": "vllm", "device": "cuda"}, {"rollout": "transformers", "device": "cpu"}
     folders = [write(tmp_path / name, answers(A), **how) for name, how in (("a", mine), ("b", theirs), ("c", mine))]
-    a, b, c = (compare._one_arm(compare.find(Path(folder)), folder) for folder in folders)
+    a, b, c = (compare.read_arm(folder) for folder in folders)
     assert compare.paired(a, c)[1] == []
     (note,) = compare.paired(a, b)[1]
     assert note.startswith("A and B ran with rollout=vllm and transformers, device=cuda and cpu: a part of the diff")
@@ -195,32 +212,22 @@ def test_a_dense_base_s_own_engine_is_the_common_one(tmp_path: Path) -> None:
 
 def of_engines(*sides: list[str]) -> tuple[list[str], list[str]]:
     """The engines that are compared, and the notes on them, of evaluations by seed on two sides."""
-    arms = [compare._one_arm([found for folder in side for found in compare.find(Path(folder))], "x") for side in sides]
+    arms = [{seed: one for folder in side for seed, one in compare.read_arm(folder).items()} for side in sides]
     notes: list[str] = []
     found = list(compare.differences(compare.paired(*arms)[0], notes))
     return [one.engine for one in found if one.measure == "accuracy"], notes
 
 
-def test_an_engine_that_one_side_lacks_is_said(tmp_path: Path) -> None:
+def test_what_one_evaluation_lacks_is_left_out_with_a_note(tmp_path: Path) -> None:
     both = pd.concat([answers(A), answers(B, engine="common")])
     with_it = [write(tmp_path / f"a{seed}", both, seed) for seed in (0, 1)]
     without = [write(tmp_path / f"b{seed}", answers(B), seed) for seed in (0, 1)]
-    said = "gsm8k: {} no answers by engine=common, which is left out: type common=true when you evaluate"
-    assert of_engines(with_it, without) == (["own"], [said.format("B has")])
-    assert of_engines(without[:1], with_it[:1]) == (["own"], [said.format("A has")])
-    assert of_engines(with_it, [with_it[0], without[1]]) == (["own"], [said.format("B with seed 1 has")])
+    note = f"gsm8k, common, {COOL}: not in every evaluation, and left out; type common=true when you evaluate"
+    assert of_engines(with_it, without) == of_engines(with_it, [with_it[0], without[1]]) == (["own"], [note])
     assert of_engines(with_it, with_it) == (["own", "common"], [])
     assert of_engines(without, without) == (["own"], [])
-
-
-def test_only_answers_of_one_sampling_are_pairs(tmp_path: Path) -> None:
-    """A run's rows at its own temperature and at another one, against answers at the other one."""
-    a = write(tmp_path / "a", pd.concat([answers(B, sampling=HOT), answers(A)]))
-    b = write(tmp_path / "b", answers(B))
-    arms, notes = [compare._one_arm(compare.find(Path(folder)), folder) for folder in (a, b)], list[str]()
-    accuracy, _ = compare.differences(compare.paired(*arms)[0], notes)
-    assert (accuracy.sampling, accuracy.mean_b - accuracy.mean_a) == (COOL, 0.125)
-    assert notes == [f"sampling {HOT}: in one of the two only, and left out"]
+    hot = write(tmp_path / "hot", pd.concat([answers(B, sampling=HOT), answers(A)]))
+    assert of_engines([hot], without[:1]) == (["own"], [f"gsm8k, own, {HOT}: not in every evaluation, and left out"])
 
 
 def test_two_dense_bases_are_compared_once(tmp_path: Path) -> None:
@@ -232,11 +239,11 @@ def test_two_dense_bases_are_compared_once(tmp_path: Path) -> None:
     ("rows", "identity", "said"),
     [
         (answers([*B, [1, 1]]), {}, "1 questions are in one of them only"),
-        (answers(B, "math500"), {}, "A was asked gsm8k, B math500: no benchmark of both"),
-        (answers(B).assign(answer="2"), {}, "4 questions were asked with another"),
-        (answers(B).assign(prompt_sha256="x"), {}, "asked in other words"),
+        (answers(B, "math500"), {}, f"A has gsm8k, own, {COOL} and B math500, own, {COOL}, so that they are no pairs"),
+        (answers(B).assign(answer="2"), {}, "0 questions were asked in other words, 4 with another answer"),
+        (answers(B).assign(prompt_sha256="x"), {}, "4 questions were asked in other words, 0 with"),
         (answers([[1], [1], [1], [0]]), {}, r"A has \[2\] samples a question and B \[1\]"),
-        (answers(B, sampling=HOT), {}, f"A was sampled with {COOL} and B with {HOT}, so that they are no pairs"),
+        (answers(B, sampling=HOT), {}, f"own, {COOL} and B gsm8k, own, {HOT}, so that"),
         (answers(B), {"max_prompt_tokens": 32}, "max_prompt_tokens=64 and B with max_prompt_tokens=32"),
     ],
 )
@@ -275,6 +282,6 @@ def test_the_command_prints_the_table_and_writes_the_questions(tmp_path: Path, c
     assert evaluate.main(["compare", a, b, f"csv={tmp_path / 'd.csv'}"]) == 0
     out = capsys.readouterr().out
     assert "+0.125 [" in out
-    assert len(pd.read_csv(tmp_path / "d.csv")) == 8
+    assert len(pd.read_csv(tmp_path / "d.csv")) == 3 * 4
     assert evaluate.main(["compare", a]) == 2
     assert f"directories are given: {a}; allowed: two, A and B." in capsys.readouterr().err

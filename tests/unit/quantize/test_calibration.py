@@ -107,14 +107,6 @@ def test_error_on_rows_that_are_no_texts(
         sequences(str(tmp_path / "rows.jsonl"), tokenizer, 1, 4)
 
 
-def test_whatever_a_chat_template_raises_is_one_line(tmp_path: Path) -> None:
-    own = AutoTokenizer.from_pretrained(ASSETS)
-    own.chat_template = "{{ 1 // 0 }}"
-    dataset = write(tmp_path, {"messages": [{"role": "user", "content": "Be brief."}]})
-    with pytest.raises(ConfigError, match=r"refuses row 0.*\(ZeroDivisionError: "):
-        sequences(dataset, own, 1, 4)
-
-
 def test_error_on_a_conversation_that_the_chat_template_refuses(tmp_path: Path) -> None:
     own = AutoTokenizer.from_pretrained(ASSETS)
     own.chat_template = (

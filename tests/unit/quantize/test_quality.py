@@ -19,7 +19,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import packable
 from qerl_lab.model.on_disk import ASSETS
-from qerl_lab.quantize import divergence, quality, sqnr
+from qerl_lab.quantize import divergence, quality
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.tasks import arithmetic
 from small_checkpoints import write_dense, write_packed
@@ -109,8 +109,8 @@ def log(logits: torch.Tensor) -> np.ndarray:
 def test_a_model_against_itself_has_no_kl_and_infinite_sqnr(folders):
     options = options_for(folders, format="bf16", quality="full")
     assert divergence.compare(options, folders[0], folders[0], 10**5, CPU)["nats_per_token"] == 0
-    layers = [sqnr.Layer("a", 4.0, 0.0, 1, 1), sqnr.Layer("b", 4.0, 1.0, 1, 1)]
-    levels = sqnr.summary(layers, fit_scales=False)
+    layers = [quality.Layer("a", 4.0, 0.0, 1, 1), quality.Layer("b", 4.0, 1.0, 1, 1)]
+    levels = quality.summary(layers, fit_scales=False)
     assert levels["layers"] == {"a": None, "b": pytest.approx(6.0206)}
     assert levels["lowest"][0]["layer"] == "b"
     assert levels["all"] == pytest.approx(10 * math.log10(8))
@@ -129,7 +129,7 @@ def test_a_weight_that_is_nan_is_an_error_and_no_infinite_sqnr(folders, tmp_path
     tensors[f"{name}.{part}"][3, 1] = math.nan
     save_file(tensors, file)
     with pytest.raises(ValueError, match=f"^{re.escape(f'{file}: {name}{said}')}"):
-        sqnr.measure_layer(NVFP4, *map(WeightFiles, broken), name, CPU, fit_scales=fit_scales)
+        quality.measure_layer(NVFP4, *map(WeightFiles, broken), name, CPU, fit_scales=fit_scales)
 
 
 def test_the_scales_that_awq_moves_are_undone_and_nothing_else():
@@ -140,12 +140,12 @@ def test_the_scales_that_awq_moves_are_undone_and_nothing_else():
     rows, columns = torch.rand(256, 1) * 3 + 0.2, torch.rand(1, 192) * 3 + 0.2
     moved = rows * (weight + noise) * columns
     plain = (noise**2).sum().item()
-    assert ((sqnr.without_scales(weight, moved) - weight) ** 2).sum() == pytest.approx(plain, rel=0.02)
-    assert ((sqnr.without_scales(weight, weight + noise) - weight) ** 2).sum() == pytest.approx(plain, rel=0.02)
+    assert ((quality.without_scales(weight, moved) - weight) ** 2).sum() == pytest.approx(plain, rel=0.02)
+    assert ((quality.without_scales(weight, weight + noise) - weight) ** 2).sum() == pytest.approx(plain, rel=0.02)
     assert ((moved - weight) ** 2).sum() > 100 * plain
     dead = moved.clone()
     dead[:, 3] = 0
-    assert sqnr.without_scales(weight, dead).isfinite().all()
+    assert quality.without_scales(weight, dead).isfinite().all()
 
 
 def test_awq_alone_is_compared_after_its_scales(folders, tmp_path):

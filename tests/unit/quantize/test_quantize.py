@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import time
 from dataclasses import asdict
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from packed_layers import each_packed, pack_model, tiny_model
 from qerl_lab.cli import train
@@ -21,7 +20,6 @@ from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import PackedLinear
-from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.quantize import quality
 from qerl_lab.quantize import quantize_model as quantization
@@ -166,16 +164,6 @@ def test_a_damaged_model_is_named_by_file_and_tensor(here, model, capsys, damage
 def test_what_is_no_model_is_refused(here, model, capsys, damage, says):
     damage(here / "model")
     assert says in refused(capsys, model, "out=out")
-
-
-def test_an_error_without_a_word_is_told_too(here, model, capsys, monkeypatch):
-    def refuse(*_, **__):
-        raise ValueError
-
-    monkeypatch.setattr(quantization.AutoConfig, "from_pretrained", refuse)
-    assert "transformers makes no causal language model of model/config.json (no message)" in refused(
-        capsys, model, "out=out"
-    )
 
 
 def test_a_layer_that_does_not_divide_into_blocks_is_named(here, capsys):
@@ -324,20 +312,6 @@ def test_another_command_does_not_go_on_with_an_unfinished_directory(here, model
 
 def _interrupt(*args: object) -> None:
     raise KeyboardInterrupt
-
-
-def test_the_manual_names_every_key(capsys):
-    for words in ([], ["--help"], ["-h"], ["model=x", "--help"]):
-        assert quantize.main(words) == 0
-        text = capsys.readouterr().out
-        for key in QuantizeOptions.__dataclass_fields__:
-            assert re.search(rf"^  {key}=", text, re.MULTILINE)
-
-
-def test_the_tokenizer_of_the_checkpoint_is_the_models(here, model):
-    assert run(model, "out=out") == 0
-    text = "Ann has 7 pens."
-    assert AutoTokenizer.from_pretrained("out")(text) == AutoTokenizer.from_pretrained(ASSETS)(text)
 
 
 def test_a_calibrated_model_gets_what_belongs_to_it_and_is_made_again_if_it_was_interrupted(here, model, monkeypatch):

@@ -20,9 +20,9 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import __main__ as evaluate
-from qerl_lab.evaluate import benchmarks, examination, subject
+from qerl_lab.evaluate import accuracy_run, benchmarks, subject
 from qerl_lab.evaluate.options import AccuracyOptions
-from qerl_lab.evaluate.sampling import samplings
+from qerl_lab.evaluate.subject import samplings
 from qerl_lab.evaluate.summary import ABOUT, ROWS
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import __main__ as quantize
@@ -57,7 +57,7 @@ def test_a_run_is_asked_with_its_adapter_and_without_noise(run_dir, build_policy
     learner = build_policy(cfg)  # draws the same adapter as the run's
     task = tasks.load(cfg.task)
     prompts = [learner.prompt_ids(task.messages(question)) for question in task.heldout[:4]]
-    sampling = Sampling(16, examination.seed_of(0, "arithmetic", 0), 1.0, 1.0)
+    sampling = Sampling(16, accuracy_run.seed_of(0, "arithmetic", 0), 1.0, 1.0)
     ids = rollout.build(cfg, learner).generate(prompts, 2, sampling).completion_ids_P_G
     assert rows["completion"].tolist() == [learner.decode(one) for group in ids for one in group]
     assert rows["id"].tolist() == [question.id for question in task.heldout[:4] for _ in range(2)]
@@ -104,6 +104,27 @@ def test_every_configuration_has_its_own_directory_and_is_asked_once(run_dir, ca
     about = read(first)[1]
     assert (about["identity"]["seed"], about["run_seed"]) == (7, 0)  # the draw's, and the run's own
     assert (about["arm"]["aqn.schedule"], "seed" in about["arm"]) == ("off", False)
+    shutil.rmtree(run_dir / "evaluations")
+
+
+def test_several_evaluations_in_one_command_share_each_engine(run_dir, tmp_path, capsys, monkeypatch) -> None:
+    """Every one has the directory and the answers of a command of its own."""
+    first = ["questions=3", "samples=1", "common=true"]
+    second = ["benchmarks=arithmetic", "questions=2", "samples=2"]
+    for words in (first, second):
+        assert go(f"run={run_dir}", *words) == 0
+    alone = (run_dir / "evaluations").rename(tmp_path / "alone")
+    build, built = rollout.build, []
+    monkeypatch.setattr(rollout, "build", lambda *args: built.append(args) or build(*args))
+    assert evaluate.main(["accuracy", str(run_dir), "device=cpu", *first, "and", *second]) == 0
+    together = run_dir / "evaluations"
+    assert len(built) == 2, "the run's own engine and the common one"
+    assert sorted(path.name for path in together.iterdir()) == sorted(path.name for path in alone.iterdir())
+    for folder in together.iterdir():
+        assert (folder / ROWS).read_bytes() == (alone / folder.name / ROWS).read_bytes()
+    assert capsys.readouterr().out.count("is evaluated") == 4
+    assert evaluate.main(["accuracy", str(run_dir), "device=cpu", *first, "and", "seed=1", "temperature=0"]) == 0
+    assert len(built) == 3, "the first is there already"
     shutil.rmtree(run_dir / "evaluations")
 
 
@@ -239,7 +260,7 @@ def test_a_model_is_its_content_wherever_it_lies_and_whenever_it_was_copied(tmp_
 def test_the_base_by_another_rounding_rule_is_another_one(tiny) -> None:
     def identity(**how: Any) -> dict[str, Any]:
         found = subject.Subject("a run", tiny(format__name="nvfp4", **how), None)
-        return examination.identity_of(AccuracyOptions(), found, [])
+        return accuracy_run.identity_of(AccuracyOptions(), found, [])
 
     assert identity() == identity()
     assert identity() != identity(format__scale_rule="four_over_six")
@@ -296,19 +317,19 @@ def test_an_engine_that_fails_keeps_what_was_answered(run_dir, tmp_path, capsys,
     """And the command that goes on ends as one that nothing stopped, byte for byte."""
     words = [f"run={run_dir}", "questions=8", "samples=2", "temperature=1.0"]
     assert go(*words, f"out={tmp_path / 'whole'}") == 0
-    ask, calls = examination.ask, iter(range(1, 10))
+    ask, calls = accuracy_run.ask, iter(range(1, 10))
 
     def failing(*args: Any) -> Any:
         if next(calls) == 2:
             raise EngineFailed("the engine died.")
         return ask(*args)
 
-    monkeypatch.setattr(examination, "ask", failing)
+    monkeypatch.setattr(accuracy_run, "ask", failing)
     assert go(*words, f"out={tmp_path / 'out'}") == 1
     assert "error: the engine died. The same command goes on where it stopped." in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     asked = []
-    monkeypatch.setattr(examination, "ask", lambda *args: asked.append(args) or ask(*args))
+    monkeypatch.setattr(accuracy_run, "ask", lambda *args: asked.append(args) or ask(*args))
     assert go(*words, f"out={tmp_path / 'out'}") == 0
     assert len(asked) == 1, "two parts of four questions, the first was kept"
     assert (tmp_path / "out" / ROWS).read_bytes() == (tmp_path / "whole" / ROWS).read_bytes()

@@ -6,7 +6,7 @@ import torch
 
 from packed_layers import BF16, MXFP4, NF4, NVFP4
 from qerl_lab.aqn import Noise
-from qerl_lab.evaluate import codec, effects, entropy
+from qerl_lab.evaluate import entropy, format_effects
 from qerl_lab.evaluate.options import EntropyOptions
 from qerl_lab.report import format_plots
 
@@ -22,26 +22,28 @@ def texts() -> entropy.Texts:
 
 def test_the_values_of_a_block() -> None:
     e2m1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    assert codec.values_of_a_block(NVFP4, 6.0) == pytest.approx([*(-v for v in reversed(e2m1[1:])), *e2m1])
-    assert len(codec.values_of_a_block(NF4)) == 16
-    assert max(codec.values_of_a_block(MXFP4, 0.7)) == 0.75  # a power of two, and the code for 6
+    assert format_effects.values_of_a_block(NVFP4, 6.0) == pytest.approx([*(-v for v in reversed(e2m1[1:])), *e2m1])
+    assert len(format_effects.values_of_a_block(NF4)) == 16
+    assert max(format_effects.values_of_a_block(MXFP4, 0.7)) == 0.75  # a power of two, and the code for 6
     with pytest.raises(ValueError, match="bf16 has no blocks"):
-        codec.values_of_a_block(BF16)
+        format_effects.values_of_a_block(BF16)
 
 
 def test_what_is_stored_of_the_largest_weights() -> None:
     weight = torch.zeros(2, 32)
     weight[0, 3], weight[1, 20], weight[1, 21] = -5.0, 4.0, 1.0
-    assert codec.largest_of_blocks(MXFP4, weight).tolist() == pytest.approx([0.8, 1.0])  # 5 lies between 4 and 6
+    assert format_effects.largest_of_blocks(MXFP4, weight).tolist() == pytest.approx(
+        [0.8, 1.0]
+    )  # 5 lies between 4 and 6
 
 
 def test_the_errors_of_a_linear_on_its_own_inputs(texts: entropy.Texts) -> None:
-    weight, inputs = codec.linear_of(texts, LAYER)
+    weight, inputs = format_effects.linear_of(texts, LAYER)
     layer = texts.model.get_submodule(LAYER)
     assert torch.equal(weight, layer.base_layer.weight.float())
     assert inputs.shape == (sum(len(given) + len(compared) for given, compared in texts.pairs), weight.shape[1])
-    found = codec.errors([NVFP4, BF16], weight, inputs)
-    nearest = codec.rounded(NVFP4, weight)
+    found = format_effects.errors([NVFP4, BF16], weight, inputs)
+    nearest = format_effects.rounded(NVFP4, weight)
     assert found.loc["nvfp4", "weight error"] == pytest.approx(((nearest - weight).norm() / weight.norm()).item(), 1e-4)
     moved = (inputs @ (nearest - weight).t()).norm() / (inputs @ weight.t()).norm()
     assert found.loc["nvfp4", "output error"] == pytest.approx(moved.item(), rel=1e-3)
@@ -50,9 +52,9 @@ def test_the_errors_of_a_linear_on_its_own_inputs(texts: entropy.Texts) -> None:
 
 
 def test_a_format_does_here_what_the_entropy_command_says(texts: entropy.Texts) -> None:
-    found = effects.of_formats(texts, "pocket", [MXFP4, BF16]).loc["mxfp4"]
+    found = format_effects.of_formats(texts, "pocket", [MXFP4, BF16]).loc["mxfp4"]
     cfg = entropy.run_config(EntropyOptions(), "mxfp4")
-    entropies_T, kl_T = entropy.compared(effects.policy.load_base(cfg, CPU)[0], texts, 32)
+    entropies_T, kl_T = entropy.compared(format_effects.policy.load_base(cfg, CPU)[0], texts, 32)
     expected = entropy.estimates(entropies_T, texts)["entropy_change"]
     assert found[["entropy_change", "change_low", "change_high", "p"]].tolist() == list(expected.values())
     assert found["kl"] == kl_T.mean().item() > 1e-4
@@ -60,18 +62,18 @@ def test_a_format_does_here_what_the_entropy_command_says(texts: entropy.Texts) 
 
 def test_noise_acts_while_it_is_measured_and_no_longer(texts: entropy.Texts) -> None:
     before = {name: norm.clone() for name, norm in texts.policy.norms.items()}
-    noise = effects.of_noise(texts, [0.05, 0.1, 0.2], draws=2)
+    noise = format_effects.of_noise(texts, [0.05, 0.1, 0.2], draws=2)
     assert noise["kl"].groupby(noise["sigma"]).mean().is_monotonic_increasing
     assert noise["kl"].min() > 0
     assert all(torch.equal(norm, before[name]) for name, norm in texts.policy.norms.items())
-    assert effects.with_noise(texts, Noise(0.0, seed=0, step=1))[1].abs().max() < 1e-9
+    assert format_effects.with_noise(texts, Noise(0.0, seed=0, step=1))[1].abs().max() < 1e-9
     target = noise["kl"].groupby(noise["sigma"]).mean()
-    as_much = effects.of_as_much_noise(texts, noise, pd.Series({"x": (target[0.1] * target[0.2]) ** 0.5}))
+    as_much = format_effects.of_as_much_noise(texts, noise, pd.Series({"x": (target[0.1] * target[0.2]) ** 0.5}))
     assert 0.1 < as_much.loc["x", "sigma"] < 0.2
     with pytest.raises(ValueError, match="x: a KL of 1 is outside those measured"):
-        effects.of_as_much_noise(texts, noise, pd.Series({"x": 1.0}))
+        format_effects.of_as_much_noise(texts, noise, pd.Series({"x": 1.0}))
     falling = pd.DataFrame({"sigma": [0.1, 0.2, 0.3], "draw": 1, "kl": [1.0, 3.0, 2.0]})
     with pytest.raises(ValueError, match="does not rise with sigma"):
-        effects.of_as_much_noise(texts, falling, pd.Series({"x": 2.5}))
-    figure = format_plots.noise_and_formats(noise, effects.of_formats(texts, "pocket", [NVFP4]))
+        format_effects.of_as_much_noise(texts, falling, pd.Series({"x": 2.5}))
+    figure = format_plots.noise_and_formats(noise, format_effects.of_formats(texts, "pocket", [NVFP4]))
     assert [line.get_label() for line in figure.axes[0].lines] == ["noise, each draw", "noise, mean", "nvfp4"]
