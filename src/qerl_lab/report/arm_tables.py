@@ -13,7 +13,7 @@ from qerl_lab.report.claims import Settings
 from qerl_lab.report.comparison import BASELINE, Comparison, matrix
 from qerl_lab.report.diagnostics import retention
 from qerl_lab.report.growth_table import growth
-from qerl_lab.report.measures import MEASURES, Unmeasured, beside_others, why_not_compared
+from qerl_lab.report.measures import MEASURES, SHARED, Unmeasured, shared_machines
 from qerl_lab.report.numbers import number
 from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, answers, in_figure_5
 from qerl_lab.report.runs import Record
@@ -166,8 +166,8 @@ def _against_control(records: Sequence[Record], control: Sequence[Record]) -> It
         cells = _paired(matrix(records, phase), matrix(control, phase), 1, False)
         yield label, cells, "no shared held-out question"
     for one in DIFFERENCES:
-        if one.ratio and beside_others(records, control):
-            yield one.label, [], why_not_compared(records, control)
+        if one.ratio and shared_machines(records, control):
+            yield one.label, [], SHARED
         else:
             sides = [_values(side, one.name) for side in (records, control)]
             yield one.label, _paired(sides[0], sides[1], one.sign, one.ratio), "no shared value"
@@ -254,7 +254,7 @@ def _throughput(comparison: Comparison, baseline: str | None) -> Table:
     ratios = [] if why else [*(f"{what} / {baseline}" for what in ("rollouts", "end to end")), *OF_PAPER]
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", *ratios, "rollout, train, sync", "peak GiB",
              "seconds a run"]]  # fmt: skip
-    shared = {arm: records for arm, records in comparison.arms.items() if beside_others(records)}
+    shared = {arm: records for arm, records in comparison.arms.items() if shared_machines(records)}
     for arm, records in comparison.arms.items():
         cells = [NONE if arm in shared else _speed(_values(records, name)) for name in SPEEDS]
         if baseline and not why:
@@ -266,7 +266,7 @@ def _throughput(comparison: Comparison, baseline: str | None) -> Table:
     left_out = f"Left out: speed ratios between arms, ours and the paper's, since {why}." if why else ""
     if shared:
         which = "every arm" if len(shared) == len(comparison.arms) else in_words(list(shared))
-        left_out = f"Left out: seconds and tokens/s of {which}, since {why_not_compared(*shared.values())}."
+        left_out = f"Left out: seconds and tokens/s of {which}, since {SHARED}."
     return Table(
         "Throughput and memory" + ", as in the paper's Figure 1 and Table 3" * (not why and OF_PAPER[0] not in empty),
         "Completion tokens per second, geometric mean over seeds. Memory: largest peak of any seed, on the GPU if "
@@ -296,7 +296,7 @@ def _not_compared(comparison: Comparison, baseline: str | None) -> str:
     ]
     if not others:
         return f"no arm shares a seed with {baseline}"
-    return why_not_compared(control, *others) if all(beside_others(records, control) for records in others) else ""
+    return SHARED if all(shared_machines(records, control) for records in others) else ""
 
 
 def _share_a_seed(records: Sequence[Record], control: Sequence[Record]) -> bool:
@@ -305,7 +305,7 @@ def _share_a_seed(records: Sequence[Record], control: Sequence[Record]) -> bool:
 
 def _ratios(records: Sequence[Record], control: Sequence[Record]) -> list[str]:
     """Return both speeds divided by the control's; dashes for the control and for runs that shared a machine."""
-    if records is control or beside_others(records, control):
+    if records is control or shared_machines(records, control):
         return [NONE, NONE]
     return [_shown(_paired(_values(records, name), _values(control, name), 1, True)) for name in SPEEDS]
 

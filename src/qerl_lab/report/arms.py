@@ -18,7 +18,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import part_of
 
 FINISHED = "finished"
-COPIED = "copied"  # start of the status of a run that `copies` found to be a copy
+COPIED = "copied"  # start of the status of a run that is a copy of another record
 PLACE, CONTENT = "model.path", "model.hash"
 QUESTIONS = "task.path"
 ABSENT = "(absent)"  # stands for a setting that a run lacks
@@ -83,7 +83,7 @@ def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float,
 
 
 def placed(runs: Sequence[Run]) -> list[Run]:
-    """Fill in the device of runs that failed before they noted it, if exactly one otherwise equal arm is known."""
+    """Fill in the device of runs that have not noted it yet, if exactly one otherwise equal arm is known."""
     known, found = {run.arm for run in runs}, []
     for run in runs:
         if run.value("device") == "auto":

@@ -2,9 +2,10 @@
 
 import hashlib
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +14,15 @@ import pandas as pd
 
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.report import at_once, copies, results
+from qerl_lab.report import results
 from qerl_lab.report.arms import (
-    ABSENT,
-    CONTENT,
-    PLACE,
-    QUESTIONS,
-    TASK,
-    Arm,
-    Run,
-    choose,
-    differing,
-    labels,
-    placed,
-    shortened,
-    started,
-    task_of,
-)
-from qerl_lab.report.runs import DAMAGE, Origin, Record, damage, find_runs, has_runs, read_record
+    ABSENT, CONTENT, COPIED, FINISHED, PLACE, QUESTIONS, TASK, Run, choose, differing, is_copy, labels, placed, shortened,
+    started, task_of,
+)  # fmt: skip
+from qerl_lab.report.runs import DAMAGE, Record, damage, find_runs, has_runs, read_record
 from qerl_lab.report.stats import SHARE, between, crossed_interval, paired_interval, within
 from qerl_lab.terminal import columns, near
 
-Kind = tuple[str, str]  # SHA-256 of the training questions and of the held-out questions
 BASELINE = "bf16"  # the default baseline
 # Conditions under which a verdict holds; a table that mixes values of one says so.
 CONDITIONS = (
@@ -82,6 +70,11 @@ class Comparison:
         return started(self.found, [record.run for record in self.counted])
 
     @property
+    def alone(self) -> list[str]:
+        """Return the arms without runs that shared a machine; only these have meaningful seconds and tokens/s."""
+        return [arm for arm, records in self.arms.items() if all(record.at_once == 1 for record in records)]
+
+    @property
     def counted(self) -> list[Record]:
         return [record for records in self.arms.values() for record in records]
 
@@ -119,7 +112,7 @@ def _apart(made: Sequence[Record], known: Mapping[str, Record], folder: Path) ->
     named = {}
     for record in made:
         other = known.get(record.run.name)
-        if other and copies.identity(other) != copies.identity(record):
+        if other and _identity(other) != _identity(record):
             record = replace(record, run=replace(record.run, name=f"{record.run.name} of {near(folder)}"))
         named[record.run.name] = record
     return named
@@ -127,9 +120,7 @@ def _apart(made: Sequence[Record], known: Mapping[str, Record], folder: Path) ->
 
 def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
     """Group records into arms; no arms if no run finished."""
-    runs = placed(_by_questions(records))
-    records = copies.told([replace(record, run=run) for record, run in zip(records, runs, strict=True)])
-    records = at_once.told(records)
+    records = _count_overlaps(_mark_copies(_by_questions(records)))
     by_name = {record.run.name: record for record in records}
     counted, left_out = choose([record.run for record in records])
     names, arms = labels(counted), dict[str, list[Record]]()
@@ -138,57 +129,86 @@ def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
     return Comparison(arms, records, damaged, [*left_out, *(f"{name}: {why}" for name, why in damaged.items())])
 
 
-def _by_questions(records: Sequence[Record]) -> list[Run]:
-    """Give runs on equal questions one task.path, the first seen, wherever each machine stored the files.
+def _by_questions(records: Sequence[Record]) -> list[Record]:
+    """Give runs on equal questions one task.path, the first seen, and mark a path where its questions changed.
 
-    A run that ended before it noted its questions takes those of other runs with its path, if they agree.
+    Questions are equal by their SHA-256. An older record lacks that of the held-out questions, which is then taken from
+    runs on the same training questions, or both, which are then taken from runs with its path; if they agree.
     """
-    kinds = _kinds([record.origin for record in records])
-    first: dict[Kind, str] = {}
-    at: dict[str, set[Kind]] = {}
-    for record, kind in zip(records, kinds, strict=True):
-        if kind:
-            first.setdefault(kind, record.run.value(QUESTIONS))
-            at.setdefault(record.run.value(QUESTIONS), set()).add(kind)
-    runs = []
-    for run, kind in zip((record.run for record in records), kinds, strict=True):
-        there = {kind} if kind else at.get(run.value(QUESTIONS), set())
-        moved = {QUESTIONS: first[min(there)]} if len(there) == 1 and QUESTIONS in run.settings else {}
-        runs.append(replace(run, settings={**run.settings, **moved}))
-    return _told_apart(runs, kinds)
-
-
-def _told_apart(runs: Sequence[Run], kinds: Sequence[Kind | None]) -> list[Run]:
-    """Mark task.path with a hash where the files behind one path changed between runs.
-
-    Otherwise runs on different questions would share an arm and be paired by ids with two meanings.
-    """
-    of_task = [tuple(sorted(item for item in run.settings.items() if item[0].startswith("task."))) for run in runs]
-    known: dict[Arm, set[Kind]] = {}
-    for task, kind in zip(of_task, kinds, strict=True):
-        known.setdefault(task, set()).update([kind] if kind else [])
+    heldout, at, first = defaultdict(set), defaultdict(set), dict[tuple[str, str], str]()
+    for origin in (record.origin for record in records):
+        heldout[origin.training_sha256].update({origin.heldout_sha256} - {""})
+    questions = []
+    for record in records:
+        digest, path = record.origin.training_sha256, record.run.value(QUESTIONS)
+        only = min(heldout[digest]) if len(heldout[digest]) == 1 else ""
+        questions.append((digest, record.origin.heldout_sha256 or only) if digest else None)
+        if questions[-1]:
+            first.setdefault(questions[-1], path)
+            at[path].add(questions[-1])
+    runs, of_task = [], defaultdict(set)
+    for run, own in zip((record.run for record in records), questions, strict=True):
+        same = {own} if own else at[run.value(QUESTIONS)]
+        if len(same) == 1 and QUESTIONS in run.settings:
+            run = replace(run, settings={**run.settings, QUESTIONS: first[min(same)]})
+        of_task[_task_settings(run)].update([own] if own else [])
+        runs.append(run)
     found = []
-    for run, task, kind in zip(runs, of_task, kinds, strict=True):
-        if kind and len(known[task]) > 1:
-            mark = hashlib.sha256("/".join(kind).encode()).hexdigest()[:6]
+    for record, run, own in zip(records, placed(runs), questions, strict=True):
+        if own and len(of_task[_task_settings(run)]) > 1:
+            mark = hashlib.sha256("/".join(own).encode()).hexdigest()[:6]
             run = replace(run, settings={**run.settings, QUESTIONS: f"{run.value(QUESTIONS)} #{mark}"})
-        found.append(run)
+        found.append(replace(record, run=run))
     return found
 
 
-def _kinds(origins: Sequence[Origin]) -> list[Kind | None]:
-    """Identify the questions of each run by content.
+def _task_settings(run: Run) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(item for item in run.settings.items() if item[0].startswith("task.")))
 
-    An unknown held-out set is taken from runs on the same training set, if only one is known there.
+
+def _identity(record: Record) -> tuple[object, ...]:
+    """Return what all records of one run share. Only records with a start time can be recognized as copies."""
+    return record.run.arm, record.run.seed, record.origin.began
+
+
+def _mark_copies(records: Sequence[Record]) -> list[Record]:
+    """Keep the record that got furthest of each run, and mark the others as copies.
+
+    A run that was stopped here and finished elsewhere therefore counts once, as finished.
     """
-    heldout: dict[str, set[str]] = {}
-    for origin in origins:
-        heldout.setdefault(origin.training_sha256, set()).update({origin.heldout_sha256} - {""})
-    return [
-        (digest, origin.heldout_sha256 or (min(heldout[digest]) if len(heldout[digest]) == 1 else ""))
-        if (digest := origin.training_sha256) else None
-        for origin in origins
-    ]  # fmt: skip
+    records = list({(record.run.name, _identity(record)): record for record in records}.values())
+    furthest: dict[tuple[object, ...], Record] = {}
+    for record in sorted(records, key=lambda one: (one.run.status != FINISHED, is_copy(one.run), -one.run.ended)):
+        furthest.setdefault(_identity(record), record)
+    marked = []
+    for record in records:
+        best = furthest[_identity(record)]
+        if record.origin.began and record is not best:
+            status = f"{COPIED} ({best.run.name} is the same run)"
+            record = Record(replace(record.run, status=status), origin=record.origin)
+        marked.append(record)
+    return marked
+
+
+def _count_overlaps(records: Sequence[Record]) -> list[Record]:
+    """Set `at_once` of each record: the most runs at once on its machine, by start and end times or by its options.
+
+    A machine is the GPUs or, without one, the host; older records know only its kind. Starts are noted in whole seconds.
+    A resumed run counts from its first start to its end.
+    """
+    spans = []
+    for record in records:
+        origin, end = record.origin, record.run.ended
+        places = set(origin.place.split()) or {origin.machine if not record.allowed_at_once else ""} - {""}
+        begin = datetime.fromisoformat(origin.began).timestamp() if origin.began else end
+        spans.append((begin, end - 1, places if not is_copy(record.run) else set()))
+    counted = []
+    for record, (begin, end, places) in zip(records, spans, strict=True):
+        beside = [other for other in spans if other[0] < end and begin < other[1] and places & other[2]]
+        moments = [max(begin, other[0]) for other in beside]
+        most = max((sum(other[0] <= moment < other[1] for other in beside) for moment in moments), default=1)
+        counted.append(replace(record, at_once=max(most, *record.allowed_at_once, 1)))
+    return counted
 
 
 def by_run(comparison: Comparison) -> pd.DataFrame:
@@ -205,7 +225,7 @@ def by_run(comparison: Comparison) -> pd.DataFrame:
                 before, after = record.accuracy["before"], record.accuracy["after"]
                 row |= {"questions": len(after), "accuracy_before": before.mean(), "accuracy_after": after.mean()}
                 row |= _named("gain", paired_interval(before, after))
-            shared = TIMED if record.side_by_side > 1 else ()
+            shared = TIMED if record.at_once > 1 else ()
             own = {name: math.nan if name in shared else record.summary[name] for name in OF_A_RUN}
             rows.append(row | own | {"code": record.run.code})
     return pd.DataFrame(rows)
@@ -336,9 +356,10 @@ def notes(comparison: Comparison) -> list[str]:
         notes.append(f"The arms differ in conditions ({', '.join(mixed)}): compare arms of one.")
     parts = {task_of(record.run) for record in records if task_of(record.run) != record.run.value(TASK)}
     notes += [f"The questions are of {part}: no accuracy here is that of the whole set." for part in sorted(parts)]
-    notes += at_once.notes(records)
+    if (most := max((record.at_once for record in records), default=1)) > 1:
+        others = "another" if most == 2 else f"up to {most - 1} others"
+        notes.append(f"Runs ran beside {others}: seconds and tokens/s are of shared machines, and left out.")
     notes += _unknown_models([record.run for record in records])
-    notes += [f"{record.run.name}: {record.origin.missing}." for record in records if record.origin.missing]
     if len({frozenset(record.accuracy["after"].index) for record in records if record.accuracy}) > 1:
         notes.append("Not all runs were asked the same questions; a row is over those that all of its runs were asked.")
     if damaged := len(comparison.damaged):

@@ -70,23 +70,18 @@ def _of_summary(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Val
     return lambda records, controls: _by_seed(records, lambda record: float(record.summary[name]))
 
 
-def beside_others(*sides: Sequence[Record]) -> bool:
+def shared_machines(*sides: Sequence[Record]) -> bool:
     """Return whether any run overlapped with others, so that its seconds cannot be compared."""
-    return any(record.side_by_side > 1 for records in sides for record in records)
+    return any(record.at_once > 1 for records in sides for record in records)
 
 
-def why_not_compared(*sides: Sequence[Record]) -> str:
-    """Say why sides for which `beside_others` holds are not compared."""
-    if any(record.is_surely_beside for records in sides for record in records):
-        return "runs ran beside others, whose seconds are theirs too"
-    return "runs may have run beside others, as it is not known when a resumed one paused"
+SHARED = "runs ran beside others, whose seconds are theirs too"
 
 
 def _speed(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Values]:
     def of(records: Sequence[Record], controls: Sequence[Record]) -> Values:
-        if beside_others(records, controls):
-            ways = sorted({record.alone_by for record in (*records, *controls) if record.side_by_side > 1})
-            raise Unmeasured(f"{why_not_compared(records, controls)} ({' or '.join(ways)})")
+        if shared_machines(records, controls):
+            raise Unmeasured(f"{SHARED} (start them one after another; in a sweep type jobs=1 jobs_per_gpu=1)")
         return _of_summary(name)(records, controls)
 
     return of

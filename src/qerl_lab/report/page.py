@@ -18,7 +18,6 @@ from jinja2 import Environment, StrictUndefined
 from qerl_lab.config.spelling import word
 from qerl_lab.disk import replace_file
 from qerl_lab.report import (
-    at_once,
     comparison,
     curves,
     diagnostics,
@@ -101,7 +100,7 @@ def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
         return {}
     points, arms = comparison.curves(found), [records[0].run for records in found.arms.values()]
     styles = palette.styles(palette.formats(found.arms))
-    alone = points[points["arm"].isin(at_once.alone(found.arms))]
+    alone = points[points["arm"].isin(found.alone)]
     drawn = {FORMATS: _of_formats(found, points)}
     for curve in curves.recorded(points):
         of_axis = {curves.STEP: alone if curve.is_speed else points, curves.CLOCK: alone}
@@ -304,7 +303,7 @@ def _times(records: Sequence[Record]) -> list[str]:
     began = [datetime.fromisoformat(record.origin.began).timestamp() for record in records if record.origin.began]
     ended = _moment(max(record.run.ended for record in records))
     span = f"The first began {_moment(min(began))}, the last ended {ended}." if began else f"The last ended {ended}."
-    if any(record.side_by_side > 1 for record in records):
+    if any(record.at_once > 1 for record in records):
         return [f"{len(seconds)} runs on shared machines. {span}"]
     took = f"{sum(seconds):,.0f} s in all, {min(seconds):,.0f} to {max(seconds):,.0f} s each"
     return [f"{len(seconds)} runs took {took}. {span}"]

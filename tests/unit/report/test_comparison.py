@@ -348,11 +348,10 @@ def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> No
     (["verdict", "runs"], "verdict is no directory and no command. Did you mean verdicts?"),
     (["empty"], "empty holds no run directory. Type"),
     (["unfinished"], "no run counts:\n  unfinished/a: interrupted, or still running (step 4 of 4)"),
-    (["baseline=bf16"], "sweep= or mlflow= is missing. Type for example python -m qerl_lab.report runs."),
-    (["sweep", "basline=nvfp4"], "basline is not a known key. Did you mean baseline? Allowed: sweep, mlflow"),
+    (["baseline=bf16"], "sweep= is missing. Type for example python -m qerl_lab.report runs."),
+    (["sweep", "basline=nvfp4"], "basline is not a known key. Did you mean baseline? Allowed: sweep, out"),
     (["sweep", "baseline=nvfp"], "baseline=nvfp is none of the arms. Did you mean nvfp4? Allowed: bf16; nvfp4."),
     (["sweep", "--baseline=nvfp4"], "keys take no dashes. Type baseline=VALUE."),
-    (["sweep", "tracking_uri=x"], "tracking_uri=x does nothing without mlflow. Type for example mlflow=qerl-lab"),
     (["sweep", "arms_csv=sweep"], "sweep cannot be written: Is a directory. Type another file."),
 ])  # fmt: skip
 def test_a_wrong_word_is_answered_with_what_to_type(sweep: Path, capsys, words: list[str], said: str) -> None:
