@@ -16,8 +16,22 @@ from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report import results
 from qerl_lab.report.arms import (
-    ABSENT, CONTENT, COPIED, FINISHED, PLACE, QUESTIONS, TASK, Run, choose, differing, is_copy, labels, placed, shortened,
-    started, task_of,
+    ABSENT,
+    CONTENT,
+    COPIED,
+    FINISHED,
+    PLACE,
+    QUESTIONS,
+    TASK,
+    Run,
+    choose,
+    differing,
+    is_copy,
+    labels,
+    placed,
+    shortened,
+    started,
+    task_of,
 )  # fmt: skip
 from qerl_lab.report.runs import DAMAGE, Record, damage, find_runs, has_runs, read_record
 from qerl_lab.report.stats import SHARE, between, crossed_interval, paired_interval, within
@@ -193,7 +207,7 @@ def _mark_copies(records: Sequence[Record]) -> list[Record]:
 def _count_overlaps(records: Sequence[Record]) -> list[Record]:
     """Set `at_once` of each record: the most runs at once on its machine, by start and end times or by its options.
 
-    A machine is the GPUs or, without one, the host; older records know only its kind. Starts are noted in whole seconds.
+    A machine is the GPUs or, without one, the host; older records know only its kind. Starts are in whole seconds.
     A resumed run counts from its first start to its end.
     """
     spans = []

@@ -17,7 +17,7 @@ from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from qerl_lab.report.numbers import tick
+from qerl_lab.report.palette import tick
 from qerl_lab.report.stats import NATS, SHARE, band_over_seeds
 
 STYLE = Path(__file__).with_name("report.mplstyle")

@@ -11,7 +11,7 @@ from qerl_lab.report import palette
 from qerl_lab.report.arms import spelled
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.curves import CURVES, STYLE, Curve, draw_arm, seeds_of
-from qerl_lab.report.numbers import tick
+from qerl_lab.report.palette import tick
 from qerl_lab.report.printed_arms import PLAIN
 
 FEWEST = 2  # formats needed for a comparison

@@ -1,4 +1,4 @@
-"""The tables of a report's page, reduced to what was measured. Pure."""
+"""Tables of a report's page, reduced to what was measured, and the format of their numbers. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +18,13 @@ class Table:
     about: str
     rows: Rows
     left_out: str = ""
+
+
+def number(value: float) -> str:
+    """Format with three decimals below 10, four digits below 1,000, else whole with commas; never with an exponent."""
+    if abs(value) < 10:
+        return f"{value:.3f}"
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def filled(rows: Rows, names: int = 1) -> tuple[Rows, list[str]]:

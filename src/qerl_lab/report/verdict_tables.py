@@ -14,8 +14,8 @@ from qerl_lab.report.claims import Claim, command
 from qerl_lab.report.comparison import Comparison, matrix, notes
 from qerl_lab.report.effects import Numbers
 from qerl_lab.report.measures import MEASURES
-from qerl_lab.report.numbers import number
 from qerl_lab.report.printed_arms import in_table_1
+from qerl_lab.report.table import number
 from qerl_lab.report.verdicts import LEVEL, Row, effect_as_text, family_sizes
 from qerl_lab.terminal import columns
 

@@ -122,5 +122,3 @@ def test_a_run_that_went_on_beside_others_is_said(here: Path, capsys) -> None:
         (run / name).write_text(json.dumps({"command": f"python -m qerl_lab{words}"}))
     assert main(["sweep"]) == 0
     assert "Runs ran beside up to 3 others" in capsys.readouterr().out
-
-

@@ -3,7 +3,8 @@
 import pandas as pd
 import pytest
 
-from qerl_lab.report.numbers import number, tick
+from qerl_lab.report.palette import tick
+from qerl_lab.report.table import number
 from qerl_lab.report.verdict_tables import of_seeds
 
 
