@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from qerl_lab.report.passes import pass_at, powers_of_two
-from qerl_lab.report.stats import share_interval
+from qerl_lab.report.stats import pass_at, powers_of_two, share_interval
 from qerl_lab.terminal import columns
 
 Summary = dict[str, Any]

@@ -19,6 +19,8 @@ with exits.starting(__name__):
     from qerl_lab.terminal import near
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from qerl_lab.report.comparison import Comparison
 
 
@@ -38,7 +40,7 @@ class ReportOptions:
 
 def report(options: ReportOptions) -> None:
     """Print the table of arms and write the requested files. Raises ConfigError for an option that has no effect."""
-    from qerl_lab.report import comparison, palette, plots  # pandas, scipy and matplotlib take a second
+    from qerl_lab.report import comparison, curves  # pandas, scipy and matplotlib take a second
 
     if options.bench and not options.out:
         raise ConfigError(
@@ -57,11 +59,21 @@ def report(options: ReportOptions) -> None:
     for path, write in (
         (options.runs_csv, lambda file: file.write_text(comparison.csv(comparison.by_run(found)))),
         (options.arms_csv, lambda file: file.write_text(comparison.csv(arms))),
-        (options.plot, lambda file: plots.save_arms(comparison.curves(found), palette.formats(found.arms), file)),
+        (options.plot, lambda file: file.write_bytes(curves.png(_plot(found)))),
     ):
         if path:
             _write(Path(path).expanduser(), write)
     print(comparison.text(found, arms, baseline))
+
+
+def _plot(found: "Comparison") -> "Figure":
+    """Draw reward and entropies of all arms, as far as recorded."""
+    from qerl_lab.report import comparison, curves, palette
+
+    points = comparison.curves(found)
+    shown = [curve for curve in curves.recorded(points) if curve.name in ("reward", "entropy", "sampler_entropy")]
+    styles = palette.styles(palette.formats(found.arms))
+    return curves.side_by_side(points, shown, {arm: arm for arm in found.arms}, styles)
 
 
 def _write_results(found: "Comparison", options: ReportOptions) -> None:

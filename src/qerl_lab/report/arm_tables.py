@@ -12,9 +12,8 @@ from qerl_lab.report.arms import Run
 from qerl_lab.report.claims import Settings
 from qerl_lab.report.comparison import BASELINE, Comparison, matrix
 from qerl_lab.report.diagnostics import retention
-from qerl_lab.report.growth_table import growth
 from qerl_lab.report.measures import MEASURES, SHARED, Unmeasured, shared_machines
-from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, answers, in_figure_5
+from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, answers, growth, in_figure_5
 from qerl_lab.report.runs import Record
 from qerl_lab.report.table import NONE, Rows, Table, filled, in_words, number
 from qerl_lab.report.verdict_tables import cell, of_seeds

@@ -1,11 +1,9 @@
 """Compare arms: choose the runs that count, and build a row per run, a row per arm, and the text of the report."""
 
-import hashlib
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +16,17 @@ from qerl_lab.report import results
 from qerl_lab.report.arms import (
     ABSENT,
     CONTENT,
-    COPIED,
-    FINISHED,
     PLACE,
-    QUESTIONS,
     TASK,
     Run,
     choose,
     differing,
-    is_copy,
     labels,
-    placed,
     shortened,
     started,
     task_of,
-)  # fmt: skip
+)
+from qerl_lab.report.matching import by_questions, count_overlaps, identity, mark_copies
 from qerl_lab.report.runs import DAMAGE, Record, damage, find_runs, has_runs, read_record
 from qerl_lab.report.stats import SHARE, between, crossed_interval, paired_interval, within
 from qerl_lab.terminal import columns, near
@@ -126,7 +120,7 @@ def _apart(made: Sequence[Record], known: Mapping[str, Record], folder: Path) ->
     named = {}
     for record in made:
         other = known.get(record.run.name)
-        if other and _identity(other) != _identity(record):
+        if other and identity(other) != identity(record):
             record = replace(record, run=replace(record.run, name=f"{record.run.name} of {near(folder)}"))
         named[record.run.name] = record
     return named
@@ -134,95 +128,13 @@ def _apart(made: Sequence[Record], known: Mapping[str, Record], folder: Path) ->
 
 def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
     """Group records into arms; no arms if no run finished."""
-    records = _count_overlaps(_mark_copies(_by_questions(records)))
+    records = count_overlaps(mark_copies(by_questions(records)))
     by_name = {record.run.name: record for record in records}
     counted, left_out = choose([record.run for record in records])
     names, arms = labels(counted), dict[str, list[Record]]()
     for run in counted:
         arms.setdefault(names[run.arm], []).append(by_name[run.name])
     return Comparison(arms, records, damaged, [*left_out, *(f"{name}: {why}" for name, why in damaged.items())])
-
-
-def _by_questions(records: Sequence[Record]) -> list[Record]:
-    """Give runs on equal questions one task.path, the first seen, and mark a path where its questions changed.
-
-    Questions are equal by their SHA-256. An older record lacks that of the held-out questions, which is then taken from
-    runs on the same training questions, or both, which are then taken from runs with its path; if they agree.
-    """
-    heldout, at, first = defaultdict(set), defaultdict(set), dict[tuple[str, str], str]()
-    for origin in (record.origin for record in records):
-        heldout[origin.training_sha256].update({origin.heldout_sha256} - {""})
-    questions = []
-    for record in records:
-        digest, path = record.origin.training_sha256, record.run.value(QUESTIONS)
-        only = min(heldout[digest]) if len(heldout[digest]) == 1 else ""
-        questions.append((digest, record.origin.heldout_sha256 or only) if digest else None)
-        if questions[-1]:
-            first.setdefault(questions[-1], path)
-            at[path].add(questions[-1])
-    runs, of_task = [], defaultdict(set)
-    for run, own in zip((record.run for record in records), questions, strict=True):
-        same = {own} if own else at[run.value(QUESTIONS)]
-        if len(same) == 1 and QUESTIONS in run.settings:
-            run = replace(run, settings={**run.settings, QUESTIONS: first[min(same)]})
-        of_task[_task_settings(run)].update([own] if own else [])
-        runs.append(run)
-    found = []
-    for record, run, own in zip(records, placed(runs), questions, strict=True):
-        if own and len(of_task[_task_settings(run)]) > 1:
-            mark = hashlib.sha256("/".join(own).encode()).hexdigest()[:6]
-            run = replace(run, settings={**run.settings, QUESTIONS: f"{run.value(QUESTIONS)} #{mark}"})
-        found.append(replace(record, run=run))
-    return found
-
-
-def _task_settings(run: Run) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted(item for item in run.settings.items() if item[0].startswith("task.")))
-
-
-def _identity(record: Record) -> tuple[object, ...]:
-    """Return what all records of one run share. Only records with a start time can be recognized as copies."""
-    return record.run.arm, record.run.seed, record.origin.began
-
-
-def _mark_copies(records: Sequence[Record]) -> list[Record]:
-    """Keep the record that got furthest of each run, and mark the others as copies.
-
-    A run that was stopped here and finished elsewhere therefore counts once, as finished.
-    """
-    records = list({(record.run.name, _identity(record)): record for record in records}.values())
-    furthest: dict[tuple[object, ...], Record] = {}
-    for record in sorted(records, key=lambda one: (one.run.status != FINISHED, is_copy(one.run), -one.run.ended)):
-        furthest.setdefault(_identity(record), record)
-    marked = []
-    for record in records:
-        best = furthest[_identity(record)]
-        if record.origin.began and record is not best:
-            status = f"{COPIED} ({best.run.name} is the same run)"
-            record = Record(replace(record.run, status=status), origin=record.origin)
-        marked.append(record)
-    return marked
-
-
-def _count_overlaps(records: Sequence[Record]) -> list[Record]:
-    """Set `at_once` of each record: the most runs at once on its machine, by start and end times or by its options.
-
-    A machine is the GPUs or, without one, the host; older records know only its kind. Starts are in whole seconds.
-    A resumed run counts from its first start to its end.
-    """
-    spans = []
-    for record in records:
-        origin, end = record.origin, record.run.ended
-        places = set(origin.place.split()) or {origin.machine if not record.allowed_at_once else ""} - {""}
-        begin = datetime.fromisoformat(origin.began).timestamp() if origin.began else end
-        spans.append((begin, end - 1, places if not is_copy(record.run) else set()))
-    counted = []
-    for record, (begin, end, places) in zip(records, spans, strict=True):
-        beside = [other for other in spans if other[0] < end and begin < other[1] and places & other[2]]
-        moments = [max(begin, other[0]) for other in beside]
-        most = max((sum(other[0] <= moment < other[1] for other in beside) for moment in moments), default=1)
-        counted.append(replace(record, at_once=max(most, *record.allowed_at_once, 1)))
-    return counted
 
 
 def by_run(comparison: Comparison) -> pd.DataFrame:
@@ -313,9 +225,9 @@ def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> st
     head = ["arm", "seeds", "finished", "before", "after", "gain", f"after - {baseline}", "policy entropy, nats"]
     rows = [head if baseline else [*head[:6], head[7]]]
     for row in arms.to_dict("records"):
-        cells = [row["arm"], str(row["seeds"]), f"{row['seeds']} of {row['runs']}", _accuracy(row, "before")]
-        cells += [_accuracy(row, "after"), _change(row, "gain")]
-        cells += [_change(row, "difference")] if baseline else []
+        cells = [row["arm"], str(row["seeds"]), f"{row['seeds']} of {row['runs']}"]
+        cells += [_mean(row, f"accuracy_{phase}", ".3f") for phase in ("before", "after")]
+        cells += [_mean(row, name, "+.3f") for name in ("gain", *["difference"][: baseline is not None])]
         rows.append([*cells, f"{row['entropy_first']:.3f} -> {row['entropy_last']:.3f}"])
     differ = what_differs(comparison)
     parts = [columns(rows), HOW_TO_READ, columns(differ) if differ else "", _undeclared(comparison, baseline)]
@@ -352,7 +264,10 @@ def _fewer_seeds(comparison: Comparison, baseline: str | None) -> str:
 def notes(comparison: Comparison) -> list[str]:
     """Warn about differences between runs that their settings do not show."""
     records, notes = comparison.counted, []
-    for what, texts in (("machines", [record.origin.machine for record in records]), *_versions(records)):
+    kinds = {"machines": [record.origin.machine for record in records]}
+    for package in sorted({name for record in records for name in record.origin.versions}):
+        kinds[f"versions of {package}"] = [record.origin.versions.get(package, "") for record in records]
+    for what, texts in kinds.items():
         if len(several := sorted(set(texts) - {""})) > 1:
             notes.append(f"The runs ran on {len(several)} {what}: {'; '.join(several)}.")
     if len(codes := sorted({record.run.code for record in records})) > 1:
@@ -373,7 +288,12 @@ def notes(comparison: Comparison) -> list[str]:
     if (most := max((record.at_once for record in records), default=1)) > 1:
         others = "another" if most == 2 else f"up to {most - 1} others"
         notes.append(f"Runs ran beside {others}: seconds and tokens/s are of shared machines, and left out.")
-    notes += _unknown_models([record.run for record in records])
+    hashless = [record.run for record in records if record.run.value(CONTENT) == ABSENT]
+    if count := sum(run.value(PLACE).startswith("/") for run in hashless):  # two local models at one path look equal
+        notes.append(
+            f"model.hash is not known of {count} run{'s' * (count != 1)}, which an older version began: two models "
+            "that lay under one path would count as one arm."
+        )
     if len({frozenset(record.accuracy["after"].index) for record in records if record.accuracy}) > 1:
         notes.append("Not all runs were asked the same questions; a row is over those that all of its runs were asked.")
     if damaged := len(comparison.damaged):
@@ -384,31 +304,12 @@ def notes(comparison: Comparison) -> list[str]:
     return notes
 
 
-def _unknown_models(runs: Sequence[Run]) -> list[str]:
-    """Warn about local models (absolute paths) without a hash: two models at one path would look equal."""
-    count = sum(run.value(PLACE).startswith("/") and run.value(CONTENT) == ABSENT for run in runs)
-    said = f"model.hash is not known of {count} run{'s' * (count != 1)}, which an older version began"
-    return [f"{said}: two models that lay under one path would count as one arm."] if count else []
-
-
-def _versions(records: Sequence[Record]) -> list[tuple[str, list[str]]]:
-    """List the version of each package in each run."""
-    packages = sorted({name for record in records for name in record.origin.versions})
-    return [(f"versions of {name}", [record.origin.versions.get(name, "") for record in records]) for name in packages]
-
-
-def _accuracy(row: dict[str, Any], phase: str) -> str:
+def _mean(row: dict[str, Any], name: str, form: str) -> str:
     """Format `0.768 [0.731, 0.805]`, without the interval if there is none; a dash without a number."""
-    mean, low, high = (row.get(f"accuracy_{phase}{end}", math.nan) for end in ("", "_low", "_high"))
-    if math.isnan(mean) or math.isnan(high):
-        return "-" if math.isnan(mean) else f"{mean:.3f}"
-    return f"{mean:.3f} {between(low, high, '{:.3f}'.format)}"
-
-
-def _change(row: dict[str, Any], name: str) -> str:
-    """Format `+0.225 [+0.190, +0.260]`, without the interval if there is none; a dash without a number."""
     mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
-    return "-" if math.isnan(mean) else f"{mean:+.3f}" if math.isnan(low) else f"{mean:+.3f} {between(low, high)}"
+    if math.isnan(mean) or math.isnan(high):
+        return "-" if math.isnan(mean) else format(mean, form)
+    return f"{mean:{form}} {between(low, high, f'{{:{form}}}'.format)}"
 
 
 def what_differs(comparison: Comparison) -> list[list[str]]:

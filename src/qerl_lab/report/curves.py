@@ -115,6 +115,39 @@ def draw(
     return figure
 
 
+def side_by_side(
+    points: pd.DataFrame, shown: Sequence[Curve], labels: Mapping[str, str], styles: Mapping[str, Mapping[str, Any]],
+    title: str = "", *, thin: bool = True,
+) -> Figure:  # fmt: skip
+    """Draw a panel per curve beside each other, with a line per arm and one legend below; the caller closes the figure.
+
+    Args:
+        points: tidy, from `comparison.curves`; step 0 is drawn of held-out accuracy only.
+        labels: the text of each arm in the legend.
+        thin: whether to draw the line of each seed, too.
+    """
+    chosen = points[points["arm"].isin([*labels]) & points["value"].notna()]
+    width = 4.4 * len(shown)
+    per_row = max(1, min(len(labels), int(width / (0.5 + 0.08 * max(map(len, labels.values()))))))  # inches
+    with plt.style.context(STYLE):
+        height = 3.7 + 0.2 * math.ceil(len(labels) / per_row)
+        figure, axes = plt.subplots(1, len(shown), figsize=(width, height), squeeze=False)
+        for axis, curve in zip(axes.flat, shown, strict=True):
+            of_curve = chosen[chosen["metric"] == curve.metric]
+            for arm, label in labels.items():
+                if seeds := seeds_of(of_curve[of_curve["arm"] == arm]):
+                    text = f"{label} (n={len(seeds)})"
+                    draw_arm(axis, seeds, styles[arm], text, common=True, bounds=curve.bounds, thin=thin)
+            axis.set_title(curve.title, loc="left")
+            axis.set(xlabel="step", ylabel=curve.label)
+            axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            axis.yaxis.set_major_formatter(tick)
+        figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=per_row)
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    return figure
+
+
 def seeds_of(of_arm: pd.DataFrame, by: str = STEP, unit: float = 1) -> dict[str, pd.Series]:
     """Map each run of an arm to its values over steps, or over time in units of `unit` seconds."""
     return {run: rows.set_index(by)["value"].rename(index=lambda x: x / unit) for run, rows in of_arm.groupby("run_id")}

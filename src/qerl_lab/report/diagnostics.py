@@ -18,16 +18,14 @@ from qerl_lab.report import palette, stats
 from qerl_lab.report.arms import ABSENT
 from qerl_lab.report.comparison import Comparison, matrix
 from qerl_lab.report.curves import STYLE
-from qerl_lab.report.measures import Unmeasured, answers
-from qerl_lab.report.passes import pass_at, powers_of_two
+from qerl_lab.report.measures import FALLEN, Unmeasured, collapsed
 from qerl_lab.report.runs import Record
-from qerl_lab.report.stats import Interval
+from qerl_lab.report.stats import Interval, pass_at, powers_of_two
 from qerl_lab.report.table import NONE, Table
 from qerl_lab.report.verdict_tables import cell
 
 POWER = 0.8  # of a two-sided 5% test
 SEEDS = np.unique(np.geomspace(2, 100, 40).round().astype(int))  # x axis of the power curve
-FALLEN = 0.5  # a run has collapsed below this share of its best tenth's right answers
 
 
 def passes(records: Sequence[Record]) -> dict[int, Interval]:
@@ -63,16 +61,6 @@ def correlation(x: np.ndarray, y: np.ndarray) -> Interval:
         return r, -1.0, 1.0
     half = distributions.norm.ppf(0.975) / np.sqrt(len(x) - 3)
     return r, float(np.tanh(np.arctanh(r) - half)), float(np.tanh(np.arctanh(r) + half))
-
-
-def collapsed(record: Record) -> bool:
-    """Return whether right answers in the last tenth of the steps are below `FALLEN` of the run's best tenth.
-
-    Raises Unmeasured if the task does not reward answers.
-    """
-    found = answers(record)
-    tenth = max(1, len(found) // 10)
-    return bool(found.tail(tenth).mean() < FALLEN * found.rolling(tenth).mean().max())
 
 
 def detectable(differences_S_Q: np.ndarray, seeds: int) -> float:

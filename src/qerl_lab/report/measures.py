@@ -102,6 +102,19 @@ def answers(record: Record) -> pd.Series:
     return record.steps.loc[1:, "reward/answer"].astype("float64") / weight
 
 
+FALLEN = 0.5  # a run has collapsed below this share of its best tenth's right answers
+
+
+def collapsed(record: Record) -> bool:
+    """Return whether right answers in the last tenth of the steps are below `FALLEN` of the run's best tenth.
+
+    Raises Unmeasured if the task does not reward answers.
+    """
+    found = answers(record)
+    tenth = max(1, len(found) // 10)
+    return bool(found.tail(tenth).mean() < FALLEN * found.rolling(tenth).mean().max())
+
+
 def _tenths(record: Record) -> tuple[float, float]:
     """Return the share of right answers over the first and over the last tenth of the steps."""
     found = answers(record)

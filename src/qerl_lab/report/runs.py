@@ -74,8 +74,8 @@ class Record:
     """A run as a report reads it; an unfinished run has only `run` and `origin`.
 
     `summary` comes from `summarize`. `accuracy` maps "before", "after" and "gain" to the held-out accuracy by question
-    id, and is empty without evaluation. `steps` comes from `read_steps`, limited to `KEPT`. `at_once` counts the runs at
-    once on its machine, itself included; `comparison.compare` sets it.
+    id, and is empty without evaluation. `steps` comes from `read_steps`, limited to `KEPT`. `at_once` counts the runs
+    at once on its machine, itself included; `comparison.compare` sets it.
     """
 
     run: Run

@@ -17,7 +17,7 @@ from qerl_lab.report.claims import Claim, Contrast, of_paper
 from qerl_lab.report.comparison import CONDITIONS
 from qerl_lab.report.contrasts import Missing, Pair, find
 from qerl_lab.report.effects import BROKEN, OPEN, Numbers, P
-from qerl_lab.report.measures import MEASURES, Unmeasured
+from qerl_lab.report.measures import MEASURES, Unmeasured, collapsed
 from qerl_lab.report.runs import Record
 
 LEVEL = 0.025  # of each one-sided test, which matches a 95% interval
@@ -37,7 +37,8 @@ class Row:
 
     `context` holds the settings that distinguish it from contrasts of the same name, `conditions` the values of
     `CONDITIONS`. `printed` maps sources in the paper to its effects. `registered` says whether the claim was committed
-    before the runs.
+    before the runs. `finished`, `started` and `collapsed` count runs of the treated and the control arm; `collapsed`
+    stays 0 unless the measure is `answers_last`.
     """
 
     claim: Claim
@@ -50,6 +51,7 @@ class Row:
     printed: tuple[tuple[str, float], ...] = ()
     finished: tuple[int, int] = (0, 0)
     started: tuple[int, int] = (0, 0)
+    collapsed: tuple[int, int] = (0, 0)
     numbers: Numbers | None = None
 
 
@@ -110,6 +112,9 @@ def _measured(claim: Claim, contrast: Contrast, pair: Pair) -> Row:
     if claim.best_of and min(len(pair.treated.options), len(pair.control.options)) < 2:
         return replace(row, why=f"an arm has one value of {claim.best_of}, so there is no best")
     try:
+        if claim.measure == "answers_last":  # its mean alone does not show how many runs fell
+            fell = (sum(map(collapsed, side.records)) for side in (pair.treated, pair.control))
+            row = replace(row, collapsed=(next(fell), next(fell)))
         return replace(row, numbers=effects.numbers(claim, pair, sorted(shared)))
     except Unmeasured as error:
         return replace(row, why=str(error))

@@ -12,7 +12,7 @@ from scipy import stats as distributions
 
 from qerl_lab.report import comparison, diagnostics, format_curves, palette, stats
 from qerl_lab.report.comparison import Comparison
-from qerl_lab.report.measures import Unmeasured
+from qerl_lab.report.measures import Unmeasured, collapsed
 from run_directories import make_run
 
 # A seed a row, a question a column: right answers of four samples.
@@ -56,7 +56,7 @@ def fallen(values: list[float], found: Comparison) -> bool:
     (one, *_) = found.arms["bf16"]
     weight = float(one.run.value("task.answer_reward"))
     steps = pd.DataFrame({"reward/answer": [value * weight for value in values]}, index=range(1, len(values) + 1))
-    return diagnostics.collapsed(replace(one, steps=steps))
+    return collapsed(replace(one, steps=steps))
 
 
 def test_a_run_has_collapsed_that_lost_half_of_its_best_tenth(found: Comparison) -> None:
