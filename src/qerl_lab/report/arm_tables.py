@@ -15,7 +15,7 @@ from qerl_lab.report.diagnostics import retention
 from qerl_lab.report.measures import MEASURES, SHARED, Unmeasured, shared_machines
 from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, answers, growth, in_figure_5
 from qerl_lab.report.runs import Record
-from qerl_lab.report.table import NONE, Rows, Table, filled, in_words, number
+from qerl_lab.report.table import NONE, Rows, Table, in_words, number, without_empty_columns
 from qerl_lab.report.verdict_tables import cell, of_seeds
 
 SEVEN = "Qwen2.5-7B-Instruct"
@@ -42,7 +42,9 @@ def _accuracies(comparison: Comparison) -> Table:
         ["gain", "pass@n after"],
         *([of_seeds(matrix(records, "gain"), (-1, 1)), _passed(records)] for records in arms),
     ]
-    rows, empty = filled([[*row[:4], *cells, *row[4:]] for row, cells in zip([head, *rows], more, strict=True)], 2)
+    rows, empty = without_empty_columns(
+        [[*row[:4], *cells, *row[4:]] for row, cells in zip([head, *rows], more, strict=True)], 2
+    )
     why = "no held-out questions were evaluated" if "after" in empty else "eval.samples=1, or no question"
     return Table(
         "Held-out accuracy" + ", as in the paper's Table 1" * beside,
@@ -260,7 +262,7 @@ def _throughput(comparison: Comparison, baseline: str | None) -> Table:
         seconds = number(np.mean([record.summary["seconds"] for record in records]))
         timed = [NONE, NONE] if arm in shared else [_shares(records), seconds]
         rows.append([arm, *cells, timed[0], _peak(records), timed[1]])
-    rows, empty = filled(rows)
+    rows, empty = without_empty_columns(rows)
     left_out = f"Left out: speed ratios between arms, ours and the paper's, since {why}." if why else ""
     if shared:
         which = "every arm" if len(shared) == len(comparison.arms) else in_words(list(shared))

@@ -162,8 +162,8 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
     """
     arms = {run.arm: run for run in runs}
     shown: dict[Arm, list[str]] = {arm: [] for arm in arms}
-    told, differ = told_by_task([run.settings for run in runs]), differing(runs)
-    for key in (key for key in differ if key not in told):
+    implied, differ = implied_by_task([run.settings for run in runs]), differing(runs)
+    for key in (key for key in differ if key not in implied):
         for arm in _shown_with(key, arms, runs):
             shown[arm].append(key)
     called = {arm: {run.experiment for run in runs if run.arm == arm} for arm in arms}
@@ -199,7 +199,7 @@ def _words(run: Run, keys: Sequence[str], differ: Sequence[str]) -> list[str]:
     return [words[key] for key in sorted(words)]
 
 
-def told_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
+def implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
     """Return the task keys that follow from the task's name: each has one value per task."""
     names = {one.get(TASK) for one in settings}
     keys = {key for one in settings for key in one if key.startswith("task.") and key != TASK}

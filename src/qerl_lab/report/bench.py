@@ -1,6 +1,7 @@
 """Read results of `python -m qerl_lab.bench`, and format them as tables; bench_figures.py draws them."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from qerl_lab.report.bench_figures import (
     step_ratios,
 )
 from qerl_lab.report.curves import png
+from qerl_lab.terminal import columns
 
 OF_ARMS = ("rollout", "step")  # benchmarks that run each arm in its own process
 NO_RESULT = (ValueError, LookupError, TypeError, AttributeError)  # raised by reading an invalid or incomplete file
@@ -33,18 +35,22 @@ SETTINGS = (
 )  # fmt: skip
 CLOCKS_APART = 0.03
 KERNELS = 12  # most kernels per token that the table lists
-# Columns of the tables of arms: head, name in a row, format.
+# Columns of the tables: head, name in a row, format.
+OF_BASES = (("of BF16", "of_bf16", ".2f"), ("of QLoRA", "of_qlora", ".2f"))
 GIBS = (("weights", "weights_gib", ".1f"), ("KV", "kv_gib", ".1f"))
+SPEED, USED, ARM = ("tokens/s", "tokens_per_second", ",.0f"), ("used", "used_gib", ".1f"), ("arm", "arm", "")
 ROLLOUT = (
-    ("tokens/s", "tokens_per_second", ",.0f"), ("least", "tokens_per_second_min", ",.0f"),
-    ("most", "tokens_per_second_max", ",.0f"), ("of BF16", "of_bf16", ".2f"), ("of QLoRA", "of_qlora", ".2f"),
-    ("token ms", "decode_ms", ".2f"), ("host", "host_share", ".0%"), ("sync ms", "sync_ms", ".1f"),
-    ("start s", "start_seconds", ".0f"), *GIBS, ("used", "used_gib", ".1f"),
+    ("rank", "rank", ""), ("batch", "batch", ""), SPEED, ("least", "tokens_per_second_min", ",.0f"),
+    ("most", "tokens_per_second_max", ",.0f"), *OF_BASES, ("token ms", "decode_ms", ".2f"),
+    ("host", "host_share", ".0%"), ("sync ms", "sync_ms", ".1f"), ("start s", "start_seconds", ".0f"), *GIBS, USED, ARM,
 )  # fmt: skip
 STEP = (
-    ("seconds", "step_seconds", ".2f"), ("tokens/s", "tokens_per_second", ",.0f"), ("of BF16", "of_bf16", ".2f"),
-    ("of QLoRA", "of_qlora", ".2f"), *((phase, f"{phase}_seconds", ".2f") for phase in PHASES),
-    ("policy", "policy_gib", ".1f"), *GIBS, ("peak", "peak_gib", ".1f"), ("used", "used_gib", ".1f"),
+    ("seconds", "step_seconds", ".2f"), SPEED, *OF_BASES, *((phase, f"{phase}_seconds", ".2f") for phase in PHASES),
+    ("policy", "policy_gib", ".1f"), *GIBS, ("peak", "peak_gib", ".1f"), USED, ARM,
+)  # fmt: skip
+TRAIN_STEP = (
+    ARM, ("loss", "loss", ""), ("micro-batch", "micro_batch_tokens", ",.0f"), SPEED, *OF_BASES,
+    ("peak GB", "peak_gb", ".1f"), ("base GB", "base_gb", ".2f"),
 )  # fmt: skip
 
 
@@ -93,16 +99,16 @@ def text(result: Result) -> str:
     """Format a result as a table, mostly with ratios to a baseline."""
     match result["benchmark"]:
         case "linear":
-            return f"{_dequantization_table(result)}\n\n{_products_table(product_ratios(result))}"
+            return _linear_tables(result)
         case "decode":
             head = "microseconds per call, weights from memory; adapter_*: adapter alone, *_and_adapter: product, then "
             times = decode_times(result).to_string(float_format=lambda us: f"{us:.1f}", na_rep="-")
             return f"{head}adapter, fp4_tiles: both\n{times}"
         case "train_step":
-            return _train_step_table(step_ratios(result))
+            return _table(step_ratios(result), TRAIN_STEP)
         case "rollout" | "step":
-            table = _rollout_table if result["benchmark"] == "rollout" else _step_table
-            parts = [table(result)] if alive(result) else []
+            lines = _rollout_lines if result["benchmark"] == "rollout" else _step_lines
+            parts = lines(result) if alive(result) else []
             parts += [
                 f"{row['arm']}, rank {row['rank']}: died. {row['died']}" for row in result["rows"] if "died" in row
             ]
@@ -128,54 +134,39 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def _dequantization_table(result: Result) -> str:
-    rows = pd.DataFrame(result["dequantization"])
-    lines = ["unpacking to bfloat16: speed relative to copying as many bytes"]
-    for (model, layer), shape in rows.groupby(["model", "layer"], sort=False):
-        shares = "  ".join(f"{row['format']} {row['of_copy']:.2f}" for _, row in shape.iterrows())
-        lines.append(f"  {model:12} {layer:14} {shares}")
-    return "\n".join(lines)
+def _linear_tables(result: Result) -> str:
+    copied = pd.DataFrame(result["dequantization"]).pivot_table("of_copy", ["model", "layer"], "format", sort=False)
+    products = product_ratios(result)
+    products = products[products["arm"] != "bf16"]
+    products["cell"] = products["of_bf16"].map("{:.2f}".format) + products["of_bitsandbytes"].map(" ({:.2f})".format)
+    timed = products.set_index(["model", "tokens", "layer", "arm"])["cell"].unstack("arm", sort=False)
+    return "\n".join([
+        "unpacking to bfloat16: speed relative to copying as many bytes", copied.to_string(float_format="%.2f"), "",
+        "forward + input gradient: kernel time relative to BF16 (relative to bitsandbytes)", timed.to_string(),
+    ])  # fmt: skip
 
 
-def _products_table(products: pd.DataFrame) -> str:
-    lines = ["forward + input gradient: kernel time relative to BF16 (relative to bitsandbytes)"]
-    for (model, tokens, layer), shape in products.groupby(["model", "tokens", "layer"], sort=False):
-        cells = [
-            f"{row['arm']} {row['of_bf16']:.2f} ({row['of_bitsandbytes']:.2f})"
-            for _, row in shape.iterrows() if row["arm"] != "bf16"
-        ]  # fmt: skip
-        lines.append(f"  {model:12} {tokens:5} tokens  {layer:14} {'  '.join(cells)}")
-    return "\n".join(lines)
+def _table(rows: pd.DataFrame, spec: Sequence[tuple[str, str, str]]) -> str:
+    """Format columns of a table, with a dash for what was not measured."""
+    cells = [
+        ["-" if pd.isna(row.get(name)) else format(row[name], form) for _, name, form in spec]
+        for row in rows.to_dict("records")
+    ]
+    return columns([[head for head, _, _ in spec], *cells])
 
 
-def _train_step_table(steps: pd.DataFrame) -> str:
-    head = ("tokens/s", "of BF16", "of QLoRA", "peak GB", "base GB")
-    lines = [f"{'arm':10}{'loss':>12}{'micro-batch':>12}" + "".join(f"{name:>9}" for name in head)]
-    for _, row in steps.iterrows():
-        numbers = f"{row['tokens_per_second']:9,.0f}{row['of_bf16']:9.2f}{row['of_qlora']:9.2f}"
-        memory = f"{row['peak_gb']:9.1f}{row['base_gb']:9.2f}"
-        lines.append(f"{row['arm']:10}{row['loss']:>12}{row['micro_batch_tokens']:>12,}{numbers}{memory}")
-    return "\n".join(lines).replace("nan", "  -")
-
-
-def _rollout_table(result: Result) -> str:
+def _rollout_lines(result: Result) -> list[str]:
     rows = ratios(result, ("rank", "batch"))
-    lines = [f"{'rank':>7}{'batch':>7}" + "".join(f"{head:>10}" for head, _, _ in ROLLOUT)]
-    for arm, own in rows.groupby("arm", sort=False):
-        lines.append(str(arm))  # on its own line, as it may be long
-        lines += [f"{row['rank']:7}{row['batch']:7}{_cells(row, ROLLOUT)}" for _, row in own.iterrows()]
-    lines.append("weights, KV, used: GiB on the GPU")
+    lines = [_table(rows, ROLLOUT), "weights, KV, used: GiB on the GPU"]
     if any(row.get("host_share") is not None for row in alive(result)):
         lines.append(
             "host: share of a call in which its thread is busy; near 100% the host limits the speed, not the GPU"
         )
-    return "\n".join([*lines, *_rank_lines(rows), *_kernel_lines(alive(result))])
+    return [*lines, *_rank_lines(rows), *_kernel_lines(alive(result))]
 
 
-def _step_table(result: Result) -> str:
-    lines = ["".join(f"{head:>10}" for head, _, _ in STEP)]
-    for _, row in ratios(result, ("rank",)).iterrows():
-        lines += [row["arm"], _cells(row, STEP)]
+def _step_lines(result: Result) -> list[str]:
+    lines = [_table(ratios(result, ("rank",)), STEP)]
     lines.append(f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB on the GPU")
     asked = result["options"]
     completions = asked["groups"] * asked["group_size"]
@@ -185,13 +176,7 @@ def _step_table(result: Result) -> str:
             f"the paper (Table 8), NVFP4, batch {completions}, at most {asked['new']:,} new tokens, H100: "
             f"{printed.removesuffix('/step')}; its completions end by themselves"
         )
-    return "\n".join(lines)
-
-
-def _cells(row: "pd.Series[Any]", columns: tuple[tuple[str, str, str], ...]) -> str:
-    """Format the columns of a row, with a dash for what was not measured."""
-    values = ((row.get(name), form) for _, name, form in columns)
-    return "".join(f"{'-' if pd.isna(value) else format(value, form):>10}" for value, form in values)
+    return lines
 
 
 def _kernel_lines(rows: list[dict[str, Any]]) -> list[str]:

@@ -14,7 +14,7 @@ from qerl_lab.report import bench, reference
 from qerl_lab.report.arms import version
 from qerl_lab.report.bench_figures import Result, alive, gpu_of, ratios
 from qerl_lab.report.reference import FORMATS, MODELS, RANKS, SPEEDS_OF
-from qerl_lab.report.table import NONE, Rows, Table, filled, number, unlike
+from qerl_lab.report.table import NONE, Rows, Table, number, without_constant_columns, without_empty_columns
 from qerl_lab.terminal import near
 
 GB_PER_GIB = GIB / 1e9
@@ -123,8 +123,8 @@ def _table(title: str, about: str, rows: Rows, made_by: str, where: str, missing
     head, *body = rows
     if not body:
         return Table(title, "", [head], f"Left out: none of these files is a result of {made_by}.")
-    rows, empty = filled([head, *sorted(body, key=lambda row: _natural(row[0]))], 2)
-    rows, alike = unlike(rows, ("repeats", "steps", "lengths", "GPU"))
+    rows, empty = without_empty_columns([head, *sorted(body, key=lambda row: _natural(row[0]))], 2)
+    rows, alike = without_constant_columns(rows, ("repeats", "steps", "lengths", "GPU"))
     of_model: dict[str, list[str]] = {}
     for model, place in missing:
         of_model.setdefault(model, []).append(place)

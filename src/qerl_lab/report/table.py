@@ -27,7 +27,7 @@ def number(value: float) -> str:
     return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def filled(rows: Rows, names: int = 1) -> tuple[Rows, list[str]]:
+def without_empty_columns(rows: Rows, names: int = 1) -> tuple[Rows, list[str]]:
     """Drop columns after the first `names` that hold only dashes; return the rows and the heads of dropped columns."""
     head, *body = rows
     empty = [n for n in range(names, len(head)) if body and all(row[n] == NONE for row in body)]
@@ -35,7 +35,7 @@ def filled(rows: Rows, names: int = 1) -> tuple[Rows, list[str]]:
     return kept, [head[n] for n in empty]
 
 
-def unlike(rows: Rows, heads: Iterable[str]) -> tuple[Rows, str]:
+def without_constant_columns(rows: Rows, heads: Iterable[str]) -> tuple[Rows, str]:
     """Drop columns among `heads` with one value in all rows; return the rows and a sentence that gives those values."""
     head, *body = rows
     alike = {n: body[0][n] for n, name in enumerate(head) if name in set(heads) and len({row[n] for row in body}) == 1}

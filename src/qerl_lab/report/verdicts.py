@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from qerl_lab.report import effects, reference, stats
-from qerl_lab.report.arms import Run, started, told_by_task
+from qerl_lab.report.arms import Run, implied_by_task, started
 from qerl_lab.report.claims import Claim, Contrast, of_paper
 from qerl_lab.report.comparison import CONDITIONS
 from qerl_lab.report.contrasts import Missing, Pair, find
@@ -66,7 +66,7 @@ def judge(counted: Sequence[Record], found: Sequence[Run], claims: Sequence[Clai
                 rows.append(Row(claim, contrast, Verdict.UNDECIDED, pairs.why, printed=printed(claim, contrast)))
             else:
                 rows += [_measured(claim, contrast, pair) for pair in pairs]
-    return decided(pooled(_told_apart(rows)))
+    return decided(pooled(_distinguished(rows)))
 
 
 def printed(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
@@ -84,14 +84,14 @@ def printed(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
     return tuple(found)
 
 
-def _told_apart(rows: Sequence[Row]) -> list[Row]:
+def _distinguished(rows: Sequence[Row]) -> list[Row]:
     """Reduce each row's context to what differs within its contrast and does not follow from the task's name."""
     shown = []
     for row in rows:
         others = [other.context for other in rows if other.claim == row.claim and other.contrast == row.contrast]
         common = set.intersection(*(set(context) for context in others))
-        told = told_by_task([dict(context) for context in others])
-        own = (item for item in row.context if item not in common and item[0] not in told)
+        implied = implied_by_task([dict(context) for context in others])
+        own = (item for item in row.context if item not in common and item[0] not in implied)
         shown.append(replace(row, context=tuple(own)))
     return shown
 

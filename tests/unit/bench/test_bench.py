@@ -100,8 +100,8 @@ def test_ratios_of_products() -> None:
     assert ratios.loc[("a", "nvfp4"), "of_bitsandbytes"] == 0.75
     assert ratios.loc[(bench_figures.LAYER, "nvfp4"), "of_bf16"] == pytest.approx((2 * 1.5 + 12) / (2 + 10))
     text = bench.text(products())
-    assert "nvfp4 0.91" in text
-    assert "nvfp4 1.50 (0.75)" in text
+    assert "0.91" in text
+    assert "1.50 (0.75)" in text
 
 
 def training_steps() -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ def test_ratios_of_steps_compare_equal_micro_batches(tmp_path: Path) -> None:
     ratios = bench_figures.step_ratios(result)
     assert ratios["of_bf16"].tolist() == [1.0, 0.9, 0.6, 1.0, 0.8, 0.8]
     assert ratios["of_qlora"].tolist()[:3] == [100 / 60, 1.5, 1.0]
-    assert "  -" in bench.text(result)  # no QLoRA arm at 2 tokens
+    assert " - " in bench.text(result)  # no QLoRA arm at 2 tokens
     bench.draw(result, tmp_path / "steps.png")
     assert (tmp_path / "steps.png").stat().st_size > 10_000
 

@@ -9,7 +9,7 @@ import pytest
 
 from qerl_lab.report import comparison, stats
 from qerl_lab.report.arm_tables import tables
-from qerl_lab.report.table import Table, filled
+from qerl_lab.report.table import Table, without_empty_columns
 from run_directories import make_run
 
 AFTER = {"bf16": ([0.5, 0.5, 0.75, 1.0], [0.25, 0.5, 0.5, 0.75], [0.5, 0.75, 0.5, 0.75]),
@@ -128,8 +128,8 @@ def test_what_no_run_was_asked_has_no_column(tmp_path: Path) -> None:
 
 def test_a_column_is_left_out_where_every_row_has_a_dash() -> None:
     rows = [["a", "b", "c", "d"], ["-", "-", "1", "-"], ["-", "-", "-", "2"]]
-    assert filled(rows) == ([["a", "c", "d"], ["-", "1", "-"], ["-", "-", "2"]], ["b"])
-    assert filled(rows[:1]) == (rows[:1], [])
+    assert without_empty_columns(rows) == ([["a", "c", "d"], ["-", "1", "-"], ["-", "-", "2"]], ["b"])
+    assert without_empty_columns(rows[:1]) == (rows[:1], [])
 
 
 def test_entropies_stand_beside_figure_5(made: dict[str, Table]) -> None:
