@@ -138,8 +138,10 @@ def _linear_tables(result: Result) -> str:
     copied = pd.DataFrame(result["dequantization"]).pivot_table("of_copy", ["model", "layer"], "format", sort=False)
     products = product_ratios(result)
     products = products[products["arm"] != "bf16"]
-    products["cell"] = products["of_bf16"].map("{:.2f}".format) + products["of_bitsandbytes"].map(" ({:.2f})".format)
-    timed = products.set_index(["model", "tokens", "layer", "arm"])["cell"].unstack("arm", sort=False)
+    cells = products["of_bf16"].map("{:.2f}".format) + products["of_bitsandbytes"].map(" ({:.2f})".format)
+    timed = (
+        products.assign(cell=cells).set_index(["model", "tokens", "layer", "arm"])["cell"].unstack("arm", sort=False)
+    )
     return "\n".join([
         "unpacking to bfloat16: speed relative to copying as many bytes", copied.to_string(float_format="%.2f"), "",
         "forward + input gradient: kernel time relative to BF16 (relative to bitsandbytes)", timed.to_string(),

@@ -263,22 +263,8 @@ def _fewer_seeds(comparison: Comparison, baseline: str | None) -> str:
 
 def notes(comparison: Comparison) -> list[str]:
     """Warn about differences between runs that their settings do not show."""
-    records, notes = comparison.counted, []
-    kinds = {"machines": [record.origin.machine for record in records]}
-    for package in sorted({name for record in records for name in record.origin.versions}):
-        kinds[f"versions of {package}"] = [record.origin.versions.get(package, "") for record in records]
-    for what, texts in kinds.items():
-        if len(several := sorted(set(texts) - {""})) > 1:
-            notes.append(f"The runs ran on {len(several)} {what}: {'; '.join(several)}.")
-    if len(codes := sorted({record.run.code for record in records})) > 1:
-        notes.append(f"The runs come from {len(codes)} versions of the code: {', '.join(codes)}.")
-    if (sets := len({record.origin.training_sha256 for record in records} - {""})) > 1:
-        notes.append(f"The runs were trained on {sets} different sets of questions (training_sha256 in env.json).")
-    if (sets := len({record.origin.heldout_sha256 for record in records} - {""})) > 1:
-        notes.append(
-            f"The runs were asked {sets} different sets of held-out questions (heldout_sha256 in env.json), which are "
-            "paired by id."
-        )
+    records = comparison.counted
+    notes = _origins(records)
     if len(tasks := sorted({record.run.value(TASK) for record in records})) > 1:
         notes.append(f"The runs are of {len(tasks)} tasks, {', '.join(tasks)}: compare arms of one task.")
     if mixed := [key for key in differing([record.run for record in records]) if key in CONDITIONS]:
@@ -300,6 +286,27 @@ def notes(comparison: Comparison) -> list[str]:
         notes.append(
             f"The record of {damaged} run{'s' * (damaged != 1)} is damaged: put its files back as they were, or type "
             "rerun=true with the line that began it."
+        )
+    return notes
+
+
+def _origins(records: Sequence[Record]) -> list[str]:
+    """Warn about several machines, versions, commits and sets of questions."""
+    notes = []
+    kinds = {"machines": [record.origin.machine for record in records]}
+    for package in sorted({name for record in records for name in record.origin.versions}):
+        kinds[f"versions of {package}"] = [record.origin.versions.get(package, "") for record in records]
+    for what, texts in kinds.items():
+        if len(several := sorted(set(texts) - {""})) > 1:
+            notes.append(f"The runs ran on {len(several)} {what}: {'; '.join(several)}.")
+    if len(codes := sorted({record.run.code for record in records})) > 1:
+        notes.append(f"The runs come from {len(codes)} versions of the code: {', '.join(codes)}.")
+    if (sets := len({record.origin.training_sha256 for record in records} - {""})) > 1:
+        notes.append(f"The runs were trained on {sets} different sets of questions (training_sha256 in env.json).")
+    if (sets := len({record.origin.heldout_sha256 for record in records} - {""})) > 1:
+        notes.append(
+            f"The runs were asked {sets} different sets of held-out questions (heldout_sha256 in env.json), which are "
+            "paired by id."
         )
     return notes
 

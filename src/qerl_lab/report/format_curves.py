@@ -19,7 +19,8 @@ IS_PLAIN = {"aqn.schedule": "off"} | {key: value for key, value in PLAIN.items()
 def groups(comparison: Comparison) -> dict[str, dict[str, str]]:
     """Group arms that differ only in weight format, titled by the settings that set the group apart.
 
-    A group maps each format, at least `FEWEST` and the dense one first, to the label of its plain arm.
+    The largest groups come first. A group maps each format, at least `FEWEST` and the dense one first, to the label of
+    its plain arm.
     """
     found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
     for label, records in comparison.arms.items():
@@ -27,7 +28,8 @@ def groups(comparison: Comparison) -> dict[str, dict[str, str]]:
         if IS_PLAIN.items() <= settings.items():
             others = tuple(sorted((key, value) for key, value in settings.items() if not key.startswith("format.")))
             found.setdefault(others, {}).setdefault(settings["format.name"], label)
-    found = {others: formats for others, formats in found.items() if len(formats) >= FEWEST}
+    several = [(others, formats) for others, formats in found.items() if len(formats) >= FEWEST]
+    found = dict(sorted(several, key=lambda group: -len(group[1])))  # a page shows the first few
     shared = set.intersection(*map(set, found)) if found else set()
     order = list(palette.FORMATS)
     return {

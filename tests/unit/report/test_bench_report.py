@@ -91,13 +91,6 @@ def test_what_else_differs_is_noted() -> None:
     assert bench.notes([row("a", 1.0, sm_mhz=1900.0), row("b", 1.0, sm_mhz=1920.0), row("c", 1.0, sm_mhz=None)]) == []
 
 
-@pytest.mark.parametrize("ranks", [(32,), (16, 32, 64)])
-def test_the_figure_of_rollouts(tmp_path: Path, ranks: tuple[int, ...]) -> None:
-    rows = [each for rank in ranks for each in several(rank=rank)]
-    bench.draw(rollouts([*rows, {"arm": "mxfp4", "rank": 32, "died": "x"}]), tmp_path / "rollout.png")
-    assert (tmp_path / "rollout.png").stat().st_size > 10_000
-
-
 @pytest.mark.parametrize("ranks", [(32,), (16, 32)])
 def test_without_a_baseline_no_panel_stays_empty(ranks: tuple[int, ...]) -> None:
     """What ratios are of may not be measured, or may have died."""
@@ -167,11 +160,6 @@ def test_a_step_of_the_paper_s_setting_stands_beside_its_seconds() -> None:
     )
     assert "the paper" not in found[1024]
     assert "the paper" not in bench.text(steps() | {"options": about | {"model": "qwen2.5-7b"}})
-
-
-def test_the_figure_of_steps(tmp_path: Path) -> None:
-    bench.draw(steps(), tmp_path / "step.png")
-    assert (tmp_path / "step.png").stat().st_size > 10_000
 
 
 def test_the_figure_of_steps_says_how_long_completions_were() -> None:
