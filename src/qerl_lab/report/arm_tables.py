@@ -218,7 +218,8 @@ def _difference(values: pd.DataFrame, ratio: bool) -> str:
 def _entropies(comparison: Comparison, baseline: str | None) -> Table:
     beside = in_figure_5(comparison)
     theirs = ["Figure 5, 7B"] if beside else []
-    rows = [["arm", "first tenth of the steps", "last tenth", *_against("first tenth", baseline), *theirs]]
+    against = [f"first tenth - {baseline}"] if baseline else []
+    rows = [["arm", "first tenth of the steps", "last tenth", *against, *theirs]]
     for arm, records in comparison.arms.items():
         first = _values(records, "entropy_first")
         cells = [of_seeds(first, stats.NATS), of_seeds(_values(records, "entropy_last"), stats.NATS)]
@@ -234,10 +235,6 @@ def _entropies(comparison: Comparison, baseline: str | None) -> Table:
     )
 
 
-def _against(what: str, baseline: str | None) -> list[str]:
-    return [f"{what} - {baseline}"] if baseline else []
-
-
 def _printed_entropy(name: str | None) -> str:
     if name is None:
         return NONE
@@ -245,7 +242,7 @@ def _printed_entropy(name: str | None) -> str:
     return f"{reference.value(**where, metric='mean policy entropy (nats/token)'):.3f}"
 
 
-SPEEDS = ("rollout_tokens_per_second", "tokens_per_second")
+SPEEDS, PHASES = ("rollout_tokens_per_second", "tokens_per_second"), ("rollout", "train", "sync")
 OF_PAPER = ["Figure 1, 7B: rollouts / BF16", "Table 3, 7B: end to end / BF16"]
 
 
@@ -260,8 +257,10 @@ def _throughput(comparison: Comparison, baseline: str | None) -> Table:
         if baseline and not why:
             cells += [*_ratios(records, comparison.arms[baseline]), *_printed_speeds(beside.get(arm))]
         seconds = number(np.mean([record.summary["seconds"] for record in records]))
-        timed = [NONE, NONE] if arm in shared else [_shares(records), seconds]
-        rows.append([arm, *cells, timed[0], _peak(records), timed[1]])
+        phases = (np.mean([record.summary[f"share_{name}"] for record in records]) for name in PHASES)
+        timed = [NONE, NONE] if arm in shared else [", ".join(f"{share:.0%}" for share in phases), seconds]
+        peaks = [record.summary.get("memory_gpu_peak_gib", record.summary["memory_rss_gib"]) for record in records]
+        rows.append([arm, *cells, timed[0], f"{max(peaks):.2f}", timed[1]])
     rows, empty = without_empty_columns(rows)
     left_out = f"Left out: speed ratios between arms, ours and the paper's, since {why}." if why else ""
     if shared:
@@ -321,13 +320,3 @@ def _printed_speeds(row: tuple[str, str] | None) -> list[str]:
     speedup = "end-to-end training speedup vs BF16 LoRA"
     whole = (reference.value(table="Table 3", metric=speedup, setting=f"batch size {n};", **where) for n in (2, 4, 8))
     return [f"{rollouts[0] / rollouts[1]:.2f}x", ", ".join(f"{value:.1f}x" for value in whole)]
-
-
-def _shares(records: Sequence[Record]) -> str:
-    shares = (np.mean([record.summary[f"share_{name}"] for record in records]) for name in ("rollout", "train", "sync"))
-    return ", ".join(f"{share:.0%}" for share in shares)
-
-
-def _peak(records: Sequence[Record]) -> str:
-    peaks = [record.summary.get("memory_gpu_peak_gib", record.summary["memory_rss_gib"]) for record in records]
-    return f"{max(peaks):.2f}"

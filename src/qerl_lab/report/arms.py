@@ -8,7 +8,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import yaml
 
@@ -102,9 +101,9 @@ def comparable(settings: Mapping[str, str]) -> dict[str, str]:
     return own
 
 
-def version(git_sha: str | None, dirty: Any) -> str:
-    """Name the code version of a run, from its env.json or its MLflow tags."""
-    return f"{(git_sha or 'unknown')[:7]}{' with changes' if dirty in (True, 'true') else ''}"
+def version(git_sha: str | None, dirty: bool | None) -> str:
+    """Name the code version of a run, from its env.json."""
+    return f"{(git_sha or 'unknown')[:7]}{' with changes' if dirty else ''}"
 
 
 def choose(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
@@ -224,10 +223,11 @@ def shortened(value: str) -> str:
 
 def _order(run: Run, keys: Sequence[str]) -> tuple[object, ...]:
     """Sort by experiment, then by the settings that differ, numbers by size."""
-    return (run.experiment, *(_number_first(run.value(key)) for key in keys), run.seed)
+    return (run.experiment, *(number_first(run.value(key)) for key in keys), run.seed)
 
 
-def _number_first(text: str) -> tuple[bool, float, str]:
+def number_first(text: str) -> tuple[bool, float, str]:
+    """Return a sort key that puts numbers first, by size."""
     try:
         return False, float(text), ""
     except ValueError:

@@ -122,11 +122,6 @@ def _tenths(record: Record) -> tuple[float, float]:
     return float(found.head(tenth).mean()), float(found.tail(tenth).mean())
 
 
-def _gain(record: Record) -> float:
-    first, last = _tenths(record)
-    return last - first
-
-
 def _steps_to_half(records: Sequence[Record], controls: Sequence[Record]) -> Values:
     """Return the first step at which the trailing mean reaches half of the control's rise, else steps + 1.
 
@@ -169,7 +164,7 @@ MEASURES: dict[str, Measure] = {
     ),
     "answers_gain": Measure(
         "fraction", "right answers among a step's completions, last tenth of the steps less the run's own first tenth",
-        lambda records, controls: _by_seed(records, _gain),
+        lambda records, controls: _by_seed(records, lambda record: -float(np.subtract(*_tenths(record)))),
     ),
     "steps_to_half": Measure(
         "steps", "steps until right answers, averaged over a tenth of the steps, have made half of the rise that the "

@@ -75,20 +75,15 @@ def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[P
         files["arms.csv"] = comparison.csv(comparison.by_arm(same, baseline)).encode()
     files["report.html"] = html(same, rows, baseline, drawn, speed, line, folder.resolve().name).encode()
     results.write(folder, made)
-    for name in _everything() - set(files):  # left by an earlier report
+    names = {f"{curve.name}-{by}" for curve in curves.CURVES for by in BY.values()}
+    names |= {figure.name for figure in paper_curves.FIGURES} | {"passes", "entropy-and-gain", "power"}
+    names |= {_numbered(number) for number in range(MOST_GROUPS)}
+    for name in {"arms.csv", *(f"figures/{name}.png" for name in names)} - set(files):  # left by an earlier report
         (folder / name).unlink(missing_ok=True)
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         replace_file(folder / name, data)
     return [folder / name for name in (results.RUNS, results.STEPS, results.QUESTIONS, *files)]
-
-
-def _everything() -> set[str]:
-    """Return the files that only some reports have."""
-    names = {f"{curve.name}-{by}" for curve in curves.CURVES for by in BY.values()}
-    names |= {figure.name for figure in paper_curves.FIGURES} | {"passes", "entropy-and-gain", "power"}
-    names |= {_numbered(number) for number in range(MOST_GROUPS)}
-    return {"arms.csv", *(f"figures/{name}.png" for name in names)}
 
 
 def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
@@ -152,12 +147,14 @@ def html(
     """Render the page as one self-contained file."""
     measured, lacking = [row for row in rows if row.numbers], [row for row in rows if not row.numbers]
     differ = comparison.what_differs(found)
+    of_verdict = Counter(row.verdict for row in measured)
+    counts = [(n, f"contrast{'s' * (n != 1)} {verdict}") for verdict in Verdict if (n := of_verdict[verdict])]
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"breakable": breakable, "digits": digits, "filler": filler}
     template = environment.from_string(TEMPLATE.read_text("utf-8"))
     return template.render(
         title=f"{title}: a report of {len(found.records) + len(found.damaged)} runs", command=line,
-        facts=[*_facts(found), *verdict_facts(rows)], notes=[*_gaps(found), *comparison.notes(found)],
+        facts=[*_facts(found), *counts], notes=[*_gaps(found), *comparison.notes(found)],
         how_to_read_verdicts=verdict_tables.HOW_TO_READ, how_to_read=comparison.HOW_TO_READ,
         families=verdict_tables.families(rows), measured=_claims(measured),
         unmeasured=[(row.claim.name, verdict_tables.name_of(row), row.why) for row in lacking],
@@ -210,12 +207,6 @@ def _facts(found: Comparison) -> list[tuple[int, str]]:
         (len(found.arms), f"arm{'s' * (len(found.arms) != 1)}"),
         (len(seeds), f"seed{'s' * (len(seeds) != 1)}"),
     ]
-
-
-def verdict_facts(rows: Sequence[Row]) -> list[tuple[int, str]]:
-    """Count the verdicts on measured contrasts."""
-    counts = Counter(str(row.verdict) for row in rows if row.numbers)
-    return [(n, f"contrast{'s' * (n != 1)} {verdict}") for verdict in Verdict if (n := counts[str(verdict)])]
 
 
 def _gaps(found: Comparison) -> list[str]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import pandas as pd
 
 from qerl_lab.report import reference
-from qerl_lab.report.arms import Run
 from qerl_lab.report.claims import AQN, PRINTED_AS, Settings, of_format
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.measures import MEASURES, Unmeasured
@@ -36,17 +35,17 @@ TABLE_1: tuple[tuple[Settings, tuple[str, str]], ...] = (
 def answers(comparison: Comparison) -> Answers:
     """Map each matching arm to its row of Table 1; several matches on one model, task and algorithm all drop out."""
     firsts = {label: records[0].run for label, records in comparison.arms.items()}
-    found = {label: row for label, run in firsts.items() if (row := _row(run))}
+    found = {
+        label: row
+        for label, run in firsts.items() for settings, row in TABLE_1
+        if settings.items() <= run.settings.items()
+    }  # fmt: skip
 
     def place(label: str) -> tuple[object, ...]:
         return found[label], *(firsts[label].value(key) for key in ("model.path", "task.name", "algorithm.name"))
 
     counts = Counter(map(place, found))
     return {label: row for label, row in found.items() if counts[place(label)] == 1}
-
-
-def _row(run: Run) -> tuple[str, str] | None:
-    return next((row for settings, row in TABLE_1 if settings.items() <= run.settings.items()), None)
 
 
 def in_table_1(comparison: Comparison) -> Answers:
@@ -107,7 +106,8 @@ PAIRS = (
 def growth(comparison: Comparison, shown: Shown) -> list[Table]:
     """Build the table; empty if no two arms match a pair of the paper's lines."""
     rows = [
-        [f"{treated} - {control}", *_ours(comparison, treated, control, shown), pair.table, *_theirs(pair)]
+        [f"{treated} - {control}", *_ours(comparison, treated, control, shown), pair.table,
+         *(pair.of_paper(setting) for _, setting in MEASURED)]
         for pair in PAIRS for treated, control in _arms(comparison, pair)
     ]  # fmt: skip
     head = ["arms", "last tenth of the steps", "all steps", "the paper's", "last tenth there", "all steps there"]
@@ -146,7 +146,3 @@ def _ours(comparison: Comparison, treated: str, control: str, shown: Shown) -> l
         ]
     except Unmeasured:
         return [NONE, NONE]
-
-
-def _theirs(pair: Pair) -> list[str]:
-    return [pair.of_paper(setting) for _, setting in MEASURED]

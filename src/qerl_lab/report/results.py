@@ -126,7 +126,12 @@ def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
             continue
         row = dict.fromkeys(ORIGIN, "") | row  # older files lack some columns
         origin = Origin(**{name: row[name] for name in ORIGIN} | {"versions": json.loads(row["versions"])})
-        run = _run(row)
+        settings = {key: value for key, value in row.items() if key not in NOT_SETTINGS and not pd.isna(value)}
+        run = Run(
+            row["run"], RENAMED.get(row["experiment"], row["experiment"]), int(row["seed"]),
+            comparable(json.loads(row["settings"]) | settings), frozenset(json.loads(row["differs_in"])), row["state"],
+            row["ended"], row["code"],
+        )  # fmt: skip
         if run.name in steps and run.status == FINISHED:
             asked = phases.get(run.name, {})
             if asked:
@@ -135,15 +140,6 @@ def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
         else:
             records.append(Record(run, origin=origin))
     return records, damaged
-
-
-def _run(row: Mapping[str, Any]) -> Run:
-    own = {key: value for key, value in row.items() if key not in NOT_SETTINGS and not pd.isna(value)}
-    experiment = RENAMED.get(row["experiment"], row["experiment"])
-    return Run(
-        row["run"], experiment, int(row["seed"]), comparable(json.loads(row["settings"]) | own),
-        frozenset(json.loads(row["differs_in"])), row["state"], row["ended"], row["code"],
-    )  # fmt: skip
 
 
 NOT_SETTINGS = {

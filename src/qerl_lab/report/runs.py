@@ -50,7 +50,7 @@ class Origin:
 
     `versions` maps packages to versions. The two SHA-256 identify the training and the held-out questions; older
     records lack the second. `configured` holds the settings for jobs at once (`jobs=4 ...`), which a sweep file may
-    set. `place` holds the UUIDs of the GPUs or, without one, the host, separated by blanks; older records lack it.
+    set. `place` holds the UUIDs of the GPUs or, without one, the hosts, separated by blanks; older records lack it.
     `claims_sha256` identifies the claims file that the run was made to test (`preregistration`).
     """
 
@@ -168,7 +168,8 @@ def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) 
     if not sessions:
         return Origin(claims_sha256=_claims_sha256(settings))
     first = sessions[0]
-    gpus = [gpu["uuid"] for gpu in first.get("gpus", []) if "uuid" in gpu]
+    gpus = [gpu["uuid"] for each in sessions for gpu in each.get("gpus", []) if "uuid" in gpu]
+    places = dict.fromkeys(gpus or [each.get("host", "") for each in sessions])
     machines, commits, commands = (
         THEN.join(dict.fromkeys(text for text in texts if text))
         for texts in (
@@ -184,7 +185,7 @@ def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) 
     }
     return Origin(
         command=commands, configured=configured, began=first.get("time", ""), commit=commits, machine=machines,
-        versions=versions, place=" ".join(gpus) or first.get("host", ""),
+        versions=versions, place=" ".join(places).strip(),
         claims_sha256=_claims_sha256(settings), **questions,
     )  # fmt: skip
 
@@ -243,15 +244,11 @@ def summarize(run: RunDirectory, seconds: float) -> dict[str, Any]:
     Entropy first and last are means over the first and the last tenth of the steps, since single steps are noisy.
     """
     phases = run.evaluations()
-    return _headline(read_steps(run), phases, seconds) | _truncated(phases)
-
-
-def _truncated(phases: Mapping[str, pd.DataFrame]) -> dict[str, float]:
-    """Return the share of truncated held-out completions by phase; empty for older records."""
-    return {
+    truncated = {  # share of truncated held-out completions; older records lack it
         f"truncated_{phase}": float(phases[phase]["truncated"].mean())
         for phase in ("before", "after") if phase in phases and "truncated" in phases[phase]
     }  # fmt: skip
+    return _headline(read_steps(run), phases, seconds) | truncated
 
 
 def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> dict[str, Any]:

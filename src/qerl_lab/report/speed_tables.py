@@ -82,8 +82,9 @@ def _about(result: Result) -> str:
 
 
 def _tables(rows: Sequence[Rows], results: Sequence[Result]) -> list[Table]:
-    """Build the three tables; below each, list the paper's settings that we did not measure."""
+    """Build the three tables."""
     rollouts, steps, memory = rows
+    no_rollouts, no_steps, no_sizes = _not_measured(results, memory)
     return [
         _table(
             "Rollouts, as in the paper's Tables 5 to 9 and Figure 11",
@@ -92,7 +93,7 @@ def _tables(rows: Sequence[Rows], results: Sequence[Result]) -> list[Table]:
             "16. Where the paper lacks our rank, its number at its own rank is shown.",
             [["model, batch, rank", "arm", "tokens/s", "of BF16", "of QLoRA", "paper: tokens/s", "paper: of BF16",
               "paper: of QLoRA", "paper: where", "repeats", "lengths", "GPU", "commit"], *rollouts],
-            "rollout", "batch at rank", _rollouts_missing(results),
+            "rollout", "batch at rank", no_rollouts,
         ),
         _table(
             "Steps end to end, as in the paper's Tables 3 and 5 to 8",
@@ -101,7 +102,7 @@ def _tables(rows: Sequence[Rows], results: Sequence[Result]) -> list[Table]:
             "contradicts Table 6.",
             [["model, completions", "arm", "seconds", "tokens/s", "of BF16", "of QLoRA", "paper: Table 3, of BF16",
               "paper: Tables 5 to 8, checkpointing", "paper: without", "steps", "lengths", "GPU", "commit"], *steps],
-            "step", "completions", _steps_missing(results),
+            "step", "completions", no_steps,
         ),
         _table(
             "Memory, as in the paper's Tables 3 and 5 to 8",
@@ -110,12 +111,31 @@ def _tables(rows: Sequence[Rows], results: Sequence[Result]) -> list[Table]:
             "the trainer's base. The paper prints model sizes, but no peak.",
             [["model, format", "arm", "benchmark", "weights, GB", "of BF16", "paper: GB", "paper: of BF16", "peak, GB",
               "GPU", "commit"], *memory],
-            "rollout, step or train_step", "format", _memory_missing(memory),
+            "rollout, step or train_step", "format", no_sizes,
         ),
     ]  # fmt: skip
 
 
 Missing = list[tuple[str, str]]  # model, and the setting at which only the paper has a number
+
+
+def _not_measured(results: Sequence[Result], memory: Rows) -> tuple[Missing, Missing, Missing]:
+    """List where the paper has a speed of NVFP4, in rollouts and in steps, or a size, and we have none."""
+    ours = [(result, row) for result in results if result["benchmark"] in bench.OF_ARMS for row in alive(result)
+            if row["format"] == "nvfp4"]  # fmt: skip
+    rolled = {(row["model"], row["batch"], row["rank"] if row["batch"] == 1 else PRINTED_RANK)
+              for result, row in ours if result["benchmark"] == "rollout"}  # fmt: skip
+    stepped = {
+        (result["options"]["model"], _completions(result)) for result, _ in ours if result["benchmark"] == "step"
+    }
+    no_rollouts = [(model, f"{batch} at {rank}") for model in MODELS for batch, rank in PRINTED_AT
+                   if (model, batch, rank) not in rolled]  # fmt: skip
+    no_steps = [(model, str(batch)) for model in MODELS for batch in (2, 4, 8)
+                if (model, batch) not in stepped and set(_printed_steps(model, batch, "nvfp4")) != {NONE}]  # fmt: skip
+    sized = {row[0] for row in memory}
+    no_sizes = [(model, FORMATS[name]) for model in MODELS for name in FORMATS
+                if f"{model}, {name}" not in sized and _printed_size(model, name) != [NONE, NONE]]  # fmt: skip
+    return no_rollouts, no_steps, no_sizes
 
 
 def _table(title: str, about: str, rows: Rows, made_by: str, where: str, missing: Missing) -> Table:
@@ -179,15 +199,6 @@ def _printed_rollout(model: str, batch: int, rank: int, name: str) -> list[str]:
     return [number(tokens[name]), *of, where]
 
 
-def _rollouts_missing(results: Sequence[Result]) -> Missing:
-    """List where the paper has NVFP4 and we do not: every batch, and every rank at batch 1."""
-    rows = [row for result in results if result["benchmark"] == "rollout" for row in alive(result)]
-    have = {(row["model"], row["batch"], row["rank"] if row["batch"] == 1 else PRINTED_RANK)
-            for row in rows if row["format"] == "nvfp4"}  # fmt: skip
-    wanted = [(model, batch, rank) for model in MODELS for batch, rank in PRINTED_AT]
-    return [(model, f"{batch} at {rank}") for model, batch, rank in wanted if (model, batch, rank) not in have]
-
-
 def _completions(result: Result) -> int:
     return int(result["options"]["groups"] * result["options"]["group_size"])
 
@@ -214,17 +225,6 @@ def _printed_steps(model: str, batch: int, name: str) -> list[str]:
                        setting=f"batch size {batch};", model=MODELS.get(model, ""),
                        weight_format=FORMATS.get(name, "")),
         *(reference.step_speed(model, batch, name, checkpointing=on) for on in (True, False)),
-    ]  # fmt: skip
-
-
-def _steps_missing(results: Sequence[Result]) -> Missing:
-    have = {
-        (result["options"]["model"], _completions(result)) for result in results
-        if result["benchmark"] == "step" and any(row["format"] == "nvfp4" for row in alive(result))
-    }  # fmt: skip
-    return [
-        (model, str(batch)) for model in MODELS for batch in (2, 4, 8)
-        if (model, batch) not in have and set(_printed_steps(model, batch, "nvfp4")) != {NONE}
     ]  # fmt: skip
 
 
@@ -262,14 +262,6 @@ def _printed_size(model: str, name: str) -> list[str]:
         for each in (name, "bf16")
     )
     return [_gb(mine), _ratio(mine / dense if mine and dense else None)]
-
-
-def _memory_missing(rows: Rows) -> Missing:
-    have = {row[0] for row in rows}
-    return [
-        (model, FORMATS[name]) for model in MODELS for name in FORMATS
-        if f"{model}, {name}" not in have and _printed_size(model, name) != [NONE, NONE]
-    ]  # fmt: skip
 
 
 def _dead(result: Result, batch: str) -> Rows:

@@ -208,11 +208,6 @@ def table_1(comparison: Comparison) -> list[list[str]]:
     return rows
 
 
-def title_1(rows: Sequence[Sequence[str]]) -> str:
-    """Return the title for the rows of `table_1`."""
-    return "Accuracies in the shape of the paper's Table 1" if IN_TABLE_1 in rows[0] else "Held-out accuracies"
-
-
 def _as_printed(row: tuple[str, str] | None) -> list[str]:
     if row is None:
         return ["-", "-", "-"]
@@ -241,7 +236,8 @@ def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
     parts += [COLLAPSED, piped(fallen)] if (fallen := collapses(rows)) else []
     parts += [unanswered(rows), to_make(rows)]
     accuracies = table_1(comparison)
-    parts += [f"## {title_1(accuracies)}", piped(accuracies), *remarks(comparison)]
+    title = "Accuracies in the shape of the paper's Table 1" if IN_TABLE_1 in accuracies[0] else "Held-out accuracies"
+    parts += [f"## {title}", piped(accuracies), *remarks(comparison)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

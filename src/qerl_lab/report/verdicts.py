@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from qerl_lab.report import effects, reference, stats
-from qerl_lab.report.arms import Run, implied_by_task, started
+from qerl_lab.report.arms import Run, implied_by_task, number_first, started
 from qerl_lab.report.claims import Claim, Contrast, of_paper
 from qerl_lab.report.comparison import CONDITIONS
-from qerl_lab.report.contrasts import Missing, Pair, find
-from qerl_lab.report.effects import BROKEN, OPEN, Numbers, P
+from qerl_lab.report.effects import BROKEN, OPEN, Missing, Numbers, P, Pair, find
 from qerl_lab.report.measures import MEASURES, Unmeasured, collapsed
 from qerl_lab.report.runs import Record
 
@@ -145,18 +144,11 @@ def _conditions(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
     runs = [record.run for side in (pair.treated, pair.control) for record in side.records]
     found = []
     for key in CONDITIONS:
-        values = sorted({run.value(key) for run in runs if key in run.settings}, key=_by_size)
+        values = sorted({run.value(key) for run in runs if key in run.settings}, key=number_first)
         if values:
             how = {claim.best_of: ", each arm's best of ", claim.mean_over: ", mean over "}.get(key, "")
             found.append((key, f"{how.removeprefix(', ')}{', '.join(values)}"))
     return tuple(found)
-
-
-def _by_size(text: str) -> tuple[float, str]:
-    try:
-        return float(text), text
-    except ValueError:
-        return math.inf, text
 
 
 def _registered(claim: Claim, pair: Pair) -> str:
@@ -227,13 +219,14 @@ def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
 
 def decided(rows: Sequence[Row]) -> list[Row]:
     """Correct the p-values within families and set the verdicts."""
-    return [_decide(row, _others(rows, n)) if row.numbers else row for n, row in enumerate(rows)]
-
-
-def _others(rows: Sequence[Row], index: int) -> list[P]:
-    """Return the p-values of the other contrasts of a row's family."""
-    family = rows[index].claim.family
-    return [row.numbers.p for n, row in enumerate(rows) if n != index and row.claim.family == family and row.numbers]
+    of_family: dict[str, list[tuple[int, P]]] = {}
+    for n, row in enumerate(rows):
+        if row.numbers:
+            of_family.setdefault(row.claim.family, []).append((n, row.numbers.p))
+    return [
+        _decide(row, row.numbers, [p for other, p in of_family[row.claim.family] if other != n]) if row.numbers else row
+        for n, row in enumerate(rows)
+    ]
 
 
 def family_sizes(rows: Sequence[Row]) -> dict[str, int]:
@@ -256,19 +249,19 @@ def _verdict(claim: Claim, adjusted: P) -> Verdict:
     return Verdict.EXCLUDED if is_small else Verdict.UNDECIDED
 
 
-def _decide(row: Row, others: Sequence[P]) -> Row:
-    found, claim = row.numbers, row.claim
-    assert found is not None
-    found = replace(found, adjusted=_adjusted(found.p, others))
-    verdict = _verdict(claim, found.adjusted)
+def _decide(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
+    """Set the verdict of a measured contrast; for an open one, say how many seeds would decide it."""
+    claim, numbers = row.claim, replace(numbers, adjusted=_adjusted(numbers.p, others))
+    verdict = _verdict(claim, numbers.adjusted)
     if verdict != Verdict.UNDECIDED:
         why = _why(claim, verdict)
-        return replace(row, numbers=found, verdict=verdict, why=why + _beside(row, found, verdict))
-    found = replace(
-        found, seeds_as_measured=_seeds_as_measured(claim, found, others),
-        seeds_at_any_effect=_seeds_at_any_effect(claim, found, 1 + len(others)),
-    )  # fmt: skip
-    then = _verdict_at(claim, found, others, found.seeds_as_measured) if found.seeds_as_measured else verdict
+        return replace(row, numbers=numbers, verdict=verdict, why=why + _beside(row, numbers, verdict))
+    as_measured = stats.fewest_seeds(  # by the verdict's own tests, if effect, spread and other contrasts stay
+        lambda seeds: _verdict_at(claim, numbers, others, seeds) != Verdict.UNDECIDED, numbers.seeds + 1
+    )
+    any_effect = _seeds_at_any_effect(claim, numbers, 1 + len(others))
+    found = replace(numbers, seeds_as_measured=as_measured, seeds_at_any_effect=any_effect)
+    then = _verdict_at(claim, found, others, as_measured) if as_measured else verdict
     return replace(row, numbers=found, verdict=verdict, why=_open(claim, found, then) + _beside(row, found, then))
 
 
@@ -292,31 +285,20 @@ def _beside(row: Row, found: Numbers, verdict: Verdict) -> str:
     if claim.guardrail and found.guardrail in (BROKEN, OPEN):
         state = f"broken: lower by more than {claim.guardrail.margin:g}" if found.guardrail == BROKEN else "open"
         said += f"; guardrail {claim.guardrail.measure} is {state}"
-    small = [(where, value) for where, value in row.printed if _size(claim, value) < smallest(claim)]
+    is_ratio, sign = MEASURES[claim.measure].ratio, claim.direction or 1
+    small = [
+        (where, value) for where, value in row.printed
+        if sign * (math.log(value) if is_ratio else value) < smallest(claim)
+    ]  # fmt: skip
     if small and claim.direction and verdict in (Verdict.EXCLUDED, Verdict.TOO_SMALL):
         listed = ", ".join(f"{effect_as_text(claim, value)} ({where})" for where, value in small)
         said += f"; this cannot contradict the paper's {listed}, which is below {smallest_as_text(claim)}"
     return said
 
 
-def _size(claim: Claim, printed: float) -> float:
-    """Convert a printed effect to the tested scale."""
-    return (claim.direction or 1) * (math.log(printed) if MEASURES[claim.measure].ratio else printed)
-
-
 def _verdict_at(claim: Claim, found: Numbers, others: Sequence[P], seeds: int) -> Verdict:
     """Return the verdict at `seeds` seeds if effect, spread and the other contrasts stay as measured."""
     return _verdict(claim, _adjusted(p_values(found, claim, seeds), others))
-
-
-def _seeds_as_measured(claim: Claim, found: Numbers, others: Sequence[P]) -> int | None:
-    """Return the fewest seeds at which the verdict's own tests decide a contrast.
-
-    None if `stats.MOST_SEEDS` are too few, as the effect lies too near a border.
-    """
-    return stats.fewest_seeds(
-        lambda seeds: _verdict_at(claim, found, others, seeds) != Verdict.UNDECIDED, found.seeds + 1
-    )
 
 
 def _seeds_at_any_effect(claim: Claim, found: Numbers, family: int) -> int | None:

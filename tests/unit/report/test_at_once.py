@@ -115,6 +115,15 @@ def test_a_copy_beside_its_run_leaves_its_speed_to_be_compared(here: Path, capsy
     assert "ran beside" not in said
 
 
+def test_a_resumed_run_is_where_any_of_its_sessions_was(here: Path) -> None:
+    for name, gpus in (("resumed", (1, 2)), ("other", (2,))):
+        run = make_run(here / "sweep" / name, "bf16", len(name))
+        for file, gpu in zip(("env.json", "env.2.json"), gpus, strict=False):
+            about = {"time": "2020-01-01T00:00:00+0000", "gpus": [{"uuid": f"GPU-{gpu}", "name": "H200"}]}
+            (run / file).write_text(json.dumps(about))
+    assert [record.at_once for record in comparison.read([here / "sweep"]).records] == [2, 2]
+
+
 def test_a_run_that_went_on_beside_others_is_said(here: Path, capsys) -> None:
     """Its first session had the card to itself; the line that went on had not."""
     run = make_run(here / "sweep" / "bf16-0", "bf16", 0)

@@ -85,16 +85,6 @@ def test_what_seeds_can_detect_is_what_so_many_simulated_ones_do() -> None:
     assert diagnostics.detectable(pilot, 50) < effect
 
 
-def test_a_correlation_has_fisher_s_interval() -> None:
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=40)
-    y = x + rng.normal(size=40)
-    expected = distributions.pearsonr(x, y)
-    low, high = expected.confidence_interval(0.95)
-    assert diagnostics.correlation(x, y) == pytest.approx((expected.statistic, low, high))
-    assert diagnostics.correlation(x[:2], y[:2])[1:] == (-1, 1)
-
-
 def test_every_figure_is_drawn_of_every_arm_in_the_color_of_its_format(found: Comparison) -> None:
     gains, said = diagnostics.draw_gains(found)
     power = diagnostics.draw_power(found, "bf16")

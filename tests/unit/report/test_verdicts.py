@@ -18,7 +18,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report import reference
 from qerl_lab.report.arms import FINISHED, run_from
 from qerl_lab.report.claims import Claim, Guardrail, of_paper
-from qerl_lab.report.contrasts import Missing, find
+from qerl_lab.report.effects import Missing, find
 from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import Record, read_record
 from qerl_lab.report.stats import components, floored_components, holm, moderated, p_above, probability_of_improvement
