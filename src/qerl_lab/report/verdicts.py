@@ -255,14 +255,16 @@ def _decide(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
     verdict = _verdict(claim, numbers.adjusted)
     if verdict != Verdict.UNDECIDED:
         why = _why(claim, verdict)
-        return replace(row, numbers=numbers, verdict=verdict, why=why + _beside(row, numbers, verdict))
+        return replace(row, numbers=numbers, verdict=verdict, why=why + _remarks(row, numbers, verdict))
     as_measured = stats.fewest_seeds(  # by the verdict's own tests, if effect, spread and other contrasts stay
         lambda seeds: _verdict_at(claim, numbers, others, seeds) != Verdict.UNDECIDED, numbers.seeds + 1
     )
     any_effect = _seeds_at_any_effect(claim, numbers, 1 + len(others))
     found = replace(numbers, seeds_as_measured=as_measured, seeds_at_any_effect=any_effect)
     then = _verdict_at(claim, found, others, as_measured) if as_measured else verdict
-    return replace(row, numbers=found, verdict=verdict, why=_open(claim, found, then) + _beside(row, found, then))
+    return replace(
+        row, numbers=found, verdict=verdict, why=_with_more_seeds(claim, found, then) + _remarks(row, found, then)
+    )
 
 
 def _why(claim: Claim, verdict: Verdict) -> str:
@@ -277,7 +279,7 @@ def _why(claim: Claim, verdict: Verdict) -> str:
     }[verdict]
 
 
-def _beside(row: Row, found: Numbers, verdict: Verdict) -> str:
+def _remarks(row: Row, found: Numbers, verdict: Verdict) -> str:
     """Return remarks that a verdict needs: censored seeds, the guardrail, and how it relates to the paper's value."""
     claim, said = row.claim, ""
     if found.censored:
@@ -317,7 +319,7 @@ def _seeds_at_any_effect(claim: Claim, found: Numbers, family: int) -> int | Non
     return stats.fewest_seeds(decide, claim.file.seeds)
 
 
-def _open(claim: Claim, found: Numbers, then: Verdict) -> str:
+def _with_more_seeds(claim: Claim, found: Numbers, then: Verdict) -> str:
     """Say what more seeds would show."""
     first, any_effect, size = found.seeds_as_measured, found.seeds_at_any_effect, smallest_as_text(claim)
     if first:
