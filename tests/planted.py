@@ -134,7 +134,7 @@ BUGS = [
         "quantized_by_rows(quantize, weights[name], rows, name=name)",
         "unit/model/test_loading.py"),
     # evaluation
-    Bug("pass@k draws one sample less", "report/passes.py",
+    Bug("pass@k draws one sample less", "report/stats.py",
         "samples - c + 1)", "samples - c)",
         "golden/test_passes.py"),
     Bug("evaluation has the temperature of training", "evaluate/accuracy.py",

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from qerl_lab.report.passes import pass_at, powers_of_two
+from qerl_lab.report.stats import pass_at, powers_of_two
 
 
 def every_subset(k: int, right: int, samples: int) -> float:

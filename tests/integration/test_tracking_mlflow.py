@@ -13,10 +13,10 @@ import pytest
 from mlflow import MlflowClient
 
 from qerl_lab.config.arm import config_hash, leaves
+from qerl_lab.config.paths import sqlite_uri
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import cut_metrics
 from qerl_lab.record.mirror import MirrorRecord
-from qerl_lab.report.frames import find_store
 from qerl_lab.tracking import mlflow as mlflow_module
 from qerl_lab.tracking import tracker as tracker_module
 from qerl_lab.tracking.__main__ import main
@@ -82,7 +82,7 @@ def test_a_store_is_where_its_run_was_typed_whatever_that_is_called(
     assert {path.name for path in typed_in.iterdir()} == {"mlflow.db", "mlruns"}
     assert {path.name for path in tmp_path.iterdir()} == {"run", folder}
     printed = tracker.mirror.uri
-    assert printed == find_store()
+    assert printed == sqlite_uri(typed_in / "mlflow.db")
     assert "found run" in resync(RunDirectory(run_dir), printed)
     assert points(printed, MirrorRecord(run_dir).values["run_id"]) == recorded(run_dir)
     assert [*(typed_in / "mlruns").rglob("metrics.jsonl")]

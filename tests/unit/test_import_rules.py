@@ -253,7 +253,7 @@ def test_an_import_of_ours_is_found(line: str, found: set[str]) -> None:
         "cli.train cli.compose cli.launch cli.intent cli.manual cli.grammar model.on_disk preflight tools.samples",
         "quantize.__main__ quantize.quantize_options evaluate.__main__ evaluate.options bench.__main__",
         "train.__main__ train.health",
-        "report.arms report.frames report.plots report.runs report.stats report.tables report.comparison",
+        "report.arms report.plots report.runs report.stats report.tables report.comparison",
         "report.__main__ tools.warmup tools.export tools.search tools.queue tools.serve_line tools.pretrain",
     ],
 )

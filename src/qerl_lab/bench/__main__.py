@@ -100,12 +100,11 @@ def write(stem: Path, result: dict[str, Any]) -> None:
 
 def save(stem: Path, result: dict[str, Any]) -> None:
     """Write `stem`.json, and `stem`.png if there is something to draw; print the table."""
-    from qerl_lab.report import bench, bench_arms
+    from qerl_lab.report import bench
 
-    report = bench_arms if "rows" in result else bench
     write(stem, result)
-    report.draw(result, stem.with_suffix(".png"))
-    print(report.table(result))
+    bench.draw(result, stem.with_suffix(".png"))
+    print(bench.text(result))
     written = (stem.with_suffix(suffix) for suffix in (".json", ".png"))
     print("  ".join(str(file) for file in written if file.exists()))
 

@@ -16,8 +16,7 @@ from qerl_lab.disk import read_json, replace_file
 from qerl_lab.evaluate.options import CompareOptions
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, answer_entropies, passes_of, shares
 from qerl_lab.report.arms import QUESTIONS
-from qerl_lab.report.passes import powers_of_two
-from qerl_lab.report.stats import Interval, between, crossed_interval, p_value, paired_interval
+from qerl_lab.report.stats import Interval, between, crossed_interval, p_value, paired_interval, powers_of_two
 from qerl_lab.terminal import columns, near
 
 HOW_IT_IS_ASKED = ("questions", "max_prompt_tokens")

@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from qerl_lab.report.passes import pass_at, powers_of_two
-from qerl_lab.report.stats import share_interval
+from qerl_lab.report.stats import pass_at, powers_of_two, share_interval
 from qerl_lab.tasks.answers import number
 from qerl_lab.tasks.answers.completion import final_answer
 from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS, compact, plain

@@ -15,24 +15,21 @@ from qerl_lab import exits
 with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, choose
     from qerl_lab.config.option import ConfigError, did_you_mean, option
-    from qerl_lab.config.redact import url_without_secrets
     from qerl_lab.disk import make_directory, replace_file
     from qerl_lab.terminal import near
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from qerl_lab.report.comparison import Comparison
 
 
 WHERE = "directories of runs, sweeps or results; the key may be left out"
-OF_MLFLOW = "MLflow experiment whose runs are added"
-STORE = "its store; null: MLFLOW_TRACKING_URI, else the mlflow.db here"
 
 
 @dataclass
 class ReportOptions:
     sweep: list[str] = option([], WHERE)
-    mlflow: str | None = option(None, OF_MLFLOW)
-    tracking_uri: str | None = option(None, STORE)
     out: str | None = option(None, "directory to write: report.html, tables, figures, and the runs as Parquet")
     baseline: str | None = option(None, "arm to compare the others with; null: bf16, if there is one")
     bench: list[str] = option([], "results of python -m qerl_lab.bench, files or folders, to add to report.html")
@@ -43,7 +40,7 @@ class ReportOptions:
 
 def report(options: ReportOptions) -> None:
     """Print the table of arms and write the requested files. Raises ConfigError for an option that has no effect."""
-    from qerl_lab.report import comparison, palette, plots  # pandas, scipy and matplotlib take a second
+    from qerl_lab.report import comparison, curves  # pandas, scipy and matplotlib take a second
 
     if options.bench and not options.out:
         raise ConfigError(
@@ -62,11 +59,21 @@ def report(options: ReportOptions) -> None:
     for path, write in (
         (options.runs_csv, lambda file: file.write_text(comparison.csv(comparison.by_run(found)))),
         (options.arms_csv, lambda file: file.write_text(comparison.csv(arms))),
-        (options.plot, lambda file: plots.save_arms(comparison.curves(found), palette.formats(found.arms), file)),
+        (options.plot, lambda file: file.write_bytes(curves.png(_plot(found)))),
     ):
         if path:
             _write(Path(path).expanduser(), write)
     print(comparison.text(found, arms, baseline))
+
+
+def _plot(found: "Comparison") -> "Figure":
+    """Draw reward and entropies of all arms, as far as recorded."""
+    from qerl_lab.report import comparison, curves, palette
+
+    points = comparison.curves(found)
+    shown = [curve for curve in curves.recorded(points) if curve.name in ("reward", "entropy", "sampler_entropy")]
+    styles = palette.styles(palette.formats(found.arms))
+    return curves.side_by_side(points, shown, {arm: arm for arm in found.arms}, styles)
 
 
 def _write_results(found: "Comparison", options: ReportOptions) -> None:
@@ -84,8 +91,6 @@ def _write_results(found: "Comparison", options: ReportOptions) -> None:
 @dataclass
 class VerdictsOptions:
     sweep: list[str] = option([], WHERE)
-    mlflow: str | None = option(None, OF_MLFLOW)
-    tracking_uri: str | None = option(None, STORE)
     claims: list[str] = option([], "files of claims to test; empty: the paper's, results/reference/claims.yaml")
     out: str | None = option(None, "directory for verdicts.json and verdicts.md; null writes none")
 
@@ -101,7 +106,8 @@ def verdicts(options: VerdictsOptions) -> None:
     print(verdict_tables.text(found, rows))
     if options.out:
         out = Path(options.out).expanduser()
-        line = f"{VERDICTS} {_typed(options)}"
+        named = [f"claims={','.join(options.claims)}"] if options.claims else []
+        line = f"{VERDICTS} {shlex.join([*options.sweep, *named])}"
         for name, page in (
             ("verdicts.json", verdict_tables.as_json(found, rows, line)),
             ("verdicts.md", verdict_tables.markdown(found, rows, line)),
@@ -115,28 +121,10 @@ def _read(options: ReportOptions | VerdictsOptions) -> "Comparison":
 
     Raises ConfigError if there is none, or if none counts and the report is not written to `out`.
     """
-    from qerl_lab.report import comparison, frames, mirrored
+    from qerl_lab.report import comparison
 
-    if options.tracking_uri and not options.mlflow:
-        given = url_without_secrets(options.tracking_uri)
-        raise ConfigError(
-            f"tracking_uri={given} does nothing without mlflow. Type for example mlflow=qerl-lab with it."
-        )
-    folders = [Path(folder).expanduser() for folder in options.sweep]
-    records, damaged = comparison.read_all(folders) if folders else ([], {})
-    if options.mlflow:
-        also, broken = mirrored.read_experiment(options.tracking_uri or frames.find_store(), options.mlflow)
-        known = {record.run.name for record in records}
-        records, damaged = records + [record for record in also if record.run.name not in known], damaged | broken
-    found = comparison.compare(records, damaged)
+    found = comparison.compare(*comparison.read_all([Path(folder).expanduser() for folder in options.sweep]))
     return found if options.out and found.left_out else found.counting()
-
-
-def _typed(options: ReportOptions | VerdictsOptions) -> str:
-    """Return the command-line words that select the runs, without secrets."""
-    claims = ",".join(options.claims) if isinstance(options, VerdictsOptions) else None
-    named = (("mlflow", options.mlflow), ("tracking_uri", options.tracking_uri), ("claims", claims))
-    return shlex.join([*options.sweep, *(f"{key}={url_without_secrets(value)}" for key, value in named if value)])
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> None:
@@ -161,10 +149,9 @@ COMMAND = Command(
         ("python -m qerl_lab.report runs out=results/NAME", "small files to commit, which reproduce the report"),
         ("python -m qerl_lab.report runs out=results/NAME bench=results/bench", "speed and memory on the page too"),
         ("python -m qerl_lab.report results/NAME", "the same from those files, without the runs"),
-        ("python -m qerl_lab.report mlflow=qerl-lab out=results/NAME", "the runs of an MLflow experiment"),
         ("python -m qerl_lab.report verdicts runs", "test the paper's claims; see verdicts --help"),
     ),
-    required=("sweep|mlflow",),
+    required=("sweep",),
     bare="sweep",
 )
 
@@ -181,7 +168,7 @@ COMMANDS: dict[str, Command[Any]] = {
             (f"{VERDICTS} runs/sweeps out=results/NAME", "the table as files too"),
             (f"{VERDICTS} runs claims=results/NAME/claims.yaml", "claims of your own, committed before the runs"),
         ),
-        required=("sweep|mlflow",),
+        required=("sweep",),
         bare="sweep",
     ),
 }

@@ -12,12 +12,10 @@ from qerl_lab.report.arms import Run
 from qerl_lab.report.claims import Settings
 from qerl_lab.report.comparison import BASELINE, Comparison, matrix
 from qerl_lab.report.diagnostics import retention
-from qerl_lab.report.growth_table import growth
-from qerl_lab.report.measures import MEASURES, Unmeasured, beside_others, why_not_compared
-from qerl_lab.report.numbers import number
-from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, answers, in_figure_5
+from qerl_lab.report.measures import MEASURES, SHARED, Unmeasured, shared_machines
+from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, answers, growth, in_figure_5
 from qerl_lab.report.runs import Record
-from qerl_lab.report.table import NONE, Rows, Table, filled, in_words
+from qerl_lab.report.table import NONE, Rows, Table, in_words, number, without_empty_columns
 from qerl_lab.report.verdict_tables import cell, of_seeds
 
 SEVEN = "Qwen2.5-7B-Instruct"
@@ -44,7 +42,9 @@ def _accuracies(comparison: Comparison) -> Table:
         ["gain", "pass@n after"],
         *([of_seeds(matrix(records, "gain"), (-1, 1)), _passed(records)] for records in arms),
     ]
-    rows, empty = filled([[*row[:4], *cells, *row[4:]] for row, cells in zip([head, *rows], more, strict=True)], 2)
+    rows, empty = without_empty_columns(
+        [[*row[:4], *cells, *row[4:]] for row, cells in zip([head, *rows], more, strict=True)], 2
+    )
     why = "no held-out questions were evaluated" if "after" in empty else "eval.samples=1, or no question"
     return Table(
         "Held-out accuracy" + ", as in the paper's Table 1" * beside,
@@ -166,8 +166,8 @@ def _against_control(records: Sequence[Record], control: Sequence[Record]) -> It
         cells = _paired(matrix(records, phase), matrix(control, phase), 1, False)
         yield label, cells, "no shared held-out question"
     for one in DIFFERENCES:
-        if one.ratio and beside_others(records, control):
-            yield one.label, [], why_not_compared(records, control)
+        if one.ratio and shared_machines(records, control):
+            yield one.label, [], SHARED
         else:
             sides = [_values(side, one.name) for side in (records, control)]
             yield one.label, _paired(sides[0], sides[1], one.sign, one.ratio), "no shared value"
@@ -218,7 +218,8 @@ def _difference(values: pd.DataFrame, ratio: bool) -> str:
 def _entropies(comparison: Comparison, baseline: str | None) -> Table:
     beside = in_figure_5(comparison)
     theirs = ["Figure 5, 7B"] if beside else []
-    rows = [["arm", "first tenth of the steps", "last tenth", *_against("first tenth", baseline), *theirs]]
+    against = [f"first tenth - {baseline}"] if baseline else []
+    rows = [["arm", "first tenth of the steps", "last tenth", *against, *theirs]]
     for arm, records in comparison.arms.items():
         first = _values(records, "entropy_first")
         cells = [of_seeds(first, stats.NATS), of_seeds(_values(records, "entropy_last"), stats.NATS)]
@@ -234,10 +235,6 @@ def _entropies(comparison: Comparison, baseline: str | None) -> Table:
     )
 
 
-def _against(what: str, baseline: str | None) -> list[str]:
-    return [f"{what} - {baseline}"] if baseline else []
-
-
 def _printed_entropy(name: str | None) -> str:
     if name is None:
         return NONE
@@ -245,7 +242,7 @@ def _printed_entropy(name: str | None) -> str:
     return f"{reference.value(**where, metric='mean policy entropy (nats/token)'):.3f}"
 
 
-SPEEDS = ("rollout_tokens_per_second", "tokens_per_second")
+SPEEDS, PHASES = ("rollout_tokens_per_second", "tokens_per_second"), ("rollout", "train", "sync")
 OF_PAPER = ["Figure 1, 7B: rollouts / BF16", "Table 3, 7B: end to end / BF16"]
 
 
@@ -254,19 +251,21 @@ def _throughput(comparison: Comparison, baseline: str | None) -> Table:
     ratios = [] if why else [*(f"{what} / {baseline}" for what in ("rollouts", "end to end")), *OF_PAPER]
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", *ratios, "rollout, train, sync", "peak GiB",
              "seconds a run"]]  # fmt: skip
-    shared = {arm: records for arm, records in comparison.arms.items() if beside_others(records)}
+    shared = {arm: records for arm, records in comparison.arms.items() if shared_machines(records)}
     for arm, records in comparison.arms.items():
         cells = [NONE if arm in shared else _speed(_values(records, name)) for name in SPEEDS]
         if baseline and not why:
             cells += [*_ratios(records, comparison.arms[baseline]), *_printed_speeds(beside.get(arm))]
         seconds = number(np.mean([record.summary["seconds"] for record in records]))
-        timed = [NONE, NONE] if arm in shared else [_shares(records), seconds]
-        rows.append([arm, *cells, timed[0], _peak(records), timed[1]])
-    rows, empty = filled(rows)
+        phases = (np.mean([record.summary[f"share_{name}"] for record in records]) for name in PHASES)
+        timed = [NONE, NONE] if arm in shared else [", ".join(f"{share:.0%}" for share in phases), seconds]
+        peaks = [record.summary.get("memory_gpu_peak_gib", record.summary["memory_rss_gib"]) for record in records]
+        rows.append([arm, *cells, timed[0], f"{max(peaks):.2f}", timed[1]])
+    rows, empty = without_empty_columns(rows)
     left_out = f"Left out: speed ratios between arms, ours and the paper's, since {why}." if why else ""
     if shared:
         which = "every arm" if len(shared) == len(comparison.arms) else in_words(list(shared))
-        left_out = f"Left out: seconds and tokens/s of {which}, since {why_not_compared(*shared.values())}."
+        left_out = f"Left out: seconds and tokens/s of {which}, since {SHARED}."
     return Table(
         "Throughput and memory" + ", as in the paper's Figure 1 and Table 3" * (not why and OF_PAPER[0] not in empty),
         "Completion tokens per second, geometric mean over seeds. Memory: largest peak of any seed, on the GPU if "
@@ -296,7 +295,7 @@ def _not_compared(comparison: Comparison, baseline: str | None) -> str:
     ]
     if not others:
         return f"no arm shares a seed with {baseline}"
-    return why_not_compared(control, *others) if all(beside_others(records, control) for records in others) else ""
+    return SHARED if all(shared_machines(records, control) for records in others) else ""
 
 
 def _share_a_seed(records: Sequence[Record], control: Sequence[Record]) -> bool:
@@ -305,7 +304,7 @@ def _share_a_seed(records: Sequence[Record], control: Sequence[Record]) -> bool:
 
 def _ratios(records: Sequence[Record], control: Sequence[Record]) -> list[str]:
     """Return both speeds divided by the control's; dashes for the control and for runs that shared a machine."""
-    if records is control or beside_others(records, control):
+    if records is control or shared_machines(records, control):
         return [NONE, NONE]
     return [_shown(_paired(_values(records, name), _values(control, name), 1, True)) for name in SPEEDS]
 
@@ -321,13 +320,3 @@ def _printed_speeds(row: tuple[str, str] | None) -> list[str]:
     speedup = "end-to-end training speedup vs BF16 LoRA"
     whole = (reference.value(table="Table 3", metric=speedup, setting=f"batch size {n};", **where) for n in (2, 4, 8))
     return [f"{rollouts[0] / rollouts[1]:.2f}x", ", ".join(f"{value:.1f}x" for value in whole)]
-
-
-def _shares(records: Sequence[Record]) -> str:
-    shares = (np.mean([record.summary[f"share_{name}"] for record in records]) for name in ("rollout", "train", "sync"))
-    return ", ".join(f"{share:.0%}" for share in shares)
-
-
-def _peak(records: Sequence[Record]) -> str:
-    peaks = [record.summary.get("memory_gpu_peak_gib", record.summary["memory_rss_gib"]) for record in records]
-    return f"{max(peaks):.2f}"

@@ -8,7 +8,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import yaml
 
@@ -18,7 +17,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import part_of
 
 FINISHED = "finished"
-COPIED = "copied"  # start of the status of a run that `copies` found to be a copy
+COPIED = "copied"  # start of the status of a run that is a copy of another record
 PLACE, CONTENT = "model.path", "model.hash"
 QUESTIONS = "task.path"
 ABSENT = "(absent)"  # stands for a setting that a run lacks
@@ -83,7 +82,7 @@ def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float,
 
 
 def placed(runs: Sequence[Run]) -> list[Run]:
-    """Fill in the device of runs that failed before they noted it, if exactly one otherwise equal arm is known."""
+    """Fill in the device of runs that have not noted it yet, if exactly one otherwise equal arm is known."""
     known, found = {run.arm for run in runs}, []
     for run in runs:
         if run.value("device") == "auto":
@@ -102,9 +101,9 @@ def comparable(settings: Mapping[str, str]) -> dict[str, str]:
     return own
 
 
-def version(git_sha: str | None, dirty: Any) -> str:
-    """Name the code version of a run, from its env.json or its MLflow tags."""
-    return f"{(git_sha or 'unknown')[:7]}{' with changes' if dirty in (True, 'true') else ''}"
+def version(git_sha: str | None, dirty: bool | None) -> str:
+    """Name the code version of a run, from its env.json."""
+    return f"{(git_sha or 'unknown')[:7]}{' with changes' if dirty else ''}"
 
 
 def choose(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
@@ -162,8 +161,8 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
     """
     arms = {run.arm: run for run in runs}
     shown: dict[Arm, list[str]] = {arm: [] for arm in arms}
-    told, differ = told_by_task([run.settings for run in runs]), differing(runs)
-    for key in (key for key in differ if key not in told):
+    implied, differ = implied_by_task([run.settings for run in runs]), differing(runs)
+    for key in (key for key in differ if key not in implied):
         for arm in _shown_with(key, arms, runs):
             shown[arm].append(key)
     called = {arm: {run.experiment for run in runs if run.arm == arm} for arm in arms}
@@ -199,7 +198,7 @@ def _words(run: Run, keys: Sequence[str], differ: Sequence[str]) -> list[str]:
     return [words[key] for key in sorted(words)]
 
 
-def told_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
+def implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
     """Return the task keys that follow from the task's name: each has one value per task."""
     names = {one.get(TASK) for one in settings}
     keys = {key for one in settings for key in one if key.startswith("task.") and key != TASK}
@@ -224,10 +223,11 @@ def shortened(value: str) -> str:
 
 def _order(run: Run, keys: Sequence[str]) -> tuple[object, ...]:
     """Sort by experiment, then by the settings that differ, numbers by size."""
-    return (run.experiment, *(_number_first(run.value(key)) for key in keys), run.seed)
+    return (run.experiment, *(number_first(run.value(key)) for key in keys), run.seed)
 
 
-def _number_first(text: str) -> tuple[bool, float, str]:
+def number_first(text: str) -> tuple[bool, float, str]:
+    """Return a sort key that puts numbers first, by size."""
     try:
         return False, float(text), ""
     except ValueError:

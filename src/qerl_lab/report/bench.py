@@ -1,214 +1,218 @@
-"""Tables and figures of the benchmarks `linear`, `decode`, `train_step` and `clock` (results/bench)."""
+"""Read results of `python -m qerl_lab.bench`, and format them as tables; bench_figures.py draws them."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qerl_lab.config.schema import DENSE_FORMAT
-from qerl_lab.report import palette
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.spelling import shell_word
+from qerl_lab.record.metrics import PHASES
+from qerl_lab.report import bench_figures, reference
+from qerl_lab.report.arms import version
+from qerl_lab.report.bench_figures import (
+    BASES,
+    Result,
+    alive,
+    decode_times,
+    gpu_of,
+    product_ratios,
+    ratios,
+    step_ratios,
+)
 from qerl_lab.report.curves import png
-from qerl_lab.report.numbers import tick
+from qerl_lab.terminal import columns
 
-Result = dict[str, Any]
-# Arms of other libraries, drawn dashed or hatched in the color of their weight format.
-OTHER_LIBRARIES = {f"{DENSE_FORMAT}_peft": DENSE_FORMAT, "bitsandbytes": "nf4", "qlora": "nf4"}
-COLORS = palette.FORMATS | {arm: palette.FORMATS[name] for arm, name in OTHER_LIBRARIES.items()}
-LAYER = "whole layer"
-AND_ADAPTER = "_and_adapter"  # suffix of a product that is timed together with the adapter
+OF_ARMS = ("rollout", "step")  # benchmarks that run each arm in its own process
+NO_RESULT = (ValueError, LookupError, TypeError, AttributeError)  # raised by reading an invalid or incomplete file
+# Arms that differ in one of these settings are not comparable, so `notes` warns.
+SETTINGS = (
+    "gpus", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefix_caching", "async_scheduling", "eager",
+    "cuda_graphs", "dtype", "model_runner",
+)  # fmt: skip
+CLOCKS_APART = 0.03
+KERNELS = 12  # most kernels per token that the table lists
+# Columns of the tables: head, name in a row, format.
+OF_BASES = (("of BF16", "of_bf16", ".2f"), ("of QLoRA", "of_qlora", ".2f"))
+GIBS = (("weights", "weights_gib", ".1f"), ("KV", "kv_gib", ".1f"))
+SPEED, USED, ARM = ("tokens/s", "tokens_per_second", ",.0f"), ("used", "used_gib", ".1f"), ("arm", "arm", "")
+ROLLOUT = (
+    ("rank", "rank", ""), ("batch", "batch", ""), SPEED, ("least", "tokens_per_second_min", ",.0f"),
+    ("most", "tokens_per_second_max", ",.0f"), *OF_BASES, ("token ms", "decode_ms", ".2f"),
+    ("host", "host_share", ".0%"), ("sync ms", "sync_ms", ".1f"), ("start s", "start_seconds", ".0f"), *GIBS, USED, ARM,
+)  # fmt: skip
+STEP = (
+    ("seconds", "step_seconds", ".2f"), SPEED, *OF_BASES, *((phase, f"{phase}_seconds", ".2f") for phase in PHASES),
+    ("policy", "policy_gib", ".1f"), *GIBS, ("peak", "peak_gib", ".1f"), USED, ARM,
+)  # fmt: skip
+TRAIN_STEP = (
+    ARM, ("loss", "loss", ""), ("micro-batch", "micro_batch_tokens", ",.0f"), SPEED, *OF_BASES,
+    ("peak GB", "peak_gb", ".1f"), ("base GB", "base_gb", ".2f"),
+)  # fmt: skip
 
 
-def table(result: Result) -> str:
-    """Format the numbers of a result, mostly as ratios to a baseline."""
-    if result["benchmark"] == "train_step":
-        return _train_step_table(step_ratios(result))
-    if result["benchmark"] == "decode":
-        return _decode_table(decode_times(result))
-    if result["benchmark"] == "clock":
-        return clock_line(result)
-    return f"{_dequantization_table(result)}\n\n{_products_table(product_ratios(result))}"
+def read(folder: Path) -> dict[str, Result]:
+    """Read the results of a folder by file name. Raises ConfigError if there is none or a file is invalid."""
+    found = {}
+    for file in sorted(folder.glob("*.json")):
+        try:
+            found[file.stem] = load(file)
+        except NO_RESULT as error:
+            raise ConfigError(f"{file} is no result of python -m qerl_lab.bench ({error!r}). Move it away.") from None
+    if not found:
+        out = shell_word("out", folder / "linear")
+        raise ConfigError(f"{folder} holds no result. Make one: python -m qerl_lab.bench linear {out}.")
+    return found
 
 
-def clock_line(result: Result) -> str:
-    """Format the cost of the clock's synchronization, from paired blocks of steps."""
-    most = result.get("at_most_percent")  # older results lack it
-    return (
-        f"waiting costs {result['cost_percent']:+.2f}% [{result['low']:+.2f}, {result['high']:+.2f}] of a step, "
-        f"{result['pairs']} of {result['options']['pairs']} pairs of {result['steps_a_block']} steps"
-    ) + ("" if most is None else f"; at most {most:.2f}% by the time spent in waits")
+def load(file: Path) -> Result:
+    """Read one result. Raises one of `NO_RESULT`, or OSError."""
+    result: Result = json.loads(file.read_bytes())
+    result["benchmark"], result["environment"]
+    return result
+
+
+def origin(result: Result) -> str:
+    """Say when, on which GPU and by which code a result was measured."""
+    about = result["environment"]
+    versions = [f"{name} {about['packages'][name]}" for name in ("torch", "vllm") if about["packages"].get(name)]
+    code = version(about["git_sha"], about["dirty"])
+    return ", ".join([about["time"][:10], gpu_of(result), *versions, f"commit {code}"])
+
+
+def figure(result: Result) -> Figure | None:
+    """Draw a result; the caller closes the figure. None if there is nothing to draw, as where every arm died."""
+    draw = bench_figures.DRAWN.get(result["benchmark"])
+    return draw(result) if draw and (result["benchmark"] not in OF_ARMS or alive(result)) else None
 
 
 def draw(result: Result, path: Path) -> None:
-    path.write_bytes(png(figure_of(result)))
+    """Write the figure as a PNG, if there is one."""
+    if drawn := figure(result):
+        path.write_bytes(png(drawn))
 
 
-def figure_of(result: Result) -> Figure:
-    """Draw a result; the caller closes the figure."""
-    drawn = {"train_step": _draw_steps, "decode": _draw_decode, "linear": _draw_linear}
-    return drawn[result["benchmark"]](result)
+def text(result: Result) -> str:
+    """Format a result as a table, mostly with ratios to a baseline."""
+    match result["benchmark"]:
+        case "linear":
+            return _linear_tables(result)
+        case "decode":
+            head = "microseconds per call, weights from memory; adapter_*: adapter alone, *_and_adapter: product, then "
+            times = decode_times(result).to_string(float_format=lambda us: f"{us:.1f}", na_rep="-")
+            return f"{head}adapter, fp4_tiles: both\n{times}"
+        case "train_step":
+            return _table(step_ratios(result), TRAIN_STEP)
+        case "rollout" | "step":
+            lines = _rollout_lines if result["benchmark"] == "rollout" else _step_lines
+            parts = lines(result) if alive(result) else []
+            parts += [
+                f"{row['arm']}, rank {row['rank']}: died. {row['died']}" for row in result["rows"] if "died" in row
+            ]
+            return "\n".join([*parts, *(f"note: {note}" for note in notes(alive(result)))])
+    return ", ".join(f"{name} {value:g}" for name, value in result.items() if isinstance(value, int | float))
 
 
-def product_ratios(result: Result) -> pd.DataFrame:
-    """Return a row per model, layer, tokens and arm: `ms`, `eager_ms`, and `ms` as ratios `of_bf16`, `of_bitsandbytes`.
-
-    The layer `LAYER` ("whole layer") is the sum over the seven Linears of a decoder layer.
-    """
-    rows = pd.DataFrame(result["products"])
-    key = ["model", "tokens", "arm"]
-    total = rows.assign(ms=rows["ms"] * rows["count"], eager_ms=rows["eager_ms"] * rows["count"])
-    total = total.groupby(key, as_index=False, sort=False)[["ms", "eager_ms"]].sum().assign(layer=LAYER)
-    rows = pd.concat([rows, total])[["model", "layer", "tokens", "arm", "ms", "eager_ms"]]
-    of_arm = rows.set_index(["model", "layer", "tokens", "arm"])["ms"].unstack("arm")
-    for base in ("bf16", "bitsandbytes"):
-        at = pd.MultiIndex.from_frame(rows[["model", "layer", "tokens"]])
-        rows[f"of_{base}"] = rows["ms"].to_numpy() / of_arm[base].reindex(at).to_numpy()
-    return rows.reset_index(drop=True)
-
-
-def decode_times(result: Result) -> pd.DataFrame:
-    """Return microseconds by (layer, rows) and arm; the layer `LAYER` is the sum of the four products."""
-    rows = pd.DataFrame(result["decode"])
-    total = rows.groupby(["rows", "arm"], as_index=False, sort=False)["us"].sum().assign(layer=LAYER)
-    rows = pd.concat([rows, total])
-    return rows.pivot_table(index=["layer", "rows"], columns="arm", values="us", sort=False)
+def notes(rows: list[dict[str, Any]]) -> list[str]:
+    """Warn about differences other than the arm: vLLM settings and GPU clocks."""
+    found = []
+    for name in SETTINGS:
+        held: dict[str, list[str]] = {}
+        for row in rows:
+            if name in row:
+                held.setdefault(str(row[name]), []).append(row["arm"])
+        if len(held) > 1:
+            found.append(
+                f"{name} differs: " + "; ".join(f"{v} in {', '.join(dict.fromkeys(a))}" for v, a in held.items())
+            )
+    clocks = [row["sm_mhz"] for row in rows if row.get("sm_mhz")]
+    if clocks and max(clocks) > (1 + CLOCKS_APART) * min(clocks):
+        found.append(f"the GPU's clock was between {min(clocks):,.0f} and {max(clocks):,.0f} MHz (sm_mhz of each row)")
+    return found
 
 
-def step_ratios(result: Result) -> pd.DataFrame:
-    """Return the rows of the train step, with `tokens_per_second` also as a ratio to the BF16 and the QLoRA arm."""
-    rows = pd.DataFrame(result["steps"])
-    for base in ("bf16", "qlora"):
-        own = rows[(rows["arm"] == base) & (rows["loss"] == "chunked")].set_index("micro_batch_tokens")
-        rows[f"of_{base}"] = rows["tokens_per_second"] / rows["micro_batch_tokens"].map(own["tokens_per_second"])
-    return rows
-
-
-def _dequantization_table(result: Result) -> str:
-    rows = pd.DataFrame(result["dequantization"])
-    lines = ["unpacking to bfloat16: speed relative to copying as many bytes"]
-    for (model, layer), shape in rows.groupby(["model", "layer"], sort=False):
-        shares = "  ".join(f"{row['format']} {row['of_copy']:.2f}" for _, row in shape.iterrows())
-        lines.append(f"  {model:12} {layer:14} {shares}")
-    return "\n".join(lines)
-
-
-def _products_table(ratios: pd.DataFrame) -> str:
-    lines = ["forward + input gradient: kernel time relative to BF16 (relative to bitsandbytes)"]
-    for (model, tokens, layer), shape in ratios.groupby(["model", "tokens", "layer"], sort=False):
-        cells = [
-            f"{row['arm']} {row['of_bf16']:.2f} ({row['of_bitsandbytes']:.2f})"
-            for _, row in shape.iterrows() if row["arm"] != "bf16"
-        ]  # fmt: skip
-        lines.append(f"  {model:12} {tokens:5} tokens  {layer:14} {'  '.join(cells)}")
-    return "\n".join(lines)
-
-
-def _decode_table(times: pd.DataFrame) -> str:
-    head = (
-        "microseconds per call, weights from memory; adapter_*: adapter alone, *_and_adapter: product, then adapter, "
-        "fp4_tiles: both\n"
+def _linear_tables(result: Result) -> str:
+    copied = pd.DataFrame(result["dequantization"]).pivot_table("of_copy", ["model", "layer"], "format", sort=False)
+    products = product_ratios(result)
+    products = products[products["arm"] != "bf16"]
+    cells = products["of_bf16"].map("{:.2f}".format) + products["of_bitsandbytes"].map(" ({:.2f})".format)
+    timed = (
+        products.assign(cell=cells).set_index(["model", "tokens", "layer", "arm"])["cell"].unstack("arm", sort=False)
     )
-    return head + times.to_string(float_format=lambda us: f"{us:.1f}", na_rep="-")
+    return "\n".join([
+        "unpacking to bfloat16: speed relative to copying as many bytes", copied.to_string(float_format="%.2f"), "",
+        "forward + input gradient: kernel time relative to BF16 (relative to bitsandbytes)", timed.to_string(),
+    ])  # fmt: skip
 
 
-def _train_step_table(ratios: pd.DataFrame) -> str:
-    head = ("tokens/s", "of BF16", "of QLoRA", "peak GB", "base GB")
-    lines = [f"{'arm':10}{'loss':>12}{'micro-batch':>12}" + "".join(f"{name:>9}" for name in head)]
-    for _, row in ratios.iterrows():
-        numbers = f"{row['tokens_per_second']:9,.0f}{row['of_bf16']:9.2f}{row['of_qlora']:9.2f}"
-        memory = f"{row['peak_gb']:9.1f}{row['base_gb']:9.2f}"
-        lines.append(f"{row['arm']:10}{row['loss']:>12}{row['micro_batch_tokens']:>12,}{numbers}{memory}")
-    return "\n".join(lines).replace("nan", "  -")
+def _table(rows: pd.DataFrame, spec: Sequence[tuple[str, str, str]]) -> str:
+    """Format columns of a table, with a dash for what was not measured."""
+    cells = [
+        ["-" if pd.isna(row.get(name)) else format(row[name], form) for _, name, form in spec]
+        for row in rows.to_dict("records")
+    ]
+    return columns([[head for head, _, _ in spec], *cells])
 
 
-def _draw_linear(result: Result) -> plt.Figure:
-    ratios = product_ratios(result)
-    ratios = ratios[(ratios["layer"] == LAYER) & (ratios["arm"] != "bf16")]
-    models = list(ratios["model"].unique())
-    figure, axes = plt.subplots(
-        1, len(models), figsize=(5.2 * len(models), 3.8), layout="constrained", squeeze=False, sharey=True
-    )
-    for axis, model in zip(axes.flat, models, strict=True):
-        for arm, rows in ratios[ratios["model"] == model].groupby("arm", sort=False):
-            line = "o--" if arm in OTHER_LIBRARIES else "o-"
-            axis.plot(rows["tokens"], rows["of_bf16"], line, color=COLORS[arm], label=_label(arm), lw=1.6, ms=4)
-        axis.axhline(1, color=COLORS["bf16"], lw=1, ls="--")
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(rows["tokens"], [f"{tokens:,}" for tokens in rows["tokens"]])
-        dress(axis, f"{model}, seven Linears of a layer", "tokens")
-    axes.flat[0].set_ylabel("time, BF16 = 1")
-    axes.flat[0].legend(frameon=False)
-    figure.suptitle(f"Forward + input gradient of packed Linears, {gpu_of(result)}")
-    return figure
+def _rollout_lines(result: Result) -> list[str]:
+    rows = ratios(result, ("rank", "batch"))
+    lines = [_table(rows, ROLLOUT), "weights, KV, used: GiB on the GPU"]
+    if any(row.get("host_share") is not None for row in alive(result)):
+        lines.append(
+            "host: share of a call in which its thread is busy; near 100% the host limits the speed, not the GPU"
+        )
+    return [*lines, *_rank_lines(rows), *_kernel_lines(alive(result))]
 
 
-def _draw_decode(result: Result) -> plt.Figure:
-    times = decode_times(result)
-    layers, bases = list(times.index.unique("layer")), [arm for arm in times if not arm.endswith(AND_ADAPTER)]
-    figure, axes = plt.subplots(1, len(layers), figsize=(3.2 * len(layers), 3.8), layout="constrained")
-    for axis, layer in zip(axes, layers, strict=True):
-        for arm, us in times.loc[layer].items():
-            base = arm.removesuffix(AND_ADAPTER)
-            style = "--" if base != arm else ":" if arm.startswith("adapter") else "-"
-            axis.plot(us.index, us, "o" + style, color=_shade(base, bases), label=arm, lw=1.4, ms=3)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(us.index, [f"{rows:,}" for rows in us.index])
-        dress(axis, layer, "rows")
-    axes[0].set_ylabel("microseconds")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
-    figure.suptitle(f"Linears of decoding, {result['options']['model']}, {gpu_of(result)}")
-    return figure
+def _step_lines(result: Result) -> list[str]:
+    lines = [_table(ratios(result, ("rank",)), STEP)]
+    lines.append(f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB on the GPU")
+    asked = result["options"]
+    completions = asked["groups"] * asked["group_size"]
+    printed = reference.step_speed(asked["model"], completions, "nvfp4")
+    if printed.endswith("s/step") and asked["new"] == reference.MOST_TOKENS:
+        lines.append(
+            f"the paper (Table 8), NVFP4, batch {completions}, at most {asked['new']:,} new tokens, H100: "
+            f"{printed.removesuffix('/step')}; its completions end by themselves"
+        )
+    return lines
 
 
-def _shade(product: str, products: list[str]) -> str:
-    """Return the color of a decode product: its format's, or an unused one for products that are no format."""
-    return palette.FORMATS.get(product, palette.OTHERS[products.index(product) % len(palette.OTHERS)])
+def _kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """List the kernels that take most of a token's time, where they were measured."""
+    lines = []
+    for row in rows:
+        if kernels := row.get("kernels"):
+            lines.append(
+                f"{row['arm']}, rank {row['rank']}, batch {row['batch']}: kernels run for {row['busy_us']:,.0f} "
+                f"microseconds of a token's {1e3 * row['decode_ms']:,.0f}"
+            )
+            named, others = kernels[:KERNELS], kernels[KERNELS:]
+            rest = {"name": f"{len(others)} others"} | {key: sum(one[key] for one in others) for key in ("us", "calls")}
+            for kernel in [*named, *([rest] if others else [])]:
+                lines.append(f"{kernel['us']:10,.0f} in {kernel['calls']:5,.0f} launches  {kernel['name']}")
+    return ["", *lines] if lines else []
 
 
-def _draw_steps(result: Result) -> plt.Figure:
-    rows = pd.DataFrame(result["steps"])
-    rows = rows[rows["loss"] == "chunked"]
-    sizes = sorted(rows["micro_batch_tokens"].unique(), reverse=True)
-    width = max(6.5, 4.6 * len(sizes))  # makes room for the title
-    figure, axes = plt.subplots(2, len(sizes), figsize=(width, 5.2), layout="constrained", squeeze=False)
-    for column, size in enumerate(sizes):
-        shown = rows[rows["micro_batch_tokens"] == size]
-        for axis, value, label in (
-            (axes[0, column], "tokens_per_second", "tokens/s"),
-            (axes[1, column], "peak_gb", "peak GB"),
-        ):
-            bars = axis.bar(
-                [_label(arm) for arm in shown["arm"]], shown[value], color=[COLORS[a] for a in shown["arm"]],
-                hatch=["///" if arm in OTHER_LIBRARIES else "" for arm in shown["arm"]], edgecolor="white", lw=0,
-            )  # fmt: skip
-            axis.set_xlim(-1 if len(shown) < 3 else None, 2 if len(shown) < 3 else None)  # keeps few bars narrow
-            axis.bar_label(bars, fmt="{:,.0f}" if value == "tokens_per_second" else "{:.1f}", fontsize=8)
-            dress(axis, f"micro-batches of {size:,} tokens" if axis is axes[0, column] else "", "")
-            axis.set_ylabel(label if column == 0 else "")
-    about = result["options"]
-    figure.suptitle(f"LoRA training step, {about['model']}, rank {about['rank']}, {gpu_of(result)}")
-    return figure
-
-
-def _label(arm: str) -> str:
-    return {"bitsandbytes": "NF4, bitsandbytes", "qlora": "QLoRA\n(PEFT)", "bf16_peft": "BF16\n(PEFT)"}.get(
-        arm, arm.upper()
-    )
-
-
-def gpu_of(result: Result) -> str:
-    """Name the GPU of a result for the figures."""
-    gpus = result["environment"]["gpus"]
-    return gpus[0]["name"] if gpus else "no GPU"
-
-
-def dress(axis: Axes, title: str, label: str) -> None:
-    """Style a panel of a bar chart: zero baseline, grid, no frame."""
-    axis.set(title=title, xlabel=label)
-    axis.set_ylim(bottom=0, top=1.12 * axis.get_ylim()[1])
-    axis.set_axisbelow(True)
-    axis.yaxis.set_major_formatter(tick)
-    axis.grid(alpha=0.25, axis="y")
-    axis.spines[["top", "right"]].set_visible(False)
+def _rank_lines(rows: pd.DataFrame) -> list[str]:
+    """List the cost of a larger rank for each arm, beside the paper's ratios; empty for a single rank."""
+    if rows["rank"].nunique() < 2:
+        return []
+    lines = [
+        "",
+        "by rank: tokens/s, ratio to the smallest rank; to BF16 and QLoRA, in brackets the paper's NVFP4 (batch 1)",
+    ]
+    for (arm, batch), same in rows.sort_values("rank").groupby(["arm", "batch"], sort=False):
+        first = same["tokens_per_second"].iloc[0]
+        for _, row in same.iterrows():
+            beside = []
+            for base, papers in (("bf16", "bf16"), ("qlora", "nf4")):
+                printed = reference.ratio_by_rank(row["model"], papers).get(row["rank"])
+                said = f" ({printed:.2f})" if printed and row["format"] == "nvfp4" else ""
+                beside.append(f"{row[f'of_{base}']:.2f} of {BASES[base]}{said}".replace("nan", "-"))
+            speed = f"{row['tokens_per_second']:,.0f}, {row['tokens_per_second'] / first:.3f}"
+            lines.append(f"  {arm}, batch {batch}, rank {row['rank']}: {speed}; {'; '.join(beside)}")
+    return lines

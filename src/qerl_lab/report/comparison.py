@@ -1,6 +1,5 @@
 """Compare arms: choose the runs that count, and build a row per run, a row per arm, and the text of the report."""
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,28 +12,25 @@ import pandas as pd
 
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.report import at_once, copies, results
+from qerl_lab.report import results
 from qerl_lab.report.arms import (
     ABSENT,
     CONTENT,
     PLACE,
-    QUESTIONS,
     TASK,
-    Arm,
     Run,
     choose,
     differing,
     labels,
-    placed,
     shortened,
     started,
     task_of,
 )
-from qerl_lab.report.runs import DAMAGE, Origin, Record, damage, find_runs, has_runs, read_record
+from qerl_lab.report.matching import by_questions, count_overlaps, identity, mark_copies
+from qerl_lab.report.runs import DAMAGE, Record, damage, find_runs, has_runs, read_record
 from qerl_lab.report.stats import SHARE, between, crossed_interval, paired_interval, within
 from qerl_lab.terminal import columns, near
 
-Kind = tuple[str, str]  # SHA-256 of the training questions and of the held-out questions
 BASELINE = "bf16"  # the default baseline
 # Conditions under which a verdict holds; a table that mixes values of one says so.
 CONDITIONS = (
@@ -82,6 +78,11 @@ class Comparison:
         return started(self.found, [record.run for record in self.counted])
 
     @property
+    def alone(self) -> list[str]:
+        """Return the arms without runs that shared a machine; only these have meaningful seconds and tokens/s."""
+        return [arm for arm, records in self.arms.items() if all(record.at_once == 1 for record in records)]
+
+    @property
     def counted(self) -> list[Record]:
         return [record for records in self.arms.values() for record in records]
 
@@ -119,7 +120,7 @@ def _apart(made: Sequence[Record], known: Mapping[str, Record], folder: Path) ->
     named = {}
     for record in made:
         other = known.get(record.run.name)
-        if other and copies.identity(other) != copies.identity(record):
+        if other and identity(other) != identity(record):
             record = replace(record, run=replace(record.run, name=f"{record.run.name} of {near(folder)}"))
         named[record.run.name] = record
     return named
@@ -127,68 +128,13 @@ def _apart(made: Sequence[Record], known: Mapping[str, Record], folder: Path) ->
 
 def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
     """Group records into arms; no arms if no run finished."""
-    runs = placed(_by_questions(records))
-    records = copies.told([replace(record, run=run) for record, run in zip(records, runs, strict=True)])
-    records = at_once.told(records)
+    records = count_overlaps(mark_copies(by_questions(records)))
     by_name = {record.run.name: record for record in records}
     counted, left_out = choose([record.run for record in records])
     names, arms = labels(counted), dict[str, list[Record]]()
     for run in counted:
         arms.setdefault(names[run.arm], []).append(by_name[run.name])
     return Comparison(arms, records, damaged, [*left_out, *(f"{name}: {why}" for name, why in damaged.items())])
-
-
-def _by_questions(records: Sequence[Record]) -> list[Run]:
-    """Give runs on equal questions one task.path, the first seen, wherever each machine stored the files.
-
-    A run that ended before it noted its questions takes those of other runs with its path, if they agree.
-    """
-    kinds = _kinds([record.origin for record in records])
-    first: dict[Kind, str] = {}
-    at: dict[str, set[Kind]] = {}
-    for record, kind in zip(records, kinds, strict=True):
-        if kind:
-            first.setdefault(kind, record.run.value(QUESTIONS))
-            at.setdefault(record.run.value(QUESTIONS), set()).add(kind)
-    runs = []
-    for run, kind in zip((record.run for record in records), kinds, strict=True):
-        there = {kind} if kind else at.get(run.value(QUESTIONS), set())
-        moved = {QUESTIONS: first[min(there)]} if len(there) == 1 and QUESTIONS in run.settings else {}
-        runs.append(replace(run, settings={**run.settings, **moved}))
-    return _told_apart(runs, kinds)
-
-
-def _told_apart(runs: Sequence[Run], kinds: Sequence[Kind | None]) -> list[Run]:
-    """Mark task.path with a hash where the files behind one path changed between runs.
-
-    Otherwise runs on different questions would share an arm and be paired by ids with two meanings.
-    """
-    of_task = [tuple(sorted(item for item in run.settings.items() if item[0].startswith("task."))) for run in runs]
-    known: dict[Arm, set[Kind]] = {}
-    for task, kind in zip(of_task, kinds, strict=True):
-        known.setdefault(task, set()).update([kind] if kind else [])
-    found = []
-    for run, task, kind in zip(runs, of_task, kinds, strict=True):
-        if kind and len(known[task]) > 1:
-            mark = hashlib.sha256("/".join(kind).encode()).hexdigest()[:6]
-            run = replace(run, settings={**run.settings, QUESTIONS: f"{run.value(QUESTIONS)} #{mark}"})
-        found.append(run)
-    return found
-
-
-def _kinds(origins: Sequence[Origin]) -> list[Kind | None]:
-    """Identify the questions of each run by content.
-
-    An unknown held-out set is taken from runs on the same training set, if only one is known there.
-    """
-    heldout: dict[str, set[str]] = {}
-    for origin in origins:
-        heldout.setdefault(origin.training_sha256, set()).update({origin.heldout_sha256} - {""})
-    return [
-        (digest, origin.heldout_sha256 or (min(heldout[digest]) if len(heldout[digest]) == 1 else ""))
-        if (digest := origin.training_sha256) else None
-        for origin in origins
-    ]  # fmt: skip
 
 
 def by_run(comparison: Comparison) -> pd.DataFrame:
@@ -205,7 +151,7 @@ def by_run(comparison: Comparison) -> pd.DataFrame:
                 before, after = record.accuracy["before"], record.accuracy["after"]
                 row |= {"questions": len(after), "accuracy_before": before.mean(), "accuracy_after": after.mean()}
                 row |= _named("gain", paired_interval(before, after))
-            shared = TIMED if record.side_by_side > 1 else ()
+            shared = TIMED if record.at_once > 1 else ()
             own = {name: math.nan if name in shared else record.summary[name] for name in OF_A_RUN}
             rows.append(row | own | {"code": record.run.code})
     return pd.DataFrame(rows)
@@ -279,9 +225,9 @@ def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> st
     head = ["arm", "seeds", "finished", "before", "after", "gain", f"after - {baseline}", "policy entropy, nats"]
     rows = [head if baseline else [*head[:6], head[7]]]
     for row in arms.to_dict("records"):
-        cells = [row["arm"], str(row["seeds"]), f"{row['seeds']} of {row['runs']}", _accuracy(row, "before")]
-        cells += [_accuracy(row, "after"), _change(row, "gain")]
-        cells += [_change(row, "difference")] if baseline else []
+        cells = [row["arm"], str(row["seeds"]), f"{row['seeds']} of {row['runs']}"]
+        cells += [_mean(row, f"accuracy_{phase}", ".3f") for phase in ("before", "after")]
+        cells += [_mean(row, name, "+.3f") for name in ("gain", *["difference"][: baseline is not None])]
         rows.append([*cells, f"{row['entropy_first']:.3f} -> {row['entropy_last']:.3f}"])
     differ = what_differs(comparison)
     parts = [columns(rows), HOW_TO_READ, columns(differ) if differ else "", _undeclared(comparison, baseline)]
@@ -317,8 +263,40 @@ def _fewer_seeds(comparison: Comparison, baseline: str | None) -> str:
 
 def notes(comparison: Comparison) -> list[str]:
     """Warn about differences between runs that their settings do not show."""
-    records, notes = comparison.counted, []
-    for what, texts in (("machines", [record.origin.machine for record in records]), *_versions(records)):
+    records = comparison.counted
+    notes = _origins(records)
+    if len(tasks := sorted({record.run.value(TASK) for record in records})) > 1:
+        notes.append(f"The runs are of {len(tasks)} tasks, {', '.join(tasks)}: compare arms of one task.")
+    if mixed := [key for key in differing([record.run for record in records]) if key in CONDITIONS]:
+        notes.append(f"The arms differ in conditions ({', '.join(mixed)}): compare arms of one.")
+    parts = {task_of(record.run) for record in records if task_of(record.run) != record.run.value(TASK)}
+    notes += [f"The questions are of {part}: no accuracy here is that of the whole set." for part in sorted(parts)]
+    if (most := max((record.at_once for record in records), default=1)) > 1:
+        others = "another" if most == 2 else f"up to {most - 1} others"
+        notes.append(f"Runs ran beside {others}: seconds and tokens/s are of shared machines, and left out.")
+    hashless = [record.run for record in records if record.run.value(CONTENT) == ABSENT]
+    if count := sum(run.value(PLACE).startswith("/") for run in hashless):  # two local models at one path look equal
+        notes.append(
+            f"model.hash is not known of {count} run{'s' * (count != 1)}, which an older version began: two models "
+            "that lay under one path would count as one arm."
+        )
+    if len({frozenset(record.accuracy["after"].index) for record in records if record.accuracy}) > 1:
+        notes.append("Not all runs were asked the same questions; a row is over those that all of its runs were asked.")
+    if damaged := len(comparison.damaged):
+        notes.append(
+            f"The record of {damaged} run{'s' * (damaged != 1)} is damaged: put its files back as they were, or type "
+            "rerun=true with the line that began it."
+        )
+    return notes
+
+
+def _origins(records: Sequence[Record]) -> list[str]:
+    """Warn about several machines, versions, commits and sets of questions."""
+    notes = []
+    kinds = {"machines": [record.origin.machine for record in records]}
+    for package in sorted({name for record in records for name in record.origin.versions}):
+        kinds[f"versions of {package}"] = [record.origin.versions.get(package, "") for record in records]
+    for what, texts in kinds.items():
         if len(several := sorted(set(texts) - {""})) > 1:
             notes.append(f"The runs ran on {len(several)} {what}: {'; '.join(several)}.")
     if len(codes := sorted({record.run.code for record in records})) > 1:
@@ -330,50 +308,15 @@ def notes(comparison: Comparison) -> list[str]:
             f"The runs were asked {sets} different sets of held-out questions (heldout_sha256 in env.json), which are "
             "paired by id."
         )
-    if len(tasks := sorted({record.run.value(TASK) for record in records})) > 1:
-        notes.append(f"The runs are of {len(tasks)} tasks, {', '.join(tasks)}: compare arms of one task.")
-    if mixed := [key for key in differing([record.run for record in records]) if key in CONDITIONS]:
-        notes.append(f"The arms differ in conditions ({', '.join(mixed)}): compare arms of one.")
-    parts = {task_of(record.run) for record in records if task_of(record.run) != record.run.value(TASK)}
-    notes += [f"The questions are of {part}: no accuracy here is that of the whole set." for part in sorted(parts)]
-    notes += at_once.notes(records)
-    notes += _unknown_models([record.run for record in records])
-    notes += [f"{record.run.name}: {record.origin.missing}." for record in records if record.origin.missing]
-    if len({frozenset(record.accuracy["after"].index) for record in records if record.accuracy}) > 1:
-        notes.append("Not all runs were asked the same questions; a row is over those that all of its runs were asked.")
-    if damaged := len(comparison.damaged):
-        notes.append(
-            f"The record of {damaged} run{'s' * (damaged != 1)} is damaged: put its files back as they were, or type "
-            "rerun=true with the line that began it."
-        )
     return notes
 
 
-def _unknown_models(runs: Sequence[Run]) -> list[str]:
-    """Warn about local models (absolute paths) without a hash: two models at one path would look equal."""
-    count = sum(run.value(PLACE).startswith("/") and run.value(CONTENT) == ABSENT for run in runs)
-    said = f"model.hash is not known of {count} run{'s' * (count != 1)}, which an older version began"
-    return [f"{said}: two models that lay under one path would count as one arm."] if count else []
-
-
-def _versions(records: Sequence[Record]) -> list[tuple[str, list[str]]]:
-    """List the version of each package in each run."""
-    packages = sorted({name for record in records for name in record.origin.versions})
-    return [(f"versions of {name}", [record.origin.versions.get(name, "") for record in records]) for name in packages]
-
-
-def _accuracy(row: dict[str, Any], phase: str) -> str:
+def _mean(row: dict[str, Any], name: str, form: str) -> str:
     """Format `0.768 [0.731, 0.805]`, without the interval if there is none; a dash without a number."""
-    mean, low, high = (row.get(f"accuracy_{phase}{end}", math.nan) for end in ("", "_low", "_high"))
-    if math.isnan(mean) or math.isnan(high):
-        return "-" if math.isnan(mean) else f"{mean:.3f}"
-    return f"{mean:.3f} {between(low, high, '{:.3f}'.format)}"
-
-
-def _change(row: dict[str, Any], name: str) -> str:
-    """Format `+0.225 [+0.190, +0.260]`, without the interval if there is none; a dash without a number."""
     mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
-    return "-" if math.isnan(mean) else f"{mean:+.3f}" if math.isnan(low) else f"{mean:+.3f} {between(low, high)}"
+    if math.isnan(mean) or math.isnan(high):
+        return "-" if math.isnan(mean) else format(mean, form)
+    return f"{mean:{form}} {between(low, high, f'{{:{form}}}'.format)}"
 
 
 def what_differs(comparison: Comparison) -> list[list[str]]:

@@ -17,7 +17,7 @@ from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from qerl_lab.report.numbers import tick
+from qerl_lab.report.palette import tick
 from qerl_lab.report.stats import NATS, SHARE, band_over_seeds
 
 STYLE = Path(__file__).with_name("report.mplstyle")
@@ -112,6 +112,41 @@ def draw(
             dress(axis, curve.label, unit)
         axes.flat[0].set_title(curve.title, loc="left")
         axes.flat[0].set_ylim(*_limits(axes.flat[0].get_ylim(), chosen["value"], curve))
+    return figure
+
+
+def side_by_side(
+    points: pd.DataFrame, shown: Sequence[Curve], labels: Mapping[str, str], styles: Mapping[str, Mapping[str, Any]],
+    title: str = "", *, thin: bool = True,
+) -> Figure:  # fmt: skip
+    """Draw a panel per curve beside each other, with a line per arm and one legend below; the caller closes the figure.
+
+    Args:
+        points: tidy, from `comparison.curves`; step 0 is drawn of held-out accuracy only.
+        labels: the text of each arm in the legend.
+        thin: whether to draw the line of each seed, too.
+    """
+    chosen = points[points["arm"].isin([*labels]) & points["value"].notna()]
+    width, seeds_by_arm = 4.4 * len(shown), chosen.groupby("arm")["run_id"].nunique()
+    texts = {  # 10 characters an inch
+        arm: textwrap.fill(f"{label} (n={seeds_by_arm.get(arm, 0)})", int(10 * width)) for arm, label in labels.items()
+    }
+    per_row = max(1, min(len(texts), int(width / (0.5 + 0.08 * max(map(len, texts.values()))))))  # inches
+    with plt.style.context(STYLE):
+        height = 3.7 + 0.2 * math.ceil(sum(text.count("\n") + 1 for text in texts.values()) / per_row)
+        figure, axes = plt.subplots(1, len(shown), figsize=(width, height), squeeze=False)
+        for axis, curve in zip(axes.flat, shown, strict=True):
+            of_curve = chosen[chosen["metric"] == curve.metric]
+            for arm, text in texts.items():
+                if seeds := seeds_of(of_curve[of_curve["arm"] == arm]):
+                    draw_arm(axis, seeds, styles[arm], text, common=True, bounds=curve.bounds, thin=thin)
+            axis.set_title(curve.title, loc="left")
+            axis.set(xlabel="step", ylabel=curve.label)
+            axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            axis.yaxis.set_major_formatter(tick)
+        figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=per_row)
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     return figure
 
 

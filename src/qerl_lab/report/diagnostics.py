@@ -18,16 +18,14 @@ from qerl_lab.report import palette, stats
 from qerl_lab.report.arms import ABSENT
 from qerl_lab.report.comparison import Comparison, matrix
 from qerl_lab.report.curves import STYLE
-from qerl_lab.report.measures import Unmeasured, answers
-from qerl_lab.report.passes import pass_at, powers_of_two
+from qerl_lab.report.measures import FALLEN, Unmeasured, collapsed
 from qerl_lab.report.runs import Record
-from qerl_lab.report.stats import Interval
+from qerl_lab.report.stats import Interval, pass_at, powers_of_two
 from qerl_lab.report.table import NONE, Table
 from qerl_lab.report.verdict_tables import cell
 
 POWER = 0.8  # of a two-sided 5% test
 SEEDS = np.unique(np.geomspace(2, 100, 40).round().astype(int))  # x axis of the power curve
-FALLEN = 0.5  # a run has collapsed below this share of its best tenth's right answers
 
 
 def passes(records: Sequence[Record]) -> dict[int, Interval]:
@@ -48,31 +46,6 @@ def passes(records: Sequence[Record]) -> dict[int, Interval]:
         k: stats.within(stats.crossed_interval(np.array([pass_at(k, seed, count) for seed in right])), *stats.SHARE)
         for k in powers_of_two(count)
     }
-
-
-def of_run(record: Record) -> dict[str, float]:
-    """Return `entropy` (nats, over the first tenth of the steps) and `gain` (held-out accuracy); nan if missing."""
-    gain = float(record.accuracy["gain"].mean()) if record.accuracy else np.nan
-    return {"entropy": float(record.summary["entropy_first"]), "gain": gain}
-
-
-def correlation(x: np.ndarray, y: np.ndarray) -> Interval:
-    """Return Pearson's r with its 95% interval by Fisher's z; the interval is [-1, 1] for fewer than four pairs."""
-    r = float(np.corrcoef(x, y)[0, 1])
-    if len(x) < 4:
-        return r, -1.0, 1.0
-    half = distributions.norm.ppf(0.975) / np.sqrt(len(x) - 3)
-    return r, float(np.tanh(np.arctanh(r) - half)), float(np.tanh(np.arctanh(r) + half))
-
-
-def collapsed(record: Record) -> bool:
-    """Return whether right answers in the last tenth of the steps are below `FALLEN` of the run's best tenth.
-
-    Raises Unmeasured if the task does not reward answers.
-    """
-    found = answers(record)
-    tenth = max(1, len(found) // 10)
-    return bool(found.tail(tenth).mean() < FALLEN * found.rolling(tenth).mean().max())
 
 
 def detectable(differences_S_Q: np.ndarray, seeds: int) -> float:
@@ -144,9 +117,10 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
     None if no run was evaluated. The caller closes the figure.
     """
     rows = [
-        {"arm": arm, **of_run(record)} for arm, records in comparison.arms.items() for record in records
+        {"arm": arm, "entropy": record.summary["entropy_first"], "gain": record.accuracy["gain"].mean()}
+        for arm, records in comparison.arms.items() for record in records if record.accuracy
     ]  # fmt: skip
-    table = pd.DataFrame(rows).replace([np.inf, -np.inf], np.nan).dropna()
+    table = pd.DataFrame(rows, columns=["arm", "entropy", "gain"]).replace([np.inf, -np.inf], np.nan).dropna()
     if len(table) < 2:
         return None
     figure, axis, styles = _panel(comparison, table["arm"].nunique())
@@ -154,12 +128,12 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
     for arm, own in table.groupby("arm", sort=False):
         axis.plot(own["entropy"], own["gain"], label=arm, **styles[str(arm)] | {"linestyle": ""})
     within = table[["entropy", "gain"]] - table.groupby("arm")[["entropy", "gain"]].transform("mean")
-    said = [
-        f"Correlation over {what}: {r:+.2f} [{low:+.2f}, {high:+.2f}]."
-        for what, one in ((f"all {len(table)} runs", table), ("runs minus the mean of their arm", within))
-        if one["entropy"].std() > stats.NO_WIDTH and one["gain"].std() > stats.NO_WIDTH
-        for r, low, high in [correlation(one["entropy"].to_numpy(), one["gain"].to_numpy())]
-    ]
+    said = []
+    for what, one in ((f"all {len(table)} runs", table), ("runs minus the mean of their arm", within)):
+        if one["entropy"].std() > stats.NO_WIDTH and one["gain"].std() > stats.NO_WIDTH:
+            found = distributions.pearsonr(one["entropy"], one["gain"])
+            low, high = found.confidence_interval()  # by Fisher's z
+            said.append(f"Correlation over {what}: {found.statistic:+.2f} [{low:+.2f}, {high:+.2f}].")
     title = "Initial entropy and gain of a run"
     finished = _finished(figure, title, "policy entropy, first tenth of the steps (nats)", "gain in held-out accuracy")
     return finished, " ".join(said)

@@ -1,17 +1,14 @@
 """Compare weight formats in one figure: reward, entropy and held-out accuracy by step, with intervals over seeds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from qerl_lab.report import palette
 from qerl_lab.report.arms import spelled
 from qerl_lab.report.comparison import Comparison
-from qerl_lab.report.curves import CURVES, STYLE, Curve, draw_arm, seeds_of
-from qerl_lab.report.numbers import tick
+from qerl_lab.report.curves import CURVES, side_by_side
 from qerl_lab.report.printed_arms import PLAIN
 
 FEWEST = 2  # formats needed for a comparison
@@ -22,7 +19,8 @@ IS_PLAIN = {"aqn.schedule": "off"} | {key: value for key, value in PLAIN.items()
 def groups(comparison: Comparison) -> dict[str, dict[str, str]]:
     """Group arms that differ only in weight format, titled by the settings that set the group apart.
 
-    A group maps each format, at least `FEWEST` and the dense one first, to the label of its plain arm.
+    The largest groups come first. A group maps each format, at least `FEWEST` and the dense one first, to the label of
+    its plain arm.
     """
     found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
     for label, records in comparison.arms.items():
@@ -30,7 +28,8 @@ def groups(comparison: Comparison) -> dict[str, dict[str, str]]:
         if IS_PLAIN.items() <= settings.items():
             others = tuple(sorted((key, value) for key, value in settings.items() if not key.startswith("format.")))
             found.setdefault(others, {}).setdefault(settings["format.name"], label)
-    found = {others: formats for others, formats in found.items() if len(formats) >= FEWEST}
+    several = [(others, formats) for others, formats in found.items() if len(formats) >= FEWEST]
+    found = dict(sorted(several, key=lambda group: -len(group[1])))  # a page shows the first few
     shared = set.intersection(*map(set, found)) if found else set()
     order = list(palette.FORMATS)
     return {
@@ -41,37 +40,17 @@ def groups(comparison: Comparison) -> dict[str, dict[str, str]]:
 
 
 def draw(points: pd.DataFrame, formats: Mapping[str, str], title: str) -> Figure:
-    """Draw panels side by side with a line per format; metrics that no run recorded have no panel.
+    """Draw reward, the trainer's entropy and held-out accuracy, a line per format; the caller closes the figure.
 
-    The caller closes the figure.
+    Metrics that no run recorded have no panel. Accuracy is that during training if it was measured, else at both ends.
 
     Args:
         points: tidy, from `comparison.curves`.
         formats: the label of each format's arm, from `groups`.
     """
-    chosen = points[points["arm"].isin(formats.values()) & points["value"].notna()]
-    shown = _shown(set(chosen["metric"]))
-    styles = palette.styles({label: name for name, label in formats.items()})
-    with plt.style.context(STYLE):
-        figure, axes = plt.subplots(1, len(shown), figsize=(4.4 * len(shown), 3.9), squeeze=False)
-        for axis, curve in zip(axes.flat, shown, strict=True):
-            of_curve = chosen[chosen["metric"] == curve.metric]
-            for name, label in formats.items():
-                if seeds := seeds_of(of_curve[of_curve["arm"] == label]):
-                    draw_arm(axis, seeds, styles[label], f"{name} (n={len(seeds)})", common=True,
-                             bounds=curve.bounds, thin=False)  # fmt: skip
-            axis.set_title(curve.title, loc="left")
-            axis.set(xlabel="step", ylabel=curve.label)
-            axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-            axis.yaxis.set_major_formatter(tick)
-        figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(formats))
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    return figure
-
-
-def _shown(recorded: set[str]) -> Sequence[Curve]:
-    """Choose reward, the trainer's entropy and held-out accuracy (during training if measured, else at both ends)."""
+    recorded = set(points.loc[points["arm"].isin(formats.values()) & points["value"].notna(), "metric"])
     of = {curve.name: curve for curve in CURVES}
     accuracy = "subset_accuracy" if of["subset_accuracy"].metric in recorded else "accuracy"
-    return [of[name] for name in ("reward", "entropy", accuracy) if of[name].metric in recorded]
+    shown = [of[name] for name in ("reward", "entropy", accuracy) if of[name].metric in recorded]
+    labels = {label: name for name, label in formats.items()}
+    return side_by_side(points, shown, labels, palette.styles(labels), title, thin=False)

@@ -70,23 +70,18 @@ def _of_summary(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Val
     return lambda records, controls: _by_seed(records, lambda record: float(record.summary[name]))
 
 
-def beside_others(*sides: Sequence[Record]) -> bool:
+def shared_machines(*sides: Sequence[Record]) -> bool:
     """Return whether any run overlapped with others, so that its seconds cannot be compared."""
-    return any(record.side_by_side > 1 for records in sides for record in records)
+    return any(record.at_once > 1 for records in sides for record in records)
 
 
-def why_not_compared(*sides: Sequence[Record]) -> str:
-    """Say why sides for which `beside_others` holds are not compared."""
-    if any(record.is_surely_beside for records in sides for record in records):
-        return "runs ran beside others, whose seconds are theirs too"
-    return "runs may have run beside others, as it is not known when a resumed one paused"
+SHARED = "runs ran beside others, whose seconds are theirs too"
 
 
 def _speed(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Values]:
     def of(records: Sequence[Record], controls: Sequence[Record]) -> Values:
-        if beside_others(records, controls):
-            ways = sorted({record.alone_by for record in (*records, *controls) if record.side_by_side > 1})
-            raise Unmeasured(f"{why_not_compared(records, controls)} ({' or '.join(ways)})")
+        if shared_machines(records, controls):
+            raise Unmeasured(f"{SHARED} (start them one after another; in a sweep type jobs=1 jobs_per_gpu=1)")
         return _of_summary(name)(records, controls)
 
     return of
@@ -107,16 +102,24 @@ def answers(record: Record) -> pd.Series:
     return record.steps.loc[1:, "reward/answer"].astype("float64") / weight
 
 
+FALLEN = 0.5  # a run has collapsed below this share of its best tenth's right answers
+
+
+def collapsed(record: Record) -> bool:
+    """Return whether right answers in the last tenth of the steps are below `FALLEN` of the run's best tenth.
+
+    Raises Unmeasured if the task does not reward answers.
+    """
+    found = answers(record)
+    tenth = max(1, len(found) // 10)
+    return bool(found.tail(tenth).mean() < FALLEN * found.rolling(tenth).mean().max())
+
+
 def _tenths(record: Record) -> tuple[float, float]:
     """Return the share of right answers over the first and over the last tenth of the steps."""
     found = answers(record)
     tenth = max(1, len(found) // 10)
     return float(found.head(tenth).mean()), float(found.tail(tenth).mean())
-
-
-def _gain(record: Record) -> float:
-    first, last = _tenths(record)
-    return last - first
 
 
 def _steps_to_half(records: Sequence[Record], controls: Sequence[Record]) -> Values:
@@ -161,7 +164,7 @@ MEASURES: dict[str, Measure] = {
     ),
     "answers_gain": Measure(
         "fraction", "right answers among a step's completions, last tenth of the steps less the run's own first tenth",
-        lambda records, controls: _by_seed(records, _gain),
+        lambda records, controls: _by_seed(records, lambda record: -float(np.subtract(*_tenths(record)))),
     ),
     "steps_to_half": Measure(
         "steps", "steps until right answers, averaged over a tenth of the steps, have made half of the rise that the "

@@ -18,7 +18,6 @@ from jinja2 import Environment, StrictUndefined
 from qerl_lab.config.spelling import word
 from qerl_lab.disk import replace_file
 from qerl_lab.report import (
-    at_once,
     comparison,
     curves,
     diagnostics,
@@ -76,20 +75,15 @@ def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[P
         files["arms.csv"] = comparison.csv(comparison.by_arm(same, baseline)).encode()
     files["report.html"] = html(same, rows, baseline, drawn, speed, line, folder.resolve().name).encode()
     results.write(folder, made)
-    for name in _everything() - set(files):  # left by an earlier report
+    names = {f"{curve.name}-{by}" for curve in curves.CURVES for by in BY.values()}
+    names |= {figure.name for figure in paper_curves.FIGURES} | {"passes", "entropy-and-gain", "power"}
+    names |= {_numbered(number) for number in range(MOST_GROUPS)}
+    for name in {"arms.csv", *(f"figures/{name}.png" for name in names)} - set(files):  # left by an earlier report
         (folder / name).unlink(missing_ok=True)
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         replace_file(folder / name, data)
     return [folder / name for name in (results.RUNS, results.STEPS, results.QUESTIONS, *files)]
-
-
-def _everything() -> set[str]:
-    """Return the files that only some reports have."""
-    names = {f"{curve.name}-{by}" for curve in curves.CURVES for by in BY.values()}
-    names |= {figure.name for figure in paper_curves.FIGURES} | {"passes", "entropy-and-gain", "power"}
-    names |= {_numbered(number) for number in range(MOST_GROUPS)}
-    return {"arms.csv", *(f"figures/{name}.png" for name in names)}
 
 
 def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
@@ -101,7 +95,7 @@ def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
         return {}
     points, arms = comparison.curves(found), [records[0].run for records in found.arms.values()]
     styles = palette.styles(palette.formats(found.arms))
-    alone = points[points["arm"].isin(at_once.alone(found.arms))]
+    alone = points[points["arm"].isin(found.alone)]
     drawn = {FORMATS: _of_formats(found, points)}
     for curve in curves.recorded(points):
         of_axis = {curves.STEP: alone if curve.is_speed else points, curves.CLOCK: alone}
@@ -153,12 +147,14 @@ def html(
     """Render the page as one self-contained file."""
     measured, lacking = [row for row in rows if row.numbers], [row for row in rows if not row.numbers]
     differ = comparison.what_differs(found)
+    of_verdict = Counter(row.verdict for row in measured)
+    counts = [(n, f"contrast{'s' * (n != 1)} {verdict}") for verdict in Verdict if (n := of_verdict[verdict])]
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"breakable": breakable, "digits": digits, "filler": filler}
     template = environment.from_string(TEMPLATE.read_text("utf-8"))
     return template.render(
         title=f"{title}: a report of {len(found.records) + len(found.damaged)} runs", command=line,
-        facts=[*_facts(found), *verdict_facts(rows)], notes=[*_gaps(found), *comparison.notes(found)],
+        facts=[*_facts(found), *counts], notes=[*_gaps(found), *comparison.notes(found)],
         how_to_read_verdicts=verdict_tables.HOW_TO_READ, how_to_read=comparison.HOW_TO_READ,
         families=verdict_tables.families(rows), measured=_claims(measured),
         unmeasured=[(row.claim.name, verdict_tables.name_of(row), row.why) for row in lacking],
@@ -211,12 +207,6 @@ def _facts(found: Comparison) -> list[tuple[int, str]]:
         (len(found.arms), f"arm{'s' * (len(found.arms) != 1)}"),
         (len(seeds), f"seed{'s' * (len(seeds) != 1)}"),
     ]
-
-
-def verdict_facts(rows: Sequence[Row]) -> list[tuple[int, str]]:
-    """Count the verdicts on measured contrasts."""
-    counts = Counter(str(row.verdict) for row in rows if row.numbers)
-    return [(n, f"contrast{'s' * (n != 1)} {verdict}") for verdict in Verdict if (n := counts[str(verdict)])]
 
 
 def _gaps(found: Comparison) -> list[str]:
@@ -304,7 +294,7 @@ def _times(records: Sequence[Record]) -> list[str]:
     began = [datetime.fromisoformat(record.origin.began).timestamp() for record in records if record.origin.began]
     ended = _moment(max(record.run.ended for record in records))
     span = f"The first began {_moment(min(began))}, the last ended {ended}." if began else f"The last ended {ended}."
-    if any(record.side_by_side > 1 for record in records):
+    if any(record.at_once > 1 for record in records):
         return [f"{len(seconds)} runs on shared machines. {span}"]
     took = f"{sum(seconds):,.0f} s in all, {min(seconds):,.0f} to {max(seconds):,.0f} s each"
     return [f"{len(seconds)} runs took {took}. {span}"]

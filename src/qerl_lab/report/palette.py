@@ -40,3 +40,8 @@ def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         looks = {"linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[place % len(MARKERS)]}
         found[arm] = {"color": shade, **looks, "markerfacecolor": "white" if number else shade}
     return found
+
+
+def tick(value: float, _: object = None) -> str:
+    """Format a number on an axis without trailing zeros and never with an exponent."""
+    return f"{value:g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -1,11 +1,12 @@
-"""Figures of one run, of several arms, and of quantization errors."""
+"""Figures of one run, of quantization errors, and of weight formats and noise (evaluate/codec.py, effects.py)."""
 
 import itertools
 import math
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -14,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qerl_lab.report import palette
-from qerl_lab.report.curves import STYLE, draw_arm, seeds_of
 
+MARKS = "osD^v<>"
 PANELS = (  # title, y label, (metric, label) for each line
     ("Reward", "reward", (("reward/mean", "total"), ("reward/answer", "answer"), ("reward/format", "format"))),
     ("Entropy", "nats per token", (("policy/entropy_nats", "policy"), ("sampler/entropy_nats", "noisy sampler"))),
@@ -26,11 +27,6 @@ PANELS = (  # title, y label, (metric, label) for each line
         (("rollout/tokens_per_second", "rollout"), ("step/tokens_per_second", "end to end")),
     ),
 )
-ARM_PANELS = {  # metric: (title, y label)
-    "reward/mean": ("Reward", "mean reward of a step"),
-    "policy/entropy_nats": ("Entropy of the trainer's policy", "nats per token"),
-    "sampler/entropy_nats": ("Entropy of the (noisy) sampler", "nats per token"),
-}
 
 
 def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
@@ -58,41 +54,6 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def save_arms(curves: pd.DataFrame, formats: Mapping[str, str], path: Path) -> None:
-    """Plot reward and entropies of several arms, from `comparison.curves`; `formats` maps arms to weight formats."""
-    logged = set(curves.loc[curves["value"].notna(), "metric"])  # some engines record no entropy
-    figure = compare_arms(curves, formats, {name: texts for name, texts in ARM_PANELS.items() if name in logged})
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def compare_arms(curves: pd.DataFrame, formats: Mapping[str, str], metrics: dict[str, tuple[str, str]]) -> Figure:
-    """Draw one panel per metric: each arm's mean over seeds thick with its 95% interval, every seed thin. No smoothing.
-
-    Args:
-        curves: tidy, with the columns run_id, arm, metric, step and value; sets the order of arms.
-        formats: arm -> weight format.
-        metrics: metric name -> (title of its panel, label of its axis).
-    """
-    arms = list(curves["arm"].unique())
-    width, seeds_by_arm = 5 * len(metrics), curves.groupby("arm")["run_id"].nunique()
-    names = [textwrap.fill(f"{arm} (n={seeds_by_arm[arm]})", 10 * width) for arm in arms]  # 10 characters an inch
-    per_row = max(1, min(len(arms), int(width / (0.5 + 0.08 * max(map(len, names), default=0)))))  # inches
-    height = 4 + 0.2 * math.ceil(sum(name.count("\n") + 1 for name in names) / per_row)
-    with plt.style.context(STYLE):
-        figure, axes = plt.subplots(1, len(metrics), figsize=(width, height), squeeze=False)
-        styles = palette.styles(formats)
-        for axis, (metric, (title, label)) in zip(axes.flat, metrics.items(), strict=True):
-            for arm, name in zip(arms, names, strict=True):
-                chosen = curves[(curves["arm"] == arm) & (curves["metric"] == metric) & (curves["step"] > 0)]
-                if seeds := seeds_of(chosen.dropna()):
-                    draw_arm(axis, seeds, styles[arm], name, common=True)
-            _dress(axis, title, label)
-        handles = axes.flat[0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower center", ncols=per_row)
-    return figure
-
-
 def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
     """Plot the SQNR of every quantized Linear by layer, with a line per kind of Linear (q_proj ...).
 
@@ -106,7 +67,7 @@ def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
         point = (numbers.get(name, behind), math.nan if level is None else level)
         kinds.setdefault(name.rpartition(".")[2], []).append(point)
     figure, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    for (kind, points), marker in zip(kinds.items(), itertools.cycle("osD^v<>")):
+    for (kind, points), marker in zip(kinds.items(), itertools.cycle(MARKS)):
         axis.plot(*zip(*sorted(points), strict=True), marker=marker, ms=3.5, lw=1.2, label=kind)
     axis.set(title=title, xlabel="layer", ylabel="SQNR (dB)")
     low, high = axis.get_ylim()
@@ -165,3 +126,75 @@ def _dress(axis: Axes, title: str, label: str) -> None:
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 1.5
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def values_of_a_block(values: Mapping[str, Sequence[float]]) -> Figure:
+    """Plot, a row per format, the values that a weight can take within its block."""
+    figure, axis = plt.subplots(figsize=(8, 0.7 + 0.45 * len(values)), layout="constrained")
+    for row, (name, found) in enumerate(values.items()):
+        axis.plot(found, [row] * len(found), "|", ms=16, mew=1.8, color=_color(name, row))
+    axis.set_yticks(range(len(values)), [f"{name}, {len(found)} values" for name, found in values.items()])
+    axis.set_ylim(len(values) - 0.4, -0.6)
+    axis.set_xlabel("weight, in units of the largest of its block")
+    return _dressed(figure, axis, grid="x")
+
+
+def largest_of_blocks(stored: Mapping[str, Sequence[float]]) -> Figure:
+    """Plot a histogram per format of stored over exact, for the largest weight of each block; 1 is exact."""
+    figure, axes = plt.subplots(
+        1, len(stored), figsize=(3 * len(stored), 2.6), layout="constrained", sharex=True, squeeze=False
+    )
+    for number, (axis, (name, found)) in enumerate(zip(axes.flat, stored.items(), strict=True)):
+        axis.hist(found, bins=40, range=(0.75, 1.25), color=_color(name, number))
+        axis.axvline(1, color="0.3", lw=0.8)
+        axis.set(title=name, xlabel="stored / exact", yticks=[])
+        _dressed(figure, axis, grid="x")
+    axes.flat[0].set_ylabel("blocks")
+    return figure
+
+
+def noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure:
+    """Compare noise with formats: left KL by sigma, right entropy by KL.
+
+    The left panel has a point per noise draw and a horizontal line per format. The right panel has the mean and the
+    draws of each sigma, and each format with its 95% interval.
+
+    Args:
+        noise: from `effects.of_noise`.
+        formats: from `effects.of_formats`, packed formats only.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    means = noise.groupby("sigma").mean()
+    for axis, x in ((left, "sigma"), (right, "kl")):
+        y = "kl" if axis is left else "entropy_change"
+        axis.plot(noise[x], noise[y], ".", color="0.6", ms=4, label="noise, each draw")
+        axis.plot(means.index if x == "sigma" else means[x], means[y], "-", color="0.2", lw=1.4, label="noise, mean")
+        axis.set_xscale("log")
+    left.set_xticks(means.index, [f"{sigma:g}" for sigma in means.index])
+    left.set_xticks([], minor=True)
+    for row, (name, effect) in enumerate(formats.iterrows()):
+        style = {"color": _color(str(name), row), "label": name}
+        left.axhline(effect["kl"], ls=("--", ":", "-.")[row % 3], lw=1.4, **style)
+        ends = [[effect["entropy_change"] - effect["change_low"]], [effect["change_high"] - effect["entropy_change"]]]
+        right.errorbar(
+            effect["kl"], effect["entropy_change"], yerr=ends, fmt=MARKS[row % len(MARKS)], capsize=3, **style
+        )
+    left.set(xlabel="sigma", ylabel="KL to the dense policy, nats per token", yscale="log")
+    right.axhline(0, color="0.7", lw=0.8)
+    right.set(xlabel="KL to the dense policy, nats per token", ylabel="change of entropy, nats per token")
+    for axis in (left, right):
+        axis.legend(frameon=False, fontsize="small", loc="upper left")
+        _dressed(figure, axis, grid="both")
+    return figure
+
+
+def _color(name: str, number: int) -> str:
+    """Return the color of a format of the lab, or an unused color for another one."""
+    return palette.FORMATS.get(name, palette.OTHERS[number % len(palette.OTHERS)])
+
+
+def _dressed(figure: Figure, axis: Axes, grid: Literal["both", "x", "y"]) -> Figure:
+    axis.grid(alpha=0.25, axis=grid)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure

@@ -22,7 +22,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.disk import replace_file
 from qerl_lab.report.arms import FINISHED, RENAMED, Run, comparable, differing
-from qerl_lab.report.runs import NO_STEPS, Origin, Record, Session, check_phases, record_of
+from qerl_lab.report.runs import NO_STEPS, Origin, Record, check_phases, record_of
 
 RUNS, STEPS, QUESTIONS = "runs.parquet", "steps.parquet", "questions.parquet"
 ORIGIN = tuple(field.name for field in fields(Origin))
@@ -37,14 +37,21 @@ class Frames:
     questions: pd.DataFrame
 
 
+def find_folder(path: str) -> Path:
+    """Find a folder of results or of runs, here or in the folder above. Raises ConfigError if there is none."""
+    given = Path(path).expanduser()
+    for folder in (given, Path.cwd().parent / given):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"{path} is no directory, here or in the folder above {Path.cwd()}. Type another in RESULTS.")
+
+
 def is_results(folder: Path) -> bool:
     """Return whether a folder has the files of `write`."""
     return (folder / RUNS).is_file()
 
 
-def frames(
-    records: Sequence[Record], damaged: Mapping[str, str], arm_of: Mapping[str, str]
-) -> Frames:  # fmt: skip
+def frames(records: Sequence[Record], damaged: Mapping[str, str], arm_of: Mapping[str, str]) -> Frames:
     """Build the three tables; `arm_of` maps the name of each run that counts to its arm's label."""
     keys = differing([record.run for record in records])
     rows = [_run_row(record, arm_of.get(record.run.name), keys) for record in records]
@@ -70,7 +77,6 @@ def _run_row(record: Record, arm: str | None, keys: Sequence[str]) -> dict[str, 
         "run": run.name, "arm": arm, "experiment": run.experiment, "seed": run.seed, "state": run.status,
         "ended": run.ended, "seconds": record.summary["seconds"] if arm else None, "code": run.code,
         **{name: getattr(origin, name) for name in ORIGIN}, "versions": json.dumps(origin.versions),
-        "sessions": json.dumps(origin.sessions),
         "differs_in": json.dumps(sorted(run.declared)), **{key: run.settings.get(key) for key in keys},
         "settings": json.dumps(shared),
     }  # fmt: skip
@@ -118,12 +124,14 @@ def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
         if pd.isna(row["experiment"]):
             damaged[row["run"]] = row["state"]
             continue
-        older = {"heldout_sha256": "", "configured": "", "place": "", "sessions": "[]", "claims_sha256": ""}
-        row = older | row  # older files lack these columns
-        sessions = tuple(Session(*each) for each in json.loads(row["sessions"]))
-        own = {"versions": json.loads(row["versions"]), "sessions": sessions}
-        origin = Origin(**{name: row[name] for name in ORIGIN} | own)
-        run = _run(row)
+        row = dict.fromkeys(ORIGIN, "") | row  # older files lack some columns
+        origin = Origin(**{name: row[name] for name in ORIGIN} | {"versions": json.loads(row["versions"])})
+        settings = {key: value for key, value in row.items() if key not in NOT_SETTINGS and not pd.isna(value)}
+        run = Run(
+            row["run"], RENAMED.get(row["experiment"], row["experiment"]), int(row["seed"]),
+            comparable(json.loads(row["settings"]) | settings), frozenset(json.loads(row["differs_in"])), row["state"],
+            row["ended"], row["code"],
+        )  # fmt: skip
         if run.name in steps and run.status == FINISHED:
             asked = phases.get(run.name, {})
             if asked:
@@ -134,25 +142,7 @@ def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
     return records, damaged
 
 
-def _run(row: Mapping[str, Any]) -> Run:
-    own = {key: value for key, value in row.items() if key not in NOT_SETTINGS and not pd.isna(value)}
-    experiment = RENAMED.get(row["experiment"], row["experiment"])
-    return Run(
-        row["run"], experiment, int(row["seed"]), comparable(json.loads(row["settings"]) | own),
-        frozenset(json.loads(row["differs_in"])), row["state"], row["ended"], row["code"],
-    )  # fmt: skip
-
-
 NOT_SETTINGS = {
-    "run",
-    "arm",
-    "experiment",
-    "seed",
-    "state",
-    "ended",
-    "seconds",
-    "code",
-    "differs_in",
-    "settings",
-    *ORIGIN,
-}
+    "run", "arm", "experiment", "seed", "state", "ended", "seconds", "code", "differs_in", "settings", *ORIGIN,
+    "missing", "sessions",  # columns of files that were written before
+}  # fmt: skip

@@ -5,10 +5,9 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -45,24 +44,14 @@ def kept(steps: pd.DataFrame) -> pd.DataFrame:
     return steps[[name for name in KEPT if name in steps]].dropna(axis=1, how="all").astype("float32")
 
 
-class Session(NamedTuple):
-    """A process that worked on a run: begin and end in unix seconds, and `Origin.place`. `end` is None if not known."""
-
-    begin: float
-    end: float | None
-    place: str
-
-
 @dataclass(frozen=True)
 class Origin:
     """Where, when, with which versions and by which command a run ran. Empty text means not known.
 
-    `versions` maps packages to versions. `missing` says what could not be read if the run was read without it. The two
-    SHA-256 identify the training and the held-out questions; older records lack the second. `configured` holds the
-    settings for jobs at once (`jobs=4 ...`), which a sweep file may set. `place` holds the UUIDs of the GPUs or,
-    without one, the host, separated by blanks; older records lack it. `sessions` is set for resumed runs, except in
-    results of older versions. `claims_sha256` identifies the claims file that the run was made to test
-    (`preregistration`).
+    `versions` maps packages to versions. The two SHA-256 identify the training and the held-out questions; older
+    records lack the second. `configured` holds the settings for jobs at once (`jobs=4 ...`), which a sweep file may
+    set. `place` holds the UUIDs of the GPUs or, without one, the hosts, separated by blanks; older records lack it.
+    `claims_sha256` identifies the claims file that the run was made to test (`preregistration`).
     """
 
     command: str = ""
@@ -73,18 +62,8 @@ class Origin:
     versions: Mapping[str, str] = field(default_factory=dict)
     training_sha256: str = ""
     heldout_sha256: str = ""
-    missing: str = ""
     place: str = ""
-    sessions: tuple[Session, ...] = ()
     claims_sha256: str = ""
-
-    @property
-    def was_resumed(self) -> bool:
-        return bool(self.sessions) or THEN in self.command
-
-    def numbers(self, word: str) -> list[int]:
-        """Return the numbers given for `word`, such as `jobs`, in the commands and the configuration."""
-        return [int(number) for number in re.findall(rf"\b{word}=(\d+)", f"{self.command} {self.configured}")]
 
 
 NO_STEPS = pd.DataFrame(index=pd.Index([], dtype="int64", name="step"))
@@ -95,8 +74,8 @@ class Record:
     """A run as a report reads it; an unfinished run has only `run` and `origin`.
 
     `summary` comes from `summarize`. `accuracy` maps "before", "after" and "gain" to the held-out accuracy by question
-    id, and is empty without evaluation. `steps` comes from `read_steps`, limited to `KEPT`. `at_once` (certain) and
-    `perhaps_at_once` (possible) come from `at_once.told`.
+    id, and is empty without evaluation. `steps` comes from `read_steps`, limited to `KEPT`. `at_once` counts the runs
+    at once on its machine, itself included; `comparison.compare` sets it.
     """
 
     run: Run
@@ -105,31 +84,13 @@ class Record:
     steps: pd.DataFrame = field(default_factory=lambda: NO_STEPS)
     origin: Origin = Origin()
     at_once: int = 1
-    perhaps_at_once: int = 1
 
     @property
-    def shared_by(self) -> str:
-        """Name the option that lets jobs of a sweep share the run's GPU or, without one, its machine."""
-        return "jobs" if self.run.value("device") == "cpu" else "jobs_per_gpu"
-
-    @property
-    def has_words(self) -> bool:
-        """Return whether the sweep's options say how many of its jobs may run at once."""
-        return bool(self.origin.numbers(self.shared_by))
-
-    @property
-    def side_by_side(self) -> int:
-        """Return how many runs ran at once on the machine, by the sweep's options and by start and end times."""
-        return max(self.at_once, self.perhaps_at_once, *self.origin.numbers(self.shared_by))
-
-    @property
-    def is_surely_beside(self) -> bool:
-        return max(self.at_once, *self.origin.numbers(self.shared_by), 1) > 1
-
-    @property
-    def alone_by(self) -> str:
-        """Say how to make the run have its machine alone."""
-        return f"type {self.shared_by}=1" if self.has_words else "start them one after another"
+    def allowed_at_once(self) -> list[int]:
+        """Return how many jobs of its sweep may share the run's GPU or, without one, its machine, as far as given."""
+        option = "jobs" if self.run.value("device") == "cpu" else "jobs_per_gpu"
+        given = f"{self.origin.command} {self.origin.configured}"
+        return [int(number) for number in re.findall(rf"\b{option}=(\d+)", given)]
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
@@ -174,7 +135,7 @@ def read_record(run: RunDirectory, name: str) -> Record:
         values, name=name, status=_status(run, f"step {last['step']} of {values.get('steps')}"), ended=last["time"],
         code=THEN.join(codes), metrics=metrics,
     )  # fmt: skip
-    origin = replace(_origin(began, values), sessions=_sessions(run, began))
+    origin = _origin(began, values)
     if found.status != FINISHED:
         return Record(found, origin=origin)
     phases = {}
@@ -205,8 +166,10 @@ def _accuracies(phases: Mapping[str, pd.DataFrame]) -> tuple[pd.Series, pd.Serie
 def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> Origin:
     """Merge the env.json of a run's sessions, joining values that differ."""
     if not sessions:
-        return Origin(claims_sha256=claims_sha256(settings))
+        return Origin(claims_sha256=_claims_sha256(settings))
     first = sessions[0]
+    gpus = [gpu["uuid"] for each in sessions for gpu in each.get("gpus", []) if "uuid" in gpu]
+    places = dict.fromkeys(gpus or [each.get("host", "") for each in sessions])
     machines, commits, commands = (
         THEN.join(dict.fromkeys(text for text in texts if text))
         for texts in (
@@ -222,23 +185,14 @@ def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) 
     }
     return Origin(
         command=commands, configured=configured, began=first.get("time", ""), commit=commits, machine=machines,
-        versions=versions, place=_place(first), claims_sha256=claims_sha256(settings), **questions,
+        versions=versions, place=" ".join(places).strip(),
+        claims_sha256=_claims_sha256(settings), **questions,
     )  # fmt: skip
 
 
-def claims_sha256(settings: Mapping[str, str]) -> str:
+def _claims_sha256(settings: Mapping[str, str]) -> str:
     """Return the SHA-256 of the claims that a run was made to test, from its settings as text; empty if none."""
     return settings.get("preregistration_sha256", "None").replace("None", "")
-
-
-def _sessions(run: RunDirectory, began: Sequence[Mapping[str, Any]]) -> tuple[Session, ...]:
-    """List the sessions of a resumed run; empty if a start is unknown. Ends are None if sessions.json is incomplete."""
-    if len(began) < 2 or not all("time" in each for each in began):
-        return ()
-    times = run.sessions().times
-    if len(times) != len(began):
-        times = [(datetime.fromisoformat(each["time"]).timestamp(), None) for each in began]
-    return tuple(Session(*time, _place(each)) for time, each in zip(times, began, strict=True))
 
 
 def machine(environment: Mapping[str, Any]) -> str:
@@ -252,12 +206,6 @@ def machine(environment: Mapping[str, Any]) -> str:
         model = environment.get("cpu")
         parts.append(f"{cpus} CPU{'s' * (cpus != 1)}" + (f": {model}" if model else ""))
     return ", ".join(parts)
-
-
-def _place(environment: Mapping[str, Any]) -> str:
-    """Identify the machine among equal ones, from env.json: `Origin.place`."""
-    gpus = [gpu["uuid"] for gpu in environment.get("gpus", []) if "uuid" in gpu]
-    return " ".join(gpus) or environment.get("host", "")
 
 
 def _status(run: RunDirectory, reached: str) -> str:
@@ -296,15 +244,11 @@ def summarize(run: RunDirectory, seconds: float) -> dict[str, Any]:
     Entropy first and last are means over the first and the last tenth of the steps, since single steps are noisy.
     """
     phases = run.evaluations()
-    return _headline(read_steps(run), phases, seconds) | _truncated(phases)
-
-
-def _truncated(phases: Mapping[str, pd.DataFrame]) -> dict[str, float]:
-    """Return the share of truncated held-out completions by phase; empty for older records."""
-    return {
+    truncated = {  # share of truncated held-out completions; older records lack it
         f"truncated_{phase}": float(phases[phase]["truncated"].mean())
         for phase in ("before", "after") if phase in phases and "truncated" in phases[phase]
     }  # fmt: skip
+    return _headline(read_steps(run), phases, seconds) | truncated
 
 
 def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The tables of a report's page, reduced to what was measured. Pure."""
+"""Tables of a report's page, reduced to what was measured, and the format of their numbers. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,14 @@ class Table:
     left_out: str = ""
 
 
-def filled(rows: Rows, names: int = 1) -> tuple[Rows, list[str]]:
+def number(value: float) -> str:
+    """Format with three decimals below 10, four digits below 1,000, else whole with commas; never with an exponent."""
+    if abs(value) < 10:
+        return f"{value:.3f}"
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def without_empty_columns(rows: Rows, names: int = 1) -> tuple[Rows, list[str]]:
     """Drop columns after the first `names` that hold only dashes; return the rows and the heads of dropped columns."""
     head, *body = rows
     empty = [n for n in range(names, len(head)) if body and all(row[n] == NONE for row in body)]
@@ -28,7 +35,7 @@ def filled(rows: Rows, names: int = 1) -> tuple[Rows, list[str]]:
     return kept, [head[n] for n in empty]
 
 
-def unlike(rows: Rows, heads: Iterable[str]) -> tuple[Rows, str]:
+def without_constant_columns(rows: Rows, heads: Iterable[str]) -> tuple[Rows, str]:
     """Drop columns among `heads` with one value in all rows; return the rows and a sentence that gives those values."""
     head, *body = rows
     alike = {n: body[0][n] for n, name in enumerate(head) if name in set(heads) and len({row[n] for row in body}) == 1}

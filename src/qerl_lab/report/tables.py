@@ -27,20 +27,16 @@ def closing(result: dict[str, Any]) -> str:
     if any(cut):
         rows.append(("  cut at the token limit", f"{cut[0]:.1%} -> {cut[1]:.1%} of the answers"))
     shares = ", ".join(f"{result[f'share_{name}']:.0%} {name}" for name in ("rollout", "train", "sync"))
+    gpu = f", {result['memory_gpu_peak_gib']:.2f} GiB on the GPU" if "memory_gpu_peak_gib" in result else ""
     end_to_end, rollout = result["tokens_per_second"], result["rollout_tokens_per_second"]
     rows += [
         ("reward", f"{result['reward_first']:.3f} -> {result['reward_last']:.3f}"),
         ("policy entropy", f"{result['entropy_first']:.3f} -> {result['entropy_last']:.3f} nats"),
         ("throughput", f"{end_to_end:,.0f} tokens/s end to end, {rollout:,.0f} in rollouts"),
         ("time", f"{shares}; {result['seconds']:.0f} s in all"),
-        ("memory", _memory(result)),
+        ("memory", f"{result['memory_rss_gib']:.2f} GiB peak resident{gpu}"),
     ]
     return terminal.aligned(rows)
-
-
-def _memory(result: dict[str, Any]) -> str:
-    gpu = f", {result['memory_gpu_peak_gib']:.2f} GiB on the GPU" if "memory_gpu_peak_gib" in result else ""
-    return f"{result['memory_rss_gib']:.2f} GiB peak resident{gpu}"
 
 
 def where(run_dir: Path, mirror: Mirrored | None) -> str:

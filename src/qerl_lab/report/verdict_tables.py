@@ -7,15 +7,16 @@ from dataclasses import asdict
 from typing import Any
 
 import pandas as pd
+from scipy.stats import fisher_exact
 
 from qerl_lab.report import reference, stats
 from qerl_lab.report.arms import spelled
 from qerl_lab.report.claims import Claim, command
 from qerl_lab.report.comparison import Comparison, matrix, notes
 from qerl_lab.report.effects import Numbers
-from qerl_lab.report.measures import MEASURES
-from qerl_lab.report.numbers import number
+from qerl_lab.report.measures import FALLEN, MEASURES
 from qerl_lab.report.printed_arms import in_table_1
+from qerl_lab.report.table import number
 from qerl_lab.report.verdicts import LEVEL, Row, effect_as_text, family_sizes
 from qerl_lab.terminal import columns
 
@@ -100,9 +101,29 @@ def text(comparison: Comparison, rows: Sequence[Row]) -> str:
         seeds = str(row.numbers.seeds) if row.numbers else "-"
         said = f"{row.verdict}: {row.why}"
         table.append([row.claim.name, name_of(row), seeds, effect(row), of_paper(row), said])
-    parts = [columns(table), HOW_TO_READ, families(rows), *sources(rows), conditions(rows), to_make(rows)]
+    parts = [columns(table), HOW_TO_READ, families(rows), *sources(rows), conditions(rows)]
+    parts += [COLLAPSED, columns(fallen)] if (fallen := collapses(rows)) else []
+    parts.append(to_make(rows))
     parts.append(columns(table_1(comparison)))
     return "\n\n".join(part for part in [*parts, *remarks(comparison)] if part)
+
+
+def collapses(rows: Sequence[Row]) -> list[list[str]]:
+    """Tabulate how many runs of each arm collapsed, with Fisher's exact test; empty if none did."""
+    head = ["claim", "contrast", "collapsed: treated", "collapsed: control", "p, Fisher's exact test"]
+    table = [head]
+    for row in (row for row in rows if any(row.collapsed)):
+        counts = list(zip(row.collapsed, row.finished, strict=True))
+        p = fisher_exact([[fell, finished - fell] for fell, finished in counts]).pvalue  # two-sided
+        table.append(
+            [row.claim.name, name_of(row), *(f"{fell} of {finished}" for fell, finished in counts), f"{p:.3f}"]
+        )
+    return table if len(table) > 1 else []
+
+
+COLLAPSED = (
+    f"Collapsed runs: right answers in the last tenth of the steps below {FALLEN:.0%} of those in the run's best tenth."
+)
 
 
 def families(rows: Sequence[Row]) -> str:
@@ -187,11 +208,6 @@ def table_1(comparison: Comparison) -> list[list[str]]:
     return rows
 
 
-def title_1(rows: Sequence[Sequence[str]]) -> str:
-    """Return the title for the rows of `table_1`."""
-    return "Accuracies in the shape of the paper's Table 1" if IN_TABLE_1 in rows[0] else "Held-out accuracies"
-
-
 def _as_printed(row: tuple[str, str] | None) -> list[str]:
     if row is None:
         return ["-", "-", "-"]
@@ -216,9 +232,12 @@ def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
     said = [f"- `{name}`: {claim.says} ({claim.where}). {terms(claim)}" for name, claim in answered.items()]
     table = piped([head, *body]) if body else "No claim was measured."
     parts = ["# Verdicts on the paper's claims", f"By `{typed}`.", "\n".join(said), HOW_TO_READ if body else ""]
-    parts += [families(rows), *sources(rows), conditions(rows), table, unanswered(rows), to_make(rows)]
+    parts += [families(rows), *sources(rows), conditions(rows), table]
+    parts += [COLLAPSED, piped(fallen)] if (fallen := collapses(rows)) else []
+    parts += [unanswered(rows), to_make(rows)]
     accuracies = table_1(comparison)
-    parts += [f"## {title_1(accuracies)}", piped(accuracies), *remarks(comparison)]
+    title = "Accuracies in the shape of the paper's Table 1" if IN_TABLE_1 in accuracies[0] else "Held-out accuracies"
+    parts += [f"## {title}", piped(accuracies), *remarks(comparison)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

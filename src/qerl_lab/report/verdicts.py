@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from qerl_lab.report import effects, reference, stats
-from qerl_lab.report.arms import Run, started, told_by_task
+from qerl_lab.report.arms import Run, implied_by_task, number_first, started
 from qerl_lab.report.claims import Claim, Contrast, of_paper
 from qerl_lab.report.comparison import CONDITIONS
-from qerl_lab.report.contrasts import Missing, Pair, find
-from qerl_lab.report.effects import BROKEN, OPEN, Numbers, P
-from qerl_lab.report.measures import MEASURES, Unmeasured
+from qerl_lab.report.effects import BROKEN, OPEN, Missing, Numbers, P, Pair, find
+from qerl_lab.report.measures import MEASURES, Unmeasured, collapsed
 from qerl_lab.report.runs import Record
 
 LEVEL = 0.025  # of each one-sided test, which matches a 95% interval
@@ -37,7 +36,8 @@ class Row:
 
     `context` holds the settings that distinguish it from contrasts of the same name, `conditions` the values of
     `CONDITIONS`. `printed` maps sources in the paper to its effects. `registered` says whether the claim was committed
-    before the runs.
+    before the runs. `finished`, `started` and `collapsed` count runs of the treated and the control arm; `collapsed`
+    stays 0 unless the measure is `answers_last`.
     """
 
     claim: Claim
@@ -50,6 +50,7 @@ class Row:
     printed: tuple[tuple[str, float], ...] = ()
     finished: tuple[int, int] = (0, 0)
     started: tuple[int, int] = (0, 0)
+    collapsed: tuple[int, int] = (0, 0)
     numbers: Numbers | None = None
 
 
@@ -64,7 +65,7 @@ def judge(counted: Sequence[Record], found: Sequence[Run], claims: Sequence[Clai
                 rows.append(Row(claim, contrast, Verdict.UNDECIDED, pairs.why, printed=printed(claim, contrast)))
             else:
                 rows += [_measured(claim, contrast, pair) for pair in pairs]
-    return decided(pooled(_told_apart(rows)))
+    return decided(pooled(_distinguished(rows)))
 
 
 def printed(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
@@ -82,14 +83,14 @@ def printed(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
     return tuple(found)
 
 
-def _told_apart(rows: Sequence[Row]) -> list[Row]:
+def _distinguished(rows: Sequence[Row]) -> list[Row]:
     """Reduce each row's context to what differs within its contrast and does not follow from the task's name."""
     shown = []
     for row in rows:
         others = [other.context for other in rows if other.claim == row.claim and other.contrast == row.contrast]
         common = set.intersection(*(set(context) for context in others))
-        told = told_by_task([dict(context) for context in others])
-        own = (item for item in row.context if item not in common and item[0] not in told)
+        implied = implied_by_task([dict(context) for context in others])
+        own = (item for item in row.context if item not in common and item[0] not in implied)
         shown.append(replace(row, context=tuple(own)))
     return shown
 
@@ -110,6 +111,9 @@ def _measured(claim: Claim, contrast: Contrast, pair: Pair) -> Row:
     if claim.best_of and min(len(pair.treated.options), len(pair.control.options)) < 2:
         return replace(row, why=f"an arm has one value of {claim.best_of}, so there is no best")
     try:
+        if claim.measure == "answers_last":  # its mean alone does not show how many runs fell
+            fell = (sum(map(collapsed, side.records)) for side in (pair.treated, pair.control))
+            row = replace(row, collapsed=(next(fell), next(fell)))
         return replace(row, numbers=effects.numbers(claim, pair, sorted(shared)))
     except Unmeasured as error:
         return replace(row, why=str(error))
@@ -140,18 +144,11 @@ def _conditions(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
     runs = [record.run for side in (pair.treated, pair.control) for record in side.records]
     found = []
     for key in CONDITIONS:
-        values = sorted({run.value(key) for run in runs if key in run.settings}, key=_by_size)
+        values = sorted({run.value(key) for run in runs if key in run.settings}, key=number_first)
         if values:
             how = {claim.best_of: ", each arm's best of ", claim.mean_over: ", mean over "}.get(key, "")
             found.append((key, f"{how.removeprefix(', ')}{', '.join(values)}"))
     return tuple(found)
-
-
-def _by_size(text: str) -> tuple[float, str]:
-    try:
-        return float(text), text
-    except ValueError:
-        return math.inf, text
 
 
 def _registered(claim: Claim, pair: Pair) -> str:
@@ -222,13 +219,14 @@ def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
 
 def decided(rows: Sequence[Row]) -> list[Row]:
     """Correct the p-values within families and set the verdicts."""
-    return [_decide(row, _others(rows, n)) if row.numbers else row for n, row in enumerate(rows)]
-
-
-def _others(rows: Sequence[Row], index: int) -> list[P]:
-    """Return the p-values of the other contrasts of a row's family."""
-    family = rows[index].claim.family
-    return [row.numbers.p for n, row in enumerate(rows) if n != index and row.claim.family == family and row.numbers]
+    of_family: dict[str, list[tuple[int, P]]] = {}
+    for n, row in enumerate(rows):
+        if row.numbers:
+            of_family.setdefault(row.claim.family, []).append((n, row.numbers.p))
+    return [
+        _decide(row, row.numbers, [p for other, p in of_family[row.claim.family] if other != n]) if row.numbers else row
+        for n, row in enumerate(rows)
+    ]
 
 
 def family_sizes(rows: Sequence[Row]) -> dict[str, int]:
@@ -251,20 +249,22 @@ def _verdict(claim: Claim, adjusted: P) -> Verdict:
     return Verdict.EXCLUDED if is_small else Verdict.UNDECIDED
 
 
-def _decide(row: Row, others: Sequence[P]) -> Row:
-    found, claim = row.numbers, row.claim
-    assert found is not None
-    found = replace(found, adjusted=_adjusted(found.p, others))
-    verdict = _verdict(claim, found.adjusted)
+def _decide(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
+    """Set the verdict of a measured contrast; for an open one, say how many seeds would decide it."""
+    claim, numbers = row.claim, replace(numbers, adjusted=_adjusted(numbers.p, others))
+    verdict = _verdict(claim, numbers.adjusted)
     if verdict != Verdict.UNDECIDED:
         why = _why(claim, verdict)
-        return replace(row, numbers=found, verdict=verdict, why=why + _beside(row, found, verdict))
-    found = replace(
-        found, seeds_as_measured=_seeds_as_measured(claim, found, others),
-        seeds_at_any_effect=_seeds_at_any_effect(claim, found, 1 + len(others)),
-    )  # fmt: skip
-    then = _verdict_at(claim, found, others, found.seeds_as_measured) if found.seeds_as_measured else verdict
-    return replace(row, numbers=found, verdict=verdict, why=_open(claim, found, then) + _beside(row, found, then))
+        return replace(row, numbers=numbers, verdict=verdict, why=why + _remarks(row, numbers, verdict))
+    as_measured = stats.fewest_seeds(  # by the verdict's own tests, if effect, spread and other contrasts stay
+        lambda seeds: _verdict_at(claim, numbers, others, seeds) != Verdict.UNDECIDED, numbers.seeds + 1
+    )
+    any_effect = _seeds_at_any_effect(claim, numbers, 1 + len(others))
+    found = replace(numbers, seeds_as_measured=as_measured, seeds_at_any_effect=any_effect)
+    then = _verdict_at(claim, found, others, as_measured) if as_measured else verdict
+    return replace(
+        row, numbers=found, verdict=verdict, why=_with_more_seeds(claim, found, then) + _remarks(row, found, then)
+    )
 
 
 def _why(claim: Claim, verdict: Verdict) -> str:
@@ -279,7 +279,7 @@ def _why(claim: Claim, verdict: Verdict) -> str:
     }[verdict]
 
 
-def _beside(row: Row, found: Numbers, verdict: Verdict) -> str:
+def _remarks(row: Row, found: Numbers, verdict: Verdict) -> str:
     """Return remarks that a verdict needs: censored seeds, the guardrail, and how it relates to the paper's value."""
     claim, said = row.claim, ""
     if found.censored:
@@ -287,31 +287,20 @@ def _beside(row: Row, found: Numbers, verdict: Verdict) -> str:
     if claim.guardrail and found.guardrail in (BROKEN, OPEN):
         state = f"broken: lower by more than {claim.guardrail.margin:g}" if found.guardrail == BROKEN else "open"
         said += f"; guardrail {claim.guardrail.measure} is {state}"
-    small = [(where, value) for where, value in row.printed if _size(claim, value) < smallest(claim)]
+    is_ratio, sign = MEASURES[claim.measure].ratio, claim.direction or 1
+    small = [
+        (where, value) for where, value in row.printed
+        if sign * (math.log(value) if is_ratio else value) < smallest(claim)
+    ]  # fmt: skip
     if small and claim.direction and verdict in (Verdict.EXCLUDED, Verdict.TOO_SMALL):
         listed = ", ".join(f"{effect_as_text(claim, value)} ({where})" for where, value in small)
         said += f"; this cannot contradict the paper's {listed}, which is below {smallest_as_text(claim)}"
     return said
 
 
-def _size(claim: Claim, printed: float) -> float:
-    """Convert a printed effect to the tested scale."""
-    return (claim.direction or 1) * (math.log(printed) if MEASURES[claim.measure].ratio else printed)
-
-
 def _verdict_at(claim: Claim, found: Numbers, others: Sequence[P], seeds: int) -> Verdict:
     """Return the verdict at `seeds` seeds if effect, spread and the other contrasts stay as measured."""
     return _verdict(claim, _adjusted(p_values(found, claim, seeds), others))
-
-
-def _seeds_as_measured(claim: Claim, found: Numbers, others: Sequence[P]) -> int | None:
-    """Return the fewest seeds at which the verdict's own tests decide a contrast.
-
-    None if `stats.MOST_SEEDS` are too few, as the effect lies too near a border.
-    """
-    return stats.fewest_seeds(
-        lambda seeds: _verdict_at(claim, found, others, seeds) != Verdict.UNDECIDED, found.seeds + 1
-    )
 
 
 def _seeds_at_any_effect(claim: Claim, found: Numbers, family: int) -> int | None:
@@ -330,7 +319,7 @@ def _seeds_at_any_effect(claim: Claim, found: Numbers, family: int) -> int | Non
     return stats.fewest_seeds(decide, claim.file.seeds)
 
 
-def _open(claim: Claim, found: Numbers, then: Verdict) -> str:
+def _with_more_seeds(claim: Claim, found: Numbers, then: Verdict) -> str:
     """Say what more seeds would show."""
     first, any_effect, size = found.seeds_as_measured, found.seeds_at_any_effect, smallest_as_text(claim)
     if first:

@@ -9,7 +9,7 @@ from bench_jobs import FakeSampler
 from qerl_lab.bench import kernel_times, rollout
 from qerl_lab.bench.gpu_timing import graphed
 from qerl_lab.bench.kernel_times import Kernel, busy, differences, short
-from qerl_lab.report import bench_arms
+from qerl_lab.report import bench
 
 PREFILL = [Kernel("prefill", 0.0, 100.0)]
 
@@ -91,7 +91,7 @@ def test_the_table_names_the_longest_and_adds_up_the_others() -> None:
     }  # fmt: skip
     kernels = [{"name": f"k{number}", "calls": 2.0, "us": 20.0 - number} for number in range(14)]
     result = {"benchmark": "rollout", "rows": [about | {"kernels": kernels}], "options": {}}
-    lines = bench_arms.table(result).splitlines()
+    lines = bench.text(result).splitlines()
     assert lines[-14] == "nvfp4, rank 4, batch 8: kernels run for 40 microseconds of a token's 50"
     assert lines[-13].split() == ["20", "in", "2", "launches", "k0"]
     assert lines[-1].split() == ["15", "in", "4", "launches", "2", "others"]

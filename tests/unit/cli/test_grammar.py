@@ -336,7 +336,7 @@ def test_a_command_of_several_is_picked_by_its_first_word(command: Typed, capsys
         (
             "report.__main__",
             ["plot=a"],
-            "sweep= or mlflow= is missing. Type for example python -m qerl_lab.report runs.",
+            "sweep= is missing. Type for example python -m qerl_lab.report runs.",
         ),
         ("tools.samples", ["step=1"], "run_dir= is missing. Type for example python -m qerl_lab.tools.samples runs/"),
         ("tracking.__main__", ["resync", "uri=a"], "run_dir= is missing. Type for example python -m qerl_lab.tracking"),

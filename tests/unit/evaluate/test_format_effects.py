@@ -8,7 +8,7 @@ from packed_layers import BF16, MXFP4, NF4, NVFP4
 from qerl_lab.aqn import Noise
 from qerl_lab.evaluate import entropy, format_effects
 from qerl_lab.evaluate.options import EntropyOptions
-from qerl_lab.report import format_plots
+from qerl_lab.report import plots
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -75,5 +75,5 @@ def test_noise_acts_while_it_is_measured_and_no_longer(texts: entropy.Texts) -> 
     falling = pd.DataFrame({"sigma": [0.1, 0.2, 0.3], "draw": 1, "kl": [1.0, 3.0, 2.0]})
     with pytest.raises(ValueError, match="does not rise with sigma"):
         format_effects.of_as_much_noise(texts, falling, pd.Series({"x": 2.5}))
-    figure = format_plots.noise_and_formats(noise, format_effects.of_formats(texts, "pocket", [NVFP4]))
+    figure = plots.noise_and_formats(noise, format_effects.of_formats(texts, "pocket", [NVFP4]))
     assert [line.get_label() for line in figure.axes[0].lines] == ["noise, each draw", "noise, mean", "nvfp4"]

@@ -9,7 +9,8 @@ import pytest
 
 from qerl_lab.report import comparison, stats
 from qerl_lab.report.arm_tables import tables
-from qerl_lab.report.table import Table, filled
+from qerl_lab.report.palette import tick
+from qerl_lab.report.table import Table, number, without_empty_columns
 from run_directories import make_run
 
 AFTER = {"bf16": ([0.5, 0.5, 0.75, 1.0], [0.25, 0.5, 0.5, 0.75], [0.5, 0.75, 0.5, 0.75]),
@@ -128,8 +129,8 @@ def test_what_no_run_was_asked_has_no_column(tmp_path: Path) -> None:
 
 def test_a_column_is_left_out_where_every_row_has_a_dash() -> None:
     rows = [["a", "b", "c", "d"], ["-", "-", "1", "-"], ["-", "-", "-", "2"]]
-    assert filled(rows) == ([["a", "c", "d"], ["-", "1", "-"], ["-", "-", "2"]], ["b"])
-    assert filled(rows[:1]) == (rows[:1], [])
+    assert without_empty_columns(rows) == ([["a", "c", "d"], ["-", "1", "-"], ["-", "-", "2"]], ["b"])
+    assert without_empty_columns(rows[:1]) == (rows[:1], [])
 
 
 def test_entropies_stand_beside_figure_5(made: dict[str, Table]) -> None:
@@ -255,3 +256,16 @@ def test_growth_stands_beside_the_paper_s_curves_by_the_same_measures() -> None:
         assert cells(table, pairs[2])[column].startswith(f"{expected:+.3f} [")
     found = cells(table, pairs[2])
     assert (found["last tenth there"], found["all steps there"]) == ("+0.010 +-0.006", "+0.006 +-0.006")
+
+
+@pytest.mark.parametrize(
+    ("value", "spelled"),
+    [(0.0304, "0.030"), (24.4901, "24.49"), (999.96, "1,000"), (10602.4, "10,602"), (-15350.2, "-15,350")],
+)
+def test_a_number_has_commas_and_no_exponent(value: float, spelled: str) -> None:
+    assert number(value) == spelled
+
+
+@pytest.mark.parametrize(("value", "spelled"), [(0.25, "0.25"), (250, "250"), (2e6, "2,000,000")])
+def test_an_axis_has_no_exponent_either(value: float, spelled: str) -> None:
+    assert tick(value) == spelled

@@ -8,11 +8,8 @@ import pytest
 
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
 from qerl_lab.report import results
 from qerl_lab.report.arms import FINISHED, Run, choose, differing, labels, placed, run_from, shortened
-from qerl_lab.tracking.mlflow import params
 
 BASE = {name: str(value) for name, _, value in leaves(RunConfig())}
 ARMS = {  # as conf/experiment declares them
@@ -46,15 +43,6 @@ def test_an_arm_that_was_renamed_has_the_name_of_now() -> None:
     experiments = {record.run.experiment for record in results.read(folder)[0]}
     assert {"bf16_temperature", "bf16_entropy_bonus"} <= experiments
     assert not experiments & {"bf16_hot", "bf16_bonus"}
-
-
-def test_a_key_that_was_changed_makes_another_arm_and_is_in_its_name() -> None:
-    plain, cosine = run("nvfp4"), run("nvfp4", aqn__schedule="cosine")
-    assert plain.arm != cosine.arm
-    assert named(plain, cosine) == ["nvfp4 (aqn=off)", "nvfp4 (aqn=cosine)"]
-    assert named(run("bf16"), cosine, run("nvfp4_aqn")) == [
-        "bf16 (aqn=off)", "nvfp4 (aqn=cosine)", "nvfp4_aqn",
-    ]  # fmt: skip
 
 
 def test_settings_of_one_choice_are_called_by_it() -> None:
@@ -194,14 +182,6 @@ def test_a_run_of_another_version_lacks_a_key_and_is_another_arm() -> None:
     assert named(old, run("adhoc"))[0] == "aqn.norms=(absent)"
 
 
-def test_two_models_under_one_path_are_two_arms_by_their_hashes() -> None:
-    def on(content: str) -> Run:
-        return run("bf16", model__path="/dev/shm/warm", model__hash=content)
-
-    assert named(on("a" * 12), on("b" * 12)) == ["bf16 (model.hash=aaaaaaaaaaaa)", "bf16 (model.hash=bbbbbbbbbbbb)"]
-    assert choose([on("a" * 12), on("b" * 12)])[1] == []
-
-
 def test_one_model_under_two_paths_is_one_arm() -> None:
     here, there = (run("bf16", seed, model__path=f"/{seed}/warm", model__hash="a" * 12) for seed in (0, 1))
     assert named(here, there) == ["bf16", "bf16"]
@@ -227,30 +207,3 @@ def test_a_run_of_before_the_hash_is_another_arm_where_its_model_may_be_another(
         assert named(old, new) == ["adhoc", "adhoc"]
     else:
         assert named(old, new) == ["model.hash=(absent)", f"model.hash={content}"]
-
-
-def test_of_a_repeated_run_the_newest_finished_one_counts() -> None:
-    old, new, failed = run("bf16", ended=1), run("bf16", ended=2), run("bf16", ended=3, status="failed")
-    counted, left_out = choose([new, failed, old])
-    assert counted == [new]
-    assert left_out == ["bf16-0-3: failed", "bf16-0-1: repeated by bf16-0-2, with the same settings and seed"]
-
-
-def test_a_run_that_did_not_finish_counts_for_no_seed() -> None:
-    counted, left_out = choose([run("bf16", 0), run("bf16", 1, status="interrupted, or still running")])
-    assert [one.seed for one in counted] == [0]
-    assert left_out == ["bf16-1-0: interrupted, or still running"]
-
-
-@pytest.mark.parametrize("missing", ["device", "seed", "experiment", "differs_in"])
-def test_values_that_are_no_configuration_are_refused(missing: str) -> None:
-    values = {key: value for key, value in BASE.items() if key != missing}
-    with pytest.raises(ValueError, match=f"its configuration lacks '{missing}'"):
-        run_from(values, name="r", status=FINISHED, ended=0.0, code="c0", metrics=[])
-
-
-def test_the_text_of_a_setting_is_the_same_from_yaml_and_from_mlflow(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    directory.claim(RunConfig(), Typed("the command"))
-    assert directory.settings() == BASE
-    assert params(RunConfig()).items() <= BASE.items()

@@ -1,5 +1,6 @@
 """Tables and figures of `bench rollout` and `bench step`: ratios of what is comparable, and notes on what is not."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import pytest
 from matplotlib.text import Text
 
 from qerl_lab.bench.__main__ import COMMANDS
-from qerl_lab.report import bench_arms, paper
+from qerl_lab.config.option import ConfigError
+from qerl_lab.report import bench, bench_figures, reference
 
 SPEEDS = {"bf16_stock": 100.0, "qlora_stock": 40.0, "nvfp4": 150.0, "nvfp4 rollout.vllm.lora=request": 120.0}
+COMMITTED = Path(__file__).parents[3] / "results" / "bench"
 FORMATS = {"bf16_stock": "bf16", "qlora_stock": "nf4"}
 
 
@@ -38,7 +41,7 @@ def several(**changes: Any) -> list[dict[str, Any]]:
 
 def test_ratios_are_of_the_same_batch_and_rank() -> None:
     rows = [*several(), row("bf16_stock", 50.0, rank=64), row("nvfp4", 70.0, rank=64)]
-    ratios = bench_arms.ratios(rollouts(rows), ("rank", "batch")).set_index(["arm", "rank", "batch"])
+    ratios = bench_figures.ratios(rollouts(rows), ("rank", "batch")).set_index(["arm", "rank", "batch"])
     assert ratios.loc[("nvfp4", 32, 8), "of_bf16"] == 1.5
     assert ratios.loc[("nvfp4", 32, 64), "of_qlora"] == 3.75
     assert ratios.loc[("nvfp4", 64, 8), "of_bf16"] == 1.4
@@ -47,55 +50,45 @@ def test_ratios_are_of_the_same_batch_and_rank() -> None:
 
 def test_the_table_has_a_line_an_arm_and_batch_and_the_dead() -> None:
     dead = {"arm": "mxfp4", "rank": 32, "died": "OutOfMemoryError: 3 GiB", "log": "a\nb"}
-    lines = bench_arms.table(rollouts([*several(), dead])).splitlines()
-    of_arm = lines[lines.index("nvfp4") + 1 :]  # an arm may be as long as a line, and has one of its own
-    line = next(line for line in of_arm if line.split()[1] == "64")
+    lines = bench.text(rollouts([*several(), dead])).splitlines()
+    line = next(line for line in lines if line.endswith(" nvfp4") and line.split()[1] == "64")
     assert line.split() == ["32", "64", "1,200", "1,080", "1,320", "1.50", "3.75", "4.50", "25%", "9.0", "60", "5.5",
-                            "2.0", "12.0"]  # fmt: skip
+                            "2.0", "12.0", "nvfp4"]  # fmt: skip
     assert "mxfp4, rank 32: died. OutOfMemoryError: 3 GiB" in lines
     assert not any("by rank" in line or line.startswith("note:") for line in lines)
 
 
 def test_the_table_of_a_batch_without_a_baseline_has_no_ratio() -> None:
-    text = bench_arms.table(rollouts([row("nvfp4", 150.0, used_gib=None)]))
+    text = bench.text(rollouts([row("nvfp4", 150.0, used_gib=None)]))
     assert "nan" not in text
-    assert text.splitlines()[2].split()[5:7] == ["-", "-"]
+    assert text.splitlines()[1].split()[5:7] == ["-", "-"]
 
 
 @pytest.mark.parametrize("older", [{"host_share": None}, {}], ids=["model runner 1", "file of before"])
 def test_the_hosts_share_is_left_out_where_it_was_not_measured(older: dict[str, Any]) -> None:
-    told = bench_arms.table(rollouts([row("nvfp4", 150.0)]))
+    told = bench.text(rollouts([row("nvfp4", 150.0)]))
     untold = {key: value for key, value in row("nvfp4", 150.0).items() if key != "host_share"} | older
-    found = bench_arms.table(rollouts([untold]))
+    found = bench.text(rollouts([untold]))
     assert "near 100% the host limits" in told
     assert "near 100%" not in found
-    assert found.splitlines()[2].split()[8] == "-"
+    assert found.splitlines()[1].split()[8] == "-"
 
 
 def test_ranks_stand_beside_the_paper_s() -> None:
     rows = [row(arm, speed / (1 + rank / 640), rank=rank) for rank in (16, 64) for arm, speed in SPEEDS.items()]
-    text = bench_arms.table(rollouts(rows))
+    text = bench.text(rollouts(rows))
     assert "nvfp4, batch 8, rank 64: 136, 0.932; 1.50 of BF16 (1.41); 3.75 of QLoRA (2.01)" in text
     assert "qlora_stock, batch 8, rank 16: 39, 1.000; 0.40 of BF16; 1.00 of QLoRA\n" in text
 
 
 def test_what_else_differs_is_noted() -> None:
     rows = [*several(), row("mxfp4", 10.0, max_num_seqs=8, sm_mhz=1400.0), row("nvfp4 gpus=2", 10.0, gpus=2)]
-    found = bench_arms.notes([{"gpus": 1} | row for row in rows])
+    found = bench.notes([{"gpus": 1} | row for row in rows])
     assert found.pop(0).endswith("; 2 in nvfp4 gpus=2")
     assert found[0].startswith("max_num_seqs differs: 64 in bf16_stock, qlora_stock, nvfp4")
     assert found[0].endswith("; 8 in mxfp4")
     assert found[1].startswith("the GPU's clock was between 1,400 and 1,900 MHz")
-    assert (
-        bench_arms.notes([row("a", 1.0, sm_mhz=1900.0), row("b", 1.0, sm_mhz=1920.0), row("c", 1.0, sm_mhz=None)]) == []
-    )
-
-
-@pytest.mark.parametrize("ranks", [(32,), (16, 32, 64)])
-def test_the_figure_of_rollouts(tmp_path: Path, ranks: tuple[int, ...]) -> None:
-    rows = [each for rank in ranks for each in several(rank=rank)]
-    bench_arms.draw(rollouts([*rows, {"arm": "mxfp4", "rank": 32, "died": "x"}]), tmp_path / "rollout.png")
-    assert (tmp_path / "rollout.png").stat().st_size > 10_000
+    assert bench.notes([row("a", 1.0, sm_mhz=1900.0), row("b", 1.0, sm_mhz=1920.0), row("c", 1.0, sm_mhz=None)]) == []
 
 
 @pytest.mark.parametrize("ranks", [(32,), (16, 32)])
@@ -103,23 +96,22 @@ def test_without_a_baseline_no_panel_stays_empty(ranks: tuple[int, ...]) -> None
     """What ratios are of may not be measured, or may have died."""
     rows = [each for rank in ranks for each in several(rank=rank)]
     rest = [each for each in rows if each["arm"] != "bf16_stock"]
-    whole, alone = (bench_arms.figure_of(rollouts(kept)) for kept in (rows, rest))
+    whole, alone = (bench.figure(rollouts(kept)) for kept in (rows, rest))
     assert len(whole.axes) == 1 + len(ranks)
     assert len(alone.axes) == len(ranks)
     assert all(axis.lines for axis in alone.axes)
     itself = [each for each in rows if each["arm"] == "bf16_stock"]
-    assert len(bench_arms.figure_of(rollouts(itself)).axes) == len(ranks)
+    assert len(bench.figure(rollouts(itself)).axes) == len(ranks)
     plt.close("all")
 
 
 @pytest.mark.parametrize(("base", "title", "of_largest"), [
     ("qlora_stock", "of stock vLLM, QLoRA, batch 8", 3.75), ("bf16_stock", "of stock vLLM, BF16, batch 8", 1.5),
-    (None, "of the smallest rank's tokens/s, batch 8", 0.5),
 ])  # fmt: skip
 def test_the_panel_of_ranks_is_of_a_baseline_that_was_measured(base: str | None, title: str, of_largest: float) -> None:
     rows = [each | {"tokens_per_second": each["tokens_per_second"] * 16 / rank}
             for rank in (16, 32) for each in several(rank=rank) if each["arm"] in ("nvfp4", base)]  # fmt: skip
-    axis = bench_arms.figure_of(rollouts(rows)).axes[-1]
+    axis = bench.figure(rollouts(rows)).axes[-1]
     (line,) = [line for line in axis.lines if line.get_label() == "nvfp4"]
     assert axis.get_title() == title
     assert line.get_ydata()[-1] == pytest.approx(of_largest)
@@ -128,8 +120,8 @@ def test_the_panel_of_ranks_is_of_a_baseline_that_was_measured(base: str | None,
 
 def test_nothing_alive_is_a_table_without_numbers_and_no_figure(tmp_path: Path) -> None:
     result = rollouts([{"arm": "mxfp4", "rank": 32, "died": "x"}])
-    assert bench_arms.table(result) == "mxfp4, rank 32: died. x"
-    bench_arms.draw(result, tmp_path / "rollout.png")
+    assert bench.text(result) == "mxfp4, rank 32: died. x"
+    bench.draw(result, tmp_path / "rollout.png")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -153,33 +145,27 @@ def steps() -> dict[str, Any]:
 
 
 def test_the_table_of_steps() -> None:
-    lines = bench_arms.table(steps()).splitlines()
-    assert [lines[1], lines[3]] == ["bf16_trl", "nvfp4"]
-    assert lines[2].split() == ["8.00", "8", "1.00", *"------", "14.2", "-", "-", "60.0", "-"]
-    assert lines[4].split()[:8] == ["4.00", "16", "2.00", "-", "2.00", "0.04", "0.04", "0.12"]
+    lines = bench.text(steps()).splitlines()
+    assert lines[1].split() == ["8.00", "8", "1.00", *"------", "14.2", "-", "-", "60.0", "-", "bf16_trl"]
+    assert lines[2].split()[:8] == ["4.00", "16", "2.00", "-", "2.00", "0.04", "0.04", "0.12"]
     assert "qlora_trl, rank 32: died. ValueError: x" in lines
 
 
 def test_a_step_of_the_paper_s_setting_stands_beside_its_seconds() -> None:
     about = {"model": "qwen2.5-32b", "groups": 1, "group_size": 8, "new": 2048}
-    found = {new: bench_arms.table(steps() | {"options": about | {"new": new}}) for new in (1024, 2048)}
+    found = {new: bench.text(steps() | {"options": about | {"new": new}}) for new in (1024, 2048)}
     assert (
         "the paper (Table 8), NVFP4, batch 8, at most 2,048 new tokens, H100: 12.2 s; its completions end"
         in found[2048]
     )
     assert "the paper" not in found[1024]
-    assert "the paper" not in bench_arms.table(steps() | {"options": about | {"model": "qwen2.5-7b"}})
-
-
-def test_the_figure_of_steps(tmp_path: Path) -> None:
-    bench_arms.draw(steps(), tmp_path / "step.png")
-    assert (tmp_path / "step.png").stat().st_size > 10_000
+    assert "the paper" not in bench.text(steps() | {"options": about | {"model": "qwen2.5-7b"}})
 
 
 def test_the_figure_of_steps_says_how_long_completions_were() -> None:
     ragged = steps()
     ragged["options"]["mean_tokens"] = 400.0
-    titles = [bench_arms.figure_of(result).get_suptitle().splitlines()[1] for result in (steps(), ragged)]
+    titles = [bench.figure(result).get_suptitle().splitlines()[1] for result in (steps(), ragged)]
     assert titles == [
         "8 x 8 completions of at most 1,024 tokens",
         "8 x 8 completions of at most 1,024 tokens, mean_tokens=400",
@@ -190,7 +176,7 @@ def test_the_legend_of_steps_has_the_parts_that_can_be_seen() -> None:
     told, apart = steps(), steps()
     told["rows"] = [step("nvfp4", 4.0, probe_seconds=0.0, train_seconds=1.915)]
     apart["rows"] = [step("bf16_trl", 4.0)]
-    legends = [[text.get_text() for text in bench_arms.figure_of(one).legends[0].get_texts()] for one in (told, apart)]
+    legends = [[text.get_text() for text in bench.figure(one).legends[0].get_texts()] for one in (told, apart)]
     assert legends == [["rollout", "reward", "sync", "train"], ["other"]]
     plt.close("all")
 
@@ -200,7 +186,7 @@ MANY_KEYS = "nvfp4 " + " ".join(f"rollout.vllm.number_{i}_of_many={i}" for i in 
 
 @pytest.mark.parametrize("result", [rollouts([row(MANY_KEYS, 150.0)]), steps() | {"rows": [step(MANY_KEYS, 4.0)]}])
 def test_a_name_of_many_keys_stays_in_the_figure(result: dict[str, Any]) -> None:
-    figure = bench_arms.figure_of(result)
+    figure = bench.figure(result)
     figure.canvas.draw()
     (name,) = [text for text in figure.findobj(Text) if "number_7" in text.get_text()]
     assert name.get_window_extent().x1 <= figure.bbox.x1
@@ -210,17 +196,47 @@ def test_a_name_of_many_keys_stays_in_the_figure(result: dict[str, Any]) -> None
 def test_arms_of_one_format_are_told_apart_where_their_marks_are_not() -> None:
     arms = [("nvfp4", 900.0), ("nvfp4 a=1", 901.0), ("nvfp4 b=1", 902.0)]
     rows = [row("bf16_stock", 600.0), *(row(arm, speed) for arm, speed in arms)]
-    lines = bench_arms.figure_of(rollouts(rows)).axes[0].lines
+    lines = bench.figure(rollouts(rows)).axes[0].lines
     assert len({(line.get_linestyle(), line.get_color()) for line in lines}) == len(rows)
     plt.close("all")
 
 
 def test_the_paper_s_ratios_are_those_that_it_printed() -> None:
     """Figure 11 prints 2.1, 2.1, 2.0 (14B) and 2.3, 2.2, 2.2 (32B), to a decimal."""
-    assert [round(ratio, 1) for ratio in paper.ratio_by_rank("qwen2.5-14b", "nf4").values()] == [2.1, 2.1, 2.0]
-    assert [round(ratio, 1) for ratio in paper.ratio_by_rank("qwen2.5-32b", "nf4").values()] == [2.3, 2.2, 2.2]
-    assert paper.ratio_by_rank("qwen2.5-7b", "nf4") == {}
-    assert paper.ratio_by_rank("qwen2.5-0.5b", "bf16") == {}
-    assert set(paper.TOKENS_BY_RANK) <= set(
-        COMMANDS["rollout"].options.__dataclass_fields__["model"].metadata["choices"]
-    )
+    assert [round(ratio, 1) for ratio in reference.ratio_by_rank("qwen2.5-14b", "nf4").values()] == [2.1, 2.1, 2.0]
+    assert [round(ratio, 1) for ratio in reference.ratio_by_rank("qwen2.5-32b", "nf4").values()] == [2.3, 2.2, 2.2]
+    assert reference.ratio_by_rank("qwen2.5-7b", "nf4") == {}
+    assert reference.ratio_by_rank("qwen2.5-0.5b", "bf16") == {}
+    assert set(reference.MODELS) <= set(COMMANDS["rollout"].options.__dataclass_fields__["model"].metadata["choices"])
+
+
+def test_every_committed_result_has_a_table_a_figure_and_an_origin() -> None:
+    results = bench.read(COMMITTED)
+    assert set(results) == {path.stem for path in COMMITTED.glob("*.json")}
+    for result in results.values():
+        assert any(f"{gpu}, torch 2." in bench.origin(result) for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"))
+        if result["benchmark"] == "clock":
+            assert "cost_percent 0.46" in bench.text(result)
+            continue
+        assert len(bench.text(result).splitlines()) > 2
+        figure = bench.figure(result)
+        assert figure is not None
+        plt.close(figure)
+
+
+def test_the_origin_says_when_on_what_and_by_which_code() -> None:
+    about = {
+        "time": "2026-11-21T11:59:42+0000", "gpus": [{"name": "NVIDIA H200"}], "git_sha": "7d2ebcc92e10", "dirty": True,
+        "packages": {"torch": "2.11.0", "vllm": "0.26.0", "peft": "0.21"},
+    }  # fmt: skip
+    said = bench.origin(rollouts(several()) | {"environment": about})
+    assert said == "2026-11-21, NVIDIA H200, torch 2.11.0, vllm 0.26.0, commit 7d2ebcc with changes"
+
+
+def test_what_is_no_result_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no result\. Make one: python -m qerl_lab\.bench linear out=") as told:
+        bench.read(tmp_path / "results")
+    assert str(told.value).endswith(f" out={tmp_path}/results/linear.")
+    (tmp_path / "x.json").write_text(json.dumps({"benchmark": "linear"}))
+    with pytest.raises(ConfigError, match=r"x.json is no result of python -m qerl_lab.bench \(KeyError"):
+        bench.read(tmp_path)

@@ -95,14 +95,6 @@ def test_seconds_are_those_of_the_steps(tmp_path: Path) -> None:
     assert found.loc[found["metric"] == "reward/mean", "seconds"].tolist() == [2, 4, 6, 8]
 
 
-@pytest.mark.parametrize(("seconds", "unit"), [(119, "seconds"), (120, "minutes"), (7199, "minutes"), (7200, "hours")])
-def test_time_has_a_unit_that_suits_it(seconds: float, unit: str) -> None:
-    table = points(["bf16"], seeds=1)
-    table["seconds"] *= seconds / table["seconds"].max()
-    (axis,) = draw(table, REWARD, curves.CLOCK, None).axes
-    assert axis.get_xlabel() == f"{unit} of training steps"
-
-
 def test_arms_share_panels_that_can_be_read() -> None:
     names = ["bf16", "bf16_aqn", "mxfp4", "mxfp4_aqn", "nvfp4", "nvfp4_aqn"]
     assert curves.panels(names[:4], "bf16") == [names[:4]]
@@ -156,36 +148,12 @@ def test_arms_differ_without_color() -> None:
     assert min(np.diff(grey)) > 0.04
 
 
-def test_a_long_label_is_whole_and_inside_of_the_figure() -> None:
-    arm = "nvfp4_aqn (optim.learning_rate=3e-05, algorithm.name=dapo, lora.rank=64, aqn.schedule=cosine)"
-    figure = draw(points([arm, "bf16"]), REWARD, curves.STEP, "bf16")
-    figure.canvas.draw()
-    (axis,) = figure.axes
-    assert axis.get_legend().get_texts()[1].get_text().replace("\n", " ") == f"{arm} (n=3)"
-    box = axis.get_legend().get_window_extent()
-    assert 0 <= box.x0 <= box.x1 <= figure.bbox.width
-    assert box.y0 >= 0
-
-
-def test_what_no_run_recorded_has_no_figure() -> None:
-    table = pd.concat([points(["bf16"]), points(["bf16"], metric="noise/sigma").assign(value=0.0)])
-    assert [curve.name for curve in curves.recorded(table)] == ["reward"]
-
-
 def test_sigma_is_drawn_of_arms_that_have_noise() -> None:
     sigma = next(curve for curve in curves.CURVES if curve.name == "sigma")
     quiet = points(["bf16", "nvfp4", "nf4", "mxfp4", "bf16_hot"], metric="noise/sigma").assign(value=0.0)
     table = pd.concat([quiet, points(["nvfp4_aqn"], metric="noise/sigma")])
     (axis,) = draw(table, sigma, curves.STEP, "bf16").axes
     assert [line.get_label() for line in means(axis)] == ["nvfp4_aqn (n=3)"]
-
-
-def test_no_panel_cuts_what_another_holds() -> None:
-    table = points([f"arm{n}" for n in range(6)])
-    table["value"] += table["arm"].str[-1].astype(int) * 100.0
-    figure = draw(table, REWARD, curves.STEP, None)
-    low, high = figure.axes[0].get_ylim()
-    assert low < table["value"].min() < table["value"].max() < high
 
 
 def test_an_interval_of_two_seeds_leaves_the_curves_their_room() -> None:

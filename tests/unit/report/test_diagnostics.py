@@ -12,7 +12,7 @@ from scipy import stats as distributions
 
 from qerl_lab.report import comparison, diagnostics, format_curves, palette, stats
 from qerl_lab.report.comparison import Comparison
-from qerl_lab.report.measures import Unmeasured
+from qerl_lab.report.measures import Unmeasured, collapsed
 from run_directories import make_run
 
 # A seed a row, a question a column: right answers of four samples.
@@ -56,7 +56,7 @@ def fallen(values: list[float], found: Comparison) -> bool:
     (one, *_) = found.arms["bf16"]
     weight = float(one.run.value("task.answer_reward"))
     steps = pd.DataFrame({"reward/answer": [value * weight for value in values]}, index=range(1, len(values) + 1))
-    return diagnostics.collapsed(replace(one, steps=steps))
+    return collapsed(replace(one, steps=steps))
 
 
 def test_a_run_has_collapsed_that_lost_half_of_its_best_tenth(found: Comparison) -> None:
@@ -83,16 +83,6 @@ def test_what_seeds_can_detect_is_what_so_many_simulated_ones_do() -> None:
     p = distributions.ttest_1samp(means, 0, axis=1).pvalue
     assert (p < 0.05).mean() == pytest.approx(0.8, abs=0.04)
     assert diagnostics.detectable(pilot, 50) < effect
-
-
-def test_a_correlation_has_fisher_s_interval() -> None:
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=40)
-    y = x + rng.normal(size=40)
-    expected = distributions.pearsonr(x, y)
-    low, high = expected.confidence_interval(0.95)
-    assert diagnostics.correlation(x, y) == pytest.approx((expected.statistic, low, high))
-    assert diagnostics.correlation(x[:2], y[:2])[1:] == (-1, 1)
 
 
 def test_every_figure_is_drawn_of_every_arm_in_the_color_of_its_format(found: Comparison) -> None:

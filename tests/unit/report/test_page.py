@@ -5,8 +5,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +12,8 @@ import pytest
 from qerl_lab.report import comparison
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import of_paper
-from qerl_lab.report.page import breakable, digits, draw_all, filler, verdict_facts
+from qerl_lab.report.page import breakable, digits, draw_all, filler
 from qerl_lab.report.speed_tables import WITHOUT
-from qerl_lab.report.verdicts import Verdict
 from run_directories import make_run
 
 BENCH = Path(__file__).parents[3] / "results" / "bench"
@@ -87,17 +84,6 @@ def test_it_has_verdicts_tables_and_what_was_run(page: str) -> None:
     assert re.search(r"<td>0\.\d{3} \[-?\d\.\d{3}, \d\.\d{3}\] \(3\)</td>", page)
 
 
-def test_one_is_no_plural_and_what_was_not_measured_is_not_counted() -> None:
-    def row(verdict: Verdict, numbers: object = "measured") -> Any:
-        return SimpleNamespace(verdict=verdict, numbers=numbers)
-
-    undecided = [row(Verdict.UNDECIDED), row(Verdict.UNDECIDED), row(Verdict.UNDECIDED, None)]
-    assert verdict_facts([row(Verdict.SUPPORTED), *undecided]) == [
-        (1, "contrast supported"),
-        (2, "contrasts undecided"),
-    ]
-
-
 def test_a_key_may_break_where_it_is_read_and_stays_escaped() -> None:
     assert breakable("bf16 (optim.learning_rate=0.5, x<y)") == "bf16 (optim.<wbr>learning_rate=<wbr>0.5, x&lt;y)"
     assert breakable("qwen2.5-7b & 0.83x") == "qwen2.5-7b &amp; 0.83x"
@@ -112,29 +98,6 @@ def test_numbers_of_a_column_have_their_points_below_each_other() -> None:
     assert (filler("-1.5", 3), filler("-", 3), filler("7", 0)) == ("<s>00</s>", "", "")
 
 
-def test_a_cell_of_a_column_of_numbers_stands_at_its_right(page: str) -> None:
-    assert re.search(r'<td class="number">[+-]\d+\.\d\d</td>', page)
-    assert '<th scope="col" class="number">effect size</th>' in page
-
-
-def test_rows_of_one_arm_are_seen_to_belong_together(page: str) -> None:
-    differences = page[page.index("<h3>Differences to bf16") : page.index("<h3>Entropy of the policy")]
-    assert differences.count("<tr><td>nvfp4_aqn</td>") == 1
-    assert differences.count('<tr class="again"><td>nvfp4_aqn</td>') == 6
-
-
-def test_many_commands_are_folded_and_few_are_not(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "commands of these runs" not in page
-    monkeypatch.chdir(tmp_path)
-    for seed in range(4):
-        run = make_run(tmp_path / "runs" / f"{seed}", "bf16", seed)
-        (run / "env.json").write_text(json.dumps({"command": f"python -m qerl_lab seed={seed}"}))
-    assert main(["runs", "out=out"]) == 0
-    many = Path("out/report.html").read_text()
-    folded = many[many.index("<details><summary>4 commands of these runs</summary>") :].partition("</details>")[0]
-    assert folded.count("<pre>python -m qerl_lab seed=") == 4
-
-
 def test_the_paper_s_curves_stand_after_ours_and_say_model_and_task(page: str) -> None:
     text = html.unescape(page)
     ours, theirs, entropy = (
@@ -145,15 +108,6 @@ def test_the_paper_s_curves_stand_after_ours_and_say_model_and_task(page: str) -
     assert text.count("<figcaption>The paper") == 4
     assert "BigMath" not in text[text.index('id="curves"') :]  # of another task than these runs
     assert "Below ours are the paper's figures" in text
-
-
-def test_without_a_figure_of_the_paper_nothing_is_said_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "runs" / "0", "bf16", 0)
-    assert main(["runs", "out=out"]) == 0
-    page = Path("out/report.html").read_text()
-    assert "Below ours are" not in page
-    assert 'id="curves"' in page
 
 
 def test_results_of_benchmarks_come_with_the_key_and_by_the_page_s_own_line(

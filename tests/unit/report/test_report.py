@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from qerl_lab import terminal
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import encode
-from qerl_lab.report import plots, runs, tables
+from qerl_lab.report import curves, palette, plots, runs, tables
 from qerl_lab.report.__main__ import COMMAND as report_command
 from qerl_lab.report.__main__ import ReportOptions
 from qerl_lab.tools.export import COMMAND as export_command
@@ -155,31 +155,18 @@ def test_what_a_run_did_not_record_has_no_panel(tmp_path: Path, monkeypatch: pyt
     assert titles == ["Reward", "Throughput"]
 
 
-def test_without_sampler_entropy_the_arms_have_no_empty_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    titles: list[str] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: titles.extend(ax.get_title() for ax in figure.axes))
-    row = {"run_id": "a", "arm": "bf16", "step": 1, "value": 0.5}
-    curves = pd.DataFrame([row | {"metric": name} for name in ("reward/mean", "policy/entropy_nats", "policy/loss")])
-    curves.loc[len(curves)] = row | {"metric": "sampler/entropy_nats", "value": float("nan")}
-    plots.save_arms(curves, {"bf16": "bf16"}, tmp_path / "arms.png")
-    assert titles == ["Reward", "Entropy of the trainer's policy"]
-
-
 def test_comparing_arms_draws_the_mean_thick_and_each_seed_thin() -> None:
     rows = [
         {"run_id": f"{arm}{seed}", "arm": arm, "metric": "reward/mean", "step": step, "value": seed + step}
-        for arm in ("bf16", "nvfp4") for seed in (0, 1) for step in (0, 1, 2)
+        for arm in ("bf16", "nvfp4") for seed in (0, 1) for step in (1, 2)
     ]  # fmt: skip
-    figure = plots.compare_arms(
-        pd.DataFrame(rows), {"bf16": "bf16", "nvfp4": "nvfp4"}, {"reward/mean": ("Reward", "reward")}
-    )
+    labels = {"bf16": "16 bits", "nvfp4": "4 bits"}
+    styles = palette.styles({"bf16": "bf16", "nvfp4": "nvfp4"})
+    figure = curves.side_by_side(pd.DataFrame(rows), curves.CURVES[:1], labels, styles)
     (axis,) = figure.axes
-    assert [line.get_label() for line in axis.lines if not line.get_label().startswith("_")] == [
-        "bf16 (n=2)",
-        "nvfp4 (n=2)",
-    ]
-    assert len(axis.lines) == 2 * 3
-    mean = next(line for line in axis.lines if line.get_label() == "bf16 (n=2)")
+    lines = {line.get_label(): line for line in axis.lines if not line.get_label().startswith("_")}
+    assert (list(lines), len(axis.lines)) == (["16 bits (n=2)", "4 bits (n=2)"], 2 * 3)
+    mean = lines["16 bits (n=2)"]
     assert (list(mean.get_xdata()), list(mean.get_ydata())) == ([1, 2], [1.5, 2.5])
     plots.plt.close(figure)
 
@@ -187,7 +174,7 @@ def test_comparing_arms_draws_the_mean_thick_and_each_seed_thin() -> None:
 def test_the_legend_of_a_long_arm_is_not_cut() -> None:
     arm = "nvfp4_aqn" + " optim.learning_rate=3e-05" * 4
     rows = [{"run_id": "a", "arm": arm, "metric": "reward/mean", "step": step, "value": 0.5} for step in (1, 2)]
-    figure = plots.compare_arms(pd.DataFrame(rows), {arm: "nvfp4"}, {"reward/mean": ("Reward", "reward")})
+    figure = curves.side_by_side(pd.DataFrame(rows), curves.CURVES[:1], {arm: arm}, palette.styles({arm: "nvfp4"}))
     figure.canvas.draw()
     box = figure.legends[0].get_window_extent()
     assert box.x0 >= 0

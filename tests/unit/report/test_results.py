@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from qerl_lab.config.arm import ADDED
+from qerl_lab.config.option import ConfigError
 from qerl_lab.record.metrics import encode
 from qerl_lab.report import comparison, results, verdict_tables
 from qerl_lab.report.__main__ import main
@@ -171,3 +172,13 @@ def test_runs_in_a_folder_that_also_has_results_are_read_too(sweep: Path) -> Non
     assert found.damaged == {}
     shutil.rmtree(sweep / "bf16-0")
     assert [record.run.seed for record in comparison.read([Path("runs")]).arms["bf16"]] == [0, 1, 2, 4, 7]
+
+
+def test_results_are_found_from_the_folder_of_the_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "results" / "x").mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "notebooks"):
+        monkeypatch.chdir(folder)
+        assert results.find_folder("results/x").resolve() == tmp_path / "results" / "x"
+    with pytest.raises(ConfigError, match=r"results/y is no directory, here or in the folder above .*RESULTS"):
+        results.find_folder("results/y")

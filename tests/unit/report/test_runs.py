@@ -15,17 +15,6 @@ from qerl_lab.tracking.resync import resync
 from run_directories import make_run
 
 
-def test_a_step_that_two_processes_recorded_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "runs" / "sound", "bf16", 0)
-    run = make_run(tmp_path / "runs" / "mixed", "bf16", 1)
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join([*lines[:3], lines[2].replace("0.5", "0.25"), *lines[3:]]))
-    assert comparison.read([tmp_path / "runs"]).left_out == [
-        "runs/mixed: damaged (metrics.jsonl has 1 steps more than once, the first of them 3)"
-    ]
-
-
 @pytest.mark.parametrize("is_done", [True, False])
 @pytest.mark.parametrize(
     ("kept", "says"),

@@ -1,10 +1,11 @@
 """`python -m qerl_lab.report verdicts`: what it prints and writes, of whole sweeps and of parts of them."""
 
 import json
-import subprocess
-import sys
+from dataclasses import replace
+from math import comb
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import yaml
 
@@ -12,9 +13,10 @@ from qerl_lab import exits
 from qerl_lab.config.paths import sha256
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import of_paper
-from qerl_lab.report.verdict_tables import piped
-from qerl_lab.report.verdicts import printed
+from qerl_lab.report.verdict_tables import collapses, piped
+from qerl_lab.report.verdicts import judge, printed
 from run_directories import make_run
+from simulated_runs import record
 
 CLAIMS = of_paper()
 
@@ -145,6 +147,20 @@ def test_a_claims_file_that_cannot_be_tested_is_refused(
     assert said in capsys.readouterr().err
 
 
+def test_collapsed_runs_are_counted_with_fishers_test() -> None:
+    (claim,) = (claim for claim in of_paper() if claim.name == "rank_insensitivity")
+    contrast = claim.contrasts[0]
+    rise, fall = [0.1, 0.2, 0.4, 0.8], [0.1, 0.8, 0.4, 0.3]
+    records = [
+        replace(record(settings, seed, 0.3), steps=pd.DataFrame({"reward/answer": values}, index=range(1, 5)))
+        for settings, falls in ((contrast.treated_settings, 4), (contrast.control_settings, 0))
+        for seed, values in enumerate(falls * [fall] + (5 - falls) * [rise])
+    ]
+    rows = judge(records, [one.run for one in records], [replace(claim, contrasts=(contrast,))])
+    assert collapses(rows)[1:] == [[claim.name, contrast.name, "4 of 5", "0 of 5", f"{2 * 5 / comb(10, 4):.3f}"]]
+    assert collapses(judge(records[5:], [one.run for one in records[5:]], [claim])) == []
+
+
 def test_runs_without_the_conditions_of_the_claims_are_not_judged_by_them(sweep: Path) -> None:
     for change, why in (
         (("task.name: gsm8k", "task.name: bigmath"), "no finished run of noisy (0 started) and of plain (0 started)"),
@@ -237,18 +253,8 @@ def test_runs_of_two_versions_are_said_to_be(sweep: Path, capsys: pytest.Capture
     assert "The runs come from 2 versions of the code: 0ddba11, c0ffee0." in capsys.readouterr().out
 
 
-def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
-    assert main(["verdicts", str(tmp_path)]) == exits.USAGE
-
-
 def test_a_ratio_of_the_paper_is_a_ratio_and_a_percentage_a_fraction() -> None:
     claims = {claim.name: claim for claim in CLAIMS}
     speed = claims["rollout_throughput"]
     assert printed(speed, speed.contrasts[0]) == (("Figure 1 7B", pytest.approx(2092 / 1641)),)
     assert piped([["a", "b"], ["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"
-
-
-def test_it_needs_no_torch(sweep: Path) -> None:
-    code = "import sys; from qerl_lab.report.__main__ import main as m; assert m(['verdicts', 'runs']) == 0"
-    code += "; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
