@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from qerl_lab import tasks
 from qerl_lab.config.arm import values_of
@@ -71,27 +71,15 @@ def check_machine(cfg: RunConfig, run_dir: Path) -> None:
 def check_directory(run_dir: Path) -> None:
     """Raise ConfigError if the run's directory could not be created or written."""
     above = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
-    longest = os.pathconf(above, "PC_NAME_MAX")
     if not above.is_dir():
         wrong = f"made: {above} is a file"
     elif os.statvfs(above).f_flag & os.ST_RDONLY or not os.access(above, os.W_OK | os.X_OK):
         wrong = f"written: {above} is read-only for you"
-    elif not _is_text(run_dir):
-        wrong = "made: its name is no UTF-8, in which the record is written"
-    elif any(len(os.fsencode(part)) > longest for part in run_dir.parts):
-        wrong = f"made: a part of its name has over {longest} bytes"
     else:
         return
     raise ConfigError(
         f"the run directory {run_dir} cannot be {wrong}. Type another: run_dir=DIR, for a sweep hydra.sweep.dir=DIR."
     )
-
-
-def _is_text(path: Path) -> bool:
-    try:
-        return bool(str(path).encode())
-    except UnicodeEncodeError:
-        return False
 
 
 def _check_device(cfg: RunConfig) -> None:
@@ -237,7 +225,8 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
     written = cfg.steps // cfg.checkpoint.every + 1 if cfg.checkpoint.every else 1
     needed = RECORD_BYTES + adapter * (4 + moments) * (min(cfg.checkpoint.kept, written) + 1)
     _refuse_full(run_dir, needed, "its checkpoints", "Type run_dir=DIR on another disk, or checkpoint.keep=1.")
-    store, remedy = hub_cache(), "Set HF_HOME to a directory on another."
+    store = Path(os.environ.get("HF_HUB_CACHE", hub_home() / "hub")).expanduser()  # by huggingface_hub's rules
+    remedy = "Set HF_HOME to a directory on another."
     if folder is None and gguf.is_gguf(cfg.model.path):
         needed = gguf.BYTES * _header(cfg.model.path).parameters
         _refuse_full(cache_folder(), needed, f"the weights of {cfg.model.path}", remedy)
@@ -256,11 +245,6 @@ def _refuse_full(place: Path, needed: int, what: str, remedy: str) -> None:
         )
 
 
-def hub_cache() -> Path:
-    """Return the folder of models from the hub, by huggingface_hub's rules."""
-    return Path(os.environ.get("HF_HUB_CACHE", hub_home() / "hub")).expanduser()
-
-
 def _check_questions(cfg: RunConfig) -> list[str]:
     tasks.check_trains(cfg.task)
     if cfg.task.path is not None and not cfg.task.path.strip():
@@ -270,7 +254,7 @@ def _check_questions(cfg: RunConfig) -> list[str]:
     if cfg.task == replace(TaskConfig(), instruction=cfg.task.instruction):  # skips a count that takes half a second
         return cut_questions(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
     found = _questions(json.dumps(asdict(cfg.task)))
-    return [*found.warnings, *cut_questions(cfg, found.train, found.heldout)]
+    return [*found.warnings, *cut_questions(cfg, len(found.train), len(found.heldout))]
 
 
 def questions(cfg: RunConfig) -> Mapping[str, Any]:
@@ -288,20 +272,10 @@ def has_questions(cfg: RunConfig) -> bool:
     return not tasks.is_on_the_hub(cfg.task) if path is None else data.is_local(path)
 
 
-class _Questions(NamedTuple):
-    """Number of training and held-out questions of a task, and fields of `tasks.Task` that describe them."""
-
-    train: int
-    heldout: int
-    warnings: tuple[str, ...]
-    data: Mapping[str, Any]
-
-
 @cache
-def _questions(task: str) -> _Questions:
-    """Count a task's questions on this machine. Its configuration is passed as JSON, to be a cache key."""
-    loaded = tasks.load(build({"task": json.loads(task)}).task)
-    return _Questions(len(loaded.train), len(loaded.heldout), loaded.warnings, loaded.data)
+def _questions(task: str) -> tasks.Task:
+    """Load a task whose questions are on this machine. Its configuration is passed as JSON, to be a cache key."""
+    return tasks.load(build({"task": json.loads(task)}).task)
 
 
 def cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
@@ -324,11 +298,8 @@ def cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
 
 def _questions_come_from(task: TaskConfig) -> tuple[str, str]:
     """Return the word that selects the source of the questions, and what to type for more of them."""
-    more = "another task.path"
-    if task.path is None:
-        more = {"arithmetic": "a larger task.arithmetic.max_operand", "code_io": "task.code_io.max_level=3"}.get(
-            task.name, more
-        )
+    own = {"arithmetic": "a larger task.arithmetic.max_operand", "code_io": "task.code_io.max_level=3"}
+    more = own.get(task.name, "another task.path") if task.path is None else "another task.path"
     if task.module:
         return f"task.module={task.module}", more
     return f"task.path={task.path}" if task.path else f"task={task.name} at this difficulty", more

@@ -111,7 +111,6 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
         ),
         ("task=gsm8k task.path=garbage", ["train.jsonl:1 is not JSON"]),
         ("run_dir=file/under", ["file is a file", "run_dir=DIR"]),
-        (f"run_dir={'x' * 300}", ["over 255 bytes"]),
         ("device=cuda", ["device=cuda", "shows no GPU", "Type device=cpu"]),
         ("gpus=2", ["gpus=2, and this machine shows none", "Type gpus=1, or device=cpu"]),
         ("cpu_threads=1024", ["cpu_threads=1024 is more than the", "cores of this machine"]),

@@ -99,13 +99,6 @@ def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:
         )
 
 
-def refuse_of_sweeps(words: Mapping[str, str]) -> None:
-    """Raise ConfigError for a sweep key in the command of a single run."""
-    for key in OF_SWEEPS:
-        if key in words:
-            raise ConfigError(f"{key}={words[key]} is of a sweep, and this command runs one job. Leave {key} out.")
-
-
 def refuse_directory_of(lines: Sequence[str], key: str, what: str) -> None:
     """Raise ConfigError for a sweep's directory key in a single run, or a run's in a sweep."""
     for line in lines:

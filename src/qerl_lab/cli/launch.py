@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -104,9 +104,13 @@ def resume(run: RunDirectory, typed: Typed, of: OfSweep | None = None) -> int:
 
 def _run(run: RunDirectory, typed: Typed | None, lock: TextIO, of: OfSweep | None) -> int:
     config = run.config()
-    environment = _environment(config, typed, of)
+    threads = {"OMP_NUM_THREADS": str(config.cpu_threads)} if config.cpu_threads > 0 else {}
+    environment = {
+        **CHILD_ENVIRONMENT, **threads, **os.environ, **(of.variables if of else {}),
+        **(typed.variables() if typed else {}), terminal.JOB: of.label if of else "",
+    }  # fmt: skip
     environments = [environment | variables for variables in rank_variables(config.gpus)]
-    with _console(of) as console:
+    with of.console.open("ab") if of else nullcontext() as console:
         ended_with, rank = _wait(child_command(run.path), environments, lock, console, of.stop_file if of else None)
     code = run.settle(ended_with, f"rank {rank} of {config.gpus}" if config.gpus > 1 else "")
     if code == USAGE:
@@ -117,23 +121,6 @@ def _run(run: RunDirectory, typed: Typed | None, lock: TextIO, of: OfSweep | Non
 def child_command(run_dir: Path) -> list[str]:
     """Return the command line of a run's process."""
     return [sys.executable, "-m", "qerl_lab.train", str(run_dir), str(os.getpid())]
-
-
-@contextmanager
-def _console(of: OfSweep | None) -> Iterator[BinaryIO | None]:
-    """Open the file for the run's output; None is the command's own console."""
-    if of is None:
-        yield None
-        return
-    with of.console.open("ab") as file:
-        yield file
-
-
-def _environment(config: RunConfig, typed: Typed | None, of: OfSweep | None) -> dict[str, str]:
-    threads = {"OMP_NUM_THREADS": str(config.cpu_threads)} if config.cpu_threads > 0 else {}
-    words = typed.variables() if typed else {}
-    label, own = (of.label, of.variables) if of else ("", {})
-    return {**CHILD_ENVIRONMENT, **threads, **os.environ, **own, **words, terminal.JOB: label}
 
 
 @dataclass(eq=False)

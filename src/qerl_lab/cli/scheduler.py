@@ -112,7 +112,7 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
         except ConfigError:
             raise
         except Exception:  # boundary: whatever happened to a launcher, the directories record how the jobs ended
-            traceback.print_exc()
+            print(redact(traceback.format_exc()), end="", file=sys.stderr)
 
 
 def finish(plan: Plan) -> int:
@@ -161,7 +161,7 @@ def _follow(waiting: dict[Outcome, Job], shown: Live, stop_file: Path) -> None:
 def _said(outcome: Outcome, run: RunDirectory) -> str:
     """Return the message of an ended job: an error, a refusal, or a failure; else an empty string."""
     if error := outcome.exception():  # a bug, or a failure of the cluster; the other jobs continue
-        return "".join(traceback.format_exception(error)).rstrip()
+        return redact("".join(traceback.format_exception(error)).rstrip())
     code, refusal = outcome.result()
     return refusal or (_failure(run) if code == FAILURE else "")
 

@@ -4,9 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-from qerl_lab.cli.grammar import parse
-from qerl_lab.cli.overrides import spell
-from qerl_lab.config.keys import NUMBERS, check_key, schema
+from qerl_lab.cli.overrides import check_words, spell
+from qerl_lab.config.keys import NUMBERS, check_key
 from qerl_lab.config.option import ConfigError, option
 from qerl_lab.config.out import Writes
 
@@ -73,7 +72,7 @@ def space(words: Sequence[str], options: SearchOptions) -> Space:
 def _refuse_several(word: str) -> None:
     """Raise ConfigError for a word that makes several arms: a trial is one arm."""
     key = word.partition("=")[0].lstrip("+")
-    if key == "sweeps" or (not word.startswith("-") and parse(spell(word), schema()).is_sweep_override()):
+    if key == "sweeps" or (not word.startswith("-") and check_words([spell(word)])[0].is_sweep_override()):
         raise ConfigError(f"{word} makes several arms, and a search is of one. Type one value, for each a search.")
 
 

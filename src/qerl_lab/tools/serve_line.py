@@ -10,7 +10,6 @@ with exits.starting(__name__):
     from qerl_lab.cli.overrides import spell
     from qerl_lab.config.option import ConfigError
     from qerl_lab.config.schema import RunConfig
-    from qerl_lab.config.spelling import readable
     from qerl_lab.terminal import quiet_third_parties
 
 USAGE = "python -m qerl_lab.tools.serve_line"
@@ -29,7 +28,7 @@ class ServeLine:
 
     def read(self, words: list[str]) -> RunConfig:
         """Compose the run. Raises ConfigError for wrong words, several runs, or a run without a server."""
-        plan = make_plan([readable(spell(word)) for word in words], False, None)
+        plan = make_plan([spell(word) for word in words], False, None)
         if plan.multirun:
             raise ConfigError("a server is of one run. Give each key one value.")
         cfg = plan.jobs[0].config
