@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl_lab.cli import launch
 from qerl_lab.cli.train import main
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import LoraConfig, RolloutConfig, RunConfig
@@ -128,12 +127,6 @@ def test_a_directory_that_is_not_empty_is_refused(capfd):
     assert "is a file" in capfd.readouterr().err
 
 
-def test_a_directory_may_have_any_name():
-    name = "a dir, with 'quotes' (and=more)"
-    assert main([f'run_dir="{name}"']) == 0
-    assert RunDirectory(Path(name)).status == "done"
-
-
 def test_resume_continues_a_run_that_did_not_finish(capfd):
     assert begin(RunConfig(seed=FAILS, lora=LoraConfig(rank=4), rollout=SHORT), "run") == 1
     text = Path("run/resolved.yaml").read_text()
@@ -250,11 +243,6 @@ def test_the_module_runs_by_its_name():
         check=True,
     )
     assert "experiment: nf4" in found.stdout
-
-
-def test_the_real_child_is_the_experiment_module(monkeypatch):
-    monkeypatch.undo()
-    assert launch.child_command(Path("/r")) == [sys.executable, "-m", "qerl_lab.train", "/r", str(os.getpid())]
 
 
 def test_torchrun_with_two_processes_is_refused_by_both():

@@ -270,7 +270,7 @@ def test_a_gpu_is_given_to_no_more_jobs_than_share_it() -> None:
     cards = scheduler.Cards(["0", "1"], 1)
     with cards.take(1) as first, cards.take(1) as second:
         assert {*first, *second} == {"0", "1"}
-        assert not cards._open()
+        assert cards._free.empty()
     with cards.take(2) as both:
         assert sorted(both) == ["0", "1"]
 

@@ -4,7 +4,6 @@ import functools
 import importlib.util
 import json
 import shutil
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -72,23 +71,16 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
     ("line", "parts"),
     [
         ("scale=custom model.path=/no/such/place", ["model.path=/no/such/place is no directory", "Type model.path="]),
-        ("scale=custom model.path=file/x", ["file/x is no directory"]),
         ("-m hydra.sweep.dir=run seed=1,2", ["hydra.sweep.dir=", "run is the directory of a run"]),
-        ("scale=custom model.path=a/b/c", ["model.path=a/b/c is no directory"]),
         ("scale=custom model.path=file", ["model.path=", "file is a file", "a directory, a hub id"]),
         ("scale=custom model.path=gone.gguf", ["model.path=gone.gguf is no file", "Type model.path=FILE.gguf"]),
         ("scale=smollm2", ["SmolLM2-135M-Instruct.Q4_1.gguf is no file", "make smollm2", "where there is a hub"]),
         ("scale=custom model.path=file.gguf", ["file.gguf is no GGUF file, or not whole", "Download it again"]),
         ("scale=custom model.path=empty", ["model.path=", "empty holds no config.json"]),
         ("lora.target_modules=[q_proj,foo]", ["'foo' is no Linear layer", "allowed: down_proj,", "gate_proj"]),
-        ("lora.target_modules=[q_prj]", ["Did you mean q_proj?"]),
-        ("lora.target_modules=[input_layernorm]", ["'input_layernorm' is no Linear layer"]),
         ("aqn=linear aqn.norms=[input_layrnorm]", ["aqn.norms", "Did you mean input_layernorm?"]),
         ("format.ignore=[foo]", ["format.ignore: 'foo' is no Linear layer", "re:PATTERN"]),
-        ("format.ignore=['re:foo.*']", ["format.ignore: 're:foo.*'"]),
         ("task=gsm8k task.path=/no/such/place", ["task.path=/no/such/place is not there", "such as openai/gsm8k"]),
-        ("task=gsm8k task.path=a/b/c", ["task.path=a/b/c is not there", "Type task.path=DIRECTORY."]),
-        ("task=bigmath task.path=nowhere.jsonl", ["task.path=nowhere.jsonl is not there"]),
         ("task=gsm8k task.path=file", ["task.path=", "file is a file"]),
         ("task=gsm8k task.path=empty", ["has no train.jsonl"]),
         ("task=gsm8k task.path=none", ["has no training question"]),
@@ -100,7 +92,6 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
             "task=gsm8k task.path=one eval.questions=0 eval.every=1",
             ["one has 1 held-out questions", "or type eval.every=0."],
         ),
-        ("task=gsm8k task.path=unasked eval.every=1", ["has 0 held-out", "or type eval.questions=0 eval.every=0."]),
         ("task=gsm8k task.path=unasked eval.questions=0 eval.every=1", ["has 0 held-out", "or type eval.every=0."]),
         (
             "task.arithmetic.max_operand=2 task.arithmetic.min_steps=1 task.arithmetic.max_steps=1",
@@ -127,7 +118,6 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
             ["on a GPU only, and this machine shows none", "Type rollout=transformers, or format=bf16"],
             marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
         ),
-        ("rollout.vllm.kv_cache_gib=2", ["rollout.vllm.kv_cache_gib", "rollout=vllm"]),
         (
             "rollout=vllm_server rollout.vllm.sleep=true",
             ["rollout.vllm.sleep", "does nothing in a run with rollout.engine=vllm_server"],
@@ -346,29 +336,11 @@ def test_a_gpu_is_what_the_system_shows_and_the_environment_does_not_hide(monkey
         preflight.check(plain(format__dense_cache="on"), Path.cwd() / "run")
 
 
-def test_memory_is_what_the_system_or_the_control_group_allows() -> None:
-    found = preflight.memory()
-    assert found is None or 2**28 < found < 2**50
-
-
 def test_a_full_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(".")._replace(free=2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ConfigError, match=r"has 0\.00 GiB free, and its checkpoints take 0\.07 GiB.*run_dir=DIR"):
         preflight.check(plain(), Path.cwd() / "run")
-
-
-def test_checkpoints_beyond_those_that_a_run_writes_take_no_room() -> None:
-    assert preflight.check(plain(checkpoint__keep=10**15, checkpoint__every=0), Path.cwd() / "run") == []
-
-
-def test_a_directory_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = tmp_path / "closed"
-    closed.mkdir()
-    closed.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    monkeypatch.setattr(preflight.os, "access", lambda path, mode: Path(path) != closed)  # who is root may write there
-    with pytest.raises(ConfigError, match=r"closed/a/b cannot be written: .*/closed is read-only"):
-        preflight.check_directory(closed / "a" / "b")
 
 
 def test_the_default_difficulty_has_as_many_problems_as_are_counted_on() -> None:

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import TEXT, has_type, of_others, typed, unknown_key, wrong_type
 from qerl_lab.config.option import ConfigError, bounds_in_words, check_bounds, did_you_mean
-from qerl_lab.config.spelling import in_double_quotes, unquoted
+from qerl_lab.config.spelling import shell_word, unquoted
 from qerl_lab.exits import OK, Main, command
 from qerl_lab.processes import refuse_several
 
@@ -164,7 +164,7 @@ def unreadable(word: str, keys: Mapping[str, Any]) -> ConfigError:
     key, sign, value = word.partition("=")
     if not sign:
         return ConfigError(f"{word} cannot be read. Type KEY=VALUE, or leave {word} out.")
-    one = f" As one value that is {in_double_quotes(key, value)}." if keys.get(key.lstrip("+")) in TEXT else ""
+    one = f" As one value that is {shell_word(key, value)}." if keys.get(key.lstrip("+")) in TEXT else ""
     return ConfigError(
         f"{typed(word)} cannot be read. Type KEY=VALUE, and put a value that has one of , = ( ) [ ] {{ }} "
         f"or spaces in it between quotes, inside the shell's: \"KEY='a, b'\".{one}"

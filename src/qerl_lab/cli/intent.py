@@ -3,11 +3,9 @@
 The schema and its rules check values from any source. A typed key must moreover have an effect.
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -48,26 +46,14 @@ def name_model(cfg: RunConfig, words: Mapping[str, str]) -> None:
 
 
 def take_rounding(cfg: RunConfig, words: Mapping[str, str]) -> None:
-    """Set the rounding rule recorded in a quantized checkpoint, unless the user typed one. In place."""
-    for key, value in _noted_rounding(cfg).items():
-        if f"format.{key}" not in words and getattr(cfg.format, key) == getattr(FormatConfig(), key):
-            setattr(cfg.format, key, value)
-
-
-def _noted_rounding(cfg: RunConfig) -> dict[str, Any]:
-    """Read the rounding options of the run's format from the checkpoint's quality.json. Raises ConfigError."""
-    file, name = Path(cfg.model.path) / QUALITY, cfg.format.name
+    """Set the rounding rules recorded in a quantized checkpoint, unless the user typed them. In place."""
+    file = Path(cfg.model.path) / QUALITY
     about = read_json(file, dict) if cfg.model.path != POCKET and file.is_file() else {}
-    noted = about.get("options", {}) if about.get("format") == name else {}
-    own = [f for f in fields(FormatConfig) if f.metadata["only"] == name]
-    allowed = [json.dumps({f.name: value}) for f in own for value in f.metadata["choices"] or (True, False)]
-    given = [json.dumps({key: value}) for key, value in noted.items()] if isinstance(noted, dict) else [str(noted)]
-    if wrong := next((entry for entry in given if entry not in allowed), None):
-        raise ConfigError(
-            f"{file} notes {wrong} under options; allowed for {name}: {', '.join(allowed) or 'nothing'}. "
-            "Correct it there, or move the file away."
-        )
-    return noted
+    noted = about.get("options", {}) if about.get("format") == cfg.format.name else {}
+    for f in fields(FormatConfig):
+        is_usual = getattr(cfg.format, f.name) == f.default and f"format.{f.name}" not in words
+        if f.metadata["only"] == cfg.format.name and f.name in noted and is_usual:
+            setattr(cfg.format, f.name, noted[f.name])
 
 
 def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:

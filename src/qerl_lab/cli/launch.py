@@ -21,7 +21,6 @@ from typing import Any, BinaryIO, TextIO
 
 from qerl_lab import exits, terminal
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.exits import SIGNALS, USAGE, heard
 from qerl_lab.processes import rank_variables, refuse_several

@@ -16,7 +16,7 @@ from qerl_lab.config.files import choices_of, package_data
 from qerl_lab.config.keys import TEXT, check_key, check_type, schema, type_words, typed
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
-from qerl_lab.config.spelling import as_typed, in_double_quotes, quoted, readable, shell_word
+from qerl_lab.config.spelling import as_typed, quoted, readable, shell_word
 
 OTHER_LAUNCHERS = "jobs=N runs several at once, launcher=slurm and launcher=ray use a cluster; others are packages."
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
@@ -126,7 +126,7 @@ def refuse_sweeps(overrides: list[Override]) -> None:
         return
     name, value = override.key_or_group, as_typed(override.get_value_string())
     is_text = schema().get(name) in TEXT
-    one = f", or {in_double_quotes(name, value)} if the comma is part of it" if is_text else ""
+    one = f", or {shell_word(name, value)} if the comma is part of it" if is_text else ""
     raise ConfigError(
         f"{name}={value} is several values, and this command runs one job. Type -m to run a job for each{one}."
     )

@@ -12,8 +12,9 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
@@ -196,38 +197,25 @@ def _stopping_at_signals(stop_file: Path) -> Iterator[None]:
         yield
 
 
-@dataclass
 class Cards:
-    """The GPUs of this machine, each for up to `share` jobs at once. Names are those of CUDA_VISIBLE_DEVICES.
+    """The GPUs of this machine, each for up to `share` jobs at once. Names are those of CUDA_VISIBLE_DEVICES."""
 
-    `take` waits until as many GPUs as a job needs have room, and returns the least busy of them.
-    """
-
-    names: Sequence[str]
-    share: int
-    _busy: dict[str, int] = field(default_factory=dict)
-    _free: threading.Condition = field(default_factory=threading.Condition)
+    def __init__(self, names: Sequence[str], share: int) -> None:
+        self._free: SimpleQueue[str] = SimpleQueue()
+        self._one_takes = threading.Lock()  # two jobs that each hold one of two GPUs would wait forever
+        for name in [*names] * share:
+            self._free.put(name)
 
     @contextmanager
     def take(self, count: int) -> Iterator[list[str]]:
-        with self._free:
-            self._free.wait_for(lambda: len(self._open()) >= count)
-            taken = self._open()[:count]
-            self._move(taken, 1)
+        """Wait until `count` GPUs have room, and hold them."""
+        with self._one_takes:
+            taken = [self._free.get() for _ in range(count)]
         try:
             yield taken
         finally:
-            with self._free:
-                self._move(taken, -1)
-                self._free.notify_all()
-
-    def _open(self) -> list[str]:
-        free = [name for name in self.names if self._busy.get(name, 0) < self.share]
-        return sorted(free, key=lambda name: self._busy.get(name, 0))
-
-    def _move(self, names: Sequence[str], by: int) -> None:
-        for name in names:
-            self._busy[name] = self._busy.get(name, 0) + by
+            for name in taken:
+                self._free.put(name)
 
 
 def cards_of(configs: Sequence[RunConfig]) -> Cards | None:
@@ -237,7 +225,7 @@ def cards_of(configs: Sequence[RunConfig]) -> Cards | None:
     names = preflight.visible_gpus()
     if names is None:
         raise ConfigError(f"nvidia-smi does not list the GPUs here. Type {VISIBLE}=0,1 before the command.")
-    return Cards(names, configs[0].jobs_per_gpu)
+    return Cards(names, 1 if any(cfg.gpus > 1 for cfg in configs) else configs[0].jobs_per_gpu)
 
 
 @contextmanager

@@ -8,8 +8,7 @@ Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,28 +110,17 @@ def main(words: list[str]) -> int:
 def _enter(words: list[str]) -> int:
     """Pass the command to Hydra; return its exit code."""
     register()
-    with _command_line(words):
-        try:
-            run()
-        except check.Left as left:
-            raise left.__cause__ or left from None
-        except SystemExit as ended:
-            return int(ended.code or OK)
-    return OK
-
-
-@contextmanager
-def _command_line(words: list[str]) -> Iterator[None]:
-    """Put the words into sys.argv for Hydra, and make Hydra raise errors instead of printing them."""
-    argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [argv[0], *words], "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
+    typed, sys.argv = sys.argv, [sys.argv[0], *words]
     try:
-        yield
+        run()
+    except check.Left as left:
+        raise left.__cause__ or left from None
+    except SystemExit as ended:
+        return int(ended.code or OK)
     finally:
-        sys.argv = argv
-        os.environ.pop("HYDRA_FULL_ERROR")
-        if full is not None:
-            os.environ["HYDRA_FULL_ERROR"] = full
+        sys.argv = typed
+    return OK
 
 
 def _parse(words: list[str]) -> tuple[list[str], list[str]]:

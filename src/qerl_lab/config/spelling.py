@@ -57,16 +57,11 @@ def word(key: str, value: str) -> str:
 
 def shell_word(key: str, value: str | Path) -> str:
     """Format KEY=text for the shell."""
-    return shlex.quote(word(key, str(value)))
-
-
-def in_double_quotes(key: str, value: str) -> str:
-    """Format KEY=text for the shell as people type it, "KEY='a b'", unless the shell would expand something in it."""
-    return shell_word(key, value) if set(value) & set('"$`\\!') else f'"{word(key, value)}"'
+    return shell_line([word(key, str(value))])
 
 
 def shell_line(words: Sequence[str]) -> str:
-    """Join words into a shell command; words with an apostrophe become "KEY='a b'"."""
+    """Join words into a shell command as people type it: a word with apostrophes becomes "KEY='a b'"."""
     in_double = [("'" in one and not set(one) & set('"$`\\!')) for one in words]
     return " ".join(f'"{one}"' if so else shlex.quote(one) for one, so in zip(words, in_double, strict=True))
 

@@ -68,6 +68,7 @@ VARIANTS = (
     Variant("jobs_per_gpu", "jobs!=1", "jobs=2"),
     Variant("jobs_per_gpu", "launcher!=slurm", "launcher=local"),
     Variant("jobs_per_gpu", "device!=cpu", "device=auto"),
+    Variant("jobs_per_gpu", "gpus=1", "gpus=1"),
     Variant("slurm", "launcher=slurm", "launcher=slurm"),
     Variant("algorithm.max_resamples", "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling=true"),
     Variant("algorithm.kl_estimator", "algorithm.beta!=0|0.0", "algorithm.beta=0.001"),

@@ -27,7 +27,7 @@ def job(folder: Path, number: int, begun: bool = False) -> Job:
 
 
 def at_step(run: RunDirectory, step: int) -> None:
-    lines = [{"step": n, "time": 0.0, "metrics": {"reward/mean": n / 100}} for n in range(1, step + 1)]
+    lines = [{"step": n, "time": 2.0 * n, "metrics": {"reward/mean": n / 100}} for n in range(1, step + 1)]
     (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -52,7 +52,7 @@ def test_a_line_comes_with_the_start_of_a_job_and_each_tenth(
     at_step(run, 5)
     shown.update()
     shown.update()
-    assert capsys.readouterr().err == "job 3: step 5/20, ETA -, reward 0.05\n"
+    assert capsys.readouterr().err == "job 3: step 5/20, ETA 00:30, reward 0.05\n"
     at_step(run, 20)
     run.finish({})
     shown.end(one, "")
@@ -104,8 +104,3 @@ def test_what_was_stopped_before_it_began_needs_no_line(tmp_path: Path, capsys: 
     assert capsys.readouterr().err == ""
     shown.end(other, "error: the reason")
     assert capsys.readouterr().err.endswith("error: the reason\n")
-
-
-def test_steps_that_are_to_be_done_again_have_no_pace() -> None:
-    assert live.interval(10.0, 2, 4) == "00:20"
-    assert live.interval(10.0, -2, 4) == live.interval(10.0, 0, 4) == "-"

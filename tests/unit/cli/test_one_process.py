@@ -72,10 +72,6 @@ def test_the_command_is_refused_before_it_makes_anything(torchrun: Path, words: 
     assert not list(torchrun.iterdir())
 
 
-def test_what_starts_nothing_is_not_refused(torchrun: Path, capsys) -> None:
-    assert train.main(["--help"]) == 0
-
-
 @pytest.mark.parametrize("main", [quantize.main, bench.main])
 def test_the_other_commands_are_refused_too(torchrun: Path, main: Callable[[list[str]], int], capsys) -> None:
     words = ["model=pocket", "format=nvfp4", "out=there"] if main is quantize.main else ["train_step"]

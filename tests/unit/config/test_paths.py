@@ -168,7 +168,7 @@ def test_a_run_records_the_hash_of_the_claims_that_it_is_to_test(here: Path) -> 
     assert anchored(kept) == kept
     assert config_hash(kept) == config_hash(anchored(RunConfig()))  # it makes no other arm
     (here / "claims.yaml").write_text("claims: [another]")
-    with pytest.raises(ConfigError, match="preregistration_sha256=.* is not that of"):
+    with pytest.raises(ConfigError, match=r"preregistration_sha256=.* is not that of"):
         anchored(kept)
     with pytest.raises(ConfigError, match=r"preregistration=none\.yaml is no file"):
         anchored(RunConfig(preregistration="none.yaml"))

@@ -23,11 +23,12 @@ def test_the_death_of_the_starter_is_a_request_to_stop(monkeypatch: pytest.Monke
 def test_a_run_whose_command_is_killed_at_start_up_ends_within_15_seconds() -> None:
     """The child here is busy without a look at `requested`, as one that imports or starts vLLM."""
     child = """
-import os, sys
+import sys, time
 from qerl_lab.train.stop import Stop
 Stop.on_signals(int(sys.argv[1]))
 print("started", flush=True)
-while True: pass
+end = time.time() + 40
+while time.time() < end: pass
 """
     starter = (
         "import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1], str(os.getpid())]).wait()"
