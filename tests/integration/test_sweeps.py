@@ -59,8 +59,8 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     monkeypatch.setattr(launch, "child_command", lambda run_dir: [sys.executable, "-S", str(script), str(run_dir)])
-    monkeypatch.setattr(preflight, "has_gpu", lambda: False)
-    preflight.visible_gpus.cache_clear()
+    monkeypatch.setattr(preflight.machine, "has_gpu", lambda: False)
+    preflight.machine.visible_gpus.cache_clear()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return script
@@ -166,11 +166,11 @@ def test_a_run_whose_questions_were_in_a_file_that_changed_is_another_run() -> N
     assert sessions() == [1, 1]
     test = (data / "test.jsonl").read_text()
     (data / "test.jsonl").write_text(test.replace("9 + 1?", "9 + 2?"))
-    preflight._questions.cache_clear()  # which another command would not have
+    preflight.question_counts._questions.cache_clear()  # which another command would not have
     assert main(words) == 0
     assert sessions() == [1, 1, 1, 1]
     shutil.rmtree(data)
-    preflight._questions.cache_clear()
+    preflight.question_counts._questions.cache_clear()
     assert main(words) == 0  # nothing is left to run
     assert sessions() == [1, 1, 1, 1]
 
@@ -258,7 +258,7 @@ def test_a_pool_runs_so_many_jobs_at_once_and_no_more(capfd: pytest.CaptureFixtu
 
 
 def test_jobs_share_the_gpus_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "has_gpu", lambda: True)
+    monkeypatch.setattr(preflight.machine, "has_gpu", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     words = ["-m", "seed=10,11,12,13", "jobs=4", "cpu_threads=1", "optim.packing=off", "jobs_per_gpu=2"]
     assert main(words) == 0
@@ -315,9 +315,9 @@ def test_jobs_at_once_on_one_server_are_refused(capfd: pytest.CaptureFixture[str
 def test_too_few_gpus_for_a_job_are_told_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(preflight, "has_gpu", lambda: True)
+    monkeypatch.setattr(preflight.machine, "has_gpu", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    preflight.visible_gpus.cache_clear()
+    preflight.machine.visible_gpus.cache_clear()
     assert main(["-m", "seed=0,1", "gpus=2", "optim.packing=off"]) == 2
     assert "gpus=2, and this machine shows 1. Type gpus=1 or less" in capfd.readouterr().err
 

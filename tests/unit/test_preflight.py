@@ -32,7 +32,7 @@ def _a_machine_without_a_gpu_and_no_child(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "child_command", refuse)
-    monkeypatch.setattr(preflight, "GPU_NODES", ())
+    monkeypatch.setattr(preflight.machine, "GPU_NODES", ())
 
 
 @pytest.fixture
@@ -286,7 +286,7 @@ def test_what_is_asked_for_beyond_the_questions_that_there_are_is_said() -> None
 
 
 def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "memory", lambda: 10**15)
+    monkeypatch.setattr(preflight.machine, "memory", lambda: 10**15)
     monkeypatch.setattr(preflight, "_refuse_full", lambda *_: None)
     with pytest.raises(ConfigError, match="shows no GPU: a step would take hours"):
         preflight.check(plain(model__path="Qwen/Qwen2.5-7B-Instruct"), Path.cwd() / "run")
@@ -312,13 +312,13 @@ def test_the_size_in_a_name_on_the_hub(name: str, count: int | None) -> None:
 
 
 def test_a_model_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "memory", lambda: 3_000_000)
+    monkeypatch.setattr(preflight.machine, "memory", lambda: 3_000_000)
     with pytest.raises(ConfigError, match=r"which take 0\.0 GiB with format=nvfp4, and this machine has 0\.0 GiB"):
         preflight.check(plain(), Path.cwd() / "run")
     assert preflight.check(plain(format__dense_cache="off"), Path.cwd() / "run") == []  # half a byte a weight
     monkeypatch.undo()
-    monkeypatch.setattr(preflight, "GPU_NODES", ("/dev/null",))
-    monkeypatch.setattr(preflight, "gpu_memory", lambda: 24 * 2**30)
+    monkeypatch.setattr(preflight.machine, "GPU_NODES", ("/dev/null",))
+    monkeypatch.setattr(preflight.machine, "gpu_memory", lambda: 24 * 2**30)
     hub = plain(model__path="Qwen/Qwen2.5-32B-Instruct", format__name="bf16")
     with pytest.raises(ConfigError, match=r"59\.6 GiB with format=bf16, and the GPU has 24\.0 GiB.*format=nvfp4"):
         preflight.check(hub, Path.cwd() / "run")
@@ -326,11 +326,11 @@ def test_a_model_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPa
 
 def test_a_gpu_is_what_the_system_shows_and_the_environment_does_not_hide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert not preflight.has_gpu()
-    monkeypatch.setattr(preflight, "GPU_NODES", ("/dev/null",))
-    assert preflight.has_gpu()
+    assert not preflight.machine.has_gpu()
+    monkeypatch.setattr(preflight.machine, "GPU_NODES", ("/dev/null",))
+    assert preflight.machine.has_gpu()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not preflight.has_gpu()
+    assert not preflight.machine.has_gpu()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(ConfigError, match="dense_cache=on is refused on a GPU"):
         preflight.check(plain(format__dense_cache="on"), Path.cwd() / "run")
@@ -359,7 +359,7 @@ def test_a_training_set_larger_than_there_are_problems_ends_soon_with_all_of_the
 
 def test_an_engine_on_a_server_needs_neither_vllm_nor_a_gpu_here(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any format: the server computes."""
-    monkeypatch.setattr(preflight, "has_gpu", lambda: False)
+    monkeypatch.setattr(preflight.machine, "has_gpu", lambda: False)
     preflight.check_engine(tiny(rollout__engine="vllm_server", format__name="nvfp4"))
     with pytest.raises(ConfigError, match=r"^rollout\.engine=vllm "):
         preflight.check_engine(tiny(rollout__engine="vllm", format__name="nvfp4"))
@@ -368,7 +368,7 @@ def test_an_engine_on_a_server_needs_neither_vllm_nor_a_gpu_here(tiny, monkeypat
 def test_memory_that_sleeps_is_refused_in_segments_that_vllm_does_not_know_of(
     tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "has_gpu", lambda: True)
+    monkeypatch.setattr(preflight.machine, "has_gpu", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     cfg = tiny(device="auto", rollout__engine="vllm", rollout__vllm__sleep=True)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

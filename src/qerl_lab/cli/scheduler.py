@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
-from qerl_lab import exits, preflight
+from qerl_lab import exits
 from qerl_lab.cli import cluster, jobs, launch, manual
 from qerl_lab.cli.compose import Job, Plan
 from qerl_lab.cli.live import Live
@@ -27,7 +27,7 @@ from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.disk import replace_file
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK, USAGE
-from qerl_lab.preflight import VISIBLE
+from qerl_lab.preflight import machine
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 
@@ -220,11 +220,11 @@ class Cards:
 
 def cards_of(configs: Sequence[RunConfig]) -> Cards | None:
     """Return the GPUs for these jobs; None on a CPU, or for one job at a time. Raises ConfigError if unknown."""
-    if configs[0].jobs == 1 or all(cfg.device == "cpu" for cfg in configs) or not preflight.has_gpu():
+    if configs[0].jobs == 1 or all(cfg.device == "cpu" for cfg in configs) or not machine.has_gpu():
         return None
-    names = preflight.visible_gpus()
+    names = machine.visible_gpus()
     if names is None:
-        raise ConfigError(f"nvidia-smi does not list the GPUs here. Type {VISIBLE}=0,1 before the command.")
+        raise ConfigError(f"nvidia-smi does not list the GPUs here. Type {machine.VISIBLE}=0,1 before the command.")
     return Cards(names, 1 if any(cfg.gpus > 1 for cfg in configs) else configs[0].jobs_per_gpu)
 
 
@@ -237,7 +237,7 @@ def local(configs: Sequence[RunConfig], calls: Sequence[Call]) -> Iterator[list[
         if cards is None or cfg.device == "cpu":
             return call()
         with cards.take(cfg.gpus) as taken:
-            return call({VISIBLE: ",".join(taken)})
+            return call({machine.VISIBLE: ",".join(taken)})
 
     with ThreadPoolExecutor(configs[0].jobs) as pool:
         yield [pool.submit(one, cfg, call) for cfg, call in zip(configs, calls, strict=True)]

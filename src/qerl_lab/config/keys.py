@@ -160,16 +160,6 @@ def has_type(value: Any, kind: Any) -> bool:
     return type(value) is kind or (kind is float and type(value) is int)
 
 
-def check_types(values: dict[str, Any], prefix: str = "") -> None:
-    """Check keys and types of plain nested values, such as an edited resolved.yaml. Raises ConfigError."""
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            check_types(value, name + ".")
-        else:
-            check_type(name, check_key(name), value)
-
-
 def typed(value: Any) -> str:
     """Format a value as it is typed on the command line."""
     if isinstance(value, list):

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from qerl_lab.config import engine_rules
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.files import choices_of
-from qerl_lab.config.keys import no_key
+from qerl_lab.config.keys import check_type, no_key
 from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.redact import url_without_secrets
 from qerl_lab.config.schema import RunConfig
@@ -25,7 +25,10 @@ def from_dict(values: dict[str, Any]) -> RunConfig:
 
 
 def build(values: dict[str, Any]) -> RunConfig:
-    """Build a RunConfig from plain nested values without checking bounds. Raises ConfigError for unknown keys."""
+    """Build a RunConfig from plain nested values without checking bounds.
+
+    Raises ConfigError for an unknown key and a value of another type.
+    """
     return _build(RunConfig, values, "")
 
 
@@ -36,7 +39,11 @@ def _build(kind: type, values: Any, prefix: str) -> Any:
     for key, value in values.items():
         if key not in types:
             raise no_key(f"{prefix}{key}")
-        arguments[key] = _build(types[key], value, f"{prefix}{key}.") if is_dataclass(types[key]) else value
+        if is_dataclass(types[key]):
+            value = _build(types[key], value, f"{prefix}{key}.")
+        else:
+            check_type(f"{prefix}{key}", types[key], value)
+        arguments[key] = value
     return kind(**arguments)
 
 

@@ -62,7 +62,7 @@ def shell_word(key: str, value: str | Path) -> str:
 
 def shell_line(words: Sequence[str]) -> str:
     """Join words into a shell command as people type it: a word with apostrophes becomes "KEY='a b'"."""
-    in_double = [("'" in one and not set(one) & set('"$`\\!')) for one in words]
+    in_double = [("'" in one and not set(one.replace("\\'", "")) & set('"$`\\!')) for one in words]
     return " ".join(f'"{one}"' if so else shlex.quote(one) for one, so in zip(words, in_double, strict=True))
 
 
