@@ -7,7 +7,7 @@ import pytest
 
 LEAVES = """
 import atexit, sys, threading, time
-from qerl_lab import exits
+from qerl_lab.system import exits
 class Kept:
     def __del__(self): print("taken apart", flush=True)
 kept = Kept()

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from qerl_lab import exits
+from qerl_lab.system import exits
 
 with exits.starting(__name__):
-    from qerl_lab import terminal
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.schema import POCKET
@@ -19,6 +18,7 @@ with exits.starting(__name__):
         check_entropy,
         check_model,
     )
+    from qerl_lab.system import terminal
 
 
 @dataclass
