@@ -26,7 +26,7 @@ LAUNCHER = "lab"  # our launcher, in hydra_plugins
 HERE = ("basic", "joblib", "submitit_local")  # other launchers whose jobs run on this machine
 
 
-class Left(BaseException):
+class PastHydra(BaseException):
     """Carries an exception past Hydra, which only logs exceptions raised in callbacks."""
 
 
@@ -35,7 +35,7 @@ def _past_hydra() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise Left from error
+        raise PastHydra from error
 
 
 class CheckJobs(Callback):

@@ -27,7 +27,15 @@ if TYPE_CHECKING:
 
     from qerl_lab.cli.scheduler import Call, Ended
 
-OURS = ("array", "output", "error", "open-mode", "nodes", "ntasks-per-node", "signal")  # sbatch flags set by submitit
+SET_BY_SUBMITIT = (
+    "array",
+    "output",
+    "error",
+    "open-mode",
+    "nodes",
+    "ntasks-per-node",
+    "signal",
+)  # sbatch flags set by submitit
 GPU_FLAGS = {"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"}
 CPU_FLAGS = {"cpus-per-task", "exclusive"}
 SIGNAL_SECONDS = 300  # sent so long before the time limit, so that the job saves; a step may take that long
@@ -67,7 +75,7 @@ def flags(text: str) -> dict[str, Any]:
             raise ConfigError(
                 f"slurm={text}: {word} is not --NAME=VALUE. Type for example --partition=gpu, not -p gpu."
             )
-        if name in OURS:
+        if name in SET_BY_SUBMITIT:
             raise ConfigError(f"slurm={text}: {name} is set for every sweep. Leave it out; jobs=N caps the array.")
         found[name] = value if sign else True
     return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.keys import TEXT, has_type, of_others, typed, unknown_key, wrong_type
+from qerl_lab.config.keys import TEXT, by_foreign_name, has_type, typed, unknown_key, wrong_type
 from qerl_lab.config.option import ConfigError, bounds_in_words, check_bounds, did_you_mean
 from qerl_lab.config.spelling import shell_word, unquoted
 from qerl_lab.system.exits import OK, Main, command
@@ -120,7 +120,7 @@ def read(kind: type[Options], words: Sequence[str], bare: str = "") -> Options:
 
 def _hint(key: str, keys: list[str]) -> str:
     """Return ` Did you mean x?` for what a run or another program calls a key, or for a close name; else nothing."""
-    meant = (of_others(key) or "").partition("=")[0]
+    meant = (by_foreign_name(key) or "").partition("=")[0]
     ends = (meant.rpartition(".")[2], meant.partition(".")[0])
     return next((f" Did you mean {end}?" for end in ends if end in keys), did_you_mean(key, keys))
 

@@ -16,7 +16,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.rules import largest_divisor
 from qerl_lab.config.schema import POCKET, FormatConfig, RunConfig
-from qerl_lab.config.variants import missing
+from qerl_lab.config.variants import inert_keys
 from qerl_lab.model import on_disk
 from qerl_lab.system.disk import read_json
 
@@ -114,7 +114,7 @@ def check_all_act(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
 
     A word that differs between jobs must have an effect in each: else two jobs would be the same run under two names.
     """
-    dead = [{key: variant for key, variant in missing(cfg).items() if key in words} for cfg, words in jobs]
+    dead = [{key: variant for key, variant in inert_keys(cfg).items() if key in words} for cfg, words in jobs]
     for number, (cfg, words) in enumerate(jobs):
         for key, variant in dead[number].items():
             is_shared = all(others.get(key) == words[key] for _, others in jobs)

@@ -51,7 +51,7 @@ def reuse(plan: Plan) -> Plan:
     for job in plan.jobs:
         own = identity(as_recorded(job.config), varying)
         same = [run for run, its in known if run.path not in taken and its == own]
-        same = [run for run in same if _asks_the_same(run, job.config)]
+        same = [run for run in same if _has_same_questions(run, job.config)]
         if same:
             run = next((run for run in same if run.status == "done"), same[0])
             taken.add(run.path)
@@ -90,7 +90,7 @@ def _known(sweeps: list[Path], seeds: set[int], varying: set[str]) -> list[tuple
     return found
 
 
-def _asks_the_same(run: RunDirectory, config: RunConfig) -> bool:
+def _has_same_questions(run: RunDirectory, config: RunConfig) -> bool:
     """Tell whether the files of the questions are unchanged since the run began."""
     try:
         then = run.environment().get("data") or {}
@@ -112,7 +112,7 @@ def sweep_name(directory: Path) -> str:
     return f"{directory.parent.name}/{directory.name}"
 
 
-def of_sweep(directory: Path) -> Plan | None:
+def plan_of_sweep(directory: Path) -> Plan | None:
     """Return the jobs of a sweep's directory with their recorded configurations; None if it is no sweep."""
     if not (directory / LOCK).exists():
         return None

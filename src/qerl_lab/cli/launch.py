@@ -49,7 +49,7 @@ CHILD_ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class OfSweep:
+class SweepJob:
     """Settings of a run that is a job of a sweep.
 
     The run stops after its step once `stop_file` exists, and at once if that contains `ABORT`. `label` names it on the
@@ -62,7 +62,7 @@ class OfSweep:
     console: Path
 
 
-def start(run: RunDirectory, made: Path | None = None, of: OfSweep | None = None) -> int:
+def start(run: RunDirectory, made: Path | None = None, of: SweepJob | None = None) -> int:
     """Run the job of a claimed directory to its end; return its exit code (0, 1 or 130).
 
     Raises ConfigError if the run cannot use its configuration, after removing the directory and its new parents up to
@@ -82,7 +82,7 @@ def start(run: RunDirectory, made: Path | None = None, of: OfSweep | None = None
             raise
 
 
-def resume(run: RunDirectory, typed: Typed, of: OfSweep | None = None) -> int:
+def resume(run: RunDirectory, typed: Typed, of: SweepJob | None = None) -> int:
     """Resume an unfinished run, or start a claimed one; return its exit code (0, 1 or 130).
 
     Raises ConfigError if its configuration cannot run, or no longer can.
@@ -101,7 +101,7 @@ def resume(run: RunDirectory, typed: Typed, of: OfSweep | None = None) -> int:
         return _run(run, run.begin() or typed, lock, of)
 
 
-def _run(run: RunDirectory, typed: Typed | None, lock: TextIO, of: OfSweep | None) -> int:
+def _run(run: RunDirectory, typed: Typed | None, lock: TextIO, of: SweepJob | None) -> int:
     config = run.config()
     threads = {"OMP_NUM_THREADS": str(config.cpu_threads)} if config.cpu_threads > 0 else {}
     environment = {
@@ -127,15 +127,15 @@ class _Ranks:
     """The processes of a run, and the signals received while they run."""
 
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    came: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
 
     @property
     def aborts(self) -> bool:
-        return self.came.count(signal.SIGINT) > 1
+        return self.received.count(signal.SIGINT) > 1
 
-    def hand_on(self, number: int, frame: FrameType | None) -> None:
+    def forward(self, number: int, frame: FrameType | None) -> None:
         """Stop the run: SIGTERM lets its processes finish their step and save; the second SIGINT kills them."""
-        self.came.append(number)
+        self.received.append(number)
         for process in self.processes:
             process.kill() if self.aborts else process.terminate()
         if number == signal.SIGINT:
@@ -169,9 +169,9 @@ def _wait(
     ranks = _Ranks()
     _waited_for.append(ranks)
     try:
-        with handlers(ranks.hand_on):
+        with handlers(ranks.forward):
             ranks.start(command, environments, pass_fds=[lock.fileno()], stdout=console, stderr=console)
-            if ranks.came:  # another thread received the signal
+            if ranks.received:  # another thread received the signal
                 for process in ranks.processes:
                     process.terminate()
             rank = _end_of(ranks.processes, stop_file)

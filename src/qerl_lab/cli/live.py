@@ -23,7 +23,7 @@ REDRAW_SECONDS = 1.0
 HEAD = ["job", "step", "reward", "ETA", "words"]
 
 
-class Seen:
+class JobProgress:
     """Progress of a job, read from its record. The run itself reports damaged lines."""
 
     def __init__(self, job: Job, words: str) -> None:
@@ -67,7 +67,7 @@ def interval(seconds: float, done: int, left: int) -> str:
     return str(tqdm.format_interval(seconds / done * left)) if done > 0 else "-"
 
 
-class Live:
+class SweepProgress:
     """Show a sweep of `count` jobs, of which `left` are to run; each job comes with the words that set it apart.
 
     After `stop_file` appears the table continues below the message that announced the stop.
@@ -75,7 +75,7 @@ class Live:
 
     def __init__(self, left: Sequence[tuple[Job, str]], count: int, stop_file: Path) -> None:
         self._stop_file, self._is_stopped = stop_file, False
-        self._left = {job.number: Seen(job, words) for job, words in left}
+        self._left = {job.number: JobProgress(job, words) for job, words in left}
         self._all, self._started = list(self._left.values()), time.monotonic()
         self._ended = Counter({"done": count - len(left)})
         self._count, self._drawn, self._looked = count, 0, -REDRAW_SECONDS
@@ -141,7 +141,7 @@ class Live:
         sys.stderr.flush()
         self._drawn = len(table)
 
-    def _say(self, seen: Seen) -> None:
+    def _say(self, seen: JobProgress) -> None:
         """Print a line at the start of a job, and at each tenth of it."""
         tenth, number = seen.step * LINES // seen.job.config.steps, seen.job.number
         if self._said.get(number) == tenth:

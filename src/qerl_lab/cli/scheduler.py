@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from qerl_lab.cli import cluster, jobs, launch, manual
 from qerl_lab.cli.compose import Job, Plan
-from qerl_lab.cli.live import Live
+from qerl_lab.cli.live import SweepProgress
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
@@ -43,15 +43,6 @@ class Ended(NamedTuple):
     refusal: str = ""
 
 
-class Outcome(Protocol):
-    """A Future, or a submitit job."""
-
-    def done(self) -> bool: ...
-    def exception(self) -> BaseException | None: ...
-    def result(self) -> Ended: ...
-    def cancel(self) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Call:
     """Run a job from its directory and return how it ended. Can be pickled.
@@ -61,7 +52,7 @@ class Call:
     """
 
     run_dir: Path
-    of: launch.OfSweep
+    of: launch.SweepJob
     typed: Typed
 
     def __call__(self, variables: Mapping[str, str] | None = None) -> Ended:
@@ -98,14 +89,16 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
     calls = []
     for job in left:
         label = f"job {job.number} ({job.number + 1} of {len(plan.jobs)})"
-        of = launch.OfSweep(stop_file, label, dict(variables or {}), RunDirectory(job.run_dir).console)
+        of = launch.SweepJob(stop_file, label, dict(variables or {}), RunDirectory(job.run_dir).console)
         calls.append(Call(job.run_dir, of, Typed(command, job.overrides, jobs.sweep_name(plan.directory))))
     with jobs.locked(plan.directory):
         stop_file.unlink(missing_ok=True)  # under the lock: the stop file of another command stays
         try:
             with _stopping_at_signals(stop_file):
                 if left:
-                    shown = Live([(job, " ".join(words[job.number])) for job in left], len(plan.jobs), stop_file)
+                    shown = SweepProgress(
+                        [(job, " ".join(words[job.number])) for job in left], len(plan.jobs), stop_file
+                    )
                     with _handed_on(left, calls, plan.directory) as outcomes:
                         _follow(dict(zip(outcomes, left, strict=True)), shown, stop_file)
         except KeyboardInterrupt:
@@ -131,9 +124,7 @@ def finish(plan: Plan) -> int:
     return INTERRUPTED if stop_file.exists() or "interrupted" in found else FAILURE
 
 
-def _handed_on(
-    left: Sequence[Job], calls: Sequence[Call], directory: Path
-) -> AbstractContextManager[Sequence[Outcome]]:
+def _handed_on(left: Sequence[Job], calls: Sequence[Call], directory: Path) -> AbstractContextManager[Sequence[Any]]:
     configs = [job.config for job in left]
     match configs[0].launcher:
         case "slurm":
@@ -144,14 +135,17 @@ def _handed_on(
             return local(configs, calls)
 
 
-def _follow(waiting: dict[Outcome, Job], shown: Live, stop_file: Path) -> None:
-    """Show the jobs until the last has ended; after a stop do not wait for jobs that have not begun."""
+def _follow(waiting: dict[Any, Job], shown: SweepProgress, stop_file: Path) -> None:
+    """Show the jobs until the last has ended; after a stop do not wait for jobs that have not begun.
+
+    The keys of `waiting` are Futures, or jobs of submitit.
+    """
     while waiting:
         shown.update()
         for outcome, job in list(waiting.items()):
             if outcome.done():
                 del waiting[outcome]
-                shown.end(job, _said(outcome, RunDirectory(job.run_dir)))
+                shown.end(job, _message_of(outcome, RunDirectory(job.run_dir)))
             elif stop_file.exists() and not shown.is_running(job):
                 outcome.cancel()
                 del waiting[outcome]
@@ -159,7 +153,7 @@ def _follow(waiting: dict[Outcome, Job], shown: Live, stop_file: Path) -> None:
     shown.close()
 
 
-def _said(outcome: Outcome, run: RunDirectory) -> str:
+def _message_of(outcome: Any, run: RunDirectory) -> str:
     """Return the message of an ended job: an error, a refusal, or a failure; else an empty string."""
     if error := outcome.exception():  # a bug, or a failure of the cluster; the other jobs continue
         return redact("".join(traceback.format_exception(error)).rstrip())

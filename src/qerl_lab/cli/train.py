@@ -26,7 +26,7 @@ from qerl_lab.cli.grammar import not_a_flag
 from qerl_lab.cli.intent import words_by_key
 from qerl_lab.cli.overrides import as_config_errors, check_words, groups, refuse_sweeps, shown, spell
 from qerl_lab.config.files import package_data
-from qerl_lab.config.keys import OF_OTHERS, schema, to_type
+from qerl_lab.config.keys import FOREIGN_NAMES, schema, to_type
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
@@ -115,7 +115,7 @@ def _enter(words: list[str]) -> int:
     typed, sys.argv = sys.argv, [sys.argv[0], *words]
     try:
         run()
-    except check.Left as left:
+    except check.PastHydra as left:
         raise left.__cause__ or left from None
     except SystemExit as ended:
         return int(ended.code or OK)
@@ -152,7 +152,7 @@ def _parse(words: list[str]) -> tuple[list[str], list[str]]:
 def _keys_by_name() -> dict[str, str]:
     """Map what may be typed with dashes by mistake to what to type: our keys, those of others, and groups."""
     keys = {name.rpartition(".")[2]: to_type(name) for name in reversed(list(schema()))}
-    keys |= {name: to_type(meant) for name, meant in OF_OTHERS.items()} | {name: to_type(name) for name in schema()}
+    keys |= {name: to_type(meant) for name, meant in FOREIGN_NAMES.items()} | {name: to_type(name) for name in schema()}
     keys |= {group: to_type(group) for group in groups()}
     return keys | {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
 
@@ -181,7 +181,7 @@ def _resumed(flags: list[str], overrides: list[str]) -> tuple[Path, int | None] 
 def _resume(directory: Path, steps: int | None) -> int:
     """Resume the run or the sweep in a directory."""
     run, command = RunDirectory(directory), check.command_line()
-    if plan := jobs.of_sweep(directory):
+    if plan := jobs.plan_of_sweep(directory):
         if steps is not None:
             raise ConfigError(f"steps={steps} extends one run, and resume={directory} is a sweep. Leave steps out.")
         _name_modules([job.config for job in plan.jobs])

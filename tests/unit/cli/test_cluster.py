@@ -93,7 +93,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     monkeypatch.setattr(RunDirectory, "check", lambda run: None)
     run = RunDirectory(tmp_path / "run")
     run.claim(RunConfig(run_dir=str(run.path)), Typed("the command"))
-    of = launch.OfSweep(tmp_path / "INTERRUPTED", "job 0 (1 of 1)", {}, run.console)
+    of = launch.SweepJob(tmp_path / "INTERRUPTED", "job 0 (1 of 1)", {}, run.console)
     return pickle.loads(pickle.dumps(Call(run.path, of, Typed("the command"))))
 
 

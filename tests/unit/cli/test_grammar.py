@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from qerl_lab.cli import grammar, train
+from qerl_lab.cli import grammar
 from qerl_lab.config.option import ConfigError, option
 
 
@@ -244,51 +244,6 @@ def test_a_wrong_word_is_one_line_and_nothing_is_done(
     assert said in err
     assert err.count("\n") == 1
     assert not list(empty.iterdir())
-
-
-@every_command
-@pytest.mark.parametrize(
-    ("raised", "code", "said"),
-    [
-        (ConfigError("one.\n  two"), 2, "error: one.\n  two\n"),
-        (ConfigError("uri=http://me:secret@host"), 2, "error: uri=http://***@host\n"),
-        (ValueError("one\n  two"), 1, "error: one two\n"),
-        (ValueError(), 1, "error: ValueError\n"),
-        (OSError(28, "No space left on device", "file"), 1, "error: [Errno 28] No space left on device: 'file'\n"),
-        (KeyboardInterrupt(), 130, "interrupted\n"),
-        (KeyboardInterrupt("go on"), 130, "interrupted; go on\n"),
-    ],
-    ids=repr,
-)
-def test_what_ends_a_command_is_one_message_and_its_code(
-    command: Typed, raised: BaseException, code: int, said: str, ending: Callable[[Typed, BaseException], int],
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    assert ending(command, raised) == code
-    out, err = capfd.readouterr()
-    assert (out, err) == ("", said)
-
-
-@every_command
-def test_a_bug_keeps_its_traceback(command: Typed, ending: Callable[[Typed, BaseException], int]) -> None:
-    with pytest.raises(ZeroDivisionError):
-        ending(command, ZeroDivisionError())
-
-
-@pytest.fixture
-def ending(monkeypatch: pytest.MonkeyPatch) -> Callable[[Typed, BaseException], int]:
-    """Runs a command that ends by an exception."""
-
-    def end(command: Typed, raised: BaseException) -> int:
-        def run(*_: object) -> None:
-            raise raised
-
-        monkeypatch.setattr(grammar.Command, "read", run)
-        monkeypatch.setattr(train.manual, "overview", run)  # what `python -m qerl_lab` alone does
-        words = [command.pick, *command.right.split()] if command.module != "qerl_lab" else []
-        return main_of(command)([word for word in words if word])
-
-    return end
 
 
 @every_command

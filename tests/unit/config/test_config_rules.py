@@ -6,7 +6,7 @@ import pytest
 
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.files import choices_of
-from qerl_lab.config.keys import OF_OTHERS, schema
+from qerl_lab.config.keys import FOREIGN_NAMES, schema
 from qerl_lab.config.option import ConfigError, spelled_number
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
@@ -218,8 +218,8 @@ def test_a_bound_is_spelled_as_a_person_types_it(bound: float, text: str) -> Non
 
 
 def test_what_others_call_a_key_is_one_of_ours() -> None:
-    assert not set(OF_OTHERS) & set(schema())
-    for meant in OF_OTHERS.values():
+    assert not set(FOREIGN_NAMES) & set(schema())
+    for meant in FOREIGN_NAMES.values():
         group, _, option = meant.partition("=")
         assert meant in schema() or choices_of(group), meant
         assert not option or option in choices_of(group)
