@@ -228,14 +228,11 @@ LONG = {"max_position_embeddings": 32768}
 @pytest.mark.parametrize(
     ("config", "tokens"),
     [
-        ({}, None),
         (LONG, 32768),
-        (LONG | {"rope_scaling": None}, 32768),
         (LONG | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 32768),
         (LONG | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}, 131072),
         (LONG | {"rope_scaling": {"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 4096}}, 32768),
         (LONG | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 65536),
-        (LONG | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 65536),
         (
             LONG | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}},
             32768,

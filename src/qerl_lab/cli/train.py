@@ -39,7 +39,7 @@ from qerl_lab.system.processes import refuse_several
 
 SCRIPT = "qerl-lab"  # the console script in pyproject.toml
 NO_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--experimental-rerun")  # Hydra flags not offered
-ANY = ("",)
+ANY = ("VALUE",)
 SHOWN = {  # Hydra flags that show the configuration of one job, with the values that may follow them
     **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
     **dict.fromkeys(("--info", "-i"), ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")),
@@ -140,10 +140,14 @@ def _parse(words: list[str]) -> tuple[list[str], list[str]]:
             )
         if name not in FLAGS:
             raise not_a_flag(word, _keys_by_name(), list(FLAGS))
+        allowed = FLAGS[name]
         flags.append(word)
-        if not sign and left and (FLAGS[name] == ANY or left[0] in FLAGS[name]):
+        if not sign and left and (allowed == ANY or left[0] in allowed):
             value = left.pop(0)
             flags.append(value)
+        is_wrong = bool(allowed) and (not value if allowed == ANY else value not in allowed)
+        if is_wrong and (value or name not in ("--info", "-i")):
+            raise ConfigError(f"{word} is not allowed; allowed: {', '.join(allowed)}. Type {name} {allowed[0]}.")
         if name in ("--config-dir", "-cd") and not Path(value).is_dir():
             raise ConfigError(f"--config-dir {value} is not a directory. Type one that has groups, e.g. experiment/.")
     return flags, overrides

@@ -34,7 +34,7 @@ def build(values: dict[str, Any]) -> RunConfig:
 
 def _build(kind: type, values: Any, prefix: str) -> Any:
     if not isinstance(values, dict):
-        raise ConfigError(f"{prefix.rstrip('.')}={values!r} is not a mapping; allowed: the keys of {kind.__name__}.")
+        raise no_key(prefix.rstrip("."))
     types, arguments = get_type_hints(kind), {}
     for key, value in values.items():
         if key not in types:

@@ -113,15 +113,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     [
         (2, None, "0", "GPU 0 (NVIDIA H200) does the run; the other visible one stays idle. "
          "To take another, type CUDA_VISIBLE_DEVICES=1 before the command."),
-        (8, None, "0", "GPU 0 (NVIDIA H200) does the run; the other 7 visible ones stay idle. "
-         "To take another, type CUDA_VISIBLE_DEVICES=1 before the command."),
         (8, "5,2,7", "5", "GPU 5 (NVIDIA H200) does the run; the other 2 visible ones stay idle. "
          "To take another, type CUDA_VISIBLE_DEVICES=2 before the command."),
-        (8, "GPU-af,GPU-07", "GPU-af", "GPU GPU-af (NVIDIA H200) does the run; the other visible one stays idle. "
-         "To take another, type CUDA_VISIBLE_DEVICES=GPU-07 before the command."),
         (8, "3", "3", None),
         (1, None, None, None),
-        (0, None, None, None),
         (8, "", "", None),
     ],
 )  # fmt: skip

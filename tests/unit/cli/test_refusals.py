@@ -126,6 +126,7 @@ def refused(line: str, capsys) -> str:
         ("--multirn", ["Did you mean --multirun?"]),
         ("--seed 3", ["--seed is not a flag", "Type seed=VALUE"]),
         ("--config-path=x", ["--config-dir DIR"]),
+        ("--cfg", ["--cfg is not allowed; allowed: job, hydra, all. Type --cfg job."]),
         ("--config-dir nowhere", ["nowhere is not a directory"]),
         # sweeps: named by their job
         ("-m lora.rank=16,abc", ["lora.rank=abc"]),
