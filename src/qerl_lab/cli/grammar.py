@@ -145,7 +145,7 @@ def _scalar(text: str, kind: Any) -> Any:
             return number(text)
         except ValueError:
             continue
-    return VALUES.get(text, text)
+    return VALUES.get(text.lower(), text)
 
 
 def not_a_flag(word: str, keys: Mapping[str, str], flags: Sequence[str]) -> ConfigError:

@@ -189,7 +189,7 @@ def _resume(directory: Path, steps: int | None) -> int:
         if steps is not None:
             raise ConfigError(f"steps={steps} extends one run, and resume={directory} is a sweep. Leave steps out.")
         _name_modules([job.config for job in plan.jobs])
-        plan = check.foreseen(plan, plan.jobs[0].config.launcher == "local")
+        plan = check.checked(plan, plan.jobs[0].config.launcher == "local")
         print(manual.opening(plan), flush=True)
         scheduler.run(plan, command)
         return scheduler.finish(plan)
