@@ -27,8 +27,8 @@ from qerl_lab.bench.bench_options import TRL, VLLM, Arm, RolloutOptions, Row, St
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig, RunConfig
+from qerl_lab.processes import rank_variables
 from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_left
-from qerl_lab.system.processes import rank_variables
 from qerl_lab.train import gpus
 
 READY, GO, PAUSE = "ready", "go", 0.05  # seconds

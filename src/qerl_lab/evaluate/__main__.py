@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from qerl_lab.system import exits
+from qerl_lab import exits
 
 with exits.starting(__name__):
+    from qerl_lab import terminal
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.schema import POCKET
@@ -18,7 +19,6 @@ with exits.starting(__name__):
         check_entropy,
         check_model,
     )
-    from qerl_lab.system import terminal
 
 
 @dataclass

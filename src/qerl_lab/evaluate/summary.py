@@ -9,7 +9,7 @@ import pandas as pd
 
 from qerl_lab.report.passes import pass_at, powers_of_two
 from qerl_lab.report.stats import share_interval
-from qerl_lab.system.terminal import columns
+from qerl_lab.terminal import columns
 
 Summary = dict[str, Any]
 OWN, COMMON = "own", "common"

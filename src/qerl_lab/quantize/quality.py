@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from qerl_lab import formats
+from qerl_lab import formats, terminal
 from qerl_lab.config.records import QUALITY
+from qerl_lab.disk import replace_file, strict_json
 from qerl_lab.model.files import WeightFiles, noted
 from qerl_lab.quantize import divergence, sqnr
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.record.environment import environment
 from qerl_lab.report import plots
-from qerl_lab.system import terminal
-from qerl_lab.system.disk import replace_file, strict_json
 
 SCHEMA = 1
 

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qerl_lab import terminal
 from qerl_lab.evaluate.weight_error import without_scales
 from qerl_lab.formats.format import Format
 from qerl_lab.model.files import WeightFiles
-from qerl_lab.system import terminal
 
 LOWEST = 5
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from qerl_lab.config.redact import redact
 from qerl_lab.config.units import GIB
-from qerl_lab.system.disk import replace_file
+from qerl_lab.disk import replace_file
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 PACKAGES = (

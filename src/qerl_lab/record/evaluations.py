@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
-from qerl_lab.system.disk import replace_file
+from qerl_lab.disk import replace_file
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.disk import read_json
 from qerl_lab.record import evaluations
 from qerl_lab.record.metrics import steps_recorded
 from qerl_lab.record.sessions import Sessions
-from qerl_lab.system.disk import read_json
 
 
 def refuse_damaged(run_dir: Path, settings: Mapping[str, str]) -> None:

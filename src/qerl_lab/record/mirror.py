@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.system.disk import read_json, replace_file
+from qerl_lab.disk import read_json, replace_file
 
 
 class MirrorRecord:

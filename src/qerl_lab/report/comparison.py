@@ -32,7 +32,7 @@ from qerl_lab.report.arms import (
 )
 from qerl_lab.report.runs import DAMAGE, Origin, Record, damage, find_runs, has_runs, read_record
 from qerl_lab.report.stats import SHARE, between, crossed_interval, paired_interval, within
-from qerl_lab.system.terminal import columns, near
+from qerl_lab.terminal import columns, near
 
 Kind = tuple[str, str]  # SHA-256 of the training questions and of the held-out questions
 BASELINE = "bf16"  # the default baseline

@@ -27,7 +27,7 @@ from qerl_lab.report.runs import (
     read_record,
     record_of,
 )
-from qerl_lab.system.terminal import near
+from qerl_lab.terminal import near
 
 
 def read_experiment(uri: str, experiment: str) -> tuple[list[Record], dict[str, str]]:

@@ -16,7 +16,7 @@ from qerl_lab.report.bench import Result, gpu_of
 from qerl_lab.report.bench_results import NO_RESULT, load, origin
 from qerl_lab.report.numbers import number
 from qerl_lab.report.table import NONE, Rows, Table, filled, unlike
-from qerl_lab.system.terminal import near
+from qerl_lab.terminal import near
 
 GB_PER_GIB = GIB / 1e9
 FORMATS = {"bf16": "BF16", "nf4": "NF4", "nvfp4": "NVFP4"}  # our format -> the paper's name

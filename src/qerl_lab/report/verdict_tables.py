@@ -17,7 +17,7 @@ from qerl_lab.report.measures import MEASURES
 from qerl_lab.report.numbers import number
 from qerl_lab.report.printed_arms import in_table_1
 from qerl_lab.report.verdicts import LEVEL, Row, effect_as_text, family_sizes
-from qerl_lab.system.terminal import columns
+from qerl_lab.terminal import columns
 
 SCHEMA = 3
 Conditions = tuple[tuple[str, str], ...]

@@ -1,10 +1,10 @@
 """Export a run for other libraries: `python -m qerl_lab.tools.export RUN_DIR out=DIR [merged=true]`."""
 
-from qerl_lab.system import exits
+from qerl_lab import exits
 
 with exits.starting(__name__):
+    from qerl_lab import terminal
     from qerl_lab.cli.grammar import Command
-    from qerl_lab.system import terminal
     from qerl_lab.tools.export_options import ExportOptions, check
 
 

@@ -10,16 +10,16 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from peft import LoraConfig
 
+from qerl_lab import terminal
 from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.records import EXPORT
 from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
+from qerl_lab.disk import replace_file
 from qerl_lab.model import gguf, on_disk, policy
 from qerl_lab.model.dense import dense_tensors
 from qerl_lab.model.files import copy_companions, local_folder, noted, read_json
 from qerl_lab.record.environment import versions
 from qerl_lab.record.partial import JOURNAL, Unfinished
-from qerl_lab.system import terminal
-from qerl_lab.system.disk import replace_file
 from qerl_lab.tools.export_options import ExportOptions
 from qerl_lab.tools.model_card import card
 

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from qerl_lab.system import exits
+from qerl_lab import exits
 
 with exits.starting(__name__):
+    from qerl_lab import terminal
     from qerl_lab.cli.grammar import Command
     from qerl_lab.config.option import ConfigError, option
-    from qerl_lab.system import terminal
-    from qerl_lab.system.disk import make_directory
+    from qerl_lab.disk import make_directory
     from qerl_lab.tools.pocket_recipe import Recipe
 
 

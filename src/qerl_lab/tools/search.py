@@ -1,6 +1,6 @@
 """Search values of numeric keys by short sweeps: `python -m qerl_lab.tools.search out=DIR KEY=LOW..HIGH ...`."""
 
-from qerl_lab.system import exits
+from qerl_lab import exits
 
 with exits.starting(__name__):
     import importlib.util

@@ -17,10 +17,10 @@ from optuna.storages.journal import JournalFileBackend, JournalStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.disk import lock, make_directory, replace_file
+from qerl_lab.exits import FAILURE, INTERRUPTED, OK, STOPS
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.system.disk import lock, make_directory, replace_file
-from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, STOPS
-from qerl_lab.system.terminal import columns, near
+from qerl_lab.terminal import columns, near
 from qerl_lab.tools.search_space import SearchOptions, Space
 
 NAME = "search"

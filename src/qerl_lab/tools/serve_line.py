@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from qerl_lab.system import exits
+from qerl_lab import exits
 
 with exits.starting(__name__):
     from qerl_lab.cli.compose import make_plan
@@ -10,7 +10,7 @@ with exits.starting(__name__):
     from qerl_lab.cli.overrides import spell
     from qerl_lab.config.option import ConfigError
     from qerl_lab.config.schema import RunConfig
-    from qerl_lab.system.terminal import quiet_third_parties
+    from qerl_lab.terminal import quiet_third_parties
 
 USAGE = "python -m qerl_lab.tools.serve_line"
 MANUAL = f"""\

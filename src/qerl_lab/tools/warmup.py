@@ -4,13 +4,13 @@ The words are checked before torch is imported. After an interruption or a failu
 last checkpoint, with bit-identical results.
 """
 
-from qerl_lab.system import exits
+from qerl_lab import exits
 
 with exits.starting(__name__):
     import os
 
+    from qerl_lab import terminal
     from qerl_lab.cli.grammar import Command
-    from qerl_lab.system import terminal
     from qerl_lab.tools.warmup_options import WarmupOptions, check
 
 

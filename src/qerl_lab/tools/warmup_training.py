@@ -31,7 +31,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from qerl_lab import tasks
+from qerl_lab import tasks, terminal
 from qerl_lab.config.message import first_line
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
@@ -48,7 +48,6 @@ from qerl_lab.model.tokenizer import pad_id
 from qerl_lab.model.tokenizer import save as save_tokenizer
 from qerl_lab.record.environment import versions
 from qerl_lab.record.partial import JOURNAL, Unfinished
-from qerl_lab.system import terminal
 from qerl_lab.tasks import Task
 from qerl_lab.tasks.answers.completion import left_to_say
 from qerl_lab.tasks.data import respelled

@@ -15,12 +15,12 @@ import traceback
 from contextlib import ExitStack
 from pathlib import Path
 
+from qerl_lab import exits, terminal
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
+from qerl_lab.exits import FAILURE, FULL, USAGE
+from qerl_lab.processes import refuse_several
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.system import exits, terminal
-from qerl_lab.system.exits import FAILURE, FULL, USAGE
-from qerl_lab.system.processes import refuse_several
 from qerl_lab.train.installed import check_vllm
 from qerl_lab.train.stop import Diverged, Stop
 

@@ -23,14 +23,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 
-from qerl_lab import algorithms, aqn
+from qerl_lab import algorithms, aqn, terminal
 from qerl_lab.algorithms import correction
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy, save_adapter
 from qerl_lab.record import checkpoint
 from qerl_lab.record.metrics import METRICS
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
-from qerl_lab.system import terminal
 from qerl_lab.train import packing
 from qerl_lab.train.clock import Clock
 from qerl_lab.train.data import Cursor, Placeholders

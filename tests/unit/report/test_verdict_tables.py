@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from qerl_lab import exits
 from qerl_lab.config.paths import sha256
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import of_paper
 from qerl_lab.report.verdict_tables import piped
 from qerl_lab.report.verdicts import printed
-from qerl_lab.system import exits
 from run_directories import make_run
 
 CLAIMS = of_paper()

@@ -27,7 +27,7 @@ from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.record.partial import JOURNAL
-from qerl_lab.system.terminal import Amount
+from qerl_lab.terminal import Amount
 from qerl_lab.tools import warmup, warmup_training
 from qerl_lab.tools.warmup_options import WarmupOptions, check
 from qerl_lab.tools.warmup_training import CHECKPOINTS, IGNORED, run, tokenized, training_words

@@ -24,11 +24,11 @@ from qerl_lab.config.schema import FormatConfig
 from qerl_lab.formats.format import Format
 from qerl_lab.formats.marlin import DIVISOR
 from qerl_lab.formats.tiles import TILES, decoders, pack
+from qerl_lab.processes import end_with
 from qerl_lab.rollout.vllm import fp4_tiles
 from qerl_lab.rollout.vllm.backends import FP4_TILES, Shape
 from qerl_lab.rollout.vllm.gpu_timing import graphed, side_by_side
 from qerl_lab.rollout.vllm.product import add_adapter, tiles_product
-from qerl_lab.system.processes import end_with
 
 # vLLM's kernels by format and by name in `rollout.vllm.linear_backend`.
 KERNELS: dict[str, dict[str, Callable[[], Any]]] = {

@@ -24,10 +24,10 @@ from packaging.version import Version
 from torch import nn
 
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.disk import cache_folder, lock, replace_file
 from qerl_lab.formats.marlin import DIVISOR
 from qerl_lab.model.linear import PackedLinear, fused_groups, packed_layers
 from qerl_lab.rollout.vllm import fp4_tiles
-from qerl_lab.system.disk import cache_folder, lock, replace_file
 
 TIMED = ("nvfp4", "mxfp4")  # formats for which vLLM has several kernels
 TIMER = "qerl_lab.rollout.vllm.backend_times"

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
-from qerl_lab.system.disk import let_read
+from qerl_lab.disk import let_read
 
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # allowed by vLLM's LoRAConfig
 

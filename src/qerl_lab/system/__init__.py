@@ -1,1 +1,0 @@
-"""What a process needs of its system: files, signals and exit codes, child processes, a terminal."""
