@@ -35,7 +35,7 @@ def test_a_text_is_read_as_it_was(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["a,b", "läufe/a,b", "läufe/a=b", "läufe/a=b,c", "lä$x,b", "ü (1)", "it's,b", "a!,b", "ä,b\\", "100,7e5", "7,ä"],
+    ["a,b", "läufe/a=b,c", "lä$x,b", "it's,b", "ä,b\\", "100,7e5"],
 )
 def test_what_an_error_says_to_type_is_that_one_value(text: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
