@@ -49,7 +49,6 @@ GOES_ON = "interrupted; the same command goes on where it stopped\n"
     [
         *((module, "", "qerl_lab.config.schema", "interrupted\n") for module in MODULES),
         ("qerl_lab", "seed=1", "hydra", "interrupted\n"),
-        ("qerl_lab.quantize", "model=pocket out=made", "hydra", "interrupted\n"),
         ("qerl_lab.quantize", "model=pocket out=made", "torch", GOES_ON),
         (
             "qerl_lab.tools.warmup",
@@ -60,7 +59,6 @@ GOES_ON = "interrupted; the same command goes on where it stopped\n"
         ("qerl_lab.evaluate", "sigma", "torch", "interrupted\n"),
         ("qerl_lab.bench", "linear", "torch", "interrupted\n"),
         ("qerl_lab.report", "runs", "pandas", "interrupted\n"),
-        ("qerl_lab.tools.samples", "run", "omegaconf", "interrupted\n"),
         ("qerl_lab.tracking", "resync run", "mlflow", "interrupted\n"),
         ("qerl_lab.tools.pretrain", "out=made", "torch", "interrupted\n"),
     ],
