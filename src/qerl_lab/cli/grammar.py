@@ -133,7 +133,7 @@ def _value(key: str, kind: Any, text: str, default: Any) -> Any:
     else:
         value = _scalar(text, kind)
     if not has_type(value, kind):
-        raise ConfigError(wrong_type(key, kind, value, default))
+        raise ConfigError(wrong_type(key, kind, text if isinstance(value, list) else value, default))
     return value
 
 

@@ -87,7 +87,7 @@ def test_a_value_gets_the_type_of_its_key_and_the_others_their_defaults(word: st
         ("name=a name=b", ["name is given 2 times: name=a name=b. Type one of them."]),
         ("name=a +name=a", ["name is given 2 times"]),
         ("name=null", ["name=null", "allowed: text"]),
-        ("parts=null", ["parts=[null]", "a list of names", "parts=[x]"]),
+        ("parts=null", ["parts=null", "a list of names", "parts=[x]"]),
         ("parts=[w]", ["w in parts=[w] is not allowed; allowed: x, y, z, a,b. Type for example parts=[x]."]),
         ("sizes=[1,x]", ["sizes=[1,x]", "a list of whole numbers", "sizes=[1]"]),
         ("sizes=[2,0]", ["0 in sizes=[2,0]", "at least 1", "sizes=[1]"]),
