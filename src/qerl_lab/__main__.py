@@ -12,7 +12,7 @@ def main(words: list[str]) -> int:
 
 def command() -> None:
     """The process of the command."""
-    exits.run(main, keeps_record=True)
+    exits.run(main)
 
 
 if __name__ == "__main__":

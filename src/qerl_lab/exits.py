@@ -10,10 +10,13 @@ import io
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, NoReturn
+
+from qerl_lab.config.redact import redact
 
 OK = 0  # done
 FAILURE = 1  # a run, or the work of another command, failed
@@ -39,12 +42,10 @@ def starting(module: str) -> Iterator[None]:
         os._exit(INTERRUPTED)
 
 
-def run(main: Main, keeps_record: bool = False) -> None:
-    """Run a command as the process: survive a lost console, and exit with the command's code.
-
-    With `keeps_record` it also survives a full disk under its console.
-    """
-    outlast(keeps_record)
+def run(main: Main) -> None:
+    """Run a command as the process: survive a lost console, and exit with the command's code."""
+    outlast()
+    sys.excepthook = lambda *about: sys.stderr.write(redact("".join(traceback.format_exception(*about)))) and None
     code = command(main)(sys.argv[1:])
     if code == INTERRUPTED:  # Python may end by the signal itself if it came inside exec()
         os._exit(code)
@@ -86,31 +87,25 @@ def command(main: Main) -> Main:
             say_now("; ".join(["interrupted", *map(str, interrupt.args)]))
             return INTERRUPTED
         except (ValueError, OSError) as error:
-            return _told(error)
+            from qerl_lab.config.message import in_one_line
+            from qerl_lab.config.option import ConfigError
+
+            is_usage = isinstance(error, ConfigError)
+            text = str(error) if is_usage else in_one_line(error) or type(error).__name__
+            print(f"error: {redact(text)}", file=sys.stderr)
+            return USAGE if is_usage else FAILURE
 
     return ended
 
 
-def _told(error: ValueError | OSError) -> int:
-    from qerl_lab.config.message import in_one_line
-    from qerl_lab.config.option import ConfigError
-    from qerl_lab.config.redact import redact
-
-    is_usage = isinstance(error, ConfigError)
-    text = str(error) if is_usage else in_one_line(error) or type(error).__name__
-    print(f"error: {redact(text)}", file=sys.stderr)
-    return USAGE if is_usage else FAILURE
-
-
-def outlast(full_disk: bool = False) -> None:
-    """Send stdout and stderr to /dev/null once their reader is gone, or with `full_disk` once the disk is full."""
+def outlast() -> None:
+    """Send stdout and stderr to /dev/null once their reader is gone."""
     for descriptor in (0, 1, 2):  # a closed descriptor would be reused for the next opened file, e.g. a record
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    lost = (*LOST, *FULL) if full_disk else LOST
-    sys.stdout, sys.stderr = _lasting(sys.stdout, 1, lost), _lasting(sys.stderr, 2, lost)
+    sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
 
 
 def say_now(text: str) -> None:
@@ -119,9 +114,8 @@ def say_now(text: str) -> None:
         os.write(2, f"{text}\n".encode())
 
 
-def _lasting(stream: object, descriptor: int, lost: tuple[int, ...]) -> io.TextIOWrapper:
+def _lasting(stream: object, descriptor: int) -> io.TextIOWrapper:
     raw = _Lasting(descriptor, "w", closefd=False)
-    raw.lost = lost
     if not isinstance(stream, io.TextIOWrapper):  # None if it was closed
         return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", line_buffering=True)
     stream.flush()
@@ -130,13 +124,11 @@ def _lasting(stream: object, descriptor: int, lost: tuple[int, ...]) -> io.TextI
 
 
 class _Lasting(io.FileIO):
-    lost: tuple[int, ...] = ()  # errors after which output is discarded
-
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in self.lost:
+            if error.errno not in LOST:
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl_lab.cli import launch
 from qerl_lab.cli.train import main
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import LoraConfig, RolloutConfig, RunConfig
@@ -128,12 +127,6 @@ def test_a_directory_that_is_not_empty_is_refused(capfd):
     assert "is a file" in capfd.readouterr().err
 
 
-def test_a_directory_may_have_any_name():
-    name = "a dir, with 'quotes' (and=more)"
-    assert main([f'run_dir="{name}"']) == 0
-    assert RunDirectory(Path(name)).status == "done"
-
-
 def test_resume_continues_a_run_that_did_not_finish(capfd):
     assert begin(RunConfig(seed=FAILS, lora=LoraConfig(rank=4), rollout=SHORT), "run") == 1
     text = Path("run/resolved.yaml").read_text()
@@ -209,14 +202,6 @@ def test_a_sweep_goes_on_after_failures_and_ends_with_a_table_of_all_jobs(capfd)
         assert RunDirectory(directory / name).config().run_dir == str((directory / name).absolute())
 
 
-def test_a_sweep_from_a_file_whose_jobs_all_finish_ends_with_0(capfd):
-    assert main(["+sweeps=weight_formats", "seed=0", "experiment=nf4,mxfp4_aqn", "hydra.sweep.dir=here"]) == 0
-    assert sorted(path.parent.name for path in Path("here").glob("*/DONE")) == ["0-nf4-seed0", "1-mxfp4_aqn-seed0"]
-    assert "2 jobs in here: 2 done" in capfd.readouterr().out
-    assert main(["+sweeps=weight_formats", "seed=0", "experiment=nf4", "hydra.sweep.dir=here", "rerun=true"]) == 0
-    assert "0-nf4-seed0-2" in capfd.readouterr().out
-
-
 def test_hydra_s_own_flags_still_work(capfd):
     assert main(["experiment=nf4", "--cfg", "job"]) == 0
     assert yaml.safe_load(capfd.readouterr().out)["format"]["name"] == "nf4"
@@ -250,17 +235,3 @@ def test_the_module_runs_by_its_name():
         check=True,
     )
     assert "experiment: nf4" in found.stdout
-
-
-def test_the_real_child_is_the_experiment_module(monkeypatch):
-    monkeypatch.undo()
-    assert launch.child_command(Path("/r")) == [sys.executable, "-m", "qerl_lab.train", "/r", str(os.getpid())]
-
-
-def test_torchrun_with_two_processes_is_refused_by_both():
-    environment = {**os.environ, "PYTHONPATH": SOURCE}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    found = subprocess.run([*torchrun, "-m", "qerl_lab", "seed=0"], env=environment, capture_output=True, text=True)
-    assert found.returncode != 0
-    assert found.stderr.count("error: WORLD_SIZE=2 is set, as torchrun and accelerate launch do") >= 1
-    assert not Path("runs").exists()

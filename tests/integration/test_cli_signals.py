@@ -34,7 +34,7 @@ def test_ctrl_c_reaches_the_child_and_the_parent_outlasts_it_and_says_what_happe
     assert RunDirectory(run_dir).status == "interrupted"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_parent_alone_is_handed_to_the_child_as_sigterm(standin, number):
     parent = background(standin, f"seed={SIGNALLED}", "run_dir=run")
     run_dir = started("run")

@@ -51,13 +51,9 @@ def completed(script: Path, line: str) -> list[str]:
             "qerl-lab +experiment=nvfp4",
             {f"+experiment={arm}" for arm in choices_of("experiment") if arm.startswith("nvfp4")},
         ),
-        ("qerl-lab experiment=nf", {"experiment=nf4", "experiment=nf4_aqn"}),
         ("qerl-lab experiment=nvfp4 scale=poc", {"scale=pocket"}),
-        ("qerl-lab lora=rank1", {"lora=rank128", "lora=rank16"}),
         ("qerl-lab +sweeps=", {f"+sweeps={name}" for name in choices_of("sweeps")}),
         ("qerl-lab experiment=nvfp4 optim.le", {"optim.learning_rate="}),
-        ("qerl-lab -m see", {"seed="}),
-        ("qerl-lab algo", {"algorithm=", "algorithm."}),
     ],
 )
 def test_tab_completes_groups_options_and_keys(script: Path, line: str, offered: set[str]) -> None:

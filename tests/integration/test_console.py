@@ -85,13 +85,6 @@ def test_a_run_goes_on_to_its_end_when_nobody_reads_it(start: Start, tmp_path: P
     assert steps(tmp_path / "run") == 2
 
 
-def test_a_run_goes_on_to_its_end_when_its_console_is_on_a_full_disk(start: Start, tmp_path: Path) -> None:
-    with open("/dev/full", "w") as full:
-        process = start("steps=2", stdout=full, stderr=full)
-    assert process.wait(timeout=300) == 0
-    assert RunDirectory(tmp_path / "run").status == "done"
-
-
 @pytest.mark.parametrize("to_group", [False, True])
 def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(start: Start, tmp_path: Path, to_group: bool) -> None:
     process = start("steps=2")
@@ -103,16 +96,6 @@ def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(start: Start, tmp_p
     assert "interrupted; 0 of 2 steps are saved. Continue with\n" in out
     assert has_ended(child)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"resolved.yaml", ".typed"}
-
-
-def test_a_run_whose_command_is_killed_during_its_start_does_not_train(start: Start, tmp_path: Path) -> None:
-    process = start("steps=2")
-    child = child_of(process)
-    process.kill()
-    process.wait()
-    wait_for(lambda: has_ended(child))
-    assert RunDirectory(tmp_path / "run").status == "interrupted"
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_second_ctrl_c_aborts_and_the_last_checkpoint_stays(start: Start, tmp_path: Path) -> None:

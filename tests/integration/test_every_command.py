@@ -48,13 +48,11 @@ MODULES = [
     [
         *((module, "", "qerl_lab.config.schema", "interrupted\n") for module in MODULES),
         ("qerl_lab", "seed=1", "hydra", "interrupted\n"),
-        ("qerl_lab.quantize", "model=pocket out=made", "hydra", "interrupted\n"),
         ("qerl_lab.quantize", "model=pocket out=made", "torch", "interrupted\n"),
         ("qerl_lab.tools.warmup", "model=pocket out=made", "torch", "interrupted\n"),
         ("qerl_lab.evaluate", "sigma", "torch", "interrupted\n"),
         ("qerl_lab.bench", "linear", "torch", "interrupted\n"),
         ("qerl_lab.report", "runs", "pandas", "interrupted\n"),
-        ("qerl_lab.tools.samples", "run", "omegaconf", "interrupted\n"),
         ("qerl_lab.tracking", "resync run", "mlflow", "interrupted\n"),
         ("qerl_lab.tools.pretrain", "out=made", "torch", "interrupted\n"),
     ],

@@ -13,7 +13,6 @@ from qerl_lab import exits
 from qerl_lab.cli import jobs, launch, scheduler
 from qerl_lab.cli.compose import Plan, make_plan
 from qerl_lab.cli.train import main
-from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.terminal import python
 
@@ -26,14 +25,11 @@ def write(name, text):
 sweep = os.path.dirname(run_dir)
 resolved = [name for name in sorted(os.listdir(sweep)) if os.path.exists(os.path.join(sweep, name, "resolved.yaml"))]
 write("seen.json", json.dumps({"resolved": resolved, "environment": dict(os.environ)}))
-if os.path.basename(run_dir).startswith("0-"):  # the first job: somebody edits what the others were composed from
-    for path in open(os.path.join(here, "edited")).read().splitlines():
-        with open(path, "w") as file: file.write("lora: {rank: [")
-    if os.path.exists(os.path.join(here, "stop")):
-        os.kill(os.getppid(), signal.SIGTERM)
-        while not os.path.exists(os.path.join(sweep, "INTERRUPTED")):  # or the next job may begin
-            time.sleep(0.01)
-        sys.exit(130)
+if os.path.basename(run_dir).startswith("0-") and os.path.exists(os.path.join(here, "stop")):
+    os.kill(os.getppid(), signal.SIGTERM)
+    while not os.path.exists(os.path.join(sweep, "INTERRUPTED")):  # or the next job may begin
+        time.sleep(0.01)
+    sys.exit(130)
 write("DONE", "{}")
 """
 
@@ -42,7 +38,6 @@ write("DONE", "{}")
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
-    (tmp_path / "edited").touch()
     command = [sys.executable, "-S", str(script)]
     monkeypatch.setattr(launch, "child_command", lambda run_dir: [*command, str(run_dir), str(tmp_path)])
     (tmp_path / "work").mkdir()
@@ -52,21 +47,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def seen(run_dir: str) -> dict:
     return json.loads(Path(run_dir, "seen.json").read_text())
-
-
-@pytest.fixture
-def own(here: Path) -> str:
-    """A configuration directory of the user's, whose file the first job breaks."""
-    path = here / "own" / "experiment" / "mine.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text("# @package _global_\n# mine\nexperiment: mine\nlora:\n  rank: 8\n")
-    (here / "edited").write_text(str(path))
-    return str(here / "own")
-
-
-def test_a_file_that_is_edited_after_the_plan_changes_no_job(own: str) -> None:
-    assert main(["-m", "--config-dir", own, "experiment=mine", "seed=0,1", "hydra.sweep.dir=sweep"]) == 0
-    assert [RunDirectory(Path("sweep", name)).config().lora.rank for name in ("0-mine-seed0", "1-mine-seed1")] == [8, 8]
 
 
 def test_every_directory_is_claimed_before_the_first_job_starts() -> None:
@@ -125,16 +105,6 @@ def test_a_job_that_somebody_else_runs_is_left_alone(here: Path, capfd: pytest.C
 
 def planned(*words: str, multirun: bool = True) -> Plan:
     return make_plan([*words], multirun)
-
-
-def test_a_directory_that_cannot_be_claimed_takes_the_others_with_it() -> None:
-    plan = planned("seed=0,1,2", "hydra.sweep.dir=a/b/sweep")
-    used = Path("a/b/sweep/2-adhoc-seed2")
-    used.mkdir(parents=True)
-    (used / "notes").touch()
-    with pytest.raises(ConfigError, match="is not empty"):
-        jobs.claim(plan, "the command")
-    assert sorted(path.name for path in Path("a").rglob("*")) == ["2-adhoc-seed2", "b", "notes", "sweep"]
 
 
 def test_a_claim_without_effect_leaves_no_directory(monkeypatch: pytest.MonkeyPatch) -> None:

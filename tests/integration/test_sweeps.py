@@ -59,8 +59,8 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     monkeypatch.setattr(launch, "child_command", lambda run_dir: [sys.executable, "-S", str(script), str(run_dir)])
-    monkeypatch.setattr(preflight, "has_gpu", lambda: False)
-    preflight.visible_gpus.cache_clear()
+    monkeypatch.setattr(preflight.machine, "has_gpu", lambda: False)
+    preflight.machine.visible_gpus.cache_clear()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return script
@@ -166,11 +166,11 @@ def test_a_run_whose_questions_were_in_a_file_that_changed_is_another_run() -> N
     assert sessions() == [1, 1]
     test = (data / "test.jsonl").read_text()
     (data / "test.jsonl").write_text(test.replace("9 + 1?", "9 + 2?"))
-    preflight._questions.cache_clear()  # which another command would not have
+    preflight.question_counts._questions.cache_clear()  # which another command would not have
     assert main(words) == 0
     assert sessions() == [1, 1, 1, 1]
     shutil.rmtree(data)
-    preflight._questions.cache_clear()
+    preflight.question_counts._questions.cache_clear()
     assert main(words) == 0  # nothing is left to run
     assert sessions() == [1, 1, 1, 1]
 
@@ -258,7 +258,7 @@ def test_a_pool_runs_so_many_jobs_at_once_and_no_more(capfd: pytest.CaptureFixtu
 
 
 def test_jobs_share_the_gpus_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "has_gpu", lambda: True)
+    monkeypatch.setattr(preflight.machine, "has_gpu", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     words = ["-m", "seed=10,11,12,13", "jobs=4", "cpu_threads=1", "optim.packing=off", "jobs_per_gpu=2"]
     assert main(words) == 0
@@ -270,7 +270,7 @@ def test_a_gpu_is_given_to_no_more_jobs_than_share_it() -> None:
     cards = scheduler.Cards(["0", "1"], 1)
     with cards.take(1) as first, cards.take(1) as second:
         assert {*first, *second} == {"0", "1"}
-        assert not cards._open()
+        assert cards._free.empty()
     with cards.take(2) as both:
         assert sorted(both) == ["0", "1"]
 
@@ -288,7 +288,6 @@ def test_ctrl_c_stops_the_jobs_of_a_pool_and_the_same_line_goes_on(child: Path) 
 
 @pytest.mark.parametrize(("words", "said"), [
     (["jobs=2"], "jobs=2 is of a sweep"),
-    (["rerun=true"], "rerun=true is of a sweep"),
     (["-m", "seed=0,1", "jobs_per_gpu=2"], "jobs_per_gpu=2 does nothing in a run with jobs=1"),
     (["-m", "seed=0,1", "jobs=2", "jobs_per_gpu=2", "device=cpu"],
      "jobs_per_gpu=2 does nothing in a run with device=cpu"),
@@ -310,27 +309,6 @@ def test_jobs_at_once_on_one_server_are_refused(capfd: pytest.CaptureFixture[str
     assert main([*words, "jobs=2"]) == 2
     assert "it has one run at a time. Type jobs=1" in capfd.readouterr().err
     assert main(words) == 0
-
-
-def test_too_few_gpus_for_a_job_are_told_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(preflight, "has_gpu", lambda: True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    preflight.visible_gpus.cache_clear()
-    assert main(["-m", "seed=0,1", "gpus=2", "optim.packing=off"]) == 2
-    assert "gpus=2, and this machine shows 1. Type gpus=1 or less" in capfd.readouterr().err
-
-
-def test_what_jobs_print_stays_with_them_and_a_line_tells_of_each(capfd: pytest.CaptureFixture[str]) -> None:
-    """One after the other as well as beside each other."""
-    assert main(["-m", "seed=0,1,3"]) == 1
-    err = capfd.readouterr().err
-    assert "job 0: done, reward 0.50, seed=0 (1 of 3 done" in err
-    assert "job 1: failed, reward 0.50, seed=1 (1 of 3 done, 1 failed" in err
-    assert "failed: ValueError: the reason\n" in err
-    assert "job 2: done, reward 0.50, seed=3 (2 of 3 done, 1 failed)" in err
-    assert "the console of 3\n" in [path.read_text() for path in Path("runs").rglob("console.txt")]
 
 
 def read(terminal: int) -> str:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from qerl_lab import preflight
 from qerl_lab.bench import __main__ as bench
 from qerl_lab.cli import jobs
 from qerl_lab.config.option import ConfigError
@@ -53,12 +52,6 @@ def test_processes_that_write_one_file_at_once_write_beside_each_other(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["a.1"]
     replace_file(tmp_path / "a", b"new", aside="1")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"new")]
-
-
-def test_a_directory_is_made_with_its_parents_and_stays_empty(tmp_path: Path) -> None:
-    for _ in range(2):
-        make_directory(tmp_path / "a" / "b", "out=a/b")
-        assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
 @pytest.mark.parametrize("folder", ["file/below", "/proc/nowhere/below", "file", f"ok/{'x' * 300}"])
@@ -145,10 +138,3 @@ def test_a_file_system_without_locks_is_written_all_the_same(
 )
 def test_a_run_prints_the_traceback_of_what_may_be_a_bug_alone(error: Exception, in_a_line: bool) -> None:
     assert is_told_in_a_line(error) == in_a_line
-
-
-def test_a_directory_whose_name_is_no_utf_8_is_refused(tmp_path: Path) -> None:
-    """torch, Parquet and JSON could not write its path, at the end of the run or to tell why it failed."""
-    with pytest.raises(ConfigError, match=r"cannot be made: its name is no UTF-8, .* Type another: run_dir=DIR"):
-        preflight.check_directory(tmp_path / os.fsdecode(b"a\xff"))
-    preflight.check_directory(tmp_path / "ünï")

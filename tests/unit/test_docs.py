@@ -15,7 +15,6 @@ import pytest
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.overrides import spell
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.spelling import readable
 from qerl_lab.tools import search
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +113,7 @@ def parse(command: str) -> object:
             at = words.index("--config-dir")
             folder = str(ROOT / words[at + 1])
             del words[at : at + 2]
-        return make_plan([readable(spell(word)) for word in words if word != "-m"], flagged, folder)
+        return make_plan([spell(word) for word in words if word != "-m"], flagged, folder)
     if module == "qerl_lab.tools.search":
         given = search.space([word for word in words if not search.is_own(word)], search.SearchOptions())
         ends = [f"{key}={low}" for key, (low, _) in given.ranges.items()]

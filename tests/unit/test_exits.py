@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from qerl_lab import exits
+from qerl_lab.config.option import ConfigError
+
 LEAVES = """
 import atexit, sys, threading, time
 from qerl_lab import exits
@@ -28,3 +31,35 @@ def test_a_command_leaves_with_its_code_once_threads_and_handlers_are_done(end: 
     done = subprocess.run([sys.executable, "-c", LEAVES + end], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (code, f"said\na thread\na handler\n{last}")
     assert done.stderr == "why"
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (ConfigError("one.\n  two"), 2, "error: one.\n  two\n"),
+        (ConfigError("uri=http://me:secret@host"), 2, "error: uri=http://***@host\n"),
+        (ValueError("one\n  two"), 1, "error: one two\n"),
+        (ValueError(), 1, "error: ValueError\n"),
+        (OSError(28, "No space left on device", "file"), 1, "error: [Errno 28] No space left on device: 'file'\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (KeyboardInterrupt("go on"), 130, "interrupted; go on\n"),
+    ],
+    ids=repr,
+)
+def test_what_ends_a_command_is_one_message_and_its_code(
+    raised: BaseException, code: int, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def work(words: list[str]) -> int:
+        raise raised
+
+    assert exits.command(work)([]) == code
+    assert capfd.readouterr() == ("", said)
+
+
+def test_a_bug_keeps_its_traceback_without_secrets() -> None:
+    code = "from qerl_lab import exits; exits.run(lambda words: {}['DB_PASS=abc'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+    assert "DB_PASS=***" in done.stderr
+    assert "abc" not in done.stderr

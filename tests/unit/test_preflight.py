@@ -4,7 +4,6 @@ import functools
 import importlib.util
 import json
 import shutil
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +32,7 @@ def _a_machine_without_a_gpu_and_no_child(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "child_command", refuse)
-    monkeypatch.setattr(preflight, "GPU_NODES", ())
+    monkeypatch.setattr(preflight.machine, "GPU_NODES", ())
 
 
 @pytest.fixture
@@ -72,23 +71,16 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
     ("line", "parts"),
     [
         ("scale=custom model.path=/no/such/place", ["model.path=/no/such/place is no directory", "Type model.path="]),
-        ("scale=custom model.path=file/x", ["file/x is no directory"]),
         ("-m hydra.sweep.dir=run seed=1,2", ["hydra.sweep.dir=", "run is the directory of a run"]),
-        ("scale=custom model.path=a/b/c", ["model.path=a/b/c is no directory"]),
         ("scale=custom model.path=file", ["model.path=", "file is a file", "a directory, a hub id"]),
         ("scale=custom model.path=gone.gguf", ["model.path=gone.gguf is no file", "Type model.path=FILE.gguf"]),
         ("scale=smollm2", ["SmolLM2-135M-Instruct.Q4_1.gguf is no file", "make smollm2", "where there is a hub"]),
         ("scale=custom model.path=file.gguf", ["file.gguf is no GGUF file, or not whole", "Download it again"]),
         ("scale=custom model.path=empty", ["model.path=", "empty holds no config.json"]),
         ("lora.target_modules=[q_proj,foo]", ["'foo' is no Linear layer", "allowed: down_proj,", "gate_proj"]),
-        ("lora.target_modules=[q_prj]", ["Did you mean q_proj?"]),
-        ("lora.target_modules=[input_layernorm]", ["'input_layernorm' is no Linear layer"]),
         ("aqn=linear aqn.norms=[input_layrnorm]", ["aqn.norms", "Did you mean input_layernorm?"]),
         ("format.ignore=[foo]", ["format.ignore: 'foo' is no Linear layer", "re:PATTERN"]),
-        ("format.ignore=['re:foo.*']", ["format.ignore: 're:foo.*'"]),
         ("task=gsm8k task.path=/no/such/place", ["task.path=/no/such/place is not there", "such as openai/gsm8k"]),
-        ("task=gsm8k task.path=a/b/c", ["task.path=a/b/c is not there", "Type task.path=DIRECTORY."]),
-        ("task=bigmath task.path=nowhere.jsonl", ["task.path=nowhere.jsonl is not there"]),
         ("task=gsm8k task.path=file", ["task.path=", "file is a file"]),
         ("task=gsm8k task.path=empty", ["has no train.jsonl"]),
         ("task=gsm8k task.path=none", ["has no training question"]),
@@ -100,7 +92,6 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
             "task=gsm8k task.path=one eval.questions=0 eval.every=1",
             ["one has 1 held-out questions", "or type eval.every=0."],
         ),
-        ("task=gsm8k task.path=unasked eval.every=1", ["has 0 held-out", "or type eval.questions=0 eval.every=0."]),
         ("task=gsm8k task.path=unasked eval.questions=0 eval.every=1", ["has 0 held-out", "or type eval.every=0."]),
         (
             "task.arithmetic.max_operand=2 task.arithmetic.min_steps=1 task.arithmetic.max_steps=1",
@@ -111,7 +102,6 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
         ),
         ("task=gsm8k task.path=garbage", ["train.jsonl:1 is not JSON"]),
         ("run_dir=file/under", ["file is a file", "run_dir=DIR"]),
-        (f"run_dir={'x' * 300}", ["over 255 bytes"]),
         ("device=cuda", ["device=cuda", "shows no GPU", "Type device=cpu"]),
         ("gpus=2", ["gpus=2, and this machine shows none", "Type gpus=1, or device=cpu"]),
         ("cpu_threads=1024", ["cpu_threads=1024 is more than the", "cores of this machine"]),
@@ -128,7 +118,6 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
             ["on a GPU only, and this machine shows none", "Type rollout=transformers, or format=bf16"],
             marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
         ),
-        ("rollout.vllm.kv_cache_gib=2", ["rollout.vllm.kv_cache_gib", "rollout=vllm"]),
         (
             "rollout=vllm_server rollout.vllm.sleep=true",
             ["rollout.vllm.sleep", "does nothing in a run with rollout.engine=vllm_server"],
@@ -239,14 +228,11 @@ LONG = {"max_position_embeddings": 32768}
 @pytest.mark.parametrize(
     ("config", "tokens"),
     [
-        ({}, None),
         (LONG, 32768),
-        (LONG | {"rope_scaling": None}, 32768),
         (LONG | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 32768),
         (LONG | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}, 131072),
         (LONG | {"rope_scaling": {"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 4096}}, 32768),
         (LONG | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 65536),
-        (LONG | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 65536),
         (
             LONG | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}},
             32768,
@@ -297,7 +283,7 @@ def test_what_is_asked_for_beyond_the_questions_that_there_are_is_said() -> None
 
 
 def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "memory", lambda: 10**15)
+    monkeypatch.setattr(preflight.machine, "memory", lambda: 10**15)
     monkeypatch.setattr(preflight, "_refuse_full", lambda *_: None)
     with pytest.raises(ConfigError, match="shows no GPU: a step would take hours"):
         preflight.check(plain(model__path="Qwen/Qwen2.5-7B-Instruct"), Path.cwd() / "run")
@@ -323,13 +309,13 @@ def test_the_size_in_a_name_on_the_hub(name: str, count: int | None) -> None:
 
 
 def test_a_model_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "memory", lambda: 3_000_000)
+    monkeypatch.setattr(preflight.machine, "memory", lambda: 3_000_000)
     with pytest.raises(ConfigError, match=r"which take 0\.0 GiB with format=nvfp4, and this machine has 0\.0 GiB"):
         preflight.check(plain(), Path.cwd() / "run")
     assert preflight.check(plain(format__dense_cache="off"), Path.cwd() / "run") == []  # half a byte a weight
     monkeypatch.undo()
-    monkeypatch.setattr(preflight, "GPU_NODES", ("/dev/null",))
-    monkeypatch.setattr(preflight, "gpu_memory", lambda: 24 * 2**30)
+    monkeypatch.setattr(preflight.machine, "GPU_NODES", ("/dev/null",))
+    monkeypatch.setattr(preflight.machine, "gpu_memory", lambda: 24 * 2**30)
     hub = plain(model__path="Qwen/Qwen2.5-32B-Instruct", format__name="bf16")
     with pytest.raises(ConfigError, match=r"59\.6 GiB with format=bf16, and the GPU has 24\.0 GiB.*format=nvfp4"):
         preflight.check(hub, Path.cwd() / "run")
@@ -337,19 +323,14 @@ def test_a_model_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPa
 
 def test_a_gpu_is_what_the_system_shows_and_the_environment_does_not_hide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert not preflight.has_gpu()
-    monkeypatch.setattr(preflight, "GPU_NODES", ("/dev/null",))
-    assert preflight.has_gpu()
+    assert not preflight.machine.has_gpu()
+    monkeypatch.setattr(preflight.machine, "GPU_NODES", ("/dev/null",))
+    assert preflight.machine.has_gpu()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not preflight.has_gpu()
+    assert not preflight.machine.has_gpu()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(ConfigError, match="dense_cache=on is refused on a GPU"):
         preflight.check(plain(format__dense_cache="on"), Path.cwd() / "run")
-
-
-def test_memory_is_what_the_system_or_the_control_group_allows() -> None:
-    found = preflight.memory()
-    assert found is None or 2**28 < found < 2**50
 
 
 def test_a_full_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,19 +338,6 @@ def test_a_full_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ConfigError, match=r"has 0\.00 GiB free, and its checkpoints take 0\.07 GiB.*run_dir=DIR"):
         preflight.check(plain(), Path.cwd() / "run")
-
-
-def test_checkpoints_beyond_those_that_a_run_writes_take_no_room() -> None:
-    assert preflight.check(plain(checkpoint__keep=10**15, checkpoint__every=0), Path.cwd() / "run") == []
-
-
-def test_a_directory_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = tmp_path / "closed"
-    closed.mkdir()
-    closed.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    monkeypatch.setattr(preflight.os, "access", lambda path, mode: Path(path) != closed)  # who is root may write there
-    with pytest.raises(ConfigError, match=r"closed/a/b cannot be written: .*/closed is read-only"):
-        preflight.check_directory(closed / "a" / "b")
 
 
 def test_the_default_difficulty_has_as_many_problems_as_are_counted_on() -> None:
@@ -388,7 +356,7 @@ def test_a_training_set_larger_than_there_are_problems_ends_soon_with_all_of_the
 
 def test_an_engine_on_a_server_needs_neither_vllm_nor_a_gpu_here(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any format: the server computes."""
-    monkeypatch.setattr(preflight, "has_gpu", lambda: False)
+    monkeypatch.setattr(preflight.machine, "has_gpu", lambda: False)
     preflight.check_engine(tiny(rollout__engine="vllm_server", format__name="nvfp4"))
     with pytest.raises(ConfigError, match=r"^rollout\.engine=vllm "):
         preflight.check_engine(tiny(rollout__engine="vllm", format__name="nvfp4"))
@@ -397,7 +365,7 @@ def test_an_engine_on_a_server_needs_neither_vllm_nor_a_gpu_here(tiny, monkeypat
 def test_memory_that_sleeps_is_refused_in_segments_that_vllm_does_not_know_of(
     tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "has_gpu", lambda: True)
+    monkeypatch.setattr(preflight.machine, "has_gpu", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     cfg = tiny(device="auto", rollout__engine="vllm", rollout__vllm__sleep=True)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -26,7 +26,7 @@ LAUNCHER = "lab"  # our launcher, in hydra_plugins
 HERE = ("basic", "joblib", "submitit_local")  # other launchers whose jobs run on this machine
 
 
-class Left(BaseException):
+class PastHydra(BaseException):
     """Carries an exception past Hydra, which only logs exceptions raised in callbacks."""
 
 
@@ -35,7 +35,7 @@ def _past_hydra() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise Left from error
+        raise PastHydra from error
 
 
 class CheckJobs(Callback):
@@ -60,7 +60,7 @@ class CheckJobs(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         launcher = config.hydra.runtime.choices["hydra/launcher"]
         plan = compose.sweep(config, GlobalHydra.instance().config_loader())
-        self.plan = _claimed(plan) if launcher == LAUNCHER else _for_another(plan, launcher)
+        self.plan = _claimed(plan) if launcher == LAUNCHER else _for_other_launcher(plan, launcher)
         with read_write(config.hydra), open_dict(config.hydra):
             config.hydra.sweep.dir = str(self.plan.directory)
             # Other launchers compose their jobs again from these words.
@@ -80,13 +80,13 @@ def command_line(words: Sequence[str] | None = None) -> str:
 
 def _claimed(plan: Plan) -> Plan:
     """Check the jobs, then print them (dry run) or claim their directories. Raises ConfigError."""
-    plan = _ready(jobs.reuse(plan), plan.jobs[0].config.launcher == "local")
+    plan = _checked_unless_dry(jobs.reuse(plan), plan.jobs[0].config.launcher == "local")
     plan = jobs.claim(plan, command_line())
     print(manual.opening(plan), flush=True)
     return plan
 
 
-def _for_another(plan: Plan, launcher: str) -> Plan:
+def _for_other_launcher(plan: Plan, launcher: str) -> Plan:
     """Check the jobs of a launcher that is not ours; each job claims the directory that Hydra gives it.
 
     A sweep continues in an existing directory only if that holds all of its runs. Raises ConfigError, also for a key
@@ -104,15 +104,15 @@ def _for_another(plan: Plan, launcher: str) -> Plan:
         run = RunDirectory(job.run_dir)
         if run.is_claimed and jobs.identity(run.settings()) != jobs.identity(as_recorded(job.config)):
             raise ConfigError(f"{run.path} has a run of another configuration. Type another hydra.sweep.dir.")
-    plan = _ready(replace(plan, jobs=own, directory=directory), launcher in HERE)
+    plan = _checked_unless_dry(replace(plan, jobs=own, directory=directory), launcher in HERE)
     print(manual.opening(plan), flush=True)
     return plan
 
 
-def _ready(plan: Plan, is_here: bool) -> Plan:
+def _checked_unless_dry(plan: Plan, is_here: bool) -> Plan:
     """Check the jobs and note what they cut, or print the table of a dry run and exit. Raises ConfigError."""
     is_dry = any(job.config.dry_run for job in plan.jobs)
-    plan = foreseen(plan, is_here, is_dry)
+    plan = checked(plan, is_here, is_dry)
     if plan.multirun and RunDirectory(plan.directory).is_claimed:
         raise ConfigError(f"hydra.sweep.dir={plan.directory} is the directory of a run. Type another for the sweep.")
     if plan.directory_given and not plan.multirun:
@@ -123,7 +123,7 @@ def _ready(plan: Plan, is_here: bool) -> Plan:
     return plan
 
 
-def foreseen(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
+def checked(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
     """Note in each job what its run will cut. Raises ConfigError for the first job that could not start.
 
     A dry run notes what this machine lacks instead of raising: the run may be meant for another machine.
@@ -131,7 +131,7 @@ def foreseen(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
     seen = []
     for job in plan.jobs:
         try:
-            cut = _cut(job, is_here, is_dry)
+            cut = _preflight_notes(job, is_here, is_dry)
         except ConfigError as error:
             where = f"job {job.number} ({' '.join(job.overrides)}): " if plan.multirun else ""
             raise ConfigError(f"{where}{error}") from None
@@ -143,7 +143,7 @@ def foreseen(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
     return replace(plan, jobs=seen)
 
 
-def _cut(job: Job, is_here: bool, is_dry: bool) -> list[str]:
+def _preflight_notes(job: Job, is_here: bool, is_dry: bool) -> list[str]:
     run = RunDirectory(job.run_dir)
     if job.begun and run.status == "done":
         run.refuse_damaged()

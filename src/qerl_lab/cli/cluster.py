@@ -27,13 +27,21 @@ if TYPE_CHECKING:
 
     from qerl_lab.cli.scheduler import Call, Ended
 
-OURS = ("array", "output", "error", "open-mode", "nodes", "ntasks-per-node", "signal")  # sbatch flags set by submitit
+SET_BY_SUBMITIT = (
+    "array",
+    "output",
+    "error",
+    "open-mode",
+    "nodes",
+    "ntasks-per-node",
+    "signal",
+)  # sbatch flags set by submitit
 GPU_FLAGS = {"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"}
 CPU_FLAGS = {"cpus-per-task", "exclusive"}
 SIGNAL_SECONDS = 300  # sent so long before the time limit, so that the job saves; a step may take that long
 LEAST_MINUTES = 10
 GOES_ON = "Nothing was started; the same line, corrected, begins the jobs in their directories."
-TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")  # Slurm's formats: D-H:M:S, D-H:M, D-H, H:M:S, M:S, M
+TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):(\d+):(\d+)|(\d+))")  # of the formats of Slurm D-H:M:S, H:M:S and M
 
 
 def check(cfg: RunConfig) -> None:
@@ -67,29 +75,22 @@ def flags(text: str) -> dict[str, Any]:
             raise ConfigError(
                 f"slurm={text}: {word} is not --NAME=VALUE. Type for example --partition=gpu, not -p gpu."
             )
-        if name in OURS:
+        if name in SET_BY_SUBMITIT:
             raise ConfigError(f"slurm={text}: {name} is set for every sweep. Leave it out; jobs=N caps the array.")
         found[name] = value if sign else True
     return found
 
 
 def minutes(given: dict[str, Any]) -> int:
-    """Return the time limit of a job in minutes, from `--time` as Slurm reads it. Raises ConfigError."""
+    """Return the time limit of a job in minutes, from `--time`. Raises ConfigError."""
     match = TIME.fullmatch(str(given.get("time", "")))
     if match is None:
         raise ConfigError(
-            f"slurm= has {'--time=' + str(given['time']) if 'time' in given else 'no --time'}, the limit of a job. "
-            "Type for example slurm='--partition=gpu --time=2:00:00'."
+            f"slurm= has {'--time=' + str(given['time']) if 'time' in given else 'no --time'}; allowed: the limit of a "
+            "job as minutes, H:M:S or D-H:M:S. Type for example slurm='--partition=gpu --time=2:00:00'."
         )
-    days, *parts = (int(part) for part in match.groups(default="-1"))
-    first, second, third = parts
-    if days >= 0:
-        hours, mins, seconds = first, max(second, 0), max(third, 0)
-    elif third >= 0:
-        hours, mins, seconds = parts
-    else:
-        hours, mins, seconds = 0, first, max(second, 0)
-    return max(1, (max(days, 0) * 24 + hours) * 60 + mins + (seconds > 0))
+    days, hours, mins, seconds, only = (int(part) for part in match.groups(default="0"))
+    return only or max(1, (days * 24 + hours) * 60 + mins + (seconds > 0))
 
 
 def needs(configs: Sequence[RunConfig], given: Mapping[str, Any]) -> dict[str, int]:

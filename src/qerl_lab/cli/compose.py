@@ -35,7 +35,7 @@ from qerl_lab.cli.overrides import (
     shown,
     spell,
 )
-from qerl_lab.config.arm import by_content, values_of
+from qerl_lab.config.arm import OF_SWEEPS, by_content, values_of
 from qerl_lab.config.files import choices_of, group_folder, package_data
 from qerl_lab.config.keys import NUMBERS, schema, typed
 from qerl_lab.config.option import ConfigError
@@ -103,7 +103,8 @@ def single(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     """Check the run that Hydra composed. Raises ConfigError."""
     typed_words = _unresolved(cfg.hydra.overrides.task)
     config, words = _checked_job(cfg, typed_words, loader)
-    intent.refuse_of_sweeps(words)
+    for key in (key for key in OF_SWEEPS if key in words):
+        raise ConfigError(f"{key}={words[key]} is of a sweep, and this command runs one job. Leave {key} out.")
     intent.refuse_directory_of(_of_hydra(cfg), "hydra.sweep.", "a sweep, and this command runs one job")
     intent.check_all_act([(config, words)])
     HydraConfig.instance().set_config(cfg)
@@ -129,10 +130,12 @@ def sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
                 f"run_dir={config.run_dir} cannot serve a sweep, whose jobs get a directory each. "
                 f"Type {shell_word('hydra.sweep.dir', config.run_dir)}."
             )
+        with open_dict(cfg):
+            cfg.hydra.job.num = cfg.hydra.job.id = number
+        HydraConfig.instance().set_config(cfg)
         notes = intent.notes(config, cfg.optim.micro_batch_size, words)
-        jobs.append(Job(number, shown(overrides), config, directory / _subdirectory(cfg, number), notes))
-    _refuse_shared_directories(jobs)
-    _refuse_equal(jobs)
+        jobs.append(Job(number, shown(overrides), config, directory / str(cfg.hydra.sweep.subdir), notes))
+    _refuse_alike(jobs)
     intent.refuse_several_of_sweep([job.config for job in jobs])
     intent.check_all_act([(job.config, intent.words_by_key(job.overrides)) for job in jobs])
     return Plan(jobs, directory, _sets(master, "hydra.sweep.dir"), True)
@@ -188,15 +191,12 @@ def _check_arm(
         return
     typed_words = " ".join(f"{key}={words[key]}" for key in touching)
     changed = ", ".join(f"{name}={typed(own[name])}" for name in declared if own[name] != now[name])
-    if same := next((name for name in choices_of("experiment") if of(name) == now), None):
-        remedy = f"+experiment={same} instead"
-    else:
-        usual = identity(RunConfig())
-        own_words = [_option_or_key(key, now[key]) for key in declared if _names_option(key) or now[key] != usual[key]]
-        remedy = f"{' '.join(own_words)} instead, without experiment={arm}"
+    same = next((name for name in choices_of("experiment") if of(name) == now), None)
+    usual = identity(RunConfig())
+    others = " ".join(f"{key}={typed(now[key])}" for key in declared if now[key] != usual[key])
     raise ConfigError(
         f"{typed_words} changes what experiment={arm} stands for ({changed}), and the run would keep its name. "
-        f"Type {remedy}."
+        f"Type {f'+experiment={same} instead' if same else f'{others} instead, without experiment={arm}'}."
     )
 
 
@@ -206,17 +206,6 @@ def _declared_keys() -> frozenset[str]:
     files, kinds = group_folder("experiment").glob("*.yaml"), schema()
     declared = {key for file in files for key in yaml.safe_load(file.read_text(encoding="utf-8"))["differs_in"]}
     return frozenset(key for key in declared if kinds[key] not in NUMBERS)
-
-
-def _names_option(name: str) -> bool:
-    """Tell whether a key holds the name of its group's option: format.name, aqn.schedule."""
-    return name.rpartition(".")[2] in ("name", "schedule")
-
-
-def _option_or_key(name: str, value: Any) -> str:
-    """Return `format=nvfp4` for format.name if the group has such an option, else `format.name=VALUE`."""
-    group = name.partition(".")[0]
-    return f"{group}={value}" if _names_option(name) and value in choices_of(group) else f"{name}={typed(value)}"
 
 
 def _sets(cfg: DictConfig, key: str) -> bool:
@@ -263,34 +252,21 @@ def _expand(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
     return jobs
 
 
-def _subdirectory(cfg: DictConfig, number: int) -> str:
-    """Resolve hydra.sweep.subdir for this job."""
-    with open_dict(cfg):
-        cfg.hydra.job.num = cfg.hydra.job.id = number
-    HydraConfig.instance().set_config(cfg)
-    return str(cfg.hydra.sweep.subdir)
+def _refuse_alike(jobs: list[Job]) -> None:
+    """Raise ConfigError for two jobs of one directory, or of equal configuration and seed.
 
-
-def _refuse_shared_directories(jobs: list[Job]) -> None:
-    seen: dict[Path, int] = {}
+    Later commands could not match the runs of equal jobs. Two copies of one model count as the same model.
+    """
+    in_directory, with_content = dict[Path, int](), dict[str, int]()
     for job in jobs:
-        other = seen.setdefault(job.run_dir, job.number)
+        other = in_directory.setdefault(job.run_dir, job.number)
         if other != job.number:
             raise ConfigError(
                 f"jobs {other} and {job.number} would share the run directory {job.run_dir}; hydra.sweep.subdir must "
                 "differ between jobs. Leave it out, or put ${hydra.job.num} in it."
             )
-
-
-def _refuse_equal(jobs: list[Job]) -> None:
-    """Raise ConfigError if two jobs have equal configuration and seed: later commands could not match their runs.
-
-    Two copies of one model count as the same model.
-    """
-    seen: dict[str, int] = {}
-    for job in jobs:
         values = {name: value for name, value in values_of(job.config).items() if name != "model.name"}
-        other = seen.setdefault(repr(by_content(values)), job.number)
+        other = with_content.setdefault(repr(by_content(values)), job.number)
         if other != job.number:
             raise ConfigError(
                 f"jobs {other} and {job.number} are the same run ({' '.join(job.overrides)}). "

@@ -1,27 +1,28 @@
-"""Parse KEY=VALUE words, in Hydra's override grammar, into a dataclass of `option` fields.
+"""Read KEY=VALUE words into a dataclass of `option` fields, for every command but the main one, which is Hydra's.
 
-The dataclass also produces `--help`. Hydra is imported only to parse a word, so that `--help` prints at once.
+The dataclass also produces `--help`.
 """
 
 import os
+import re
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_origin, get_type_hints
+from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.keys import TEXT, has_type, of_others, type_words, typed, unknown_key, wrong_type
+from qerl_lab.config.keys import TEXT, by_foreign_name, has_type, typed, unknown_key, wrong_type
 from qerl_lab.config.option import ConfigError, bounds_in_words, check_bounds, did_you_mean
-from qerl_lab.config.spelling import as_text, in_double_quotes, readable
+from qerl_lab.config.spelling import shell_word, unquoted
 from qerl_lab.exits import OK, Main, command
 from qerl_lab.processes import refuse_several
-
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
 
 Options = TypeVar("Options")
 WIDTH = 100
 HELP = ("--help", "-h")
+# Texts of values that are no text; other texts stay as they are, and then have the wrong type.
+VALUES: Mapping[str, Any] = {"null": None, "true": True, "false": False}
+ITEM = re.compile(r"""\s*('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,]+)""")  # of a list: quoted, or up to a comma
 
 
 @dataclass(frozen=True)
@@ -83,21 +84,26 @@ def main_of(commands: Mapping[str, Command[Any]]) -> Main:
 def read(kind: type[Options], words: Sequence[str], bare: str = "") -> Options:
     """Parse a command's words into a flat dataclass. Raises ConfigError for the first word that does not fit.
 
-    Words without a key are values of the option `bare`. They are paths from the shell, and are not parsed.
+    Values are written as in Hydra's grammar, but a text needs no quotes. Words without a key are values of the option
+    `bare`: paths from the shell.
     """
     types, defaults = get_type_hints(kind), kind()
     given: dict[str, Any] = {}
     typed_for: list[tuple[str, str]] = []  # key, word
     paths: list[str] = []
     for word in words:
-        if bare and not _has_key(word, types):
+        key, sign, text = word.lstrip("+").partition("=")
+        # A path may have an equals sign in it, too.
+        if bare and not word.startswith("-") and (not sign or (key not in types and os.path.exists(word))):
             paths.append(word)
             continue
-        override = parse(word, types)
-        key = override.get_key_element().lstrip("+")
+        if word.startswith("-"):
+            raise not_a_flag(word, {key: f"{key}=VALUE" for key in types}, HELP)
+        if not sign or not key:
+            raise unreadable(word, types)
         if key not in types:
             raise unknown_key(key, list(types), _hint(key, list(types)))
-        given[key] = _value(override, key, types[key], getattr(defaults, key), word.partition("=")[2])
+        given[key] = _value(key, types[key], text, getattr(defaults, key))
         typed_for.append((key, word))
     if paths and get_origin(types[bare]) is list:
         given[bare] = paths
@@ -106,38 +112,40 @@ def read(kind: type[Options], words: Sequence[str], bare: str = "") -> Options:
         given[bare] = paths[0]
         typed_for += [(bare, path) for path in paths]
     refuse_twice(typed_for)
-    return _made(kind, given)
+    made = kind(**given)
+    for name, field, value in leaves(made):
+        check_bounds(name, field.metadata, value)
+    return made
 
 
 def _hint(key: str, keys: list[str]) -> str:
     """Return ` Did you mean x?` for what a run or another program calls a key, or for a close name; else nothing."""
-    meant = (of_others(key) or "").partition("=")[0]
+    meant = (by_foreign_name(key) or "").partition("=")[0]
     ends = (meant.rpartition(".")[2], meant.partition(".")[0])
     return next((f" Did you mean {end}?" for end in ends if end in keys), did_you_mean(key, keys))
 
 
-def _has_key(word: str, keys: Collection[str]) -> bool:
-    """Tell whether a word is KEY=VALUE or a flag. A path may have an equals sign in it, too."""
-    key, sign, _ = word.lstrip("+").partition("=")
-    return word.startswith("-") or (sign != "" and (key in keys or not os.path.exists(os.path.expanduser(word))))
+def _value(key: str, kind: Any, text: str, default: Any) -> Any:
+    """Read the text of a value as `kind`; `a,b` is the list `[a,b]`. Raises ConfigError for another type."""
+    if get_origin(kind) is list:
+        inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+        value: Any = [_scalar(item.strip(), get_args(kind)[0]) for item in ITEM.findall(inner)]
+    else:
+        value = _scalar(text, kind)
+    if not has_type(value, kind):
+        raise ConfigError(wrong_type(key, kind, text if isinstance(value, list) else value, default))
+    return value
 
 
-def parse(word: str, keys: Mapping[str, Any]) -> "Override":
-    """Parse a word by Hydra's grammar. Raises ConfigError for a flag, and for anything but KEY=VALUE."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    if word.startswith("-"):
-        raise not_a_flag(word, {key: f"{key}=VALUE" for key in keys}, HELP)
-    key, sign, value = word.partition("=")
-    spelled = key + sign + (as_text(value) if keys.get(key.lstrip("+")) in TEXT else value)
-    try:
-        override = OverridesParser.create().parse_override(readable(spelled))
-    except HydraException:
-        raise unreadable(word, keys) from None
-    if override.is_delete() or not override.key_or_group:
-        raise unreadable(word, keys)
-    return override
+def _scalar(text: str, kind: Any) -> Any:
+    if kind in TEXT:
+        return None if text == "null" else unquoted(text)
+    for number in (float,) if kind in (float, float | None) else (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return VALUES.get(text.lower(), text)
 
 
 def not_a_flag(word: str, keys: Mapping[str, str], flags: Sequence[str]) -> ConfigError:
@@ -156,40 +164,11 @@ def unreadable(word: str, keys: Mapping[str, Any]) -> ConfigError:
     key, sign, value = word.partition("=")
     if not sign:
         return ConfigError(f"{word} cannot be read. Type KEY=VALUE, or leave {word} out.")
-    one = f" As one value that is {in_double_quotes(key, value)}." if keys.get(key.lstrip("+")) in TEXT else ""
+    one = f" As one value that is {shell_word(key, value)}." if keys.get(key.lstrip("+")) in TEXT else ""
     return ConfigError(
         f"{typed(word)} cannot be read. Type KEY=VALUE, and put a value that has one of , = ( ) [ ] {{ }} "
         f"or spaces in it between quotes, inside the shell's: \"KEY='a, b'\".{one}"
     )
-
-
-def _value(override: "Override", key: str, kind: Any, default: Any, text: str) -> Any:
-    """Return an override's value as `kind`. Raises ConfigError for another type, or for several values."""
-    value = override.value()
-    if get_origin(kind) is list:
-        value = _as_list(override, value)
-    elif override.is_sweep_override() and kind in TEXT:
-        one = in_double_quotes(key, text)
-        raise ConfigError(f"{key}={text} is several values. Type one of them, or {one} if the comma is part of it.")
-    elif override.is_sweep_override():
-        raise ConfigError(wrong_type(key, kind, text, default))
-    if isinstance(value, str) and "${" in value:
-        return value  # interpolation: OmegaConf checks its type
-    if not has_type(value, kind):
-        shown = text if override.is_sweep_override() else value
-        raise ConfigError(wrong_type(key, kind, shown, default))
-    return value
-
-
-def _as_list(override: "Override", value: Any) -> Any:
-    """Read `a` and `a,b` as `[a]` and `[a,b]` for a list key: these commands have no sweeps."""
-    from hydra.core.override_parser.types import QuotedString
-
-    if override.is_sweep_override():
-        if not override.is_discrete_sweep():
-            return value
-        return [item.text if isinstance(item, QuotedString) else item for item in override.sweep_iterator()]
-    return [value] if isinstance(value, str | int | float) and "${" not in str(value) else value
 
 
 def refuse_twice(lines: Iterable[tuple[str, str]]) -> None:
@@ -200,28 +179,6 @@ def refuse_twice(lines: Iterable[tuple[str, str]]) -> None:
     for key, given in words.items():
         if len(given) > 1:
             raise ConfigError(f"{key} is given {len(given)} times: {' '.join(given)}. Type one of them.")
-
-
-def _made(kind: type[Options], given: dict[str, Any]) -> Options:
-    """Build the dataclass through OmegaConf, which resolves interpolations, and check its bounds."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    types, config = get_type_hints(kind), OmegaConf.structured(kind)
-    try:
-        for key, value in given.items():
-            config[key] = value
-        made = OmegaConf.to_object(config)
-    except OmegaConfBaseException as error:  # an interpolation without a target, or with one of another type
-        place = str(error.full_key)  # key[0] for an item of a list
-        allowed = type_words(types[place.partition("[")[0]])
-        raise ConfigError(f"{place}: {str(error).splitlines()[0].rstrip('.')}; allowed: {allowed}.") from None
-    assert isinstance(made, kind)
-    for name, field, value in leaves(made):
-        if not has_type(value, types[name]):  # OmegaConf does not check the items of an interpolated list
-            raise ConfigError(wrong_type(name, types[name], value, getattr(kind(), name)))
-        check_bounds(name, field.metadata, value)
-    return made
 
 
 def manual(command: Command[Any]) -> str:

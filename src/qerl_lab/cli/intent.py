@@ -3,11 +3,9 @@
 The schema and its rules check values from any source. A typed key must moreover have an effect.
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -18,7 +16,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.rules import largest_divisor
 from qerl_lab.config.schema import POCKET, FormatConfig, RunConfig
-from qerl_lab.config.variants import missing
+from qerl_lab.config.variants import inert_keys
 from qerl_lab.disk import read_json
 from qerl_lab.model import on_disk
 
@@ -48,26 +46,14 @@ def name_model(cfg: RunConfig, words: Mapping[str, str]) -> None:
 
 
 def take_rounding(cfg: RunConfig, words: Mapping[str, str]) -> None:
-    """Set the rounding rule recorded in a quantized checkpoint, unless the user typed one. In place."""
-    for key, value in _noted_rounding(cfg).items():
-        if f"format.{key}" not in words and getattr(cfg.format, key) == getattr(FormatConfig(), key):
-            setattr(cfg.format, key, value)
-
-
-def _noted_rounding(cfg: RunConfig) -> dict[str, Any]:
-    """Read the rounding options of the run's format from the checkpoint's quality.json. Raises ConfigError."""
-    file, name = Path(cfg.model.path) / QUALITY, cfg.format.name
+    """Set the rounding rules recorded in a quantized checkpoint, unless the user typed them. In place."""
+    file = Path(cfg.model.path) / QUALITY
     about = read_json(file, dict) if cfg.model.path != POCKET and file.is_file() else {}
-    noted = about.get("options", {}) if about.get("format") == name else {}
-    own = [f for f in fields(FormatConfig) if f.metadata["only"] == name]
-    allowed = [json.dumps({f.name: value}) for f in own for value in f.metadata["choices"] or (True, False)]
-    given = [json.dumps({key: value}) for key, value in noted.items()] if isinstance(noted, dict) else [str(noted)]
-    if wrong := next((entry for entry in given if entry not in allowed), None):
-        raise ConfigError(
-            f"{file} notes {wrong} under options; allowed for {name}: {', '.join(allowed) or 'nothing'}. "
-            "Correct it there, or move the file away."
-        )
-    return noted
+    noted = about.get("options", {}) if about.get("format") == cfg.format.name else {}
+    for f in fields(FormatConfig):
+        is_usual = getattr(cfg.format, f.name) == f.default and f"format.{f.name}" not in words
+        if f.metadata["only"] == cfg.format.name and f.name in noted and is_usual:
+            setattr(cfg.format, f.name, noted[f.name])
 
 
 def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:
@@ -99,13 +85,6 @@ def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:
         )
 
 
-def refuse_of_sweeps(words: Mapping[str, str]) -> None:
-    """Raise ConfigError for a sweep key in the command of a single run."""
-    for key in OF_SWEEPS:
-        if key in words:
-            raise ConfigError(f"{key}={words[key]} is of a sweep, and this command runs one job. Leave {key} out.")
-
-
 def refuse_directory_of(lines: Sequence[str], key: str, what: str) -> None:
     """Raise ConfigError for a sweep's directory key in a single run, or a run's in a sweep."""
     for line in lines:
@@ -135,7 +114,7 @@ def check_all_act(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
 
     A word that differs between jobs must have an effect in each: else two jobs would be the same run under two names.
     """
-    dead = [{key: variant for key, variant in missing(cfg).items() if key in words} for cfg, words in jobs]
+    dead = [{key: variant for key, variant in inert_keys(cfg).items() if key in words} for cfg, words in jobs]
     for number, (cfg, words) in enumerate(jobs):
         for key, variant in dead[number].items():
             is_shared = all(others.get(key) == words[key] for _, others in jobs)

@@ -18,6 +18,7 @@ from qerl_lab.config.rules import validate
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word, shell_word
 from qerl_lab.disk import lock
+from qerl_lab.preflight import machine, question_counts
 from qerl_lab.record.directory import (
     RunDirectory,
     first_missing,
@@ -50,7 +51,7 @@ def reuse(plan: Plan) -> Plan:
     for job in plan.jobs:
         own = identity(as_recorded(job.config), varying)
         same = [run for run, its in known if run.path not in taken and its == own]
-        same = [run for run in same if _asks_the_same(run, job.config)]
+        same = [run for run in same if _has_same_questions(run, job.config)]
         if same:
             run = next((run for run in same if run.status == "done"), same[0])
             taken.add(run.path)
@@ -89,11 +90,11 @@ def _known(sweeps: list[Path], seeds: set[int], varying: set[str]) -> list[tuple
     return found
 
 
-def _asks_the_same(run: RunDirectory, config: RunConfig) -> bool:
+def _has_same_questions(run: RunDirectory, config: RunConfig) -> bool:
     """Tell whether the files of the questions are unchanged since the run began."""
     try:
         then = run.environment().get("data") or {}
-        now = preflight.questions(config) if then else {}
+        now = question_counts.questions(config) if then else {}
     except ConfigError:  # the files are gone: an unfinished run reports that when it resumes
         return True
     return all(then[key] == now[key] for key in ("training_sha256", "heldout_sha256") if key in then and key in now)
@@ -111,7 +112,7 @@ def sweep_name(directory: Path) -> str:
     return f"{directory.parent.name}/{directory.name}"
 
 
-def of_sweep(directory: Path) -> Plan | None:
+def plan_of_sweep(directory: Path) -> Plan | None:
     """Return the jobs of a sweep's directory with their recorded configurations; None if it is no sweep."""
     if not (directory / LOCK).exists():
         return None
@@ -185,8 +186,8 @@ def extend(run: RunDirectory, steps: int) -> None:
     run.check()
     run.starting_point(was)  # raises for a record that lacks a step, while DONE still exists
     preflight.check(cfg, run.path)
-    run.refuse_other_device("cuda" if cfg.device != "cpu" and preflight.has_gpu() else "cpu")
-    if questions := preflight.questions(cfg):
+    run.refuse_other_device("cuda" if cfg.device != "cpu" and machine.has_gpu() else "cpu")
+    if questions := question_counts.questions(cfg):
         run.refuse_other_data(questions)
     with run.locked():
         run.extend(cfg)

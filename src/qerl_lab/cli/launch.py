@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -21,7 +21,6 @@ from typing import Any, BinaryIO, TextIO
 
 from qerl_lab import exits, terminal
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.exits import SIGNALS, USAGE, heard
 from qerl_lab.processes import rank_variables, refuse_several
@@ -50,7 +49,7 @@ CHILD_ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class OfSweep:
+class SweepJob:
     """Settings of a run that is a job of a sweep.
 
     The run stops after its step once `stop_file` exists, and at once if that contains `ABORT`. `label` names it on the
@@ -63,7 +62,7 @@ class OfSweep:
     console: Path
 
 
-def start(run: RunDirectory, made: Path | None = None, of: OfSweep | None = None) -> int:
+def start(run: RunDirectory, made: Path | None = None, of: SweepJob | None = None) -> int:
     """Run the job of a claimed directory to its end; return its exit code (0, 1 or 130).
 
     Raises ConfigError if the run cannot use its configuration, after removing the directory and its new parents up to
@@ -83,7 +82,7 @@ def start(run: RunDirectory, made: Path | None = None, of: OfSweep | None = None
             raise
 
 
-def resume(run: RunDirectory, typed: Typed, of: OfSweep | None = None) -> int:
+def resume(run: RunDirectory, typed: Typed, of: SweepJob | None = None) -> int:
     """Resume an unfinished run, or start a claimed one; return its exit code (0, 1 or 130).
 
     Raises ConfigError if its configuration cannot run, or no longer can.
@@ -102,11 +101,15 @@ def resume(run: RunDirectory, typed: Typed, of: OfSweep | None = None) -> int:
         return _run(run, run.begin() or typed, lock, of)
 
 
-def _run(run: RunDirectory, typed: Typed | None, lock: TextIO, of: OfSweep | None) -> int:
+def _run(run: RunDirectory, typed: Typed | None, lock: TextIO, of: SweepJob | None) -> int:
     config = run.config()
-    environment = _environment(config, typed, of)
+    threads = {"OMP_NUM_THREADS": str(config.cpu_threads)} if config.cpu_threads > 0 else {}
+    environment = {
+        **CHILD_ENVIRONMENT, **threads, **os.environ, **(of.variables if of else {}),
+        **(typed.variables() if typed else {}), terminal.JOB: of.label if of else "",
+    }  # fmt: skip
     environments = [environment | variables for variables in rank_variables(config.gpus)]
-    with _console(of) as console:
+    with of.console.open("ab") if of else nullcontext() as console:
         ended_with, rank = _wait(child_command(run.path), environments, lock, console, of.stop_file if of else None)
     code = run.settle(ended_with, f"rank {rank} of {config.gpus}" if config.gpus > 1 else "")
     if code == USAGE:
@@ -119,37 +122,20 @@ def child_command(run_dir: Path) -> list[str]:
     return [sys.executable, "-m", "qerl_lab.train", str(run_dir), str(os.getpid())]
 
 
-@contextmanager
-def _console(of: OfSweep | None) -> Iterator[BinaryIO | None]:
-    """Open the file for the run's output; None is the command's own console."""
-    if of is None:
-        yield None
-        return
-    with of.console.open("ab") as file:
-        yield file
-
-
-def _environment(config: RunConfig, typed: Typed | None, of: OfSweep | None) -> dict[str, str]:
-    threads = {"OMP_NUM_THREADS": str(config.cpu_threads)} if config.cpu_threads > 0 else {}
-    words = typed.variables() if typed else {}
-    label, own = (of.label, of.variables) if of else ("", {})
-    return {**CHILD_ENVIRONMENT, **threads, **os.environ, **own, **words, terminal.JOB: label}
-
-
 @dataclass(eq=False)
 class _Ranks:
     """The processes of a run, and the signals received while they run."""
 
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    came: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
 
     @property
     def aborts(self) -> bool:
-        return self.came.count(signal.SIGINT) > 1
+        return self.received.count(signal.SIGINT) > 1
 
-    def hand_on(self, number: int, frame: FrameType | None) -> None:
+    def forward(self, number: int, frame: FrameType | None) -> None:
         """Stop the run: SIGTERM lets its processes finish their step and save; the second SIGINT kills them."""
-        self.came.append(number)
+        self.received.append(number)
         for process in self.processes:
             process.kill() if self.aborts else process.terminate()
         if number == signal.SIGINT:
@@ -183,9 +169,9 @@ def _wait(
     ranks = _Ranks()
     _waited_for.append(ranks)
     try:
-        with handlers(ranks.hand_on):
+        with handlers(ranks.forward):
             ranks.start(command, environments, pass_fds=[lock.fileno()], stdout=console, stderr=console)
-            if ranks.came:  # another thread received the signal
+            if ranks.received:  # another thread received the signal
                 for process in ranks.processes:
                     process.terminate()
             rank = _end_of(ranks.processes, stop_file)

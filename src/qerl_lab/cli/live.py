@@ -23,32 +23,31 @@ REDRAW_SECONDS = 1.0
 HEAD = ["job", "step", "reward", "ETA", "words"]
 
 
-class Seen:
-    """Progress of a job, read from its record at every `look`."""
+class JobProgress:
+    """Progress of a job, read from its record. The run itself reports damaged lines."""
 
     def __init__(self, job: Job, words: str) -> None:
         self.job, self.words, self.run, self.is_running = job, words, RunDirectory(job.run_dir), False
         self._sessions = self._count() if job.begun else -1  # sessions of earlier commands
-        self._began: tuple[float, int] | None = None  # time and number of the first step seen
+        self.first = 0
         self.read()
         self.first = self.step
 
     def look(self) -> None:
         """Read the job's record if it is running: begun by a process, and neither done nor failed."""
         self.is_running = self.run.status == "interrupted" and self._count() > self._sessions
-        if not self.is_running:
-            return
-        self.read()
-        if self._began is None and self.step:
-            self._began = time.monotonic(), self.step
+        if self.is_running:
+            self.read()
 
     def read(self) -> None:
-        """Read the last step and its reward. The run itself reports damaged lines."""
+        """Read the last step, its reward, and the time that the steps of this command leave."""
         steps: list[MetricsLine] = []
         with suppress(ConfigError):
             steps = [line for line in self.run.metrics() if line["step"] > 0 and "reward/mean" in line["metrics"]]
         self.step = steps[-1]["step"] if steps else 0
         self.reward = f"{steps[-1]['metrics']['reward/mean']:.2f}" if steps else "-"
+        times = [line["time"] for line in steps if line["step"] > self.first]
+        self.eta = interval(times[-1] - times[0], len(times) - 1, self.left) if times else "-"
 
     def _count(self) -> int:
         with suppress(ConfigError):
@@ -60,9 +59,7 @@ class Seen:
         return self.job.config.steps - self.step
 
     def row(self) -> list[str]:
-        began, first = self._began or (0.0, self.step)
-        eta = interval(time.monotonic() - began, self.step - first, self.left)
-        return [str(self.job.number), f"{self.step}/{self.job.config.steps}", self.reward, eta, self.words]
+        return [str(self.job.number), f"{self.step}/{self.job.config.steps}", self.reward, self.eta, self.words]
 
 
 def interval(seconds: float, done: int, left: int) -> str:
@@ -70,7 +67,7 @@ def interval(seconds: float, done: int, left: int) -> str:
     return str(tqdm.format_interval(seconds / done * left)) if done > 0 else "-"
 
 
-class Live:
+class SweepProgress:
     """Show a sweep of `count` jobs, of which `left` are to run; each job comes with the words that set it apart.
 
     After `stop_file` appears the table continues below the message that announced the stop.
@@ -78,7 +75,7 @@ class Live:
 
     def __init__(self, left: Sequence[tuple[Job, str]], count: int, stop_file: Path) -> None:
         self._stop_file, self._is_stopped = stop_file, False
-        self._left = {job.number: Seen(job, words) for job, words in left}
+        self._left = {job.number: JobProgress(job, words) for job, words in left}
         self._all, self._started = list(self._left.values()), time.monotonic()
         self._ended = Counter({"done": count - len(left)})
         self._count, self._drawn, self._looked = count, 0, -REDRAW_SECONDS
@@ -144,7 +141,7 @@ class Live:
         sys.stderr.flush()
         self._drawn = len(table)
 
-    def _say(self, seen: Seen) -> None:
+    def _say(self, seen: JobProgress) -> None:
         """Print a line at the start of a job, and at each tenth of it."""
         tenth, number = seen.step * LINES // seen.job.config.steps, seen.job.number
         if self._said.get(number) == tenth:

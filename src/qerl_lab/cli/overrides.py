@@ -16,7 +16,7 @@ from qerl_lab.config.files import choices_of, package_data
 from qerl_lab.config.keys import TEXT, check_key, check_type, schema, type_words, typed
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
-from qerl_lab.config.spelling import as_text, as_typed, in_double_quotes, quoted, shell_word
+from qerl_lab.config.spelling import as_typed, quoted, readable, shell_word
 
 OTHER_LAUNCHERS = "jobs=N runs several at once, launcher=slurm and launcher=ray use a cluster; others are packages."
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
@@ -29,19 +29,17 @@ def groups() -> list[str]:
 
 
 def spell(override: str) -> str:
-    """Spell a word for Hydra: with a plus for groups outside the defaults list (`APPENDED`), else without.
+    """Spell a word for Hydra: with a plus for groups outside the defaults list (`APPENDED`), else without; quoted.
 
     `experiment=x` and `+experiment=x` become the same, as do `scale=x` and `+scale=x`. The flags of `slurm` are quoted
     as one text. Hydra's own keys (`hydra.*`, `hydra/*`) stay as typed.
     """
-    key = override.partition("=")[0].lstrip("+")
-    rest = override[override.index(key) + len(key) :]
+    key, sign, value = override.lstrip("+").partition("=")
     if key.startswith(("hydra.", "hydra/", "~")):
-        return override
-    if key == "slurm" and rest[1:2] not in ("'", '"'):
-        return f"{key}={quoted(rest[1:])}"
-    rest = as_text(rest) if schema().get(key) in TEXT else rest
-    return f"+{key}{rest}" if key in APPENDED else f"{key}{rest}"
+        return readable(override)
+    if key == "slurm" and value[:1] not in ("'", '"'):
+        return f"{key}={quoted(value)}"
+    return readable(f"{'+' if key in APPENDED else ''}{key}{sign}{value}", schema().get(key) in TEXT)
 
 
 def check_words(words: Sequence[str]) -> list[Override]:
@@ -128,7 +126,7 @@ def refuse_sweeps(overrides: list[Override]) -> None:
         return
     name, value = override.key_or_group, as_typed(override.get_value_string())
     is_text = schema().get(name) in TEXT
-    one = f", or {in_double_quotes(name, value)} if the comma is part of it" if is_text else ""
+    one = f", or {shell_word(name, value)} if the comma is part of it" if is_text else ""
     raise ConfigError(
         f"{name}={value} is several values, and this command runs one job. Type -m to run a job for each{one}."
     )

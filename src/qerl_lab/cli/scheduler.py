@@ -12,21 +12,22 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from qerl_lab import exits, preflight
+from qerl_lab import exits
 from qerl_lab.cli import cluster, jobs, launch, manual
 from qerl_lab.cli.compose import Job, Plan
-from qerl_lab.cli.live import Live
+from qerl_lab.cli.live import SweepProgress
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.disk import replace_file
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK, USAGE
-from qerl_lab.preflight import VISIBLE
+from qerl_lab.preflight import machine
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 
@@ -42,15 +43,6 @@ class Ended(NamedTuple):
     refusal: str = ""
 
 
-class Outcome(Protocol):
-    """A Future, or a submitit job."""
-
-    def done(self) -> bool: ...
-    def exception(self) -> BaseException | None: ...
-    def result(self) -> Ended: ...
-    def cancel(self) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Call:
     """Run a job from its directory and return how it ended. Can be pickled.
@@ -60,7 +52,7 @@ class Call:
     """
 
     run_dir: Path
-    of: launch.OfSweep
+    of: launch.SweepJob
     typed: Typed
 
     def __call__(self, variables: Mapping[str, str] | None = None) -> Ended:
@@ -97,14 +89,16 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
     calls = []
     for job in left:
         label = f"job {job.number} ({job.number + 1} of {len(plan.jobs)})"
-        of = launch.OfSweep(stop_file, label, dict(variables or {}), RunDirectory(job.run_dir).console)
+        of = launch.SweepJob(stop_file, label, dict(variables or {}), RunDirectory(job.run_dir).console)
         calls.append(Call(job.run_dir, of, Typed(command, job.overrides, jobs.sweep_name(plan.directory))))
     with jobs.locked(plan.directory):
         stop_file.unlink(missing_ok=True)  # under the lock: the stop file of another command stays
         try:
             with _stopping_at_signals(stop_file):
                 if left:
-                    shown = Live([(job, " ".join(words[job.number])) for job in left], len(plan.jobs), stop_file)
+                    shown = SweepProgress(
+                        [(job, " ".join(words[job.number])) for job in left], len(plan.jobs), stop_file
+                    )
                     with _handed_on(left, calls, plan.directory) as outcomes:
                         _follow(dict(zip(outcomes, left, strict=True)), shown, stop_file)
         except KeyboardInterrupt:
@@ -112,7 +106,7 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
         except ConfigError:
             raise
         except Exception:  # boundary: whatever happened to a launcher, the directories record how the jobs ended
-            traceback.print_exc()
+            print(redact(traceback.format_exc()), end="", file=sys.stderr)
 
 
 def finish(plan: Plan) -> int:
@@ -130,9 +124,7 @@ def finish(plan: Plan) -> int:
     return INTERRUPTED if stop_file.exists() or "interrupted" in found else FAILURE
 
 
-def _handed_on(
-    left: Sequence[Job], calls: Sequence[Call], directory: Path
-) -> AbstractContextManager[Sequence[Outcome]]:
+def _handed_on(left: Sequence[Job], calls: Sequence[Call], directory: Path) -> AbstractContextManager[Sequence[Any]]:
     configs = [job.config for job in left]
     match configs[0].launcher:
         case "slurm":
@@ -143,14 +135,17 @@ def _handed_on(
             return local(configs, calls)
 
 
-def _follow(waiting: dict[Outcome, Job], shown: Live, stop_file: Path) -> None:
-    """Show the jobs until the last has ended; after a stop do not wait for jobs that have not begun."""
+def _follow(waiting: dict[Any, Job], shown: SweepProgress, stop_file: Path) -> None:
+    """Show the jobs until the last has ended; after a stop do not wait for jobs that have not begun.
+
+    The keys of `waiting` are Futures, or jobs of submitit.
+    """
     while waiting:
         shown.update()
         for outcome, job in list(waiting.items()):
             if outcome.done():
                 del waiting[outcome]
-                shown.end(job, _said(outcome, RunDirectory(job.run_dir)))
+                shown.end(job, _message_of(outcome, RunDirectory(job.run_dir)))
             elif stop_file.exists() and not shown.is_running(job):
                 outcome.cancel()
                 del waiting[outcome]
@@ -158,10 +153,10 @@ def _follow(waiting: dict[Outcome, Job], shown: Live, stop_file: Path) -> None:
     shown.close()
 
 
-def _said(outcome: Outcome, run: RunDirectory) -> str:
+def _message_of(outcome: Any, run: RunDirectory) -> str:
     """Return the message of an ended job: an error, a refusal, or a failure; else an empty string."""
     if error := outcome.exception():  # a bug, or a failure of the cluster; the other jobs continue
-        return "".join(traceback.format_exception(error)).rstrip()
+        return redact("".join(traceback.format_exception(error)).rstrip())
     code, refusal = outcome.result()
     return refusal or (_failure(run) if code == FAILURE else "")
 
@@ -196,48 +191,35 @@ def _stopping_at_signals(stop_file: Path) -> Iterator[None]:
         yield
 
 
-@dataclass
 class Cards:
-    """The GPUs of this machine, each for up to `share` jobs at once. Names are those of CUDA_VISIBLE_DEVICES.
+    """The GPUs of this machine, each for up to `share` jobs at once. Names are those of CUDA_VISIBLE_DEVICES."""
 
-    `take` waits until as many GPUs as a job needs have room, and returns the least busy of them.
-    """
-
-    names: Sequence[str]
-    share: int
-    _busy: dict[str, int] = field(default_factory=dict)
-    _free: threading.Condition = field(default_factory=threading.Condition)
+    def __init__(self, names: Sequence[str], share: int) -> None:
+        self._free: SimpleQueue[str] = SimpleQueue()
+        self._one_takes = threading.Lock()  # two jobs that each hold one of two GPUs would wait forever
+        for name in [*names] * share:
+            self._free.put(name)
 
     @contextmanager
     def take(self, count: int) -> Iterator[list[str]]:
-        with self._free:
-            self._free.wait_for(lambda: len(self._open()) >= count)
-            taken = self._open()[:count]
-            self._move(taken, 1)
+        """Wait until `count` GPUs have room, and hold them."""
+        with self._one_takes:
+            taken = [self._free.get() for _ in range(count)]
         try:
             yield taken
         finally:
-            with self._free:
-                self._move(taken, -1)
-                self._free.notify_all()
-
-    def _open(self) -> list[str]:
-        free = [name for name in self.names if self._busy.get(name, 0) < self.share]
-        return sorted(free, key=lambda name: self._busy.get(name, 0))
-
-    def _move(self, names: Sequence[str], by: int) -> None:
-        for name in names:
-            self._busy[name] = self._busy.get(name, 0) + by
+            for name in taken:
+                self._free.put(name)
 
 
 def cards_of(configs: Sequence[RunConfig]) -> Cards | None:
     """Return the GPUs for these jobs; None on a CPU, or for one job at a time. Raises ConfigError if unknown."""
-    if configs[0].jobs == 1 or all(cfg.device == "cpu" for cfg in configs) or not preflight.has_gpu():
+    if configs[0].jobs == 1 or all(cfg.device == "cpu" for cfg in configs) or not machine.has_gpu():
         return None
-    names = preflight.visible_gpus()
+    names = machine.visible_gpus()
     if names is None:
-        raise ConfigError(f"nvidia-smi does not list the GPUs here. Type {VISIBLE}=0,1 before the command.")
-    return Cards(names, configs[0].jobs_per_gpu)
+        raise ConfigError(f"nvidia-smi does not list the GPUs here. Type {machine.VISIBLE}=0,1 before the command.")
+    return Cards(names, 1 if any(cfg.gpus > 1 for cfg in configs) else configs[0].jobs_per_gpu)
 
 
 @contextmanager
@@ -249,7 +231,7 @@ def local(configs: Sequence[RunConfig], calls: Sequence[Call]) -> Iterator[list[
         if cards is None or cfg.device == "cpu":
             return call()
         with cards.take(cfg.gpus) as taken:
-            return call({VISIBLE: ",".join(taken)})
+            return call({machine.VISIBLE: ",".join(taken)})
 
     with ThreadPoolExecutor(configs[0].jobs) as pool:
         yield [pool.submit(one, cfg, call) for cfg, call in zip(configs, calls, strict=True)]

@@ -6,14 +6,11 @@
 Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.
 """
 
-import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -26,13 +23,14 @@ from qerl_lab import exits, preflight
 from qerl_lab.cli import check, jobs, launch, manual, scheduler
 from qerl_lab.cli.compose import VERSION_BASE, job_config, register
 from qerl_lab.cli.grammar import not_a_flag
+from qerl_lab.cli.intent import words_by_key
 from qerl_lab.cli.overrides import as_config_errors, check_words, groups, refuse_sweeps, shown, spell
 from qerl_lab.config.files import package_data
-from qerl_lab.config.keys import OF_OTHERS, schema, to_type
+from qerl_lab.config.keys import FOREIGN_NAMES, schema, to_type
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.spelling import readable, resume_word
+from qerl_lab.config.spelling import resume_word
 from qerl_lab.exits import OK, USAGE
 from qerl_lab.processes import refuse_several
 from qerl_lab.record.directory import RunDirectory
@@ -40,6 +38,17 @@ from qerl_lab.record.environment import Typed
 
 SCRIPT = "qerl-lab"  # the console script in pyproject.toml
 NO_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--experimental-rerun")  # Hydra flags not offered
+ANY = ("VALUE",)
+SHOWN = {  # Hydra flags that show the configuration of one job, with the values that may follow them
+    **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
+    **dict.fromkeys(("--info", "-i"), ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")),
+}
+FLAGS: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m"), ()),
+    **dict.fromkeys(("--shell-completion", "-sc"), ()),
+    **dict.fromkeys(("--package", "-p", "--config-dir", "-cd"), ANY),
+    **SHOWN,
+}
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")
@@ -75,19 +84,19 @@ def main(words: list[str]) -> int:
     if "--version" in words:
         print(f"{SCRIPT} {qerl_lab.__version__}")
         return OK
-    flags, args = _parse(words)
-    if args.help:
+    flags, overrides = _parse(words)
+    if {"--help", "-h"} & set(flags):
         print(manual.manual())
         return OK
     refuse_several(os.environ)
-    if directory := _resumed_directory(args.overrides, flags):
-        return _resume(directory, _steps(args.overrides))
-    if args.shell_completion:
+    if resumed := _resumed(flags, overrides):
+        return _resume(*resumed)
+    if {"--shell-completion", "-sc"} & set(flags):
         _prepare_completion()
-        return _enter([*flags, *args.overrides])
-    if args.multirun and (args.cfg or args.info):
+        return _enter([*flags, *overrides])
+    if {"--multirun", "-m"} & set(flags) and any(flag.partition("=")[0] in SHOWN for flag in flags):
         raise ConfigError("--cfg and --info show one job. Leave -m out, and give each key one value.")
-    overrides = [readable(spell(word)) for word in args.overrides]
+    overrides = [spell(word) for word in overrides]
     parsed = check_words(overrides)
     with as_config_errors():
         try:
@@ -101,76 +110,63 @@ def main(words: list[str]) -> int:
 def _enter(words: list[str]) -> int:
     """Pass the command to Hydra; return its exit code."""
     register()
-    with _command_line(words):
-        try:
-            run()
-        except check.Left as left:
-            raise left.__cause__ or left from None
-        except SystemExit as ended:
-            return int(ended.code or OK)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
+    typed, sys.argv = sys.argv, [sys.argv[0], *words]
+    try:
+        run()
+    except check.PastHydra as left:
+        raise left.__cause__ or left from None
+    except SystemExit as ended:
+        return int(ended.code or OK)
+    finally:
+        sys.argv = typed
     return OK
 
 
-@contextmanager
-def _command_line(words: list[str]) -> Iterator[None]:
-    """Put the words into sys.argv for Hydra, and make Hydra raise errors instead of printing them."""
-    argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [argv[0], *words], "1"
-    try:
-        yield
-    finally:
-        sys.argv = argv
-        os.environ.pop("HYDRA_FULL_ERROR")
-        if full is not None:
-            os.environ["HYDRA_FULL_ERROR"] = full
+def _parse(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into Hydra's flags with their values, and overrides. They may be mixed."""
+    flags, overrides, left = list[str](), list[str](), list(words)
+    while left:
+        word = left.pop(0)
+        name, sign, value = word.partition("=")
+        if not word.startswith("-"):
+            overrides.append(word)
+            continue
+        if name in NO_FLAGS:
+            raise ConfigError(
+                f"{word} would leave out the schema that every run is checked against. "
+                "Type --config-dir DIR to add options of your own to the groups."
+            )
+        if name not in FLAGS:
+            raise not_a_flag(word, _keys_by_name(), list(FLAGS))
+        allowed = FLAGS[name]
+        flags.append(word)
+        if not sign and left and (allowed == ANY or left[0] in allowed):
+            value = left.pop(0)
+            flags.append(value)
+        is_wrong = bool(allowed) and (not value if allowed == ANY else value not in allowed)
+        if is_wrong and (value or name not in ("--info", "-i")):
+            raise ConfigError(f"{word} is not allowed; allowed: {', '.join(allowed)}. Type {name} {allowed[0]}.")
+        if name in ("--config-dir", "-cd") and not Path(value).is_dir():
+            raise ConfigError(f"--config-dir {value} is not a directory. Type one that has groups, e.g. experiment/.")
+    return flags, overrides
 
 
-def _parse(words: list[str]) -> tuple[list[str], argparse.Namespace]:
-    """Split a command line into overrides and Hydra's flags, which may be mixed."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = _refuse_flag  # type: ignore[method-assign]  # argparse would print its usage and exit
-    for name, short in (
-        ("help", "-h"), ("hydra-help", None), ("resolve", None), ("run", "-r"), ("multirun", "-m"),
-        ("shell-completion", "-sc"),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", *([short] if short else []), action="store_true")
-    for name, short in (("package", "-p"), ("config-dir", "-cd")):
-        parser.add_argument(f"--{name}", short)
-    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
-    info = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-    parser.add_argument("--info", "-i", const="all", nargs="?", choices=info)
-    parser.add_argument("overrides", nargs="*")
-    known = [flag for action in parser._actions for flag in action.option_strings]
-    args, unknown = parser.parse_known_intermixed_args(words)
-    if unknown and unknown[0].partition("=")[0] in NO_FLAGS:
-        raise ConfigError(
-            f"{unknown[0]} would leave out the schema that every run is checked against. "
-            "Type --config-dir DIR to add options of your own to the groups."
-        )
-    if unknown:
-        keys = {name.rpartition(".")[2]: to_type(name) for name in reversed(list(schema()))}
-        keys |= {name: to_type(meant) for name, meant in OF_OTHERS.items()} | {name: to_type(name) for name in schema()}
-        keys |= {group: to_type(group) for group in groups()}
-        keys |= {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
-        raise not_a_flag(unknown[0], keys, known)
-    if args.config_dir and not Path(args.config_dir).is_dir():
-        raise ConfigError(
-            f"--config-dir {args.config_dir} is not a directory. Type one that has groups, e.g. experiment/."
-        )
-    return [word for word in words if word not in args.overrides], args
+def _keys_by_name() -> dict[str, str]:
+    """Map what may be typed with dashes by mistake to what to type: our keys, those of others, and groups."""
+    keys = {name.rpartition(".")[2]: to_type(name) for name in reversed(list(schema()))}
+    keys |= {name: to_type(meant) for name, meant in FOREIGN_NAMES.items()} | {name: to_type(name) for name in schema()}
+    keys |= {group: to_type(group) for group in groups()}
+    return keys | {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
 
 
-def _refuse_flag(message: str) -> NoReturn:
-    raise ConfigError(f"{message}. Type --help for the flags and keys.")
-
-
-def _resumed_directory(overrides: list[str], flags: list[str]) -> Path | None:
-    given = [word for word in overrides if word.lstrip("+").startswith("resume=")]
-    directory = given[-1].partition("=")[2] if given else "null"
+def _resumed(flags: list[str], overrides: list[str]) -> tuple[Path, int | None] | None:
+    """Return the directory of `resume=` and the number of `steps=` beside it; None for another command."""
+    given = words_by_key(overrides)
+    directory, steps = given.pop("resume", "null"), given.pop("steps", None)
     if directory == "null":
         return None
-    others = [*flags, *(word for word in overrides if word != given[-1] and not word.startswith("steps="))]
-    if others:
+    if others := [*flags, *(f"{key}={value}" for key, value in given.items())]:
         raise ConfigError(
             f"resume continues a run with its own configuration, so {' '.join(others)} cannot stand beside it. "
             f"Type {resume_word(directory)} alone, or with steps=N to extend a finished run; of a sweep the line that "
@@ -180,27 +176,19 @@ def _resumed_directory(overrides: list[str], flags: list[str]) -> Path | None:
         raise ConfigError("resume= names no directory. Type resume=RUN_DIR, for example resume=runs/nvfp4/seed0/TIME.")
     if "://" in directory:  # a path would hide the URL's password from redaction
         raise ConfigError(f"resume={directory} is an address; allowed: a run directory. Type resume=RUN_DIR.")
-    return Path(directory).expanduser().absolute()
-
-
-def _steps(overrides: list[str]) -> int | None:
-    """Return the number of steps to which a finished run is extended; None if the command names none."""
-    given = [word.partition("=")[2] for word in overrides if word.startswith("steps=")]
-    if not given:
-        return None
-    if len(given) > 1 or not given[0].isdecimal():
-        raise ConfigError(f"steps={','.join(given)} is not a whole number. Type for example steps=100.")
-    return int(given[0])
+    if steps is not None and not steps.isdecimal():
+        raise ConfigError(f"steps={steps} is not a whole number. Type for example steps=100.")
+    return Path(directory).expanduser().absolute(), None if steps is None else int(steps)
 
 
 def _resume(directory: Path, steps: int | None) -> int:
     """Resume the run or the sweep in a directory."""
     run, command = RunDirectory(directory), check.command_line()
-    if plan := jobs.of_sweep(directory):
+    if plan := jobs.plan_of_sweep(directory):
         if steps is not None:
             raise ConfigError(f"steps={steps} extends one run, and resume={directory} is a sweep. Leave steps out.")
         _name_modules([job.config for job in plan.jobs])
-        plan = check.foreseen(plan, plan.jobs[0].config.launcher == "local")
+        plan = check.checked(plan, plan.jobs[0].config.launcher == "local")
         print(manual.opening(plan), flush=True)
         scheduler.run(plan, command)
         return scheduler.finish(plan)

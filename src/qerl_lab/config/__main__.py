@@ -62,7 +62,8 @@ def _group(group: str) -> str:
         rows.append(
             f"| `{name}`{' (default)' if name == default else ''} | {_cell(describe(path))} | {_cell(sets)} |\n"
         )
-    return f"\n### `{group}=`\n\n{_sentence(GROUPS[group])}\n\n| option | | sets |\n|---|---|---|\n{''.join(rows)}"
+    about = GROUPS[group][0].upper() + GROUPS[group][1:]
+    return f"\n### `{group}=`\n\n{about}.\n\n| option | | sets |\n|---|---|---|\n{''.join(rows)}"
 
 
 def _sets(path: Path, group: str) -> list[str]:
@@ -88,14 +89,8 @@ def _key(name: str, field: Any, default: Any) -> str:
     about, kind = field.metadata, schema()[name]
     allowed = ", ".join(f"`{choice}`" for choice in about["choices"] or ())
     allowed = allowed or ": ".join(filter(None, (type_words(kind), bounds_in_words(about))))
-    cells = (
-        f"`{name}`",
-        f"`{typed(default)}`",
-        about["unit"],
-        allowed,
-        about["help"],
-        "yes" if is_of_arm(name) else "",
-    )
+    is_hashed = "yes" if is_of_arm(name) else ""
+    cells = (f"`{name}`", f"`{typed(default)}`", about["unit"], allowed, about["help"], is_hashed)
     return f"| {' | '.join(map(_cell, cells))} |\n"
 
 
@@ -103,10 +98,6 @@ def _cell(text: str) -> str:
     """Escape text for a table cell: pipes and tags outside of code."""
     parts = text.replace("|", "\\|").split("`")
     return "`".join(part if n % 2 else part.replace("<", "&lt;") for n, part in enumerate(parts))
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
 
 
 COMMANDS: dict[str, Command[Any]] = {

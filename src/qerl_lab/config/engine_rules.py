@@ -1,6 +1,7 @@
 """Rules of rollout.vllm and rollout.vllm_server: what an engine, its kernels and its server require of a run."""
 
 import re
+from collections.abc import Iterator
 
 from qerl_lab.config.engines import VllmServerConfig
 from qerl_lab.config.option import ConfigError
@@ -9,9 +10,20 @@ from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 TILES_RANKS, TILES_MAX_RANK = 8, 128  # fp4_tiles takes multiples of the first
 
 
-def engine_fits_device(cfg: RunConfig) -> None:
+def check(cfg: RunConfig) -> Iterator[str]:
+    """Yield the message of each rule that the run breaks."""
     if cfg.device == "cpu":
         check_engine_on_cpu(cfg, "device=cpu was given")
+    at_once, batch = cfg.rollout.vllm.max_num_batched_tokens, cfg.rollout.batch_size
+    if at_once is not None and at_once < batch:
+        yield (
+            f"rollout.vllm.max_num_batched_tokens={at_once} is below rollout.batch_size={batch}, a token of each "
+            f"completion. Type rollout.vllm.max_num_batched_tokens={max(2048, batch)}."
+        )
+    yield from _kernels(cfg)
+    yield from _memory(cfg)
+    if cfg.rollout.engine == "vllm_server":
+        yield from _server(cfg)
 
 
 def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
@@ -27,36 +39,28 @@ def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
         )
 
 
-def batch_fits_at_once(cfg: RunConfig) -> None:
-    """Require a token budget per vLLM step that has room for every completion of a batch."""
-    at_once, batch = cfg.rollout.vllm.max_num_batched_tokens, cfg.rollout.batch_size
-    if at_once is not None and at_once < batch:
-        raise ConfigError(
-            f"rollout.vllm.max_num_batched_tokens={at_once} is below rollout.batch_size={batch}, a token of each "
-            f"completion. Type rollout.vllm.max_num_batched_tokens={max(2048, batch)}."
-        )
-
-
-def backend_fits(cfg: RunConfig) -> None:
-    """Require a `linear_backend` that suits the format; `fp4_tiles` needs NVFP4 and the adapter inside the kernel."""
+def _kernels(cfg: RunConfig) -> Iterator[str]:
+    """Check that `linear_backend` suits the format; `fp4_tiles` needs NVFP4 and the adapter inside the kernel."""
     own, name, dtype = cfg.rollout.vllm, cfg.format.name, cfg.model.dtype
     if own.linear_backend in ("marlin", "humming") and name not in ("nvfp4", "mxfp4"):
-        raise ConfigError(
+        yield (
             f"rollout.vllm.linear_backend={own.linear_backend} has no kernel for format.name={name}; allowed with it: "
             "nvfp4, mxfp4. Type rollout.vllm.linear_backend=auto."
         )
-    if own.linear_backend == "fp4_tiles" and cfg.rollout.engine == "vllm_server":
-        raise ConfigError(
+    if own.linear_backend != "fp4_tiles":
+        return
+    if cfg.rollout.engine == "vllm_server":
+        yield (
             "rollout.vllm.linear_backend=fp4_tiles is a kernel of the lab's, which no server has; allowed with "
             "rollout=vllm_server: auto, vllm, marlin, humming. Type rollout.vllm.linear_backend=auto, or rollout=vllm."
         )
-    if own.linear_backend == "fp4_tiles" and dtype == "float32":
-        raise ConfigError(
+    if dtype == "float32":
+        yield (
             f"rollout.vllm.linear_backend=fp4_tiles with model.dtype={dtype} is not allowed: it computes in bfloat16 "
             "alone. Type model.dtype=bfloat16, or rollout.vllm.linear_backend=auto."
         )
-    if own.linear_backend == "fp4_tiles" and (name != "nvfp4" or own.lora != "dense" or not tiles_take(cfg.lora.rank)):
-        raise ConfigError(
+    if name != "nvfp4" or own.lora != "dense" or not tiles_take(cfg.lora.rank):
+        yield (
             f"rollout.vllm.linear_backend=fp4_tiles with format.name={name}, rollout.vllm.lora={own.lora} and "
             f"lora.rank={cfg.lora.rank} is not allowed; allowed: nvfp4, dense, a rank in multiples of {TILES_RANKS} up "
             f"to {TILES_MAX_RANK}. Type rollout.vllm.linear_backend=auto, or format=nvfp4 rollout.vllm.lora=dense."
@@ -68,62 +72,46 @@ def tiles_take(lora_rank: int) -> bool:
     return lora_rank % TILES_RANKS == 0 and 0 < lora_rank <= TILES_MAX_RANK
 
 
-def dense_rows_fit(cfg: RunConfig) -> None:
-    """Require NVFP4 and the dense adapter for `dense_rows`, which that adapter's layers implement."""
+def _memory(cfg: RunConfig) -> Iterator[str]:
+    """Check the keys that add or share copies of the weights."""
     own, name = cfg.rollout.vllm, cfg.format.name
-    if own.dense_rows and (name != "nvfp4" or own.lora != "dense"):
-        raise ConfigError(
+    if own.dense_rows and (name != "nvfp4" or own.lora != "dense"):  # the dense adapter's layers implement it
+        yield (
             f"rollout.vllm.dense_rows={own.dense_rows} with format.name={name} and rollout.vllm.lora={own.lora} is not "
             "allowed; allowed: nvfp4, dense. Type rollout.vllm.dense_rows=null, or format=nvfp4 "
             "rollout.vllm.lora=dense."
         )
-
-
-def base_can_be_shared(cfg: RunConfig) -> None:
-    """Require a kernel whose weight layout the trainer reads, and memory that outlives the engine."""
-    own, name = cfg.rollout.vllm, cfg.format.name
-    if own.share_base and (name != "nvfp4" or own.linear_backend == "humming"):
-        raise ConfigError(
+    if own.share_base and (name != "nvfp4" or own.linear_backend == "humming"):  # layouts that the trainer reads
+        yield (
             f"rollout.vllm.share_base=true with format.name={name} and rollout.vllm.linear_backend="
             f"{own.linear_backend} is not allowed; allowed: nvfp4, any but humming. Type "
             "rollout.vllm.share_base=false, or format=nvfp4 rollout.vllm.linear_backend=auto."
         )
     if own.share_base and own.sleep:
-        raise ConfigError(
+        yield (
             "rollout.vllm.sleep=true with rollout.vllm.share_base=true is not allowed: an engine that can sleep takes "
             "its weights' memory along when it ends, and the trainer would read them. Type "
             "rollout.vllm.share_base=false, or rollout.vllm.sleep=false."
         )
 
 
-def server_reachable(cfg: RunConfig) -> None:
-    """Require `adapter_dir` for a server on another host, which reads the adapter from a shared folder."""
-    own, engine = cfg.rollout.vllm_server, cfg.rollout.engine
-    if engine != "vllm_server":
-        return
+def _server(cfg: RunConfig) -> Iterator[str]:
+    own = cfg.rollout.vllm_server
     found = re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?/?", own.url)
     if found is None:
-        raise ConfigError(
+        yield (
             f"rollout.vllm_server.url={own.url} is no address of a server; allowed: http://HOST:PORT. "
             f"Type for example rollout.vllm_server.url={VllmServerConfig().url}."
         )
+        return
     here = found[1] in ("localhost", "[::1]") or re.fullmatch(r"127(\.\d{1,3}){3}", found[1]) is not None
-    if not here and own.adapter_dir is None:
-        raise ConfigError(
+    if not here and own.adapter_dir is None:  # the server reads the adapter from a shared folder
+        yield (
             f"rollout.vllm_server.url={own.url} is another host, and the server reads the adapter's files itself. Type "
             "rollout.vllm_server.adapter_dir=DIR, a folder that both hosts see under one path."
         )
-
-
-def server_has_one_trainer(cfg: RunConfig) -> None:
-    if cfg.rollout.engine == "vllm_server" and cfg.gpus > 1:
-        raise ConfigError(
+    if cfg.gpus > 1:
+        yield (
             f"gpus={cfg.gpus} with rollout.engine=vllm_server is not supported: a server has one trainer. Type gpus=1 "
             "and give the server several GPUs (--tensor-parallel-size), or type rollout=vllm."
         )
-
-
-RULES = (
-    engine_fits_device, batch_fits_at_once, backend_fits, dense_rows_fit, base_can_be_shared, server_reachable,
-    server_has_one_trainer,
-)  # fmt: skip

@@ -21,7 +21,7 @@ TYPE_WORDS: dict[Any, tuple[str, Any]] = {
 }
 # What other programs (TRL, PEFT, transformers, verl, vLLM) call a key of ours: the last parts of its name there. The
 # value is a key, a group, or a whole word.
-OF_OTHERS: Mapping[str, str] = {
+FOREIGN_NAMES: Mapping[str, str] = {
     # TRL, transformers, PEFT
     "max_steps": "steps", "num_train_epochs": "steps", "num_generations": "rollout.group_size",
     "per_device_train_batch_size": "optim.micro_batch_size", "gradient_accumulation_steps": "optim.micro_batch_size",
@@ -85,7 +85,7 @@ def no_key(name: str) -> ConfigError:
     same_last = [key for key in known if key.rpartition(".")[2] == last]
     begun = [key for key in beside if key.startswith(name) and len(last) > 1]
     meant = begun or [key for key in same_last if key in beside]
-    if not meant and (theirs := of_others(name)):
+    if not meant and (theirs := by_foreign_name(name)):
         return ConfigError(f"{name} is not a known key. Type {to_type(theirs)}.")
     here = beside or [*dict.fromkeys(key.split(".")[0] for key in known), "sweeps"]
     meant = meant or [key for key in here if key.startswith(name)] or same_last
@@ -93,18 +93,18 @@ def no_key(name: str) -> ConfigError:
     return unknown_key(name, here, hint)
 
 
-def of_others(name: str) -> str | None:
-    """Return what `OF_OTHERS` has for a name, by its longest known end; None if nothing.
+def by_foreign_name(name: str) -> str | None:
+    """Return what `FOREIGN_NAMES` has for a name, by its longest known end; None if nothing.
 
     Behind a foreign node a key of ours is itself: actor_rollout_ref.model.path is model.path.
     """
-    meant, parts = {**{key: key for key in schema()}, **OF_OTHERS}, name.split(".")
+    meant, parts = {**{key: key for key in schema()}, **FOREIGN_NAMES}, name.split(".")
     ends = [".".join(parts[start:]) for start in range(len(parts))]
     return next((meant[end] for end in ends if end in meant), None)
 
 
 def to_type(meant: str) -> str:
-    """Return what to type for a value of `OF_OTHERS`: `steps=VALUE`, `task=OPTION (...)`, or the word that it is."""
+    """Return what to type for a value of `FOREIGN_NAMES`: `steps=VALUE`, `task=OPTION (...)`, or the word itself."""
     if "=" in meant:
         return meant
     if meant in schema():
@@ -158,16 +158,6 @@ def has_type(value: Any, kind: Any) -> bool:
     if get_origin(kind) is list:
         return isinstance(value, list) and all(has_type(item, get_args(kind)[0]) for item in value)
     return type(value) is kind or (kind is float and type(value) is int)
-
-
-def check_types(values: dict[str, Any], prefix: str = "") -> None:
-    """Check keys and types of plain nested values, such as an edited resolved.yaml. Raises ConfigError."""
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            check_types(value, name + ".")
-        else:
-            check_type(name, check_key(name), value)
 
 
 def typed(value: Any) -> str:

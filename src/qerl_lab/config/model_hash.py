@@ -99,17 +99,13 @@ def header(file: Path) -> tuple[dict[str, Any], int]:
         if not isinstance(entries, dict):
             raise ValueError("its header is no JSON object")
         for name, entry in entries.items():
-            if name != "__metadata__" and not _is_tensor(entry):
+            match entry:
+                case {"dtype": str(), "shape": list(), "data_offsets": [int(), int()]}:
+                    continue
+            if name != "__metadata__":
                 raise ValueError(f"its header lacks dtype, shape or data_offsets of {name}")
         return entries, 8 + length
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{file} is no safetensors file, or not whole ({error}). Download or save the model again."
         ) from None
-
-
-def _is_tensor(entry: Any) -> bool:
-    match entry:
-        case {"dtype": str(), "shape": list(), "data_offsets": [int(), int()]}:
-            return True
-    return False

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import POCKET, LoraConfig, ModelConfig, RunConfig, TaskConfig
+from qerl_lab.config.schema import POCKET, RunConfig
 
 WEIGHTS = "adapter_model.safetensors"
 SQLITE = "sqlite:///"
@@ -18,76 +18,46 @@ def anchored(cfg: RunConfig) -> RunConfig:
     """Return the run with absolute local paths of model, task and tracking.uri, and with the hashes of their files.
 
     run_dir is left to the plan. The hashes are model.hash, lora.start_hash, task.module_hash and
-    preregistration_sha256. Raises ConfigError if an adapter or file is missing, or if a given hash does not match.
+    preregistration_sha256. A hub id gets none: the local copy may differ from the hub. Raises ConfigError if an adapter
+    or file is missing, or if a given hash does not match.
     """
-    uri = cfg.tracking.uri
+    model, lora, task, uri = cfg.model, cfg.lora, cfg.task, cfg.tracking.uri
     if uri is not None and (file := sqlite_file(uri)):
         uri = sqlite_uri(Path(_absolute(str(file))))
-    return replace(
-        _registered(cfg),
-        model=_anchored_model(cfg.model),
-        lora=_anchored_lora(cfg.lora),
-        task=_anchored_task(cfg.task),
-        tracking=replace(cfg.tracking, uri=uri),
-    )
-
-
-def _registered(cfg: RunConfig) -> RunConfig:
-    if cfg.preregistration is None:
-        return cfg
-    file = Path(_absolute(cfg.preregistration))
-    if not file.is_file():
-        raise ConfigError(
-            f"preregistration={cfg.preregistration} is no file. Write the claims there and commit them before the runs "
-            "(docs/verdicts.md), or leave preregistration out."
-        )
-    if cfg.preregistration_sha256 not in (None, found := sha256(file)):
-        raise ConfigError(
-            f"preregistration_sha256={cfg.preregistration_sha256} is not that of {file}, which is {found}: the claims "
-            "were changed. Put them back as they were, or leave preregistration_sha256 out."
-        )
-    return replace(cfg, preregistration=str(file), preregistration_sha256=found)
-
-
-def _anchored_model(model: ModelConfig) -> ModelConfig:
-    """Make a local model path absolute and hash it. A hub id gets no hash: the local copy may differ from the hub."""
     path = _anchor(model.path)
     found = model_hash(Path(path)) if Path(path).is_absolute() else None
-    if found is None:
-        return replace(model, path=path)
-    if model.hash not in (None, found):
-        raise ConfigError(f"model.hash={model.hash} is not that of {path}, which is {found}. Leave model.hash out.")
-    return replace(model, path=path, hash=found)
+    model = replace(model, path=path, hash=_unchanged("model.hash", model.hash, found, path) if found else model.hash)
+    task = replace(task, path=task.path and _anchor(task.path))
+    if task.module is not None:
+        path = _absolute(task.module)
+        found = _unchanged("task.module_hash", task.module_hash, module_hash(path), path)
+        task = replace(task, module=path, module_hash=found)
+    if lora.start_from is not None:
+        path = _absolute(lora.start_from)
+        if not (file := adapter_folder(path) / WEIGHTS).is_file():
+            raise ConfigError(
+                f"lora.start_from={lora.start_from} holds no {WEIGHTS}; allowed: the directory of a finished run, or "
+                "of a PEFT adapter. Type lora.start_from=RUN_DIR."
+            )
+        found = _unchanged("lora.start_hash", lora.start_hash, file_hash(file), str(file))
+        lora = replace(lora, start_from=path, start_hash=found)
+    if cfg.preregistration is not None:
+        path = _absolute(cfg.preregistration)
+        if not Path(path).is_file():
+            raise ConfigError(
+                f"preregistration={cfg.preregistration} is no file. Write the claims there and commit them before the "
+                "runs (docs/verdicts.md), or leave preregistration out."
+            )
+        found = _unchanged("preregistration_sha256", cfg.preregistration_sha256, sha256(Path(path)), path)
+        cfg = replace(cfg, preregistration=path, preregistration_sha256=found)
+    return replace(cfg, model=model, lora=lora, task=task, tracking=replace(cfg.tracking, uri=uri))
 
 
-def _anchored_task(task: TaskConfig) -> TaskConfig:
-    path, module = task.path and _anchor(task.path), task.module
-    if module is None:
-        return replace(task, path=path)
-    file = _absolute(module)
-    found = module_hash(file)
-    if task.module_hash not in (None, found):
-        raise ConfigError(
-            f"task.module_hash={task.module_hash} is not that of {file}, which is {found}. Leave task.module_hash out."
-        )
-    return replace(task, path=path, module=file, module_hash=found)
-
-
-def _anchored_lora(lora: LoraConfig) -> LoraConfig:
-    if lora.start_from is None:
-        return lora
-    path = _absolute(lora.start_from)
-    if not (file := adapter_folder(path) / WEIGHTS).is_file():
-        raise ConfigError(
-            f"lora.start_from={lora.start_from} holds no {WEIGHTS}; allowed: the directory of a finished run, or of a "
-            "PEFT adapter. Type lora.start_from=RUN_DIR."
-        )
-    found = file_hash(file)
-    if lora.start_hash not in (None, found):
-        raise ConfigError(
-            f"lora.start_hash={lora.start_hash} is not that of {file}, which is {found}. Leave lora.start_hash out."
-        )
-    return replace(lora, start_from=path, start_hash=found)
+def _unchanged(key: str, given: str | None, found: str, path: str) -> str:
+    """Return the hash found of a file. Raises ConfigError if another was given for it."""
+    if given not in (None, found):
+        raise ConfigError(f"{key}={given} is not that of {path}, which is {found}. Leave {key} out.")
+    return found
 
 
 def adapter_folder(path: str) -> Path:

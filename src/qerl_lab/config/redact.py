@@ -4,13 +4,21 @@ import os
 import re
 
 HIDDEN = "***"
-_SECRET = r"(?:token|pass|pwd|secret|key|sig|auth|cred)"
+# Words of names whose values are secret: DB_PASS, GITHUB_PAT, WEBHOOK_URL. A key has a word before it: API_KEY.
+SECRET_WORDS = {
+    "token", "pass", "password", "passwd", "passphrase", "pwd", "secret", "secrets", "pat", "auth", "credential",
+    "credentials", "dsn", "webhook", "apikey",
+}  # fmt: skip
+_IN_A_URL = r"(?:token|pass|pwd|secret|key|sig|auth|cred)"
 # Greedy on purpose: a raw password may contain / and @. A URL without a host (sqlite:///a@b) has no user.
 _USER = re.compile(r"([a-z][a-z0-9+.-]*://)[^\s/]\S*@", re.IGNORECASE)
-_PARAMETER = re.compile(rf"([?&;][\w.-]*{_SECRET}[\w.-]*=)[^\s&;'\"]+", re.IGNORECASE)
-_ASSIGNED = re.compile(r"(\b\w*(?:token|password|passwd|secret|api_key|access_key)=)[^\s'\"]+", re.IGNORECASE)
-_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
-_VARIABLE = re.compile(r"(TOKEN|PASSWORD|SECRET|API_KEY|ACCESS_KEY)$")
+_PARAMETER = re.compile(rf"([?&;][\w.-]*{_IN_A_URL}[\w.-]*=)[^\s&;'\"]+", re.IGNORECASE)
+_NAME = re.compile(r"\b(\w+)['\"]?[=:]")  # in NAME=value, and in 'NAME': 'value'
+_WEBHOOK = re.compile(r"(https?://[^\s'\"]*?(?:\bhooks?\.[^\s/'\"]+|/(?:web)?hooks?)/)[^\s'\"]+", re.IGNORECASE)
+_TOKEN = re.compile(  # of the hub, GitHub, GitLab, OpenAI and others, Slack, AWS; a JSON web token; a header
+    r"\b(?:hf_|github_pat_|gh[opsur]_|glpat-|sk-|xox[a-z]-|AKIA)[\w-]{16,}|\beyJ[\w-]+\.[\w-]+\.[\w-]+"
+    r"|(?<=Bearer )[\w.~+/=-]{6,}"
+)
 SHORTEST = 6  # a shorter secret could be any word of a message
 
 
@@ -20,8 +28,18 @@ def url_without_secrets(url: str) -> str:
 
 
 def redact(text: str) -> str:
-    """Hide secrets in text: those of URLs, NAME_TOKEN=value, hub tokens, and values of secret environment variables."""
+    """Hide secrets in text: those of URLs, NAME_TOKEN=value, known tokens, and values of secret environment variables.
+
+    A variable that holds a path, such as SSH_AUTH_SOCK, is not secret.
+    """
     for name, value in os.environ.items():
-        if _VARIABLE.search(name) and len(value) >= SHORTEST:
+        if _is_secret(name) and len(value) >= SHORTEST and not os.path.exists(value):
             text = text.replace(value, HIDDEN)
-    return _HUB_TOKEN.sub(HIDDEN, _ASSIGNED.sub(rf"\1{HIDDEN}", url_without_secrets(text)))
+    for name in filter(_is_secret, set(_NAME.findall(text))):
+        text = re.sub(rf"(\b{name}(?:=['\"]?|['\"]: ?['\"]?))[^\s'\"]+", rf"\1{HIDDEN}", text)
+    return _TOKEN.sub(HIDDEN, url_without_secrets(_WEBHOOK.sub(rf"\1{HIDDEN}", text)))
+
+
+def _is_secret(name: str) -> bool:
+    words = name.lower().split("_")
+    return not SECRET_WORDS.isdisjoint(words) or "key" in words[1:] or words[-1].endswith(("token", "password"))

@@ -1,16 +1,17 @@
 """Build and check a RunConfig from plain values, with every rule that spans several keys. Imports no torch.
 
-Rules of engines are in `engine_rules`.
+A check yields the message of each rule that a configuration breaks. Those of engines are in `engine_rules`.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
 from qerl_lab.config import engine_rules
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.files import choices_of
-from qerl_lab.config.keys import no_key
+from qerl_lab.config.keys import check_type, no_key
 from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.redact import url_without_secrets
 from qerl_lab.config.schema import RunConfig
@@ -24,18 +25,25 @@ def from_dict(values: dict[str, Any]) -> RunConfig:
 
 
 def build(values: dict[str, Any]) -> RunConfig:
-    """Build a RunConfig from plain nested values without checking bounds. Raises ConfigError for unknown keys."""
+    """Build a RunConfig from plain nested values without checking bounds.
+
+    Raises ConfigError for an unknown key and a value of another type.
+    """
     return _build(RunConfig, values, "")
 
 
 def _build(kind: type, values: Any, prefix: str) -> Any:
     if not isinstance(values, dict):
-        raise ConfigError(f"{prefix.rstrip('.')}={values!r} is not a mapping; allowed: the keys of {kind.__name__}.")
+        raise no_key(prefix.rstrip("."))
     types, arguments = get_type_hints(kind), {}
     for key, value in values.items():
         if key not in types:
             raise no_key(f"{prefix}{key}")
-        arguments[key] = _build(types[key], value, f"{prefix}{key}.") if is_dataclass(types[key]) else value
+        if is_dataclass(types[key]):
+            value = _build(types[key], value, f"{prefix}{key}.")
+        else:
+            check_type(f"{prefix}{key}", types[key], value)
+        arguments[key] = value
     return kind(**arguments)
 
 
@@ -43,19 +51,13 @@ def validate(cfg: RunConfig) -> None:
     """Raise ConfigError for the first value out of bounds or combination of values that cannot run."""
     for name, f, value in leaves(cfg):
         check_bounds(name, f.metadata, value)
-    for rule in (
-        _no_secrets, _store_is_an_address, _names_given, _known_modules, _gpus_divide, _batch_divides, _buffer_fits,
-        _clip_acts, _kl_is_one, _bonus_fits, _aqn_acts, _aqn_decays,
-        _bounds_ordered, _something_rewarded, _adapters_on_linears, _ignore_readable,
-        _interval_possible,
-        _optimizer_fits_device, _cache_fits_device, _attention_fits_device, _packing_attends, *engine_rules.RULES,
-        _aqn_finds_sigma,
-    ):  # fmt: skip
-        rule(cfg)
+    for check in (_secrets, _names, _batch, _algorithm, _aqn, _aqn_with_kl, _learning, _device, engine_rules.check):
+        for message in check(cfg):
+            raise ConfigError(message)
 
 
-def _no_secrets(cfg: RunConfig) -> None:
-    """Refuse secrets in the configuration, which is recorded and sent to MLflow."""
+def _secrets(cfg: RunConfig) -> Iterator[str]:
+    """Check that the configuration, which is recorded and sent to MLflow, holds no secrets."""
     store = "MLFLOW_TRACKING_URI=URL, or MLFLOW_TRACKING_USERNAME=NAME MLFLOW_TRACKING_PASSWORD=PASSWORD,"
     for key, url, remedy in (
         ("tracking.uri", cfg.tracking.uri, store),
@@ -64,15 +66,28 @@ def _no_secrets(cfg: RunConfig) -> None:
         ("rollout.vllm_server.url", cfg.rollout.vllm_server.url, "VLLM_API_KEY=KEY"),
     ):
         if url and (shown := url_without_secrets(url)) != url:
-            raise ConfigError(
+            yield (
                 f"{key}={shown} has a user, a password or a token in it, which every record of the run would keep; "
                 f"allowed: an address without. Type {remedy} in front of the command."
             )
 
 
-def _store_is_an_address(cfg: RunConfig) -> None:
+def _names(cfg: RunConfig) -> Iterator[str]:
     if cfg.tracking.mlflow and cfg.tracking.uri:
         check_store("tracking.uri", cfg.tracking.uri)
+    for name, value, allowed, example in (
+        ("model.path", cfg.model.path, "hub id, directory, pocket", "model=pocket"),
+        ("model.name", cfg.model.name, "a name", "model.name=mine"),
+        ("tracking.experiment", cfg.tracking.experiment, "a name", "tracking.experiment=qerl-lab"),
+    ):
+        if not value.strip():
+            yield f"{name}= is empty; allowed: {allowed}. Type for example {example}."
+    for group, name in (("format", cfg.format.name), ("task", cfg.task.name)):
+        if name not in (options := choices_of(group)):
+            yield (
+                f"{group}.name={name} is not allowed; allowed: {', '.join(options)}.{did_you_mean(name, options)} "
+                f"Type for example {group}={options[0]}."
+            )
 
 
 def check_store(key: str, uri: str) -> None:
@@ -84,50 +99,26 @@ def check_store(key: str, uri: str) -> None:
         )
 
 
-def _names_given(cfg: RunConfig) -> None:
-    if not cfg.model.path:
-        raise ConfigError("model.path= is empty; allowed: hub id, directory, pocket. Type for example model=pocket.")
-    for name, value, example in (
-        ("model.name", cfg.model.name, "mine"), ("tracking.experiment", cfg.tracking.experiment, "qerl-lab"),
-    ):  # fmt: skip
-        if not value.strip():
-            raise ConfigError(f"{name}= is empty; allowed: a name. Type for example {name}={example}.")
-
-
-def _known_modules(cfg: RunConfig) -> None:
-    for group, name in (("format", cfg.format.name), ("task", cfg.task.name)):
-        allowed = choices_of(group)
-        if name not in allowed:
-            raise ConfigError(
-                f"{group}.name={name} is not allowed; allowed: {', '.join(allowed)}.{did_you_mean(name, allowed)} "
-                f"Type for example {group}={allowed[0]}."
-            )
-
-
-def _gpus_divide(cfg: RunConfig) -> None:
+def _batch(cfg: RunConfig) -> Iterator[str]:
     prompts, gpus = cfg.rollout.prompts_per_step, cfg.gpus
     if prompts % gpus:
-        raise ConfigError(
+        yield (
             f"rollout.prompts_per_step={prompts} cannot be split over gpus={gpus}, each of which samples whole groups; "
             f"allowed: a multiple of {gpus}. Type for example gpus={largest_divisor(prompts, gpus)}, or "
             f"rollout.prompts_per_step={-(-prompts // gpus) * gpus}."
         )
-
-
-def _batch_divides(cfg: RunConfig) -> None:
     batch, updates, micro = cfg.completions_per_gpu, cfg.algorithm.updates_per_rollout, cfg.optim.micro_batch_size
-    over = f" / {cfg.gpus}" if cfg.gpus > 1 else ""
-    if batch % (updates * micro) == 0:
-        return
-    kept = updates if batch % updates == 0 else 1
-    remedy = f"optim.micro_batch_size={largest_divisor(batch // kept, micro)}"
-    raise ConfigError(
-        f"rollout.prompts_per_step x rollout.group_size{over and ' / gpus'} = "
-        f"{cfg.rollout.prompts_per_step} x {cfg.rollout.group_size}{over} = "
-        f"{batch} completions cannot be split into algorithm.updates_per_rollout={updates} updates of "
-        f"optim.micro_batch_size={micro}; {batch} must be a multiple of {updates * micro}. "
-        f"Type for example {remedy}{'' if kept == updates else f' algorithm.updates_per_rollout={kept}'}."
-    )
+    if batch % (updates * micro):
+        over = f" / {gpus}" if gpus > 1 else ""
+        kept = updates if batch % updates == 0 else 1
+        remedy = f"optim.micro_batch_size={largest_divisor(batch // kept, micro)}"
+        yield (
+            f"rollout.prompts_per_step x rollout.group_size{over and ' / gpus'} = "
+            f"{prompts} x {cfg.rollout.group_size}{over} = "
+            f"{batch} completions cannot be split into algorithm.updates_per_rollout={updates} updates of "
+            f"optim.micro_batch_size={micro}; {batch} must be a multiple of {updates * micro}. "
+            f"Type for example {remedy}{'' if kept == updates else f' algorithm.updates_per_rollout={kept}'}."
+        )
 
 
 def largest_divisor(number: int, at_most: int) -> int:
@@ -135,146 +126,125 @@ def largest_divisor(number: int, at_most: int) -> int:
     return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
 
 
-def _buffer_fits(cfg: RunConfig) -> None:
-    buffer, longest = cfg.overlong_buffer, cfg.rollout.max_completion_tokens
-    if buffer > longest:
-        raise ConfigError(
-            f"algorithm.overlong_buffer_tokens={buffer} is more than rollout.max_completion_tokens={longest}, so that "
-            f"every completion would be punished; allowed: 0 (none) to {longest}. "
-            f"Type for example algorithm.overlong_buffer_tokens={max(1, longest // 5)}."
+def _algorithm(cfg: RunConfig) -> Iterator[str]:
+    algorithm, longest = cfg.algorithm, cfg.rollout.max_completion_tokens
+    if cfg.overlong_buffer > longest:
+        yield (
+            f"algorithm.overlong_buffer_tokens={cfg.overlong_buffer} is more than "
+            f"rollout.max_completion_tokens={longest}, so that every completion would be punished; allowed: 0 (none) "
+            f"to {longest}. Type for example algorithm.overlong_buffer_tokens={max(1, longest // 5)}."
         )
-
-
-def _clip_acts(cfg: RunConfig) -> None:
-    algorithm = cfg.algorithm
     if algorithm.name == "cispo" and algorithm.epsilon_low < 1:
-        raise ConfigError(
+        yield (
             f"algorithm.epsilon_low={algorithm.epsilon_low} does nothing in a run with algorithm.name=cispo, which "
             "bounds the weight of a token from above alone; allowed: 1 (no lower bound). "
             "Leave algorithm.epsilon_low out of algorithm=cispo, or type algorithm.epsilon_low=1."
         )
-
-
-def _kl_is_one(cfg: RunConfig) -> None:
-    """Refuse a KL penalty with sequence-level ratios: a token's KL times its completion's ratio estimates no KL."""
-    algorithm = cfg.algorithm
+    # The KL of a token times the ratio of its completion estimates no KL.
     if algorithm.name == "gspo" and algorithm.beta > 0 and algorithm.kl_estimator != "k3":
-        raise ConfigError(
+        yield (
             f"algorithm.kl_estimator={algorithm.kl_estimator} multiplies the KL of a token by its ratio, and with "
             "algorithm.name=gspo there is one of the whole completion only; allowed: k3. "
             "Type algorithm.kl_estimator=k3, or algorithm.beta=0."
         )
-
-
-def _bonus_fits(cfg: RunConfig) -> None:
-    algorithm = cfg.algorithm
     if algorithm.entropy_target is not None and algorithm.entropy_coef > algorithm.entropy_coef_max:
-        raise ConfigError(
+        yield (
             f"algorithm.entropy_coef={algorithm.entropy_coef} is above "
             f"algorithm.entropy_coef_max={algorithm.entropy_coef_max}, which bounds an adaptive one. "
             f"Type for example algorithm.entropy_coef={algorithm.entropy_coef_max}."
         )
 
 
-def _aqn_acts(cfg: RunConfig) -> None:
-    if not cfg.aqn.norms:
-        raise ConfigError(
+def _aqn(cfg: RunConfig) -> Iterator[str]:
+    aqn, unit = cfg.aqn, cfg.aqn.unit
+    if not aqn.norms:
+        yield (
             "aqn.norms=[] names no layer for the noise; allowed: one norm or more. "
             "Leave aqn.norms out (aqn=off is no noise), or type for example aqn.norms=[input_layernorm]."
         )
-
-
-def _aqn_decays(cfg: RunConfig) -> None:
-    aqn, unit = cfg.aqn, cfg.aqn.unit
     if aqn.schedule in ("off", "adaptive"):
         return
     start, end, example = ("kl_start", "kl_end", "3e-3") if unit == "kl" else ("sigma_start", "sigma_end", "0.01")
     first, last = getattr(aqn, start), getattr(aqn, end)
     if last > first:
-        raise ConfigError(
+        yield (
             f"aqn.{end}={last} is above aqn.{start}={first}; the noise decays, so "
             f"{end} may be at most {start}. Type for example aqn.{end}={first}."
         )
     if first == 0:
-        raise ConfigError(
+        yield (
             f"aqn.schedule={aqn.schedule} with aqn.{start}=0 adds no noise; allowed: above 0. "
             f"Type aqn=off, or for example aqn.{start}={example}."
         )
     if aqn.schedule == "exponential" and last == 0:
-        raise ConfigError(
+        yield (
             f"aqn.schedule=exponential never reaches aqn.{end}=0 (Eq. 8 takes the ratio {end} / {start}); "
             f"allowed: above 0. Type for example aqn.{end}={'1e-4' if unit == 'kl' else '5e-4'} or aqn=linear."
         )
     if aqn.stages == 1 and aqn.reading != "equation":
-        raise ConfigError(
+        yield (
             f"aqn.stages=1 with aqn.reading={aqn.reading} never adds noise, because that reading keeps stage 1 clean. "
             "Type for example aqn.stages=2 or aqn.reading=equation."
         )
 
 
-def _aqn_finds_sigma(cfg: RunConfig) -> None:
+def _aqn_with_kl(cfg: RunConfig) -> Iterator[str]:
     """Check the keys of an AQN schedule that finds sigma for a target KL."""
     aqn = cfg.aqn
     if aqn.schedule == "adaptive" and aqn.unit != "kl":
-        raise ConfigError(
-            f"aqn.schedule=adaptive with aqn.unit={aqn.unit} has nothing to adapt to; allowed: kl. Type aqn=adaptive."
-        )
+        yield f"aqn.schedule=adaptive with aqn.unit={aqn.unit} has nothing to adapt to; allowed: kl. Type aqn=adaptive."
     if aqn.schedule == "off" or aqn.unit != "kl":
         return
     if aqn.sigma_min > aqn.sigma_max:
-        raise ConfigError(
+        yield (
             f"aqn.sigma_min={aqn.sigma_min} is above aqn.sigma_max={aqn.sigma_max}. "
             f"Type for example aqn.sigma_min={aqn.sigma_max}."
         )
     if not aqn.sigma_min <= aqn.sigma_start <= aqn.sigma_max:
-        raise ConfigError(
+        yield (
             f"aqn.sigma_start={aqn.sigma_start}, where the search begins, is not in aqn.sigma_min={aqn.sigma_min} to "
             f"aqn.sigma_max={aqn.sigma_max}. Type for example "
             f"aqn.sigma_start={min(max(RunConfig().aqn.sigma_start, aqn.sigma_min), aqn.sigma_max)}."
         )
     if aqn.schedule == "adaptive" and aqn.kl_start == 0:
-        raise ConfigError(
+        yield (
             "aqn.schedule=adaptive with aqn.kl_start=0 adds no noise; allowed: above 0. Type aqn=off, or for example "
             "aqn.kl_start=3e-3."
         )
     if aqn.schedule == "adaptive" and aqn.probe_prompts == 0:
-        raise ConfigError(
+        yield (
             "aqn.probe_prompts=0 with aqn.schedule=adaptive measures no KL to adapt to; allowed: 1 or more. "
             "Leave aqn.probe_prompts out, or type for example aqn.probe_prompts=4."
         )
 
 
-def _bounds_ordered(cfg: RunConfig) -> None:
-    steps, levels = cfg.task.arithmetic, cfg.task.code_io
-    for name, least, most in (
-        ("arithmetic.{}_steps", steps.min_steps, steps.max_steps),
-        ("code_io.{}_level", levels.min_level, levels.max_level),
+def _learning(cfg: RunConfig) -> Iterator[str]:
+    """Check what is asked, rewarded, trained and evaluated."""
+    task = cfg.task
+    for lower, least, upper, most in (
+        ("arithmetic.min_steps", task.arithmetic.min_steps, "arithmetic.max_steps", task.arithmetic.max_steps),
+        ("code_io.min_level", task.code_io.min_level, "code_io.max_level", task.code_io.max_level),
     ):
-        lower, upper = (f"task.{name.format(end)}" for end in ("min", "max"))
         if least > most:
-            raise ConfigError(f"{lower}={least} is above {upper}={most}. Type for example {lower}={most}.")
-
-
-def _something_rewarded(cfg: RunConfig) -> None:
-    further = cfg.task.module is not None or (cfg.task.name == "code_io" and cfg.task.code_io.tests_reward > 0)
-    if cfg.task.format_reward == cfg.task.answer_reward == 0 and not further:
-        raise ConfigError(
+            yield f"task.{lower}={least} is above task.{upper}={most}. Type for example task.{lower}={most}."
+    further = task.module is not None or (task.name == "code_io" and task.code_io.tests_reward > 0)
+    if task.format_reward == task.answer_reward == 0 and not further:
+        yield (
             "task.format_reward=0 and task.answer_reward=0 reward nothing, so that nothing can be learned; "
             "allowed: one of them above 0. Type for example task.answer_reward=1."
         )
-
-
-def _adapters_on_linears(cfg: RunConfig) -> None:
     if not cfg.lora.target_modules or "lm_head" in cfg.lora.target_modules:
-        raise ConfigError(
+        yield (
             f"lora.target_modules={cfg.lora.target_modules} is not allowed; allowed: a non-empty list without lm_head "
             "(the loss reads lm_head.weight itself, so an adapter there would never train). "
             "Type for example lora.target_modules=[q_proj,v_proj]."
         )
-
-
-def _ignore_readable(cfg: RunConfig) -> None:
     check_patterns("format.ignore", cfg.format.ignore)
+    if cfg.eval.questions == 1:
+        yield (
+            "eval.questions=1 is not allowed, because the interval of the accuracy's gain needs two questions; "
+            "allowed: 0 (no evaluation), or 2 and more. Type for example eval.questions=256."
+        )
 
 
 def check_patterns(name: str, entries: list[str]) -> None:
@@ -289,41 +259,23 @@ def check_patterns(name: str, entries: list[str]) -> None:
             ) from None
 
 
-def _interval_possible(cfg: RunConfig) -> None:
-    if cfg.eval.questions == 1:
-        raise ConfigError(
-            "eval.questions=1 is not allowed, because the interval of the accuracy's gain needs two questions; "
-            "allowed: 0 (no evaluation), or 2 and more. Type for example eval.questions=256."
-        )
-
-
-def _optimizer_fits_device(cfg: RunConfig) -> None:
+def _device(cfg: RunConfig) -> Iterator[str]:
+    model = cfg.model
     if cfg.optim.name == "adamw_8bit" and cfg.device == "cpu":
-        raise ConfigError(
-            "optim.name=adamw_8bit needs a GPU, and device=cpu was given. Type optim=adamw, or device=cuda."
-        )
-
-
-def _cache_fits_device(cfg: RunConfig) -> None:
+        yield "optim.name=adamw_8bit needs a GPU, and device=cpu was given. Type optim=adamw, or device=cuda."
     if cfg.format.dense_cache == "on" and cfg.device == "cuda":
-        raise ConfigError(
+        yield (
             "format.dense_cache=on with device=cuda would hold the dense weights that the format is there to save; "
             "allowed on a GPU: auto, off. Type format.dense_cache=off, or format=bf16."
         )
-
-
-def _attention_fits_device(cfg: RunConfig) -> None:
-    if cfg.model.attention == "flash_attention_2" and (cfg.device == "cpu" or cfg.model.dtype == "float32"):
+    if model.attention == "flash_attention_2" and (cfg.device == "cpu" or model.dtype == "float32"):
         given = "device=cpu" if cfg.device == "cpu" else "model.dtype=float32"
-        raise ConfigError(
+        yield (
             f"model.attention=flash_attention_2 computes in bfloat16 on a GPU, and {given} was given. "
             f"Type model.attention=sdpa, or leave {given} out."
         )
-
-
-def _packing_attends(cfg: RunConfig) -> None:
-    if cfg.model.attention != "sdpa" and cfg.optim.packing == "on":
-        raise ConfigError(
-            f"optim.packing=on trains by an attention of its own, and model.attention={cfg.model.attention} was given; "
+    if model.attention != "sdpa" and cfg.optim.packing == "on":
+        yield (
+            f"optim.packing=on trains by an attention of its own, and model.attention={model.attention} was given; "
             "allowed with it: sdpa. Type model.attention=sdpa, or optim.packing=off."
         )

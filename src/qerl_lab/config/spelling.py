@@ -11,36 +11,36 @@ _ADDED = re.compile(r"""(?:^|(?<=[,=()\[\]{}'"]))'([^,=()\[\]{}'"\\]+)'(?=[,=()\
 _FOREIGN = re.compile(r"[^\w\s/+.$%*@?|:-]", re.ASCII)  # characters that the grammar rejects outside of quotes
 
 
-def readable(override: str) -> str:
-    """Quote what Hydra could not read otherwise: umlauts, ~, # and the like.
+def readable(override: str, is_text: bool = False) -> str:
+    """Quote what Hydra would not read as it was meant: umlauts, ~, # and the like; numbers if `is_text`.
 
-    Lists, comma-separated values, and words with quotes, backslashes or interpolations stay as they are.
+    Hydra would read the commit 7e12345 as infinity. Words with unbalanced quotes or interpolations stay as they are.
     """
     key, sign, value = override.partition("=")
+    is_text = is_text and "(" not in value
 
     def part(found: re.Match[str]) -> str:
         text = found[0]
-        return quoted(text) if text[0] not in "'\"" and "\\" not in text and _FOREIGN.search(text) else text
+        if text[0] in "'\"":
+            return text
+        if is_text and _is_number(text):
+            return quoted(text.strip())
+        return quoted(text) if "\\" not in text and _FOREIGN.search(text) else text
 
-    is_open = set("'\"") & set(_PARTS.sub("", value))  # unbalanced quote: leave the word alone
+    is_open = set("'\"") & set(_PARTS.sub("", value))
     return override if "${" in value or is_open else key + sign + _PARTS.sub(part, value)
 
 
-def as_text(value: str) -> str:
-    """Quote numbers in the value of a text key, which Hydra would convert: the commit 7e12345 would become inf."""
-
-    def part(found: re.Match[str]) -> str:
-        try:
-            float(found[0])
-        except ValueError:
-            return found[0]
-        return quoted(found[0].strip())
-
-    return value if "(" in value or "${" in value else _PARTS.sub(part, value)
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def as_typed(override: str) -> str:
-    """Remove the quotes that `readable` and `as_text` added."""
+    """Remove the quotes that `readable` added."""
     return _ADDED.sub(r"\1", override)
 
 
@@ -57,17 +57,12 @@ def word(key: str, value: str) -> str:
 
 def shell_word(key: str, value: str | Path) -> str:
     """Format KEY=text for the shell."""
-    return shlex.quote(word(key, str(value)))
-
-
-def in_double_quotes(key: str, value: str) -> str:
-    """Format KEY=text for the shell as people type it, "KEY='a b'", unless the shell would expand something in it."""
-    return shell_word(key, value) if set(value) & set('"$`\\!') else f'"{word(key, value)}"'
+    return shell_line([word(key, str(value))])
 
 
 def shell_line(words: Sequence[str]) -> str:
-    """Join words into a shell command; words with an apostrophe become "KEY='a b'"."""
-    in_double = [("'" in one and not set(one) & set('"$`\\!')) for one in words]
+    """Join words into a shell command as people type it: a word with apostrophes becomes "KEY='a b'"."""
+    in_double = [("'" in one and not set(one.replace("\\'", "")) & set('"$`\\!')) for one in words]
     return " ".join(f'"{one}"' if so else shlex.quote(one) for one, so in zip(words, in_double, strict=True))
 
 
@@ -79,3 +74,10 @@ def resume_word(path: str | Path) -> str:
 def quoted(value: str) -> str:
     """Quote a text for Hydra's override grammar, which halves backslashes before a quote."""
     return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value) + "'"
+
+
+def unquoted(value: str) -> str:
+    """Return the text that `quoted` quoted, in single or double quotes; any other text unchanged."""
+    if len(value) < 2 or value[0] not in "'\"" or value[-1] != value[0]:
+        return value
+    return re.sub(rf"(\\+)({value[0]}|\Z)", lambda found: found[1][: len(found[1]) // 2] + found[2], value[1:-1])

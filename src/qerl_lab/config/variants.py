@@ -1,7 +1,7 @@
 """Which keys have an effect only for some formats, noises, tasks, engines or launchers.
 
 The schema holds every key for every run, since a scale may set keys that its run ignores. A user who types an ignored
-key would be misled, so commands refuse the keys that `missing` returns.
+key would be misled, so commands refuse the keys that `inert_keys` returns.
 """
 
 from collections.abc import Mapping
@@ -68,6 +68,7 @@ VARIANTS = (
     Variant("jobs_per_gpu", "jobs!=1", "jobs=2"),
     Variant("jobs_per_gpu", "launcher!=slurm", "launcher=local"),
     Variant("jobs_per_gpu", "device!=cpu", "device=auto"),
+    Variant("jobs_per_gpu", "gpus=1", "gpus=1"),
     Variant("slurm", "launcher=slurm", "launcher=slurm"),
     Variant("algorithm.max_resamples", "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling=true"),
     Variant("algorithm.kl_estimator", "algorithm.beta!=0|0.0", "algorithm.beta=0.001"),
@@ -81,7 +82,7 @@ ON_HUB = Variant("model.revision", "model.path=HUB_ID", "model.path=HUB_ID")
 ON_DISK = Variant("model.hash", "model.path=DIR", "model.path=DIR")
 
 
-def missing(cfg: RunConfig) -> Mapping[str, Variant]:
+def inert_keys(cfg: RunConfig) -> Mapping[str, Variant]:
     """Map each key that has no effect in this configuration to the variant that it belongs to.
 
     With task.module no task key is included: the user's file may read any of them.

@@ -9,7 +9,6 @@ from typing import Any
 import yaml
 
 from qerl_lab.config.arm import ADDED, OF_SWEEPS, REGISTERED, completed, leaves
-from qerl_lab.config.keys import check_types
 from qerl_lab.config.message import in_one_line, some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
@@ -35,7 +34,6 @@ def read_config(run_dir: Path) -> RunConfig:
     """Read and check the configuration; sets `run_dir` to the directory's current place. Raises ConfigError."""
     path, values = run_dir / NAME, _values(run_dir)
     try:
-        check_types(values)
         cfg = from_dict(values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None

@@ -17,9 +17,9 @@ with exits.starting(__name__):
     from pathlib import Path
     from typing import TYPE_CHECKING
 
-    from qerl_lab.cli.grammar import HELP, Command, parse
-    from qerl_lab.cli.overrides import spell
-    from qerl_lab.config.keys import NUMBERS, check_key, schema
+    from qerl_lab.cli.grammar import HELP, Command
+    from qerl_lab.cli.overrides import check_words, spell
+    from qerl_lab.config.keys import NUMBERS, check_key
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.out import Writes
     from qerl_lab.disk import lock, make_directory, replace_file
@@ -85,7 +85,7 @@ def space(words: Sequence[str], options: SearchOptions) -> Space:
             if key in found.ranges:
                 raise ConfigError(f"{key} is given two ranges. Type one of them.")
             found.ranges[key] = ends
-        elif name == "sweeps" or (not word.startswith("-") and parse(spell(word), schema()).is_sweep_override()):
+        elif name == "sweeps" or (not word.startswith("-") and check_words([spell(word)])[0].is_sweep_override()):
             raise ConfigError(f"{word} makes several arms, and a search is of one. Type one value, for each a search.")
         else:
             found.words.append(word)

@@ -7,7 +7,6 @@ with exits.starting(__name__):
     from qerl_lab.cli.grammar import HELP
     from qerl_lab.cli.overrides import spell
     from qerl_lab.config.option import ConfigError
-    from qerl_lab.config.spelling import readable
     from qerl_lab.terminal import quiet_third_parties
 
 USAGE = "python -m qerl_lab.tools.serve_line"
@@ -29,7 +28,7 @@ def main(words: list[str]) -> int:
     if not words or set(HELP) & set(words):
         print(MANUAL, end="")
         return exits.OK
-    plan = make_plan([readable(spell(word)) for word in words], False, None)
+    plan = make_plan([spell(word) for word in words], False, None)
     if plan.multirun:
         raise ConfigError("a server is of one run. Give each key one value.")
     cfg = plan.jobs[0].config

@@ -79,7 +79,7 @@ def read(words: list[str]) -> tuple[RunDirectory, int]:
 
 
 if __name__ == "__main__":
-    exits.outlast(full_disk=True)
+    exits.outlast()
     held = ExitStack()
     try:
         given = read(sys.argv[1:])

@@ -10,7 +10,7 @@ from torch.utils.data import Sampler
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.preflight import no_evaluation
+from qerl_lab.preflight.question_counts import no_evaluation
 from qerl_lab.tasks import Question, Task
 
 

@@ -9,7 +9,7 @@ import os
 import torch
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.preflight import VISIBLE
+from qerl_lab.preflight.machine import VISIBLE
 
 
 def visible() -> list[str]:

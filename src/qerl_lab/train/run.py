@@ -23,6 +23,7 @@ from qerl_lab.model import linear, on_disk
 from qerl_lab.model.files import local_folder
 from qerl_lab.model.policy import Policy, begin_with, device_of, load_adapter, save_adapter
 from qerl_lab.model.policy import build as build_policy
+from qerl_lab.preflight import question_counts
 from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.sessions import Sessions
@@ -118,8 +119,8 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     on_disk.check(local_folder(cfg.model.path, cfg.model.revision), cfg)  # for a model just downloaded
     task = tasks.load(cfg.task)
     directory.refuse_other_data(task.data)  # also without a checkpoint: the exam before training may be recorded
-    cut = preflight.cut_questions(cfg, len(task.train), len(task.heldout))
-    notes = [] if preflight.has_questions(cfg) else [*task.warnings, *cut]
+    cut = question_counts.cut_questions(cfg, len(task.train), len(task.heldout))
+    notes = [] if question_counts.has_questions(cfg) else [*task.warnings, *cut]
     directory.refuse_other_device(device.type)
     policy = _loaded(cfg, device)
     if saved:

@@ -3,6 +3,8 @@
 import math
 import os
 import signal
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -36,7 +38,7 @@ class Stop:
 
     The run also stops when the process `parent` dies. None disables that for a run called from another program, such as
     a test: a shell may exit and leave that program in the background. Until `can_save` is set there is nothing to save,
-    and a signal ends the process at once.
+    and a signal or the death of `parent` ends the process at once.
     """
 
     signalled: bool = False
@@ -50,7 +52,15 @@ class Stop:
         for number in heard():
             signal.signal(number, lambda *_: stop._hear())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        threading.Thread(target=stop._watch_parent, daemon=True).start()
         return stop
+
+    def _watch_parent(self) -> None:
+        """End the process if `parent` dies at start-up: imports and vLLM take minutes, in which no step looks."""
+        while not self.can_save:
+            if self.requested:
+                os._exit(INTERRUPTED)
+            time.sleep(1)
 
     def _hear(self) -> None:
         """Handle a signal: exit at once if there is nothing to save, else stop after the step."""

@@ -17,7 +17,7 @@ from qerl_lab.record.environment import Typed
 
 
 @pytest.mark.parametrize(("time", "minutes"), [
-    ("90", 90), ("90:30", 91), ("2:00:00", 120), ("1-12", 36 * 60), ("1-12:30", 36 * 60 + 30), ("0-0:0:10", 1),
+    ("90", 90), ("2:00:00", 120), ("2:00:30", 121), ("1-12:30:00", 36 * 60 + 30), ("0-0:0:10", 1),
 ])  # fmt: skip
 def test_a_time_limit_is_read_as_slurm_reads_it(time: str, minutes: int) -> None:
     assert cluster.minutes(cluster.flags(f"--time={time}")) == minutes
@@ -93,7 +93,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     monkeypatch.setattr(RunDirectory, "check", lambda run: None)
     run = RunDirectory(tmp_path / "run")
     run.claim(RunConfig(run_dir=str(run.path)), Typed("the command"))
-    of = launch.OfSweep(tmp_path / "INTERRUPTED", "job 0 (1 of 1)", {}, run.console)
+    of = launch.SweepJob(tmp_path / "INTERRUPTED", "job 0 (1 of 1)", {}, run.console)
     return pickle.loads(pickle.dumps(Call(run.path, of, Typed("the command"))))
 
 

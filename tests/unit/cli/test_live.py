@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from qerl_lab.cli import live
 from qerl_lab.cli.compose import Job
-from qerl_lab.cli.live import Live
+from qerl_lab.cli.live import SweepProgress
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
@@ -27,7 +27,7 @@ def job(folder: Path, number: int, begun: bool = False) -> Job:
 
 
 def at_step(run: RunDirectory, step: int) -> None:
-    lines = [{"step": n, "time": 0.0, "metrics": {"reward/mean": n / 100}} for n in range(1, step + 1)]
+    lines = [{"step": n, "time": 2.0 * n, "metrics": {"reward/mean": n / 100}} for n in range(1, step + 1)]
     (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -43,7 +43,7 @@ def test_a_line_comes_with_the_start_of_a_job_and_each_tenth(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = job(tmp_path, 3)
-    shown = Live([(one, "seed=3")], 8, tmp_path / "INTERRUPTED")
+    shown = SweepProgress([(one, "seed=3")], 8, tmp_path / "INTERRUPTED")
     shown.update()
     assert capsys.readouterr().err == ""
     run = start(one)
@@ -52,7 +52,7 @@ def test_a_line_comes_with_the_start_of_a_job_and_each_tenth(
     at_step(run, 5)
     shown.update()
     shown.update()
-    assert capsys.readouterr().err == "job 3: step 5/20, ETA -, reward 0.05\n"
+    assert capsys.readouterr().err == "job 3: step 5/20, ETA 00:30, reward 0.05\n"
     at_step(run, 20)
     run.finish({})
     shown.end(one, "")
@@ -62,7 +62,7 @@ def test_a_line_comes_with_the_start_of_a_job_and_each_tenth(
 def test_a_job_that_waits_to_go_on_is_not_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = job(tmp_path, 0, begun=True)
     run = start(before, 4)
-    shown = Live([(before, "seed=0")], 1, tmp_path / "INTERRUPTED")
+    shown = SweepProgress([(before, "seed=0")], 1, tmp_path / "INTERRUPTED")
     shown.update()
     assert not shown.is_running(before)
     assert capsys.readouterr().err == ""
@@ -78,7 +78,7 @@ def test_the_pace_is_that_of_this_command(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
     fresh, before = job(tmp_path, 0), job(tmp_path, 1, begun=True)
     start(before, 10)
-    shown = Live([(fresh, "seed=0"), (before, "seed=1")], 3, tmp_path / "INTERRUPTED")
+    shown = SweepProgress([(fresh, "seed=0"), (before, "seed=1")], 3, tmp_path / "INTERRUPTED")
     start(fresh, 5)
     now[0] += 10
     shown.update()
@@ -90,7 +90,7 @@ def test_the_pace_is_that_of_this_command(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_damaged_record_stops_no_sweep(tmp_path: Path) -> None:
     one = job(tmp_path, 0)
     run = start(one, 3)
-    shown = Live([(one, "seed=0")], 1, tmp_path / "INTERRUPTED")
+    shown = SweepProgress([(one, "seed=0")], 1, tmp_path / "INTERRUPTED")
     (run.path / "metrics.jsonl").write_text("{nonsense\n")
     (run.path / "sessions.json").write_text("{}")
     shown.update()
@@ -99,13 +99,8 @@ def test_a_damaged_record_stops_no_sweep(tmp_path: Path) -> None:
 
 def test_what_was_stopped_before_it_began_needs_no_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = job(tmp_path, 0), job(tmp_path, 1)
-    shown = Live([(one, "seed=0"), (other, "seed=1")], 2, tmp_path / "INTERRUPTED")
+    shown = SweepProgress([(one, "seed=0"), (other, "seed=1")], 2, tmp_path / "INTERRUPTED")
     shown.end(one, "")
     assert capsys.readouterr().err == ""
     shown.end(other, "error: the reason")
     assert capsys.readouterr().err.endswith("error: the reason\n")
-
-
-def test_steps_that_are_to_be_done_again_have_no_pace() -> None:
-    assert live.interval(10.0, 2, 4) == "00:20"
-    assert live.interval(10.0, -2, 4) == live.interval(10.0, 0, 4) == "-"

@@ -30,5 +30,5 @@ def test_a_bug_in_the_callback_ends_the_command(monkeypatch: pytest.MonkeyPatch)
         raise KeyError("a bug")
 
     monkeypatch.setattr(check, "GlobalHydra", SimpleNamespace(instance=broken))
-    with pytest.raises(check.Left):
+    with pytest.raises(check.PastHydra):
         check.CheckJobs().on_run_start(None)  # type: ignore[arg-type]

@@ -39,17 +39,12 @@ def refused(line: str, capsys) -> str:
         ("fromat=nvfp4", ["fromat is not a known key", "Did you mean format?"]),
         ("format=nvfp5", ["format=nvfp5", "allowed: bf16, mxfp4, nf4, nvfp4", "Did you mean nvfp4?"]),
         ("experiment=nvfp", ["experiment=nvfp", ARM, "Did you mean nvfp4?"]),
-        ("+experiment=x", [ARM, "Type for example experiment=bf16"]),
-        ("scale=zzz", ["pocket", "Type for example scale="]),
-        ("+sweeps=nope", ["weight_formats"]),
         ("lora=[rank16,rank32]", ["lora=[rank16,rank32]", "rank64"]),
         ("lora={rank:3}", ["lora.rank=VALUE"]),
         ("aqn=null", ["aqn=null", "off"]),
         ("hydra/launcher=joblip", ["hydra/launcher=joblip", "basic", "launcher=slurm"]),
-        ("experiment=nvfp4 +experiment=bf16", ["experiment is given 2 times"]),
         # keys
         ("lora.rnk=3", ["Did you mean lora.rank?", "lora.alpha"]),
-        ("+lora.rnk=3", ["Did you mean lora.rank?"]),
         ("++new.key=3", ["new.key is not a known key"]),
         ("rank=3", ["Did you mean lora.rank?"]),
         ("eval=3", ["eval is a node", "eval.samples"]),
@@ -58,24 +53,15 @@ def refused(line: str, capsys) -> str:
         ("hydra.foo=1", ["hydra.foo", "'foo' not in 'HydraConf'"]),
         # types
         ("lora.rank=abc", ["lora.rank=abc", "a whole number", "lora.rank=32"]),
-        ("lora.rank=16.5", ["lora.rank=16.5", "a whole number"]),
         ("lora.rank=null", ["lora.rank=null", "a whole number"]),
-        ("seed=true", ["seed=true", "a whole number"]),
         ("optim.learning_rate=fast", ["a number", "optim.learning_rate=1e-05"]),
-        ("tracking.mlflow=maybe", ["true or false"]),
         ("lora.target_modules=q_proj", ["a list of names", "[q_proj,"]),
         # values and combinations
         ("aqn.schedule=offf", ["off, exponential", "Did you mean off?"]),
-        ("device=gpu", ["auto, cpu, cuda"]),
-        ("seed=-1", ["at least 0"]),
-        ("optim=adamw_8bit device=cpu", ["needs a GPU", "Type optim=adamw"]),
         (
             "rollout.group_size=7 optim.micro_batch_size=64",
             ["8 x 7 = 56", "Type for example optim.micro_batch_size=56"],
         ),
-        ("algorithm.updates_per_rollout=3", ["8 x 8 = 64", "algorithm.updates_per_rollout=1"]),
-        ("eval.questions=1", ["eval.questions=1", "needs two questions", "Type for example eval.questions=256"]),
-        ("format.ignore=['re:(']", ["'re:('", "no regular expression"]),
         # words that act nowhere
         (
             "aqn=off aqn.sigma_start=0.1",
@@ -87,13 +73,10 @@ def refused(line: str, capsys) -> str:
         ("format=bf16 format.ignore=[]", ["format.ignore=[]", "format.name=bf16"]),
         ("task.path=DIR", ["task.path=DIR", "task.name=arithmetic", "type for example task=gsm8k"]),
         ("task=gsm8k task.arithmetic.max_operand=3", ["task.arithmetic.max_operand=3", "task=arithmetic"]),
-        ("task.max_operand=3", ["task.max_operand is not", "Did you mean task.arithmetic.max_operand?"]),
         ("eval.questions=0 eval.samples=3", ["eval.samples=3", "eval.questions=0"]),
-        ("eval.subset_questions=8", ["eval.subset_questions=8", "eval.every=0"]),
         ("tracking=none tracking.uri=x", ["tracking.uri=x", "tracking.mlflow=false", "tracking=mlflow"]),
         ("model.revision=main", ["model.revision=main", "model.path=pocket"]),
         ("rollout.importance_correction=off rollout.importance_clip_max=2", ["importance_clip_max=2"]),
-        ("rollout.importance_correction=in_ratio rollout.importance_clip_max=2", ["importance_clip_max=2"]),
         ("algorithm.kl_estimator=k3", ["algorithm.beta=0.0", "type for example algorithm.beta=0.001"]),
         (
             "rollout=vllm_server format=nvfp4 rollout.vllm.share_base=true",
@@ -109,37 +92,29 @@ def refused(line: str, capsys) -> str:
         ("aqn=linear aqn.stages=51", ["aqn.stages=51", "steps=50", "Type for example aqn.stages=50"]),
         ("aqn=kl aqn.sigma_end=0.1", ["aqn.sigma_end=0.1", "aqn.unit=kl", "Leave aqn.sigma_end out"]),
         ("aqn=linear aqn.kl_start=0.1", ["aqn.kl_start=0.1", "aqn.unit=sigma", "type for example aqn=kl"]),
-        ("aqn=linear aqn.solver.draws=2", ["aqn.solver.draws=2", "aqn.unit=sigma", "aqn=kl"]),
         ("aqn=adaptive aqn.kl_end=0.1", ["aqn.kl_end=0.1", "aqn.schedule=adaptive", "aqn=kl"]),
-        ("aqn=adaptive aqn.stages=5", ["aqn.stages=5", "aqn.schedule=adaptive"]),
         ("aqn=kl aqn.adaptive.factor=2", ["aqn.adaptive.factor=2", "aqn.schedule=exponential", "aqn=adaptive"]),
-        ("aqn=off aqn.relative=true", ["aqn.relative=true", "aqn.schedule=off"]),
         ("aqn=linear aqn.probe_prompts=65", ["aqn.probe_prompts=65", "64 completions"]),
         ("differs_in=[seed]", ["Leave differs_in out"]),
         # an arm that is no longer itself
         ("+experiment=nvfp4_aqn aqn=off", ["aqn=off", "aqn.schedule=exponential", "Type +experiment=nvfp4 instead"]),
         ("+experiment=bf16 format=nf4", ["format.name=bf16", "Type +experiment=nf4 instead"]),
-        ("+experiment=bf16 format.name=nf4", ["format.name=nf4 changes", "Type +experiment=nf4 instead"]),
-        ("+experiment=nvfp4 aqn=cosine", ["Type aqn=cosine format=nvfp4 instead, without experiment=nvfp4"]),
+        ("+experiment=nvfp4 aqn=cosine", ["Type aqn.schedule=cosine instead, without experiment=nvfp4"]),
         ("+experiment=nvfp4_aqn aqn.unit=kl", ["Type +experiment=nvfp4_aqn_kl instead"]),
         (
             "+experiment=nvfp4_aqn_kl aqn.schedule=linear",
-            ["Type aqn=linear aqn.unit=kl format=nvfp4 instead, without experiment=nvfp4_aqn_kl"],
+            ["Type aqn.schedule=linear aqn.unit=kl instead, without experiment=nvfp4_aqn_kl"],
         ),
         # another model by the embedded policy's recipe
         ("+experiment=nvfp4 task=gsm8k model.path=DIR", ["model.path=DIR", "0.001, 64 tokens", "Type scale=custom"]),
         ("model=qwen2_5_7b", ["Qwen/Qwen2.5-7B-Instruct", "scale=pocket to mean it"]),
-        ("aqn=exponential aqn.sigma_end=1", ["aqn.sigma_end=1.0 is above aqn.sigma_start"]),
         # syntax
         ("nvfp4_aqn", ["Type +experiment=nvfp4_aqn"]),
         ("seed", ["seed has no value", "Type seed=VALUE"]),
         ("seed=1 seed=2", ["seed is given 2 times: seed=1 seed=2"]),
-        ("scale=pocket scale=custom", ["scale is given 2 times"]),
         ("task.name=gsm8k", ["task.name=gsm8k leaves out", "Type task=gsm8k"]),
-        ("algorithm.name=dapo", ["Type algorithm=dapo"]),
         ("task.instruction=null", ["task.instruction=null", "Type for example task.instruction=NAME"]),
         ("word", ["word cannot be read", "KEY=VALUE"]),
-        ("lora.rank=[1", ["lora.rank=[1 cannot be read"]),
         ("task.instruction=a=b", ["cannot be read", "quotes", "As one value that is \"task.instruction='a=b'\"."]),
         ("run_dir=it's", ["run_dir=it's cannot be read", "that is \"run_dir='it\\'s'\"."]),
         ('run_dir=ä"', ['run_dir=ä" cannot be read', "that is 'run_dir='\"'\"'ä\"'\"'\"''."]),
@@ -150,21 +125,17 @@ def refused(line: str, capsys) -> str:
         ("--experiment=bf16", ["Type +experiment=NAME"]),
         ("--multirn", ["Did you mean --multirun?"]),
         ("--seed 3", ["--seed is not a flag", "Type seed=VALUE"]),
-        ("-x", ["-x is not a flag", "Type --help"]),
-        ("--info x", ["--info", "invalid choice: 'x'", "Type --help"]),
-        ("--help=3", ["--help", "ignored explicit argument '3'", "Type --help"]),
         ("--config-path=x", ["--config-dir DIR"]),
+        ("--cfg", ["--cfg is not allowed; allowed: job, hydra, all. Type --cfg job."]),
         ("--config-dir nowhere", ["nowhere is not a directory"]),
         # sweeps: named by their job
         ("-m lora.rank=16,abc", ["lora.rank=abc"]),
         ("-m lora.rank=16,0", ["job 1 (lora.rank=0)", "at least 1"]),
-        ("-m experiment=bf16,nope", ["experiment=nope"]),
         (
             "-m rollout.group_size=8,7 seed=range(0,2) optim.micro_batch_size=64",
             ["job 2 (rollout.group_size=7 seed=0 optim.micro_batch_size=64)", "56"],
         ),
         ("-m experiment=nvfp4,nvfp4_aqn aqn.stages=2,3", ["job 0", "aqn.stages=2", "aqn.schedule=off"]),
-        ("-m experiment=nvfp4,bf16 aqn.stages=2", ["job 0", "aqn.stages=2"]),
         ("-m experiment=nvfp4_aqn aqn=linear,cosine", ["job 0", "without experiment=nvfp4_aqn"]),
         ("-m experiment=glob(zz*)", ["no job"]),
         ("-m seed=shuffle(1,2)", ["Leave shuffle() out"]),
@@ -174,8 +145,6 @@ def refused(line: str, capsys) -> str:
         ("-m seed=0,1 run_dir=x", ["hydra.sweep.dir=x"]),
         ("-m seed=0,1 hydra.run.dir=x", ["hydra.run.dir=x is of a single run", "Leave it out", "hydra.sweep.dir=DIR"]),
         ("hydra.sweep.dir=x", ["hydra.sweep.dir=x is of a sweep, and this command runs one job", "run_dir=DIR"]),
-        ("optim.learning_rate=inf", ["a finite number. Type for example optim.learning_rate=1e-05."]),
-        ("eval.top_p=0", ["above 0. Type for example eval.top_p=0.95."]),
         ("-m seed=0,1 hydra.sweep.subdir=x", ["jobs 0 and 1 would share", "hydra.job.num"]),
         ("-m seed=0,1,0", ["jobs 0 and 2 are the same run (seed=0)", "Leave out one"]),
         ("+sweeps=weight_formats lora.rank=-1", ["job 0 (+experiment=bf16 seed=0 lora.rank=-1)"]),
@@ -318,10 +287,6 @@ def test_a_word_of_a_sweep_must_act_in_one_job_that_shares_it():
     assert len(plan.jobs) == 4
 
 
-def test_a_word_that_says_what_an_arm_is_already_may_stand_beside_it():
-    assert only_job("+experiment=nvfp4_aqn", "format=nvfp4", "aqn=exponential").config.experiment == "nvfp4_aqn"
-
-
 def test_noise_of_more_stages_than_steps_is_said():
     assert only_job("aqn=linear", "steps=5").notes == ["aqn.stages=10 in 5 steps: some stages are skipped"]
 
@@ -332,12 +297,6 @@ def test_clipping_without_a_second_update_is_said():
     several = only_job("algorithm.epsilon_high=0.4", "algorithm.updates_per_rollout=2").notes
     assert not any("epsilon" in note for note in several)
     assert only_job("algorithm=gspo").notes == []
-
-
-def test_an_evaluation_that_is_never_due_is_said():
-    said = ["eval.every=9 in 8 steps: it asks before the first step alone"]
-    assert only_job("eval.every=9", "steps=8").notes == said
-    assert only_job("eval.every=8", "steps=8").notes == []
 
 
 def test_jobs_that_differ_in_plain_values_are_composed_as_each_would_be_alone():
@@ -353,8 +312,3 @@ def test_jobs_that_differ_in_plain_values_are_composed_as_each_would_be_alone():
 def test_the_words_of_a_job_may_stand_in_its_directory():
     plan = make_plan(["seed=0,1", "hydra.sweep.subdir=${hydra.job.override_dirname}"], True)
     assert [job.run_dir.name for job in plan.jobs] == ["seed=0", "seed=1"]
-
-
-def test_the_number_of_a_job_may_stand_in_its_directory():
-    plan = make_plan(["seed=0,1", "hydra.sweep.subdir=job-${hydra.job.num}"], True)
-    assert [job.run_dir.name for job in plan.jobs] == ["job-0", "job-1"]

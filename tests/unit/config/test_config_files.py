@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import runpy
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,6 @@ from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.manual import GROUPS, describe
 from qerl_lab.config.arm import config_hash, leaves
 from qerl_lab.config.files import choices_of, package_data
-from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import PAPER_INSTRUCTION
@@ -49,12 +47,6 @@ def body(path: Path) -> dict[str, Any]:
 
 def differing(a: RunConfig, b: RunConfig) -> set[str]:
     return {name for (name, _, x), (_, _, y) in zip(leaves(a), leaves(b), strict=True) if x != y}
-
-
-def test_the_arms_and_scales_are_the_ones_that_the_lab_promises():
-    assert {f"{f}{n}" for f in ("bf16", "nf4", "mxfp4", "nvfp4") for n in ("", "_aqn")} <= set(ARMS)
-    paper = {"paper_gsm8k_3b", "paper_gsm8k_7b", "paper_bigmath_7b", "paper_bigmath_14b", "paper_bigmath_32b"}
-    assert {"pocket", "custom"} | paper <= set(SCALES)
 
 
 def test_every_arm_composes_at_every_scale_and_carries_the_names_of_its_files(composed):
@@ -187,34 +179,6 @@ def test_a_run_takes_the_rule_of_its_checkpoint_unless_somebody_says_one(tmp_pat
     assert rules("+experiment=nvfp4") == ["max", "four_over_six", "max"]
     assert rules("+experiment=nvfp4", "format.scale_rule=max") == ["max", "max", "max"]
     assert rules("+experiment=bf16") == ["max", "max", "max"]
-
-
-@pytest.mark.parametrize(("noted", "said"), [
-    ({"scale_rul": "max"}, '{"scale_rul": "max"}'),
-    ({"exponent_rule": "floor"}, '{"exponent_rule": "floor"}'),  # of another format
-    ({"scale_rule": "min"}, '{"scale_rule": "min"}'),
-    ({"scale_rule": None}, '{"scale_rule": null}'),
-    (["scale_rule"], "['scale_rule']"),
-], ids=["no option", "of MXFP4", "no value", "null", "a list"])  # fmt: skip
-def test_a_note_that_no_quantize_command_wrote_says_what_belongs_there(tmp_path: Path, noted: object, said: str):
-    file = tmp_path / "quality.json"
-    file.write_text(json.dumps({"format": "nvfp4", "options": noted}))
-    allowed = '{"scale_rule": "max"}, {"scale_rule": "four_over_six"}'
-    message = f"{file} notes {said} under options; allowed for nvfp4: {allowed}. Correct it there, or"
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        make_plan(["+experiment=nvfp4", f"model.path={tmp_path}", "scale=custom"], multirun=False)
-
-
-def test_every_sweep_has_its_row_above():
-    marks = test_a_sweep_composes_into_as_many_arms_as_it_says_with_five_seeds_each.pytestmark  # type: ignore[attr-defined]
-    assert {row[0] for row in marks[0].args[1]} == set(choices_of("sweeps"))
-
-
-def test_a_number_by_which_arms_differ_may_be_typed_with_any_of_them():
-    """A temperature that matches an entropy belongs to a model; +experiment=nvfp4 aqn=linear names another arm."""
-    for arm in ("nvfp4", "bf16_temperature"):
-        cfg = make_plan([f"+experiment={arm}", "rollout.temperature=1.2"], multirun=False).jobs[0].config
-        assert (cfg.experiment, cfg.rollout.temperature) == (arm, 1.2)
 
 
 def hash_of(*words: str) -> str:

@@ -6,7 +6,6 @@ import pytest
 
 from qerl_lab.config import __main__ as tables
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.files import choices_of
 from qerl_lab.config.schema import RunConfig
 
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
@@ -17,24 +16,6 @@ def test_the_page_is_what_the_command_writes(capsys: pytest.CaptureFixture[str])
     assert tables.main(["tables"]) == 0
     printed, found = capsys.readouterr().out, PAGE.read_text(encoding="utf-8").split(tables.MARK)[1]
     assert found == printed, f"the schema or conf/ changed: type {COMMAND}"
-
-
-def test_every_option_and_every_key_has_a_row() -> None:
-    groups, keys = tables.tables().split("## Every key")
-    for group in tables.GROUPS:
-        rows = groups.split(f"### `{group}=`")[1].split("\n### ")[0]
-        assert [row.split("`")[1] for row in rows.splitlines() if row.startswith("| `")] == choices_of(group)
-    assert [row.split("`")[1] for row in keys.splitlines() if row.startswith("| `")] == [
-        name for name, _, _ in leaves(RunConfig())
-    ]
-    assert {row.count(" | ") for row in keys.splitlines() if row.startswith("| `")} == {5}
-
-
-def test_a_row_says_all_of_its_key() -> None:
-    (row,) = [row for row in tables.tables().splitlines() if row.startswith("| `rollout.vllm.timeout_minutes`")]
-    cells = [cell.strip() for cell in row.split("|")[1:-1]]
-    assert cells[1:4] == ["`60.0`", "min", "a number: above 0, at most 100000"]
-    assert cells[-1] == "yes"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,11 @@ from qerl_lab.config.rules import from_dict
         ("HF_TOKEN=abc python -m qerl_lab seed=1", "HF_TOKEN=*** python -m qerl_lab seed=1"),
         ("hydra.job.env_set.MLFLOW_TRACKING_PASSWORD=abc", "hydra.job.env_set.MLFLOW_TRACKING_PASSWORD=***"),
         ("read with hf_abcdefghijklmnopqrst at 401", "read with *** at 401"),
+        ("DB_PASS=abc GITHUB_PAT=d {'SMTP_AUTH': 'e'}", "DB_PASS=*** GITHUB_PAT=*** {'SMTP_AUTH': '***'}"),
+        ("docker --env=DB_PASS=abc", "docker --env=DB_PASS=***"),
+        ("https://hooks.slack.com/services/T0/B0/xy failed", "https://hooks.slack.com/*** failed"),
+        ("https://discord.com/api/webhooks/1/ab", "https://discord.com/api/webhooks/***"),
+        ("ghp_abcdefghijklmnopqrst, Authorization: Bearer abcdef", "***, Authorization: Bearer ***"),
     ],
 )  # fmt: skip
 def test_secrets_are_hidden(given: str, shown: str) -> None:
@@ -29,7 +34,7 @@ def test_secrets_are_hidden(given: str, shown: str) -> None:
     [
         "sqlite:////a/b.db", "sqlite:///me@corp/b.db", "file:///home/me@corp/x", "me@example.org",
         "rollout.max_prompt_tokens=256 rollout.max_completion_tokens=64", "http://h:5000/x?timeout=3",
-        "lora.target_modules=[q_proj,k_proj]", "git@github.com:a/b", "hf_hub",
+        "lora.target_modules=[q_proj,k_proj]", "git@github.com:a/b", "hf_hub", "Type KEY=VALUE", "pass@k=1 bypass=1",
     ],
 )  # fmt: skip
 def test_the_rest_stays(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +45,11 @@ def test_the_rest_stays(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_values_of_secret_variables_are_hidden_wherever_they_turn_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "correct horse")
     monkeypatch.setenv("HF_TOKEN", "abcdef")
-    assert redact("401 for correct horse, abcdef") == "401 for ***, ***"
+    monkeypatch.setenv("DB_PASS", "staple")
+    monkeypatch.setenv("ALERTS_WEBHOOK_URL", "https://h/zzz")
+    monkeypatch.setenv("SSH_AUTH_SOCK", __file__)
+    assert redact("401 for correct horse, abcdef, staple, https://h/zzz") == "401 for ***, ***, ***, ***"
+    assert redact(__file__) == __file__
     assert url_without_secrets("abcdef") == "abcdef"
 
 

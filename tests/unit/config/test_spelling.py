@@ -9,7 +9,7 @@ import pytest
 
 from qerl_lab.cli import grammar, train
 from qerl_lab.config.option import option
-from qerl_lab.config.spelling import as_typed, in_double_quotes, readable, shell_word
+from qerl_lab.config.spelling import as_typed, readable, shell_word
 
 TEXTS = [
     "läufe/a,b", "läufe/a=b", "läufe/a=b,c", "lä$x,b", "ü (1)", "it's, $HOME", 'ä="b', "a,`b`", "a!,b", "a,b\\", "ä=\\",
@@ -29,14 +29,13 @@ def pasted(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("spelled", [shell_word, in_double_quotes])
-def test_a_text_is_read_as_it_was(text: str, spelled) -> None:
-    assert grammar.read(Options, pasted(spelled("run_dir", text))).run_dir == text
+def test_a_text_is_read_as_it_was(text: str) -> None:
+    assert grammar.read(Options, pasted(shell_word("run_dir", text))).run_dir == text
 
 
 @pytest.mark.parametrize(
     "text",
-    ["a,b", "läufe/a,b", "läufe/a=b", "läufe/a=b,c", "lä$x,b", "ü (1)", "it's,b", "a!,b", "ä,b\\", "100,7e5", "7,ä"],
+    ["a,b", "läufe/a=b,c", "lä$x,b", "it's,b", "ä,b\\", "100,7e5"],
 )
 def test_what_an_error_says_to_type_is_that_one_value(text: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)

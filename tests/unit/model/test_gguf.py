@@ -175,7 +175,7 @@ def test_a_file_that_is_not_whole_is_refused_before_a_run_starts(
 ) -> None:
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(file.read_bytes()[:size])
-    monkeypatch.setattr(preflight, "GPU_NODES", ())
+    monkeypatch.setattr(preflight.machine, "GPU_NODES", ())
     cfg = RunConfig()
     cfg.model.path = str(cut)
     with pytest.raises(ConfigError, match="is no GGUF file, or not whole"):

@@ -1,0 +1,50 @@
+"""Find the GPUs and the memory of this machine. Imports no torch."""
+
+import os
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")  # NVIDIA, WSL, ROCm, Jetson
+
+
+def has_gpu() -> bool:
+    """Tell whether the system shows a GPU to this process; the installed torch may still be a CPU build."""
+    hidden = os.environ.get(VISIBLE)
+    return hidden not in ("", "-1") and any(Path(node).exists() for node in GPU_NODES)
+
+
+@cache
+def visible_gpus() -> list[str] | None:
+    """List the GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES; None if unknown."""
+    if given := os.environ.get(VISIBLE):
+        return given.split(",")
+    try:
+        out = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return [str(index) for index, _ in enumerate(line for line in out.splitlines() if line.startswith("GPU "))]
+
+
+def memory() -> int | None:
+    """Return the bytes of memory and swap, or the control group's limit if lower; None if unknown."""
+    info = Path("/proc/meminfo")
+    if not info.is_file():
+        return None
+    found = dict(re.findall(r"^(MemTotal|SwapTotal):\s+(\d+) kB", info.read_text(), re.MULTILINE))
+    total, limit = sum(map(int, found.values())) * 1024, Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdigit() else total
+
+
+@cache
+def gpu_memory() -> int | None:
+    """Return the bytes of the largest NVIDIA GPU; None if nvidia-smi gives none within ten seconds."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+        return max(int(line) for line in out.splitlines()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None

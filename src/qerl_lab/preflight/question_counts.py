@@ -1,0 +1,82 @@
+"""Count the questions of a task on this machine, and refuse a run that asks for more than it can go without.
+
+Imports no torch.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import cache
+from typing import Any
+
+from qerl_lab import tasks
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.rules import build
+from qerl_lab.config.schema import RunConfig, TaskConfig
+from qerl_lab.tasks import arithmetic, question_files
+
+
+def check(cfg: RunConfig) -> list[str]:
+    """Return notes on what a run asks beyond the questions here. Raises ConfigError if there are too few."""
+    tasks.check_trains(cfg.task)
+    if cfg.task.path is not None and not cfg.task.path.strip():
+        raise ConfigError("task.path= is empty; allowed: a directory, a file or a hub id. Leave task.path out.")
+    if not has_questions(cfg):
+        return []
+    if cfg.task == replace(TaskConfig(), instruction=cfg.task.instruction):  # skips a count that takes half a second
+        return cut_questions(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
+    found = _questions(json.dumps(asdict(cfg.task)))
+    return [*found.warnings, *cut_questions(cfg, len(found.train), len(found.heldout))]
+
+
+def questions(cfg: RunConfig) -> Mapping[str, Any]:
+    """Return what a run records of question files on this machine; empty for other questions, which never change.
+
+    Raises ConfigError if the files cannot be read.
+    """
+    lie_here = cfg.task.path is not None and question_files.is_local(cfg.task.path)
+    return _questions(json.dumps(asdict(cfg.task))).data if lie_here else {}
+
+
+def has_questions(cfg: RunConfig) -> bool:
+    """Tell whether the questions are on this machine, so that the command can count those left out."""
+    path = cfg.task.path
+    return not tasks.is_on_the_hub(cfg.task) if path is None else question_files.is_local(path)
+
+
+@cache
+def _questions(task: str) -> tasks.Task:
+    """Load a task whose questions are on this machine. Its configuration is passed as JSON, to be a cache key."""
+    return tasks.load(build({"task": json.loads(task)}).task)
+
+
+def cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
+    """Note requests beyond the available questions. Raises ConfigError if there are too few."""
+    source, more = _questions_come_from(cfg.task)
+    if train == 0:
+        raise ConfigError(f"{source} has no training question. Type {more}.")
+    if (unasked := no_evaluation(cfg)) and heldout < 2:
+        remedy = "Add some to test.jsonl, or type" if cfg.task.path else f"Type {more}, or"
+        raise ConfigError(
+            f"{source} has {heldout} held-out questions, and an evaluation needs two. {remedy} {unasked}."
+        )
+    said = []
+    if cfg.eval.questions > heldout:
+        said.append(f"eval.questions={cfg.eval.questions}: there are {heldout:,}, all of them are asked")
+    if cfg.task.train_questions > train:
+        said.append(f"task.train_questions={cfg.task.train_questions}: there are {train:,}, all of them are used")
+    return said
+
+
+def _questions_come_from(task: TaskConfig) -> tuple[str, str]:
+    """Return the word that selects the source of the questions, and what to type for more of them."""
+    own = {"arithmetic": "a larger task.arithmetic.max_operand", "code_io": "task.code_io.max_level=3"}
+    more = own.get(task.name, "another task.path") if task.path is None else "another task.path"
+    if task.module:
+        return f"task.module={task.module}", more
+    return f"task.path={task.path}" if task.path else f"task={task.name} at this difficulty", more
+
+
+def no_evaluation(cfg: RunConfig) -> str:
+    """Return what to type to disable held-out evaluation; empty if the run has none."""
+    return " ".join(f"eval.{key}=0" for key in ("questions", "every") if getattr(cfg.eval, key))
