@@ -21,7 +21,7 @@ from mlflow.exceptions import MlflowException
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.tracking import tracker as tracker_module
 from qerl_lab.tracking.__main__ import main
-from qerl_lab.tracking.resync import resync
+from qerl_lab.tracking.mlflow import resync
 from qerl_lab.tracking.tracker import Tracker
 
 pytest_plugins = ["mlflow_store"]
@@ -49,7 +49,7 @@ def test_no_mlflow_at_the_start_is_said_once_and_filled_later(
     tracker.finish("FINISHED")
     assert tracker.mirror
     assert (tracker.mirror.uri, tracker.mirror.experiment_id) == (refused.replace("me:secret", "***"), None)
-    assert tracker.mirror.missing == len(recorded(run_dir))
+    assert not tracker.mirror.is_whole
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("\n") == 1, err
@@ -117,9 +117,9 @@ def test_a_server_that_dies_mid_run(
     kill(process)
     assert slowest_log(tracker, range(5, 30)) < 1
     log(tracker, range(30, 33))
-    tracker.finish("FINISHED", [run_dir / "resolved.yaml"])
+    tracker.finish("FINISHED")
     assert tracker.mirror
-    assert tracker.mirror.missing == len(recorded(run_dir)) - len(mirrored(db))
+    assert not tracker.mirror.is_whole
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("\n") == 1, err
@@ -152,17 +152,17 @@ def test_after_a_hiccup_of_the_server_the_mirror_is_whole_again(
     monkeypatch.setattr(MlflowClient, "search_runs", checked(search))
     tracker = Tracker(config(run_dir, db), RunDirectory(run_dir))
     log(tracker, range(1, 4))
-    wait_for(lambda: tracker._known == len(recorded(run_dir)))
+    wait_for(lambda: mirrored(db) == recorded(run_dir))
     is_down.set()
     log(tracker, range(4, 7))
-    wait_for(lambda: tracker._is_away)
+    wait_for(lambda: tracker._mlflow and tracker._mlflow._is_away)
     time.sleep(0.3)
     is_down.clear()
     log(tracker, range(7, 9))
-    wait_for(lambda: tracker._known == len(recorded(run_dir)))
+    wait_for(lambda: mirrored(db) == recorded(run_dir))
     tracker.finish("FINISHED")
     assert tracker.mirror
-    assert tracker.mirror.missing == 0
+    assert tracker.mirror.is_whole
     assert mirrored(db) == recorded(run_dir)
     away, back = capfd.readouterr().err.splitlines()
     assert "failed (MlflowException: 503)" in away
@@ -233,11 +233,11 @@ def test_a_late_failure_adds_no_second_line(
         tracker = Tracker(config(run_dir, f"http://127.0.0.1:{silent.getsockname()[1]}"), RunDirectory(run_dir))
         connection, _ = silent.accept()
         tracker.finish("FINISHED")
-        assert tracker._thread
-        assert tracker._thread.is_alive()
+        assert tracker._mlflow
+        assert tracker._mlflow.thread.is_alive()
         connection.close()
-    tracker._thread.join(30)
-    assert not tracker._thread.is_alive()
+    tracker._mlflow.thread.join(30)
+    assert not tracker._mlflow.thread.is_alive()
     assert capfd.readouterr().err.count("\n") == 1
 
 

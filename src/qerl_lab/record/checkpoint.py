@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.paths import sha256
 
 MANIFEST, STATE = "manifest.json", "lab_state.json"
@@ -121,7 +121,7 @@ def verify(path: Path) -> str:
 def _damage(path: Path) -> str:
     """Return the first defect of a checkpoint folder; empty if there is none."""
     try:
-        digests = json.loads((path / MANIFEST).read_text())
+        digests = parse_json((path / MANIFEST).read_text())
     except FileNotFoundError:
         return f"no {MANIFEST}"
     except ValueError:
@@ -141,7 +141,7 @@ def _damage(path: Path) -> str:
 
 
 def _saved(path: Path) -> Saved:
-    return Saved(path, **json.loads((path / STATE).read_text()))
+    return Saved(path, **parse_json((path / STATE).read_text()))
 
 
 def _named(folder: Path) -> list[Path]:

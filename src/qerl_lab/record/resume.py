@@ -5,7 +5,6 @@ Every problem raises one ConfigError: which file, what is wrong, what to do. Not
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +12,30 @@ from qerl_lab.config.arm import ADDED, of_run
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.record import checkpoint, evaluations
+from qerl_lab.record import checkpoint
 from qerl_lab.record.metrics import steps_recorded
-from qerl_lab.record.mirror import MirrorRecord
 from qerl_lab.record.sessions import Sessions
-
-FILES = (
-    "metrics.jsonl",
-    "samples.jsonl",
-    "eval.parquet",
-    "mlflow.json",
-    "sessions.json",
-    "env.json",
-    "curves.png",
-    "DONE",
-    "FAILED",
-)
-FOLDERS = ("checkpoints", "adapter")
 
 
 def check(run_dir: Path) -> None:
     """Raise ConfigError if the directory is not writable or its files are not a run's. Fast: reads little."""
-    for path in (run_dir, *(run_dir / name for name in (*FILES, *FOLDERS) if (run_dir / name).exists())):
+    for path in (run_dir, *run_dir.iterdir()):
         if not os.access(path, os.W_OK):
             raise ConfigError(f"{path} cannot be written. Make it writable, or copy {run_dir} to where it is.")
-    for name in FILES:
-        if (run_dir / name).is_dir():
-            raise ConfigError(f"{run_dir / name} is a directory where a file belongs. Move it away.")
-    for path in [*(run_dir / name for name in FOLDERS), *(run_dir / "checkpoints").glob("step-*")]:
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"{path} is a file where a directory belongs. Move it away.")
-    MirrorRecord(run_dir)
     Sessions(run_dir)
-    evaluations.check_whole(run_dir)
+    check_evaluations(run_dir)
+
+
+def check_evaluations(run_dir: Path, is_expected: bool = False) -> None:
+    """Raise ConfigError if eval.parquet is truncated or foreign, or missing though `is_expected`.
+
+    Parquet has the same bytes at start and end. Fast: imports no pandas.
+    """
+    path = run_dir / "eval.parquet"
+    if is_expected and not path.exists():
+        raise ConfigError(f"{path.name} is missing")
+    if path.exists() and not path.read_bytes()[:4] == path.read_bytes()[-4:] == b"PAR1":
+        raise ConfigError(f"{path} is no Parquet file. Move it away; a resumed run asks the questions again.")
 
 
 def starting_point(run_dir: Path, cfg: RunConfig) -> checkpoint.Saved | None:
@@ -68,36 +58,6 @@ def starting_point(run_dir: Path, cfg: RunConfig) -> checkpoint.Saved | None:
     if saved:
         _refuse_other_config(run_dir, saved, cfg)
     return saved
-
-
-def refuse_other_data(env: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the questions differ from those the run started with.
-
-    Args:
-        env: env.json of the first session; older versions of the lab do not record the questions.
-        data: the task's current description of its questions.
-    """
-    then = env.get("data") or {}
-    for role in ("training", "heldout"):
-        count, digest = f"{role}_questions", f"{role}_sha256"
-        if digest in then and then[digest] != data[digest]:
-            raise ConfigError(
-                f"the {role} questions are not those that the run began with: {data[count]:,} of SHA-256 "
-                f"{data[digest][:12]}, where there were {then[count]:,} of {then[digest][:12]}. "
-                "Put the data back as it was, or start a new run."
-            )
-
-
-def refuse_other_device(run_dir: Path, began_on: str | None, device: str) -> None:
-    """Raise ConfigError if the run would resume on another kind of device. None means it has not started.
-
-    Checkpoints record the device too. This check covers runs killed before their first checkpoint.
-    """
-    if began_on not in (None, device):
-        raise ConfigError(
-            f"{run_dir} began on {began_on}, and here it would go on on {device}: one record of two computations. "
-            "Resume it where it began, or start a new run."
-        )
 
 
 def _refuse_other_config(run_dir: Path, saved: checkpoint.Saved, cfg: RunConfig) -> None:

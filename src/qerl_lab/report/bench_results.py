@@ -1,11 +1,10 @@
 """Read every result of `python -m qerl_lab.bench` in a folder, and give its text and figure."""
 
-import json
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.report import bench, bench_arms
 from qerl_lab.report.arms import version
@@ -31,7 +30,7 @@ def read(folder: Path) -> dict[str, Result]:
 
 def load(file: Path) -> Result:
     """Read one result. Raises one of `NO_RESULT`, or OSError."""
-    result: Result = json.loads(file.read_bytes())
+    result: Result = parse_json(file.read_bytes())
     result["benchmark"], result["environment"]
     return result
 

@@ -8,7 +8,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sqlite_file, sqlite_uri
 from qerl_lab.config.redact import url_without_secrets
 from qerl_lab.report.arms import FINISHED, Run, run_from, version
-from qerl_lab.tracking.mlflow import prepare_mlflow
+from qerl_lab.tracking.mlflow import client_of, prepare_mlflow
 
 FILL = (
     "Fill one with, for example, python -m qerl_lab +sweeps=weight_formats seed=0, in the folder above notebooks/; "
@@ -43,12 +43,11 @@ def find(uri: str, experiment: str) -> tuple[Any, dict[Run, Any], list[str]]:
     """
     _require_file(uri)
     prepare_mlflow()
-    from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
     store = url_without_secrets(uri)
     try:
-        client = MlflowClient(tracking_uri=uri)
+        client = client_of(uri)
         found = client.get_experiment_by_name(experiment)
         names = [] if found else sorted(known.name for known in client.search_experiments())
         runs = client.search_runs([found.experiment_id], max_results=10_000) if found else []

@@ -11,8 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from qerl_lab.record.directory import RunDirectory, is_run
-from qerl_lab.record.evaluations import NAME as EVALUATIONS
+from qerl_lab.record.directory import EVALUATIONS, RunDirectory, is_run
 from qerl_lab.record.metrics import check_steps
 from qerl_lab.report.arms import FINISHED, Run
 from qerl_lab.report.frames import find
@@ -36,17 +35,18 @@ def read_experiment(uri: str, experiment: str) -> tuple[list[Record], dict[str, 
     Runs of other tools count as damaged. Raises what `frames.find` raises.
     """
     client, ours, foreign = find(uri, experiment)
-    records, damaged = [], dict(line.split(": ", 1) for line in foreign)
+    records: dict[Any, Record] = {}  # by directory, which an extended run shares with the shorter one, or by MLflow run
+    damaged = dict(line.split(": ", 1) for line in foreign)
     for run, mirror in ours.items():
         folder = Path(mirror.data.tags.get("run_dir", ""))
         try:
             if _is_there(folder, mirror.data.tags.get("run_key")):
-                records.append(read_record(RunDirectory(folder), near(folder)))
+                records[folder.resolve()] = read_record(RunDirectory(folder), near(folder))
             else:
-                records.append(_of_mirror(client, run, mirror))
+                records[mirror.info.run_id] = _of_mirror(client, run, mirror)
         except DAMAGE as error:
             damaged[run.name] = damage(error)
-    return records, damaged
+    return list(records.values()), damaged
 
 
 def _is_there(folder: Path, key: str | None) -> bool:
@@ -54,7 +54,7 @@ def _is_there(folder: Path, key: str | None) -> bool:
     if not (folder.is_absolute() and folder.is_dir() and is_run(os.listdir(folder))):
         return False
     run = RunDirectory(folder)
-    return key is None or not run.is_mirrored or run.mirror().values["key"] == key
+    return key is None or not run.is_mirrored or run.mirror().get("key") == key
 
 
 def _of_mirror(client: Any, run: Run, mirror: Any) -> Record:
@@ -81,10 +81,12 @@ def _of_mirror(client: Any, run: Run, mirror: Any) -> Record:
 
 def _steps(client: Any, mirror: Any) -> pd.DataFrame:
     """Read the metrics of `KEPT` in the layout of `runs.read_steps`."""
-    columns = {
-        name: {point.step: point.value for point in client.get_metric_history(mirror.info.run_id, name)}
-        for name in KEPT if name in mirror.data.metrics
-    }  # fmt: skip
+    columns = {}
+    for name in KEPT:
+        if name in mirror.data.metrics:
+            points = client.get_metric_history(mirror.info.run_id, name)
+            points = sorted(points, key=lambda point: point.timestamp)  # the last one of a step counts: trained again
+            columns[name] = {point.step: point.value for point in points}
     return pd.DataFrame(columns).sort_index().rename_axis("step")
 
 

@@ -21,8 +21,8 @@ class SamplesOptions:
 def show(run_dir: Path, step: int | None) -> str:
     """Format the samples of a step. Raises ConfigError if there are none, or if the record is damaged."""
     run = RunDirectory(run_dir)
-    run.whole_metrics()  # raises for a damaged record, as `report` and `resync` do
     try:
+        run.whole_metrics()  # raises for a damaged record, as `report` and `resync` do
         samples = run.samples()
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{run_dir} has no {NAME}. Type the directory of a run that has ended a step.") from None

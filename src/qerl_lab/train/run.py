@@ -310,7 +310,7 @@ def conclude(session: Session, record: Record) -> None:
     result = runs.summarize(directory, seconds=record.times.end())
     result |= {"training_questions": len(data.questions), "training_questions_left_out": data.left_out}
     result |= {"heldout_questions_left_out": data.heldout_left_out}
-    record.tracker.finish("FINISHED", directory.artifacts())
+    record.tracker.finish("FINISHED", result)
     directory.finish(result)
     if cfg.checkpoint.keep == 0:
         drop_checkpoints(directory)

@@ -1,7 +1,9 @@
 """A run's directory from its claim to its end, file by file."""
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +14,9 @@ import pytest
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK, USAGE
-from qerl_lab.record.directory import ROOM, RunDirectory, first_missing, reserve
+from qerl_lab.record.directory import DirectoryLost, RunDirectory
 from qerl_lab.record.environment import Typed
+from qerl_lab.record.folders import first_missing, reserve
 
 TYPED = Typed("python -m qerl_lab seed=3", ["seed=3"], "adhoc/time")
 
@@ -136,10 +139,8 @@ def test_a_process_without_a_word_is_settled(
     run: RunDirectory, ended_with: int, code: int, status: str, reason: str | None
 ) -> None:
     run.begin()
-    run.reserve_room()
     assert run.settle(ended_with) == code
     assert run.status == status
-    assert not (run.path / ROOM).exists()
     if reason:
         assert run.reason.startswith(reason)
 
@@ -161,33 +162,36 @@ def test_a_reason_of_the_run_s_own_stays(run: RunDirectory) -> None:
     assert run.status == "interrupted", "a run that goes on has not failed"
 
 
-def test_failed_takes_the_room_that_was_kept_for_it(run: RunDirectory) -> None:
-    run.reserve_room()
-    room = (run.path / ROOM).stat()
-    assert room.st_blocks * 512 >= 65536, "blocks, not a hole"
-    run.fail("OSError: No space left on device\n" + "x" * 100_000)
-    written = (run.path / "FAILED").stat()
-    assert (written.st_ino, written.st_size) == (room.st_ino, 65536)
-    assert not (run.path / ROOM).exists()
-    assert run.reason == "OSError: No space left on device"
+def test_a_full_disk_leaves_failed_empty_and_the_reason_on_the_screen(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        run.fail("OSError: No space left on device\n\ntrace")
+    assert run.settle(FAILURE) == FAILURE
+    assert (run.status, run.reason) == ("failed", f"the disk of {run.path} is full")
+    assert capsys.readouterr().err == "OSError: No space left on device\n"
+    assert names(run.path) == {"resolved.yaml", "QUEUED", "FAILED"}
 
 
-def test_of_two_ranks_that_fail_at_once_one_leaves_its_whole_reason(run: RunDirectory, monkeypatch) -> None:
-    run.reserve_room()
-    fsync = os.fsync
-
-    def meanwhile(descriptor: int) -> None:
-        monkeypatch.setattr(os, "fsync", fsync)
-        with monkeypatch.context() as other:
-            other.setattr(os, "getpid", lambda: 1)
-            run.fail("B: the second\n")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", meanwhile)
-    text = "A: the first\n" + "x" * 1000
-    run.fail(text)
-    assert (run.path / "FAILED").read_text() == text
-    assert {path.name for path in run.path.iterdir()} <= {"FAILED", "resolved.yaml", "QUEUED"}
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_directory_that_is_moved_or_removed_is_noticed_and_gets_failed(run: RunDirectory, moved: bool) -> None:
+    with run.append_metrics(0) as file:
+        run.refuse_moved(file)
+        if moved:
+            run.path.rename(run.path.with_name("elsewhere"))
+            run.path.mkdir()
+            (run.path / "metrics.jsonl").touch()
+        else:
+            shutil.rmtree(run.path)
+        says = "renamed to .*/elsewhere .* resume=" if moved else "was removed"
+        with pytest.raises(DirectoryLost, match=says) as lost:
+            run.refuse_moved(file)
+    run.fail(str(lost.value))
+    assert (run.status, run.reason) == ("failed", str(lost.value))
 
 
 # --- nothing left behind

@@ -9,7 +9,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report import comparison, results
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.mirrored import read_experiment
-from qerl_lab.tracking.resync import resync
+from qerl_lab.tracking.mlflow import resync
 from run_directories import make_run
 
 
