@@ -11,12 +11,11 @@ DONE or FAILED                                    how it ended; neither after an
 
 import json
 import os
-import shutil
 import signal
 import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
@@ -28,7 +27,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.disk import lock, read_json, replace_file
 from qerl_lab.exits import FAILURE, FULL, INTERRUPTED, OK, SIGNALS, USAGE
-from qerl_lab.record import checkpoint, environment, metrics, resolved, resume, samples
+from qerl_lab.record import checkpoint, environment, metrics, resolved, samples
 from qerl_lab.record.environment import Typed
 from qerl_lab.record.folders import is_unused, make, remove_empty
 from qerl_lab.record.metrics import MetricsLine
@@ -45,10 +44,6 @@ MARKS = (resolved.NAME, "metrics.jsonl", DONE, FAILED)  # any of them marks a ru
 LEFT_BY_A_REFUSED_RUN = {
     resolved.NAME, QUEUED, TYPED, FAILED, "env.json", "code.diff", "sessions.json", CONSOLE,
 }  # fmt: skip
-
-
-class DirectoryLost(Exception):
-    """The run directory was removed or renamed while its run went on."""
 
 
 class RunDirectory:
@@ -219,13 +214,16 @@ class RunDirectory:
         return "cuda" if began["gpus"] and self.settings()["device"] != "cpu" else "cpu"
 
     def check(self) -> None:
-        """Raise ConfigError if the directory is not writable or its files are not a run's."""
-        resume.check(self.path)
-        self.mirror()
+        """Raise ConfigError if the directory is not writable or its files are not a run's. Fast: reads little."""
+        for path in (self.path, *self.path.iterdir()):
+            if not os.access(path, os.W_OK):
+                raise ConfigError(f"{path} cannot be written. Make it writable, or copy {self.path} to where it is.")
+        self.sessions(), self.mirror()
+        self._check_evaluations(is_expected=False)
 
     def starting_point(self, cfg: RunConfig) -> checkpoint.Saved | None:
         """Return the checkpoint to resume from; None to start from step 0."""
-        return resume.starting_point(self.path, cfg)
+        return checkpoint.starting_point(self.path, cfg)
 
     def refuse_other_data(self, data: Mapping[str, Any]) -> None:
         """Raise ConfigError if the questions differ from those the run started with. `data` describes them."""
@@ -253,10 +251,6 @@ class RunDirectory:
     def last_saved(self) -> int:
         """Return the step of the newest checkpoint, without verifying it; 0 if there is none."""
         return checkpoint.last_step(self.checkpoints)
-
-    def drop_checkpoints(self) -> None:
-        """Delete the checkpoints of a finished run; its adapter and record stay."""
-        shutil.rmtree(self.checkpoints)
 
     # --- record
 
@@ -296,7 +290,7 @@ class RunDirectory:
             raise ConfigError(f"{path} is not what a run writes there: {values}. Move it away.")
         return values
 
-    def note_mirror(self, **changes: str) -> None:
+    def note_mirror(self, **changes: str | None) -> None:
         """Change values of mlflow.json, which gets a new key if it has none."""
         values = {"key": uuid.uuid4().hex} | self.mirror() | changes
         replace_file(self.path / MIRROR, json.dumps(values, indent=1).encode())
@@ -322,32 +316,15 @@ class RunDirectory:
         steps = max(int(settings.get("steps", 0)), self.last_saved())  # a key is missing if resolved.yaml is truncated
         lines = self.metrics()  # read after the checkpoints, as a running run adds to both
         metrics.check_steps(metrics.trained(lines), steps)
-        resume.check_evaluations(self.path, is_done and settings.get("eval.questions") != "0")
+        self._check_evaluations(is_done and settings.get("eval.questions") != "0")
         if (self.path / samples.NAME).exists():
             self.samples()
         return lines
-
-    def last_logged(self) -> float:
-        """Return the unix time of the newest line of metrics.jsonl; 0 without lines."""
-        return metrics.last_logged(self.path)
 
     def append_metrics(self, last_step: int) -> BinaryIO:
         """Cut metrics.jsonl after `last_step` and open it for appending, unbuffered."""
         metrics.cut_metrics(self.path, last_step)
         return (self.path / "metrics.jsonl").open("ab", buffering=0)
-
-    def refuse_moved(self, opened: BinaryIO) -> None:
-        """Raise DirectoryLost unless metrics.jsonl is still the file that the run has opened."""
-        path, own = self.path / "metrics.jsonl", os.fstat(opened.fileno())
-        with suppress(OSError):
-            if os.path.samestat(path.stat(), own):
-                return
-        now = Path(os.readlink(f"/proc/self/fd/{opened.fileno()}")).parent if own.st_nlink else None
-        raise DirectoryLost(
-            f"the run directory {self.path} was renamed to {now} while the run went on. Type python -m qerl_lab "
-            f"{resume_word(now)} to go on there." if now else
-            f"the run directory {self.path} was removed while the run went on. Start a new run."
-        )  # fmt: skip
 
     def samples(self) -> list[Sample]:
         """Read the completions in samples.jsonl. Raises FileNotFoundError."""
@@ -379,6 +356,14 @@ class RunDirectory:
             raise ConfigError(
                 f"{path} is damaged ({in_one_line(error)}). Move it away; a resumed run asks the questions again."
             ) from None
+
+    def _check_evaluations(self, is_expected: bool) -> None:
+        """Raise ConfigError if eval.parquet is cut off, or missing though `is_expected`. Imports no pandas."""
+        path = self.path / EVALUATIONS
+        if is_expected and not path.exists():
+            raise ConfigError(f"{path.name} is missing")
+        if path.exists() and not path.read_bytes()[:4] == path.read_bytes()[-4:] == b"PAR1":  # at both ends of Parquet
+            raise ConfigError(f"{path} is no Parquet file. Move it away; a resumed run asks the questions again.")
 
     def write_evaluations(self, phases: "dict[str, pd.DataFrame]") -> None:
         """Write the held-out answers of all phases atomically, a row per question."""

@@ -57,9 +57,11 @@ def write_environment(run_dir: Path, data: Mapping[str, Any], linear_backend: st
     `data` describes the training and held-out questions, `linear_backend` the kernels that `auto` chose.
     """
     n = 1
-    while (env := run_dir / _numbered("env", n, "json")).exists():
+    while (env := run_dir / f"env{'' if n == 1 else f'.{n}'}.json").exists():
         n += 1
-    (run_dir / _numbered("code", n, "diff")).write_text(redact(code_diff()), encoding="utf-8")
+    (run_dir / env.name.replace("env", "code").replace("json", "diff")).write_text(
+        redact(code_diff()), encoding="utf-8"
+    )
     found = environment() | {"linear_backend": linear_backend, "data": dict(data)}
     replace_file(env, json.dumps(found, indent=1).encode() + b"\n")
 
@@ -75,10 +77,6 @@ def read_environment(path: Path) -> dict[str, Any]:
 
 def _is_gpu(found: object) -> bool:
     return isinstance(found, dict) and isinstance(found.get("name"), str)
-
-
-def _numbered(stem: str, n: int, suffix: str) -> str:
-    return f"{stem}.{suffix}" if n == 1 else f"{stem}.{n}.{suffix}"
 
 
 def environment() -> dict[str, Any]:

@@ -294,7 +294,7 @@ def steps_recorded(run_dir: Path) -> tuple[int, str]:
 
     Lines that are not records are skipped.
     """
-    path = Path(run_dir) / "metrics.jsonl"
+    path = run_dir / "metrics.jsonl"
     if not path.exists():
         return 0, "is missing"
     whole, broken = _sorted_out(path)
@@ -310,7 +310,7 @@ def cut_metrics(run_dir: Path, last_step: int) -> None:
 
     Moves lines that are not records to metrics.damaged.jsonl and prints a warning.
     """
-    path = Path(run_dir) / "metrics.jsonl"
+    path = run_dir / "metrics.jsonl"
     if not path.exists():
         return
     whole, broken = _sorted_out(path)

@@ -11,13 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.redact import redact, url_without_secrets
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.spelling import resume_word
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import declared, encode
 from qerl_lab.tracking import mlflow
@@ -27,6 +30,10 @@ from qerl_lab.tracking.wandb import WandbMirror
 FLUSH_SECONDS = 2.0  # send lines in batches: one log_batch per step takes twice the CPU time of one per twenty steps
 RETRY_SECONDS = 30.0  # between attempts while the store is unreachable
 FINISH_SECONDS = 20.0  # maximum wait for a store when a run ends
+
+
+class DirectoryLost(Exception):
+    """The run directory was removed or renamed while its run went on."""
 
 
 class Follower:
@@ -156,7 +163,21 @@ class Tracker:
         line = encode(step, metrics)
         if self._file.write(line) != len(line):
             raise OSError(errno.ENOSPC, f"the line of step {step} was cut; is the disk full?", self._file.name)
-        self._directory.refuse_moved(self._file)
+        self._refuse_moved()
+
+    def _refuse_moved(self) -> None:
+        """Raise DirectoryLost unless the run directory still holds the file that this run has opened."""
+        run_dir, own = self._directory.path, os.fstat(self._file.fileno())
+        with suppress(OSError):
+            if os.path.samestat(os.stat(self._file.name), own):
+                return
+        if not own.st_nlink:
+            raise DirectoryLost(f"the run directory {run_dir} was removed while the run went on. Start a new run.")
+        now = Path(os.readlink(f"/proc/self/fd/{self._file.fileno()}")).parent
+        raise DirectoryLost(
+            f"the run directory {run_dir} was renamed to {now} while the run went on. Type python -m qerl_lab "
+            f"{resume_word(now)} to go on there."
+        )
 
     def flush(self) -> None:
         """Wait until every line is on the disk and survives a crash of the machine."""

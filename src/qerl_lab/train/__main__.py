@@ -20,7 +20,8 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.exits import FAILURE, FULL, USAGE
 from qerl_lab.processes import refuse_several
-from qerl_lab.record.directory import DirectoryLost, RunDirectory
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.tracking.tracker import DirectoryLost
 from qerl_lab.train.installed import check_vllm
 from qerl_lab.train.stop import Diverged, Stop
 

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK, USAGE
-from qerl_lab.record.directory import DirectoryLost, RunDirectory
+from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.record.folders import first_missing, reserve
 
@@ -175,23 +174,6 @@ def test_a_full_disk_leaves_failed_empty_and_the_reason_on_the_screen(
     assert (run.status, run.reason) == ("failed", f"the disk of {run.path} is full")
     assert capsys.readouterr().err == "OSError: No space left on device\n"
     assert names(run.path) == {"resolved.yaml", "QUEUED", "FAILED"}
-
-
-@pytest.mark.parametrize("moved", [True, False])
-def test_a_directory_that_is_moved_or_removed_is_noticed_and_gets_failed(run: RunDirectory, moved: bool) -> None:
-    with run.append_metrics(0) as file:
-        run.refuse_moved(file)
-        if moved:
-            run.path.rename(run.path.with_name("elsewhere"))
-            run.path.mkdir()
-            (run.path / "metrics.jsonl").touch()
-        else:
-            shutil.rmtree(run.path)
-        says = "renamed to .*/elsewhere .* resume=" if moved else "was removed"
-        with pytest.raises(DirectoryLost, match=says) as lost:
-            run.refuse_moved(file)
-    run.fail(str(lost.value))
-    assert (run.status, run.reason) == ("failed", str(lost.value))
 
 
 # --- nothing left behind

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from qerl_lab.record.metrics import METRICS, cut_metrics, declared, steps_record
 from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.__main__ import main
 from qerl_lab.tracking.mlflow import mlflow_uri
-from qerl_lab.tracking.tracker import Mirrored, Tracker
+from qerl_lab.tracking.tracker import DirectoryLost, Mirrored, Tracker
 from qerl_lab.train.__main__ import is_told_in_a_line
 
 PROMISED = {
@@ -224,6 +225,29 @@ def test_a_write_cut_by_a_full_disk_is_an_error(cfg: RunConfig, tmp_path: Path) 
     with pytest.raises(OSError, match=r"the line of step 1 was cut; is the disk full\?: 'metrics.jsonl'") as found:
         tracker.log(1, {"reward/mean": 0.0})
     assert is_told_in_a_line(found.value)
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_directory_that_is_moved_or_removed_is_noticed_at_the_next_step(
+    cfg: RunConfig, tmp_path: Path, moved: bool
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    tracker = Tracker(cfg, run)
+    tracker.log(1, {"reward/mean": 0.0})
+    if moved:
+        run.path.rename(tmp_path / "elsewhere")
+        run.path.mkdir()
+        (run.path / "metrics.jsonl").touch()
+    else:
+        shutil.rmtree(run.path)
+    with pytest.raises(DirectoryLost, match="renamed to .*/elsewhere .* resume=" if moved else "was removed") as lost:
+        tracker.log(2, {"reward/mean": 0.0})
+    with suppress(DirectoryLost), tracker:
+        raise lost.value
+    assert is_told_in_a_line(lost.value)
+    run.fail(str(lost.value))
+    assert (run.status, run.reason) == ("failed", str(lost.value))
 
 
 @pytest.mark.usefixtures("no_uri")
