@@ -134,9 +134,15 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End the record as failed on an exception; otherwise `finish` was called.
 
-        An exception after DONE (such as a second Ctrl-C) leaves the run done.
+        An exception after DONE (such as a second Ctrl-C) leaves the run done. Raises DirectoryLost instead of any
+        other error if the run directory is gone, which is then the cause.
         """
-        if kind is not None and self._directory.status != "done":
+        if kind is None or self._directory.status == "done":
+            return
+        try:
+            if not self._file.closed:
+                self._refuse_moved()
+        finally:
             self.finish("FAILED")
 
     @property
@@ -180,7 +186,8 @@ class Tracker:
         )
 
     def flush(self) -> None:
-        """Wait until every line is on the disk and survives a crash of the machine."""
+        """Wait until every line is on the disk and survives a crash of the machine. Raises DirectoryLost."""
+        self._refuse_moved()
         os.fsync(self._file.fileno())
 
     def finish(self, status: Status, result: Mapping[str, Any] | None = None) -> None:
