@@ -127,9 +127,9 @@ class RunDirectory:
 
     @property
     def reason(self) -> str:
-        """The first line of FAILED: why the run failed. Empty if the disk was full."""
-        text = (self.path / FAILED).read_text(encoding="utf-8") or f"the disk of {self.path} is full"
-        return text.splitlines()[0]
+        """The first line of FAILED: why the run failed."""
+        text = (self.path / FAILED).read_text(encoding="utf-8")
+        return next(iter(text.splitlines()), f"the disk of {self.path} was full, and has no room for the reason")
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write DONE with the run's headline numbers."""
@@ -141,7 +141,7 @@ class RunDirectory:
         return read_json(path, dict) if path.exists() else {}
 
     def fail(self, text: str) -> None:
-        """Write FAILED, the reason in its first line. On a full disk FAILED is empty, and the reason is printed.
+        """Write FAILED, the reason in its first line. On a full disk FAILED is empty, and the line is printed.
 
         A directory that was removed or renamed is created again for it.
         """

@@ -171,7 +171,7 @@ def test_a_full_disk_leaves_failed_empty_and_the_reason_on_the_screen(
         patch.setattr(os, "fsync", full)
         run.fail("OSError: No space left on device\n\ntrace")
     assert run.settle(FAILURE) == FAILURE
-    assert (run.status, run.reason) == ("failed", f"the disk of {run.path} is full")
+    assert (run.status, run.reason) == ("failed", f"the disk of {run.path} was full, and has no room for the reason")
     assert capsys.readouterr().err == "OSError: No space left on device\n"
     assert names(run.path) == {"resolved.yaml", "QUEUED", "FAILED"}
 
