@@ -274,10 +274,6 @@ class RunDirectory:
         """Read sessions.json: when processes worked on the run."""
         return Sessions(self.path)
 
-    @property
-    def is_mirrored(self) -> bool:
-        return (self.path / MIRROR).exists()
-
     def mirror(self) -> dict[str, str | None]:
         """Read mlflow.json: the MLflow run that mirrors this one; empty if there is none.
 

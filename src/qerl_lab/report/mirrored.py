@@ -54,7 +54,7 @@ def _is_there(folder: Path, key: str | None) -> bool:
     if not (folder.is_absolute() and folder.is_dir() and is_run(os.listdir(folder))):
         return False
     run = RunDirectory(folder)
-    return key is None or not run.is_mirrored or run.mirror().get("key") == key
+    return key is None or run.mirror().get("key", key) == key
 
 
 def _of_mirror(client: Any, run: Run, mirror: Any) -> Record:

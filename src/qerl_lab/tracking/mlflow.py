@@ -172,6 +172,8 @@ class MlflowMirror:
     """
 
     def __init__(self, cfg: RunConfig, directory: RunDirectory) -> None:
+        from mlflow.entities import Param
+
         logging.getLogger("mlflow").setLevel(os.environ["MLFLOW_LOGGING_LEVEL"].upper())  # trl may have imported it
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # the tracker prints one line of its own
         uri = mlflow_uri(cfg, directory)
@@ -194,7 +196,10 @@ class MlflowMirror:
             (name, point.step, point.timestamp)
             for name in found.data.metrics for point in self._client.get_metric_history(self.run_id, name)
         }  # fmt: skip
-        self.params_added = self._add_params(params(cfg), found.data.params)
+        missing = [Param(name, value) for name, value in params(cfg).items() if name not in found.data.params]
+        for i in range(0, len(missing), PARAMS_PER_BATCH):  # the others stay: MLflow refuses to change one
+            self._client.log_batch(self.run_id, params=missing[i : i + PARAMS_PER_BATCH])
+        self.params_added = len(missing)
 
     def _experiment(self, name: str, uri: str) -> str:
         """Return the id of the experiment, created if missing. Its kind decides which page a plain link opens."""
@@ -219,19 +224,12 @@ class MlflowMirror:
         """
         key = self._directory.mirror()["key"]
         found = self._client.search_runs([experiment_id], f"tags.run_key = '{key}'")
-        if any(_is_of_another(Path(run.data.tags.get("run_dir", "")), self._directory.path) for run in found):
-            self._directory.note_mirror(key=uuid.uuid4().hex)
-            return None
+        for noted in (Path(run.data.tags.get("run_dir", "")) for run in found):
+            has_key = noted.is_absolute() and RunDirectory(noted).mirror().get("key") == key
+            if has_key and not noted.samefile(self._directory.path):
+                self._directory.note_mirror(key=uuid.uuid4().hex)
+                return None
         return next((run for run in found if run.data.tags.get("config_hash") == arm), None)
-
-    def _add_params(self, wanted: Mapping[str, str], known: Mapping[str, str]) -> int:
-        """Send the parameters that the run lacks, because MLflow refuses to change one; return how many."""
-        from mlflow.entities import Param
-
-        missing = [Param(name, value) for name, value in wanted.items() if name not in known]
-        for i in range(0, len(missing), PARAMS_PER_BATCH):
-            self._client.log_batch(self.run_id, params=missing[i : i + PARAMS_PER_BATCH])
-        return len(missing)
 
     def update(self) -> int:
         """Send the points that metrics.jsonl has and MLflow lacks; return how many."""
@@ -280,11 +278,6 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
     files = run.close(STATUSES[directory.status], directory.result(), end)
     did = f"{mlflow_uri(cfg, directory)}: {'created' if run.created else 'found'} run {run.run_id}, added {points}"
     return redact(f"{did} points and {run.params_added} parameters, stored {files} artifacts")
-
-
-def _is_of_another(noted: Path, here: Path) -> bool:
-    """Return whether an MLflow run mirrors another directory that exists, of which `here` is then a copy."""
-    return noted.is_absolute() and RunDirectory(noted).is_mirrored and not noted.samefile(here)
 
 
 def artifacts_of(experiment: str, uri: str) -> str | None:

@@ -350,4 +350,4 @@ def test_resync_of_a_run_that_has_not_begun_is_one_line(tmp_path: Path, capsys: 
     run.claim(RunConfig(), Typed("the command"))
     assert main(["resync", str(run.path)]) == 2
     assert f"has no metrics.jsonl yet. Type python -m qerl_lab resume='{run.path}'." in capsys.readouterr().err
-    assert not run.is_mirrored
+    assert run.mirror() == {}
