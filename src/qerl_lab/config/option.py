@@ -1,4 +1,7 @@
-"""Declare keys of the schema with default, bounds and meaning, and check values against the bounds."""
+"""Declare keys of the schema with default, bounds and meaning, and check values against the bounds.
+
+Also the error and the JSON parser that every room uses.
+"""
 
 import difflib
 import json
