@@ -56,14 +56,13 @@ def write_environment(run_dir: Path, data: Mapping[str, Any], linear_backend: st
 
     `data` describes the training and held-out questions, `linear_backend` the kernels that `auto` chose.
     """
-    n = 1
-    while (env := run_dir / f"env{'' if n == 1 else f'.{n}'}.json").exists():
+    n, number = 1, ""
+    while (run_dir / f"env{number}.json").exists():
         n += 1
-    (run_dir / env.name.replace("env", "code").replace("json", "diff")).write_text(
-        redact(code_diff()), encoding="utf-8"
-    )
+        number = f".{n}"
+    (run_dir / f"code{number}.diff").write_text(redact(code_diff()), encoding="utf-8")
     found = environment() | {"linear_backend": linear_backend, "data": dict(data)}
-    replace_file(env, json.dumps(found, indent=1).encode() + b"\n")
+    replace_file(run_dir / f"env{number}.json", json.dumps(found, indent=1).encode() + b"\n")
 
 
 def read_environment(path: Path) -> dict[str, Any]:

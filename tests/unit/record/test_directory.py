@@ -67,13 +67,6 @@ def test_what_was_typed_is_kept_until_the_record_has_it(run: RunDirectory, monke
     assert run.begin() is None
 
 
-def test_a_record_that_is_there_says_what_was_typed(run: RunDirectory) -> None:
-    """A process that was killed between the two leaves both."""
-    run.begin()
-    (run.path / "env.json").write_text('{"command": "c"}')
-    assert run.begin() is None
-
-
 def test_two_runs_never_share_a_directory(run: RunDirectory, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not empty\. Type resume="):
         run.claim(RunConfig(seed=4), TYPED)

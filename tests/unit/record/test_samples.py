@@ -109,8 +109,3 @@ def test_a_directory_without_samples_is_said(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "samples.jsonl").write_text("")
     assert main([str(tmp_path)]) == 2
     assert "is empty" in capsys.readouterr().err
-
-
-def test_help_is_the_manual(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    assert "step=null" in capsys.readouterr().out
