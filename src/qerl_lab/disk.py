@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from qerl_lab.config.message import in_one_line
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.option import ConfigError, parse_json
 
 # Errors of file systems without locks, and of NFS for a directory: it locks only what is open for writing (flock(2)).
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
@@ -86,7 +86,7 @@ def strict_json(content: Any) -> bytes:
 def read_json(path: Path, kind: type) -> Any:
     """Read a JSON file of a run directory. Raises ConfigError naming the file unless it holds a `kind`."""
     try:
-        values = json.loads(path.read_bytes())
+        values = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({in_one_line(error)}). Move it away.") from None
     if not isinstance(values, kind):

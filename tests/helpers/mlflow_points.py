@@ -6,7 +6,7 @@ from qerl_lab.tracking.mlflow import prepare_mlflow
 
 
 def mlflow_points(uri: str) -> pd.DataFrame:
-    """Return run_id, metric, step and value of every point of experiment qerl-lab. Fails if a run is not FINISHED."""
+    """Return every point of experiment qerl-lab, a row each. Fails if a run is not FINISHED."""
     prepare_mlflow()
     from mlflow import MlflowClient
 
@@ -14,8 +14,8 @@ def mlflow_points(uri: str) -> pd.DataFrame:
     runs = client.search_runs([client.get_experiment_by_name("qerl-lab").experiment_id])
     assert {run.info.status for run in runs} == {"FINISHED"}
     rows = [
-        (run.info.run_id, metric, point.step, point.value)
+        (run.info.run_id, metric, point.step, point.value, point.timestamp)
         for run in runs for metric in run.data.metrics
         for point in client.get_metric_history(run.info.run_id, metric)
     ]  # fmt: skip
-    return pd.DataFrame(rows, columns=["run_id", "metric", "step", "value"])
+    return pd.DataFrame(rows, columns=["run_id", "metric", "step", "value", "timestamp"])

@@ -93,7 +93,7 @@ def test_kill_9_at_the_worst_moments(killable, reference) -> None:
     """One run that dies at each of these in turn, and is continued each time; it keeps one until it is done."""
     run_dir = killable(checkpoint__keep=0)
     for moment in (
-        ("qerl_lab.record.mirror", "MirrorRecord.set", 1, False),  # before MLflow is asked for anything
+        ("qerl_lab.record.directory", "RunDirectory.note_mirror", 1, False),  # before MLflow is asked for anything
         ("qerl_lab.record.directory", "RunDirectory.write_evaluations", 1, True),  # evaluated, and not yet logged
         ("qerl_lab.tracking.tracker", "Tracker.log", 1, True),  # logged
         ("qerl_lab.tracking.tracker", "Tracker.log", 1, True),  # step 1 logged, and no checkpoint of it

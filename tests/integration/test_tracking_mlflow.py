@@ -1,7 +1,5 @@
 """The mirror against a real MLflow store: what arrives, what a resumed run adds, what resync adds."""
 
-import json
-import logging
 import shutil
 import time
 import types
@@ -14,13 +12,13 @@ from mlflow import MlflowClient
 
 from qerl_lab.config.arm import config_hash, leaves
 from qerl_lab.config.paths import sqlite_uri
+from qerl_lab.config.schema import EvalConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import cut_metrics
-from qerl_lab.record.mirror import MirrorRecord
+from qerl_lab.record.samples import Sample
 from qerl_lab.tracking import mlflow as mlflow_module
 from qerl_lab.tracking import tracker as tracker_module
 from qerl_lab.tracking.__main__ import main
-from qerl_lab.tracking.resync import resync
+from qerl_lab.tracking.mlflow import resync
 from qerl_lab.tracking.tracker import Tracker
 
 pytest_plugins = ["mlflow_store"]
@@ -37,20 +35,30 @@ def test_mlflow_receives_everything(run_dir: Path, db: str) -> None:
     tracker.log(0, {"eval/accuracy": 0.5})
     log(tracker, range(1, 40))
     tracker.log(39, {"eval/accuracy": 0.75})
-    tracker.finish("FINISHED", RunDirectory(run_dir).artifacts())
+    RunDirectory(run_dir).append_samples([Sample(1, "7+5", "?", "12", {"answer": 1.0}, True)])
+    tracker.finish("FINISHED", {"accuracy_after": 0.75, "steps": 39})
     (run,) = runs(db)
-    assert run.info.run_id == MirrorRecord(run_dir).values["run_id"]
+    assert run.info.run_id == RunDirectory(run_dir).mirror()["run_id"]
     assert run.info.status == "FINISHED"
     assert run.info.run_name.startswith("nvfp4_aqn-seed3 [")
     assert points(db, run.info.run_id) == recorded(run_dir)
     assert run.data.params == mlflow_module.params(cfg)
     assert len(run.data.params) == len(leaves(cfg)) - 4
     assert (
-        mlflow_module.tags(cfg, RunDirectory(run_dir), MirrorRecord(run_dir).values["key"]).items()
+        mlflow_module.tags(cfg, RunDirectory(run_dir), RunDirectory(run_dir).mirror()["key"]).items()
         <= run.data.tags.items()
     )
     stored = {file.path for file in MlflowClient(tracking_uri=db).list_artifacts(run.info.run_id)}
-    assert stored == {"resolved.yaml", "metrics.jsonl", "curves.png"}
+    assert stored == {"resolved.yaml", "metrics.jsonl", "samples.jsonl", "curves.png"}
+    assert run.data.tags["mlflow.note.content"].endswith("| accuracy after | 0.75 |\n| steps | 39 |\n")
+    (kind,) = {
+        e.tags["mlflow.experimentKind"]
+        for e in MlflowClient(tracking_uri=db).search_experiments(filter_string="name = 'qerl-lab'")
+    }
+    assert kind == "custom_model_development"  # a plain link opens the page of curves
+    MlflowClient(tracking_uri=db).set_tag(run.info.run_id, "mlflow.note.content", "look here")
+    resync(RunDirectory(run_dir))
+    assert runs(db)[0].data.tags["mlflow.note.content"] == "look here"
 
 
 def test_a_store_elsewhere_is_made_and_keeps_its_files_beside_it(
@@ -61,8 +69,8 @@ def test_a_store_elsewhere_is_made_and_keeps_its_files_beside_it(
     store = f"sqlite:///{tmp_path}/not there yet/mine.db"
     tracker = Tracker(config(run_dir, store), RunDirectory(run_dir))
     log(tracker, range(1, 3))
-    tracker.finish("FINISHED", RunDirectory(run_dir).artifacts())
-    assert points(store, MirrorRecord(run_dir).values["run_id"]) == recorded(run_dir)
+    tracker.finish("FINISHED")
+    assert points(store, RunDirectory(run_dir).mirror()["run_id"]) == recorded(run_dir)
     assert [*(tmp_path / "not there yet" / "mlruns").rglob("metrics.jsonl")]
     assert not [*typed_in.iterdir()]
 
@@ -78,13 +86,13 @@ def test_a_store_is_where_its_run_was_typed_whatever_that_is_called(
         shutil.copy(empty_db, "mlflow.db")
     tracker = Tracker(config(run_dir), RunDirectory(run_dir))
     log(tracker, range(1, 3))
-    tracker.finish("FINISHED", RunDirectory(run_dir).artifacts())
+    tracker.finish("FINISHED")
     assert {path.name for path in typed_in.iterdir()} == {"mlflow.db", "mlruns"}
     assert {path.name for path in tmp_path.iterdir()} == {"run", folder}
     printed = tracker.mirror.uri
     assert printed == sqlite_uri(typed_in / "mlflow.db")
     assert "found run" in resync(RunDirectory(run_dir), printed)
-    assert points(printed, MirrorRecord(run_dir).values["run_id"]) == recorded(run_dir)
+    assert points(printed, RunDirectory(run_dir).mirror()["run_id"]) == recorded(run_dir)
     assert [*(typed_in / "mlruns").rglob("metrics.jsonl")]
 
 
@@ -93,9 +101,7 @@ def test_lines_reach_mlflow_while_the_run_goes_on(run_dir: Path, db: str) -> Non
     log(tracker, range(1, 3))
     wait_for(lambda: mirrored(db) == recorded(run_dir))
     assert runs(db)[0].info.status == "RUNNING"
-    tracker.log(2, {"reward/mean": -1.0})  # a second value for one point: the first stays
     tracker.finish("KILLED")
-    assert doubles(db, runs(db)[0].info.run_id) == []
     assert runs(db)[0].info.status == "KILLED"
 
 
@@ -158,95 +164,37 @@ def test_a_resumed_run_is_the_same_run_without_doubles(run_dir: Path, db: str) -
     assert points(db, run.info.run_id) == recorded(run_dir)
 
 
-def test_a_step_that_is_trained_again_leaves_no_point_of_its_first_time(run_dir: Path, db: str) -> None:
-    """Steps 6 and 7 were mirrored before the kill: MLflow cannot take them back, so the run is replaced."""
+def test_a_step_that_is_trained_again_keeps_the_run_and_its_last_point_counts(run_dir: Path, db: str) -> None:
+    """Steps 6 and 7 were mirrored before the kill, and MLflow cannot take a point back."""
     first = Tracker(config(run_dir, db), RunDirectory(run_dir))
     log(first, range(1, 8))
     first.finish("KILLED")
-    client = MlflowClient(tracking_uri=db)
-    (replaced,) = runs(db)
-    client.set_tag(replaced.info.run_id, "mlflow.note.content", "look here")
+    (before,) = runs(db)
     again = Tracker(config(run_dir, db), RunDirectory(run_dir), last_step=5)
     log(again, range(6, 9), shift=0.5)
     again.finish("FINISHED")
     (run,) = runs(db)
-    assert run.info.run_id != replaced.info.run_id
-    assert points(db, run.info.run_id) == recorded(run_dir)
-    assert run.data.tags["mlflow.note.content"] == "look here"
-    assert client.get_run(replaced.info.run_id).info.lifecycle_stage == "deleted"
-    assert json.loads((run_dir / "mlflow.json").read_text())["run_id"] == run.info.run_id
+    assert run.info.run_id == before.info.run_id
+    latest = {(name, step): value for name, step, value, _ in sorted(mirrored(db), key=lambda point: point[3])}
+    assert latest == {(name, step): value for name, step, value, _ in recorded(run_dir)}
+    assert {step for _, step in doubles(db, run.info.run_id)} == {6, 7}
 
 
-def test_only_the_time_of_a_point_differs_and_the_run_is_replaced(run_dir: Path, db: str) -> None:
-    """What a deterministic run repeats after a kill: the same values at another time."""
-    for last_step in (0, 2):
-        tracker = Tracker(config(run_dir, db), RunDirectory(run_dir), last_step=last_step)
-        log(tracker, range(last_step + 1, 4))
-        tracker.finish("KILLED")
-        time.sleep(0.002)
-    (run,) = runs(db)
-    assert points(db, run.info.run_id) == recorded(run_dir)
-
-
-@pytest.mark.parametrize("by", ["a resumed run", "resync"])
-def test_a_run_that_got_more_steps_says_so_in_mlflow(run_dir: Path, db: str, by: str) -> None:
-    """Else a report from MLflow would count it as a run of the short arm."""
+def test_a_run_that_got_more_steps_gets_a_run_of_its_own(run_dir: Path, db: str) -> None:
+    """MLflow cannot change a parameter: else a report from MLflow would count it as a run of the short arm."""
     short = config(run_dir, db, steps=2)
     first = Tracker(short, RunDirectory(run_dir))
     log(first, range(1, 3))
     first.finish("FINISHED")
-    client, (replaced,) = MlflowClient(tracking_uri=db), runs(db)
-    client.set_tag(replaced.info.run_id, "mlflow.note.content", "look here")
-    longer = config(run_dir, None if by == "resync" else db, steps=4, extended=[2])
-    if by == "resync":
-        longer.tracking.mlflow = False
+    longer = config(run_dir, db, steps=4, extended=[2])
     again = Tracker(longer, RunDirectory(run_dir), last_step=2)
     log(again, range(3, 5))
     again.finish("FINISHED")
-    assert by != "resync" or "created run" in resync(RunDirectory(run_dir), db)
-    (run,) = runs(db)
-    assert run.data.params.items() >= {"steps": "4", "extended": "[2]"}.items()
-    assert run.data.tags["config_hash"] == config_hash(longer) != config_hash(short)
-    assert run.info.run_name.endswith(f"[{config_hash(longer)[:6]}]")
-    assert run.data.tags["mlflow.note.content"] == "look here"
-    assert points(db, run.info.run_id) == recorded(run_dir)
-    assert "found run" in resync(RunDirectory(run_dir), db)
-
-
-def test_a_name_that_a_user_gave_outlives_more_steps(run_dir: Path, db: str) -> None:
-    Tracker(config(run_dir, db, steps=2), RunDirectory(run_dir)).finish("FINISHED")
-    MlflowClient(tracking_uri=db).update_run(runs(db)[0].info.run_id, name="the best [so far]")
-    Tracker(config(run_dir, db, steps=4, extended=[2]), RunDirectory(run_dir)).finish("FINISHED")
-    (run,) = runs(db)
-    assert (run.info.run_name, run.data.params["steps"]) == ("the best [so far]", "4")
-
-
-@pytest.mark.parametrize("killed_at", ["create_run", "delete_run"])
-def test_killed_while_a_run_is_replaced(
-    run_dir: Path, db: str, monkeypatch: pytest.MonkeyPatch, killed_at: str
-) -> None:
-    """Right after the new run is there, and right before the old one goes: the next opening sorts both out."""
-    first = Tracker(config(run_dir, db), RunDirectory(run_dir))
-    log(first, range(1, 4))
-    first.finish("KILLED")
-    original = getattr(MlflowClient, killed_at)
-
-    def killed(self: MlflowClient, *args: Any, **keywords: Any) -> None:
-        if killed_at == "create_run":
-            original(self, *args, **keywords)
-        raise KeyboardInterrupt
-
-    cut_metrics(run_dir, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(MlflowClient, killed_at, killed)
-        with pytest.raises(KeyboardInterrupt):
-            mlflow_module.MlflowRun(config(run_dir, db), RunDirectory(run_dir), db, MirrorRecord(run_dir))
-    assert len(runs(db)) == 2
-    again = Tracker(config(run_dir, db), RunDirectory(run_dir), last_step=1)
-    log(again, range(2, 5))
-    again.finish("FINISHED")
-    (run,) = runs(db)
-    assert points(db, run.info.run_id) == recorded(run_dir)
+    old, new = sorted(runs(db), key=lambda run: int(run.data.params["steps"]))
+    assert (old.data.params["steps"], new.data.params["steps"]) == ("2", "4")
+    assert new.data.tags["config_hash"] == config_hash(longer) != config_hash(short)
+    assert points(db, new.info.run_id) == recorded(run_dir)
+    assert f"found run {new.info.run_id}, added 0 points" in resync(RunDirectory(run_dir), db)
 
 
 def test_a_copy_of_a_directory_gets_a_run_of_its_own(run_dir: Path, db: str) -> None:
@@ -256,8 +204,8 @@ def test_a_copy_of_a_directory_gets_a_run_of_its_own(run_dir: Path, db: str) -> 
     copy = run_dir.parent / "copy"
     shutil.copytree(run_dir, copy)
     for directory in (copy, run_dir):
-        tracker = Tracker(config(directory, db), RunDirectory(directory), last_step=2)
-        log(tracker, range(3, 5), shift=0.5)
+        tracker = Tracker(config(directory, db), RunDirectory(directory), last_step=3)
+        log(tracker, range(4, 6), shift=0.5)
         tracker.finish("FINISHED")
     ids = {run.data.tags["run_dir"]: run.info.run_id for run in runs(db)}
     assert set(ids) == {str(copy), str(run_dir)}
@@ -287,20 +235,11 @@ def test_a_resumed_run_also_fills_what_mlflow_missed_before(run_dir: Path, db: s
 def test_a_run_that_lost_its_mlflow_json_is_found_by_the_checkpoints_key(run_dir: Path, db: str) -> None:
     first = Tracker(config(run_dir, db), RunDirectory(run_dir))
     first.finish("KILLED")
+    key = first.key
     (run_dir / "mlflow.json").unlink()
-    again = Tracker(config(run_dir, db), RunDirectory(run_dir), run_key=first.key)
+    again = Tracker(config(run_dir, db), RunDirectory(run_dir), run_key=key)
     again.finish("FINISHED")
-    assert [run.data.tags["run_key"] for run in runs(db)] == [first.key] == [again.key]
-
-
-def test_a_run_whose_id_was_never_noted_is_found_by_its_key(run_dir: Path, db: str) -> None:
-    first = Tracker(config(run_dir, db), RunDirectory(run_dir))
-    log(first, range(1, 3))
-    first.finish("KILLED")
-    MirrorRecord(run_dir).set(run_id=None)  # as if killed between MLflow's answer and the note
-    again = Tracker(config(run_dir, db), RunDirectory(run_dir), last_step=2)
-    again.finish("FINISHED")
-    assert len(runs(db)) == 1
+    assert [run.data.tags["run_key"] for run in runs(db)] == [key] == [again.key]
 
 
 @pytest.mark.parametrize(
@@ -309,13 +248,13 @@ def test_a_run_whose_id_was_never_noted_is_found_by_its_key(run_dir: Path, db: s
 def test_resync_creates_then_adds_nothing(
     run_dir: Path, db: str, capsys: pytest.CaptureFixture[str], mark: str | None, status: str
 ) -> None:
-    off = config(run_dir, steps=29)
+    off = config(run_dir, steps=29, eval=EvalConfig(questions=0))
     off.tracking.mlflow = False
     log(Tracker(off, RunDirectory(run_dir)), range(1, 30))
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 30, "ti')
     if mark:
-        (run_dir / mark).touch()
+        (run_dir / mark).write_text("{}")
     total = len(recorded(run_dir))
     assert main(["resync", str(run_dir), f"uri={db}"]) == 0
     assert f"added {total} points" in capsys.readouterr().out
@@ -343,7 +282,6 @@ def test_resync_adds_only_the_missing_points(run_dir: Path, db: str) -> None:
     more.finish("FINISHED")
     assert "added 2 points and 0 parameters" in resync(RunDirectory(run_dir))
     assert mirrored(db) == recorded(run_dir)
-    assert runs(db)[0].info.status == "FINISHED"
 
 
 def test_resync_into_another_store_and_back_makes_one_run_in_each(run_dir: Path, db: str, empty_db: Path) -> None:
@@ -392,9 +330,3 @@ def test_a_database_that_another_run_made_first_stays(here: Path, monkeypatch: p
     monkeypatch.setattr(mlflow, "MlflowClient", slower)
     mlflow_module.create_sqlite(f"sqlite:///{here}/mlflow.db")
     assert [(path.name, path.read_bytes()) for path in here.iterdir()] == [("mlflow.db", b"theirs")]
-
-
-def test_infos_of_mlflow_are_off_even_if_it_was_imported_before(run_dir: Path, db: str) -> None:
-    logging.getLogger("mlflow").setLevel(logging.INFO)  # as if trl had imported it before our settings
-    Tracker(config(run_dir, db), RunDirectory(run_dir)).finish("FINISHED")
-    assert logging.getLogger("mlflow").level == logging.WARNING

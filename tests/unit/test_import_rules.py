@@ -249,7 +249,7 @@ def test_an_import_of_ours_is_found(line: str, found: set[str]) -> None:
     [
         "config.schema config.option config.files config.arm config.rules config.keys",
         "record.directory record.metrics record.checkpoint record.environment",
-        "tracking.tracker tracking.mlflow tracking.resync",
+        "tracking.tracker tracking.mlflow tracking.wandb",
         "cli.train cli.compose cli.launch cli.intent cli.manual cli.grammar model.on_disk preflight tools.samples",
         "quantize.__main__ quantize.quantize_options evaluate.__main__ evaluate.options bench.__main__",
         "train.__main__ train.health",

@@ -158,6 +158,7 @@ def garbled(name: str, content: bytes) -> Callable[[Path], None]:
     [
         (without("config.json"), "holds no config.json"),
         (garbled("config.json", b"{"), "config.json cannot be read as JSON"),
+        (garbled("config.json", b"[" * 200_000), "config.json cannot be read as JSON (it is nested too deeply)"),
         (garbled("config.json", b"[]"), "config.json holds no JSON object"),
         (without("model.safetensors"), "holds no weights in safetensors"),
         (garbled("model.safetensors", b"\0" * 100), "is no safetensors file, or not whole"),

@@ -20,7 +20,8 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.spelling import word
 from qerl_lab.exits import OK, USAGE
-from qerl_lab.record.directory import RunDirectory, remove_empty
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.folders import remove_empty
 
 LAUNCHER = "lab"  # our launcher, in hydra_plugins
 HERE = ("basic", "joblib", "submitit_local")  # other launchers whose jobs run on this machine
@@ -146,7 +147,13 @@ def checked(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
 def _preflight_notes(job: Job, is_here: bool, is_dry: bool) -> list[str]:
     run = RunDirectory(job.run_dir)
     if job.begun and run.status == "done":
-        run.refuse_damaged()
+        try:
+            run.whole_metrics()
+        except ConfigError as error:
+            raise ConfigError(
+                f"the finished run {run.path} is damaged: {str(error).rstrip('.')}. Put the file back as it was, or "
+                "move the directory away and type the same line: it has the run anew."
+            ) from None
         return []
     said = preflight.check(job.config, job.run_dir, is_here and not is_dry)
     if is_here and is_dry:

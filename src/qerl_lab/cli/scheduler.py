@@ -162,7 +162,9 @@ def _message_of(outcome: Any, run: RunDirectory) -> str:
 
 
 def _failure(run: RunDirectory) -> str:
-    return f"failed: {run.reason}\n{manual.near(run.path)}/FAILED has the whole of it"
+    file = run.path / "FAILED"
+    more = f"\n{manual.near(file)} has the whole of it" if file.stat().st_size else ""  # empty on a full disk
+    return f"failed: {run.reason}{more}"
 
 
 def report(code: int, run: RunDirectory) -> None:

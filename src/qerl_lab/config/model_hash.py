@@ -1,14 +1,13 @@
 """Hash the content of a local model without reading all of it. Imports no torch."""
 
 import hashlib
-import json
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.option import ConfigError, parse_json
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 # Files hashed beside the weights. The lab's own records are left out: they hold times and places.
@@ -95,7 +94,7 @@ def header(file: Path) -> tuple[dict[str, Any], int]:
             length = int.from_bytes(opened.read(8), "little")
             if not 0 < length <= MAX_HEADER_BYTES:
                 raise ValueError(f"its header would be {length} bytes")
-            entries = json.loads(opened.read(length))
+            entries = parse_json(opened.read(length))
         if not isinstance(entries, dict):
             raise ValueError("its header is no JSON object")
         for name, entry in entries.items():

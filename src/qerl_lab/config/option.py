@@ -1,6 +1,10 @@
-"""Declare keys of the schema with default, bounds and meaning, and check values against the bounds."""
+"""Declare keys of the schema with default, bounds and meaning, and check values against the bounds.
+
+Also the error and the JSON parser that every room uses.
+"""
 
 import difflib
+import json
 import math
 from dataclasses import field
 from typing import Any
@@ -10,6 +14,14 @@ BOUNDS = (("at_least", "at least"), ("above", "above"), ("at_most", "at most")) 
 
 class ConfigError(ValueError):
     """A configuration that cannot run. The message tells the user what was given, what is allowed and what to type."""
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Parse JSON that others may have written. Raises ValueError, also if it is nested too deeply for Python."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def option(

@@ -258,8 +258,9 @@ class OptimConfig:
 @dataclass
 class TrackingConfig:
     mlflow: bool = option(True, "mirror metrics.jsonl to MLflow")
+    wandb: bool = option(False, "mirror the record to Weights & Biases; offline without a login")
     uri: str | None = option(None, "MLflow store; null is MLFLOW_TRACKING_URI, else sqlite:///mlflow.db here")
-    experiment: str = option("qerl-lab", "MLflow experiment name")
+    experiment: str = option("qerl-lab", "MLflow experiment, or project of Weights & Biases")
 
 
 @dataclass

@@ -76,7 +76,7 @@ VARIANTS = (
             "algorithm.entropy_target=0.2"),
     Variant("eval.samples eval.temperature eval.top_p", "eval.questions!=0", "eval.questions=256"),
     Variant("eval.subset_questions eval.subset_samples", "eval.every!=0", "eval.every=50"),
-    Variant("tracking.uri tracking.experiment", "tracking.mlflow=true", "tracking=mlflow"),
+    Variant("tracking.uri", "tracking.mlflow=true", "tracking=mlflow"),
 )  # fmt: skip
 ON_HUB = Variant("model.revision", "model.path=HUB_ID", "model.path=HUB_ID")
 ON_DISK = Variant("model.hash", "model.path=DIR", "model.path=DIR")

@@ -1,10 +1,9 @@
 """Validate the adapter that a run starts from (`lora.start_from`) from its files alone, before torch is imported."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.paths import WEIGHTS, adapter_folder, file_hash
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import listed
@@ -64,7 +63,7 @@ def _check_base_unchanged(init: bool | str | None, said: str) -> None:
 def _settings(folder: Path, said: str) -> dict[str, Any]:
     """Read the adapter's settings. Raises ConfigError unless it is a LoRA adapter of PEFT with a list of layers."""
     try:
-        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        settings = parse_json((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{said} has no {SETTINGS} that can be read ({error}). Type an adapter of PEFT.") from None
     lacking = [key for key in ("r", "lora_alpha", "target_modules") if key not in settings]

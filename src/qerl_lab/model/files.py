@@ -1,6 +1,5 @@
 """Read safetensors weights from a folder, with or without an index, as on the Hugging Face hub."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qerl_lab.config.message import first_line, say_hub_is_asked
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.records import RECORDS
 from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.on_disk import INDEX, SINGLE
@@ -132,7 +131,7 @@ def noted(folder: Path) -> dict[str, Any]:
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object. Raises ValueError, naming the file, for anything else."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{file} is missing: the folder holds no model, or was not written to its end") from None
     except ValueError as error:
@@ -178,7 +177,7 @@ def _damage(file: Path) -> str | None:
         if size < 8 + length:
             return f"it ends within its header ({size} bytes; truncated, or no safetensors file)"
         try:
-            header = json.loads(opened.read(length))
+            header = parse_json(opened.read(length))
         except ValueError:
             return None
     ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}

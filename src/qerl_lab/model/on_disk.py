@@ -3,7 +3,6 @@
 So a command refuses an unusable model within a moment: before anything starts, or right after a download.
 """
 
-import json
 import math
 import re
 import shlex
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.model_hash import TOKENIZERS, header, model_hash
-from qerl_lab.config.option import ConfigError, did_you_mean
+from qerl_lab.config.option import ConfigError, did_you_mean, parse_json
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
 from qerl_lab.config.spelling import listed, shell_word
@@ -177,7 +176,7 @@ def listed_files(folder: Path) -> dict[str, Path] | None:
 
 def _json(file: Path, said: str) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{said} holds no {file.name}, so it is no model directory. Type one that has it.") from None
     except (OSError, ValueError) as error:

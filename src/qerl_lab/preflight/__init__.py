@@ -56,6 +56,11 @@ def check_machine(cfg: RunConfig, run_dir: Path) -> None:
     _check_size(cfg, folder)
     _check_gpu_only(cfg)
     check_engine(cfg)
+    if cfg.tracking.wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            "tracking.wandb=true needs the package wandb, which is not installed. Type pip install 'qerl-lab[wandb]', "
+            "or tracking=mlflow."
+        )
     _check_disk(cfg, folder, run_dir)
 
 

@@ -1,6 +1,5 @@
 """Read calibration texts from a hub dataset or local file, tokenize them and cut them into equal sequences."""
 
-import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl_lab.config.message import first_line
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.option import ConfigError, parse_json
 
 FIELDS = "text; messages or conversations; question and answer"
 SHUFFLED_ROWS = 1000  # shuffle buffer of a hub dataset, which is streamed
@@ -66,8 +65,8 @@ def _shuffled_lines(path: Path, seed: int) -> Iterator[Mapping[str, Any]]:
     random.Random(seed).shuffle(lines)
     for line in lines:
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = parse_json(line)
+        except ValueError as error:
             raise ConfigError(f"dataset={path}: {line[:60]!r} is no JSON ({error}).") from error
         if not isinstance(row, dict):
             raise ConfigError(f"dataset={path}: {line[:60]!r} is no JSON object; allowed: {FIELDS}.")

@@ -14,8 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.arm import ADDED, of_run
+from qerl_lab.config.keys import typed
+from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.paths import sha256
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.record.metrics import steps_recorded
 
 MANIFEST, STATE = "manifest.json", "lab_state.json"
 
@@ -63,7 +67,8 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
     """
     final = folder / f"step-{state['step']:06d}"
     aside = folder / f".{final.name}.{os.getpid()}"
-    _discard_leftovers(folder)
+    for leftover in folder.glob(".step-*"):  # of a killed process
+        shutil.rmtree(leftover)
     aside.mkdir(parents=True)
     try:
         _fill(aside, state, write)
@@ -113,26 +118,20 @@ def newest(folder: Path, at_most: int | None = None) -> Saved | None:
 def verify(path: Path) -> str:
     """Return what is wrong with a checkpoint folder; empty if nothing."""
     try:
-        return _damage(path)
-    except OSError as error:
-        return f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
-
-
-def _damage(path: Path) -> str:
-    """Return the first defect of a checkpoint folder; empty if there is none."""
-    try:
-        digests = json.loads((path / MANIFEST).read_text())
+        digests = parse_json((path / MANIFEST).read_text())
+        if not isinstance(digests, dict) or STATE not in digests:
+            return f"{STATE} is not in {MANIFEST}"
+        for name, digest in digests.items():
+            if not (path / name).is_file():
+                return f"{name} is missing"
+            if sha256(path / name) != digest:
+                return f"{name} does not match its checksum"
     except FileNotFoundError:
         return f"no {MANIFEST}"
+    except OSError as error:
+        return f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
     except ValueError:
         return f"{MANIFEST} is not JSON"
-    if not isinstance(digests, dict) or STATE not in digests:
-        return f"{STATE} is not in {MANIFEST}"
-    for name, digest in digests.items():
-        if not (path / name).is_file():
-            return f"{name} is missing"
-        if sha256(path / name) != digest:
-            return f"{name} does not match its checksum"
     try:
         _saved(path)
     except (ValueError, TypeError) as error:
@@ -140,8 +139,48 @@ def _damage(path: Path) -> str:
     return ""
 
 
+def starting_point(run_dir: Path, cfg: RunConfig) -> Saved | None:
+    """Return the newest intact checkpoint with all its steps in metrics.jsonl; None to start from step 0.
+
+    Prints a warning for each checkpoint it skips. Raises ConfigError if no checkpoint precedes a missing step, or the
+    configuration has changed since the checkpoint.
+    """
+    folder, (last, why) = run_dir / "checkpoints", steps_recorded(run_dir)
+    saved = newest(folder)
+    if saved and saved.step > last:
+        path, lost = run_dir / "metrics.jsonl", saved.step
+        saved = newest(folder, at_most=last)
+        if saved is None:
+            raise ConfigError(
+                f"{path} {why}, and no checkpoint is old enough to train step {last + 1} again; the newest is of step "
+                f"{lost}. Put metrics.jsonl back as it was, or move {folder} away to train from the start."
+            )
+        print(f"warning: {path} {why}; training again from step {saved.step}.", file=sys.stderr)
+    if saved:
+        _refuse_other_config(run_dir, saved, cfg)
+    return saved
+
+
+def _refuse_other_config(run_dir: Path, saved: Saved, cfg: RunConfig) -> None:
+    """Raise ConfigError if the configuration has changed since the checkpoint."""
+    then, now = {**ADDED, **saved.config}, of_run(cfg)
+    if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension
+        now |= {"steps": then["steps"], "extended": cfg.extended[: cfg.extended.index(then["steps"])]}
+    differ = [key for key in now | then if key not in now or key not in then or now[key] != then[key]]
+    changed = [f"{key}={_shown(now, key)} (was {_shown(then, key)})" for key in differ]
+    if changed:
+        raise ConfigError(
+            f"{run_dir / 'resolved.yaml'} is not the configuration that {saved.path.name} was trained with: "
+            f"{', '.join(changed)}. Put it back as it was, or start a new run."
+        )
+
+
+def _shown(values: dict[str, Any], key: str) -> str:
+    return typed(values[key]) if key in values else "nothing"
+
+
 def _saved(path: Path) -> Saved:
-    return Saved(path, **json.loads((path / STATE).read_text()))
+    return Saved(path, **parse_json((path / STATE).read_text()))
 
 
 def _named(folder: Path) -> list[Path]:
@@ -155,12 +194,6 @@ def _step(path: Path) -> int:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _discard_leftovers(folder: Path) -> None:
-    """Delete partial checkpoints that a killed process left."""
-    for path in folder.glob(".step-*"):
-        shutil.rmtree(path)
 
 
 def _flush_to_disk(path: Path) -> None:

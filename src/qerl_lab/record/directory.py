@@ -9,27 +9,28 @@ console.txt                                       output of a job that ran in pa
 DONE or FAILED                                    how it ended; neither after an interruption
 """
 
-import itertools
 import json
 import os
-import shutil
 import signal
+import sys
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
+from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.disk import lock, read_json, replace_file
-from qerl_lab.exits import FAILURE, INTERRUPTED, OK, SIGNALS, USAGE
-from qerl_lab.record import checkpoint, environment, evaluations, finished, metrics, resolved, resume, samples
+from qerl_lab.exits import FAILURE, FULL, INTERRUPTED, OK, SIGNALS, USAGE
+from qerl_lab.record import checkpoint, environment, metrics, resolved, samples
 from qerl_lab.record.environment import Typed
+from qerl_lab.record.folders import is_unused, make, remove_empty
 from qerl_lab.record.metrics import MetricsLine
-from qerl_lab.record.mirror import MirrorRecord
 from qerl_lab.record.samples import Sample
 from qerl_lab.record.sessions import Sessions
 
@@ -37,12 +38,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 DONE, FAILED, QUEUED, TYPED = "DONE", "FAILED", "QUEUED", ".typed"
-CONSOLE = "console.txt"
-ROOM, ROOM_BYTES = ".room-for-FAILED", 65536
-ARTIFACTS = (resolved.NAME, "metrics.jsonl", evaluations.NAME, "curves.png")
+CONSOLE, MIRROR, EVALUATIONS = "console.txt", "mlflow.json", "eval.parquet"
+ARTIFACTS = (resolved.NAME, "metrics.jsonl", samples.NAME, EVALUATIONS, "curves.png")
 MARKS = (resolved.NAME, "metrics.jsonl", DONE, FAILED)  # any of them marks a run directory, even a damaged one
 LEFT_BY_A_REFUSED_RUN = {
-    resolved.NAME, QUEUED, TYPED, FAILED, ROOM, "env.json", "code.diff", "sessions.json", CONSOLE,
+    resolved.NAME, QUEUED, TYPED, FAILED, "env.json", "code.diff", "sessions.json", CONSOLE,
 }  # fmt: skip
 
 
@@ -128,15 +128,8 @@ class RunDirectory:
     @property
     def reason(self) -> str:
         """The first line of FAILED: why the run failed."""
-        return ((self.path / FAILED).read_text(encoding="utf-8").splitlines() or ["no reason given"])[0]
-
-    def reserve_room(self) -> None:
-        """Reserve disk space for FAILED, so that it can be written on a full disk. Raises OSError."""
-        replace_file(self.path / ROOM, b"\n" * ROOM_BYTES)
-
-    def release_room(self) -> None:
-        """Free the reserved space of a run that ended without FAILED."""
-        (self.path / ROOM).unlink(missing_ok=True)
+        text = (self.path / FAILED).read_text(encoding="utf-8")
+        return next(iter(text.splitlines()), f"the disk of {self.path} was full, and has no room for the reason")
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write DONE with the run's headline numbers."""
@@ -147,26 +140,19 @@ class RunDirectory:
         path = self.path / DONE
         return read_json(path, dict) if path.exists() else {}
 
-    def refuse_damaged(self) -> None:
-        """Raise ConfigError if a finished run's record is damaged, naming the file and the remedy."""
-        finished.refuse_damaged(self.path, self.settings())
-
     def fail(self, text: str) -> None:
-        """Write FAILED (reason in the first line) into the reserved space, truncated to fit.
+        """Write FAILED, the reason in its first line. On a full disk FAILED is empty, and the line is printed.
 
-        Raises OSError on a full disk if no space was reserved.
+        A directory that was removed or renamed is created again for it.
         """
-        room = self.path / f"{ROOM}-{os.getpid()}"  # one file per rank, as several may fail at once
+        self.path.mkdir(parents=True, exist_ok=True)
         try:
-            (self.path / ROOM).rename(room)
-        except FileNotFoundError:
-            replace_file(room, b"\n" * ROOM_BYTES)
-        with room.open("r+b") as file:  # in place: reuse the reserved blocks
-            file.write(text.encode()[:ROOM_BYTES])
-            file.truncate()
-            file.flush()
-            os.fsync(file.fileno())
-        room.replace(self.path / FAILED)
+            replace_file(self.path / FAILED, text.encode(), aside=str(os.getpid()))  # several ranks may fail at once
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            (self.path / FAILED).touch()  # an empty file takes no space
+            print(text.partition("\n")[0], file=sys.stderr)
 
     def settle(self, ended_with: int, rank: str = "") -> int:
         """Return the run's exit code from its process's exit status (negative: a signal). Write FAILED if missing.
@@ -177,7 +163,6 @@ class RunDirectory:
         if self.status == "done":
             return OK
         if ended_with == INTERRUPTED or -ended_with in SIGNALS:
-            self.release_room()  # not released by a killed process
             (self.path / FAILED).unlink(missing_ok=True)  # another rank may have written it
             return INTERRUPTED
         if self.status != "failed" or (rank and ended_with < 0):
@@ -224,31 +209,48 @@ class RunDirectory:
         began = self.environment()
         if not began:
             return None
+        if "gpus" not in began:
+            raise ConfigError(f"{self.path / 'env.json'} does not say on which device the run began. Start a new run.")
         return "cuda" if began["gpus"] and self.settings()["device"] != "cpu" else "cpu"
 
     def check(self) -> None:
-        """Raise ConfigError if the directory is not writable or its files are not a run's."""
-        resume.check(self.path)
+        """Raise ConfigError if the directory is not writable or its files are not a run's. Fast: reads little."""
+        for path in (self.path, *self.path.iterdir()):
+            if not os.access(path, os.W_OK):
+                raise ConfigError(f"{path} cannot be written. Make it writable, or copy {self.path} to where it is.")
+        self.sessions(), self.mirror()
+        self._check_evaluations(is_expected=False)
 
     def starting_point(self, cfg: RunConfig) -> checkpoint.Saved | None:
         """Return the checkpoint to resume from; None to start from step 0."""
-        return resume.starting_point(self.path, cfg)
+        return checkpoint.starting_point(self.path, cfg)
 
     def refuse_other_data(self, data: Mapping[str, Any]) -> None:
         """Raise ConfigError if the questions differ from those the run started with. `data` describes them."""
-        resume.refuse_other_data(self.environment(), data)
+        then = self.environment().get("data") or {}  # older versions of the lab do not record the questions
+        for role in ("training", "heldout"):
+            count, digest = f"{role}_questions", f"{role}_sha256"
+            if digest in then and then[digest] != data[digest]:
+                raise ConfigError(
+                    f"the {role} questions are not those that the run began with: {data[count]:,} of SHA-256 "
+                    f"{data[digest][:12]}, where there were {then[count]:,} of {then[digest][:12]}. "
+                    "Put the data back as it was, or start a new run."
+                )
 
     def refuse_other_device(self, device: str) -> None:
-        """Raise ConfigError if a run started on `cpu` would resume on `cuda`, or the reverse."""
-        resume.refuse_other_device(self.path, self.device_kind(), device)
+        """Raise ConfigError if a run started on `cpu` would resume on `cuda`, or the reverse.
+
+        Checkpoints record the device too. This check covers runs killed before their first checkpoint.
+        """
+        if (began_on := self.device_kind()) not in (None, device):
+            raise ConfigError(
+                f"{self.path} began on {began_on}, and here it would go on on {device}: one record of two "
+                "computations. Resume it where it began, or start a new run."
+            )
 
     def last_saved(self) -> int:
         """Return the step of the newest checkpoint, without verifying it; 0 if there is none."""
         return checkpoint.last_step(self.checkpoints)
-
-    def drop_checkpoints(self) -> None:
-        """Delete the checkpoints of a finished run; its adapter and record stay."""
-        shutil.rmtree(self.checkpoints)
 
     # --- record
 
@@ -260,25 +262,34 @@ class RunDirectory:
     def environment(self) -> dict[str, Any]:
         """Read env.json; empty if the run has not started."""
         path = self.path / "env.json"
-        return read_json(path, dict) if path.exists() else {}
+        return environment.read_environment(path) if path.exists() else {}
 
     def environments(self) -> list[dict[str, Any]]:
         """Read env.json of every session, in order."""
         first, later = self.environment(), self.path.glob("env.*.json")
         numbered = sorted(later, key=lambda path: int(path.name.split(".")[1]))
-        return [first, *(read_json(path, dict) for path in numbered)] if first else []
+        return [first, *map(environment.read_environment, numbered)] if first else []
 
     def sessions(self) -> Sessions:
         """Read sessions.json: when processes worked on the run."""
         return Sessions(self.path)
 
-    @property
-    def is_mirrored(self) -> bool:
-        return (self.path / "mlflow.json").exists()
+    def mirror(self) -> dict[str, str | None]:
+        """Read mlflow.json: the MLflow run that mirrors this one; empty if there is none.
 
-    def mirror(self, key: str | None = None) -> MirrorRecord:
-        """Read mlflow.json: the MLflow run that mirrors this one. `key` names it in a new record."""
-        return MirrorRecord(self.path, key)
+        `key` is a tag of the MLflow run and finds it, because `run_id` may belong to another store or be missing.
+        `uri` has *** in place of a password.
+        """
+        path = self.path / MIRROR
+        values: dict[str, str | None] = read_json(path, dict) if path.exists() else {}
+        if not all(value is None or isinstance(value, str) for value in values.values()):
+            raise ConfigError(f"{path} is not what a run writes there: {values}. Move it away.")
+        return values
+
+    def note_mirror(self, **changes: str | None) -> None:
+        """Change values of mlflow.json, which gets a new key if it has none."""
+        values = {"key": uuid.uuid4().hex} | self.mirror() | changes
+        replace_file(self.path / MIRROR, json.dumps(values, indent=1).encode())
 
     def metrics(self) -> list[MetricsLine]:
         """Read the lines of metrics.jsonl; empty if the file does not exist."""
@@ -290,19 +301,21 @@ class RunDirectory:
         return metrics.lines_from(path, offset) if path.exists() else ([], offset)
 
     def whole_metrics(self) -> list[MetricsLine]:
-        """Read metrics.jsonl. Raises ConfigError if a trained step is missing or duplicated.
+        """Check every file of the record, and read metrics.jsonl. Raises ConfigError for the first damaged file.
 
-        A finished run trained all configured steps, any other run at least those up to its newest checkpoint.
+        A finished run trained all configured steps, any other run at least those up to its newest checkpoint. Reports,
+        sweeps, `resync` and `samples` call this, so that they agree on which runs are damaged.
         """
-        configured = self.settings().get("steps", 0) if self.status == "done" else 0  # missing if truncated
-        steps = max(int(configured), self.last_saved())
+        is_done = self.status == "done"
+        settings = self.settings() if is_done else {}
+        self.result(), self.environments(), self.sessions(), self.mirror()
+        steps = max(int(settings.get("steps", 0)), self.last_saved())  # a key is missing if resolved.yaml is truncated
         lines = self.metrics()  # read after the checkpoints, as a running run adds to both
         metrics.check_steps(metrics.trained(lines), steps)
+        self._check_evaluations(is_done and settings.get("eval.questions") != "0")
+        if (self.path / samples.NAME).exists():
+            self.samples()
         return lines
-
-    def last_logged(self) -> float:
-        """Return the unix time of the newest line of metrics.jsonl; 0 without lines."""
-        return metrics.last_logged(self.path)
 
     def append_metrics(self, last_step: int) -> BinaryIO:
         """Cut metrics.jsonl after `last_step` and open it for appending, unbuffered."""
@@ -322,68 +335,42 @@ class RunDirectory:
         samples.cut(self.path, last_step)
 
     def evaluations(self) -> "dict[str, pd.DataFrame]":
-        """Read the held-out answers by phase ("before", "after"); empty if there are none yet."""
-        return evaluations.read_evaluations(self.path)
+        """Read the held-out answers by phase ("before", "after"), a row per question; empty if there are none yet.
+
+        Raises ConfigError for a damaged file.
+        """
+        import pandas as pd  # imported here, because it takes a second
+
+        path = self.path / EVALUATIONS
+        if not path.exists():
+            return {}
+        try:
+            with path.open("rb") as file:  # pandas cannot open a path that is not UTF-8
+                rows = pd.read_parquet(file)
+            return {str(phase): part.drop(columns="phase") for phase, part in rows.groupby("phase", sort=False)}
+        except (OSError, ValueError, KeyError) as error:  # pyarrow's are ValueErrors
+            raise ConfigError(
+                f"{path} is damaged ({in_one_line(error)}). Move it away; a resumed run asks the questions again."
+            ) from None
+
+    def _check_evaluations(self, is_expected: bool) -> None:
+        """Raise ConfigError if eval.parquet is cut off, or missing though `is_expected`. Imports no pandas."""
+        path = self.path / EVALUATIONS
+        if is_expected and not path.exists():
+            raise ConfigError(f"{path.name} is missing")
+        if path.exists() and not path.read_bytes()[:4] == path.read_bytes()[-4:] == b"PAR1":  # at both ends of Parquet
+            raise ConfigError(f"{path} is no Parquet file. Move it away; a resumed run asks the questions again.")
 
     def write_evaluations(self, phases: "dict[str, pd.DataFrame]") -> None:
         """Write the held-out answers of all phases atomically, a row per question."""
-        evaluations.write_evaluations(self.path, phases)
+        import pandas as pd
+
+        data = pd.concat([rows.assign(phase=phase) for phase, rows in phases.items()]).to_parquet(index=False)
+        replace_file(self.path / EVALUATIONS, data)
 
     def artifacts(self) -> list[Path]:
         """Return the existing files that a mirror stores whole."""
         return [path for name in ARTIFACTS if (path := self.path / name).exists()]
-
-
-def make(wanted: Path, exist_ok: bool = True) -> None:
-    """Create a run's directory. Raises FileExistsError if it must not exist, ConfigError if creating fails."""
-    try:
-        wanted.mkdir(parents=True, exist_ok=exist_ok)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        raise ConfigError(
-            f"the run directory {wanted} cannot be made: {error.strerror}. "
-            "Type another: run_dir=DIR, for a sweep hydra.sweep.dir=DIR."
-        ) from None
-
-
-def reserve(wanted: Path) -> Path:
-    """Create a new directory of this name, or with the next free number if it exists; return its path."""
-    candidates = numbered(wanted)
-    while True:
-        candidate = next(candidates)
-        with suppress(FileExistsError):
-            make(candidate, exist_ok=False)
-            return candidate
-
-
-def is_unused(path: Path) -> bool:
-    """Return whether the path does not exist or is an empty directory."""
-    if not os.path.exists(path):  # Path.exists raises if the name is too long
-        return True
-    return path.is_dir() and not any(path.iterdir())
-
-
-def numbered(wanted: Path) -> Iterator[Path]:
-    """Yield NAME, NAME-2, NAME-3 ... without end."""
-    yield wanted
-    yield from (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
-
-
-def first_missing(wanted: Path) -> Path | None:
-    """Return the topmost missing directory on the path; None if the path exists."""
-    missing = [path for path in (wanted, *wanted.parents) if not os.path.exists(path)]
-    return missing[-1] if missing else None
-
-
-def remove_empty(folder: Path, made: Path | None) -> None:
-    """Remove a directory and its parents up to `made`, as long as they are empty."""
-    for path in (folder, *folder.parents) if made else ():
-        if any(path.iterdir()):
-            return
-        path.rmdir()
-        if path == made:
-            return
 
 
 def is_run(files: Iterable[str]) -> bool:

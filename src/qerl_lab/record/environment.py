@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.units import GIB
-from qerl_lab.disk import replace_file
+from qerl_lab.disk import read_json, replace_file
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 PACKAGES = (
@@ -30,6 +31,11 @@ PACKAGES = (
 )  # fmt: skip
 # Environment variables that pass the typed command to the run's process; WORDS is a JSON list.
 COMMAND, WORDS, SWEEP = "QERL_LAB_COMMAND", "QERL_LAB_WORDS", "QERL_LAB_SWEEP"
+
+# Types of the keys of env.json that are read again.
+KINDS: dict[str, type] = {
+    "time": str, "command": str, "words": list, "git_sha": str, "packages": dict, "gpus": list, "data": dict,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,16 +56,26 @@ def write_environment(run_dir: Path, data: Mapping[str, Any], linear_backend: st
 
     `data` describes the training and held-out questions, `linear_backend` the kernels that `auto` chose.
     """
-    n = 1
-    while (env := run_dir / _numbered("env", n, "json")).exists():
+    n, number = 1, ""
+    while (run_dir / f"env{number}.json").exists():
         n += 1
-    (run_dir / _numbered("code", n, "diff")).write_text(redact(code_diff()), encoding="utf-8")
+        number = f".{n}"
+    (run_dir / f"code{number}.diff").write_text(redact(code_diff()), encoding="utf-8")
     found = environment() | {"linear_backend": linear_backend, "data": dict(data)}
-    replace_file(env, json.dumps(found, indent=1).encode() + b"\n")
+    replace_file(run_dir / f"env{number}.json", json.dumps(found, indent=1).encode() + b"\n")
 
 
-def _numbered(stem: str, n: int, suffix: str) -> str:
-    return f"{stem}.{suffix}" if n == 1 else f"{stem}.{n}.{suffix}"
+def read_environment(path: Path) -> dict[str, Any]:
+    """Read env.json. Older versions wrote fewer keys. Raises ConfigError if it is damaged or not a run's."""
+    found = read_json(path, dict)
+    is_ours = all(isinstance(found.get(key, kind()), kind) for key, kind in KINDS.items())
+    if not found.keys() & KINDS.keys() or not is_ours or not all(_is_gpu(gpu) for gpu in found.get("gpus", [])):
+        raise ConfigError(f"{path} is not what a run writes there: {str(found)[:80]}. Move it away.")
+    return found
+
+
+def _is_gpu(found: object) -> bool:
+    return isinstance(found, dict) and isinstance(found.get("name"), str)
 
 
 def environment() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.disk import replace_file
 
 
@@ -260,12 +260,12 @@ def lines_from(path: Path, offset: int) -> tuple[list[MetricsLine], int]:
 
 def _decode(line: bytes, where: str) -> MetricsLine:
     try:
-        match json.loads(line):
+        match parse_json(line):
             case {"step": int(step), "time": int() | float() as when, "metrics": dict(metrics)} if step >= 0:
                 values = {name: math.nan if value is None else float(value) for name, value in metrics.items()}
                 return {"step": step, "time": float(when), "metrics": values}
         raise ValueError("no step, time and metrics")
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(
             f"{where} is not a metrics record: {line[:80]!r}. Take the line out, or put the file back as it was."
         ) from error
@@ -294,7 +294,7 @@ def steps_recorded(run_dir: Path) -> tuple[int, str]:
 
     Lines that are not records are skipped.
     """
-    path = Path(run_dir) / "metrics.jsonl"
+    path = run_dir / "metrics.jsonl"
     if not path.exists():
         return 0, "is missing"
     whole, broken = _sorted_out(path)
@@ -310,7 +310,7 @@ def cut_metrics(run_dir: Path, last_step: int) -> None:
 
     Moves lines that are not records to metrics.damaged.jsonl and prints a warning.
     """
-    path = Path(run_dir) / "metrics.jsonl"
+    path = run_dir / "metrics.jsonl"
     if not path.exists():
         return
     whole, broken = _sorted_out(path)

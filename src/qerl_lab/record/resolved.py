@@ -85,9 +85,9 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
 def _refuse_lacking(path: Path, values: dict[str, Any]) -> None:
     """Raise ConfigError if a key is missing, because its default could differ from the value the run started with.
 
-    Exceptions: keys of sweeps and the preregistration, keys added later, and model.hash, whose default means unknown.
+    Exceptions: keys of sweeps, tracking and the preregistration, keys added later, and model.hash (null: unknown).
     """
     known = {*dict(_flat(values)), *OF_SWEEPS, *ADDED, *REGISTERED, "model.hash"}
-    lacking = [name for name, _, _ in leaves(RunConfig()) if name not in known]
+    lacking = [name for name, _, _ in leaves(RunConfig()) if name not in known and not name.startswith("tracking.")]
     if lacking:
         raise ConfigError(f"{path} lacks {some_of(lacking)}: it was cut off, or another version wrote it. {_REPLACE}")

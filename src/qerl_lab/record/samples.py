@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.disk import replace_file
 
 PER_STEP = 4  # questions per step, one completion each
@@ -67,12 +67,12 @@ def _whole_lines(path: Path) -> list[bytes]:
 
 def _decode(line: bytes, where: str) -> Sample:
     try:
-        sample = Sample(**json.loads(line))
+        sample = Sample(**parse_json(line))
         texts, rewards = (sample.question_id, sample.question, sample.completion), sample.rewards
         if not (isinstance(sample.step, int) and all(isinstance(text, str) for text in texts)):
             raise TypeError("not a step and texts")
         if not all(isinstance(reward, int | float) for reward in rewards.values()):
             raise TypeError("rewards are not numbers")
         return sample
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{where} is not a sample: {line[:80]!r}. Move the file away to go on without it.") from error

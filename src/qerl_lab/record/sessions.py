@@ -7,6 +7,7 @@ from pathlib import Path
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.disk import read_json, replace_file
+from qerl_lab.record.metrics import last_logged
 
 
 class Sessions:
@@ -38,14 +39,14 @@ class Sessions:
         """Local date on which the first session started; today if there is none."""
         return date.fromtimestamp(self.times[0][0]) if self._times else date.today()
 
-    def begin(self, start: float, last_logged: float, since: float | None = None) -> None:
-        """Record a session started at `start`. If the previous one was killed, set its end to `last_logged`.
+    def begin(self, start: float, since: float | None = None) -> None:
+        """Record a session started at `start`. A killed one before it gets the time of its last metrics as its end.
 
         `since` is `time.monotonic()` at `start`; None means now. Call it before metrics.jsonl is cut.
         """
         self._since = time.monotonic() if since is None else since
         if self._times and self._times[-1][1] is None:
-            self._times[-1][1] = max(self._times[-1][0] or 0, last_logged)
+            self._times[-1][1] = max(self._times[-1][0] or 0, last_logged(self._path.parent))
         self._times.append([start, None])
         self._write()
 

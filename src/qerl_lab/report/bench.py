@@ -1,6 +1,5 @@
 """Read results of `python -m qerl_lab.bench`, and format them as tables; bench_figures.py draws them."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.record.metrics import PHASES
 from qerl_lab.report import bench_figures, reference
@@ -70,7 +69,7 @@ def read(folder: Path) -> dict[str, Result]:
 
 def load(file: Path) -> Result:
     """Read one result. Raises one of `NO_RESULT`, or OSError."""
-    result: Result = json.loads(file.read_bytes())
+    result: Result = parse_json(file.read_bytes())
     result["benchmark"], result["environment"]
     return result
 

@@ -40,12 +40,12 @@ def closing(result: dict[str, Any]) -> str:
 
 
 def where(run_dir: Path, mirror: Mirrored | None) -> str:
-    """Say where the record is, how to open the run in MLflow, and how to resync MLflow if points are missing."""
+    """Say where the record is, how to open the run in MLflow, and how to fill MLflow if it lacks a part."""
     lines = [f"run directory: {terminal.near(run_dir)}  (curves.png, metrics.jsonl, eval.parquet, adapter/)"]
     if mirror and mirror.experiment_id:
-        lines += _open(mirror.uri, f"#/experiments/{mirror.experiment_id}/runs?workflowType=machine_learning")
-    if mirror and mirror.missing:
-        what = f"MLflow at {mirror.uri} lacks {mirror.missing:,} points of this run; metrics.jsonl has all. To fill it:"
+        lines += _open(mirror.uri, f"#/experiments/{mirror.experiment_id}/runs")
+    if mirror and not mirror.is_whole:
+        what = f"MLflow at {mirror.uri} lacks a part of this run; metrics.jsonl has all. To fill it:"
         lines += [what, f"  {terminal.python()} -m qerl_lab.tracking resync {shlex.quote(terminal.near(run_dir))}"]
     return "\n".join(lines)
 

@@ -4,7 +4,6 @@ A row that cannot become a question is left out and counted. More than 1% of suc
 file or its columns are wrong.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.message import first_line, say_hub_is_asked
-from qerl_lab.config.option import ConfigError
+from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks.questions import BadRow, LeftOut, Question, Questions, is_heldout, label, wording
 
@@ -221,13 +220,11 @@ def _read_jsonl(file: Path) -> Iterator[Located]:
 
 def _parsed(line: bytes) -> dict[str, Any] | BadRow:
     try:
-        row = json.loads(line.decode("utf-8-sig"))  # some editors write a byte order mark
+        row = parse_json(line.decode("utf-8-sig"))  # some editors write a byte order mark
     except UnicodeDecodeError as error:
         return BadRow(f"is not UTF-8 ({error.reason} at byte {error.start})")
     except ValueError as error:
         return BadRow(f"is not JSON ({error})")
-    except RecursionError:
-        return BadRow("is nested too deeply")
     return row if isinstance(row, dict) else BadRow(f"is JSON but no object: {line[:80]!r}")
 
 

@@ -12,8 +12,7 @@ with exits.starting(__name__):
     from qerl_lab.config.rules import check_store
     from qerl_lab.record.directory import RunDirectory
     from qerl_lab.record.metrics import table
-    from qerl_lab.tracking.mlflow import prepare_mlflow
-    from qerl_lab.tracking.resync import resync
+    from qerl_lab.tracking.mlflow import prepare_mlflow, resync
 
 
 @dataclass

@@ -1,9 +1,8 @@
-"""Find or create the MLflow run of a run directory, and keep it equal to metrics.jsonl.
+"""Mirror a run directory to MLflow. A run and `resync` use the same `MlflowMirror`, and opening it again is harmless.
 
-MLflow cannot delete a point or change a parameter. If an MLflow run has a point that metrics.jsonl lacks (its step was
-trained again after a kill) or an outdated setting (the run was extended), a new run with every point replaces it, and
-the old one goes to MLflow's trash. This check runs at the start, after an outage and at the end, so that MLflow never
-has more than the record.
+The mirror only adds the points (by name, step and time), parameters and artifacts that MLflow lacks. MLflow cannot
+delete a point, so a step trained again after a kill has two there; the later one is the record's. An extended run has
+other parameters, which MLflow cannot change, so it gets a new MLflow run and the shorter one stays.
 """
 
 import logging
@@ -12,24 +11,26 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
-from qerl_lab.config.arm import config_hash, of_run, values_of
+from qerl_lab.config.arm import config_hash, values_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sqlite_file, sqlite_uri
-from qerl_lab.config.redact import HIDDEN, url_without_secrets
+from qerl_lab.config.redact import HIDDEN, redact, url_without_secrets
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.spelling import resume_word
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import MetricsLine
-from qerl_lab.record.mirror import MirrorRecord
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-STATUSES: tuple[Status, ...] = ("FINISHED", "FAILED", "KILLED")
+STATUSES: dict[str, Status] = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}  # by status of a run
 METRICS_PER_BATCH, PARAMS_PER_BATCH, PARAM_CHARS, TAG_CHARS, NAME_CHARS = 1000, 100, 6000, 5000, 120  # MLflow's limits
-THREAD = "mlflow-mirror"
+KIND, DESCRIPTION = "mlflow.experimentKind", "mlflow.note.content"  # MLflow's tags
+RESULT_TABLE = "| result | |\n|---|---|\n"  # how our description of a run begins; a user's own stays
+ANSWER_BYTES, ANSWER_SECONDS = 64 * 2**20, 60.0  # the longest answer of a server that is read
 # By default MLflow retries a dead server for four minutes and sends telemetry.
 MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -39,8 +40,9 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_TRACKING_AUTH": "qerl-lab",  # `BoundedAnswers`
 }
-Point = tuple[float | None, int]  # value (None for nan, which never compares equal) and unix milliseconds
+Point = tuple[str, int, int]  # name, step and unix milliseconds
 
 
 def prepare_mlflow() -> None:
@@ -49,12 +51,62 @@ def prepare_mlflow() -> None:
         os.environ.setdefault(name, value)
 
 
-def mlflow_uri(cfg: RunConfig, record: MirrorRecord) -> str:
+def client_of(uri: str) -> Any:
+    """Return MLflow's client, which reads at most `ANSWER_BYTES` of an answer unless the user has set another auth."""
+    from mlflow import MlflowClient
+    from mlflow.tracking.request_auth import registry
+
+    providers = registry._request_auth_provider_registry  # private: the public way is an installed entry point
+    if not any(isinstance(provider, BoundedAnswers) for provider in providers):
+        providers.register(BoundedAnswers)
+    return MlflowClient(tracking_uri=uri)
+
+
+class BoundedAnswers:
+    """An auth provider of MLflow's that bounds the answer to each request; credentials stay as requests finds them."""
+
+    def get_name(self) -> str:
+        return MLFLOW_ENVIRONMENT["MLFLOW_TRACKING_AUTH"]
+
+    def get_auth(self) -> "BoundedAnswers":
+        return self
+
+    def __call__(self, request: Any) -> Any:
+        from requests import auth, utils
+
+        of_url = utils.get_auth_from_url(request.url)
+        found = of_url if any(of_url) else utils.get_netrc_auth(request.url)
+        request.register_hook("response", self._bound)
+        return auth.HTTPBasicAuth(*found)(request) if found and "Authorization" not in request.headers else request
+
+    @staticmethod
+    def _bound(response: Any, stream: bool = False, **_: Any) -> Any:
+        if not stream:  # MLflow streams artifacts to a file
+            response.raw.stream = _bounded(response.raw.stream)
+        return response
+
+
+def _bounded(stream: Any) -> Any:
+    """Return urllib3's `stream`, ended by an OSError once an answer is too long or takes too long."""
+
+    def bounded(*args: Any, **keywords: Any) -> Iterator[bytes]:
+        read, deadline = 0, time.monotonic() + ANSWER_SECONDS
+        for part in stream(*args, **keywords):
+            read += len(part)
+            if read > ANSWER_BYTES or time.monotonic() > deadline:
+                raise OSError(f"the server's answer has not ended after {read / 2**20:.0f} MiB")
+            yield part
+
+    return bounded
+
+
+def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
     """Return a run's store: tracking.uri, else MLFLOW_TRACKING_URI, else the last one used, else sqlite here.
 
     Raises ConfigError if the only known store has a password, which the record does not keep.
     """
-    uri = cfg.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or record.values["uri"] or "sqlite:///mlflow.db"
+    known = directory.mirror().get("uri")
+    uri = cfg.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or known or "sqlite:///mlflow.db"
     if HIDDEN in uri:
         if not (uri.startswith("http") and os.environ.get("MLFLOW_TRACKING_USERNAME")):
             raise ConfigError(
@@ -66,18 +118,12 @@ def mlflow_uri(cfg: RunConfig, record: MirrorRecord) -> str:
     return sqlite_uri(path.absolute()) if path else uri
 
 
-def points_of(lines: Sequence[MetricsLine]) -> dict[tuple[str, int], Point]:
-    """Return every point of a record by (name, step). The first of duplicate points counts."""
-    points: dict[tuple[str, int], Point] = {}
-    for line in lines:
-        for name, value in line["metrics"].items():
-            points.setdefault((name, line["step"]), _point(value, int(line["time"] * 1000)))
-    return points
-
-
-def _point(value: float, milliseconds: int) -> Point:
-    """Make a point; nan becomes None, so that points compare equal."""
-    return (value if value == value else None, milliseconds)
+def points_of(lines: Iterable[MetricsLine]) -> dict[Point, float]:
+    """Return the value of every point in the lines of a record."""
+    return {
+        (name, line["step"], int(line["time"] * 1000)): value
+        for line in lines for name, value in line["metrics"].items()
+    }  # fmt: skip
 
 
 def params(cfg: RunConfig) -> dict[str, str]:
@@ -113,146 +159,125 @@ def run_name(cfg: RunConfig, words: Sequence[str]) -> str:
     return f"{' '.join([f'{cfg.experiment}-seed{cfg.seed}', said]).strip()[:NAME_CHARS]} [{config_hash(cfg)[:6]}]"
 
 
-class MlflowRun:
-    """The MLflow run that mirrors a run directory. Calls may block on the store and raise MLflow's exceptions.
+def described(result: Mapping[str, Any]) -> str:
+    """Return a run's headline numbers as a Markdown table."""
+    shown = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in result.items()}
+    return RESULT_TABLE + "".join(f"| {name.replace('_', ' ')} | {value} |\n" for name, value in shown.items())
 
-    `known` holds the (name, step) of the points that the store has.
+
+class MlflowMirror:
+    """The MLflow run of a run directory, found or created. Calls may block on the store and raise MLflow's exceptions.
+
+    `known` holds the points that the store has, `created` whether it is new, `params_added` how many it lacked.
     """
 
-    def __init__(self, cfg: RunConfig, directory: RunDirectory, uri: str, record: MirrorRecord) -> None:
-        from mlflow import MlflowClient
-
-        logging.getLogger("mlflow").setLevel(os.environ["MLFLOW_LOGGING_LEVEL"].upper())  # trl may have imported it
-        logging.getLogger("urllib3.connectionpool").addFilter(_is_not_ours)
-        create_sqlite(uri)
-        self.client = MlflowClient(tracking_uri=uri)
-        self._cfg, self._directory, self._record = cfg, directory, record
-        self.experiment_id = self._experiment(cfg.tracking.experiment, uri)
-        found = self._sort_out(self._candidates())
-        self.run_id: str = found.info.run_id
-        record.set(run_id=self.run_id, experiment_id=self.experiment_id, uri=url_without_secrets(uri))
-        if found.data.tags.get("run_dir") != (here := str(directory.path.absolute())):
-            self.client.set_tag(self.run_id, "run_dir", here)
-        self.params_added = self._add_params(params(cfg), found.data.params)
-
-    def _experiment(self, name: str, uri: str) -> str:
-        """Return the id of the experiment, created if missing."""
-        from mlflow.exceptions import MlflowException
-
-        if found := self.client.get_experiment_by_name(name):
-            return found.experiment_id
-        try:
-            return self.client.create_experiment(name, artifact_location=artifacts_of(name, uri))
-        except MlflowException:  # another run of the sweep created it
-            if found := self.client.get_experiment_by_name(name):
-                return found.experiment_id
-            raise
-
-    def _candidates(self) -> list[Any]:
-        """Return the MLflow runs with this directory's key. A copied directory gets a new key, so it has none."""
-        key = self._record.values["key"]
-        found = list(self.client.search_runs([self.experiment_id], f"tags.run_key = '{key}'"))
-        if any(_lives_elsewhere(run.data.tags, self._directory) for run in found):
-            self._record.set(key=uuid.uuid4().hex)
-            return []
-        return found
-
-    def _sort_out(self, candidates: list[Any]) -> Any:
-        """Return the candidate that has nothing beyond the record, else a new run; move the others to the trash."""
-        held = [self._points(run) for run in candidates]
-        lines = self._directory.metrics()  # read after MLflow, so that MLflow cannot have more
-        recorded = points_of(lines)
-        sound = [
-            (run, points)
-            for run, points in zip(candidates, held, strict=True)
-            if _within(points, recorded) and _is_set_as(self._cfg, run.data.params)
-        ]
-        self.created = not sound
-        run, points = sound[0] if sound else (self._create(candidates, lines), [])
-        self.known = {at for at, _ in points}
-        for other in candidates:
-            if other is not run:
-                self.client.delete_run(other.info.run_id)
-        return run
-
-    def _points(self, run: Any) -> list[tuple[tuple[str, int], Point]]:
-        """Return every point of an MLflow run as ((name, step), point)."""
-        names, run_id = run.data.metrics, run.info.run_id
-        history = [(name, point) for name in names for point in self.client.get_metric_history(run_id, name)]
-        return [((name, point.step), _point(point.value, point.timestamp)) for name, point in history]
-
-    def _create(self, replaced: Sequence[Any], lines: Sequence[MetricsLine]) -> Any:
-        """Create a run; copy users' notes (name, description, tags) from the run it replaces."""
-        start = lines[0]["time"] if lines else time.time()
-        wanted = tags(self._cfg, self._directory, self._record.values["key"])
-        if replaced:
-            wanted |= _noted(replaced[0].data.tags, wanted["config_hash"])
-        return self.client.create_run(self.experiment_id, int(start * 1000), wanted)
-
-    def _add_params(self, wanted: Mapping[str, str], known: Mapping[str, str]) -> int:
-        """Send parameters that the run lacks, because MLflow refuses to change one; return how many.
-
-        A parameter that does not define the arm may keep an earlier session's value. For others the run was replaced.
-        """
+    def __init__(self, cfg: RunConfig, directory: RunDirectory) -> None:
         from mlflow.entities import Param
 
-        missing = [Param(name, value) for name, value in wanted.items() if name not in known]
-        for i in range(0, len(missing), PARAMS_PER_BATCH):
-            self.client.log_batch(self.run_id, params=missing[i : i + PARAMS_PER_BATCH])
-        return len(missing)
+        logging.getLogger("mlflow").setLevel(os.environ["MLFLOW_LOGGING_LEVEL"].upper())  # trl may have imported it
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # the tracker prints one line of its own
+        uri = mlflow_uri(cfg, directory)
+        directory.note_mirror(uri=url_without_secrets(uri))  # a resumed run needs it, even if the store is down
+        create_sqlite(uri)
+        self._directory, self._offset, self._client = directory, 0, client_of(uri)
+        experiment_id = self._experiment(cfg.tracking.experiment, uri)
+        found = self._find(experiment_id, config_hash(cfg))
+        self.created = found is None
+        if found is None:
+            start = next((line["time"] for line in directory.metrics()), time.time())
+            wanted = tags(cfg, directory, str(directory.mirror()["key"]))
+            found = self._client.create_run(experiment_id, int(start * 1000), wanted)
+        self.run_id: str = found.info.run_id
+        directory.note_mirror(run_id=self.run_id, experiment_id=experiment_id)
+        self._client.set_tag(self.run_id, "run_dir", str(directory.path.absolute()))  # it may have moved
+        self._client.update_run(self.run_id, status="RUNNING")
+        self._tags: dict[str, str] = found.data.tags
+        self.known: set[Point] = {
+            (name, point.step, point.timestamp)
+            for name in found.data.metrics for point in self._client.get_metric_history(self.run_id, name)
+        }  # fmt: skip
+        missing = [Param(name, value) for name, value in params(cfg).items() if name not in found.data.params]
+        for i in range(0, len(missing), PARAMS_PER_BATCH):  # the others stay: MLflow refuses to change one
+            self._client.log_batch(self.run_id, params=missing[i : i + PARAMS_PER_BATCH])
+        self.params_added = len(missing)
 
-    def add(self, lines: Sequence[MetricsLine]) -> int:
-        """Send the points whose (name, step) MLflow lacks; return how many."""
+    def _experiment(self, name: str, uri: str) -> str:
+        """Return the id of the experiment, created if missing. Its kind decides which page a plain link opens."""
+        from mlflow.exceptions import MlflowException
+
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                self._client.create_experiment(name, artifact_location=artifacts_of(name, uri))
+            except MlflowException:  # another run of the sweep may have created it
+                if not self._client.get_experiment_by_name(name):
+                    raise
+            found = self._client.get_experiment_by_name(name)
+        if KIND not in found.tags:
+            self._client.set_experiment_tag(found.experiment_id, KIND, "custom_model_development")
+        return str(found.experiment_id)
+
+    def _find(self, experiment_id: str, arm: str) -> Any:
+        """Return the MLflow run with this directory's key and configuration; None if it has none yet.
+
+        A copied directory has the key of the original, and gets a new one.
+        """
+        key = self._directory.mirror()["key"]
+        found = self._client.search_runs([experiment_id], f"tags.run_key = '{key}'")
+        for noted in (Path(run.data.tags.get("run_dir", "")) for run in found):
+            has_key = noted.is_absolute() and RunDirectory(noted).mirror().get("key") == key
+            if has_key and not noted.samefile(self._directory.path):
+                self._directory.note_mirror(key=uuid.uuid4().hex)
+                return None
+        return next((run for run in found if run.data.tags.get("config_hash") == arm), None)
+
+    def update(self) -> int:
+        """Send the points that metrics.jsonl has and MLflow lacks; return how many."""
         from mlflow.entities import Metric
 
-        new = {at: point for at, point in points_of(lines).items() if at not in self.known}
-        sent = [
-            Metric(name, float("nan") if value is None else value, milliseconds, step)
-            for (name, step), (value, milliseconds) in new.items()
-        ]
+        lines, offset = self._directory.metrics_from(self._offset)
+        new = {point: value for point, value in points_of(lines).items() if point not in self.known}
+        sent = [Metric(name, value, milliseconds, step) for (name, step, milliseconds), value in new.items()]
         for i in range(0, len(sent), METRICS_PER_BATCH):
-            self.client.log_batch(self.run_id, metrics=sent[i : i + METRICS_PER_BATCH])
+            self._client.log_batch(self.run_id, metrics=sent[i : i + METRICS_PER_BATCH])
         self.known |= new.keys()
+        self._offset = offset
         return len(new)
 
-    def running(self) -> None:
-        """Mark a found run as running again."""
-        if not self.created:
-            self.client.update_run(self.run_id, status="RUNNING")
-
-    def close(self, status: Status, artifacts: Sequence[Path], end_time: float) -> int:
-        """Upload the artifacts and end the run; return the number of artifacts."""
+    def close(self, status: Status, result: Mapping[str, Any], end_time: float) -> int:
+        """Upload the artifacts, describe the run by its `result` and end it; return the number of artifacts."""
+        artifacts = self._directory.artifacts()
         for path in artifacts:
-            self.client.log_artifact(self.run_id, str(path))
-        self.client.set_terminated(self.run_id, status, int(end_time * 1000))
+            self._client.log_artifact(self.run_id, str(path))
+        if result and self._tags.get(DESCRIPTION, RESULT_TABLE).startswith(RESULT_TABLE):
+            self._client.set_tag(self.run_id, DESCRIPTION, described(result))
+        self._client.set_terminated(self.run_id, status, int(end_time * 1000))
         return len(artifacts)
 
 
-def _within(points: Sequence[tuple[tuple[str, int], Point]], recorded: Mapping[tuple[str, int], Point]) -> bool:
-    """Return whether all points are unique and in the record."""
-    return len({at for at, _ in points}) == len(points) and all(recorded.get(at) == point for at, point in points)
+def resync(directory: RunDirectory, uri: str | None = None) -> str:
+    """Fill MLflow from a run directory; return a line describing what was done.
 
-
-def _is_set_as(cfg: RunConfig, noted: Mapping[str, str]) -> bool:
-    """Return whether no parameter contradicts the run's arm. Missing parameters are added later."""
-    now = params(cfg)
-    return all(noted.get(name, now[name]) == now[name] for name in of_run(cfg))
-
-
-def _noted(old: Mapping[str, str], new_hash: str) -> dict[str, str]:
-    """Return the tags of a replaced run, with `new_hash` as configuration hash, also at the end of its name."""
-    name, old_hash = old.get("mlflow.runName", ""), old.get("config_hash", new_hash)
-    if name.endswith(ending := f"[{old_hash[:6]}]"):
-        name = f"{name.removesuffix(ending)}[{new_hash[:6]}]"
-    return {**old, "mlflow.runName": name, "config_hash": new_hash}
-
-
-def _lives_elsewhere(noted: Mapping[str, str], directory: RunDirectory) -> bool:
-    """Return whether the MLflow run mirrors another existing directory, of which this one is then a copy."""
-    where = Path(noted.get("run_dir", ""))
-    if not where.is_absolute() or not RunDirectory(where).is_mirrored or where.samefile(directory.path):
-        return False
-    return RunDirectory(where).mirror().values["key"] == noted["run_key"]
+    A run still going counts as killed until it ends. Raises ConfigError for a damaged record, and MLflow's exceptions
+    if it is down.
+    """
+    cfg = directory.config()
+    if directory.status == "not run":
+        raise ConfigError(
+            f"{directory.path} has no metrics.jsonl yet. Type python -m qerl_lab {resume_word(directory.path)}."
+        )
+    try:
+        lines = directory.whole_metrics()
+    except ConfigError as error:
+        raise ConfigError(f"{directory.path} is damaged, and its mirror stays as it is. {error}") from None
+    cfg.tracking.uri = uri or cfg.tracking.uri
+    prepare_mlflow()
+    run = MlflowMirror(cfg, directory)
+    points = run.update()
+    end = lines[-1]["time"] if lines else time.time()
+    files = run.close(STATUSES[directory.status], directory.result(), end)
+    did = f"{mlflow_uri(cfg, directory)}: {'created' if run.created else 'found'} run {run.run_id}, added {points}"
+    return redact(f"{did} points and {run.params_added} parameters, stored {files} artifacts")
 
 
 def artifacts_of(experiment: str, uri: str) -> str | None:
@@ -282,8 +307,3 @@ def create_sqlite(uri: str) -> None:
         pass  # another run of the sweep created it
     finally:
         aside.unlink()
-
-
-def _is_not_ours(record: logging.LogRecord) -> bool:
-    """Filter out urllib3's retry warnings in the mirror thread, which prints one line of its own."""
-    return record.threadName != THREAD

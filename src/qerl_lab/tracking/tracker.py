@@ -1,8 +1,7 @@
-"""Write a run's metrics to `metrics.jsonl`, the source of truth, and mirror them to MLflow.
+"""Write a run's metrics to `metrics.jsonl`, the source of truth, and mirror the record to MLflow or Weights & Biases.
 
-`Tracker.log` only appends a line to metrics.jsonl. A daemon thread follows that file and copies it to MLflow, so that a
-slow or dead store cannot delay or end training. `resync` uses the same code later. Imports no torch; the thread imports
-MLflow, which takes seconds, as does creating its database.
+`Tracker.log` only appends a line to metrics.jsonl. A daemon thread for each store follows that file, so that a slow or
+dead store cannot delay or end training. Imports no torch; the threads import MLflow and wandb, which takes seconds.
 """
 
 import errno
@@ -11,34 +10,96 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.redact import redact, url_without_secrets
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.spelling import resume_word
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import declared, encode
-from qerl_lab.tracking.mlflow import STATUSES, THREAD, MlflowRun, Status, mlflow_uri, points_of, prepare_mlflow
+from qerl_lab.tracking import mlflow
+from qerl_lab.tracking.mlflow import MlflowMirror, Status
+from qerl_lab.tracking.wandb import WandbMirror
 
 FLUSH_SECONDS = 2.0  # send lines in batches: one log_batch per step takes twice the CPU time of one per twenty steps
 RETRY_SECONDS = 30.0  # between attempts while the store is unreachable
-FINISH_SECONDS = 20.0  # maximum wait for MLflow when a run ends
+FINISH_SECONDS = 20.0  # maximum wait for a store when a run ends
+
+
+class DirectoryLost(Exception):
+    """The run directory was removed or renamed while its run went on."""
+
+
+class Follower:
+    """Keeps a store equal to the record in a thread, opening it anew after every outage.
+
+    `open_mirror` opens the store, `name` says which it is, and `remedy` what fills it later.
+    """
+
+    def __init__(
+        self, open_mirror: Callable[[], MlflowMirror | WandbMirror], name: Callable[[], str], remedy: str
+    ) -> None:
+        self._open, self._name, self._remedy = open_mirror, name, remedy
+        self._ending: tuple[Status, Mapping[str, Any], float] = ("KILLED", {}, 0.0)
+        self._stop, self._is_away, self.is_whole = threading.Event(), False, False
+        self.thread = threading.Thread(target=self._follow, daemon=True)
+        self.thread.start()
+
+    def finish(self, status: Status, result: Mapping[str, Any]) -> None:
+        """Send the rest and end the store's run; wait up to FINISH_SECONDS."""
+        self._ending = (status, result, time.time())
+        self._stop.set()
+        self.thread.join(FINISH_SECONDS)
+        if self.thread.is_alive() and not self._is_away:
+            self._tell_away(f"gave no answer within {FINISH_SECONDS:.0f} s")
+
+    def _follow(self) -> None:
+        while not self.is_whole:
+            is_last = self._stop.is_set()
+            try:
+                mirror = self._open()
+                while not self._stop.is_set():
+                    mirror.update()
+                    self._tell_back()
+                    self._stop.wait(FLUSH_SECONDS)
+                mirror.update()
+                mirror.close(*self._ending)
+                self.is_whole = True
+            except Exception as error:  # the thread's boundary: an error of a store or the network must not end a run
+                self._tell_away(f"failed ({type(error).__name__}: {first_line(error)[:200]})")
+                if is_last:
+                    return
+                self._stop.wait(RETRY_SECONDS)
+
+    def _tell_away(self, what: str) -> None:
+        """Print the failure once per outage; `_follow` retries silently."""
+        if not self._is_away:
+            self._is_away = True
+            print(redact(f"qerl-lab: {self._name()} {what}; training goes on and {self._remedy}"), file=sys.stderr)
+
+    def _tell_back(self) -> None:
+        if self._is_away:
+            self._is_away = False
+            print(f"qerl-lab: {self._name()} is back and has every line.", file=sys.stderr)
 
 
 @dataclass(frozen=True)
 class Mirrored:
-    """The run's place in MLflow, and the number of points that may be missing there. The URI has no password."""
+    """The run's place in MLflow, and whether that has all of the record. The URI has no password."""
 
     uri: str
     experiment_id: str | None
-    missing: int
+    is_whole: bool
 
 
 class Tracker:
-    """Appends to RUN_DIR/metrics.jsonl and mirrors it to MLflow in a thread.
+    """Appends to RUN_DIR/metrics.jsonl, and has its stores follow it.
 
     Each reward part in `parts` has its own metric. `last_step` is the step of the loaded checkpoint; later lines are
     cut, because the resumed run writes them again. `run_key` is the key in that checkpoint, for a directory that lost
@@ -51,46 +112,56 @@ class Tracker:
     ) -> None:  # fmt: skip
         self._cfg, self._directory, self._declared = cfg, directory, declared(parts)
         self._file = directory.append_metrics(last_step)
-        self._record = directory.mirror(run_key)
-        self._record.set(status=None)
-        self._ending: tuple[Status, list[Path], float] = ("KILLED", [], 0.0)
-        self._stop, self._known, self._is_away, self._is_whole = threading.Event(), 0, False, False
-        self._thread: threading.Thread | None = None
+        known = directory.mirror() or ({"key": run_key} if run_key else {})
+        directory.note_mirror(**known)
+        run_dir = directory.path
+        whole = f"{run_dir / 'metrics.jsonl'} is complete."
+        self._followers: list[Follower] = []
+        self._mlflow: Follower | None = None
         if cfg.tracking.mlflow:
-            prepare_mlflow()
-            self._thread = threading.Thread(target=self._mirror, name=THREAD, daemon=True)
-            self._thread.start()
+            mlflow.prepare_mlflow()
+            later = f"To fill MLflow later: python -m qerl_lab.tracking resync {shlex.quote(str(run_dir))}"
+            self._mlflow = Follower(
+                lambda: MlflowMirror(cfg, directory), lambda: f"MLflow at {self._shown_uri()}", f"{whole} {later}"
+            )
+            self._followers.append(self._mlflow)
+        if cfg.tracking.wandb:
+            self._followers.append(Follower(lambda: WandbMirror(cfg, directory), lambda: "Weights & Biases", whole))
 
     def __enter__(self) -> "Tracker":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the record as failed on an exception; otherwise `finish` has set the status.
+        """End the record as failed on an exception; otherwise `finish` was called.
 
-        An exception after DONE (such as a second Ctrl-C) leaves the run done.
+        An exception after DONE (such as a second Ctrl-C) leaves the run done. Raises DirectoryLost instead of any
+        other error if the run directory is gone, which is then the cause.
         """
         if kind is None or self._directory.status == "done":
             return
         try:
-            self.finish("FAILED", [])
-        except OSError as error:  # a full disk; the exception being raised is more informative
-            print(f"qerl-lab: the record could not be ended ({error}).", file=sys.stderr)
+            if not self._file.closed:
+                self._refuse_moved()
+        finally:
+            self.finish("FAILED")
 
     @property
     def key(self) -> str:
-        """The run's key in MLflow; checkpoints store it."""
-        return self._record.values["key"]
+        """The run's key in its stores; checkpoints store it."""
+        return str(self._directory.mirror()["key"])
 
     @property
     def mirror(self) -> Mirrored | None:
         """The run in MLflow; None if it is not mirrored."""
-        if not self._cfg.tracking.mlflow:
+        if self._mlflow is None:
             return None
-        missing = 0 if self._is_whole else max(1, len(points_of(self._directory.metrics())) - self._known)
-        return Mirrored(self._shown_uri(), self._record.values["experiment_id"], missing)
+        return Mirrored(self._shown_uri(), self._directory.mirror().get("experiment_id"), self._mlflow.is_whole)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line in one write. Raises ValueError for an undeclared metric, OSError if the disk is full."""
+        """Append one line in one write. Raises ValueError for an undeclared metric, OSError if the disk is full.
+
+        Raises DirectoryLost if metrics.jsonl was removed or renamed.
+        """
         for name in metrics:
             if name not in self._declared:
                 hint = did_you_mean(name, list(self._declared))
@@ -98,71 +169,35 @@ class Tracker:
         line = encode(step, metrics)
         if self._file.write(line) != len(line):
             raise OSError(errno.ENOSPC, f"the line of step {step} was cut; is the disk full?", self._file.name)
+        self._refuse_moved()
+
+    def _refuse_moved(self) -> None:
+        """Raise DirectoryLost unless the run directory still holds the file that this run has opened."""
+        run_dir, own = self._directory.path, os.fstat(self._file.fileno())
+        with suppress(OSError):
+            if os.path.samestat(os.stat(self._file.name), own):
+                return
+        if not own.st_nlink:
+            raise DirectoryLost(f"the run directory {run_dir} was removed while the run went on. Start a new run.")
+        now = Path(os.readlink(f"/proc/self/fd/{self._file.fileno()}")).parent
+        raise DirectoryLost(
+            f"the run directory {run_dir} was renamed to {now} while the run went on. Type python -m qerl_lab "
+            f"{resume_word(now)} to go on there."
+        )
 
     def flush(self) -> None:
-        """Wait until every line is on the disk and survives a crash of the machine."""
+        """Wait until every line is on the disk and survives a crash of the machine. Raises DirectoryLost."""
+        self._refuse_moved()
         os.fsync(self._file.fileno())
 
-    def finish(self, status: Status, artifacts: Sequence[Path] = ()) -> None:
-        """End the record, then wait up to FINISH_SECONDS for MLflow. Skips artifacts that do not exist."""
-        if status not in STATUSES:
-            raise ValueError(f"status={status!r}; allowed: {', '.join(STATUSES)}.")
+    def finish(self, status: Status, result: Mapping[str, Any] | None = None) -> None:
+        """End the record, then wait for the stores. `result` holds the headline numbers of a finished run."""
         self._file.close()
-        self._record.set(status=status)
-        self._ending = (status, list(artifacts), time.time())
-        self._stop.set()
-        if self._thread:
-            self._thread.join(FINISH_SECONDS)
-            if self._thread.is_alive() and not self._is_away:
-                self._tell_away(f"gave no answer within {FINISH_SECONDS:.0f} s")
-
-    def _mirror(self) -> None:
-        """Follow the run, starting over after every outage."""
-        while not self._is_whole:
-            is_last = self._stop.is_set()
-            try:
-                self._follow()
-            except Exception as error:  # the thread's boundary: an error of MLflow or the network must not end a run
-                self._tell_away(f"failed ({type(error).__name__}: {first_line(error)[:200]})")
-                if is_last:
-                    return
-                self._stop.wait(RETRY_SECONDS)
-
-    def _follow(self) -> None:
-        """Copy new lines of metrics.jsonl until the run ends; then open the MLflow run again to compare both."""
-        uri = mlflow_uri(self._cfg, self._record)
-        self._record.set(uri=url_without_secrets(uri))  # a resumed run needs it, even if the store was down throughout
-        run = MlflowRun(self._cfg, self._directory, uri, self._record)
-        run.running()
-        offset = 0
-        while not self._stop.is_set():
-            lines, offset = self._directory.metrics_from(offset)
-            run.add(lines)
-            self._known = len(run.known)
-            self._tell_back()
-            self._stop.wait(FLUSH_SECONDS)
-        run = MlflowRun(self._cfg, self._directory, uri, self._record)
-        run.add(self._directory.metrics())
-        self._known = len(run.known)
-        run.close(*self._ending)
-        self._is_whole = True
+        for follower in self._followers:
+            follower.finish(status, result or {})
 
     def _shown_uri(self) -> str:
         try:
-            return url_without_secrets(mlflow_uri(self._cfg, self._record))
+            return url_without_secrets(mlflow.mlflow_uri(self._cfg, self._directory))
         except ConfigError:
-            return self._record.values["uri"]
-
-    def _tell_away(self, what: str) -> None:
-        """Print the failure once per outage; `_mirror` retries silently."""
-        if self._is_away:
-            return
-        self._is_away = True
-        truth = f"training goes on and {self._directory.path / 'metrics.jsonl'} is complete"
-        later = f"To fill MLflow later: python -m qerl_lab.tracking resync {shlex.quote(str(self._directory.path))}"
-        print(redact(f"qerl-lab: MLflow at {self._shown_uri()} {what}; {truth}. {later}"), file=sys.stderr)
-
-    def _tell_back(self) -> None:
-        if self._is_away:
-            self._is_away = False
-            print(f"qerl-lab: MLflow at {self._shown_uri()} is back and has every line.", file=sys.stderr)
+            return str(self._directory.mirror().get("uri"))

@@ -21,6 +21,7 @@ from qerl_lab.config.redact import redact
 from qerl_lab.exits import FAILURE, FULL, USAGE
 from qerl_lab.processes import refuse_several
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.tracking.tracker import DirectoryLost
 from qerl_lab.train.installed import check_vllm
 from qerl_lab.train.stop import Diverged, Stop
 
@@ -32,9 +33,7 @@ def main(directory: RunDirectory, parent: int) -> int:
         cfg = directory.config()
         refuse_several(os.environ, cfg.gpus)
         is_alone, speaks = cfg.gpus == 1, os.environ.get("RANK", "0") == "0"  # rank 0 speaks for all
-        if speaks:
-            directory.reserve_room()
-        else:
+        if not speaks:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         # These imports take over ten seconds. Signal handlers are installed already.
         if cfg.device != "cpu":
@@ -46,10 +45,7 @@ def main(directory: RunDirectory, parent: int) -> int:
             check_vllm()
             from qerl_lab.train import run
 
-        code = run.run(cfg, directory, stop)
-        if speaks:
-            directory.release_room()
-        return code
+        return run.run(cfg, directory, stop)
     except Exception as error:  # the process boundary: FAILED records every error
         trace = redact(traceback.format_exc())
         if is_alone or directory.status != "failed":  # else another rank failed first and wrote FAILED
@@ -63,7 +59,8 @@ def is_told_in_a_line(error: Exception) -> bool:
     """Return whether the message is enough and a traceback would add nothing."""
     if isinstance(error, OSError):
         return error.errno in FULL
-    return isinstance(error, ConfigError | Diverged) or type(error).__name__ == "EngineFailed"  # lives beside torch
+    names = ("EngineFailed",)  # lives beside torch
+    return isinstance(error, ConfigError | DirectoryLost | Diverged) or type(error).__name__ in names
 
 
 def read(words: list[str]) -> tuple[RunDirectory, int]:

@@ -4,6 +4,7 @@ A directory with checkpoints resumes from the newest valid one.
 """
 
 import shlex
+import shutil
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
             return learn(session, None)
         directory.write_environment(session.data.task.data, session.engine.linear_backend)
         times = directory.sessions()
-        times.begin(started, directory.last_logged(), since)
+        times.begin(started, since)
         print(opening(session), flush=True)
         parts, key = session.data.task.weights, session.saved.run_key if session.saved else None
         with Tracker(cfg, directory, parts=parts, run_key=key, last_step=session.done) as tracker:
@@ -311,7 +312,7 @@ def conclude(session: Session, record: Record) -> None:
     result = runs.summarize(directory, seconds=record.times.end())
     result |= {"training_questions": len(data.questions), "training_questions_left_out": data.left_out}
     result |= {"heldout_questions_left_out": data.heldout_left_out}
-    record.tracker.finish("FINISHED", directory.artifacts())
+    record.tracker.finish("FINISHED", result)
     directory.finish(result)
     if cfg.checkpoint.keep == 0:
         drop_checkpoints(directory)
@@ -322,7 +323,7 @@ def conclude(session: Session, record: Record) -> None:
 def drop_checkpoints(directory: RunDirectory) -> None:
     """Delete the checkpoints of a finished run. If that fails, print a warning; the run stays done."""
     try:
-        directory.drop_checkpoints()
+        shutil.rmtree(directory.checkpoints)
     except OSError as error:
         folder = terminal.near(directory.checkpoints)
         terminal.say(

@@ -151,7 +151,13 @@ def test_two_sets_of_weights_are_refused_by_every_reader(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("{", "cannot be read as JSON"), ("[]", "holds no JSON object"), ("{}", "has no weight_map")]
+    ("text", "says"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[" * 200_000, "cannot be read as JSON (it is nested too deeply)"),
+        ("[]", "holds no JSON object"),
+        ("{}", "has no weight_map"),
+    ],
 )
 def test_an_index_that_is_none_is_refused(folder: Path, text: str, says: str) -> None:
     (folder / INDEX).write_text(text)

@@ -107,11 +107,6 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path) -> None:
     assert names(tmp_path) == ["step-1000000", "step-mine"]
 
 
-def test_a_manifest_that_is_no_text_is_damage(tmp_path) -> None:
-    (saved(tmp_path, 1, 2) / MANIFEST).write_bytes(b"\xff\xfe\x00\xd8")
-    assert newest(tmp_path).step == 1
-
-
 @pytest.mark.parametrize("changed", [
     {"step": 2}, {"step": 2, "prompts_seen": 8}, state(2) | {"later_field": 1}, [], 3, None, {},
 ])  # fmt: skip

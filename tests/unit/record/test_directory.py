@@ -1,5 +1,6 @@
 """A run's directory from its claim to its end, file by file."""
 
+import errno
 import json
 import os
 import signal
@@ -12,8 +13,9 @@ import pytest
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.exits import FAILURE, INTERRUPTED, OK, USAGE
-from qerl_lab.record.directory import ROOM, RunDirectory, first_missing, reserve
+from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
+from qerl_lab.record.folders import first_missing, reserve
 
 TYPED = Typed("python -m qerl_lab seed=3", ["seed=3"], "adhoc/time")
 
@@ -62,13 +64,6 @@ def test_what_was_typed_is_kept_until_the_record_has_it(run: RunDirectory, monke
     began = run.environment()
     assert Typed(began["command"], began["words"], began["sweep"]) == TYPED
     assert names(run.path) == {"resolved.yaml", "env.json", "code.diff"}
-    assert run.begin() is None
-
-
-def test_a_record_that_is_there_says_what_was_typed(run: RunDirectory) -> None:
-    """A process that was killed between the two leaves both."""
-    run.begin()
-    (run.path / "env.json").write_text('{"command": "c"}')
     assert run.begin() is None
 
 
@@ -136,10 +131,8 @@ def test_a_process_without_a_word_is_settled(
     run: RunDirectory, ended_with: int, code: int, status: str, reason: str | None
 ) -> None:
     run.begin()
-    run.reserve_room()
     assert run.settle(ended_with) == code
     assert run.status == status
-    assert not (run.path / ROOM).exists()
     if reason:
         assert run.reason.startswith(reason)
 
@@ -161,33 +154,19 @@ def test_a_reason_of_the_run_s_own_stays(run: RunDirectory) -> None:
     assert run.status == "interrupted", "a run that goes on has not failed"
 
 
-def test_failed_takes_the_room_that_was_kept_for_it(run: RunDirectory) -> None:
-    run.reserve_room()
-    room = (run.path / ROOM).stat()
-    assert room.st_blocks * 512 >= 65536, "blocks, not a hole"
-    run.fail("OSError: No space left on device\n" + "x" * 100_000)
-    written = (run.path / "FAILED").stat()
-    assert (written.st_ino, written.st_size) == (room.st_ino, 65536)
-    assert not (run.path / ROOM).exists()
-    assert run.reason == "OSError: No space left on device"
+def test_a_full_disk_leaves_failed_empty_and_the_reason_on_the_screen(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-
-def test_of_two_ranks_that_fail_at_once_one_leaves_its_whole_reason(run: RunDirectory, monkeypatch) -> None:
-    run.reserve_room()
-    fsync = os.fsync
-
-    def meanwhile(descriptor: int) -> None:
-        monkeypatch.setattr(os, "fsync", fsync)
-        with monkeypatch.context() as other:
-            other.setattr(os, "getpid", lambda: 1)
-            run.fail("B: the second\n")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", meanwhile)
-    text = "A: the first\n" + "x" * 1000
-    run.fail(text)
-    assert (run.path / "FAILED").read_text() == text
-    assert {path.name for path in run.path.iterdir()} <= {"FAILED", "resolved.yaml", "QUEUED"}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        run.fail("OSError: No space left on device\n\ntrace")
+    assert run.settle(FAILURE) == FAILURE
+    assert (run.status, run.reason) == ("failed", f"the disk of {run.path} was full, and has no room for the reason")
+    assert capsys.readouterr().err == "OSError: No space left on device\n"
+    assert names(run.path) == {"resolved.yaml", "QUEUED", "FAILED"}
 
 
 # --- nothing left behind

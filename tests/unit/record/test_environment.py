@@ -161,12 +161,3 @@ def test_gpus_are_named_with_their_driver(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     gpu = {"uuid": "c0-ffee", "name": "NVIDIA H200", "memory_gib": 141.0, "driver": "570.1", "cuda": "12.9"}
     assert environment._gpus() == [gpu, gpu]
-
-
-def test_no_torch_means_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert environment._gpus() == []
-
-
-def test_a_package_that_is_not_installed_has_no_version() -> None:
-    assert list(environment.versions(["qerl-lab-of-a-checkout", "torch"])) == ["torch"]

@@ -1,6 +1,5 @@
 """A directory that is not there before it is whole: taken over by the same command, refused to another."""
 
-import json
 import os
 import subprocess
 import sys
@@ -146,8 +145,3 @@ def test_a_process_killed_while_it_renames_leaves_one_whole_directory(tmp_path, 
         unfinished.finish()
     assert os.listdir(out) == ["new"]
     assert os.listdir(tmp_path) == ["out"]
-
-
-def test_the_journal_is_json_that_a_person_can_read(tmp_path):
-    half_done(tmp_path / "out")
-    assert json.loads((tmp_path / "out.partial" / JOURNAL).read_text()) == {"identity": ONE, "files": {"a": 5}}

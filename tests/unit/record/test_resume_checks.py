@@ -35,8 +35,8 @@ def run_dir(tmp_path: Path) -> Path:
     cfg = RunConfig(steps=12, run_dir=str(run_dir))
     (run_dir / "resolved.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
     log(run_dir, 1, 2, 3, 4)
-    RunDirectory(run_dir).mirror().set(status=None)
-    RunDirectory(run_dir).sessions().begin(1.0, 0.0)
+    RunDirectory(run_dir).note_mirror()
+    RunDirectory(run_dir).sessions().begin(1.0)
     for step in (2, 4):
         save(run_dir, step, cfg)
     (run_dir / "eval.parquet").write_bytes(b"PAR1....PAR1")
@@ -220,20 +220,6 @@ def test_a_hole_that_no_checkpoint_precedes_is_refused(run_dir: Path, lost: str)
     assert files(run_dir) == before
 
 
-def as_file(path: Path) -> None:
-    path.write_bytes(b"") if not path.exists() else None
-
-
-def moved(path: Path) -> None:
-    path.rename(path.with_name("moved"))
-    path.touch()
-
-
-def folder(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    path.mkdir()
-
-
 def garbage(path: Path) -> None:
     path.write_bytes(b"\xff\0 garbage")
 
@@ -241,20 +227,9 @@ def garbage(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "words"),
     [
-        ("checkpoints", moved, "is a file where a directory belongs. Move it away."),
-        ("checkpoints/step-000004", moved, "is a file where a directory belongs. Move it away."),
-        ("adapter", as_file, "is a file where a directory belongs. Move it away."),
-        ("metrics.jsonl", folder, "is a directory where a file belongs. Move it away."),
-        ("mlflow.json", folder, "is a directory where a file belongs. Move it away."),
-        ("DONE", folder, "is a directory where a file belongs. Move it away."),
         ("mlflow.json", garbage, "cannot be read"),
-        ("mlflow.json", lambda path: path.write_text("[]"), "is not what a run writes there"),
-        ("mlflow.json", lambda path: path.write_text('{"key": 3}'), "is not what a run writes there"),
         ("sessions.json", garbage, "cannot be read"),
-        ("sessions.json", lambda path: path.write_text("[3]"), "is not what a run writes there"),
-        ("sessions.json", lambda path: path.write_text('[["a", null]]'), "is not what a run writes there"),
-        ("eval.parquet", garbage, "is damaged (no Parquet file). Move it away"),
-        ("eval.parquet", lambda path: cut(path, 0.5), "is damaged (no Parquet file). Move it away"),
+        ("eval.parquet", lambda path: cut(path, 0.5), "is no Parquet file. Move it away"),
     ],
 )
 def test_a_damaged_file_is_named_and_left_alone(
@@ -262,10 +237,8 @@ def test_a_damaged_file_is_named_and_left_alone(
 ) -> None:
     damage(run_dir / name)
     before = files(run_dir)
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError, match=f"{run_dir / name} {words}"):
         RunDirectory(run_dir).check()
-    assert str(run_dir / name) in str(refusal.value)
-    assert words in str(refusal.value)
     assert files(run_dir) == before
 
 

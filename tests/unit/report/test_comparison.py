@@ -93,7 +93,7 @@ DAMAGE = {
     "no settings": (lambda run: (run / "resolved.yaml").unlink(), "resolved.yaml"),
     "cut settings": (lambda run: (run / "resolved.yaml").write_text("model:\n  name: po"), "its configuration lacks"),
     "settings that are no YAML": (lambda run: (run / "resolved.yaml").write_text("{"), "resolved.yaml cannot be read"),
-    "no evaluation": (lambda run: (run / "eval.parquet").unlink(), "eval.parquet has the evaluations"),
+    "no evaluation": (lambda run: (run / "eval.parquet").unlink(), "eval.parquet is missing"),
     "an evaluation of garbage": (lambda run: (run / "eval.parquet").write_bytes(b"PAR"), "arquet"),
     "metrics of garbage": (lambda run: (run / "metrics.jsonl").write_text("?\n"), "is not a metrics record"),
     "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "lacks 4 of 4 steps, the first of them 1"),

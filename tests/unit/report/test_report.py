@@ -200,10 +200,10 @@ def test_paths_are_shown_as_they_can_be_typed(tmp_path: Path, monkeypatch) -> No
     monkeypatch.chdir(tmp_path)
     assert terminal.near(tmp_path / "runs" / "x") == "runs/x"
     assert terminal.near(tmp_path.parent / "y") == str(tmp_path.parent / "y")
-    text = tables.where(tmp_path / "runs" / "x", Mirrored("sqlite:////tmp/a b.db", "7", 0))
+    text = tables.where(tmp_path / "runs" / "x", Mirrored("sqlite:////tmp/a b.db", "7", True))
     assert "run directory: runs/x " in text
     assert "-m mlflow ui --backend-store-uri 'sqlite:////tmp/a b.db'\n" in text
-    assert text.endswith(" http://127.0.0.1:5000/#/experiments/7/runs?workflowType=machine_learning")
+    assert text.endswith(" http://127.0.0.1:5000/#/experiments/7/runs")
     assert tables.where(tmp_path, None).count("\n") == 0
 
 
@@ -219,16 +219,16 @@ def test_the_next_commands_name_the_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_server_is_opened_at_its_own_address(tmp_path: Path) -> None:
-    text = tables.where(tmp_path, Mirrored("https://***@host/ml/", "7", 0))
-    assert text.endswith("open MLflow:   https://host/ml/#/experiments/7/runs?workflowType=machine_learning")
+    text = tables.where(tmp_path, Mirrored("https://***@host/ml/", "7", True))
+    assert text.endswith("open MLflow:   https://host/ml/#/experiments/7/runs")
     assert '--backend-store-uri "$MLFLOW_TRACKING_URI"\n' in tables.where(
-        tmp_path, Mirrored("postgresql://***@host/db", "7", 0)
+        tmp_path, Mirrored("postgresql://***@host/db", "7", True)
     )
 
 
 def test_what_mlflow_lacks_is_said_with_the_command_that_fills_it(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = tables.where(tmp_path / "run", Mirrored("http://host", None, 1234))
-    assert "MLflow at http://host lacks 1,234 points of this run" in text
+    text = tables.where(tmp_path / "run", Mirrored("http://host", None, False))
+    assert "MLflow at http://host lacks a part of this run" in text
     assert text.endswith("-m qerl_lab.tracking resync run")
     assert "open MLflow" not in text

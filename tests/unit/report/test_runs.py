@@ -11,7 +11,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.samples import Sample
 from qerl_lab.report import comparison
 from qerl_lab.tools.samples import show
-from qerl_lab.tracking.resync import resync
+from qerl_lab.tracking.mlflow import resync
 from run_directories import make_run
 
 

@@ -35,7 +35,7 @@ def test_a_bad_row_is_left_out_counted_and_named(tmp_path: Path, row: Any, said:
     (b"{not json}", "is not JSON"), (b'{"question": "cut', "is not JSON"),
     (b'{"question": "\xff\xfe", "answer": "#### 1"}', "is not UTF-8 (invalid start byte at byte 14)"),
     (b'{"question": "\\ud800", "answer": "#### 1"}', "has half a character (a lone surrogate) in 'question'"),
-    (b"[" * 100_000, "is nested too deeply"), (b'{"question": ' + b"9" * 5000 + b"}", "is not JSON"),
+    (b"[" * 100_000, "is not JSON (it is nested too deeply)"), (b'{"question": ' + b"9" * 5000 + b"}", "is not JSON"),
 ])  # fmt: skip
 def test_a_line_that_is_no_row_is_left_out_counted_and_named(tmp_path: Path, line: bytes, said: str) -> None:
     cfg = gsm8k_folder(tmp_path)

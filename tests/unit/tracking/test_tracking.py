@@ -2,11 +2,10 @@
 
 import json
 import math
-import os
 import re
+import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,10 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.record.metrics import METRICS, cut_metrics, declared, steps_recorded
-from qerl_lab.record.mirror import MirrorRecord
 from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.__main__ import main
 from qerl_lab.tracking.mlflow import mlflow_uri
-from qerl_lab.tracking.tracker import Mirrored, Tracker
+from qerl_lab.tracking.tracker import DirectoryLost, Mirrored, Tracker
 from qerl_lab.train.__main__ import is_told_in_a_line
 
 PROMISED = {
@@ -114,12 +112,6 @@ def test_round_trip_is_exact_and_keeps_lines_that_share_a_step(cfg: RunConfig, t
     assert lines[0]["time"] <= lines[1]["time"] <= lines[2]["time"]
 
 
-def test_a_line_is_on_disk_when_log_returns(cfg: RunConfig, tmp_path: Path) -> None:
-    tracker = Tracker(cfg, RunDirectory(tmp_path))
-    tracker.log(1, {"reward/mean": 0.5})
-    assert steps(tmp_path) == [1]
-
-
 def test_values_that_are_not_finite_become_null_and_read_back_as_nan(cfg: RunConfig, tmp_path: Path) -> None:
     Tracker(cfg, RunDirectory(tmp_path)).log(
         1, {"policy/loss": math.nan, "policy/grad_norm": math.inf, "reward/mean": 2.0}
@@ -161,23 +153,6 @@ def test_a_torn_last_line_is_not_read_and_is_cut_on_resume(cfg: RunConfig, tmp_p
     ]
 
 
-@pytest.mark.parametrize("missing", [1, 5, 30], ids=["newline", "tail", "half"])
-def test_cut_removes_a_torn_line_even_of_a_step_that_is_kept(tmp_path: Path, missing: int) -> None:
-    good = b'{"step": 1, "time": 1.0, "metrics": {"reward/mean": 1.0}}\n'
-    (tmp_path / "metrics.jsonl").write_bytes(good + good[:-missing])
-    cut_metrics(tmp_path, 1)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == good
-
-
-def test_resume_cuts_later_steps_and_keeps_the_rest_byte_for_byte(cfg: RunConfig, tmp_path: Path) -> None:
-    tracker = Tracker(cfg, RunDirectory(tmp_path))
-    for step in (0, 1, 2, 3, 4):
-        tracker.log(step, {"reward/mean": float(step)})
-    kept = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:3]
-    Tracker(cfg, RunDirectory(tmp_path), last_step=2)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(kept)
-
-
 def test_cut_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "time": 1.0, "metrics": {}}\n{"step": 2, "time": 1.0, "metrics": {}}\n')
@@ -216,10 +191,6 @@ def test_steps_recorded_stops_before_the_first_hole(tmp_path: Path, lines: list[
     assert steps_recorded(tmp_path) == (last, why)
 
 
-def test_no_metrics_is_said_as_such(tmp_path: Path) -> None:
-    assert steps_recorded(tmp_path) == (0, "is missing")
-
-
 def test_a_line_that_is_no_record_is_set_aside_when_a_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,43 +227,37 @@ def test_a_write_cut_by_a_full_disk_is_an_error(cfg: RunConfig, tmp_path: Path) 
     assert is_told_in_a_line(found.value)
 
 
-def test_finish_refuses_a_status_that_mlflow_does_not_know(cfg: RunConfig, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="FINISHED, FAILED, KILLED"):
-        Tracker(cfg, RunDirectory(tmp_path)).finish("DONE")  # type: ignore[arg-type]
-
-
-def test_an_exception_ends_the_record_as_failed(cfg: RunConfig, tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), Tracker(cfg, RunDirectory(tmp_path)) as tracker:
-        tracker.log(1, {"reward/mean": 1 / 0})
-    assert MirrorRecord(tmp_path).values["status"] == "FAILED"
-    with Tracker(cfg, RunDirectory(tmp_path)) as tracker:
-        tracker.finish("KILLED")
-    assert MirrorRecord(tmp_path).values["status"] == "KILLED"
-
-
-def test_an_exception_after_done_leaves_the_record_finished(cfg: RunConfig, tmp_path: Path) -> None:
-    with suppress(KeyboardInterrupt), Tracker(cfg, RunDirectory(tmp_path)) as tracker:
-        tracker.finish("FINISHED")
-        RunDirectory(tmp_path).finish({})
-        raise KeyboardInterrupt
-    assert MirrorRecord(tmp_path).values["status"] == "FINISHED"
-
-
-def test_status_and_key_are_kept_in_mlflow_json(cfg: RunConfig, tmp_path: Path) -> None:
-    Tracker(cfg, RunDirectory(tmp_path), run_key="abc").finish("KILLED")
-    first = MirrorRecord(tmp_path).values
-    assert (first["status"], first["key"]) == ("KILLED", "abc")
-    Tracker(cfg, RunDirectory(tmp_path), run_key="of a checkpoint that was copied here")
-    again = MirrorRecord(tmp_path).values
-    assert (again["status"], again["key"]) == (None, "abc")
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_directory_that_is_moved_or_removed_is_noticed_at_the_next_step(
+    cfg: RunConfig, tmp_path: Path, moved: bool
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    tracker = Tracker(cfg, run)
+    tracker.log(1, {"reward/mean": 0.0})
+    if moved:
+        run.path.rename(tmp_path / "elsewhere")
+        run.path.mkdir()
+        (run.path / "metrics.jsonl").touch()
+    else:
+        shutil.rmtree(run.path)
+    says = "renamed to .*/elsewhere .* resume=" if moved else "was removed"
+    for act in (tracker.flush, lambda: tracker.log(2, {"reward/mean": 0.0})):
+        with pytest.raises(DirectoryLost, match=says):
+            act()
+    with pytest.raises(DirectoryLost, match=says) as lost, tracker:
+        (run.path / "samples.jsonl").read_bytes()  # what else fails is not the cause
+    assert is_told_in_a_line(lost.value)
+    run.fail(str(lost.value))
+    assert (run.status, run.reason) == ("failed", str(lost.value))
 
 
 @pytest.mark.usefixtures("no_uri")
 def test_uri_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    cfg, record = RunConfig(), MirrorRecord(tmp_path)
+    cfg, record = RunConfig(), RunDirectory(tmp_path)
     assert mlflow_uri(cfg, record) == f"sqlite:///{tmp_path}/mlflow.db"
-    record.set(uri="sqlite:////elsewhere/mlflow.db")
+    record.note_mirror(uri="sqlite:////elsewhere/mlflow.db")
     assert mlflow_uri(cfg, record) == "sqlite:////elsewhere/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://from-environment:5000")
     assert mlflow_uri(cfg, record) == "http://from-environment:5000"
@@ -302,13 +267,13 @@ def test_uri_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.usefixtures("no_uri")
 def test_a_store_whose_password_no_record_keeps_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg, record = RunConfig(), MirrorRecord(tmp_path)
-    record.set(uri="http://***@host:5000/x")
+    cfg, record = RunConfig(), RunDirectory(tmp_path)
+    record.note_mirror(uri="http://***@host:5000/x")
     with pytest.raises(ConfigError, match=r"store is http://\*\*\*@host:5000/x.*Type MLFLOW_TRACKING_URI=URL"):
         mlflow_uri(cfg, record)
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
     assert mlflow_uri(cfg, record) == "http://host:5000/x"
-    record.set(uri="postgresql://***@host/db")
+    record.note_mirror(uri="postgresql://***@host/db")
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI=URL"):
         mlflow_uri(cfg, record)
 
@@ -316,7 +281,7 @@ def test_a_store_whose_password_no_record_keeps_is_asked_for(tmp_path: Path, mon
 def test_a_resumed_run_without_its_password_trains_and_says_what_to_type(
     cfg: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_uri: None
 ) -> None:
-    MirrorRecord(tmp_path).set(uri="http://***@host:5000")
+    RunDirectory(tmp_path).note_mirror(uri="http://***@host:5000")
     cfg.tracking.mlflow = True
     tracker = Tracker(cfg, RunDirectory(tmp_path))
     tracker.log(1, {"reward/mean": 0.5})
@@ -324,7 +289,7 @@ def test_a_resumed_run_without_its_password_trains_and_says_what_to_type(
     (line,) = capsys.readouterr().err.splitlines()
     assert "Type MLFLOW_TRACKING_URI=URL" in line
     assert f"tracking resync {tmp_path}" in line
-    assert tracker.mirror == Mirrored("http://***@host:5000", None, 1)
+    assert tracker.mirror == Mirrored("http://***@host:5000", None, False)
 
 
 def test_run_names_tell_configurations_apart() -> None:
@@ -361,15 +326,6 @@ def test_tags_take_the_commit_from_the_runs_own_record(tmp_path: Path) -> None:
     assert all(isinstance(value, str) for value in tags.values())
 
 
-def test_mlflow_settings_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in mlflow.MLFLOW_ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
-    mlflow.prepare_mlflow()
-    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
-    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "2"
-
-
 def test_resync_of_what_is_no_run_directory_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resync", str(tmp_path)]) == 2
     err = capsys.readouterr().err
@@ -394,4 +350,4 @@ def test_resync_of_a_run_that_has_not_begun_is_one_line(tmp_path: Path, capsys: 
     run.claim(RunConfig(), Typed("the command"))
     assert main(["resync", str(run.path)]) == 2
     assert f"has no metrics.jsonl yet. Type python -m qerl_lab resume='{run.path}'." in capsys.readouterr().err
-    assert not run.is_mirrored
+    assert run.mirror() == {}

@@ -1,0 +1,70 @@
+"""Mirror a run directory to Weights & Biases through its own client: `tracking=wandb`, the extra `qerl-lab[wandb]`.
+
+Without a login (`wandb login`, WANDB_API_KEY) the client writes RUN_DIR/wandb, which `wandb sync` uploads later.
+WANDB_MODE and the other variables of the client count as its documentation says.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.tracking.mlflow import Status, params, run_name, tags
+
+EXIT_CODES: dict[Status, int] = {"FINISHED": 0, "FAILED": 1, "KILLED": 130}
+
+
+class WandbMirror:
+    """The W&B run of a run directory, resumed by the run's key. Calls may block and raise the client's exceptions.
+
+    W&B keeps the first value of a step: a step trained again after a kill is not sent again.
+    """
+
+    def __init__(self, cfg: RunConfig, directory: RunDirectory) -> None:
+        import wandb
+
+        self._directory, self._offset = directory, 0
+        key = str(directory.mirror()["key"])
+        began = directory.environment()
+        self._run: Any = wandb.init(
+            project=cfg.tracking.experiment,
+            id=key,
+            resume="allow",
+            name=run_name(cfg, began.get("words") or []),
+            dir=str(directory.path),
+            config=params(cfg) | {"tags": tags(cfg, directory, key)},
+            mode=os.environ.get("WANDB_MODE") or ("online" if _is_logged_in() else "offline"),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._first = self._run.step  # 0, or the one after the last that W&B has
+
+    def update(self) -> int:
+        """Log the lines that metrics.jsonl got since the last call; return how many."""
+        lines, self._offset = self._directory.metrics_from(self._offset)
+        for line in lines:
+            if line["step"] >= self._first:
+                self._run.log(line["metrics"], step=line["step"])
+        return len(lines)
+
+    def close(self, status: Status, result: Mapping[str, Any], end_time: float) -> int:
+        """Store the artifacts and the headline numbers, and end the run; return the number of artifacts."""
+        import wandb
+
+        artifacts = self._directory.artifacts()
+        record = wandb.Artifact(f"record-{self._run.id}", type="record")
+        for path in artifacts:
+            record.add_file(str(path))
+        self._run.log_artifact(record)
+        self._run.summary.update(dict(result))
+        self._run.finish(exit_code=EXIT_CODES[status])
+        return len(artifacts)
+
+
+def _is_logged_in() -> bool:
+    """Return whether the client has a key; without one it would ask on the terminal."""
+    from requests.utils import get_netrc_auth
+
+    return "WANDB_API_KEY" in os.environ or bool(
+        get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    )

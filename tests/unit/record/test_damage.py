@@ -1,0 +1,55 @@
+"""A damaged record is refused in one sentence, which reports, sweeps, `resync` and `samples` share."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qerl_lab.config.option import ConfigError
+from qerl_lab.record.directory import RunDirectory
+from run_directories import make_run
+
+DEEP = "[" * 200_000  # Python's parser gives up with a RecursionError
+
+
+def without_step_2(path: Path) -> None:
+    first, _, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([first, *rest]))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1] if path.exists() else b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "said"),
+    [
+        ("DONE", cut, r"DONE cannot be read \(.+\)\. Move it away\."),
+        ("env.2.json", lambda path: path.write_text(DEEP), r"env\.2\.json cannot be read \(it is nested too deeply\)"),
+        ("env.json", lambda path: path.write_text('{"other": 1}'), r"env\.json is not what a run writes there: "),
+        ("env.json", lambda path: path.write_text('{"gpus": [{}]}'), r"env\.json is not what a run writes there: "),
+        ("sessions.json", cut, r"sessions\.json cannot be read"),
+        ("sessions.json", lambda path: path.write_text("[3]"), "is not what a run writes there"),
+        ("sessions.json", lambda path: path.write_text('[["a", null]]'), "is not what a run writes there"),
+        ("mlflow.json", lambda path: path.write_text('{"key": 3}'), "is not what a run writes there"),
+        ("samples.jsonl", lambda path: path.write_text("[]\n"), "line 1, is not a sample"),
+        ("metrics.jsonl", Path.unlink, "metrics.jsonl lacks 4 of 4 steps"),
+        ("metrics.jsonl", without_step_2, "metrics.jsonl lacks 1 of 4 steps, the first of them 2"),
+        ("eval.parquet", Path.unlink, "eval.parquet is missing"),
+        ("eval.parquet", cut, "eval.parquet is no Parquet file"),
+    ],
+)
+def test_damage_is_named(name: str, harm: Callable[[Path], object], said: str, tmp_path: Path) -> None:
+    run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
+    run.whole_metrics()
+    harm(run.path / name)
+    with pytest.raises(ConfigError, match=said):
+        run.whole_metrics()
+
+
+def test_a_run_without_evaluation_has_no_answers(tmp_path: Path) -> None:
+    run = RunDirectory(make_run(tmp_path / "run", "bf16", 0, eval__questions=0))
+    (run.path / "eval.parquet").unlink()
+    run.whole_metrics()
+    assert run.status == "done"
+    assert run.evaluations() == {}
