@@ -57,7 +57,7 @@ BUGS = [
         "elif scored is not None and self.cfg.updates_per_step > 4:",
         "golden/test_loss.py"),
     Bug("rest of the entropy bonus has the other sign", "train/trainer.py",
-        "return loss + applied * self._bonus_beyond()", "return loss - applied * self._bonus_beyond()",
+        "return loss + applied * (share", "return loss - applied * (share",
         "golden/test_loss.py"),
     Bug("loss is taken at temperature 1", "train/grpo_config.py",
         "temperature=cfg.rollout.temperature,", "temperature=1.0,",

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,8 +153,8 @@ class WatchedTrainer(LabTrainer):
         self.steps.append((metrics, self.updates, self.engine.samples, self.reward_P_G, self.bonus.coef))
         self.updates = []
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        loss = super()._compute_loss(model, inputs)
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor], **kwargs: Any) -> Tensor:
+        loss = super().compute_loss(model, inputs, **kwargs)
         for name, clean in self.twin.policy.clean_norms.items():  # which the backward pass reads again
             assert torch.equal(self.policy.norms[name], expected_norm(clean, name, self.cfg, self.step))
         size = inputs["advantages"].abs()

@@ -85,7 +85,7 @@ def trained(trainer: LabTrainer, batch: Ragged, cfg: RunConfig) -> tuple[float, 
     for start in range(0, len(batch.tokens_N_T), MICRO):
         rows = slice(start, start + MICRO)
         part = {name: value[rows] if value.dim() else value for name, value in inputs.items()}
-        loss = trainer._compute_loss(table, part)
+        loss = trainer.compute_loss(table, part)
         loss.backward()
         total += loss.item()
     return total, table.logits.grad

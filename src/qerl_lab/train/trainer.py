@@ -8,7 +8,6 @@ The correction needs the trainer's log-probs of the rollout. On-policy (`grpo_co
 yields them and `_weigh` corrects. Otherwise TRL computes them in an earlier forward and corrects itself.
 """
 
-import json
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -20,6 +19,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 
@@ -32,7 +32,7 @@ from qerl_lab.record.metrics import METRICS
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
 from qerl_lab.train import packing
 from qerl_lab.train.clock import Clock
-from qerl_lab.train.data import Cursor, Placeholders
+from qerl_lab.train.data import Cursor
 from qerl_lab.train.grpo_config import grpo_config
 from qerl_lab.train.memory import peaks
 from qerl_lab.train.noise import NoiseLevel, measure_on_own_texts
@@ -96,9 +96,10 @@ class LabTrainer(GRPOTrainer):
     def noise(self) -> aqn.Noise:
         return self.level.noise(self.step)
 
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Placeholders:
-        reads = self.num_iterations * self.args.steps_per_generation
-        return Placeholders(self.cfg.steps * self.cfg.completions_per_step * reads)
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return an empty batch for every micro-batch, because the cursor draws the questions."""
+        count = self.args.max_steps * self.args.gradient_accumulation_steps
+        return DataLoader(range(count), collate_fn=lambda _: {})  # type: ignore[arg-type]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Replace TRL's `inputs`, which are placeholders, by a batch from `collect`, and compute its tensors.
@@ -110,7 +111,7 @@ class LabTrainer(GRPOTrainer):
         with self.clock.phase("probe"):
             self._measure_noise(batch.rollouts[0])  # every rank has one
         self.measured |= measures(self.cfg, batch, self.ranks)
-        self._last_loaded_step = self.state.global_step  # else TRL would now send weights to its vLLM
+        self.use_vllm = False  # else TRL would now send weights to a vLLM of its own
         rows = [{"prompt": group.question.prompt} for group in batch.groups for _ in group.texts_G]
         with self._noise_in_trainer():
             tensors = super()._generate_and_score_completions(rows)
@@ -165,6 +166,7 @@ class LabTrainer(GRPOTrainer):
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
         """TRL's rollout function: return prompt ids, completion ids and log-probs of each completion."""
+        self.use_vllm = True  # again, so that TRL keeps these log-probs
         groups = self.batch.groups
         return {
             "prompt_ids": [group.prompt_ids for group in groups for _ in group.texts_G],
@@ -251,34 +253,27 @@ class LabTrainer(GRPOTrainer):
     def _attention(self) -> AbstractContextManager[None]:
         return packing.attention(self.policy.model.get_base_model()) if self.packs else nullcontext()
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """Compute TRL's loss plus the entropy bonus's correction, with the noise and attention of the run."""
-        self.loss_tokens.append(float(inputs.get("tool_mask", inputs["completion_mask"]).sum()))
-        self.micro_batch = dict(inputs)  # a copy, since the advantages are weighted in it
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Compute TRL's loss with the noise and attention of the run, and correct its entropy bonus.
+
+        TRL averages the bonus's entropy per micro-batch. The correction replaces that by the micro-batch's share of the
+        mean over all tokens of the update, as in the loss of DAPO, so that the split into micro-batches does not count.
+        """
+        batch = self.micro_batch = dict(inputs)  # a copy, since the advantages are weighted in it
+        in_loss = batch.get("tool_mask", batch["completion_mask"])
+        self.loss_tokens.append(float(in_loss.sum()))
         # Enter only here, because TRL also samples inside a training step. Stay until the backward pass ends, because
         # autograd keeps a reference to the norm parameter, not a copy.
         self.until_backward.enter_context(self._noise_in_trainer())
         self.until_backward.enter_context(self._attention())
-        applied = self._bonus_weight()  # read before TRL adapts it
-        loss = super()._compute_loss(model, self.micro_batch)
-        return loss + applied * self._bonus_beyond() if applied else loss
-
-    def _bonus_weight(self) -> float:
-        """Return TRL's entropy coefficient in this update; an adaptive bonus is 0 above the entropy target."""
-        algorithm = self.cfg.algorithm
-        acts = algorithm.entropy_target is None or self._last_world_entropy <= algorithm.entropy_target
-        return self.entropy_coef if acts else 0.0
-
-    def _bonus_beyond(self) -> Tensor:
-        """Return the correction that makes the entropy bonus independent of how completions are split.
-
-        TRL averages the entropy per micro-batch. This is that mean minus the micro-batch's share of the mean over all
-        tokens of the update, as in the loss of DAPO.
-        """
-        batch, micro_batches = self.micro_batch, self.current_gradient_accumulation_steps
-        in_loss = batch.get("tool_mask", batch["completion_mask"])
+        target = self.cfg.algorithm.entropy_target  # an adaptive bonus is 0 above it
+        applied = self.entropy_coef if target is None or self._last_world_entropy <= target else 0.0  # TRL adapts it
+        loss = super().compute_loss(model, batch, *args, **kwargs)
+        if not applied:
+            return loss
         of_all = self.ranks.size * self.args.steps_per_generation / batch["num_items_in_batch"].clamp(min=1)
-        return (batch["entropies"] * in_loss).sum() * (1 / in_loss.sum().clamp(min=1) - of_all) / micro_batches
+        share = (batch["entropies"] * in_loss).sum() * (1 / in_loss.sum().clamp(min=1) - of_all)
+        return loss + applied * (share / self.current_gradient_accumulation_steps)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "train_runtime" in logs:  # the Trainer's closing summary of the whole run
@@ -333,26 +328,32 @@ class LabTrainer(GRPOTrainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no model card, because the run directory is the record."""
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
-        """Write the checkpoint on rank 0; every rank adds the state of its random number generators."""
-        if not self.ranks.is_first:
-            self._save_rng_state(self.ranks.gather("")[0])
-            self.ranks.wait()
-            return
-        own = {"step": self.steps_done, "prompts_seen": self.cursor.position, "noise": self.level.state}
-        state = own | self.before_save()
-        checkpoint.save(Path(self.args.output_dir), state, self._write_checkpoint, self.cfg.checkpoint.kept)
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the adapter alone: the base and the tokenizer do not change."""
+        if self.ranks.is_first:
+            save_adapter(self.policy.model, Path(str(output_dir)))
 
-    def _write_checkpoint(self, folder: Path) -> None:
-        self.ranks.gather(str(folder))
-        save_adapter(self.policy.model, folder)
-        self._save_optimizer_and_scheduler(str(folder))
-        if self.use_adaptive_entropy:  # in the file that TRL reads on resume
-            state = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
-            (folder / "entropy_ctrl_state.json").write_text(json.dumps(state))
-        self._save_rng_state(str(folder))
-        self.ranks.wait()
-        self.state.save_to_json(str(folder / "trainer_state.json"))
+    def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
+        """Write TRL's files and the run's own state atomically, into one folder that all ranks share."""
+        own = self.args.output_dir
+
+        def write(folder: Path) -> None:
+            self.args.output_dir = self.ranks.gather(str(folder))[0]
+            try:
+                super(LabTrainer, self)._save_checkpoint(model, trial)
+            finally:
+                self.args.output_dir = own
+            self.ranks.wait()
+            for made in [*folder.glob("checkpoint-*")]:  # TRL's subfolder, on the first rank
+                for file in [*made.iterdir()]:
+                    file.rename(folder / file.name)
+                made.rmdir()
+
+        if not self.ranks.is_first:
+            write(Path(own))
+            return
+        state = {"step": self.steps_done, "prompts_seen": self.cursor.position, "noise": self.level.state}
+        checkpoint.save(Path(own), state | self.before_save(), write, self.cfg.checkpoint.kept)
 
 
 class _Steps(TrainerCallback):
