@@ -29,7 +29,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig, RunConfig
 from qerl_lab.processes import rank_variables
 from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_left
-from qerl_lab.train import gpus
+from qerl_lab.train import ranks
 
 READY, GO, PAUSE = "ready", "go", 0.05  # seconds
 SCRATCH = f"qerl-lab-bench-{socket.gethostname()}"  # per host: a lock shows live processes of one machine only
@@ -117,7 +117,7 @@ def refuse_wrong_runs(benchmark: str, options: RolloutOptions | StepOptions) -> 
 def refuse_few_gpus(options: RolloutOptions | StepOptions) -> None:
     """Raise ConfigError if an arm needs more GPUs than this machine has."""
     wanted = max((arm.gpus for arm in arms(options) if not arm.is_on_cpu), default=1)
-    gpus.refuse_fewer(wanted, len(gpus.visible()))
+    ranks.refuse_fewer_gpus(wanted, len(ranks.visible_gpus()))
 
 
 def arms(options: RolloutOptions | StepOptions) -> list[Arm]:
@@ -194,7 +194,7 @@ def environments(arm: Arm) -> list[dict[str, str]]:
 
     The process could not hide GPUs itself: its imports may initialize CUDA.
     """
-    shown = {} if arm.is_on_cpu else {gpus.VISIBLE: ",".join(gpus.visible()[: arm.gpus])}
+    shown = {} if arm.is_on_cpu else {ranks.VISIBLE: ",".join(ranks.visible_gpus()[: arm.gpus])}
     return [shown | rank for rank in rank_variables(arm.gpus)]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from qerl_lab import rollout, tasks
 from qerl_lab.aqn import CLEAN, Noise
-from qerl_lab.aqn.found import solve
+from qerl_lab.aqn.solver import solve
 from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.evaluate import kl, noise_kl
 from qerl_lab.formats import FORMATS

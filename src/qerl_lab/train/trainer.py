@@ -9,6 +9,7 @@ yields them and `_weigh` corrects. Otherwise TRL computes them in an earlier for
 """
 
 import math
+import resource
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -26,21 +27,19 @@ from trl import GRPOTrainer
 from qerl_lab import algorithms, aqn, terminal
 from qerl_lab.algorithms import correction
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.units import GIB
 from qerl_lab.model.policy import Policy, save_adapter
 from qerl_lab.record import checkpoint
 from qerl_lab.record.metrics import METRICS
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
 from qerl_lab.train import packing
-from qerl_lab.train.clock import Clock
-from qerl_lab.train.data import Cursor
 from qerl_lab.train.grpo_config import grpo_config
-from qerl_lab.train.memory import peaks
-from qerl_lab.train.noise import NoiseLevel, measure_on_own_texts
-from qerl_lab.train.probe import probe
+from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts, probe
+from qerl_lab.train.questions import Cursor
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.retry import twice
-from qerl_lab.train.step import Batch, collect, measures
-from qerl_lab.train.stop import Interrupted, Stop, refuse_infinite
+from qerl_lab.train.step import Batch, Clock, collect, measures
+from qerl_lab.train.stop import Diverged, Interrupted, Stop
 
 OnStep = Callable[[int, dict[str, float]], None]
 
@@ -315,7 +314,10 @@ class LabTrainer(GRPOTrainer):
         metrics |= {"seconds/train": seconds - sum(phases.values()), "step/seconds": seconds}
         sampled = sum(self.ranks.gather(sum(rollout.tokens for rollout in self.batch.rollouts)))
         metrics["step/tokens_per_second"] = sampled / seconds
-        memory = self.ranks.gather(peaks())
+        peak = {"memory/rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        if torch.cuda.is_available():
+            peak["memory/gpu_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        memory = self.ranks.gather(peak)
         return metrics | self.measured | {name: max(rank[name] for rank in memory) for name in memory[0]}
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
@@ -323,7 +325,13 @@ class LabTrainer(GRPOTrainer):
         adapter = [parameter for parameter in self.policy.model.parameters() if parameter.requires_grad]
         largest = torch.nn.utils.get_total_norm(adapter, math.inf).item()
         values = {"loss": metrics["policy/loss"], "gradient norm": metrics["policy/grad_norm"]}
-        refuse_infinite(values | {"largest weight of the adapter": largest}, self.steps_done, self.cfg.optim)
+        for name, value in (values | {"largest weight of the adapter": largest}).items():
+            if not math.isfinite(value):
+                raise Diverged(
+                    f"{name} is {'NaN' if math.isnan(value) else 'infinite'} at step {self.steps_done}. Type a lower "
+                    f"optim.learning_rate (it is {self.cfg.optim.learning_rate:g}) or optim.max_grad_norm "
+                    f"(it is {self.cfg.optim.max_grad_norm:g})."
+                )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no model card, because the run directory is the record."""

@@ -1,12 +1,10 @@
-"""A process that is asked to stop, and numbers that end a run."""
+"""A process that is asked to stop."""
 
-import math
 import os
 
 import pytest
 
-from qerl_lab.config.schema import OptimConfig
-from qerl_lab.train.stop import Diverged, Stop, refuse_infinite
+from qerl_lab.train.stop import Stop
 
 
 def test_the_death_of_the_starter_is_a_request_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,11 +14,3 @@ def test_the_death_of_the_starter_is_a_request_to_stop(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert started.requested
     assert not inside.requested
-
-
-def test_what_is_infinite_is_named_with_what_to_lower() -> None:
-    optim = OptimConfig(learning_rate=1e-4, max_grad_norm=0.5)
-    refuse_infinite({"loss": 0.0}, 1, optim)
-    said = r"gradient norm is infinite at step 3\. .+ \(it is 0\.0001\) or optim\.max_grad_norm \(it is 0\.5\)"
-    with pytest.raises(Diverged, match=said):
-        refuse_infinite({"loss": 0.0, "gradient norm": math.inf}, 3, optim)

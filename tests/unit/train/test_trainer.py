@@ -23,8 +23,8 @@ from qerl_lab.record.samples import PER_STEP, Sample
 from qerl_lab.rollout.engine import Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.tasks import Task
-from qerl_lab.train.data import Cursor, select
-from qerl_lab.train.probe import probe
+from qerl_lab.train.noise_level import probe
+from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.step import first_samples
 from qerl_lab.train.stop import Diverged, Stop
