@@ -41,11 +41,9 @@ from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import POCKET
 from qerl_lab.config.spelling import shell_line, word
 from qerl_lab.model import policy
-from qerl_lab.model.chat import Chat
+from qerl_lab.model.chat import Chat, pad_id, save_tokenizer
 from qerl_lab.model.files import local_folder, noted
 from qerl_lab.model.loading import check_dense_values, refuse_packed
-from qerl_lab.model.tokenizer import pad_id
-from qerl_lab.model.tokenizer import save as save_tokenizer
 from qerl_lab.record.environment import versions
 from qerl_lab.record.partial import JOURNAL, Unfinished
 from qerl_lab.tasks import Task

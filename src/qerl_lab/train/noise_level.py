@@ -5,7 +5,7 @@ the same sigma, because measurements are pooled over ranks.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -40,11 +40,7 @@ class NoiseLevel:
         self.follows = cfg.aqn.schedule == "adaptive"
         self.solves = cfg.aqn.unit == "kl" and cfg.aqn.schedule not in ("off", "adaptive")
         self.state: dict[str, Any] = {"sigma": cfg.aqn.sigma_start} if self.follows else {}
-        self._kl = math.nan  # measured KL of the current step's noise
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from a checkpoint."""
-        self.state = dict(state)
+        self.kl = math.nan  # in nats per token, measured with the noise of the current step
 
     def target(self, step: int) -> float:
         """Return the scheduled level of a step, in units of aqn.unit."""
@@ -82,14 +78,10 @@ class NoiseLevel:
         self.state = {"stage": stage, **asdict(result)}
         return result
 
-    def observe(self, nats_per_token: float) -> None:
-        """Store the measured KL of the current step's noise."""
-        self._kl = nats_per_token
-
     def end_step(self) -> None:
         """Set sigma for the next step. Call it after the step's last update, which still uses the current sigma."""
         if self.follows:
-            self.state = {"sigma": solver.adapted(self.aqn, self.state["sigma"], self._kl)}
+            self.state = {"sigma": solver.adapted(self.aqn, self.state["sigma"], self.kl)}
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the step's noise metrics that need no measurement: sigma, target KL, and how sigma was solved."""

@@ -244,9 +244,8 @@ def train(session: Session) -> None:
     trainer = LabTrainer(
         cfg, policy, session.engine, cursor, session.directory.path, lambda *_: None, session.stop, session.ranks
     )
-    trainer.rebuild = session.engine.rebuild
     if saved:
-        trainer.level.restore(saved.noise)
+        trainer.level.state = dict(saved.noise)
 
     def after_step(step: int) -> None:
         try:

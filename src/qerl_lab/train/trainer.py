@@ -37,25 +37,22 @@ from qerl_lab.train.grpo_config import grpo_config
 from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts, probe
 from qerl_lab.train.questions import Cursor
 from qerl_lab.train.ranks import ALONE, Ranks
-from qerl_lab.train.retry import twice
+from qerl_lab.train.retry import RunEngine, twice
 from qerl_lab.train.step import Batch, Clock, collect, measures
 from qerl_lab.train.stop import Diverged, Interrupted, Stop
-
-OnStep = Callable[[int, dict[str, float]], None]
 
 
 class LabTrainer(GRPOTrainer):
     """Trainer of one run. It calls `on_step(step, metrics)` after every step with all its metrics."""
 
     def __init__(
-        self, cfg: RunConfig, policy: Policy, engine: Engine, cursor: Cursor, run_dir: Path, on_step: OnStep,
-        stop: Stop, ranks: Ranks = ALONE,
+        self, cfg: RunConfig, policy: Policy, engine: Engine, cursor: Cursor, run_dir: Path,
+        on_step: Callable[[int, dict[str, float]], None], stop: Stop, ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
         self.cfg, self.policy, self.engine, self.cursor, self.ranks = cfg, policy, engine, cursor, ranks
         self.on_step, self.stop = on_step, stop
         self.before_save: Callable[[], dict[str, Any]] = dict  # extra state to store in a checkpoint
         self.after_step: Callable[[int], None] = lambda step: None  # called on every rank, before the checkpoint
-        self.rebuild: Callable[[str], None] = give_up  # rebuilds a failed engine, given the cause
         device_done = torch.cuda.synchronize if policy.device.type == "cuda" else lambda: None
         self.clock = Clock(device_done, lambda: self.ranks.waited)
         self.level = NoiseLevel(cfg)  # sigma of each step
@@ -136,32 +133,38 @@ class LabTrainer(GRPOTrainer):
 
     def _collect(self) -> Batch:
         """Sync the engine, sample, put it to sleep. If it fails, save the state at the step's start and retry."""
-        began_at, started = self.cursor.position, self.clock.own_time()
+        engine, began_at, started = self.engine, self.cursor.position, self.clock.own_time()
         self.measured["rollout/engine_restarts"] = 0
 
         def attempt() -> Batch:
             if self.level.is_due(self.step):
                 with self.clock.phase("probe"):
-                    self._solve_noise()
+                    measure = measure_on_own_texts(self.cfg, self.step, self.cursor, self.policy, engine, self.ranks)
+                    self.level.solve(self.step, measure)
+                if self.ranks.is_first and (said := self.level.missed(self.step)):
+                    terminal.say(f"warning, step {self.step}: {said}")
             with self.clock.phase("sync"):
-                self.ranks.alike(lambda: self.engine.sync(self.noise), EngineFailed)
-            batch = collect(self.cfg, self.step, self.cursor, self.policy, self.engine, self.clock, self.ranks)
+                self.ranks.alike(lambda: engine.sync(self.noise), EngineFailed)
+            batch = collect(self.cfg, self.step, self.cursor, self.policy, engine, self.clock, self.ranks)
             with self.clock.phase("sync", on_device=False):  # sleeping waits for the device itself
-                self.ranks.alike(self.engine.sleep, EngineFailed)
+                self.ranks.alike(engine.sleep, EngineFailed)
             return batch
 
-        def mend(cause: str) -> None:
+        if not isinstance(engine, RunEngine):  # a benchmark's: it fails
+            return attempt()
+
+        def start_again(cause: str) -> None:
             self.cursor.go_to(began_at)
             if self.ranks.gather(checkpoint.last_step(Path(self.args.output_dir)))[0] < self.steps_done:
                 self._save_checkpoint(self.model, None)  # rebuilding may kill the process
             if self.ranks.any(self.stop.requested):  # a signal may have killed the engine
                 raise Interrupted
-            self.rebuild(cause)
+            engine.rebuild(cause)
             self.clock.clear()
             self.clock.seconds["rollout"] = self.clock.own_time() - started
             self.measured["rollout/engine_restarts"] = 1
 
-        return twice(attempt, mend)
+        return twice(attempt, start_again)
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
         """TRL's rollout function: return prompt ids, completion ids and log-probs of each completion."""
@@ -185,13 +188,6 @@ class LabTrainer(GRPOTrainer):
         self.mismatch.append(correction.sums(found, *of_tokens))
         return found.value
 
-    def _solve_noise(self) -> None:
-        """Find the sigma of the stage that starts with this step. Raises EngineFailed."""
-        measure = measure_on_own_texts(self.cfg, self.step, self.cursor, self.policy, self.engine, self.ranks)
-        self.level.solve(self.step, measure)
-        if self.ranks.is_first and (said := self.level.missed(self.step)):
-            terminal.say(f"warning, step {self.step}: {said}")
-
     def _measure_noise(self, rollout: Rollout) -> None:
         """Record the noise's metrics and, with aqn.probe_prompts, the KL and kernel gap that it causes."""
         self.measured |= self.level.metrics(self.step)
@@ -207,7 +203,7 @@ class LabTrainer(GRPOTrainer):
             nats = self.ranks.mean(found.noise_kl.nats, len(gap_T))
             self.measured["sampler/kernel_gap_mean"] = self.ranks.mean(gap_T.mean().item(), len(gap_T))
             self.measured["sampler/kernel_gap_max"] = max(self.ranks.gather(gap_T.max().item()))
-        self.level.observe(nats)
+        self.level.kl = nats
         self.measured["noise/kl_nats"] = nats
 
     def _get_per_token_logps_and_entropies(
@@ -280,10 +276,11 @@ class LabTrainer(GRPOTrainer):
         recorded = self._metrics["train"]
         tokens = [sum(of_ranks) for of_ranks in zip(*self.ranks.gather(self.loss_tokens), strict=True)]
         each = [1.0] * len(tokens) if self.importance_sampling_level == "sequence" else tokens
-        weights = {"tokens": tokens, "ratios": each}
         for metric in METRICS.values():
-            if metric.over and metric.trl in recorded:
-                recorded[metric.trl] = [weighted_mean(recorded[metric.trl], weights[metric.over])]
+            if metric.over and metric.trl in recorded:  # TRL would average the micro-batches' means without weights
+                weights = {"tokens": tokens, "ratios": each}[metric.over]
+                total = sum(mean * weight for mean, weight in zip(recorded[metric.trl], weights, strict=True))
+                recorded[metric.trl] = [total / max(sum(weights), 1.0)]
         super().log(logs, start_time)
         metrics = self._step_metrics(logs)
         self.on_step(self.steps_done, metrics)
@@ -396,13 +393,3 @@ class _Steps(TrainerCallback):
         stopping = trainer.ranks.any(trainer.stop.requested) or step == trainer.cfg.steps  # once: signals come anytime
         control.should_save = stopping or bool(every and step % every == 0)
         control.should_training_stop = stopping
-
-
-def give_up(cause: str) -> None:
-    """Raise EngineFailed: the default when no `rebuild` is set."""
-    raise EngineFailed(cause)
-
-
-def weighted_mean(values: list[float], weights: list[float]) -> float:
-    """Return the mean of per-micro-batch means weighted by tokens; TRL would ignore the weights."""
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / max(sum(weights), 1.0)

@@ -282,7 +282,7 @@ def test_fewer_texts_than_ranks_leave_a_rank_without(tiny, build_policy) -> None
 )
 def test_a_kl_that_no_sigma_has_is_said(tiny, state: dict[str, float], said: str) -> None:
     found = NoiseLevel(tiny(**(SETTINGS | KL)))
-    found.restore({"stage": 0, **state})
+    found.state = {"stage": 0, **state}
     message = found.missed(1)
     assert said in message
     assert bool(said) == bool(message)
