@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Rollout, Sampling
 from qerl_lab.tasks import Question, Task
-from qerl_lab.train.data import Cursor, select
+from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
 from reference_losses import END, Bonus, Sample, advantages, clipped, counts, importance, kl, policy_loss, tokens_of
@@ -152,8 +153,8 @@ class WatchedTrainer(LabTrainer):
         self.steps.append((metrics, self.updates, self.engine.samples, self.reward_P_G, self.bonus.coef))
         self.updates = []
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        loss = super()._compute_loss(model, inputs)
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor], **kwargs: Any) -> Tensor:
+        loss = super().compute_loss(model, inputs, **kwargs)
         for name, clean in self.twin.policy.clean_norms.items():  # which the backward pass reads again
             assert torch.equal(self.policy.norms[name], expected_norm(clean, name, self.cfg, self.step))
         size = inputs["advantages"].abs()

@@ -20,7 +20,7 @@ from qerl_lab.algorithms import correction, groups
 from qerl_lab.config.schema import ALGORITHMS, CORRECTIONS, RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.transformers import TransformersEngine
-from qerl_lab.train.data import Cursor, select
+from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
 from reference_losses import END, Bonus, Sample, advantages, clipped, counts, policy_loss, tokens_of
@@ -85,7 +85,7 @@ def trained(trainer: LabTrainer, batch: Ragged, cfg: RunConfig) -> tuple[float, 
     for start in range(0, len(batch.tokens_N_T), MICRO):
         rows = slice(start, start + MICRO)
         part = {name: value[rows] if value.dim() else value for name, value in inputs.items()}
-        loss = trainer._compute_loss(table, part)
+        loss = trainer.compute_loss(table, part)
         loss.backward()
         total += loss.item()
     return total, table.logits.grad

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_lab.aqn.found import Found, adapted, solve
+from qerl_lab.aqn.solver import Solution, adapted, solve
 from qerl_lab.config.schema import AqnAdaptiveConfig, AqnConfig, AqnSolverConfig
 
 TOKENS, HIDDEN, WORDS, DRAWS = 40, 24, 50, 8
@@ -71,7 +71,7 @@ def test_a_small_kl_has_the_sigma_of_the_fisher_information() -> None:
 def test_two_probes_find_it_where_the_kl_is_a_square() -> None:
     found = solve(config(), lambda sigma: 7 * sigma**2, 0.003, 0.1)
     assert (found.sigma, found.probes) == (pytest.approx((0.003 / 7) ** 0.5), 2)
-    assert solve(config(), lambda sigma: 7 * sigma**2, 0.003, found.sigma) == Found(found.sigma, found.kl, 1)
+    assert solve(config(), lambda sigma: 7 * sigma**2, 0.003, found.sigma) == Solution(found.sigma, found.kl, 1)
 
 
 @pytest.mark.parametrize(

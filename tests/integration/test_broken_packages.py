@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.train.installed import check_vllm
+from qerl_lab.train.__main__ import check_vllm
 
 pytestmark = pytest.mark.integration
 LOADER = "libcudart.so.13: cannot open shared object file: No such file or directory"

@@ -27,7 +27,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import PHASES
 from qerl_lab.record.resolved import write_config
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
-from qerl_lab.train.data import Cursor, select
+from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.step import sampling
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer

@@ -100,8 +100,8 @@ def test_kill_9_at_the_worst_moments(killable, reference) -> None:
         ("qerl_lab.record.checkpoint", "sha256", 3, False),  # a checkpoint without manifest
         ("qerl_lab.record.checkpoint", "_flush_to_disk", 2, False),  # a whole one that is not named yet
         ("qerl_lab.record.checkpoint", "shutil.rmtree", 2, False),  # the next, before the last one is dropped
-        ("qerl_lab.aqn.found", "solve", 1, False),  # the texts for a stage's sigma are sampled
-        ("qerl_lab.aqn.found", "solve", 1, True),  # the sigma is found, and nothing holds it
+        ("qerl_lab.aqn.solver", "solve", 1, False),  # the texts for a stage's sigma are sampled
+        ("qerl_lab.aqn.solver", "solve", 1, True),  # the sigma is found, and nothing holds it
         ("qerl_lab.record.checkpoint", "save", 3, True),  # exactly between two steps
         (
             "qerl_lab.record.directory",

@@ -26,7 +26,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.processes import rank_variables
 from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_left
-from qerl_lab.train import gpus
+from qerl_lab.train import ranks
 
 SCRATCH = f"qerl-lab-bench-{socket.gethostname()}"  # per host: a lock shows live processes of one machine only
 LINES = 40  # log lines kept if a process died without a reason
@@ -42,7 +42,7 @@ def check(options: RolloutOptions | StepOptions) -> None:
                 arm_config(options.BENCHMARK, arm, vars(options), rank, ARCHITECTURES[options.model], options.scratch)
             except ConfigError as error:
                 raise ConfigError(f"the arm {arm.name!r} with rank {rank}: {error}") from None
-    gpus.refuse_fewer(max((arm.gpus for arm in every if not arm.is_on_cpu), default=1), len(gpus.visible()))
+    ranks.refuse_fewer_gpus(max((arm.gpus for arm in every if not arm.is_on_cpu), default=1), len(ranks.visible_gpus()))
     remove_left(scratch, f"{SCRATCH}-*")  # of killed benchmarks; the next of killed arms and runs
     remove_left(IN_MEMORY, OF_RUNS)
     size = {}
@@ -99,7 +99,7 @@ def environments(arm: Arm) -> list[dict[str, str]]:
 
     The process could not hide GPUs itself: its imports may initialize CUDA.
     """
-    shown = {} if arm.is_on_cpu else {gpus.VISIBLE: ",".join(gpus.visible()[: arm.gpus])}
+    shown = {} if arm.is_on_cpu else {ranks.VISIBLE: ",".join(ranks.visible_gpus()[: arm.gpus])}
     return [shown | rank for rank in rank_variables(arm.gpus)]
 
 

@@ -1,4 +1,4 @@
-"""Measure KL(noisy policy || clean policy) on the policy's own texts; `aqn.found` solves sigma for it."""
+"""Measure KL(noisy policy || clean policy) on the policy's own texts; `aqn.solver` solves sigma for it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

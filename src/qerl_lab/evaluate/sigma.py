@@ -6,7 +6,7 @@ the policy as much as quantization does: `scale=pocket` takes its `aqn.sigma_sta
 """
 
 from qerl_lab.aqn import Noise
-from qerl_lab.aqn.found import solve
+from qerl_lab.aqn.solver import solve
 from qerl_lab.config.schema import AqnConfig
 from qerl_lab.evaluate import kl
 from qerl_lab.evaluate.entropy import compared, run_config, sample

@@ -18,11 +18,11 @@ from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.evaluate.options import SMALL, SMALL_SAMPLES, AccuracyOptions, run_of
 from qerl_lab.evaluate.summary import TRAINED_ON
 from qerl_lab.model import on_disk, policy
+from qerl_lab.model.chat import save_tokenizer
 from qerl_lab.model.dense import dense_tensors
 from qerl_lab.model.files import local_folder, read_json
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import Policy
-from qerl_lab.model.tokenizer import save as save_tokenizer
 from qerl_lab.rollout.vllm.base import scratch_folder, size_of
 
 LONGEST = 4096  # completion tokens for a model without a run, if its context allows

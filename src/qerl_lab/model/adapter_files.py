@@ -9,10 +9,12 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import listed
 
 SETTINGS = "adapter_config.json"
-PLAIN = {"use_dora": False, "use_rslora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {},
-         "alpha_pattern": {}, "alora_invocation_tokens": None, "kasa_config": None}  # fmt: skip
-# PEFT's other initializations (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ) change the base, and the adapter fits only that.
-INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica")
+# Values of a plain LoRA adapter. Other initializations (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ) change the base.
+PLAIN = {
+    "use_dora": (False,), "use_rslora": (False,), "bias": ("none",), "modules_to_save": (), "rank_pattern": ({},),
+    "alpha_pattern": ({},), "alora_invocation_tokens": (), "kasa_config": (),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", "mica"),
+}  # fmt: skip
 
 
 def check(cfg: RunConfig) -> None:
@@ -26,9 +28,13 @@ def check(cfg: RunConfig) -> None:
     settings = _settings(folder, said)
     own = cfg.lora
     for key, plain in PLAIN.items():
-        if settings.get(key, plain) not in (plain, None):
-            raise ConfigError(f"{said} has {key}={settings[key]}; allowed: plain LoRA, {key}={plain}. Type another.")
-    _check_base_unchanged(settings.get("init_lora_weights"), said)
+        if settings.get(key) not in (*plain, None):
+            allowed = ", ".join(map(str, plain or (None,)))
+            raise ConfigError(
+                f"{said} has {key}={settings[key]}; allowed: plain LoRA, {key} one of {allowed}. Type another adapter. "
+                "PEFT converts one that changed its base by "
+                "save_pretrained(DIR, path_initial_model_for_weight_conversion=ADAPTER_BEFORE_TRAINING)."
+            )
     if settings["r"] != own.rank:
         raise ConfigError(f"{said} has rank {settings['r']}, and lora.rank={own.rank}. Type lora.rank={settings['r']}.")
     if settings["lora_alpha"] != (own.alpha or own.rank):
@@ -47,17 +53,6 @@ def check(cfg: RunConfig) -> None:
             f"{said} was another adapter when the run was composed (lora.start_hash={own.start_hash}, now {found}). "
             "Put it back as it was, or start a new run."
         )
-
-
-def _check_base_unchanged(init: bool | str | None, said: str) -> None:
-    """Raise ConfigError if the adapter's initialization changed the base weights."""
-    if init is None or str(init).lower() in INITS:
-        return
-    raise ConfigError(
-        f"{said} has init_lora_weights={init}, by which PEFT changed the base that it belongs to; allowed: "
-        f"{', '.join(INITS)}. Type another adapter. For all but loftq PEFT writes one for the base as it was: "
-        "save_pretrained(DIR, path_initial_model_for_weight_conversion=ADAPTER_BEFORE_TRAINING)."
-    )
 
 
 def _settings(folder: Path, said: str) -> dict[str, Any]:

@@ -1,11 +1,15 @@
-"""Render questions with a model's chat template, and refuse templates that fail, drop messages or take too long."""
+"""Render questions with a model's chat template, and refuse templates that fail, drop messages or take too long.
+
+Also save a tokenizer, and choose its padding token.
+"""
 
 import multiprocessing
 import os
 import resource
 from collections.abc import Callable
 from datetime import date, datetime, time
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +18,8 @@ from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.units import GIB
 
+# How a tokenizer was loaded. transformers (5.17) saves this as if it were a property of the tokenizer.
+OF_LOADING = ("is_local", "local_files_only")
 SECONDS = 10  # CPU time allowed for the first chat; usually it takes a millisecond
 WALL_SECONDS = 6 * SECONDS
 MEMORY_BYTES = GIB  # allowed for the first chat
@@ -48,11 +54,10 @@ class Chat:
         """
         said = f"the chat template of {self.tokenizer.name_or_path}"
         if not self._is_tried:
-            _try(lambda: self._applied(messages, tokenize=False), said)
+            _try(lambda: self._text(messages), said)
             self._is_tried = True
         try:
-            text = self._applied(messages, tokenize=False)
-            ids = self._applied(messages, return_dict=True)["input_ids"]
+            text = self._text(messages)
         except Exception as error:  # a template is a program and may raise anything
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ConfigError(
@@ -66,18 +71,17 @@ class Chat:
                     f"{said} leaves out {what}, so that the model would never read it. {remedy}, or put a "
                     "chat_template.jinja into its directory that writes every message."
                 )
-        return ids
+        return cast(list[int], self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _applied(self, messages: list[dict[str, str]], **output: bool) -> Any:
-        """Apply the template: text with tokenize=False, a dict of token ids with return_dict=True."""
-
+    def _text(self, messages: list[dict[str, str]]) -> str:
         def strftime_now(form: str) -> str:  # replaces transformers' own, by which templates ask for the date
             self.writes_date = True
             return datetime.combine(self.day, time()).strftime(form)
 
-        # mistral-common's tokenizers refuse unknown variables.
-        dated = {"strftime_now": strftime_now} if "strftime_now" in str(self.tokenizer.chat_template) else {}
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **output, **dated)
+        text = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, strftime_now=strftime_now
+        )
+        return cast(str, text)
 
 
 def _try(write: Callable[[], Any], said: str) -> None:
@@ -111,3 +115,27 @@ def _limited(write: Callable[[], Any]) -> None:
         status = NO_MEMORY
     finally:  # whatever else it raises
         os._exit(status)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the tokenizer's files, identical with and without access to the hub (HF_HUB_OFFLINE=1).
+
+    Otherwise model.hash would differ, and the runs would count as two arms.
+    """
+    for name in OF_LOADING:
+        tokenizer.init_kwargs.pop(name, None)
+    tokenizer.save_pretrained(folder)
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> int:
+    """Return the padding token's id: the tokenizer's own if the model has an embedding for it, else the end token's.
+
+    Any token would do, because padding is masked. Raises ConfigError if neither id is below `embeddings`.
+    """
+    for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if number is not None and number < embeddings:
+            return number
+    raise ConfigError(
+        f"the tokenizer's end token is {tokenizer.eos_token!r}, id {tokenizer.eos_token_id}, and the model has "
+        f"{embeddings} embeddings; allowed: an end token that the model has. Put the model's own tokenizer beside it."
+    )

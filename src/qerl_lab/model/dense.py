@@ -38,20 +38,15 @@ def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -
     packed = packed_layers(base)
     adapted = {name: layer for name, layer in base.named_modules() if merged and isinstance(layer, LoraLayer)}
     for name in packed | adapted:
-        kept = torch.float32 if name in adapted else dtype
-        weight = _taken(tensors, name, packed[name], kept) if name in packed else tensors[f"{name}.weight"].float()
-        tensors[f"{name}.weight"] = (_merged(weight, adapted[name]) if name in adapted else weight).to(dtype)
+        if name in packed:
+            form, shape = packed[name].weight_format, (packed[name].out_features, packed[name].in_features)
+            stored = {key: tensors.pop(f"{name}.{key}") for key in form.layout(shape)}
+            weight = form.dequantize(stored, shape, torch.float32 if name in adapted else dtype)
+        else:
+            weight = tensors[f"{name}.weight"].float()
+        if name in adapted:
+            lora = adapted[name]
+            A, B = (factor["default"].weight.detach().float() for factor in (lora.lora_A, lora.lora_B))
+            weight = torch.addmm(weight, B, A, alpha=lora.scaling["default"])
+        tensors[f"{name}.weight"] = weight.to(dtype)
     return tensors
-
-
-def _taken(tensors: dict[str, Tensor], name: str, layer: PackedLinear, dtype: torch.dtype) -> Tensor:
-    """Dequantize one packed layer to [N, K], removing its tensors from `tensors`."""
-    shape = layer.out_features, layer.in_features
-    stored = {key: tensors.pop(f"{name}.{key}") for key in layer.weight_format.layout(shape)}
-    return layer.weight_format.dequantize(stored, shape, dtype)
-
-
-def _merged(weight: Tensor, layer: LoraLayer) -> Tensor:
-    """Return W + scaling * B A in float32."""
-    A, B = layer.lora_A["default"].weight.detach().float(), layer.lora_B["default"].weight.detach().float()
-    return torch.addmm(weight, B, A, alpha=layer.scaling["default"])

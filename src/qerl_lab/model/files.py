@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from qerl_lab.config.message import first_line, say_hub_is_asked
-from qerl_lab.config.option import ConfigError, parse_json
+from qerl_lab.config.model_hash import header
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import RECORDS
 from qerl_lab.model import gguf, on_disk
-from qerl_lab.model.on_disk import INDEX, SINGLE
+from qerl_lab.model.on_disk import INDEX, SINGLE, read_json
 
 # Download weights, configurations and tokenizers: no code, no pickles, no second copy of the weights.
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
@@ -46,7 +47,10 @@ class WeightFiles:
         self._stored: dict[str, _Stored] = {}
         for file in self.files:
             if not file.is_file():
-                raise ValueError(f"{file} is missing; {_because(index, file, listed)}")
+                raise ValueError(
+                    f"{file} is missing; allowed: {SINGLE}, or {index} and the files that it lists (safetensors only: "
+                    "other kinds of files can run code)"
+                )
             for name, stored in _header(file).items():
                 if listed is not None and listed.get(name) != file:
                     raise ValueError(f"{file} holds {name}, which {index} does not list there: the files do not agree")
@@ -128,60 +132,15 @@ def noted(folder: Path) -> dict[str, Any]:
     return {name: read_json(folder / name) for name in RECORDS if (folder / name).is_file()}
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ValueError, naming the file, for anything else."""
-    try:
-        content = parse_json(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{file} is missing: the folder holds no model, or was not written to its end") from None
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds {type(content).__name__}; allowed: a JSON object")
-    return content
-
-
-def _because(index: Path, file: Path, listed: dict[str, Path] | None) -> str:
-    """Say in a message why `file` is expected."""
-    if listed is None:
-        return f"a folder of weights has it or {index.name} (safetensors only: other kinds of files can run code)"
-    first = next(name for name, listed_file in listed.items() if listed_file == file)
-    return f"{index.name} says that it holds {first}"
-
-
 def _header(file: Path) -> dict[str, _Stored]:
     """Read the tensor entries of one file in stored order. Raises ValueError, naming the first truncated tensor."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            stored = {}
-            for name in opened.offset_keys():
-                view = opened.get_slice(name)
-                stored[name] = _Stored(file, tuple(view.get_shape()), _dtype(file, name, view.get_dtype()))
-            return stored
-    except SafetensorError as error:
-        raise ValueError(f"{file} cannot be read: {_damage(file) or error}") from error
-
-
-def _dtype(file: Path, name: str, written: str) -> torch.dtype:
-    """Return the torch dtype of a safetensors dtype name. Raises ValueError for an unknown one."""
-    if written not in DTYPES:
-        raise ValueError(f"{file}: {name} is in {written}; allowed: {', '.join(DTYPES)}")
-    return DTYPES[written]
-
-
-def _damage(file: Path) -> str | None:
-    """Describe where a truncated file ends, None if it is whole: 8 bytes of length, a JSON header, then the tensors."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if size < 8 + length:
-            return f"it ends within its header ({size} bytes; truncated, or no safetensors file)"
-        try:
-            header = parse_json(opened.read(length))
-        except ValueError:
-            return None
-    ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
-    for name, end in sorted(ends.items(), key=lambda item: item[1]):
-        if 8 + length + end > size:
-            return f"{name} ends at byte {8 + length + end}, the file at {size} (truncated)"
-    return None
+    entries, begin = header(file)
+    entries.pop("__metadata__", None)
+    size, stored = file.stat().st_size, {}
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        if (end := begin + entry["data_offsets"][1]) > size:
+            raise ValueError(f"{file} cannot be read: {name} ends at byte {end}, the file at {size} (truncated)")
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{file}: {name} is in {entry['dtype']}; allowed: {', '.join(DTYPES)}")
+        stored[name] = _Stored(file, tuple(entry["shape"]), DTYPES[entry["dtype"]])
+    return stored

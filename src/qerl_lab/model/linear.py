@@ -57,7 +57,7 @@ class PackedLinear(nn.Linear):
     ) -> None:
         """Hold `packed` as the weight of `shape` (out_features, in_features).
 
-        Raises ValueError for an unsupported compute dtype, or a cache on an accelerator.
+        Raises ValueError for an unsupported compute dtype.
         """
         nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
         self.out_features, self.in_features = shape
@@ -89,8 +89,6 @@ class PackedLinear(nn.Linear):
 
         The caller must ensure that they encode the same weight.
         """
-        for tensor in tensors.values():
-            _check_cache_device(self.dense_cache, tensor.device)
         for name in self._held_names:
             del self._buffers[_attribute(name)]
         # Not register_buffer: bitsandbytes calls its packed tensor `weight`, which is a property here.
@@ -166,7 +164,6 @@ class PackedLinear(nn.Linear):
         """Move with the model. A change of dtype affects only `compute_dtype` and the bias."""
         probe = fn(torch.empty(1, dtype=self.compute_dtype, device=self.weight.device))
         self.compute_dtype = _checked_dtype(probe.dtype)
-        _check_cache_device(self.dense_cache, probe.device)
         if self.form is not None and probe.device != self.weight.device:
             self.hold(self.packed())  # an engine's tensor may hold several layers, and each would copy all of it
         packed = self.held().values()
@@ -291,24 +288,17 @@ def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Form
     """Pack `weights`, the parts of one fused layer by Linear name, into the model, removing them from `weights`.
 
     The weights come in their stored dtype. A layer computes in the dtype of the Linear it replaces, which may be on the
-    meta device. No dense weight stays referenced.
+    meta device. No dense weight stays referenced. Under a dense format the Linear stays, with its weight rounded.
     """
     for name, packed in pack_fused(weight_format, weights):
-        _replace_weight(model, name, weight_format, packed, dense_cache)
-
-
-def _replace_weight(
-    model: nn.Module, name: str, weight_format: Format, packed: dict[str, Tensor], dense_cache: bool
-) -> None:
-    """Replace one Linear by a `PackedLinear`; under a dense format round and freeze its weight instead."""
-    linear = cast(nn.Linear, model.get_submodule(name))
-    if weight_format.BLOCK is not None:
-        model.set_submodule(name, PackedLinear.like(linear, weight_format, packed, dense_cache=dense_cache))
-        return
-    shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
-    linear.weight = nn.Parameter(weight_format.dequantize(packed, shape, dtype))
-    linear.requires_grad_(False)
-    linear.__dict__["weight_format"] = weight_format  # read by `weight_bytes`
+        linear = cast(nn.Linear, model.get_submodule(name))
+        if weight_format.BLOCK is not None:
+            model.set_submodule(name, PackedLinear.like(linear, weight_format, packed, dense_cache=dense_cache))
+            continue
+        shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
+        linear.weight = nn.Parameter(weight_format.dequantize(packed, shape, dtype))
+        linear.requires_grad_(False)
+        linear.__dict__["weight_format"] = weight_format  # read by `weight_bytes`
 
 
 def fused_groups(names: list[str]) -> Iterator[list[str]]:
@@ -332,9 +322,3 @@ def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
         allowed = ", ".join(map(str, COMPUTE_DTYPES))
         raise ValueError(f"a packed Linear cannot compute in {dtype}; allowed: {allowed} (also as the autocast dtype)")
     return dtype
-
-
-def _check_cache_device(dense_cache: bool, device: torch.device) -> None:
-    """Raise ValueError for a dense cache on an accelerator."""
-    if dense_cache and device.type not in ("cpu", "meta"):
-        raise ValueError(f"dense_cache=True is for the CPU, not for {device.type}: set dense_cache=False")

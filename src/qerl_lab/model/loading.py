@@ -15,16 +15,15 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from qerl_lab.config.keys import typed
+from qerl_lab.config.message import some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY
-from qerl_lab.formats import FORMATS, recognize
+from qerl_lab.formats import recognize
 from qerl_lab.formats.format import STORED_DTYPES, Format, PackedAs, check_values
 from qerl_lab.model import on_disk
 from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
 
-_DENSE = "dense"
 # In old checkpoints; models compute it anew.
 _COMPUTED = r"rotary_emb\.inv_freq$"
 
@@ -60,7 +59,11 @@ def stored_as(folder: Path) -> PackedAs | None:
         packed_as = recognize(config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    return packed_as._replace(weight_format=_with_rounding(folder, packed_as.weight_format))
+    record = folder / QUALITY
+    noted = read_json(record).get("options", {}) if record.is_file() else {}
+    own = packed_as.weight_format
+    unknown = {name: noted[name] for name, value in asdict(own).items() if value is None and name in noted}
+    return packed_as._replace(weight_format=replace(own, **unknown))
 
 
 def refuse_packed(folder: Path, said: str, why: str) -> None:
@@ -72,14 +75,6 @@ def refuse_packed(folder: Path, said: str, why: str) -> None:
     on_disk.check_chat_template(folder, said)
     if stored_as(folder) is not None:
         raise ConfigError(f"{said} is packed; allowed: the dense model, {why}")
-
-
-def _with_rounding(folder: Path, weight_format: Format) -> Format:
-    """Fill in the options that config.json lacks from the quantize command's record."""
-    file = folder / QUALITY
-    noted = read_json(file).get("options", {}) if file.is_file() else {}
-    unknown = [name for name, value in asdict(weight_format).items() if value is None]
-    return replace(weight_format, **{name: noted[name] for name in unknown if name in noted})
 
 
 def load_model(
@@ -137,21 +132,35 @@ def fill(
 
 
 def _check_names(model: PreTrainedModel, source: TensorSource, packed_as: PackedAs, packed: Sequence[str]) -> None:
-    """Raise ValueError unless `source` holds exactly the tensors of the empty `model`.
+    """Raise ValueError unless `source` holds exactly the tensors of the empty `model`, in its shapes.
 
-    The Linears `packed` must be stored as `packed_as` says, everything else dense and in the model's shapes.
+    The Linears `packed` are stored as `packed_as` says, everything else dense. Tied copies and tensors that the model
+    ignores are allowed besides.
     """
-    held = _held_by_module(source)
-    for name in packable(model, ()):
-        stored = packed_as.weight_format if name in packed else None
-        _check_stored(source, name, stored, held.get(name, set()))
-    shapes = _dense_shapes(model)
+    shapes, keys = _dense_shapes(model), packed_as.weight_format.layout((64, 64))
     for name in packed:
         del shapes[f"{name}.weight"]
-    layers = {f"{name}.{key}" for name in packed for key in held[name]}
-    _check_complete(model, source, shapes.keys() | layers)
+    expected, stored = shapes.keys() | {f"{name}.{key}" for name in packed for key in keys}, set(source.names)
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]
+    extra = sorted(
+        name for name in stored - expected - set(tied(model))
+        if not any(re.search(pattern, name) for pattern in patterns)
+    )  # fmt: skip
+    if (missing := sorted(expected - stored)) or extra:
+        kind = f"packed in {packed_as.weight_format.NAME}" if packed else "dense"
+        found = [f"{some_of(missing, 1)} missing"] if missing else []
+        found += [f"{some_of(extra, 1)} in no module"] if extra else []
+        file = source.where((extra or sorted(stored))[0])
+        raise ValueError(
+            f"{file}: the tensors are not those of {type(model).__name__}, {kind} according to config.json: "
+            f"{', '.join(found)}"
+        )
     for name, shape in shapes.items():
-        _check_dense(source, name, shape)
+        if source.shape(name) != shape:
+            raise ValueError(f"{source.where(name)}: {name} is {list(source.shape(name))}, the model has {list(shape)}")
+        if (dtype := source.dtype(name)) not in STORED_DTYPES:
+            allowed = ", ".join(str(stored).removeprefix("torch.") for stored in STORED_DTYPES)
+            raise ValueError(f"{source.where(name)}: {name} is {dtype}; allowed: {allowed}")
 
 
 def _dense_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
@@ -169,77 +178,10 @@ def _dense_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _held_by_module(source: TensorSource) -> dict[str, set[str]]:
-    """Map each module to the source's tensors for its weight: `weight`, or `weight_packed` and its scales."""
-    held: dict[str, set[str]] = {}
-    for name in source.names:
-        if found := re.match(r"(.+?)\.(weight(?:[._].+)?)$", name):
-            held.setdefault(found[1], set()).add(found[2])
-    return held
-
-
-def _check_stored(source: TensorSource, name: str, stored: Format | None, held: set[str]) -> None:
-    """Raise ValueError unless `held`, the tensors of one Linear, match its format `stored` (None: dense)."""
-    expected = {"weight"} if stored is None else _keys(stored)
-    if held == expected:
-        return
-    said = f"{name} is {stored.NAME if stored else _DENSE} according to config.json ({', '.join(sorted(expected))})"
-    if not held:
-        raise ValueError(f"{said}, and missing; allowed: tensors that are named as the modules of the model")
-    kinds = [f", which is {kind}" for kind, keys in _kinds().items() if keys == held]
-    missing = sorted(expected - held)
-    raise ValueError(
-        f"{source.where(f'{name}.{min(held)}')}: {said}, and stored as {', '.join(sorted(held))}{''.join(kinds)}"
-        f"{f'; {name}.{missing[0]} is missing' if missing else ''}"
-    )
-
-
-def _keys(weight_format: Format) -> set[str]:
-    """Return the names of a format's packed tensors."""
-    return set(weight_format.layout((64, 64)))
-
-
-def _kinds() -> dict[str, set[str]]:
-    """Return the names of the packed tensors by format and variant, for messages."""
-    kinds = {_DENSE: {"weight"}}
-    for usual, *others in (kind.variants() for kind in FORMATS.values() if kind.BLOCK is not None):
-        kinds[usual.NAME] = _keys(usual)
-        for other in others:
-            options = ", ".join(f"{key}={typed(value)}" for key, value in asdict(other).items())
-            kinds[f"{other.NAME} with {options}"] = _keys(other)
-    return kinds
-
-
-def _check_complete(model: PreTrainedModel, source: TensorSource, expected: Collection[str]) -> None:
-    """Raise ValueError unless `source` holds the `expected` tensors, and besides them only ignorable ones."""
-    missing = sorted(set(expected) - set(source.names))
-    if missing:
-        raise ValueError(
-            f"{_some(missing)} missing; allowed: tensors that are named as the modules of {type(model).__name__}"
-        )
-    explained = [*(model._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]
-    extra = [
-        name for name in sorted(set(source.names) - set(expected) - set(tied(model)))
-        if not any(re.search(pattern, name) for pattern in explained)
-    ]  # fmt: skip
-    if extra:
-        raise ValueError(f"{source.where(extra[0])}: {_some(extra)} in no module of {type(model).__name__}")
-
-
 def tied(model: PreTrainedModel) -> list[str]:
     """List the duplicate names of tied parameters, which a checkpoint may omit."""
     once = dict(model.named_parameters())
     return [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in once]
-
-
-def _check_dense(source: TensorSource, name: str, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless the source's tensor has this shape and a float dtype."""
-    if source.shape(name) != shape:
-        raise ValueError(f"{source.where(name)}: {name} is {list(source.shape(name))}, the model has {list(shape)}")
-    dtype = source.dtype(name)
-    if dtype not in STORED_DTYPES:
-        allowed = ", ".join(str(stored).removeprefix("torch.") for stored in STORED_DTYPES)
-        raise ValueError(f"{source.where(name)}: {name} is {dtype}; allowed: {allowed}")
 
 
 def _check_tied_copies(model: PreTrainedModel, source: TensorSource) -> None:
@@ -304,8 +246,3 @@ def _check_shared(packed: Mapping[str, Mapping[str, Tensor]], key: str | None) -
             f"the parts of a fused layer differ in {key}: {parts}; allowed: one number for all, since vLLM keeps one. "
             "Quantize the dense model with python -m qerl_lab.quantize, which gives them one"
         )
-
-
-def _some(tensors: Sequence[str]) -> str:
-    """Return `a is`, or `a and 3 more are`."""
-    return f"{tensors[0]} is" if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more are"

@@ -9,19 +9,9 @@ from torch import Tensor, nn
 
 from qerl_lab.model.linear import PackedLinear, autocast_dtype, dtypes_as_they_are, scaled_linear
 
-INITIALIZATIONS = (True, False, "gaussian", "orthogonal")  # those that do not read the base weight
-
 
 def register_lora(lora_config: LoraConfig) -> None:
-    """Make PEFT use this module's layers, which are faster and never merge into a packed base.
-
-    Raises ValueError for an initialization that reads the dense weight (PiSSA, OLoRA, LoftQ and the like).
-    """
-    if lora_config.init_lora_weights not in INITIALIZATIONS:
-        raise ValueError(
-            f"init_lora_weights={lora_config.init_lora_weights!r} needs the dense weight, the base is packed; "
-            f"allowed: {', '.join(map(repr, INITIALIZATIONS))}"
-        )
+    """Make PEFT use this module's layers, which are faster and never merge into a packed base."""
     lora_config._register_custom_module({PackedLinear: PackedLoraLinear, nn.Linear: LoraLinear})
 
 
@@ -59,12 +49,7 @@ class LoraLinear(Linear):
 
 
 class PackedLoraLinear(LoraLinear):
-    """LoRA on a packed base: refuses operations that read or write the dense weight."""
-
-    @property
-    def lora_variants(self) -> dict[tuple[str, ...], Any]:
-        """Plain LoRA only. PEFT then raises ValueError for DoRA and others whose norms need the dense weight."""
-        return {(): None}
+    """LoRA on a packed base, into which it cannot be merged."""
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
         """Raise ValueError, because the sum of base and adapter cannot be stored in the format."""

@@ -87,7 +87,7 @@ def check(folder: Path, cfg: RunConfig) -> None:
     check_chat_template(folder, said)
     found = layers(folder)
     _check_names(found, cfg, said)
-    config = _json(folder / "config.json", said)
+    config = read_json(folder / "config.json", said)
     _check_packed(folder, config, cfg, said)
     is_dense, is_tied = "quantization_config" not in config, config.get("tie_word_embeddings") is not False
     if is_dense and not is_tied and cfg.format.name != DENSE_FORMAT and not is_ignored(HEAD, cfg.format.ignore):
@@ -103,7 +103,7 @@ def _check_packed(folder: Path, config: dict[str, Any], cfg: RunConfig, said: st
     noted = folder / QUALITY
     if "quantization_config" not in config or not noted.is_file():
         return
-    about = _json(noted, said)
+    about = read_json(noted, said)
     if (name := about.get("format", cfg.format.name)) != cfg.format.name:
         raise other_format(cfg, name)
     for key, value in about.get("options", {}).items():
@@ -139,7 +139,7 @@ def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:
 
 def check_files(folder: Path, said: str) -> None:
     """Raise ConfigError if config.json, weights or tokenizer are missing, or there are two sets of weights."""
-    _json(folder / "config.json", said)
+    read_json(folder / "config.json", said)
     names = {path.name for path in folder.iterdir()}
     listed_files(folder)
     if not names & {INDEX, SINGLE}:
@@ -160,7 +160,7 @@ def listed_files(folder: Path) -> dict[str, Path] | None:
     index = folder / INDEX
     if not index.is_file():
         return None
-    weight_map = _json(index, str(folder)).get("weight_map")
+    weight_map = read_json(index, str(folder)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{index} has no weight_map. Download or save the model again.")
     for name, file in weight_map.items():
@@ -174,11 +174,14 @@ def listed_files(folder: Path) -> dict[str, Path] | None:
     return {name: folder / file for name, file in weight_map.items()}
 
 
-def _json(file: Path, said: str) -> dict[str, Any]:
+def read_json(file: Path, said: str | None = None) -> dict[str, Any]:
+    """Read a JSON object of the model that `said` names. Raises ConfigError, naming the file, for anything else."""
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{said} holds no {file.name}, so it is no model directory. Type one that has it.") from None
+        raise ConfigError(
+            f"{said or file.parent} holds no {file.name}, so it is no model directory. Type one that has it."
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as JSON ({error}). Download or save the model again.") from None
     if not isinstance(content, dict):
@@ -191,7 +194,7 @@ def check_chat_template(folder: Path, said: str) -> None:
     if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return
     settings = folder / "tokenizer_config.json"
-    if not settings.is_file() or not _json(settings, said).get("chat_template"):
+    if not settings.is_file() or not read_json(settings, said).get("chat_template"):
         raise ConfigError(
             f"{said} has no chat template, and questions are asked as a chat; allowed: chat_template.jinja, or "
             "chat_template in tokenizer_config.json. Type an instruction-tuned model, or put a template beside it."
@@ -269,18 +272,14 @@ def is_ignored(name: str, ignore: Sequence[str]) -> bool:
 @cache
 def layers(folder: Path) -> tuple[Layer, ...]:
     """List all modules with a weight from the file headers. Raises ConfigError for a file without a valid header."""
-    files = sorted({*(listed_files(folder) or {SINGLE: folder / SINGLE}).values()})
-    return tuple(layer for file in files for layer in _layers_in(file))
-
-
-def _layers_in(file: Path) -> list[Layer]:
     found = []
-    for name, entry in header(file)[0].items():
-        if name != "__metadata__" and (match := _PACKED.match(name)):
-            shape, per_byte = tuple(entry["shape"]), 2 if entry["dtype"] == "U8" else 1
-            # bitsandbytes' NF4 is one column of bytes; only its number of weights is known
-            found.append(Layer(match[1], (*shape[:-1], shape[-1] * per_byte)))
-    return found
+    for file in sorted({*(listed_files(folder) or {SINGLE: folder / SINGLE}).values()}):
+        for name, entry in header(file)[0].items():
+            if name != "__metadata__" and (match := _PACKED.match(name)):
+                shape, per_byte = tuple(entry["shape"]), 2 if entry["dtype"] == "U8" else 1
+                # bitsandbytes' NF4 is one column of bytes; only its number of weights is known
+                found.append(Layer(match[1], (*shape[:-1], shape[-1] * per_byte)))
+    return tuple(found)
 
 
 def parameters(folder: Path) -> int:

@@ -1,11 +1,12 @@
 """The policy: a frozen packed base, trainable LoRA adapters, and norms that get noise."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -24,13 +25,11 @@ from qerl_lab.config.spelling import listed
 from qerl_lab.disk import let_read
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import loading
-from qerl_lab.model.chat import Chat
+from qerl_lab.model.chat import Chat, pad_id
 from qerl_lab.model.files import WeightFiles, local_folder
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.lora import register_lora
-from qerl_lab.model.norms import hold_in_float32, noisy_norms
 from qerl_lab.model.on_disk import other_format, other_rule, packed_head_refusal
-from qerl_lab.model.tokenizer import pad_id
 
 
 @dataclass
@@ -99,8 +98,11 @@ class Policy:
 
         Other special tokens stay, because some tokenizers hold words such as `<think>` as one.
         """
-        unsaid = {*self.end_ids(), self.tokenizer.pad_token_id}
-        return self.tokenizer.decode([token for token in completion_ids if token not in unsaid])
+        return self.tokenizer.decode([token for token in completion_ids if token not in self._unsaid])
+
+    @cached_property
+    def _unsaid(self) -> frozenset[int]:
+        return frozenset({*self.end_ids(), self.tokenizer.pad_token_id})
 
     def end_ids(self) -> list[int]:
         """Return the token ids that end a completion: the tokenizer's and the generation config's."""
@@ -131,11 +133,87 @@ def build(cfg: RunConfig, device: torch.device) -> Policy:
             layer.
     """
     base, tokenizer = load_base(cfg, device)
-    found = noisy_norms(base, cfg.aqn.norms, cfg.model.path)
-    norms = {name: hold_in_float32(norm) for name, norm in found.items()}
+    norms = {name: hold_in_float32(norm) for name, norm in noisy_norms(base, cfg.aqn.norms, cfg.model.path).items()}
     model = attach_adapters(base, cfg)
     clean = {name: norm.detach().clone() for name, norm in norms.items()}
     return Policy(model, tokenizer, norms, clean)
+
+
+def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict[str, nn.Module]:
+    """Return the norms of `model` named in `names` (last part of the layer name), by full name.
+
+    The paper adds noise to norms that feed linear layers: q, k, v, and gate, up. Their names differ between models: in
+    Gemma 2 `post_attention_layernorm` follows the attention, and `pre_feedforward_layernorm` feeds gate and up.
+
+    Args:
+        path: model.path, for the message.
+
+    Raises:
+        ConfigError: the model lacks a module of a name, or it feeds no linear layer.
+    """
+    found = {name: module for name, module in model.named_modules() if _last(name) in names}
+    if missing := set(names) - {_last(name) for name in found}:
+        raise ConfigError(f"aqn.norms={listed(names)}: {path} has no module named {sorted(missing)}.")
+    feeding = _norms_before_linears(model)
+    if wrong := [name for name in found if name not in feeding]:
+        allowed = sorted({_last(name) for name in feeding})
+        remedy = f" Type aqn.norms={listed(allowed)}." if allowed else ""
+        raise ConfigError(
+            f"aqn.norms={listed(names)}: in {path} {wrong[0]} feeds no linear layer, and noise belongs on the norms "
+            f"before q, k, v and gate, up; allowed: {', '.join(allowed) or 'none of this model'}.{remedy}"
+        )
+    return found
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+@torch.no_grad()
+def _norms_before_linears(model: PreTrainedModel) -> set[str]:
+    """Run one token through `model`; return the full names of the norms whose output a Linear reads."""
+    written: dict[str, Tensor] = {}  # keep the tensors alive, so that no address is reused
+    read: list[Tensor] = []
+    hooks = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            hooks.append(module.register_forward_pre_hook(lambda _, args: read.append(args[0])))
+        elif _is_norm(module):
+
+            def keep(_: nn.Module, __: Any, output: Tensor, name: str = name) -> None:
+                written[name] = output
+
+            hooks.append(module.register_forward_hook(keep))
+    training = model.training
+    try:
+        model.eval()
+        model.base_model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    addresses = {tensor.data_ptr() for tensor in read}
+    return {name for name, output in written.items() if output.data_ptr() in addresses}
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return whether a module has a one-dimensional weight."""
+    own = dict(module.named_parameters(recurse=False))
+    return "weight" in own and own["weight"].dim() == 1
+
+
+def hold_in_float32(norm: nn.Module) -> nn.Parameter:
+    """Convert the weight of `norm` to float32 in place, with output in the input's dtype. Returns the weight.
+
+    In bfloat16 a weight between 1 and 2 has steps of 0.0078, too coarse for a small sigma.
+    Unchanged weights give unchanged bits: the float32 product of two bfloat16 numbers is exact and so rounded once,
+    like the bfloat16 product.
+    """
+    weight = norm.get_parameter("weight")
+    if weight.dtype != torch.float32:
+        weight.data = weight.data.float()
+        norm.register_forward_hook(lambda _, args, output: output.to(args[0].dtype))
+    return weight
 
 
 def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -34,7 +34,7 @@ class Saved:
         run_key: the run's name in MLflow.
         config: values of `arm.of_run`, to detect a changed configuration.
         device, dtype: device type and dtype of training.
-        noise: state of `train.noise.NoiseLevel`.
+        noise: state of `train.noise_level.NoiseLevel`.
     """
 
     path: Path

@@ -112,7 +112,7 @@ def warm_up(options: WarmupOptions) -> None:
         import torch
 
         from qerl_lab.model import files, policy
-        from qerl_lab.model.tokenizer import save
+        from qerl_lab.model.chat import save_tokenizer
     torch.use_deterministic_algorithms(True)
     started, device = time.monotonic(), policy.device_of(options.device)
     task = worked(options)
@@ -124,7 +124,7 @@ def warm_up(options: WarmupOptions) -> None:
         unfinished.clear()
         losses = train(options, model, tokenizer, rows, unfinished.folder)
         model.to(torch.bfloat16).save_pretrained(unfinished.folder)  # the formats start from it
-        save(tokenizer, unfinished.folder)
+        save_tokenizer(tokenizer, unfinished.folder)
         write_record(unfinished.folder, options, task, {
             "too_long": left_out, "began_from": origin, "updates": len(losses),
             "losses": [round(loss, 4) for loss in losses], "seconds": round(time.monotonic() - started, 1),
@@ -227,7 +227,7 @@ def train(
     from trl import SFTTrainer
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    from qerl_lab.model.tokenizer import pad_id
+    from qerl_lab.model.chat import pad_id
 
     class Watch(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:

@@ -9,6 +9,8 @@ cannot run, 1 for any other error. After SIGINT, SIGTERM, SIGHUP or the death of
 status 130.
 """
 
+import importlib
+import importlib.util
 import os
 import sys
 import traceback
@@ -16,13 +18,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from qerl_lab import exits, terminal
+from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.exits import FAILURE, FULL, USAGE
 from qerl_lab.processes import refuse_several
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.tracking.tracker import DirectoryLost
-from qerl_lab.train.installed import check_vllm
 from qerl_lab.train.stop import Diverged, Stop
 
 
@@ -37,9 +39,9 @@ def main(directory: RunDirectory, parent: int) -> int:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         # These imports take over ten seconds. Signal handlers are installed already.
         if cfg.device != "cpu":
-            from qerl_lab.train import gpus
+            from qerl_lab.train.ranks import hide_other_gpus
 
-            if said := gpus.keep(cfg.gpus):
+            if said := hide_other_gpus(cfg.gpus):
                 print(said, flush=True)
         with terminal.quiet_imports():
             check_vllm()
@@ -53,6 +55,25 @@ def main(directory: RunDirectory, parent: int) -> int:
         if not is_told_in_a_line(error):
             print(trace, end="", file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) else FAILURE
+
+
+def check_vllm() -> None:
+    """Raise ConfigError if vLLM is installed but cannot be imported.
+
+    TRL imports vLLM whenever it is installed, even with `rollout=transformers`, and has no switch for that.
+    """
+    found = importlib.util.find_spec("vllm")
+    if found is None:
+        return
+    try:
+        importlib.import_module("trl.generation.vllm_generation")
+    except Exception as error:  # a broken package can raise anything: a missing library, an incompatible torch
+        place = next(iter(found.submodule_search_locations or [str(found.origin)]))
+        raise ConfigError(
+            f"vLLM is installed ({place}) and cannot be imported ({type(error).__name__}: {first_line(error)}). "
+            "TRL imports it in every run, also with rollout=transformers. "
+            "Type pip uninstall vllm, or install a vLLM that fits this torch."
+        ) from error
 
 
 def is_told_in_a_line(error: Exception) -> bool:

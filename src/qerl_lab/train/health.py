@@ -87,12 +87,23 @@ def signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> 
 
 def _signs_of_the_engine(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
     found: dict[str, str] = {}
-    if (apart := min(_apart(metrics) for metrics in last)) > APART:
-        found["sampler and trainer are two policies"] = _two_policies(apart, cfg)
-    if all(_is_other_noise(metrics) for metrics in last):
+    sigmas = [metrics.get("noise/sigma", 0.0) for metrics in last]
+    apart = min(metrics.get("sampler/logprob_gap_max", 0.0) for metrics in last)
+    if not any(sigmas) and apart > APART:  # noise causes a gap by design
+        found["sampler and trainer are two policies"] = (
+            f"Without noise each of the last steps had a token whose log-probabilities were {apart:.0f} nats apart or "
+            "more: one of them computes something else. Do not believe this run. "
+        ) + (
+            "Type model.dtype=float32."
+            if cfg.rollout.engine == "transformers"
+            else "Type rollout.vllm.linear_backend=marlin, or rollout=transformers, and compare "
+            "sampler/logprob_gap_max."
+        )
+    held = [metrics.get("noise/std_observed", sigma) for metrics, sigma in zip(last, sigmas, strict=True)]
+    if all(sigma > 0 and abs(std / sigma - 1) > HELD for std, sigma in zip(held, sigmas, strict=True)):
         found["the engine holds another noise than was asked"] = (
-            f"The last step asked for sigma {last[-1]['noise/sigma']:.2g}, and the engine's norms differ from clean "
-            f"ones by {last[-1]['noise/std_observed']:.2g}. Do not compare this run by its sigma. "
+            f"The last step asked for sigma {sigmas[-1]:.2g}, and the engine's norms differ from clean ones by "
+            f"{held[-1]:.2g}. Do not compare this run by its sigma. "
             "Type rollout=transformers, or a higher aqn.sigma_end."
         )
     return found
@@ -113,27 +124,6 @@ def _only_the_format(first: Sequence[Metrics], last: Sequence[Metrics], cfg: Run
         f"{said} If they keep the format and do not think, the format reward alone is winning: type "
         f"task.format_reward_for=right, or a lower task.format_reward (it is {cfg.task.format_reward:g})."
     )
-
-
-def _two_policies(apart: float, cfg: RunConfig) -> str:
-    """Return the advice for a sampler and trainer that are too far apart."""
-    vllm = "Type rollout.vllm.linear_backend=marlin, or rollout=transformers, and compare sampler/logprob_gap_max."
-    return (
-        f"Without noise each of the last steps had a token whose log-probabilities were {apart:.0f} nats apart or "
-        "more: one of them computes something else. Do not believe this run. "
-        + ("Type model.dtype=float32." if cfg.rollout.engine == "transformers" else vllm)
-    )
-
-
-def _apart(metrics: Metrics) -> float:
-    """Return the largest log-prob gap of a step without noise; 0 with noise, which causes a gap by design."""
-    return 0.0 if metrics.get("noise/sigma", 0.0) > 0 else metrics.get("sampler/logprob_gap_max", 0.0)
-
-
-def _is_other_noise(metrics: Metrics) -> bool:
-    """Return whether observed and requested noise differ by more than `HELD`. False for a step without noise."""
-    asked = metrics.get("noise/sigma", 0.0)
-    return asked > 0 and abs(metrics.get("noise/std_observed", asked) / asked - 1) > HELD
 
 
 def _has_fallen(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> bool:

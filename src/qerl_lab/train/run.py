@@ -8,7 +8,6 @@ import shutil
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -31,19 +30,24 @@ from qerl_lab.record.sessions import Sessions
 from qerl_lab.report import runs, tables
 from qerl_lab.rollout.engine import EngineFailed
 from qerl_lab.tracking.tracker import Tracker
-from qerl_lab.train import health, memory
-from qerl_lab.train.data import Cursor, TrainingData, select
-from qerl_lab.train.extension import meaning
+from qerl_lab.train import health, out_of_memory
+from qerl_lab.train.questions import Cursor, TrainingData, select
 from qerl_lab.train.ranks import Ranks, join
 from qerl_lab.train.retry import RunEngine, twice
 from qerl_lab.train.step import first_samples
 from qerl_lab.train.stop import Interrupted, Stop
-from qerl_lab.train.trainer import LabTrainer, OnStep
+from qerl_lab.train.trainer import LabTrainer
 
 
-@dataclass(frozen=True)
+@dataclass
 class Session:
-    """What one process of a run works with. `saved` is the checkpoint to resume from, `notes` are for the user."""
+    """What one process of a run works with.
+
+    Attributes:
+        saved: the checkpoint to resume from.
+        notes: lines for the user.
+        tracker, times: writers of the record, which only rank 0 has.
+    """
 
     cfg: RunConfig
     directory: RunDirectory
@@ -54,6 +58,8 @@ class Session:
     data: TrainingData
     engine: RunEngine
     notes: list[str]
+    tracker: Tracker | None = None
+    times: Sessions | None = None
 
     @property
     def done(self) -> int:
@@ -64,14 +70,6 @@ class Session:
         """Raise Interrupted on every rank if any rank was asked to stop."""
         if self.ranks.any(self.stop.requested):
             raise Interrupted
-
-
-@dataclass(frozen=True)
-class Record:
-    """Writers of the run's record. Only rank 0 has them."""
-
-    tracker: Tracker
-    times: Sessions
 
 
 @dataclass(frozen=True)
@@ -89,23 +87,55 @@ class Exam:
 
 
 def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
-    """Build the session and call `learn`. Returns the exit status: 0 done, 130 interrupted."""
+    """Build, evaluate, train, evaluate, record. Returns the exit status: 0 done, 130 interrupted.
+
+    Raises ConfigError, EngineFailed with the command that resumes, and OutOfMemoryError with memory by owner.
+    """
     started, since = time.time(), time.monotonic()
     session = build(cfg, directory, stop)
-    with closing(session.engine):
+    ranks = session.ranks
+    with closing(session.engine), ExitStack() as recording:
         stop.can_save = True
-        if session.ranks.any(stop.requested):  # killed while loading: nothing to record
+        if ranks.any(stop.requested):  # killed while loading: nothing to record
             return INTERRUPTED
-        if not session.ranks.is_first:
-            return learn(session, None)
-        directory.write_environment(session.data.task.data, session.engine.linear_backend)
-        times = directory.sessions()
-        times.begin(started, since)
-        print(opening(session), flush=True)
-        parts, key = session.data.task.weights, session.saved.run_key if session.saved else None
-        with Tracker(cfg, directory, parts=parts, run_key=key, last_step=session.done) as tracker:
+        if ranks.is_first:
+            directory.write_environment(session.data.task.data, session.engine.linear_backend)
+            session.times = directory.sessions()
+            session.times.begin(started, since)
+            print(opening(session), flush=True)
+            parts, key = session.data.task.weights, session.saved.run_key if session.saved else None
+            session.tracker = recording.enter_context(
+                Tracker(cfg, directory, parts=parts, run_key=key, last_step=session.done)
+            )
             directory.cut_samples(session.done)
-            return learn(session, Record(tracker, times))
+        try:
+            session.check()
+            asked = cfg.eval.questions, cfg.eval.samples
+            ask_heldout(session, Exam("before", 0, *asked))  # the quantized model: no trained adapter, no noise
+            if not session.done:
+                ask_subset(session, 0)
+            session.check()
+            train(session)
+            session.check()
+            ask_heldout(session, Exam("after", cfg.steps, *asked))  # with the adapter, no noise
+        except Interrupted:
+            ranks.leave()
+            if session.tracker and session.times:
+                session.tracker.finish("KILLED")
+                session.times.end()
+            return INTERRUPTED
+        except torch.OutOfMemoryError as error:
+            held = session.engine.held()
+            raise torch.OutOfMemoryError(out_of_memory.in_training(cfg, session.policy, held, error)) from error
+        except EngineFailed as error:
+            raise EngineFailed(
+                f"{error}. {directory.last_saved()} of {cfg.steps} steps are saved. "
+                f"Type python -m qerl_lab {resume_word(cfg.run_dir)} to go on."
+            ) from error
+        ranks.leave()
+        if session.tracker and session.times:
+            conclude(session, session.tracker, session.times)
+        return OK
 
 
 def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
@@ -123,13 +153,17 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     cut = question_counts.cut_questions(cfg, len(task.train), len(task.heldout))
     notes = [] if question_counts.has_questions(cfg) else [*task.warnings, *cut]
     directory.refuse_other_device(device.type)
-    policy = _loaded(cfg, device)
+    try:
+        policy = build_policy(cfg, device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(out_of_memory.while_loading(cfg, device, error)) from error
     if saved:
         saved.refuse_other_device(*computes_on(policy))
-        notes += meaning(cfg) if saved.step in cfg.extended else []
+        notes += [extension(cfg)] if saved.step in cfg.extended else []
     elif cfg.lora.start_from:
         notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})")
-    if cfg.lora.start_from and (not saved or _lacks_first_answers(cfg, directory)):  # the first exam uses this adapter
+    lacks_first_exam = cfg.eval.questions > 0 and "before" not in directory.evaluations()
+    if cfg.lora.start_from and (not saved or lacks_first_exam):  # the first exam uses this adapter
         begin_with(policy.model, adapter_folder(cfg.lora.start_from))
     policy.chat.day = ranks.gather(directory.sessions().first_day)[0]
     data = select(cfg, policy, task)
@@ -137,17 +171,13 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     return Session(cfg, directory, stop, ranks, saved, policy, data, RunEngine(cfg, policy), notes)
 
 
-def _loaded(cfg: RunConfig, device: torch.device) -> Policy:
-    """Build the policy. Raises ConfigError if it does not fit on the GPU."""
-    try:
-        return build_policy(cfg, device)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(memory.no_room(cfg, device, error)) from error
-
-
-def _lacks_first_answers(cfg: RunConfig, directory: RunDirectory) -> bool:
-    """Return whether the exam before training is due and not recorded."""
-    return cfg.eval.questions > 0 and "before" not in directory.evaluations()
+def extension(cfg: RunConfig) -> str:
+    """Say from where a finished run is extended, and which of its schedules stretch to the new number of steps."""
+    noise = ["noise"] if cfg.aqn.schedule not in ("off", "adaptive") else []
+    rate = ["learning rate"] if cfg.optim.schedule != "constant" or cfg.optim.warmup_ratio else []
+    stretched = f"; the schedule of {' and '.join(noise + rate)} is of {cfg.steps} steps now" if noise + rate else ""
+    was = cfg.extended[-1]
+    return f"extended from {was} to {cfg.steps} steps: a run of {cfg.steps} from the start is another{stretched}"
 
 
 def computes_on(policy: Policy) -> tuple[str, str]:
@@ -155,153 +185,102 @@ def computes_on(policy: Policy) -> tuple[str, str]:
     return policy.device.type, str(policy.model.dtype)
 
 
-def learn(session: Session, record: Record | None) -> int:
-    """Evaluate, train, evaluate, record. Returns the exit status.
-
-    Raises EngineFailed with the command that resumes, and OutOfMemoryError with memory by owner.
-    """
-    try:
-        session.check()
-        asked = session.cfg.eval.questions, session.cfg.eval.samples
-        ask_heldout(session, record, Exam("before", 0, *asked))  # the quantized model: no trained adapter, no noise
-        if not session.done:
-            ask_subset(session, record, 0)
-        session.check()
-        train(session, record)
-        session.check()
-        ask_heldout(session, record, Exam("after", session.cfg.steps, *asked))  # with the adapter, no noise
-    except Interrupted:
-        session.ranks.leave()
-        if record:
-            record.tracker.finish("KILLED")
-            record.times.end()
-        return INTERRUPTED
-    except torch.OutOfMemoryError as error:
-        held = session.engine.held()
-        raise torch.OutOfMemoryError(memory.too_little(session.cfg, session.policy, held, error)) from error
-    except EngineFailed as error:
-        raise EngineFailed(
-            f"{error}. {session.directory.last_saved()} of {session.cfg.steps} steps are saved. "
-            f"Type python -m qerl_lab {resume_word(session.cfg.run_dir)} to go on."
-        ) from error
-    session.ranks.leave()
-    if record:
-        conclude(session, record)
-    return OK
-
-
-def ask_subset(session: Session, record: Record | None, step: int) -> None:
+def ask_subset(session: Session, step: int) -> None:
     """Run the held-out evaluation during training if one is due after `step`."""
     own = session.cfg.eval
     if own.every and step % own.every == 0:
-        exam = Exam(f"step {step}", step, own.subset_questions, own.subset_samples, "eval/subset_")
-        ask_heldout(session, record, exam)
+        ask_heldout(session, Exam(f"step {step}", step, own.subset_questions, own.subset_samples, "eval/subset_"))
 
 
-def ask_heldout(session: Session, record: Record | None, exam: Exam) -> None:
+def ask_heldout(session: Session, exam: Exam) -> None:
     """Run an exam unless it is recorded: each rank asks its share, rank 0 records all answers.
 
     The metrics line is written last; a resumed run removes it together with later steps. Raises Interrupted and
     EngineFailed on every rank.
     """
-    directory, ranks = session.directory, session.ranks
-    phases = directory.evaluations() if record else {}
-    logged = record is not None and is_logged(directory, exam)
-    if not exam.questions or ranks.gather(logged and exam.name in phases)[0]:
+    cfg, directory, ranks, task = session.cfg, session.directory, session.ranks, session.data.task
+    phases, is_logged = {}, False
+    if session.tracker:
+        phases, mean = directory.evaluations(), f"{exam.prefix}accuracy"
+        is_logged = any(line["step"] == exam.step and mean in line["metrics"] for line in directory.metrics())
+    if not exam.questions or ranks.gather(is_logged and exam.name in phases)[0]:
         return
+    questions = min(exam.questions, len(task.heldout))
+    part, count = ranks.share(questions), questions * exam.samples
+    when = f"{exam.name} training" if exam.prefix == "eval/" else f"after {exam.name}"
 
-    def mend(cause: str) -> None:
+    def ask_share() -> Evaluation | None:
+        if not part:
+            return None
+        session.engine.sync(aqn.CLEAN)
+        with terminal.Amount(f"held-out questions {when}", count, unit="completion") as asked:
+
+            def on_done(completions: int) -> None:  # rank 0's progress bar extrapolates to all ranks
+                asked.advance(min(completions * ranks.size, count - asked.now))
+                if asked.now < count:
+                    session.stop.check()
+
+            return evaluate(session.engine, session.policy, task, cfg, part, exam.samples, on_done)
+
+    def rebuild(cause: str) -> None:
         session.check()  # a signal may have killed the engine
         session.engine.rebuild(cause)
 
-    own = twice(lambda: ranks.alike(lambda: ask_share(session, exam), Interrupted, EngineFailed), mend)
-    found = together([part for part in ranks.gather(own) if part])
-    if record:
-        directory.write_evaluations(phases | {exam.name: found.rows})
-        if not logged:
+    own = twice(lambda: ranks.alike(ask_share, Interrupted, EngineFailed), rebuild)
+    answers = together([answers for answers in ranks.gather(own) if answers])
+    if session.tracker:
+        directory.write_evaluations(phases | {exam.name: answers.rows})
+        if not is_logged:
             gain = runs.gain_metrics(directory) if exam.name == "after" else {}
-            record.tracker.log(exam.step, found.metrics(exam.prefix) | gain)
+            session.tracker.log(exam.step, answers.metrics(exam.prefix) | gain)
 
 
-def is_logged(directory: RunDirectory, exam: Exam) -> bool:
-    """Return whether metrics.jsonl has the means of an exam."""
-    return any(at["step"] == exam.step and f"{exam.prefix}accuracy" in at["metrics"] for at in directory.metrics())
-
-
-def ask_share(session: Session, exam: Exam) -> Evaluation | None:
-    """Ask this rank's share of the questions; None if it has none. Rank 0's progress bar extrapolates to all ranks."""
-    cfg, task, ranks = session.cfg, session.data.task, session.ranks
-    questions = min(exam.questions, len(task.heldout))
-    part, count = ranks.share(questions), questions * exam.samples
-    if not part:
-        return None
-    session.engine.sync(aqn.CLEAN)
-    when = f"{exam.name} training" if exam.prefix == "eval/" else f"after {exam.name}"
-    with terminal.Amount(f"held-out questions {when}", count, unit="completion") as asked:
-
-        def on_done(completions: int) -> None:
-            asked.advance(min(completions * ranks.size, count - asked.now))
-            if asked.now < count:
-                session.stop.check()
-
-        return evaluate(session.engine, session.policy, task, cfg, part, exam.samples, on_done)
-
-
-def train(session: Session, record: Record | None) -> None:
+def train(session: Session) -> None:
     """Train the remaining steps. After a signal, finish the current step, save and stop."""
-    cfg, policy, saved = session.cfg, session.policy, session.saved
+    cfg, policy, saved, tracker = session.cfg, session.policy, session.saved, session.tracker
     if saved and session.done == cfg.steps:  # killed after the last step: only evaluation is missing
         load_adapter(policy.model, saved.path)
-        ask_subset(session, record, session.done)
+        ask_subset(session, session.done)
         return
     cursor = Cursor(session.data, saved.prompts_seen if saved else 0)
     trainer = LabTrainer(
         cfg, policy, session.engine, cursor, session.directory.path, lambda *_: None, session.stop, session.ranks
     )
-    trainer.rebuild = session.engine.rebuild
     if saved:
-        trainer.level.restore(saved.noise)
+        trainer.level.state = dict(saved.noise)
 
     def after_step(step: int) -> None:
         try:
-            ask_subset(session, record, step)
+            ask_subset(session, step)
         except Interrupted:  # save the finished step; resuming repeats the evaluation
             trainer.control.should_save = trainer.control.should_training_stop = True
 
     trainer.after_step = after_step
     with ExitStack() as shown:
-        if record:
+        if tracker:
             bar = shown.enter_context(terminal.Progress(cfg.steps, session.done))
-            trainer.on_step = keeper(session, record.tracker, bar, trainer)
-            trainer.before_save = lambda: identity(session, record.tracker)
+            watch = health.Watch(cfg, [line["metrics"] for line in session.directory.metrics()])
+
+            def record(step: int, metrics: dict[str, float]) -> None:
+                tracker.log(step, metrics)
+                session.directory.append_samples(first_samples(trainer.batch, step))
+                bar.show(step, metrics)
+                for sign, advice in watch.see(metrics).items():
+                    terminal.say(f"warning, step {step}: {sign}. {advice}")
+
+            def before_save() -> dict[str, object]:
+                tracker.flush()
+                device, dtype = computes_on(policy)
+                return {"run_key": tracker.key, "config": of_run(cfg), "device": device, "dtype": dtype}
+
+            trainer.on_step, trainer.before_save = record, before_save
         if saved:
             load_adapter(policy.model, saved.path)  # only now: the trainer may copy the initial adapter as KL reference
-            ask_subset(session, record, session.done)
+            ask_subset(session, session.done)
         trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
 
 
-def keeper(session: Session, tracker: Tracker, bar: terminal.Progress, trainer: LabTrainer) -> OnStep:
-    """Return the function that records a step, updates the progress bar and prints warnings."""
-    watch = health.Watch(session.cfg, [line["metrics"] for line in session.directory.metrics()])
-
-    def keep(step: int, metrics: dict[str, float]) -> None:
-        tracker.log(step, metrics)
-        session.directory.append_samples(first_samples(trainer.batch, step))
-        bar.show(step, metrics)
-        for sign, advice in watch.see(metrics).items():
-            terminal.say(f"warning, step {step}: {sign}. {advice}")
-
-    return keep
-
-
-def identity(session: Session, tracker: Tracker) -> dict[str, Any]:
-    """Flush the record, then return the fields that tie a checkpoint to its run."""
-    tracker.flush()
-    device, dtype = computes_on(session.policy)
-    return {"run_key": tracker.key, "config": of_run(session.cfg), "device": device, "dtype": dtype}
-
-
-def conclude(session: Session, record: Record) -> None:
+def conclude(session: Session, tracker: Tracker, times: Sessions) -> None:
     """Write the final files of a finished run: adapter, curves, summary, and last DONE."""
     cfg, directory, data = session.cfg, session.directory, session.data
     save_adapter(session.policy.model, directory.adapter)
@@ -309,27 +288,22 @@ def conclude(session: Session, record: Record) -> None:
 
     title = f"{cfg.experiment}: {cfg.model.name} on {cfg.task.name}, seed {cfg.seed}"
     plots.save_curves(runs.read_steps(directory), title, directory.curves)
-    result = runs.summarize(directory, seconds=record.times.end())
+    result = runs.summarize(directory, seconds=times.end())
     result |= {"training_questions": len(data.questions), "training_questions_left_out": data.left_out}
     result |= {"heldout_questions_left_out": data.heldout_left_out}
-    record.tracker.finish("FINISHED", result)
+    tracker.finish("FINISHED", result)
     directory.finish(result)
     if cfg.checkpoint.keep == 0:
-        drop_checkpoints(directory)
-    print(f"\n{tables.closing(result)}\n\n{tables.where(directory.path, record.tracker.mirror)}")
+        try:
+            shutil.rmtree(directory.checkpoints)
+        except OSError as error:  # the run stays done
+            folder = shlex.quote(terminal.near(directory.checkpoints))
+            terminal.say(
+                f"warning: checkpoint.keep=0, and not every checkpoint could be removed ({error.strerror}: "
+                f"{error.filename}). The run is done without them. Type rm -r {folder}"
+            )
+    print(f"\n{tables.closing(result)}\n\n{tables.where(directory.path, tracker.mirror)}")
     print(tables.next_steps(directory.path), flush=True)
-
-
-def drop_checkpoints(directory: RunDirectory) -> None:
-    """Delete the checkpoints of a finished run. If that fails, print a warning; the run stays done."""
-    try:
-        shutil.rmtree(directory.checkpoints)
-    except OSError as error:
-        folder = terminal.near(directory.checkpoints)
-        terminal.say(
-            f"warning: checkpoint.keep=0, and not every checkpoint could be removed ({error.strerror}: "
-            f"{error.filename}). The run is done without them. Type rm -r {shlex.quote(folder)}"
-        )
 
 
 def noise_of(own: AqnConfig) -> str:

@@ -2,6 +2,10 @@
 
 import hashlib
 import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,12 +20,49 @@ from qerl_lab.record.samples import PER_STEP, Sample
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, Sampling
 from qerl_lab.tasks import UNPARSED, Question, Task
 from qerl_lab.tasks.answers.completion import as_graded
-from qerl_lab.train.clock import Clock
-from qerl_lab.train.data import Cursor
+from qerl_lab.train.questions import Cursor
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.stop import Diverged
 
 OVERLONG = "overlong"  # reward part that the algorithm adds to the task's reward
+
+
+class Clock:
+    """Accumulate wall time by phase since the last `clear`.
+
+    `wait` blocks until the device has finished all queued work. `waited` returns the seconds this process has spent
+    waiting for other ranks so far. Phases exclude that time; `end_step` stores it as "wait".
+    """
+
+    def __init__(self, wait: Callable[[], None], waited: Callable[[], float] = lambda: 0.0) -> None:
+        self.wait, self.waited = wait, waited
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._step_started, self._waited_before = 0.0, 0.0
+
+    def own_time(self) -> float:
+        """Return wall time in seconds, without time spent waiting for other ranks."""
+        return time.perf_counter() - self.waited()
+
+    @contextmanager
+    def phase(self, name: str, on_device: bool = True) -> Iterator[None]:
+        """Time the block and add it to phase `name`. With `on_device`, wait for the device before stopping."""
+        started = self.own_time()
+        yield
+        if on_device:
+            self.wait()
+        self.seconds[name] += self.own_time() - started
+
+    def start_step(self) -> None:
+        self._step_started, self._waited_before = time.perf_counter(), self.waited()
+
+    def end_step(self) -> None:
+        """Store the seconds of the whole step, including its last backward pass and optimizer update."""
+        self.wait()
+        self.seconds["step"] = time.perf_counter() - self._step_started
+        self.seconds["wait"] = self.waited() - self._waited_before
+
+    def clear(self) -> None:
+        self.seconds.clear()
 
 
 @dataclass(frozen=True)
@@ -80,7 +121,8 @@ def collect(
     task = cursor.data.task
     wanted = missing = cfg.rollout.prompts_per_step // ranks.size
     drawn, rollouts = list[Group](), list[Rollout]()
-    for attempt in range(1 + further_rollouts(cfg)):
+    further = cfg.algorithm.max_resamples if cfg.algorithm.dynamic_sampling else 0
+    for attempt in range(1 + further):
         missing_R = ranks.gather(missing)
         if not any(missing_R):
             break
@@ -101,11 +143,6 @@ def collect(
     batch = [drawn[index] for index in chosen]
     reward_P_G = np.array([group.reward_G for group in batch])
     return Batch(batch, groups.advantage(reward_P_G, cfg.algorithm.normalize_std), drawn, rollouts)
-
-
-def further_rollouts(cfg: RunConfig) -> int:
-    """Return how many further rollouts a step may use to replace flat groups."""
-    return cfg.algorithm.max_resamples if cfg.algorithm.dynamic_sampling else 0
 
 
 def sampling(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sampling:

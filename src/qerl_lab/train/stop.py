@@ -1,15 +1,12 @@
-"""Stop a run early: on a signal, when the starting command dies, or when a number is not finite."""
+"""Stop a run early: on a signal, or when the command that started it dies."""
 
-import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from qerl_lab.config.schema import OptimConfig
 from qerl_lab.exits import INTERRUPTED, SIGNALS, heard
 
 
@@ -19,17 +16,6 @@ class Interrupted(Exception):
 
 class Diverged(FloatingPointError):
     """Training cannot continue: the loss, a gradient or a weight is NaN or infinite."""
-
-
-def refuse_infinite(values: Mapping[str, float], step: int, optim: OptimConfig) -> None:
-    """Raise Diverged if one of the named `values` is NaN or infinite."""
-    for name, value in values.items():
-        if not math.isfinite(value):
-            raise Diverged(
-                f"{name} is {'NaN' if math.isnan(value) else 'infinite'} at step {step}. Type a lower "
-                f"optim.learning_rate (it is {optim.learning_rate:g}) or optim.max_grad_norm "
-                f"(it is {optim.max_grad_norm:g})."
-            )
 
 
 @dataclass

@@ -8,8 +8,8 @@ The correction needs the trainer's log-probs of the rollout. On-policy (`grpo_co
 yields them and `_weigh` corrects. Otherwise TRL computes them in an earlier forward and corrects itself.
 """
 
-import json
 import math
+import resource
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -20,43 +20,39 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 
 from qerl_lab import algorithms, aqn, terminal
 from qerl_lab.algorithms import correction
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.units import GIB
 from qerl_lab.model.policy import Policy, save_adapter
 from qerl_lab.record import checkpoint
 from qerl_lab.record.metrics import METRICS
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
 from qerl_lab.train import packing
-from qerl_lab.train.clock import Clock
-from qerl_lab.train.data import Cursor, Placeholders
 from qerl_lab.train.grpo_config import grpo_config
-from qerl_lab.train.memory import peaks
-from qerl_lab.train.noise import NoiseLevel, measure_on_own_texts
-from qerl_lab.train.probe import probe
+from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts, probe
+from qerl_lab.train.questions import Cursor
 from qerl_lab.train.ranks import ALONE, Ranks
-from qerl_lab.train.retry import twice
-from qerl_lab.train.step import Batch, collect, measures
-from qerl_lab.train.stop import Interrupted, Stop, refuse_infinite
-
-OnStep = Callable[[int, dict[str, float]], None]
+from qerl_lab.train.retry import RunEngine, twice
+from qerl_lab.train.step import Batch, Clock, collect, measures
+from qerl_lab.train.stop import Diverged, Interrupted, Stop
 
 
 class LabTrainer(GRPOTrainer):
     """Trainer of one run. It calls `on_step(step, metrics)` after every step with all its metrics."""
 
     def __init__(
-        self, cfg: RunConfig, policy: Policy, engine: Engine, cursor: Cursor, run_dir: Path, on_step: OnStep,
-        stop: Stop, ranks: Ranks = ALONE,
+        self, cfg: RunConfig, policy: Policy, engine: Engine, cursor: Cursor, run_dir: Path,
+        on_step: Callable[[int, dict[str, float]], None], stop: Stop, ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
         self.cfg, self.policy, self.engine, self.cursor, self.ranks = cfg, policy, engine, cursor, ranks
         self.on_step, self.stop = on_step, stop
         self.before_save: Callable[[], dict[str, Any]] = dict  # extra state to store in a checkpoint
         self.after_step: Callable[[int], None] = lambda step: None  # called on every rank, before the checkpoint
-        self.rebuild: Callable[[str], None] = give_up  # rebuilds a failed engine, given the cause
         device_done = torch.cuda.synchronize if policy.device.type == "cuda" else lambda: None
         self.clock = Clock(device_done, lambda: self.ranks.waited)
         self.level = NoiseLevel(cfg)  # sigma of each step
@@ -96,9 +92,10 @@ class LabTrainer(GRPOTrainer):
     def noise(self) -> aqn.Noise:
         return self.level.noise(self.step)
 
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Placeholders:
-        reads = self.num_iterations * self.args.steps_per_generation
-        return Placeholders(self.cfg.steps * self.cfg.completions_per_step * reads)
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return an empty batch for every micro-batch, because the cursor draws the questions."""
+        count = self.args.max_steps * self.args.gradient_accumulation_steps
+        return DataLoader(range(count), collate_fn=lambda _: {})  # type: ignore[arg-type]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Replace TRL's `inputs`, which are placeholders, by a batch from `collect`, and compute its tensors.
@@ -110,7 +107,7 @@ class LabTrainer(GRPOTrainer):
         with self.clock.phase("probe"):
             self._measure_noise(batch.rollouts[0])  # every rank has one
         self.measured |= measures(self.cfg, batch, self.ranks)
-        self._last_loaded_step = self.state.global_step  # else TRL would now send weights to its vLLM
+        self.use_vllm = False  # else TRL would now send weights to a vLLM of its own
         rows = [{"prompt": group.question.prompt} for group in batch.groups for _ in group.texts_G]
         with self._noise_in_trainer():
             tensors = super()._generate_and_score_completions(rows)
@@ -136,35 +133,42 @@ class LabTrainer(GRPOTrainer):
 
     def _collect(self) -> Batch:
         """Sync the engine, sample, put it to sleep. If it fails, save the state at the step's start and retry."""
-        began_at, started = self.cursor.position, self.clock.own_time()
+        engine, began_at, started = self.engine, self.cursor.position, self.clock.own_time()
         self.measured["rollout/engine_restarts"] = 0
 
         def attempt() -> Batch:
             if self.level.is_due(self.step):
                 with self.clock.phase("probe"):
-                    self._solve_noise()
+                    measure = measure_on_own_texts(self.cfg, self.step, self.cursor, self.policy, engine, self.ranks)
+                    self.level.solve(self.step, measure)
+                if self.ranks.is_first and (said := self.level.missed(self.step)):
+                    terminal.say(f"warning, step {self.step}: {said}")
             with self.clock.phase("sync"):
-                self.ranks.alike(lambda: self.engine.sync(self.noise), EngineFailed)
-            batch = collect(self.cfg, self.step, self.cursor, self.policy, self.engine, self.clock, self.ranks)
+                self.ranks.alike(lambda: engine.sync(self.noise), EngineFailed)
+            batch = collect(self.cfg, self.step, self.cursor, self.policy, engine, self.clock, self.ranks)
             with self.clock.phase("sync", on_device=False):  # sleeping waits for the device itself
-                self.ranks.alike(self.engine.sleep, EngineFailed)
+                self.ranks.alike(engine.sleep, EngineFailed)
             return batch
 
-        def mend(cause: str) -> None:
+        if not isinstance(engine, RunEngine):  # a benchmark's: it fails
+            return attempt()
+
+        def start_again(cause: str) -> None:
             self.cursor.go_to(began_at)
             if self.ranks.gather(checkpoint.last_step(Path(self.args.output_dir)))[0] < self.steps_done:
                 self._save_checkpoint(self.model, None)  # rebuilding may kill the process
             if self.ranks.any(self.stop.requested):  # a signal may have killed the engine
                 raise Interrupted
-            self.rebuild(cause)
+            engine.rebuild(cause)
             self.clock.clear()
             self.clock.seconds["rollout"] = self.clock.own_time() - started
             self.measured["rollout/engine_restarts"] = 1
 
-        return twice(attempt, mend)
+        return twice(attempt, start_again)
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
         """TRL's rollout function: return prompt ids, completion ids and log-probs of each completion."""
+        self.use_vllm = True  # again, so that TRL keeps these log-probs
         groups = self.batch.groups
         return {
             "prompt_ids": [group.prompt_ids for group in groups for _ in group.texts_G],
@@ -184,13 +188,6 @@ class LabTrainer(GRPOTrainer):
         self.mismatch.append(correction.sums(found, *of_tokens))
         return found.value
 
-    def _solve_noise(self) -> None:
-        """Find the sigma of the stage that starts with this step. Raises EngineFailed."""
-        measure = measure_on_own_texts(self.cfg, self.step, self.cursor, self.policy, self.engine, self.ranks)
-        self.level.solve(self.step, measure)
-        if self.ranks.is_first and (said := self.level.missed(self.step)):
-            terminal.say(f"warning, step {self.step}: {said}")
-
     def _measure_noise(self, rollout: Rollout) -> None:
         """Record the noise's metrics and, with aqn.probe_prompts, the KL and kernel gap that it causes."""
         self.measured |= self.level.metrics(self.step)
@@ -206,7 +203,7 @@ class LabTrainer(GRPOTrainer):
             nats = self.ranks.mean(found.noise_kl.nats, len(gap_T))
             self.measured["sampler/kernel_gap_mean"] = self.ranks.mean(gap_T.mean().item(), len(gap_T))
             self.measured["sampler/kernel_gap_max"] = max(self.ranks.gather(gap_T.max().item()))
-        self.level.observe(nats)
+        self.level.kl = nats
         self.measured["noise/kl_nats"] = nats
 
     def _get_per_token_logps_and_entropies(
@@ -251,34 +248,27 @@ class LabTrainer(GRPOTrainer):
     def _attention(self) -> AbstractContextManager[None]:
         return packing.attention(self.policy.model.get_base_model()) if self.packs else nullcontext()
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """Compute TRL's loss plus the entropy bonus's correction, with the noise and attention of the run."""
-        self.loss_tokens.append(float(inputs.get("tool_mask", inputs["completion_mask"]).sum()))
-        self.micro_batch = dict(inputs)  # a copy, since the advantages are weighted in it
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Compute TRL's loss with the noise and attention of the run, and correct its entropy bonus.
+
+        TRL averages the bonus's entropy per micro-batch. The correction replaces that by the micro-batch's share of the
+        mean over all tokens of the update, as in the loss of DAPO, so that the split into micro-batches does not count.
+        """
+        batch = self.micro_batch = dict(inputs)  # a copy, since the advantages are weighted in it
+        in_loss = batch.get("tool_mask", batch["completion_mask"])
+        self.loss_tokens.append(float(in_loss.sum()))
         # Enter only here, because TRL also samples inside a training step. Stay until the backward pass ends, because
         # autograd keeps a reference to the norm parameter, not a copy.
         self.until_backward.enter_context(self._noise_in_trainer())
         self.until_backward.enter_context(self._attention())
-        applied = self._bonus_weight()  # read before TRL adapts it
-        loss = super()._compute_loss(model, self.micro_batch)
-        return loss + applied * self._bonus_beyond() if applied else loss
-
-    def _bonus_weight(self) -> float:
-        """Return TRL's entropy coefficient in this update; an adaptive bonus is 0 above the entropy target."""
-        algorithm = self.cfg.algorithm
-        acts = algorithm.entropy_target is None or self._last_world_entropy <= algorithm.entropy_target
-        return self.entropy_coef if acts else 0.0
-
-    def _bonus_beyond(self) -> Tensor:
-        """Return the correction that makes the entropy bonus independent of how completions are split.
-
-        TRL averages the entropy per micro-batch. This is that mean minus the micro-batch's share of the mean over all
-        tokens of the update, as in the loss of DAPO.
-        """
-        batch, micro_batches = self.micro_batch, self.current_gradient_accumulation_steps
-        in_loss = batch.get("tool_mask", batch["completion_mask"])
+        target = self.cfg.algorithm.entropy_target  # an adaptive bonus is 0 above it
+        applied = self.entropy_coef if target is None or self._last_world_entropy <= target else 0.0  # TRL adapts it
+        loss = super().compute_loss(model, batch, *args, **kwargs)
+        if not applied:
+            return loss
         of_all = self.ranks.size * self.args.steps_per_generation / batch["num_items_in_batch"].clamp(min=1)
-        return (batch["entropies"] * in_loss).sum() * (1 / in_loss.sum().clamp(min=1) - of_all) / micro_batches
+        share = (batch["entropies"] * in_loss).sum() * (1 / in_loss.sum().clamp(min=1) - of_all)
+        return loss + applied * (share / self.current_gradient_accumulation_steps)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "train_runtime" in logs:  # the Trainer's closing summary of the whole run
@@ -286,10 +276,11 @@ class LabTrainer(GRPOTrainer):
         recorded = self._metrics["train"]
         tokens = [sum(of_ranks) for of_ranks in zip(*self.ranks.gather(self.loss_tokens), strict=True)]
         each = [1.0] * len(tokens) if self.importance_sampling_level == "sequence" else tokens
-        weights = {"tokens": tokens, "ratios": each}
         for metric in METRICS.values():
-            if metric.over and metric.trl in recorded:
-                recorded[metric.trl] = [weighted_mean(recorded[metric.trl], weights[metric.over])]
+            if metric.over and metric.trl in recorded:  # TRL would average the micro-batches' means without weights
+                weights = {"tokens": tokens, "ratios": each}[metric.over]
+                total = sum(mean * weight for mean, weight in zip(recorded[metric.trl], weights, strict=True))
+                recorded[metric.trl] = [total / max(sum(weights), 1.0)]
         super().log(logs, start_time)
         metrics = self._step_metrics(logs)
         self.on_step(self.steps_done, metrics)
@@ -320,7 +311,10 @@ class LabTrainer(GRPOTrainer):
         metrics |= {"seconds/train": seconds - sum(phases.values()), "step/seconds": seconds}
         sampled = sum(self.ranks.gather(sum(rollout.tokens for rollout in self.batch.rollouts)))
         metrics["step/tokens_per_second"] = sampled / seconds
-        memory = self.ranks.gather(peaks())
+        peak = {"memory/rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        if torch.cuda.is_available():
+            peak["memory/gpu_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        memory = self.ranks.gather(peak)
         return metrics | self.measured | {name: max(rank[name] for rank in memory) for name in memory[0]}
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
@@ -328,31 +322,43 @@ class LabTrainer(GRPOTrainer):
         adapter = [parameter for parameter in self.policy.model.parameters() if parameter.requires_grad]
         largest = torch.nn.utils.get_total_norm(adapter, math.inf).item()
         values = {"loss": metrics["policy/loss"], "gradient norm": metrics["policy/grad_norm"]}
-        refuse_infinite(values | {"largest weight of the adapter": largest}, self.steps_done, self.cfg.optim)
+        for name, value in (values | {"largest weight of the adapter": largest}).items():
+            if not math.isfinite(value):
+                raise Diverged(
+                    f"{name} is {'NaN' if math.isnan(value) else 'infinite'} at step {self.steps_done}. Type a lower "
+                    f"optim.learning_rate (it is {self.cfg.optim.learning_rate:g}) or optim.max_grad_norm "
+                    f"(it is {self.cfg.optim.max_grad_norm:g})."
+                )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no model card, because the run directory is the record."""
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
-        """Write the checkpoint on rank 0; every rank adds the state of its random number generators."""
-        if not self.ranks.is_first:
-            self._save_rng_state(self.ranks.gather("")[0])
-            self.ranks.wait()
-            return
-        own = {"step": self.steps_done, "prompts_seen": self.cursor.position, "noise": self.level.state}
-        state = own | self.before_save()
-        checkpoint.save(Path(self.args.output_dir), state, self._write_checkpoint, self.cfg.checkpoint.kept)
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the adapter alone: the base and the tokenizer do not change."""
+        if self.ranks.is_first:
+            save_adapter(self.policy.model, Path(str(output_dir)))
 
-    def _write_checkpoint(self, folder: Path) -> None:
-        self.ranks.gather(str(folder))
-        save_adapter(self.policy.model, folder)
-        self._save_optimizer_and_scheduler(str(folder))
-        if self.use_adaptive_entropy:  # in the file that TRL reads on resume
-            state = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
-            (folder / "entropy_ctrl_state.json").write_text(json.dumps(state))
-        self._save_rng_state(str(folder))
-        self.ranks.wait()
-        self.state.save_to_json(str(folder / "trainer_state.json"))
+    def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
+        """Write TRL's files and the run's own state atomically, into one folder that all ranks share."""
+        own = self.args.output_dir
+
+        def write(folder: Path) -> None:
+            self.args.output_dir = self.ranks.gather(str(folder))[0]
+            try:
+                super(LabTrainer, self)._save_checkpoint(model, trial)
+            finally:
+                self.args.output_dir = own
+            self.ranks.wait()
+            for made in [*folder.glob("checkpoint-*")]:  # TRL's subfolder, on the first rank
+                for file in [*made.iterdir()]:
+                    file.rename(folder / file.name)
+                made.rmdir()
+
+        if not self.ranks.is_first:
+            write(Path(own))
+            return
+        state = {"step": self.steps_done, "prompts_seen": self.cursor.position, "noise": self.level.state}
+        checkpoint.save(Path(own), state | self.before_save(), write, self.cfg.checkpoint.kept)
 
 
 class _Steps(TrainerCallback):
@@ -387,13 +393,3 @@ class _Steps(TrainerCallback):
         stopping = trainer.ranks.any(trainer.stop.requested) or step == trainer.cfg.steps  # once: signals come anytime
         control.should_save = stopping or bool(every and step % every == 0)
         control.should_training_stop = stopping
-
-
-def give_up(cause: str) -> None:
-    """Raise EngineFailed: the default when no `rebuild` is set."""
-    raise EngineFailed(cause)
-
-
-def weighted_mean(values: list[float], weights: list[float]) -> float:
-    """Return the mean of per-micro-batch means weighted by tokens; TRL would ignore the weights."""
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / max(sum(weights), 1.0)

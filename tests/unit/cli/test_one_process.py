@@ -15,7 +15,7 @@ from qerl_lab.processes import refuse_several
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.train import gpus
+from qerl_lab.train import ranks
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 SRUN = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -94,12 +94,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A machine of so many GPUs, of which torch sees those that CUDA_VISIBLE_DEVICES shows."""
 
     def make(count: int, visible: str | None, started: bool = False) -> None:
-        monkeypatch.delenv(gpus.VISIBLE, raising=False)
+        monkeypatch.delenv(ranks.VISIBLE, raising=False)
         if visible is not None:
-            monkeypatch.setenv(gpus.VISIBLE, visible)
+            monkeypatch.setenv(ranks.VISIBLE, visible)
 
         def device_count() -> int:
-            shown = os.environ.get(gpus.VISIBLE)
+            shown = os.environ.get(ranks.VISIBLE)
             return count if shown is None or started else len([name for name in shown.split(",") if name])
 
         monkeypatch.setattr(torch.cuda, "device_count", device_count)
@@ -124,18 +124,18 @@ def test_of_several_gpus_the_first_visible_one_is_taken(
     machine: Callable[..., None], count: int, visible: str | None, kept: str | None, said: str | None
 ) -> None:
     machine(count, visible)
-    assert gpus.keep(1) == said
-    assert os.environ.get(gpus.VISIBLE) == kept
+    assert ranks.hide_other_gpus(1) == said
+    assert os.environ.get(ranks.VISIBLE) == kept
 
 
 def test_a_run_on_several_gpus_takes_the_first_visible_ones(machine: Callable[..., None]) -> None:
     machine(8, "5,2,7")
-    assert gpus.keep(2) == (
+    assert ranks.hide_other_gpus(2) == (
         "GPUs 5,2 do the run; the other visible one stays idle. "
         "To take another, type CUDA_VISIBLE_DEVICES=7 before the command."
     )
-    assert os.environ[gpus.VISIBLE] == "5,2"
-    assert gpus.keep(2) is None
+    assert os.environ[ranks.VISIBLE] == "5,2"
+    assert ranks.hide_other_gpus(2) is None
 
 
 @pytest.mark.parametrize(("count", "remedy"), [(1, 1), (0, 1), (3, 3)])
@@ -144,10 +144,10 @@ def test_more_gpus_than_there_are_is_an_error(machine: Callable[..., None], coun
     with pytest.raises(
         ConfigError, match=rf"gpus=4 and torch sees {count} GPUs here\. Type gpus={remedy}, or device=cpu"
     ):
-        gpus.keep(4)
+        ranks.hide_other_gpus(4)
 
 
 def test_gpus_that_cannot_be_hidden_any_more_are_an_error(machine: Callable[..., None]) -> None:
     machine(2, None, started=True)
     with pytest.raises(ConfigError, match=r"2 GPUs are visible.*Type CUDA_VISIBLE_DEVICES=0 before the command"):
-        gpus.keep(1)
+        ranks.hide_other_gpus(1)

@@ -11,7 +11,7 @@ from qerl_lab.aqn import Noise, observed_std
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import AqnConfig
 from qerl_lab.model.dense import base_tensors
-from qerl_lab.model.norms import hold_in_float32, noisy_norms
+from qerl_lab.model.policy import hold_in_float32, noisy_norms
 
 USUAL = AqnConfig().norms
 IDS = torch.arange(12).view(2, 6)

@@ -14,7 +14,7 @@ from qerl_lab.formats.format import Format
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.formats.nvfp4 import DIVISOR
 from qerl_lab.formats.tiles import BLOCK, TILES, Tiles, pack
-from qerl_lab.model.linear import PackedLinear, _check_cache_device, weight_bytes
+from qerl_lab.model.linear import PackedLinear, weight_bytes
 
 
 def gradients(module: nn.Module, x: Tensor, *parameters: Tensor) -> list[Tensor]:
@@ -54,16 +54,6 @@ def test_nvfp4_applies_alpha_after_the_product() -> None:
     exact = (x.double() @ unpack(torch.bfloat16).double().T) * alpha
     assert ((packed(x) - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()  # rounded once
     assert not ((dense_twin(packed)(x) - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
-
-
-@each_packed
-def test_bias_takes_part_in_training_if_asked(weight_format: Format) -> None:
-    packed = packed_linear(weight_format)
-    assert not packed.bias.requires_grad
-    packed.bias.requires_grad_()
-    x = torch.randn(2, 5, K, requires_grad=True)
-    twin = dense_twin(packed)
-    torch.testing.assert_close(gradients(packed, x, packed.bias), gradients(twin, x, twin.bias), rtol=1e-5, atol=1e-5)
 
 
 @each_packed
@@ -172,39 +162,6 @@ def test_loading_a_state_dict_drops_the_dense_cache() -> None:
     assert torch.equal(one(x), other(x))
 
 
-def test_dense_cache_is_refused_on_a_gpu() -> None:
-    _check_cache_device(True, torch.device("cpu"))
-    _check_cache_device(False, torch.device("cuda"))
-    with pytest.raises(ValueError, match="dense_cache=True is for the CPU, not for cuda"):
-        _check_cache_device(True, torch.device("cuda"))
-
-
-@pytest.mark.gpu
-@each_packed
-def test_on_a_gpu(weight_format: Format) -> None:
-    packed = packed_linear(weight_format)
-    x = torch.randn(7, K)
-    expected = packed(x)
-    torch.testing.assert_close(packed.cuda()(x.cuda()).cpu(), expected, rtol=1e-4, atol=1e-4)
-    on_gpu = PackedLinear.from_linear(linear().cuda(), weight_format)
-    torch.testing.assert_close(on_gpu(x.cuda()).cpu(), expected, rtol=1e-2, atol=1e-2)
-    if weight_format.NAME != "nf4":  # bitsandbytes divides in another order there
-        own = on_gpu.packed()
-        assert all(torch.equal(own[key].view(torch.uint8), t.view(torch.uint8)) for key, t in packed.packed().items())
-    x = x.cuda().requires_grad_()
-    on_gpu(x).sum().backward()  # allocates what the libraries keep
-    before = torch.cuda.memory_allocated()
-    y = on_gpu(x)
-    assert torch.cuda.memory_allocated() - before < N * K  # the output, not the 4 * N * K bytes of a dense weight
-    y.sum().backward()
-    for dense in (
-        packed_linear(weight_format, dense_cache=True).cuda,
-        lambda: PackedLinear.from_linear(linear().cuda(), weight_format, dense_cache=True),
-    ):
-        with pytest.raises(ValueError, match="dense_cache"):
-            dense()
-
-
 # Moves and files
 
 
@@ -311,13 +268,3 @@ def test_a_layer_that_moves_takes_its_own_part_along(q_and_k: nn.ModuleList) -> 
     }
     assert all(tensor.is_meta for tensor in layer.buffers())
     assert not q_and_k[0].weight.is_meta
-
-
-def test_a_state_dict_of_them_has_the_tensor_and_loads_it(q_and_k: nn.ModuleList) -> None:
-    x, other = torch.randn(7, K), copy.deepcopy(q_and_k)
-    assert set(other[1].state_dict()) == {TILES, DIVISOR}
-    assert other[0].weight is other[1].weight is not q_and_k[0].weight
-    other[0].weight.zero_()
-    assert not torch.equal(other[1](x), q_and_k[1](x))
-    other.load_state_dict(q_and_k.state_dict())
-    assert all(torch.equal(a(x), b(x)) for a, b in zip(other, q_and_k, strict=True))

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
-from qerl_lab.model import policy, tokenizer
+from qerl_lab.model import chat, policy
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.rollout.engine import Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
@@ -17,7 +17,7 @@ from qerl_lab.rollout.transformers import TransformersEngine
 
 def saved(folder: Path, **loading: bool) -> dict[str, bytes]:
     folder.mkdir()
-    tokenizer.save(AutoTokenizer.from_pretrained(ASSETS, **loading), folder)
+    chat.save_tokenizer(AutoTokenizer.from_pretrained(ASSETS, **loading), folder)
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
@@ -28,14 +28,6 @@ def test_a_hub_in_reach_or_not_gives_the_same_files(tmp_path: Path) -> None:
     for name in ("on", "off"):
         (tmp_path / name / "model.safetensors").write_bytes((ASSETS / "model.safetensors").read_bytes())
     assert model_hash(tmp_path / "on") == model_hash(tmp_path / "off")
-
-
-@pytest.mark.parametrize("text", ["<answer>12</answer>", " a  b\n", "7 - 3"])
-def test_what_is_saved_reads_as_before(tmp_path: Path, text: str) -> None:
-    saved(tmp_path / "saved")
-    before, after = (AutoTokenizer.from_pretrained(folder) for folder in (ASSETS, tmp_path / "saved"))
-    assert after(text)["input_ids"] == before(text)["input_ids"]
-    assert (after.eos_token_id, after.chat_template) == (before.eos_token_id, before.chat_template)
 
 
 def test_a_padding_id_without_an_embedding_gives_way_to_the_end_token(tmp_path: Path, tiny) -> None:
@@ -54,4 +46,4 @@ def test_a_padding_id_without_an_embedding_gives_way_to_the_end_token(tmp_path: 
 def test_an_end_token_without_an_embedding_is_refused() -> None:
     own = AutoTokenizer.from_pretrained(ASSETS)
     with pytest.raises(ConfigError, match="allowed: an end token that the model has"):
-        tokenizer.pad_id(own, min(own.pad_token_id, own.eos_token_id))
+        chat.pad_id(own, min(own.pad_token_id, own.eos_token_id))

@@ -99,26 +99,14 @@ def test_a_truncated_shard_is_named_with_the_first_tensor_that_is_not_whole(fold
 def test_a_shard_truncated_in_its_header_is_named(folder: Path, kept: int) -> None:
     file = folder / "model-1.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=re.escape(f"{file} cannot be read: it ends within its header")):
+    with pytest.raises(ValueError, match=re.escape(f"{file} is no safetensors file, or not whole")):
         WeightFiles(folder)
 
 
-def test_bytes_that_are_no_safetensors_file_are_refused(folder: Path) -> None:
-    file = folder / "model-1.safetensors"
-    file.write_bytes((4).to_bytes(8, "little") + b"no!!" + bytes(100))
-    with pytest.raises(ValueError, match=re.escape(f"{file} cannot be read: ")):
-        WeightFiles(folder)
-
-
-def test_a_missing_shard_is_named_with_a_tensor_that_it_should_hold(folder: Path) -> None:
+def test_a_missing_shard_is_named(folder: Path) -> None:
     (folder / "model-2.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"model-2\.safetensors is missing; .*says that it holds c\.weight"):
+    with pytest.raises(ValueError, match=r"model-2\.safetensors is missing; .*model\.safetensors\.index\.json"):
         WeightFiles(folder)
-
-
-def test_a_folder_without_weights_says_what_is_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model\.safetensors is missing; .*model\.safetensors\.index\.json"):
-        WeightFiles(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling
 from qerl_lab.tracking.tracker import Tracker
-from qerl_lab.train.data import select
+from qerl_lab.train.questions import select
 from qerl_lab.train.ranks import ALONE, Ranks
-from qerl_lab.train.run import Exam, Record, Session, ask_heldout
+from qerl_lab.train.run import Exam, Session, ask_heldout
 from qerl_lab.train.stop import Interrupted, Stop
 from ranks_as_threads import threads
 
@@ -75,8 +75,9 @@ def ask(sessions: list[Session], exam: Exam = EXAM) -> list[Future[None]]:
     """Let every rank ask at once; how each ended."""
     first = sessions[0]
     with Tracker(first.cfg, first.directory) as tracker, ThreadPoolExecutor(len(sessions)) as pool:
-        records = [Record(tracker, None) if session.ranks.is_first else None for session in sessions]
-        ends = [pool.submit(ask_heldout, *of_rank, exam) for of_rank in zip(sessions, records, strict=True)]
+        for session in sessions:
+            session.tracker = tracker if session.ranks.is_first else None
+        ends = [pool.submit(ask_heldout, session, exam) for session in sessions]
     return ends
 
 

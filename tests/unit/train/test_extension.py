@@ -13,8 +13,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.train.extension import meaning
-from qerl_lab.train.run import run
+from qerl_lab.train.run import extension, run
 from qerl_lab.train.stop import Stop
 
 
@@ -48,8 +47,7 @@ def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
     assert run(longer, directory, Stop()) == 0
     out = capsys.readouterr().out
     assert "continuing after step 2" in out
-    assert "note: noise: sigma 0.0333 at step 2, 0.0333 from step 3" in out
-    assert "note: learning rate: 0.005 at step 2, 0.005 from step 3" in out
+    assert "is another; the schedule of noise and learning rate is of 4 steps now" in out
     rate = "policy/learning_rate"
     by_step = {line["step"]: line["metrics"] for line in directory.metrics() if rate in line["metrics"]}
     assert list(by_step) == [1, 2, 3, 4]
@@ -63,8 +61,7 @@ def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
 
 
 def test_what_does_not_change_is_not_spoken_of(tiny: Callable[..., RunConfig]) -> None:
-    (line,) = meaning(tiny(steps=8, extended=[4]))
-    assert line == "extended from 4 to 8 steps: a run of 8 from the start is another"
+    assert extension(tiny(steps=8, extended=[4])) == "extended from 4 to 8 steps: a run of 8 from the start is another"
 
 
 @pytest.mark.parametrize(

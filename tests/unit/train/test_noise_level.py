@@ -13,7 +13,7 @@ import torch
 from failing_engines import Plan
 from qerl_lab import rollout, tasks
 from qerl_lab.aqn import Noise, level
-from qerl_lab.aqn.found import adapted
+from qerl_lab.aqn.solver import adapted
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.exits import INTERRUPTED, OK
 from qerl_lab.model.policy import Policy
@@ -21,8 +21,8 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.train import run as run_module
-from qerl_lab.train.data import Cursor, select
-from qerl_lab.train.noise import NoiseLevel, measure_on_own_texts
+from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts
+from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.step import sampling
 from qerl_lab.train.stop import Stop
@@ -282,7 +282,7 @@ def test_fewer_texts_than_ranks_leave_a_rank_without(tiny, build_policy) -> None
 )
 def test_a_kl_that_no_sigma_has_is_said(tiny, state: dict[str, float], said: str) -> None:
     found = NoiseLevel(tiny(**(SETTINGS | KL)))
-    found.restore({"stage": 0, **state})
+    found.state = {"stage": 0, **state}
     message = found.missed(1)
     assert said in message
     assert bool(said) == bool(message)

@@ -13,7 +13,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate.kl import Estimate
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Rollout
-from qerl_lab.train.probe import Probed, probe
+from qerl_lab.train.noise_level import Probed, probe
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.trainer import LabTrainer
 from ranks_as_threads import threads

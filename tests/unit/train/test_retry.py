@@ -224,13 +224,6 @@ def test_who_is_asked_to_stop_builds_no_engine_again(new_runs, questions: int, c
     assert [path.name for path in runs.directory.checkpoints.glob("*")] == saved
 
 
-def test_an_engine_that_fails_to_close_after_the_end_fails_no_run(new_runs, capfd) -> None:
-    runs = new_runs(steps=1, eval__questions=0, rollout__max_completion_tokens=1)
-    assert runs.run("close@1") == OK
-    assert runs.directory.status == "done"
-    assert "the engine could not be closed (RuntimeError: the door is stuck)" in capfd.readouterr().err
-
-
 def test_no_engine_is_sent_a_prompt_that_is_too_long(new_runs, whole, capfd) -> None:
     lengths = sorted(len(ids) for prompts, _ in whole.plan.asked for ids in prompts)
     limit = lengths[len(lengths) // 2]

@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -19,14 +18,12 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.record import checkpoint
 from qerl_lab.record.metrics import declared
-from qerl_lab.record.samples import PER_STEP, Sample
 from qerl_lab.rollout.engine import Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.tasks import Task
-from qerl_lab.train.data import Cursor, select
-from qerl_lab.train.probe import probe
+from qerl_lab.train.noise_level import probe
+from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.ranks import Ranks
-from qerl_lab.train.step import first_samples
 from qerl_lab.train.stop import Diverged, Stop
 from qerl_lab.train.trainer import LabTrainer
 
@@ -105,16 +102,6 @@ def test_every_step_is_reported_once_with_declared_metrics(train) -> None:
     assert [metrics["noise/sigma"] for _, metrics in run.steps] == pytest.approx([0.3, 0.3, 5e-4])
 
 
-def test_an_engine_without_entropy_leaves_that_metric_out_and_no_other(train) -> None:
-    def without_entropy(run: Run) -> None:
-        generate = run.engine.generate
-        run.engine.generate = lambda *asked: replace(generate(*asked), entropy=None)
-
-    ((_, with_it),), ((_, metrics),) = train().steps, train(prepare=without_entropy).steps
-    assert set(with_it) - set(metrics) == {"sampler/entropy_nats"}
-    assert metrics["sampler/logprob_gap_max"] < 1e-4
-
-
 def test_policy_and_sampler_entropy_agree_without_noise(train) -> None:
     """Micro-batches of four hold different numbers of tokens, which a mean of their means would not know."""
     ((_, metrics),) = train(rollout__max_completion_tokens=80).steps
@@ -123,23 +110,10 @@ def test_policy_and_sampler_entropy_agree_without_noise(train) -> None:
     assert metrics["sampler/logprob_gap_max"] < 1e-4
 
 
-def test_entropies_agree_where_truncated_completions_are_masked(train) -> None:
-    """Both are over all completion tokens; with a limit of 24 tokens about half of the completions are cut."""
-    ((_, metrics),) = train(rollout__max_completion_tokens=24, algorithm__mask_truncated=True).steps
-    assert 0.1 < metrics["rollout/truncated_fraction"] < 0.9
-    assert metrics["policy/entropy_nats"] == pytest.approx(metrics["sampler/entropy_nats"], abs=1e-5)
-
-
 def test_dropout_parts_neither_sampler_and_trainer_nor_an_update_and_its_rollout(train) -> None:
     ((_, metrics),) = train(lora__dropout=0.5).steps
     assert metrics["sampler/logprob_gap_max"] < 1e-4
     assert metrics["policy/clip_fraction"] == 0
-
-
-def test_a_dropped_out_update_is_not_the_evaluated_policys(train) -> None:
-    """What the test above is worth: the loss itself is with dropout."""
-    (_, plain), (_, dropped) = (train(lora__dropout=dropout).steps[0] for dropout in (0.0, 0.5))
-    assert dropped["policy/entropy_nats"] != pytest.approx(plain["policy/entropy_nats"], abs=1e-3)
 
 
 @pytest.mark.parametrize("group", [8, 16])
@@ -244,17 +218,6 @@ def test_a_sampler_whose_logits_are_nan_ends_the_run(train) -> None:
         train(prepare=overflow, steps=3, aqn__schedule="linear", aqn__sigma_start=0.1)
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e4], ids=["uniform", "certain"])
-def test_policy_entropy_in_closed_form(train, tiny, build_policy, scale: float) -> None:
-    """A final norm of zero makes all logits equal, a huge one makes one of them certain."""
-    policy = build_policy(tiny())
-    policy.model.get_base_model().model.norm.weight.data *= scale
-    ((_, metrics),) = train(policy, rollout__max_completion_tokens=8).steps
-    expected = math.log(policy.model.config.vocab_size) if scale == 0 else 0.0
-    assert metrics["policy/entropy_nats"] == pytest.approx(expected, abs=1e-3)
-    assert metrics["sampler/entropy_nats"] == pytest.approx(expected, abs=1e-3)
-
-
 def test_noise_parts_sampler_and_trainer_unless_both_have_it(train) -> None:
     ((_, apart),) = train(**NOISE).steps
     ((_, together),) = train(**NOISE, aqn__scope="rollout_and_train").steps
@@ -319,44 +282,6 @@ def test_all_ranks_probe_where_one_has_noise(train, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Ranks, "any", lambda ranks, flag: True)
     train()
     assert spy.call_count == 1
-
-
-def test_without_probes_the_kl_is_not_measured(train) -> None:
-    ((_, metrics),) = train(aqn__probe_prompts=0).steps
-    assert "noise/kl_nats" not in metrics
-    assert "noise/std_observed" in metrics
-
-
-def test_each_step_asks_the_next_questions_as_chats_with_the_instruction(train) -> None:
-    run = train(steps=3)
-    asked = [prompt for prompts, _ in run.engine.asked for prompt in prompts]
-    used = [run.data.questions[index] for index in islice(run.data.order(), len(asked))]
-    assert asked == [run.policy.prompt_ids(run.data.task.messages(question)) for question in used]
-    assert all(run.cfg.task.instruction in run.policy.tokenizer.decode(prompt) for prompt in asked)
-    samplings = [sampling for _, sampling in run.engine.asked]
-    assert len({sampling.seed for sampling in samplings}) == 3
-    assert all(sampling.max_tokens == 40 for sampling in samplings)
-
-
-def test_a_few_completions_of_each_step_are_kept_with_what_they_earned(train) -> None:
-    kept: list[list[Sample]] = []
-
-    def watch(run: Run) -> None:
-        run.keep = lambda step, _: kept.append(first_samples(run.trainer.batch, step))
-
-    run = train(prepare=watch, steps=2, rollout__prompts_per_step=6)
-    questions = [run.data.questions[index] for index in islice(run.data.order(), 12)]
-    for step, (samples, asked) in enumerate(zip(kept, (questions[:6], questions[6:]), strict=True), start=1):
-        assert [sample.question_id for sample in samples] == [question.id for question in asked[:PER_STEP]]
-        rollout = run.engine.gave[step - 1]
-        for sample, question, group, reasons in zip(
-            samples, asked, rollout.completion_ids_P_G, rollout.finish_reasons_P_G, strict=False
-        ):
-            assert (sample.step, sample.question) == (step, question.prompt)
-            assert sample.completion == run.policy.decode(group[0])
-            assert sample.finished == (reasons[0] == "stop")
-            parts = run.data.task.rewards([sample.completion], [question]).items()
-            assert sample.rewards == {name: part[0] for name, part in parts}
 
 
 def test_a_request_to_stop_lets_the_step_end_saves_and_stops(train, tmp_path) -> None:

@@ -11,7 +11,7 @@ from qerl_lab.model.linear import weight_bytes
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import ASLEEP
 from qerl_lab.train import run
-from qerl_lab.train.memory import owners, too_little
+from qerl_lab.train.out_of_memory import in_training, owners
 from qerl_lab.train.stop import Stop
 
 
@@ -34,7 +34,7 @@ def test_what_torch_holds_besides_is_activations_and_the_rest_others(tiny, build
     assert sum(found.values()) == 80 * GIB
     assert 9 * GIB < found["activations and the rest"] < 10 * GIB
     assert found["others"] == 48 * GIB
-    said = too_little(tiny(), policy, {}, Exception("CUDA out of memory. Tried to allocate 36.00 MiB. GPU 0 has a"))
+    said = in_training(tiny(), policy, {}, Exception("CUDA out of memory. Tried to allocate 36.00 MiB. GPU 0 has a"))
     assert said.startswith("CUDA out of memory. Tried to allocate 36.00 MiB. In GiB: frozen")
     assert "others 48.00" in said
     assert "Type one of: a smaller jobs_per_gpu; " in said
@@ -53,7 +53,7 @@ def test_a_cache_that_sleeps_is_nobodys(tiny, build_policy, monkeypatch) -> None
     assert sum(found.values()) == 80 * GIB
     assert 12 * GIB < found["activations and the rest"] < 13 * GIB
     assert found["others"] == 48 * GIB
-    said = too_little(cfg, policy, held, Exception("No memory."))
+    said = in_training(cfg, policy, held, Exception("No memory."))
     assert "(vLLM's key-value cache, 12.00, sleeps and holds none)" in said
     assert "kv_cache" not in said
     assert "rollout.vllm.sleep" not in said
@@ -72,7 +72,9 @@ def test_a_cache_that_sleeps_is_nobodys(tiny, build_policy, monkeypatch) -> None
     ],
 )  # fmt: skip
 def test_the_message_names_shares_and_keys(changes: dict, parts: list[str], tiny, build_policy) -> None:
-    said = too_little(tiny(**changes), build_policy(tiny()), {"vLLM's weights": 3 * GIB}, Exception("No memory.\nMore"))
+    said = in_training(
+        tiny(**changes), build_policy(tiny()), {"vLLM's weights": 3 * GIB}, Exception("No memory.\nMore")
+    )
     assert said.startswith("No memory. In GiB: frozen base 0.0")
     assert "vLLM's weights 3.00" in said
     assert "jobs_per_gpu" not in said
@@ -81,23 +83,18 @@ def test_the_message_names_shares_and_keys(changes: dict, parts: list[str], tiny
     assert ("gradient_checkpointing" in said) != changes.get("model__gradient_checkpointing", False)
 
 
-def test_a_run_out_of_memory_ends_with_the_message(monkeypatch, tiny, build_policy) -> None:
-    class Session:
-        cfg, policy = tiny(), build_policy(tiny())
+def test_a_run_out_of_memory_ends_with_the_message(tiny, tmp_path: Path, monkeypatch) -> None:
+    def train(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
-        class engine:
-            held = staticmethod(lambda: {"vLLM's weights": GIB})
-
-        def check(self) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
-
-    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 2 GiB\. In GiB: .*vLLM's weights 1\.00"):
-        run.learn(Session(), None)
+    monkeypatch.setattr(run, "train", train)
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 2 GiB\. In GiB: frozen base 0\.0"):
+        run.run(tiny(eval__questions=0), RunDirectory(tmp_path), Stop())
 
 
 def test_a_server_s_batch_is_not_on_the_trainer_s_gpu(tiny, build_policy) -> None:
     cfg = tiny(rollout__engine="vllm_server")
-    said = too_little(cfg, build_policy(tiny()), {}, Exception("No memory."))
+    said = in_training(cfg, build_policy(tiny()), {}, Exception("No memory."))
     assert said.endswith("Type one of: optim.micro_batch_size lower than 4; model.gradient_checkpointing=true.")
 
 

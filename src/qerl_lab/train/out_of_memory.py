@@ -1,7 +1,6 @@
-"""Measure peak memory and report what holds a GPU's memory when a run runs out."""
+"""Report what holds a GPU's memory when a run runs out of it."""
 
 import re
-import resource
 from collections.abc import Mapping
 
 import torch
@@ -15,14 +14,6 @@ from qerl_lab.rollout.engine import ASLEEP
 
 OTHERS = "others"
 MUCH = 4 * GIB  # held by other programs; CUDA itself takes about half a GiB per program
-
-
-def peaks() -> dict[str, float]:
-    """Return this process's peak resident memory and peak allocated GPU memory so far, in GiB."""
-    peak = {"memory/rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-    if torch.cuda.is_available():
-        peak["memory/gpu_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-    return peak
 
 
 def owners(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
@@ -43,7 +34,7 @@ def owners(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
     return found
 
 
-def no_room(cfg: RunConfig, device: torch.device, error: Exception) -> str:
+def while_loading(cfg: RunConfig, device: torch.device, error: Exception) -> str:
     """Return the error message for a model that does not fit on the device while loading."""
     free, total = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
@@ -65,7 +56,7 @@ def _asked(error: Exception) -> str:
     return re.sub(r"(Tried to allocate [\d.]+ \w+\.).*", r"\1", first_line(error))
 
 
-def too_little(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], error: Exception) -> str:
+def in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], error: Exception) -> str:
     """Return the error message for a run out of memory: bytes by owner, and config keys that lower them."""
     found = owners(policy, held_by_engine)
     shares = _listed(found)

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice, repeat
+from itertools import islice
 
 import torch
-from torch.utils.data import Sampler
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
@@ -83,16 +82,3 @@ class Cursor:
     def peek(self, count: int) -> list[Question]:
         """Return the next `count` questions without moving."""
         return Cursor(self.data, self.position).take(count)
-
-
-class Placeholders(Sampler[int]):
-    """Yield row 0 `count` times: TRL's dataloader only counts steps, and `Cursor` draws the questions."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[int]:
-        return repeat(0, self.count)
-
-    def __len__(self) -> int:
-        return self.count

@@ -10,7 +10,7 @@ from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.train.data import Cursor, Placeholders, TrainingData, select
+from qerl_lab.train.questions import Cursor, TrainingData, select
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +88,3 @@ def test_a_cursor_goes_on_from_its_position(tiny, data_of) -> None:
     assert taken == order[:95]
     assert cursor.position == 95
     assert Cursor(data, 95).take(105) == cursor.take(105) == order[95:]
-
-
-def test_placeholders_count_without_a_list_of_them() -> None:
-    assert list(Placeholders(3)) == [0, 0, 0]
-    endless = Placeholders(999_999 * 16 * 1000)
-    assert len(endless) == 999_999 * 16 * 1000
-    assert len(list(islice(endless, 100))) == 100

@@ -26,7 +26,7 @@ LEAP = math.log(100)  # largest step of log sigma outside a bracket, where the l
 
 
 @dataclass(frozen=True)
-class Found:
+class Solution:
     """A sigma, its measured KL in nats per token, and the number of sigmas tried."""
 
     sigma: float
@@ -34,7 +34,7 @@ class Found:
     probes: int
 
 
-def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, guess: float) -> Found:
+def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, guess: float) -> Solution:
     """Search sigma in sigma_min..sigma_max for a KL of `target`. Pure: depends only on what `measure` returns.
 
     Stops within solver.tolerance of the target, or after solver.probes with the nearest sigma tried, or at a bound if
@@ -63,10 +63,10 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
             break
         if (gap < 0 and at == high) or (gap > 0 and at == low):
             # Return the bound, not the nearest: below the KL of rounding all KLs are alike, so a large sigma may win.
-            return Found(_sigma(cfg, at), kl, len(tried))
+            return Solution(_sigma(cfg, at), kl, len(tried))
         at = _next(tried, near)
     best = min(reversed(range(len(tried))), key=lambda index: abs(tried[index][1]))  # the last of equals
-    return Found(_sigma(cfg, tried[best][0]), kls[best], len(tried))
+    return Solution(_sigma(cfg, tried[best][0]), kls[best], len(tried))
 
 
 def _sigma(cfg: AqnConfig, at: float) -> float:

@@ -5,18 +5,21 @@ the same sigma, because measurements are pooled over ranks.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from qerl_lab import aqn
-from qerl_lab.aqn import found, schedule
-from qerl_lab.aqn.found import Found
+from qerl_lab.aqn import schedule, solver
+from qerl_lab.aqn.solver import Solution
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import kl, noise_kl
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import Engine, EngineFailed
-from qerl_lab.train.data import Cursor
+from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
+from qerl_lab.train.questions import Cursor
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.step import sampling
 
@@ -28,7 +31,7 @@ class NoiseLevel:
     """Sigma of each step.
 
     Attributes:
-        state: JSON-serializable. With unit=kl: the last solved stage and its `found.Found`. With schedule=adaptive:
+        state: JSON-serializable. With unit=kl: the last solved stage and its `solver.Solution`. With schedule=adaptive:
             sigma of the next step. Otherwise empty.
     """
 
@@ -37,11 +40,7 @@ class NoiseLevel:
         self.follows = cfg.aqn.schedule == "adaptive"
         self.solves = cfg.aqn.unit == "kl" and cfg.aqn.schedule not in ("off", "adaptive")
         self.state: dict[str, Any] = {"sigma": cfg.aqn.sigma_start} if self.follows else {}
-        self._kl = math.nan  # measured KL of the current step's noise
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from a checkpoint."""
-        self.state = dict(state)
+        self.kl = math.nan  # in nats per token, measured with the noise of the current step
 
     def target(self, step: int) -> float:
         """Return the scheduled level of a step, in units of aqn.unit."""
@@ -61,7 +60,7 @@ class NoiseLevel:
     def _stage(self, step: int) -> int:
         return schedule.stage(step, self.cfg.steps, self.aqn.stages)
 
-    def solve(self, step: int, nats_per_token: Callable[[list[aqn.Noise]], float]) -> Found:
+    def solve(self, step: int, nats_per_token: Callable[[list[aqn.Noise]], float]) -> Solution:
         """Find the sigma whose KL matches the target of the step's stage.
 
         The KL is averaged over noise draws of the stage's own steps, evenly spread, so that it fits the noise actually
@@ -73,20 +72,16 @@ class NoiseLevel:
         draws = [aqn.Noise(0.0, self.cfg.seed, steps[n * len(steps) // count], self.aqn.relative) for n in range(count)]
         is_told = last.get("kl", 0.0) > 0
         guess = last["sigma"] * math.sqrt(target / last["kl"]) if is_told else self.aqn.sigma_start
-        result = found.solve(
+        result = solver.solve(
             self.aqn, lambda sigma: nats_per_token([replace(draw, sigma=sigma) for draw in draws]), target, guess
         )
         self.state = {"stage": stage, **asdict(result)}
         return result
 
-    def observe(self, nats_per_token: float) -> None:
-        """Store the measured KL of the current step's noise."""
-        self._kl = nats_per_token
-
     def end_step(self) -> None:
         """Set sigma for the next step. Call it after the step's last update, which still uses the current sigma."""
         if self.follows:
-            self.state = {"sigma": found.adapted(self.aqn, self.state["sigma"], self._kl)}
+            self.state = {"sigma": solver.adapted(self.aqn, self.state["sigma"], self.kl)}
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the step's noise metrics that need no measurement: sigma, target KL, and how sigma was solved."""
@@ -143,3 +138,44 @@ def measure_on_own_texts(
         return sum(ranks.gather(texts.nats(noises[first:] + noises[:first]))) / tokens
 
     return nats_per_token
+
+
+@dataclass(frozen=True)
+class Probed:
+    """Results of the probe, in nats.
+
+    Attributes:
+        noise_kl: mean KL per token from the policy with the engine's norms to the policy without noise.
+        kernel_gap_T: abs(sampler log-prob - log-prob of the policy with the engine's norms) of each token, float64.
+            Both sides use the same weights and noise, so a gap comes from the engines' arithmetic or from an error.
+    """
+
+    noise_kl: kl.Estimate
+    kernel_gap_T: Tensor
+
+
+def probe(policy: Policy, norms: dict[str, Tensor], rollout: Rollout, completions: int, temperature: float) -> Probed:
+    """Compare the sampler, the policy with the sampler's norms, and the policy without noise.
+
+    Args:
+        completions: number of the rollout's completions to compare, spread over its prompts.
+        norms: the engine's norm weights by full layer name; on any device.
+    """
+    groups = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True)
+    rows = [(prompt, *row) for prompt, *group in groups for row in zip(*group, strict=True)]
+    rows = rows[:: max(1, len(rows) // completions)][:completions]
+    pairs = [(prompt, completion) for prompt, completion, _ in rows]
+    tokens_T = torch.tensor([token for _, completion in pairs for token in completion], device=policy.device)
+    sampler_T = torch.tensor([logprob for *_, logprobs in rows for logprob in logprobs], dtype=torch.float64)
+    noisy = {name: weight.to(policy.norms[name]) for name, weight in norms.items()}
+    model, kl_T, noisy_T = policy.model.get_base_model(), list[Tensor](), list[Tensor]()
+    with policy.as_sampler(policy.clean_norms):
+        clean_states = kl.hidden_states(model, pairs)
+        with policy.norms_as(noisy):
+            noisy_states = kl.hidden_states(model, pairs)
+        chunks = (kl.logprobs(model, states, temperature) for states in (noisy_states, clean_states))
+        for p, q, tokens in zip(*chunks, tokens_T.split(kl.CHUNK), strict=True):
+            kl_T.append(kl.per_token(p, q).cpu())
+            noisy_T.append(p.gather(-1, tokens[:, None])[:, 0].double().cpu())
+    estimate = kl.mean(torch.cat(kl_T), [len(completion) for _, completion in pairs])
+    return Probed(estimate, (sampler_T - torch.cat(noisy_T)).abs())
