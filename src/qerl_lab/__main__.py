@@ -1,6 +1,6 @@
 """`python -m qerl_lab`, and the console script `qerl-lab`: see `qerl_lab.cli.train`."""
 
-from qerl_lab import exits
+from qerl_lab.system import exits
 
 
 def main(words: list[str]) -> int:

@@ -78,7 +78,8 @@ def only_run() -> Path:
 def background(child: Path, *words: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
     """Start the command in its own process group, as a shell does."""
     code = (
-        "import sys; from qerl_lab import exits, preflight; from qerl_lab.cli import launch;"
+        "import sys; from qerl_lab import preflight; from qerl_lab.cli import launch;"
+        "from qerl_lab.system import exits;"
         "from qerl_lab.__main__ import main; preflight.machine.has_gpu = lambda: False;"
         f"launch.child_command = lambda run_dir: [sys.executable, '-S', {str(child)!r}, str(run_dir)];"
         "exits.run(main)"

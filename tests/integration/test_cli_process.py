@@ -13,7 +13,7 @@ from qerl_lab.cli.train import main
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import LoraConfig, RolloutConfig, RunConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.terminal import python
+from qerl_lab.system.terminal import python
 from standin import CRASHES_AFTER, DIES, DONE, EMPTY, FAILS, REFUSES, SILENT, SOURCE, begin, only_run, seen
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("standin")]

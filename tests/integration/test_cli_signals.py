@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab import terminal
 from qerl_lab.cli import launch
 from qerl_lab.cli.train import main
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.system import terminal
 from standin import CRASHES_AFTER, DONE, FAILS, SIGNALLED, background, begin, seen, started
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures("standin")]

@@ -146,7 +146,7 @@ def test_a_lost_terminal_saves_the_step_under_way(start: Start, tmp_path: Path) 
 
 
 def test_a_closed_standard_output_is_not_given_to_a_record(tmp_path: Path) -> None:
-    code = "from qerl_lab import exits; exits.outlast(); print('gone'); print(open('record', 'w').fileno() > 2)"
+    code = "from qerl_lab.system import exits; exits.outlast(); print('gone'); print(open('record', 'w').fileno() > 2)"
     subprocess.run(["bash", "-c", f'exec {sys.executable} -c "{code}" >&- 2>&- <&-'], cwd=tmp_path, check=True)
     assert (tmp_path / "record").read_text() == ""
 
@@ -175,6 +175,6 @@ def test_a_run_with_umlauts_goes_on_from_elsewhere_after_it_was_moved(start: Sta
 
 def test_ctrl_c_at_any_line_of_a_command_is_one_line_and_130() -> None:
     """Python would end by the signal itself, status -2, after an interrupt inside of exec(), as dataclasses use it."""
-    code = "from qerl_lab import exits; exits.run(lambda words: exec('raise KeyboardInterrupt'))"
+    code = "from qerl_lab.system import exits; exits.run(lambda words: exec('raise KeyboardInterrupt'))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (found.returncode, found.stdout, found.stderr) == (130, "", "interrupted\n")

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from failing_engines import command
-from qerl_lab.exits import OK
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.resolved import write_config
+from qerl_lab.system.exits import OK
 from qerl_lab.train import run as run_module
 from qerl_lab.train.stop import Stop
 from repeated import RESTARTS, files_of, lines_of

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from qerl_lab import exits
 from qerl_lab.cli import jobs, launch, scheduler
 from qerl_lab.cli.compose import Plan, make_plan
 from qerl_lab.cli.train import main
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.terminal import python
+from qerl_lab.system import exits
+from qerl_lab.system.terminal import python
 
 pytestmark = pytest.mark.integration
 CHILD = """

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from qerl_lab.bench import __main__ as bench
 from qerl_lab.cli import jobs
 from qerl_lab.config.option import ConfigError
-from qerl_lab.disk import let_read, make_directory, replace_file, strict_json
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.partial import Unfinished
+from qerl_lab.system.disk import let_read, make_directory, replace_file, strict_json
 from qerl_lab.tools import pretrain
 from qerl_lab.train.__main__ import is_told_in_a_line
 

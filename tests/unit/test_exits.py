@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from qerl_lab import exits
 from qerl_lab.config.option import ConfigError
+from qerl_lab.system import exits
 
 LEAVES = """
 import atexit, sys, threading, time
-from qerl_lab import exits
+from qerl_lab.system import exits
 class Kept:
     def __del__(self): print("taken apart", flush=True)
 kept = Kept()
@@ -57,7 +57,7 @@ def test_what_ends_a_command_is_one_message_and_its_code(
 
 
 def test_a_bug_keeps_its_traceback_without_secrets() -> None:
-    code = "from qerl_lab import exits; exits.run(lambda words: {}['DB_PASS=abc'])"
+    code = "from qerl_lab.system import exits; exits.run(lambda words: {}['DB_PASS=abc'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback")

@@ -21,27 +21,23 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 # A room, or a file at the top -> those of ours that it may import.
 MAY_IMPORT = {
-    "__init__": "", "exits": "config", "terminal": "", "config": "", "disk": "config",
-    "formats": "", "processes": "config",
+    "__init__": "", "config": "", "system": "config", "formats": "",
     # what they are about
-    "aqn": "config", "tasks": "config processes", "algorithms": "config", "record": "config disk exits",
-    "tracking": "config record", "model": "config disk formats",
-    "preflight": "config disk model tasks",
+    "aqn": "config", "tasks": "config system", "algorithms": "config", "record": "config system",
+    "tracking": "config record", "model": "config system formats", "preflight": "config system model tasks",
     # what is done with it
-    "rollout": "config disk model aqn formats",
-    "report": "config disk record tracking terminal",
-    "evaluate": "config disk model rollout tasks aqn formats record report preflight terminal",
-    "quantize": "config disk formats model record report tasks terminal evaluate",
-    "train": "config record tracking formats model aqn tasks rollout algorithms evaluate report preflight exits"
-             " terminal processes",
-    "bench": "config disk formats model record report terminal aqn tasks rollout quantize train"
-             " processes",
+    "rollout": "config system model aqn formats",
+    "report": "config system record tracking",
+    "evaluate": "config system model rollout tasks aqn formats record report preflight",
+    "quantize": "config system formats model record report tasks evaluate",
+    "train": "config system record tracking formats model aqn tasks rollout algorithms evaluate report preflight",
+    "bench": "config system formats model record report aqn tasks rollout quantize train",
     # the command line, which reaches the core only by starting a process
-    "cli": "config disk record tracking model tasks report preflight exits terminal processes",
-    "tools": "cli config disk model record rollout tasks exits terminal",
-    "__main__": "",
+    "cli": "config system record tracking model tasks report preflight",
+    "tools": "cli config system model record rollout tasks",
+    "__main__": "system cli",
 }  # fmt: skip
-COMMANDS = "cli exits terminal"  # what a file that is a command may import besides
+COMMANDS = "cli system"  # what a file that is a command may import besides
 RUNS_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl_lab import terminal
 from qerl_lab.config.option import ConfigError
-from qerl_lab.exits import USAGE
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.system import terminal
+from qerl_lab.system.exits import USAGE
 from qerl_lab.train import __main__ as process
 from qerl_lab.train.stop import Stop
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from qerl_lab import terminal
+from qerl_lab.system import terminal
 
 METRICS = {
     "reward/mean": 0.5, "policy/entropy_nats": 0.25, "noise/sigma": 0.01, "rollout/tokens_per_second": 1234.0,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from qerl_lab import exits
+from qerl_lab.system import exits
 
 with exits.starting(__name__):
     from qerl_lab.bench.bench_options import (
@@ -21,9 +21,9 @@ with exits.starting(__name__):
     )
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import ConfigError
-    from qerl_lab.disk import make_directory, replace_file
     from qerl_lab.record.environment import environment
-    from qerl_lab.terminal import quiet_third_parties
+    from qerl_lab.system.disk import make_directory, replace_file
+    from qerl_lab.system.terminal import quiet_third_parties
 
 
 def measure(options: AnyOptions) -> None:

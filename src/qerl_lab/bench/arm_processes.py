@@ -24,8 +24,8 @@ from qerl_lab.bench.bench_options import TRL, VLLM, Arm, RolloutOptions, Row, St
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig
-from qerl_lab.processes import rank_variables
 from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_left
+from qerl_lab.system.processes import rank_variables
 from qerl_lab.train import ranks
 
 SCRATCH = f"qerl-lab-bench-{socket.gethostname()}"  # per host: a lock shows live processes of one machine only

@@ -10,8 +10,8 @@ from typing import TextIO
 from qerl_lab.bench.arm_config import Job, read_job
 from qerl_lab.bench.bench_options import Row
 from qerl_lab.config.message import in_one_line
-from qerl_lab.processes import end_with
-from qerl_lab.terminal import quiet_third_parties
+from qerl_lab.system.processes import end_with
+from qerl_lab.system.terminal import quiet_third_parties
 
 LONGEST = 300  # characters of a reason
 

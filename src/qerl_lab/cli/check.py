@@ -19,9 +19,9 @@ from qerl_lab.config.arm import OF_SWEEPS, as_recorded
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.spelling import word
-from qerl_lab.exits import OK, USAGE
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.folders import remove_empty
+from qerl_lab.system.exits import OK, USAGE
 
 LAUNCHER = "lab"  # our launcher, in hydra_plugins
 HERE = ("basic", "joblib", "submitit_local")  # other launchers whose jobs run on this machine

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from qerl_lab import terminal
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.system import terminal
 
 if TYPE_CHECKING:
     from submitit import SlurmJob

@@ -14,8 +14,8 @@ from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import TEXT, by_foreign_name, has_type, typed, unknown_key, wrong_type
 from qerl_lab.config.option import ConfigError, bounds_in_words, check_bounds, did_you_mean
 from qerl_lab.config.spelling import shell_word, unquoted
-from qerl_lab.exits import OK, Main, command
-from qerl_lab.processes import refuse_several
+from qerl_lab.system.exits import OK, Main, command
+from qerl_lab.system.processes import refuse_several
 
 Options = TypeVar("Options")
 WIDTH = 100

@@ -17,8 +17,8 @@ from qerl_lab.config.records import QUALITY
 from qerl_lab.config.rules import largest_divisor
 from qerl_lab.config.schema import POCKET, FormatConfig, RunConfig
 from qerl_lab.config.variants import inert_keys
-from qerl_lab.disk import read_json
 from qerl_lab.model import on_disk
+from qerl_lab.system.disk import read_json
 
 CLIPS = ("algorithm.epsilon_low", "algorithm.epsilon_high")
 

@@ -17,11 +17,11 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import validate
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word, shell_word
-from qerl_lab.disk import lock
 from qerl_lab.preflight import machine, question_counts
 from qerl_lab.record.directory import RunDirectory, is_run
 from qerl_lab.record.environment import Typed
 from qerl_lab.record.folders import first_missing, is_unused, make, numbered, remove_empty, reserve
+from qerl_lab.system.disk import lock
 
 LOCK = ".lock"  # in a sweep's directory; held by the command that runs it
 COUNTED_OTHERWISE = ("experiment", "scale", "model.name", "lora.start_from", "task.module")  # labels; files by content

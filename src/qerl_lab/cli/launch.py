@@ -19,13 +19,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, TextIO
 
-from qerl_lab import exits, terminal
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import resume_word
-from qerl_lab.exits import SIGNALS, USAGE, heard
-from qerl_lab.processes import rank_variables, refuse_several
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
+from qerl_lab.system import exits, terminal
+from qerl_lab.system.exits import SIGNALS, USAGE, heard
+from qerl_lab.system.processes import rank_variables, refuse_several
 
 LOOK_SECONDS = 1.0  # between two checks of the stop file and of the ranks
 GRACE_SECONDS = 60.0  # for the other ranks to end by themselves after one has died

@@ -17,7 +17,7 @@ from qerl_lab.cli.compose import Job
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import MetricsLine
-from qerl_lab.terminal import LINES, columns
+from qerl_lab.system.terminal import LINES, columns
 
 REDRAW_SECONDS = 1.0
 HEAD = ["job", "step", "reward", "ETA", "words"]

@@ -18,7 +18,7 @@ from qerl_lab.config.files import choices_of, group_folder, package_data
 from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.config.spelling import resume_word, shell_word
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.terminal import columns, near, python
+from qerl_lab.system.terminal import columns, near, python
 
 ABOUT = "qerl-lab: reinforcement learning of language models on 4-bit weights (QeRL, arXiv 2510.11696)"
 GROUPS = {

@@ -18,18 +18,18 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, NamedTuple
 
-from qerl_lab import exits
 from qerl_lab.cli import cluster, jobs, launch, manual
 from qerl_lab.cli.compose import Job, Plan
 from qerl_lab.cli.live import SweepProgress
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.disk import replace_file
-from qerl_lab.exits import FAILURE, INTERRUPTED, OK, USAGE
 from qerl_lab.preflight import machine
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
+from qerl_lab.system import exits
+from qerl_lab.system.disk import replace_file
+from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
 
 TABLE = "table.txt"  # in a sweep's directory: how its jobs ended
 STOP_FILE = "INTERRUPTED"  # in a sweep's directory: no further job starts

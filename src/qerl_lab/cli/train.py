@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import qerl_lab
-from qerl_lab import exits, preflight
+from qerl_lab import preflight
 from qerl_lab.cli import check, jobs, launch, manual, scheduler
 from qerl_lab.cli.compose import VERSION_BASE, job_config, register
 from qerl_lab.cli.grammar import not_a_flag
@@ -31,10 +31,11 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word
-from qerl_lab.exits import OK, USAGE
-from qerl_lab.processes import refuse_several
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
+from qerl_lab.system import exits
+from qerl_lab.system.exits import OK, USAGE
+from qerl_lab.system.processes import refuse_several
 
 SCRIPT = "qerl-lab"  # the console script in pyproject.toml
 NO_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--experimental-rerun")  # Hydra flags not offered

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl_lab import exits
+from qerl_lab.system import exits
 
 with exits.starting(__name__):
     import yaml
@@ -16,7 +16,7 @@ with exits.starting(__name__):
     from qerl_lab.config.keys import schema, type_words, typed
     from qerl_lab.config.option import ConfigError, bounds_in_words, option
     from qerl_lab.config.schema import RunConfig
-    from qerl_lab.terminal import near
+    from qerl_lab.system.terminal import near
 
 MARK = "<!-- From here on `python -m qerl_lab.config tables page=docs/configuration.md` writes this page. -->\n"
 LABELS = ("experiment", "scale", "differs_in")  # keys that an option sets to its own name

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from qerl_lab import exits
+from qerl_lab.system import exits
 
 with exits.starting(__name__):
-    from qerl_lab import terminal
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import ConfigError
     from qerl_lab.evaluate.options import (
@@ -20,6 +19,7 @@ with exits.starting(__name__):
         check_entropy,
         check_model,
     )
+    from qerl_lab.system import terminal
 
 AND = "and"  # between two evaluations
 OF_SUBJECT = ("run", "model", "revision", "format", "adapter", "rollout", "device", "batch_size", "max_prompt_tokens")

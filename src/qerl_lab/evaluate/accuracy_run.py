@@ -16,11 +16,10 @@ from typing import Any
 
 import pandas as pd
 
-from qerl_lab import formats, rollout, terminal
+from qerl_lab import formats, rollout
 from qerl_lab.config.message import first_line
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
-from qerl_lab.disk import read_json, replace_file, strict_json
 from qerl_lab.evaluate import benchmarks, subject, summary
 from qerl_lab.evaluate.accuracy import ask, seed_of
 from qerl_lab.evaluate.benchmarks import Benchmark
@@ -33,6 +32,8 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.record.environment import environment
 from qerl_lab.record.partial import Unfinished
 from qerl_lab.rollout.engine import Engine, EngineFailed, Sampling
+from qerl_lab.system import terminal
+from qerl_lab.system.disk import read_json, replace_file, strict_json
 from qerl_lab.tasks import Question
 
 

@@ -20,13 +20,12 @@ from scipy import stats
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from qerl_lab import formats, rollout, terminal
+from qerl_lab import formats, rollout
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
-from qerl_lab.disk import make_directory, replace_file, strict_json
 from qerl_lab.evaluate import benchmarks, kl, weight_error
 from qerl_lab.evaluate.options import EntropyOptions, name_and_path
 from qerl_lab.formats.format import Format
@@ -36,6 +35,8 @@ from qerl_lab.model.linear import packable
 from qerl_lab.record.environment import environment
 from qerl_lab.report.stats import Interval, p_value
 from qerl_lab.rollout.engine import Sampling
+from qerl_lab.system import terminal
+from qerl_lab.system.disk import make_directory, replace_file, strict_json
 
 ABOUT = "entropy.json"
 NOT_FINITE = "not finite"

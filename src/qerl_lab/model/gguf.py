@@ -22,7 +22,7 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.records import UNPACKED
-from qerl_lab.disk import alone_in, cache_folder
+from qerl_lab.system.disk import alone_in, cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -22,7 +22,6 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import listed
-from qerl_lab.disk import let_read
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import loading
 from qerl_lab.model.chat import Chat, pad_id
@@ -30,6 +29,7 @@ from qerl_lab.model.files import WeightFiles, local_folder
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.lora import register_lora
 from qerl_lab.model.on_disk import other_format, other_rule, packed_head_refusal
+from qerl_lab.system.disk import let_read
 
 
 @dataclass

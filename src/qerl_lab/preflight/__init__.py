@@ -17,9 +17,9 @@ from qerl_lab.config.engine_rules import check_engine_on_cpu
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.units import GIB
-from qerl_lab.disk import cache_folder, hub_home
 from qerl_lab.model import adapter_files, gguf, on_disk
 from qerl_lab.preflight import machine, question_counts
+from qerl_lab.system.disk import cache_folder, hub_home
 
 TOO_MANY_FOR_A_CPU = 1_000_000_000  # parameters; a rollout of 128 x 256 tokens would take hours on a few cores
 ALLOCATOR, EXPANDABLE = "PYTORCH_ALLOC_CONF", "expandable_segments:True"

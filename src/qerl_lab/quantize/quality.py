@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from qerl_lab import formats, terminal
+from qerl_lab import formats
 from qerl_lab.config.records import QUALITY
-from qerl_lab.disk import replace_file, strict_json
 from qerl_lab.evaluate.weight_error import without_scales
 from qerl_lab.formats.format import Format
 from qerl_lab.model.files import WeightFiles, noted
@@ -24,6 +23,8 @@ from qerl_lab.quantize import divergence
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.record.environment import environment
 from qerl_lab.report import plots
+from qerl_lab.system import terminal
+from qerl_lab.system.disk import replace_file, strict_json
 
 SCHEMA = 1
 LOWEST = 5  # layers named in the table

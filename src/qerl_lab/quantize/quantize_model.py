@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from qerl_lab import formats, terminal
+from qerl_lab import formats
 from qerl_lab.config.files import choices_of
 from qerl_lab.config.keys import typed
 from qerl_lab.config.message import first_line
@@ -24,7 +24,6 @@ from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.config.spelling import listed, shell_line, word
-from qerl_lab.disk import replace_file
 from qerl_lab.model import loading, policy
 from qerl_lab.model.files import INDEX, WeightFiles, copy_companions, local_folder, read_json
 from qerl_lab.model.linear import packable, packed_head
@@ -32,6 +31,8 @@ from qerl_lab.model.on_disk import is_ignored
 from qerl_lab.quantize import llmcompressor, quality, rtn
 from qerl_lab.quantize.quantize_options import CALIBRATION, QuantizeOptions
 from qerl_lab.record.partial import Unfinished
+from qerl_lab.system import terminal
+from qerl_lab.system.disk import replace_file
 
 NOT_IDENTITY = ("model", "revision", "out", "quality", "text", "overwrite", "device")
 

@@ -25,14 +25,14 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word
-from qerl_lab.disk import lock, read_json, replace_file
-from qerl_lab.exits import FAILURE, FULL, INTERRUPTED, OK, SIGNALS, USAGE
 from qerl_lab.record import checkpoint, environment, metrics, resolved, samples
 from qerl_lab.record.environment import Typed
 from qerl_lab.record.folders import is_unused, make, remove_empty
 from qerl_lab.record.metrics import MetricsLine
 from qerl_lab.record.samples import Sample
 from qerl_lab.record.sessions import Sessions
+from qerl_lab.system.disk import lock, read_json, replace_file
+from qerl_lab.system.exits import FAILURE, FULL, INTERRUPTED, OK, SIGNALS, USAGE
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -21,7 +21,7 @@ from typing import Any
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.units import GIB
-from qerl_lab.disk import read_json, replace_file
+from qerl_lab.system.disk import read_json, replace_file
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 PACKAGES = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from qerl_lab.config.option import ConfigError, parse_json
-from qerl_lab.disk import replace_file
+from qerl_lab.system.disk import replace_file
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
-from qerl_lab.disk import let_read, lock, make_directory, read_json, replace_file
+from qerl_lab.system.disk import let_read, lock, make_directory, read_json, replace_file
 
 JOURNAL = "journal.json"
 

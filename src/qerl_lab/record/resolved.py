@@ -13,7 +13,7 @@ from qerl_lab.config.message import in_one_line, some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.disk import replace_file
+from qerl_lab.system.disk import replace_file
 
 NAME = "resolved.yaml"
 _REPLACE = "Put it back as it was (MLflow keeps it among the run's artifacts), or start a new run."

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qerl_lab.config.option import ConfigError, parse_json
-from qerl_lab.disk import replace_file
+from qerl_lab.system.disk import replace_file
 
 PER_STEP = 4  # questions per step, one completion each
 CHARACTERS = 4000  # the middle of a longer completion is cut out

@@ -6,8 +6,8 @@ from datetime import date
 from pathlib import Path
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.disk import read_json, replace_file
 from qerl_lab.record.metrics import last_logged
+from qerl_lab.system.disk import read_json, replace_file
 
 
 class Sessions:

@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_lab import exits
+from qerl_lab.system import exits
 
 with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, choose
     from qerl_lab.config.option import ConfigError, did_you_mean, option
-    from qerl_lab.disk import make_directory, replace_file
-    from qerl_lab.terminal import near
+    from qerl_lab.system.disk import make_directory, replace_file
+    from qerl_lab.system.terminal import near
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,7 +23,7 @@ from qerl_lab.report.bench_figures import (
     step_ratios,
 )
 from qerl_lab.report.curves import png
-from qerl_lab.terminal import columns
+from qerl_lab.system.terminal import columns
 
 OF_ARMS = ("rollout", "step")  # benchmarks that run each arm in its own process
 NO_RESULT = (ValueError, LookupError, TypeError, AttributeError)  # raised by reading an invalid or incomplete file

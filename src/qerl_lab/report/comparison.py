@@ -29,7 +29,7 @@ from qerl_lab.report.arms import (
 from qerl_lab.report.matching import by_questions, count_overlaps, identity, mark_copies
 from qerl_lab.report.runs import DAMAGE, Record, damage, find_runs, has_runs, read_record
 from qerl_lab.report.stats import SHARE, between, crossed_interval, paired_interval, within
-from qerl_lab.terminal import columns, near
+from qerl_lab.system.terminal import columns, near
 
 BASELINE = "bf16"  # the default baseline
 # Conditions under which a verdict holds; a table that mixes values of one says so.

@@ -16,7 +16,6 @@ import pandas as pd
 from jinja2 import Environment, StrictUndefined
 
 from qerl_lab.config.spelling import word
-from qerl_lab.disk import replace_file
 from qerl_lab.report import (
     comparison,
     curves,
@@ -35,7 +34,8 @@ from qerl_lab.report.runs import Record
 from qerl_lab.report.speed_tables import Speed
 from qerl_lab.report.table import NONE
 from qerl_lab.report.verdicts import Row, Verdict, judge, smallest_as_text
-from qerl_lab.terminal import near
+from qerl_lab.system.disk import replace_file
+from qerl_lab.system.terminal import near
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 LONG = re.compile(r"\S{17,}")  # a word too long for the arm column on a phone

@@ -20,9 +20,9 @@ import pandas as pd
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
-from qerl_lab.disk import replace_file
 from qerl_lab.report.arms import FINISHED, RENAMED, Run, comparable, differing
 from qerl_lab.report.runs import NO_STEPS, Origin, Record, check_phases, record_of
+from qerl_lab.system.disk import replace_file
 
 RUNS, STEPS, QUESTIONS = "runs.parquet", "steps.parquet", "questions.parquet"
 ORIGIN = tuple(field.name for field in fields(Origin))

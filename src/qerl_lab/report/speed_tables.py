@@ -15,7 +15,7 @@ from qerl_lab.report.arms import version
 from qerl_lab.report.bench_figures import Result, alive, gpu_of, ratios
 from qerl_lab.report.reference import FORMATS, MODELS, RANKS, SPEEDS_OF
 from qerl_lab.report.table import NONE, Rows, Table, number, without_constant_columns, without_empty_columns
-from qerl_lab.terminal import near
+from qerl_lab.system.terminal import near
 
 GB_PER_GIB = GIB / 1e9
 PRINTED_RANK = 16  # not stated in Tables 5 to 8, but their numbers equal Table 9's at this rank

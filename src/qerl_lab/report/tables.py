@@ -4,10 +4,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from qerl_lab import terminal
 from qerl_lab.config.redact import HIDDEN
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.report.stats import between
+from qerl_lab.system import terminal
 from qerl_lab.tracking.tracker import Mirrored
 
 

@@ -18,7 +18,7 @@ from qerl_lab.report.measures import FALLEN, MEASURES
 from qerl_lab.report.printed_arms import in_table_1
 from qerl_lab.report.table import number
 from qerl_lab.report.verdicts import LEVEL, Row, effect_as_text, family_sizes
-from qerl_lab.terminal import columns
+from qerl_lab.system.terminal import columns
 
 SCHEMA = 3
 Conditions = tuple[tuple[str, str], ...]

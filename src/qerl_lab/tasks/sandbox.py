@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.units import GIB
-from qerl_lab.processes import end_with
+from qerl_lab.system.processes import end_with
 
 MEMORY_BYTES = 2 * GIB  # address space of a worker
 KEPT_BYTES = 2**29  # a worker with more resident memory is not kept

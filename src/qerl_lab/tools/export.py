@@ -4,7 +4,7 @@ Writes a PEFT adapter or a merged model, with a model card, to OUT.partial, whic
 The words are checked before torch is imported.
 """
 
-from qerl_lab import exits
+from qerl_lab.system import exits
 
 with exits.starting(__name__):
     import json
@@ -12,7 +12,6 @@ with exits.starting(__name__):
     from dataclasses import asdict, dataclass
     from pathlib import Path
 
-    from qerl_lab import terminal
     from qerl_lab.cli.grammar import Command
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.out import Writes, check_free
@@ -25,6 +24,7 @@ with exits.starting(__name__):
     from qerl_lab.record.directory import RunDirectory
     from qerl_lab.record.environment import versions
     from qerl_lab.record.partial import JOURNAL, Unfinished
+    from qerl_lab.system import terminal
 
 LINE = "python -m qerl_lab.tools.export"
 PACKAGES = ("qerl-lab", "torch", "transformers", "trl", "peft")

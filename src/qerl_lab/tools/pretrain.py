@@ -6,7 +6,7 @@ in both directions. It is seeded and takes minutes on two cores. `recipe.json`, 
 the SHA-256 of every file.
 """
 
-from qerl_lab import exits
+from qerl_lab.system import exits
 
 with exits.starting(__name__):
     import json
@@ -18,13 +18,14 @@ with exits.starting(__name__):
     from pathlib import Path
     from typing import TYPE_CHECKING
 
-    from qerl_lab import tasks, terminal
+    from qerl_lab import tasks
     from qerl_lab.cli.grammar import Command
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.paths import sha256
     from qerl_lab.config.records import RECIPE
     from qerl_lab.config.schema import TaskConfig
-    from qerl_lab.disk import make_directory
+    from qerl_lab.system import terminal
+    from qerl_lab.system.disk import make_directory
     from qerl_lab.tasks import arithmetic
 
 if TYPE_CHECKING:

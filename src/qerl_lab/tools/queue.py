@@ -22,7 +22,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
 
-from qerl_lab import exits
+from qerl_lab.system import exits
 
 with exits.starting(__name__):
     import pandas as pd
@@ -30,10 +30,10 @@ with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.paths import WEIGHTS, sha256
-    from qerl_lab.disk import make_directory, replace_file
-    from qerl_lab.exits import OK, USAGE
     from qerl_lab.record.directory import RunDirectory
-    from qerl_lab.terminal import columns, near
+    from qerl_lab.system.disk import make_directory, replace_file
+    from qerl_lab.system.exits import OK, USAGE
+    from qerl_lab.system.terminal import columns, near
     from qerl_lab.tools.queue_file import (
         DONE,
         FAILED,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from qerl_lab import exits
+from qerl_lab.system import exits
 
 with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command

@@ -5,7 +5,7 @@ in OUT, so the same command resumes after any stop, first with the trial that ha
 search's seed, the trial's number and earlier values, so stopping does not change the search.
 """
 
-from qerl_lab import exits
+from qerl_lab.system import exits
 
 with exits.starting(__name__):
     import importlib.util
@@ -22,10 +22,10 @@ with exits.starting(__name__):
     from qerl_lab.config.keys import NUMBERS, check_key
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.out import Writes
-    from qerl_lab.disk import lock, make_directory, replace_file
-    from qerl_lab.exits import FAILURE, INTERRUPTED, OK, STOPS
     from qerl_lab.record.directory import RunDirectory
-    from qerl_lab.terminal import columns, near
+    from qerl_lab.system.disk import lock, make_directory, replace_file
+    from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, STOPS
+    from qerl_lab.system.terminal import columns, near
 
 if TYPE_CHECKING:
     from optuna import Study

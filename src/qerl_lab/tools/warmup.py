@@ -5,7 +5,7 @@ Operations are deterministic, so two GPUs of one kind with the same packages mak
 pooled.
 """
 
-from qerl_lab import exits
+from qerl_lab.system import exits
 
 with exits.starting(__name__):
     import copy
@@ -19,7 +19,7 @@ with exits.starting(__name__):
     from pathlib import Path
     from typing import TYPE_CHECKING, Any
 
-    from qerl_lab import tasks, terminal
+    from qerl_lab import tasks
     from qerl_lab.cli.grammar import Command
     from qerl_lab.config.message import first_line
     from qerl_lab.config.model_hash import model_hash
@@ -33,6 +33,7 @@ with exits.starting(__name__):
     from qerl_lab.model import on_disk
     from qerl_lab.record.environment import versions
     from qerl_lab.record.partial import JOURNAL, Unfinished
+    from qerl_lab.system import terminal
     from qerl_lab.tasks.answers.completion import left_to_say
     from qerl_lab.tasks.question_files import is_local, respelled
 

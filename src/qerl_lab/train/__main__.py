@@ -17,13 +17,13 @@ import traceback
 from contextlib import ExitStack
 from pathlib import Path
 
-from qerl_lab import exits, terminal
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
-from qerl_lab.exits import FAILURE, FULL, USAGE
-from qerl_lab.processes import refuse_several
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.system import exits, terminal
+from qerl_lab.system.exits import FAILURE, FULL, USAGE
+from qerl_lab.system.processes import refuse_several
 from qerl_lab.tracking.tracker import DirectoryLost
 from qerl_lab.train.stop import Diverged, Stop
 

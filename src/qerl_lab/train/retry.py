@@ -5,12 +5,13 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from qerl_lab import rollout, terminal
+from qerl_lab import rollout
 from qerl_lab.aqn import Noise
 from qerl_lab.config.message import first_line
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore, refuse_incomplete
+from qerl_lab.system import terminal
 
 T = TypeVar("T")
 

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from qerl_lab import aqn, formats, preflight, tasks, terminal
+from qerl_lab import aqn, formats, preflight, tasks
 from qerl_lab.config.arm import of_run
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import adapter_folder
 from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.evaluate.accuracy import Evaluation, evaluate, together
-from qerl_lab.exits import INTERRUPTED, OK
 from qerl_lab.model import linear, on_disk
 from qerl_lab.model.files import local_folder
 from qerl_lab.model.policy import Policy, begin_with, device_of, load_adapter, save_adapter
@@ -29,6 +28,8 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.sessions import Sessions
 from qerl_lab.report import runs, tables
 from qerl_lab.rollout.engine import EngineFailed
+from qerl_lab.system import terminal
+from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train import health, out_of_memory
 from qerl_lab.train.questions import Cursor, TrainingData, select

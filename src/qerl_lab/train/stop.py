@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Self
 
-from qerl_lab.exits import INTERRUPTED, SIGNALS, heard
+from qerl_lab.system.exits import INTERRUPTED, SIGNALS, heard
 
 
 class Interrupted(Exception):

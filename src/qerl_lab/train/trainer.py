@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 
-from qerl_lab import algorithms, aqn, terminal
+from qerl_lab import algorithms, aqn
 from qerl_lab.algorithms import correction
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
@@ -32,6 +32,7 @@ from qerl_lab.model.policy import Policy, save_adapter
 from qerl_lab.record import checkpoint
 from qerl_lab.record.metrics import METRICS
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
+from qerl_lab.system import terminal
 from qerl_lab.train import packing
 from qerl_lab.train.grpo_config import grpo_config
 from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts, probe

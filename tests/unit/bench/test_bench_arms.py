@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from bench_jobs import ARCHITECTURE
-from qerl_lab import exits
 from qerl_lab.bench import __main__ as command
 from qerl_lab.bench import arm_processes, one_arm
 from qerl_lab.bench.bench_options import TRL, VLLM, RolloutOptions, StepOptions, arm_of, check
 from qerl_lab.config.option import ConfigError
 from qerl_lab.rollout.vllm.base import named_folder
+from qerl_lab.system import exits
 
 
 def test_an_arm_is_a_name_and_words() -> None:

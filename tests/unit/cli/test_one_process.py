@@ -11,10 +11,10 @@ from qerl_lab.bench import __main__ as bench
 from qerl_lab.cli import launch, train
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.processes import refuse_several
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
+from qerl_lab.system.processes import refuse_several
 from qerl_lab.train import ranks
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}

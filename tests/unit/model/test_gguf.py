@@ -22,7 +22,6 @@ from qerl_lab.cli.intent import check_all_act
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY, UNPACKED
 from qerl_lab.config.schema import ModelConfig, RunConfig
-from qerl_lab.disk import cache_folder
 from qerl_lab.formats import build as build_format
 from qerl_lab.model import gguf, on_disk, policy
 from qerl_lab.model.files import local_folder
@@ -33,6 +32,7 @@ from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.quantize.quantize_options import check as check_quantize
 from qerl_lab.rollout.vllm.base import folder_of
 from qerl_lab.rollout.vllm_server.server_command import commands
+from qerl_lab.system.disk import cache_folder
 
 CPU = torch.device("cpu")
 NAMES = {

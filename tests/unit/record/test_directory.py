@@ -12,10 +12,10 @@ import pytest
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.exits import FAILURE, INTERRUPTED, OK, USAGE
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.record.folders import first_missing, reserve
+from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
 
 TYPED = Typed("python -m qerl_lab seed=3", ["seed=3"], "adhoc/time")
 

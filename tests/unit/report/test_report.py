@@ -8,12 +8,12 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from qerl_lab import terminal
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import encode
 from qerl_lab.report import curves, palette, plots, runs, tables
 from qerl_lab.report.__main__ import COMMAND as report_command
 from qerl_lab.report.__main__ import ReportOptions
+from qerl_lab.system import terminal
 from qerl_lab.tools.export import COMMAND as export_command
 from qerl_lab.tools.export import ExportOptions
 from qerl_lab.tools.samples import COMMAND as sample_command

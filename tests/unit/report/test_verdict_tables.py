@@ -9,12 +9,12 @@ import pandas as pd
 import pytest
 import yaml
 
-from qerl_lab import exits
 from qerl_lab.config.paths import sha256
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import of_paper
 from qerl_lab.report.verdict_tables import collapses, piped
 from qerl_lab.report.verdicts import judge, printed
+from qerl_lab.system import exits
 from run_directories import make_run
 from simulated_runs import record
 

@@ -11,8 +11,8 @@ import pytest
 
 optuna = pytest.importorskip("optuna")
 
-from qerl_lab import exits  # noqa: E402
 from qerl_lab.config.option import ConfigError  # noqa: E402
+from qerl_lab.system import exits  # noqa: E402
 from qerl_lab.tools import search as command  # noqa: E402
 from qerl_lab.tools.search import OBJECTIVES, SearchOptions, space  # noqa: E402
 

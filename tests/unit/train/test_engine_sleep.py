@@ -10,11 +10,11 @@ import pytest
 from qerl_lab import rollout
 from qerl_lab.aqn import Noise
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.exits import OK
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import EngineFailed, Rollout
 from qerl_lab.rollout.transformers import TransformersEngine
+from qerl_lab.system.exits import OK
 from qerl_lab.train import run as run_module
 from qerl_lab.train.stop import Stop
 

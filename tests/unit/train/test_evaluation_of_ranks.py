@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab import tasks, terminal
+from qerl_lab import tasks
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate.accuracy import seed_of
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling
+from qerl_lab.system import terminal
 from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train.questions import select
 from qerl_lab.train.ranks import ALONE, Ranks

@@ -15,11 +15,11 @@ from qerl_lab import rollout, tasks
 from qerl_lab.aqn import Noise, level
 from qerl_lab.aqn.solver import adapted
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.exits import INTERRUPTED, OK
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
+from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.train import run as run_module
 from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts
 from qerl_lab.train.questions import Cursor, select

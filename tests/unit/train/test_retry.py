@@ -13,10 +13,10 @@ import pytest
 from failing_engines import Plan
 from qerl_lab import rollout
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.exits import INTERRUPTED, OK
 from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import EngineFailed
+from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.train import run as run_module
 from qerl_lab.train.step import sampling
 from qerl_lab.train.stop import Diverged, Stop

@@ -11,12 +11,12 @@ import torch
 from qerl_lab import rollout
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.exits import INTERRUPTED, OK
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.rollout.transformers import TransformersEngine
+from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.train import run as run_module
 from qerl_lab.train.stop import Diverged, Interrupted, Stop
 

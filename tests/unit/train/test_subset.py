@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.exits import INTERRUPTED, OK
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.train import run as run_module
 from qerl_lab.train.stop import Stop
 from repeated import lines_of

@@ -17,8 +17,8 @@ from torch import Tensor
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.disk import let_read
 from qerl_lab.rollout.engine import Sampling
+from qerl_lab.system.disk import let_read
 
 WORKER = "qerl_lab.rollout.vllm.worker.NormWorker"
 FLOAT32_NORMS = "qerl_lab_float32_norms"  # key in additional_config
