@@ -176,16 +176,19 @@ def test_arms_side_by_side_measure_in_turn_once_every_one_is_built_or_dead(
         monkeypatch,
         "name = job['arm']['name']; began = time.time()\n"
         "if name == 'nvfp4': sys.exit(3)\n"
-        "time.sleep(60 if name == 'bf16' else 0.5); built = time.time(); wait_for_turn()\n"
+        "pid = Path(job['folder'], 'pid of the late arm')\n"
+        "if name == 'bf16': pid.write_text(str(os.getpid())); time.sleep(60)\n"
+        "time.sleep(0.5); built = time.time(); wait_for_turn()\n"
         "if name == 'nf4': os.kill(os.getpid(), 9)\n"
         "first = time.time(); time.sleep(0.3)\n"
-        "write({'began': began, 'built': built, 'first': first, 'last': time.time()})",
+        "beside = pid.exists() and Path('/proc', pid.read_text()).exists()\n"
+        "write({'began': began, 'built': built, 'first': first, 'last': time.time(), 'beside': beside})",
     )
     names = ["bf16_stock", "bf16", "nvfp4", "nf4", "qlora_stock", "mxfp4"]
     options = RolloutOptions(arms=names, ranks=[2], side_by_side=5, timeout_minutes=0.08, **small)
     stock, late, nvfp4, nf4, qlora, mxfp4 = arm_processes.run(options)
     assert [row["arm"] for row in (stock, late, nvfp4, nf4, qlora, mxfp4)] == names
-    assert late["died"] == "took longer than timeout_minutes=0.08"
+    assert (late["died"], stock["beside"]) == ("took longer than timeout_minutes=0.08", False)
     assert (nvfp4["died"], nf4["died"][:17]) == ("exit status 3, and no row", "ended by signal 9")
     assert qlora["began"] < stock["built"], "they are built at once"
     assert max(stock["built"], qlora["built"]) < stock["first"], "none measures while another is built"
