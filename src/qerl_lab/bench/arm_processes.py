@@ -128,7 +128,7 @@ def measure(jobs: Sequence[Job]) -> Iterator[Row]:
         deadline = time.monotonic() + seconds
         statuses = [wait(ranks, deadline, Path(job.turn, READY)) for job, ranks in started]
         for (job, ranks), status in zip(started, statuses, strict=True):
-            if Path(job.turn, READY).exists():
+            if Path(job.turn, READY).exists():  # else it died, or took too long to build
                 Path(job.turn, GO).touch()
                 try:
                     status = wait(ranks, time.monotonic() + seconds)
@@ -156,7 +156,7 @@ def start(job: Job, ranks: list[Process]) -> None:
 def wait(ranks: Sequence[Process], deadline: float, ready: Path | None = None) -> int | None:
     """Wait for all ranks, the first that fails, or the file `ready`. Return the exit status of the failed one, else 0.
 
-    At the deadline of `time.monotonic` kill all ranks, and return None.
+    `deadline` is a time of `time.monotonic`; after it kill all ranks, and return None.
     """
     while True:
         codes = [rank.poll() for rank in ranks]
