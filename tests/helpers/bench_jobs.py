@@ -10,7 +10,7 @@ import torch
 
 from qerl_lab import formats
 from qerl_lab.bench import random_model
-from qerl_lab.bench.arm_config import Job
+from qerl_lab.bench.arm_config import GO, Job
 from qerl_lab.bench.bench_options import TRL, VLLM, RolloutOptions, StepOptions, arm_of
 from qerl_lab.config.schema import FormatConfig
 
@@ -28,7 +28,8 @@ def job(folder: Path, arm: str, options: RolloutOptions | StepOptions, rank: int
     mean_tokens = 0 if is_rollout else options.mean_tokens
     random_model.write(folder / "model", ARCHITECTURE, built, torch.device("cpu"), mean_tokens)
     random_model.write_adapter(folder / "adapter", ARCHITECTURE, rank)
-    name, parts = "rollout" if is_rollout else "step", [str(folder / part) for part in ("model", "adapter")]
+    name, parts = "rollout" if is_rollout else "step", [str(folder / part) for part in ("model", "adapter", "adapter")]
+    (folder / "adapter" / GO).touch()
     return Job(name, read, rank, ARCHITECTURE, *parts, options=asdict(options))
 
 

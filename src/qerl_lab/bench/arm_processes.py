@@ -1,7 +1,8 @@
 """Measure each arm in its own process, which frees all its memory. A dead arm yields a row with the reason.
 
-The process is `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl PARENT`. Arms of one format share a checkpoint,
-which is removed after the last of them.
+The process is `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl PARENT`. Building takes longer than measuring, so
+`side_by_side` arms are built at once, and then measure one after another. Arms of one format share a checkpoint, which
+is removed after the last of them.
 """
 
 import json
@@ -10,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -19,7 +21,7 @@ import torch
 
 from qerl_lab import formats
 from qerl_lab.bench import random_model
-from qerl_lab.bench.arm_config import Job, arm_config
+from qerl_lab.bench.arm_config import GO, PAUSE, READY, Job, arm_config
 from qerl_lab.bench.bench_options import TRL, VLLM, Arm, RolloutOptions, Row, StepOptions, arm_of
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.option import ConfigError
@@ -30,7 +32,8 @@ from qerl_lab.train import ranks
 
 SCRATCH = f"qerl-lab-bench-{socket.gethostname()}"  # per host: a lock shows live processes of one machine only
 LINES = 40  # log lines kept if a process died without a reason
-PAUSE = 0.05  # seconds between two looks at a process
+JOB, ROWS, LOG = "job.json", "rows.jsonl", "log.txt"  # files in the folder of an arm
+Process = subprocess.Popen[bytes]
 
 
 def check(options: RolloutOptions | StepOptions) -> None:
@@ -50,11 +53,12 @@ def check(options: RolloutOptions | StepOptions) -> None:
         built = formats.build(FormatConfig(name=name))
         _, shards = random_model.plan(ARCHITECTURES[options.model], built, torch.device("cpu"))
         size[name] = sum(shard.bytes for shard in shards)
-    largest = max(size, key=size.__getitem__)
-    free, asked = shutil.disk_usage(scratch).free, 1.02 * size[largest]  # 2% for adapter and tokenizer
+    at_once = [sorted({arm.format for arm, _ in lot}) for lot in lots(options)]
+    needed, largest = max((sum(size[name] for name in names), names) for names in at_once)
+    free, asked = shutil.disk_usage(scratch).free, 1.02 * needed  # 2% for adapter and tokenizer
     if free < asked:
         raise ConfigError(
-            f"scratch={scratch} has {free / 1e9:.1f} GB free, and {options.model} in {largest} takes "
+            f"scratch={scratch} has {free / 1e9:.1f} GB free, and {options.model} in {' and '.join(largest)} takes "
             f"{asked / 1e9:.1f} GB: {(asked - free) / 1e9:.1f} GB are missing. Type scratch=DIR of a larger disk."
         )
 
@@ -67,21 +71,30 @@ def arms(options: RolloutOptions | StepOptions) -> list[Arm]:
     return sorted(every, key=lambda arm: order.index(arm.format))
 
 
+def lots(options: RolloutOptions | StepOptions) -> list[list[tuple[Arm, int]]]:
+    """Split all pairs of arm and rank into lots that are built at once."""
+    pairs, size = [(arm, rank) for arm in arms(options) for rank in options.ranks], options.side_by_side
+    return [pairs[first : first + size] for first in range(0, len(pairs), size)]
+
+
 def run(options: RolloutOptions | StepOptions) -> Iterator[Row]:
     """Yield the rows of every arm and rank. The last row of a dead arm has the reason as `died`."""
-    architecture, written = ARCHITECTURES[options.model], ""
+    architecture, written = ARCHITECTURES[options.model], set[str]()
     with named_folder(SCRATCH, Path(options.scratch)) as scratch:
         for rank in options.ranks:
             random_model.write_adapter(scratch / f"rank{rank}", architecture, rank)
-        for arm in arms(options):
-            if arm.format != written:
-                if written:
-                    shutil.rmtree(scratch / written)
-                written = arm.format
-                write_checkpoint(scratch / written, written, options)
-            for rank in options.ranks:
+        for lot in lots(options):
+            needed = {arm.format for arm, _ in lot}
+            for name in written - needed:
+                shutil.rmtree(scratch / name)
+            for name in sorted(needed - written):
+                write_checkpoint(scratch / name, name, options)
+            written, jobs = needed, list[Job]()
+            for arm, rank in lot:
                 folders = str(scratch / arm.format), str(scratch / f"rank{rank}")
-                yield from measure(Job(options.BENCHMARK, arm, rank, architecture, *folders, asdict(options)), scratch)
+                turn = tempfile.mkdtemp(prefix="arm-", dir=scratch)
+                jobs.append(Job(options.BENCHMARK, arm, rank, architecture, *folders, turn, asdict(options)))
+            yield from measure(jobs)
 
 
 def write_checkpoint(folder: Path, weight_format: str, options: RolloutOptions | StepOptions) -> None:
@@ -103,54 +116,80 @@ def environments(arm: Arm) -> list[dict[str, str]]:
     return [shown | rank for rank in rank_variables(arm.gpus)]
 
 
-def measure(job: Job, scratch: Path) -> Iterator[Row]:
-    """Run the process of an arm, with `gpus=N` its N ranks, the first of which writes the rows; yield these.
+def measure(jobs: Sequence[Job]) -> Iterator[Row]:
+    """Start all jobs. When each is built or dead, let one after another measure, and yield its rows.
 
     Ctrl-C yields the rows so far, then is raised.
     """
-    asked, file, log = (scratch / name for name in ("job.json", "rows.jsonl", "log.txt"))
-    asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
-    file.write_text("", encoding="utf-8")
-    command = [sys.executable, "-m", "qerl_lab.bench.one_arm", str(asked), str(file), str(os.getpid())]
-    minutes = job.options["timeout_minutes"]
-    children: list[subprocess.Popen[bytes]] = []
+    seconds, started = 60 * jobs[0].options["timeout_minutes"], [(job, list[Process]()) for job in jobs]
     try:
-        with log.open("w", encoding="utf-8") as out:
-            for variables in environments(job.arm):
-                children.append(subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | variables))
-        status = wait(children, minutes)
-    except KeyboardInterrupt:
-        yield from rows_in(file)
-        raise
+        for job, ranks in started:
+            start(job, ranks)
+        deadline = time.monotonic() + seconds
+        statuses = [wait(ranks, deadline, Path(job.turn, READY)) for job, ranks in started]
+        for (job, ranks), status in zip(started, statuses, strict=True):
+            if Path(job.turn, READY).exists():  # else it died, or took too long to build
+                Path(job.turn, GO).touch()
+                try:
+                    status = wait(ranks, time.monotonic() + seconds)
+                except KeyboardInterrupt:
+                    yield from rows_so_far(job)
+                    raise
+            yield from rows_at_end(job, status)
     finally:
-        for child in children:
-            child.kill()
-            child.wait()
+        for _, ranks in started:
+            end(ranks)
         remove_left(IN_MEMORY, OF_RUNS)
-    rows = rows_in(file)
+
+
+def start(job: Job, ranks: list[Process]) -> None:
+    """Start the process of an arm, with `gpus=N` its N ranks, the first of which writes the rows. Append to `ranks`."""
+    asked, rows, log = (Path(job.turn, name) for name in (JOB, ROWS, LOG))
+    asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
+    rows.write_text("", encoding="utf-8")
+    command = [sys.executable, "-m", "qerl_lab.bench.one_arm", str(asked), str(rows), str(os.getpid())]
+    with log.open("w", encoding="utf-8") as out:
+        for variables in environments(job.arm):
+            ranks.append(subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | variables))
+
+
+def wait(ranks: Sequence[Process], deadline: float, ready: Path | None = None) -> int | None:
+    """Wait for all ranks, the first that fails, or the file `ready`. Return the exit status of the failed one, else 0.
+
+    `deadline` is a time of `time.monotonic`; after it kill all ranks, and return None.
+    """
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if None not in codes or any(codes) or (ready and ready.exists()):
+            return next((code for code in codes if code), 0)
+        if time.monotonic() > deadline:
+            end(ranks)
+            return None
+        time.sleep(PAUSE)
+
+
+def end(ranks: Sequence[Process]) -> None:
+    """Kill all ranks."""
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+
+
+def rows_so_far(job: Job) -> list[Row]:
+    """Read the rows written so far, without an incomplete last line."""
+    whole, _, _ = Path(job.turn, ROWS).read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def rows_at_end(job: Job, status: int | None) -> Iterator[Row]:
+    """Yield the rows of an ended job, and one with the reason if it died."""
+    rows = rows_so_far(job)
     yield from (row for row in rows if "died" not in row)
     if said_why := dead(rows):
         yield said_why[0]  # the other ranks died of the first
     elif status != 0 or not rows:
-        tail = log.read_text("utf-8", "replace").splitlines()[-LINES:]
-        yield job.about | {"died": why(status, minutes, bool(rows)), "log": "\n".join(tail)}
-
-
-def wait(children: Sequence[subprocess.Popen[bytes]], minutes: float) -> int | None:
-    """Wait for all ranks, or for the first that fails; return its exit status, else 0; None after `minutes`."""
-    deadline = time.monotonic() + 60 * minutes
-    while time.monotonic() < deadline:
-        codes = [child.poll() for child in children]
-        if None not in codes or any(codes):
-            return next((code for code in codes if code), 0)
-        time.sleep(PAUSE)
-    return None
-
-
-def rows_in(file: Path) -> list[Row]:
-    """Read the rows written so far, without an incomplete last line."""
-    whole, _, _ = file.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+        tail = Path(job.turn, LOG).read_text("utf-8", "replace").splitlines()[-LINES:]
+        yield job.about | {"died": why(status, job.options["timeout_minutes"], bool(rows)), "log": "\n".join(tail)}
 
 
 def why(status: int | None, timeout_minutes: float, has_rows: bool) -> str:

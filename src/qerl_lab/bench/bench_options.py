@@ -73,9 +73,14 @@ class RolloutOptions:
     prompt: int = option(256, "tokens of a prompt", at_least=1, at_most=30_000)
     new: int = option(512, "tokens of a completion, none ends earlier", at_least=2, at_most=30_000)
     repeats: int = option(3, "timed calls of each kind, after one that is not", at_least=1)
+    side_by_side: int = option(
+        1, "arms that are built at once, where the GPU holds them all; each measures alone", at_least=1, at_most=64
+    )
     kernels: bool = option(False, "then where the GPU's time of a token goes, kernel by kernel, by torch's profiler")
     scratch: str = option("/dev/shm", "directory for the checkpoints of arms at hand; they are removed")
-    timeout_minutes: float = option(30, "an arm that takes longer is ended", above=0, at_most=100_000)
+    timeout_minutes: float = option(
+        30, "an arm that takes longer to build, or to measure, is ended", above=0, at_most=100_000
+    )
     out: str = option("results/bench/rollout", OUT)
 
 
@@ -102,12 +107,19 @@ class StepOptions:
     rank: int = option(32, "rank of the adapters", at_least=1, at_most=512)
     steps: int = option(3, "timed steps of each arm, after one that is not", at_least=1)
     scratch: str = option("/dev/shm", "directory for the checkpoint, one at a time; it is removed")
-    timeout_minutes: float = option(30, "an arm that takes longer is ended", above=0, at_most=100_000)
+    timeout_minutes: float = option(
+        30, "an arm that takes longer to build, or to measure, is ended", above=0, at_most=100_000
+    )
     out: str = option("results/bench/step", OUT)
 
     @property
     def ranks(self) -> list[int]:
         return [self.rank]
+
+    @property
+    def side_by_side(self) -> int:
+        """Return 1: a step uses all of the GPU's memory."""
+        return 1
 
 
 AnyOptions = LinearOptions | DecodeOptions | TrainStepOptions | RolloutOptions | StepOptions

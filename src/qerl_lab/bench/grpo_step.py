@@ -37,6 +37,7 @@ def rows(job: Job) -> Iterator[Row]:
     ranks = join(cfg, device_of(cfg.device))
     policy, engine, about = lab.build(job)
     try:
+        job.wait_for_turn()
         with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder, Clocks() as clocks:
             trainer = LabTrainer(
                 cfg, policy, engine, questions(job), Path(folder),

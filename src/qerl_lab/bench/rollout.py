@@ -33,15 +33,17 @@ class Sampler(Protocol):
 
 
 def rows(job: Job) -> Iterator[Row]:
-    """Build the arm's engine, and yield a row per batch size."""
+    """Build the arm's engine, wait for the arm's turn, and yield a row per batch size."""
     if job.arm.is_baseline:
         from qerl_lab.bench.stock_vllm import StockSampler
 
-        yield from measure(StockSampler(job), job)
+        sampler: Sampler = StockSampler(job)
     else:
         from qerl_lab.bench.lab import LabSampler
 
-        yield from measure(LabSampler(job), job)
+        sampler = LabSampler(job)
+    job.wait_for_turn()
+    yield from measure(sampler, job)
 
 
 def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
@@ -61,7 +63,8 @@ def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
         yield {
             "batch": batch, "prompt": options["prompt"], "new": options["new"], "repeats": options["repeats"], **timed,
             **about, **sampler.row, **held, "peak_gib": peak_gib(), **clocks.row,
-            "used_gib": used_gib(), **where,
+            "used_gib": used_gib() if options["side_by_side"] == 1 else None,  # else it would count all arms
+            **where,
         }  # fmt: skip
 
 

@@ -65,6 +65,7 @@ def rows(job: Job) -> Iterator[Row]:
         )
         start = time.perf_counter() - started
         base = sum(held(p) for p in trainer.model.parameters() if not p.requires_grad) / GIB
+        job.wait_for_turn()
         with Clocks() as clocks:
             trainer.train()
     about: Row = {"start_seconds": start, "policy_gib": base}

@@ -78,7 +78,11 @@ def test_a_scratch_without_room_says_how_much_is_missing(monkeypatch: pytest.Mon
     options = RolloutOptions(arms=["nvfp4", "bf16_stock"], scratch="/tmp")
     with pytest.raises(ConfigError, match=r"6\.0 GB free, and qwen2\.5-7b in bf16 takes 15\.5 GB: 9\.5 GB are missing"):
         arm_processes.check(options)
-    arm_processes.check(RolloutOptions(arms=["nvfp4"], scratch="/tmp"))
+    options.arms = ["nvfp4", "mxfp4"]
+    arm_processes.check(options)  # one after the other
+    options.side_by_side = 2
+    with pytest.raises(ConfigError, match=r"qwen2\.5-7b in mxfp4 and nvfp4 takes 11\.\d GB"):
+        arm_processes.check(options)
 
 
 def test_an_arm_sees_the_gpus_that_it_takes_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,11 +125,14 @@ def test_words_that_do_not_fit_are_refused_before_a_checkpoint_is_written(
 
 
 def plays(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Have `script` run in the place of the process of an arm; it finds `job`, and `write(row)`."""
+    """Run `script` in place of an arm's process; it can use `job`, `write(row)` and `wait_for_turn()`."""
     opening = (
         "import json, os, sys, time; from pathlib import Path; job = json.loads(Path(sys.argv[1]).read_text())\n"
         "def write(row): print(json.dumps({'arm': job['arm']['name'], 'rank': job['rank'], **row}), "
         "file=open(sys.argv[2], 'a'), flush=True)\n"
+        "def wait_for_turn():\n"
+        "    Path(job['turn'], 'ready').touch()\n"
+        "    while not Path(job['turn'], 'go').exists(): time.sleep(0.01)\n"
     )
     real = subprocess.Popen
 
@@ -147,7 +154,7 @@ def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
         "adapter = json.loads(Path(job['adapter'], 'adapter_config.json').read_text())\n"
         "write({'pid': os.getpid(), 'adapter': adapter['r'],"
         " 'method': config.get('quantization_config', {}).get('quant_method'),"
-        " 'beside': sorted(p.name for p in Path(job['folder']).parent.iterdir() if p.is_dir())})",
+        " 'beside': sorted(p.name for p in Path(job['folder']).parent.iterdir() if p.name[:4] != 'arm-')})",
     )
     options = RolloutOptions(arms=["bf16_stock", "nvfp4", "qlora_stock"], ranks=[2, 4], **small)
     rows = list(arm_processes.run(options))
@@ -160,6 +167,32 @@ def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
     assert [row["beside"] for row in rows][::2] == [["bf16", "rank2", "rank4"], ["nvfp4", "rank2", "rank4"],
                                                     ["nf4", "rank2", "rank4"]]  # fmt: skip
     assert list(Path(small["scratch"]).iterdir()) == []
+
+
+def test_arms_side_by_side_measure_in_turn_once_every_one_is_built_or_dead(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plays(
+        monkeypatch,
+        "name = job['arm']['name']; began = time.time()\n"
+        "if name == 'nvfp4': sys.exit(3)\n"
+        "pid = Path(job['folder'], 'pid of the late arm')\n"
+        "if name == 'bf16': pid.write_text(str(os.getpid())); time.sleep(60)\n"
+        "time.sleep(0.5); built = time.time(); wait_for_turn()\n"
+        "if name == 'nf4': os.kill(os.getpid(), 9)\n"
+        "first = time.time(); time.sleep(0.3)\n"
+        "beside = pid.exists() and Path('/proc', pid.read_text()).exists()\n"
+        "write({'began': began, 'built': built, 'first': first, 'last': time.time(), 'beside': beside})",
+    )
+    names = ["bf16_stock", "bf16", "nvfp4", "nf4", "qlora_stock", "mxfp4"]
+    options = RolloutOptions(arms=names, ranks=[2], side_by_side=5, timeout_minutes=0.08, **small)
+    stock, late, nvfp4, nf4, qlora, mxfp4 = arm_processes.run(options)
+    assert [row["arm"] for row in (stock, late, nvfp4, nf4, qlora, mxfp4)] == names
+    assert (late["died"], stock["beside"]) == ("took longer than timeout_minutes=0.08", False)
+    assert (nvfp4["died"], nf4["died"][:17]) == ("exit status 3, and no row", "ended by signal 9")
+    assert qlora["began"] < stock["built"], "they are built at once"
+    assert max(stock["built"], qlora["built"]) < stock["first"], "none measures while another is built"
+    assert stock["last"] < qlora["first"] < qlora["last"] < mxfp4["began"]
 
 
 @pytest.mark.slow
@@ -270,10 +303,7 @@ def test_a_command_that_is_ended_keeps_its_rows_and_removes_its_checkpoint(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     end = f"os.kill(os.getppid(), {int(number)}); time.sleep(60)"
-    plays(
-        monkeypatch,
-        f"write({{'batch': job['rank']}})\nif job['rank'] == 4: {end}",
-    )
+    plays(monkeypatch, f"wait_for_turn(); write({{'batch': job['rank']}})\nif job['rank'] == 4: {end}")
     monkeypatch.setitem(arm_processes.ARCHITECTURES, "qwen2.5-0.5b", ARCHITECTURE)
     given = {"arms": "[bf16]", "ranks": "[2,4]", **small, "model": "qwen2.5-0.5b"}
     heard = {name: signal.getsignal(name) for name in exits.SIGNALS}
@@ -316,7 +346,7 @@ def test_the_process_of_an_arm_writes_each_row_at_once_and_its_reason(
 ) -> None:
     job = {
         "benchmark": "rollout", "arm": {"name": "bf16", "format": "bf16", "is_baseline": False, "words": {}},
-        "rank": 4, "architecture": ARCHITECTURE, "folder": "", "adapter": "",
+        "rank": 4, "architecture": ARCHITECTURE, "folder": "", "adapter": "", "turn": "",
         "options": {"model": "small"},
     }  # fmt: skip
     (tmp_path / "job.json").write_text(json.dumps(job))

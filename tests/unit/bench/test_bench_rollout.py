@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bench_jobs import ARCHITECTURE, FakeSampler
-from qerl_lab.bench import arm_processes, gpu, rollout
-from qerl_lab.bench.arm_config import Job
+from qerl_lab.bench import arm_processes, gpu, lab, rollout
+from qerl_lab.bench.arm_config import GO, READY, Job
 from qerl_lab.bench.bench_options import RolloutOptions, arm_of
 
 NATS = math.log(300)
@@ -21,8 +21,8 @@ def options(**changes: Any) -> RolloutOptions:
     return RolloutOptions(**{"batches": [2, 4], "prompt": 12, "new": 8, "repeats": 3, "ranks": [4]} | changes)
 
 
-def job_of(changed: RolloutOptions) -> Job:
-    return Job("rollout", arm_of("bf16", {}), 4, ARCHITECTURE, "", "", vars(changed))
+def job_of(changed: RolloutOptions, turn: str = "") -> Job:
+    return Job("rollout", arm_of("bf16", {}), 4, ARCHITECTURE, "", "", turn, vars(changed))
 
 
 def answer(prompts: list[list[int]], new: int) -> list[list[float]]:
@@ -40,6 +40,20 @@ def test_every_call_is_warmed_up_has_new_prompts_and_the_asked_tokens() -> None:
     assert {len(prompt) for prompt in every} == {12}
     assert len({seed for *_, seed in sampler.asked}) == len(sampler.asked) == sampler.renewals
     assert all(row["nats"] == pytest.approx(NATS) for row in rows)
+
+
+def test_a_built_arm_measures_nothing_before_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = FakeSampler(answer)
+
+    def look_again(_: float) -> None:
+        assert (tmp_path / READY).exists()
+        assert not sampler.asked
+        (tmp_path / GO).touch()
+
+    monkeypatch.setattr(lab, "LabSampler", lambda job: sampler)
+    monkeypatch.setattr(time, "sleep", look_again)
+    assert len(list(rollout.rows(job_of(options(), turn=str(tmp_path))))) == 2
+    assert (tmp_path / GO).exists()
 
 
 def test_speeds_are_medians_and_the_first_calls_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
