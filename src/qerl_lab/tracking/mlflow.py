@@ -40,7 +40,7 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "MLFLOW_TRACKING_AUTH": "qerl-lab",  # `BoundedAnswers`
+    "MLFLOW_TRACKING_AUTH": "qerl-lab-bounded-answers",  # `BoundedAnswers`; no word of a message, which `redact` hides
 }
 Point = tuple[str, int, int]  # name, step and unix milliseconds
 

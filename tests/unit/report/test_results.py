@@ -83,7 +83,7 @@ def test_the_files_are_tidy(sweep: Path) -> None:
     assert json.loads(row["settings"])["optim.learning_rate"] == str(config("bf16", 0).optim.learning_rate)
     states = runs.set_index("run")["state"]
     assert states["runs/failed"] == "failed (FloatingPointError: loss is NaN)"
-    assert states["runs/damaged"].startswith("damaged (eval.parquet has the evaluations []")
+    assert states["runs/damaged"].startswith("damaged (eval.parquet is missing")
     assert runs.set_index("run")["arm"].isna().sum() == 3  # failed, damaged, repeated: they count for nothing
     assert set(steps["run"]) == set(asked["run"]) == set(runs.loc[runs["arm"].notna(), "run"])
     assert set(steps.columns) - {"run", "step"} <= set(KEPT)
