@@ -51,8 +51,9 @@ def served(folders: tuple[Path, Path], scratch: Path, how: str) -> dict[str, Ten
     asked, out = scratch / "prompts.json", scratch / f"{how}.json"
     prompts = torch.randint(3, 1024, (4, 120), generator=torch.Generator().manual_seed(1))
     asked.write_text(json.dumps(prompts.tolist()))
-    script = Path(__file__).with_name("vllm_adapter_logprobs.py")
-    command = [sys.executable, str(script), *map(str, folders), str(asked), str(out), how]
+    script = Path(__file__).with_name("vllm_logprobs.py")
+    folder, adapter = map(str, folders)
+    command = [sys.executable, str(script), folder, str(asked), str(out), how, adapter]
     ran = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=400)
     assert ran.returncode == 0, f"{how}:\n{ran.stdout[-3000:]}\n{ran.stderr[-6000:]}"
     return {name: torch.tensor(values) for name, values in json.loads(out.read_text()).items()}

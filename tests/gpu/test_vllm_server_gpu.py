@@ -53,6 +53,6 @@ def test_a_server_samples_from_the_policy(
             out = engine.generate(prompts, 4, Sampling(64, seed=1))
             assert gap(out, distributions(policy, out, held)) < BAND_MAX
         other = config(format__name="bf16" if name != "bf16" else "nvfp4")
-        with pytest.raises(ConfigError, match=f"serves the base in {name}"):
+        with pytest.raises(ConfigError, match=f"has format={name}"):
             rollout.build(other, policy)
         engine.close()

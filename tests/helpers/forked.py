@@ -8,5 +8,5 @@ import multiprocessing
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload([
     "qerl_lab.train.run", "qerl_lab.report.plots", "mlflow.tracking", "mlflow.store.tracking.sqlalchemy_store",
-    "qerl_lab.evaluate.examination", "qerl_lab.quantize.quantize_model",
+    "qerl_lab.evaluate.accuracy_run", "qerl_lab.quantize.quantize_model",
 ])  # fmt: skip

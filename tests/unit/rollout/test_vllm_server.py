@@ -330,6 +330,7 @@ MXFP4 = BY_NAME["mxfp4"].quantization_config(["lm_head"], torch.float32)
         (described(max_lora_rank=1), ["has max_lora_rank=1", "at least 8"]),
         (noisy, ["another weight of model.layers.0.input_layernorm"]),
         (in_bfloat16, ["model.layers.0.input_layernorm in torch.bfloat16", "allowed: torch.float32", "serve_line"]),
+        (answers("qerl_describe", [1]), ["answers what was asked before", "Start it again"]),
         (answers("qerl_norms", {}), ["has no layer model.layers.0.input_layernorm"]),
         (off_by(0.02), ["0.02 nats a token away", "allowed: 0.01"]),
         (fault(COMPLETIONS, refusal(400, "not JSON compliant: nan")), ["nan nats a token away"]),
