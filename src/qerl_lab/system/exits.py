@@ -126,7 +126,7 @@ def _lasting(stream: object, descriptor: int, lost: tuple[int, ...]) -> io.TextI
 
 
 class _Lasting(io.FileIO):
-    lost = LOST
+    lost: tuple[int, ...] = LOST
 
     def write(self, data: Any, /) -> int:
         try:
