@@ -56,8 +56,9 @@ def test_mlflow_receives_everything(run_dir: Path, db: str) -> None:
         for e in MlflowClient(tracking_uri=db).search_experiments(filter_string="name = 'qerl-lab'")
     }
     assert kind == "custom_model_development"  # a plain link opens the page of curves
+    mirror = mlflow_module.MlflowMirror(cfg, RunDirectory(run_dir))
     MlflowClient(tracking_uri=db).set_tag(run.info.run_id, "mlflow.note.content", "look here")
-    resync(RunDirectory(run_dir))
+    mirror.close("FINISHED", {"steps": 39}, 0.0)
     assert runs(db)[0].data.tags["mlflow.note.content"] == "look here"
 
 

@@ -9,7 +9,7 @@ import resource
 from collections.abc import Callable
 from datetime import date, datetime, time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -54,10 +54,11 @@ class Chat:
         """
         said = f"the chat template of {self.tokenizer.name_or_path}"
         if not self._is_tried:
-            _try(lambda: self._text(messages), said)
+            _try(lambda: self._applied(messages, tokenize=False), said)
             self._is_tried = True
         try:
-            text = self._text(messages)
+            text = self._applied(messages, tokenize=False)
+            ids = self._applied(messages, return_dict=True)["input_ids"]
         except Exception as error:  # a template is a program and may raise anything
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ConfigError(
@@ -71,17 +72,18 @@ class Chat:
                     f"{said} leaves out {what}, so that the model would never read it. {remedy}, or put a "
                     "chat_template.jinja into its directory that writes every message."
                 )
-        return cast(list[int], self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return ids
 
-    def _text(self, messages: list[dict[str, str]]) -> str:
+    def _applied(self, messages: list[dict[str, str]], **output: bool) -> Any:
+        """Apply the template: text with tokenize=False, a dict of token ids with return_dict=True."""
+
         def strftime_now(form: str) -> str:  # replaces transformers' own, by which templates ask for the date
             self.writes_date = True
             return datetime.combine(self.day, time()).strftime(form)
 
-        text = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, strftime_now=strftime_now
-        )
-        return cast(str, text)
+        # mistral-common's tokenizers, used where vLLM is installed, refuse unknown variables.
+        dated = {"strftime_now": strftime_now} if "strftime_now" in str(self.tokenizer.chat_template) else {}
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **output, **dated)
 
 
 def _try(write: Callable[[], Any], said: str) -> None:

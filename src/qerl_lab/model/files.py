@@ -136,11 +136,13 @@ def _header(file: Path) -> dict[str, _Stored]:
     """Read the tensor entries of one file in stored order. Raises ValueError, naming the first truncated tensor."""
     entries, begin = header(file)
     entries.pop("__metadata__", None)
-    size, stored = file.stat().st_size, {}
+    size, stored, end = file.stat().st_size, {}, begin
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         if (end := begin + entry["data_offsets"][1]) > size:
             raise ValueError(f"{file} cannot be read: {name} ends at byte {end}, the file at {size} (truncated)")
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"{file}: {name} is in {entry['dtype']}; allowed: {', '.join(DTYPES)}")
         stored[name] = _Stored(file, tuple(entry["shape"]), DTYPES[entry["dtype"]])
+    if end != size:
+        raise ValueError(f"{file} cannot be read: its tensors end at byte {end}, the file at {size}")
     return stored

@@ -31,6 +31,7 @@ SUFFIX = ".gguf"
 DTYPE, BYTES = "bfloat16", 2  # of dequantized weights: the dtype of the policy's base, so that vLLM needs no copy
 LAYOUT = 1  # part of the hash: raise it to unpack every file anew
 STRING, ARRAY = 8, 9  # types of metadata values
+MAX_TEXT_BYTES = 2**24  # a damaged length would fill the memory
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # for `struct`
 USER_DEFINED = 4  # token type: never split, but not a special token
 SPECIAL = {
@@ -84,7 +85,7 @@ def header(file: Path) -> Header:
     try:
         with file.open("rb") as opened:
             return _read_header(opened, file.stat().st_size)
-    except (OSError, ValueError, KeyError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise ConfigError(f"{file} is no GGUF file, or not whole ({first_line(error)}). Download it again.") from None
 
 
@@ -96,7 +97,7 @@ def _read_header(opened: BinaryIO, size: int) -> Header:
         return struct.unpack(f"<{form}", opened.read(struct.calcsize(form)))[0]
 
     def text() -> str:
-        return opened.read(number("Q")).decode()
+        return opened.read(min(number("Q"), MAX_TEXT_BYTES)).decode()
 
     def value(kind: int) -> Any:
         if kind == STRING:
@@ -118,8 +119,10 @@ def _read_header(opened: BinaryIO, size: int) -> Header:
         per_block, block_bytes = GGML_QUANT_SIZES[kind]
         parameters, end = parameters + count, max(end, offset + count // per_block * block_bytes)
         kinds[kind.name] += 1
-    if (end := opened.tell() + end) > size:
-        raise ValueError(f"its tensors end at byte {end} or later, the file at {size}")
+    align = found.get("general.alignment") or 32
+    end += math.ceil(opened.tell() / align) * align
+    if end > size:
+        raise ValueError(f"its tensors end at byte {end}, the file at {size}")
     special = {name: found[key] for name, key in SPECIAL.items() if key in found}
     unsplit = [n for n, kind in enumerate(found.get("tokenizer.ggml.token_type", ())) if kind == USER_DEFINED]
     is_byte_level = found.get("tokenizer.ggml.model") == "gpt2"
@@ -172,7 +175,7 @@ def _make(file: Path, folder: Path, found: Header, alone: bool) -> None:
 def _dequantize(file: Path, folder: Path, found: Header) -> None:
     """Dequantize `file` and write model, tokenizer and `gguf.json` to `folder`."""
     import torch
-    from transformers import TOKENIZER_MAPPING, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import TOKENIZER_MAPPING, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
     from qerl_lab.model.chat import save_tokenizer
 
@@ -181,7 +184,9 @@ def _dequantize(file: Path, folder: Path, found: Header) -> None:
         dtype=getattr(torch, DTYPE), trust_remote_code=False,
     )  # fmt: skip
     # AutoTokenizer alone would read the header once more, to find this class: 14 s for a vocabulary of 150,000.
-    kind = TOKENIZER_MAPPING.get(type(model.config), AutoTokenizer)
+    kind = TOKENIZER_MAPPING.get(type(model.config), object)
+    if not issubclass(kind, PreTrainedTokenizerFast):  # mistral-common's, where vLLM is installed, reads no GGUF
+        kind = AutoTokenizer
     tokenizer = kind.from_pretrained(file.parent, gguf_file=file.name)
     _mend(tokenizer, found)
     model.save_pretrained(folder)

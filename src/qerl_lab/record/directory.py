@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 DONE, FAILED, QUEUED, TYPED = "DONE", "FAILED", "QUEUED", ".typed"
 CONSOLE, MIRROR, EVALUATIONS = "console.txt", "mlflow.json", "eval.parquet"
 ARTIFACTS = (resolved.NAME, "metrics.jsonl", samples.NAME, EVALUATIONS, "curves.png")
+WRITTEN_IN_PLACE = ("", resolved.NAME, "metrics.jsonl", samples.NAME, "checkpoints", "adapter")
 MARKS = (resolved.NAME, "metrics.jsonl", DONE, FAILED)  # any of them marks a run directory, even a damaged one
 LEFT_BY_A_REFUSED_RUN = {
     resolved.NAME, QUEUED, TYPED, FAILED, "env.json", "code.diff", "sessions.json", CONSOLE,
@@ -215,8 +216,8 @@ class RunDirectory:
 
     def check(self) -> None:
         """Raise ConfigError if the directory is not writable or its files are not a run's. Fast: reads little."""
-        for path in (self.path, *self.path.iterdir()):
-            if not os.access(path, os.W_OK):
+        for path in (self.path / name for name in WRITTEN_IN_PLACE):
+            if path.exists() and not os.access(path, os.W_OK):
                 raise ConfigError(f"{path} cannot be written. Make it writable, or copy {self.path} to where it is.")
         self.sessions(), self.mirror()
         self._check_evaluations(is_expected=False)

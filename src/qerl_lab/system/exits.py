@@ -25,6 +25,7 @@ INTERRUPTED = 130  # ended by a signal; the same command, or resume=, continues
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOST = (errno.EPIPE, errno.EIO)  # the pipe has no reader; the terminal is closed
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full; the user's quota is
+LOST_TO_A_RUN = (*LOST, *FULL)  # its record may lie on another disk than its console
 STOPS: list[int] = []  # signals received by a sweep of this process; shows a stop even if the sweep ended as done
 Main = Callable[[list[str]], int]  # words of a command line -> exit code
 _left: list[int] = []  # exit code passed to `leave`
@@ -42,9 +43,9 @@ def starting(module: str) -> Iterator[None]:
         os._exit(INTERRUPTED)
 
 
-def run(main: Main) -> None:
-    """Run a command as the process: survive a lost console, and exit with the command's code."""
-    outlast()
+def run(main: Main, lost: tuple[int, ...] = LOST) -> None:
+    """Run a command as the process, and exit with its code. `lost`: see `outlast`."""
+    outlast(lost)
     sys.excepthook = lambda *about: sys.stderr.write(redact("".join(traceback.format_exception(*about)))) and None
     code = command(main)(sys.argv[1:])
     if code == INTERRUPTED:  # Python may end by the signal itself if it came inside exec()
@@ -98,14 +99,14 @@ def command(main: Main) -> Main:
     return ended
 
 
-def outlast() -> None:
-    """Send stdout and stderr to /dev/null once their reader is gone."""
+def outlast(lost: tuple[int, ...] = LOST) -> None:
+    """Send stdout and stderr to /dev/null after an error of a number in `lost`."""
     for descriptor in (0, 1, 2):  # a closed descriptor would be reused for the next opened file, e.g. a record
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
+    sys.stdout, sys.stderr = _lasting(sys.stdout, 1, lost), _lasting(sys.stderr, 2, lost)
 
 
 def say_now(text: str) -> None:
@@ -114,8 +115,9 @@ def say_now(text: str) -> None:
         os.write(2, f"{text}\n".encode())
 
 
-def _lasting(stream: object, descriptor: int) -> io.TextIOWrapper:
+def _lasting(stream: object, descriptor: int, lost: tuple[int, ...]) -> io.TextIOWrapper:
     raw = _Lasting(descriptor, "w", closefd=False)
+    raw.lost = lost
     if not isinstance(stream, io.TextIOWrapper):  # None if it was closed
         return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", line_buffering=True)
     stream.flush()
@@ -124,11 +126,13 @@ def _lasting(stream: object, descriptor: int) -> io.TextIOWrapper:
 
 
 class _Lasting(io.FileIO):
+    lost: tuple[int, ...] = LOST
+
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in LOST:
+            if error.errno not in self.lost:
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())

@@ -191,7 +191,6 @@ class MlflowMirror:
         directory.note_mirror(run_id=self.run_id, experiment_id=experiment_id)
         self._client.set_tag(self.run_id, "run_dir", str(directory.path.absolute()))  # it may have moved
         self._client.update_run(self.run_id, status="RUNNING")
-        self._tags: dict[str, str] = found.data.tags
         self.known: set[Point] = {
             (name, point.step, point.timestamp)
             for name in found.data.metrics for point in self._client.get_metric_history(self.run_id, name)
@@ -249,7 +248,8 @@ class MlflowMirror:
         artifacts = self._directory.artifacts()
         for path in artifacts:
             self._client.log_artifact(self.run_id, str(path))
-        if result and self._tags.get(DESCRIPTION, RESULT_TABLE).startswith(RESULT_TABLE):
+        now = self._client.get_run(self.run_id).data.tags  # a user may have described the run while it went on
+        if result and now.get(DESCRIPTION, RESULT_TABLE).startswith(RESULT_TABLE):
             self._client.set_tag(self.run_id, DESCRIPTION, described(result))
         self._client.set_terminated(self.run_id, status, int(end_time * 1000))
         return len(artifacts)

@@ -114,6 +114,7 @@ class Tracker:
         self._file = directory.append_metrics(last_step)
         known = directory.mirror() or ({"key": run_key} if run_key else {})
         directory.note_mirror(**known)
+        self.key = str(directory.mirror()["key"])  # of the run in its stores; checkpoints store it
         run_dir = directory.path
         whole = f"{run_dir / 'metrics.jsonl'} is complete."
         self._followers: list[Follower] = []
@@ -144,11 +145,6 @@ class Tracker:
                 self._refuse_moved()
         finally:
             self.finish("FAILED")
-
-    @property
-    def key(self) -> str:
-        """The run's key in its stores; checkpoints store it."""
-        return str(self._directory.mirror()["key"])
 
     @property
     def mirror(self) -> Mirrored | None:

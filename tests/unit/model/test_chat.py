@@ -74,6 +74,20 @@ def test_a_date_is_the_day_that_the_chat_was_given_and_is_said() -> None:
     assert ["2024-07-26" in note for note in own.notes] == [True]
 
 
+def test_a_tokenizer_that_refuses_variables_and_alone_knows_its_ids_is_asked_for_them() -> None:
+    """As mistral-common's, of which the text gives other ids than the chat."""
+
+    class Strict:
+        name_or_path, chat_template = "strict", None
+
+        def apply_chat_template(self, messages: list[dict[str, str]], **given: bool) -> Any:
+            if unknown := given.keys() - {"add_generation_prompt", "tokenize", "return_dict"}:
+                raise ValueError(f"Extra inputs are not permitted: {unknown}")
+            return {"input_ids": [3, 1]} if given.get("tokenize", True) else "".join(m["content"] for m in messages)
+
+    assert Chat(Strict()).prompt_ids(ASKED) == [3, 1]
+
+
 def test_tags_that_are_special_tokens_are_the_models_words(tiny: Any, build_policy: Any) -> None:
     """Only what ends a completion, or pads it, is taken out."""
     policy = build_policy(tiny())

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import TOKENIZER_MAPPING, AutoTokenizer, LlamaConfig
+from transformers.tokenization_mistral_common import MistralCommonBackend
 
 from gguf_files import HEADS, KV_HEADS, write_gguf
 from qerl_lab import preflight
@@ -94,6 +95,14 @@ def test_the_tokenizer_reads_and_writes_as_the_files_own(file: Path) -> None:
         ids = own(text)["input_ids"]
         assert found(text)["input_ids"] == ids
         assert found.decode(ids) == text
+
+
+def test_a_class_of_tokenizers_that_reads_no_gguf_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where mistral-common is installed, as beside vLLM, its class is the one of Mistral's models."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setitem(TOKENIZER_MAPPING._extra_content, LlamaConfig, MistralCommonBackend)
+    write_gguf(tmp_path / "m.gguf")
+    assert (gguf.unpack(tmp_path / "m.gguf") / "tokenizer.json").is_file()
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "bf16"])
@@ -180,6 +189,14 @@ def test_a_file_that_is_not_whole_is_refused_before_a_run_starts(
     cfg.model.path = str(cut)
     with pytest.raises(ConfigError, match="is no GGUF file, or not whole"):
         preflight.check(cfg, tmp_path / "run")
+
+
+def test_a_damaged_length_in_a_header_is_a_damaged_file(file: Path, tmp_path: Path) -> None:
+    whole, damaged, key = file.read_bytes(), tmp_path / "damaged.gguf", b"general.architecture"
+    at = whole.index(key) + len(key)  # of the value's type, after which the text has its length
+    damaged.write_bytes(whole[: at + 4] + b"\xff" * 8 + whole[at + 12 :])
+    with pytest.raises(ConfigError, match="is no GGUF file, or not whole"):
+        gguf.header(damaged)
 
 
 def test_a_file_is_looked_at_without_torch(file: Path, tmp_path: Path) -> None:

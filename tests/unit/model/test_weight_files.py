@@ -95,6 +95,13 @@ def test_a_truncated_shard_is_named_with_the_first_tensor_that_is_not_whole(fold
         WeightFiles(folder)
 
 
+def test_a_shard_that_goes_on_after_its_tensors_is_named(folder: Path) -> None:
+    with (folder / "model-2.safetensors").open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(ValueError, match=r"model-2\.safetensors cannot be read: its tensors end at byte"):
+        WeightFiles(folder)
+
+
 @pytest.mark.parametrize("kept", [0, 5, 60])
 def test_a_shard_truncated_in_its_header_is_named(folder: Path, kept: int) -> None:
     file = folder / "model-1.safetensors"

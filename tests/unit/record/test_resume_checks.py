@@ -40,6 +40,7 @@ def run_dir(tmp_path: Path) -> Path:
     for step in (2, 4):
         save(run_dir, step, cfg)
     (run_dir / "eval.parquet").write_bytes(b"PAR1....PAR1")
+    (run_dir / "notes").symlink_to("nowhere")  # a file of the user's, which the run never writes
     return run_dir
 
 

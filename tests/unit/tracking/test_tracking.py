@@ -227,6 +227,13 @@ def test_a_write_cut_by_a_full_disk_is_an_error(cfg: RunConfig, tmp_path: Path) 
     assert is_told_in_a_line(found.value)
 
 
+def test_a_run_keeps_its_key_when_mlflow_json_is_moved_away(cfg: RunConfig, tmp_path: Path) -> None:
+    tracker = Tracker(cfg, RunDirectory(tmp_path))
+    key = RunDirectory(tmp_path).mirror()["key"]
+    (tmp_path / "mlflow.json").unlink()
+    assert tracker.key == key
+
+
 @pytest.mark.parametrize("moved", [True, False])
 def test_a_directory_that_is_moved_or_removed_is_noticed_at_the_next_step(
     cfg: RunConfig, tmp_path: Path, moved: bool
