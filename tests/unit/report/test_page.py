@@ -152,7 +152,7 @@ def test_where_no_run_finished_the_page_says_so(
     monkeypatch.chdir(tmp_path)
     (make_run(tmp_path / "damaged" / "a", "bf16", 0) / "eval.parquet").unlink()
     assert main(["damaged", "out=results/damaged"]) == 0
-    assert "damaged/a: damaged (eval.parquet " in capsys.readouterr().out
+    assert "damaged/a: damaged (eval.parquet is missing" in capsys.readouterr().out
     assert main(["results/damaged", "out=results/damaged"]) == 0
     (make_run(tmp_path / "runs" / "stopped", "bf16", 0) / "DONE").unlink()
     assert main(["runs", "out=results/mine"]) == 0
