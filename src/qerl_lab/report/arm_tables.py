@@ -8,12 +8,10 @@ import numpy as np
 import pandas as pd
 
 from qerl_lab.report import reference, stats, verdict_tables
-from qerl_lab.report.arms import Run
-from qerl_lab.report.claims import Settings
 from qerl_lab.report.comparison import BASELINE, Comparison, matrix
 from qerl_lab.report.diagnostics import retention
 from qerl_lab.report.measures import MEASURES, SHARED, Unmeasured, shared_machines
-from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, answers, growth, in_figure_5
+from qerl_lab.report.printed_arms import answers, growth, in_figure_5
 from qerl_lab.report.runs import Record
 from qerl_lab.report.table import NONE, Rows, Table, in_words, number, without_empty_columns
 from qerl_lab.report.verdict_tables import cell, of_seeds
@@ -28,10 +26,9 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
     against = []
     if len(comparison.arms) > 1:
         against = [_differences(comparison, baseline) if baseline else Table("Differences", "", [["arm"]], NO_BASELINE)]
-    of_bigmath = [_table_2(comparison)] if any(run.value("task.name") == BIGMATH for run in comparison.started) else []
     entropies, speeds = _entropies(comparison, baseline), _throughput(comparison, baseline)
     grown = growth(comparison, lambda differences: _difference(differences, ratio=False))
-    return [_accuracies(comparison), *against, *grown, entropies, retention(comparison), speeds, *of_bigmath]
+    return [_accuracies(comparison), *against, *grown, entropies, retention(comparison), speeds]
 
 
 def _accuracies(comparison: Comparison) -> Table:
@@ -54,59 +51,6 @@ def _accuracies(comparison: Comparison) -> Table:
         rows,
         f"Left out: {in_words(empty)}, since {why}." if empty else "",
     )
-
-
-SIZES = ("7B", "14B", "32B")
-BENCHMARKS = ("MATH500", "AIME24", "AIME25", "AMC23", "average of 4")
-# Rows of Table 2 as (method, weight format), each with the settings of our matching arm.
-TABLE_2: tuple[tuple[tuple[str, str], Settings | None], ...] = (
-    (("none", "BF16"), None),
-    (("none", "NVFP4"), None),
-    (("Full", "BF16"), None),
-    *((row, settings) for settings, row in TABLE_1 if row[1] in ("BF16", "NVFP4")),
-)
-
-
-def _table_2(comparison: Comparison) -> Table:
-    head = ["model, method, format", *(f"{name}, %" for name in BENCHMARKS), "ours: finished", "ours: BigMath, after"]
-    with_runs = [size for size in SIZES if any(_is_of(run, size) for run in comparison.started)]
-    without = [size for size in SIZES if size not in with_runs]
-    return Table(
-        "BigMath, the paper's Table 2",
-        "Paper: one run each; method none is untrained. Ours: accuracy on held-out BigMath questions after runs of "
-        "task=bigmath with that model, mean [95% interval] (seeds). The paper's benchmarks are other questions; "
-        "measure them with python -m qerl_lab.evaluate accuracy. To make the runs: "
-        "python -m qerl_lab +sweeps=paper_table2.",
-        [head, *(row for size in with_runs for row in _rows_of_table_2(comparison, size))],
-        f"Left out: Qwen2.5 at {in_words(without)}, not trained on BigMath here." if without else "",
-    )
-
-
-def _rows_of_table_2(comparison: Comparison, size: str) -> Iterator[list[str]]:
-    for (method, weight_format), settings in TABLE_2:
-        where = {"table": "Table 2", "model": f"Qwen2.5-{size}-Instruct", "method": method}
-        printed = [reference.value(**where, weight_format=weight_format, dataset=name) for name in BENCHMARKS]
-        ours = _on_bigmath(comparison, size, settings) if settings else ["not trained here", NONE]
-        yield [f"{size}, {method}, {weight_format}", *(f"{value:.1f}" for value in printed), *ours]
-
-
-def _is_of(run: Run, size: str) -> bool:
-    """Return whether a run trained on BigMath with the paper's model of this size."""
-    return run.value("task.name") == BIGMATH and f"qwen2.5-{size}-".lower() in run.value("model.path").lower()
-
-
-def _on_bigmath(comparison: Comparison, size: str, wanted: Settings) -> list[str]:
-    """Return two cells: how many matching runs finished, and the accuracy of each of their arms."""
-
-    def fits(run: Run) -> bool:
-        return wanted.items() <= run.settings.items() and _is_of(run, size)
-
-    arms = [records for records in comparison.arms.values() if fits(records[0].run)]
-    started = sum(fits(run) for run in comparison.started)
-    if not started:
-        return ["no runs", NONE]
-    after = "; ".join(of_seeds(matrix(records, "after"), stats.SHARE) for records in arms)
-    return [f"{sum(map(len, arms))} of {started}", after or NONE]
 
 
 def _passed(records: Sequence[Record]) -> str:

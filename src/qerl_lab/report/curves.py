@@ -141,7 +141,7 @@ def side_by_side(
                 if seeds := seeds_of(of_curve[of_curve["arm"] == arm]):
                     draw_arm(axis, seeds, styles[arm], text, common=True, bounds=curve.bounds, thin=thin)
             axis.set_title(curve.title, loc="left")
-            axis.set(xlabel="step", ylabel=curve.label)
+            axis.set(xlabel="step", ylabel=curve.label, ylim=_limits(axis.get_ylim(), of_curve["value"], curve))
             axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             axis.yaxis.set_major_formatter(tick)
         figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=per_row)

@@ -3,6 +3,7 @@
 Everything is computed from recorded files: accuracies per question and metrics per step.
 """
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from scipy import stats as distributions
 from qerl_lab.report import palette, stats
 from qerl_lab.report.arms import ABSENT
 from qerl_lab.report.comparison import Comparison, matrix
-from qerl_lab.report.curves import STYLE
+from qerl_lab.report.curves import LEGEND_CHARS, STYLE
 from qerl_lab.report.measures import FALLEN, Unmeasured, collapsed
 from qerl_lab.report.runs import Record
 from qerl_lab.report.stats import Interval, pass_at, powers_of_two
@@ -101,7 +102,7 @@ def draw_passes(comparison: Comparison) -> Figure | None:
             continue
     if not found:
         return None
-    figure, axis, styles = _panel(comparison, len(found))
+    figure, axis, styles = _panel(comparison)
     for place, (arm, by_k) in enumerate(found.items()):
         k, (mean, low, high) = np.array(list(by_k)), np.array(list(by_k.values())).T
         x = k * (1 + 0.02 * (place - (len(found) - 1) / 2))  # offset, so that intervals do not overlap
@@ -123,7 +124,7 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
     table = pd.DataFrame(rows, columns=["arm", "entropy", "gain"]).replace([np.inf, -np.inf], np.nan).dropna()
     if len(table) < 2:
         return None
-    figure, axis, styles = _panel(comparison, table["arm"].nunique())
+    figure, axis, styles = _panel(comparison)
     axis.locator_params(nbins=5)
     for arm, own in table.groupby("arm", sort=False):
         axis.plot(own["entropy"], own["gain"], label=arm, **styles[str(arm)] | {"linestyle": ""})
@@ -153,7 +154,7 @@ def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
                 found[arm] = [detectable(values, int(seeds)) for seeds in SEEDS]
     if not found:
         return None
-    figure, axis, styles = _panel(comparison, len(found))
+    figure, axis, styles = _panel(comparison)
     for arm, effects in found.items():
         axis.plot(SEEDS, effects, label=arm, markevery=6, **styles[arm])
     axis.set(xscale="log", yscale="log")
@@ -164,18 +165,22 @@ def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
     return _finished(figure, f"Detectable difference to {baseline}", "seeds", "held-out accuracy, power 80%")
 
 
-def _panel(comparison: Comparison, lines: int) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:
+def _panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:
     with plt.style.context(STYLE):
-        figure, axis = plt.subplots(figsize=(4.4, 3.1 + 0.19 * lines))
+        figure, axis = plt.subplots(figsize=(4.4, 3.1))
     axis.margins(0.06)
     return figure, axis, palette.styles(palette.formats(comparison.arms))
 
 
 def _finished(figure: Figure, title: str, x: str, y: str) -> Figure:
+    """Label the panel, and add a legend of wrapped names below it, for which the figure becomes higher."""
     (axis,) = figure.axes
+    handles, arms = axis.get_legend_handles_labels()
+    names = [textwrap.fill(arm, LEGEND_CHARS) for arm in arms]
+    figure.set_figheight(3.1 + 0.19 * sum(name.count("\n") + 1 for name in names))
     with plt.style.context(STYLE):
         axis.set_title(title, loc="left", fontsize=plt.rcParams["axes.titlesize"])
         axis.set_xlabel(x, fontsize=plt.rcParams["axes.labelsize"])
         axis.set_ylabel(y, fontsize=plt.rcParams["axes.labelsize"])
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3.7)
+        axis.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3.7)
     return figure

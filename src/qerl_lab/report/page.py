@@ -32,14 +32,12 @@ from qerl_lab.report.arms import FINISHED, stopped
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.runs import Record
 from qerl_lab.report.speed_tables import Speed
-from qerl_lab.report.table import NONE
 from qerl_lab.report.verdicts import Row, Verdict, judge, smallest_as_text
 from qerl_lab.system.disk import replace_file
 from qerl_lab.system.terminal import near
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 LONG = re.compile(r"\S{17,}")  # a word too long for the arm column on a phone
-NUMBER = re.compile(r"[-+]?[\d,]+(?:\.(\d+))?")
 FORMATS = "Weight formats"
 MOST_GROUPS = 4  # most figures of formats on a page
 BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}
@@ -150,7 +148,7 @@ def html(
     of_verdict = Counter(row.verdict for row in measured)
     counts = [(n, f"contrast{'s' * (n != 1)} {verdict}") for verdict in Verdict if (n := of_verdict[verdict])]
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {"breakable": breakable, "digits": digits, "filler": filler}
+    environment.filters |= {"breakable": breakable}
     template = environment.from_string(TEMPLATE.read_text("utf-8"))
     return template.render(
         title=f"{title}: a report of {len(found.records) + len(found.damaged)} runs", command=line,
@@ -168,24 +166,6 @@ def html(
 def breakable(text: str) -> str:
     """Escape a cell for HTML and let long keys break after the group and before the value."""
     return LONG.sub(lambda word: re.sub(r"(?<=[a-z])\.(?=[a-z])|=", r"\g<0><wbr>", word[0]), escape(text))
-
-
-def digits(rows: Sequence[Sequence[str]]) -> list[int | None]:
-    """Return each column's most decimals; None for the first column and for columns with text."""
-    found: list[int | None] = [None]
-    columns = list(zip(*rows[1:], strict=True)) or [()] * len(rows[0])
-    for column in columns[1:]:
-        numbers = [NUMBER.fullmatch(cell) for cell in column if cell != NONE]
-        known = [len(number[1] or "") for number in numbers if number]
-        found.append(max(known) if known and all(numbers) else None)
-    return found
-
-
-def filler(cell: str, most: int) -> str:
-    """Return the invisible zeros that pad a number to `most` decimals, so that decimal points align."""
-    whole, point, after = cell.partition(".")
-    missing = ("" if point or not most else ".") + "0" * (most - len(after))
-    return f"<s>{missing}</s>" if missing and whole != NONE else ""
 
 
 def _image(figure: Drawn) -> dict[str, Any]:

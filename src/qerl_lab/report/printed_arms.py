@@ -16,7 +16,7 @@ from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import Record
 from qerl_lab.report.table import NONE, Table
 
-GSM8K, BIGMATH = "gsm8k", "bigmath"  # tasks of the paper's tables
+GSM8K = "gsm8k"  # task of the paper's tables
 Answers = dict[str, tuple[str, str]]  # arm label -> (method, weight format) as in the paper's Table 1
 PLAIN: Settings = {
     "rollout.temperature": "1.0", "algorithm.entropy_coef": "0.0", "algorithm.entropy_target": "None",

@@ -177,46 +177,6 @@ def test_runs_of_another_task_stand_beside_no_accuracy_and_no_entropy_on_gsm8k(t
     assert "paper" not in entropies.about
 
 
-ON_BIGMATH = {"task__name": "bigmath", "model__path": "Qwen/Qwen2.5-7B-Instruct"}
-
-
-def of_bigmath(folder: Path) -> list[Table]:
-    return [one for one in tables(comparison.read([folder]), None) if one.title.startswith("BigMath")]
-
-
-def test_table_2_has_the_paper_s_rows_and_says_where_no_runs_are(tmp_path: Path) -> None:
-    make_run(tmp_path / "0", "nvfp4", 0, **ON_BIGMATH)
-    (table,) = of_bigmath(tmp_path)
-    assert len(table.rows) == 1 + 6
-    assert table.left_out == "Left out: Qwen2.5 at 14B and 32B, not trained on BigMath here."
-    make_run(tmp_path / "1", "nvfp4", 0, **ON_BIGMATH | {"model__path": "Qwen/Qwen2.5-14B-Instruct"})
-    (table,) = of_bigmath(tmp_path)
-    found = cells(table, "14B, QeRL +AQN, NVFP4")
-    assert [found[name] for name in ("MATH500, %", "AIME24, %", "AIME25, %", "AMC23, %", "average of 4, %")] == [
-        "80.2", "17.5", "12.6", "57.5", "42.0",
-    ]  # fmt: skip
-    assert (found["ours: finished"], found["ours: BigMath, after"]) == ("no runs", "-")
-    assert cells(table, "7B, Full, BF16")["ours: finished"] == "not trained here"
-
-
-def test_table_2_is_of_reports_with_runs_on_bigmath_finished_or_not(made: dict[str, Table], tmp_path: Path) -> None:
-    assert of_bigmath(tmp_path) == []
-    (make_run(tmp_path / "stopped", "bf16", 0, **ON_BIGMATH) / "DONE").unlink()
-    (table,) = of_bigmath(tmp_path)
-    assert cells(table, "7B, LoRA, BF16")["ours: finished"] == "0 of 1"
-
-
-def test_table_2_has_runs_on_bigmath_of_that_model(tmp_path: Path) -> None:
-    for seed in range(2):
-        make_run(tmp_path / f"on-{seed}", "nvfp4", seed, after=[0.5, 1.0], before=[0.0, 0.0], **ON_BIGMATH)
-    (make_run(tmp_path / "failed", "nvfp4", 2, **ON_BIGMATH) / "DONE").unlink()
-    make_run(tmp_path / "elsewhere", "nvfp4", 0)
-    (table,) = of_bigmath(tmp_path)
-    found = cells(table, "7B, QeRL w/o AQN, NVFP4")
-    assert (found["ours: finished"], found["ours: BigMath, after"][:5]) == ("2 of 3", "0.750")
-    assert {cells(table, f"7B, {arm}")["ours: finished"] for arm in ("LoRA, BF16", "QeRL +AQN, NVFP4")} == {"no runs"}
-
-
 def test_arms_that_share_no_seed_have_no_difference(tmp_path: Path) -> None:
     for arm, seed in (("bf16", 0), ("nvfp4", 1)):
         make_run(tmp_path / arm, arm, seed)

@@ -160,6 +160,7 @@ def test_an_interval_of_two_seeds_leaves_the_curves_their_room() -> None:
     """It is 12.7 standard errors wide on either side: 63.5 here, where the values go from 1 to 40."""
     table = points(["bf16"], seeds=2)
     table["value"] = table["value"].where(~table["run_id"].str.endswith("1"), table["value"] + 9)
-    low, high = draw(table, REWARD, curves.STEP, None).axes[0].get_ylim()
-    span = table["value"].max() - table["value"].min()
-    assert (low, high) == pytest.approx((table["value"].min() - span / 4, table["value"].max() + span / 4))
+    low, high = table["value"].min(), table["value"].max()
+    beside = curves.side_by_side(table, [REWARD], {"bf16": "bf16"}, palette.styles({"bf16": "bf16"}))
+    for figure in (draw(table, REWARD, curves.STEP, None), beside):
+        assert figure.axes[0].get_ylim() == pytest.approx((low - (high - low) / 4, high + (high - low) / 4))

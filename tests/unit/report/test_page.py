@@ -12,7 +12,7 @@ import pytest
 from qerl_lab.report import comparison
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import of_paper
-from qerl_lab.report.page import breakable, digits, draw_all, filler
+from qerl_lab.report.page import breakable, draw_all
 from qerl_lab.report.speed_tables import WITHOUT
 from run_directories import make_run
 
@@ -88,14 +88,6 @@ def test_a_key_may_break_where_it_is_read_and_stays_escaped() -> None:
     assert breakable("bf16 (optim.learning_rate=0.5, x<y)") == "bf16 (optim.<wbr>learning_rate=<wbr>0.5, x&lt;y)"
     assert breakable("qwen2.5-7b & 0.83x") == "qwen2.5-7b &amp; 0.83x"
     assert breakable("nvfp4 lora=dense") == "nvfp4 lora=dense"  # short words stay whole
-
-
-def test_numbers_of_a_column_have_their_points_below_each_other() -> None:
-    rows = [["arm", "tokens/s", "of BF16", "mean"], ["1", "325.7", "-", "0.1 [0.0, 0.2]"], ["2", "2,471", "-", "-"]]
-    assert digits(rows) == [None, 1, None, None]
-    assert digits(rows[:1]) == [None] * 4
-    assert [filler(row[1], 1) for row in rows[1:]] == ["", "<s>.0</s>"]
-    assert (filler("-1.5", 3), filler("-", 3), filler("7", 0)) == ("<s>00</s>", "", "")
 
 
 def test_the_paper_s_curves_stand_after_ours_and_say_model_and_task(page: str) -> None:
