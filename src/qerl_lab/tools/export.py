@@ -200,7 +200,7 @@ def base_in_words(run: RunConfig) -> str:
 
 
 COMMAND = Command(
-    LINE,
+    f"{LINE} RUN_DIR out=DIR",
     "Write what a run learned for PEFT, transformers and vLLM: an adapter, or a merged model, with a model card",
     ExportOptions,
     export,
