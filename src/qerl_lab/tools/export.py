@@ -54,7 +54,7 @@ def check(options: ExportOptions) -> None:
     run.config()
     if run.status != "done":
         raise ConfigError(
-            f"run={options.run} is {run.status_in_words}, and what it learned is whole when it is done. "
+            f"run={options.run} is {run.status_in_words}; allowed: a finished run. "
             f"Type python -m qerl_lab {resume_word(options.run)} first."
         )
     if not (run.adapter / WEIGHTS).is_file():
