@@ -140,7 +140,7 @@ def test_resume_continues_a_run_that_did_not_finish(capfd):
     steps = RunDirectory(Path("run")).config().steps
     Path(f"run/checkpoints/step-{steps:06d}").mkdir(parents=True)
     assert main(["resume=run"]) == 2
-    said = f"already finished (it has a DONE file). Type steps={2 * steps} beside it to go on to so many, or start"
+    said = f"already finished (it has a DONE file). Type steps={2 * steps} beside it to extend the run, or start"
     assert said in capfd.readouterr().err
 
 

@@ -89,7 +89,7 @@ def resume(run: RunDirectory, typed: Typed, of: SweepJob | None = None) -> int:
     """
     config = run.config()
     if run.status == "done":
-        more = f"Type steps={2 * config.steps} beside it to go on to so many, or start a new run."
+        more = f"Type steps={2 * config.steps} beside it to extend the run, or start a new one."
         raise ConfigError(
             f"resume={run.path}: this run is already finished (it has a DONE file). "
             f"{more if run.last_saved() == config.steps else 'It kept no checkpoint to go on from: start a new run.'}"

@@ -94,7 +94,7 @@ def sigma(options: SigmaOptions) -> None:
 LINE = "python -m qerl_lab.evaluate"
 COMMANDS: dict[str, Command[Any]] = {
     "accuracy": AccuracyCommand(
-        f"{LINE} accuracy",
+        f"{LINE} accuracy RUN_DIR",
         "Accuracy of a run or a model on benchmarks: avg@k and pass@k with intervals, length, truncation.",
         AccuracyOptions,
         accuracy,

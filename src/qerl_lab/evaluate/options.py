@@ -98,9 +98,8 @@ def run_of(options: AccuracyOptions) -> RunDirectory:
         raise ConfigError(f"run={options.run} is no directory of a run. Type one that holds resolved.yaml.")
     if options.adapter and (directory.status != "done" or not (directory.adapter / WEIGHTS).is_file()):
         raise ConfigError(
-            f"run={options.run} has no final adapter ({directory.status_in_words}); allowed: finished runs, whose last "
-            f"step counts and not their best. Type python -m qerl_lab {resume_word(options.run)} first, or "
-            "adapter=false for its base alone."
+            f"run={options.run} has no final adapter ({directory.status_in_words}); allowed: finished runs. "
+            f"Type python -m qerl_lab {resume_word(options.run)} first, or adapter=false for its base alone."
         )
     return directory
 

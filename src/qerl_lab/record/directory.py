@@ -5,7 +5,7 @@ QUEUED                                            the typed command, until the r
 env.json code.diff sessions.json                  where, with what code and when it ran
 metrics.jsonl samples.jsonl eval.parquet          measurements
 checkpoints/ adapter/ curves.png mlflow.json      trained weights, curves, and the MLflow run that mirrors it
-console.txt                                       output of a job that ran in parallel with others
+console.txt                                       output of a job of a sweep
 DONE or FAILED                                    how it ended; neither after an interruption
 """
 

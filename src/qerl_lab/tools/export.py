@@ -54,7 +54,7 @@ def check(options: ExportOptions) -> None:
     run.config()
     if run.status != "done":
         raise ConfigError(
-            f"run={options.run} is {run.status_in_words}, and what it learned is whole when it is done. "
+            f"run={options.run} is {run.status_in_words}; allowed: a finished run. "
             f"Type python -m qerl_lab {resume_word(options.run)} first."
         )
     if not (run.adapter / WEIGHTS).is_file():
@@ -200,7 +200,7 @@ def base_in_words(run: RunConfig) -> str:
 
 
 COMMAND = Command(
-    LINE,
+    f"{LINE} RUN_DIR out=DIR",
     "Write what a run learned for PEFT, transformers and vLLM: an adapter, or a merged model, with a model card",
     ExportOptions,
     export,

@@ -183,7 +183,7 @@ def lose_a_matrix(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (drop, "has no final adapter (done); allowed: finished runs, whose last step counts and not their best."),
+        (drop, "has no final adapter (done); allowed: finished runs."),
         (lambda copy: (copy / "DONE").unlink(), "resume='RUN' first, or adapter=false"),
         (cut, "model.safetensors cannot be read (Error while deserializing header: "),
         (lose_a_matrix, "is of another model or rank: 1 matrices differ, the first base_model"),

@@ -242,6 +242,6 @@ def test_a_run_that_is_not_done_is_refused_and_an_export_replaced(
     assert not (made / "mark").exists()
     (tmp_path / "run" / "DONE").unlink()
     unfinished = (tmp_path / "run").rename(tmp_path / "a run")
-    with pytest.raises(ConfigError, match="is interrupted, or still running, and what it learned is whole") as told:
+    with pytest.raises(ConfigError, match="is interrupted, or still running; allowed: a finished run") as told:
         check(ExportOptions(run=str(unfinished), out=str(tmp_path / "other")))
     assert f"Type python -m qerl_lab resume='{unfinished}' first." in str(told.value)
