@@ -36,7 +36,7 @@ signals = []
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda n, frame: signals.append(n))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-sweep = os.path.dirname(run_dir)
+sweep = os.path.dirname(os.path.abspath(run_dir))
 claimed = [name for name in sorted(os.listdir(sweep)) if os.path.exists(os.path.join(sweep, name, "resolved.yaml"))]
 seen = {"environment": dict(os.environ), "files": sorted(os.listdir(run_dir)), "pid": os.getpid(), "claimed": claimed}
 write("seen.json", json.dumps(seen))
