@@ -64,12 +64,12 @@ def log(tracker: Tracker, steps: range, shift: float = 0.0) -> None:
 
 
 def track(
-    run_dir: Path, uri: str | None, steps: range, status: str = "FINISHED", last_step: int = 0, shift: float = 0.0,
+    run_dir: Path, uri: str | None, logged: range, status: str = "FINISHED", last_step: int = 0, shift: float = 0.0,
     **changes: Any,
 ) -> Tracker:  # fmt: skip
     """Log these steps as a run does, to its end."""
     tracker = Tracker(config(run_dir, uri, **changes), RunDirectory(run_dir), last_step=last_step)
-    log(tracker, steps, shift)
+    log(tracker, logged, shift)
     tracker.finish(status)
     return tracker
 
