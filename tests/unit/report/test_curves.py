@@ -97,7 +97,8 @@ def test_arms_share_panels_that_can_be_read() -> None:
 def test_an_arm_looks_alike_in_all_figures_of_a_few_arms() -> None:
     """Of sigma an arm without noise is not drawn, which leaves its look to no other."""
     arms = ["bf16", "nvfp4", "nvfp4_aqn"]
-    both = pd.concat([points(arms), points(arms[2:], metric="noise/sigma")])
+    quiet = points(arms[:2], metric="noise/sigma").assign(value=0.0)
+    both = pd.concat([points(arms), quiet, points(arms[2:], metric="noise/sigma")])
     sigma = next(curve for curve in curves.CURVES if curve.name == "sigma")
     (of_reward,), (of_sigma,) = (draw(both, curve, curves.STEP, "bf16").axes for curve in (REWARD, sigma))
     looks = [{line.get_label(): line.get_color() for line in means(axis)} for axis in (of_reward, of_sigma)]
