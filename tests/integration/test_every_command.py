@@ -47,14 +47,7 @@ def test_ctrl_c_while_a_command_starts_is_one_line(module: str, words: str, pack
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "qerl_lab --help", "qerl_lab.quantize --help", "qerl_lab.evaluate sigma --help", "qerl_lab.bench",
-        "qerl_lab.tools.warmup", "qerl_lab.tools.export", "qerl_lab.report", "qerl_lab.tools.samples",
-        "qerl_lab.tools.serve_line", "qerl_lab.tracking table", "qerl_lab.config tables", "qerl_lab.tools.pretrain",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("command", ["qerl_lab --help", "qerl_lab.bench", "qerl_lab.config tables"])
 def test_a_closed_pipe_is_no_error(command: str) -> None:
     line = f"{sys.executable} -m {command} 2>&1 | head -n 0; exit ${{PIPESTATUS[0]}}"
     found = subprocess.run(["bash", "-c", line], capture_output=True, text=True)

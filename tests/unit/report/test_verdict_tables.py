@@ -198,16 +198,6 @@ def test_a_page_of_runs_that_answer_nothing_says_so(here: Path) -> None:
     assert "\n## Held-out accuracies\n\n| arm | finished | before | after |\n" in page  # the task is not Table 1's
 
 
-def test_an_arm_of_two_names_has_one_label_everywhere(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run by no experiment's name, with the words of one, is of its arm."""
-    settings = yaml.safe_load((sweep / "bf16-3" / "resolved.yaml").read_text())
-    (sweep / "bf16-3" / "resolved.yaml").write_text(yaml.safe_dump(settings | {"experiment": "plain"}))
-    assert main(["verdicts", "runs"]) == exits.OK
-    assert line_of(capsys.readouterr().out.partition("as in Table 1")[2], "4 of 4").startswith("bf16 = plain ")
-    assert main(["runs"]) == exits.OK
-    assert line_of(capsys.readouterr().out, "4 of 4").startswith("bf16 = plain ")
-
-
 def test_two_tasks_are_told_by_their_names_and_the_page_says_so(
     sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
