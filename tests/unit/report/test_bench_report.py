@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pytest
 from matplotlib.text import Text
 
@@ -188,6 +189,7 @@ def test_every_committed_result_has_a_table_a_figure_and_an_origin() -> None:
         assert len(bench.text(result).splitlines()) > 2
         figure = bench.figure(result)
         assert figure is not None
+        plt.close(figure)
 
 
 def test_the_origin_says_when_on_what_and_by_which_code() -> None:
