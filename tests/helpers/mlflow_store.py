@@ -63,6 +63,17 @@ def log(tracker: Tracker, steps: range, shift: float = 0.0) -> None:
         tracker.log(step, {name: step + i + shift for i, name in enumerate(declared()) if not name.startswith("eval/")})
 
 
+def track(
+    run_dir: Path, uri: str | None, logged: range, status: str = "FINISHED", last_step: int = 0, shift: float = 0.0,
+    **changes: Any,
+) -> Tracker:  # fmt: skip
+    """Log these steps as a run does, to its end."""
+    tracker = Tracker(config(run_dir, uri, **changes), RunDirectory(run_dir), last_step=last_step)
+    log(tracker, logged, shift)
+    tracker.finish(status)
+    return tracker
+
+
 def runs(uri: str) -> list[Any]:
     client = MlflowClient(tracking_uri=uri)
     return list(client.search_runs([e.experiment_id for e in client.search_experiments()]))

@@ -1,6 +1,7 @@
 """Write run directories of made-up runs, for tests of their readers."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import reduce
 from operator import getitem
@@ -46,9 +47,12 @@ def config(experiment: str, seed: int, **changes: Any) -> RunConfig:
 
 def make_run(
     folder: Path, experiment: str, seed: int, *, before: list[float] | None = None, after: list[float] | None = None,
-    ended: float | None = None, sha: str = "c0ffee0", **changes: Any,
+    ended: float | None = None, began: dict[str, Any] | None = None, failed: str = "", **changes: Any,
 ) -> Path:  # fmt: skip
-    """Write a finished run with these accuracies by question. `ended` is in unix seconds."""
+    """Write a finished run with these accuracies by question, or one that failed for a reason.
+
+    `ended` is in unix seconds, `began` the content of env.json.
+    """
     folder.mkdir(parents=True)
     cfg = config(experiment, seed, **changes)
     write_config(folder, cfg)
@@ -56,13 +60,21 @@ def make_run(
     if ended is not None:
         lines = [line | {"time": ended} for line in lines]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "env.json").write_text(json.dumps({"git_sha": sha, "dirty": False}))
+    (folder / "env.json").write_text(json.dumps(began or {"git_sha": "c0ffee0", "dirty": False}))
     before = [0.0, 0.25, 0.5, 0.75] if before is None else before
     after = [value + 0.25 for value in before] if after is None else after
     phases = {"before": before, "after": after}
     RunDirectory(folder).write_evaluations({phase: _rows(values) for phase, values in phases.items()})
-    RunDirectory(folder).finish({"seconds": 8.0})
+    RunDirectory(folder).fail(failed) if failed else RunDirectory(folder).finish({"seconds": 8.0})
     return folder
+
+
+def change_metrics(folder: Path, change: Callable[[int, dict[str, float]], object]) -> None:
+    """Apply `change` to step and metrics of each line of metrics.jsonl."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        change(line["step"], line["metrics"])
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _rows(accuracy: list[float]) -> pd.DataFrame:

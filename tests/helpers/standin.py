@@ -17,7 +17,7 @@ from qerl_lab.record.environment import Typed
 from waiting import wait_for
 
 SOURCE = str(Path(launch.__file__).parents[2])
-DONE, FAILS, DIES, SIGNALLED, SILENT, EMPTY, CRASHES_AFTER, REFUSES = range(8)
+DONE, FAILS, DIES, SIGNALLED, SILENT, EMPTY, CRASHES_AFTER, REFUSES, STOPS = range(9)  # further seeds are done too
 CHILD = '''
 import json, os, re, signal, sys, time
 if os.environ.get("RANK", "0") != "0": sys.exit()  # the first of several processes writes the run's files
@@ -36,12 +36,13 @@ signals = []
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda n, frame: signals.append(n))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-seen = {"environment": dict(os.environ), "files": sorted(os.listdir(run_dir)), "pid": os.getpid()}
+sweep = os.path.dirname(os.path.abspath(run_dir))
+claimed = [name for name in sorted(os.listdir(sweep)) if os.path.exists(os.path.join(sweep, name, "resolved.yaml"))]
+seen = {"environment": dict(os.environ), "files": sorted(os.listdir(run_dir)), "pid": os.getpid(), "claimed": claimed}
 write("seen.json", json.dumps(seen))
 numbers = {"accuracy_before": 0.5, "accuracy_after": 0.75, "entropy_first": 0.3, "entropy_last": 0.2}
 numbers |= {"tokens_per_second": 1234.4, "seconds": 95.2}
 match seed:
-    case 0: done(numbers)
     case 1: write("FAILED", "ValueError: the reason\\n\\nTraceback ..."); sys.exit(1)
     case 2: os.kill(os.getpid(), signal.SIGKILL)
     case 3:
@@ -56,6 +57,11 @@ match seed:
     case 7:
         os.remove(path("seen.json"))
         write("FAILED", "ConfigError: what is wrong. Type this.\\n\\nTraceback ..."); sys.exit(2)
+    case 8:
+        os.kill(os.getppid(), signal.SIGTERM)
+        while not os.path.exists(os.path.join(sweep, "INTERRUPTED")): time.sleep(0.01)  # or the next job may begin
+        sys.exit(130)
+    case _: done(numbers)
 '''  # fmt: skip
 
 

@@ -62,9 +62,3 @@ def test_tab_completes_groups_options_and_keys(script: Path, line: str, offered:
 
 def test_the_script_says_its_version(script: Path) -> None:
     assert bash(script, "qerl-lab --version").stdout == f"qerl-lab {qerl_lab.__version__}\n"
-
-
-def test_completion_is_installed_for_the_script_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """Hydra would install it for every `python`."""
-    assert train.main(["-sc", "install=bash"]) == 2
-    assert 'Type: eval "$(qerl-lab -sc install=bash)"' in capsys.readouterr().err

@@ -116,6 +116,7 @@ def test_a_second_ctrl_c_aborts_and_the_last_checkpoint_stays(start: Start, tmp_
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130
+    assert launch.ABORTING in err
     assert "Traceback" not in out + err
     (saved,) = re.findall(
         r"interrupted; (\d+) of 500 steps are saved. Continue with\n  \S+ -m qerl_lab resume=run\n", out

@@ -73,15 +73,3 @@ def test_the_command_prints_a_table_and_writes_what_it_says(tmp_path: Path) -> N
     about = json.loads((folder / "evaluation.json").read_text())
     assert f"{about['results'][0]['accuracy']:.3f}" in row
     assert f"answers: evaluations/pocket/{folder.name}" in done.stdout
-
-
-def test_the_entropy_of_every_format_in_a_process_of_its_own(tmp_path: Path) -> None:
-    words = ["entropy", "model=pocket", "formats=all", "questions=6", "max_completion_tokens=16",
-             "device=cpu", "out=out"]  # fmt: skip
-    command = [sys.executable, "-m", "qerl_lab.evaluate", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.split("\n\n")[1].splitlines()
-    arms = ["dense", "mxfp4 rtn", "nf4 rtn", "nvfp4 rtn"]
-    assert [line[:9].strip() for line in lines[1:] if not line.startswith(" ")] == arms
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["entropy.csv", "entropy.json", "entropy.png"]

@@ -3,65 +3,34 @@
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from qerl_lab.cli import jobs, launch, scheduler
-from qerl_lab.cli.compose import Plan, make_plan
+from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.train import main
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits
 from qerl_lab.system.terminal import python
+from standin import DONE, STOPS, seen
 
-pytestmark = pytest.mark.integration
-CHILD = """
-import json, os, signal, sys, time
-run_dir, here = sys.argv[1:]
-def write(name, text):
-    with open(os.path.join(run_dir, name), "w") as file: file.write(text)
-sweep = os.path.dirname(run_dir)
-resolved = [name for name in sorted(os.listdir(sweep)) if os.path.exists(os.path.join(sweep, name, "resolved.yaml"))]
-write("seen.json", json.dumps({"resolved": resolved, "environment": dict(os.environ)}))
-if os.path.basename(run_dir).startswith("0-") and os.path.exists(os.path.join(here, "stop")):
-    os.kill(os.getppid(), signal.SIGTERM)
-    while not os.path.exists(os.path.join(sweep, "INTERRUPTED")):  # or the next job may begin
-        time.sleep(0.01)
-    sys.exit(130)
-write("DONE", "{}")
-"""
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    script = tmp_path / "child.py"
-    script.write_text(CHILD)
-    command = [sys.executable, "-S", str(script)]
-    monkeypatch.setattr(launch, "child_command", lambda run_dir: [*command, str(run_dir), str(tmp_path)])
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    return tmp_path
-
-
-def seen(run_dir: str) -> dict:
-    return json.loads(Path(run_dir, "seen.json").read_text())
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("standin")]
 
 
 def test_every_directory_is_claimed_before_the_first_job_starts() -> None:
-    assert main(["-m", "seed=0,1,2", "hydra.sweep.dir=sweep"]) == 0
-    names = ["0-adhoc-seed0", "1-adhoc-seed1", "2-adhoc-seed2"]
-    assert seen("sweep/0-adhoc-seed0")["resolved"] == names
+    assert main(["-m", f"seed={DONE},10,11", "hydra.sweep.dir=sweep"]) == 0
+    assert seen(Path("sweep/0-adhoc-seed0"))["claimed"] == ["0-adhoc-seed0", "1-adhoc-seed10", "2-adhoc-seed11"]
 
 
 def test_a_job_is_told_what_was_typed_for_it(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["-m", "seed=0,1", "hydra.sweep.dir=a/sweep", "+hydra.job.env_set.X=1"]) == 0
-    assert "job 1: done, seed=1 (2 of 2 done)" in capfd.readouterr().err
-    environment = seen("a/sweep/1-adhoc-seed1")["environment"]
-    assert json.loads(environment["QERL_LAB_WORDS"]) == ["seed=1"]
+    assert main(["-m", f"seed={DONE},10", "hydra.sweep.dir=a/sweep", "+hydra.job.env_set.X=1"]) == 0
+    assert "job 1: done, reward 0.50, seed=10 (2 of 2 done)" in capfd.readouterr().err
+    environment = seen(Path("a/sweep/1-adhoc-seed10"))["environment"]
+    assert json.loads(environment["QERL_LAB_WORDS"]) == ["seed=10"]
     assert environment["QERL_LAB_SWEEP"] == "a/sweep"
-    assert environment["QERL_LAB_COMMAND"].startswith("python -m qerl_lab -m seed=0,1 hydra.sweep.dir=a/sweep")
+    assert environment["QERL_LAB_COMMAND"].startswith("python -m qerl_lab -m seed=0,10 hydra.sweep.dir=a/sweep")
     assert environment["QERL_LAB_JOB"] == "job 1 (2 of 2)"
     assert environment["X"] == "1"
     assert "X" not in os.environ
@@ -69,42 +38,37 @@ def test_a_job_is_told_what_was_typed_for_it(capfd: pytest.CaptureFixture[str]) 
 
 def test_hydra_s_own_settings_act_in_a_single_run_too() -> None:
     assert main(["run_dir=run", "+hydra.job.env_set.X=3"]) == 0
-    environment = seen("run")["environment"]
+    environment = seen(Path("run"))["environment"]
     assert (environment["X"], environment["QERL_LAB_SWEEP"]) == ("3", "")
 
 
 def test_what_a_stopped_sweep_did_not_begin_is_not_run_and_can_be_continued(
-    here: Path, capfd: pytest.CaptureFixture[str]
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    (here / "stop").touch()
     exits.STOPS.clear()
-    assert main(["-m", "seed=0,1", "lora.rank=4", "hydra.sweep.dir=a sweep"]) == 130
+    assert main(["-m", f"seed={STOPS},{DONE}", "lora.rank=4", "hydra.sweep.dir=a sweep"]) == 130
     assert exits.STOPS == [signal.SIGTERM]
     out = capfd.readouterr().out
     assert "2 jobs in a sweep: 1 interrupted, 1 not run" in out
     assert f"continue one with: {python()} -m qerl_lab resume='a sweep/RUN_DIRECTORY'" in out
-    run = RunDirectory(Path("a sweep/1-adhoc-seed1"))
+    run = RunDirectory(Path("a sweep/1-adhoc-seed0"))
     assert run.status == "not run"
-    assert main(["resume=a sweep/1-adhoc-seed1"]) == 0
-    assert (run.status, run.config().seed, run.config().lora.rank) == ("done", 1, 4)
-    environment = seen("a sweep/1-adhoc-seed1")["environment"]
-    assert json.loads(environment["QERL_LAB_WORDS"]) == ["seed=1", "lora.rank=4"]
+    assert main(["resume=a sweep/1-adhoc-seed0"]) == 0
+    assert (run.status, run.config().seed, run.config().lora.rank) == ("done", 0, 4)
+    environment = seen(run.path)["environment"]
+    assert json.loads(environment["QERL_LAB_WORDS"]) == ["seed=0", "lora.rank=4"]
     assert environment["QERL_LAB_SWEEP"].endswith("/a sweep")
 
 
-def test_a_job_that_somebody_else_runs_is_left_alone(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    plan = jobs.claim(make_plan(["seed=0,1", "hydra.sweep.dir=sweep"], True), "the command")
-    second = RunDirectory(Path("sweep/1-adhoc-seed1"))
+def test_a_job_that_somebody_else_runs_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    plan = jobs.claim(make_plan([f"seed={DONE},10", "hydra.sweep.dir=sweep"], True), "the command")
+    second = RunDirectory(Path("sweep/1-adhoc-seed10"))
     with second.locked():
         second.begin()  # by resume=, for example
         scheduler.run(plan, "the command")
         assert scheduler.finish(plan) == 130
     assert f"another process is running in {second.path.absolute()}" in capfd.readouterr().err
     assert second.status == "interrupted"
-
-
-def planned(*words: str, multirun: bool = True) -> Plan:
-    return make_plan([*words], multirun)
 
 
 def test_a_claim_without_effect_leaves_no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +83,7 @@ def test_a_claim_without_effect_leaves_no_directory(monkeypatch: pytest.MonkeyPa
     for words in (["hydra.sweep.dir=x/sweep"], []):
         calls = iter([False, True])
         with pytest.raises(OSError, match="no space"):
-            jobs.claim(planned("seed=0,1", *words), "the command")
+            jobs.claim(make_plan(["seed=0,1", *words], True), "the command")
         assert not list(Path.cwd().iterdir())
 
 
@@ -134,7 +98,7 @@ def test_what_breaks_around_a_job_is_told_and_the_others_go_on(
         return start(run, *rest)
 
     monkeypatch.setattr(launch, "start", broken)
-    assert main(["-m", "seed=0,1", "hydra.sweep.dir=sweep"]) == 1
+    assert main(["-m", f"seed={DONE},10", "hydra.sweep.dir=sweep"]) == 1
     out, err = capfd.readouterr()
     assert "RuntimeError: no such queue" in err
     assert "2 jobs in sweep: 1 not run, 1 done" in out
@@ -142,19 +106,19 @@ def test_what_breaks_around_a_job_is_told_and_the_others_go_on(
 
 def test_a_sweep_of_somebody_else_runs_no_code_and_no_other_run() -> None:
     """resume= reads the configurations of the runs in the directory, and nothing that Hydra would act on."""
-    assert main(["-m", "seed=0,1", "hydra.sweep.dir=sweep"]) == 0
-    assert main(["-m", "seed=5", "lora.rank=4", "hydra.sweep.dir=other"]) == 0
+    assert main(["-m", f"seed={DONE},10", "hydra.sweep.dir=sweep"]) == 0
+    assert main(["-m", "seed=11", "lora.rank=4", "hydra.sweep.dir=other"]) == 0
     composed = Path("sweep/multirun.yaml").read_text()
     assert "env_set: {}" in composed
     acting = "callbacks: {own: {_target_: os.mkdir, path: ran}}"
     Path("sweep/multirun.yaml").write_text(
         composed.replace("env_set: {}", "env_set: {X: own}").replace("callbacks:", acting)
     )
-    Path("sweep/2-other").symlink_to(Path("other/0-adhoc-seed5").absolute())
-    for run in ("sweep/0-adhoc-seed0", "sweep/1-adhoc-seed1", "other/0-adhoc-seed5"):
+    Path("sweep/2-other").symlink_to(Path("other/0-adhoc-seed11").absolute())
+    for run in ("sweep/0-adhoc-seed0", "sweep/1-adhoc-seed10", "other/0-adhoc-seed11"):
         Path(run, "DONE").unlink()
         Path(run, "seen.json").unlink()
     assert main(["resume=sweep"]) == 0
     assert not Path("ran").exists()
-    assert "X" not in seen("sweep/0-adhoc-seed0")["environment"]
-    assert not Path("other/0-adhoc-seed5/seen.json").exists()
+    assert "X" not in seen(Path("sweep/0-adhoc-seed0"))["environment"]
+    assert not Path("other/0-adhoc-seed11/seen.json").exists()

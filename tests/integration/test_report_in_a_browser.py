@@ -46,9 +46,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for arm, changes in (("bf16", {}), ("nvfp4_aqn", {}), ("nvfp4_aqn", {"optim__learning_rate": 3e-05})):
             make_run(folder / "runs" / f"{arm}-{len(changes)}-{seed}", arm, seed, **changes,
                      before=[0.25] * 8, after=list(draw.integers(0, 5, 8) / 4))  # fmt: skip
-    failed = make_run(folder / "runs" / "failed", "nvfp4_aqn", 3)
-    (failed / "DONE").unlink()
-    (failed / "FAILED").write_text(f"OSError: /{'a_folder_without_a_space_' * 12}")
+    make_run(folder / "runs" / "failed", "nvfp4_aqn", 3, failed=f"OSError: /{'a_folder_without_a_space_' * 12}")
     (make_run(folder / "stopped" / "run", "bf16", 0) / "DONE").unlink()
     bench = ROOT / "results" / "bench"
     assert main([str(folder / "runs"), f"out={folder / 'full'}", f"bench={bench}"]) == 0

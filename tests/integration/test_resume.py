@@ -103,12 +103,7 @@ def test_kill_9_at_the_worst_moments(killable, reference) -> None:
         ("qerl_lab.aqn.solver", "solve", 1, False),  # the texts for a stage's sigma are sampled
         ("qerl_lab.aqn.solver", "solve", 1, True),  # the sigma is found, and nothing holds it
         ("qerl_lab.record.checkpoint", "save", 3, True),  # exactly between two steps
-        (
-            "qerl_lab.record.directory",
-            "RunDirectory.write_evaluations",
-            1,
-            False,
-        ),  # after the last step, nothing of the evaluation kept
+        ("qerl_lab.record.directory", "RunDirectory.write_evaluations", 1, False),  # the last evaluation is not kept
         ("qerl_lab.record.directory", "RunDirectory.write_evaluations", 1, True),  # its rows are there, its line is not
         ("qerl_lab.report.plots", "save_curves", 1, False),  # its line is there
         ("qerl_lab.tracking.tracker", "Tracker.finish", 1, False),

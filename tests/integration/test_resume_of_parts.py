@@ -37,13 +37,8 @@ def test_kill_9_of_a_run_whose_sigma_follows_its_kl(killable) -> None:
 
 def test_kill_9_around_an_evaluation_during_training(killable) -> None:
     """Before it, with its rows and without its line, with both and no checkpoint of its step; all three go on alike."""
-    every = {
-        "steps": 4,
-        "eval__every": 2,
-        "eval__subset_questions": 4,
-        "checkpoint__every": 2,
-        "tracking__mlflow": False,
-    }
+    every = {"steps": 4, "eval__every": 2, "eval__subset_questions": 4, "checkpoint__every": 2}
+    every |= {"tracking__mlflow": False}
     whole, killed = killable(**every), killable(**every)
     finish(whole)
     for moment in (

@@ -62,12 +62,9 @@ def test_a_run_with_a_password_in_its_environment_writes_and_says_none(tmp_path:
 @pytest.mark.parametrize(
     "words",
     [
-        ["resume=http://me:pa55word@host"],
         ["resume=http://me:pa55word@host", "seed=1"],
         ["+experiment=nvfp4", "tracking.uri=http://me:pa55word@host:5000"],
         ["+experiment=nvfp4", "tracking.uri=[http://me:pa55word@host:5000]"],
-        ["+experiment=nvfp4", "model.path=https://me:pa55word@host/a"],
-        ["+experiment=nvfp4", "task.path=https://host/a?token=pa55word"],
         ["+experiment=nvfp4", "tracking.urj=http://me:pa55word@host:5000"],
         ["+experiment=nvfp4", "MLFLOW_TRACKING_PASSWORD=pa55word"],
         ["+experiment=nvfp4", "--uri=http://me:pa55word@host"],

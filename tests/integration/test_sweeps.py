@@ -116,12 +116,6 @@ def test_another_grid_in_the_same_directory_joins_the_first(capfd: pytest.Captur
     ]  # fmt: skip
 
 
-def test_rerun_begins_every_job_anew() -> None:
-    assert main(["-m", "seed=0,3"]) == 0
-    assert main(["-m", "seed=0,3", "rerun=true"]) == 0
-    assert sessions() == [1, 1, 1, 1]
-
-
 @pytest.mark.parametrize(("again", "ends"), [("rerun=true", ["", "-2", "-3"]), ("steps=49", ["", "-2"])])
 def test_runs_of_the_same_number_and_seed_lie_side_by_side_in_one_directory(again: str, ends: list[str]) -> None:
     words = ["-m", "seed=0,3", "hydra.sweep.dir=sweep"]
@@ -289,8 +283,6 @@ def test_ctrl_c_stops_the_jobs_of_a_pool_and_the_same_line_goes_on(child: Path) 
 @pytest.mark.parametrize(("words", "said"), [
     (["jobs=2"], "jobs=2 is of a sweep"),
     (["-m", "seed=0,1", "jobs_per_gpu=2"], "jobs_per_gpu=2 does nothing in a run with jobs=1"),
-    (["-m", "seed=0,1", "jobs=2", "jobs_per_gpu=2", "device=cpu"],
-     "jobs_per_gpu=2 does nothing in a run with device=cpu"),
     (["-m", "seed=0,1", "jobs=2", "hydra/launcher=basic"], "jobs=2 is for hydra/launcher=lab"),
     (["-m", "seed=0,1", "hydra.sweeper.max_batch_size=3"], "Type jobs=3"),
     (["-m", "seed=0,1", "slurm=--partition=gpu"], "type for example launcher=slurm"),

@@ -24,7 +24,7 @@ from qerl_lab.tracking.tracker import Tracker
 pytest_plugins = ["mlflow_store"]
 pytestmark = pytest.mark.integration
 pytest.register_assert_rewrite("mlflow_store")
-from mlflow_store import config, doubles, log, mirrored, points, recorded, runs  # noqa: E402
+from mlflow_store import config, doubles, log, mirrored, points, recorded, runs, track  # noqa: E402
 from waiting import wait_for  # noqa: E402
 
 
@@ -68,9 +68,7 @@ def test_a_store_elsewhere_is_made_and_keeps_its_files_beside_it(
     (typed_in := tmp_path / "typed_in").mkdir()
     monkeypatch.chdir(typed_in)
     store = f"sqlite:///{tmp_path}/not there yet/mine.db"
-    tracker = Tracker(config(run_dir, store), RunDirectory(run_dir))
-    log(tracker, range(1, 3))
-    tracker.finish("FINISHED")
+    track(run_dir, store, range(1, 3))
     assert points(store, RunDirectory(run_dir).mirror()["run_id"]) == recorded(run_dir)
     assert [*(tmp_path / "not there yet" / "mlruns").rglob("metrics.jsonl")]
     assert not [*typed_in.iterdir()]
@@ -85,9 +83,7 @@ def test_a_store_is_where_its_run_was_typed_whatever_that_is_called(
     monkeypatch.chdir(typed_in)
     if folder == "why?":  # the others make their database
         shutil.copy(empty_db, "mlflow.db")
-    tracker = Tracker(config(run_dir), RunDirectory(run_dir))
-    log(tracker, range(1, 3))
-    tracker.finish("FINISHED")
+    tracker = track(run_dir, None, range(1, 3))
     assert {path.name for path in typed_in.iterdir()} == {"mlflow.db", "mlruns"}
     assert {path.name for path in tmp_path.iterdir()} == {"run", folder}
     printed = tracker.mirror.uri
@@ -95,15 +91,6 @@ def test_a_store_is_where_its_run_was_typed_whatever_that_is_called(
     assert "found run" in resync(RunDirectory(run_dir), printed)
     assert points(printed, RunDirectory(run_dir).mirror()["run_id"]) == recorded(run_dir)
     assert [*(typed_in / "mlruns").rglob("metrics.jsonl")]
-
-
-def test_lines_reach_mlflow_while_the_run_goes_on(run_dir: Path, db: str) -> None:
-    tracker = Tracker(config(run_dir, db), RunDirectory(run_dir))
-    log(tracker, range(1, 3))
-    wait_for(lambda: mirrored(db) == recorded(run_dir))
-    assert runs(db)[0].info.status == "RUNNING"
-    tracker.finish("KILLED")
-    assert runs(db)[0].info.status == "KILLED"
 
 
 def test_the_end_sends_the_last_lines_without_waiting_for_a_flush(
@@ -130,9 +117,7 @@ def test_batches_keep_within_mlflows_limits(run_dir: Path, db: str, monkeypatch:
         log_batch(self, run_id, **batch)
 
     monkeypatch.setattr(MlflowClient, "log_batch", measured)
-    tracker = Tracker(config(run_dir, db), RunDirectory(run_dir))
-    log(tracker, range(1, 80))
-    tracker.finish("FINISHED")
+    track(run_dir, db, range(1, 80))
     assert max(sizes["metrics"]) <= 1000 < sum(sizes["metrics"]) == len(recorded(run_dir))
     assert max(sizes["params"]) <= 100
 
@@ -148,13 +133,10 @@ def test_values_that_are_not_finite_do_not_stop_the_mirror(run_dir: Path, db: st
 
 
 def test_a_resumed_run_is_the_same_run_without_doubles(run_dir: Path, db: str) -> None:
-    first = Tracker(config(run_dir, db), RunDirectory(run_dir))
-    log(first, range(1, 8))
-    first.finish("KILLED")
+    track(run_dir, db, range(1, 8), "KILLED")
     first_id = runs(db)[0].info.run_id
-    again = Tracker(
-        config(run_dir, db, cpu_threads=3), RunDirectory(run_dir), last_step=7
-    )  # a changed parameter must not raise
+    cfg = config(run_dir, db, cpu_threads=3)  # a changed parameter must not raise
+    again = Tracker(cfg, RunDirectory(run_dir), last_step=7)
     log(again, range(8, 11))
     wait_for(lambda: runs(db)[0].info.status == "RUNNING")
     again.finish("FINISHED")
@@ -167,13 +149,9 @@ def test_a_resumed_run_is_the_same_run_without_doubles(run_dir: Path, db: str) -
 
 def test_a_step_that_is_trained_again_keeps_the_run_and_its_last_point_counts(run_dir: Path, db: str) -> None:
     """Steps 6 and 7 were mirrored before the kill, and MLflow cannot take a point back."""
-    first = Tracker(config(run_dir, db), RunDirectory(run_dir))
-    log(first, range(1, 8))
-    first.finish("KILLED")
+    track(run_dir, db, range(1, 8), "KILLED")
     (before,) = runs(db)
-    again = Tracker(config(run_dir, db), RunDirectory(run_dir), last_step=5)
-    log(again, range(6, 9), shift=0.5)
-    again.finish("FINISHED")
+    track(run_dir, db, range(6, 9), last_step=5, shift=0.5)
     (run,) = runs(db)
     assert run.info.run_id == before.info.run_id
     latest = {(name, step): value for name, step, value, _ in sorted(mirrored(db), key=lambda point: point[3])}
@@ -183,14 +161,10 @@ def test_a_step_that_is_trained_again_keeps_the_run_and_its_last_point_counts(ru
 
 def test_a_run_that_got_more_steps_gets_a_run_of_its_own(run_dir: Path, db: str) -> None:
     """MLflow cannot change a parameter: else a report from MLflow would count it as a run of the short arm."""
-    short = config(run_dir, db, steps=2)
-    first = Tracker(short, RunDirectory(run_dir))
-    log(first, range(1, 3))
-    first.finish("FINISHED")
-    longer = config(run_dir, db, steps=4, extended=[2])
-    again = Tracker(longer, RunDirectory(run_dir), last_step=2)
-    log(again, range(3, 5))
-    again.finish("FINISHED")
+    track(run_dir, db, range(1, 3), steps=2)
+    short = RunDirectory(run_dir).config()
+    track(run_dir, db, range(3, 5), last_step=2, steps=4, extended=[2])
+    longer = RunDirectory(run_dir).config()
     old, new = sorted(runs(db), key=lambda run: int(run.data.params["steps"]))
     assert (old.data.params["steps"], new.data.params["steps"]) == ("2", "4")
     assert new.data.tags["config_hash"] == config_hash(longer) != config_hash(short)
@@ -199,24 +173,18 @@ def test_a_run_that_got_more_steps_gets_a_run_of_its_own(run_dir: Path, db: str)
 
 
 def test_a_copy_of_a_directory_gets_a_run_of_its_own(run_dir: Path, db: str) -> None:
-    first = Tracker(config(run_dir, db), RunDirectory(run_dir))
-    log(first, range(1, 4))
-    first.finish("KILLED")
+    track(run_dir, db, range(1, 4), "KILLED")
     copy = run_dir.parent / "copy"
     shutil.copytree(run_dir, copy)
     for directory in (copy, run_dir):
-        tracker = Tracker(config(directory, db), RunDirectory(directory), last_step=3)
-        log(tracker, range(4, 6), shift=0.5)
-        tracker.finish("FINISHED")
+        track(directory, db, range(4, 6), last_step=3, shift=0.5)
     ids = {run.data.tags["run_dir"]: run.info.run_id for run in runs(db)}
     assert set(ids) == {str(copy), str(run_dir)}
     assert all(points(db, ids[str(directory)]) == recorded(directory) for directory in (copy, run_dir))
 
 
 def test_a_directory_that_was_moved_keeps_its_run(run_dir: Path, db: str) -> None:
-    first = Tracker(config(run_dir, db), RunDirectory(run_dir))
-    log(first, range(1, 3))
-    first.finish("KILLED")
+    track(run_dir, db, range(1, 3), "KILLED")
     moved = run_dir.rename(run_dir.parent / "moved")
     assert "found run" in resync(RunDirectory(moved))
     (run,) = runs(db)
@@ -227,9 +195,7 @@ def test_a_resumed_run_also_fills_what_mlflow_missed_before(run_dir: Path, db: s
     off = config(run_dir, db)
     off.tracking.mlflow = False
     log(Tracker(off, RunDirectory(run_dir)), range(1, 4))
-    tracker = Tracker(config(run_dir, db), RunDirectory(run_dir), last_step=3)
-    log(tracker, range(4, 6))
-    tracker.finish("FINISHED")
+    track(run_dir, db, range(4, 6), last_step=3)
     assert mirrored(db) == recorded(run_dir)
 
 
@@ -273,9 +239,7 @@ def test_resync_creates_then_adds_nothing(
 
 
 def test_resync_adds_only_the_missing_points(run_dir: Path, db: str) -> None:
-    tracker = Tracker(config(run_dir, db), RunDirectory(run_dir))
-    log(tracker, range(1, 5))
-    tracker.finish("FAILED")
+    track(run_dir, db, range(1, 5), "FAILED")
     off = config(run_dir, db)
     off.tracking.mlflow = False
     more = Tracker(off, RunDirectory(run_dir), last_step=4)
@@ -285,30 +249,21 @@ def test_resync_adds_only_the_missing_points(run_dir: Path, db: str) -> None:
     assert mirrored(db) == recorded(run_dir)
 
 
-def test_resync_into_another_store_and_back_makes_one_run_in_each(run_dir: Path, db: str, empty_db: Path) -> None:
+def test_resync_into_another_store_and_back_makes_one_run_in_each(
+    run_dir: Path, db: str, empty_db: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's own store is mlflow.db of the directory where it was typed, wherever `resync` is typed."""
     other = f"sqlite:///{shutil.copy(empty_db, run_dir.parent / 'other.db')}"
-    tracker = Tracker(
-        config(run_dir), RunDirectory(run_dir)
-    )  # no uri: sqlite:///mlflow.db of the working directory, which is db
-    log(tracker, range(1, 4))
-    tracker.finish("FINISHED")
+    track(run_dir, None, range(1, 4))
+    (run_dir.parent / "elsewhere").mkdir()
+    monkeypatch.chdir(run_dir.parent / "elsewhere")
+    assert "found run" in resync(RunDirectory(run_dir))
+    assert not Path("mlflow.db").exists()
     assert "created run" in resync(RunDirectory(run_dir), other)
     assert "added 0 points" in resync(RunDirectory(run_dir), other)
     assert "found run" in resync(RunDirectory(run_dir), db)
     assert len(runs(db)) == len(runs(other)) == 1
     assert points(other, runs(other)[0].info.run_id) == mirrored(db) == recorded(run_dir)
-
-
-def test_resync_without_uri_finds_the_runs_store_from_any_directory(
-    run_dir: Path, db: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tracker = Tracker(config(run_dir), RunDirectory(run_dir))
-    log(tracker, range(1, 3))
-    tracker.finish("FINISHED")
-    (run_dir.parent / "elsewhere").mkdir()
-    monkeypatch.chdir(run_dir.parent / "elsewhere")
-    assert "found run" in resync(RunDirectory(run_dir))
-    assert not Path("mlflow.db").exists()
 
 
 def test_a_database_whose_creation_was_killed_is_not_left_behind(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

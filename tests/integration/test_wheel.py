@@ -36,11 +36,10 @@ def python(site: Path, elsewhere: Path, *words: str) -> subprocess.CompletedProc
 def test_the_wheel_is_what_is_imported(site: Path, tmp_path: Path) -> None:
     shown = python(site, tmp_path, "-c", "import qerl_lab.config.files as c; print(c.__file__, c.package_data('conf'))")
     assert shown.stdout.split() == [str(site / "qerl_lab/config/files.py"), str(site / "qerl_lab/conf")]
-
-
-def test_the_wheel_brings_the_console_script(site: Path) -> None:
     (entries,) = site.glob("qerl_lab-*.dist-info/entry_points.txt")
     assert "qerl-lab = qerl_lab.__main__:command" in entries.read_text()
+    for name in ("tools/model_card.md.j2", "report/report.html.j2", "report/report.mplstyle"):
+        assert (site / "qerl_lab" / name).is_file()
 
 
 def test_the_wheel_lists_experiments_and_sweeps(site: Path, tmp_path: Path) -> None:
@@ -56,11 +55,6 @@ def test_the_wheel_brings_the_paper_s_numbers(site: Path, tmp_path: Path) -> Non
     shown = python(site, tmp_path, "-c", ask)
     here = len(reference.printed()), len(reference.joined(FIGURES[0].file)), len(claims.of_paper())
     assert tuple(map(int, shown.stdout.split())) == here, shown.stderr
-
-
-def test_the_wheel_brings_what_reports_and_model_cards_are_written_by(site: Path) -> None:
-    assert (site / "qerl_lab/tools/model_card.md.j2").is_file()
-    assert {"report.html.j2", "report.mplstyle"} <= {path.name for path in (site / "qerl_lab/report").iterdir()}
 
 
 def test_the_wheel_trains(site: Path, tmp_path: Path) -> None:

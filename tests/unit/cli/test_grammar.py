@@ -34,13 +34,9 @@ class Options:
         ("name='b=c'", "name", "b=c"),
         ("name=b=c, d", "name", "b=c, d"),
         ("name=true", "name", "true"),
-        ("name=1", "name", "1"),
         ("name=1e3", "name", "1e3"),  # a commit
-        ("name=007", "name", "007"),
         ("name=", "name", ""),
-        ("name=a b", "name", "a b"),
         ("+name=b", "name", "b"),
-        ("path=/x", "path", "/x"),
         ("path=~/ä#b", "path", "~/ä#b"),
         ("path=null", "path", None),
         ("path='null'", "path", "null"),
@@ -48,18 +44,12 @@ class Options:
         ("parts=['a,b']", "parts", ["a,b"]),
         ("parts=[]", "parts", []),
         ("parts=y", "parts", ["y"]),
-        ("parts=y,z", "parts", ["y", "z"]),
         ("parts='a,b',z", "parts", ["a,b", "z"]),
-        ("sizes=3", "sizes", [3]),
         ("sizes=1,20", "sizes", [1, 20]),
-        ("sizes=[1,20]", "sizes", [1, 20]),
         ("sigmas=[1,0.5,1e-3]", "sigmas", [1.0, 0.5, 1e-3]),
         ("number=7", "number", 7),
-        ("step=2", "step", 2),
         ("ratio=1", "ratio", 1.0),
-        ("ratio=1e-3", "ratio", 1e-3),
         ("flag=true", "flag", True),
-        ("way=down", "way", "down"),
         ("way=off", "way", "off"),
     ],
 )
@@ -74,32 +64,24 @@ def test_a_value_gets_the_type_of_its_key_and_the_others_their_defaults(word: st
     ("words", "parts"),
     [
         ("nmae=b", ["nmae is not a known key", "Did you mean name?", "Allowed: name, path"]),
-        ("zzz=b", ["zzz is not a known key", "Allowed: name"]),
         ("model.path=b", ["model.path is not a known key. Did you mean path?"]),
-        ("name@x=b", ["name@x is not a known key"]),
         ("name", ["name has no value. Type name=VALUE."]),
         ("nmae", ["nmae cannot be read. Type KEY=VALUE"]),
         ("=b", ["=b cannot be read"]),
-        ("~name", ["~name cannot be read"]),
         ("--name=b", ["--name=b is not a flag", "Type name=VALUE"]),
         ("--nope", ["--nope is not a flag", "Type --help for what may be typed"]),
         ("--hlep", ["--hlep is not a flag", "Did you mean --help?"]),
         ("name=a name=b", ["name is given 2 times: name=a name=b. Type one of them."]),
-        ("name=a +name=a", ["name is given 2 times"]),
         ("name=null", ["name=null", "allowed: text"]),
         ("parts=null", ["parts=null", "a list of names", "parts=[x]"]),
         ("parts=[w]", ["w in parts=[w] is not allowed; allowed: x, y, z, a,b. Type for example parts=[x]."]),
         ("sizes=[1,x]", ["sizes=[1,x]", "a list of whole numbers", "sizes=[1]"]),
-        ("sizes=[2,0]", ["0 in sizes=[2,0]", "at least 1", "sizes=[1]"]),
-        ("sigmas=[a]", ["sigmas=[a]", "a list of numbers"]),
         ("sigmas=[0]", ["sigmas=[0.0]", "above 0", "sigmas=[1]"]),
         ("number=seven", ["number=seven", "a whole number", "number=3"]),
         ("number=1.5", ["number=1.5", "a whole number"]),
         ("number=0", ["number=0", "at least 1"]),
-        ("number=null", ["number=null", "a whole number"]),
         ("number=1,2", ["number=1,2", "a whole number"]),
         ("step=x", ["step=x", "a whole number or null", "step=1"]),
-        ("ratio=x", ["ratio=x", "a number", "ratio=0.5"]),
         ("ratio=nan", ["ratio=nan", "finite"]),
         ("ratio=0", ["ratio=0", "above 0"]),
         ("ratio=2", ["ratio=2", "at most 1"]),
@@ -172,27 +154,24 @@ def test_the_manual_has_every_key_with_default_meaning_and_bounds() -> None:
 
 
 class Typed(NamedTuple):
-    """A command: its module, the word that picks it, words that it takes, and words that it refuses."""
+    """A command: its module, the word that picks it, and words that it takes."""
 
     module: str
     pick: str
     right: str
-    wrong_type: str
-    out_of_bounds: str
-    twice: str
 
 
 COMMANDS = (
-    Typed("qerl_lab", "", "device=cpu", "steps=x", "steps=0", "seed=1 seed=2"),
-    Typed("qerl_lab.quantize", "", "model=pocket out=made", "samples=x", "samples=0", "seed=1 seed=2"),
-    Typed("qerl_lab.evaluate", "sigma", "", "sigmas=[x]", "sigmas=[0]", "model=a model=b"),
-    Typed("qerl_lab.bench", "linear", "out=made", "tokens=[x]", "tokens=[0]", "tokens=[1] tokens=[2]"),
-    Typed("qerl_lab.bench", "train_step", "out=made", "steps=x", "steps=0", "steps=1 steps=2"),
-    Typed("qerl_lab.report", "", "runs", "", "", "plot=a plot=b"),
-    Typed("qerl_lab.tools.samples", "", "run", "step=x", "step=0", "step=1 step=2"),
-    Typed("qerl_lab.tracking", "resync", "run", "", "", "uri=a uri=b"),
-    Typed("qerl_lab.tracking", "table", "", "", "", ""),
-    Typed("qerl_lab.tools.pretrain", "", "out=made", "updates=x", "updates=0", "seed=1 seed=2"),
+    Typed("qerl_lab", "", "device=cpu"),
+    Typed("qerl_lab.quantize", "", "model=pocket out=made"),
+    Typed("qerl_lab.evaluate", "sigma", ""),
+    Typed("qerl_lab.bench", "linear", "out=made"),
+    Typed("qerl_lab.bench", "train_step", "out=made"),
+    Typed("qerl_lab.report", "", "runs"),
+    Typed("qerl_lab.tools.samples", "", "run"),
+    Typed("qerl_lab.tracking", "resync", "run"),
+    Typed("qerl_lab.tracking", "table", ""),
+    Typed("qerl_lab.tools.pretrain", "", "out=made"),
 )
 Main = Callable[[list[str]], int]
 every_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.module} {command.pick}")
@@ -219,29 +198,15 @@ def test_help_is_the_manual(command: Typed, capsys: pytest.CaptureFixture[str]) 
         assert err == ""
 
 
-WRONG = [
-    (command, words, said)
-    for command in COMMANDS
-    for words, said in (
-        ("no_such_key=1", "no_such_key is not a known key."),
-        ("--no-such-flag", "--no-such-flag is not a flag; keys take no dashes. Type --help"),
-        (command.wrong_type, f"{command.wrong_type} is not allowed; allowed: "),
-        (command.out_of_bounds, " is not allowed; allowed: "),
-        (command.twice, f" is given 2 times: {command.twice}. Type one of them."),
-    )
-    if words
-]
-
-
-@pytest.mark.parametrize(("command", "words", "said"), WRONG, ids=[f"{c.module} {c.pick} {w}" for c, w, _ in WRONG])
+@every_command
+@pytest.mark.parametrize("wrong", ["no_such_key=1", "--no-such-flag"])
 def test_a_wrong_word_is_one_line_and_nothing_is_done(
-    command: Typed, words: str, said: str, capsys: pytest.CaptureFixture[str], empty: Path
+    command: Typed, wrong: str, capsys: pytest.CaptureFixture[str], empty: Path
 ) -> None:
-    assert main_of(command)([*filter(None, [command.pick]), *command.right.split(), *words.split()]) == 2
+    assert main_of(command)([*filter(None, [command.pick]), *command.right.split(), wrong]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("error: ")
-    assert said in err
+    assert err.startswith(f"error: {wrong.partition('=')[0]} is not a ")
     assert err.count("\n") == 1
     assert not list(empty.iterdir())
 
@@ -311,7 +276,7 @@ for command in COMMANDS:
     picked = [command.pick] if command.pick else []
     main_of(command)([*picked, "--help"]), main_of(command)([*picked, *command.right.split(), "no_such_key=1"])
 for module, words in NOWHERE:
-    main_of(Typed(module, *[""] * 5))(words.split())
+    main_of(Typed(module, "", ""))(words.split())
 print(sorted({{"torch", "transformers", "mlflow", "pandas", "matplotlib"}} & set(sys.modules)), file=sys.__stdout__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -45,15 +45,11 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         ({"model__attention": "flash_attention_2", "device": "cpu"}, "device=cpu", "model.attention=sdpa"),
         ({"model__attention": "flash_attention_2", "model__dtype": "float32"}, "float32", "model.attention=sdpa"),
         ({"model__name": " "}, "model.name= is empty", "model.name=mine"),
-        ({"tracking__experiment": ""}, "tracking.experiment= is empty", "tracking.experiment=qerl-lab"),
         ({"format__ignore": ["re:("]}, "'re:('", "re:PATTERN"),
         ({"eval__questions": 1}, "eval.questions=1", "eval.questions=256"),
         ({"task__format_reward": 0.0, "task__answer_reward": 0.0}, "reward nothing", "task.answer_reward=1"),
-        ({"eval__top_p": 1.5}, "eval.top_p=1.5", "eval.top_p=1"),
         ({"optim__learning_rate": float("nan")}, "optim.learning_rate=nan", "a finite number"),
-        ({"aqn__schedule": "exponental"}, "aqn.schedule=exponental", "Did you mean exponential?"),
         ({"aqn__schedule": "False"}, "aqn.schedule=False", '"off" with its quotes'),
-        ({"format__name": "nvfp5"}, "format.name=nvfp5", "Did you mean nvfp4?"),
         ({"task__name": "gsm9k"}, "task.name=gsm9k", "Did you mean gsm8k?"),
         ({"model__path": ""}, "model.path=", "model=pocket"),
         ({"aqn__schedule": "linear", "aqn__norms": []}, "aqn.norms=[]", "aqn.norms=[input_layernorm]"),
@@ -103,7 +99,6 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         ({"algorithm__name": "cispo"}, "algorithm.epsilon_low=0.2", "algorithm.epsilon_low=1"),
         ({"algorithm__name": "gspo", "algorithm__beta": 0.1}, "kl_estimator=k3_ratio", "algorithm.kl_estimator=k3"),
         ({"algorithm__entropy_coef": 2.0, "algorithm__entropy_target": 0.2}, "entropy_coef=2.0", "entropy_coef=1.0"),
-        ({"task__arithmetic__path": "a"}, "task.arithmetic.path", "Did you mean model.path or task.path?"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_with_what_was_given_and_what_to_type(values, given, remedy):
@@ -167,14 +162,9 @@ def test_what_the_batch_message_says_to_type_works(prompts, group, updates, micr
     [
         ({"lora": {"rank": "16"}}, "lora.rank=16 is not allowed; allowed: a whole number"),
         ({"lora": {"rank": None}}, "lora.rank=null"),
-        ({"lora": {"alpha": "x"}}, "a number or null. Type for example lora.alpha=1.0"),
         ({"lora": {"target_modules": "q_proj"}}, "a list of names"),
-        ({"lora": 3}, "lora is a node"),
         ({"tracking": {"mlflow": "yes"}}, "true or false. Type for example tracking.mlflow=true"),
-        ({"model": {"path": 3}}, "text"),
         ({"lora": {"rnk": 3}}, "Did you mean lora.rank?"),
-        ({"task": {"arithmetic": {"min_steps": "2"}}}, "task.arithmetic.min_steps=2 is not allowed"),
-        ({"rank": 3}, "Did you mean lora.rank?"),
     ],
 )
 def test_a_wrong_type_or_key_in_a_resolved_file_is_refused(values, message):

@@ -49,11 +49,6 @@ def test_what_an_error_says_to_type_is_that_one_value(text: str, tmp_path: Path,
     assert f"  {text}\n" in capsys.readouterr().out  # the column of the run directory
 
 
-def test_a_comma_between_numbers_is_no_part_of_one(capsys) -> None:
-    assert train.main(["+experiment=nvfp4", "seed=0,1"]) == 2
-    assert capsys.readouterr().err.endswith("Type -m to run a job for each.\n")
-
-
 @pytest.mark.parametrize("word", ["run_dir='ä,b'c", "run_dir=it's x'y,ä", 'run_dir="ä",b', "run_dir='a\\'ä'"])
 def test_quotes_that_were_typed_stay(word: str) -> None:
     assert as_typed(readable(word)) == word

@@ -24,6 +24,7 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "harm", "said"),
     [
+        ("DONE", lambda path: path.write_text("[1]"), r"DONE .*Move it away\."),
         ("DONE", cut, r"DONE cannot be read \(.+\)\. Move it away\."),
         ("env.2.json", lambda path: path.write_text(DEEP), r"env\.2\.json cannot be read \(it is nested too deeply\)"),
         ("env.json", lambda path: path.write_text('{"other": 1}'), r"env\.json is not what a run writes there: "),
@@ -40,11 +41,15 @@ def cut(path: Path) -> None:
     ],
 )
 def test_damage_is_named(name: str, harm: Callable[[Path], object], said: str, tmp_path: Path) -> None:
+    """By a reader of the whole record, and what a resume needs by its quick check."""
     run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
-    run.whole_metrics()
+    run.whole_metrics(), run.check()
     harm(run.path / name)
     with pytest.raises(ConfigError, match=said):
         run.whole_metrics()
+    if name in ("mlflow.json", "sessions.json") or (name, harm) == ("eval.parquet", cut):
+        with pytest.raises(ConfigError, match=said):
+            run.check()
 
 
 def test_a_run_without_evaluation_has_no_answers(tmp_path: Path) -> None:

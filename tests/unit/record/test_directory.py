@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.record.folders import first_missing, reserve
+from qerl_lab.record.folders import reserve
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
 
 TYPED = Typed("python -m qerl_lab seed=3", ["seed=3"], "adhoc/time")
@@ -32,11 +30,6 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_importing_it_imports_neither_torch_nor_pandas() -> None:
-    code = "import sys, qerl_lab.record.directory; print({'torch', 'pandas', 'numpy', 'mlflow'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
-
-
 # --- claim and begin
 
 
@@ -45,13 +38,6 @@ def test_a_claim_holds_the_configuration_and_what_was_typed(run: RunDirectory) -
     assert (run.status, run.is_claimed, run.result()) == ("not run", True, {})
     assert (run.config().seed, run.config().run_dir) == (3, str(run.path))
     assert run.settings()["lora.rank"] == "32"
-
-
-@pytest.mark.parametrize("left", [b"", b"\0" * 8, b"[1]"])
-def test_a_damaged_end_is_named(run: RunDirectory, left: bytes) -> None:
-    (run.path / "DONE").write_bytes(left)
-    with pytest.raises(ConfigError, match=rf"{run.path}/DONE .*Move it away\."):
-        run.result()
 
 
 def test_what_was_typed_is_kept_until_the_record_has_it(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,24 +156,6 @@ def test_a_full_disk_leaves_failed_empty_and_the_reason_on_the_screen(
 
 
 # --- nothing left behind
-
-
-def test_a_refused_run_goes_with_the_directories_that_were_made_for_it(tmp_path: Path) -> None:
-    run, made = RunDirectory(tmp_path / "a" / "b"), first_missing(tmp_path / "a" / "b")
-    run.claim(RunConfig(), TYPED)
-    run.begin()
-    run.fail("ConfigError: x")
-    run.discard(made)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_directory_that_was_there_before_stays(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    run = RunDirectory(tmp_path / "mine")
-    run.claim(RunConfig(), TYPED)
-    run.discard(first_missing(tmp_path / "mine"))
-    assert names(tmp_path) == {"mine"}
-    assert not names(tmp_path / "mine")
 
 
 def test_what_a_run_has_recorded_is_not_discarded(run: RunDirectory) -> None:

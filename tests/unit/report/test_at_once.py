@@ -70,10 +70,8 @@ def test_a_run_that_did_not_note_its_start_is_beside_none() -> None:
 
 def test_a_part_of_a_task_and_a_shared_gpu_are_said(here: Path, capsys) -> None:
     for words, shown in (("python -m qerl_lab", False), ("python -m qerl_lab jobs=4 jobs_per_gpu=4", True)):
-        run = make_run(
-            here / "sweep" / "bf16-0", "bf16", 0, task__name="gsm8k", task__gsm8k__max_steps=2 if shown else None
-        )
-        (run / "env.json").write_text(json.dumps({"command": words}))
+        task = {"task__name": "gsm8k", "task__gsm8k__max_steps": 2 if shown else None}
+        run = make_run(here / "sweep" / "bf16-0", "bf16", 0, began={"command": words}, **task)
         assert main(["sweep"]) == 0
         said = capsys.readouterr().out
         assert ("The questions are of gsm8k with at most 2 steps: no accuracy here is that" in said) == shown
@@ -105,9 +103,8 @@ def test_runs_that_ran_at_once_by_their_own_commands_are_said(here: Path, capsys
 
 
 def test_a_copy_beside_its_run_leaves_its_speed_to_be_compared(here: Path, capsys) -> None:
-    run = make_run(here / "sweep" / "bf16-0", "bf16", 0)
     began = {"time": "2020-01-01T00:00:00+0000", "gpus": [{"uuid": "GPU-1", "name": "H200"}]}
-    (run / "env.json").write_text(json.dumps(began))
+    run = make_run(here / "sweep" / "bf16-0", "bf16", 0, began=began)
     shutil.copytree(run, here / "home" / "bf16-0")
     assert main(["sweep", "home"]) == 0
     said = capsys.readouterr().out

@@ -8,9 +8,8 @@ import matplotlib.pyplot as plt
 import pytest
 from matplotlib.text import Text
 
-from qerl_lab.bench.__main__ import COMMANDS
 from qerl_lab.config.option import ConfigError
-from qerl_lab.report import bench, bench_figures, reference
+from qerl_lab.report import bench, bench_figures
 
 SPEEDS = {"bf16_stock": 100.0, "qlora_stock": 40.0, "nvfp4": 150.0, "nvfp4 rollout.vllm.lora=request": 120.0}
 COMMITTED = Path(__file__).parents[3] / "results" / "bench"
@@ -102,7 +101,6 @@ def test_without_a_baseline_no_panel_stays_empty(ranks: tuple[int, ...]) -> None
     assert all(axis.lines for axis in alone.axes)
     itself = [each for each in rows if each["arm"] == "bf16_stock"]
     assert len(bench.figure(rollouts(itself)).axes) == len(ranks)
-    plt.close("all")
 
 
 @pytest.mark.parametrize(("base", "title", "of_largest"), [
@@ -115,7 +113,6 @@ def test_the_panel_of_ranks_is_of_a_baseline_that_was_measured(base: str | None,
     (line,) = [line for line in axis.lines if line.get_label() == "nvfp4"]
     assert axis.get_title() == title
     assert line.get_ydata()[-1] == pytest.approx(of_largest)
-    plt.close("all")
 
 
 def test_nothing_alive_is_a_table_without_numbers_and_no_figure(tmp_path: Path) -> None:
@@ -162,23 +159,12 @@ def test_a_step_of_the_paper_s_setting_stands_beside_its_seconds() -> None:
     assert "the paper" not in bench.text(steps() | {"options": about | {"model": "qwen2.5-7b"}})
 
 
-def test_the_figure_of_steps_says_how_long_completions_were() -> None:
-    ragged = steps()
-    ragged["options"]["mean_tokens"] = 400.0
-    titles = [bench.figure(result).get_suptitle().splitlines()[1] for result in (steps(), ragged)]
-    assert titles == [
-        "8 x 8 completions of at most 1,024 tokens",
-        "8 x 8 completions of at most 1,024 tokens, mean_tokens=400",
-    ]
-
-
 def test_the_legend_of_steps_has_the_parts_that_can_be_seen() -> None:
     told, apart = steps(), steps()
     told["rows"] = [step("nvfp4", 4.0, probe_seconds=0.0, train_seconds=1.915)]
     apart["rows"] = [step("bf16_trl", 4.0)]
     legends = [[text.get_text() for text in bench.figure(one).legends[0].get_texts()] for one in (told, apart)]
     assert legends == [["rollout", "reward", "sync", "train"], ["other"]]
-    plt.close("all")
 
 
 MANY_KEYS = "nvfp4 " + " ".join(f"rollout.vllm.number_{i}_of_many={i}" for i in range(8))
@@ -190,24 +176,6 @@ def test_a_name_of_many_keys_stays_in_the_figure(result: dict[str, Any]) -> None
     figure.canvas.draw()
     (name,) = [text for text in figure.findobj(Text) if "number_7" in text.get_text()]
     assert name.get_window_extent().x1 <= figure.bbox.x1
-    plt.close("all")
-
-
-def test_arms_of_one_format_are_told_apart_where_their_marks_are_not() -> None:
-    arms = [("nvfp4", 900.0), ("nvfp4 a=1", 901.0), ("nvfp4 b=1", 902.0)]
-    rows = [row("bf16_stock", 600.0), *(row(arm, speed) for arm, speed in arms)]
-    lines = bench.figure(rollouts(rows)).axes[0].lines
-    assert len({(line.get_linestyle(), line.get_color()) for line in lines}) == len(rows)
-    plt.close("all")
-
-
-def test_the_paper_s_ratios_are_those_that_it_printed() -> None:
-    """Figure 11 prints 2.1, 2.1, 2.0 (14B) and 2.3, 2.2, 2.2 (32B), to a decimal."""
-    assert [round(ratio, 1) for ratio in reference.ratio_by_rank("qwen2.5-14b", "nf4").values()] == [2.1, 2.1, 2.0]
-    assert [round(ratio, 1) for ratio in reference.ratio_by_rank("qwen2.5-32b", "nf4").values()] == [2.3, 2.2, 2.2]
-    assert reference.ratio_by_rank("qwen2.5-7b", "nf4") == {}
-    assert reference.ratio_by_rank("qwen2.5-0.5b", "bf16") == {}
-    assert set(reference.MODELS) <= set(COMMANDS["rollout"].options.__dataclass_fields__["model"].metadata["choices"])
 
 
 def test_every_committed_result_has_a_table_a_figure_and_an_origin() -> None:

@@ -1,10 +1,8 @@
 """pass@k, entropy against gain, entropy retained, collapse and power: by hand, or by simulation."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
@@ -17,12 +15,6 @@ from run_directories import make_run
 
 # A seed a row, a question a column: right answers of four samples.
 RIGHT = {"bf16": [[0, 1, 2, 4], [1, 1, 3, 4], [0, 2, 2, 4]], "nvfp4": [[1, 1, 2, 4], [1, 2, 4, 4], [0, 2, 4, 4]]}
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    yield
-    plt.close("all")
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """report.html and the files beside it: whole, the same without the runs, and honest of runs that are not."""
 
 import html
-import json
 import re
 import shutil
 from pathlib import Path
@@ -25,16 +24,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, draw = tmp_path_factory.mktemp("made"), np.random.default_rng(0)
     for seed in range(3):
         for arm in ("bf16", "nvfp4_aqn"):
-            run = make_run(folder / "runs" / f"{arm}-{seed}", arm, seed, after=list(draw.integers(0, 5, 8) / 4),
-                           before=[0.25] * 8, task__name="gsm8k")  # fmt: skip
             about = {"git_sha": "c0ffee0", "command": "python -m qerl_lab -m seed=0,1,2", "cpus_usable": 2, "cpu": "A"}
             about |= {"packages": {"torch": "2.13.0"}}
             changed = {"git_sha": "0ddba11", "cpu": "B", "packages": {"torch": "2.11.0"}} if seed == 2 else {}
-            (run / "env.json").write_text(json.dumps(about | changed))
+            make_run(folder / "runs" / f"{arm}-{seed}", arm, seed, after=list(draw.integers(0, 5, 8) / 4),
+                     before=[0.25] * 8, task__name="gsm8k", began=about | changed)  # fmt: skip
     make_run(folder / "runs" / "old", "bf16", 1, ended=1e9, task__name="gsm8k")
-    failed = make_run(folder / "runs" / "failed", "nvfp4_aqn", 3, task__name="gsm8k")
-    (failed / "DONE").unlink()
-    (failed / "FAILED").write_text("ValueError: <script>alert('x')</script> & more")
+    why = "ValueError: <script>alert('x')</script> & more"
+    make_run(folder / "runs" / "failed", "nvfp4_aqn", 3, task__name="gsm8k", failed=why)
     (make_run(folder / "runs" / "damaged", "bf16", 4) / "eval.parquet").unlink()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -146,15 +143,12 @@ def test_without_the_runs_every_file_is_the_same(made: Path, tmp_path: Path, mon
     assert len(before) == 26
 
 
-def test_where_no_run_finished_the_page_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (make_run(tmp_path / "damaged" / "a", "bf16", 0) / "eval.parquet").unlink()
+def test_where_no_run_finished_the_page_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (make_run(here / "damaged" / "a", "bf16", 0) / "eval.parquet").unlink()
     assert main(["damaged", "out=results/damaged"]) == 0
     assert "damaged/a: damaged (eval.parquet is missing" in capsys.readouterr().out
     assert main(["results/damaged", "out=results/damaged"]) == 0
-    (make_run(tmp_path / "runs" / "stopped", "bf16", 0) / "DONE").unlink()
+    (make_run(here / "runs" / "stopped", "bf16", 0) / "DONE").unlink()
     assert main(["runs", "out=results/mine"]) == 0
     assert "No run finished:\n  runs/stopped: interrupted, or still running (step 4 of 4)" in capsys.readouterr().out
     page = Path("results/mine/report.html").read_text()
@@ -167,23 +161,19 @@ def test_where_no_run_finished_the_page_says_so(
     assert main(["results/mine", "out=results/mine"]) == 0
     assert Path("results/mine/report.html").read_text() == before
     assert main(["results/mine"]) == 2
-    (tmp_path / "empty").mkdir()
+    (here / "empty").mkdir()
     assert main(["empty", "out=results/empty"]) == 2
     assert not Path("results/empty").exists()
 
 
-def test_a_baseline_that_is_none_leaves_no_half_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "runs" / "a", "bf16", 0)
+def test_a_baseline_that_is_none_leaves_no_half_of_a_report(here: Path) -> None:
+    make_run(here / "runs" / "a", "bf16", 0)
     assert main(["runs", "out=results/mine", "baseline=nothing"]) == 2
     assert not list(Path("results/mine").glob("*"))
 
 
-def test_a_report_takes_away_what_an_earlier_one_had_and_it_has_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run, out = make_run(tmp_path / "runs" / "0", "nvfp4_aqn", 0), tmp_path / "out"
+def test_a_report_takes_away_what_an_earlier_one_had_and_it_has_not(here: Path) -> None:
+    run, out = make_run(here / "runs" / "0", "nvfp4_aqn", 0), here / "out"
     assert main(["runs", "out=out"]) == 0
     (out / "figures" / "mine.png").touch()
     assert (out / "arms.csv").exists()
@@ -198,9 +188,8 @@ def test_a_report_takes_away_what_an_earlier_one_had_and_it_has_not(
 
 def test_of_runs_that_shared_a_card_no_time_and_no_speed_is_drawn_or_tabled(tmp_path: Path) -> None:
     for arm in ("bf16", "nvfp4"):
-        run = make_run(tmp_path / arm, arm, 0)
-        if arm == "nvfp4":
-            (run / "env.json").write_text(json.dumps({"command": "python -m qerl_lab jobs=2 jobs_per_gpu=2"}))
+        began = {"command": f"python -m qerl_lab {'jobs=2 jobs_per_gpu=2' if arm == 'nvfp4' else ''}"}
+        make_run(tmp_path / arm, arm, 0, began=began)
     found = comparison.read([tmp_path])
     timed = {"reward-by-time", "throughput-by-step", "throughput-by-time"}
     alone = comparison.compare([record for record in found.records if record.run.experiment == "bf16"], {})

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qerl_lab.config.arm import ADDED
+from qerl_lab.config.arm import ADDED, is_of_arm, leaves
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.metrics import encode
 from qerl_lab.report import comparison, results, verdict_tables
@@ -37,9 +37,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "runs" / "bf16-0" / "env.json").write_text(json.dumps(about))
     (tmp_path / "runs" / "bf16-0" / "env.2.json").write_text(json.dumps(about | {"git_sha": "0ddba11", "gpus": []}))
     make_run(tmp_path / "runs" / "old", "bf16", 1, ended=1e9)
-    failed = make_run(tmp_path / "runs" / "failed", "nvfp4_aqn", 3)
-    (failed / "DONE").unlink()
-    (failed / "FAILED").write_text("FloatingPointError: loss is NaN")
+    make_run(tmp_path / "runs" / "failed", "nvfp4_aqn", 3, failed="FloatingPointError: loss is NaN")
     (make_run(tmp_path / "runs" / "damaged", "bf16", 4) / "eval.parquet").unlink()
     return tmp_path / "runs"
 
@@ -92,29 +90,8 @@ def test_the_files_are_tidy(sweep: Path) -> None:
 
 
 def test_no_setting_has_the_name_of_a_column() -> None:
-    assert not results.NOT_SETTINGS & set(comparison_settings())
+    assert not results.NOT_SETTINGS & {name for name, _, _ in leaves(config("bf16", 0)) if is_of_arm(name)}
     assert set(Origin.__dataclass_fields__) <= results.NOT_SETTINGS
-
-
-def comparison_settings() -> list[str]:
-    from qerl_lab.config.arm import is_of_arm, leaves
-
-    return [name for name, _, _ in leaves(config("bf16", 0)) if is_of_arm(name)]
-
-
-def test_forty_runs_of_a_hundred_steps_are_under_two_megabytes(tmp_path: Path) -> None:
-    draw, columns = np.random.default_rng(1), list(KEPT)
-    runs = [f"runs/arm{n // 5}-seed{n % 5}" for n in range(40)]
-    steps = pd.DataFrame(draw.normal(size=(4000, len(columns))).astype("float32"), columns=columns)
-    steps = steps.assign(run=np.repeat(runs, 100), step=np.tile(np.arange(100), 40))
-    ids = [f"gsm8k-test-{n}" for n in range(1319)]
-    asked = pd.DataFrame({
-        "run": np.repeat(runs, 2 * 1319), "phase": np.tile(np.repeat(["before", "after"], 1319), 40),
-        "id": ids * 80, "accuracy": draw.integers(0, 5, 80 * 1319) / 4,
-    })  # fmt: skip
-    about = pd.DataFrame({"run": runs, "settings": json.dumps({f"group.key{n}": str(n) for n in range(250)})})
-    results.write(tmp_path, results.Frames(about, steps, asked))
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 1_000_000
 
 
 @pytest.mark.parametrize("name", [results.RUNS, results.STEPS, results.QUESTIONS])

@@ -1,6 +1,5 @@
 """Verdicts on claims: their error rates where the truth is known, what they are about, and what they say of a gap."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -12,7 +11,6 @@ import pytest
 
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.files import choices_of
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report import reference
@@ -24,7 +22,7 @@ from qerl_lab.report.runs import Record, read_record
 from qerl_lab.report.stats import components, floored_components, holm, moderated, p_above, probability_of_improvement
 from qerl_lab.report.verdict_tables import of_paper as of_paper_text
 from qerl_lab.report.verdicts import P, Row, Verdict, decided, judge, pooled
-from run_directories import make_run
+from run_directories import change_metrics, make_run
 from simulated_runs import BY_NAME, GRADED, HELD_OUT, QUIET, SCALAR, arms, record, shown, verdicts
 
 CLAIMS, LEARNING_RATE = of_paper(), "optim.learning_rate"
@@ -237,11 +235,6 @@ def test_a_claim_names_only_what_is_there(claim: Claim) -> None:
             assert reference.value(**treated) != math.nan != reference.value(**control)
 
 
-def test_every_claim_has_a_name_of_its_own_and_a_grid() -> None:
-    assert len(BY_NAME) == len(CLAIMS)
-    assert {claim.sweep.partition(" ")[0] for claim in CLAIMS} <= set(choices_of("sweeps"))
-
-
 @pytest.mark.parametrize("grid", sorted({claim.sweep for claim in CLAIMS}))
 def test_a_grid_makes_the_arms_of_its_claims(grid: str) -> None:
     words = [word.replace("experiment=", "+experiment=") for word in grid.split()[1:]]  # as the command line reads it
@@ -267,10 +260,7 @@ def ramp(tmp_path: Path) -> Callable[[str, float, int], Record]:
 
     def make(experiment: str, rise: float, seed: int) -> Record:
         folder = make_run(tmp_path / f"{experiment}-{seed}", experiment, seed, steps=4)
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        for line in lines:
-            line["metrics"]["reward/answer"] = rise * line["step"]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        change_metrics(folder, lambda step, metrics: metrics.update({"reward/answer": rise * step}))
         return read_record(RunDirectory(folder), folder.name)
 
     return make

@@ -43,15 +43,6 @@ def test_its_tokenizer_reads_any_text(tokenizer: AutoTokenizer, text: str) -> No
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_its_digits_are_single_tokens(tokenizer: AutoTokenizer) -> None:
-    assert [tokenizer.decode([token]) for token in tokenizer("1907")["input_ids"]] == ["1", "9", "0", "7"]
-
-
-def test_answer_tags_survive_decoding(tokenizer: AutoTokenizer) -> None:
-    ids = tokenizer("<think>so</think><answer>3</answer><|im_end|>")["input_ids"]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>so</think><answer>3</answer>"
-
-
 def test_its_teacher_scores_the_solution_and_its_end_alone() -> None:
     """Loss on every token of the solution with the end token, on nothing else; held-out problems are not taught."""
     task, rng = tasks.load(tasks.configured("arithmetic")), random.Random(0)
