@@ -27,15 +27,7 @@ if TYPE_CHECKING:
 
     from qerl_lab.cli.scheduler import Call, Ended
 
-SET_BY_SUBMITIT = (
-    "array",
-    "output",
-    "error",
-    "open-mode",
-    "nodes",
-    "ntasks-per-node",
-    "signal",
-)  # sbatch flags set by submitit
+SET_BY_SUBMITIT = {"array", "output", "error", "open-mode", "nodes", "ntasks-per-node", "signal"}  # sbatch flags
 GPU_FLAGS = {"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"}
 CPU_FLAGS = {"cpus-per-task", "exclusive"}
 SIGNAL_SECONDS = 300  # sent so long before the time limit, so that the job saves; a step may take that long
