@@ -33,6 +33,7 @@ class Options:
     [
         ("name='b=c'", "name", "b=c"),
         ("name=b=c, d", "name", "b=c, d"),
+        ("name='b' or 'c'", "name", "'b' or 'c'"),
         ("name=true", "name", "true"),
         ("name=1", "name", "1"),
         ("name=1e3", "name", "1e3"),  # a commit
