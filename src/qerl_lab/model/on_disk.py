@@ -117,7 +117,7 @@ def noted_rounding(folder: Path) -> tuple[str, dict[str, Any]]:
     Raises ConfigError if the record is damaged.
     """
     file = folder / QUALITY
-    about = read_json(file) if file.is_file() else {"format": "", "options": {}}
+    about: dict[str, Any] = read_json(file) if file.is_file() else {"format": "", "options": {}}
     try:
         from_dict({"format": about["options"]})
         return str(about["format"]), about["options"]
