@@ -117,12 +117,13 @@ def noted_rounding(folder: Path) -> tuple[str, dict[str, Any]]:
     Raises ConfigError if the record is damaged.
     """
     file = folder / QUALITY
-    about: dict[str, Any] = read_json(file) if file.is_file() else {"format": "", "options": {}}
+    about = read_json(file) if file.is_file() else {}
+    rules = about.get("options", {})
     try:
-        from_dict({"format": about["options"]})
-        return str(about["format"]), about["options"]
-    except (ConfigError, KeyError) as error:
+        from_dict({"format": rules})
+    except ConfigError as error:
         raise ConfigError(f"{file} is damaged ({error}). Quantize the model again, or move the file away.") from None
+    return str(about.get("format", "")), rules
 
 
 def other_format(cfg: RunConfig, name: str) -> ConfigError:
