@@ -31,7 +31,6 @@ from qerl_lab.cli.overrides import (
     explain,
     groups,
     refuse_sweeps,
-    searchpath,
     shown,
     spell,
 )
@@ -179,7 +178,7 @@ def _check_arm(
         return {name: values[name] for name in declared}
 
     def of(name: str) -> dict[str, Any]:
-        lines = [f"+experiment={name}", *searchpath(_of_hydra(cfg))]
+        lines = [f"+experiment={name}", *(line for line in _of_hydra(cfg) if "hydra.searchpath=" in line)]
         return identity(job_config(loader.load_configuration("config", lines, RunMode.RUN), lines))
 
     own, now = of(arm), identity(config)

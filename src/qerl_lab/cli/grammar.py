@@ -201,7 +201,8 @@ def key_entry(name: str, field: Any, default: Any, width: int) -> list[str]:
     """Format the lines of the manual for one key."""
     shown = typed(default)
     shown = shown if len(shown) <= 40 else shown[:37] + "..."
-    return entry(f"{name}={shown}", field.metadata["help"] + _bounds(field.metadata), width)
+    allowed = ", ".join(field.metadata["choices"] or ()) or bounds_in_words(field.metadata)
+    return entry(f"{name}={shown}", field.metadata["help"] + (f" ({allowed})" if allowed else ""), width)
 
 
 def entry(name: str, text: str, width: int) -> list[str]:
@@ -209,11 +210,3 @@ def entry(name: str, text: str, width: int) -> list[str]:
     lines = textwrap.wrap(text, WIDTH - width - 2, break_on_hyphens=False) or [""]
     head = [f"  {name}"] if len(name) >= width else [f"  {name:<{width}}{lines.pop(0)}"]
     return head + [" " * (width + 2) + line for line in lines]
-
-
-def _bounds(metadata: Any) -> str:
-    """Format the allowed values of a key, in brackets."""
-    if metadata["choices"]:
-        return f" ({', '.join(metadata['choices'])})"
-    bounds = bounds_in_words(metadata)
-    return f" ({bounds})" if bounds else ""

@@ -71,28 +71,19 @@ def _check_override(override: Override) -> None:
     if override.is_sweep_override() and not override.is_discrete_sweep():
         raise ConfigError(f"{override.input_line} is not a list of jobs. Type {name}=a,b or {name}=range(1,4).")
     if name in groups():
-        _check_option(name, override.value())
+        value = override.value()
+        if isinstance(value, list | dict) or value is None:  # Hydra would accept them
+            raise no_option(name, value, choices_of(name))
         return
     kind = check_key(name)
     for value in _values(override):
         _check_value(name, kind, value)
 
 
-def searchpath(lines: list[str]) -> list[str]:
-    """Return the words that add folders to Hydra's search path."""
-    return [line for line in lines if line.lstrip("+").startswith("hydra.searchpath=")]
-
-
 def _values(override: Override) -> list[Any]:
     if not override.is_sweep_override():
         return [override.value()]
     return [value.text if isinstance(value, QuotedString) else value for value in override.sweep_iterator()]
-
-
-def _check_option(group: str, value: Any) -> None:
-    """Raise ConfigError unless a group's option is one name: Hydra would also accept a list, or null."""
-    if isinstance(value, list | dict) or value is None:
-        raise no_option(group, value, choices_of(group))
 
 
 def no_option(group: str, value: Any, options: list[str]) -> ConfigError:
