@@ -269,6 +269,14 @@ def test_a_gpu_is_given_to_no_more_jobs_than_share_it() -> None:
         assert sorted(both) == ["0", "1"]
 
 
+def test_a_gpu_is_shared_only_if_no_other_is_free() -> None:
+    cards = scheduler.Cards(["0", "1"], 2)
+    with cards.take(1) as busy:
+        for _ in range(4):
+            with cards.take(1) as taken:
+                assert taken != busy
+
+
 def test_ctrl_c_stops_the_jobs_of_a_pool_and_the_same_line_goes_on(child: Path) -> None:
     parent = background(child, "-m", "seed=2,0,3", "jobs=2", "cpu_threads=1")
     made("runs/sweeps/adhoc/*/0-*/calls")

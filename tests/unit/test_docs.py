@@ -108,16 +108,14 @@ def parse(command: str) -> object:
     if module in ("qerl_lab", "qerl_lab.tools.serve_line"):
         if any(word.startswith("+sweeps=") for word in words) and not any(word.startswith("seed=") for word in words):
             words.append("seed=0")  # of 40 jobs those of one seed
-        flagged, folder = "-m" in words, None
         if "--config-dir" in words:
             at = words.index("--config-dir")
-            folder = str(ROOT / words[at + 1])
-            del words[at : at + 2]
-        return make_plan([spell(word) for word in words if word != "-m"], flagged, folder)
+            words[at : at + 2] = [f'hydra.searchpath=["file://{ROOT / words[at + 1]}"]']
+        return make_plan([spell(word) for word in words if word != "-m"], "-m" in words)
     if module == "qerl_lab.tools.search":
         given = search.space([word for word in words if not search.is_own(word)], search.SearchOptions())
         ends = [f"{key}={low}" for key, (low, _) in given.ranges.items()]
-        return make_plan([spell(word) for word in (*given.words, *ends)], False, None)
+        return make_plan([spell(word) for word in (*given.words, *ends)], False)
     found = vars(importlib.import_module(f"{module}.__main__" if path.is_dir() else module))
     if words[0] in found.get("COMMANDS", {}) or "COMMAND" not in found:
         return found["COMMANDS"][words[0]].read(words[1:])

@@ -141,6 +141,8 @@ def checked(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
         scheduler.cards_of([job.config for job in plan.jobs])
     elif plan.jobs[0].config.launcher != "local":
         cluster.check(plan.jobs[0].config)
+        if not is_dry:
+            cluster.check_machine(plan.jobs[0].config)
     return replace(plan, jobs=seen)
 
 
@@ -156,9 +158,12 @@ def _preflight_notes(job: Job, is_here: bool, is_dry: bool) -> list[str]:
             ) from None
         return []
     said = preflight.check(job.config, job.run_dir, is_here and not is_dry)
-    if is_here and is_dry:
+    if is_dry:
         try:
-            preflight.check_machine(job.config, job.run_dir)
+            if is_here:
+                preflight.check_machine(job.config, job.run_dir)
+            elif job.config.launcher != "local":
+                cluster.check_machine(job.config)
         except ConfigError as error:
             said.append(f"not on this machine: {error}")
     return said

@@ -27,15 +27,7 @@ if TYPE_CHECKING:
 
     from qerl_lab.cli.scheduler import Call, Ended
 
-SET_BY_SUBMITIT = (
-    "array",
-    "output",
-    "error",
-    "open-mode",
-    "nodes",
-    "ntasks-per-node",
-    "signal",
-)  # sbatch flags set by submitit
+SET_BY_SUBMITIT = {"array", "output", "error", "open-mode", "nodes", "ntasks-per-node", "signal"}  # sbatch flags
 GPU_FLAGS = {"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"}
 CPU_FLAGS = {"cpus-per-task", "exclusive"}
 SIGNAL_SECONDS = 300  # sent so long before the time limit, so that the job saves; a step may take that long
@@ -45,21 +37,24 @@ TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):(\d+):(\d+)|(\d+))")  # of the formats o
 
 
 def check(cfg: RunConfig) -> None:
-    """Raise ConfigError if the jobs of a sweep cannot be submitted to a cluster from this machine."""
+    """Raise ConfigError if the flags of Slurm leave a job no time to save."""
+    if cfg.launcher == "slurm" and (limit := minutes(flags(cfg.slurm))) < LEAST_MINUTES:
+        raise ConfigError(
+            f"--time of slurm= is {limit} minutes, and {SIGNAL_SECONDS} seconds before that a job stops to save. "
+            f"Type --time={LEAST_MINUTES} or more."
+        )
+
+
+def check_machine(cfg: RunConfig) -> None:
+    """Raise ConfigError if this machine cannot submit the jobs of a sweep to a cluster."""
     package = {"slurm": "submitit", "ray": "ray"}[cfg.launcher]
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"launcher={cfg.launcher} needs the package {package}, which is not installed. "
             f"Type pip install 'qerl-lab[{cfg.launcher}]', or launcher=local."
         )
-    if cfg.launcher == "slurm":
-        if shutil.which("sbatch") is None or shutil.which("srun") is None:
-            raise ConfigError("launcher=slurm, and this machine has no sbatch. Type it on a login node of the cluster.")
-        if (limit := minutes(flags(cfg.slurm))) < LEAST_MINUTES:
-            raise ConfigError(
-                f"--time of slurm= is {limit} minutes, and {SIGNAL_SECONDS} seconds before that a job stops to save. "
-                f"Type --time={LEAST_MINUTES} or more."
-            )
+    if cfg.launcher == "slurm" and (shutil.which("sbatch") is None or shutil.which("srun") is None):
+        raise ConfigError("launcher=slurm, and this machine has no sbatch. Type it on a login node of the cluster.")
 
 
 def flags(text: str) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from qerl_lab.cli.overrides import (
     explain,
     groups,
     refuse_sweeps,
-    searchpath,
     shown,
     spell,
 )
@@ -42,7 +41,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import anchored
 from qerl_lab.config.rules import build, validate
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.spelling import listed, shell_word
+from qerl_lab.config.spelling import shell_word
 
 VERSION_BASE = "1.3"
 
@@ -79,24 +78,20 @@ def register() -> None:
         store.store(path.stem, OmegaConf.load(path), group="sweeps", package="_global_")
 
 
-def make_plan(overrides: list[str], multirun: bool, config_dir: str | None = None) -> Plan:
+def make_plan(overrides: list[str], multirun: bool) -> Plan:
     """Compose and check every job from words spelled for Hydra. Raises ConfigError."""
     parsed = check_words(overrides)
-    lines = [
-        *overrides,
-        *([f"hydra.searchpath={listed([f'file://{Path(config_dir).absolute()}'])}"] if config_dir else []),
-    ]
     register()
     with (
         as_config_errors(),
         initialize_config_dir(str(package_data("conf")), job_name="qerl_lab", version_base=VERSION_BASE),
     ):
         loader = GlobalHydra.instance().config_loader()
-        master = loader.load_configuration("config", lines, RunMode.MULTIRUN, validate_sweep_overrides=False)
+        master = loader.load_configuration("config", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
         if multirun or master.hydra.mode == RunMode.MULTIRUN:
             return sweep(master, loader)
         refuse_sweeps(parsed)
-        return single(loader.load_configuration("config", lines, RunMode.RUN), loader)
+        return single(loader.load_configuration("config", overrides, RunMode.RUN), loader)
 
 
 def single(cfg: DictConfig, loader: ConfigLoader) -> Plan:
@@ -183,7 +178,7 @@ def _check_arm(
         return {name: values[name] for name in declared}
 
     def of(name: str) -> dict[str, Any]:
-        lines = [f"+experiment={name}", *searchpath(_of_hydra(cfg))]
+        lines = [f"+experiment={name}", *(line for line in _of_hydra(cfg) if "hydra.searchpath=" in line)]
         return identity(job_config(loader.load_configuration("config", lines, RunMode.RUN), lines))
 
     own, now = of(arm), identity(config)

@@ -22,7 +22,9 @@ WIDTH = 100
 HELP = ("--help", "-h")
 # Texts of values that are no text; other texts stay as they are, and then have the wrong type.
 VALUES: Mapping[str, Any] = {"null": None, "true": True, "false": False}
-ITEM = re.compile(r"""\s*('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,]+)""")  # of a list: quoted, or up to a comma
+ITEM = re.compile(  # of a list: quoted, or up to a comma
+    r"""(?:^|,)\s*((?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")(?=\s*(?:,|$))|[^,]*)"""
+)
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ def _value(key: str, kind: Any, text: str, default: Any) -> Any:
     """Read the text of a value as `kind`; `a,b` is the list `[a,b]`. Raises ConfigError for another type."""
     if get_origin(kind) is list:
         inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-        value: Any = [_scalar(item.strip(), get_args(kind)[0]) for item in ITEM.findall(inner)]
+        items = ITEM.findall(inner) if inner.strip() else []
+        value: Any = [_scalar(item.strip(), get_args(kind)[0]) if item.strip() else None for item in items]
     else:
         value = _scalar(text, kind)
     if not has_type(value, kind):
@@ -198,19 +201,12 @@ def key_entry(name: str, field: Any, default: Any, width: int) -> list[str]:
     """Format the lines of the manual for one key."""
     shown = typed(default)
     shown = shown if len(shown) <= 40 else shown[:37] + "..."
-    return entry(f"{name}={shown}", field.metadata["help"] + _bounds(field.metadata), width)
+    allowed = ", ".join(field.metadata["choices"] or ()) or bounds_in_words(field.metadata)
+    return entry(f"{name}={shown}", field.metadata["help"] + (f" ({allowed})" if allowed else ""), width)
 
 
 def entry(name: str, text: str, width: int) -> list[str]:
     """Format `  name    text` with the text wrapped in its column; a long name gets its own line."""
-    lines = textwrap.wrap(text, WIDTH - width - 2) or [""]
+    lines = textwrap.wrap(text, WIDTH - width - 2, break_on_hyphens=False) or [""]
     head = [f"  {name}"] if len(name) >= width else [f"  {name:<{width}}{lines.pop(0)}"]
     return head + [" " * (width + 2) + line for line in lines]
-
-
-def _bounds(metadata: Any) -> str:
-    """Format the allowed values of a key, in brackets."""
-    if metadata["choices"]:
-        return f" ({', '.join(metadata['choices'])})"
-    bounds = bounds_in_words(metadata)
-    return f" ({bounds})" if bounds else ""

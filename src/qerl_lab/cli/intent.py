@@ -4,7 +4,6 @@ The schema and its rules check values from any source. A typed key must moreover
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import yaml
@@ -13,12 +12,10 @@ from qerl_lab.config.arm import OF_SWEEPS, values_of
 from qerl_lab.config.files import group_folder
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.records import QUALITY
 from qerl_lab.config.rules import largest_divisor
 from qerl_lab.config.schema import POCKET, FormatConfig, RunConfig
 from qerl_lab.config.variants import inert_keys
 from qerl_lab.model import on_disk
-from qerl_lab.system.disk import read_json
 
 CLIPS = ("algorithm.epsilon_low", "algorithm.epsilon_high")
 
@@ -47,13 +44,10 @@ def name_model(cfg: RunConfig, words: Mapping[str, str]) -> None:
 
 def take_rounding(cfg: RunConfig, words: Mapping[str, str]) -> None:
     """Set the rounding rules recorded in a quantized checkpoint, unless the user typed them. In place."""
-    file = Path(cfg.model.path) / QUALITY
-    about = read_json(file, dict) if cfg.model.path != POCKET and file.is_file() else {}
-    noted = about.get("options", {}) if about.get("format") == cfg.format.name else {}
-    for f in fields(FormatConfig):
-        is_usual = getattr(cfg.format, f.name) == f.default and f"format.{f.name}" not in words
-        if f.metadata["only"] == cfg.format.name and f.name in noted and is_usual:
-            setattr(cfg.format, f.name, noted[f.name])
+    name, rules = on_disk.noted_rounding(Path(cfg.model.path)) if cfg.model.path != POCKET else ("", {})
+    for key, value in rules.items() if name == cfg.format.name else ():
+        if getattr(cfg.format, key) == getattr(FormatConfig(), key) and f"format.{key}" not in words:
+            setattr(cfg.format, key, value)
 
 
 def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tqdm import tqdm
-
 from qerl_lab.cli.compose import Job
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import MetricsLine
-from qerl_lab.system.terminal import LINES, columns
+from qerl_lab.system.terminal import LINES, columns, interval
 
 REDRAW_SECONDS = 1.0
 HEAD = ["job", "step", "reward", "ETA", "words"]
@@ -60,11 +58,6 @@ class JobProgress:
 
     def row(self) -> list[str]:
         return [str(self.job.number), f"{self.step}/{self.job.config.steps}", self.reward, self.eta, self.words]
-
-
-def interval(seconds: float, done: int, left: int) -> str:
-    """Format the estimated time of `left` steps from `done` steps in `seconds`; a dash if none is done."""
-    return str(tqdm.format_interval(seconds / done * left)) if done > 0 else "-"
 
 
 class SweepProgress:

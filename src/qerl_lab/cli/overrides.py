@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -70,28 +71,19 @@ def _check_override(override: Override) -> None:
     if override.is_sweep_override() and not override.is_discrete_sweep():
         raise ConfigError(f"{override.input_line} is not a list of jobs. Type {name}=a,b or {name}=range(1,4).")
     if name in groups():
-        _check_option(name, override.value())
+        value = override.value()
+        if isinstance(value, list | dict) or value is None:  # Hydra would accept them
+            raise no_option(name, value, choices_of(name))
         return
     kind = check_key(name)
     for value in _values(override):
         _check_value(name, kind, value)
 
 
-def searchpath(lines: list[str]) -> list[str]:
-    """Return the words that add folders to Hydra's search path."""
-    return [line for line in lines if line.lstrip("+").startswith("hydra.searchpath=")]
-
-
 def _values(override: Override) -> list[Any]:
     if not override.is_sweep_override():
         return [override.value()]
     return [value.text if isinstance(value, QuotedString) else value for value in override.sweep_iterator()]
-
-
-def _check_option(group: str, value: Any) -> None:
-    """Raise ConfigError unless a group's option is one name: Hydra would also accept a list, or null."""
-    if isinstance(value, list | dict) or value is None:
-        raise no_option(group, value, choices_of(group))
 
 
 def no_option(group: str, value: Any, options: list[str]) -> ConfigError:
@@ -125,7 +117,7 @@ def refuse_sweeps(overrides: list[Override]) -> None:
     if override is None:
         return
     name, value = override.key_or_group, as_typed(override.get_value_string())
-    is_text = schema().get(name) in TEXT
+    is_text = schema().get(name) in TEXT and name not in groups()
     one = f", or {shell_word(name, value)} if the comma is part of it" if is_text else ""
     raise ConfigError(
         f"{name}={value} is several values, and this command runs one job. Type -m to run a job for each{one}."
@@ -156,6 +148,8 @@ def explain(error: Exception) -> str:
             return str(error)
         case OverrideParseException() if error.override in choices_of("experiment"):
             return f"{error.override} cannot be read as KEY=VALUE. Type +experiment={error.override}."
+        case OverrideParseException() if module := _module_of(error.override):
+            return f"{error.override} is a command of its own. Type python -m {module}."
         case OverrideParseException():
             return str(unreadable(as_typed(error.override), dict(schema()) | dict.fromkeys(groups())))
         case MissingConfigException() if error.missing_cfg_file and error.options:
@@ -174,6 +168,14 @@ def explain(error: Exception) -> str:
             place = re.match(r"In '[^']+': ", str(error))
             return (place[0] if place else "") + _explain_key(cause, cause.full_key)
     return " ".join((str(error) or str(error.__cause__)).split())
+
+
+def _module_of(word: str) -> str | None:
+    """Return the module of a command beside the main one: evaluate, or queue of tools; None for another word."""
+    files = {f"qerl_lab.{word}": f"{word}/__main__.py", f"qerl_lab.tools.{word}": f"tools/{word}.py"}
+    is_name = word.isidentifier() and word != "train"  # python -m qerl_lab trains
+    folder = Path(__file__).parents[1]
+    return next((module for module, file in files.items() if is_name and (folder / file).is_file()), None)
 
 
 def _explain_key(error: OmegaConfBaseException, key: str) -> str:

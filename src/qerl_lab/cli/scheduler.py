@@ -4,6 +4,7 @@ Every job already has its directory with its configuration. A job on another mac
 machine must see it at the same path.
 """
 
+import itertools
 import signal
 import sys
 import threading
@@ -14,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
+from queue import PriorityQueue
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -194,13 +195,16 @@ def _stopping_at_signals(stop_file: Path) -> Iterator[None]:
 
 
 class Cards:
-    """The GPUs of this machine, each for up to `share` jobs at once. Names are those of CUDA_VISIBLE_DEVICES."""
+    """The GPUs of this machine, each for up to `share` jobs at once. Names are those of CUDA_VISIBLE_DEVICES.
+
+    A job shares a GPU only if no other is free.
+    """
 
     def __init__(self, names: Sequence[str], share: int) -> None:
-        self._free: SimpleQueue[str] = SimpleQueue()
+        self._free: PriorityQueue[tuple[int, str]] = PriorityQueue()  # the first place on each GPU, then the second
         self._one_takes = threading.Lock()  # two jobs that each hold one of two GPUs would wait forever
-        for name in [*names] * share:
-            self._free.put(name)
+        for place in itertools.product(range(share), names):
+            self._free.put(place)
 
     @contextmanager
     def take(self, count: int) -> Iterator[list[str]]:
@@ -208,10 +212,10 @@ class Cards:
         with self._one_takes:
             taken = [self._free.get() for _ in range(count)]
         try:
-            yield taken
+            yield [name for _, name in taken]
         finally:
-            for name in taken:
-                self._free.put(name)
+            for place in taken:
+                self._free.put(place)
 
 
 def cards_of(configs: Sequence[RunConfig]) -> Cards | None:

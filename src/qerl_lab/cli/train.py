@@ -22,7 +22,7 @@ import qerl_lab
 from qerl_lab import preflight
 from qerl_lab.cli import check, jobs, launch, manual, scheduler
 from qerl_lab.cli.compose import VERSION_BASE, job_config, register
-from qerl_lab.cli.grammar import not_a_flag
+from qerl_lab.cli.grammar import not_a_flag, refuse_twice
 from qerl_lab.cli.intent import words_by_key
 from qerl_lab.cli.overrides import as_config_errors, check_words, groups, refuse_sweeps, shown, spell
 from qerl_lab.config.files import package_data
@@ -30,7 +30,7 @@ from qerl_lab.config.keys import FOREIGN_NAMES, schema, to_type
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.spelling import resume_word
+from qerl_lab.config.spelling import resume_word, unquoted
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.system import exits
@@ -138,7 +138,7 @@ def _parse(words: list[str]) -> tuple[list[str], list[str]]:
                 f"{word} would leave out the schema that every run is checked against. "
                 "Type --config-dir DIR to add options of your own to the groups."
             )
-        if name not in FLAGS:
+        if name not in FLAGS or (sign and not FLAGS[name]):
             raise not_a_flag(word, _keys_by_name(), list(FLAGS))
         allowed = FLAGS[name]
         flags.append(word)
@@ -164,9 +164,10 @@ def _keys_by_name() -> dict[str, str]:
 def _resumed(flags: list[str], overrides: list[str]) -> tuple[Path, int | None] | None:
     """Return the directory of `resume=` and the number of `steps=` beside it; None for another command."""
     given = words_by_key(overrides)
-    directory, steps = given.pop("resume", "null"), given.pop("steps", None)
+    directory, steps = unquoted(given.pop("resume", "null")), given.pop("steps", None)
     if directory == "null":
         return None
+    refuse_twice((word.lstrip("+").partition("=")[0], word) for word in overrides)
     if others := [*flags, *(f"{key}={value}" for key, value in given.items())]:
         raise ConfigError(
             f"resume continues a run with its own configuration, so {' '.join(others)} cannot stand beside it. "

@@ -47,8 +47,8 @@ FOREIGN_NAMES: Mapping[str, str] = {
     "save_freq": "checkpoint.every", "test_freq": "eval.every", "project_name": "tracking.experiment",
     "logger": "tracking",
     # as people say it
-    "epochs": "steps", "lr": "optim.learning_rate", "vllm": "rollout=vllm", "wandb": "tracking", "dataset": "task",
-    "quantization": "format",
+    "epochs": "steps", "lr": "optim.learning_rate", "vllm": "rollout=vllm", "wandb": "tracking=wandb",
+    "dataset": "task", "quantization": "format",
 }  # fmt: skip
 TEXT = (str, str | None)
 NUMBERS = (int, float, int | None, float | None)

@@ -13,7 +13,7 @@ _IN_A_URL = r"(?:token|pass|pwd|secret|key|sig|auth|cred)"
 # Greedy on purpose: a raw password may contain / and @. A URL without a host (sqlite:///a@b) has no user.
 _USER = re.compile(r"([a-z][a-z0-9+.-]*://)[^\s/]\S*@", re.IGNORECASE)
 _PARAMETER = re.compile(rf"([?&;][\w.-]*{_IN_A_URL}[\w.-]*=)[^\s&;'\"]+", re.IGNORECASE)
-_NAME = re.compile(r"\b(\w+)['\"]?[=:]")  # in NAME=value, and in 'NAME': 'value'
+_NAME = re.compile(r"\b(\w+)['\"]?[=:]")  # in NAME=value, 'NAME': 'value', and NAME: value of YAML
 _WEBHOOK = re.compile(r"(https?://[^\s'\"]*?(?:\bhooks?\.[^\s/'\"]+|/(?:web)?hooks?)/)[^\s'\"]+", re.IGNORECASE)
 _TOKEN = re.compile(  # of the hub, GitHub, GitLab, OpenAI and others, Slack, AWS; a JSON web token; a header
     r"\b(?:hf_|github_pat_|gh[opsur]_|glpat-|sk-|xox[a-z]-|AKIA)[\w-]{16,}|\beyJ[\w-]+\.[\w-]+\.[\w-]+"
@@ -36,7 +36,7 @@ def redact(text: str) -> str:
         if _is_secret(name) and len(value) >= SHORTEST and not os.path.exists(value):
             text = text.replace(value, HIDDEN)
     for name in filter(_is_secret, set(_NAME.findall(text))):
-        text = re.sub(rf"(\b{name}(?:=['\"]?|['\"]: ?['\"]?))[^\s'\"]+", rf"\1{HIDDEN}", text)
+        text = re.sub(rf"(\b{name}['\"]?(?:=|: ?)['\"]?)[^\s'\"]+", rf"\1{HIDDEN}", text)
     return _TOKEN.sub(HIDDEN, url_without_secrets(_WEBHOOK.sub(rf"\1{HIDDEN}", text)))
 
 

@@ -162,19 +162,21 @@ def _aqn(cfg: RunConfig) -> Iterator[str]:
             "aqn.norms=[] names no layer for the noise; allowed: one norm or more. "
             "Leave aqn.norms out (aqn=off is no noise), or type for example aqn.norms=[input_layernorm]."
         )
-    if aqn.schedule in ("off", "adaptive"):
+    if aqn.schedule == "off":
         return
     start, end, example = ("kl_start", "kl_end", "3e-3") if unit == "kl" else ("sigma_start", "sigma_end", "0.01")
     first, last = getattr(aqn, start), getattr(aqn, end)
-    if last > first:
-        yield (
-            f"aqn.{end}={last} is above aqn.{start}={first}; the noise decays, so "
-            f"{end} may be at most {start}. Type for example aqn.{end}={first}."
-        )
     if first == 0:
         yield (
             f"aqn.schedule={aqn.schedule} with aqn.{start}=0 adds no noise; allowed: above 0. "
             f"Type aqn=off, or for example aqn.{start}={example}."
+        )
+    if aqn.schedule == "adaptive":
+        return
+    if last > first:
+        yield (
+            f"aqn.{end}={last} is above aqn.{start}={first}; the noise decays, so "
+            f"{end} may be at most {start}. Type for example aqn.{end}={first}."
         )
     if aqn.schedule == "exponential" and last == 0:
         yield (
@@ -205,11 +207,6 @@ def _aqn_with_kl(cfg: RunConfig) -> Iterator[str]:
             f"aqn.sigma_start={aqn.sigma_start}, where the search begins, is not in aqn.sigma_min={aqn.sigma_min} to "
             f"aqn.sigma_max={aqn.sigma_max}. Type for example "
             f"aqn.sigma_start={min(max(RunConfig().aqn.sigma_start, aqn.sigma_min), aqn.sigma_max)}."
-        )
-    if aqn.schedule == "adaptive" and aqn.kl_start == 0:
-        yield (
-            "aqn.schedule=adaptive with aqn.kl_start=0 adds no noise; allowed: above 0. Type aqn=off, or for example "
-            "aqn.kl_start=3e-3."
         )
     if aqn.schedule == "adaptive" and aqn.probe_prompts == 0:
         yield (

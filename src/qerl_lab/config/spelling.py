@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _PARTS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,=()\[\]{}'"]+""")  # quoted parts, and runs of plain text
+_QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
 _PLAIN = re.compile(r"[\w./:@%+-]+")
 _ADDED = re.compile(r"""(?:^|(?<=[,=()\[\]{}'"]))'([^,=()\[\]{}'"\\]+)'(?=[,=()\[\]{}'"]|$)""")  # by the lab
 _FOREIGN = re.compile(r"[^\w\s/+.$%*@?|:-]", re.ASCII)  # characters that the grammar rejects outside of quotes
@@ -78,6 +79,6 @@ def quoted(value: str) -> str:
 
 def unquoted(value: str) -> str:
     """Return the text that `quoted` quoted, in single or double quotes; any other text unchanged."""
-    if len(value) < 2 or value[0] not in "'\"" or value[-1] != value[0]:
+    if not _QUOTED.fullmatch(value):
         return value
     return re.sub(rf"(\\+)({value[0]}|\Z)", lambda found: found[1][: len(found[1]) // 2] + found[2], value[1:-1])

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qerl_lab.config.message import some_of
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.records import QUALITY
 from qerl_lab.formats import recognize
 from qerl_lab.formats.format import STORED_DTYPES, Format, PackedAs, check_values
 from qerl_lab.model import on_disk
@@ -59,8 +58,7 @@ def stored_as(folder: Path) -> PackedAs | None:
         packed_as = recognize(config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    record = folder / QUALITY
-    noted = read_json(record).get("options", {}) if record.is_file() else {}
+    _, noted = on_disk.noted_rounding(folder)
     own = packed_as.weight_format
     unknown = {name: noted[name] for name, value in asdict(own).items() if value is None and name in noted}
     return packed_as._replace(weight_format=replace(own, **unknown))

@@ -15,6 +15,7 @@ from qerl_lab.config.files import choices_of
 from qerl_lab.config.model_hash import TOKENIZERS, header, model_hash
 from qerl_lab.config.option import ConfigError, did_you_mean, parse_json
 from qerl_lab.config.records import QUALITY
+from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
 from qerl_lab.config.spelling import listed, shell_word
 from qerl_lab.model import gguf
@@ -88,27 +89,41 @@ def check(folder: Path, cfg: RunConfig) -> None:
     found = layers(folder)
     _check_names(found, cfg, said)
     config = read_json(folder / "config.json", said)
-    _check_packed(folder, config, cfg, said)
+    _check_packed(folder, config, cfg)
     is_dense, is_tied = "quantization_config" not in config, config.get("tie_word_embeddings") is not False
     if is_dense and not is_tied and cfg.format.name != DENSE_FORMAT and not is_ignored(HEAD, cfg.format.ignore):
         raise packed_head_refusal(cfg, HEAD)
     _check_context(config, cfg, said)
 
 
-def _check_packed(folder: Path, config: dict[str, Any], cfg: RunConfig, said: str) -> None:
+def _check_packed(folder: Path, config: dict[str, Any], cfg: RunConfig) -> None:
     """Raise ConfigError if the run's format or rounding rule differs from the quantize command's record.
 
     Checkpoints of other programs are compared when they are loaded.
     """
-    noted = folder / QUALITY
-    if "quantization_config" not in config or not noted.is_file():
+    name, rules = noted_rounding(folder)
+    if "quantization_config" not in config or not name:
         return
-    about = read_json(noted, said)
-    if (name := about.get("format", cfg.format.name)) != cfg.format.name:
+    if name != cfg.format.name:
         raise other_format(cfg, name)
-    for key, value in about.get("options", {}).items():
-        if getattr(cfg.format, key, value) != value:
+    for key, value in rules.items():
+        if getattr(cfg.format, key) != value:
             raise other_rule(cfg, name, key, value)
+
+
+def noted_rounding(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the format and the rounding rules that the quantize command noted in its checkpoint; else "" and {}.
+
+    Raises ConfigError if the record is damaged.
+    """
+    file = folder / QUALITY
+    about = read_json(file) if file.is_file() else {}
+    rules = about.get("options", {})
+    try:
+        from_dict({"format": rules})
+    except ConfigError as error:
+        raise ConfigError(f"{file} is damaged ({error}). Quantize the model again, or move the file away.") from None
+    return str(about.get("format", "")), rules
 
 
 def other_format(cfg: RunConfig, name: str) -> ConfigError:

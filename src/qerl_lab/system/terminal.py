@@ -51,7 +51,7 @@ class Progress(Closing):
             self.bar.set_postfix_str(shown, refresh=False)
             self.bar.update(step - self.bar.n)
         elif step % max(1, self.steps // LINES) == 0 or step in (self.first + 1, self.steps):
-            eta = _eta(self.started, step - self.first, self.steps - step)
+            eta = interval(time.monotonic() - self.started, step - self.first, self.steps - step)
             print(f"{_label(f'step {step}/{self.steps}')}, ETA {eta}, {shown}", file=sys.stderr, flush=True)
 
 
@@ -72,7 +72,7 @@ class Amount(Closing):
             self.bar.update(count)
         elif is_due and time.monotonic() > self.printed + 1:  # a small model finishes too fast to read lines
             self.printed = time.monotonic()
-            eta = _eta(self.started, self.now - self.first, self.total - self.now)
+            eta = interval(time.monotonic() - self.started, self.now - self.first, self.total - self.now)
             amount = f"{self.now:,}/{self.total:,} {self.unit}s"
             if self.unit == "B":
                 amount = "/".join(tqdm.format_sizeof(size, "B") for size in (self.now, self.total))
@@ -90,8 +90,9 @@ def _label(text: str = "") -> str:
     return ", ".join(filter(None, (os.environ.get(JOB), text)))
 
 
-def _eta(started: float, done: int, left: int) -> str:
-    return tqdm.format_interval((time.monotonic() - started) / done * left)
+def interval(seconds: float, done: int, left: int) -> str:
+    """Format the estimated time of `left` steps from `done` steps in `seconds`; a dash if none is done."""
+    return str(tqdm.format_interval(seconds / done * left)) if done > 0 else "-"
 
 
 def quiet_third_parties() -> None:

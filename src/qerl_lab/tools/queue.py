@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Self
 
 from qerl_lab.system import exits
@@ -28,6 +27,7 @@ with exits.starting(__name__):
     import pandas as pd
 
     from qerl_lab.cli.grammar import Command, main_of
+    from qerl_lab.cli.scheduler import Cards
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.paths import WEIGHTS, sha256
     from qerl_lab.record.directory import RunDirectory
@@ -152,13 +152,13 @@ def run(options: RunOptions) -> None:
 class Machine:
     """Make planned runs on this machine.
 
-    `began` is the start of the command, by the monotonic clock. `cards` holds the GPU of each free place for a run.
+    `began` is the start of the command, by the monotonic clock. `cards` are its GPUs.
     """
 
     queue: Queue
     options: RunOptions
     began: float
-    cards: "SimpleQueue[str]"
+    cards: Cards
 
     @classmethod
     def of(cls, queue: Queue, options: RunOptions) -> Self:
@@ -166,10 +166,7 @@ class Machine:
         seen = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
         if len(seen) < options.gpus:
             raise ConfigError(f"gpus={options.gpus}: CUDA_VISIBLE_DEVICES shows {len(seen)}. Type gpus={len(seen)}.")
-        cards: SimpleQueue[str] = SimpleQueue()
-        for card in seen[: options.gpus] * options.jobs:
-            cards.put(card)
-        return cls(queue, options, time.monotonic(), cards)
+        return cls(queue, options, time.monotonic(), Cards(seen[: options.gpus], options.jobs))
 
     @property
     def until(self) -> float:
@@ -189,11 +186,8 @@ class Machine:
     @contextmanager
     def card(self) -> Iterator[dict[str, str]]:
         """Take a free place on a GPU; yield the environment in which a run sees that GPU alone."""
-        card = self.cards.get()
-        try:
+        with self.cards.take(1) as (card,):
             yield {"CUDA_VISIBLE_DEVICES": card} if self.options.gpus > 1 else {}
-        finally:
-            self.cards.put(card)
 
     def _make(self, one: Planned, visible: Mapping[str, str]) -> bool:
         begun = RunDirectory(self.folder(one))

@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
     if not words or set(HELP) & set(words):
         print(MANUAL, end="")
         return exits.OK
-    plan = make_plan([spell(word) for word in words], False, None)
+    plan = make_plan([spell(word) for word in words], False)
     if plan.multirun:
         raise ConfigError("a server is of one run. Give each key one value.")
     cfg = plan.jobs[0].config

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab.cli import cluster, launch
+from qerl_lab.cli import cluster, launch, train
 from qerl_lab.cli.overrides import spell
 from qerl_lab.cli.scheduler import Call, Ended
 from qerl_lab.config.option import ConfigError
@@ -74,12 +74,12 @@ def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: name == "submitit" or None)
     with pytest.raises(ConfigError, match="this machine has no sbatch"):
-        cluster.check(RunConfig(launcher="slurm"))
+        cluster.check_machine(RunConfig(launcher="slurm"))
     monkeypatch.setattr(cluster.shutil, "which", lambda name: f"/bin/{name}")
     with pytest.raises(ConfigError, match="--time of slurm= is 9 minutes"):
         cluster.check(RunConfig(launcher="slurm", slurm="--time=9"))
     with pytest.raises(ConfigError, match=r"needs the package ray.*pip install 'qerl-lab\[ray\]'"):
-        cluster.check(RunConfig(launcher="ray"))
+        cluster.check_machine(RunConfig(launcher="ray"))
 
 
 @pytest.fixture
@@ -131,3 +131,13 @@ def test_a_job_near_its_time_limit_saves_before_it_is_put_back(call: Call, monke
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert (call.run_dir / "signals").read_text() == "TERM"
+
+
+def test_a_sweep_for_a_cluster_is_planned_anywhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    words = ["-m", "seed=0,1", "launcher=slurm", "dry_run=true"]
+    assert train.main([*words, "slurm=--time=1:00:00"]) == 0
+    assert "not on this machine: launcher=slurm" in capsys.readouterr().out
+    assert train.main([*words, "slurm=--time=9"]) == 2

@@ -33,6 +33,7 @@ class Options:
     [
         ("name='b=c'", "name", "b=c"),
         ("name=b=c, d", "name", "b=c, d"),
+        ("name='b' or 'c'", "name", "'b' or 'c'"),
         ("name=true", "name", "true"),
         ("name=1e3", "name", "1e3"),  # a commit
         ("name=", "name", ""),
@@ -76,6 +77,9 @@ def test_a_value_gets_the_type_of_its_key_and_the_others_their_defaults(word: st
         ("parts=null", ["parts=null", "a list of names", "parts=[x]"]),
         ("parts=[w]", ["w in parts=[w] is not allowed; allowed: x, y, z, a,b. Type for example parts=[x]."]),
         ("sizes=[1,x]", ["sizes=[1,x]", "a list of whole numbers", "sizes=[1]"]),
+        ("sizes=1,,2", ["sizes=1,,2", "a list of whole numbers"]),
+        ("parts=x,", ["parts=x,", "a list of names"]),
+        ("parts='x'y", ["'x'y in parts=['x'y] is not allowed"]),
         ("sigmas=[0]", ["sigmas=[0.0]", "above 0", "sigmas=[1]"]),
         ("number=seven", ["number=seven", "a whole number", "number=3"]),
         ("number=1.5", ["number=1.5", "a whole number"]),

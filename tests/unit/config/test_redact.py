@@ -19,6 +19,7 @@ from qerl_lab.config.rules import from_dict
         ("hydra.job.env_set.MLFLOW_TRACKING_PASSWORD=abc", "hydra.job.env_set.MLFLOW_TRACKING_PASSWORD=***"),
         ("read with hf_abcdefghijklmnopqrst at 401", "read with *** at 401"),
         ("DB_PASS=abc GITHUB_PAT=d {'SMTP_AUTH': 'e'}", "DB_PASS=*** GITHUB_PAT=*** {'SMTP_AUTH': '***'}"),
+        ("password: abc\n  api_key: 'def'", "password: ***\n  api_key: '***'"),
         ("docker --env=DB_PASS=abc", "docker --env=DB_PASS=***"),
         ("https://hooks.slack.com/services/T0/B0/xy failed", "https://hooks.slack.com/*** failed"),
         ("https://discord.com/api/webhooks/1/ab", "https://discord.com/api/webhooks/***"),

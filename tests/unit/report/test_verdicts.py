@@ -238,7 +238,7 @@ def test_a_claim_names_only_what_is_there(claim: Claim) -> None:
 @pytest.mark.parametrize("grid", sorted({claim.sweep for claim in CLAIMS}))
 def test_a_grid_makes_the_arms_of_its_claims(grid: str) -> None:
     words = [word.replace("experiment=", "+experiment=") for word in grid.split()[1:]]  # as the command line reads it
-    plan = make_plan([f"+sweeps={grid.split()[0]}", *words, "seed=0"], False, None)
+    plan = make_plan([f"+sweeps={grid.split()[0]}", *words, "seed=0"], False)
     runs = []
     for job in plan.jobs:
         values = {name: str(value) for name, _, value in leaves(job.config)}
@@ -431,7 +431,7 @@ def test_the_page_has_every_claim_with_its_family_sweep_and_guardrail() -> None:
 
 def test_throughput_of_a_cpu_decides_nothing() -> None:
     claim = next(claim for claim in CLAIMS if claim.name == "rollout_throughput")
-    plan = make_plan(["+sweeps=weight_formats", "seed=0"], False, None)
+    plan = make_plan(["+sweeps=weight_formats", "seed=0"], False)
     values = [{name: str(value) for name, _, value in leaves(job.config)} for job in plan.jobs]
     found = []
     for metrics in ([], ["memory/gpu_peak_gib"]):
