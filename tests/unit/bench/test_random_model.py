@@ -80,15 +80,6 @@ def test_tied_embeddings_have_no_head_of_their_own(tmp_path: Path) -> None:
     policy_of(folder, "nvfp4")
 
 
-def test_several_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_model, "SHARD_BYTES", 200_000)
-    folder = written(tmp_path / "model", "bf16")
-    assert len(WeightFiles(folder).files) > 1
-    _, shards = random_model.plan(ARCHITECTURE, BY_NAME["bf16"], CPU)
-    written_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    assert 0 < written_bytes - sum(shard.bytes for shard in shards) < 4096 * len(shards), "headers"
-
-
 def test_a_prompt_has_the_tokens_that_were_asked_for(tmp_path: Path) -> None:
     loaded = policy_of(written(tmp_path / "model", "bf16"), "bf16")
     texts = random_model.prompt_texts(3, 50)

@@ -73,26 +73,6 @@ def test_patterns_of_earlier_versions_and_of_others_are_read(written: str, read:
     assert recognize(config).ignore == (read,)
 
 
-def test_patterns_and_parents_are_ignored() -> None:
-    ignore = ("re:.*mlp.*", "model.layers.1")
-    ignored = ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj"]
-    assert all(is_ignored(name, ignore) for name in ignored)
-    assert not any(is_ignored(name, ignore) for name in ("model.layers.10.self_attn.q_proj", "lm_head"))
-
-
-def llmcompressor() -> dict[str, Any]:
-    """As llmcompressor 0.14 (compressed-tensors 0.19) writes it: full names, further keys, an observer of its own."""
-    config = NVFP4.quantization_config([], torch.bfloat16)
-    config["ignore"] = ["lm_head", "re:.*down_proj", "model.layers.0.self_attn.q_proj"]
-    config["config_groups"]["group_0"]["weights"] |= {"observer": "mse", "actorder": "weight"}
-    return config | {"version": "0.19.0", "sparsity_config": {}, "transform_config": {}}
-
-
-def test_what_llmcompressor_writes_is_recognized() -> None:
-    ignore = ("lm_head", "re:.*down_proj", "model.layers.0.self_attn.q_proj")
-    assert recognize(llmcompressor()) == PackedAs(Nvfp4(None), ignore)
-
-
 def test_a_checkpoint_of_bitsandbytes_without_a_list_leaves_the_head_alone() -> None:
     config = NF4.quantization_config([], torch.bfloat16) | {"llm_int8_skip_modules": None}
     assert recognize(config).ignore == ("lm_head",)
