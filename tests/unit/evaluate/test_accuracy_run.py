@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -151,15 +150,6 @@ def test_the_common_engine_is_the_dequantized_base_with_the_adapter(run_dir, bui
     assert 0 < (packed - dense).abs().max() < 0.05
     assert (dense - base).abs().max() > 0.5, "the adapter acts"
     assert not Path(common.cfg.model.path).exists(), "the copy is gone"
-
-
-def test_both_engines_are_in_the_table(run_dir, tmp_path, capsys) -> None:
-    assert go(f"run={run_dir}", "questions=3", "samples=2", "common=true", f"out={tmp_path / 'out'}") == 0
-    rows, about = read(tmp_path / "out")
-    assert [one["engine"] for one in about["results"]] == ["own", "common"]
-    assert rows.groupby("engine", sort=False).size().to_dict() == {"own": 6, "common": 6}
-    assert rows["prompt_sha256"].nunique() == 3
-    assert re.search(r"arithmetic +common +3 +2 ", capsys.readouterr().out)
 
 
 def test_an_adapter_that_is_all_zero_is_said(tiny, tmp_path, capsys, run_dir) -> None:

@@ -167,6 +167,12 @@ def padded(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
     layer.weight = nn.Parameter(nn.functional.pad(layer.weight, (0, 128)), requires_grad=False)
 
 
+def inside_of_a_tile(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
+    """A fused layer can fill whole tiles though its parts do not."""
+    q, k = layers["model.layers.0.self_attn.q_proj"], layers["model.layers.0.self_attn.k_proj"]
+    q.out_features, k.out_features = q.out_features - 32, k.out_features + 32
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -174,6 +180,7 @@ def padded(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
         (dense_in_the_engine, r"model.layers.1.mlp.down_proj has NoneType"),
         (other_names, r"finds no layer in vLLM's model that holds model.layers.0.self_attn.q_proj"),
         (padded, r"does not pad, and model.layers.1.mlp.down_proj is \[128\] x 192"),
+        (inside_of_a_tile, r"multiples of 64 rows .*q_proj is \[96, 96, 64\] x 128"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_and_nothing_is_changed(policy: Policy, change: Callable, said: str) -> None:
@@ -182,15 +189,6 @@ def test_what_cannot_be_shared_is_refused_and_nothing_is_changed(policy: Policy,
     with pytest.raises(ConfigError, match=f"share_base=true .*{said}.*Type rollout.vllm.share_base=false"):
         one_copy.share(policy, engine)
     assert not any(layer.form for layer in one_copy.layers_of(policy).values())
-
-
-def test_parts_that_begin_inside_of_a_tile_are_refused(policy: Policy) -> None:
-    """A fused layer can fill whole tiles though its parts do not."""
-    engine, layers = engine_of(policy), one_copy.layers_of(policy)
-    q, k = layers["model.layers.0.self_attn.q_proj"], layers["model.layers.0.self_attn.k_proj"]
-    q.out_features, k.out_features = q.out_features - 32, k.out_features + 32
-    with pytest.raises(ConfigError, match=r"multiples of 64 rows .*q_proj is \[96, 96, 64\] x 128"):
-        one_copy.share(policy, engine)
 
 
 # The engine, where vLLM is not installed: over an LLM that reads its folder, packs, and does nothing else.
