@@ -225,17 +225,6 @@ def test_tensors_that_disagree_are_named_with_their_file(
     assert str(raised.value).startswith(f"{tmp_path / 'model.safetensors'}: ")
 
 
-@pytest.mark.parametrize("stored", ["mxfp4", "nf4", "dense"])
-def test_a_config_that_names_another_format_than_the_tensors_have_is_refused(tmp_path: Path, stored: str) -> None:
-    if stored == "dense":
-        write_dense(tmp_path, tiny_model())
-    else:
-        write_packed(tmp_path, tiny_model(), BY_NAME[stored])
-    edit_config(tmp_path, quantization_config=NVFP4.quantization_config(HEAD, torch.float32))
-    with pytest.raises(ValueError, match=r"packed in nvfp4 according to config.json: .* missing"):
-        load(tmp_path)
-
-
 @pytest.mark.parametrize("config", [None, MXFP4.quantization_config(["lm_head", "q_proj"], torch.float32)])
 def test_layers_packed_though_dense_by_config_are_refused(tmp_path: Path, config: dict[str, Any] | None) -> None:
     write_packed(tmp_path, tiny_model(), MXFP4)

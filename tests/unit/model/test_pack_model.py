@@ -92,5 +92,10 @@ def test_pack_model_replaces_the_linears_and_nothing_else(weight_format: Format)
         )
     for key, tensor in others.items():
         assert torch.equal(model.state_dict()[key], tensor)
+    if weight_format.NAME != "bf16":
+        with pytest.raises(
+            ValueError, match=rf"^model\.layers\.0\.self_attn\.q_proj is packed as {weight_format.NAME}"
+        ):
+            pack_model(model, weight_format)
     assert type(model.lm_head) is nn.Linear
     assert model(tokens()).logits.dtype is torch.bfloat16

@@ -4,19 +4,16 @@ import json
 import os
 import shlex
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from packed_layers import pack_model, tiny_model
+from packed_layers import tiny_model
 from qerl_lab.cli import train
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.option import ConfigError
-from qerl_lab.formats.mxfp4 import Mxfp4
-from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.quantize import __main__ as quantize
@@ -25,7 +22,7 @@ from qerl_lab.quantize import quantize_model as quantization
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.tools.warmup import WarmupOptions
 from qerl_lab.tools.warmup import check as check_warmup
-from small_checkpoints import edit_config, edit_tensors, equal, write_dense
+from small_checkpoints import edit_config, edit_tensors, write_dense
 
 SHARDS = "shard_gb=2e-5"  # 20 kB: several files
 
@@ -239,20 +236,6 @@ def test_a_tied_head_is_left_dense_and_said_to_be(here):
     assert run("model=model", "out=out", "ignore=[]") == 0
     assert AutoConfig.from_pretrained("out").quantization_config["ignore"] == ["lm_head"]
     assert not any("lm_head" in name for name in WeightFiles(Path("out")).names)
-
-
-@pytest.mark.parametrize("weight_format", [Nvfp4("four_over_six"), Mxfp4("floor")], ids=repr)
-def test_the_options_of_a_format_reach_the_weights(here, model, weight_format):
-    ((key, value),) = asdict(weight_format).items()
-    assert run(model, "out=plain", f"format={weight_format.NAME}") == 0
-    assert run(model, "out=other", f"format={weight_format.NAME}", f"{key}={value}") == 0
-    twin = tiny_model(dtype=torch.bfloat16)
-    pack_model(twin, weight_format)
-    plain, other = WeightFiles(Path("plain")), WeightFiles(Path("other"))
-    expected = twin.state_dict()
-    assert all(equal(other.tensor(tensor), expected[tensor]) for tensor in other.names)
-    assert not all(equal(other.tensor(tensor), plain.tensor(tensor)) for tensor in other.names)
-    assert json.loads(Path("other/quality.json").read_text())["options"] == {key: value}
 
 
 def test_another_command_does_not_go_on_with_an_unfinished_directory(here, model, capsys, monkeypatch):
