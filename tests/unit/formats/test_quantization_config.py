@@ -50,7 +50,10 @@ def test_what_is_described_is_recognized(weight_format: Format) -> None:
     assert recognize(written) == PackedAs(UNKNOWN_RULE.get(weight_format, weight_format), ignore)
 
 
-@pytest.mark.parametrize("entry", ["lm_head", "down_proj", "mlp.down_proj", "model.layers.3", "model.layers.3.mlp"])
+ENTRIES = ["lm_head", "down_proj", "mlp.down_proj", "model.layers.3", "model.layers.3.mlp", "re:lm_|mlp"]
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("name", PRESETS)
 def test_an_entry_means_the_same_to_compressed_tensors(name: str, entry: str) -> None:
     """It takes a plain one for a full name, where ours may be the end of one, or a module that it is part of."""
