@@ -51,7 +51,7 @@ BUGS = [
     Bug("importance correction is not applied", "train/trainer.py",
         'self.micro_batch["advantages"][:, None] * weights',
         'self.micro_batch["advantages"][:, None] * weights.clamp(1, 1)',
-        "unit/train/test_one_forward.py"),
+        "golden/test_loss.py"),
     Bug("several updates take the new policy for the old", "train/trainer.py",
         "elif scored is not None and self.cfg.updates_per_step > 1:",
         "elif scored is not None and self.cfg.updates_per_step > 4:",

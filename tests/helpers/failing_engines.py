@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qerl_lab import rollout
@@ -26,6 +26,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import Engine, EngineFailed, OnDone, Rollout, Sampling, ignore
 from qerl_lab.rollout.transformers import TransformersEngine
+from qerl_lab.train.stop import Stop
 
 VARIABLE = "FAILING_ENGINES"
 
@@ -110,6 +111,29 @@ def install(words: str) -> Plan:
     plan = Plan(words)
     rollout.build = plan.build
     return plan
+
+
+@dataclass
+class Runs:
+    """Runs of one configuration in its directory, in this process; each call continues what the last one left."""
+
+    cfg: RunConfig
+    plan: Plan = field(default_factory=lambda: Plan(""))
+
+    @property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(Path(self.cfg.run_dir))
+
+    def run(self, words: str = "", stop: Stop | None = None) -> int:
+        """Run with an engine that fails according to the plan `words`."""
+        from qerl_lab.train import run as run_module
+
+        usual, self.plan = rollout.build, Plan(words)
+        rollout.build = self.plan.build
+        try:
+            return run_module.run(self.cfg, self.directory, stop or Stop())
+        finally:
+            rollout.build = usual
 
 
 def command(run: RunDirectory, plan: str = "", typed: str = "") -> tuple[int, str, str]:

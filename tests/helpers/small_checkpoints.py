@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from packed_layers import pack_model
-from qerl_lab.formats.format import Format
+from qerl_lab.formats.format import Format, PackedAs
+from qerl_lab.model.files import WeightFiles
+from qerl_lab.model.loading import load_model, stored_as
 from qerl_lab.model.on_disk import ASSETS
 
 
@@ -54,6 +56,15 @@ def write_packed(
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors")
     edit_config(folder, quantization_config=weight_format.quantization_config(ignore, model.dtype))
     return folder
+
+
+def load(folder: Path, packed_as: PackedAs | None = None, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Load a folder on the CPU as it is stored; a dense one is packed as given."""
+    stored = stored_as(folder)
+    wanted, is_packed = stored or packed_as, stored is not None
+    assert wanted is not None
+    config, cpu = AutoConfig.from_pretrained(folder), torch.device("cpu")
+    return load_model(config, WeightFiles(folder), wanted, is_packed=is_packed, device=cpu, dtype=dtype)
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

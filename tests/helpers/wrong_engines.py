@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.model.policy import Policy
@@ -39,13 +38,6 @@ class RepeatsOneDraw(Wrong):
         )
 
 
-class SwapsLogprobs(Wrong):
-    """Swaps the log-probs of a group but not its completions."""
-
-    def out(self, out: Rollout) -> Rollout:
-        return replace(out, logprobs_P_G=[group[::-1] for group in out.logprobs_P_G])
-
-
 class ReadsPadding(Wrong):
     def prompts(self, prompt_ids_P: list[list[int]]) -> list[list[int]]:
         longest = max(map(len, prompt_ids_P))
@@ -74,24 +66,9 @@ class DrawsWhenGreedy(Wrong):
         return replace(sampling, temperature=sampling.temperature or 1.0)
 
 
-class TellsTheEntropyOfAToken(Wrong):
-    def out(self, out: Rollout) -> Rollout:
-        return replace(out, entropy=2 * out.entropy)
-
-
-class HidesNan(Wrong):
-    def out(self, out: Rollout) -> Rollout:
-        return replace(out, logprobs_P_G=[[[0.0] * len(row) for row in group] for group in out.logprobs_P_G])
-
-
 class DrawsASeed(Wrong):
     def sampling(self, sampling: Sampling) -> Sampling:
         return replace(sampling, seed=int(torch.randint(1 << 30, ())))
-
-
-class AlwaysStops(Wrong):
-    def out(self, out: Rollout) -> Rollout:
-        return replace(out, finish_reasons_P_G=[["stop"] * len(group) for group in out.finish_reasons_P_G])
 
 
 class CallsAnEndAtTheLimitALength(TransformersEngine):
@@ -128,11 +105,6 @@ class KeepsItsAdapter(TransformersEngine):
         finally:
             for name, weight in own.items():
                 self.policy.model.get_parameter(name).data = weight
-
-
-class TellsCleanNorms(TransformersEngine):
-    def norms(self) -> dict[str, Tensor]:
-        return self.policy.clean_norms
 
 
 class WakesWithoutNoise(TransformersEngine):

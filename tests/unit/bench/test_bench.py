@@ -1,12 +1,9 @@
 """The benchmarks, as far as a CPU can run them: what is computed, what the tables say of it, what is refused."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 from peft import PeftModel
@@ -141,23 +138,6 @@ def test_decode_adds_up_the_layers_and_leaves_out_what_was_not_timed(tmp_path: P
     assert (tmp_path / "decode.png").stat().st_size > 10_000
 
 
-def test_a_product_and_its_adapter_have_one_colour() -> None:
-    arms = ("bf16", "marlin", "bf16_and_adapter", "marlin_and_adapter", "adapter_kernels")
-    rows = [{"layer": "o_proj", "rows": 8, "arm": arm, "us": 1.0} for arm in arms]
-    figure = bench.figure(
-        {"benchmark": "decode", "options": {"model": "m"}, "environment": {"gpus": []}, "decode": rows}
-    )
-    color = {line.get_label(): line.get_color() for line in figure.axes[0].get_lines()}
-    style = {line.get_label(): line.get_linestyle() for line in figure.axes[0].get_lines()}
-    plt.close(figure)
-    assert color["bf16"] == color["bf16_and_adapter"]
-    assert color["marlin"] == color["marlin_and_adapter"]
-    assert len({color["bf16"], color["marlin"], color["adapter_kernels"]}) == 3
-    assert style["bf16"] == style["marlin"] == "-"
-    assert style["bf16_and_adapter"] == style["marlin_and_adapter"] == "--"
-    assert style["adapter_kernels"] == ":"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -205,13 +185,6 @@ def test_a_benchmark_is_printed_row_by_row_and_kept(
     assert err.count("\n") == sum(len(value) for key, value in kept.items() if isinstance(value, list))
     assert out.endswith(f"{tmp_path}/new/result.json  {tmp_path}/new/result.png\n")
     assert (tmp_path / "new" / "result.png").stat().st_size > 10_000
-
-
-def test_refused_without_torch() -> None:
-    run = "from qerl_lab.bench.__main__ import main; main(['linear', 'tokens=[x]'])"
-    code = f"import sys; {run}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "False"
 
 
 def test_every_format_is_an_arm_and_every_arm_has_a_colour() -> None:

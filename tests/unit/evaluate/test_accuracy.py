@@ -10,7 +10,6 @@ import pytest
 from qerl_lab import tasks
 from qerl_lab.evaluate.accuracy import ask, evaluate
 from qerl_lab.model.policy import Policy
-from qerl_lab.record.metrics import METRICS
 from qerl_lab.rollout.engine import OnDone, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 
@@ -143,8 +142,3 @@ def test_an_engine_without_entropy_leaves_that_metric_out(policy, tiny) -> None:
         for entropy in (0.5, None)
     )
     assert with_it == without | {"eval/entropy_nats": 0.5}
-
-
-def test_the_entropy_says_at_which_temperature() -> None:
-    assert "eval.temperature" in METRICS["eval/entropy_nats"].meaning
-    assert "rollout.temperature" in METRICS["policy/entropy_nats"].meaning

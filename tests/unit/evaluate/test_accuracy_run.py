@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from finished_runs import make_finished
 from qerl_lab import rollout, tasks
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
@@ -24,8 +22,10 @@ from qerl_lab.evaluate import accuracy_run, benchmarks, subject
 from qerl_lab.evaluate.options import AccuracyOptions
 from qerl_lab.evaluate.subject import samplings
 from qerl_lab.evaluate.summary import ABOUT, ROWS
+from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import __main__ as quantize
+from qerl_lab.record import resolved
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import EngineFailed, Sampling
 
@@ -37,7 +37,12 @@ AIME = '{"problem": "What is 1+1?", "answer": "2", "id": 1}\n'
 def run_dir(tiny, build_policy, tmp_path_factory) -> Path:
     """A finished run in NVFP4, evaluated at temperature 1, at most 16 tokens, whose adapter is far from zero."""
     cfg = tiny(format__name="nvfp4", rollout__batch_size=8, eval__temperature=1.0, eval__top_p=1.0, eval__samples=3)
-    return make_finished(tmp_path_factory.mktemp("runs") / "run", cfg, build_policy(cfg))
+    directory = RunDirectory(tmp_path_factory.mktemp("runs"))
+    cfg.run_dir = str(directory.path)
+    resolved.write_config(directory.path, cfg)
+    policy.save_adapter(build_policy(cfg).model, directory.adapter)
+    directory.finish({"seconds": 1.0})
+    return directory.path
 
 
 def go(*words: str) -> int:
@@ -145,15 +150,6 @@ def test_the_common_engine_is_the_dequantized_base_with_the_adapter(run_dir, bui
     assert 0 < (packed - dense).abs().max() < 0.05
     assert (dense - base).abs().max() > 0.5, "the adapter acts"
     assert not Path(common.cfg.model.path).exists(), "the copy is gone"
-
-
-def test_both_engines_are_in_the_table(run_dir, tmp_path, capsys) -> None:
-    assert go(f"run={run_dir}", "questions=3", "samples=2", "common=true", f"out={tmp_path / 'out'}") == 0
-    rows, about = read(tmp_path / "out")
-    assert [one["engine"] for one in about["results"]] == ["own", "common"]
-    assert rows.groupby("engine", sort=False).size().to_dict() == {"own": 6, "common": 6}
-    assert rows["prompt_sha256"].nunique() == 3
-    assert re.search(r"arithmetic +common +3 +2 ", capsys.readouterr().out)
 
 
 def test_an_adapter_that_is_all_zero_is_said(tiny, tmp_path, capsys, run_dir) -> None:

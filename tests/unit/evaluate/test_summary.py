@@ -152,14 +152,6 @@ def test_seeds_are_paired_and_both_count(tmp_path: Path) -> None:
     assert accuracy.interval() == pytest.approx(expected)
 
 
-def test_two_draws_of_one_run_are_no_two_seeds_of_an_arm(tmp_path: Path) -> None:
-    """How one run's answers vary by draw says nothing of how another run would do."""
-    for draw in (0, 5):
-        write(tmp_path / "a" / str(draw), answers(A), run_seed=0, seed=draw)
-    with pytest.raises(ConfigError, match="both are of seed 0, as the run has it"):
-        compared(str(tmp_path / "a"), str(tmp_path / "a"))
-
-
 def test_runs_that_were_trained_otherwise_are_no_seeds_of_one_arm(tmp_path: Path) -> None:
     """They are asked alike, in one format: only their own settings tell them apart."""
     arms = [{"optim.learning_rate": rate, "aqn.schedule": "off"} for rate in ("0.001", "0.0001")]

@@ -134,16 +134,3 @@ def test_the_quantize_command_writes_it_and_a_run_loads_what_was_written(capsys:
     said = "is packed in int4, and format.name=nvfp4 was given. Type format=int4, or the path of the dense model."
     with pytest.raises(ConfigError, match=re.escape(said)):
         policy.load_base(composed("format=nvfp4", "model.path=out", "scale=custom"), CPU)
-
-
-def test_llmcompressor_cannot_write_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert quantize.main(["model=dense", "format=int4", "out=out", "method=gptq"]) == 2
-    assert "method=gptq with format=int4 is not possible: llmcompressor writes nvfp4 and" in capsys.readouterr().err
-
-
-def test_what_can_be_loaded_names_it() -> None:
-    assert quantize.main(["model=dense", "format=int4", "out=out", "quality=weights", "device=cpu"]) == 0
-    config = Path("out") / "config.json"
-    config.write_text(config.read_text().replace('"quant_method": "int4"', '"quant_method": "gptq"'))
-    with pytest.raises(ConfigError, match=r"quant_method='gptq' cannot be loaded; allowed: compressed.*, int4"):
-        policy.load_base(composed("format=int4", "model.path=out", "scale=custom"), CPU)

@@ -1,6 +1,6 @@
 """One checkpoint, one set of packed bytes: whatever a model computes in, and whoever packs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from packed_layers import ALL, LAYER_NAMES, tiny_model
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.formats.format import Format, pack_fused
+from qerl_lab.formats.format import Format
 from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
@@ -86,31 +86,3 @@ def test_a_fused_layer_in_two_dtypes_is_packed_alike_everywhere(
         assert q == k == v
         weights = [WeightFiles(folder).tensor(key.replace("k_proj", f"{part}_proj")).float() for part in "qkv"]
         assert q == weight_format.global_scale(weights)
-
-
-@each_rule
-def test_float64_is_packed_as_the_float32_nearest_to_it(weight_format: Format) -> None:
-    wide = {part: torch.randn(32, 64, dtype=torch.float64) for part in "qkv"}
-    single = {part: weight.float() for part, weight in wide.items()}
-    own, other = (dict(pack_fused(weight_format, weights)) for weights in (wide, single))
-    for part in "qkv":
-        assert_same(own[part], other[part])
-    assert wide == single == {}  # taken one by one, so that nothing dense is kept
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
-@each_rule
-def test_the_bytes_do_not_depend_on_the_number_of_threads(weight_format: Format) -> None:
-    weight = torch.randn(512, 5376, generator=torch.Generator().manual_seed(0)).mul_(0.02)
-    packed = []
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        packed.append(dict(pack_fused(weight_format, {"up_proj": weight}))["up_proj"])
-    assert_same(*packed)

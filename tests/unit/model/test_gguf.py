@@ -23,10 +23,8 @@ from qerl_lab.cli.intent import check_all_act
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY, UNPACKED
 from qerl_lab.config.schema import ModelConfig, RunConfig
-from qerl_lab.formats import build as build_format
 from qerl_lab.model import gguf, on_disk, policy
 from qerl_lab.model.files import local_folder
-from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize.quantize_model import run as quantize
 from qerl_lab.quantize.quantize_options import QuantizeOptions
@@ -103,23 +101,6 @@ def test_a_class_of_tokenizers_that_reads_no_gguf_is_not_asked(tmp_path: Path, m
     monkeypatch.setitem(TOKENIZER_MAPPING._extra_content, LlamaConfig, MistralCommonBackend)
     write_gguf(tmp_path / "m.gguf")
     assert (gguf.unpack(tmp_path / "m.gguf") / "tokenizer.json").is_file()
-
-
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "bf16"])
-def test_every_format_packs_the_dequantized_weights(
-    file: Path, written: tuple[Path, dict[str, np.ndarray], Path], name: str, tiny: Callable[..., RunConfig]
-) -> None:
-    cfg = tiny(model__path=str(file), format__name=name)
-    packed = policy.build(cfg, CPU).model.get_submodule("base_model.model.model.layers.1.mlp.down_proj.base_layer")
-    weight = as_in_transformers(written[1])["model.layers.1.mlp.down_proj.weight"].to(torch.bfloat16)
-    if name == "bf16":
-        assert torch.equal(packed.weight.to(torch.bfloat16), weight)
-        return
-    assert isinstance(packed, PackedLinear)
-    chosen = build_format(cfg.format)
-    tensors = chosen.quantize(weight)
-    again = {key: getattr(packed, key.replace(".", "__")) for key in tensors}
-    assert all(torch.equal(again[key].view(torch.uint8), tensors[key].view(torch.uint8)) for key in tensors)
 
 
 def test_it_is_unpacked_once_and_again_when_the_file_changes(

@@ -12,15 +12,13 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from packed_layers import (
     BY_NAME,
     LAYER_NAMES,
     MXFP4,
-    NF4,
     NVFP4,
-    PACKED,
     each_format,
     each_packed,
     pack_model,
@@ -28,29 +26,19 @@ from packed_layers import (
     tokens,
 )
 from qerl_lab.config.option import ConfigError
-from qerl_lab.formats import FORMATS
 from qerl_lab.formats import format as machinery
 from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.model import policy
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import FUSED, PackedLinear, weight_bytes
-from qerl_lab.model.loading import empty_model, fill, load_model, stored_as
+from qerl_lab.model.loading import empty_model, fill, stored_as
 from qerl_lab.model.on_disk import ASSETS
-from small_checkpoints import edit_config, edit_tensors, equal, write_dense, write_packed
+from small_checkpoints import edit_config, edit_tensors, equal, load, write_dense, write_packed
 from waiting import give_time
 
 CPU = torch.device("cpu")
 HEAD = ("lm_head",)
-
-
-def load(folder: Path, packed_as: PackedAs | None = None, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load `folder` as it is stored; if dense, packed as given."""
-    stored = stored_as(folder)
-    config = AutoConfig.from_pretrained(folder)
-    wanted = stored or packed_as
-    assert wanted is not None
-    return load_model(config, WeightFiles(folder), wanted, is_packed=stored is not None, device=CPU, dtype=dtype)
 
 
 def load_whole(folder: Path, weight_format: Format, stored: torch.dtype, dtype: torch.dtype) -> PreTrainedModel:
@@ -237,30 +225,6 @@ def test_tensors_that_disagree_are_named_with_their_file(
     assert str(raised.value).startswith(f"{tmp_path / 'model.safetensors'}: ")
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
-    damaged(tmp_path, model__norm__weight=None, model__layers__0__self_attn__q_proj__bias=None)
-    with pytest.raises(ValueError, match=re.escape(f"{Q}.bias and 1 more missing")):
-        load(tmp_path)
-
-
-def test_scales_in_float32_are_told_from_scales_in_8_bits(tmp_path: Path) -> None:
-    write_packed(tmp_path, tiny_model(), Nf4(double_quant=False))
-    edit_config(tmp_path, quantization_config=NF4.quantization_config(HEAD, torch.float32))
-    with pytest.raises(ValueError, match=r"weight\.nested_absmax and \d+ more missing"):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize("stored", ["mxfp4", "nf4", "dense"])
-def test_a_config_that_names_another_format_than_the_tensors_have_is_refused(tmp_path: Path, stored: str) -> None:
-    if stored == "dense":
-        write_dense(tmp_path, tiny_model())
-    else:
-        write_packed(tmp_path, tiny_model(), BY_NAME[stored])
-    edit_config(tmp_path, quantization_config=NVFP4.quantization_config(HEAD, torch.float32))
-    with pytest.raises(ValueError, match=r"packed in nvfp4 according to config.json: .* missing"):
-        load(tmp_path)
-
-
 @pytest.mark.parametrize("config", [None, MXFP4.quantization_config(["lm_head", "q_proj"], torch.float32)])
 def test_layers_packed_though_dense_by_config_are_refused(tmp_path: Path, config: dict[str, Any] | None) -> None:
     write_packed(tmp_path, tiny_model(), MXFP4)
@@ -381,7 +345,3 @@ def test_what_cannot_be_loaded_is_a_config_error_that_names_the_file(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
     with pytest.raises(ConfigError, match=r"could not be loaded \(ValueError: .*no-such-model"):
         policy.load_base(cfg, CPU)
-
-
-def test_each_packed_format_has_a_case() -> None:
-    assert {each.NAME for each in PACKED} == {name for name, kind in FORMATS.items() if kind.BLOCK}

@@ -87,14 +87,6 @@ def test_backward_inside_an_autocast_that_the_forward_did_not_know() -> None:
     assert torch.equal(inside[0], torch.autograd.grad(y.sum(), x)[0])
 
 
-def test_a_bfloat16_base_computes_the_adapter_in_bfloat16() -> None:
-    layer = with_adapter(packed_linear(NVFP4, dtype=torch.bfloat16))
-    x = torch.randn(7, K, dtype=torch.bfloat16)
-    layer.lora_A.float(), layer.lora_B.float()
-    assert layer(x).dtype is torch.bfloat16
-    torch.testing.assert_close(layer(x), by_peft(layer, x), rtol=2e-2, atol=4e-2)
-
-
 def test_what_is_saved_for_the_backward_pass() -> None:
     layer, shapes = with_adapter(packed_linear(NVFP4)), []
     x = torch.randn(7, K, requires_grad=True)
@@ -123,11 +115,3 @@ def test_it_steps_aside_where_the_adapter_is_not_plain(fused_calls: list[int]) -
     layer.enable_adapters(True)
     assert not torch.equal(layer(x), layer.base_layer(x))
     assert fused_calls == [1]
-
-
-def test_merging_into_a_dense_base_still_works(fused_calls: list[int]) -> None:
-    layer, x = with_adapter(linear()), torch.randn(7, K)
-    expected = layer(x)
-    layer.merge()
-    torch.testing.assert_close(layer(x), expected)
-    assert len(fused_calls) == 1

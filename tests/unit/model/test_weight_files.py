@@ -70,12 +70,6 @@ def test_a_gpu_without_a_number_is_that_of_the_process(
     assert devices == [opened]
 
 
-def test_one_file_needs_no_index(tmp_path: Path) -> None:
-    save_file(TENSORS, tmp_path / SINGLE)
-    files = WeightFiles(tmp_path)
-    assert (files.files, sorted(files.names)) == ((tmp_path / SINGLE,), sorted(TENSORS))
-
-
 def test_a_tensor_outlives_its_file(folder: Path) -> None:
     tensor = WeightFiles(folder).tensor("c.weight")
     with (folder / "model-2.safetensors").open("r+b") as file:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 
 from packed_layers import BY_NAME, pack_model, tiny_model
 from qerl_lab.config.option import ConfigError
@@ -18,22 +18,15 @@ from qerl_lab.formats import recognize
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import FUSED, PackedLinear
-from qerl_lab.model.loading import load_model, stored_as
+from qerl_lab.model.loading import stored_as
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import llmcompressor, quantize_model
 from qerl_lab.quantize.quantize_options import QuantizeOptions
-from small_checkpoints import write_dense
+from small_checkpoints import load, write_dense
 
 DATA = Path(__file__).parents[2] / "data"
 # By method=awq of a random Qwen2, llmcompressor 0.14.0.1, compressed-tensors 0.19.0.
 WRITTEN = DATA / "llmcompressor_nvfp4"
-
-
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    stored = stored_as(folder)
-    assert stored is not None
-    config, files = AutoConfig.from_pretrained(folder), WeightFiles(folder)
-    return load_model(config, files, stored, is_packed=True, device=torch.device("cpu"), dtype=dtype)
 
 
 def assert_fused_layers_share_their_global_scale(folder: Path) -> None:
@@ -80,10 +73,6 @@ def test_what_llmcompressor_writes_is_recognized() -> None:
         config = json.loads((DATA / f"llmcompressor_{name}" / "config.json").read_text())["quantization_config"]
         assert config["version"] == "0.19.0"
         assert recognize(config) == PackedAs(type(BY_NAME[name])(None), ("lm_head",))
-
-
-def test_its_fused_layers_share_their_global_scale() -> None:
-    assert_fused_layers_share_their_global_scale(WRITTEN)
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")

@@ -4,29 +4,25 @@ import json
 import os
 import shlex
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from packed_layers import each_packed, pack_model, tiny_model
+from packed_layers import tiny_model
 from qerl_lab.cli import train
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.option import ConfigError
-from qerl_lab.formats.mxfp4 import Mxfp4
-from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.files import WeightFiles
-from qerl_lab.model.linear import PackedLinear
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.quantize import quality
 from qerl_lab.quantize import quantize_model as quantization
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.tools.warmup import WarmupOptions
 from qerl_lab.tools.warmup import check as check_warmup
-from small_checkpoints import edit_config, edit_tensors, equal, write_dense
+from small_checkpoints import edit_config, edit_tensors, write_dense
 
 SHARDS = "shard_gb=2e-5"  # 20 kB: several files
 
@@ -166,45 +162,12 @@ def test_what_is_no_model_is_refused(here, model, capsys, damage, says):
     assert says in refused(capsys, model, "out=out")
 
 
-def test_a_layer_that_does_not_divide_into_blocks_is_named(here, capsys):
-    (here / "model").mkdir()
-    write_dense(here / "model", tiny_model(hidden=24))
-    assert "K=48 is not divisible by 32" in refused(capsys, "model=model", "out=out", "format=mxfp4", code=1)
-
-
 def test_too_little_space_is_said_before_anything_is_written(here, model, capsys, monkeypatch):
     usage = quantization.shutil.disk_usage(here)
     monkeypatch.setattr(quantization.shutil, "disk_usage", lambda folder: usage._replace(free=1000))
     text = refused(capsys, model, "out=out", code=1)
     assert "GB are needed" in text
     assert "out.partial" in text
-
-
-@each_packed
-@pytest.mark.parametrize("tied", [False, True])
-def test_transformers_reads_the_directory_bit_for_bit(here, weight_format, tied):
-    """Through compressed-tensors' decompression, and as bitsandbytes' own layers."""
-    from bitsandbytes.functional import dequantize_4bit
-
-    (here / "model").mkdir()
-    dense = write_dense(here / "model", tiny_model(tied=tied, dtype=torch.bfloat16))
-    words = [f"{key}={str(value).lower()}" for key, value in asdict(weight_format).items()]
-    assert run("model=model", "out=out", f"format={weight_format.NAME}", SHARDS, *words) == 0
-    theirs = AutoModelForCausalLM.from_pretrained("out", dtype=torch.bfloat16)
-    theirs(torch.arange(8)[None])  # compressed-tensors decompresses when it is first used
-    ours = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16)
-    pack_model(ours, weight_format)
-    checked = 0
-    for layer, module in ours.named_modules():
-        if isinstance(module, PackedLinear):
-            shape = (module.out_features, module.in_features)
-            own = weight_format.dequantize(module.packed(), shape, torch.bfloat16)
-            other = theirs.get_submodule(layer).weight
-            assert equal(own, other if weight_format.NAME != "nf4" else dequantize_4bit(other.data, other.quant_state))
-            checked += 1
-    assert checked == 14
-    assert equal(theirs.lm_head.weight, ours.lm_head.weight)
-    assert equal(theirs.model.norm.weight, ours.model.norm.weight)
 
 
 def test_everything_that_belongs_to_a_model_is_there_and_only_that(here, model):
@@ -273,28 +236,6 @@ def test_a_tied_head_is_left_dense_and_said_to_be(here):
     assert run("model=model", "out=out", "ignore=[]") == 0
     assert AutoConfig.from_pretrained("out").quantization_config["ignore"] == ["lm_head"]
     assert not any("lm_head" in name for name in WeightFiles(Path("out")).names)
-
-
-@pytest.mark.parametrize("weight_format", [Nvfp4("four_over_six"), Mxfp4("floor")], ids=repr)
-def test_the_options_of_a_format_reach_the_weights(here, model, weight_format):
-    ((key, value),) = asdict(weight_format).items()
-    assert run(model, "out=plain", f"format={weight_format.NAME}") == 0
-    assert run(model, "out=other", f"format={weight_format.NAME}", f"{key}={value}") == 0
-    twin = tiny_model(dtype=torch.bfloat16)
-    pack_model(twin, weight_format)
-    plain, other = WeightFiles(Path("plain")), WeightFiles(Path("other"))
-    expected = twin.state_dict()
-    assert all(equal(other.tensor(tensor), expected[tensor]) for tensor in other.names)
-    assert not all(equal(other.tensor(tensor), plain.tensor(tensor)) for tensor in other.names)
-    assert json.loads(Path("other/quality.json").read_text())["options"] == {key: value}
-
-
-def test_overwriting_replaces_the_checkpoint_and_a_second_out_does_not_mind(here, model):
-    assert run(model, "out=out") == 0
-    first = tree("out")
-    assert run(model, "out=out", "overwrite=true", "format=mxfp4") == 0
-    assert tree("out")["config.json"] != first["config.json"]
-    assert sorted(os.listdir(here)) == ["model", "out"]
 
 
 def test_another_command_does_not_go_on_with_an_unfinished_directory(here, model, capsys, monkeypatch):

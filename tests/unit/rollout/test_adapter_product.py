@@ -34,20 +34,13 @@ def expected(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> Te
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("rank", [1, 3, 8])
-def test_each_part_gets_its_own_product(sizes: list[int], rank: int) -> None:
+def test_each_part_gets_its_own_product_and_what_lies_between_rows_stays(sizes: list[int], rank: int) -> None:
     y, x, A, B = operands(sizes, rank)
-    before = y.clone()
-    add_adapter(y, x, A, B, sizes)
-    torch.testing.assert_close(y, expected(before, x, A, B, sizes).float(), rtol=1e-5, atol=1e-5)
-
-
-def test_rows_may_lie_apart_and_what_lies_between_stays() -> None:
-    y, x, A, B = operands([40, 8, 8], 4)
     wide = torch.full((5, 100), 7.0)
-    wide[:, :56] = y
-    add_adapter(wide[:, :56], x, A, B, [40, 8, 8])
-    torch.testing.assert_close(wide[:, :56], expected(y, x, A, B, [40, 8, 8]).float(), rtol=1e-5, atol=1e-5)
-    assert (wide[:, 56:] == 7).all()
+    wide[:, : y.shape[1]] = y
+    add_adapter(wide[:, : y.shape[1]], x, A, B, sizes)
+    torch.testing.assert_close(wide[:, : y.shape[1]], expected(y, x, A, B, sizes).float(), rtol=1e-5, atol=1e-5)
+    assert (wide[:, y.shape[1] :] == 7).all()
 
 
 def test_the_operation_is_what_it_says_to_torch() -> None:
@@ -55,20 +48,6 @@ def test_the_operation_is_what_it_says_to_torch() -> None:
     found = torch.library.opcheck(add_adapter, (*operands([40, 8, 8], 4), [40, 8, 8]))
     assert len(found) > 3
     assert set(found.values()) == {"SUCCESS"}
-
-
-def test_a_compiled_caller_reads_the_adapter_of_the_call() -> None:
-    y, x, A, B = operands([40, 16], 4)
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def layer(base: Tensor, x: Tensor, A: Tensor, B: Tensor) -> Tensor:
-        out = base * 1.0
-        add_adapter(out, x, A, B, [40, 16])
-        return out
-
-    for _ in range(2):
-        torch.testing.assert_close(layer(y, x, A, B), expected(y, x, A, B, [40, 16]).float(), rtol=1e-5, atol=1e-5)
-        B.copy_(torch.randn_like(B))
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4"])

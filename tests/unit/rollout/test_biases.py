@@ -175,23 +175,16 @@ def test_the_kernel_s_form_stands_in_the_place_of_what_was_loaded(one_adapter: A
     assert decoder.alpha == expected.alpha
 
 
-def test_another_gpu_is_refused(one_adapter: Any, asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    with pytest.raises(ConfigError, match=r"fp4_tiles needs a GPU of .* Type rollout.vllm.linear_backend=vllm"):
-        loaded(one_adapter)
-
-
-def test_a_gpu_that_mps_shares_is_refused(one_adapter: Any, asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp4_tiles, "shared_by_mps", lambda: True)
-    with pytest.raises(ConfigError, match=r"fp4_tiles cannot be where MPS shares the GPU.*linear_backend=vllm"):
-        loaded(one_adapter)
-
-
-def test_a_layer_that_the_kernel_does_not_take_is_refused(
-    one_adapter: Any, asked: list, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("owner", "name", "told", "said"), [
+    (torch.cuda, "get_device_capability", (10, 0), r"needs a GPU of .* Type rollout.vllm.linear_backend=vllm"),
+    (fp4_tiles, "shared_by_mps", True, "cannot be where MPS shares the GPU.*linear_backend=vllm"),
+    (fp4_tiles, "supports", False, r"does not take a.up_proj, \[64\] x 256 at rank"),
+])  # fmt: skip
+def test_a_gpu_or_layer_without_the_kernel_is_refused(
+    one_adapter: Any, asked: list, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, told: Any, said: str
 ) -> None:
-    monkeypatch.setattr(fp4_tiles, "supports", lambda sizes, columns, rank: (sizes, columns, rank) != ([64], 256, RANK))
-    with pytest.raises(ConfigError, match=r"fp4_tiles does not take a.up_proj, \[64\] x 256 at rank"):
+    monkeypatch.setattr(owner, name, lambda *_: told)
+    with pytest.raises(ConfigError, match=f"fp4_tiles {said}"):
         loaded(one_adapter)
 
 

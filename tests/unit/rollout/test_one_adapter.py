@@ -25,7 +25,7 @@ from packed_layers import BY_NAME
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model.files import read_json
 from qerl_lab.model.on_disk import ASSETS
-from qerl_lab.model.policy import Policy, save_adapter
+from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.vllm import one_adapter
 from qerl_lab.rollout.vllm.vllm_engine import IN_THIS_PROCESS
 from small_checkpoints import edit_config
@@ -80,21 +80,6 @@ def write(llm: LLM, adapter: dict[str, tuple[Tensor, Tensor]], scaling: float = 
     llm.apply_model(worker)
 
 
-def test_an_engine_computes_with_what_was_written_as_peft_does(llm: LLM, learner: Policy) -> None:
-    """And with what is written next, and with zeros as without an adapter, to the bit."""
-    adapter = one_adapter.adapter_of(learner.model)
-    write(llm, adapter, 0.0)
-    base = logprobs(llm)
-    write(llm, adapter)
-    first = logprobs(llm)
-    assert (first - of_peft(learner)).abs().max() < NATS
-    assert (first - base).abs().mean() > 100 * NATS
-    write(llm, {name: (A.flip(1), -B) for name, (A, B) in adapter.items()})
-    assert (logprobs(llm) - first).abs().mean() > 100 * NATS
-    write(llm, adapter, 0.0)
-    assert torch.equal(logprobs(llm), base)
-
-
 def test_writing_moves_no_storage_of_the_engine_and_no_tensor_of_the_learner(llm: LLM, learner: Policy) -> None:
     def buffers(model: nn.Module) -> dict[str, int]:
         return {name: buffer.data_ptr() for name, buffer in model.named_buffers() if "adapter_" in name}
@@ -131,20 +116,6 @@ def test_an_adapter_that_does_not_fit_is_refused_and_nothing_is_written(llm: LLM
     with pytest.raises(ConfigError, match=said):
         write(llm, UNFIT[said]({name: (2 * A, B) for name, (A, B) in adapter.items()}))
     assert torch.equal(logprobs(llm), before)
-
-
-def test_there_is_no_way_to_a_second_adapter(llm: LLM) -> None:
-    with pytest.raises(Exception, match="LoRA is not enabled"):  # the class differs between versions
-        logprobs(llm, LoRARequest("another", 1, "/nowhere"))
-
-
-def test_vllms_own_lora_computes_the_same(llm: LLM, learner: Policy, tmp_path: Path) -> None:
-    write(llm, one_adapter.adapter_of(learner.model))
-    dense = logprobs(llm)
-    save_adapter(learner.model, tmp_path)
-    with serving(enable_lora=True, max_loras=1, max_lora_rank=8) as stock:
-        theirs = logprobs(stock, LoRARequest("policy", 1, str(tmp_path)))
-    assert (dense - theirs).abs().max() < NATS
 
 
 def test_a_part_of_a_fused_layer_may_go_without(tiny, build_policy) -> None:

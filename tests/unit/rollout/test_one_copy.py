@@ -3,7 +3,6 @@
 tests/gpu/test_one_copy_gpu.py has vLLM's own.
 """
 
-import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,18 +90,22 @@ def test_a_layer_shared_in_tiles_computes_with_the_same_bits(policy: Policy) -> 
     assert one_copy.shared_bytes(policy) == size
 
 
-def test_a_layer_in_tiles_with_codes_under_a_scale_of_0_keeps_its_own(policy: Policy) -> None:
+@pytest.mark.parametrize(("form", "scale", "kept"), [(in_marlin, 7, True), (in_tiles, 7, False), (in_tiles, 0, True)])
+def test_a_layer_with_a_scale_that_the_form_drops_keeps_its_own(
+    policy: Policy, form: Form, scale: int, kept: bool
+) -> None:
+    """7 stands for 7/512, the largest subnormal number. The others, parts of the same fused layer too, are shared."""
     name = "model.layers.1.self_attn.k_proj"
     layer = one_copy.layers_of(policy)[name]
-    layer.weight_scale.view(torch.uint8)[3, 5] = 0
+    layer.weight_scale.view(torch.uint8)[3, 5] = scale
+    layer.hold(layer.packed())
+    before = gradients(policy)
     with one_copy.packed_on_host(policy):
-        assert one_copy.share(policy, engine_of(policy, form=in_tiles)) == [name]
-
-
-def test_tiles_keep_scales_that_marlin_drops(policy: Policy) -> None:
-    one_copy.layers_of(policy)["model.layers.1.self_attn.k_proj"].weight_scale.view(torch.uint8)[3, 5] = 7
-    with one_copy.packed_on_host(policy):
-        assert one_copy.share(policy, engine_of(policy, form=in_tiles)) == []
+        assert one_copy.share(policy, engine_of(policy, form=form)) == [name] * kept
+    shared = [one for one, layer in one_copy.layers_of(policy).items() if layer.form is not None]
+    assert len(shared) == 14 - kept
+    assert (name in shared) != kept
+    assert all(equal(a, b) for a, b in zip(gradients(policy), before, strict=True))
 
 
 @FORMS
@@ -136,44 +139,6 @@ def test_neither_a_move_to_where_it_is_nor_another_dtype_changes_the_engine_s_te
     assert all(equal(layer.held()[name], tensor) for name, tensor in before.items())
 
 
-@FORMS
-def test_an_engine_that_is_built_again_takes_the_place_of_the_last(policy: Policy, form: Form) -> None:
-    before, expected = base_tensors(policy), gradients(policy)
-    before = {name: tensor.clone() for name, tensor in before.items()}
-    old = engine_of(policy, form=form)
-    with one_copy.packed_on_host(policy):
-        one_copy.share(policy, old)
-    alive = [tensor for tensor in (*old.parameters(), *old.buffers()) if tensor.numel() > 1]
-    pointers = {tensor.data_ptr() for tensor in alive}
-    with one_copy.packed_on_host(policy):
-        assert not any(layer.form for layer in one_copy.layers_of(policy).values())
-        assert all(equal(base_tensors(policy)[name], tensor) for name, tensor in before.items())
-        new = engine_of(policy, form=form)
-        one_copy.share(policy, new)
-    assert not storages(new) & pointers
-    del old, alive
-    gc.collect()
-    buffers = [tensor for layer in one_copy.layers_of(policy).values() for tensor in layer.buffers()]
-    own = {tensor.untyped_storage().data_ptr() for tensor in buffers if tensor.numel() > 1}
-    assert own <= storages(new)
-    assert all(equal(a, b) for a, b in zip(gradients(policy), expected, strict=True))
-
-
-def test_a_layer_whose_scales_marlin_drops_keeps_its_own(policy: Policy) -> None:
-    """The others, parts of the same fused layer too, are shared."""
-    name = "model.layers.1.self_attn.k_proj"
-    layer = one_copy.layers_of(policy)[name]
-    layer.weight_scale.view(torch.uint8)[3, 5] = 7  # 7/512, the largest subnormal number
-    layer.hold(layer.packed())
-    before = gradients(policy)
-    with one_copy.packed_on_host(policy):
-        assert one_copy.share(policy, engine_of(policy)) == [name]
-    shared = [one for one, layer in one_copy.layers_of(policy).items() if layer.form is not None]
-    assert len(shared) == 13
-    assert name not in shared
-    assert all(equal(a, b) for a, b in zip(gradients(policy), before, strict=True))
-
-
 def test_back_to_the_gpu_go_those_that_are_not_shared(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands for the GPU."""
     layers = one_copy.layers_of(policy)
@@ -202,6 +167,12 @@ def padded(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
     layer.weight = nn.Parameter(nn.functional.pad(layer.weight, (0, 128)), requires_grad=False)
 
 
+def inside_of_a_tile(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
+    """A fused layer can fill whole tiles though its parts do not."""
+    q, k = layers["model.layers.0.self_attn.q_proj"], layers["model.layers.0.self_attn.k_proj"]
+    q.out_features, k.out_features = q.out_features - 32, k.out_features + 32
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -209,6 +180,7 @@ def padded(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
         (dense_in_the_engine, r"model.layers.1.mlp.down_proj has NoneType"),
         (other_names, r"finds no layer in vLLM's model that holds model.layers.0.self_attn.q_proj"),
         (padded, r"does not pad, and model.layers.1.mlp.down_proj is \[128\] x 192"),
+        (inside_of_a_tile, r"multiples of 64 rows .*q_proj is \[96, 96, 64\] x 128"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_and_nothing_is_changed(policy: Policy, change: Callable, said: str) -> None:
@@ -217,15 +189,6 @@ def test_what_cannot_be_shared_is_refused_and_nothing_is_changed(policy: Policy,
     with pytest.raises(ConfigError, match=f"share_base=true .*{said}.*Type rollout.vllm.share_base=false"):
         one_copy.share(policy, engine)
     assert not any(layer.form for layer in one_copy.layers_of(policy).values())
-
-
-def test_parts_that_begin_inside_of_a_tile_are_refused(policy: Policy) -> None:
-    """A fused layer can fill whole tiles though its parts do not."""
-    engine, layers = engine_of(policy), one_copy.layers_of(policy)
-    q, k = layers["model.layers.0.self_attn.q_proj"], layers["model.layers.0.self_attn.k_proj"]
-    q.out_features, k.out_features = q.out_features - 32, k.out_features + 32
-    with pytest.raises(ConfigError, match=r"multiples of 64 rows .*q_proj is \[96, 96, 64\] x 128"):
-        one_copy.share(policy, engine)
 
 
 # The engine, where vLLM is not installed: over an LLM that reads its folder, packs, and does nothing else.

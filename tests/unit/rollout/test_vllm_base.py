@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from packed_layers import BY_NAME
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import policy
 from qerl_lab.model.files import WeightFiles, read_json
 from qerl_lab.model.linear import PackedLinear
-from qerl_lab.model.loading import load_model, stored_as
+from qerl_lab.model.loading import stored_as
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.rollout.vllm import base
-from small_checkpoints import equal
+from small_checkpoints import equal, load
 
 CPU = torch.device("cpu")
 
@@ -34,8 +33,7 @@ def test_a_dense_model_is_handed_over_as_the_policy_packed_it(name: str, tiny, b
         stored = stored_as(folder)
         assert stored is not None
         assert name == stored.weight_format.NAME
-        again = load_model(AutoConfig.from_pretrained(folder), WeightFiles(folder), stored, is_packed=True, device=CPU,
-                           dtype=torch.float32)  # fmt: skip
+        again = load(folder)
     assert not folder.exists()
     packed = {name: module for name, module in again.named_modules() if isinstance(module, PackedLinear)}
     assert len(packed) == 21
@@ -60,8 +58,7 @@ def test_weights_that_bf16_rounds_are_handed_over_rounded(tmp_path: Path, tiny, 
     """A directory in float32 holds other weights than a policy in bf16."""
     model = tmp_path / "model"
     shutil.copytree(ASSETS, model)
-    fine = load_model(AutoConfig.from_pretrained(ASSETS), WeightFiles(ASSETS), PackedAs(BY_NAME["bf16"], ()),
-                      is_packed=False, device=CPU, dtype=torch.float32)  # fmt: skip
+    fine = load(ASSETS, PackedAs(BY_NAME["bf16"], ()))
     for parameter in fine.parameters():
         parameter.data += 1e-5 * torch.randn_like(parameter)
     fine.save_pretrained(model)

@@ -229,8 +229,6 @@ def choice(**changes: Any) -> Callable:
         (lambda said: {}, "no completion"),
         (lambda said: b"<html>", "what is no JSON"),
         (choice(token_ids=None), "no completion"),
-        (choice(token_ids=[]), "gave 4 log-probs for a completion of 0 tokens"),
-        (choice(token_ids=[5] * 5), "gave 4 log-probs for a completion of 5 tokens"),
         (choice(logprobs=None), "gave 0 log-probs for a completion of 4 tokens"),
         (choice(finish_reason="abort"), "ended a completion by 'abort'"),
         (refusal(500, "EngineCore encountered an issue"), "EngineCore encountered an issue"),

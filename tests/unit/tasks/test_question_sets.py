@@ -164,11 +164,6 @@ def test_rows_of_gsm8k_without_a_solution_stay_and_are_told(tmp_path: Path) -> N
     assert said == "training questions: 2 rows have no solution, so that task.gsm8k.max_steps=2 left none of them out"
 
 
-def test_a_bad_row_of_gsm8k_is_counted_however_many_steps_it_has(tmp_path: Path) -> None:
-    cfg = gsm8k_folder(tmp_path, [{"question": "Two?", "answer": "1\n1\n1\n#### two"}])
-    assert tasks.load(replace(cfg, gsm8k=Gsm8kConfig(2))).data["training_rows_left_out"] == 1
-
-
 # --- keys
 
 
@@ -303,17 +298,3 @@ def test_gsm8k_whole() -> None:
     questions = task.train + task.heldout
     scores = task.grade([f"<think>x</think><answer>{question.answer}</answer>" for question in questions], questions)
     assert {part: values.mean() for part, values in scores.items()} == {"format": 1, "answer": 1, "unparsed": 0}
-
-
-@pytest.mark.skipif(not (SHARED / "gsm8k").is_dir(), reason="no copy of GSM8K beside the repository")
-@pytest.mark.parametrize(("most", "train", "test"), [(2, 1961, 326), (3, 4110, 697)])
-def test_the_short_questions_of_gsm8k(most: int, train: int, test: int) -> None:
-    task = tasks.load(TaskConfig(name="gsm8k", path=str(SHARED / "gsm8k"), gsm8k=Gsm8kConfig(most)))
-    assert (len(task.train), len(task.heldout), task.warnings) == (train, test, ())
-
-
-@pytest.mark.skipif(not (SHARED / "math500").is_dir(), reason="no copy of MATH-500 beside the repository")
-def test_math500_whole() -> None:
-    task = tasks.benchmark(TaskConfig(name="math500", path=str(SHARED / "math500")))
-    assert (len(task.heldout), task.warnings) == (500, ())
-    assert len({question.id for question in task.heldout}) == 500

@@ -195,13 +195,3 @@ def test_the_instruction_is_a_system_message_and_an_empty_one_is_none() -> None:
     asked = tasks.load(TaskConfig(train_questions=1)).messages(question)
     assert asked == [{"role": "system", "content": PAPER_INSTRUCTION}, {"role": "user", "content": "How many?"}]
     assert tasks.load(TaskConfig(train_questions=1, instruction="")).messages(question) == asked[1:]
-
-
-@pytest.mark.parametrize("instruction", [PAPER_INSTRUCTION, "Reply as <think>steps</think><answer>n</answer>."])
-def test_the_instruction_is_in_the_chat_that_the_policy_reads(tiny, build_policy, instruction: str) -> None:
-    """In the released code the tags are rewarded but never asked for."""
-    policy, task = build_policy(tiny()), tasks.load(tiny(task__instruction=instruction).task)
-    text = policy.tokenizer.decode(policy.prompt_ids(task.messages(task.train[0])))
-    assert instruction in text
-    assert text.index(instruction) < text.index(task.train[0].prompt)
-    assert text.endswith("assistant\n")

@@ -1,9 +1,10 @@
 """What every training here would do again, and no test here asserts: draw the questions, tokenize them, draw curves."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from failing_engines import Runs
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.model.chat import Chat
 from qerl_lab.report import plots
@@ -35,3 +36,13 @@ def drawn_once() -> Iterator[None]:
         patch.setattr(Chat, "prompt_ids", prompt_ids)
         patch.setattr(plots, "save_curves", lambda *_: None)
         yield
+
+
+@pytest.fixture(scope="module")
+def new_runs(request: pytest.FixtureRequest, tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Runs]:
+    """Makes runs of the test file's SETTINGS with changes, each in a new directory."""
+
+    def make(**changes: object) -> Runs:
+        return Runs(tiny(**(request.module.SETTINGS | changes), run_dir=str(tmp_path_factory.mktemp("run"))))
+
+    return make

@@ -2,25 +2,21 @@
 
 import math
 import threading
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from failing_engines import Plan
-from qerl_lab import rollout, tasks
+from failing_engines import Runs
+from qerl_lab import tasks
 from qerl_lab.aqn import Noise, level
 from qerl_lab.aqn.solver import adapted
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.system.exits import INTERRUPTED, OK
-from qerl_lab.train import run as run_module
 from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts
 from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.ranks import ALONE, Ranks
@@ -28,6 +24,7 @@ from qerl_lab.train.step import sampling
 from qerl_lab.train.stop import Stop
 from ranks_as_threads import threads
 from repeated import RESTARTS, lines_of
+from rollouts import distributions
 
 KL = {
     "aqn__schedule": "linear", "aqn__unit": "kl", "aqn__reading": "equation", "aqn__stages": 2, "aqn__kl_start": 0.02,
@@ -43,41 +40,17 @@ SETTINGS = {
 }  # fmt: skip
 
 
-class Runs:
-    """Runs of one configuration in a directory; each call goes on from what the last one left."""
-
-    def __init__(self, cfg: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cfg, self.monkeypatch, self.plan = cfg, monkeypatch, Plan("")
-        self.directory = RunDirectory(Path(cfg.run_dir))
-
-    def run(self, words: str = "", stop: Stop | None = None) -> int:
-        """Run with an engine that fails by these words (`failing_engines`)."""
-        self.plan = Plan(words)
-        self.monkeypatch.setattr(rollout, "build", self.plan.build)
-        return run_module.run(self.cfg, self.directory, stop or Stop())
-
-    def metrics(self) -> list[dict[str, float]]:
-        """Of each step, but for what varies and restarts."""
-        return [metrics for _, metrics in lines_of(self.directory.path, [RESTARTS])]
-
-    def of(self, name: str) -> list[float]:
-        return [metrics[f"noise/{name}"] for metrics in self.metrics()]
-
-    def adapter(self) -> bytes:
-        return (self.directory.path / "adapter" / "adapter_model.safetensors").read_bytes()
+def metrics_of(runs: Runs) -> list[dict[str, float]]:
+    """Of each step, but for what varies and restarts."""
+    return [metrics for _, metrics in lines_of(runs.directory.path, [RESTARTS])]
 
 
-@pytest.fixture(scope="module")
-def new_runs(tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Runs]:
-    monkeypatch = pytest.MonkeyPatch()
+def of(runs: Runs, name: str) -> list[float]:
+    return [metrics[f"noise/{name}"] for metrics in metrics_of(runs)]
 
-    def make(**changes: object) -> Runs:
-        run_dir = tmp_path_factory.mktemp("noise") / "run"
-        run_dir.mkdir()
-        return Runs(tiny(**(SETTINGS | changes), run_dir=str(run_dir)), monkeypatch)
 
-    yield make
-    monkeypatch.undo()
+def adapter(runs: Runs) -> bytes:
+    return (runs.directory.path / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -95,28 +68,28 @@ def finished(new_runs) -> dict[str, Runs]:
 
 def test_a_stage_keeps_the_sigma_that_was_solved_for_its_kl(finished) -> None:
     runs = finished["kl"]
-    assert runs.of("kl_target") == pytest.approx([0.02, 0.02, 0.004, 0.004])
-    first, again, third, last = runs.of("sigma")
+    assert of(runs, "kl_target") == pytest.approx([0.02, 0.02, 0.004, 0.004])
+    first, again, third, last = of(runs, "sigma")
     assert first == again > third == last > 0
-    assert runs.of("kl_solved") == pytest.approx(runs.of("kl_target"), rel=0.05)
-    assert all(1 <= probes <= 12 for probes in runs.of("probes"))
-    assert runs.of("std_observed") == pytest.approx(runs.of("sigma"), rel=0.1)
+    assert of(runs, "kl_solved") == pytest.approx(of(runs, "kl_target"), rel=0.05)
+    assert all(1 <= probes <= 12 for probes in of(runs, "probes"))
+    assert of(runs, "std_observed") == pytest.approx(of(runs, "sigma"), rel=0.1)
     # What the steps then have differs by its texts alone, of which there are few.
-    measured = runs.of("kl_nats")
+    measured = of(runs, "kl_nats")
     assert 0.1 < sum(measured[:2]) / 0.04 < 10  # six texts are few
     assert 0.1 < sum(measured[2:]) / 0.008 < 10
 
 
 def test_the_controller_follows_what_was_measured(finished) -> None:
     runs = finished["adaptive"]
-    sigmas, measured = runs.of("sigma"), runs.of("kl_nats")
+    sigmas, measured = of(runs, "sigma"), of(runs, "kl_nats")
     assert sigmas[0] == 0.05
     for now, kl, then in zip(sigmas, measured, sigmas[1:], strict=False):
         assert then == adapted(runs.cfg.aqn, now, kl)
     assert len(set(sigmas)) > 2
-    assert runs.of("kl_target") == [0.02] * 4
-    assert runs.of("std_observed") == pytest.approx(sigmas, rel=0.1)
-    assert "noise/kl_solved" not in runs.metrics()[0]
+    assert of(runs, "kl_target") == [0.02] * 4
+    assert of(runs, "std_observed") == pytest.approx(sigmas, rel=0.1)
+    assert "noise/kl_solved" not in metrics_of(runs)[0]
 
 
 def test_the_probes_take_no_question_from_the_run(finished, new_runs) -> None:
@@ -138,15 +111,15 @@ def test_with_noise_in_the_trainer_too_every_update_of_a_step_has_the_noise_of_i
     both = {"aqn__scope": "rollout_and_train", "algorithm__updates_per_rollout": 2, "optim__learning_rate": 0.0}
     runs = new_runs(**(changes | {"aqn__sigma_start": 0.2}), **both)
     assert runs.run() == OK
-    assert all(kl > 1e-4 for kl in runs.of("kl_nats")), "noise that acts"
-    assert len(set(runs.of("sigma"))) > 1
-    assert all(metrics["sampler/logprob_gap_max"] < 1e-4 for metrics in runs.metrics())
+    assert all(kl > 1e-4 for kl in of(runs, "kl_nats")), "noise that acts"
+    assert len(set(of(runs, "sigma"))) > 1
+    assert all(metrics["sampler/logprob_gap_max"] < 1e-4 for metrics in metrics_of(runs))
 
 
 def test_relative_noise_is_measured_as_what_it_is(new_runs) -> None:
     runs = new_runs(aqn__schedule="linear", aqn__reading="equation", aqn__relative=True, aqn__sigma_start=0.1, steps=1)
     assert runs.run() == OK
-    ((sigma,), (observed,)) = runs.of("sigma"), runs.of("std_observed")
+    ((sigma,), (observed,)) = of(runs, "sigma"), of(runs, "std_observed")
     assert sigma == 0.1
     assert observed == pytest.approx(0.1, rel=0.05)
 
@@ -168,8 +141,8 @@ def test_a_run_that_is_stopped_after_every_step_is_the_uninterrupted_one(finishe
 
         assert runs.run(stop=AfterAStep()) == INTERRUPTED
     assert runs.run() == OK
-    assert runs.metrics() == finished[kind].metrics()
-    assert runs.adapter() == finished[kind].adapter()
+    assert metrics_of(runs) == metrics_of(finished[kind])
+    assert adapter(runs) == adapter(finished[kind])
 
 
 @pytest.mark.parametrize(("words", "call"), [("die@4", "second texts"), ("sync@2", "sync")])
@@ -177,8 +150,8 @@ def test_an_engine_that_fails_while_sigma_is_found_changes_nothing(finished, new
     runs = new_runs(**KL)
     assert runs.run(words) == OK
     assert sum(line["metrics"][RESTARTS] for line in runs.directory.metrics()) == 1, call
-    assert runs.metrics() == finished["kl"].metrics()
-    assert runs.adapter() == finished["kl"].adapter()
+    assert metrics_of(runs) == metrics_of(finished["kl"])
+    assert adapter(runs) == adapter(finished["kl"])
 
 
 # --- what is measured
@@ -191,18 +164,6 @@ def parts(tiny, build_policy) -> tuple[RunConfig, Policy, Cursor]:
     return cfg, policy, Cursor(select(cfg, policy, tasks.load(cfg.task)))
 
 
-def by_hand(cfg: RunConfig, policy: Policy, pairs: list[tuple[list[int], list[int]]], noise: Noise) -> float:
-    """The KL over the vocabulary, summed over the tokens, in float64, one sequence at a time."""
-
-    def logps(norms: dict[str, torch.Tensor]) -> torch.Tensor:
-        with torch.no_grad(), policy.norms_as(norms):
-            logits = [policy.model(input_ids=torch.tensor([p + c])).logits[0, len(p) - 1 : -1] for p, c in pairs]
-        return (torch.cat(logits).double() / cfg.rollout.temperature).log_softmax(-1)
-
-    clean, noisy = (logps(of.onto_norms(policy.clean_norms)) for of in (replace(noise, sigma=0.0), noise))
-    return (noisy.exp() * (noisy - clean)).sum().item()
-
-
 @pytest.mark.parametrize("relative", [False, True])
 def test_the_sigma_solved_gives_the_noises_of_the_stages_steps_the_kl_asked_for(parts, relative: bool) -> None:
     cfg, policy, cursor = parts
@@ -213,10 +174,13 @@ def test_the_sigma_solved_gives_the_noises_of_the_stages_steps_the_kl_asked_for(
     how = replace(sampling(cfg, 4, -1, 0), max_tokens=24)
     prompts = [policy.prompt_ids(cursor.data.task.messages(question)) for question in cursor.peek(6)]
     out = engine.generate(prompts, 1, how)
-    pairs = [(prompt, ids) for prompt, (ids,) in zip(prompts, out.completion_ids_P_G, strict=True)]
-    shares = zip((4, 5, 6), (pairs[:2], pairs[2:4], pairs[4:]), strict=True)
-    nats = [by_hand(cfg, policy, share, Noise(result.sigma, cfg.seed, step, relative)) for step, share in shares]
-    assert sum(nats) / sum(len(ids) for _, ids in pairs) == pytest.approx(result.kl, rel=1e-3)
+    clean, nats, count = distributions(policy, out, temperature=0.7), 0.0, 0
+    for step, share in ((4, slice(2)), (5, slice(2, 4)), (6, slice(4, 6))):
+        norms = Noise(result.sigma, cfg.seed, step, relative).onto_norms(policy.clean_norms)
+        noisy = torch.cat(distributions(policy, out, norms, 0.7)[share])
+        nats += (noisy.exp() * (noisy - torch.cat(clean[share]))).sum().item()
+        count += len(noisy)
+    assert nats / count == pytest.approx(result.kl, rel=1e-3)
     assert result.kl == pytest.approx(0.004, rel=0.05)
     assert found.noise(6) == Noise(result.sigma, cfg.seed, 6, relative)
     assert not found.is_due(6)
@@ -294,8 +258,8 @@ def test_a_run_at_a_bound_says_so_and_goes_on(new_runs, capsys) -> None:
     err = capsys.readouterr().err
     assert "warning, step 1: no sigma was found whose KL is 0.02 nats" in err
     assert "sigma 0.11, which is aqn.sigma_max. Type a higher one" in err
-    assert runs.of("sigma") == [pytest.approx(0.11)]
-    assert runs.of("kl_solved")[0] < 0.02
+    assert of(runs, "sigma") == [pytest.approx(0.11)]
+    assert of(runs, "kl_solved")[0] < 0.02
 
 
 def test_a_clean_stage_is_not_solved(tiny) -> None:

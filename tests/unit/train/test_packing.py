@@ -119,16 +119,6 @@ def test_only_tokens_are_computed() -> None:
     assert seen == [(1, sum(map(sum, LENGTHS)), 64)]
 
 
-def test_the_attention_is_the_models_own_again() -> None:
-    model = tiny_model()
-    before = model.config._attn_implementation
-    held = packing.attention(model)
-    held.__enter__()
-    assert model.config._attn_implementation == packing.NAME
-    assert not held.__exit__(KeyError, KeyError(), None)
-    assert model.config._attn_implementation == before
-
-
 @pytest.mark.parametrize(("asked", "done"), [("auto", False), ("on", True), ("off", False)])
 def test_a_cpu_packs_when_it_is_asked_to(asked: str, done: bool, tiny) -> None:
     assert packing.is_wanted(tiny(optim__packing=asked), tiny_model()) is done

@@ -4,20 +4,13 @@ The runs drop out and refill, so that random numbers and the place in the data m
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
-from failing_engines import Plan
-from qerl_lab import rollout
-from qerl_lab.config.schema import RunConfig
+from failing_engines import Runs
 from qerl_lab.record import checkpoint
-from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import EngineFailed
 from qerl_lab.system.exits import INTERRUPTED, OK
-from qerl_lab.train import run as run_module
 from qerl_lab.train.step import sampling
 from qerl_lab.train.stop import Diverged, Stop
 from repeated import RESTARTS, files_of, lines_of
@@ -30,38 +23,8 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@dataclass
-class Runs:
-    """Runs of one configuration in a directory; each call goes on from what the last one left."""
-
-    cfg: RunConfig
-    monkeypatch: pytest.MonkeyPatch
-    plan: Plan = field(default_factory=lambda: Plan(""))
-
-    @property
-    def directory(self) -> RunDirectory:
-        return RunDirectory(Path(self.cfg.run_dir))
-
-    def run(self, words: str = "", stop: Stop | None = None) -> int:
-        self.plan = Plan(words)
-        self.monkeypatch.setattr(rollout, "build", self.plan.build)
-        return run_module.run(self.cfg, self.directory, stop or Stop())
-
-    def restarts(self) -> list[float]:
-        return [line["metrics"][RESTARTS] for line in self.directory.metrics() if RESTARTS in line["metrics"]]
-
-
-@pytest.fixture(scope="module")
-def new_runs(tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Runs]:
-    monkeypatch = pytest.MonkeyPatch()
-
-    def make(**changes: object) -> Runs:
-        run_dir = tmp_path_factory.mktemp("retry") / "run"
-        run_dir.mkdir()
-        return Runs(tiny(**(SETTINGS | changes), run_dir=str(run_dir)), monkeypatch)
-
-    yield make
-    monkeypatch.undo()
+def restarts(runs: Runs) -> list[float]:
+    return [line["metrics"][RESTARTS] for line in runs.directory.metrics() if RESTARTS in line["metrics"]]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +32,7 @@ def whole(new_runs) -> Runs:
     """A finished run whose engine never failed."""
     runs = new_runs()
     assert runs.run() == OK
-    assert runs.restarts() == [0, 0, 0]
+    assert restarts(runs) == [0, 0, 0]
     assert runs.plan.calls["build"] == runs.plan.calls["close"] == 1
     assert runs.plan.calls["generate"] > 5, "nothing was refilled"
     return runs
@@ -101,7 +64,7 @@ def test_a_step_is_sampled_again_from_a_new_engine(new_runs, whole, capfd) -> No
     runs, calls = new_runs(), [1, *(first_call(whole, step) + step for step in (1, 2, 3))]  # each failed once before
     assert runs.run(",".join(f"{kind}@{call}" for kind, call in zip(causes, calls, strict=True))) == OK
     check_same(runs, whole)
-    assert runs.restarts() == [1, 1, 1]
+    assert restarts(runs) == [1, 1, 1]
     assert runs.plan.calls["build"] == runs.plan.calls["close"] == 5
     assert all(runs.plan.asked[call - 1] == runs.plan.asked[call] for call in calls)
     said = [line for line in capfd.readouterr().err.splitlines() if "warning: the engine" in line]
@@ -117,22 +80,10 @@ def test_a_refill_a_sync_and_an_engine_that_does_not_close_end_no_run(new_runs, 
     again = 2  # step 2 is asked from its start again
     assert runs.run(f"sync@2,die@{refill},close@1,die@{first_call(whole, 3) + again}") == OK
     check_same(runs, whole)
-    assert runs.restarts() == [1, 1, 1]
+    assert restarts(runs) == [1, 1, 1]
     said = capfd.readouterr().err
     assert "warning: the engine failed (the adapter did not arrive). Building it again" in said
     assert "warning: the engine could not be closed (RuntimeError: the door is stuck)." in said
-
-
-def test_evaluations_are_asked_again_too(new_runs, whole) -> None:
-    """Each has a failure of its own, whatever failed in the step before it; and none has noise."""
-    runs, step, last = new_runs(), first_call(whole, 3) + 1, len(whole.plan.asked) + 2
-    assert runs.run(f"die@1,die@{step},die@{last}") == OK
-    check_same(runs, whole)
-    assert runs.restarts() == [0, 0, 1]
-    assert runs.plan.calls["build"] == 4
-    assert [sigma > 0 for sigma in runs.plan.sigmas] == [False, False, *[True] * (last - 3), False, False]
-    assert runs.plan.asked[0] == runs.plan.asked[1]
-    assert runs.plan.asked[-2] == runs.plan.asked[-1]
 
 
 def test_the_seconds_of_a_rollout_are_those_of_both_tries(new_runs) -> None:

@@ -172,22 +172,6 @@ def test_every_attempt_has_a_seed_of_its_own_and_the_first_that_of_other_version
     assert sampling(cfg, 5, 2, 1) == sampling(cfg, 5, 2, 1)
 
 
-def test_a_resumed_run_asks_what_an_uninterrupted_one_asks_after_refills(setting) -> None:
-    flat = {1, 2, 4, 6, 7}
-    whole = setting(flat=flat, **RESAMPLING)
-    batches = [whole.collect(step) for step in (1, 2, 3)]
-    interrupted = setting(flat=flat, **RESAMPLING)
-    interrupted.collect(1)
-    resumed = setting(flat=flat, position=interrupted.cursor.position, **RESAMPLING)
-    again = [resumed.collect(step) for step in (2, 3)]
-    assert interrupted.cursor.position > 3
-    for expected, found in zip(batches[1:], again, strict=True):
-        assert [group.question for group in found.drawn] == [group.question for group in expected.drawn]
-        assert [group.texts_G for group in found.groups] == [group.texts_G for group in expected.groups]
-    assert whole.engine.asked[len(interrupted.engine.asked) :] == resumed.engine.asked
-    assert resumed.cursor.position == whole.cursor.position
-
-
 def test_two_ranks_ask_what_one_asks_also_where_one_of_them_refills(setting) -> None:
     """Of six questions the second, third and seventh are flat: rank 0 lacks two groups, then one of them once more."""
     changes = RESAMPLING | {"rollout__prompts_per_step": 6, "optim__micro_batch_size": 4, "flat": {1, 2, 6}}
