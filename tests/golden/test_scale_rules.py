@@ -15,8 +15,8 @@ from qerl_lab.formats import FORMATS, mxfp4, nvfp4
 from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
-from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.on_disk import ASSETS
+from qerl_lab.model.weight_files import WeightFiles
 
 FOUR_OVER_SIX = Nvfp4("four_over_six")
 RULES = ["round", "floor", "ceil"]

@@ -27,10 +27,10 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import PHASES
 from qerl_lab.record.resolved import write_config
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
-from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.step import sampling
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
+from qerl_lab.train.training_data import Cursor, select
 from repeated import RESTARTS, files_of, lines_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]

@@ -34,8 +34,10 @@ def python(site: Path, elsewhere: Path, *words: str) -> subprocess.CompletedProc
 
 
 def test_the_wheel_is_what_is_imported(site: Path, tmp_path: Path) -> None:
-    shown = python(site, tmp_path, "-c", "import qerl_lab.config.files as c; print(c.__file__, c.package_data('conf'))")
-    assert shown.stdout.split() == [str(site / "qerl_lab/config/files.py"), str(site / "qerl_lab/conf")]
+    shown = python(
+        site, tmp_path, "-c", "import qerl_lab.config.conf_folder as c; print(c.__file__, c.package_data('conf'))"
+    )
+    assert shown.stdout.split() == [str(site / "qerl_lab/config/conf_folder.py"), str(site / "qerl_lab/conf")]
 
 
 def test_the_wheel_brings_the_console_script(site: Path) -> None:

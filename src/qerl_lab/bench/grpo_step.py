@@ -23,10 +23,10 @@ from qerl_lab.model.policy import device_of
 from qerl_lab.record.metrics import PHASES
 from qerl_lab.tasks import Question, Scores, Task
 from qerl_lab.tasks.grading import grade_math
-from qerl_lab.train.questions import Cursor, TrainingData
 from qerl_lab.train.ranks import join
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
+from qerl_lab.train.training_data import Cursor, TrainingData
 
 Step = dict[str, float]  # measured values of one step
 

@@ -36,7 +36,7 @@ from qerl_lab.cli.overrides import (
     spell,
 )
 from qerl_lab.config.arm import OF_SWEEPS, by_content, values_of
-from qerl_lab.config.files import choices_of, group_folder, package_data
+from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
 from qerl_lab.config.keys import NUMBERS, schema, typed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import anchored

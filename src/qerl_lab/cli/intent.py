@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from qerl_lab.config.arm import OF_SWEEPS, values_of
-from qerl_lab.config.files import group_folder
+from qerl_lab.config.conf_folder import group_folder
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY

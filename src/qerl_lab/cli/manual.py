@@ -14,7 +14,7 @@ from qerl_lab.cli.compose import Job, Plan, make_plan
 from qerl_lab.cli.grammar import entry, key_entry
 from qerl_lab.cli.overrides import groups
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.files import choices_of, group_folder, package_data
+from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
 from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.config.spelling import resume_word, shell_word
 from qerl_lab.record.directory import RunDirectory

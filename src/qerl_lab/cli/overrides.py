@@ -12,7 +12,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli.grammar import refuse_twice, unreadable
-from qerl_lab.config.files import choices_of, package_data
+from qerl_lab.config.conf_folder import choices_of, package_data
 from qerl_lab.config.keys import TEXT, check_key, check_type, schema, type_words, typed
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean

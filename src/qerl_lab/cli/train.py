@@ -25,7 +25,7 @@ from qerl_lab.cli.compose import VERSION_BASE, job_config, register
 from qerl_lab.cli.grammar import not_a_flag
 from qerl_lab.cli.intent import words_by_key
 from qerl_lab.cli.overrides import as_config_errors, check_words, groups, refuse_sweeps, shown, spell
-from qerl_lab.config.files import package_data
+from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.keys import FOREIGN_NAMES, schema, to_type
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact

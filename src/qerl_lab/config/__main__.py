@@ -12,7 +12,7 @@ with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.cli.manual import GROUPS, default_options, describe
     from qerl_lab.config.arm import is_of_arm, leaves
-    from qerl_lab.config.files import choices_of, group_folder
+    from qerl_lab.config.conf_folder import choices_of, group_folder
     from qerl_lab.config.keys import schema, type_words, typed
     from qerl_lab.config.option import ConfigError, bounds_in_words, option
     from qerl_lab.config.schema import RunConfig

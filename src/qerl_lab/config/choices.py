@@ -6,7 +6,7 @@ from functools import cache
 from omegaconf import OmegaConf
 
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.files import choices_of, group_folder
+from qerl_lab.config.conf_folder import choices_of, group_folder
 from qerl_lab.config.schema import RunConfig
 
 

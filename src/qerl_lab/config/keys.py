@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from qerl_lab.config.arm import leaves, values_of
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import RunConfig
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from omegaconf import OmegaConf
 
 from qerl_lab import tasks
-from qerl_lab.config.files import group_folder
+from qerl_lab.config.conf_folder import group_folder
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig, TaskConfig
-from qerl_lab.evaluate.options import AccuracyOptions, name_and_path
+from qerl_lab.evaluate.evaluate_options import AccuracyOptions, name_and_path
 from qerl_lab.model.policy import Policy
 from qerl_lab.tasks import Question, Task
 from qerl_lab.tasks.question_files import is_local, respelled

@@ -12,7 +12,7 @@ from qerl_lab.config.arm import completed, of_arm
 from qerl_lab.config.message import in_one_line, some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
-from qerl_lab.evaluate.options import CompareOptions
+from qerl_lab.evaluate.evaluate_options import CompareOptions
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, answer_entropies, passes_of, shares
 from qerl_lab.report.arms import QUESTIONS
 from qerl_lab.report.stats import Interval, between, crossed_interval, p_value, paired_interval, powers_of_two

@@ -21,17 +21,17 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from qerl_lab import formats, rollout
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
 from qerl_lab.evaluate import benchmarks, kl, weight_error
-from qerl_lab.evaluate.options import EntropyOptions, name_and_path
+from qerl_lab.evaluate.evaluate_options import EntropyOptions, name_and_path
 from qerl_lab.formats.format import Format
 from qerl_lab.model import loading, policy
-from qerl_lab.model.files import WeightFiles, local_folder, read_json
 from qerl_lab.model.linear import packable
+from qerl_lab.model.weight_files import WeightFiles, local_folder, read_json
 from qerl_lab.record.environment import environment
 from qerl_lab.report.stats import Interval, p_value
 from qerl_lab.rollout.engine import Sampling

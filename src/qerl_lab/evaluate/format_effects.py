@@ -20,7 +20,7 @@ from qerl_lab.evaluate.entropy import Texts, change, compared, interval
 from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.model import loading, policy
 from qerl_lab.model.dense import base_tensors
-from qerl_lab.model.files import WeightFiles, local_folder
+from qerl_lab.model.weight_files import WeightFiles, local_folder
 
 BATCH = 32  # texts in one forward pass
 _RAMP = 4096  # weights from -largest to largest that are rounded to list a block's values

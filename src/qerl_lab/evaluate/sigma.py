@@ -10,12 +10,12 @@ from qerl_lab.aqn.solver import solve
 from qerl_lab.config.schema import AqnConfig
 from qerl_lab.evaluate import kl
 from qerl_lab.evaluate.entropy import compared, run_config, sample
+from qerl_lab.evaluate.evaluate_options import EntropyOptions, SigmaOptions
 from qerl_lab.evaluate.format_effects import BATCH, with_noise
-from qerl_lab.evaluate.options import EntropyOptions, SigmaOptions
 from qerl_lab.formats import FORMATS
 from qerl_lab.model import policy
-from qerl_lab.model.files import local_folder
 from qerl_lab.model.loading import refuse_packed
+from qerl_lab.model.weight_files import local_folder
 
 QUESTIONS, DRAWS = 64, 8
 

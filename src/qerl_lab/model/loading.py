@@ -21,8 +21,8 @@ from qerl_lab.config.records import QUALITY
 from qerl_lab.formats import recognize
 from qerl_lab.formats.format import STORED_DTYPES, Format, PackedAs, check_values
 from qerl_lab.model import on_disk
-from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
+from qerl_lab.model.weight_files import read_json
 
 # In old checkpoints; models compute it anew.
 _COMPUTED = r"rotary_emb\.inv_freq$"

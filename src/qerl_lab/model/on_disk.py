@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.model_hash import TOKENIZERS, header, model_hash
 from qerl_lab.config.option import ConfigError, did_you_mean, parse_json
 from qerl_lab.config.records import QUALITY

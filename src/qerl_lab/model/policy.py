@@ -25,10 +25,10 @@ from qerl_lab.config.spelling import listed
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import loading
 from qerl_lab.model.chat import Chat, pad_id
-from qerl_lab.model.files import WeightFiles, local_folder
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.lora import register_lora
 from qerl_lab.model.on_disk import other_format, other_rule, packed_head_refusal
+from qerl_lab.model.weight_files import WeightFiles, local_folder
 from qerl_lab.system.disk import let_read
 
 

@@ -18,7 +18,7 @@ from qerl_lab import formats
 from qerl_lab.config.records import QUALITY
 from qerl_lab.evaluate.weight_error import without_scales
 from qerl_lab.formats.format import Format
-from qerl_lab.model.files import WeightFiles, noted
+from qerl_lab.model.weight_files import WeightFiles, noted
 from qerl_lab.quantize import divergence
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.record.environment import environment

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qerl_lab import formats
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import typed
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
@@ -25,9 +25,9 @@ from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.config.spelling import listed, shell_line, word
 from qerl_lab.model import loading, policy
-from qerl_lab.model.files import INDEX, WeightFiles, copy_companions, local_folder, read_json
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.on_disk import is_ignored
+from qerl_lab.model.weight_files import INDEX, WeightFiles, copy_companions, local_folder, read_json
 from qerl_lab.quantize import llmcompressor, quality, rtn
 from qerl_lab.quantize.quantize_options import CALIBRATION, QuantizeOptions
 from qerl_lab.record.partial import Unfinished

@@ -4,7 +4,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.out import Writes, check_apart, check_free

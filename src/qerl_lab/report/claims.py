@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.files import package_data
+from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.paths import sha256

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.schema import DENSE_FORMAT
 from qerl_lab.report.runs import Record
 

@@ -11,7 +11,7 @@ from functools import cache
 
 import pandas as pd
 
-from qerl_lab.config.files import package_data
+from qerl_lab.config.conf_folder import package_data
 
 EIGHT_STEPS, LAST_TENTH, ALL_STEPS = (
     "mean over steps 0-8",

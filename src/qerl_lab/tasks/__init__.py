@@ -21,7 +21,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from qerl_lab.config.files import choices_of, group_folder
+from qerl_lab.config.conf_folder import choices_of, group_folder
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import TaskConfig

@@ -77,7 +77,7 @@ def export(options: ExportOptions) -> None:
     """
     check(options)
     with terminal.quiet_imports():
-        from qerl_lab.model.files import local_folder
+        from qerl_lab.model.weight_files import local_folder
 
     record, run = options.directory, options.directory.config()
     on_disk.check_content(run)
@@ -96,7 +96,7 @@ def export(options: ExportOptions) -> None:
 
 def write(options: ExportOptions, run: RunConfig, record: RunDirectory, base: Path, out: Path) -> None:
     """Write adapter or merged model, card, configuration and export.json. `base` is the directory of the run's base."""
-    from qerl_lab.model.files import noted
+    from qerl_lab.model.weight_files import noted
 
     path = run.model.path
     origin = {"path": path, "revision": run.model.revision, "hash": run.model.hash, **noted(base)}
@@ -140,7 +140,7 @@ def write_dense(run: RunConfig, adapter: Path, base: Path, out: Path, dtype_name
 
     from qerl_lab.model import policy
     from qerl_lab.model.dense import dense_tensors
-    from qerl_lab.model.files import copy_companions, read_json
+    from qerl_lab.model.weight_files import copy_companions, read_json
 
     dtype = getattr(torch, dtype_name)
     run.format.dense_cache, run.model.dtype = "off", "float32"  # merge in float32
@@ -184,8 +184,8 @@ def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
 
 def base_in_words(run: RunConfig) -> str:
     """Say which weights the adapter belongs to, and the command that makes them where they are packed by the run."""
-    from qerl_lab.model.files import local_folder
     from qerl_lab.model.loading import stored_as
+    from qerl_lab.model.weight_files import local_folder
     from qerl_lab.rollout.vllm_server.server_command import quantize_line
 
     path, name = run.model.path, run.format.name

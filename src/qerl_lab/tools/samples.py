@@ -9,7 +9,7 @@ with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.record.directory import RunDirectory
-    from qerl_lab.record.samples import NAME, Sample
+    from qerl_lab.record.samples_file import NAME, Sample
 
 
 @dataclass

@@ -112,13 +112,18 @@ def warm_up(options: WarmupOptions) -> None:
     with terminal.quiet_imports():
         import torch
 
-        from qerl_lab.model import files, policy
+        from qerl_lab.model import policy, weight_files
         from qerl_lab.model.chat import save_tokenizer
     torch.use_deterministic_algorithms(True)
     started, device = time.monotonic(), policy.device_of(options.device)
     task = worked(options)
-    folder = files.local_folder(options.model, options.revision, key="model")
-    origin = {"path": str(folder), "revision": options.revision, "hash": model_hash(folder), **files.noted(folder)}
+    folder = weight_files.local_folder(options.model, options.revision, key="model")
+    origin = {
+        "path": str(folder),
+        "revision": options.revision,
+        "hash": model_hash(folder),
+        **weight_files.noted(folder),
+    }
     model, tokenizer = load(options, folder, device)
     rows, left_out = tokenized(task, tokenizer, options.max_tokens)
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:

@@ -19,9 +19,9 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import kl, noise_kl
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
-from qerl_lab.train.questions import Cursor
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.step import sampling
+from qerl_lab.train.training_data import Cursor
 
 LONGEST = 1024  # tokens per text when solving for sigma: longer texts delay every rank and add little information
 PROBING = -1  # attempt number for sampling these texts; a step's own attempts start at 0

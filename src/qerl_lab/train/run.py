@@ -19,25 +19,25 @@ from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.evaluate.accuracy import Evaluation, evaluate, together
 from qerl_lab.model import linear, on_disk
-from qerl_lab.model.files import local_folder
 from qerl_lab.model.policy import Policy, begin_with, device_of, load_adapter, save_adapter
 from qerl_lab.model.policy import build as build_policy
+from qerl_lab.model.weight_files import local_folder
 from qerl_lab.preflight import question_counts
 from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.sessions import Sessions
-from qerl_lab.report import runs, tables
+from qerl_lab.report import run_summary, runs
 from qerl_lab.rollout.engine import EngineFailed
 from qerl_lab.system import terminal
 from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train import health, out_of_memory
-from qerl_lab.train.questions import Cursor, TrainingData, select
 from qerl_lab.train.ranks import Ranks, join
 from qerl_lab.train.retry import RunEngine, twice
 from qerl_lab.train.step import first_samples
 from qerl_lab.train.stop import Interrupted, Stop
 from qerl_lab.train.trainer import LabTrainer
+from qerl_lab.train.training_data import Cursor, TrainingData, select
 
 
 @dataclass
@@ -303,8 +303,8 @@ def conclude(session: Session, tracker: Tracker, times: Sessions) -> None:
                 f"warning: checkpoint.keep=0, and not every checkpoint could be removed ({error.strerror}: "
                 f"{error.filename}). The run is done without them. Type rm -r {folder}"
             )
-    print(f"\n{tables.closing(result)}\n\n{tables.where(directory.path, tracker.mirror)}")
-    print(tables.next_steps(directory.path), flush=True)
+    print(f"\n{run_summary.closing(result)}\n\n{run_summary.where(directory.path, tracker.mirror)}")
+    print(run_summary.next_steps(directory.path), flush=True)
 
 
 def noise_of(own: AqnConfig) -> str:

@@ -16,13 +16,13 @@ from qerl_lab.algorithms import groups
 from qerl_lab.algorithms.groups import Rewards
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.record.samples import PER_STEP, Sample
+from qerl_lab.record.samples_file import PER_STEP, Sample
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, Sampling
 from qerl_lab.tasks import UNPARSED, Question, Task
 from qerl_lab.tasks.answers.completion import as_graded
-from qerl_lab.train.questions import Cursor
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.stop import Diverged
+from qerl_lab.train.training_data import Cursor
 
 OVERLONG = "overlong"  # reward part that the algorithm adds to the task's reward
 

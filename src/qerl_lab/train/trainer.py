@@ -36,11 +36,11 @@ from qerl_lab.system import terminal
 from qerl_lab.train import packing
 from qerl_lab.train.grpo_config import grpo_config
 from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts, probe
-from qerl_lab.train.questions import Cursor
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.retry import RunEngine, twice
 from qerl_lab.train.step import Batch, Clock, collect, measures
 from qerl_lab.train.stop import Diverged, Interrupted, Stop
+from qerl_lab.train.training_data import Cursor
 
 
 class LabTrainer(GRPOTrainer):

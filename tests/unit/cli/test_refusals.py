@@ -6,7 +6,7 @@ from qerl_lab.cli import launch
 from qerl_lab.cli.compose import Job, make_plan
 from qerl_lab.cli.overrides import spell
 from qerl_lab.cli.train import main
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 
 ARM = ", ".join(choices_of("experiment"))
 

@@ -18,7 +18,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import anchored, sha256, sqlite_file, sqlite_uri
 from qerl_lab.config.schema import ModelConfig, RunConfig, TaskConfig, TrackingConfig
 from qerl_lab.config.spelling import readable, shell_line, word
-from qerl_lab.evaluate.options import CompareOptions
+from qerl_lab.evaluate.evaluate_options import CompareOptions
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from scipy import stats as scipy_stats
 
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import entropy
-from qerl_lab.evaluate.options import EntropyOptions
+from qerl_lab.evaluate.evaluate_options import EntropyOptions
 from qerl_lab.evaluate.weight_error import LayerError, total
 from qerl_lab.quantize import __main__ as quantize
 

@@ -7,7 +7,7 @@ import torch
 from packed_layers import BF16, MXFP4, NF4, NVFP4
 from qerl_lab.aqn import Noise
 from qerl_lab.evaluate import entropy, format_effects
-from qerl_lab.evaluate.options import EntropyOptions
+from qerl_lab.evaluate.evaluate_options import EntropyOptions
 from qerl_lab.report import plots
 
 CPU = torch.device("cpu")

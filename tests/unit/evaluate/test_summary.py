@@ -14,7 +14,7 @@ from qerl_lab.cli.grammar import read
 from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import compare
-from qerl_lab.evaluate.options import AccuracyOptions
+from qerl_lab.evaluate.evaluate_options import AccuracyOptions
 from qerl_lab.evaluate.summary import ABOUT, ROWS, SCHEMA, answer_entropies, of_rows, summarize, table
 from qerl_lab.report.stats import crossed_interval
 

@@ -15,7 +15,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS, anchored
 from qerl_lab.config.schema import ModelConfig, RunConfig
 from qerl_lab.evaluate import subject
-from qerl_lab.evaluate.options import AccuracyOptions
+from qerl_lab.evaluate.evaluate_options import AccuracyOptions
 from qerl_lab.model.on_disk import ASSETS, check_content
 from qerl_lab.preflight import check
 from qerl_lab.record.directory import RunDirectory

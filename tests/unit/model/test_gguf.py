@@ -24,9 +24,9 @@ from qerl_lab.config.records import QUALITY, UNPACKED
 from qerl_lab.config.schema import ModelConfig, RunConfig
 from qerl_lab.formats import build as build_format
 from qerl_lab.model import gguf, on_disk, policy
-from qerl_lab.model.files import local_folder
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.on_disk import ASSETS
+from qerl_lab.model.weight_files import local_folder
 from qerl_lab.quantize.quantize_model import run as quantize
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.quantize.quantize_options import check as check_quantize

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from packed_layers import NVFP4, tiny_model
 from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
-from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import packable
 from qerl_lab.model.on_disk import ASSETS
+from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import divergence, quality
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.tasks import arithmetic

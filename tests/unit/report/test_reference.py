@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from qerl_lab.config.files import package_data
+from qerl_lab.config.conf_folder import package_data
 from qerl_lab.report import reference
 
 FOLDER = package_data("results/reference")

@@ -12,7 +12,7 @@ import pytest
 
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report import reference

@@ -22,10 +22,10 @@ from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.train import run as run_module
 from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts
-from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.step import sampling
 from qerl_lab.train.stop import Stop
+from qerl_lab.train.training_data import Cursor, select
 from ranks_as_threads import threads
 from repeated import RESTARTS, lines_of
 

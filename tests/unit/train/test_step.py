@@ -15,10 +15,10 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.rollout.engine import EngineFailed, Rollout, Sampling
 from qerl_lab.tasks import UNPARSED, Question
-from qerl_lab.train.questions import Cursor, TrainingData
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.step import Batch, Clock, collect, first_samples, measures, sampling
 from qerl_lab.train.stop import Diverged
+from qerl_lab.train.training_data import Cursor, TrainingData
 from ranks_as_threads import threads
 
 QUESTIONS = 10

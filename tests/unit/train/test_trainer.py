@@ -22,10 +22,10 @@ from qerl_lab.rollout.engine import Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.tasks import Task
 from qerl_lab.train.noise_level import probe
-from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.stop import Diverged, Stop
 from qerl_lab.train.trainer import LabTrainer
+from qerl_lab.train.training_data import Cursor, select
 
 REFILLS = {"algorithm__dynamic_sampling": True, "algorithm__max_resamples": 2}
 NOISE = {"aqn__schedule": "linear", "aqn__reading": "equation", "aqn__stages": 2, "aqn__sigma_start": 0.3}

@@ -19,9 +19,9 @@ from torch import Tensor
 from qerl_lab import formats
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.model.dense import base_tensors
-from qerl_lab.model.files import WeightFiles, local_folder, read_json
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import Policy
+from qerl_lab.model.weight_files import WeightFiles, local_folder, read_json
 
 IN_MEMORY = Path("/dev/shm")  # RAM, so that a copy never touches a disk
 OF_RUNS = f"qerl-lab-{12 * '[0-9a-f]'}-*"  # folders of runs; each process holds a lock on its own

@@ -38,8 +38,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.nvfp4 import DIVISOR, Nvfp4
 from qerl_lab.formats.tiles import TILES, decoders, pack
-from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import PackedLinear
+from qerl_lab.model.weight_files import read_json
 from qerl_lab.rollout.vllm import fp4_tiles
 from qerl_lab.rollout.vllm.product import UNPACK_ROWS, add_adapter, stacked_product, tiles_product, unpacked_product
 

@@ -29,9 +29,9 @@ from qerl_lab.config.engine_rules import check_engine_on_cpu
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.policy import Policy
+from qerl_lab.model.weight_files import read_json
 from qerl_lab.rollout.engine import ASLEEP, EngineFailed, OnDone, Rollout, Sampling, ignore
 from qerl_lab.rollout.vllm import logprob_scheduler, one_copy
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter

@@ -15,9 +15,9 @@ from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
 from qerl_lab.config.spelling import listed, word
 from qerl_lab.config.units import GIB
 from qerl_lab.model import gguf, on_disk
-from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import compute_dtype, device_of
+from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.rollout.vllm.base import is_bfloat16
 from qerl_lab.rollout.vllm.transfer import max_rank, serving_arguments
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import DEVICES, ENGINES, POCKET, EvalConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.record.samples import CHARACTERS, Sample, append, cut, read_samples
+from qerl_lab.record.samples_file import CHARACTERS, Sample, append, cut, read_samples
 from qerl_lab.tools.samples import main, show
 
 ONE = Sample(
