@@ -60,7 +60,7 @@ def in_processes(options: RolloutOptions | StepOptions, about: dict[str, Any]) -
     from qerl_lab.bench import arm_processes
 
     arm_processes.check(options)
-    for number in exits.heard():  # an ended command keeps its rows and removes its checkpoint
+    for number in exits.stop_signals():  # an ended command keeps its rows and removes its checkpoint
         signal.signal(number, signal.default_int_handler)
     rows: list[dict[str, Any]] = []
     result = {**about, "rows": rows}

@@ -26,7 +26,7 @@ from qerl_lab.bench.bench_options import TRL, VLLM, Arm, RolloutOptions, Row, St
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig
-from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_left
+from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_leftovers
 from qerl_lab.system.processes import rank_variables
 from qerl_lab.train import ranks
 
@@ -46,8 +46,8 @@ def check(options: RolloutOptions | StepOptions) -> None:
             except ConfigError as error:
                 raise ConfigError(f"the arm {arm.name!r} with rank {rank}: {error}") from None
     ranks.refuse_fewer_gpus(max((arm.gpus for arm in every if not arm.is_on_cpu), default=1), len(ranks.visible_gpus()))
-    remove_left(scratch, f"{SCRATCH}-*")  # of killed benchmarks; the next of killed arms and runs
-    remove_left(IN_MEMORY, OF_RUNS)
+    remove_leftovers(scratch, f"{SCRATCH}-*")  # of killed benchmarks; the next of killed arms and runs
+    remove_leftovers(IN_MEMORY, OF_RUNS)
     size = {}
     for name in {arm.format for arm in every}:
         built = formats.build(FormatConfig(name=name))
@@ -139,7 +139,7 @@ def measure(jobs: Sequence[Job]) -> Iterator[Row]:
     finally:
         for _, ranks in started:
             end(ranks)
-        remove_left(IN_MEMORY, OF_RUNS)
+        remove_leftovers(IN_MEMORY, OF_RUNS)
 
 
 def start(job: Job, ranks: list[Process]) -> None:

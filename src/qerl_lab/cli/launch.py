@@ -24,7 +24,7 @@ from qerl_lab.config.spelling import resume_word
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.system import exits, terminal
-from qerl_lab.system.exits import SIGNALS, USAGE, heard
+from qerl_lab.system.exits import SIGNALS, USAGE, stop_signals
 from qerl_lab.system.processes import rank_variables, refuse_several
 
 LOOK_SECONDS = 1.0  # between two checks of the stop file and of the ranks
@@ -226,7 +226,7 @@ def handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in heard()}
+    before = {number: signal.signal(number, handler) for number in stop_signals()}
     try:
         yield
     finally:

@@ -163,7 +163,7 @@ def _message_of(outcome: Any, run: RunDirectory) -> str:
 
 def _failure(run: RunDirectory) -> str:
     file = run.path / "FAILED"
-    more = f"\n{manual.near(file)} has the whole of it" if file.stat().st_size else ""  # empty on a full disk
+    more = f"\n{manual.format_path(file)} has the whole of it" if file.stat().st_size else ""  # empty on a full disk
     return f"failed: {run.reason}{more}"
 
 

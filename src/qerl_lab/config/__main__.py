@@ -16,7 +16,7 @@ with exits.starting(__name__):
     from qerl_lab.config.keys import schema, type_words, typed
     from qerl_lab.config.option import ConfigError, bounds_in_words, option
     from qerl_lab.config.schema import RunConfig
-    from qerl_lab.system.terminal import near
+    from qerl_lab.system.terminal import format_path
 
 MARK = "<!-- From here on `python -m qerl_lab.config tables page=docs/configuration.md` writes this page. -->\n"
 LABELS = ("experiment", "scale", "differs_in")  # keys that an option sets to its own name
@@ -38,7 +38,7 @@ def write_tables(options: TablesOptions) -> None:
     if not mark:
         raise ConfigError(f"page={options.page} has no line {MARK.strip()}. Type page=docs/configuration.md.")
     path.write_text(prose + mark + tables(), encoding="utf-8")
-    print(f"written: {near(path)}")
+    print(f"written: {format_path(path)}")
 
 
 def tables() -> str:

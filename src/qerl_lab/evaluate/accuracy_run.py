@@ -268,4 +268,4 @@ def show(out: Path, what: str) -> None:
     print(summary.table(about["results"]))
     for note in about["notes"]:
         print(f"note: {note}")
-    print(f"\nanswers: {terminal.near(out)}  ({ROWS}, {ABOUT})")
+    print(f"\nanswers: {terminal.format_path(out)}  ({ROWS}, {ABOUT})")

@@ -12,7 +12,7 @@ from qerl_lab.config.schema import RunConfig, TaskConfig
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions, name_and_path
 from qerl_lab.model.policy import Policy
 from qerl_lab.tasks import Question, Task
-from qerl_lab.tasks.question_files import is_local, respelled
+from qerl_lab.tasks.question_files import is_local, reword_path_error
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def questions_of(cfg: TaskConfig, before: str) -> Task:
     try:
         return tasks.benchmark(cfg)
     except ConfigError as error:
-        raise error if cfg.module else respelled(error, before) from error
+        raise error if cfg.module else reword_path_error(error, before) from error
 
 
 def task_config(own: TaskConfig | None, name: str, path: str | None) -> TaskConfig:

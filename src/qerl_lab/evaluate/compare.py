@@ -15,9 +15,9 @@ from qerl_lab.config.spelling import shell_word
 from qerl_lab.evaluate.evaluate_options import CompareOptions
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, answer_entropies, passes_of, shares
 from qerl_lab.report.arms import QUESTIONS
-from qerl_lab.report.stats import Interval, between, crossed_interval, p_value, paired_interval, powers_of_two
+from qerl_lab.report.stats import Interval, crossed_interval, format_interval, p_value, paired_interval, powers_of_two
 from qerl_lab.system.disk import read_json, replace_file
-from qerl_lab.system.terminal import columns, near
+from qerl_lab.system.terminal import columns, format_path
 
 HOW_IT_IS_ASKED = ("questions", "max_prompt_tokens")
 HOW_IT_RAN = ("rollout", "device", "dtype", "batch_size")  # these affect kernels and random draws
@@ -117,8 +117,8 @@ def read_arm(given: str) -> dict[int, Evaluated]:
         if one.seed in by_seed or differ:
             why = f"they differ in {some_of(differ)}" if differ else f"both are of seed {one.seed}, as the run has it"
             raise ConfigError(
-                f"{given} holds several evaluations that are not the seeds of one arm: {near(first.folder)} and "
-                f"{near(one.folder)}, {why}. Type the directory of one."
+                f"{given} holds several evaluations that are not the seeds of one arm: {format_path(first.folder)} and "
+                f"{format_path(one.folder)}, {why}. Type the directory of one."
             )
         by_seed[one.seed] = one
     return by_seed
@@ -250,7 +250,7 @@ def table(found: Sequence[Difference]) -> str:
     for one in found:
         mean, low, high = one.interval()
         cells = [one.benchmark, one.engine, *[one.sampling] * several, one.measure, f"{one.by_question.shape[1]:,}"]
-        cells += [f"{one.mean_a:.3f}", f"{one.mean_b:.3f}", f"{mean:+.3f} {between(low, high)}"]
+        cells += [f"{one.mean_a:.3f}", f"{one.mean_b:.3f}", f"{mean:+.3f} {format_interval(low, high)}"]
         rows.append([*cells, f"{one.p:.3f}" if one.p >= 0.001 else f"{one.p:.1g}"])
     return columns(rows)
 

@@ -109,7 +109,7 @@ def run(options: EntropyOptions) -> None:
     names = row_names(rows)
     draw(rows, names, out / "entropy.png")
     print("\n".join(["", table(rows, names)]))
-    print(f"\nwritten: {terminal.near(out)}  ({ABOUT}, entropy.csv, entropy.png)")
+    print(f"\nwritten: {terminal.format_path(out)}  ({ABOUT}, entropy.csv, entropy.png)")
 
 
 def folder_of(options: EntropyOptions) -> Path:
@@ -210,7 +210,7 @@ def measured(
     packed = None if arm.folder is None else WeightFiles(arm.folder)
     errors = weight_error.layers(arm.weight_format, dense, packed, linears, device, fit_scales=arm.method == "awq")
     row = {"arm": arm.name, "part": "", **estimates(entropies_T, texts), "kl": named(kl_T, texts)}
-    row |= {} if arm.folder is None else {"checkpoint": terminal.near(arm.folder)}
+    row |= {} if arm.folder is None else {"checkpoint": terminal.format_path(arm.folder)}
     row["weight_error"] = weight_error.total(errors)
     if not options.parts or arm.folder is not None or row["weight_error"]["parts"] is None:
         return [row]

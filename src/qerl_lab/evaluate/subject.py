@@ -166,7 +166,7 @@ def load(subject: Subject) -> Policy:
     loaded = policy.build(cfg, policy.device_of(cfg.device))
     loaded.chat.day = subject.day
     if subject.adapter is not None:
-        policy.begin_with(loaded.model, subject.adapter)
+        policy.load_start_adapter(loaded.model, subject.adapter)
     return loaded
 
 

@@ -29,7 +29,7 @@ _COMPUTED = r"rotary_emb\.inv_freq$"
 
 
 class TensorSource(Protocol):
-    """Tensors by checkpoint name; `files.WeightFiles` implements it."""
+    """Tensors by checkpoint name; `weight_files.WeightFiles` implements it."""
 
     @property
     def names(self) -> Collection[str]: ...

@@ -29,7 +29,7 @@ from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.lora import register_lora
 from qerl_lab.model.on_disk import other_format, other_rule, packed_head_refusal
 from qerl_lab.model.weight_files import WeightFiles, local_folder
-from qerl_lab.system.disk import let_read
+from qerl_lab.system.disk import make_readable
 
 
 @dataclass
@@ -98,10 +98,10 @@ class Policy:
 
         Other special tokens stay, because some tokenizers hold words such as `<think>` as one.
         """
-        return self.tokenizer.decode([token for token in completion_ids if token not in self._unsaid])
+        return self.tokenizer.decode([token for token in completion_ids if token not in self._dropped_ids])
 
     @cached_property
-    def _unsaid(self) -> frozenset[int]:
+    def _dropped_ids(self) -> frozenset[int]:
         return frozenset({*self.end_ids(), self.tokenizer.pad_token_id})
 
     def end_ids(self) -> list[int]:
@@ -290,7 +290,7 @@ def _check_agreement(cfg: RunConfig, stored: PackedAs, model: PreTrainedModel) -
 def save_adapter(model: PeftModel, folder: Path) -> None:
     """Write the adapter in PEFT's layout."""
     model.save_pretrained(folder)
-    let_read([folder / WEIGHTS])
+    make_readable([folder / WEIGHTS])
 
 
 def adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -307,7 +307,7 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
     set_peft_model_state_dict(model, adapter_tensors(folder))
 
 
-def begin_with(model: PeftModel, folder: Path) -> None:
+def load_start_adapter(model: PeftModel, folder: Path) -> None:
     """Load an adapter of another run. Raises ConfigError unless its matrices match the model's in name and shape."""
     own = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
     held = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(folder).items()}

@@ -127,7 +127,7 @@ def copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def noted(folder: Path) -> dict[str, Any]:
+def lab_records(folder: Path) -> dict[str, Any]:
     """Read the lab's records beside a model, by file name; empty for models that the lab did not make."""
     return {name: read_json(folder / name) for name in RECORDS if (folder / name).is_file()}
 

@@ -72,7 +72,7 @@ def run(options: QuantizeOptions) -> None:
         result = quality.measure(options, source.folder, source.packed, unfinished.folder, device)
         unfinished.finish()
     print(quality.table(options, result))
-    print(f"checkpoint:  {terminal.near(options.folder)}  ({QUALITY}, sqnr.png)")
+    print(f"checkpoint:  {terminal.format_path(options.folder)}  ({QUALITY}, sqnr.png)")
     print(f"train on it: {terminal.python()} -m qerl_lab {shell_line(training_words(options))}")
 
 
@@ -81,7 +81,7 @@ def training_words(options: QuantizeOptions) -> list[str]:
     arm = f"{options.format}_aqn"
     words = [f"+experiment={arm}" if arm in choices_of("experiment") else f"format={options.format}"]
     words.append(f"scale={'pocket' if options.model == 'pocket' else 'custom'}")
-    words.append(word("model.path", terminal.near(options.folder)))
+    words.append(word("model.path", terminal.format_path(options.folder)))
     chosen, defaults = options.format_config(), FormatConfig()
     if chosen.ignore != defaults.ignore:
         words.append(f"format.ignore={listed(chosen.ignore)}")

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from qerl_lab.config.keys import typed
 from qerl_lab.config.option import ConfigError
-from qerl_lab.system.disk import let_read, lock, make_directory, read_json, replace_file
+from qerl_lab.system.disk import lock, make_directory, make_readable, read_json, replace_file
 
 JOURNAL = "journal.json"
 
@@ -89,7 +89,7 @@ class Unfinished:
 
     def finish(self) -> None:
         """Rename the directory to its final name, replacing an old one (only with `overwrite`)."""
-        let_read(self.folder.glob("*.safetensors"))
+        make_readable(self.folder.glob("*.safetensors"))
         before = self.out.with_name(self.out.name + ".replaced")
         if self.out.exists():
             shutil.rmtree(before, ignore_errors=True)  # left by a process killed below

@@ -16,7 +16,7 @@ with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, choose
     from qerl_lab.config.option import ConfigError, did_you_mean, option
     from qerl_lab.system.disk import make_directory, replace_file
-    from qerl_lab.system.terminal import near
+    from qerl_lab.system.terminal import format_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,7 +83,7 @@ def _write_results(found: "Comparison", options: ReportOptions) -> None:
     make_directory(folder, f"out={folder}")
     written = page.write(folder, found, options.baseline, [Path(file).expanduser() for file in options.bench])
     size = sum(path.stat().st_size for path in written)
-    print(f"written: {near(folder)}  (report.html, {len(written) - 1} other files; {size / 1e6:.1f} MB)\n")
+    print(f"written: {format_path(folder)}  (report.html, {len(written) - 1} other files; {size / 1e6:.1f} MB)\n")
     if not found.arms:
         print("\n  ".join(["No run finished:", *found.left_out]))
 
@@ -113,7 +113,7 @@ def verdicts(options: VerdictsOptions) -> None:
             ("verdicts.md", verdict_tables.markdown(found, rows, line)),
         ):
             _write(out / name, partial(replace_file, data=page.encode()))
-        print(f"\nwritten: {near(out)}  (verdicts.json, verdicts.md)")
+        print(f"\nwritten: {format_path(out)}  (verdicts.json, verdicts.md)")
 
 
 def _read(options: ReportOptions | VerdictsOptions) -> "Comparison":

@@ -13,7 +13,7 @@ from qerl_lab.report.claims import Settings
 from qerl_lab.report.comparison import BASELINE, Comparison, matrix
 from qerl_lab.report.diagnostics import retention
 from qerl_lab.report.measures import MEASURES, SHARED, Unmeasured, shared_machines
-from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, answers, growth, in_figure_5
+from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, growth, in_figure_5, table_1_rows
 from qerl_lab.report.runs import Record
 from qerl_lab.report.table import NONE, Rows, Table, in_words, number, without_empty_columns
 from qerl_lab.report.verdict_tables import cell, of_seeds
@@ -211,7 +211,7 @@ def _difference(values: pd.DataFrame, ratio: bool) -> str:
         return f"{math.exp(value):.2f}" if ratio else f"{value:+.3f}"
 
     seeds, mean = len(values), float(values.to_numpy().mean())
-    interval = f" {stats.between(*stats.over_seeds(values.to_numpy())[1:], shown)}" if seeds > 1 else ""
+    interval = f" {stats.format_interval(*stats.over_seeds(values.to_numpy())[1:], shown)}" if seeds > 1 else ""
     return f"{shown(mean)}{'x' * ratio}{interval} ({seeds})"
 
 
@@ -247,7 +247,7 @@ OF_PAPER = ["Figure 1, 7B: rollouts / BF16", "Table 3, 7B: end to end / BF16"]
 
 
 def _throughput(comparison: Comparison, baseline: str | None) -> Table:
-    beside, why = answers(comparison), _not_compared(comparison, baseline)
+    beside, why = table_1_rows(comparison), _not_compared(comparison, baseline)
     ratios = [] if why else [*(f"{what} / {baseline}" for what in ("rollouts", "end to end")), *OF_PAPER]
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", *ratios, "rollout, train, sync", "peak GiB",
              "seconds a run"]]  # fmt: skip

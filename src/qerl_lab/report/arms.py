@@ -81,7 +81,7 @@ def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float,
     return Run(name, experiment, seed, settings, frozenset(declared), status, ended, code)
 
 
-def placed(runs: Sequence[Run]) -> list[Run]:
+def fill_in_device(runs: Sequence[Run]) -> list[Run]:
     """Fill in the device of runs that have not noted it yet, if exactly one otherwise equal arm is known."""
     known, found = {run.arm for run in runs}, []
     for run in runs:
@@ -135,11 +135,11 @@ def is_copy(run: Run) -> bool:
 
 def differing(runs: Sequence[Run]) -> list[str]:
     """Return the keys whose values differ between runs; model.path and model.hash count once if they say the same."""
-    known = sorted({key for run in runs for key in run.settings} - {_idle(runs)})
+    known = sorted({key for run in runs for key in run.settings} - {_redundant_key(runs)})
     return [key for key in known if len({run.value(key) for run in runs}) > 1]
 
 
-def _idle(runs: Sequence[Run]) -> str | None:
+def _redundant_key(runs: Sequence[Run]) -> str | None:
     """Return the redundant one of model.path and model.hash; None if both distinguish runs.
 
     The hash is redundant if paths and hashes pair one to one, as readers know the path; the path if all hashes are
@@ -189,7 +189,7 @@ def _label(experiments: set[str], words: Sequence[str]) -> str:
 
 def _words(run: Run, keys: Sequence[str], differ: Sequence[str]) -> list[str]:
     """Format the settings of `keys` as typed words, using a group's choice where it covers all that differs."""
-    words = {key: spelled(key, run.value(key)) for key in keys}
+    words = {key: format_setting(key, run.value(key)) for key in keys}
     for group in CHOICES:
         own = [key for key in keys if key.startswith(f"{group}.")]
         also = [key for key in differ if key.startswith(f"{group}.")]
@@ -205,12 +205,12 @@ def implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
     return {key for key in keys if len({(one.get(TASK), one.get(key)) for one in settings}) == len(names)}
 
 
-def spelled(key: str, value: str) -> str:
+def format_setting(key: str, value: str) -> str:
     """Format a setting for a label."""
-    return f"{'task' if key == TASK else key}={shortened(value)}"
+    return f"{'task' if key == TASK else key}={shorten(value)}"
 
 
-def shortened(value: str) -> str:
+def shorten(value: str) -> str:
     """Shorten a long value: keep the beginning of a text or the end of a path, and add a hash.
 
     The hash keeps labels unique, since a report identifies arms by label.

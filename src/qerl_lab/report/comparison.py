@@ -22,14 +22,14 @@ from qerl_lab.report.arms import (
     choose,
     differing,
     labels,
-    shortened,
+    shorten,
     started,
     task_of,
 )
 from qerl_lab.report.matching import by_questions, count_overlaps, identity, mark_copies
 from qerl_lab.report.runs import DAMAGE, Record, damage, find_runs, has_runs, read_record
-from qerl_lab.report.stats import SHARE, between, crossed_interval, paired_interval, within
-from qerl_lab.system.terminal import columns, near
+from qerl_lab.report.stats import SHARE, clip_interval, crossed_interval, format_interval, paired_interval
+from qerl_lab.system.terminal import columns, format_path
 
 BASELINE = "bf16"  # the default baseline
 # Conditions under which a verdict holds; a table that mixes values of one says so.
@@ -104,11 +104,11 @@ def read_all(folders: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
         records, damaged = records | _apart(made, records, folder), damaged | broken
     for run_dir in find_runs([folder for folder in folders if not results.is_results(folder) or has_runs(folder)]):
         try:
-            records |= _apart([read_record(RunDirectory(run_dir), near(run_dir))], records, run_dir.parent)
+            records |= _apart([read_record(RunDirectory(run_dir), format_path(run_dir))], records, run_dir.parent)
             if any(results.is_results(folder) and run_dir.is_relative_to(folder) for folder in folders):
-                damaged.pop(near(run_dir), None)  # repaired since the results were written
+                damaged.pop(format_path(run_dir), None)  # repaired since the results were written
         except DAMAGE as error:
-            damaged[near(run_dir)] = damage(error)
+            damaged[format_path(run_dir)] = damage(error)
     return list(records.values()), damaged
 
 
@@ -121,7 +121,7 @@ def _apart(made: Sequence[Record], known: Mapping[str, Record], folder: Path) ->
     for record in made:
         other = known.get(record.run.name)
         if other and identity(other) != identity(record):
-            record = replace(record, run=replace(record.run, name=f"{record.run.name} of {near(folder)}"))
+            record = replace(record, run=replace(record.run, name=f"{record.run.name} of {format_path(folder)}"))
         named[record.run.name] = record
     return named
 
@@ -197,7 +197,7 @@ def _over_seeds(name: str, values: pd.DataFrame, bounds: tuple[float, float]) ->
         return {}
     if min(values.shape) < 2:
         return {name: float(values.to_numpy().mean())}
-    return _named(name, within(crossed_interval(values.to_numpy()), *bounds))
+    return _named(name, clip_interval(crossed_interval(values.to_numpy()), *bounds))
 
 
 def _named(name: str, interval: tuple[float, float, float]) -> dict[str, float]:
@@ -316,14 +316,14 @@ def _mean(row: dict[str, Any], name: str, form: str) -> str:
     mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
     if math.isnan(mean) or math.isnan(high):
         return "-" if math.isnan(mean) else format(mean, form)
-    return f"{mean:{form}} {between(low, high, f'{{:{form}}}'.format)}"
+    return f"{mean:{form}} {format_interval(low, high, f'{{:{form}}}'.format)}"
 
 
 def what_differs(comparison: Comparison) -> list[list[str]]:
     """Tabulate the settings in which arms differ, a row per arm after the head; empty if none differ."""
     firsts = {label: records[0].run for label, records in comparison.arms.items()}
     keys = differing(list(firsts.values()))
-    rows = [[label, *(shortened(run.value(key)) for key in keys)] for label, run in firsts.items()]
+    rows = [[label, *(shorten(run.value(key)) for key in keys)] for label, run in firsts.items()]
     return [["arms differ in", *keys], *rows] if keys else []
 
 

@@ -35,7 +35,7 @@ from qerl_lab.report.speed_tables import Speed
 from qerl_lab.report.table import NONE
 from qerl_lab.report.verdicts import Row, Verdict, judge, smallest_as_text
 from qerl_lab.system.disk import replace_file
-from qerl_lab.system.terminal import near
+from qerl_lab.system.terminal import format_path
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 LONG = re.compile(r"\S{17,}")  # a word too long for the arm column on a phone
@@ -65,8 +65,8 @@ def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[P
     same = comparison.compare(*results.records_of(made))  # use only what the files hold from here on
     baseline = comparison.baseline_of(list(same.arms), wanted) if same.arms else None
     rows, drawn = judge(same.counted, same.found), draw_all(same, baseline)
-    words = [near(folder), word("out", near(folder)), *([word("baseline", wanted)] if wanted else [])]
-    words += [f"bench={','.join(map(near, bench))}"] if bench else []
+    words = [format_path(folder), word("out", format_path(folder)), *([word("baseline", wanted)] if wanted else [])]
+    words += [f"bench={','.join(map(format_path, bench))}"] if bench else []
     line = f"python -m qerl_lab.report {shlex.join(words)}"
     files = {f"figures/{figure.name}.png": figure.png for titled in drawn.values() for figure in titled}
     files["verdicts.json"] = verdict_tables.as_json(same, rows, line).encode()
@@ -106,7 +106,7 @@ def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
         ]  # fmt: skip
         drawn[curve.title] += [
             Drawn(figure.name, figure.about, curves.png(paper_curves.draw(figure)), paper_curves.caption(figure, arms))
-            for figure in paper_curves.beside(curve.name, arms)
+            for figure in paper_curves.figures_beside(curve.name, arms)
         ]
     drawn["Diagnostics"] = _diagnosed(found, baseline)
     return {title: figures for title, figures in drawn.items() if figures}
@@ -150,7 +150,7 @@ def html(
     of_verdict = Counter(row.verdict for row in measured)
     counts = [(n, f"contrast{'s' * (n != 1)} {verdict}") for verdict in Verdict if (n := of_verdict[verdict])]
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {"breakable": breakable, "digits": digits, "filler": filler}
+    environment.filters |= {"breakable": breakable, "digits": digits, "filler": padding_zeros}
     template = environment.from_string(TEMPLATE.read_text("utf-8"))
     return template.render(
         title=f"{title}: a report of {len(found.records) + len(found.damaged)} runs", command=line,
@@ -158,7 +158,7 @@ def html(
         how_to_read_verdicts=verdict_tables.HOW_TO_READ, how_to_read=comparison.HOW_TO_READ,
         families=verdict_tables.families(rows), measured=_claims(measured),
         unmeasured=[(row.claim.name, verdict_tables.name_of(row), row.why) for row in lacking],
-        to_make=verdict_tables.to_make(rows), tables=tables(found, baseline), speed=speed,
+        to_make=verdict_tables.missing_arms(rows), tables=tables(found, baseline), speed=speed,
         of_paper=any(figure.name.startswith("paper_") for pair in drawn.values() for figure in pair),
         figures=[{"title": name, "images": [_image(figure) for figure in pair]} for name, pair in drawn.items()],
         provenance=_provenance(found), arms_differ=[["arm", *keys[1:]] for keys in differ[:1]] + differ[1:],
@@ -181,7 +181,7 @@ def digits(rows: Sequence[Sequence[str]]) -> list[int | None]:
     return found
 
 
-def filler(cell: str, most: int) -> str:
+def padding_zeros(cell: str, most: int) -> str:
     """Return the invisible zeros that pad a number to `most` decimals, so that decimal points align."""
     whole, point, after = cell.partition(".")
     missing = ("" if point or not most else ".") + "0" * (most - len(after))

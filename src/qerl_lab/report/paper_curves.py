@@ -94,13 +94,13 @@ FIGURES = (
 )  # fmt: skip
 
 
-def beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
+def figures_beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
     """Return the paper's figures for the curve `below` that vary what the arms do, on the arms' task if it has any."""
-    asked, tasks = _asked(runs), _tasks(runs) or set(TASKS.values())
+    asked, tasks = _varied_keys(runs), _tasks(runs) or set(TASKS.values())
     return [figure for figure in FIGURES if figure.below == below and figure.varies in asked and figure.is_of(tasks)]
 
 
-def _asked(runs: Sequence[Run]) -> set[str]:
+def _varied_keys(runs: Sequence[Run]) -> set[str]:
     """Return what the arms differ in, plus `NOISE`, `SCHEDULE` and `ON_BIGMATH` where they apply."""
     schedules = {run.value("aqn.schedule") for run in runs}
     asked = set(differing(runs))

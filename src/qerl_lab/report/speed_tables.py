@@ -15,7 +15,7 @@ from qerl_lab.report.arms import version
 from qerl_lab.report.bench_figures import Result, alive, gpu_of, ratios
 from qerl_lab.report.reference import FORMATS, MODELS, RANKS, SPEEDS_OF
 from qerl_lab.report.table import NONE, Rows, Table, number, without_constant_columns, without_empty_columns
-from qerl_lab.system.terminal import near
+from qerl_lab.system.terminal import format_path
 
 GB_PER_GIB = GIB / 1e9
 PRINTED_RANK = 16  # not stated in Tables 5 to 8, but their numbers equal Table 9's at this rank
@@ -44,14 +44,18 @@ def of_files(paths: Sequence[Path]) -> Speed:
         try:
             result = bench.load(file)
             made = [make(result) for make in (_rollouts, _steps, _memory)]
-            notes.append(f"{near(file)}: {_about(result)}")
+            notes.append(f"{format_path(file)}: {_about(result)}")
         except (*bench.NO_RESULT, OSError) as error:
-            notes.append(f"{near(file)} is left out: no complete result of python -m qerl_lab.bench ({error!r}).")
+            notes.append(
+                f"{format_path(file)} is left out: no complete result of python -m qerl_lab.bench ({error!r})."
+            )
             continue
         results.append(result)
         for table, more in zip(rows, made, strict=True):
             table.extend(more)
-    notes += [f"{near(path)} holds no result." for path in paths if path.is_dir() and not any(path.glob("*.json"))]
+    notes += [
+        f"{format_path(path)} holds no result." for path in paths if path.is_dir() and not any(path.glob("*.json"))
+    ]
     return Speed(_tables(rows, results), notes)
 
 
@@ -221,7 +225,7 @@ def _steps(result: Result) -> Rows:
 def _printed_steps(model: str, batch: int, name: str) -> list[str]:
     """Return the paper's speedup over BF16: Table 3, and Tables 5 to 8 with and without gradient checkpointing."""
     return [
-        reference.said(table="Table 3", metric="end-to-end training speedup vs BF16 LoRA",
+        reference.printed_text(table="Table 3", metric="end-to-end training speedup vs BF16 LoRA",
                        setting=f"batch size {batch};", model=MODELS.get(model, ""),
                        weight_format=FORMATS.get(name, "")),
         *(reference.step_speed(model, batch, name, checkpointing=on) for on in (True, False)),

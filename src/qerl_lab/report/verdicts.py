@@ -75,7 +75,7 @@ def printed(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
     """
     found = []
     for treated, control in contrast.printed:
-        effect = reference.compared(treated, control, MEASURES[claim.measure].ratio)
+        effect = reference.paper_difference(treated, control, MEASURES[claim.measure].ratio)
         scale = 100 if treated.get("metric") == "accuracy" else 1  # printed in percent
         model = treated.get("model", "").removeprefix("Qwen2.5-").removesuffix("-Instruct")
         error = f", +-{effect.error:g}" if effect.error else ""
@@ -190,7 +190,7 @@ def pooled(rows: Sequence[Row]) -> list[Row]:
         if found := row.numbers:
             of_seeds, of_questions = found.variances
             if not found.censored:
-                of_seeds = stats.moderated(of_seeds, family[row.claim.family, row.claim.measure])
+                of_seeds = stats.moderated_variance(of_seeds, family[row.claim.family, row.claim.measure])
             found = replace(found, variances=(of_seeds, of_questions))
             row = replace(row, numbers=replace(found, p=p_values(found, row.claim)))
         done.append(row)

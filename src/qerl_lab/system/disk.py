@@ -36,7 +36,7 @@ def lock(opened: int | TextIO, refusal: str | None = None) -> bool:
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[bool]:
+def exclusive(folder: Path) -> Iterator[bool]:
     """Wait until no other process of this machine is inside this block for `folder`. Yields False without locks."""
     held = os.open(folder, os.O_RDONLY)
     try:
@@ -64,7 +64,7 @@ def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
         raise
 
 
-def let_read(files: Iterable[Path]) -> None:
+def make_readable(files: Iterable[Path]) -> None:
     """Make weights readable for everyone who can list their folder: safetensors (0.8) lets only the owner read."""
     for file in files:
         file.chmod(file.parent.stat().st_mode & 0o666)

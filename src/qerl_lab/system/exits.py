@@ -44,7 +44,7 @@ def starting(module: str) -> Iterator[None]:
 
 def run(main: Main) -> None:
     """Run a command as the process: survive a lost console, and exit with the command's code."""
-    outlast()
+    survive_lost_console()
     sys.excepthook = lambda *about: sys.stderr.write(redact("".join(traceback.format_exception(*about)))) and None
     code = command(main)(sys.argv[1:])
     if code == INTERRUPTED:  # Python may end by the signal itself if it came inside exec()
@@ -98,7 +98,7 @@ def command(main: Main) -> Main:
     return ended
 
 
-def outlast() -> None:
+def survive_lost_console() -> None:
     """Send stdout and stderr to /dev/null once their reader is gone."""
     for descriptor in (0, 1, 2):  # a closed descriptor would be reused for the next opened file, e.g. a record
         try:
@@ -136,6 +136,6 @@ class _Lasting(io.FileIO):
             return len(data)
 
 
-def heard() -> tuple[signal.Signals, ...]:
+def stop_signals() -> tuple[signal.Signals, ...]:
     """List the signals that stop a run: all of `SIGNALS`, but no SIGHUP if it is ignored, as under nohup."""
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)

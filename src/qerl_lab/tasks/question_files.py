@@ -154,7 +154,7 @@ def is_local(path: str, before: str = "task.path=") -> bool:
     return False
 
 
-def respelled(error: ConfigError, before: str) -> ConfigError:
+def reword_path_error(error: ConfigError, before: str) -> ConfigError:
     """Rewrite an error for a command that takes the path after `before` and has no column options."""
     said = str(error).replace("Check task.path.", f"Check {before}PATH.").replace("task.path=", before)
     columns = f"Check {before}PATH and the names of its columns."

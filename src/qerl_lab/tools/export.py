@@ -87,7 +87,7 @@ def export(options: ExportOptions) -> None:
         write(options, run, record, base, unfinished.folder)
         unfinished.finish()
     what = "merged model" if options.merged else "adapter"
-    print(f"{what}: {terminal.near(options.folder)}  (README.md says how to load it)")
+    print(f"{what}: {terminal.format_path(options.folder)}  (README.md says how to load it)")
     is_plain = run.format.name == DENSE_FORMAT and run.model.path != POCKET and not gguf.is_gguf(run.model.path)
     if not (options.merged or options.base or is_plain):
         print(f"note: it was trained on {run.model.name} in {run.format.name}; on other weights of that model it is "
@@ -96,10 +96,10 @@ def export(options: ExportOptions) -> None:
 
 def write(options: ExportOptions, run: RunConfig, record: RunDirectory, base: Path, out: Path) -> None:
     """Write adapter or merged model, card, configuration and export.json. `base` is the directory of the run's base."""
-    from qerl_lab.model.weight_files import noted
+    from qerl_lab.model.weight_files import lab_records
 
     path = run.model.path
-    origin = {"path": path, "revision": run.model.revision, "hash": run.model.hash, **noted(base)}
+    origin = {"path": path, "revision": run.model.revision, "hash": run.model.hash, **lab_records(base)}
     if options.merged:
         write_dense(run, record.adapter, base, out, options.dtype, merged=True)
     elif options.base:
@@ -146,7 +146,7 @@ def write_dense(run: RunConfig, adapter: Path, base: Path, out: Path, dtype_name
     run.format.dense_cache, run.model.dtype = "off", "float32"  # merge in float32
     run.model.attention = "sdpa"  # attention never runs here, and another package may be missing
     loaded = policy.build(run, torch.device("cpu"))
-    policy.begin_with(loaded.model, adapter)
+    policy.load_start_adapter(loaded.model, adapter)
     tensors = dense_tensors(loaded, dtype, merged=merged)
     out.mkdir(exist_ok=True)
     save_torch_state_dict({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, out)

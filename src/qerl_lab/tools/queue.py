@@ -33,7 +33,7 @@ with exits.starting(__name__):
     from qerl_lab.record.directory import RunDirectory
     from qerl_lab.system.disk import make_directory, replace_file
     from qerl_lab.system.exits import OK, USAGE
-    from qerl_lab.system.terminal import columns, near
+    from qerl_lab.system.terminal import columns, format_path
     from qerl_lab.tools.queue_file import (
         DONE,
         FAILED,
@@ -145,7 +145,7 @@ def run(options: RunOptions) -> None:
         except BaseException:
             slots.shutdown(wait=False, cancel_futures=True)
             raise
-    print(f"{sum(map(bool, ended))} runs ended: {near(pack)}. {len(waiting)} were left for this machine.")
+    print(f"{sum(map(bool, ended))} runs ended: {format_path(pack)}. {len(waiting)} were left for this machine.")
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ def collect(options: CollectOptions) -> None:
     for folder, found in new.items():
         _merge(Path(folder), found)
     write_ledger(queue.folder, rows)
-    print(f"{len(rows) - len(queue.rows)} rows are new in {near(queue.folder)}/ledger.csv")
+    print(f"{len(rows) - len(queue.rows)} rows are new in {format_path(queue.folder)}/ledger.csv")
 
 
 def _files(packs: Sequence[str]) -> list[Path]:

@@ -25,7 +25,7 @@ with exits.starting(__name__):
     from qerl_lab.record.directory import RunDirectory
     from qerl_lab.system.disk import lock, make_directory, replace_file
     from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, STOPS
-    from qerl_lab.system.terminal import columns, near
+    from qerl_lab.system.terminal import columns, format_path
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -246,7 +246,7 @@ def _value_or_reason(directory: Path, options: SearchOptions) -> float | str:
     runs = [run for path in sorted(directory.glob("*")) if (run := RunDirectory(path)).is_claimed]
     for run in runs:
         if run.status == "failed":
-            return f"{near(run.path)}: {run.reason}"
+            return f"{format_path(run.path)}: {run.reason}"
     done = [run for run in runs if run.status == "done"]
     if len(done) < len(options.seeds):
         return f"{len(done)} of its {len(options.seeds)} runs are done"
@@ -269,7 +269,7 @@ def _table(study: "Study", options: SearchOptions, found: Space) -> str:
     for trial in best_first:
         value = "failed" if trial.value is None else f"{trial.value:.4f}"
         proposed = [f"{trial.params[key]:.3g}" if key in trial.params else "-" for key in sorted(found.ranges)]
-        rows.append([str(trial.number), value, *proposed, near(_directory(trial, options))])
+        rows.append([str(trial.number), value, *proposed, format_path(_directory(trial, options))])
     failed = [trial for trial in ended if trial.value is None]
     lines = [
         columns(rows),

@@ -34,8 +34,8 @@ with exits.starting(__name__):
     from qerl_lab.record.environment import versions
     from qerl_lab.record.partial import JOURNAL, Unfinished
     from qerl_lab.system import terminal
-    from qerl_lab.tasks.answers.completion import left_to_say
-    from qerl_lab.tasks.question_files import is_local, respelled
+    from qerl_lab.tasks.answers.completion import without_answer_start
+    from qerl_lab.tasks.question_files import is_local, reword_path_error
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,7 @@ def warm_up(options: WarmupOptions) -> None:
         "path": str(folder),
         "revision": options.revision,
         "hash": model_hash(folder),
-        **weight_files.noted(folder),
+        **weight_files.lab_records(folder),
     }
     model, tokenizer = load(options, folder, device)
     rows, left_out = tokenized(task, tokenizer, options.max_tokens)
@@ -138,7 +138,7 @@ def warm_up(options: WarmupOptions) -> None:
         })  # fmt: skip
         unfinished.finish()
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token, {time.monotonic() - started:.0f} s")
-    print(f"model:       {terminal.near(options.folder)}  ({WARMUP} says how it was made)")
+    print(f"model:       {terminal.format_path(options.folder)}  ({WARMUP} says how it was made)")
     print(f"train on it: {terminal.python()} -m qerl_lab {shell_line(training_words(options))}")
 
 
@@ -147,7 +147,7 @@ def worked(options: WarmupOptions) -> tasks.Task:
     try:
         task = tasks.worked(options.task_config())
     except ConfigError as error:
-        raise respelled(error, "task_path=") from error
+        raise reword_path_error(error, "task_path=") from error
     for line in task.warnings:
         print(f"note: {line}", file=sys.stderr)
     return task
@@ -191,7 +191,7 @@ def tokenized(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens
     rows, chat = Rows(), Chat(tokenizer)
     for question in task.train:
         prompt = chat.prompt_ids(task.messages(question))
-        solution = left_to_say(tokenizer.decode(prompt), question.payload["solution"])
+        solution = without_answer_start(tokenizer.decode(prompt), question.payload["solution"])
         ids = [*tokenizer(solution, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         rows.append({"input_ids": prompt + ids, "labels": [IGNORED] * len(prompt) + ids})
     for note in chat.notes:
@@ -277,7 +277,7 @@ def write_record(folder: Path, options: WarmupOptions, task: tasks.Task, result:
 def training_words(options: WarmupOptions) -> list[str]:
     """Return what to type after `python -m qerl_lab` to train on the result."""
     scale = next((scale for name, scale in SCALES.items() if name in options.model), "custom")
-    words = ["+experiment=nvfp4_aqn", f"scale={scale}", word("model.path", terminal.near(options.folder))]
+    words = ["+experiment=nvfp4_aqn", f"scale={scale}", word("model.path", terminal.format_path(options.folder))]
     words += [] if options.task == "arithmetic" else [f"task={options.task}"]
     further = {"path": options.task_path, "instruction": options.instruction}
     return words + [word(f"task.{key}", value) for key, value in further.items() if value is not None]

@@ -57,7 +57,7 @@ class Follower:
         self._stop.set()
         self.thread.join(FINISH_SECONDS)
         if self.thread.is_alive() and not self._is_away:
-            self._tell_away(f"gave no answer within {FINISH_SECONDS:.0f} s")
+            self._report_outage(f"gave no answer within {FINISH_SECONDS:.0f} s")
 
     def _follow(self) -> None:
         while not self.is_whole:
@@ -66,24 +66,24 @@ class Follower:
                 mirror = self._open()
                 while not self._stop.is_set():
                     mirror.update()
-                    self._tell_back()
+                    self._report_recovery()
                     self._stop.wait(FLUSH_SECONDS)
                 mirror.update()
                 mirror.close(*self._ending)
                 self.is_whole = True
             except Exception as error:  # the thread's boundary: an error of a store or the network must not end a run
-                self._tell_away(f"failed ({type(error).__name__}: {first_line(error)[:200]})")
+                self._report_outage(f"failed ({type(error).__name__}: {first_line(error)[:200]})")
                 if is_last:
                     return
                 self._stop.wait(RETRY_SECONDS)
 
-    def _tell_away(self, what: str) -> None:
+    def _report_outage(self, what: str) -> None:
         """Print the failure once per outage; `_follow` retries silently."""
         if not self._is_away:
             self._is_away = True
             print(redact(f"qerl-lab: {self._name()} {what}; training goes on and {self._remedy}"), file=sys.stderr)
 
-    def _tell_back(self) -> None:
+    def _report_recovery(self) -> None:
         if self._is_away:
             self._is_away = False
             print(f"qerl-lab: {self._name()} is back and has every line.", file=sys.stderr)

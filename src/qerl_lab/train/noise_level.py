@@ -128,7 +128,7 @@ def measure_on_own_texts(
         engine.sleep()  # free memory for the trainer, which runs next
         return [(prompt, ids) for prompt, (ids,) in zip(out.prompt_ids_P, out.completion_ids_P_G, strict=True)]
 
-    pairs = ranks.alike(ask, EngineFailed)
+    pairs = ranks.run_on_all(ask, EngineFailed)
     batch_size = max(1, min(cfg.optim.micro_batch_size, len(pairs) // cfg.aqn.solver.draws))
     texts = noise_kl.texts(policy, pairs, cfg.rollout.temperature, batch_size)
     tokens = sum(ranks.gather(texts.tokens))

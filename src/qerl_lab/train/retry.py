@@ -10,14 +10,14 @@ from qerl_lab.aqn import Noise
 from qerl_lab.config.message import first_line
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore, refuse_incomplete
+from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, do_nothing, refuse_incomplete
 from qerl_lab.system import terminal
 
 T = TypeVar("T")
 
 
-def twice(act: Callable[[], T], mend: Callable[[str], None]) -> T:
-    """Return the result of `act`. If an engine fails, call `mend` with the cause and retry once.
+def retry_once(act: Callable[[], T], recover: Callable[[str], None]) -> T:
+    """Return the result of `act`. If an engine fails, call `recover` with the cause and retry once.
 
     A second failure raises EngineFailed with both causes. With several ranks `act` must fail on all or none.
     """
@@ -25,7 +25,7 @@ def twice(act: Callable[[], T], mend: Callable[[str], None]) -> T:
         return act()
     except EngineFailed as error:
         cause = line(error)
-    mend(cause)  # outside the handler: the traceback would keep the old engine and its memory alive
+    recover(cause)  # outside the handler: the traceback would keep the old engine and its memory alive
     try:
         return act()
     except EngineFailed as error:
@@ -40,7 +40,7 @@ class RunEngine:
         self._engine = rollout.build(cfg, policy)
 
     def generate(
-        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
+        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
         """Sample completions. Raises EngineFailed, also for an incomplete rollout."""
         found = self._engine.generate(prompt_ids_P, group_size, sampling, on_done)

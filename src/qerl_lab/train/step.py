@@ -19,7 +19,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.record.samples_file import PER_STEP, Sample
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, Sampling
 from qerl_lab.tasks import UNPARSED, Question, Task
-from qerl_lab.tasks.answers.completion import as_graded
+from qerl_lab.tasks.answers.completion import with_answer_start
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.stop import Diverged
 from qerl_lab.train.training_data import Cursor
@@ -130,7 +130,7 @@ def collect(
         prompt_ids_P = [policy.prompt_ids(task.messages(question)) for question in questions_P]
         how = sampling(cfg, step, attempt, ranks.rank)
         ask = partial(engine.generate, prompt_ids_P, cfg.rollout.group_size, how) if questions_P else lambda: None
-        rollout = ranks.alike(ask, EngineFailed)
+        rollout = ranks.run_on_all(ask, EngineFailed)
         if rollout:
             refuse_nan(rollout, cfg, step)
             with clock.phase("reward", on_device=False):
@@ -170,7 +170,9 @@ def refuse_nan(rollout: Rollout, cfg: RunConfig, step: int) -> None:
 def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question], rollout: Rollout) -> list[Group]:
     """Grade a rollout and return its groups, in the rollout's order."""
     asked_P = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, strict=True)
-    texts_P_G = [as_graded(policy.prompt(prompt), [policy.decode(ids) for ids in group]) for prompt, group in asked_P]
+    texts_P_G = [
+        with_answer_start(policy.prompt(prompt), [policy.decode(ids) for ids in group]) for prompt, group in asked_P
+    ]
     asked = [question for question in questions_P for _ in range(cfg.rollout.group_size)]
     texts = [text for group in texts_P_G for text in group]
     scores = task.grade(texts, asked)

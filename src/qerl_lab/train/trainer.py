@@ -37,7 +37,7 @@ from qerl_lab.train import packing
 from qerl_lab.train.grpo_config import grpo_config
 from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts, probe
 from qerl_lab.train.ranks import ALONE, Ranks
-from qerl_lab.train.retry import RunEngine, twice
+from qerl_lab.train.retry import RunEngine, retry_once
 from qerl_lab.train.step import Batch, Clock, collect, measures
 from qerl_lab.train.stop import Diverged, Interrupted, Stop
 from qerl_lab.train.training_data import Cursor
@@ -145,10 +145,10 @@ class LabTrainer(GRPOTrainer):
                 if self.ranks.is_first and (said := self.level.missed(self.step)):
                     terminal.say(f"warning, step {self.step}: {said}")
             with self.clock.phase("sync"):
-                self.ranks.alike(lambda: engine.sync(self.noise), EngineFailed)
+                self.ranks.run_on_all(lambda: engine.sync(self.noise), EngineFailed)
             batch = collect(self.cfg, self.step, self.cursor, self.policy, engine, self.clock, self.ranks)
             with self.clock.phase("sync", on_device=False):  # sleeping waits for the device itself
-                self.ranks.alike(engine.sleep, EngineFailed)
+                self.ranks.run_on_all(engine.sleep, EngineFailed)
             return batch
 
         if not isinstance(engine, RunEngine):  # a benchmark's: it fails
@@ -165,7 +165,7 @@ class LabTrainer(GRPOTrainer):
             self.clock.seconds["rollout"] = self.clock.own_time() - started
             self.measured["rollout/engine_restarts"] = 1
 
-        return twice(attempt, start_again)
+        return retry_once(attempt, start_again)
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
         """TRL's rollout function: return prompt ids, completion ids and log-probs of each completion."""

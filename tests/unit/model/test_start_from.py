@@ -157,4 +157,4 @@ def test_an_adapter_of_another_model_is_refused(
     tensors[name] = tensors[name][:, :-1].contiguous()
     save_file(tensors, other / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match="is of another model or rank: 1 matrices differ"):
-        policy.begin_with(build_policy(tiny(format__name="bf16")).model, other)
+        policy.load_start_adapter(build_policy(tiny(format__name="bf16")).model, other)

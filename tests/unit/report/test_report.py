@@ -198,8 +198,8 @@ def test_a_part_of_the_error_that_no_arm_has_is_not_in_the_legend(monkeypatch: p
 
 def test_paths_are_shown_as_they_can_be_typed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert terminal.near(tmp_path / "runs" / "x") == "runs/x"
-    assert terminal.near(tmp_path.parent / "y") == str(tmp_path.parent / "y")
+    assert terminal.format_path(tmp_path / "runs" / "x") == "runs/x"
+    assert terminal.format_path(tmp_path.parent / "y") == str(tmp_path.parent / "y")
     text = run_summary.where(tmp_path / "runs" / "x", Mirrored("sqlite:////tmp/a b.db", "7", True))
     assert "run directory: runs/x " in text
     assert "-m mlflow ui --backend-store-uri 'sqlite:////tmp/a b.db'\n" in text

@@ -21,7 +21,14 @@ from qerl_lab.report.claims import Claim, Guardrail, of_paper
 from qerl_lab.report.effects import Missing, find
 from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import Record, read_record
-from qerl_lab.report.stats import components, floored_components, holm, moderated, p_above, probability_of_improvement
+from qerl_lab.report.stats import (
+    components,
+    floored_components,
+    holm,
+    moderated_variance,
+    p_above,
+    probability_of_improvement,
+)
 from qerl_lab.report.verdict_tables import of_paper as of_paper_text
 from qerl_lab.report.verdicts import P, Row, Verdict, decided, judge, pooled
 from run_directories import make_run
@@ -356,8 +363,8 @@ def test_an_effect_is_averaged_over_the_learning_rates_that_both_arms_have() -> 
 
 
 def test_one_noisy_contrast_says_nothing_of_the_others() -> None:
-    assert moderated(1.0, [1.0, 1.2, 100.0]) == 1.2
-    assert moderated(100.0, [1.0, 1.2, 100.0]) == 100
+    assert moderated_variance(1.0, [1.0, 1.2, 100.0]) == 1.2
+    assert moderated_variance(100.0, [1.0, 1.2, 100.0]) == 100
 
 
 def test_seeds_that_agree_by_luck_decide_nothing() -> None:
@@ -389,7 +396,7 @@ def test_p_values_hold_also_where_the_seeds_happen_to_agree() -> None:
         return float(np.mean(np.array(p_values) < 0.025))
 
     assert wrong(lambda own: own[0]) > 0.15  # Student's t: three times too often
-    assert wrong(lambda own: moderated(own[0], own)) < 0.1
+    assert wrong(lambda own: moderated_variance(own[0], own)) < 0.1
 
 
 def test_a_question_is_passed_where_one_sample_is_right(tmp_path: Path) -> None:

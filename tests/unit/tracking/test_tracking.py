@@ -20,7 +20,7 @@ from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.__main__ import main
 from qerl_lab.tracking.mlflow import mlflow_uri
 from qerl_lab.tracking.tracker import DirectoryLost, Mirrored, Tracker
-from qerl_lab.train.__main__ import is_told_in_a_line
+from qerl_lab.train.__main__ import needs_no_traceback
 
 PROMISED = {
     "reward": "mean std <part> overlong unparsed zero_variance_groups",
@@ -224,7 +224,7 @@ def test_a_write_cut_by_a_full_disk_is_an_error(cfg: RunConfig, tmp_path: Path) 
     tracker._file = Full()  # type: ignore[assignment]
     with pytest.raises(OSError, match=r"the line of step 1 was cut; is the disk full\?: 'metrics.jsonl'") as found:
         tracker.log(1, {"reward/mean": 0.0})
-    assert is_told_in_a_line(found.value)
+    assert needs_no_traceback(found.value)
 
 
 @pytest.mark.parametrize("moved", [True, False])
@@ -247,7 +247,7 @@ def test_a_directory_that_is_moved_or_removed_is_noticed_at_the_next_step(
             act()
     with pytest.raises(DirectoryLost, match=says) as lost, tracker:
         (run.path / "samples.jsonl").read_bytes()  # what else fails is not the cause
-    assert is_told_in_a_line(lost.value)
+    assert needs_no_traceback(lost.value)
     run.fail(str(lost.value))
     assert (run.status, run.reason) == ("failed", str(lost.value))
 

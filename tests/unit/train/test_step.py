@@ -226,7 +226,7 @@ def test_a_rank_that_waits_for_the_slowest_books_it_as_waiting(setting) -> None:
         """What a step takes beside its phases."""
         run.clock.start_step()
         with run.clock.phase("sync"):
-            run.ranks.alike(getattr(run.engine, "sync", lambda: None), EngineFailed)
+            run.ranks.run_on_all(getattr(run.engine, "sync", lambda: None), EngineFailed)
         run.collect()
         run.clock.end_step()
         return run.clock.seconds["step"] - sum(run.clock.seconds[name] for name in ("sync", "reward", "wait"))

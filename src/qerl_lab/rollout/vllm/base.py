@@ -78,7 +78,7 @@ def named_folder(name: str, place: Path) -> Iterator[Path]:
         os.close(held)
 
 
-def remove_left(place: Path, pattern: str) -> None:
+def remove_leftovers(place: Path, pattern: str) -> None:
     """Remove folders in `place` that match a glob and are not locked, left by killed processes."""
     for path in place.glob(pattern):
         if (held := lock_folder(path)) is not None:
@@ -108,7 +108,7 @@ def lock_folder(path: Path) -> int | None:
 
 def place_for(size: int) -> Path:
     """Return the folder for temporary files of `size` bytes: RAM if it has room after clearing leftovers, else disk."""
-    remove_left(IN_MEMORY, OF_RUNS)
+    remove_leftovers(IN_MEMORY, OF_RUNS)
     if not IN_MEMORY.is_dir():
         return Path(tempfile.gettempdir())
     return IN_MEMORY if shutil.disk_usage(IN_MEMORY).free > 1.2 * size else Path(tempfile.gettempdir())

@@ -238,7 +238,7 @@ def _launch(how: Plan, x: Tensor, B: Tensor, tensors: Sequence[Tensor | None], s
 
     name, line = instance(how.rows, how.tile, how.groups, how.pieces > 1)
     threads = how.groups * _GROUP + _OTHERS
-    function = nvrtc.function(SOURCE, name, torch.cuda.current_device(), line, registers=65536 // threads // 8 * 8)
+    function = nvrtc.load_kernel(SOURCE, name, torch.cuda.current_device(), line, registers=65536 // threads // 8 * 8)
     maps = [nvrtc.tiles_map(x, shape.stride, how.rows, AT_A_TIME), nvrtc.rows_map(B, BLOCK, _RANKS)]
     nvrtc.launch(function, how.blocks, threads, how.shared_bytes, [*maps, x, *tensors, shape], early=True)
 
