@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.overrides import spell
+from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.option import ConfigError
 from qerl_lab.tools import search
 
@@ -113,11 +113,11 @@ def parse(command: str) -> object:
             at = words.index("--config-dir")
             folder = str(ROOT / words[at + 1])
             del words[at : at + 2]
-        return make_plan([spell(word) for word in words if word != "-m"], flagged, folder)
+        return make_plan([spell_for_hydra(word) for word in words if word != "-m"], flagged, folder)
     if module == "qerl_lab.tools.search":
         given = search.space([word for word in words if not search.is_own(word)], search.SearchOptions())
         ends = [f"{key}={low}" for key, (low, _) in given.ranges.items()]
-        return make_plan([spell(word) for word in (*given.words, *ends)], False, None)
+        return make_plan([spell_for_hydra(word) for word in (*given.words, *ends)], False, None)
     found = vars(importlib.import_module(f"{module}.__main__" if path.is_dir() else module))
     if words[0] in found.get("COMMANDS", {}) or "COMMAND" not in found:
         return found["COMMANDS"][words[0]].read(words[1:])

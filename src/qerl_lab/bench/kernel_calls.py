@@ -28,7 +28,7 @@ def call_each(calls: Iterable[Callable[[Tensor], object]], x: Tensor) -> None:
         call(x)
 
 
-def followed(
+def with_adapter(
     call: Callable[[Tensor], Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]
 ) -> Callable[[Tensor], Tensor]:
     """Return a call followed by the adapter's product, as in an engine's layer."""
@@ -41,7 +41,7 @@ def followed(
     return both
 
 
-def in_tiles(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]) -> Callable[[Tensor], Tensor]:
+def tiles_call(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]) -> Callable[[Tensor], Tensor]:
     """Return a call of `fp4_tiles`, adapter included, on copies of the weights."""
     codes, scale, divisor = packed.values()
     (N, columns), device = (len(codes), A.shape[1]), codes.device
@@ -51,7 +51,7 @@ def in_tiles(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: Sequence
     return lambda x: tiles_product(x, own, divisor, meeting, parts, A, B, list(sizes))
 
 
-def product(backend: str, packed: Mapping[str, Tensor], sizes: Sequence[int]) -> Callable[[Tensor], Tensor]:
+def kernel_call(backend: str, packed: Mapping[str, Tensor], sizes: Sequence[int]) -> Callable[[Tensor], Tensor]:
     """Return x[M, K] -> x W^T [M, N] as the engine's layers compute it with `linear_backend=backend`.
 
     Args:

@@ -93,7 +93,7 @@ def minutes(given: dict[str, Any]) -> int:
     return only or max(1, (days * 24 + hours) * 60 + mins + (seconds > 0))
 
 
-def needs(configs: Sequence[RunConfig], given: Mapping[str, Any]) -> dict[str, int]:
+def resources_of(configs: Sequence[RunConfig], given: Mapping[str, Any]) -> dict[str, int]:
     """Return the GPUs or CPUs that a job requests beside the given flags, under submitit's names.
 
     With a GPU the cluster chooses the CPUs; without one it would give a single CPU to all threads.
@@ -120,7 +120,7 @@ def slurm(configs: Sequence[RunConfig], calls: "Sequence[Call]", folder: Path) -
     executor = submitit.SlurmExecutor(folder)
     executor.update_parameters(
         time=minutes(given), job_name="qerl_lab", array_parallelism=configs[0].jobs, stderr_to_stdout=True,
-        signal_delay_s=SIGNAL_SECONDS, additional_parameters=given, **needs(configs, given),
+        signal_delay_s=SIGNAL_SECONDS, additional_parameters=given, **resources_of(configs, given),
     )  # fmt: skip
     try:
         with executor.batch():
@@ -145,11 +145,11 @@ def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list
         signal.signal(number, handler)
     has_gpus = library.cluster_resources().get("GPU", 0) > 0
     nodes = [node["Resources"] for node in library.nodes() if node["Alive"]]
-    if said := waits_for_a_node([asked_of_ray(cfg, has_gpus) for cfg in configs], nodes):
+    if said := oversize_warning([ray_resources(cfg, has_gpus) for cfg in configs], nodes):
         terminal.say(f"warning: {said}")
 
     def one(cfg: RunConfig, call: "Call") -> "Ended":
-        asked = asked_of_ray(cfg, has_gpus)
+        asked = ray_resources(cfg, has_gpus)
         task = library.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"])(type(call).__call__)
         return cast("Ended", library.get(task.remote(call)))
 
@@ -160,13 +160,13 @@ def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list
         library.shutdown()
 
 
-def asked_of_ray(cfg: RunConfig, has_gpus: bool) -> dict[str, float]:
+def ray_resources(cfg: RunConfig, has_gpus: bool) -> dict[str, float]:
     """Return the CPUs that a job requests from Ray, and GPUs if the cluster has any."""
     share = 1 / cfg.jobs_per_gpu if cfg.gpus == 1 else cfg.gpus  # Ray gives several GPUs only whole
     return {"CPU": max(1, cfg.cpu_threads), "GPU": share if has_gpus and cfg.device != "cpu" else 0}
 
 
-def waits_for_a_node(asked: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str:
+def oversize_warning(asked: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str:
     """Return a warning if a job requests more than any node has, because Ray would then wait in silence.
 
     It is no error: an autoscaling cluster may still add such a node.

@@ -11,7 +11,7 @@ import yaml
 
 from qerl_lab.config.arm import OF_SWEEPS, values_of
 from qerl_lab.config.conf_folder import group_folder
-from qerl_lab.config.keys import typed
+from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.rules import largest_divisor
@@ -125,7 +125,7 @@ def check_all_act(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
             remedy = variant.arm if variant.arm and cfg.experiment != RunConfig().experiment else variant.remedy
             raise ConfigError(
                 f"{where}{key}={words[key]} does nothing in a run with {variant.decider}="
-                f"{typed(values_of(cfg)[variant.decider])}. Leave {key} out, or type for example {remedy}."
+                f"{spell_value(values_of(cfg)[variant.decider])}. Leave {key} out, or type for example {remedy}."
             )
 
 

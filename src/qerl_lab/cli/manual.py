@@ -119,7 +119,7 @@ _SHOWN = ("experiment=", "seed=", "dry_run=")  # words that other columns of a d
 def dry_run_table(plan: Plan) -> str:
     """List the jobs of a command, one per line, with the distinguishing words that no column shows."""
     rows = [["job", *(name for name, _ in _facts(RunConfig())), "overrides", "run directory"]]
-    own = own_words(plan.jobs)[1] if plan.multirun else [[]]
+    own = split_words(plan.jobs)[1] if plan.multirun else [[]]
     for job, words in zip(plan.jobs, own, strict=True):
         where = _where(job, plan) if plan.multirun else format_path(job.run_dir)
         rest = " ".join(word for word in words if not word.lstrip("+").startswith(_SHOWN))
@@ -133,7 +133,7 @@ def dry_run_table(plan: Plan) -> str:
     return "\n".join([columns(rows), *notes(plan.jobs), end])
 
 
-def opening(plan: Plan) -> str:
+def opening_lines(plan: Plan) -> str:
     """Format a command's first lines: its directory, the jobs already done, and notes."""
     what = f"{count(plan.jobs)} in" if plan.multirun else "run directory:"
     begun = [RunDirectory(job.run_dir).status for job in plan.jobs if job.begun]
@@ -176,7 +176,7 @@ def sweep_table(plan: Plan) -> str:
     """Format how every job of a sweep ended, with headline numbers or the reason of its failure."""
     jobs, runs = plan.jobs, [RunDirectory(job.run_dir) for job in plan.jobs]
     found = [run.status for run in runs]
-    shared, own = own_words(jobs)
+    shared, own = split_words(jobs)
     rows = [["job", "overrides", "status", "accuracy", "entropy", "tokens/s", "seconds", "run directory"]]
     for job, words, run in zip(jobs, own, runs, strict=True):
         where = _where(job, plan)
@@ -209,7 +209,7 @@ def interrupted(run: RunDirectory) -> str:
     return f"interrupted; {saved}. Continue with\n  {python()} -m qerl_lab {resume_word(format_path(run.path))}"
 
 
-def own_words(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
+def split_words(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
     """Split the words into those that all jobs share, and the rest of each job."""
     shared = [word for word in jobs[0].overrides if all(word in job.overrides for job in jobs)] if len(jobs) > 1 else []
     return shared, [[word for word in job.overrides if word not in shared] for job in jobs]

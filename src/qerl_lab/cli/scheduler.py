@@ -85,7 +85,7 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
     """
     stop_file = plan.directory / STOP_FILE
     left = [job for job in plan.jobs if RunDirectory(job.run_dir).status != "done"]
-    words = dict(zip([job.number for job in plan.jobs], manual.own_words(plan.jobs)[1], strict=True))
+    words = dict(zip([job.number for job in plan.jobs], manual.split_words(plan.jobs)[1], strict=True))
     calls = []
     for job in left:
         label = f"job {job.number} ({job.number + 1} of {len(plan.jobs)})"
@@ -94,12 +94,12 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
     with jobs.locked(plan.directory):
         stop_file.unlink(missing_ok=True)  # under the lock: the stop file of another command stays
         try:
-            with _stopping_at_signals(stop_file):
+            with _stop_at_signals(stop_file):
                 if left:
                     shown = SweepProgress(
                         [(job, " ".join(words[job.number])) for job in left], len(plan.jobs), stop_file
                     )
-                    with _handed_on(left, calls, plan.directory) as outcomes:
+                    with _submit(left, calls, plan.directory) as outcomes:
                         _follow(dict(zip(outcomes, left, strict=True)), shown, stop_file)
         except KeyboardInterrupt:
             pass  # also print the table after the second Ctrl-C
@@ -124,7 +124,7 @@ def finish(plan: Plan) -> int:
     return INTERRUPTED if stop_file.exists() or "interrupted" in found else FAILURE
 
 
-def _handed_on(left: Sequence[Job], calls: Sequence[Call], directory: Path) -> AbstractContextManager[Sequence[Any]]:
+def _submit(left: Sequence[Job], calls: Sequence[Call], directory: Path) -> AbstractContextManager[Sequence[Any]]:
     configs = [job.config for job in left]
     match configs[0].launcher:
         case "slurm":
@@ -176,7 +176,7 @@ def report(code: int, run: RunDirectory) -> None:
 
 
 @contextmanager
-def _stopping_at_signals(stop_file: Path) -> Iterator[None]:
+def _stop_at_signals(stop_file: Path) -> Iterator[None]:
     """On a signal let running jobs save and start no other; on a second SIGINT stop waiting for them."""
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -22,9 +22,16 @@ import qerl_lab
 from qerl_lab import preflight
 from qerl_lab.cli import check, jobs, launch, manual, scheduler
 from qerl_lab.cli.compose import VERSION_BASE, job_config, register
-from qerl_lab.cli.grammar import not_a_flag
+from qerl_lab.cli.grammar import unknown_flag
 from qerl_lab.cli.intent import words_by_key
-from qerl_lab.cli.overrides import as_config_errors, check_words, groups, refuse_sweeps, shown, spell
+from qerl_lab.cli.overrides import (
+    as_config_errors,
+    check_words,
+    groups,
+    refuse_sweeps,
+    spell_for_hydra,
+    without_hydra_words,
+)
 from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.keys import FOREIGN_NAMES, schema, to_type
 from qerl_lab.config.option import ConfigError
@@ -62,7 +69,7 @@ def run(cfg: DictConfig) -> int:
     hydra_config = HydraConfig.get()
     words = list(hydra_config.overrides.task)
     sweep = jobs.sweep_name(Path(hydra_config.sweep.dir)) if hydra_config.mode == RunMode.MULTIRUN else None
-    typed = Typed(check.command_line(words), shown(words), sweep)
+    typed = Typed(check.command_line(words), without_hydra_words(words), sweep)
     try:
         if not directory.is_claimed:
             directory.claim(replace(job_config(cfg, words), run_dir=str(directory.path)), typed)
@@ -90,14 +97,14 @@ def main(words: list[str]) -> int:
         print(manual.manual())
         return OK
     refuse_several(os.environ)
-    if resumed := _resumed(flags, overrides):
+    if resumed := _parse_resume(flags, overrides):
         return _resume(*resumed)
     if {"--shell-completion", "-sc"} & set(flags):
         _prepare_completion()
         return _enter([*flags, *overrides])
     if {"--multirun", "-m"} & set(flags) and any(flag.partition("=")[0] in SHOWN for flag in flags):
         raise ConfigError("--cfg and --info show one job. Leave -m out, and give each key one value.")
-    overrides = [spell(word) for word in overrides]
+    overrides = [spell_for_hydra(word) for word in overrides]
     parsed = check_words(overrides)
     with as_config_errors():
         try:
@@ -139,7 +146,7 @@ def _parse(words: list[str]) -> tuple[list[str], list[str]]:
                 "Type --config-dir DIR to add options of your own to the groups."
             )
         if name not in FLAGS:
-            raise not_a_flag(word, _keys_by_name(), list(FLAGS))
+            raise unknown_flag(word, _keys_by_name(), list(FLAGS))
         allowed = FLAGS[name]
         flags.append(word)
         if not sign and left and (allowed == ANY or left[0] in allowed):
@@ -161,7 +168,7 @@ def _keys_by_name() -> dict[str, str]:
     return keys | {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
 
 
-def _resumed(flags: list[str], overrides: list[str]) -> tuple[Path, int | None] | None:
+def _parse_resume(flags: list[str], overrides: list[str]) -> tuple[Path, int | None] | None:
     """Return the directory of `resume=` and the number of `steps=` beside it; None for another command."""
     given = words_by_key(overrides)
     directory, steps = given.pop("resume", "null"), given.pop("steps", None)
@@ -189,8 +196,8 @@ def _resume(directory: Path, steps: int | None) -> int:
         if steps is not None:
             raise ConfigError(f"steps={steps} extends one run, and resume={directory} is a sweep. Leave steps out.")
         _name_modules([job.config for job in plan.jobs])
-        plan = check.checked(plan, plan.jobs[0].config.launcher == "local")
-        print(manual.opening(plan), flush=True)
+        plan = check.check_jobs(plan, plan.jobs[0].config.launcher == "local")
+        print(manual.opening_lines(plan), flush=True)
         scheduler.run(plan, command)
         return scheduler.finish(plan)
     if steps is not None or run.status != "done":
@@ -215,4 +222,4 @@ def _prepare_completion() -> None:
     if not (script := Path(sys.argv[0]).name).startswith(SCRIPT):
         raise ConfigError(f'tab completion is for {SCRIPT}, not {script}. Type: eval "$({SCRIPT} -sc install=bash)"')
     command, *typed = os.environ.get("COMP_LINE", SCRIPT).split(" ")
-    os.environ["COMP_LINE"] = " ".join([command, *map(spell, typed[:-1]), *typed[-1:]])
+    os.environ["COMP_LINE"] = " ".join([command, *map(spell_for_hydra, typed[:-1]), *typed[-1:]])

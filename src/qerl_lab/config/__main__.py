@@ -13,7 +13,7 @@ with exits.starting(__name__):
     from qerl_lab.cli.manual import GROUPS, default_options, describe
     from qerl_lab.config.arm import is_of_arm, leaves
     from qerl_lab.config.conf_folder import choices_of, group_folder
-    from qerl_lab.config.keys import schema, type_words, typed
+    from qerl_lab.config.keys import schema, spell_value, type_words
     from qerl_lab.config.option import ConfigError, bounds_in_words, option
     from qerl_lab.config.schema import RunConfig
     from qerl_lab.system.terminal import format_path
@@ -75,7 +75,7 @@ def _sets(path: Path, group: str) -> list[str]:
     sweeper = content.pop("hydra", {}).get("sweeper", {})
     words += [f"{key.lstrip('+')}={value}" for key, value in sweeper.get("params", {}).items()]
     prefix = "" if group in ("experiment", "scale", "sweeps") else f"{group}."
-    return words + [f"{name}={typed(value)}" for name, value in _flat(content, prefix) if name not in LABELS]
+    return words + [f"{name}={spell_value(value)}" for name, value in _flat(content, prefix) if name not in LABELS]
 
 
 def _flat(node: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
@@ -90,7 +90,7 @@ def _key(name: str, field: Any, default: Any) -> str:
     allowed = ", ".join(f"`{choice}`" for choice in about["choices"] or ())
     allowed = allowed or ": ".join(filter(None, (type_words(kind), bounds_in_words(about))))
     is_hashed = "yes" if is_of_arm(name) else ""
-    cells = (f"`{name}`", f"`{typed(default)}`", about["unit"], allowed, about["help"], is_hashed)
+    cells = (f"`{name}`", f"`{spell_value(default)}`", about["unit"], allowed, about["help"], is_hashed)
     return f"| {' | '.join(map(_cell, cells))} |\n"
 
 

@@ -54,7 +54,7 @@ def _of_file(file: Path) -> str:
         if state in _read:
             return _read[state]
         digest = hashlib.sha256(str(now.st_size).encode())
-        for start, length in _stretches(file, now.st_size):
+        for start, length in _parts_to_hash(file, now.st_size):
             opened.seek(start)
             digest.update(opened.read(length))
     if time.time() - now.st_ctime > SETTLED:
@@ -62,20 +62,20 @@ def _of_file(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _stretches(file: Path, size: int) -> Iterator[tuple[int, int]]:
+def _parts_to_hash(file: Path, size: int) -> Iterator[tuple[int, int]]:
     """Yield (offset, bytes) of each part of a file to hash."""
     if size <= WHOLE or file.suffix not in (".safetensors", ".gguf"):
         yield 0, size
     elif file.suffix == ".gguf":
-        yield from _spread(0, size, OF_A_GGUF)
+        yield from _spread_samples(0, size, OF_A_GGUF)
     else:
         entries, begin = header(file)
         yield 0, begin
         for start, end in sorted(entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"):
-            yield from _spread(begin + start, begin + end, OF_A_TENSOR)
+            yield from _spread_samples(begin + start, begin + end, OF_A_TENSOR)
 
 
-def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
+def _spread_samples(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
     """Yield `count` samples spread from the first to the last byte, or everything if that is less."""
     if end - start <= SMALL:
         yield start, end - start

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from qerl_lab.config.arm import OF_VLLM_HERE, values_of
-from qerl_lab.config.keys import typed
+from qerl_lab.config.keys import spell_value
 from qerl_lab.config.schema import POCKET, FormatConfig, RunConfig
 from qerl_lab.config.task import TaskConfig
 
@@ -90,7 +90,7 @@ def inert_keys(cfg: RunConfig) -> Mapping[str, Variant]:
     values = values_of(cfg)
     found = {
         key: variant
-        for variant in VARIANTS if not variant.exists(typed(values[variant.decider]))
+        for variant in VARIANTS if not variant.exists(spell_value(values[variant.decider]))
         for key in values if variant.has(key)
     }  # fmt: skip
     path = cfg.model.path

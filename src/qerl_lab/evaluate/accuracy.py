@@ -102,7 +102,7 @@ def evaluate(
     return Evaluation(pd.DataFrame(rows).reset_index(drop=True), found.entropy)
 
 
-def together(parts: Sequence[Evaluation]) -> Evaluation:
+def merge_parts(parts: Sequence[Evaluation]) -> Evaluation:
     """Merge evaluations of consecutive parts, with the same number of samples per question."""
     tokens = [float(part.rows["tokens"].sum()) for part in parts]
     shares = [own / sum(tokens) for own in tokens]

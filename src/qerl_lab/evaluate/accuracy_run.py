@@ -220,7 +220,7 @@ def write(job: AccuracyJob, unfinished: Unfinished) -> None:
         "own_is_common": found.is_common,
         "notes": notes(job),
         "benchmarks": {one.name: benchmarks.about(one) | {"too_long": job.too_long[one.name]} for one in job.asked},
-        "results": summary.of_rows(rows),
+        "results": summary.summarize_each(rows),
         "seconds": round(job.seconds, 1),
         "environment": environment(),
     }

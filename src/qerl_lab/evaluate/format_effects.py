@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from qerl_lab.aqn import Noise
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import kl, weight_error
-from qerl_lab.evaluate.entropy import Texts, change, compared, interval
+from qerl_lab.evaluate.entropy import Texts, change, compare_to_dense, interval
 from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.model import loading, policy
 from qerl_lab.model.dense import base_tensors
@@ -115,7 +115,7 @@ def of_formats(texts: Texts, model: str, weight_formats: Iterable[Format]) -> pd
     for weight_format in weight_formats:
         packed = packed_model(model, weight_format, texts.states.device)
         about = {"format": weight_format.NAME, "bits": weight_format.bits_per_weight}
-        rows.append(about | _row(texts, *compared(packed, texts, BATCH)))
+        rows.append(about | _row(texts, *compare_to_dense(packed, texts, BATCH)))
     return pd.DataFrame(rows).set_index("format")
 
 
@@ -154,7 +154,7 @@ def with_noise(texts: Texts, noise: Noise) -> tuple[Tensor, Tensor]:
     """Return entropy of the noisy dense policy and KL(noisy || clean) at each token: float64 [T] each."""
     dense = texts.policy
     with dense.as_sampler(noise.onto_norms(dense.clean_norms)):
-        return compared(texts.model, texts, BATCH)
+        return compare_to_dense(texts.model, texts, BATCH)
 
 
 def _row(texts: Texts, entropies_T: Tensor, kl_T: Tensor) -> dict[str, float]:

@@ -16,7 +16,7 @@ from qerl_lab.config.model_hash import TOKENIZERS, header, model_hash
 from qerl_lab.config.option import ConfigError, did_you_mean, parse_json
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
-from qerl_lab.config.spelling import listed, shell_word
+from qerl_lab.config.spelling import shell_word, spell_list
 from qerl_lab.model import gguf
 
 ASSETS = Path(__file__).with_name("pocket")
@@ -130,7 +130,7 @@ def other_rule(cfg: RunConfig, name: str, key: str, value: Any) -> ConfigError:
 
 def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:
     """Return the error for a format that would pack the output layer `head`, which is not tied to the embedding."""
-    remedy = shlex.quote(f"format.ignore={listed([*cfg.format.ignore, head])}")
+    remedy = shlex.quote(f"format.ignore={spell_list([*cfg.format.ignore, head])}")
     return ConfigError(
         f"format.ignore={cfg.format.ignore} would pack {head} in {cfg.format.name}, and the loss reads the dense "
         f"weight of {head}, the output layer; allowed: lists that name it. Type {remedy}."

@@ -21,7 +21,7 @@ from qerl_lab.config.message import first_line, in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.spelling import listed
+from qerl_lab.config.spelling import spell_list
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import loading
 from qerl_lab.model.chat import Chat, pad_id
@@ -153,14 +153,14 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
     """
     found = {name: module for name, module in model.named_modules() if _last(name) in names}
     if missing := set(names) - {_last(name) for name in found}:
-        raise ConfigError(f"aqn.norms={listed(names)}: {path} has no module named {sorted(missing)}.")
+        raise ConfigError(f"aqn.norms={spell_list(names)}: {path} has no module named {sorted(missing)}.")
     feeding = _norms_before_linears(model)
     if wrong := [name for name in found if name not in feeding]:
         allowed = sorted({_last(name) for name in feeding})
-        remedy = f" Type aqn.norms={listed(allowed)}." if allowed else ""
+        remedy = f" Type aqn.norms={spell_list(allowed)}." if allowed else ""
         raise ConfigError(
-            f"aqn.norms={listed(names)}: in {path} {wrong[0]} feeds no linear layer, and noise belongs on the norms "
-            f"before q, k, v and gate, up; allowed: {', '.join(allowed) or 'none of this model'}.{remedy}"
+            f"aqn.norms={spell_list(names)}: in {path} {wrong[0]} feeds no linear layer, and noise belongs on the "
+            f"norms before q, k, v and gate, up; allowed: {', '.join(allowed) or 'none of this model'}.{remedy}"
         )
     return found
 
@@ -280,7 +280,7 @@ def _check_agreement(cfg: RunConfig, stored: PackedAs, model: PreTrainedModel) -
             raise other_rule(cfg, name, key, value)
     here, there = ({*packable(model, ignore)} for ignore in (cfg.format.ignore, stored.ignore))
     if differ := here ^ there:
-        remedy = shlex.quote(f"format.ignore={listed(stored.ignore)}")
+        remedy = shlex.quote(f"format.ignore={spell_list(stored.ignore)}")
         raise ConfigError(
             f"{said} with ignore={list(stored.ignore)}, and format.ignore={cfg.format.ignore} was given: they differ "
             f"in {len(differ)} layers, the first {min(differ)}. Type {remedy}."

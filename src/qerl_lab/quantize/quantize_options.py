@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.conf_folder import choices_of
-from qerl_lab.config.keys import typed
+from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.out import Writes, check_apart, check_free
 from qerl_lab.config.records import METHODS
@@ -97,7 +97,7 @@ def _check_inert(options: QuantizeOptions) -> None:
     for key, of_format in ((f.name, f.metadata["only"]) for f in fields(FormatConfig)):
         if of_format is None or key not in changed:
             continue
-        given = f"{key}={typed(changed[key])} is an option of"
+        given = f"{key}={spell_value(changed[key])} is an option of"
         if options.format != of_format:
             raise ConfigError(
                 f"{given} {of_format}, and format={options.format} was given. "
@@ -111,8 +111,8 @@ def _check_inert(options: QuantizeOptions) -> None:
     for key in CALIBRATION:
         if options.method == "rtn" and key in changed:
             raise ConfigError(
-                f"{key}={typed(changed[key])} is an option of method=awq and method=gptq; method=rtn reads no data. "
-                f"Leave {key} out, or type method=gptq."
+                f"{key}={spell_value(changed[key])} is an option of method=awq and method=gptq; method=rtn reads no "
+                f"data. Leave {key} out, or type method=gptq."
             )
     if options.revision is not None and (options.model == POCKET or Path(options.model).expanduser().exists()):
         raise ConfigError(

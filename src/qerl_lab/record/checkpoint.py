@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.arm import ADDED, of_run
-from qerl_lab.config.keys import typed
+from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.schema import RunConfig
@@ -176,7 +176,7 @@ def _refuse_other_config(run_dir: Path, saved: Saved, cfg: RunConfig) -> None:
 
 
 def _shown(values: dict[str, Any], key: str) -> str:
-    return typed(values[key]) if key in values else "nothing"
+    return spell_value(values[key]) if key in values else "nothing"
 
 
 def _saved(path: Path) -> Saved:

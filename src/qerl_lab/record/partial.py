@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from qerl_lab.config.keys import typed
+from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError
 from qerl_lab.system.disk import lock, make_directory, make_readable, read_json, replace_file
 
@@ -104,7 +104,7 @@ def _another(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any], dif
     keys = [key for key in differ if not isinstance(now.get(key), dict)]
     if not keys:
         return f"{folder} was begun from other files than {differ[0]} has now. Type overwrite=true to start again."
-    then, given = (" ".join(f"{key}={typed(values.get(key))}" for key in keys) for values in (begun, now))
+    then, given = (" ".join(f"{key}={spell_value(values.get(key))}" for key in keys) for values in (begun, now))
     return (
         f"{folder} was begun with {then}, and now {given} is given. "
         f"Type {then} to go on with it, another out, or overwrite=true to start again."

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import yaml
 
-from qerl_lab.config.arm import acting, by_content, completed, is_of_arm
+from qerl_lab.config.arm import drop_other_engines, fill_added_keys, is_of_arm, model_by_content
 from qerl_lab.config.choices import choice_with
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import part_of
@@ -49,7 +49,7 @@ class Run:
 
     @property
     def arm(self) -> Arm:
-        return tuple(sorted(by_content(self.settings).items()))
+        return tuple(sorted(model_by_content(self.settings).items()))
 
     def value(self, key: str) -> str:
         """Return a setting, or `ABSENT`: other versions may lack it, and only local models have model.hash."""
@@ -95,7 +95,7 @@ def fill_in_device(runs: Sequence[Run]) -> list[Run]:
 
 def comparable(settings: Mapping[str, str]) -> dict[str, str]:
     """Normalize settings of any version, so that runs of one arm compare equal."""
-    own = acting(completed(settings))
+    own = drop_other_engines(fill_added_keys(settings))
     if own["device"] == "cpu" and own.get("optim.packing") == "off":  # `auto` packs on GPUs only
         own["optim.packing"] = "auto"
     return own

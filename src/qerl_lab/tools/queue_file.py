@@ -30,7 +30,7 @@ from typing import Any
 import yaml
 
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.overrides import spell
+from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.arm import of_arm, values_of
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
@@ -142,7 +142,7 @@ def _of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> list[Pla
     for line in part.lines:
         grid = last_wins(words, shlex.split(line), extra, [f"seed={part.seeds[0]}"])
         try:
-            jobs = make_plan([spell(word) for word in grid], multirun=True).jobs
+            jobs = make_plan([spell_for_hydra(word) for word in grid], multirun=True).jobs
         except ConfigError as error:
             raise ConfigError(f"part {part.name}, line `{line}`: {error}") from None
         for job, seed in itertools.product(jobs, part.seeds):

@@ -18,7 +18,7 @@ with exits.starting(__name__):
     from typing import TYPE_CHECKING
 
     from qerl_lab.cli.grammar import HELP, Command
-    from qerl_lab.cli.overrides import check_words, spell
+    from qerl_lab.cli.overrides import check_words, spell_for_hydra
     from qerl_lab.config.keys import NUMBERS, check_key
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.out import Writes
@@ -85,7 +85,9 @@ def space(words: Sequence[str], options: SearchOptions) -> Space:
             if key in found.ranges:
                 raise ConfigError(f"{key} is given two ranges. Type one of them.")
             found.ranges[key] = ends
-        elif name == "sweeps" or (not word.startswith("-") and check_words([spell(word)])[0].is_sweep_override()):
+        elif name == "sweeps" or (
+            not word.startswith("-") and check_words([spell_for_hydra(word)])[0].is_sweep_override()
+        ):
             raise ConfigError(f"{word} makes several arms, and a search is of one. Type one value, for each a search.")
         else:
             found.words.append(word)

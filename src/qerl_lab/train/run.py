@@ -17,7 +17,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import adapter_folder
 from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.config.spelling import resume_word
-from qerl_lab.evaluate.accuracy import Evaluation, evaluate, together
+from qerl_lab.evaluate.accuracy import Evaluation, evaluate, merge_parts
 from qerl_lab.model import linear, on_disk
 from qerl_lab.model.policy import Policy, device_of, load_adapter, load_start_adapter, save_adapter
 from qerl_lab.model.policy import build as build_policy
@@ -228,7 +228,7 @@ def evaluate_heldout(session: Session, exam: Exam) -> None:
         session.engine.rebuild(cause)
 
     own = retry_once(lambda: ranks.run_on_all(ask_share, Interrupted, EngineFailed), rebuild)
-    answers = together([answers for answers in ranks.gather(own) if answers])
+    answers = merge_parts([answers for answers in ranks.gather(own) if answers])
     if session.tracker:
         directory.write_evaluations(phases | {exam.name: answers.rows})
         if not is_logged:

@@ -54,7 +54,7 @@ def test_the_errors_of_a_linear_on_its_own_inputs(texts: entropy.Texts) -> None:
 def test_a_format_does_here_what_the_entropy_command_says(texts: entropy.Texts) -> None:
     found = format_effects.of_formats(texts, "pocket", [MXFP4, BF16]).loc["mxfp4"]
     cfg = entropy.run_config(EntropyOptions(), "mxfp4")
-    entropies_T, kl_T = entropy.compared(format_effects.policy.load_base(cfg, CPU)[0], texts, 32)
+    entropies_T, kl_T = entropy.compare_to_dense(format_effects.policy.load_base(cfg, CPU)[0], texts, 32)
     expected = entropy.estimates(entropies_T, texts)["entropy_change"]
     assert found[["entropy_change", "change_low", "change_high", "p"]].tolist() == list(expected.values())
     assert found["kl"] == kl_T.mean().item() > 1e-4

@@ -12,7 +12,7 @@ import torch
 from qerl_lab import formats
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
-from qerl_lab.config.spelling import listed, word
+from qerl_lab.config.spelling import spell_list, word
 from qerl_lab.config.units import GIB
 from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.loading import stored_as
@@ -58,7 +58,7 @@ def quantize_line(cfg: RunConfig, out: str) -> str:
     if cfg.model.revision:
         words.append(word("revision", cfg.model.revision))
     if cfg.format.ignore != FormatConfig().ignore:
-        words.append(f"ignore={listed(cfg.format.ignore)}")
+        words.append(f"ignore={spell_list(cfg.format.ignore)}")
     words += [f"{key}={value}" for key, value in unusual(cfg).items()]
     return shlex.join(["python", "-m", "qerl_lab.quantize", *words])
 
