@@ -115,7 +115,7 @@ def parse(command: str) -> object:
             del words[at : at + 2]
         return make_plan([spell_for_hydra(word) for word in words if word != "-m"], flagged, folder)
     if module == "qerl_lab.tools.search":
-        given = search.space([word for word in words if not search.is_own(word)], search.SearchOptions())
+        given = search.parse_space([word for word in words if not search.is_own(word)], search.SearchOptions())
         ends = [f"{key}={low}" for key, (low, _) in given.ranges.items()]
         return make_plan([spell_for_hydra(word) for word in (*given.words, *ends)], False, None)
     found = vars(importlib.import_module(f"{module}.__main__" if path.is_dir() else module))

@@ -45,7 +45,7 @@ def tiles_call(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: Sequen
     """Return a call of `fp4_tiles`, adapter included, on copies of the weights."""
     codes, scale, divisor = packed.values()
     (N, columns), device = (len(codes), A.shape[1]), codes.device
-    own = pack(codes, scale, fp4_tiles.tile_here(N, columns, device))
+    own = pack(codes, scale, fp4_tiles.tile_of_device(N, columns, device))
     A, B, divisor, meeting = A.clone(), B.clone(), divisor.clone(), fp4_tiles.counters(N, device)
     parts = decoders({TILES: own, DIVISOR: divisor}, sizes, columns)
     return lambda x: tiles_product(x, own, divisor, meeting, parts, A, B, list(sizes))

@@ -60,7 +60,7 @@ def load(options: AccuracyOptions, cfg: RunConfig) -> list[Benchmark]:
 def questions_of(cfg: TaskConfig, before: str) -> Task:
     """Load the task's questions. Raises ConfigError that names the path as typed, after `before`."""
     try:
-        return tasks.benchmark(cfg)
+        return tasks.load_benchmark(cfg)
     except ConfigError as error:
         raise error if cfg.module else reword_path_error(error, before) from error
 

@@ -215,10 +215,10 @@ def layers(key: str, listed: Any) -> tuple[str, ...]:
     """
     entries = [] if listed is None else listed
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-        raise refusal(key, listed, "a list of names")
+        raise unsupported_entry(key, listed, "a list of names")
     return tuple(entries)
 
 
-def refusal(key: str, given: Any, allowed: str) -> ValueError:
+def unsupported_entry(key: str, given: Any, allowed: str) -> ValueError:
     """Return the error for an unsupported entry of a `quantization_config`."""
     return ValueError(f"quantization_config: {key}={given!r} cannot be loaded; allowed: {allowed}")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.format import Decoder, Format, Layout, PackedAs, check_divides, checked, layers, refusal
+from qerl_lab.formats.format import Decoder, Format, Layout, PackedAs, check_divides, checked, layers, unsupported_entry
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
@@ -133,9 +133,9 @@ class Nf4(Format):
         """Parse an entry written by `quantization_config` or transformers."""
         for key, value in {"load_in_4bit": True, "bnb_4bit_quant_type": cls.NAME}.items():
             if config.get(key) != value:
-                raise refusal(key, config.get(key), str(value))
+                raise unsupported_entry(key, config.get(key), str(value))
         if (storage := config.get("bnb_4bit_quant_storage", "uint8")) not in ("uint8", None):
-            raise refusal("bnb_4bit_quant_storage", storage, "uint8")
+            raise unsupported_entry("bnb_4bit_quant_storage", storage, "uint8")
         skipped = config.get("llm_int8_skip_modules")  # null: transformers leaves lm_head dense
         ignore = ("lm_head",) if skipped is None else layers("llm_int8_skip_modules", skipped)
         return PackedAs(cls(double_quant=bool(config.get("bnb_4bit_use_double_quant", False))), ignore)

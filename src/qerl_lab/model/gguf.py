@@ -138,11 +138,11 @@ def unpack(file: Path) -> Path:
     cache_folder().mkdir(parents=True, exist_ok=True)
     with exclusive(cache_folder()) as alone:  # among ranks and jobs of a sweep the first unpacks, the others wait
         if not folder.is_dir():
-            _make(file, folder, found, alone)
+            _unpack_to(file, folder, found, alone)
     return folder
 
 
-def _make(file: Path, folder: Path, found: Header, alone: bool) -> None:
+def _unpack_to(file: Path, folder: Path, found: Header, alone: bool) -> None:
     """Unpack into a temporary directory and rename it, so that a killed process leaves no half directory.
 
     Without file locks (`alone` false) each process unpacks for itself, and the first to finish wins.

@@ -24,9 +24,9 @@ def check(cfg: RunConfig) -> list[str]:
     if not has_questions(cfg):
         return []
     if cfg.task == replace(TaskConfig(), instruction=cfg.task.instruction):  # skips a count that takes half a second
-        return cut_questions(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
+        return note_cut_questions(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
     found = _questions(json.dumps(asdict(cfg.task)))
-    return [*found.warnings, *cut_questions(cfg, len(found.train), len(found.heldout))]
+    return [*found.warnings, *note_cut_questions(cfg, len(found.train), len(found.heldout))]
 
 
 def questions(cfg: RunConfig) -> Mapping[str, Any]:
@@ -50,7 +50,7 @@ def _questions(task: str) -> tasks.Task:
     return tasks.load(build({"task": json.loads(task)}).task)
 
 
-def cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
+def note_cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
     """Note requests beyond the available questions. Raises ConfigError if there are too few."""
     source, more = _questions_come_from(cfg.task)
     if train == 0:

@@ -80,16 +80,16 @@ def logprobs(model: PreTrainedModel, pair: tuple[list[int], list[int]]) -> Tenso
 
 def problem_pairs(tokenizer: Any) -> kl.Pairs:
     """Make word problems with worked solutions, which every tokenizer can encode; the solutions are compared."""
-    rng, cfg = random.Random(0), tasks.configured("arithmetic")
+    rng, cfg = random.Random(0), tasks.read_task_config("arithmetic")
     pairs, chat = [], Chat(tokenizer)
     for problem in [arithmetic.problem(rng, cfg) for _ in range(PROBLEMS)]:
-        given = _asked(chat, cfg.instruction, problem.text)
+        given = _prompt_ids(chat, cfg.instruction, problem.text)
         solution = without_answer_start(tokenizer.decode(given), arithmetic.worked_solution(rng, problem))
         pairs.append((given, tokenizer(solution, add_special_tokens=False)["input_ids"]))
     return pairs
 
 
-def _asked(chat: Chat, instruction: str, question: str) -> list[int]:
+def _prompt_ids(chat: Chat, instruction: str, question: str) -> list[int]:
     """Return the prompt's token ids, with the instruction as system message if the template allows it."""
     together = f"{instruction}\n\n{question}"
     if not chat.tokenizer.chat_template:

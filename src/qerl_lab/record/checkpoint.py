@@ -79,8 +79,8 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
         shutil.rmtree(final)
     aside.rename(final)
     _flush_to_disk(folder)
-    kept = [path for path in _named(folder) if _step(path) <= _step(final)][-keep:]
-    for other in set(_named(folder)) - set(kept):
+    kept = [path for path in _step_folders(folder) if _step(path) <= _step(final)][-keep:]
+    for other in set(_step_folders(folder)) - set(kept):
         shutil.rmtree(other)
     return final
 
@@ -97,7 +97,7 @@ def _fill(aside: Path, state: Mapping[str, Any], write: Callable[[Path], None]) 
 
 def last_step(folder: Path) -> int:
     """Return the step of the newest checkpoint, without verifying it; 0 if there is none."""
-    return max(map(_step, _named(folder)), default=0)
+    return max(map(_step, _step_folders(folder)), default=0)
 
 
 def newest(folder: Path, at_most: int | None = None) -> Saved | None:
@@ -105,7 +105,7 @@ def newest(folder: Path, at_most: int | None = None) -> Saved | None:
 
     Prints a warning to stderr for each damaged checkpoint it skips.
     """
-    candidates = [path for path in _named(folder) if at_most is None or _step(path) <= at_most]
+    candidates = [path for path in _step_folders(folder) if at_most is None or _step(path) <= at_most]
     while candidates:
         path = candidates.pop()
         if not (damage := verify(path)):
@@ -183,7 +183,7 @@ def _saved(path: Path) -> Saved:
     return Saved(path, **parse_json((path / STATE).read_text()))
 
 
-def _named(folder: Path) -> list[Path]:
+def _step_folders(folder: Path) -> list[Path]:
     """Return the folders step-N, sorted by step. Other files are ignored."""
     return sorted((path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdecimal()), key=_step)
 

@@ -311,7 +311,7 @@ class RunDirectory:
         self.result(), self.environments(), self.sessions(), self.mirror()
         steps = max(int(settings.get("steps", 0)), self.last_saved())  # a key is missing if resolved.yaml is truncated
         lines = self.metrics()  # read after the checkpoints, as a running run adds to both
-        metrics.check_steps(metrics.trained(lines), steps)
+        metrics.check_steps(metrics.count_trained_steps(lines), steps)
         self._check_evaluations(is_done and settings.get("eval.questions") != "0")
         if (self.path / samples_file.NAME).exists():
             self.samples()

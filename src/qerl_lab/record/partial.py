@@ -65,7 +65,7 @@ class Unfinished:
         elif overwrite:
             self.clear()
         else:
-            raise ConfigError(_another(self.folder, begun["identity"], now, differ))
+            raise ConfigError(_other_options_message(self.folder, begun["identity"], now, differ))
 
     def clear(self) -> None:
         """Delete all files and start over."""
@@ -99,7 +99,7 @@ class Unfinished:
         shutil.rmtree(before, ignore_errors=True)
 
 
-def _another(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any], differ: list[str]) -> str:
+def _other_options_message(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any], differ: list[str]) -> str:
     """Return the error message for a directory that was started with other options."""
     keys = [key for key in differ if not isinstance(now.get(key), dict)]
     if not keys:

@@ -71,7 +71,9 @@ def _plot(found: "Comparison") -> "Figure":
     from qerl_lab.report import comparison, curves, palette
 
     points = comparison.curves(found)
-    shown = [curve for curve in curves.recorded(points) if curve.name in ("reward", "entropy", "sampler_entropy")]
+    shown = [
+        curve for curve in curves.recorded_curves(points) if curve.name in ("reward", "entropy", "sampler_entropy")
+    ]
     styles = palette.styles(palette.formats(found.arms))
     return curves.side_by_side(points, shown, {arm: arm for arm in found.arms}, styles)
 

@@ -16,7 +16,7 @@ from qerl_lab.report.measures import MEASURES, SHARED, Unmeasured, shared_machin
 from qerl_lab.report.printed_arms import BIGMATH, TABLE_1, growth, in_figure_5, table_1_rows
 from qerl_lab.report.runs import Record
 from qerl_lab.report.table import NONE, Rows, Table, in_words, number, without_empty_columns
-from qerl_lab.report.verdict_tables import cell, of_seeds
+from qerl_lab.report.verdict_tables import cell, seeds_cell
 
 SEVEN = "Qwen2.5-7B-Instruct"
 
@@ -40,7 +40,7 @@ def _accuracies(comparison: Comparison) -> Table:
     arms = list(comparison.arms.values())
     more = [
         ["gain", "pass@n after"],
-        *([of_seeds(matrix(records, "gain"), (-1, 1)), _passed(records)] for records in arms),
+        *([seeds_cell(matrix(records, "gain"), (-1, 1)), _passed(records)] for records in arms),
     ]
     rows, empty = without_empty_columns(
         [[*row[:4], *cells, *row[4:]] for row, cells in zip([head, *rows], more, strict=True)], 2
@@ -105,13 +105,13 @@ def _on_bigmath(comparison: Comparison, size: str, wanted: Settings) -> list[str
     started = sum(fits(run) for run in comparison.started)
     if not started:
         return ["no runs", NONE]
-    after = "; ".join(of_seeds(matrix(records, "after"), stats.SHARE) for records in arms)
+    after = "; ".join(seeds_cell(matrix(records, "after"), stats.SHARE) for records in arms)
     return [f"{sum(map(len, arms))} of {started}", after or NONE]
 
 
 def _passed(records: Sequence[Record]) -> str:
     try:
-        return of_seeds(MEASURES["pass_after"].of(records, records), stats.SHARE)
+        return seeds_cell(MEASURES["pass_after"].of(records, records), stats.SHARE)
     except Unmeasured:  # one sample a question, or no evaluation
         return NONE
 
@@ -222,7 +222,7 @@ def _entropies(comparison: Comparison, baseline: str | None) -> Table:
     rows = [["arm", "first tenth of the steps", "last tenth", *against, *theirs]]
     for arm, records in comparison.arms.items():
         first = _values(records, "entropy_first")
-        cells = [of_seeds(first, stats.NATS), of_seeds(_values(records, "entropy_last"), stats.NATS)]
+        cells = [seeds_cell(first, stats.NATS), seeds_cell(_values(records, "entropy_last"), stats.NATS)]
         if baseline:
             control = _values(comparison.arms[baseline], "entropy_first")
             cells.append(NONE if arm == baseline else _shown(_paired(first, control, 0, False)))
@@ -278,7 +278,7 @@ def _throughput(comparison: Comparison, baseline: str | None) -> Table:
 def _speed(values: pd.DataFrame) -> str:
     """Format a speed with its interval. Averages logarithms, as verdicts do, so that the interval stays above 0."""
     if len(values) < 2:
-        return of_seeds(values)
+        return seeds_cell(values)
     mean, low, high = np.exp(stats.over_seeds(np.log(values.to_numpy())))
     return cell((mean, low, high), len(values))
 

@@ -74,7 +74,7 @@ def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float,
         raise ValueError(f"its configuration lacks {error}") from None
     if device == "auto" and metrics:  # the first GPU if torch saw one; its peak memory is then recorded
         device = "cuda" if "memory/gpu_peak_gib" in metrics else "cpu"
-    own = comparable(dict(values) | {"device": device})
+    own = normalize(dict(values) | {"device": device})
     settings = {key: value for key, value in own.items() if is_of_arm(key) or key == "device"}
     if settings.get(CONTENT) == "None":  # older records lack the key, which means the same
         del settings[CONTENT]
@@ -86,14 +86,14 @@ def fill_in_device(runs: Sequence[Run]) -> list[Run]:
     known, found = {run.arm for run in runs}, []
     for run in runs:
         if run.value("device") == "auto":
-            kinds = (replace(run, settings=comparable({**run.settings, "device": kind})) for kind in ("cpu", "cuda"))
+            kinds = (replace(run, settings=normalize({**run.settings, "device": kind})) for kind in ("cpu", "cuda"))
             there = [moved for moved in kinds if moved.arm in known]
             run = there[0] if len(there) == 1 else run
         found.append(run)
     return found
 
 
-def comparable(settings: Mapping[str, str]) -> dict[str, str]:
+def normalize(settings: Mapping[str, str]) -> dict[str, str]:
     """Normalize settings of any version, so that runs of one arm compare equal."""
     own = drop_other_engines(fill_added_keys(settings))
     if own["device"] == "cpu" and own.get("optim.packing") == "off":  # `auto` packs on GPUs only
@@ -106,7 +106,7 @@ def version(git_sha: str | None, dirty: bool | None) -> str:
     return f"{(git_sha or 'unknown')[:7]}{' with changes' if dirty else ''}"
 
 
-def choose(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     """Return the newest finished run of each (arm, seed), sorted by arm and seed, and a line on each run left out."""
     counted: dict[tuple[Arm, int], Run] = {}
     left_out = [f"{run.name}: {run.status}" for run in runs if run.status != FINISHED]
@@ -118,13 +118,13 @@ def choose(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     return sorted(counted.values(), key=lambda run: _order(run, keys)), left_out
 
 
-def started(found: Sequence[Run], counted: Sequence[Run]) -> list[Run]:
+def counted_or_unfinished(found: Sequence[Run], counted: Sequence[Run]) -> list[Run]:
     """Return the runs that count or did not finish, without copies and repeated runs."""
     names = {run.name for run in counted}
-    return [run for run in found if run.name in names or stopped(run)]
+    return [run for run in found if run.name in names or is_unfinished(run)]
 
 
-def stopped(run: Run) -> bool:
+def is_unfinished(run: Run) -> bool:
     """Return whether a run did not finish, as far as is known, and is no copy."""
     return run.status != FINISHED and not is_copy(run)
 
@@ -163,13 +163,13 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
     shown: dict[Arm, list[str]] = {arm: [] for arm in arms}
     implied, differ = implied_by_task([run.settings for run in runs]), differing(runs)
     for key in (key for key in differ if key not in implied):
-        for arm in _shown_with(key, arms, runs):
+        for arm in _arms_showing(key, arms, runs):
             shown[arm].append(key)
     called = {arm: {run.experiment for run in runs if run.arm == arm} for arm in arms}
     return {arm: _label(called[arm], _words(run, shown[arm], differ)) for arm, run in arms.items()}
 
 
-def _shown_with(key: str, arms: Mapping[Arm, Run], runs: Sequence[Run]) -> Iterator[Arm]:
+def _arms_showing(key: str, arms: Mapping[Arm, Run], runs: Sequence[Run]) -> Iterator[Arm]:
     """Yield the arms whose label needs `key`: their experiment does not imply it and its value is unusual."""
     undeclared = Counter(run.value(key) for run in arms.values() if key not in run.declared)
     usual = next((value for value, count in undeclared.items() if 2 * count > undeclared.total()), None)

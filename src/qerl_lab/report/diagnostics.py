@@ -18,7 +18,7 @@ from qerl_lab.report import palette, stats
 from qerl_lab.report.arms import ABSENT
 from qerl_lab.report.comparison import Comparison, matrix
 from qerl_lab.report.curves import STYLE
-from qerl_lab.report.measures import FALLEN, Unmeasured, collapsed
+from qerl_lab.report.measures import FALLEN, Unmeasured, has_collapsed
 from qerl_lab.report.runs import Record
 from qerl_lab.report.stats import Interval, pass_at, powers_of_two
 from qerl_lab.report.table import NONE, Table
@@ -28,7 +28,7 @@ POWER = 0.8  # of a two-sided 5% test
 SEEDS = np.unique(np.geomspace(2, 100, 40).round().astype(int))  # x axis of the power curve
 
 
-def passes(records: Sequence[Record]) -> dict[int, Interval]:
+def pass_at_k(records: Sequence[Record]) -> dict[int, Interval]:
     """Return pass@k after training by k, over seeds and questions, within [0, 1].
 
     Raises Unmeasured without evaluation, for fewer than two seeds or samples, and for partly right answers.
@@ -50,7 +50,7 @@ def passes(records: Sequence[Record]) -> dict[int, Interval]:
     }
 
 
-def detectable(differences_S_Q: np.ndarray, seeds: int) -> float:
+def detectable_difference(differences_S_Q: np.ndarray, seeds: int) -> float:
     """Return the true difference that `seeds` seeds detect with `POWER` in a two-sided 5% test.
 
     Computed from the variances of the measured differences [seeds, questions] (`stats.floored_components`) as (t at
@@ -86,7 +86,7 @@ def _retained(records: Sequence[Record]) -> str:
 
 def _collapsed(records: Sequence[Record]) -> str:
     try:
-        fell = np.array([collapsed(record) for record in records], float)
+        fell = np.array([has_collapsed(record) for record in records], float)
     except Unmeasured:
         return NONE
     _, low, high = stats.share_interval(fell, 1)
@@ -98,7 +98,7 @@ def draw_passes(comparison: Comparison) -> Figure | None:
     found: dict[str, dict[int, Interval]] = {}
     for arm, records in comparison.arms.items():
         try:
-            found[arm] = passes(records)
+            found[arm] = pass_at_k(records)
         except Unmeasured:
             continue
     if not found:
@@ -152,7 +152,7 @@ def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
             own = matrix(records, "after") - matrix(comparison.arms[baseline], "after")
             values = own.dropna(how="all").dropna(axis=1).to_numpy()
             if min(values.shape) >= 2:
-                found[arm] = [detectable(values, int(seeds)) for seeds in SEEDS]
+                found[arm] = [detectable_difference(values, int(seeds)) for seeds in SEEDS]
     if not found:
         return None
     figure, axis, styles = _panel(comparison, len(found))

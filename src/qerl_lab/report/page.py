@@ -28,7 +28,7 @@ from qerl_lab.report import (
     verdict_tables,
 )
 from qerl_lab.report.arm_tables import tables
-from qerl_lab.report.arms import FINISHED, stopped
+from qerl_lab.report.arms import FINISHED, is_unfinished
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.runs import Record
 from qerl_lab.report.speed_tables import Speed
@@ -60,7 +60,7 @@ def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[P
 
     Raises ConfigError or OSError.
     """
-    speed = speed_tables.of_files(bench)
+    speed = speed_tables.tabulate_files(bench)
     made = results.frames(found.records, found.damaged, found.arm_of)
     same = comparison.compare(*results.records_of(made))  # use only what the files hold from here on
     baseline = comparison.baseline_of(list(same.arms), wanted) if same.arms else None
@@ -97,18 +97,18 @@ def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
     styles = palette.styles(palette.formats(found.arms))
     alone = points[points["arm"].isin(found.alone)]
     drawn = {FORMATS: _of_formats(found, points)}
-    for curve in curves.recorded(points):
+    for curve in curves.recorded_curves(points):
         of_axis = {curves.STEP: alone if curve.is_speed else points, curves.CLOCK: alone}
         drawn[curve.title] = [
             Drawn(f"{curve.name}-{BY[by]}", f"{curve.title}, {curve.label}, {BY[by].replace('-', ' ')}",
                   curves.png(curves.draw(chosen, curve, by, baseline, styles)))
-            for by, chosen in of_axis.items() if curve in curves.recorded(chosen)
+            for by, chosen in of_axis.items() if curve in curves.recorded_curves(chosen)
         ]  # fmt: skip
         drawn[curve.title] += [
             Drawn(figure.name, figure.about, curves.png(paper_curves.draw(figure)), paper_curves.caption(figure, arms))
             for figure in paper_curves.figures_beside(curve.name, arms)
         ]
-    drawn["Diagnostics"] = _diagnosed(found, baseline)
+    drawn["Diagnostics"] = _draw_diagnostics(found, baseline)
     return {title: figures for title, figures in drawn.items() if figures}
 
 
@@ -125,7 +125,7 @@ def _numbered(number: int) -> str:
     return f"formats-{number + 1}-by-step" if number else "formats-by-step"
 
 
-def _diagnosed(found: Comparison, baseline: str | None) -> list[Drawn]:
+def _draw_diagnostics(found: Comparison, baseline: str | None) -> list[Drawn]:
     passes, gains = diagnostics.draw_passes(found), diagnostics.draw_gains(found)
     power = diagnostics.draw_power(found, baseline)
     figures = [
@@ -150,7 +150,7 @@ def html(
     of_verdict = Counter(row.verdict for row in measured)
     counts = [(n, f"contrast{'s' * (n != 1)} {verdict}") for verdict in Verdict if (n := of_verdict[verdict])]
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {"breakable": breakable, "digits": digits, "filler": padding_zeros}
+    environment.filters |= {"breakable": breakable, "digits": decimals_by_column, "filler": padding_zeros}
     template = environment.from_string(TEMPLATE.read_text("utf-8"))
     return template.render(
         title=f"{title}: a report of {len(found.records) + len(found.damaged)} runs", command=line,
@@ -170,7 +170,7 @@ def breakable(text: str) -> str:
     return LONG.sub(lambda word: re.sub(r"(?<=[a-z])\.(?=[a-z])|=", r"\g<0><wbr>", word[0]), escape(text))
 
 
-def digits(rows: Sequence[Sequence[str]]) -> list[int | None]:
+def decimals_by_column(rows: Sequence[Sequence[str]]) -> list[int | None]:
     """Return each column's most decimals; None for the first column and for columns with text."""
     found: list[int | None] = [None]
     columns = list(zip(*rows[1:], strict=True)) or [()] * len(rows[0])
@@ -215,7 +215,7 @@ def _gaps(found: Comparison) -> list[str]:
         return ["No run finished, so there is nothing to measure. The runs and their states are at the end."]
     gaps, short = [], []
     for label, records in found.arms.items():
-        lacking = sum(run.arm == records[0].run.arm and stopped(run) for run in found.found)
+        lacking = sum(run.arm == records[0].run.arm and is_unfinished(run) for run in found.found)
         short += [f"{lacking} of {len(records) + lacking} of {label}"] if lacking else []
     if short:
         gaps.append(f"Means exclude unfinished runs: {'; '.join(short)}.")
@@ -269,17 +269,17 @@ def _provenance(found: Comparison) -> list[dict[str, Any]]:
         ", ".join(f"{name} {text}" for name, text in sorted(origin.versions.items())) for origin in origins
     )
     listed = (
-        ("Commands", _counted(origin.command for origin in origins), True),
-        ("Code", _counted(record.run.code for record in found.records), False),
-        ("Machines", _counted(origin.machine for origin in origins), False),
-        ("Versions", _counted(versions.elements()), False),
+        ("Commands", _count_equal(origin.command for origin in origins), True),
+        ("Code", _count_equal(record.run.code for record in found.records), False),
+        ("Machines", _count_equal(origin.machine for origin in origins), False),
+        ("Versions", _count_equal(versions.elements()), False),
         ("Time", _times(found.counted), False),
         (f"Left out, {len(found.left_out)} in all", found.left_out, False),
     )
     return [{"title": title, "texts": texts, "is_code": is_code} for title, texts, is_code in listed if texts]
 
 
-def _counted(texts: Iterable[str]) -> list[str]:
+def _count_equal(texts: Iterable[str]) -> list[str]:
     """List each text once, with its number of runs unless all agree."""
     counts = Counter(texts)
     if len(counts) == 1:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from qerl_lab.report import palette, reference
 from qerl_lab.report.arms import Run, differing, task_of
-from qerl_lab.report.curves import MARKS, STYLE, dress
+from qerl_lab.report.curves import MARKS, STYLE, style_panel
 
 Lines = tuple[tuple[str, str], ...]  # (column of the file, label)
 GSM8K, PRESUMED, BIGMATH = "GSM8K, DAPO", "GSM8K, GRPO (presumed)", "BigMath, DAPO"
@@ -139,6 +139,6 @@ def draw(figure: PaperFigure) -> Figure:
             for column, label in lines:
                 values = table[column].dropna()
                 axis.plot(values.index, values, label=label, markevery=max(1, len(values) // MARKS), **styles[column])
-            dress(axis, LABELS[figure.below], str(table.index.name))
+            style_panel(axis, LABELS[figure.below], str(table.index.name))
         axes.flat[0].set_title(f"The paper's {figure.number}:\n{figure.model}, {figure.task}", loc="left")
     return drawn

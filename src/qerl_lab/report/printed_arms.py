@@ -50,16 +50,16 @@ def table_1_rows(comparison: Comparison) -> Answers:
 
 def in_table_1(comparison: Comparison) -> Answers:
     """Select the `table_1_rows` under the conditions of Table 1: GSM8K with GRPO."""
-    return _answers_with(comparison, {"task.name": GSM8K, "algorithm.name": "grpo"})
+    return _match_arms(comparison, {"task.name": GSM8K, "algorithm.name": "grpo"})
 
 
 def in_figure_5(comparison: Comparison) -> dict[str, str]:
     """Map each arm that matches a curve of Figure 5 (GSM8K without noise) to the figure's name of its weight format."""
-    found = _answers_with(comparison, {"task.name": GSM8K, "aqn.schedule": "off"})
+    found = _match_arms(comparison, {"task.name": GSM8K, "aqn.schedule": "off"})
     return {label: PRINTED_AS[weight_format.lower()] for label, (_, weight_format) in found.items()}
 
 
-def _answers_with(comparison: Comparison, settings: Settings) -> Answers:
+def _match_arms(comparison: Comparison, settings: Settings) -> Answers:
     arms = comparison.arms
     return {
         label: row for label, row in table_1_rows(comparison).items()

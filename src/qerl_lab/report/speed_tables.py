@@ -32,7 +32,7 @@ class Speed:
     notes: list[str]
 
 
-def of_files(paths: Sequence[Path]) -> Speed:
+def tabulate_files(paths: Sequence[Path]) -> Speed:
     """Tabulate result files and folders of them. Raises ConfigError for a missing path.
 
     Invalid and incomplete files are left out with a note.
@@ -147,7 +147,7 @@ def _table(title: str, about: str, rows: Rows, made_by: str, where: str, missing
     head, *body = rows
     if not body:
         return Table(title, "", [head], f"Left out: none of these files is a result of {made_by}.")
-    rows, empty = without_empty_columns([head, *sorted(body, key=lambda row: _natural(row[0]))], 2)
+    rows, empty = without_empty_columns([head, *sorted(body, key=lambda row: _natural_key(row[0]))], 2)
     rows, alike = without_constant_columns(rows, ("repeats", "steps", "lengths", "GPU"))
     of_model: dict[str, list[str]] = {}
     for model, place in missing:
@@ -158,12 +158,12 @@ def _table(title: str, about: str, rows: Rows, made_by: str, where: str, missing
     return Table(title, about + alike, rows, " ".join(left_out))
 
 
-def _natural(text: str) -> list[str | int]:
+def _natural_key(text: str) -> list[str | int]:
     """Return a sort key that puts 7b before 32b."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
 
 
-def _short(arm: str) -> str:
+def _short_arm(arm: str) -> str:
     """Shorten an arm by dropping the groups of its keys: `nvfp4 rollout.vllm.lora=dense` becomes `nvfp4 lora=dense`."""
     return re.sub(r"(?<= )[\w.]+\.(?=\w+=)", "", arm)
 
@@ -177,7 +177,7 @@ def _rollouts(result: Result) -> Rows:
         if row["repeats"] > 1:
             speed += f" [{number(row['tokens_per_second_min'])}, {number(row['tokens_per_second_max'])}]"
         made.append([
-            f"{model}, {row['batch']}, {row['rank']}", _short(row["arm"]), speed, _ratio(row["of_bf16"]),
+            f"{model}, {row['batch']}, {row['rank']}", _short_arm(row["arm"]), speed, _ratio(row["of_bf16"]),
             _ratio(row["of_qlora"]), *_printed_rollout(model, row["batch"], row["rank"], row["format"]),
             str(row["repeats"]), _lengths(result), *_made_by(result),
         ])  # fmt: skip
@@ -214,7 +214,7 @@ def _steps(result: Result) -> Rows:
     model, made = options["model"], _dead(result, str(completions))
     for row in ratios(result, ("rank",)).to_dict("records") if alive(result) else []:
         made.append([
-            f"{model}, {completions}", _short(row["arm"]), f"{row['step_seconds']:.2f}",
+            f"{model}, {completions}", _short_arm(row["arm"]), f"{row['step_seconds']:.2f}",
             number(row["tokens_per_second"]),
             _ratio(row["of_bf16"]), _ratio(row["of_qlora"]), *_printed_steps(model, completions, row["format"]),
             str(options["steps"]), _lengths(result), *_made_by(result),
@@ -252,7 +252,7 @@ def _memory(result: Result) -> Rows:
     model, made, ranks = result["options"]["model"], [], sizes["rank"].nunique()
     for row in sizes.to_dict("records"):
         made.append([
-            f"{model}, {row['format']}", _short(row["arm"]) + f", rank {row['rank']}" * (ranks > 1),
+            f"{model}, {row['format']}", _short_arm(row["arm"]) + f", rank {row['rank']}" * (ranks > 1),
             result["benchmark"], _gb(row["weights"]), _ratio(row["weights"] / dense.iloc[0] if len(dense) else None),
             *_printed_size(model, row["format"]), _gb(row["peak"]), *_made_by(result),
         ])  # fmt: skip
@@ -271,7 +271,7 @@ def _printed_size(model: str, name: str) -> list[str]:
 def _dead(result: Result, batch: str) -> Rows:
     """Return a row for each arm that died."""
     return [
-        [f"{result['options']['model']}, {batch}", _short(row["arm"]), "died", *7 * [NONE], _lengths(result),
+        [f"{result['options']['model']}, {batch}", _short_arm(row["arm"]), "died", *7 * [NONE], _lengths(result),
          *_made_by(result)]
         for row in result["rows"] if "died" in row
     ]  # fmt: skip

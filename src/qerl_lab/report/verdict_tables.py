@@ -43,7 +43,7 @@ def cell(interval: stats.Interval, seeds: int) -> str:
 ANY = (-math.inf, math.inf)
 
 
-def of_seeds(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
+def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
     """Format values[seeds, questions] as a cell; without an interval for one seed, a dash for none."""
     values = values.dropna(how="all").dropna(axis=1)
     if values.empty:
@@ -53,7 +53,7 @@ def of_seeds(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
     return cell(stats.clip_interval(stats.over_seeds(values.to_numpy()), *bounds), len(values))
 
 
-def effect(row: Row) -> str:
+def effect_cell(row: Row) -> str:
     """Format `+0.013 [-0.003, +0.030]`, ratio `1.23x [1.10, 1.37]`, censored `>= 1.95x [1.39, no bound]`, or a dash."""
     if row.numbers is None:
         return "-"
@@ -76,7 +76,7 @@ def _between(low: float, high: float, spelled: Callable[[float], str]) -> str:
     return f"[{'no bound' if lowest else spelled(low)}, {'no bound' if highest else spelled(high)}]"
 
 
-def of_paper(row: Row) -> str:
+def paper_cell(row: Row) -> str:
     """List the paper's effects, each with its source and whether our interval contains it."""
     texts = []
     for where, value in row.printed:
@@ -100,7 +100,7 @@ def text(comparison: Comparison, rows: Sequence[Row]) -> str:
     for row in rows:
         seeds = str(row.numbers.seeds) if row.numbers else "-"
         said = f"{row.verdict}: {row.why}"
-        table.append([row.claim.name, name_of(row), seeds, effect(row), of_paper(row), said])
+        table.append([row.claim.name, name_of(row), seeds, effect_cell(row), paper_cell(row), said])
     parts = [columns(table), HOW_TO_READ, families(rows), *sources(rows), conditions(rows)]
     parts += [COLLAPSED, columns(fallen)] if (fallen := collapses(rows)) else []
     parts.append(missing_arms(rows))
@@ -202,7 +202,7 @@ def table_1(comparison: Comparison) -> list[list[str]]:
         cells = [
             label,
             f"{len(records)} of {started}",
-            *(of_seeds(matrix(records, at), stats.SHARE) for at in ("before", "after")),
+            *(seeds_cell(matrix(records, at), stats.SHARE) for at in ("before", "after")),
         ]
         rows.append([*cells, *(_as_printed(beside.get(label)) if beside else [])])
     return rows
@@ -234,7 +234,7 @@ def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
     parts = ["# Verdicts on the paper's claims", f"By `{typed}`.", "\n".join(said), HOW_TO_READ if body else ""]
     parts += [families(rows), *sources(rows), conditions(rows), table]
     parts += [COLLAPSED, pipe_table(fallen)] if (fallen := collapses(rows)) else []
-    parts += [unanswered(rows), missing_arms(rows)]
+    parts += [unmeasured_claims(rows), missing_arms(rows)]
     accuracies = table_1(comparison)
     title = "Accuracies in the shape of the paper's Table 1" if IN_TABLE_1 in accuracies[0] else "Held-out accuracies"
     parts += [f"## {title}", pipe_table(accuracies), *remarks(comparison)]
@@ -248,7 +248,7 @@ def _cells(row: Row, letters: Mapping[Conditions, str], sizes: Mapping[str, int]
     return [*cells, "yes" if is_registered(row) else "no", f"**{row.verdict}**: {row.why}"]
 
 
-def unanswered(rows: Sequence[Row]) -> str:
+def unmeasured_claims(rows: Sequence[Row]) -> str:
     """Name the claims without a measured contrast."""
     answered = {row.claim.name for row in rows if row.numbers}
     names = dict.fromkeys(row.claim.name for row in rows if row.claim.name not in answered)
@@ -267,13 +267,13 @@ def measured(row: Row) -> list[str]:
     counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True) if m) or "-"
     numbers = row.numbers
     if numbers is None:
-        return ["-", "-", counts, "-", of_paper(row), "-", "-", "-", "-"]
+        return ["-", "-", counts, "-", paper_cell(row), "-", "-", "-", "-"]
     bounds = stats.SHARE if MEASURES[row.claim.measure].unit == "fraction" else ANY
     sides = [cell(stats.clip_interval(side, *bounds), numbers.seeds) for side in (numbers.treated, numbers.control)]
     size = "-" if math.isnan(numbers.effect_size) else f"{numbers.effect_size:+.2f}"
     p_values = ", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted)
     better = f"{numbers.probability_of_improvement:.2f}"
-    return [*sides, counts, effect(row), of_paper(row), size, better, p_values, numbers.guardrail or "-"]
+    return [*sides, counts, effect_cell(row), paper_cell(row), size, better, p_values, numbers.guardrail or "-"]
 
 
 def pipe_table(rows: Sequence[Sequence[str]]) -> str:

@@ -42,7 +42,7 @@ with exits.starting(__name__):
         Planned,
         Queue,
         Row,
-        last_wins,
+        join_words,
         read,
         write_ledger,
     )
@@ -220,7 +220,7 @@ class Machine:
     def _train(self, one: Planned, begun: RunDirectory, visible: Mapping[str, str]) -> None:
         words = [f"resume={begun.path}"]
         if not begun.is_claimed:
-            words = [*last_wins(shlex.split(self.options.here), one.words), f"run_dir={begun.path}"]
+            words = [*join_words(shlex.split(self.options.here), one.words), f"run_dir={begun.path}"]
         code = self._call(one, ["-m", "qerl_lab", *words], visible)
         if code == USAGE and not begun.is_claimed:
             said = self._console(one).read_text(encoding="utf-8", errors="replace").strip().splitlines()

@@ -69,7 +69,7 @@ def is_own(word: str) -> bool:
     return word.lstrip("+").partition("=")[0] in (*(f.name for f in fields(SearchOptions)), *HELP)
 
 
-def space(words: Sequence[str], options: SearchOptions) -> Space:
+def parse_space(words: Sequence[str], options: SearchOptions) -> Space:
     """Split words into ranges (KEY=LOW..HIGH) and shared words. Raises ConfigError for a key that cannot be searched.
 
     Turns the evaluation off if the objective needs none, unless the words ask for one.
@@ -80,7 +80,7 @@ def space(words: Sequence[str], options: SearchOptions) -> Space:
         name = key.lstrip("+")
         if name in OF_SEARCH:
             raise ConfigError(f"a search types {name} itself. Leave {word} out.")
-        if (ends := _ends(value)) is not None:
+        if (ends := _parse_range(value)) is not None:
             _check_range(word, key, ends)
             if key in found.ranges:
                 raise ConfigError(f"{key} is given two ranges. Type one of them.")
@@ -100,7 +100,7 @@ def space(words: Sequence[str], options: SearchOptions) -> Space:
     return found
 
 
-def _ends(value: str) -> tuple[float, float] | None:
+def _parse_range(value: str) -> tuple[float, float] | None:
     """Read LOW..HIGH; None for any other value, such as a path with two dots."""
     low, dots, high = value.partition("..")
     try:
@@ -136,7 +136,7 @@ def search(options: SearchOptions, words: list[str], start: Start | None = None)
             f"seeds={options.seeds}; allowed: different ones from {FIRST_SEED} on, so that none is searched on which a "
             "sweep then reports. Type for example seeds=[100,101]."
         )
-    found = space(words, options)
+    found = parse_space(words, options)
     if importlib.util.find_spec("optuna") is None:
         raise ConfigError("a search needs the package optuna, which is not installed. Type pip install "
                           "'qerl-lab[search]'.")  # fmt: skip
@@ -146,7 +146,7 @@ def search(options: SearchOptions, words: list[str], start: Start | None = None)
     STOPS.clear()
     with (options.folder / LOCK).open("w") as file:
         lock(file, f"another command searches in {options.folder}. Wait for it, or type another out.")
-        study = _opened(options, found)
+        study = _open_study(options, found)
         while trial := _next(study, options, found):
             if STOPS:  # a stop came, although the last trial's sweep finished
                 raise KeyboardInterrupt("the same command goes on with the next trial")
@@ -158,7 +158,7 @@ def search(options: SearchOptions, words: list[str], start: Start | None = None)
         raise ValueError("every trial failed: the table says of what")
 
 
-def _opened(options: SearchOptions, found: Space) -> "Study":
+def _open_study(options: SearchOptions, found: Space) -> "Study":
     """Open or create the study in OUT. Raises ConfigError if it was begun with other words or options."""
     import optuna
     from optuna.storages.journal import JournalFileBackend, JournalStorage
@@ -204,10 +204,10 @@ def _next(study: "Study", options: SearchOptions, found: Space) -> "FrozenTrial 
 
 def _run_trial(study: "Study", trial: "FrozenTrial", options: SearchOptions, found: Space, start: Start) -> None:
     """Run a trial's sweep, and report its value to the study. A trial with a failed run has failed."""
-    print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_proposed(trial))}", flush=True)
+    print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_trial_words(trial))}", flush=True)
     seeds = f"seed={','.join(map(str, options.seeds))}"
     directory = _directory(trial, options)
-    code = start(["-m", *found.words, *_proposed(trial), seeds, f"hydra.sweep.dir={directory}"])
+    code = start(["-m", *found.words, *_trial_words(trial), seeds, f"hydra.sweep.dir={directory}"])
     if code == INTERRUPTED:
         raise KeyboardInterrupt("the same command goes on with this trial")
     if code not in (OK, FAILURE):
@@ -229,7 +229,7 @@ def _fail(study: "Study", trial: "FrozenTrial", why: str) -> None:
     study.tell(trial.number, state=TrialState.FAIL)
 
 
-def _proposed(trial: "FrozenTrial") -> list[str]:
+def _trial_words(trial: "FrozenTrial") -> list[str]:
     """Return a trial's values as words with three digits, as its runs get them."""
     return [f"{key}={value:.3g}" for key, value in sorted(trial.params.items())]
 
@@ -279,7 +279,7 @@ def _table(study: "Study", options: SearchOptions, found: Space) -> str:
     ]
     if len(failed) < len(ended):
         words = [word for word in found.words if word != "eval.questions=0"]
-        report = f"python -m qerl_lab -m {shlex.join([*words, *_proposed(best_first[0]), 'seed=0,1,2,3,4'])}"
+        report = f"python -m qerl_lab -m {shlex.join([*words, *_trial_words(best_first[0]), 'seed=0,1,2,3,4'])}"
         lines.append(f"mean of seeds {', '.join(map(str, options.seeds))}. Report on others: {report}")
     return "\n".join(lines)
 

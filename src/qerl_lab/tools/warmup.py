@@ -79,7 +79,7 @@ class WarmupOptions(Writes):
     def task_config(self) -> TaskConfig:
         """Return the `task` section that a run on the result has: same questions, same instruction."""
         given = {"path": self.task_path, "train_questions": self.questions, "instruction": self.instruction}
-        return tasks.configured(self.task, **{key: value for key, value in given.items() if value is not None})
+        return tasks.read_task_config(self.task, **{key: value for key, value in given.items() if value is not None})
 
 
 def check(options: WarmupOptions) -> None:
@@ -116,7 +116,7 @@ def warm_up(options: WarmupOptions) -> None:
         from qerl_lab.model.chat import save_tokenizer
     torch.use_deterministic_algorithms(True)
     started, device = time.monotonic(), policy.device_of(options.device)
-    task = worked(options)
+    task = load_task(options)
     folder = weight_files.local_folder(options.model, options.revision, key="model")
     origin = {
         "path": str(folder),
@@ -125,7 +125,7 @@ def warm_up(options: WarmupOptions) -> None:
         **weight_files.lab_records(folder),
     }
     model, tokenizer = load(options, folder, device)
-    rows, left_out = tokenized(task, tokenizer, options.max_tokens)
+    rows, left_out = tokenize(task, tokenizer, options.max_tokens)
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:
         unfinished.clear()
         losses = train(options, model, tokenizer, rows, unfinished.folder)
@@ -142,10 +142,10 @@ def warm_up(options: WarmupOptions) -> None:
     print(f"train on it: {terminal.python()} -m qerl_lab {shell_line(training_words(options))}")
 
 
-def worked(options: WarmupOptions) -> tasks.Task:
+def load_task(options: WarmupOptions) -> tasks.Task:
     """Load the task with worked solutions, and print its warnings. Errors (ConfigError) name this command's keys."""
     try:
-        task = tasks.worked(options.task_config())
+        task = tasks.load_worked(options.task_config())
     except ConfigError as error:
         raise reword_path_error(error, "task_path=") from error
     for line in task.warnings:
@@ -180,7 +180,7 @@ def load(
     return model.to(device), tokenizer
 
 
-def tokenized(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[Rows, int]:
+def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[Rows, int]:
     """Return the examples of at most `max_tokens` as input_ids and labels, and how many are longer.
 
     The question has the chat format of a run. Only tokens of the solution and its end are labelled. Raises ConfigError

@@ -22,7 +22,7 @@ from qerl_lab.config.redact import redact, url_without_secrets
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import declared, encode
+from qerl_lab.record.metrics import declared_metrics, encode
 from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.mlflow import MlflowMirror, Status
 from qerl_lab.tracking.wandb import WandbMirror
@@ -110,7 +110,7 @@ class Tracker:
         self, cfg: RunConfig, directory: RunDirectory, *, parts: Iterable[str] = (), run_key: str | None = None,
         last_step: int = 0,
     ) -> None:  # fmt: skip
-        self._cfg, self._directory, self._declared = cfg, directory, declared(parts)
+        self._cfg, self._directory, self._declared = cfg, directory, declared_metrics(parts)
         self._file = directory.append_metrics(last_step)
         known = directory.mirror() or ({"key": run_key} if run_key else {})
         directory.note_mirror(**known)

@@ -81,7 +81,7 @@ class NoiseLevel:
     def end_step(self) -> None:
         """Set sigma for the next step. Call it after the step's last update, which still uses the current sigma."""
         if self.follows:
-            self.state = {"sigma": solver.adapted(self.aqn, self.state["sigma"], self.kl)}
+            self.state = {"sigma": solver.adapt_sigma(self.aqn, self.state["sigma"], self.kl)}
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the step's noise metrics that need no measurement: sigma, target KL, and how sigma was solved."""

@@ -24,12 +24,12 @@ def retry_once(act: Callable[[], T], recover: Callable[[str], None]) -> T:
     try:
         return act()
     except EngineFailed as error:
-        cause = line(error)
+        cause = cause_text(error)
     recover(cause)  # outside the handler: the traceback would keep the old engine and its memory alive
     try:
         return act()
     except EngineFailed as error:
-        raise EngineFailed(f"{line(error)} (of an engine that was built because of this: {cause})") from error
+        raise EngineFailed(f"{cause_text(error)} (of an engine that was built because of this: {cause})") from error
 
 
 class RunEngine:
@@ -73,7 +73,7 @@ class RunEngine:
         try:
             self._engine.close()
         except Exception as error:
-            terminal.say(f"warning: the engine could not be closed ({type(error).__name__}: {line(error)}).")
+            terminal.say(f"warning: the engine could not be closed ({type(error).__name__}: {cause_text(error)}).")
 
     def rebuild(self, cause: str) -> None:
         """Replace the failed engine by a new one, not synced yet, and print a warning.
@@ -86,10 +86,10 @@ class RunEngine:
         try:
             self._engine = rollout.build(self.cfg, self.policy)
         except Exception as error:  # of any type; the first cause is more informative
-            again = "" if line(error) == cause else f": {type(error).__name__}: {line(error)}"
+            again = "" if cause_text(error) == cause else f": {type(error).__name__}: {cause_text(error)}"
             raise EngineFailed(f"{cause} (and no engine could be built again{again})") from error
 
 
-def line(error: Exception) -> str:
+def cause_text(error: Exception) -> str:
     """Return the first line of an error message without its full stop, to embed it in another message."""
     return first_line(error).rstrip(".")

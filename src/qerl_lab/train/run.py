@@ -151,7 +151,7 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     on_disk.check(local_folder(cfg.model.path, cfg.model.revision), cfg)  # for a model just downloaded
     task = tasks.load(cfg.task)
     directory.refuse_other_data(task.data)  # also without a checkpoint: the exam before training may be recorded
-    cut = question_counts.cut_questions(cfg, len(task.train), len(task.heldout))
+    cut = question_counts.note_cut_questions(cfg, len(task.train), len(task.heldout))
     notes = [] if question_counts.has_questions(cfg) else [*task.warnings, *cut]
     directory.refuse_other_device(device.type)
     try:
@@ -159,7 +159,7 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     except torch.OutOfMemoryError as error:
         raise ConfigError(out_of_memory.while_loading(cfg, device, error)) from error
     if saved:
-        saved.refuse_other_device(*computes_on(policy))
+        saved.refuse_other_device(*device_and_dtype(policy))
         notes += [extension(cfg)] if saved.step in cfg.extended else []
     elif cfg.lora.start_from:
         notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})")
@@ -181,7 +181,7 @@ def extension(cfg: RunConfig) -> str:
     return f"extended from {was} to {cfg.steps} steps: a run of {cfg.steps} from the start is another{stretched}"
 
 
-def computes_on(policy: Policy) -> tuple[str, str]:
+def device_and_dtype(policy: Policy) -> tuple[str, str]:
     """Return the device type and dtype, which must stay the same in all sessions of a run."""
     return policy.device.type, str(policy.model.dtype)
 
@@ -271,7 +271,7 @@ def train(session: Session) -> None:
 
             def before_save() -> dict[str, object]:
                 tracker.flush()
-                device, dtype = computes_on(policy)
+                device, dtype = device_and_dtype(policy)
                 return {"run_key": tracker.key, "config": of_run(cfg), "device": device, "dtype": dtype}
 
             trainer.on_step, trainer.before_save = record, before_save

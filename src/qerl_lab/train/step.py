@@ -192,7 +192,7 @@ def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question
     ]  # fmt: skip
 
 
-def measures(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
+def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
     """Return metrics of a step's completions and rewards, over all groups drawn on all ranks."""
     parts = ranks.pool([group.parts for group in batch.drawn])
     finished = ranks.pool([group.finished_G for group in batch.drawn])
@@ -214,13 +214,13 @@ def measures(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
     if unparsed:
         found["reward/unparsed"] = np.mean(unparsed)
     if cfg.algorithm.dynamic_sampling:
-        found |= cost_of_resampling(batch, ranks)
+        found |= resampling_metrics(batch, ranks)
     if entropies:
         found["sampler/entropy_nats"] = sum(entropies)
     return found
 
 
-def cost_of_resampling(batch: Batch, ranks: Ranks) -> dict[str, float]:
+def resampling_metrics(batch: Batch, ranks: Ranks) -> dict[str, float]:
     """Return metrics of dynamic sampling: groups drawn and dropped, extra tokens and seconds."""
     trained = {id(group) for group in batch.groups}
     dropped = [group for group in batch.drawn if id(group) not in trained]

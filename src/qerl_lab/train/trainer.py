@@ -38,7 +38,7 @@ from qerl_lab.train.grpo_config import grpo_config
 from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts, probe
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.retry import RunEngine, retry_once
-from qerl_lab.train.step import Batch, Clock, collect, measures
+from qerl_lab.train.step import Batch, Clock, collect, completion_metrics
 from qerl_lab.train.stop import Diverged, Interrupted, Stop
 from qerl_lab.train.training_data import Cursor
 
@@ -107,7 +107,7 @@ class LabTrainer(GRPOTrainer):
         self.batch = batch = self._collect()
         with self.clock.phase("probe"):
             self._measure_noise(batch.rollouts[0])  # every rank has one
-        self.measured |= measures(self.cfg, batch, self.ranks)
+        self.measured |= completion_metrics(self.cfg, batch, self.ranks)
         self.use_vllm = False  # else TRL would now send weights to a vLLM of its own
         rows = [{"prompt": group.question.prompt} for group in batch.groups for _ in group.texts_G]
         with self._noise_in_trainer():

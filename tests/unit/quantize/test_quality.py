@@ -179,7 +179,7 @@ def test_problems_are_asked_through_the_chat_template_or_without_one():
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     (given, compared), *others = divergence.problem_pairs(tokenizer)
     assert len(others) == 15
-    cfg = tasks.configured("arithmetic")
+    cfg = tasks.read_task_config("arithmetic")
     question = arithmetic.problem(random.Random(0), cfg).text
     chat = [{"role": "system", "content": cfg.instruction}, {"role": "user", "content": question}]
     assert tokenizer.decode(given) == tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)

@@ -9,7 +9,7 @@ import pytest
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.report import results
-from qerl_lab.report.arms import FINISHED, Run, choose, differing, fill_in_device, labels, run_from, shorten
+from qerl_lab.report.arms import FINISHED, Run, choose_runs, differing, fill_in_device, labels, run_from, shorten
 
 BASE = {name: str(value) for name, _, value in leaves(RunConfig())}
 ARMS = {  # as conf/experiment declares them
@@ -92,7 +92,7 @@ def test_a_key_that_an_experiment_declares_is_named_where_its_namesakes_differ_i
 
 def test_a_sweep_of_learning_rates_is_an_arm_a_rate_in_the_order_of_the_rates() -> None:
     rates = [1e-4, 3e-5, 1e-5]
-    counted, left_out = choose([run("bf16", seed, optim__learning_rate=rate) for rate in rates for seed in (1, 0)])
+    counted, left_out = choose_runs([run("bf16", seed, optim__learning_rate=rate) for rate in rates for seed in (1, 0)])
     assert [(labels(counted)[one.arm], one.seed) for one in counted] == [
         ("bf16 (optim.learning_rate=1e-05)", 0), ("bf16 (optim.learning_rate=1e-05)", 1),
         ("bf16 (optim.learning_rate=3e-05)", 0), ("bf16 (optim.learning_rate=3e-05)", 1),

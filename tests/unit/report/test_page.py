@@ -12,7 +12,7 @@ import pytest
 from qerl_lab.report import comparison
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import of_paper
-from qerl_lab.report.page import breakable, digits, draw_all, padding_zeros
+from qerl_lab.report.page import breakable, decimals_by_column, draw_all, padding_zeros
 from qerl_lab.report.speed_tables import WITHOUT
 from run_directories import make_run
 
@@ -92,8 +92,8 @@ def test_a_key_may_break_where_it_is_read_and_stays_escaped() -> None:
 
 def test_numbers_of_a_column_have_their_points_below_each_other() -> None:
     rows = [["arm", "tokens/s", "of BF16", "mean"], ["1", "325.7", "-", "0.1 [0.0, 0.2]"], ["2", "2,471", "-", "-"]]
-    assert digits(rows) == [None, 1, None, None]
-    assert digits(rows[:1]) == [None] * 4
+    assert decimals_by_column(rows) == [None, 1, None, None]
+    assert decimals_by_column(rows[:1]) == [None] * 4
     assert [padding_zeros(row[1], 1) for row in rows[1:]] == ["", "<s>.0</s>"]
     assert (padding_zeros("-1.5", 3), padding_zeros("-", 3), padding_zeros("7", 0)) == ("<s>00</s>", "", "")
 

@@ -13,7 +13,7 @@ from qerl_lab.config.paths import sha256
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import of_paper
 from qerl_lab.report.verdict_tables import collapses, pipe_table
-from qerl_lab.report.verdicts import judge, printed
+from qerl_lab.report.verdicts import judge, paper_effects
 from qerl_lab.system import exits
 from run_directories import make_run
 from simulated_runs import record
@@ -256,5 +256,5 @@ def test_runs_of_two_versions_are_said_to_be(sweep: Path, capsys: pytest.Capture
 def test_a_ratio_of_the_paper_is_a_ratio_and_a_percentage_a_fraction() -> None:
     claims = {claim.name: claim for claim in CLAIMS}
     speed = claims["rollout_throughput"]
-    assert printed(speed, speed.contrasts[0]) == (("Figure 1 7B", pytest.approx(2092 / 1641)),)
+    assert paper_effects(speed, speed.contrasts[0]) == (("Figure 1 7B", pytest.approx(2092 / 1641)),)
     assert pipe_table([["a", "b"], ["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"

@@ -15,7 +15,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.record.metrics import METRICS, cut_metrics, declared, steps_recorded
+from qerl_lab.record.metrics import METRICS, cut_metrics, declared_metrics, steps_recorded
 from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.__main__ import main
 from qerl_lab.tracking.mlflow import mlflow_uri
@@ -72,7 +72,7 @@ def test_a_task_names_the_parts_of_its_reward_and_no_other_is_logged(cfg: RunCon
         tracker.log(2, {"reward/<part>": 1.0})
     assert steps(tmp_path) == [1]
     with pytest.raises(ValueError, match=r"called \['reward/std'\], which is another metric"):
-        declared(["format", "std"])
+        declared_metrics(["format", "std"])
 
 
 def test_what_trl_measures_has_one_name_there() -> None:

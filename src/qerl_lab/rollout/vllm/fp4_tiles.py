@@ -124,7 +124,7 @@ def tile_of(N: int, columns: int, multiprocessors: int) -> int:
     return min(TILES, key=stages)
 
 
-def tile_here(N: int, columns: int, device: torch.device) -> int:
+def tile_of_device(N: int, columns: int, device: torch.device) -> int:
     """Return `tile_of` for this GPU."""
     return tile_of(N, columns, machine_of(device).multiprocessors)
 

@@ -240,7 +240,7 @@ class OneAdapterMethod(LinearMethodBase):
         for name in [name for name, _ in layer.named_parameters(recurse=False) if name.startswith("weight")]:
             delattr(layer, name)
         (N, columns), device = (len(codes), layer.adapter_A.shape[1]), codes.device
-        packed = pack(codes, scale, fp4_tiles.tile_here(N, columns, device))
+        packed = pack(codes, scale, fp4_tiles.tile_of_device(N, columns, device))
         for name, tensor in zip(OF_TILES, (packed, divisor, fp4_tiles.counters(N, device)), strict=True):
             layer.register_buffer(name, tensor, persistent=False)
         self.decoders = decoders({TILES: packed, DIVISOR: divisor}, self.sizes, columns)
