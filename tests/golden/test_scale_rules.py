@@ -119,7 +119,7 @@ def test_four_over_six_never_saturates_a_scale() -> None:
 
 def test_four_over_six_shares_one_global_scale() -> None:
     weights = [normal(4, 32), 3 * normal(4, 32)]
-    shared = FOUR_OVER_SIX.together(weights)(weights[0])
+    shared = FOUR_OVER_SIX.fused_quantize(weights)(weights[0])
     assert shared["weight_global_scale"].item() == pytest.approx(256 * 6 / weights[1].abs().max().item(), rel=1e-6)
 
 

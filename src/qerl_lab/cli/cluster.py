@@ -68,7 +68,9 @@ def flags(text: str) -> dict[str, Any]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"slurm={text} cannot be read: {_flat(error)} Close every quotation mark in it.") from None
+        raise ConfigError(
+            f"slurm={text} cannot be read: {_one_sentence(error)} Close every quotation mark in it."
+        ) from None
     for word in words:
         name, sign, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not name:
@@ -105,7 +107,7 @@ def resources_of(configs: Sequence[RunConfig], given: Mapping[str, Any]) -> dict
     return {} if threads < 1 or CPU_FLAGS & set(given) else {"cpus_per_task": threads}
 
 
-def _flat(error: BaseException) -> str:
+def _one_sentence(error: BaseException) -> str:
     return in_one_line(error).rstrip(".") + "."
 
 
@@ -126,7 +128,9 @@ def slurm(configs: Sequence[RunConfig], calls: "Sequence[Call]", folder: Path) -
         with executor.batch():
             submitted = [executor.submit(call) for call in calls]
     except FailedJobError as error:  # the error of sbatch
-        raise ConfigError(f"Slurm takes no jobs with slurm={configs[0].slurm}: {_flat(error)} {GOES_ON}") from None
+        raise ConfigError(
+            f"Slurm takes no jobs with slurm={configs[0].slurm}: {_one_sentence(error)} {GOES_ON}"
+        ) from None
     yield submitted
 
 
@@ -140,7 +144,7 @@ def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list
     try:
         library.init(log_to_driver=False, include_dashboard=False)
     except ConnectionError as error:
-        raise ConfigError(f"Ray cannot be reached: {_flat(error.__cause__ or error)} {GOES_ON}") from None
+        raise ConfigError(f"Ray cannot be reached: {_one_sentence(error.__cause__ or error)} {GOES_ON}") from None
     for number, handler in before.items():  # Ray's own handlers would end the command
         signal.signal(number, handler)
     has_gpus = library.cluster_resources().get("GPU", 0) > 0

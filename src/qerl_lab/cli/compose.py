@@ -109,7 +109,7 @@ def single(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     intent.check_all_act([(config, words)])
     HydraConfig.instance().set_config(cfg)
     run_dir = Path(config.run_dir or str(cfg.hydra.run.dir)).expanduser().absolute()
-    given = bool(config.run_dir) or _sets(cfg, "hydra.run.dir")
+    given = bool(config.run_dir) or _is_typed(cfg, "hydra.run.dir")
     notes = intent.notes(config, cfg.optim.micro_batch_size, words)
     return Plan([Job(0, without_hydra_words(typed_words), config, run_dir, notes)], run_dir, given, False)
 
@@ -138,7 +138,7 @@ def sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
     _refuse_equal_jobs(jobs)
     intent.refuse_several_of_sweep([job.config for job in jobs])
     intent.check_all_act([(job.config, intent.words_by_key(job.overrides)) for job in jobs])
-    return Plan(jobs, directory, _sets(master, "hydra.sweep.dir"), True)
+    return Plan(jobs, directory, _is_typed(master, "hydra.sweep.dir"), True)
 
 
 def _compose_job(
@@ -208,7 +208,7 @@ def _declared_keys() -> frozenset[str]:
     return frozenset(key for key in declared if kinds[key] not in NUMBERS)
 
 
-def _sets(cfg: DictConfig, key: str) -> bool:
+def _is_typed(cfg: DictConfig, key: str) -> bool:
     return any(line.lstrip("+").startswith(f"{key}=") for line in _hydra_words(cfg))
 
 

@@ -124,8 +124,8 @@ def check_all_act(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
             where = f"job {number}: " if len(jobs) > 1 else ""
             remedy = variant.arm if variant.arm and cfg.experiment != RunConfig().experiment else variant.remedy
             raise ConfigError(
-                f"{where}{key}={words[key]} does nothing in a run with {variant.decider}="
-                f"{spell_value(values_of(cfg)[variant.decider])}. Leave {key} out, or type for example {remedy}."
+                f"{where}{key}={words[key]} does nothing in a run with {variant.deciding_key}="
+                f"{spell_value(values_of(cfg)[variant.deciding_key])}. Leave {key} out, or type for example {remedy}."
             )
 
 

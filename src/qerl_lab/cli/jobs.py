@@ -65,7 +65,7 @@ def _varying(jobs: list[Job]) -> set[str]:
 
 
 def identity(settings: Mapping[str, str], varying: Collection[str] = ()) -> dict[str, Any]:
-    """Return the values in which a run and a job must agree."""
+    """Return the settings that must be equal for a job to continue a recorded run."""
     return of_arm(settings) | {key: settings.get(key) for key in ("seed", "gpus", *varying)}
 
 

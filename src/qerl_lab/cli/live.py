@@ -33,8 +33,8 @@ class JobProgress:
         self.read()
         self.first = self.step
 
-    def look(self) -> None:
-        """Read the job's record if it is running: begun by a process, and neither done nor failed."""
+    def refresh(self) -> None:
+        """Set `is_running` (begun by a process, neither done nor failed), and read the record of a running job."""
         self.is_running = self.run.status == "interrupted" and self._count() > self._sessions
         if self.is_running:
             self.read()
@@ -47,7 +47,7 @@ class JobProgress:
         self.step = steps[-1]["step"] if steps else 0
         self.reward = f"{steps[-1]['metrics']['reward/mean']:.2f}" if steps else "-"
         times = [line["time"] for line in steps if line["step"] > self.first]
-        self.eta = interval(times[-1] - times[0], len(times) - 1, self.left) if times else "-"
+        self.eta = format_eta(times[-1] - times[0], len(times) - 1, self.left) if times else "-"
 
     def _count(self) -> int:
         with suppress(ConfigError):
@@ -62,7 +62,7 @@ class JobProgress:
         return [str(self.job.number), f"{self.step}/{self.job.config.steps}", self.reward, self.eta, self.words]
 
 
-def interval(seconds: float, done: int, left: int) -> str:
+def format_eta(seconds: float, done: int, left: int) -> str:
     """Format the estimated time of `left` steps from `done` steps in `seconds`; a dash if none is done."""
     return str(tqdm.format_interval(seconds / done * left)) if done > 0 else "-"
 
@@ -87,7 +87,7 @@ class SweepProgress:
             return
         self._looked = time.monotonic()
         for seen in self._left.values():
-            seen.look()
+            seen.refresh()
         running = [seen for seen in self._left.values() if seen.is_running]
         if sys.stderr.isatty():
             rows = columns([HEAD, *(seen.row() for seen in running)]).splitlines() if running else []
@@ -123,7 +123,7 @@ class SweepProgress:
         others = [f"{count} {word}" for word, count in self._ended.items() if word != "done"]
         running = sum(seen.is_running for seen in self._left.values())
         left = sum(seen.left for seen in self._left.values())
-        eta = interval(time.monotonic() - self._started, sum(seen.step - seen.first for seen in self._all), left)
+        eta = format_eta(time.monotonic() - self._started, sum(seen.step - seen.first for seen in self._all), left)
         parts = [f"{self._ended['done']} of {self._count} done", *others, *([f"{running} running"] if running else [])]
         goes_on = left and eta != "-" and not self._stop_file.exists()
         return ", ".join([*parts, *([f"ETA {eta}"] if goes_on else [])])

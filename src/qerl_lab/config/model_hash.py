@@ -38,16 +38,16 @@ def model_hash(path: Path) -> str | None:
     Raises ConfigError if the header of a large safetensors file is damaged.
     """
     if not path.is_dir():
-        return _of_file(path)[:12] if path.suffix == ".gguf" and path.is_file() else None
+        return _hash_file(path)[:12] if path.suffix == ".gguf" and path.is_file() else None
     weights = sorted(file for file in path.glob("*.safetensors") if file.is_file())
     if not weights:
         return None
     files = [*weights, *(file for name in BESIDE if (file := path / name).is_file())]
-    text = "\n".join(f"{file.name} {_of_file(file)}" for file in files)
+    text = "\n".join(f"{file.name} {_hash_file(file)}" for file in files)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _of_file(file: Path) -> str:
+def _hash_file(file: Path) -> str:
     with file.open("rb", buffering=0) as opened:
         now = os.fstat(opened.fileno())  # of the open file: on NFS the attributes of a path may be a minute old
         state = (file, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)

@@ -24,13 +24,15 @@ class Variant(NamedTuple):
     arm: str = ""
 
     @property
-    def decider(self) -> str:
+    def deciding_key(self) -> str:
         return self.when.partition("=")[0].rstrip("!")
 
     def has(self, key: str) -> bool:
         """Tell whether a key is one of this variant's."""
         names = self.keys.split()
-        return key != self.decider and any(key == name or (name[-1] == "." and key.startswith(name)) for name in names)
+        return key != self.deciding_key and any(
+            key == name or (name[-1] == "." and key.startswith(name)) for name in names
+        )
 
     def exists(self, decided: str) -> bool:
         """Tell whether the keys exist for this value of the deciding key."""
@@ -90,7 +92,7 @@ def inert_keys(cfg: RunConfig) -> Mapping[str, Variant]:
     values = values_of(cfg)
     found = {
         key: variant
-        for variant in VARIANTS if not variant.exists(spell_value(values[variant.decider]))
+        for variant in VARIANTS if not variant.exists(spell_value(values[variant.deciding_key]))
         for key in values if variant.has(key)
     }  # fmt: skip
     path = cfg.model.path

@@ -109,7 +109,7 @@ def newest(folder: Path, at_most: int | None = None) -> Saved | None:
     while candidates:
         path = candidates.pop()
         if not (damage := verify(path)):
-            return _saved(path)
+            return _read_saved(path)
         instead = "using the one before it" if candidates else "there is none before it, and training begins anew"
         print(f"warning: checkpoint {path} is damaged ({damage}); {instead}.", file=sys.stderr)
     return None
@@ -133,7 +133,7 @@ def verify(path: Path) -> str:
     except ValueError:
         return f"{MANIFEST} is not JSON"
     try:
-        _saved(path)
+        _read_saved(path)
     except (ValueError, TypeError) as error:
         return f"{STATE} is of another version: {error}"
     return ""
@@ -167,7 +167,7 @@ def _refuse_other_config(run_dir: Path, saved: Saved, cfg: RunConfig) -> None:
     if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension
         now |= {"steps": then["steps"], "extended": cfg.extended[: cfg.extended.index(then["steps"])]}
     differ = [key for key in now | then if key not in now or key not in then or now[key] != then[key]]
-    changed = [f"{key}={_shown(now, key)} (was {_shown(then, key)})" for key in differ]
+    changed = [f"{key}={_value_as_typed(now, key)} (was {_value_as_typed(then, key)})" for key in differ]
     if changed:
         raise ConfigError(
             f"{run_dir / 'resolved.yaml'} is not the configuration that {saved.path.name} was trained with: "
@@ -175,11 +175,11 @@ def _refuse_other_config(run_dir: Path, saved: Saved, cfg: RunConfig) -> None:
         )
 
 
-def _shown(values: dict[str, Any], key: str) -> str:
+def _value_as_typed(values: dict[str, Any], key: str) -> str:
     return spell_value(values[key]) if key in values else "nothing"
 
 
-def _saved(path: Path) -> Saved:
+def _read_saved(path: Path) -> Saved:
     return Saved(path, **parse_json((path / STATE).read_text()))
 
 

@@ -166,7 +166,7 @@ class RunDirectory:
             (self.path / FAILED).unlink(missing_ok=True)  # another rank may have written it
             return INTERRUPTED
         if self.status != "failed" or (rank and ended_with < 0):
-            self.fail(_ending(ended_with, rank or "the process") + "\n")
+            self.fail(_describe_end(ended_with, rank or "the process") + "\n")
             return FAILURE
         return USAGE if ended_with == USAGE else FAILURE
 
@@ -378,7 +378,7 @@ def is_run(files: Iterable[str]) -> bool:
     return not set(files).isdisjoint(MARKS)
 
 
-def _ending(code: int, who: str) -> str:
+def _describe_end(code: int, who: str) -> str:
     if code == -signal.SIGKILL:
         return f"Killed: signal 9 (SIGKILL) ended {who}, as the system does when memory runs out"
     if code < 0:

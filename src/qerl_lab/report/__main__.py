@@ -53,7 +53,7 @@ def report(options: ReportOptions) -> None:
         _write_results(found, options)
     if not found.arms and not (options.runs_csv or options.arms_csv or options.plot):
         return
-    found.counting()
+    found.require_counted()
     baseline = comparison.baseline_of(list(found.arms), options.baseline)
     arms = comparison.by_arm(found, baseline)
     for path, write in (
@@ -104,7 +104,7 @@ def verdicts(options: VerdictsOptions) -> None:
 
     read = [claim for file in options.claims for claim in claims.read(Path(file).expanduser(), file)]
     found = _read(options)
-    rows = judge(found.counted, found.found, read or None)
+    rows = judge(found.counted, found.all_runs, read or None)
     print(verdict_tables.text(found, rows))
     if options.out:
         out = Path(options.out).expanduser()
@@ -126,7 +126,7 @@ def _read(options: ReportOptions | VerdictsOptions) -> "Comparison":
     from qerl_lab.report import comparison
 
     found = comparison.compare(*comparison.read_all([Path(folder).expanduser() for folder in options.sweep]))
-    return found if options.out and found.left_out else found.counting()
+    return found if options.out and found.left_out else found.require_counted()
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> None:

@@ -40,7 +40,7 @@ def _accuracies(comparison: Comparison) -> Table:
     arms = list(comparison.arms.values())
     more = [
         ["gain", "pass@n after"],
-        *([seeds_cell(matrix(records, "gain"), (-1, 1)), _passed(records)] for records in arms),
+        *([seeds_cell(matrix(records, "gain"), (-1, 1)), _pass_cell(records)] for records in arms),
     ]
     rows, empty = without_empty_columns(
         [[*row[:4], *cells, *row[4:]] for row, cells in zip([head, *rows], more, strict=True)], 2
@@ -109,7 +109,7 @@ def _on_bigmath(comparison: Comparison, size: str, wanted: Settings) -> list[str
     return [f"{sum(map(len, arms))} of {started}", after or NONE]
 
 
-def _passed(records: Sequence[Record]) -> str:
+def _pass_cell(records: Sequence[Record]) -> str:
     try:
         return seeds_cell(MEASURES["pass_after"].of(records, records), stats.SHARE)
     except Unmeasured:  # one sample a question, or no evaluation
@@ -202,7 +202,7 @@ def _paired(treated: pd.DataFrame, control: pd.DataFrame, sign: int, ratio: bool
     return [_difference(difference, ratio), NONE if math.isnan(size) else f"{size:+.2f}", better]
 
 
-def _shown(paired: Sequence[str]) -> str:
+def _cell_or_dash(paired: Sequence[str]) -> str:
     return paired[0] if paired else NONE
 
 
@@ -225,7 +225,7 @@ def _entropies(comparison: Comparison, baseline: str | None) -> Table:
         cells = [seeds_cell(first, stats.NATS), seeds_cell(_values(records, "entropy_last"), stats.NATS)]
         if baseline:
             control = _values(comparison.arms[baseline], "entropy_first")
-            cells.append(NONE if arm == baseline else _shown(_paired(first, control, 0, False)))
+            cells.append(NONE if arm == baseline else _cell_or_dash(_paired(first, control, 0, False)))
         rows.append([arm, *cells, *([_printed_entropy(beside.get(arm))] if beside else [])])
     return Table(
         "Entropy of the policy" + ", as in the paper's Figure 5" * bool(beside),
@@ -236,6 +236,7 @@ def _entropies(comparison: Comparison, baseline: str | None) -> Table:
 
 
 def _printed_entropy(name: str | None) -> str:
+    """Return the mean entropy that Figure 5 of the paper has for a weight format; a dash for None."""
     if name is None:
         return NONE
     where = {"table": "Figure 5", "model": SEVEN, "weight_format": name, "setting": "mean over steps 0-8"}
@@ -247,7 +248,7 @@ OF_PAPER = ["Figure 1, 7B: rollouts / BF16", "Table 3, 7B: end to end / BF16"]
 
 
 def _throughput(comparison: Comparison, baseline: str | None) -> Table:
-    beside, why = table_1_rows(comparison), _not_compared(comparison, baseline)
+    beside, why = table_1_rows(comparison), _why_no_ratio(comparison, baseline)
     ratios = [] if why else [*(f"{what} / {baseline}" for what in ("rollouts", "end to end")), *OF_PAPER]
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", *ratios, "rollout, train, sync", "peak GiB",
              "seconds a run"]]  # fmt: skip
@@ -283,7 +284,7 @@ def _speed(values: pd.DataFrame) -> str:
     return cell((mean, low, high), len(values))
 
 
-def _not_compared(comparison: Comparison, baseline: str | None) -> str:
+def _why_no_ratio(comparison: Comparison, baseline: str | None) -> str:
     """Say why no speed is compared with another; empty if at least one is."""
     if len(comparison.arms) < 2:
         return "there is only one arm"
@@ -306,7 +307,7 @@ def _ratios(records: Sequence[Record], control: Sequence[Record]) -> list[str]:
     """Return both speeds divided by the control's; dashes for the control and for runs that shared a machine."""
     if records is control or shared_machines(records, control):
         return [NONE, NONE]
-    return [_shown(_paired(_values(records, name), _values(control, name), 1, True)) for name in SPEEDS]
+    return [_cell_or_dash(_paired(_values(records, name), _values(control, name), 1, True)) for name in SPEEDS]
 
 
 def _printed_speeds(row: tuple[str, str] | None) -> list[str]:

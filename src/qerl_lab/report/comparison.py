@@ -58,7 +58,8 @@ class Comparison:
     left_out: list[str]
 
     @property
-    def found(self) -> list[Run]:
+    def all_runs(self) -> list[Run]:
+        """Return every run that was read, whether it counts or not."""
         return [record.run for record in self.records]
 
     @property
@@ -66,7 +67,7 @@ class Comparison:
         """Map the name of each run that counts to the label of its arm."""
         return {record.run.name: label for label, records in self.arms.items() for record in records}
 
-    def counting(self) -> "Comparison":
+    def require_counted(self) -> "Comparison":
         """Return the comparison unchanged. Raises ConfigError if no run counts."""
         if not self.arms:
             raise ConfigError("no run counts:\n  " + "\n  ".join(self.left_out or ["there is none"]))
@@ -75,7 +76,7 @@ class Comparison:
     @property
     def started(self) -> list[Run]:
         """Return the runs that count or did not finish."""
-        return counted_or_unfinished(self.found, [record.run for record in self.counted])
+        return counted_or_unfinished(self.all_runs, [record.run for record in self.counted])
 
     @property
     def alone(self) -> list[str]:
@@ -89,7 +90,7 @@ class Comparison:
 
 def read(folders: Sequence[Path]) -> Comparison:
     """Read and compare every run in `folders`, of runs or of results. Raises ConfigError if none exists or counts."""
-    return compare(*read_all(folders)).counting()
+    return compare(*read_all(folders)).require_counted()
 
 
 def read_all(folders: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:

@@ -64,7 +64,7 @@ def detectable_difference(differences_S_Q: np.ndarray, seeds: int) -> float:
 def retention(comparison: Comparison) -> Table:
     """Tabulate per arm the share of entropy retained and the number of collapsed runs."""
     rows = [["arm", "entropy, last tenth / first", "runs that collapsed"]]
-    rows += [[arm, _retained(records), _collapsed(records)] for arm, records in comparison.arms.items()]
+    rows += [[arm, _retained_cell(records), _collapsed_cell(records)] for arm, records in comparison.arms.items()]
     return Table(
         "Retained entropy and collapse",
         "Entropy of the trainer's policy in the last tenth of the steps / in the first, geometric mean over seeds "
@@ -74,7 +74,7 @@ def retention(comparison: Comparison) -> Table:
     )
 
 
-def _retained(records: Sequence[Record]) -> str:
+def _retained_cell(records: Sequence[Record]) -> str:
     ratios = np.array([[record.summary["entropy_last"] / record.summary["entropy_first"]] for record in records])
     if not (np.isfinite(ratios).all() and (ratios > 0).all()):
         return NONE
@@ -84,7 +84,7 @@ def _retained(records: Sequence[Record]) -> str:
     return cell((mean, low, high), len(ratios))
 
 
-def _collapsed(records: Sequence[Record]) -> str:
+def _collapsed_cell(records: Sequence[Record]) -> str:
     try:
         fell = np.array([has_collapsed(record) for record in records], float)
     except Unmeasured:
@@ -103,14 +103,14 @@ def draw_passes(comparison: Comparison) -> Figure | None:
             continue
     if not found:
         return None
-    figure, axis, styles = _panel(comparison, len(found))
+    figure, axis, styles = _one_panel(comparison, len(found))
     for place, (arm, by_k) in enumerate(found.items()):
         k, (mean, low, high) = np.array(list(by_k)), np.array(list(by_k.values())).T
         x = k * (1 + 0.02 * (place - (len(found) - 1) / 2))  # offset, so that intervals do not overlap
         axis.errorbar(x, mean, yerr=[mean - low, high - mean], capsize=2, elinewidth=0.9, label=arm, **styles[arm])
     axis.set_xscale("log", base=2)
     axis.set_xticks(k, [str(one) for one in k])
-    return _finished(figure, "pass@k after training", "k (samples per question)", "questions with a right answer")
+    return _label_figure(figure, "pass@k after training", "k (samples per question)", "questions with a right answer")
 
 
 def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
@@ -125,7 +125,7 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
     table = pd.DataFrame(rows, columns=["arm", "entropy", "gain"]).replace([np.inf, -np.inf], np.nan).dropna()
     if len(table) < 2:
         return None
-    figure, axis, styles = _panel(comparison, table["arm"].nunique())
+    figure, axis, styles = _one_panel(comparison, table["arm"].nunique())
     axis.locator_params(nbins=5)
     for arm, own in table.groupby("arm", sort=False):
         axis.plot(own["entropy"], own["gain"], label=arm, **styles[str(arm)] | {"linestyle": ""})
@@ -137,7 +137,9 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
             low, high = found.confidence_interval()  # by Fisher's z
             said.append(f"Correlation over {what}: {found.statistic:+.2f} [{low:+.2f}, {high:+.2f}].")
     title = "Initial entropy and gain of a run"
-    finished = _finished(figure, title, "policy entropy, first tenth of the steps (nats)", "gain in held-out accuracy")
+    finished = _label_figure(
+        figure, title, "policy entropy, first tenth of the steps (nats)", "gain in held-out accuracy"
+    )
     return finished, " ".join(said)
 
 
@@ -155,7 +157,7 @@ def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
                 found[arm] = [detectable_difference(values, int(seeds)) for seeds in SEEDS]
     if not found:
         return None
-    figure, axis, styles = _panel(comparison, len(found))
+    figure, axis, styles = _one_panel(comparison, len(found))
     for arm, effects in found.items():
         axis.plot(SEEDS, effects, label=arm, markevery=6, **styles[arm])
     axis.set(xscale="log", yscale="log")
@@ -163,17 +165,17 @@ def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
         ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ticks.set_minor_locator(NullLocator())
         ticks.set_major_formatter(ScalarFormatter())
-    return _finished(figure, f"Detectable difference to {baseline}", "seeds", "held-out accuracy, power 80%")
+    return _label_figure(figure, f"Detectable difference to {baseline}", "seeds", "held-out accuracy, power 80%")
 
 
-def _panel(comparison: Comparison, lines: int) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:
+def _one_panel(comparison: Comparison, lines: int) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:
     with plt.style.context(STYLE):
         figure, axis = plt.subplots(figsize=(4.4, 3.1 + 0.19 * lines))
     axis.margins(0.06)
     return figure, axis, palette.styles(palette.formats(comparison.arms))
 
 
-def _finished(figure: Figure, title: str, x: str, y: str) -> Figure:
+def _label_figure(figure: Figure, title: str, x: str, y: str) -> Figure:
     (axis,) = figure.axes
     with plt.style.context(STYLE):
         axis.set_title(title, loc="left", fontsize=plt.rcParams["axes.titlesize"])

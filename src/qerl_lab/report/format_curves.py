@@ -19,8 +19,8 @@ IS_PLAIN = {"aqn.schedule": "off"} | {key: value for key, value in PLAIN.items()
 def groups(comparison: Comparison) -> dict[str, dict[str, str]]:
     """Group arms that differ only in weight format, titled by the settings that set the group apart.
 
-    The largest groups come first. A group maps each format, at least `FEWEST` and the dense one first, to the label of
-    its plain arm.
+    The largest groups come first; groups of fewer than `FEWEST` formats are left out. A group maps each format, the
+    dense one first, to the label of its arm that meets `IS_PLAIN`.
     """
     found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
     for label, records in comparison.arms.items():

@@ -64,7 +64,7 @@ def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[P
     made = results.frames(found.records, found.damaged, found.arm_of)
     same = comparison.compare(*results.records_of(made))  # use only what the files hold from here on
     baseline = comparison.baseline_of(list(same.arms), wanted) if same.arms else None
-    rows, drawn = judge(same.counted, same.found), draw_all(same, baseline)
+    rows, drawn = judge(same.counted, same.all_runs), draw_all(same, baseline)
     words = [format_path(folder), word("out", format_path(folder)), *([word("baseline", wanted)] if wanted else [])]
     words += [f"bench={','.join(map(format_path, bench))}"] if bench else []
     line = f"python -m qerl_lab.report {shlex.join(words)}"
@@ -77,7 +77,7 @@ def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[P
     results.write(folder, made)
     names = {f"{curve.name}-{by}" for curve in curves.CURVES for by in BY.values()}
     names |= {figure.name for figure in paper_curves.FIGURES} | {"passes", "entropy-and-gain", "power"}
-    names |= {_numbered(number) for number in range(MOST_GROUPS)}
+    names |= {_figure_name(number) for number in range(MOST_GROUPS)}
     for name in {"arms.csv", *(f"figures/{name}.png" for name in names)} - set(files):  # left by an earlier report
         (folder / name).unlink(missing_ok=True)
     for name, data in files.items():
@@ -115,13 +115,13 @@ def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
 def _of_formats(found: Comparison, points: pd.DataFrame) -> list[Drawn]:
     """Draw reward, entropy and accuracy of the formats in one figure per group of otherwise equal arms."""
     return [
-        Drawn(_numbered(number), f"Reward, entropy and held-out accuracy of {', '.join(group)}",
+        Drawn(_figure_name(number), f"Reward, entropy and held-out accuracy of {', '.join(group)}",
               curves.png(format_curves.draw(points, group, title)))
         for number, (title, group) in enumerate(list(format_curves.groups(found).items())[:MOST_GROUPS])
     ]  # fmt: skip
 
 
-def _numbered(number: int) -> str:
+def _figure_name(number: int) -> str:
     return f"formats-{number + 1}-by-step" if number else "formats-by-step"
 
 
@@ -196,7 +196,7 @@ def _image(figure: Drawn) -> dict[str, Any]:
 
 def _facts(found: Comparison) -> list[tuple[int, str]]:
     """Count runs by state, arms and seeds."""
-    states = Counter("finished" if run.status == FINISHED else run.status.split(" (")[0] for run in found.found)
+    states = Counter("finished" if run.status == FINISHED else run.status.split(" (")[0] for run in found.all_runs)
     states["damaged"] = len(found.damaged)
     again = states["finished"] - len(found.counted)
     shown = [(count, f"run{'s' * (count != 1)} {state}") for state, count in states.items() if count]
@@ -215,13 +215,13 @@ def _gaps(found: Comparison) -> list[str]:
         return ["No run finished, so there is nothing to measure. The runs and their states are at the end."]
     gaps, short = [], []
     for label, records in found.arms.items():
-        lacking = sum(run.arm == records[0].run.arm and is_unfinished(run) for run in found.found)
+        lacking = sum(run.arm == records[0].run.arm and is_unfinished(run) for run in found.all_runs)
         short += [f"{lacking} of {len(records) + lacking} of {label}"] if lacking else []
     if short:
         gaps.append(f"Means exclude unfinished runs: {'; '.join(short)}.")
-    lost = {run.arm for run in found.found} - {record.run.arm for record in found.counted}
+    lost = {run.arm for run in found.all_runs} - {record.run.arm for record in found.counted}
     if lost:
-        names = sorted({run.experiment for run in found.found if run.arm in lost})
+        names = sorted({run.experiment for run in found.all_runs if run.arm in lost})
         gaps.append(f"{len(lost)} arm{'s' * (len(lost) != 1)} without a finished run: {', '.join(names)}.")
     if found.damaged:
         gaps.append(f"Means exclude {len(found.damaged)} damaged run{'s' * (len(found.damaged) != 1)}.")
@@ -244,7 +244,7 @@ def _claims(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _details(row: Row) -> list[tuple[str, str]]:
     """List the numbers behind a verdict, each with its name."""
-    treated, control, counts, effect, paper, size, better, p_values, guardrail = verdict_tables.measured(row)
+    treated, control, counts, effect, paper, size, better, p_values, guardrail = verdict_tables.measured_cells(row)
     parts = [
         (row.claim.measure, effect),
         ("smallest that matters", smallest_as_text(row.claim)),

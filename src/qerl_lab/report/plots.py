@@ -136,7 +136,7 @@ def values_of_a_block(values: Mapping[str, Sequence[float]]) -> Figure:
     axis.set_yticks(range(len(values)), [f"{name}, {len(found)} values" for name, found in values.items()])
     axis.set_ylim(len(values) - 0.4, -0.6)
     axis.set_xlabel("weight, in units of the largest of its block")
-    return _dressed(figure, axis, grid="x")
+    return _style_axis(figure, axis, grid="x")
 
 
 def largest_of_blocks(stored: Mapping[str, Sequence[float]]) -> Figure:
@@ -148,7 +148,7 @@ def largest_of_blocks(stored: Mapping[str, Sequence[float]]) -> Figure:
         axis.hist(found, bins=40, range=(0.75, 1.25), color=_color(name, number))
         axis.axvline(1, color="0.3", lw=0.8)
         axis.set(title=name, xlabel="stored / exact", yticks=[])
-        _dressed(figure, axis, grid="x")
+        _style_axis(figure, axis, grid="x")
     axes.flat[0].set_ylabel("blocks")
     return figure
 
@@ -184,7 +184,7 @@ def noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure:
     right.set(xlabel="KL to the dense policy, nats per token", ylabel="change of entropy, nats per token")
     for axis in (left, right):
         axis.legend(frameon=False, fontsize="small", loc="upper left")
-        _dressed(figure, axis, grid="both")
+        _style_axis(figure, axis, grid="both")
     return figure
 
 
@@ -193,7 +193,7 @@ def _color(name: str, number: int) -> str:
     return palette.FORMATS.get(name, palette.OTHERS[number % len(palette.OTHERS)])
 
 
-def _dressed(figure: Figure, axis: Axes, grid: Literal["both", "x", "y"]) -> Figure:
+def _style_axis(figure: Figure, axis: Axes, grid: Literal["both", "x", "y"]) -> Figure:
     axis.grid(alpha=0.25, axis=grid)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)

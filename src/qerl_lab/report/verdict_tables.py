@@ -204,11 +204,11 @@ def table_1(comparison: Comparison) -> list[list[str]]:
             f"{len(records)} of {started}",
             *(seeds_cell(matrix(records, at), stats.SHARE) for at in ("before", "after")),
         ]
-        rows.append([*cells, *(_as_printed(beside.get(label)) if beside else [])])
+        rows.append([*cells, *(_table_1_cells(beside.get(label)) if beside else [])])
     return rows
 
 
-def _as_printed(row: tuple[str, str] | None) -> list[str]:
+def _table_1_cells(row: tuple[str, str] | None) -> list[str]:
     if row is None:
         return ["-", "-", "-"]
     method, weight_format = row
@@ -242,7 +242,7 @@ def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
 
 
 def _cells(row: Row, letters: Mapping[Conditions, str], sizes: Mapping[str, int]) -> list[str]:
-    *numbers, guardrail = measured(row)
+    *numbers, guardrail = measured_cells(row)
     cells = [row.claim.name, name_of(row), letters.get(row.conditions, "-"), row.claim.measure, *numbers]
     cells += [f"{row.claim.family}, {sizes.get(row.claim.family, 0)}", guardrail]
     return [*cells, "yes" if is_registered(row) else "no", f"**{row.verdict}**: {row.why}"]
@@ -263,7 +263,7 @@ def terms(claim: Claim) -> str:
     return f"{text} Guardrail: {rail.measure} may fall by {rail.margin:g} at most." if rail else text
 
 
-def measured(row: Row) -> list[str]:
+def measured_cells(row: Row) -> list[str]:
     counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True) if m) or "-"
     numbers = row.numbers
     if numbers is None:

@@ -198,11 +198,11 @@ def pool_variances(rows: Sequence[Row]) -> list[Row]:
 
 
 def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
-    """Return the p-values of a contrast, at its own number of seeds or at `seeds` with the same mean and variances.
+    """Compute the p-values of a contrast, at its own number of seeds or at `seeds` with the same mean and variances.
 
-    For a claim of no difference, `above` tests against an effect of at least the smallest size either way (two
-    one-sided tests, the larger p-value); `small` tests against a smaller one (twice the smaller p-value, as either side
-    could show it).
+    A claim of no difference is tested for equivalence. `above` rejects an effect of at least the smallest size: the
+    larger p-value of two one-sided tests. `small` rejects a smaller effect: twice the smaller p-value, because either
+    side could show it.
     """
     margin, count = smallest(claim), seeds or numbers.seeds
     low, high = float(numbers.oriented.mean()), float(numbers.at_most.mean())

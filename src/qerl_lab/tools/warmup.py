@@ -118,12 +118,8 @@ def warm_up(options: WarmupOptions) -> None:
     started, device = time.monotonic(), policy.device_of(options.device)
     task = load_task(options)
     folder = weight_files.local_folder(options.model, options.revision, key="model")
-    origin = {
-        "path": str(folder),
-        "revision": options.revision,
-        "hash": model_hash(folder),
-        **weight_files.lab_records(folder),
-    }
+    records, revision = weight_files.lab_records(folder), options.revision
+    origin = {"path": str(folder), "revision": revision, "hash": model_hash(folder), **records}
     model, tokenizer = load(options, folder, device)
     rows, left_out = tokenize(task, tokenizer, options.max_tokens)
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:

@@ -149,7 +149,7 @@ def _without_thousands(text: str) -> str:
 
 
 def _depths(text: str) -> list[int]:
-    """Return how many brackets are open at each character. An argument of `\frac` counts as a bracket."""
+    r"""Return how many brackets are open at each character. An argument of `\frac` counts as a bracket."""
     depths, depth, last = list[int](), 0, 0
     for found in _BRACKETS.finditer(text):
         depths += [depth] * (found.start() - last)

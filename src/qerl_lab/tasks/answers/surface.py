@@ -156,7 +156,7 @@ def _without_dollars(text: str) -> str:
 
 
 def _unboxed(text: str) -> str:
-    """Replace `\boxed{X}` by X."""
+    r"""Replace `\boxed{X}` by X."""
     while found := _BOXED.search(text):
         end = closing(text, found.end())
         if end < 0:
