@@ -84,7 +84,7 @@ def step_values(metrics: dict[str, float]) -> Step:
 
 
 def row_of(job: Job, found: list[Step]) -> Row:
-    """Return medians over the steps after the first, and their total tokens per second.
+    """Return the row of a run: medians over the steps after the first, and their total tokens per second.
 
     Raises RuntimeError if steps or tokens are missing, or if nothing was learned.
     """

@@ -107,12 +107,12 @@ def steps(options: TrainStepOptions) -> Iterator[Row]:
     vocabulary = ARCHITECTURES[options.model]["vocab_size"]
     ids = torch.randint(vocabulary, (options.sequences, options.length), device="cuda")
     for micro in sorted({options.sequences, 1}, reverse=True):
-        yield from _in_turn(options, arms, ids, micro, "chunked", chunked_loss)
+        yield from _measure_in_turn(options, arms, ids, micro, "chunked", chunked_loss)
     first = options.arms[0]
-    yield from _in_turn(options, {first: arms[first]}, ids, options.sequences, "full logits", full_logits_loss)
+    yield from _measure_in_turn(options, {first: arms[first]}, ids, options.sequences, "full logits", full_logits_loss)
 
 
-def _in_turn(
+def _measure_in_turn(
     options: TrainStepOptions, arms: dict[str, TrainedArm], ids: Tensor, micro: int, loss_name: str, loss: Any
 ) -> Iterator[Row]:
     measured: dict[str, list[tuple[float, int]]] = {name: [] for name in arms}

@@ -1,4 +1,4 @@
-"""Directories of jobs: find existing ones, claim new ones, read those of a sweep, extend a run."""
+"""Directories of jobs: find existing ones, claim new ones, read a sweep, extend a run."""
 
 import os
 import re
@@ -116,7 +116,7 @@ def plan_of_sweep(directory: Path) -> Plan | None:
 
 
 def read(directory: Path, run_dirs: list[Path]) -> Plan:
-    """Return the plan of a sweep whose directories are claimed. Raises ConfigError."""
+    """Return the plan of a sweep with claimed directories. Raises ConfigError."""
     jobs = []
     for number, path in enumerate(run_dirs):
         run = RunDirectory(path)

@@ -96,15 +96,15 @@ def describe(path: Path) -> str:
 
 def _options(group: str, default: str | None = None) -> list[str]:
     folder, lines = group_folder(group), list[str]()
-    names = sorted(choices_of(group), key=_by_size)
+    names = sorted(choices_of(group), key=_number_key)
     width = max(map(len, names)) + 4
     for name in names:
         lines += entry(name + ("*" if name == default else ""), describe(folder / f"{name}.yaml"), width)
     return lines
 
 
-def _by_size(name: str) -> list[tuple[int, str]]:
-    """Sort names by the numbers in them: rank16 before rank128."""
+def _number_key(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that orders names by the numbers in them: rank16 before rank128."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 

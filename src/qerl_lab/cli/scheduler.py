@@ -194,7 +194,7 @@ def _stop_at_signals(stop_file: Path) -> Iterator[None]:
 
 
 class Cards:
-    """The GPUs of this machine, each for up to `share` jobs at once. Names are those of CUDA_VISIBLE_DEVICES."""
+    """The GPUs of this machine, each for up to `share` jobs at once. Names are written as in CUDA_VISIBLE_DEVICES."""
 
     def __init__(self, names: Sequence[str], share: int) -> None:
         self._free: SimpleQueue[str] = SimpleQueue()

@@ -161,7 +161,7 @@ def _parse(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _keys_by_name() -> dict[str, str]:
-    """Map what may be typed with dashes by mistake to what to type: our keys, those of others, and groups."""
+    """Map names that people type with dashes by mistake to the word to type: our keys, other programs' keys, groups."""
     keys = {name.rpartition(".")[2]: to_type(name) for name in reversed(list(schema()))}
     keys |= {name: to_type(meant) for name, meant in FOREIGN_NAMES.items()} | {name: to_type(name) for name in schema()}
     keys |= {group: to_type(group) for group in groups()}

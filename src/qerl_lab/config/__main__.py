@@ -28,7 +28,7 @@ class TablesOptions:
 
 
 def write_tables(options: TablesOptions) -> None:
-    """Print the tables, or replace those of the page. Raises ConfigError for a page without the mark."""
+    """Print the tables, or replace the tables in the page. Raises ConfigError for a page without the mark."""
     if options.page is None:
         print(tables(), end="")
         return

@@ -94,7 +94,7 @@ def model_by_content(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_run(cfg: RunConfig) -> dict[str, Any]:
-    """Return the values that two sessions of one run must share: those of its arm, its seed and gpus."""
+    """Return the values that two sessions of one run must share: the arm, the seed and gpus."""
     shared = {name: value for name, value in values_of(cfg).items() if name in ("seed", "gpus") or is_of_arm(name)}
     return model_by_content(shared)
 

@@ -1,6 +1,6 @@
 """Build and check a RunConfig from plain values, with every rule that spans several keys. Imports no torch.
 
-A check yields the message of each rule that a configuration breaks. Those of engines are in `engine_rules`.
+A check yields the message of each rule that a configuration breaks. Rules of engines are in `engine_rules`.
 """
 
 import re

@@ -27,7 +27,7 @@ class Benchmark:
         return self.task.name
 
     def fitting(self, policy: Policy, limit: int) -> list[Question]:
-        """Return the questions whose chat prompt has at most `limit` tokens. Raises ConfigError if there are none."""
+        """Return the questions with a chat prompt of at most `limit` tokens. Raises ConfigError if there are none."""
         lengths = [len(policy.prompt_ids(self.task.messages(question))) for question in self.questions]
         found = [question for question, length in zip(self.questions, lengths, strict=True) if length <= limit]
         if not found:

@@ -236,7 +236,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
-    """Switch autocast off for a backward pass whose forward pass ran without it."""
+    """Switch autocast off for a backward pass if its forward pass ran without it."""
     on = autocast_dtype(x.device) not in (None, x.dtype)
     return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
 

@@ -171,7 +171,7 @@ def _last(name: str) -> str:
 
 @torch.no_grad()
 def _norms_before_linears(model: PreTrainedModel) -> set[str]:
-    """Run one token through `model`; return the full names of the norms whose output a Linear reads."""
+    """Run one token through `model`; return the full names of the norms that feed a Linear."""
     written: dict[str, Tensor] = {}  # keep the tensors alive, so that no address is reused
     read: list[Tensor] = []
     hooks = []

@@ -46,7 +46,7 @@ def has_questions(cfg: RunConfig) -> bool:
 
 @cache
 def _questions(task: str) -> tasks.Task:
-    """Load a task whose questions are on this machine. Its configuration is passed as JSON, to be a cache key."""
+    """Load a task with questions on this machine. Its configuration is passed as JSON, to be a cache key."""
     return tasks.load(build({"task": json.loads(task)}).task)
 
 

@@ -128,7 +128,7 @@ def read_source(options: QuantizeOptions) -> Source:
 
 
 def _check_ignore(options: QuantizeOptions, linears: list[str]) -> None:
-    """Raise ConfigError for an `ignore` entry that matches no layer: a typo would quantize what it should protect."""
+    """Raise ConfigError for an `ignore` entry that matches no layer: a typo would quantize a protected layer."""
     for entry in options.ignore:
         if not any(is_ignored(name, [entry]) for name in linears):
             ends = sorted({name.rpartition(".")[2] for name in linears})

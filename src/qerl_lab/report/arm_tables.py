@@ -163,14 +163,14 @@ def _against_control(records: Sequence[Record], control: Sequence[Record]) -> It
         yield "every measure", [], "the two share no seed"
         return
     for phase, label in (("after", "accuracy after"), ("gain", "gain in accuracy")):
-        cells = _paired(matrix(records, phase), matrix(control, phase), 1, False)
+        cells = _difference_cells(matrix(records, phase), matrix(control, phase), 1, False)
         yield label, cells, "no shared held-out question"
     for one in DIFFERENCES:
         if one.ratio and shared_machines(records, control):
             yield one.label, [], SHARED
         else:
             sides = [_values(side, one.name) for side in (records, control)]
-            yield one.label, _paired(sides[0], sides[1], one.sign, one.ratio), "no shared value"
+            yield one.label, _difference_cells(sides[0], sides[1], one.sign, one.ratio), "no shared value"
 
 
 def _left_out(gaps: Sequence[Gap], others: int) -> str:
@@ -190,7 +190,7 @@ def _values(records: Sequence[Record], name: str) -> pd.DataFrame:
     return pd.DataFrame({"run": {record.run.seed: float(record.summary[name]) for record in records}})
 
 
-def _paired(treated: pd.DataFrame, control: pd.DataFrame, sign: int, ratio: bool) -> list[str]:
+def _difference_cells(treated: pd.DataFrame, control: pd.DataFrame, sign: int, ratio: bool) -> list[str]:
     """Return difference, effect size and P(better) of values [seeds, questions] as cells; none if nothing is shared."""
     one, other = (np.log(values) if ratio else values for values in (treated, control))
     difference = (one - other).dropna(how="all").dropna(axis=1)
@@ -225,7 +225,7 @@ def _entropies(comparison: Comparison, baseline: str | None) -> Table:
         cells = [seeds_cell(first, stats.NATS), seeds_cell(_values(records, "entropy_last"), stats.NATS)]
         if baseline:
             control = _values(comparison.arms[baseline], "entropy_first")
-            cells.append(NONE if arm == baseline else _cell_or_dash(_paired(first, control, 0, False)))
+            cells.append(NONE if arm == baseline else _cell_or_dash(_difference_cells(first, control, 0, False)))
         rows.append([arm, *cells, *([_printed_entropy(beside.get(arm))] if beside else [])])
     return Table(
         "Entropy of the policy" + ", as in the paper's Figure 5" * bool(beside),
@@ -307,7 +307,9 @@ def _ratios(records: Sequence[Record], control: Sequence[Record]) -> list[str]:
     """Return both speeds divided by the control's; dashes for the control and for runs that shared a machine."""
     if records is control or shared_machines(records, control):
         return [NONE, NONE]
-    return [_cell_or_dash(_paired(_values(records, name), _values(control, name), 1, True)) for name in SPEEDS]
+    return [
+        _cell_or_dash(_difference_cells(_values(records, name), _values(control, name), 1, True)) for name in SPEEDS
+    ]
 
 
 def _printed_speeds(row: tuple[str, str] | None) -> list[str]:

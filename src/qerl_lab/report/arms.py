@@ -134,7 +134,7 @@ def is_copy(run: Run) -> bool:
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """Return the keys whose values differ between runs; model.path and model.hash count once if they say the same."""
+    """Return the keys that differ in value between runs; model.path and model.hash count once if they say the same."""
     known = sorted({key for run in runs for key in run.settings} - {_redundant_key(runs)})
     return [key for key in known if len({run.value(key) for run in runs}) > 1]
 
@@ -170,7 +170,7 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
 
 
 def _arms_showing(key: str, arms: Mapping[Arm, Run], runs: Sequence[Run]) -> Iterator[Arm]:
-    """Yield the arms whose label needs `key`: their experiment does not imply it and its value is unusual."""
+    """Yield the arms that need `key` in their label: their experiment does not imply it and its value is unusual."""
     undeclared = Counter(run.value(key) for run in arms.values() if key not in run.declared)
     usual = next((value for value, count in undeclared.items() if 2 * count > undeclared.total()), None)
     for arm, run in arms.items():

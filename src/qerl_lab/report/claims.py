@@ -107,7 +107,7 @@ class Claim:
 
     @property
     def across(self) -> str:
-        """Return the key whose values one contrast spans; empty if all its runs have one value per shared key."""
+        """Return the key that one contrast spans with several values; empty if it spans none."""
         return self.best_of or self.mean_over
 
 

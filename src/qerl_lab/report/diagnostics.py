@@ -28,7 +28,7 @@ POWER = 0.8  # of a two-sided 5% test
 SEEDS = np.unique(np.geomspace(2, 100, 40).round().astype(int))  # x axis of the power curve
 
 
-def pass_at_k(records: Sequence[Record]) -> dict[int, Interval]:
+def pass_at_each_k(records: Sequence[Record]) -> dict[int, Interval]:
     """Return pass@k after training by k, over seeds and questions, within [0, 1].
 
     Raises Unmeasured without evaluation, for fewer than two seeds or samples, and for partly right answers.
@@ -98,7 +98,7 @@ def draw_passes(comparison: Comparison) -> Figure | None:
     found: dict[str, dict[int, Interval]] = {}
     for arm, records in comparison.arms.items():
         try:
-            found[arm] = pass_at_k(records)
+            found[arm] = pass_at_each_k(records)
         except Unmeasured:
             continue
     if not found:

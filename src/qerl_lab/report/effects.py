@@ -202,7 +202,7 @@ def _bounded_interval(known: np.ndarray, least: np.ndarray, most: np.ndarray, ra
 
 def _values(claim: Claim, measure: str, side: Side, pair: Pair, seeds: Sequence[int]) -> Range:
     """Return a measure of one side by seed, averaged or at the best option over the key that the claim spans."""
-    options = [_of_option(measure, records, pair.control.records, seeds) for records in side.options.values()]
+    options = [_values_of_option(measure, records, pair.control.records, seeds) for records in side.options.values()]
     if len(options) == 1:
         return options[0]
     columns = [column for column in options[0].low.columns if all(column in option.low for option in options)]
@@ -224,13 +224,15 @@ def _best_option(claim: Claim, side: Side, pair: Pair, seeds: Sequence[int]) -> 
     """
     sign = claim.direction or 1
     better = [
-        sign * _of_option(claim.measure, records, pair.control.records, seeds).low.mean(axis=1)
+        sign * _values_of_option(claim.measure, records, pair.control.records, seeds).low.mean(axis=1)
         for records in side.options.values()
     ]
     return {seed: int(np.argmax([option.drop(seed).mean() for option in better])) for seed in seeds}
 
 
-def _of_option(measure: str, records: Sequence[Record], controls: Sequence[Record], seeds: Sequence[int]) -> Range:
+def _values_of_option(
+    measure: str, records: Sequence[Record], controls: Sequence[Record], seeds: Sequence[int]
+) -> Range:
     own = MEASURES[measure]
     low = own.of(records, controls).dropna(axis=1).loc[list(seeds)]
     high = low if own.most is None else low.where(low <= own.most(records[0]), np.inf)

@@ -89,7 +89,7 @@ def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[P
 def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
     """Draw the figures by title: the formats in one, each recorded curve with the paper's beside it, and diagnostics.
 
-    Time and speed are drawn only for arms whose runs shared no machine.
+    Time and speed are drawn only for arms without a shared machine.
     """
     if not found.arms:
         return {}

@@ -115,7 +115,7 @@ def _tasks(runs: Sequence[Run]) -> set[str]:
 
 
 def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
-    """Caption a figure of the paper: what it shows, and which model and task our arms above it have."""
+    """Caption a figure of the paper: its subject, and the model and task of our arms above it."""
     ours = "Ours above" if figure.is_of(_tasks(runs)) else "Ours above, on another task"
     models = {PurePath(run.value("model.path")).name for run in runs}
     tasks, algorithms = {task_of(run) for run in runs}, {run.value("algorithm.name") for run in runs}

@@ -60,6 +60,7 @@ def tabulate_files(paths: Sequence[Path]) -> Speed:
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:
+    """List the result files of the paths, each once. Raises ConfigError for a missing path."""
     files = []
     for path in paths:
         if not path.exists():

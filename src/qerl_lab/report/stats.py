@@ -224,8 +224,8 @@ def share_interval(values_Q: np.ndarray, samples: int) -> Interval:
 def p_value(interval: Callable[[float], Interval], pairs: int) -> float:
     """Return the two-sided p-value of an interval: 1 minus the level at which `interval(level)` reaches 0.
 
-    It is below 0.05 exactly if the 95% interval excludes 0; for `paired_interval` it equals that of the paired t-test.
-    It is at least 2 / 2**pairs, the minimum of a sign test, since Student's t would give 0 for equal differences; and
+    It is below 0.05 exactly if the 95% interval excludes 0. For `paired_interval` it is the p-value of the paired
+    t-test. It is at least 2 / 2**pairs, the minimum of a sign test, since Student's t would give 0 for equal differences; and
     at least 1e-15, the resolution of `1 - p`.
     """
 

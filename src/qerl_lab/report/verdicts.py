@@ -179,7 +179,7 @@ def effect_as_text(claim: Claim, value: float) -> str:
 def pool_variances(rows: Sequence[Row]) -> list[Row]:
     """Moderate variances over the contrasts of a family and measure, and compute p-values from them.
 
-    Censored contrasts take no part, as their variances are those of bounds.
+    Censored contrasts take no part, because their variances describe bounds.
     """
     family: dict[tuple[str, str], list[float]] = {}
     for row in rows:
@@ -236,7 +236,7 @@ def family_sizes(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def _adjusted(own: P, others: Sequence[P]) -> P:
-    """Adjust the p-values of a contrast by Holm, together with those of the others."""
+    """Adjust the p-values of a contrast by Holm, together with the other contrasts of its family."""
     return P(*(stats.holm([p, *(other[n] for other in others)])[0] for n, p in enumerate(own)))
 
 
@@ -304,7 +304,7 @@ def _verdict_at(claim: Claim, found: Numbers, others: Sequence[P], seeds: int) -
 
 
 def _seeds_at_any_effect(claim: Claim, found: Numbers, family: int) -> int | None:
-    """Return the fewest seeds whose interval is too narrow to hold both 0 and the smallest effect.
+    """Return the fewest seeds that make the interval too narrow to hold both 0 and the smallest effect.
 
     The level is that of the first of a family by Holm. None if `stats.MOST_SEEDS` are too few, for censored contrasts,
     and for claims of no difference, which have a border on each side.

@@ -73,14 +73,14 @@ def make_readable(files: Iterable[Path]) -> None:
 def strict_json(content: Any) -> bytes:
     """Encode as strict JSON, which has no NaN or Infinity: non-finite numbers become null."""
 
-    def known(value: Any) -> Any:
+    def finite_or_null(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: known(one) for key, one in value.items()}
+            return {key: finite_or_null(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
-            return [known(one) for one in value]
+            return [finite_or_null(one) for one in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps(known(content), indent=1, allow_nan=False).encode() + b"\n"
+    return json.dumps(finite_or_null(content), indent=1, allow_nan=False).encode() + b"\n"
 
 
 def read_json(path: Path, kind: type) -> Any:

@@ -105,7 +105,7 @@ def survive_lost_console() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
+    sys.stdout, sys.stderr = _lasting_stream(sys.stdout, 1), _lasting_stream(sys.stderr, 2)
 
 
 def say_now(text: str) -> None:
@@ -114,8 +114,8 @@ def say_now(text: str) -> None:
         os.write(2, f"{text}\n".encode())
 
 
-def _lasting(stream: object, descriptor: int) -> io.TextIOWrapper:
-    raw = _Lasting(descriptor, "w", closefd=False)
+def _lasting_stream(stream: object, descriptor: int) -> io.TextIOWrapper:
+    raw = _LastingStream(descriptor, "w", closefd=False)
     if not isinstance(stream, io.TextIOWrapper):  # None if it was closed
         return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", line_buffering=True)
     stream.flush()
@@ -123,7 +123,7 @@ def _lasting(stream: object, descriptor: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=is_prompt)
 
 
-class _Lasting(io.FileIO):
+class _LastingStream(io.FileIO):
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)

@@ -30,7 +30,7 @@ _BLOCK = re.compile(
 
 
 def train(cfg: TaskConfig) -> list[Question]:
-    """Return `cfg.train_questions` (0: 2048) problems, none equal to a held-out one, or those of `task.path`."""
+    """Return `cfg.train_questions` (0: 2048) problems, none equal to a held-out one, or the problems in `task.path`."""
     return _questions(cfg, of_heldout=False)
 
 

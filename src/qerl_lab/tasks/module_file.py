@@ -1,4 +1,4 @@
-"""Custom tasks and rewards: `task.module=FILE.py`, whose functions replace the task's.
+"""Custom tasks and rewards: functions in `task.module=FILE.py` replace the task's.
 
 The file is imported into the run's process with the user's permissions.
 """

@@ -164,7 +164,7 @@ def end_all() -> None:
 
 
 def _drop_workers() -> None:
-    """Drop the workers in a forked child: they belong to the parent, whose threads may have held the lock."""
+    """Drop the workers in a forked child: they belong to the parent, and its threads may have held the lock."""
     global _lock
     _lock = threading.Lock()
     _idle.clear()

@@ -92,7 +92,7 @@ def plan(options: PlanOptions) -> None:
     queue = read(Path(options.queue), shlex.split(options.words))
     at_once = options.jobs * options.gpus
     rows = [["part", "runs", "done", "left", "min a run", "hours left"]]
-    for part in _chosen(queue.parts, options.parts):
+    for part in _choose_parts(queue.parts, options.parts):
         runs, left = ([one for one in some if one.part is part] for some in (queue.runs, queue.left()))
         done = sum(queue.is_done(one.key) for one in runs)
         hours = sum(queue.seconds(one) for one in left) / at_once / 3600
@@ -112,7 +112,7 @@ def plan(options: PlanOptions) -> None:
         print(f"python -m qerl_lab {shlex.join(one.words)}")
 
 
-def _chosen(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
+def _choose_parts(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
     known = [part.name for part in parts]
     for name in names:
         if name not in known:
@@ -121,7 +121,7 @@ def _chosen(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
 
 
 def _next(queue: Queue, options: PlanOptions) -> list[Planned]:
-    chosen = _chosen(queue.parts, options.parts)
+    chosen = _choose_parts(queue.parts, options.parts)
     return [one for one in queue.left() if one.part in chosen]
 
 

@@ -54,14 +54,14 @@ class NoiseLevel:
         return aqn.Noise(sigma, self.cfg.seed, step, self.aqn.relative)
 
     def is_due(self, step: int) -> bool:
-        """Return whether the step belongs to a noisy stage whose sigma is not solved yet."""
+        """Return whether the step belongs to a noisy stage without a solved sigma."""
         return self.solves and self.target(step) > 0 and self.state.get("stage") != self._stage(step)
 
     def _stage(self, step: int) -> int:
         return schedule.stage(step, self.cfg.steps, self.aqn.stages)
 
     def solve(self, step: int, nats_per_token: Callable[[list[aqn.Noise]], float]) -> Solution:
-        """Find the sigma whose KL matches the target of the step's stage.
+        """Find the sigma with a KL equal to the target of the step's stage.
 
         The KL is averaged over noise draws of the stage's own steps, evenly spread, so that it fits the noise actually
         used.

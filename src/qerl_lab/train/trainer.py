@@ -371,7 +371,7 @@ class _Steps(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, lr_scheduler: LambdaLR, **_: Any
     ) -> None:
-        """Set the learning rate of an extended run, whose checkpoint holds the shorter schedule's next rate."""
+        """Set the learning rate of an extended run: its checkpoint holds the next rate of the shorter schedule."""
         extended = [steps * self.trainer.cfg.updates_per_step for steps in self.trainer.cfg.extended]
         if state.global_step not in extended:
             return

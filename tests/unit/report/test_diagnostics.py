@@ -34,7 +34,7 @@ def found(tmp_path: Path) -> Comparison:
 
 
 def test_passes_are_those_of_the_samples_with_intervals_that_stay_shares(found: Comparison) -> None:
-    passes = diagnostics.pass_at_k(found.arms["bf16"])
+    passes = diagnostics.pass_at_each_k(found.arms["bf16"])
     assert list(passes) == [1, 2, 4]
     # C(4 - c, 2) / C(4, 2) of c right ones are 1, 1/2, 1/6, 0, 0
     expected = np.array([[[0, 1 / 2, 5 / 6, 1, 1][count] for count in seed] for seed in RIGHT["bf16"]])
@@ -49,7 +49,7 @@ def test_answers_that_are_partly_right_have_no_pass(found: Comparison) -> None:
     one, *others = found.arms["bf16"]
     partly = replace(one, accuracy={**one.accuracy, "after": one.accuracy["after"] + 0.1})
     with pytest.raises(Unmeasured, match="partly right"):
-        diagnostics.pass_at_k([partly, *others])
+        diagnostics.pass_at_each_k([partly, *others])
 
 
 def fallen(values: list[float], found: Comparison) -> bool:

@@ -89,7 +89,7 @@ class NormWorker(Worker):
         return sorted(self.list_loras())
 
     def qerl_noise(self, names: list[str], sigma: str, seed: int, step: int, relative: bool) -> None:
-        """Write clean weights + noise into the norms `names`, and clean weights into those of earlier calls.
+        """Write clean weights + noise into the norms `names`, and clean weights into the norms of earlier calls.
 
         Every worker draws the same noise. Layers of other pipeline stages are skipped.
 

@@ -126,11 +126,11 @@ def plain(text: str) -> str:
     text = _powers(text.translate(_TRANSLATION))
     text = _without_dollars(text)
     text = _SIZES.sub(" ", text)
-    text = " ".join(_unboxed(_spelled(text, _SPELLINGS if "\\" in text else _TYPED)).split())
+    text = " ".join(_unboxed(_apply_spellings(text, _SPELLINGS if "\\" in text else _TYPED)).split())
     return _without_wrapping(_without_lead_in(_without_wrapping(text)))
 
 
-def _spelled(text: str, spellings: list[tuple[re.Pattern[str], str]]) -> str:
+def _apply_spellings(text: str, spellings: list[tuple[re.Pattern[str], str]]) -> str:
     for pattern, new in spellings:
         text = pattern.sub(new, text)
     return text
