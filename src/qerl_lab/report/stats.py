@@ -225,8 +225,8 @@ def p_value(interval: Callable[[float], Interval], pairs: int) -> float:
     """Return the two-sided p-value of an interval: 1 minus the level at which `interval(level)` reaches 0.
 
     It is below 0.05 exactly if the 95% interval excludes 0. For `paired_interval` it is the p-value of the paired
-    t-test. It is at least 2 / 2**pairs, the minimum of a sign test, since Student's t would give 0 for equal differences; and
-    at least 1e-15, the resolution of `1 - p`.
+    t-test. It is at least 2 / 2**pairs, the minimum of a sign test, since Student's t would give 0 for equal
+    differences; and at least 1e-15, the resolution of `1 - p`.
     """
 
     def leaves_out(p: float) -> float:

@@ -146,7 +146,7 @@ def _names_with(function: str) -> list[str]:
 
 
 def _functions(cfg: TaskConfig) -> SimpleNamespace:
-    """Return the task's functions, with functions of the user's file in their place; `of_file` names the replaced."""
+    """Return the task's functions, with functions of the user's file in their place; `of_file` lists the latter."""
     if cfg.name in question_sets.SOURCES:
         functions = question_sets.functions(cfg.name)
     else:
