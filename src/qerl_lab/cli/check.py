@@ -138,7 +138,7 @@ def check_jobs(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
             raise ConfigError(f"{where}{error}") from None
         seen.append(replace(job, notes=[*job.notes, *cut]))
     if is_here and not is_dry:
-        scheduler.cards_of([job.config for job in plan.jobs])
+        scheduler.gpu_pool_of([job.config for job in plan.jobs])
     elif plan.jobs[0].config.launcher != "local":
         cluster.check(plan.jobs[0].config)
     return replace(plan, jobs=seen)

@@ -193,7 +193,7 @@ def _stop_at_signals(stop_file: Path) -> Iterator[None]:
         yield
 
 
-class Cards:
+class GpuPool:
     """The GPUs of this machine, each for up to `share` jobs at once. Names are written as in CUDA_VISIBLE_DEVICES."""
 
     def __init__(self, names: Sequence[str], share: int) -> None:
@@ -214,20 +214,20 @@ class Cards:
                 self._free.put(name)
 
 
-def cards_of(configs: Sequence[RunConfig]) -> Cards | None:
+def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
     """Return the GPUs for these jobs; None on a CPU, or for one job at a time. Raises ConfigError if unknown."""
     if configs[0].jobs == 1 or all(cfg.device == "cpu" for cfg in configs) or not machine.has_gpu():
         return None
     names = machine.visible_gpus()
     if names is None:
         raise ConfigError(f"nvidia-smi does not list the GPUs here. Type {machine.VISIBLE}=0,1 before the command.")
-    return Cards(names, 1 if any(cfg.gpus > 1 for cfg in configs) else configs[0].jobs_per_gpu)
+    return GpuPool(names, 1 if any(cfg.gpus > 1 for cfg in configs) else configs[0].jobs_per_gpu)
 
 
 @contextmanager
 def local(configs: Sequence[RunConfig], calls: Sequence[Call]) -> Iterator[list[Future[Ended]]]:
     """Start the calls on this machine, `jobs` of the configuration at once, each with its own GPUs."""
-    cards = cards_of(configs)
+    cards = gpu_pool_of(configs)
 
     def one(cfg: RunConfig, call: Call) -> Ended:
         if cards is None or cfg.device == "cpu":

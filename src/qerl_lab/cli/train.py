@@ -101,21 +101,21 @@ def main(words: list[str]) -> int:
         return _resume(*resumed)
     if {"--shell-completion", "-sc"} & set(flags):
         _prepare_completion()
-        return _enter([*flags, *overrides])
+        return _enter_hydra([*flags, *overrides])
     if {"--multirun", "-m"} & set(flags) and any(flag.partition("=")[0] in SHOWN for flag in flags):
         raise ConfigError("--cfg and --info show one job. Leave -m out, and give each key one value.")
     overrides = [spell_for_hydra(word) for word in overrides]
     parsed = check_words(overrides)
     with as_config_errors():
         try:
-            return _enter([*flags, *overrides])
+            return _enter_hydra([*flags, *overrides])
         except ConfigCompositionException as error:
             if "Ambiguous value" in str(error):
                 refuse_sweeps(parsed)
             raise
 
 
-def _enter(words: list[str]) -> int:
+def _enter_hydra(words: list[str]) -> int:
     """Pass the command to Hydra; return its exit code."""
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them

@@ -128,7 +128,7 @@ def _dress(axis: Axes, title: str, label: str) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def values_of_a_block(values: Mapping[str, Sequence[float]]) -> Figure:
+def plot_block_values(values: Mapping[str, Sequence[float]]) -> Figure:
     """Plot, a row per format, the values that a weight can take within its block."""
     figure, axis = plt.subplots(figsize=(8, 0.7 + 0.45 * len(values)), layout="constrained")
     for row, (name, found) in enumerate(values.items()):
@@ -139,7 +139,7 @@ def values_of_a_block(values: Mapping[str, Sequence[float]]) -> Figure:
     return _style_axis(figure, axis, grid="x")
 
 
-def largest_of_blocks(stored: Mapping[str, Sequence[float]]) -> Figure:
+def plot_block_maxima(stored: Mapping[str, Sequence[float]]) -> Figure:
     """Plot a histogram per format of stored over exact, for the largest weight of each block; 1 is exact."""
     figure, axes = plt.subplots(
         1, len(stored), figsize=(3 * len(stored), 2.6), layout="constrained", sharex=True, squeeze=False
@@ -153,7 +153,7 @@ def largest_of_blocks(stored: Mapping[str, Sequence[float]]) -> Figure:
     return figure
 
 
-def noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure:
+def plot_noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure:
     """Compare noise with formats: left KL by sigma, right entropy by KL.
 
     The left panel has a point per noise draw and a horizontal line per format. The right panel has the mean and the

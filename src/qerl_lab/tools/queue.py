@@ -183,11 +183,11 @@ class Machine:
         """Make one run and its evaluations; tell whether it ended. A run that does not fit is not started."""
         if number < self.options.jobs * self.options.gpus:
             time.sleep(STAGGER_SECONDS * (number // self.options.gpus))
-        with self.card() as visible:
+        with self.take_gpu() as visible:
             return self._make(one, visible)
 
     @contextmanager
-    def card(self) -> Iterator[dict[str, str]]:
+    def take_gpu(self) -> Iterator[dict[str, str]]:
         """Take a free place on a GPU; yield the environment in which a run sees that GPU alone."""
         card = self.cards.get()
         try:

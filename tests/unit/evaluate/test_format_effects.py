@@ -75,5 +75,5 @@ def test_noise_acts_while_it_is_measured_and_no_longer(texts: entropy.Texts) -> 
     falling = pd.DataFrame({"sigma": [0.1, 0.2, 0.3], "draw": 1, "kl": [1.0, 3.0, 2.0]})
     with pytest.raises(ValueError, match="does not rise with sigma"):
         format_effects.effects_at_kl(texts, falling, pd.Series({"x": 2.5}))
-    figure = plots.noise_and_formats(noise, format_effects.effects_of_formats(texts, "pocket", [NVFP4]))
+    figure = plots.plot_noise_and_formats(noise, format_effects.effects_of_formats(texts, "pocket", [NVFP4]))
     assert [line.get_label() for line in figure.axes[0].lines] == ["noise, each draw", "noise, mean", "nvfp4"]
