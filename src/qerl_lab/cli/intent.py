@@ -66,7 +66,7 @@ def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:
         if f"{group}.name" in words:  # an option of these groups sets more than its name
             raise ConfigError(f"{group}.name={value} leaves out what belongs to it. Type {group}={value}.")
     if cfg.scale == POCKET and "scale" not in words and cfg.model.path != POCKET:
-        on_disk.local_model_folder(cfg.model.path)  # a path that is not there is the first thing to say
+        on_disk.local_path(cfg.model.path)  # a path that is not there is the first thing to say
         raise ConfigError(
             f"model.path={cfg.model.path} with scale={POCKET} would train it by the recipe of the embedded policy "
             f"(learning rate {cfg.optim.learning_rate:g}, {cfg.rollout.max_completion_tokens} tokens a completion). "

@@ -107,7 +107,7 @@ def run_of(options: AccuracyOptions) -> RunDirectory:
 
 def check_model(model: str) -> None:
     """Raise ConfigError if `model` is a local path without a model. A hub id is looked up when it is loaded."""
-    if folder := on_disk.local_model_folder(model, "model"):
+    if folder := on_disk.local_path(model, "model"):
         on_disk.check_files(folder, f"model={model}")
 
 

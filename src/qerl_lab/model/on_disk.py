@@ -37,7 +37,7 @@ class Layer(NamedTuple):
         return len(self.shape) == 2 and not re.search(r"embed|\bwte\b|\bwpe\b", self.name)
 
 
-def local_model_folder(path: str, key: str = "model.path") -> Path | None:
+def local_path(path: str, key: str = "model.path") -> Path | None:
     """Return the local directory of a model; None for a hub id or a GGUF file not yet unpacked.
 
     Raises ConfigError if `path` can be none of these.

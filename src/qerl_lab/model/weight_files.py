@@ -95,7 +95,7 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
     `path` is the value of `key`: a directory, `pocket`, a GGUF file or a hub id. Raises ConfigError if it is none of
     these, or the hub does not deliver it.
     """
-    if (folder := on_disk.local_model_folder(path, key)) is not None:
+    if (folder := on_disk.local_path(path, key)) is not None:
         return folder
     if gguf.is_gguf(path):
         return gguf.unpack(Path(path).expanduser())

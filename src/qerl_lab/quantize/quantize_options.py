@@ -67,7 +67,7 @@ class QuantizeOptions(Writes):
 
 def check(options: QuantizeOptions) -> None:
     """Raise ConfigError at the first invalid combination of options. Checks local paths, loads nothing."""
-    if folder := on_disk.local_model_folder(options.model, "model"):
+    if folder := on_disk.local_path(options.model, "model"):
         on_disk.check_files(folder, f"model={options.model}")
     if options.format == DENSE_FORMAT:
         raise ConfigError(

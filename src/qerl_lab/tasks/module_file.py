@@ -51,13 +51,13 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
         functions["grade"] = _checked_grade(cfg, functions["grade"], own, allowed)
     elif "weights" in functions and own != of_task_parts:
         raise ConfigError(
-            f"task.module={cfg.module}: weights(cfg) has {_join_names(own)}, and grade of task={cfg.name} returns "
-            f"{_join_names(of_task_parts)} beside format and answer. Define grade too."
+            f"task.module={cfg.module}: weights(cfg) has {_join(own)}, and grade of task={cfg.name} returns "
+            f"{_join(of_task_parts)} beside format and answer. Define grade too."
         )
     return functions
 
 
-def _join_names(parts: set[str]) -> str:
+def _join(parts: set[str]) -> str:
     return ", ".join(sorted(parts)) or "nothing"
 
 
@@ -71,7 +71,7 @@ def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
         raise ConfigError(f"{said} must return a dict of a number for each part, and returned {given!r:.80}.")
     if set(given) & set(PARTS):
         raise ConfigError(
-            f"{said} weighs {_join_names(set(given) & set(PARTS))}; allowed: further parts. Type task.format_reward=X "
+            f"{said} weighs {_join(set(given) & set(PARTS))}; allowed: further parts. Type task.format_reward=X "
             "or task.answer_reward=X."
         )
     return set(given)
@@ -126,11 +126,9 @@ def _checked_grade(
         if not isinstance(given, dict) or not {"format", "answer"} <= set(given):
             raise ConfigError(f"{said} must return a dict of scores with the keys format and answer.")
         if unknown := set(given) - {*PARTS, *allowed}:
-            raise ConfigError(
-                f"{said} returned {_join_names(unknown)}, for which weights(cfg) of the file has no weight."
-            )
+            raise ConfigError(f"{said} returned {_join(unknown)}, for which weights(cfg) of the file has no weight.")
         if missing := required - set(given):
-            raise ConfigError(f"{said} did not return {_join_names(missing)}, for which weights(cfg) has a weight.")
+            raise ConfigError(f"{said} did not return {_join(missing)}, for which weights(cfg) has a weight.")
         scores: Scores = {}
         for part, values in given.items():
             try:

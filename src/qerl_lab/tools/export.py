@@ -106,7 +106,7 @@ def write(options: ExportOptions, run: RunConfig, record: RunDirectory, base: Pa
         write_adapter(run, record.adapter, out, str(options.folder / "base"))
         write_dense(run, record.adapter, base, out / "base", options.dtype, merged=False)
     else:
-        is_on_hub = on_disk.local_model_folder(path) is None and not gguf.is_gguf(path)
+        is_on_hub = on_disk.local_path(path) is None and not gguf.is_gguf(path)
         write_adapter(run, record.adapter, out, path if is_on_hub else str(base))
     (out / "README.md").write_text(card(options, run, record), encoding="utf-8")
     (out / "run.yaml").write_text(record.text(), encoding="utf-8")
@@ -169,7 +169,7 @@ def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
         library_name="transformers" if options.merged else "peft",
         pipeline_tag="text-generation",
         tags=["qerl-lab", "reinforcement-learning", run.algorithm.name, run.format.name],
-        base_model=None if gguf.is_gguf(path) or on_disk.local_model_folder(path) is not None else path,
+        base_model=None if gguf.is_gguf(path) or on_disk.local_path(path) is not None else path,
     )
     made = env.get("packages", {})
     return str(ModelCard.from_template(

@@ -84,7 +84,7 @@ class WarmupOptions(Writes):
 
 def check(options: WarmupOptions) -> None:
     """Raise ConfigError at the first option that cannot work. Looks at local paths, loads nothing."""
-    if folder := on_disk.local_model_folder(options.model, "model"):
+    if folder := on_disk.local_path(options.model, "model"):
         on_disk.check_files(folder, f"model={options.model}")
         on_disk.check_chat_template(folder, f"model={options.model}")
     if options.task_path is not None:

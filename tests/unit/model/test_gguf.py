@@ -122,14 +122,14 @@ def test_it_is_unpacked_once_and_again_when_the_file_changes(
     half = gguf.folder_of(file).with_name(f"{gguf.folder_of(file).name}.partial")
     half.mkdir(parents=True)  # of a process that was killed
     (half / "model.safetensors").write_text("half")
-    assert on_disk.local_model_folder(str(file)) is None
+    assert on_disk.local_path(str(file)) is None
     first = local_folder(str(file), None)
     said = capsys.readouterr().err
     assert "m.gguf: tensors in Q4_1 (15), F32 (5); transformers dequantizes them to bfloat16, kept in" in said
     assert not half.exists()
     about = json.loads((first / UNPACKED).read_text())
     assert len(about["sha256"]) == 64
-    assert (on_disk.local_model_folder(str(file)), local_folder(str(file), None)) == (first, first)
+    assert (on_disk.local_path(str(file)), local_folder(str(file), None)) == (first, first)
     assert "dequantizes" not in capsys.readouterr().err
     write_gguf(file, seed=1)
     os.utime(file, ns=(1, 1))

@@ -31,9 +31,7 @@ def commands(cfg: RunConfig) -> list[str]:
     Raises ConfigError if vLLM cannot serve the model as the policy computes it.
     """
     path = cfg.model.path
-    folder = (
-        gguf.unpack(gguf.existing_file(path, "model.path")) if gguf.is_gguf(path) else on_disk.local_model_folder(path)
-    )
+    folder = gguf.unpack(gguf.existing_file(path, "model.path")) if gguf.is_gguf(path) else on_disk.local_path(path)
     dtype = compute_dtype(cfg, device_of(cfg.device))
     packed = folder is not None and stored_as(folder) is not None  # take a hub model as dense without a download
     lines, revision = list[str](), list[str]()
