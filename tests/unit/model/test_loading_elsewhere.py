@@ -17,9 +17,9 @@ from transformers import (
 
 from packed_layers import MXFP4, NVFP4, each_packed
 from qerl_lab.formats.format import Format
-from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.loading import load_model, stored_as
+from qerl_lab.model.weight_files import WeightFiles
 from small_checkpoints import write_packed
 
 # Nats of log-probability, where those of the model spread with a standard deviation of 0.8. compressed-tensors rounds

@@ -13,7 +13,7 @@ import torch
 from failing_engines import Plan
 from qerl_lab import rollout, tasks
 from qerl_lab.aqn import Noise, level
-from qerl_lab.aqn.solver import adapted
+from qerl_lab.aqn.solver import adapt_sigma
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
@@ -22,10 +22,10 @@ from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.train import run as run_module
 from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts
-from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.step import sampling
 from qerl_lab.train.stop import Stop
+from qerl_lab.train.training_data import Cursor, select
 from ranks_as_threads import threads
 from repeated import RESTARTS, lines_of
 
@@ -112,7 +112,7 @@ def test_the_controller_follows_what_was_measured(finished) -> None:
     sigmas, measured = runs.of("sigma"), runs.of("kl_nats")
     assert sigmas[0] == 0.05
     for now, kl, then in zip(sigmas, measured, sigmas[1:], strict=False):
-        assert then == adapted(runs.cfg.aqn, now, kl)
+        assert then == adapt_sigma(runs.cfg.aqn, now, kl)
     assert len(set(sigmas)) > 2
     assert runs.of("kl_target") == [0.02] * 4
     assert runs.of("std_observed") == pytest.approx(sigmas, rel=0.1)
