@@ -10,7 +10,7 @@ import yaml
 
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.schema import RunConfig
 
 RECORD = Path(__file__).with_name("resolved_configs.yaml")

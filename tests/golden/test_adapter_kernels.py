@@ -14,7 +14,7 @@ from qerl_lab.bench.gpu_timing import graphed
 from qerl_lab.rollout.vllm import adapter_kernels
 from qerl_lab.rollout.vllm import product as product_of_adapter
 from qerl_lab.rollout.vllm.adapter_kernels import PROGRAMS, blocks_of, expand, shrink
-from qerl_lab.rollout.vllm.product import EXPAND_WORK, SHRINK_ROWS, on_gpu, stacked_product
+from qerl_lab.rollout.vllm.product import EXPAND_WORK, SHRINK_ROWS, add_on_gpu, stacked_product
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -136,7 +136,7 @@ def test_the_same_inputs_give_the_same_bits() -> None:
 def test_every_route_gives_the_same(rows: int) -> None:
     given, sizes = operands(rows, 512, [96, 32], 128, torch.bfloat16), [96, 32]
     y = given["y"].clone()
-    on_gpu(y, given["x"], given["A"], given["B"], sizes)
+    add_on_gpu(y, given["x"], given["A"], given["B"], sizes)
     exact = given["y"].double() + product(given["x"], given["A"], given["B"], sizes)
     torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-5)
 
@@ -149,7 +149,7 @@ def test_much_work_of_shrink_is_cublas_s(monkeypatch: pytest.MonkeyPatch, rows: 
     monkeypatch.setattr(product_of_adapter, "SHRINK_WORK", 3 * given["A"].numel())
     monkeypatch.setattr(adapter_kernels, "shrink", lambda x, A: shrunk.append(x) or real(x, A))
     y = given["y"].clone()
-    on_gpu(y, given["x"], given["A"], given["B"], sizes)
+    add_on_gpu(y, given["x"], given["A"], given["B"], sizes)
     exact = given["y"].double() + product(given["x"], given["A"], given["B"], sizes)
     torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-5)
     assert (not shrunk) == is_work

@@ -105,7 +105,7 @@ def test_shared_global_scale() -> None:
     weights = [samples()["normal"], 3 * samples()["normal"]]
     shared = NVFP4.global_scale(weights)
     assert torch.equal(shared, generate_gparam(weights[1].min(), weights[1].max()))
-    ours, reference = NVFP4.together(weights)(weights[0]), theirs(weights[0], "nvfp4", shared)
+    ours, reference = NVFP4.fused_quantize(weights)(weights[0]), theirs(weights[0], "nvfp4", shared)
     assert all(torch.equal(ours[key].view(torch.uint8), reference[key].view(torch.uint8)) for key in reference)
 
 

@@ -89,7 +89,7 @@ def test_nvrtc_says_where_it_cannot_compile(tmp_path: Path) -> None:
     copy_headers(tmp_path)
     (broken := tmp_path / "broken.cu").write_text(fp4_tiles.SOURCE.read_text() + "no")
     with pytest.raises(RuntimeError, match=r"could not compile broken.cu for sm_90a: broken.cu\(\d+\): error"):
-        nvrtc.compiled(broken, "sm_90a")
+        nvrtc.compile_source(broken, "sm_90a")
 
 
 SERIALIZED = "wgmma.mma_async instructions are serialized"  # a note of ptxas: no product while the next is unpacked
@@ -104,7 +104,7 @@ def test_nvrtc_compiles_the_product_of_a_warpgroup_with_products_side_by_side(ro
 
     for shared in (False, True):
         name, line = fp4_tiles.instance(rows, tile, fp4_tiles.groups_of(tile), shared)
-        code, said = nvrtc.compiled(fp4_tiles.SOURCE, "sm_90a", line)
+        code, said = nvrtc.compile_source(fp4_tiles.SOURCE, "sm_90a", line)
         assert name.encode() in code
         assert SERIALIZED not in said
 
@@ -115,4 +115,4 @@ def test_nvrtc_says_where_products_run_one_after_another(tmp_path: Path) -> None
 
     copy_headers(tmp_path)
     (slow := tmp_path / "slow.cu").write_text(fp4_tiles.SOURCE.read_text().replace("begins();", ""))
-    assert SERIALIZED in nvrtc.compiled(slow, "sm_90a", fp4_tiles.instance(16, 2, 2, False)[1])[1]
+    assert SERIALIZED in nvrtc.compile_source(slow, "sm_90a", fp4_tiles.instance(16, 2, 2, False)[1])[1]

@@ -27,9 +27,9 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Rollout, Sampling
 from qerl_lab.tasks import Question, Task
-from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
+from qerl_lab.train.training_data import Cursor, select
 from reference_losses import END, Bonus, Sample, advantages, clipped, counts, importance, kl, policy_loss, tokens_of
 
 FLAT = "flat"  # the answer of a question whose completions all earn the same

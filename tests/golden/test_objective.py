@@ -20,9 +20,9 @@ from qerl_lab.algorithms import correction, groups
 from qerl_lab.config.schema import ALGORITHMS, CORRECTIONS, RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.transformers import TransformersEngine
-from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
+from qerl_lab.train.training_data import Cursor, select
 from reference_losses import END, Bonus, Sample, advantages, clipped, counts, policy_loss, tokens_of
 
 WORDS, LONGEST, PROMPTS, GROUP, MICRO = 6, 9, 4, 4, 4  # tokens of the vocabulary and of a completion; completions

@@ -15,8 +15,8 @@ from qerl_lab.formats import FORMATS, mxfp4, nvfp4
 from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
-from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.on_disk import ASSETS
+from qerl_lab.model.weight_files import WeightFiles
 
 FOUR_OVER_SIX = Nvfp4("four_over_six")
 RULES = ["round", "floor", "ceil"]
@@ -119,7 +119,7 @@ def test_four_over_six_never_saturates_a_scale() -> None:
 
 def test_four_over_six_shares_one_global_scale() -> None:
     weights = [normal(4, 32), 3 * normal(4, 32)]
-    shared = FOUR_OVER_SIX.together(weights)(weights[0])
+    shared = FOUR_OVER_SIX.fused_quantize(weights)(weights[0])
     assert shared["weight_global_scale"].item() == pytest.approx(256 * 6 / weights[1].abs().max().item(), rel=1e-6)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_lab.aqn.solver import Solution, adapted, solve
+from qerl_lab.aqn.solver import Solution, adapt_sigma, solve
 from qerl_lab.config.schema import AqnAdaptiveConfig, AqnConfig, AqnSolverConfig
 
 TOKENS, HIDDEN, WORDS, DRAWS = 40, 24, 50, 8
@@ -174,18 +174,18 @@ def controlled(factor: float = 1.01, band: float = 1.1) -> AqnConfig:
 )  # fmt: skip
 def test_the_rule_of_psn_rlvr(kl: float, expected: float) -> None:
     """Its trainer: divide above 1.1 x target, multiply below target / 1.1, else keep."""
-    assert adapted(controlled(), 0.04, kl) == pytest.approx(expected, rel=1e-12)
+    assert adapt_sigma(controlled(), 0.04, kl) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("kl", "expected"), [(0.0029999, 0.0404), (0.003, 0.04), (0.0030001, 0.04 / 1.01)])
 def test_a_band_of_1_is_the_rule_of_plappert(kl: float, expected: float) -> None:
-    assert adapted(controlled(band=1), 0.04, kl) == pytest.approx(expected, rel=1e-12)
+    assert adapt_sigma(controlled(band=1), 0.04, kl) == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_controller_stays_in_its_bounds_and_comes_to_the_target() -> None:
-    assert adapted(controlled(factor=2), 0.4, 0.0) == 0.5
-    assert adapted(controlled(factor=2), 1.5e-6, 1.0) == 1e-6
+    assert adapt_sigma(controlled(factor=2), 0.4, 0.0) == 0.5
+    assert adapt_sigma(controlled(factor=2), 1.5e-6, 1.0) == 1e-6
     toy, sigma = Toy(), 0.5
     for _ in range(400):
-        sigma = adapted(controlled(), sigma, toy.kl(sigma))
+        sigma = adapt_sigma(controlled(), sigma, toy.kl(sigma))
     assert 0.003 / 1.13 < toy.kl(sigma) < 0.003 * 1.13

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from qerl_lab.evaluate import weight_error
 from qerl_lab.evaluate.weight_error import PARTS, LayerError
 from qerl_lab.formats import Bf16, Mxfp4, Nf4, Nvfp4
-from qerl_lab.model.files import WeightFiles
+from qerl_lab.model.weight_files import WeightFiles
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 # QLoRA, appendix E.

@@ -16,9 +16,9 @@ from packed_layers import BF16, BY_NAME, MXFP4, NF4, NVFP4
 from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.formats.nvfp4 import Nvfp4
-from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import PackedLinear, weight_bytes
 from qerl_lab.model.loading import load_model, stored_as
+from qerl_lab.model.weight_files import WeightFiles
 from small_checkpoints import equal, write_dense, write_packed
 
 pytestmark = pytest.mark.gpu

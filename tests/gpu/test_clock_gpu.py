@@ -9,9 +9,9 @@ from transformers import TrainerCallback
 from qerl_lab import tasks
 from qerl_lab.aqn import Noise
 from qerl_lab.rollout.transformers import TransformersEngine
-from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
+from qerl_lab.train.training_data import Cursor, select
 
 pytestmark = pytest.mark.gpu
 

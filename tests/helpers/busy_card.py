@@ -42,13 +42,13 @@ def others(count: int) -> Iterator[None]:
 
 def off(backend: str, layer: str, rows: int, loops: int) -> tuple[int, list[int], list[int]]:
     """Return the number of wrong launches, and the blocks of 256 columns and rows of x that were ever wrong."""
-    from qerl_lab.bench.kernel_calls import product
+    from qerl_lab.bench.kernel_calls import kernel_call
 
     nvfp4 = formats.build(FormatConfig(name="nvfp4"))
     sizes, columns = SMOLLM2[layer]
     shape = sum(sizes), columns
     packed = nvfp4.quantize(torch.randn(shape, device="cuda", dtype=torch.bfloat16) / 24)
-    call = product(backend, packed, sizes)
+    call = kernel_call(backend, packed, sizes)
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     right = x.float() @ nvfp4.dequantize(packed, shape, torch.float32).t()
     wrong = torch.zeros(rows, sum(sizes), dtype=torch.bool, device="cuda")

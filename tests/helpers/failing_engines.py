@@ -24,7 +24,7 @@ from qerl_lab.cli.launch import GRACE_SECONDS
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.rollout.engine import Engine, EngineFailed, OnDone, Rollout, Sampling, ignore
+from qerl_lab.rollout.engine import Engine, EngineFailed, OnDone, Rollout, Sampling, do_nothing
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.train.stop import Stop
 
@@ -75,7 +75,7 @@ class FailingEngine(TransformersEngine):
             raise RuntimeError("the door is stuck")
 
     def generate(
-        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
+        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
         self.plan.asked.append((prompt_ids_P, sampling))
         self.plan.sigmas.append(observed_std(self.norms(), self.policy.clean_norms))

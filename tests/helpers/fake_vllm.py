@@ -19,7 +19,7 @@ import torch
 
 from qerl_lab.aqn import Noise
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.vllm.transfer import encoded
+from qerl_lab.rollout.vllm.transfer import encode_tensor
 
 DROP, LOSE = "drop", "lose"  # faults: close the connection without an answer, before or after acting
 Answer = tuple[int, Any]  # HTTP status, JSON
@@ -99,7 +99,7 @@ class FakeVllm:
                 noise = Noise(float(given["sigma"]), given["seed"], given["step"], given["relative"])
                 self.norms = noise.onto_norms(self.policy.clean_norms)
             case "qerl_norms":
-                return {name: encoded(self.norms[name]) for name in given["names"] if name in self.norms}
+                return {name: encode_tensor(self.norms[name]) for name in given["names"] if name in self.norms}
         return None
 
     def complete(self, body: dict[str, Any]) -> Answer:

@@ -9,7 +9,7 @@ import pytest
 
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import declared
+from qerl_lab.record.metrics import declared_metrics
 from qerl_lab.record.resolved import replace_config
 from qerl_lab.tracking import tracker as tracker_module
 from qerl_lab.tracking.mlflow import create_sqlite, prepare_mlflow
@@ -60,7 +60,9 @@ def config(run_dir: Path, uri: str | None = None, **changes: Any) -> RunConfig:
 
 def log(tracker: Tracker, steps: range, shift: float = 0.0) -> None:
     for step in steps:
-        tracker.log(step, {name: step + i + shift for i, name in enumerate(declared()) if not name.startswith("eval/")})
+        tracker.log(
+            step, {name: step + i + shift for i, name in enumerate(declared_metrics()) if not name.startswith("eval/")}
+        )
 
 
 def track(

@@ -4,11 +4,13 @@ from collections.abc import Collection
 from pathlib import Path
 
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import declared
+from qerl_lab.record.metrics import declared_metrics
 
 RESTARTS = "rollout/engine_restarts"
 # Times, speeds and memory are never the same.
-VARYING = {name for name, metric in declared(("format", "answer")).items() if metric.unit in ("s", "tokens/s", "GiB")}
+VARYING = {
+    name for name, metric in declared_metrics(("format", "answer")).items() if metric.unit in ("s", "tokens/s", "GiB")
+}
 FILES = ("adapter/adapter_model.safetensors", "eval.parquet", "samples.jsonl")
 
 

@@ -14,9 +14,9 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
-from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
+from qerl_lab.train.training_data import Cursor, select
 
 
 class Jittered(TransformersEngine):

@@ -6,7 +6,7 @@ import torch
 
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import OnDone, Rollout, Sampling, ignore
+from qerl_lab.rollout.engine import OnDone, Rollout, Sampling, do_nothing
 from qerl_lab.rollout.transformers import TransformersEngine
 
 
@@ -14,7 +14,7 @@ class Wrong(TransformersEngine):
     """Base class that changes inputs or outputs."""
 
     def generate(
-        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
+        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
         out = super().generate(self.prompts(prompt_ids_P), group_size, self.sampling(sampling), on_done)
         return self.out(replace(out, prompt_ids_P=prompt_ids_P))
@@ -73,7 +73,7 @@ class DrawsASeed(Wrong):
 
 class CallsAnEndAtTheLimitALength(TransformersEngine):
     def generate(
-        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
+        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
         out = super().generate(prompt_ids_P, group_size, sampling, on_done)
         reasons = [["length" if len(ids) == sampling.max_tokens else "stop" for ids in group]
@@ -83,7 +83,7 @@ class CallsAnEndAtTheLimitALength(TransformersEngine):
 
 class CountsPrompts(TransformersEngine):
     def generate(
-        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
+        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
         on_done(len(prompt_ids_P))
         return super().generate(prompt_ids_P, group_size, sampling)

@@ -10,7 +10,7 @@ import pytest
 
 import qerl_lab
 from qerl_lab.cli import train
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 SOURCE = Path(qerl_lab.__file__).parents[1]

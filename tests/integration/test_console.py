@@ -154,7 +154,8 @@ def test_a_lost_terminal_saves_the_step_under_way(start: Start, tmp_path: Path) 
 
 
 def test_a_closed_standard_output_is_not_given_to_a_record(tmp_path: Path) -> None:
-    code = "from qerl_lab.system import exits; exits.outlast(); print('gone'); print(open('record', 'w').fileno() > 2)"
+    code = "from qerl_lab.system import exits; exits.survive_lost_console(); print('gone'); "
+    code += "print(open('record', 'w').fileno() > 2)"
     subprocess.run(["bash", "-c", f'exec {sys.executable} -c "{code}" >&- 2>&- <&-'], cwd=tmp_path, check=True)
     assert (tmp_path / "record").read_text() == ""
 

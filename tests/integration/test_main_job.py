@@ -11,7 +11,7 @@ import pytest
 
 from mlflow_points import mlflow_points
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import declared
+from qerl_lab.record.metrics import declared_metrics
 from qerl_lab.report import runs
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -65,7 +65,7 @@ def test_its_record_is_complete(job: tuple[subprocess.CompletedProcess[str], Pat
     run = job[1] / "run"
     steps = runs.read_steps(RunDirectory(run))
     assert list(steps.index) == list(range(51))
-    absent = set(declared(["format", "answer"])) - set(steps.columns)
+    absent = set(declared_metrics(["format", "answer"])) - set(steps.columns)
     of_others = {"kl_reference", "weight_cut_fraction", "entropy_coef"}
     of_dapo = {name for name in absent if name.startswith(("rollout/groups_", "rollout/resample"))}
     elsewhere = {f"policy/{name}" for name in of_others} | of_dapo | {

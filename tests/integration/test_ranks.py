@@ -20,17 +20,17 @@ from safetensors.torch import load_file
 from failing_engines import command as failing
 from qerl_lab import rollout, tasks
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.evaluate.accuracy import evaluate, together
+from qerl_lab.evaluate.accuracy import evaluate, merge_parts
 from qerl_lab.model import policy
 from qerl_lab.model.policy import save_adapter
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import PHASES
 from qerl_lab.record.resolved import write_config
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
-from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.step import sampling
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
+from qerl_lab.train.training_data import Cursor, select
 from repeated import RESTARTS, files_of, lines_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -138,7 +138,7 @@ def test_two_ranks_are_one_run_on_the_same_draws(two: Path, tiny, tmp_path) -> N
     learner = policy.build(cfg, torch.device("cpu"))
     engine, task = BothRanks(rollout.build(cfg, learner), cfg), tasks.load(cfg.task)
     halves = [evaluate(engine.engine, learner, task, cfg, part, 1) for part in (range(2), range(2, 4))]
-    pd.testing.assert_frame_equal(RunDirectory(two).evaluations()["before"], together(halves).rows)
+    pd.testing.assert_frame_equal(RunDirectory(two).evaluations()["before"], merge_parts(halves).rows)
     cursor, steps = Cursor(select(cfg, learner, task)), list[tuple[int, dict[str, float]]]()
     trainer = LabTrainer(cfg, learner, engine, cursor, tmp_path, lambda *step: steps.append(step), Stop())
     trainer.before_save = lambda: {"run_key": "", "config": {}, "device": "cpu", "dtype": "torch.float32"}

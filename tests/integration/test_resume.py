@@ -29,7 +29,7 @@ from killed_runs import (
     steps_logged,
     wait_while_alive,
 )
-from qerl_lab.config.paths import anchored
+from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
@@ -181,7 +181,7 @@ def test_a_step_that_the_record_lost_is_trained_again(killable, reference) -> No
 def test_a_run_does_not_go_on_with_another_model_in_the_place_of_its_own(tiny, tmp_path: Path) -> None:
     """Neither the command nor the run's process, which a launcher may start later, on another machine."""
     model, directory = shutil.copytree(ASSETS, tmp_path / "model"), RunDirectory(tmp_path / "run")
-    directory.claim(anchored(tiny(model__path=str(model))), Typed("the command"))
+    directory.claim(with_absolute_paths(tiny(model__path=str(model))), Typed("the command"))
     flip(model / "model.safetensors")
     for words in (["qerl_lab", f"resume={directory.path}"], ["qerl_lab.train", str(directory.path)]):
         done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=300)

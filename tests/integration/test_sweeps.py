@@ -261,7 +261,7 @@ def test_jobs_share_the_gpus_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_is_given_to_no_more_jobs_than_share_it() -> None:
-    cards = scheduler.Cards(["0", "1"], 1)
+    cards = scheduler.GpuPool(["0", "1"], 1)
     with cards.take(1) as first, cards.take(1) as second:
         assert {*first, *second} == {"0", "1"}
         assert cards._free.empty()
@@ -270,7 +270,7 @@ def test_a_gpu_is_given_to_no_more_jobs_than_share_it() -> None:
 
 
 def test_a_gpu_is_shared_only_if_no_other_is_free() -> None:
-    cards = scheduler.Cards(["0", "1"], 2)
+    cards = scheduler.GpuPool(["0", "1"], 2)
     with cards.take(1) as busy:
         for _ in range(4):
             with cards.take(1) as taken:

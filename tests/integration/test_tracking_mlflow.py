@@ -14,7 +14,7 @@ from qerl_lab.config.arm import config_hash, leaves
 from qerl_lab.config.paths import sqlite_uri
 from qerl_lab.config.schema import EvalConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.samples import Sample
+from qerl_lab.record.samples_file import Sample
 from qerl_lab.tracking import mlflow as mlflow_module
 from qerl_lab.tracking import tracker as tracker_module
 from qerl_lab.tracking.__main__ import main

@@ -34,8 +34,10 @@ def python(site: Path, elsewhere: Path, *words: str) -> subprocess.CompletedProc
 
 
 def test_the_wheel_is_what_is_imported(site: Path, tmp_path: Path) -> None:
-    shown = python(site, tmp_path, "-c", "import qerl_lab.config.files as c; print(c.__file__, c.package_data('conf'))")
-    assert shown.stdout.split() == [str(site / "qerl_lab/config/files.py"), str(site / "qerl_lab/conf")]
+    shown = python(
+        site, tmp_path, "-c", "import qerl_lab.config.conf_folder as c; print(c.__file__, c.package_data('conf'))"
+    )
+    assert shown.stdout.split() == [str(site / "qerl_lab/config/conf_folder.py"), str(site / "qerl_lab/conf")]
     (entries,) = site.glob("qerl_lab-*.dist-info/entry_points.txt")
     assert "qerl-lab = qerl_lab.__main__:command" in entries.read_text()
     for name in ("tools/model_card.md.j2", "report/report.html.j2", "report/report.mplstyle"):
@@ -51,9 +53,9 @@ def test_the_wheel_lists_experiments_and_sweeps(site: Path, tmp_path: Path) -> N
 
 def test_the_wheel_brings_the_paper_s_numbers(site: Path, tmp_path: Path) -> None:
     ask = "from qerl_lab.report import claims, reference; from qerl_lab.report.paper_curves import FIGURES\n"
-    ask += "print(len(reference.printed()), len(reference.joined(FIGURES[0].file)), len(claims.of_paper()))"
+    ask += "print(len(reference.printed()), len(reference.interpolated(FIGURES[0].file)), len(claims.of_paper()))"
     shown = python(site, tmp_path, "-c", ask)
-    here = len(reference.printed()), len(reference.joined(FIGURES[0].file)), len(claims.of_paper())
+    here = len(reference.printed()), len(reference.interpolated(FIGURES[0].file)), len(claims.of_paper())
     assert tuple(map(int, shown.stdout.split())) == here, shown.stderr
 
 

@@ -17,16 +17,16 @@ from qerl_lab.cli import jobs
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.partial import Unfinished
-from qerl_lab.system.disk import let_read, make_directory, replace_file, strict_json
+from qerl_lab.system.disk import make_directory, make_readable, replace_file, strict_json
 from qerl_lab.tools import pretrain
-from qerl_lab.train.__main__ import is_told_in_a_line
+from qerl_lab.train.__main__ import needs_no_traceback
 
 
 @pytest.mark.parametrize(("folder", "file"), [(0o755, 0o644), (0o770, 0o660), (0o700, 0o600)])
 def test_weights_are_as_open_as_their_folder(tmp_path: Path, folder: int, file: int) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
     tmp_path.chmod(folder)
-    let_read(tmp_path.glob("*.safetensors"))
+    make_readable(tmp_path.glob("*.safetensors"))
     assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == file
 
 
@@ -92,7 +92,7 @@ def test_a_benchmark_is_refused_before_it_measures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "require_gpu", lambda: None)
-    monkeypatch.setattr(bench, "shown", lambda rows: pytest.fail("it began"))
+    monkeypatch.setattr(bench, "print_rows", lambda rows: pytest.fail("it began"))
     assert bench.main(["linear", "out=/proc/nowhere/result"]) == 2
     assert "error: out=/proc/nowhere/result cannot be written (No such file" in capsys.readouterr().err
 
@@ -137,4 +137,4 @@ def test_a_file_system_without_locks_is_written_all_the_same(
     ],
 )
 def test_a_run_prints_the_traceback_of_what_may_be_a_bug_alone(error: Exception, in_a_line: bool) -> None:
-    assert is_told_in_a_line(error) == in_a_line
+    assert needs_no_traceback(error) == in_a_line

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.overrides import spell
+from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.option import ConfigError
 from qerl_lab.tools import search
 
@@ -111,11 +111,11 @@ def parse(command: str) -> object:
         if "--config-dir" in words:
             at = words.index("--config-dir")
             words[at : at + 2] = [f'hydra.searchpath=["file://{ROOT / words[at + 1]}"]']
-        return make_plan([spell(word) for word in words if word != "-m"], "-m" in words)
+        return make_plan([spell_for_hydra(word) for word in words if word != "-m"], "-m" in words)
     if module == "qerl_lab.tools.search":
-        given = search.space([word for word in words if not search.is_own(word)], search.SearchOptions())
+        given = search.parse_space([word for word in words if not search.is_own(word)], search.SearchOptions())
         ends = [f"{key}={low}" for key, (low, _) in given.ranges.items()]
-        return make_plan([spell(word) for word in (*given.words, *ends)], False)
+        return make_plan([spell_for_hydra(word) for word in (*given.words, *ends)], False)
     found = vars(importlib.import_module(f"{module}.__main__" if path.is_dir() else module))
     if words[0] in found.get("COMMANDS", {}) or "COMMAND" not in found:
         return found["COMMANDS"][words[0]].read(words[1:])

@@ -244,13 +244,13 @@ def test_an_import_of_ours_is_found(line: str, found: set[str]) -> None:
 @pytest.mark.parametrize(
     "modules",
     [
-        "config.schema config.option config.files config.arm config.rules config.keys",
+        "config.schema config.option config.conf_folder config.arm config.rules config.keys",
         "record.directory record.metrics record.checkpoint record.environment",
         "tracking.tracker tracking.mlflow tracking.wandb",
         "cli.train cli.compose cli.launch cli.intent cli.manual cli.grammar model.on_disk preflight tools.samples",
-        "quantize.__main__ quantize.quantize_options evaluate.__main__ evaluate.options bench.__main__",
+        "quantize.__main__ quantize.quantize_options evaluate.__main__ evaluate.evaluate_options bench.__main__",
         "train.__main__ train.health",
-        "report.arms report.plots report.runs report.stats report.tables report.comparison",
+        "report.arms report.plots report.runs report.stats report.run_summary report.comparison",
         "report.__main__ tools.warmup tools.export tools.search tools.queue tools.serve_line tools.pretrain",
     ],
 )

@@ -16,7 +16,7 @@ from qerl_lab import preflight, tasks
 from qerl_lab.cli import launch
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.train import main
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import ArithmeticConfig, TaskConfig

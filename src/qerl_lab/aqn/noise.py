@@ -40,7 +40,7 @@ class Noise:
         flat = torch.cat([weight.flatten() for weight in clean.values()])
         noise = (self.sigma * drawn).to(flat.device)
         if self.relative:
-            noise = noise * size_of_each(clean)
+            noise = noise * rms_per_entry(clean)
         parts = (flat + noise).split([weight.numel() for weight in clean.values()])
         return {name: part.view_as(clean[name]) for name, part in zip(clean, parts, strict=True)}
 
@@ -54,7 +54,7 @@ class Noise:
 CLEAN = Noise(sigma=0.0, seed=0, step=0)
 
 
-def size_of_each(clean: Mapping[str, Tensor]) -> Tensor:
+def rms_per_entry(clean: Mapping[str, Tensor]) -> Tensor:
     """Return, for each entry of the concatenated norms, its norm's root mean square in float32.
 
     Summed in float64, so that the order in which a device sums does not show in float32.
@@ -72,6 +72,6 @@ def observed_std(norms: dict[str, Tensor], clean: dict[str, Tensor], relative: b
     """
     gaps = torch.cat([(norms[name].to(weight) - weight).flatten() for name, weight in clean.items()])
     if relative:
-        sizes = size_of_each(clean)
+        sizes = rms_per_entry(clean)
         gaps = gaps / torch.where(sizes > 0, sizes, 1.0)
     return gaps.std().item()

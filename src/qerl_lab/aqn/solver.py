@@ -1,4 +1,4 @@
-"""Choose sigma for a target KL: by a search (`solve`), or by adjusting it after each step (`adapted`).
+"""Choose sigma for a target KL: by a search (`solve`), or by adjusting it after each step (`adapt_sigma`).
 
 KL(noisy || clean) grows as sigma^2 while sigma is small (half of sigma^2 times the Fisher information of the norms).
 Beyond that it grows faster or slower. So log KL over log sigma is nearly a line of slope 2, and `solve` searches a zero
@@ -86,14 +86,14 @@ Point = tuple[float, float]  # log sigma, log(KL / target)
 
 
 def _next(tried: list[Point], near: float) -> float | None:
-    """Return the next log sigma to try: by the secant within the bracket, by `_beyond` without one.
+    """Return the next log sigma to try: by the secant within the bracket, by `_extrapolate` without one.
 
     None if the bracket is too narrow to hold more than a jump of the KL.
     """
     above = min((point for point in tried if point[1] > 0), default=None)
     below = max((point for point in tried if point[1] < 0 and (above is None or point[0] < above[0])), default=None)
     if above is None or below is None:
-        return _beyond(tried)
+        return _extrapolate(tried)
     (left, under), (right, over) = below, above
     if right - left < near / 10:
         return None
@@ -103,7 +103,7 @@ def _next(tried: list[Point], near: float) -> float | None:
     return left + -under / (over - under) * (right - left)
 
 
-def _beyond(tried: list[Point]) -> float:
+def _extrapolate(tried: list[Point]) -> float:
     """Extrapolate from the last point with SLOPE, or less if the last two points show less.
 
     A smaller slope overshoots, which makes a bracket; undershooting does not.
@@ -115,7 +115,7 @@ def _beyond(tried: list[Point]) -> float:
     return at - min(max(gap / slope, -LEAP), LEAP)
 
 
-def adapted(cfg: AqnConfig, sigma: float, kl: float) -> float:
+def adapt_sigma(cfg: AqnConfig, sigma: float, kl: float) -> float:
     """Return the next step's sigma from this step's measured KL in nats per token.
 
     Sigma is multiplied by adaptive.factor if the KL is below kl_start / adaptive.band, divided by it if the KL is above

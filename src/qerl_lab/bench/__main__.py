@@ -34,41 +34,41 @@ def measure(options: AnyOptions) -> None:
     quiet_third_parties()
     about = {"benchmark": options.BENCHMARK, "environment": environment(), "options": vars(options)}
     if isinstance(options, RolloutOptions | StepOptions):
-        in_processes(options, about)
+        measure_in_processes(options, about)
     else:
-        save(Path(options.out), about | in_turn(options))
+        save(Path(options.out), about | measure_in_turn(options))
 
 
-def in_turn(options: LinearOptions | DecodeOptions | TrainStepOptions) -> dict[str, list[dict[str, Any]]]:
+def measure_in_turn(options: LinearOptions | DecodeOptions | TrainStepOptions) -> dict[str, list[dict[str, Any]]]:
     """Measure arms that alternate in this process; return the rows by name of the table."""
     if isinstance(options, LinearOptions):
         from qerl_lab.bench.linears import dequantization, products
 
-        rows = shown(dequantization(options.models))
-        return {"dequantization": rows, "products": shown(products(options.models, options.tokens))}
+        rows = print_rows(dequantization(options.models))
+        return {"dequantization": rows, "products": print_rows(products(options.models, options.tokens))}
     if isinstance(options, DecodeOptions):
         from qerl_lab.bench.decode import times
 
-        return {"decode": shown(times(options.model, options.rows, options.rank))}
+        return {"decode": print_rows(times(options.model, options.rows, options.rank))}
     from qerl_lab.bench.train_step import steps
 
-    return {"steps": shown(steps(options))}
+    return {"steps": print_rows(steps(options))}
 
 
-def in_processes(options: RolloutOptions | StepOptions, about: dict[str, Any]) -> None:
+def measure_in_processes(options: RolloutOptions | StepOptions, about: dict[str, Any]) -> None:
     """Measure each arm in its own process, writing each row at once. Raises ValueError at the end if an arm died."""
     from qerl_lab.bench import arm_processes
 
     arm_processes.check(options)
-    for number in exits.heard():  # an ended command keeps its rows and removes its checkpoint
+    for number in exits.stop_signals():  # an ended command keeps its rows and removes its checkpoint
         signal.signal(number, signal.default_int_handler)
     rows: list[dict[str, Any]] = []
     result = {**about, "rows": rows}
     for row in arm_processes.run(options):
-        rows += shown([row])
+        rows += print_rows([row])
         write(Path(options.out), result)
     save(Path(options.out), result)
-    if dead := arm_processes.dead(rows):
+    if dead := arm_processes.dead_rows(rows):
         raise ValueError(f"{len(dead)} arms died: {'; '.join(row['arm'] for row in dead)}. The table says of what.")
 
 
@@ -80,7 +80,7 @@ def require_gpu() -> None:
         raise ConfigError("The benchmarks need an NVIDIA GPU, and torch sees none here.")
 
 
-def shown(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def print_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Collect the rows, printing each as soon as it is measured: a whole command takes minutes."""
     found = []
     for row in rows:

@@ -26,7 +26,7 @@ from qerl_lab.bench.bench_options import TRL, VLLM, Arm, RolloutOptions, Row, St
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig
-from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_left
+from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_leftovers
 from qerl_lab.system.processes import rank_variables
 from qerl_lab.train import ranks
 
@@ -46,14 +46,14 @@ def check(options: RolloutOptions | StepOptions) -> None:
             except ConfigError as error:
                 raise ConfigError(f"the arm {arm.name!r} with rank {rank}: {error}") from None
     ranks.refuse_fewer_gpus(max((arm.gpus for arm in every if not arm.is_on_cpu), default=1), len(ranks.visible_gpus()))
-    remove_left(scratch, f"{SCRATCH}-*")  # of killed benchmarks; the next of killed arms and runs
-    remove_left(IN_MEMORY, OF_RUNS)
+    remove_leftovers(scratch, f"{SCRATCH}-*")  # of killed benchmarks; the next of killed arms and runs
+    remove_leftovers(IN_MEMORY, OF_RUNS)
     size = {}
     for name in {arm.format for arm in every}:
         built = formats.build(FormatConfig(name=name))
         _, shards = random_model.plan(ARCHITECTURES[options.model], built, torch.device("cpu"))
         size[name] = sum(shard.bytes for shard in shards)
-    at_once = [sorted({arm.format for arm, _ in lot}) for lot in lots(options)]
+    at_once = [sorted({arm.format for arm, _ in lot}) for lot in split_into_lots(options)]
     needed, largest = max((sum(size[name] for name in names), names) for names in at_once)
     free, asked = shutil.disk_usage(scratch).free, 1.02 * needed  # 2% for adapter and tokenizer
     if free < asked:
@@ -71,7 +71,7 @@ def arms(options: RolloutOptions | StepOptions) -> list[Arm]:
     return sorted(every, key=lambda arm: order.index(arm.format))
 
 
-def lots(options: RolloutOptions | StepOptions) -> list[list[tuple[Arm, int]]]:
+def split_into_lots(options: RolloutOptions | StepOptions) -> list[list[tuple[Arm, int]]]:
     """Split all pairs of arm and rank into lots that are built at once."""
     pairs, size = [(arm, rank) for arm in arms(options) for rank in options.ranks], options.side_by_side
     return [pairs[first : first + size] for first in range(0, len(pairs), size)]
@@ -83,7 +83,7 @@ def run(options: RolloutOptions | StepOptions) -> Iterator[Row]:
     with named_folder(SCRATCH, Path(options.scratch)) as scratch:
         for rank in options.ranks:
             random_model.write_adapter(scratch / f"rank{rank}", architecture, rank)
-        for lot in lots(options):
+        for lot in split_into_lots(options):
             needed = {arm.format for arm, _ in lot}
             for name in written - needed:
                 shutil.rmtree(scratch / name)
@@ -138,8 +138,8 @@ def measure(jobs: Sequence[Job]) -> Iterator[Row]:
             yield from rows_at_end(job, status)
     finally:
         for _, ranks in started:
-            end(ranks)
-        remove_left(IN_MEMORY, OF_RUNS)
+            kill_all(ranks)
+        remove_leftovers(IN_MEMORY, OF_RUNS)
 
 
 def start(job: Job, ranks: list[Process]) -> None:
@@ -163,12 +163,12 @@ def wait(ranks: Sequence[Process], deadline: float, ready: Path | None = None) -
         if None not in codes or any(codes) or (ready and ready.exists()):
             return next((code for code in codes if code), 0)
         if time.monotonic() > deadline:
-            end(ranks)
+            kill_all(ranks)
             return None
         time.sleep(PAUSE)
 
 
-def end(ranks: Sequence[Process]) -> None:
+def kill_all(ranks: Sequence[Process]) -> None:
     """Kill all ranks."""
     for rank in ranks:
         rank.kill()
@@ -185,14 +185,17 @@ def rows_at_end(job: Job, status: int | None) -> Iterator[Row]:
     """Yield the rows of an ended job, and one with the reason if it died."""
     rows = rows_so_far(job)
     yield from (row for row in rows if "died" not in row)
-    if said_why := dead(rows):
-        yield said_why[0]  # the other ranks died of the first
+    if dead := dead_rows(rows):
+        yield dead[0]  # the other ranks died of the first
     elif status != 0 or not rows:
         tail = Path(job.turn, LOG).read_text("utf-8", "replace").splitlines()[-LINES:]
-        yield job.about | {"died": why(status, job.options["timeout_minutes"], bool(rows)), "log": "\n".join(tail)}
+        yield job.about | {
+            "died": explain_end(status, job.options["timeout_minutes"], bool(rows)),
+            "log": "\n".join(tail),
+        }
 
 
-def why(status: int | None, timeout_minutes: float, has_rows: bool) -> str:
+def explain_end(status: int | None, timeout_minutes: float, has_rows: bool) -> str:
     """Explain the end of a process that wrote no reason: too slow, a signal, or an exit status."""
     if status is None:
         return f"took longer than timeout_minutes={timeout_minutes:g}"
@@ -201,6 +204,6 @@ def why(status: int | None, timeout_minutes: float, has_rows: bool) -> str:
     return f"exit status {status}" + ("" if has_rows else ", and no row")
 
 
-def dead(rows: Sequence[Row]) -> list[Row]:
+def dead_rows(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of arms that died."""
     return [row for row in rows if "died" in row]

@@ -9,7 +9,7 @@ from hydra.errors import HydraException
 
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import has_type, wrong_type
 from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean, option
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig

@@ -35,7 +35,7 @@ Call = Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedArm:
     """An arm. `call()` returns a product on fresh copies of its weights, which take `size` bytes."""
 
     call: Callable[[], Call]
@@ -72,24 +72,27 @@ def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
                 }  # fmt: skip
 
 
-def arms(sizes: list[int], columns: int, rank: int) -> dict[str, Timed]:
+def arms(sizes: list[int], columns: int, rank: int) -> dict[str, TimedArm]:
     """Build all arms: BF16, each NVFP4 kernel, each with the adapter, adapter alone by each route, fp4_tiles."""
     dense = torch.randn(sum(sizes), columns, dtype=torch.bfloat16, device="cuda") / 50
     packed = formats.build(FormatConfig(name="nvfp4")).quantize(dense)
     A, B = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") / 50 for shape in
             ((len(sizes) * rank, columns), (sum(sizes), rank)))  # fmt: skip
     size, of_adapter = sum(tensor.nbytes for tensor in packed.values()), A.nbytes + B.nbytes
-    found = {"bf16": Timed(lambda: partial(functional.linear, weight=dense.clone()), dense.nbytes)}
-    found |= {name: Timed(partial(kernel_calls.product, name, packed, sizes), size) for name in kernel_calls.KERNELS}
+    found = {"bf16": TimedArm(lambda: partial(functional.linear, weight=dense.clone()), dense.nbytes)}
     found |= {
-        f"{name}{AND_ADAPTER}": Timed(partial(both, arm.call, A, B, sizes), arm.size + of_adapter)
+        name: TimedArm(partial(kernel_calls.kernel_call, name, packed, sizes), size) for name in kernel_calls.KERNELS
+    }
+    found |= {
+        f"{name}{AND_ADAPTER}": TimedArm(partial(kernel_and_adapter_call, arm.call, A, B, sizes), arm.size + of_adapter)
         for name, arm in found.items()
     }
     found |= {
-        f"adapter_{name}": Timed(partial(beside, route, A, B, sizes), of_adapter) for name, route in ROUTES.items()
+        f"adapter_{name}": TimedArm(partial(adapter_call, route, A, B, sizes), of_adapter)
+        for name, route in ROUTES.items()
     }
-    in_tiles = partial(kernel_calls.in_tiles, packed, A, B, sizes)
-    return found | {FP4_TILES: Timed(in_tiles, size + of_adapter)}
+    in_tiles = partial(kernel_calls.tiles_call, packed, A, B, sizes)
+    return found | {FP4_TILES: TimedArm(in_tiles, size + of_adapter)}
 
 
 # Functions (y, x, A, B, sizes) that add the adapter's product to y in place, by route of `rollout.vllm.product`.
@@ -100,12 +103,12 @@ ROUTES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, list[int]], None]] =
 }
 
 
-def beside(route: Callable[..., None], A: Tensor, B: Tensor, sizes: list[int]) -> Call:
+def adapter_call(route: Callable[..., None], A: Tensor, B: Tensor, sizes: list[int]) -> Call:
     """Return a call that adds the adapter's product by one route, on copies of the adapter."""
     A, B, y = A.clone(), B.clone(), torch.zeros(MOST_ROWS, len(B), dtype=A.dtype, device=A.device)
     return lambda x: route(y[: len(x)], x, A, B, sizes)
 
 
-def both(product: Callable[[], Call], A: Tensor, B: Tensor, sizes: list[int]) -> Call:
+def kernel_and_adapter_call(product: Callable[[], Call], A: Tensor, B: Tensor, sizes: list[int]) -> Call:
     """Return a call that runs a kernel and then the adapter, on copies of both."""
-    return kernel_calls.followed(product(), A.clone(), B.clone(), sizes)
+    return kernel_calls.with_adapter(product(), A.clone(), B.clone(), sizes)

@@ -33,10 +33,10 @@ class Clocks:
     ) -> None:
         if self._process is not None:
             self._process.terminate()
-            self.row |= seen(self._process.communicate()[0])
+            self.row |= parse_medians(self._process.communicate()[0])
 
 
-def seen(lines: str) -> dict[str, float | None]:
+def parse_medians(lines: str) -> dict[str, float | None]:
     """Return medians of nvidia-smi's output, skipping incomplete lines and [N/A]."""
     rows: list[list[float]] = []
     for line in lines.splitlines():

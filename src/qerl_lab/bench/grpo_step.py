@@ -23,10 +23,10 @@ from qerl_lab.model.policy import device_of
 from qerl_lab.record.metrics import PHASES
 from qerl_lab.tasks import Question, Scores, Task
 from qerl_lab.tasks.grading import grade_math
-from qerl_lab.train.questions import Cursor, TrainingData
 from qerl_lab.train.ranks import join
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
+from qerl_lab.train.training_data import Cursor, TrainingData
 
 Step = dict[str, float]  # measured values of one step
 
@@ -41,7 +41,7 @@ def rows(job: Job) -> Iterator[Row]:
         with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder, Clocks() as clocks:
             trainer = LabTrainer(
                 cfg, policy, engine, questions(job), Path(folder),
-                lambda _, metrics: found.append(measured(metrics)), Stop(parent=os.getppid()), ranks,
+                lambda _, metrics: found.append(step_values(metrics)), Stop(parent=os.getppid()), ranks,
             )  # fmt: skip
             trainer.train()
         if (llm := getattr(engine, "llm", None)) is not None:  # absent from some engines
@@ -49,7 +49,7 @@ def rows(job: Job) -> Iterator[Row]:
         adapter = [p for p in policy.model.parameters() if p.requires_grad]
         owned = 4 * sum(p.nbytes for p in adapter) / GIB  # weight, gradient, and Adam's two moments
         if ranks.is_first:
-            yield row_of(job, found) | about | clocks.row | {"adapter_gib": owned, **peaks()}
+            yield row_of(job, found) | about | clocks.row | {"adapter_gib": owned, **peak_memory()}
     finally:
         engine.close()
     ranks.leave()
@@ -75,7 +75,7 @@ def coin(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
     return scores | {"answer": np.array([zlib.crc32(text.encode()) % 2 for text in texts], dtype=np.float64)}
 
 
-def measured(metrics: dict[str, float]) -> Step:
+def step_values(metrics: dict[str, float]) -> Step:
     """Extract the measured values of one step from the trainer's metrics."""
     step = {f"{phase}_seconds": metrics[f"seconds/{phase}"] for phase in PHASES}
     seconds = metrics["step/seconds"]
@@ -84,7 +84,7 @@ def measured(metrics: dict[str, float]) -> Step:
 
 
 def row_of(job: Job, found: list[Step]) -> Row:
-    """Return medians over the steps after the first, and their total tokens per second.
+    """Return the row of a run: medians over the steps after the first, and their total tokens per second.
 
     Raises RuntimeError if steps or tokens are missing, or if nothing was learned.
     """
@@ -108,6 +108,6 @@ def row_of(job: Job, found: list[Step]) -> Row:
     }  # fmt: skip
 
 
-def peaks() -> Row:
+def peak_memory() -> Row:
     """Return torch's peak GiB, and the GiB that all processes hold at the end."""
     return {"peak_gib": peak_gib(), "used_gib": used_gib()}

@@ -28,7 +28,7 @@ def call_each(calls: Iterable[Callable[[Tensor], object]], x: Tensor) -> None:
         call(x)
 
 
-def followed(
+def with_adapter(
     call: Callable[[Tensor], Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]
 ) -> Callable[[Tensor], Tensor]:
     """Return a call followed by the adapter's product, as in an engine's layer."""
@@ -41,17 +41,17 @@ def followed(
     return both
 
 
-def in_tiles(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]) -> Callable[[Tensor], Tensor]:
+def tiles_call(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]) -> Callable[[Tensor], Tensor]:
     """Return a call of `fp4_tiles`, adapter included, on copies of the weights."""
     codes, scale, divisor = packed.values()
     (N, columns), device = (len(codes), A.shape[1]), codes.device
-    own = pack(codes, scale, fp4_tiles.tile_here(N, columns, device))
+    own = pack(codes, scale, fp4_tiles.tile_of_device(N, columns, device))
     A, B, divisor, meeting = A.clone(), B.clone(), divisor.clone(), fp4_tiles.counters(N, device)
     parts = decoders({TILES: own, DIVISOR: divisor}, sizes, columns)
     return lambda x: tiles_product(x, own, divisor, meeting, parts, A, B, list(sizes))
 
 
-def product(backend: str, packed: Mapping[str, Tensor], sizes: Sequence[int]) -> Callable[[Tensor], Tensor]:
+def kernel_call(backend: str, packed: Mapping[str, Tensor], sizes: Sequence[int]) -> Callable[[Tensor], Tensor]:
     """Return x[M, K] -> x W^T [M, N] as the engine's layers compute it with `linear_backend=backend`.
 
     Args:

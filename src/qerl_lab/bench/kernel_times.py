@@ -28,14 +28,14 @@ class Kernel(NamedTuple):
     end: float
 
 
-def of_token(call: Callable[[int], object], short: int, new: int) -> Row:
+def profile_token(call: Callable[[int], object], short: int, new: int) -> Row:
     """Profile `call(n)`, which samples n tokens, at two n from `short` to `new`; return their `differences`."""
-    first, last = ends(short, new)
+    first, last = token_counts(short, new)
     few, many = (launches(call, tokens) for tokens in (first, last))
     return differences(few, many, last - first)
 
 
-def ends(short: int, new: int) -> tuple[int, int]:
+def token_counts(short: int, new: int) -> tuple[int, int]:
     """Return the token counts of the two calls: `SPAN` apart, around the middle of `short` and `new`."""
     first = max(short, (short + new - SPAN) // 2)
     return first, min(new, first + SPAN)
@@ -59,17 +59,17 @@ def differences(few: Sequence[Kernel], many: Sequence[Kernel], tokens: int) -> R
     found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for every, sign in ((few, -1), (many, 1)):
         for name, start, end in every:
-            calls_us = found[short(name)]
+            calls_us = found[short_name(name)]
             calls_us[0] += sign / tokens
             calls_us[1] += sign * (end - start) / tokens
     kernels = [{"name": name, "calls": calls, "us": us} for name, (calls, us) in found.items()]
     return {
-        "busy_us": (busy(many) - busy(few)) / tokens,
+        "busy_us": (busy_microseconds(many) - busy_microseconds(few)) / tokens,
         "kernels": sorted(kernels, key=lambda kernel: -kernel["us"]),
     }
 
 
-def busy(kernels: Iterable[Kernel]) -> float:
+def busy_microseconds(kernels: Iterable[Kernel]) -> float:
     """Return the microseconds in which at least one kernel runs."""
     total, until = 0.0, float("-inf")
     for _, start, end in sorted(kernels, key=lambda kernel: kernel.start):
@@ -78,7 +78,7 @@ def busy(kernels: Iterable[Kernel]) -> float:
     return total
 
 
-def short(name: str) -> str:
+def short_name(name: str) -> str:
     """Return a kernel's name without template and call arguments."""
     plain = re.sub(r"^void |[<(].*$", "", name.replace("(anonymous namespace)", ""))
     return plain[:LONGEST] or name[:LONGEST]

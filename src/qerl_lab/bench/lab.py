@@ -18,7 +18,7 @@ class RandomPolicy(Policy):
     """A policy without its tokenizer's end token, which a random checkpoint cannot sample and engines refuse."""
 
     def end_ids(self) -> list[int]:
-        """Return the token ids that end a completion: none, or those of `random_model.end_ids`."""
+        """Return the token ids that end a completion: none, or `random_model.end_ids`."""
         return [index for index in super().end_ids() if index != self.tokenizer.eos_token_id]
 
 

@@ -60,7 +60,7 @@ def products(models: list[str], tokens: list[int]) -> Iterator[Row]:
 
 
 def random_linear(rows: int, columns: int) -> nn.Linear:
-    """Make a Linear on the GPU whose bfloat16 weight[rows, columns] is normal(0, 0.02)."""
+    """Make a Linear on the GPU with a bfloat16 weight[rows, columns] from normal(0, 0.02)."""
     linear = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16, device="cuda").requires_grad_(False)
     nn.init.normal_(linear.weight, std=0.02)
     return linear

@@ -25,9 +25,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import FormatConfig, RunConfig
 from qerl_lab.formats.format import Format
-from qerl_lab.model.files import INDEX
 from qerl_lab.model.linear import packable
 from qerl_lab.model.loading import empty_model
+from qerl_lab.model.weight_files import INDEX
 from qerl_lab.quantize import rtn
 
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

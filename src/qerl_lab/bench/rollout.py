@@ -59,7 +59,7 @@ def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
             timed = calls.run()
         if about["model_runner"] == 1:  # this runner polls the GPU
             timed["host_share"] = None
-        where = kernel_times.of_token(calls.seconds, calls.short, calls.new) if options["kernels"] else {}
+        where = kernel_times.profile_token(calls.seconds, calls.short, calls.new) if options["kernels"] else {}
         yield {
             "batch": batch, "prompt": options["prompt"], "new": options["new"], "repeats": options["repeats"], **timed,
             **about, **sampler.row, **held, "peak_gib": peak_gib(), **clocks.row,

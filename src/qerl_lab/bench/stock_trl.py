@@ -19,7 +19,7 @@ from qerl_lab.bench import random_model
 from qerl_lab.bench.arm_config import Job, kv_gib
 from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import Clocks, wait
-from qerl_lab.bench.grpo_step import Step, coin, peaks, row_of, task
+from qerl_lab.bench.grpo_step import Step, coin, peak_memory, row_of, task
 from qerl_lab.bench.rollout import memory, settings
 from qerl_lab.config.units import GIB
 from qerl_lab.tasks import Question
@@ -64,17 +64,17 @@ def rows(job: Job) -> Iterator[Row]:
             callbacks=[watch],
         )
         start = time.perf_counter() - started
-        base = sum(held(p) for p in trainer.model.parameters() if not p.requires_grad) / GIB
+        base = sum(bytes_of_weight(p) for p in trainer.model.parameters() if not p.requires_grad) / GIB
         job.wait_for_turn()
         with Clocks() as clocks:
             trainer.train()
     about: Row = {"start_seconds": start, "policy_gib": base}
     if trainer.use_vllm:
         about |= memory(trainer.vllm_generation.llm) | settings(trainer.vllm_generation.llm)
-    yield row_of(job, watch.found) | about | clocks.row | peaks()
+    yield row_of(job, watch.found) | about | clocks.row | peak_memory()
 
 
-def held(parameter: torch.nn.Parameter) -> int:
+def bytes_of_weight(parameter: torch.nn.Parameter) -> int:
     """Return the bytes of a weight, including scales if bitsandbytes packed it."""
     packed = getattr(parameter, "quant_state", None)
     scales = packed.as_dict(packed=True).values() if packed is not None else ()

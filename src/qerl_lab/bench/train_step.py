@@ -33,14 +33,14 @@ GB = 1e9
 
 
 @dataclass
-class Trained:
+class TrainedArm:
     model: PeftModel
     optimizer: torch.optim.Optimizer
     base_bytes: int
     held_bytes: int  # on the GPU between steps: base, adapters and, after the first step, optimizer state
 
 
-def build(options: TrainStepOptions, arm: str) -> Trained:
+def build(options: TrainStepOptions, arm: str) -> TrainedArm:
     """Build an arm: a format of the lab, or for `bf16_peft` and `qlora` PEFT's LoRA on a dense base or Linear4bit."""
     before = torch.cuda.memory_allocated()
     config = Qwen2Config(**ARCHITECTURES[options.model], dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -59,7 +59,7 @@ def build(options: TrainStepOptions, arm: str) -> Trained:
     model.train()
     adapters = [p for p in model.parameters() if p.requires_grad]
     held = torch.cuda.memory_allocated() - before
-    return Trained(model, torch.optim.AdamW(adapters, lr=1e-5, fused=True), base_bytes, held)
+    return TrainedArm(model, torch.optim.AdamW(adapters, lr=1e-5, fused=True), base_bytes, held)
 
 
 def with_adapters(base: PreTrainedModel, rank: int, *, plain: bool) -> PeftModel:
@@ -91,7 +91,7 @@ def full_logits_loss(model: PeftModel, ids: Tensor) -> Tensor:
     return -torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).mean()
 
 
-def train_step(arm: Trained, ids: Tensor, micro: int, loss: Callable[[PeftModel, Tensor], Tensor]) -> None:
+def train_step(arm: TrainedArm, ids: Tensor, micro: int, loss: Callable[[PeftModel, Tensor], Tensor]) -> None:
     """Make one optimizer update on `ids[sequences, length]`, `micro` sequences at a time."""
     for part in ids.split(micro):
         with torch.autocast("cuda", torch.bfloat16):
@@ -107,19 +107,19 @@ def steps(options: TrainStepOptions) -> Iterator[Row]:
     vocabulary = ARCHITECTURES[options.model]["vocab_size"]
     ids = torch.randint(vocabulary, (options.sequences, options.length), device="cuda")
     for micro in sorted({options.sequences, 1}, reverse=True):
-        yield from _in_turn(options, arms, ids, micro, "chunked", chunked_loss)
+        yield from _measure_in_turn(options, arms, ids, micro, "chunked", chunked_loss)
     first = options.arms[0]
-    yield from _in_turn(options, {first: arms[first]}, ids, options.sequences, "full logits", full_logits_loss)
+    yield from _measure_in_turn(options, {first: arms[first]}, ids, options.sequences, "full logits", full_logits_loss)
 
 
-def _in_turn(
-    options: TrainStepOptions, arms: dict[str, Trained], ids: Tensor, micro: int, loss_name: str, loss: Any
+def _measure_in_turn(
+    options: TrainStepOptions, arms: dict[str, TrainedArm], ids: Tensor, micro: int, loss_name: str, loss: Any
 ) -> Iterator[Row]:
     measured: dict[str, list[tuple[float, int]]] = {name: [] for name in arms}
     for turn in range(options.steps + 1):
         for name, arm in arms.items():
-            seconds, peak = _measured(partial(train_step, arm, ids, micro, loss))
-            others = torch.cuda.memory_allocated() - _held(arm)
+            seconds, peak = _seconds_and_peak(partial(train_step, arm, ids, micro, loss))
+            others = torch.cuda.memory_allocated() - _count_bytes(arm)
             if turn:  # the first warms up and makes optimizer state
                 measured[name].append((seconds, peak - others))
     for name, values in measured.items():
@@ -132,13 +132,13 @@ def _in_turn(
         }  # fmt: skip
 
 
-def _held(arm: Trained) -> int:
+def _count_bytes(arm: TrainedArm) -> int:
     """Count the bytes that an arm holds between two steps."""
     state = (t for values in arm.optimizer.state.values() for t in values.values())
     return arm.held_bytes + sum(t.nbytes for t in state if isinstance(t, Tensor) and t.is_cuda)
 
 
-def _measured(work: Callable[[], None]) -> tuple[float, int]:
+def _seconds_and_peak(work: Callable[[], None]) -> tuple[float, int]:
     """Run `work`; return its seconds and the peak of allocated bytes."""
     gc.collect()
     torch.cuda.synchronize()

@@ -46,7 +46,7 @@ class CheckJobs(Callback):
 
     @_past_hydra()
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        self.plan = _claimed(compose.single(config, GlobalHydra.instance().config_loader()))
+        self.plan = _claim_directories(compose.single(config, GlobalHydra.instance().config_loader()))
         with read_write(config.hydra), open_dict(config.hydra):
             config.hydra.run.dir = str(self.plan.directory)
 
@@ -61,7 +61,7 @@ class CheckJobs(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         launcher = config.hydra.runtime.choices["hydra/launcher"]
         plan = compose.sweep(config, GlobalHydra.instance().config_loader())
-        self.plan = _claimed(plan) if launcher == LAUNCHER else _for_other_launcher(plan, launcher)
+        self.plan = _claim_directories(plan) if launcher == LAUNCHER else _check_for_launcher(plan, launcher)
         with read_write(config.hydra), open_dict(config.hydra):
             config.hydra.sweep.dir = str(self.plan.directory)
             # Other launchers compose their jobs again from these words.
@@ -79,15 +79,15 @@ def command_line(words: Sequence[str] | None = None) -> str:
     return redact(shlex.join(["python", "-m", "qerl_lab", *(sys.argv[1:] if words is None else words)]))
 
 
-def _claimed(plan: Plan) -> Plan:
+def _claim_directories(plan: Plan) -> Plan:
     """Check the jobs, then print them (dry run) or claim their directories. Raises ConfigError."""
-    plan = _checked_unless_dry(jobs.reuse(plan), plan.jobs[0].config.launcher == "local")
+    plan = _check_unless_dry(jobs.reuse_directories(plan), plan.jobs[0].config.launcher == "local")
     plan = jobs.claim(plan, command_line())
-    print(manual.opening(plan), flush=True)
+    print(manual.opening_lines(plan), flush=True)
     return plan
 
 
-def _for_other_launcher(plan: Plan, launcher: str) -> Plan:
+def _check_for_launcher(plan: Plan, launcher: str) -> Plan:
     """Check the jobs of a launcher that is not ours; each job claims the directory that Hydra gives it.
 
     A sweep continues in an existing directory only if that holds all of its runs. Raises ConfigError, also for a key
@@ -99,21 +99,21 @@ def _for_other_launcher(plan: Plan, launcher: str) -> Plan:
                 f"{typed} is for hydra/launcher={LAUNCHER}, and hydra/launcher={launcher} was given. Leave one of the "
                 "two out."
             )
-    directory = jobs.reuse(plan).directory
+    directory = jobs.reuse_directories(plan).directory
     own = [replace(job, run_dir=directory / job.run_dir.relative_to(plan.directory)) for job in plan.jobs]
     for job in own:
         run = RunDirectory(job.run_dir)
         if run.is_claimed and jobs.identity(run.settings()) != jobs.identity(as_recorded(job.config)):
             raise ConfigError(f"{run.path} has a run of another configuration. Type another hydra.sweep.dir.")
-    plan = _checked_unless_dry(replace(plan, jobs=own, directory=directory), launcher in HERE)
-    print(manual.opening(plan), flush=True)
+    plan = _check_unless_dry(replace(plan, jobs=own, directory=directory), launcher in HERE)
+    print(manual.opening_lines(plan), flush=True)
     return plan
 
 
-def _checked_unless_dry(plan: Plan, is_here: bool) -> Plan:
+def _check_unless_dry(plan: Plan, is_here: bool) -> Plan:
     """Check the jobs and note what they cut, or print the table of a dry run and exit. Raises ConfigError."""
     is_dry = any(job.config.dry_run for job in plan.jobs)
-    plan = checked(plan, is_here, is_dry)
+    plan = check_jobs(plan, is_here, is_dry)
     if plan.multirun and RunDirectory(plan.directory).is_claimed:
         raise ConfigError(f"hydra.sweep.dir={plan.directory} is the directory of a run. Type another for the sweep.")
     if plan.directory_given and not plan.multirun:
@@ -124,7 +124,7 @@ def _checked_unless_dry(plan: Plan, is_here: bool) -> Plan:
     return plan
 
 
-def checked(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
+def check_jobs(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
     """Note in each job what its run will cut. Raises ConfigError for the first job that could not start.
 
     A dry run notes what this machine lacks instead of raising: the run may be meant for another machine.
@@ -138,7 +138,7 @@ def checked(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
             raise ConfigError(f"{where}{error}") from None
         seen.append(replace(job, notes=[*job.notes, *cut]))
     if is_here and not is_dry:
-        scheduler.cards_of([job.config for job in plan.jobs])
+        scheduler.gpu_pool_of([job.config for job in plan.jobs])
     elif plan.jobs[0].config.launcher != "local":
         cluster.check(plan.jobs[0].config)
         if not is_dry:

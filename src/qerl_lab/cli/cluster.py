@@ -63,7 +63,9 @@ def flags(text: str) -> dict[str, Any]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"slurm={text} cannot be read: {_flat(error)} Close every quotation mark in it.") from None
+        raise ConfigError(
+            f"slurm={text} cannot be read: {_one_sentence(error)} Close every quotation mark in it."
+        ) from None
     for word in words:
         name, sign, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not name:
@@ -88,7 +90,7 @@ def minutes(given: dict[str, Any]) -> int:
     return only or max(1, (days * 24 + hours) * 60 + mins + (seconds > 0))
 
 
-def needs(configs: Sequence[RunConfig], given: Mapping[str, Any]) -> dict[str, int]:
+def resources_of(configs: Sequence[RunConfig], given: Mapping[str, Any]) -> dict[str, int]:
     """Return the GPUs or CPUs that a job requests beside the given flags, under submitit's names.
 
     With a GPU the cluster chooses the CPUs; without one it would give a single CPU to all threads.
@@ -100,7 +102,7 @@ def needs(configs: Sequence[RunConfig], given: Mapping[str, Any]) -> dict[str, i
     return {} if threads < 1 or CPU_FLAGS & set(given) else {"cpus_per_task": threads}
 
 
-def _flat(error: BaseException) -> str:
+def _one_sentence(error: BaseException) -> str:
     return in_one_line(error).rstrip(".") + "."
 
 
@@ -115,13 +117,15 @@ def slurm(configs: Sequence[RunConfig], calls: "Sequence[Call]", folder: Path) -
     executor = submitit.SlurmExecutor(folder)
     executor.update_parameters(
         time=minutes(given), job_name="qerl_lab", array_parallelism=configs[0].jobs, stderr_to_stdout=True,
-        signal_delay_s=SIGNAL_SECONDS, additional_parameters=given, **needs(configs, given),
+        signal_delay_s=SIGNAL_SECONDS, additional_parameters=given, **resources_of(configs, given),
     )  # fmt: skip
     try:
         with executor.batch():
             submitted = [executor.submit(call) for call in calls]
     except FailedJobError as error:  # the error of sbatch
-        raise ConfigError(f"Slurm takes no jobs with slurm={configs[0].slurm}: {_flat(error)} {GOES_ON}") from None
+        raise ConfigError(
+            f"Slurm takes no jobs with slurm={configs[0].slurm}: {_one_sentence(error)} {GOES_ON}"
+        ) from None
     yield submitted
 
 
@@ -135,16 +139,16 @@ def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list
     try:
         library.init(log_to_driver=False, include_dashboard=False)
     except ConnectionError as error:
-        raise ConfigError(f"Ray cannot be reached: {_flat(error.__cause__ or error)} {GOES_ON}") from None
+        raise ConfigError(f"Ray cannot be reached: {_one_sentence(error.__cause__ or error)} {GOES_ON}") from None
     for number, handler in before.items():  # Ray's own handlers would end the command
         signal.signal(number, handler)
     has_gpus = library.cluster_resources().get("GPU", 0) > 0
     nodes = [node["Resources"] for node in library.nodes() if node["Alive"]]
-    if said := waits_for_a_node([asked_of_ray(cfg, has_gpus) for cfg in configs], nodes):
+    if said := oversize_warning([ray_resources(cfg, has_gpus) for cfg in configs], nodes):
         terminal.say(f"warning: {said}")
 
     def one(cfg: RunConfig, call: "Call") -> "Ended":
-        asked = asked_of_ray(cfg, has_gpus)
+        asked = ray_resources(cfg, has_gpus)
         task = library.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"])(type(call).__call__)
         return cast("Ended", library.get(task.remote(call)))
 
@@ -155,13 +159,13 @@ def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list
         library.shutdown()
 
 
-def asked_of_ray(cfg: RunConfig, has_gpus: bool) -> dict[str, float]:
+def ray_resources(cfg: RunConfig, has_gpus: bool) -> dict[str, float]:
     """Return the CPUs that a job requests from Ray, and GPUs if the cluster has any."""
     share = 1 / cfg.jobs_per_gpu if cfg.gpus == 1 else cfg.gpus  # Ray gives several GPUs only whole
     return {"CPU": max(1, cfg.cpu_threads), "GPU": share if has_gpus and cfg.device != "cpu" else 0}
 
 
-def waits_for_a_node(asked: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str:
+def oversize_warning(asked: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str:
     """Return a warning if a job requests more than any node has, because Ray would then wait in silence.
 
     It is no error: an autoscaling cluster may still add such a node.

@@ -31,14 +31,14 @@ from qerl_lab.cli.overrides import (
     explain,
     groups,
     refuse_sweeps,
-    shown,
-    spell,
+    spell_for_hydra,
+    without_hydra_words,
 )
-from qerl_lab.config.arm import OF_SWEEPS, by_content, values_of
-from qerl_lab.config.files import choices_of, group_folder, package_data
-from qerl_lab.config.keys import NUMBERS, schema, typed
+from qerl_lab.config.arm import OF_SWEEPS, model_by_content, values_of
+from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
+from qerl_lab.config.keys import NUMBERS, schema, spell_value
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.paths import anchored
+from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.config.rules import build, validate
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import shell_word
@@ -96,30 +96,30 @@ def make_plan(overrides: list[str], multirun: bool) -> Plan:
 
 def single(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     """Check the run that Hydra composed. Raises ConfigError."""
-    typed_words = _unresolved(cfg.hydra.overrides.task)
+    typed_words = _words_as_typed(cfg.hydra.overrides.task)
     config, words = _checked_job(cfg, typed_words, loader)
     for key in (key for key in OF_SWEEPS if key in words):
         raise ConfigError(f"{key}={words[key]} is of a sweep, and this command runs one job. Leave {key} out.")
-    intent.refuse_directory_of(_of_hydra(cfg), "hydra.sweep.", "a sweep, and this command runs one job")
+    intent.refuse_directory_of(_hydra_words(cfg), "hydra.sweep.", "a sweep, and this command runs one job")
     intent.check_all_act([(config, words)])
     HydraConfig.instance().set_config(cfg)
     run_dir = Path(config.run_dir or str(cfg.hydra.run.dir)).expanduser().absolute()
-    given = bool(config.run_dir) or _sets(cfg, "hydra.run.dir")
+    given = bool(config.run_dir) or _is_typed(cfg, "hydra.run.dir")
     notes = intent.notes(config, cfg.optim.micro_batch_size, words)
-    return Plan([Job(0, shown(typed_words), config, run_dir, notes)], run_dir, given, False)
+    return Plan([Job(0, without_hydra_words(typed_words), config, run_dir, notes)], run_dir, given, False)
 
 
 def sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
     """Compose and check every job of the sweep that Hydra composed. Raises ConfigError."""
-    intent.refuse_directory_of(_of_hydra(master), "hydra.run.", "a single run, and this command is a sweep")
+    intent.refuse_directory_of(_hydra_words(master), "hydra.run.", "a single run, and this command is a sweep")
     directory, jobs = Path(str(master.hydra.sweep.dir)).expanduser().absolute(), []
     composed: dict[tuple[str, ...], DictConfig] = {}
     for number, overrides in enumerate(_expand(master, loader)):
         try:
-            cfg = _composed(master, overrides, loader, composed)
+            cfg = _compose_job(master, overrides, loader, composed)
             config, words = _checked_job(cfg, overrides, loader)
         except (ConfigError, HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(f"job {number} ({' '.join(shown(overrides))}): {explain(error)}") from None
+            raise ConfigError(f"job {number} ({' '.join(without_hydra_words(overrides))}): {explain(error)}") from None
         if config.run_dir:
             raise ConfigError(
                 f"run_dir={config.run_dir} cannot serve a sweep, whose jobs get a directory each. "
@@ -129,14 +129,14 @@ def sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
             cfg.hydra.job.num = cfg.hydra.job.id = number
         HydraConfig.instance().set_config(cfg)
         notes = intent.notes(config, cfg.optim.micro_batch_size, words)
-        jobs.append(Job(number, shown(overrides), config, directory / str(cfg.hydra.sweep.subdir), notes))
-    _refuse_alike(jobs)
+        jobs.append(Job(number, without_hydra_words(overrides), config, directory / str(cfg.hydra.sweep.subdir), notes))
+    _refuse_equal_jobs(jobs)
     intent.refuse_several_of_sweep([job.config for job in jobs])
     intent.check_all_act([(job.config, intent.words_by_key(job.overrides)) for job in jobs])
-    return Plan(jobs, directory, _sets(master, "hydra.sweep.dir"), True)
+    return Plan(jobs, directory, _is_typed(master, "hydra.sweep.dir"), True)
 
 
-def _composed(
+def _compose_job(
     master: DictConfig, overrides: list[str], loader: ConfigLoader, known: dict[tuple[str, ...], DictConfig]
 ) -> DictConfig:
     """Compose a job. Jobs that differ only in plain values share one composition, which takes 0.1 s."""
@@ -178,17 +178,17 @@ def _check_arm(
         return {name: values[name] for name in declared}
 
     def of(name: str) -> dict[str, Any]:
-        lines = [f"+experiment={name}", *(line for line in _of_hydra(cfg) if "hydra.searchpath=" in line)]
+        lines = [f"+experiment={name}", *(line for line in _hydra_words(cfg) if "hydra.searchpath=" in line)]
         return identity(job_config(loader.load_configuration("config", lines, RunMode.RUN), lines))
 
     own, now = of(arm), identity(config)
     if own == now:
         return
     typed_words = " ".join(f"{key}={words[key]}" for key in touching)
-    changed = ", ".join(f"{name}={typed(own[name])}" for name in declared if own[name] != now[name])
+    changed = ", ".join(f"{name}={spell_value(own[name])}" for name in declared if own[name] != now[name])
     same = next((name for name in choices_of("experiment") if of(name) == now), None)
     usual = identity(RunConfig())
-    others = " ".join(f"{key}={typed(now[key])}" for key in declared if now[key] != usual[key])
+    others = " ".join(f"{key}={spell_value(now[key])}" for key in declared if now[key] != usual[key])
     raise ConfigError(
         f"{typed_words} changes what experiment={arm} stands for ({changed}), and the run would keep its name. "
         f"Type {f'+experiment={same} instead' if same else f'{others} instead, without experiment={arm}'}."
@@ -203,16 +203,16 @@ def _declared_keys() -> frozenset[str]:
     return frozenset(key for key in declared if kinds[key] not in NUMBERS)
 
 
-def _sets(cfg: DictConfig, key: str) -> bool:
-    return any(line.lstrip("+").startswith(f"{key}=") for line in _of_hydra(cfg))
+def _is_typed(cfg: DictConfig, key: str) -> bool:
+    return any(line.lstrip("+").startswith(f"{key}=") for line in _hydra_words(cfg))
 
 
-def _of_hydra(cfg: DictConfig) -> list[str]:
+def _hydra_words(cfg: DictConfig) -> list[str]:
     """Return the words for Hydra itself: `${hydra.job.num}` has no value before there is a job."""
-    return _unresolved(cfg.hydra.overrides.hydra)
+    return _words_as_typed(cfg.hydra.overrides.hydra)
 
 
-def _unresolved(words: ListConfig) -> list[str]:
+def _words_as_typed(words: ListConfig) -> list[str]:
     """Return words as they were typed: OmegaConf resolves the interpolations of a list that is iterated."""
     lines: Any = OmegaConf.to_container(words, resolve=False)
     return list(lines)
@@ -229,11 +229,11 @@ def _expand(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
         )
     params = [f"{key}={value}" for key, value in (master.hydra.sweeper.params or {}).items()]
     for line in params:
-        if (key := spell(line).partition("=")[0]) != line.partition("=")[0]:
+        if (key := spell_for_hydra(line).partition("=")[0]) != line.partition("=")[0]:
             raise ConfigError(f"hydra.sweeper.params has {line}; write {key} there.")
     check_words(params)
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(
-        params + _unresolved(master.hydra.overrides.task)
+        params + _words_as_typed(master.hydra.overrides.task)
     )
     choices: dict[str, list[str]] = {}
     for override in parsed:
@@ -247,7 +247,7 @@ def _expand(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
     return jobs
 
 
-def _refuse_alike(jobs: list[Job]) -> None:
+def _refuse_equal_jobs(jobs: list[Job]) -> None:
     """Raise ConfigError for two jobs of one directory, or of equal configuration and seed.
 
     Later commands could not match the runs of equal jobs. Two copies of one model count as the same model.
@@ -261,7 +261,7 @@ def _refuse_alike(jobs: list[Job]) -> None:
                 "differ between jobs. Leave it out, or put ${hydra.job.num} in it."
             )
         values = {name: value for name, value in values_of(job.config).items() if name != "model.name"}
-        other = with_content.setdefault(repr(by_content(values)), job.number)
+        other = with_content.setdefault(repr(model_by_content(values)), job.number)
         if other != job.number:
             raise ConfigError(
                 f"jobs {other} and {job.number} are the same run ({' '.join(job.overrides)}). "
@@ -278,7 +278,7 @@ def job_config(cfg: DictConfig, overrides: Sequence[str]) -> RunConfig:
             values[str(key)] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
     words, config = intent.words_by_key(overrides), build(values)
     intent.name_model(config, words)
-    config = anchored(config)
+    config = with_absolute_paths(config)
     intent.fit_micro_batch(config, words)
     intent.take_rounding(config, words)
     validate(config)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.keys import TEXT, by_foreign_name, has_type, typed, unknown_key, wrong_type
+from qerl_lab.config.keys import TEXT, by_foreign_name, has_type, spell_value, unknown_key, wrong_type
 from qerl_lab.config.option import ConfigError, bounds_in_words, check_bounds, did_you_mean
 from qerl_lab.config.spelling import shell_word, unquoted
 from qerl_lab.system.exits import OK, Main, command
@@ -100,9 +100,9 @@ def read(kind: type[Options], words: Sequence[str], bare: str = "") -> Options:
             paths.append(word)
             continue
         if word.startswith("-"):
-            raise not_a_flag(word, {key: f"{key}=VALUE" for key in types}, HELP)
+            raise unknown_flag(word, {key: f"{key}=VALUE" for key in types}, HELP)
         if not sign or not key:
-            raise unreadable(word, types)
+            raise unreadable_word(word, types)
         if key not in types:
             raise unknown_key(key, list(types), _hint(key, list(types)))
         given[key] = _value(key, types[key], text, getattr(defaults, key))
@@ -113,7 +113,7 @@ def read(kind: type[Options], words: Sequence[str], bare: str = "") -> Options:
     elif paths:
         given[bare] = paths[0]
         typed_for += [(bare, path) for path in paths]
-    refuse_twice(typed_for)
+    refuse_repeated_keys(typed_for)
     made = kind(**given)
     for name, field, value in leaves(made):
         check_bounds(name, field.metadata, value)
@@ -151,7 +151,7 @@ def _scalar(text: str, kind: Any) -> Any:
     return VALUES.get(text.lower(), text)
 
 
-def not_a_flag(word: str, keys: Mapping[str, str], flags: Sequence[str]) -> ConfigError:
+def unknown_flag(word: str, keys: Mapping[str, str], flags: Sequence[str]) -> ConfigError:
     """Return the error for a word with dashes; `keys` has what to type for a key, `flags` are the known flags."""
     key, sign, _ = word.lstrip("-").partition("=")
     key = key.replace("-", "_")
@@ -160,7 +160,7 @@ def not_a_flag(word: str, keys: Mapping[str, str], flags: Sequence[str]) -> Conf
     return ConfigError(f"{word} is not a flag; keys take no dashes.{hint or ' Type --help for what may be typed.'}")
 
 
-def unreadable(word: str, keys: Mapping[str, Any]) -> ConfigError:
+def unreadable_word(word: str, keys: Mapping[str, Any]) -> ConfigError:
     """Return the error for a word outside of Hydra's grammar, or without a value; `keys` has the type of each."""
     if word in keys:
         return ConfigError(f"{word} has no value. Type {word}=VALUE.")
@@ -169,12 +169,12 @@ def unreadable(word: str, keys: Mapping[str, Any]) -> ConfigError:
         return ConfigError(f"{word} cannot be read. Type KEY=VALUE, or leave {word} out.")
     one = f" As one value that is {shell_word(key, value)}." if keys.get(key.lstrip("+")) in TEXT else ""
     return ConfigError(
-        f"{typed(word)} cannot be read. Type KEY=VALUE, and put a value that has one of , = ( ) [ ] {{ }} "
+        f"{spell_value(word)} cannot be read. Type KEY=VALUE, and put a value that has one of , = ( ) [ ] {{ }} "
         f"or spaces in it between quotes, inside the shell's: \"KEY='a, b'\".{one}"
     )
 
 
-def refuse_twice(lines: Iterable[tuple[str, str]]) -> None:
+def refuse_repeated_keys(lines: Iterable[tuple[str, str]]) -> None:
     """Raise ConfigError if two of the (key, word) pairs have the same key."""
     words: dict[str, list[str]] = {}
     for key, word in lines:
@@ -199,7 +199,7 @@ def manual(command: Command[Any]) -> str:
 
 def key_entry(name: str, field: Any, default: Any, width: int) -> list[str]:
     """Format the lines of the manual for one key."""
-    shown = typed(default)
+    shown = spell_value(default)
     shown = shown if len(shown) <= 40 else shown[:37] + "..."
     allowed = ", ".join(field.metadata["choices"] or ()) or bounds_in_words(field.metadata)
     return entry(f"{name}={shown}", field.metadata["help"] + (f" ({allowed})" if allowed else ""), width)

@@ -9,8 +9,8 @@ from pathlib import Path
 import yaml
 
 from qerl_lab.config.arm import OF_SWEEPS, values_of
-from qerl_lab.config.files import group_folder
-from qerl_lab.config.keys import typed
+from qerl_lab.config.conf_folder import group_folder
+from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import largest_divisor
 from qerl_lab.config.schema import POCKET, FormatConfig, RunConfig
@@ -60,7 +60,7 @@ def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:
         if f"{group}.name" in words:  # an option of these groups sets more than its name
             raise ConfigError(f"{group}.name={value} leaves out what belongs to it. Type {group}={value}.")
     if cfg.scale == POCKET and "scale" not in words and cfg.model.path != POCKET:
-        on_disk.local(cfg.model.path)  # a path that is not there is the first thing to say
+        on_disk.local_path(cfg.model.path)  # a path that is not there is the first thing to say
         raise ConfigError(
             f"model.path={cfg.model.path} with scale={POCKET} would train it by the recipe of the embedded policy "
             f"(learning rate {cfg.optim.learning_rate:g}, {cfg.rollout.max_completion_tokens} tokens a completion). "
@@ -118,8 +118,8 @@ def check_all_act(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
             where = f"job {number}: " if len(jobs) > 1 else ""
             remedy = variant.arm if variant.arm and cfg.experiment != RunConfig().experiment else variant.remedy
             raise ConfigError(
-                f"{where}{key}={words[key]} does nothing in a run with {variant.decider}="
-                f"{typed(values_of(cfg)[variant.decider])}. Leave {key} out, or type for example {remedy}."
+                f"{where}{key}={words[key]} does nothing in a run with {variant.deciding_key}="
+                f"{spell_value(values_of(cfg)[variant.deciding_key])}. Leave {key} out, or type for example {remedy}."
             )
 
 

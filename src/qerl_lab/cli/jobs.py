@@ -1,4 +1,4 @@
-"""Directories of jobs: find existing ones, claim new ones, read those of a sweep, extend a run."""
+"""Directories of jobs: find existing ones, claim new ones, read a sweep, extend a run."""
 
 import os
 import re
@@ -28,7 +28,7 @@ COUNTED_OTHERWISE = ("experiment", "scale", "model.name", "lora.start_from", "ta
 SEED = re.compile(r"^seed: (\d+)$", re.MULTILINE)  # in resolved.yaml; found without parsing the YAML
 
 
-def reuse(plan: Plan) -> Plan:
+def reuse_directories(plan: Plan) -> Plan:
     """Point each job of a sweep at its existing run directory, if an earlier command made one.
 
     A run matches a job if arm, seed, gpus, the files of its questions, and every key in which the jobs differ are
@@ -38,7 +38,7 @@ def reuse(plan: Plan) -> Plan:
         return plan
     sweeps = [plan.directory] if plan.directory_given else sorted(plan.directory.parent.glob("*"), reverse=True)
     varying = _varying(plan.jobs)
-    known = [] if plan.jobs[0].config.rerun else _known(sweeps, {job.config.seed for job in plan.jobs}, varying)
+    known = [] if plan.jobs[0].config.rerun else _known_runs(sweeps, {job.config.seed for job in plan.jobs}, varying)
     jobs, taken = [], set[Path]()
     for job in plan.jobs:
         own = identity(as_recorded(job.config), varying)
@@ -65,11 +65,11 @@ def _varying(jobs: list[Job]) -> set[str]:
 
 
 def identity(settings: Mapping[str, str], varying: Collection[str] = ()) -> dict[str, Any]:
-    """Return the values in which a run and a job must agree."""
+    """Return the settings that must be equal for a job to continue a recorded run."""
     return of_arm(settings) | {key: settings.get(key) for key in ("seed", "gpus", *varying)}
 
 
-def _known(sweeps: list[Path], seeds: set[int], varying: set[str]) -> list[tuple[RunDirectory, dict[str, Any]]]:
+def _known_runs(sweeps: list[Path], seeds: set[int], varying: set[str]) -> list[tuple[RunDirectory, dict[str, Any]]]:
     """Return the readable runs of these sweeps that have one of the seeds, with their identities."""
     found = []
     for run in (run for sweep in sweeps if sweep.is_dir() for run in _runs(sweep)):
@@ -116,7 +116,7 @@ def plan_of_sweep(directory: Path) -> Plan | None:
 
 
 def read(directory: Path, run_dirs: list[Path]) -> Plan:
-    """Return the plan of a sweep whose directories are claimed. Raises ConfigError."""
+    """Return the plan of a sweep with claimed directories. Raises ConfigError."""
     jobs = []
     for number, path in enumerate(run_dirs):
         run = RunDirectory(path)

@@ -24,7 +24,7 @@ from qerl_lab.config.spelling import resume_word
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.system import exits, terminal
-from qerl_lab.system.exits import SIGNALS, USAGE, heard
+from qerl_lab.system.exits import SIGNALS, USAGE, stop_signals
 from qerl_lab.system.processes import rank_variables, refuse_several
 
 LOOK_SECONDS = 1.0  # between two checks of the stop file and of the ranks
@@ -174,10 +174,10 @@ def _wait(
             if ranks.received:  # another thread received the signal
                 for process in ranks.processes:
                     process.terminate()
-            rank = _end_of(ranks.processes, stop_file)
+            rank = _wait_for_all(ranks.processes, stop_file)
     finally:
         _waited_for.remove(ranks)
-    return -signal.SIGINT if ranks.aborts or _aborted(stop_file) else ranks.processes[rank].returncode, rank
+    return -signal.SIGINT if ranks.aborts or _abort_requested(stop_file) else ranks.processes[rank].returncode, rank
 
 
 def stop_children() -> None:
@@ -191,14 +191,14 @@ def stop_children() -> None:
             child.wait(max(0.1, deadline - time.monotonic()))
 
 
-def _end_of(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int:
+def _wait_for_all(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int:
     """Wait for every child; return the first failed rank, or 0. Kill children that outlast it by GRACE_SECONDS."""
     first, deadline = None, math.inf
     alone = len(children) == 1 and stop_file is None
     while running := [child for child in children if child.poll() is None]:
         if first is None and (first := _first_failed(children)) is not None:
             deadline = time.monotonic() + GRACE_SECONDS
-        if time.monotonic() > deadline or _aborted(stop_file):
+        if time.monotonic() > deadline or _abort_requested(stop_file):
             for child in running:
                 child.kill()
         elif stop_file is not None and stop_file.exists():
@@ -210,7 +210,7 @@ def _end_of(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> 
     return 0 if first is None else first
 
 
-def _aborted(stop_file: Path | None) -> bool:
+def _abort_requested(stop_file: Path | None) -> bool:
     return stop_file is not None and stop_file.exists() and stop_file.read_text(encoding="utf-8") == ABORT
 
 
@@ -226,7 +226,7 @@ def handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in heard()}
+    before = {number: signal.signal(number, handler) for number in stop_signals()}
     try:
         yield
     finally:

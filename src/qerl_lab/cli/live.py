@@ -31,8 +31,8 @@ class JobProgress:
         self.read()
         self.first = self.step
 
-    def look(self) -> None:
-        """Read the job's record if it is running: begun by a process, and neither done nor failed."""
+    def refresh(self) -> None:
+        """Set `is_running` (begun by a process, neither done nor failed), and read the record of a running job."""
         self.is_running = self.run.status == "interrupted" and self._count() > self._sessions
         if self.is_running:
             self.read()
@@ -80,7 +80,7 @@ class SweepProgress:
             return
         self._looked = time.monotonic()
         for seen in self._left.values():
-            seen.look()
+            seen.refresh()
         running = [seen for seen in self._left.values() if seen.is_running]
         if sys.stderr.isatty():
             rows = columns([HEAD, *(seen.row() for seen in running)]).splitlines() if running else []

@@ -14,11 +14,11 @@ from qerl_lab.cli.compose import Job, Plan, make_plan
 from qerl_lab.cli.grammar import entry, key_entry
 from qerl_lab.cli.overrides import groups
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.files import choices_of, group_folder, package_data
+from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
 from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.config.spelling import resume_word, shell_word
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.system.terminal import columns, near, python
+from qerl_lab.system.terminal import columns, format_path, python
 
 ABOUT = "qerl-lab: reinforcement learning of language models on 4-bit weights (QeRL, arXiv 2510.11696)"
 GROUPS = {
@@ -96,15 +96,15 @@ def describe(path: Path) -> str:
 
 def _options(group: str, default: str | None = None) -> list[str]:
     folder, lines = group_folder(group), list[str]()
-    names = sorted(choices_of(group), key=_by_size)
+    names = sorted(choices_of(group), key=_number_key)
     width = max(map(len, names)) + 4
     for name in names:
         lines += entry(name + ("*" if name == default else ""), describe(folder / f"{name}.yaml"), width)
     return lines
 
 
-def _by_size(name: str) -> list[tuple[int, str]]:
-    """Sort names by the numbers in them: rank16 before rank128."""
+def _number_key(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that orders names by the numbers in them: rank16 before rank128."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -119,26 +119,26 @@ _SHOWN = ("experiment=", "seed=", "dry_run=")  # words that other columns of a d
 def dry_run_table(plan: Plan) -> str:
     """List the jobs of a command, one per line, with the distinguishing words that no column shows."""
     rows = [["job", *(name for name, _ in _facts(RunConfig())), "overrides", "run directory"]]
-    own = own_words(plan.jobs)[1] if plan.multirun else [[]]
+    own = split_words(plan.jobs)[1] if plan.multirun else [[]]
     for job, words in zip(plan.jobs, own, strict=True):
-        where = _where(job, plan) if plan.multirun else near(job.run_dir)
+        where = _where(job, plan) if plan.multirun else format_path(job.run_dir)
         rest = " ".join(word for word in words if not word.lstrip("+").startswith(_SHOWN))
         rows.append([str(job.number), *(str(value) for _, value in _facts(job.config)), rest, where])
     if not any(row[-2] for row in rows[1:]):
         rows = [[*row[:-2], row[-1]] for row in rows]
-    last = f"in {near(plan.directory)}" if plan.multirun else "as above"
+    last = f"in {format_path(plan.directory)}" if plan.multirun else "as above"
     done = [job for job in plan.jobs if job.begun and RunDirectory(job.run_dir).status == "done"]
     skip = f", but for {len(done)} that are done" if done else ""
     end = f"dry run: would run {count(plan.jobs)} {last}{skip}; nothing was started or written"
     return "\n".join([columns(rows), *notes(plan.jobs), end])
 
 
-def opening(plan: Plan) -> str:
+def opening_lines(plan: Plan) -> str:
     """Format a command's first lines: its directory, the jobs already done, and notes."""
     what = f"{count(plan.jobs)} in" if plan.multirun else "run directory:"
     begun = [RunDirectory(job.run_dir).status for job in plan.jobs if job.begun]
     earlier = f"{begun.count('done')} are done already, {len(begun) - begun.count('done')} go on (rerun=true: all anew)"
-    return "\n".join([f"{what} {near(plan.directory)}", *([earlier] if begun else []), *notes(plan.jobs)])
+    return "\n".join([f"{what} {format_path(plan.directory)}", *([earlier] if begun else []), *notes(plan.jobs)])
 
 
 def notes(jobs: list[Job]) -> list[str]:
@@ -176,7 +176,7 @@ def sweep_table(plan: Plan) -> str:
     """Format how every job of a sweep ended, with headline numbers or the reason of its failure."""
     jobs, runs = plan.jobs, [RunDirectory(job.run_dir) for job in plan.jobs]
     found = [run.status for run in runs]
-    shared, own = own_words(jobs)
+    shared, own = split_words(jobs)
     rows = [["job", "overrides", "status", "accuracy", "entropy", "tokens/s", "seconds", "run directory"]]
     for job, words, run in zip(jobs, own, runs, strict=True):
         where = _where(job, plan)
@@ -186,8 +186,8 @@ def sweep_table(plan: Plan) -> str:
     for run, line in zip(runs, body, strict=True):
         lines += [line, f"     {run.reason}"] if run.status == "failed" else [line]
     counts = ", ".join(f"{found.count(word)} {word}" for word in dict.fromkeys(found))
-    lines.append(f"{count(jobs)} in {near(plan.directory)}: {counts}")
-    here, line = near(plan.directory), f"{python()} -m qerl_lab"
+    lines.append(f"{count(jobs)} in {format_path(plan.directory)}: {counts}")
+    here, line = format_path(plan.directory), f"{python()} -m qerl_lab"
     inside = all(job.run_dir.is_relative_to(plan.directory) for job in jobs)  # no command looks elsewhere
     if inside and "done" in found:
         out = shell_word("out", f"results/{plan.directory.name}")
@@ -200,16 +200,16 @@ def sweep_table(plan: Plan) -> str:
 
 def _where(job: Job, plan: Plan) -> str:
     inside = job.run_dir.is_relative_to(plan.directory)
-    return str(job.run_dir.relative_to(plan.directory)) if inside else near(job.run_dir)
+    return str(job.run_dir.relative_to(plan.directory)) if inside else format_path(job.run_dir)
 
 
 def interrupted(run: RunDirectory) -> str:
     """Format what a stopped run has saved, and the command that resumes it."""
     saved = f"{run.last_saved()} of {run.config().steps} steps are saved"
-    return f"interrupted; {saved}. Continue with\n  {python()} -m qerl_lab {resume_word(near(run.path))}"
+    return f"interrupted; {saved}. Continue with\n  {python()} -m qerl_lab {resume_word(format_path(run.path))}"
 
 
-def own_words(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
+def split_words(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
     """Split the words into those that all jobs share, and the rest of each job."""
     shared = [word for word in jobs[0].overrides if all(word in job.overrides for job in jobs)] if len(jobs) > 1 else []
     return shared, [[word for word in job.overrides if word not in shared] for job in jobs]

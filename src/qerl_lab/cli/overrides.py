@@ -12,12 +12,12 @@ from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from qerl_lab.cli.grammar import refuse_twice, unreadable
-from qerl_lab.config.files import choices_of, package_data
-from qerl_lab.config.keys import TEXT, check_key, check_type, schema, type_words, typed
+from qerl_lab.cli.grammar import refuse_repeated_keys, unreadable_word
+from qerl_lab.config.conf_folder import choices_of, package_data
+from qerl_lab.config.keys import TEXT, check_key, check_type, schema, spell_value, type_words
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
-from qerl_lab.config.spelling import as_typed, quoted, readable, shell_word
+from qerl_lab.config.spelling import quote_override, quoted, shell_word, unquote_override
 
 OTHER_LAUNCHERS = "jobs=N runs several at once, launcher=slurm and launcher=ray use a cluster; others are packages."
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
@@ -29,7 +29,7 @@ def groups() -> list[str]:
     return [*sorted(path.name for path in package_data("conf").iterdir() if path.is_dir()), "sweeps"]
 
 
-def spell(override: str) -> str:
+def spell_for_hydra(override: str) -> str:
     """Spell a word for Hydra: with a plus for groups outside the defaults list (`APPENDED`), else without; quoted.
 
     `experiment=x` and `+experiment=x` become the same, as do `scale=x` and `+scale=x`. The flags of `slurm` are quoted
@@ -37,10 +37,10 @@ def spell(override: str) -> str:
     """
     key, sign, value = override.lstrip("+").partition("=")
     if key.startswith(("hydra.", "hydra/", "~")):
-        return readable(override)
+        return quote_override(override)
     if key == "slurm" and value[:1] not in ("'", '"'):
         return f"{key}={quoted(value)}"
-    return readable(f"{'+' if key in APPENDED else ''}{key}{sign}{value}", schema().get(key) in TEXT)
+    return quote_override(f"{'+' if key in APPENDED else ''}{key}{sign}{value}", schema().get(key) in TEXT)
 
 
 def check_words(words: Sequence[str]) -> list[Override]:
@@ -52,7 +52,7 @@ def check_words(words: Sequence[str]) -> list[Override]:
         parsed = OverridesParser.create().parse_overrides(list(words))
     for override in parsed:
         _check_override(override)
-    refuse_twice((override.key_or_group, str(override.input_line)) for override in parsed)
+    refuse_repeated_keys((override.key_or_group, str(override.input_line)) for override in parsed)
     return parsed
 
 
@@ -100,7 +100,7 @@ def no_option(group: str, value: Any, options: list[str]) -> ConfigError:
         hint = did_you_mean(str(value), options) or f" Type for example {group}={options[0]}."
     if isinstance(value, dict):
         hint = f" Set its keys one by one, for example {group}.{next(iter(value), 'name')}=VALUE."
-    return ConfigError(f"{group}={typed(value)} is not an option; allowed: {', '.join(options)}.{hint}")
+    return ConfigError(f"{group}={spell_value(value)} is not an option; allowed: {', '.join(options)}.{hint}")
 
 
 def _check_value(name: str, kind: Any, value: Any) -> None:
@@ -116,7 +116,7 @@ def refuse_sweeps(overrides: list[Override]) -> None:
     override = next((override for override in overrides if override.is_sweep_override()), None)
     if override is None:
         return
-    name, value = override.key_or_group, as_typed(override.get_value_string())
+    name, value = override.key_or_group, unquote_override(override.get_value_string())
     is_text = schema().get(name) in TEXT and name not in groups()
     one = f", or {shell_word(name, value)} if the comma is part of it" if is_text else ""
     raise ConfigError(
@@ -124,7 +124,7 @@ def refuse_sweeps(overrides: list[Override]) -> None:
     )
 
 
-def shown(overrides: list[str]) -> list[str]:
+def without_hydra_words(overrides: list[str]) -> list[str]:
     """Drop Hydra's own overrides and the sweep's name."""
     return [line for line in overrides if not line.startswith(("hydra.", "hydra/", "+sweeps="))]
 
@@ -151,7 +151,7 @@ def explain(error: Exception) -> str:
         case OverrideParseException() if module := _module_of(error.override):
             return f"{error.override} is a command of its own. Type python -m {module}."
         case OverrideParseException():
-            return str(unreadable(as_typed(error.override), dict(schema()) | dict.fromkeys(groups())))
+            return str(unreadable_word(unquote_override(error.override), dict(schema()) | dict.fromkeys(groups())))
         case MissingConfigException() if error.missing_cfg_file and error.options:
             file = str(error.missing_cfg_file)  # an option that is a path has slashes of its own
             group = next((name for name in groups() if file.startswith(f"{name}/")), file.rpartition("/")[0])

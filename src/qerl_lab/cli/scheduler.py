@@ -86,7 +86,7 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
     """
     stop_file = plan.directory / STOP_FILE
     left = [job for job in plan.jobs if RunDirectory(job.run_dir).status != "done"]
-    words = dict(zip([job.number for job in plan.jobs], manual.own_words(plan.jobs)[1], strict=True))
+    words = dict(zip([job.number for job in plan.jobs], manual.split_words(plan.jobs)[1], strict=True))
     calls = []
     for job in left:
         label = f"job {job.number} ({job.number + 1} of {len(plan.jobs)})"
@@ -95,12 +95,12 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
     with jobs.locked(plan.directory):
         stop_file.unlink(missing_ok=True)  # under the lock: the stop file of another command stays
         try:
-            with _stopping_at_signals(stop_file):
+            with _stop_at_signals(stop_file):
                 if left:
                     shown = SweepProgress(
                         [(job, " ".join(words[job.number])) for job in left], len(plan.jobs), stop_file
                     )
-                    with _handed_on(left, calls, plan.directory) as outcomes:
+                    with _submit(left, calls, plan.directory) as outcomes:
                         _follow(dict(zip(outcomes, left, strict=True)), shown, stop_file)
         except KeyboardInterrupt:
             pass  # also print the table after the second Ctrl-C
@@ -125,7 +125,7 @@ def finish(plan: Plan) -> int:
     return INTERRUPTED if stop_file.exists() or "interrupted" in found else FAILURE
 
 
-def _handed_on(left: Sequence[Job], calls: Sequence[Call], directory: Path) -> AbstractContextManager[Sequence[Any]]:
+def _submit(left: Sequence[Job], calls: Sequence[Call], directory: Path) -> AbstractContextManager[Sequence[Any]]:
     configs = [job.config for job in left]
     match configs[0].launcher:
         case "slurm":
@@ -164,7 +164,7 @@ def _message_of(outcome: Any, run: RunDirectory) -> str:
 
 def _failure(run: RunDirectory) -> str:
     file = run.path / "FAILED"
-    more = f"\n{manual.near(file)} has the whole of it" if file.stat().st_size else ""  # empty on a full disk
+    more = f"\n{manual.format_path(file)} has the whole of it" if file.stat().st_size else ""  # empty on a full disk
     return f"failed: {run.reason}{more}"
 
 
@@ -177,7 +177,7 @@ def report(code: int, run: RunDirectory) -> None:
 
 
 @contextmanager
-def _stopping_at_signals(stop_file: Path) -> Iterator[None]:
+def _stop_at_signals(stop_file: Path) -> Iterator[None]:
     """On a signal let running jobs save and start no other; on a second SIGINT stop waiting for them."""
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -194,8 +194,8 @@ def _stopping_at_signals(stop_file: Path) -> Iterator[None]:
         yield
 
 
-class Cards:
-    """The GPUs of this machine, each for up to `share` jobs at once. Names are those of CUDA_VISIBLE_DEVICES.
+class GpuPool:
+    """The GPUs of this machine, each for up to `share` jobs at once. Names are written as in CUDA_VISIBLE_DEVICES.
 
     A job shares a GPU only if no other is free.
     """
@@ -218,20 +218,20 @@ class Cards:
                 self._free.put(place)
 
 
-def cards_of(configs: Sequence[RunConfig]) -> Cards | None:
+def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
     """Return the GPUs for these jobs; None on a CPU, or for one job at a time. Raises ConfigError if unknown."""
     if configs[0].jobs == 1 or all(cfg.device == "cpu" for cfg in configs) or not machine.has_gpu():
         return None
     names = machine.visible_gpus()
     if names is None:
         raise ConfigError(f"nvidia-smi does not list the GPUs here. Type {machine.VISIBLE}=0,1 before the command.")
-    return Cards(names, 1 if any(cfg.gpus > 1 for cfg in configs) else configs[0].jobs_per_gpu)
+    return GpuPool(names, 1 if any(cfg.gpus > 1 for cfg in configs) else configs[0].jobs_per_gpu)
 
 
 @contextmanager
 def local(configs: Sequence[RunConfig], calls: Sequence[Call]) -> Iterator[list[Future[Ended]]]:
     """Start the calls on this machine, `jobs` of the configuration at once, each with its own GPUs."""
-    cards = cards_of(configs)
+    cards = gpu_pool_of(configs)
 
     def one(cfg: RunConfig, call: Call) -> Ended:
         if cards is None or cfg.device == "cpu":

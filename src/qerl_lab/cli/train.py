@@ -22,10 +22,17 @@ import qerl_lab
 from qerl_lab import preflight
 from qerl_lab.cli import check, jobs, launch, manual, scheduler
 from qerl_lab.cli.compose import VERSION_BASE, job_config, register
-from qerl_lab.cli.grammar import not_a_flag, refuse_twice
+from qerl_lab.cli.grammar import refuse_repeated_keys, unknown_flag
 from qerl_lab.cli.intent import words_by_key
-from qerl_lab.cli.overrides import as_config_errors, check_words, groups, refuse_sweeps, shown, spell
-from qerl_lab.config.files import package_data
+from qerl_lab.cli.overrides import (
+    as_config_errors,
+    check_words,
+    groups,
+    refuse_sweeps,
+    spell_for_hydra,
+    without_hydra_words,
+)
+from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.keys import FOREIGN_NAMES, schema, to_type
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
@@ -62,7 +69,7 @@ def run(cfg: DictConfig) -> int:
     hydra_config = HydraConfig.get()
     words = list(hydra_config.overrides.task)
     sweep = jobs.sweep_name(Path(hydra_config.sweep.dir)) if hydra_config.mode == RunMode.MULTIRUN else None
-    typed = Typed(check.command_line(words), shown(words), sweep)
+    typed = Typed(check.command_line(words), without_hydra_words(words), sweep)
     try:
         if not directory.is_claimed:
             directory.claim(replace(job_config(cfg, words), run_dir=str(directory.path)), typed)
@@ -90,25 +97,25 @@ def main(words: list[str]) -> int:
         print(manual.manual())
         return OK
     refuse_several(os.environ)
-    if resumed := _resumed(flags, overrides):
+    if resumed := _parse_resume(flags, overrides):
         return _resume(*resumed)
     if {"--shell-completion", "-sc"} & set(flags):
         _prepare_completion()
-        return _enter([*flags, *overrides])
+        return _enter_hydra([*flags, *overrides])
     if {"--multirun", "-m"} & set(flags) and any(flag.partition("=")[0] in SHOWN for flag in flags):
         raise ConfigError("--cfg and --info show one job. Leave -m out, and give each key one value.")
-    overrides = [spell(word) for word in overrides]
+    overrides = [spell_for_hydra(word) for word in overrides]
     parsed = check_words(overrides)
     with as_config_errors():
         try:
-            return _enter([*flags, *overrides])
+            return _enter_hydra([*flags, *overrides])
         except ConfigCompositionException as error:
             if "Ambiguous value" in str(error):
                 refuse_sweeps(parsed)
             raise
 
 
-def _enter(words: list[str]) -> int:
+def _enter_hydra(words: list[str]) -> int:
     """Pass the command to Hydra; return its exit code."""
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
@@ -139,7 +146,7 @@ def _parse(words: list[str]) -> tuple[list[str], list[str]]:
                 "Type --config-dir DIR to add options of your own to the groups."
             )
         if name not in FLAGS or (sign and not FLAGS[name]):
-            raise not_a_flag(word, _keys_by_name(), list(FLAGS))
+            raise unknown_flag(word, _keys_by_name(), list(FLAGS))
         allowed = FLAGS[name]
         flags.append(word)
         if not sign and left and (allowed == ANY or left[0] in allowed):
@@ -154,20 +161,20 @@ def _parse(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _keys_by_name() -> dict[str, str]:
-    """Map what may be typed with dashes by mistake to what to type: our keys, those of others, and groups."""
+    """Map names that people type with dashes by mistake to the word to type: our keys, other programs' keys, groups."""
     keys = {name.rpartition(".")[2]: to_type(name) for name in reversed(list(schema()))}
     keys |= {name: to_type(meant) for name, meant in FOREIGN_NAMES.items()} | {name: to_type(name) for name in schema()}
     keys |= {group: to_type(group) for group in groups()}
     return keys | {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
 
 
-def _resumed(flags: list[str], overrides: list[str]) -> tuple[Path, int | None] | None:
+def _parse_resume(flags: list[str], overrides: list[str]) -> tuple[Path, int | None] | None:
     """Return the directory of `resume=` and the number of `steps=` beside it; None for another command."""
     given = words_by_key(overrides)
     directory, steps = unquoted(given.pop("resume", "null")), given.pop("steps", None)
     if directory == "null":
         return None
-    refuse_twice((word.lstrip("+").partition("=")[0], word) for word in overrides)
+    refuse_repeated_keys((word.lstrip("+").partition("=")[0], word) for word in overrides)
     if others := [*flags, *(f"{key}={value}" for key, value in given.items())]:
         raise ConfigError(
             f"resume continues a run with its own configuration, so {' '.join(others)} cannot stand beside it. "
@@ -190,8 +197,8 @@ def _resume(directory: Path, steps: int | None) -> int:
         if steps is not None:
             raise ConfigError(f"steps={steps} extends one run, and resume={directory} is a sweep. Leave steps out.")
         _name_modules([job.config for job in plan.jobs])
-        plan = check.checked(plan, plan.jobs[0].config.launcher == "local")
-        print(manual.opening(plan), flush=True)
+        plan = check.check_jobs(plan, plan.jobs[0].config.launcher == "local")
+        print(manual.opening_lines(plan), flush=True)
         scheduler.run(plan, command)
         return scheduler.finish(plan)
     if steps is not None or run.status != "done":
@@ -216,4 +223,4 @@ def _prepare_completion() -> None:
     if not (script := Path(sys.argv[0]).name).startswith(SCRIPT):
         raise ConfigError(f'tab completion is for {SCRIPT}, not {script}. Type: eval "$({SCRIPT} -sc install=bash)"')
     command, *typed = os.environ.get("COMP_LINE", SCRIPT).split(" ")
-    os.environ["COMP_LINE"] = " ".join([command, *map(spell, typed[:-1]), *typed[-1:]])
+    os.environ["COMP_LINE"] = " ".join([command, *map(spell_for_hydra, typed[:-1]), *typed[-1:]])

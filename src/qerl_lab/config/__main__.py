@@ -12,11 +12,11 @@ with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.cli.manual import GROUPS, default_options, describe
     from qerl_lab.config.arm import is_of_arm, leaves
-    from qerl_lab.config.files import choices_of, group_folder
-    from qerl_lab.config.keys import schema, type_words, typed
+    from qerl_lab.config.conf_folder import choices_of, group_folder
+    from qerl_lab.config.keys import schema, spell_value, type_words
     from qerl_lab.config.option import ConfigError, bounds_in_words, option
     from qerl_lab.config.schema import RunConfig
-    from qerl_lab.system.terminal import near
+    from qerl_lab.system.terminal import format_path
 
 MARK = "<!-- From here on `python -m qerl_lab.config tables page=docs/configuration.md` writes this page. -->\n"
 LABELS = ("experiment", "scale", "differs_in")  # keys that an option sets to its own name
@@ -28,7 +28,7 @@ class TablesOptions:
 
 
 def write_tables(options: TablesOptions) -> None:
-    """Print the tables, or replace those of the page. Raises ConfigError for a page without the mark."""
+    """Print the tables, or replace the tables in the page. Raises ConfigError for a page without the mark."""
     if options.page is None:
         print(tables(), end="")
         return
@@ -38,7 +38,7 @@ def write_tables(options: TablesOptions) -> None:
     if not mark:
         raise ConfigError(f"page={options.page} has no line {MARK.strip()}. Type page=docs/configuration.md.")
     path.write_text(prose + mark + tables(), encoding="utf-8")
-    print(f"written: {near(path)}")
+    print(f"written: {format_path(path)}")
 
 
 def tables() -> str:
@@ -75,7 +75,7 @@ def _sets(path: Path, group: str) -> list[str]:
     sweeper = content.pop("hydra", {}).get("sweeper", {})
     words += [f"{key.lstrip('+')}={value}" for key, value in sweeper.get("params", {}).items()]
     prefix = "" if group in ("experiment", "scale", "sweeps") else f"{group}."
-    return words + [f"{name}={typed(value)}" for name, value in _flat(content, prefix) if name not in LABELS]
+    return words + [f"{name}={spell_value(value)}" for name, value in _flat(content, prefix) if name not in LABELS]
 
 
 def _flat(node: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
@@ -90,7 +90,7 @@ def _key(name: str, field: Any, default: Any) -> str:
     allowed = ", ".join(f"`{choice}`" for choice in about["choices"] or ())
     allowed = allowed or ": ".join(filter(None, (type_words(kind), bounds_in_words(about))))
     is_hashed = "yes" if is_of_arm(name) else ""
-    cells = (f"`{name}`", f"`{typed(default)}`", about["unit"], allowed, about["help"], is_hashed)
+    cells = (f"`{name}`", f"`{spell_value(default)}`", about["unit"], allowed, about["help"], is_hashed)
     return f"| {' | '.join(map(_cell, cells))} |\n"
 
 

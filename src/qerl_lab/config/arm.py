@@ -66,37 +66,37 @@ def as_recorded(cfg: Any) -> dict[str, str]:
 def is_of_arm(name: str) -> bool:
     """Tell whether runs that differ in this dotted key belong to different arms: all keys except `NOT_OF_ARM`.
 
-    `by_content` decides between model.path and model.hash.
+    `model_by_content` decides between model.path and model.hash.
     """
     return name not in NOT_OF_ARM and not name.startswith("tracking.")
 
 
 def of_arm(values: Mapping[str, Any]) -> dict[str, Any]:
     """Select the values that define a run's arm. Values may be text, as in records."""
-    return by_content({name: value for name, value in acting(values).items() if is_of_arm(name)})
+    return model_by_content({name: value for name, value in drop_other_engines(values).items() if is_of_arm(name)})
 
 
-def acting(values: Mapping[str, Any]) -> dict[str, Any]:
+def drop_other_engines(values: Mapping[str, Any]) -> dict[str, Any]:
     """Drop the keys of engines that the run does not use."""
     idle = [prefix for prefix, engines in ENGINE_KEYS.items() if values.get("rollout.engine") not in engines]
     return {name: value for name, value in values.items() if not name.startswith(tuple(idle))}
 
 
-def completed(settings: Mapping[str, str]) -> dict[str, str]:
+def fill_added_keys(settings: Mapping[str, str]) -> dict[str, str]:
     """Add the keys of `ADDED` that recorded settings (as text) lack."""
     return {name: str(value) for name, value in ADDED.items()} | dict(settings)
 
 
-def by_content(values: Mapping[str, Any]) -> dict[str, Any]:
+def model_by_content(values: Mapping[str, Any]) -> dict[str, Any]:
     """Drop model.path if model.hash is set, else drop model.hash."""
     idle = "model.hash" if values.get("model.hash") in (None, "None") else "model.path"
     return {name: value for name, value in values.items() if name != idle}
 
 
 def of_run(cfg: RunConfig) -> dict[str, Any]:
-    """Return the values that two sessions of one run must share: those of its arm, its seed and gpus."""
+    """Return the values that two sessions of one run must share: the arm, the seed and gpus."""
     shared = {name: value for name, value in values_of(cfg).items() if name in ("seed", "gpus") or is_of_arm(name)}
-    return by_content(shared)
+    return model_by_content(shared)
 
 
 def config_hash(cfg: RunConfig) -> str:

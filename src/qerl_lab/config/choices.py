@@ -6,12 +6,12 @@ from functools import cache
 from omegaconf import OmegaConf
 
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.files import choices_of, group_folder
+from qerl_lab.config.conf_folder import choices_of, group_folder
 from qerl_lab.config.schema import RunConfig
 
 
 def choice_with(group: str, settings: Mapping[str, str], keys: Collection[str]) -> str | None:
-    """Return the option of a group whose values match `settings`, for `keys` and for every key that the option changes.
+    """Return the option of a group that matches `settings`, for `keys` and for every key that the option changes.
 
     Args:
         group: a folder of conf/ and a section of the schema, such as `aqn`.
@@ -32,7 +32,7 @@ def choice_with(group: str, settings: Mapping[str, str], keys: Collection[str]) 
 
 @cache
 def _values(group: str, choice: str | None) -> dict[str, str]:
-    """Return all settings of a group as text, by dotted key: those of the option, or the schema's defaults."""
+    """Return all settings of a group as text, by dotted key: from the option, else the schema's defaults."""
     part = OmegaConf.structured(getattr(RunConfig(), group))
     if choice is not None:
         part = OmegaConf.merge(part, OmegaConf.load(group_folder(group) / f"{choice}.yaml"))

@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from qerl_lab.config.arm import leaves, values_of
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import RunConfig
 
@@ -136,9 +136,8 @@ def wrong_type(name: str, kind: Any, value: Any, default: Any) -> str:
     example = default if has_example else TYPE_WORDS[plain][1]
     if plain is int and isinstance(value, float) and value.is_integer():  # 1e3 is meant as 1000
         example = int(value)
-    return (
-        f"{name}={typed(value)} is not allowed; allowed: {type_words(kind)}. Type for example {name}={typed(example)}."
-    )
+    given, advice = f"{name}={spell_value(value)}", f"Type for example {name}={spell_value(example)}."
+    return f"{given} is not allowed; allowed: {type_words(kind)}. {advice}"
 
 
 def type_words(kind: Any) -> str:
@@ -160,10 +159,10 @@ def has_type(value: Any, kind: Any) -> bool:
     return type(value) is kind or (kind is float and type(value) is int)
 
 
-def typed(value: Any) -> str:
+def spell_value(value: Any) -> str:
     """Format a value as it is typed on the command line."""
     if isinstance(value, list):
-        return f"[{','.join(typed(item) for item in value)}]"
+        return f"[{','.join(spell_value(item) for item in value)}]"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value) or "''"

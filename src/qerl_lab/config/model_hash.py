@@ -38,23 +38,23 @@ def model_hash(path: Path) -> str | None:
     Raises ConfigError if the header of a large safetensors file is damaged.
     """
     if not path.is_dir():
-        return _of_file(path)[:12] if path.suffix == ".gguf" and path.is_file() else None
+        return _hash_file(path)[:12] if path.suffix == ".gguf" and path.is_file() else None
     weights = sorted(file for file in path.glob("*.safetensors") if file.is_file())
     if not weights:
         return None
     files = [*weights, *(file for name in BESIDE if (file := path / name).is_file())]
-    text = "\n".join(f"{file.name} {_of_file(file)}" for file in files)
+    text = "\n".join(f"{file.name} {_hash_file(file)}" for file in files)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _of_file(file: Path) -> str:
+def _hash_file(file: Path) -> str:
     with file.open("rb", buffering=0) as opened:
         now = os.fstat(opened.fileno())  # of the open file: on NFS the attributes of a path may be a minute old
         state = (file, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
         if state in _read:
             return _read[state]
         digest = hashlib.sha256(str(now.st_size).encode())
-        for start, length in _stretches(file, now.st_size):
+        for start, length in _parts_to_hash(file, now.st_size):
             opened.seek(start)
             digest.update(opened.read(length))
     if time.time() - now.st_ctime > SETTLED:
@@ -62,20 +62,20 @@ def _of_file(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _stretches(file: Path, size: int) -> Iterator[tuple[int, int]]:
+def _parts_to_hash(file: Path, size: int) -> Iterator[tuple[int, int]]:
     """Yield (offset, bytes) of each part of a file to hash."""
     if size <= WHOLE or file.suffix not in (".safetensors", ".gguf"):
         yield 0, size
     elif file.suffix == ".gguf":
-        yield from _spread(0, size, OF_A_GGUF)
+        yield from _spread_samples(0, size, OF_A_GGUF)
     else:
         entries, begin = header(file)
         yield 0, begin
         for start, end in sorted(entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"):
-            yield from _spread(begin + start, begin + end, OF_A_TENSOR)
+            yield from _spread_samples(begin + start, begin + end, OF_A_TENSOR)
 
 
-def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
+def _spread_samples(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
     """Yield `count` samples spread from the first to the last byte, or everything if that is less."""
     if end - start <= SMALL:
         yield start, end - start

@@ -14,7 +14,7 @@ WEIGHTS = "adapter_model.safetensors"
 SQLITE = "sqlite:///"
 
 
-def anchored(cfg: RunConfig) -> RunConfig:
+def with_absolute_paths(cfg: RunConfig) -> RunConfig:
     """Return the run with absolute local paths of model, task and tracking.uri, and with the hashes of their files.
 
     run_dir is left to the plan. The hashes are model.hash, lora.start_hash, task.module_hash and
@@ -24,13 +24,13 @@ def anchored(cfg: RunConfig) -> RunConfig:
     model, lora, task, uri = cfg.model, cfg.lora, cfg.task, cfg.tracking.uri
     if uri is not None and (file := sqlite_file(uri)):
         uri = sqlite_uri(Path(_absolute(str(file))))
-    path = _anchor(model.path)
+    path = _absolute_model_path(model.path)
     found = model_hash(Path(path)) if Path(path).is_absolute() else None
-    model = replace(model, path=path, hash=_unchanged("model.hash", model.hash, found, path) if found else model.hash)
-    task = replace(task, path=task.path and _anchor(task.path))
+    model = replace(model, path=path, hash=_check_hash("model.hash", model.hash, found, path) if found else model.hash)
+    task = replace(task, path=task.path and _absolute_model_path(task.path))
     if task.module is not None:
         path = _absolute(task.module)
-        found = _unchanged("task.module_hash", task.module_hash, module_hash(path), path)
+        found = _check_hash("task.module_hash", task.module_hash, module_hash(path), path)
         task = replace(task, module=path, module_hash=found)
     if lora.start_from is not None:
         path = _absolute(lora.start_from)
@@ -39,7 +39,7 @@ def anchored(cfg: RunConfig) -> RunConfig:
                 f"lora.start_from={lora.start_from} holds no {WEIGHTS}; allowed: the directory of a finished run, or "
                 "of a PEFT adapter. Type lora.start_from=RUN_DIR."
             )
-        found = _unchanged("lora.start_hash", lora.start_hash, file_hash(file), str(file))
+        found = _check_hash("lora.start_hash", lora.start_hash, file_hash(file), str(file))
         lora = replace(lora, start_from=path, start_hash=found)
     if cfg.preregistration is not None:
         path = _absolute(cfg.preregistration)
@@ -48,12 +48,12 @@ def anchored(cfg: RunConfig) -> RunConfig:
                 f"preregistration={cfg.preregistration} is no file. Write the claims there and commit them before the "
                 "runs (docs/verdicts.md), or leave preregistration out."
             )
-        found = _unchanged("preregistration_sha256", cfg.preregistration_sha256, sha256(Path(path)), path)
+        found = _check_hash("preregistration_sha256", cfg.preregistration_sha256, sha256(Path(path)), path)
         cfg = replace(cfg, preregistration=path, preregistration_sha256=found)
     return replace(cfg, model=model, lora=lora, task=task, tracking=replace(cfg.tracking, uri=uri))
 
 
-def _unchanged(key: str, given: str | None, found: str, path: str) -> str:
+def _check_hash(key: str, given: str | None, found: str, path: str) -> str:
     """Return the hash found of a file. Raises ConfigError if another was given for it."""
     if given not in (None, found):
         raise ConfigError(f"{key}={given} is not that of {path}, which is {found}. Leave {key} out.")
@@ -102,7 +102,7 @@ def sqlite_uri(file: Path) -> str:
     return f"{SQLITE}{plain}{coded}"
 
 
-def _anchor(path: str) -> str:
+def _absolute_model_path(path: str) -> str:
     """Make a path absolute, except `pocket`, which names the embedded policy, and a hub id, which looks relative."""
     is_local = path.startswith(("/", ".", "~")) or (path not in ("", POCKET) and Path(path).exists())
     return _absolute(path) if is_local else path

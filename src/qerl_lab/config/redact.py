@@ -28,7 +28,7 @@ def url_without_secrets(url: str) -> str:
 
 
 def redact(text: str) -> str:
-    """Hide secrets in text: those of URLs, NAME_TOKEN=value, known tokens, and values of secret environment variables.
+    """Hide secrets in text: passwords in URLs, NAME_TOKEN=value, known tokens, secret environment variables.
 
     A variable that holds a path, such as SSH_AUTH_SOCK, is not secret.
     """

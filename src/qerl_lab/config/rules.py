@@ -1,6 +1,6 @@
 """Build and check a RunConfig from plain values, with every rule that spans several keys. Imports no torch.
 
-A check yields the message of each rule that a configuration breaks. Those of engines are in `engine_rules`.
+A check yields the message of each rule that a configuration breaks. Rules of engines are in `engine_rules`.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from qerl_lab.config import engine_rules
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import check_type, no_key
 from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.redact import url_without_secrets

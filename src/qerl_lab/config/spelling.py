@@ -12,7 +12,7 @@ _ADDED = re.compile(r"""(?:^|(?<=[,=()\[\]{}'"]))'([^,=()\[\]{}'"\\]+)'(?=[,=()\
 _FOREIGN = re.compile(r"[^\w\s/+.$%*@?|:-]", re.ASCII)  # characters that the grammar rejects outside of quotes
 
 
-def readable(override: str, is_text: bool = False) -> str:
+def quote_override(override: str, is_text: bool = False) -> str:
     """Quote what Hydra would not read as it was meant: umlauts, ~, # and the like; numbers if `is_text`.
 
     Hydra would read the commit 7e12345 as infinity. Words with unbalanced quotes or interpolations stay as they are.
@@ -40,12 +40,12 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def as_typed(override: str) -> str:
-    """Remove the quotes that `readable` added."""
+def unquote_override(override: str) -> str:
+    """Remove the quotes that `quote_override` added."""
     return _ADDED.sub(r"\1", override)
 
 
-def listed(values: Sequence[str]) -> str:
+def spell_list(values: Sequence[str]) -> str:
     """Format texts as one list in Hydra's override grammar."""
     parts = (value if value.isidentifier() else '"' + value.replace('"', '\\"') + '"' for value in values)
     return f"[{','.join(parts)}]"

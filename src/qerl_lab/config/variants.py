@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from qerl_lab.config.arm import OF_VLLM_HERE, values_of
-from qerl_lab.config.keys import typed
+from qerl_lab.config.keys import spell_value
 from qerl_lab.config.schema import POCKET, FormatConfig, RunConfig
 from qerl_lab.config.task import TaskConfig
 
@@ -24,13 +24,15 @@ class Variant(NamedTuple):
     arm: str = ""
 
     @property
-    def decider(self) -> str:
+    def deciding_key(self) -> str:
         return self.when.partition("=")[0].rstrip("!")
 
     def has(self, key: str) -> bool:
         """Tell whether a key is one of this variant's."""
         names = self.keys.split()
-        return key != self.decider and any(key == name or (name[-1] == "." and key.startswith(name)) for name in names)
+        return key != self.deciding_key and any(
+            key == name or (name[-1] == "." and key.startswith(name)) for name in names
+        )
 
     def exists(self, decided: str) -> bool:
         """Tell whether the keys exist for this value of the deciding key."""
@@ -90,7 +92,7 @@ def inert_keys(cfg: RunConfig) -> Mapping[str, Variant]:
     values = values_of(cfg)
     found = {
         key: variant
-        for variant in VARIANTS if not variant.exists(typed(values[variant.decider]))
+        for variant in VARIANTS if not variant.exists(spell_value(values[variant.deciding_key]))
         for key in values if variant.has(key)
     }  # fmt: skip
     path = cfg.model.path

@@ -9,7 +9,7 @@ from qerl_lab.system import exits
 with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import ConfigError
-    from qerl_lab.evaluate.options import (
+    from qerl_lab.evaluate.evaluate_options import (
         AccuracyOptions,
         CompareOptions,
         EntropyOptions,

@@ -8,9 +8,9 @@ import pandas as pd
 
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import Engine, OnDone, Sampling, ignore
+from qerl_lab.rollout.engine import Engine, OnDone, Sampling, do_nothing
 from qerl_lab.tasks import Question, Task
-from qerl_lab.tasks.answers.completion import as_graded
+from qerl_lab.tasks.answers.completion import with_answer_start
 
 REWARDED = ("answer", "format")  # score parts that every task has
 
@@ -31,7 +31,7 @@ class Answers:
 
 def ask(
     engine: Engine, policy: Policy, task: Task, questions: Sequence[Question], samples: int, sampling: Sampling,
-    on_done: OnDone = ignore,
+    on_done: OnDone = do_nothing,
 ) -> Answers:  # fmt: skip
     """Sample each question `samples` times from the engine as synced, and grade the completions.
 
@@ -44,7 +44,7 @@ def ask(
     texts = [
         text
         for prompt, group in zip(prompts, out.completion_ids_P_G, strict=True)
-        for text in as_graded(policy.prompt(prompt), [policy.decode(completion) for completion in group])
+        for text in with_answer_start(policy.prompt(prompt), [policy.decode(completion) for completion in group])
     ]
     scores = task.grade(texts, asked)
     rows = {
@@ -83,7 +83,7 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine, policy: Policy, task: Task, cfg: RunConfig, part: range, samples: int, on_done: OnDone = ignore
+    engine: Engine, policy: Policy, task: Task, cfg: RunConfig, part: range, samples: int, on_done: OnDone = do_nothing
 ) -> Evaluation:
     """Ask the held-out questions with indices `part`, from the engine as synced.
 
@@ -102,7 +102,7 @@ def evaluate(
     return Evaluation(pd.DataFrame(rows).reset_index(drop=True), found.entropy)
 
 
-def together(parts: Sequence[Evaluation]) -> Evaluation:
+def merge_parts(parts: Sequence[Evaluation]) -> Evaluation:
     """Merge evaluations of consecutive parts, with the same number of samples per question."""
     tokens = [float(part.rows["tokens"].sum()) for part in parts]
     shares = [own / sum(tokens) for own in tokens]

@@ -23,12 +23,12 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import benchmarks, subject, summary
 from qerl_lab.evaluate.accuracy import ask, seed_of
 from qerl_lab.evaluate.benchmarks import Benchmark
-from qerl_lab.evaluate.options import SMALL, SMALL_SAMPLES, AccuracyOptions
+from qerl_lab.evaluate.evaluate_options import SMALL, SMALL_SAMPLES, AccuracyOptions
 from qerl_lab.evaluate.subject import HowSampled, Subject
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA
 from qerl_lab.model import policy
-from qerl_lab.model.files import local_folder
 from qerl_lab.model.policy import Policy
+from qerl_lab.model.weight_files import local_folder
 from qerl_lab.record.environment import environment
 from qerl_lab.record.partial import Unfinished
 from qerl_lab.rollout.engine import Engine, EngineFailed, Sampling
@@ -220,7 +220,7 @@ def write(job: AccuracyJob, unfinished: Unfinished) -> None:
         "own_is_common": found.is_common,
         "notes": notes(job),
         "benchmarks": {one.name: benchmarks.about(one) | {"too_long": job.too_long[one.name]} for one in job.asked},
-        "results": summary.of_rows(rows),
+        "results": summary.summarize_each(rows),
         "seconds": round(job.seconds, 1),
         "environment": environment(),
     }
@@ -268,4 +268,4 @@ def show(out: Path, what: str) -> None:
     print(summary.table(about["results"]))
     for note in about["notes"]:
         print(f"note: {note}")
-    print(f"\nanswers: {terminal.near(out)}  ({ROWS}, {ABOUT})")
+    print(f"\nanswers: {terminal.format_path(out)}  ({ROWS}, {ABOUT})")

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from omegaconf import OmegaConf
 
 from qerl_lab import tasks
-from qerl_lab.config.files import group_folder
+from qerl_lab.config.conf_folder import group_folder
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig, TaskConfig
-from qerl_lab.evaluate.options import AccuracyOptions, name_and_path
+from qerl_lab.evaluate.evaluate_options import AccuracyOptions, name_and_path
 from qerl_lab.model.policy import Policy
 from qerl_lab.tasks import Question, Task
-from qerl_lab.tasks.question_files import is_local, respelled
+from qerl_lab.tasks.question_files import is_local, reword_path_error
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Benchmark:
         return self.task.name
 
     def fitting(self, policy: Policy, limit: int) -> list[Question]:
-        """Return the questions whose chat prompt has at most `limit` tokens. Raises ConfigError if there are none."""
+        """Return the questions with a chat prompt of at most `limit` tokens. Raises ConfigError if there are none."""
         lengths = [len(policy.prompt_ids(self.task.messages(question))) for question in self.questions]
         found = [question for question, length in zip(self.questions, lengths, strict=True) if length <= limit]
         if not found:
@@ -60,9 +60,9 @@ def load(options: AccuracyOptions, cfg: RunConfig) -> list[Benchmark]:
 def questions_of(cfg: TaskConfig, before: str) -> Task:
     """Load the task's questions. Raises ConfigError that names the path as typed, after `before`."""
     try:
-        return tasks.benchmark(cfg)
+        return tasks.load_benchmark(cfg)
     except ConfigError as error:
-        raise error if cfg.module else respelled(error, before) from error
+        raise error if cfg.module else reword_path_error(error, before) from error
 
 
 def task_config(own: TaskConfig | None, name: str, path: str | None) -> TaskConfig:

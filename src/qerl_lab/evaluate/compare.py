@@ -8,16 +8,16 @@ from typing import Any
 
 import pandas as pd
 
-from qerl_lab.config.arm import completed, of_arm
+from qerl_lab.config.arm import fill_added_keys, of_arm
 from qerl_lab.config.message import in_one_line, some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
-from qerl_lab.evaluate.options import CompareOptions
+from qerl_lab.evaluate.evaluate_options import CompareOptions
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, answer_entropies, passes_of, shares
 from qerl_lab.report.arms import QUESTIONS
-from qerl_lab.report.stats import Interval, between, crossed_interval, p_value, paired_interval, powers_of_two
+from qerl_lab.report.stats import Interval, crossed_interval, format_interval, p_value, paired_interval, powers_of_two
 from qerl_lab.system.disk import read_json, replace_file
-from qerl_lab.system.terminal import columns, near
+from qerl_lab.system.terminal import columns, format_path
 
 HOW_IT_IS_ASKED = ("questions", "max_prompt_tokens")
 HOW_IT_RAN = ("rollout", "device", "dtype", "batch_size")  # these affect kernels and random draws
@@ -82,7 +82,7 @@ Pairs = Sequence[tuple[Evaluated, Evaluated]]
 def run(options: CompareOptions) -> None:
     """Print the table and write the CSV if requested. Raises ConfigError if A and B cannot be paired."""
     arms = [read_arm(folder) for folder in options.directories]
-    pairs, notes = paired(*arms)
+    pairs, notes = pair_evaluations(*arms)
     found = list(differences(pairs, notes))
     for name, arm, folder in zip("AB", arms, options.directories, strict=True):
         subject, seeds = next(iter(arm.values())).about["subject"], ", ".join(map(str, arm))
@@ -113,12 +113,12 @@ def read_arm(given: str) -> dict[int, Evaluated]:
         first = found[0]
         mine, others = one.about["identity"], first.about["identity"]
         differ = [key for key in others if key not in OF_A_SEED and mine.get(key) != others[key]]
-        differ += trained_differently(one.about.get("arm"), first.about.get("arm"))
+        differ += differing_keys(one.about.get("arm"), first.about.get("arm"))
         if one.seed in by_seed or differ:
             why = f"they differ in {some_of(differ)}" if differ else f"both are of seed {one.seed}, as the run has it"
             raise ConfigError(
-                f"{given} holds several evaluations that are not the seeds of one arm: {near(first.folder)} and "
-                f"{near(one.folder)}, {why}. Type the directory of one."
+                f"{given} holds several evaluations that are not the seeds of one arm: {format_path(first.folder)} and "
+                f"{format_path(one.folder)}, {why}. Type the directory of one."
             )
         by_seed[one.seed] = one
     return by_seed
@@ -134,19 +134,19 @@ def _read(folder: Path) -> Evaluated:
         raise ConfigError(f"{folder / ROWS} cannot be read ({in_one_line(error)}). Evaluate again.") from None
 
 
-def trained_differently(mine: Mapping[str, str] | None, others: Mapping[str, str] | None) -> list[str]:
+def differing_keys(mine: Mapping[str, str] | None, others: Mapping[str, str] | None) -> list[str]:
     """Return the keys in which the arms of two runs differ; empty if one arm is unknown.
 
     Training questions are compared by hash if both have one, otherwise by path.
     """
     if mine is None or others is None:
         return []
-    one, other = (of_arm(completed(arm)) for arm in (mine, others))
+    one, other = (of_arm(fill_added_keys(arm)) for arm in (mine, others))
     idle = QUESTIONS if TRAINED_ON in one and TRAINED_ON in other else TRAINED_ON
     return sorted(key for key in {*one, *other} - {idle} if one.get(key) != other.get(key))
 
 
-def paired(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[Pairs, list[str]]:
+def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[Pairs, list[str]]:
     """Pair the evaluations by seed; return the pairs and notes. A single evaluation on each side is always a pair.
 
     The notes name other differences between A and B: seeds, draws, engines, versions of the code. Raises ConfigError
@@ -250,7 +250,7 @@ def table(found: Sequence[Difference]) -> str:
     for one in found:
         mean, low, high = one.interval()
         cells = [one.benchmark, one.engine, *[one.sampling] * several, one.measure, f"{one.by_question.shape[1]:,}"]
-        cells += [f"{one.mean_a:.3f}", f"{one.mean_b:.3f}", f"{mean:+.3f} {between(low, high)}"]
+        cells += [f"{one.mean_a:.3f}", f"{one.mean_b:.3f}", f"{mean:+.3f} {format_interval(low, high)}"]
         rows.append([*cells, f"{one.p:.3f}" if one.p >= 0.001 else f"{one.p:.1g}"])
     return columns(rows)
 

@@ -21,17 +21,17 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from qerl_lab import formats, rollout
-from qerl_lab.config.files import choices_of
-from qerl_lab.config.keys import typed
+from qerl_lab.config.conf_folder import choices_of
+from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
 from qerl_lab.evaluate import benchmarks, kl, weight_error
-from qerl_lab.evaluate.options import EntropyOptions, name_and_path
+from qerl_lab.evaluate.evaluate_options import EntropyOptions, name_and_path
 from qerl_lab.formats.format import Format
 from qerl_lab.model import loading, policy
-from qerl_lab.model.files import WeightFiles, local_folder, read_json
 from qerl_lab.model.linear import packable
+from qerl_lab.model.weight_files import WeightFiles, local_folder, read_json
 from qerl_lab.record.environment import environment
 from qerl_lab.report.stats import Interval, p_value
 from qerl_lab.rollout.engine import Sampling
@@ -56,7 +56,9 @@ class Arm:
     def name(self) -> str:
         """Format, non-default options that are recorded, and method."""
         usual, own = FormatConfig(), asdict(self.weight_format)
-        changed = [f"{key}={typed(value)}" for key, value in own.items() if value not in (None, getattr(usual, key))]
+        changed = [
+            f"{key}={spell_value(value)}" for key, value in own.items() if value not in (None, getattr(usual, key))
+        ]
         return " ".join([self.weight_format.NAME, *changed, self.method])
 
 
@@ -98,7 +100,7 @@ def run(options: EntropyOptions) -> None:
     dense = WeightFiles(folder)
     with terminal.Amount("models", len(arms), unit="model") as bar:
         for arm in arms:
-            rows += measured(options, arm, texts, dense, device)
+            rows += measure_arm(options, arm, texts, dense, device)
             bar.advance(1)
     about = {
         "schema": 1, "options": asdict(options), "completions": len(texts.pairs), "tokens": len(texts.states),
@@ -109,7 +111,7 @@ def run(options: EntropyOptions) -> None:
     names = row_names(rows)
     draw(rows, names, out / "entropy.png")
     print("\n".join(["", table(rows, names)]))
-    print(f"\nwritten: {terminal.near(out)}  ({ABOUT}, entropy.csv, entropy.png)")
+    print(f"\nwritten: {terminal.format_path(out)}  ({ABOUT}, entropy.csv, entropy.png)")
 
 
 def folder_of(options: EntropyOptions) -> Path:
@@ -127,7 +129,7 @@ def refuse_written(options: EntropyOptions, out: Path) -> None:
         return
     before, now = read_json(out / ABOUT).get("options", {}), asdict(options)
     differ = [
-        f"{key}={typed(value)} (was {typed(before[key])})"
+        f"{key}={spell_value(value)} (was {spell_value(before[key])})"
         for key, value in now.items()
         if key not in ("out", "overwrite") and before.get(key, value) != value
     ]
@@ -197,27 +199,27 @@ def hidden_states(model: PreTrainedModel, pairs: kl.Pairs, batch_size: int) -> T
     )
 
 
-def measured(
+def measure_arm(
     options: EntropyOptions, arm: Arm, texts: Texts, dense: WeightFiles, device: torch.device
 ) -> list[dict[str, Any]]:
     """Return the row of an arm, and for round to nearest also one row per part of its error."""
     model, _ = policy.load_base(arm.cfg, device)
-    entropies_T, kl_T = compared(model, texts, options.batch_size)
+    entropies_T, kl_T = compare_to_dense(model, texts, options.batch_size)
     del model
     folder = local_folder(options.model, options.revision, key="model")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     linears = packable(loading.empty_model(config, torch.float32), arm.cfg.format.ignore)
     packed = None if arm.folder is None else WeightFiles(arm.folder)
     errors = weight_error.layers(arm.weight_format, dense, packed, linears, device, fit_scales=arm.method == "awq")
-    row = {"arm": arm.name, "part": "", **estimates(entropies_T, texts), "kl": named(kl_T, texts)}
-    row |= {} if arm.folder is None else {"checkpoint": terminal.near(arm.folder)}
+    row = {"arm": arm.name, "part": "", **estimates(entropies_T, texts), "kl": mean_and_interval(kl_T, texts)}
+    row |= {} if arm.folder is None else {"checkpoint": terminal.format_path(arm.folder)}
     row["weight_error"] = weight_error.total(errors)
     if not options.parts or arm.folder is not None or row["weight_error"]["parts"] is None:
         return [row]
-    return [row, *parts_alone(options, arm, texts, dense, linears, entropies_T)]
+    return [row, *measure_error_parts(options, arm, texts, dense, linears, entropies_T)]
 
 
-def parts_alone(
+def measure_error_parts(
     options: EntropyOptions, arm: Arm, texts: Texts, dense: WeightFiles, linears: list[str], whole_T: Tensor
 ) -> Iterator[dict[str, Any]]:
     """Measure the dense model with parts of the rounding error added: grid, dead, and both.
@@ -232,12 +234,12 @@ def parts_alone(
             added = {"grid": layer.grid, "dead": layer.dead}
             weight = model.get_parameter(f"{layer.name}.weight")
             weight.data.copy_(layer.weight + sum(added[one] for one in part.split(" and ")))
-        entropies_T, kl_T = compared(model, texts, options.batch_size)
-        yield {"arm": arm.name, "part": part, **estimates(entropies_T, texts), "kl": named(kl_T, texts)}
+        entropies_T, kl_T = compare_to_dense(model, texts, options.batch_size)
+        yield {"arm": arm.name, "part": part, **estimates(entropies_T, texts), "kl": mean_and_interval(kl_T, texts)}
     yield {"arm": arm.name, "part": "scale", "entropy_change": change(whole_T - entropies_T, texts)}
 
 
-def compared(model: PreTrainedModel, texts: Texts, batch_size: int) -> tuple[Tensor, Tensor]:
+def compare_to_dense(model: PreTrainedModel, texts: Texts, batch_size: int) -> tuple[Tensor, Tensor]:
     """Return entropy of a model and KL(model || dense) at each token of the texts: float64 [T] each, on the CPU."""
     states, entropies, divergences = hidden_states(model, texts.pairs, batch_size), list[Tensor](), list[Tensor]()
     for q, p in zip(kl.logprobs(model, states), kl.logprobs(texts.model, texts.states), strict=True):
@@ -249,7 +251,7 @@ def compared(model: PreTrainedModel, texts: Texts, batch_size: int) -> tuple[Ten
 def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
     """Return mean entropy and its change from the dense model, each with interval, and `forking`'s two means."""
     return {
-        "entropy": named(entropies_T, texts),
+        "entropy": mean_and_interval(entropies_T, texts),
         **dict(zip(("entropy_forking", "entropy_rest"), forking(entropies_T), strict=True)),
         "entropy_change": change(entropies_T - texts.entropies_T, texts),
     }
@@ -267,13 +269,13 @@ def forking(entropies_T: Tensor) -> tuple[float, float]:
 
 def change(values_T: Tensor, texts: Texts) -> dict[str, float]:
     """Return a mean difference with interval and p-value; the p-value is NaN if the rest is not finite."""
-    found = named(values_T, texts)
+    found = mean_and_interval(values_T, texts)
     if not all(map(math.isfinite, found.values())):
         return found | {"p": math.nan}
     return found | {"p": p_value(lambda level: interval(values_T, texts.lengths, level), len(texts.lengths))}
 
 
-def named(values_T: Tensor, texts: Texts) -> dict[str, float]:
+def mean_and_interval(values_T: Tensor, texts: Texts) -> dict[str, float]:
     """Return mean and interval of token values as a dict."""
     return dict(zip(("mean", "low", "high"), interval(values_T, texts.lengths), strict=True))
 

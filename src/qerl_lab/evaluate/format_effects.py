@@ -16,11 +16,11 @@ from transformers import AutoConfig, PreTrainedModel
 from qerl_lab.aqn import Noise
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import kl, weight_error
-from qerl_lab.evaluate.entropy import Texts, change, compared, interval
+from qerl_lab.evaluate.entropy import Texts, change, compare_to_dense, interval
 from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.model import loading, policy
 from qerl_lab.model.dense import base_tensors
-from qerl_lab.model.files import WeightFiles, local_folder
+from qerl_lab.model.weight_files import WeightFiles, local_folder
 
 BATCH = 32  # texts in one forward pass
 _RAMP = 4096  # weights from -largest to largest that are rounded to list a block's values
@@ -109,17 +109,17 @@ def packed_model(model: str, weight_format: Format, device: torch.device) -> Pre
     )  # fmt: skip
 
 
-def of_formats(texts: Texts, model: str, weight_formats: Iterable[Format]) -> pd.DataFrame:
+def effects_of_formats(texts: Texts, model: str, weight_formats: Iterable[Format]) -> pd.DataFrame:
     """Tabulate bits per weight and `_row` (nats per token) for each format of `model`, which sampled the texts."""
     rows = []
     for weight_format in weight_formats:
         packed = packed_model(model, weight_format, texts.states.device)
         about = {"format": weight_format.NAME, "bits": weight_format.bits_per_weight}
-        rows.append(about | _row(texts, *compared(packed, texts, BATCH)))
+        rows.append(about | _row(texts, *compare_to_dense(packed, texts, BATCH)))
     return pd.DataFrame(rows).set_index("format")
 
 
-def of_noise(texts: Texts, sigmas: Sequence[float], draws: int) -> pd.DataFrame:
+def effects_of_noise(texts: Texts, sigmas: Sequence[float], draws: int) -> pd.DataFrame:
     """Tabulate `_row` (nats per token) of the dense policy for each AQN sigma and noise draw."""
     rows = []
     for sigma in sigmas:
@@ -129,11 +129,11 @@ def of_noise(texts: Texts, sigmas: Sequence[float], draws: int) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def of_as_much_noise(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.DataFrame:
+def effects_at_kl(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.DataFrame:
     """Find the sigma with each KL in `kls`, by interpolating the means of `noise`, and tabulate its effect.
 
     Args:
-        noise: result of `of_noise`. As many draws are measured again at the new sigma.
+        noise: result of `effects_of_noise`. As many draws are measured again at the new sigma.
 
     Raises ValueError if a KL is outside the measured range, or the mean KL does not rise with sigma.
     """
@@ -145,7 +145,7 @@ def of_as_much_noise(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.Da
             raise ValueError(f"{name}: a KL of {target:.2g} is outside those measured, {means.min():.2g} to "
                              f"{means.max():.2g}")  # fmt: skip
         sigma = float(np.exp(np.interp(np.log(target), np.log(means), np.log(means.index))))
-        effect = of_noise(texts, [sigma], draws=int(noise["draw"].max()))
+        effect = effects_of_noise(texts, [sigma], draws=int(noise["draw"].max()))
         rows[name] = effect[["sigma", "kl", "entropy_change"]].mean()
     return pd.DataFrame(rows).T.rename_axis(kls.index.name)
 
@@ -154,7 +154,7 @@ def with_noise(texts: Texts, noise: Noise) -> tuple[Tensor, Tensor]:
     """Return entropy of the noisy dense policy and KL(noisy || clean) at each token: float64 [T] each."""
     dense = texts.policy
     with dense.as_sampler(noise.onto_norms(dense.clean_norms)):
-        return compared(texts.model, texts, BATCH)
+        return compare_to_dense(texts.model, texts, BATCH)
 
 
 def _row(texts: Texts, entropies_T: Tensor, kl_T: Tensor) -> dict[str, float]:

@@ -15,14 +15,14 @@ from qerl_lab.config.arm import as_recorded, of_arm
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
-from qerl_lab.evaluate.options import SMALL, SMALL_SAMPLES, AccuracyOptions, run_of
+from qerl_lab.evaluate.evaluate_options import SMALL, SMALL_SAMPLES, AccuracyOptions, run_of
 from qerl_lab.evaluate.summary import TRAINED_ON
 from qerl_lab.model import on_disk, policy
 from qerl_lab.model.chat import save_tokenizer
 from qerl_lab.model.dense import dense_tensors
-from qerl_lab.model.files import local_folder, read_json
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import Policy
+from qerl_lab.model.weight_files import local_folder, read_json
 from qerl_lab.rollout.vllm.base import scratch_folder, size_of
 
 LONGEST = 4096  # completion tokens for a model without a run, if its context allows
@@ -166,7 +166,7 @@ def load(subject: Subject) -> Policy:
     loaded = policy.build(cfg, policy.device_of(cfg.device))
     loaded.chat.day = subject.day
     if subject.adapter is not None:
-        policy.begin_with(loaded.model, subject.adapter)
+        policy.load_start_adapter(loaded.model, subject.adapter)
     return loaded
 
 

@@ -81,7 +81,7 @@ def summarize(rows: pd.DataFrame) -> Summary:
     } | ({"unparsed": float(rows["unparsed"].mean())} if "unparsed" in rows and rows["unparsed"].notna().all() else {})
 
 
-def of_rows(rows: pd.DataFrame) -> list[Summary]:
+def summarize_each(rows: pd.DataFrame) -> list[Summary]:
     """Apply `summarize` to each benchmark, engine and sampling."""
     names = ["benchmark", "engine", "sampling"]
     return [

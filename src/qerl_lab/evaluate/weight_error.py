@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from qerl_lab.formats.format import Format, pack_fused
-from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import fused_groups
+from qerl_lab.model.weight_files import WeightFiles
 
 PARTS = ("grid", "dead", "scale", "method")
 FIT_ROUNDS = 4

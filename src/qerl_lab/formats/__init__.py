@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from qerl_lab.formats.bf16 import Bf16
 from qerl_lab.formats.compressed_tensors import CompressedTensors, layout_of
-from qerl_lab.formats.format import Format, PackedAs, refusal
+from qerl_lab.formats.format import Format, PackedAs, unsupported_entry
 from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.formats.nvfp4 import Nvfp4
@@ -41,6 +41,6 @@ def recognize(config: Mapping[str, Any]) -> PackedAs:
             return found
     if method == CompressedTensors.QUANT_METHOD:
         layouts = (kind.layout_name() for kind in kinds if issubclass(kind, CompressedTensors))
-        raise refusal("format", layout_of(config), ", ".join(layouts))
+        raise unsupported_entry("format", layout_of(config), ", ".join(layouts))
     methods = dict.fromkeys(str(kind.QUANT_METHOD) for kind in kinds)
-    raise refusal("quant_method", method, ", ".join(methods))
+    raise unsupported_entry("quant_method", method, ", ".join(methods))

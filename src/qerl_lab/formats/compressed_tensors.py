@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qerl_lab.formats import e2m1
-from qerl_lab.formats.format import Format, Layout, PackedAs, layers, refusal
+from qerl_lab.formats.format import Format, Layout, PackedAs, layers, unsupported_entry
 
 # The output layer of a causal LM. It has no parent module, and other tools look for the plain name.
 _HEAD = "lm_head"
@@ -79,16 +79,16 @@ class CompressedTensors(Format):
         if layout_of(config) != cls.layout_name():
             return None
         if (status := config.get("quantization_status")) != "compressed":
-            raise refusal("quantization_status", status, "compressed")
+            raise unsupported_entry("quantization_status", status, "compressed")
         for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
             if config.get(key):
-                raise refusal(key, config[key], "none")
+                raise unsupported_entry(key, config[key], "none")
         group = _only_group(config)
         if group["targets"] != ["Linear"]:
-            raise refusal("targets", group["targets"], "['Linear'], with exceptions in ignore")
+            raise unsupported_entry("targets", group["targets"], "['Linear'], with exceptions in ignore")
         for key in ("input_activations", "output_activations"):
             if group.get(key):
-                raise refusal(key, group[key], "none: only the weights may be quantized")
+                raise unsupported_entry(key, group[key], "none: only the weights may be quantized")
         cls._check_weights(group.get("weights") or {})
         (unknown_rule,) = cls.variants()
         return PackedAs(unknown_rule, tuple(map(_name, layers("ignore", config.get("ignore")))))
@@ -106,11 +106,11 @@ class CompressedTensors(Format):
         """Raise ValueError unless the `weights` section has the required values."""
         for key, value in cls._weights().items():
             if weights.get(key) != value:
-                raise refusal(f"weights.{key}", weights.get(key), f"{value} in {cls.NAME}")
+                raise unsupported_entry(f"weights.{key}", weights.get(key), f"{value} in {cls.NAME}")
         if (dtype := weights.get("scale_dtype")) not in (None, str(cls.SCALE_DTYPE)):
-            raise refusal("weights.scale_dtype", dtype, f"{cls.SCALE_DTYPE} in {cls.NAME}")
+            raise unsupported_entry("weights.scale_dtype", dtype, f"{cls.SCALE_DTYPE} in {cls.NAME}")
         if weights.get("actorder") == "group":  # "weight" reorders while calibrating only
-            raise refusal("weights.actorder", "group", "null, weight: the columns must be stored in order")
+            raise unsupported_entry("weights.actorder", "group", "null, weight: the columns must be stored in order")
 
 
 def layout_of(config: Mapping[str, Any]) -> str | None:
@@ -122,7 +122,7 @@ def _only_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the single config group. Raises ValueError if there are several."""
     groups = config.get("config_groups") or {}
     if len(groups) != 1:
-        raise refusal("config_groups", sorted(groups), "one group, in which all layers have the same format")
+        raise unsupported_entry("config_groups", sorted(groups), "one group, in which all layers have the same format")
     return next(iter(groups.values()))
 
 

@@ -76,7 +76,7 @@ def packs_rows_apart(weight_format: Format) -> None:
     if not weight_format.BY_ROWS:
         return
     weight = _weight()
-    quantize = weight_format.together([weight])
+    quantize = weight_format.fused_quantize([weight])
     whole, apart = quantize(weight), quantized_by_rows(quantize, weight, 5, name="weight")
     _require(_equal(whole, apart), "rows packed five at a time are other bytes than the whole")
 

@@ -82,7 +82,7 @@ class Format(ABC):
     def layout(self, shape: tuple[int, int]) -> Layout:
         """Return shape and dtype of each tensor that `quantize` makes of a weight `[N, K]`."""
 
-    def together(self, weights: Sequence[Tensor]) -> Quantize:
+    def fused_quantize(self, weights: Sequence[Tensor]) -> Quantize:
         """Return a `quantize` for the parts of one fused layer (q/k/v, gate/up), with the constants they share.
 
         By default nothing is shared.
@@ -187,7 +187,7 @@ def pack_fused(weight_format: Format, weights: dict[str, Tensor]) -> Iterator[tu
     """
     for name, weight in weights.items():  # before the shared constants, which one bad part would spoil
         check(weight, weight_format, name=name)
-    quantize = weight_format.together(list(weights.values()))
+    quantize = weight_format.fused_quantize(list(weights.values()))
     for name in list(weights):
         elements = _SLICE_ELEMENTS_ON_GPU if weights[name].is_cuda else _SLICE_ELEMENTS
         rows = max(1, elements // max(1, weights[name].shape[-1])) if weight_format.BY_ROWS else None
@@ -197,7 +197,7 @@ def pack_fused(weight_format: Format, weights: dict[str, Tensor]) -> Iterator[tu
 def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, name: str) -> dict[str, Tensor]:
     """Quantize `rows` rows at a time (None: all at once): the same tensors in a fraction of the memory.
 
-    `quantize` must come from `Format.together`, so that it knows what the rows share.
+    `quantize` must come from `Format.fused_quantize`, so that it knows what the rows share.
     """
     if rows is None or len(weight) <= rows:
         return quantize(weight, name=name)
@@ -215,10 +215,10 @@ def layers(key: str, listed: Any) -> tuple[str, ...]:
     """
     entries = [] if listed is None else listed
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-        raise refusal(key, listed, "a list of names")
+        raise unsupported_entry(key, listed, "a list of names")
     return tuple(entries)
 
 
-def refusal(key: str, given: Any, allowed: str) -> ValueError:
+def unsupported_entry(key: str, given: Any, allowed: str) -> ValueError:
     """Return the error for an unsupported entry of a `quantization_config`."""
     return ValueError(f"quantization_config: {key}={given!r} cannot be loaded; allowed: {allowed}")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.format import Decoder, Format, Layout, PackedAs, check_divides, checked, layers, refusal
+from qerl_lab.formats.format import Decoder, Format, Layout, PackedAs, check_divides, checked, layers, unsupported_entry
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
@@ -60,7 +60,7 @@ class Nf4(Format):
             _hold_scales_in_8_bits(state)
         kept = state.as_dict(packed=True)
         tensors = {f"weight.{key}": tensor.to(weight.device, copy=True) for key, tensor in kept.items()}
-        tensors[_HEADER] = _padded(tensors[_HEADER])
+        tensors[_HEADER] = _pad_header(tensors[_HEADER])
         return {"weight": codes, **tensors}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -79,7 +79,7 @@ class Nf4(Format):
         states = {dtype: copy.copy(state) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
         for dtype, own in states.items():
             own.dtype = dtype
-        return Decoder(partial(_unpacked, codes, states, shape))
+        return Decoder(partial(_unpack, codes, states, shape))
 
     def ideal(self, weight: Tensor) -> Tensor:
         """Round as NF4 with float32 scales, which are the exact block maxima."""
@@ -105,7 +105,7 @@ class Nf4(Format):
         """Check packed tensors and pad their JSON header as `quantize` does, because bitsandbytes does not."""
         header = packed[_HEADER]
         if header.dtype is torch.uint8 and header.numel() < _HEADER_BYTES:
-            header = _padded(header)
+            header = _pad_header(header)
         return super().accept({**packed, _HEADER: header}, shape, name=name)
 
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
@@ -133,9 +133,9 @@ class Nf4(Format):
         """Parse an entry written by `quantization_config` or transformers."""
         for key, value in {"load_in_4bit": True, "bnb_4bit_quant_type": cls.NAME}.items():
             if config.get(key) != value:
-                raise refusal(key, config.get(key), str(value))
+                raise unsupported_entry(key, config.get(key), str(value))
         if (storage := config.get("bnb_4bit_quant_storage", "uint8")) not in ("uint8", None):
-            raise refusal("bnb_4bit_quant_storage", storage, "uint8")
+            raise unsupported_entry("bnb_4bit_quant_storage", storage, "uint8")
         skipped = config.get("llm_int8_skip_modules")  # null: transformers leaves lm_head dense
         ignore = ("lm_head",) if skipped is None else layers("llm_int8_skip_modules", skipped)
         return PackedAs(cls(double_quant=bool(config.get("bnb_4bit_use_double_quant", False))), ignore)
@@ -159,7 +159,7 @@ def _hold_scales_in_8_bits(state: "QuantState") -> None:
     state.nested = True
 
 
-def _unpacked(
+def _unpack(
     codes: Tensor, states: "dict[torch.dtype, QuantState]", shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit
@@ -167,7 +167,7 @@ def _unpacked(
     return dequantize_4bit(codes, states[dtype]).reshape(shape)
 
 
-def _padded(header: Tensor) -> Tensor:
+def _pad_header(header: Tensor) -> Tensor:
     """Pad the JSON header with spaces to a fixed size, because its length depends on the digits of a float."""
     padded = torch.full((_HEADER_BYTES,), ord(" "), dtype=torch.uint8, device=header.device)
     padded[: header.numel()] = header

@@ -74,12 +74,12 @@ class Nvfp4(CompressedTensors):
             other = _block_scale(blocks, divisor, 4.0)
             scale = torch.where(_error(blocks, divisor, other) < _error(blocks, divisor, scale), other, scale)
         return {
-            "weight_packed": e2m1.pack(e2m1.encode(_in_units(blocks, divisor, scale)).flatten(1)),
+            "weight_packed": e2m1.pack(e2m1.encode(_divide_by_scales(blocks, divisor, scale)).flatten(1)),
             "weight_scale": scale.to(torch.float8_e4m3fn),
             DIVISOR: divisor,
         }
 
-    def together(self, weights: Sequence[Tensor]) -> Quantize:
+    def fused_quantize(self, weights: Sequence[Tensor]) -> Quantize:
         """Return a `quantize` with one global scale for all parts, because engines keep one per fused layer."""
         return partial(self.quantize, global_scale=self.global_scale(weights))
 
@@ -139,7 +139,7 @@ def _block_scale(blocks: Tensor, divisor: Tensor, top: float) -> Tensor:
     return torch.where(scale == 0, _SCALE_OF_ZERO_BLOCK, scale)
 
 
-def _in_units(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
+def _divide_by_scales(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
     """Divide `blocks` by their scales, before rounding to E2M1."""
     return blocks / (scale / divisor).unsqueeze(-1)
 
@@ -149,6 +149,6 @@ def _error(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
 
     Summed in float64, so that the order in which a device adds sixteen float32 squares does not matter.
     """
-    exact = _in_units(blocks, divisor, scale)
+    exact = _divide_by_scales(blocks, divisor, scale)
     rounded = e2m1.decode(e2m1.pack(e2m1.encode(exact).flatten(1)), torch.float32).view_as(exact)
     return ((rounded - exact) * scale.unsqueeze(-1)).square().sum(-1, dtype=torch.float64)

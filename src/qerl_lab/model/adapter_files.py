@@ -6,7 +6,7 @@ from typing import Any
 from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.paths import WEIGHTS, adapter_folder, file_hash
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.spelling import listed
+from qerl_lab.config.spelling import spell_list
 
 SETTINGS = "adapter_config.json"
 # Values of a plain LoRA adapter. Other initializations (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ) change the base.
@@ -45,8 +45,8 @@ def check(cfg: RunConfig) -> None:
     if set(settings["target_modules"]) != set(own.target_modules):
         given = sorted(settings["target_modules"])
         raise ConfigError(
-            f"{said} has adapters on {', '.join(given)}, and lora.target_modules={listed(own.target_modules)}. "
-            f"Type lora.target_modules={listed(given)}."
+            f"{said} has adapters on {', '.join(given)}, and lora.target_modules={spell_list(own.target_modules)}. "
+            f"Type lora.target_modules={spell_list(given)}."
         )
     if own.start_hash not in (None, found := file_hash(folder / WEIGHTS)):
         raise ConfigError(

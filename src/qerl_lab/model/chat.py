@@ -54,7 +54,7 @@ class Chat:
         """
         said = f"the chat template of {self.tokenizer.name_or_path}"
         if not self._is_tried:
-            _try(lambda: self._applied(messages, tokenize=False), said)
+            _try_in_fork(lambda: self._applied(messages, tokenize=False), said)
             self._is_tried = True
         try:
             text = self._applied(messages, tokenize=False)
@@ -86,12 +86,12 @@ class Chat:
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **output, **dated)
 
 
-def _try(write: Callable[[], Any], said: str) -> None:
+def _try_in_fork(write: Callable[[], Any], said: str) -> None:
     """Call `write` in a forked process with limits on time and memory. Raises ConfigError, beginning with `said`.
 
     Errors that `write` itself raises are ignored, because the caller repeats the call.
     """
-    trial = multiprocessing.get_context("fork").Process(target=_limited, args=(write,))
+    trial = multiprocessing.get_context("fork").Process(target=_run_trial, args=(write,))
     trial.start()
     trial.join(WALL_SECONDS)
     if trial.exitcode is None:
@@ -103,7 +103,7 @@ def _try(write: Callable[[], Any], said: str) -> None:
     raise ConfigError(f"{said} takes more than {most} to write one question. Type another model, or mend the template.")
 
 
-def _limited(write: Callable[[], Any]) -> None:
+def _run_trial(write: Callable[[], Any]) -> None:
     """Run the trial. Exits without cleanup, because it shares CUDA and other state with its parent."""
     status = 0
     with open("/proc/self/statm", encoding="ascii") as file:

@@ -22,7 +22,7 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.records import UNPACKED
-from qerl_lab.system.disk import alone_in, cache_folder
+from qerl_lab.system.disk import cache_folder, exclusive
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -41,7 +41,7 @@ SPECIAL = {
 
 
 class Header(NamedTuple):
-    """Contents of a GGUF header: parameter count, tensors by type, and the tokenizer settings that `_mend` restores."""
+    """Contents of a GGUF header: parameter count, tensors by type, and the settings for `_restore_tokenizer`."""
 
     parameters: int
     kinds: dict[str, int]
@@ -55,7 +55,7 @@ def is_gguf(path: str) -> bool:
     return path.endswith(SUFFIX)
 
 
-def existing(path: str, key: str) -> Path:
+def existing_file(path: str, key: str) -> Path:
     """Return the file that `path`, the value of `key`, names. Raises ConfigError if it does not exist."""
     file = Path(path).expanduser()
     if file.is_file():
@@ -139,13 +139,13 @@ def unpack(file: Path) -> Path:
         return folder
     found = header(file)
     cache_folder().mkdir(parents=True, exist_ok=True)
-    with alone_in(cache_folder()) as alone:  # among ranks and jobs of a sweep the first unpacks, the others wait
+    with exclusive(cache_folder()) as alone:  # among ranks and jobs of a sweep the first unpacks, the others wait
         if not folder.is_dir():
-            _make(file, folder, found, alone)
+            _unpack_to(file, folder, found, alone)
     return folder
 
 
-def _make(file: Path, folder: Path, found: Header, alone: bool) -> None:
+def _unpack_to(file: Path, folder: Path, found: Header, alone: bool) -> None:
     """Unpack into a temporary directory and rename it, so that a killed process leaves no half directory.
 
     Without file locks (`alone` false) each process unpacks for itself, and the first to finish wins.
@@ -188,13 +188,13 @@ def _dequantize(file: Path, folder: Path, found: Header) -> None:
     if not issubclass(kind, PreTrainedTokenizerFast):  # mistral-common's, where vLLM is installed, reads no GGUF
         kind = AutoTokenizer
     tokenizer = kind.from_pretrained(file.parent, gguf_file=file.name)
-    _mend(tokenizer, found)
+    _restore_tokenizer(tokenizer, found)
     model.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     (folder / UNPACKED).write_text(json.dumps(_about(file, found), indent=1) + "\n", encoding="utf-8")
 
 
-def _mend(tokenizer: "PreTrainedTokenizerFast", found: Header) -> None:
+def _restore_tokenizer(tokenizer: "PreTrainedTokenizerFast", found: Header) -> None:
     """Restore tokenizer settings of the file that transformers 5.17 drops for the llama architecture, in place.
 
     Without this eos becomes the file's bos, user-defined tokens are split, and decoded text loses a leading space.

@@ -213,7 +213,7 @@ class _PackedProduct(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            with dtypes_as_they_are(grad_y):
+            with autocast_off(grad_y):
                 grad_x = scaled_linear(grad_y, ctx.layer.unpack(ctx.dtype).t(), ctx.layer.decoder.alpha)
         if ctx.needs_input_grad[1]:
             grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
@@ -235,8 +235,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def dtypes_as_they_are(x: Tensor) -> AbstractContextManager[Any]:
-    """Switch autocast off for a backward pass whose forward pass ran without it."""
+def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
+    """Switch autocast off for a backward pass if its forward pass ran without it."""
     on = autocast_dtype(x.device) not in (None, x.dtype)
     return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
 

@@ -20,15 +20,15 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.formats import recognize
 from qerl_lab.formats.format import STORED_DTYPES, Format, PackedAs, check_values
 from qerl_lab.model import on_disk
-from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
+from qerl_lab.model.weight_files import read_json
 
 # In old checkpoints; models compute it anew.
 _COMPUTED = r"rotary_emb\.inv_freq$"
 
 
 class TensorSource(Protocol):
-    """Tensors by checkpoint name; `files.WeightFiles` implements it."""
+    """Tensors by checkpoint name; `weight_files.WeightFiles` implements it."""
 
     @property
     def names(self) -> Collection[str]: ...

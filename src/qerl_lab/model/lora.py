@@ -7,7 +7,7 @@ from peft import LoraConfig
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 
-from qerl_lab.model.linear import PackedLinear, autocast_dtype, dtypes_as_they_are, scaled_linear
+from qerl_lab.model.linear import PackedLinear, autocast_dtype, autocast_off, scaled_linear
 
 
 def register_lora(lora_config: LoraConfig) -> None:
@@ -79,7 +79,7 @@ class _LoraProduct(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
         x, inner, A, B = ctx.saved_tensors
-        with dtypes_as_they_are(grad_y):
+        with autocast_off(grad_y):
             grad_inner = scaled_linear(grad_y, B.t(), ctx.scaling)
             grad_A = grad_inner.t() @ x
             grad_B = scaled_linear(grad_y.t(), inner.t(), ctx.scaling)

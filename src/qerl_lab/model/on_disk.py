@@ -11,13 +11,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.model_hash import TOKENIZERS, header, model_hash
 from qerl_lab.config.option import ConfigError, did_you_mean, parse_json
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
-from qerl_lab.config.spelling import listed, shell_word
+from qerl_lab.config.spelling import shell_word, spell_list
 from qerl_lab.model import gguf
 
 ASSETS = Path(__file__).with_name("pocket")
@@ -38,7 +38,7 @@ class Layer(NamedTuple):
         return len(self.shape) == 2 and not re.search(r"embed|\bwte\b|\bwpe\b", self.name)
 
 
-def local(path: str, key: str = "model.path") -> Path | None:
+def local_path(path: str, key: str = "model.path") -> Path | None:
     """Return the local directory of a model; None for a hub id or a GGUF file not yet unpacked.
 
     Raises ConfigError if `path` can be none of these.
@@ -47,7 +47,7 @@ def local(path: str, key: str = "model.path") -> Path | None:
         return ASSETS
     folder = Path(path).expanduser()
     if gguf.is_gguf(path) and not folder.is_dir():
-        unpacked = gguf.folder_of(gguf.existing(path, key))
+        unpacked = gguf.folder_of(gguf.existing_file(path, key))
         return unpacked if unpacked.is_dir() else None
     if folder.is_dir():
         return folder
@@ -145,7 +145,7 @@ def other_rule(cfg: RunConfig, name: str, key: str, value: Any) -> ConfigError:
 
 def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:
     """Return the error for a format that would pack the output layer `head`, which is not tied to the embedding."""
-    remedy = shlex.quote(f"format.ignore={listed([*cfg.format.ignore, head])}")
+    remedy = shlex.quote(f"format.ignore={spell_list([*cfg.format.ignore, head])}")
     return ConfigError(
         f"format.ignore={cfg.format.ignore} would pack {head} in {cfg.format.name}, and the loss reads the dense "
         f"weight of {head}, the output layer; allowed: lists that name it. Type {remedy}."

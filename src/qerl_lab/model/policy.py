@@ -21,15 +21,15 @@ from qerl_lab.config.message import first_line, in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.spelling import listed
+from qerl_lab.config.spelling import spell_list
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import loading
 from qerl_lab.model.chat import Chat, pad_id
-from qerl_lab.model.files import WeightFiles, local_folder
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.lora import register_lora
 from qerl_lab.model.on_disk import other_format, other_rule, packed_head_refusal
-from qerl_lab.system.disk import let_read
+from qerl_lab.model.weight_files import WeightFiles, local_folder
+from qerl_lab.system.disk import make_readable
 
 
 @dataclass
@@ -98,10 +98,10 @@ class Policy:
 
         Other special tokens stay, because some tokenizers hold words such as `<think>` as one.
         """
-        return self.tokenizer.decode([token for token in completion_ids if token not in self._unsaid])
+        return self.tokenizer.decode([token for token in completion_ids if token not in self._dropped_ids])
 
     @cached_property
-    def _unsaid(self) -> frozenset[int]:
+    def _dropped_ids(self) -> frozenset[int]:
         return frozenset({*self.end_ids(), self.tokenizer.pad_token_id})
 
     def end_ids(self) -> list[int]:
@@ -153,14 +153,14 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
     """
     found = {name: module for name, module in model.named_modules() if _last(name) in names}
     if missing := set(names) - {_last(name) for name in found}:
-        raise ConfigError(f"aqn.norms={listed(names)}: {path} has no module named {sorted(missing)}.")
+        raise ConfigError(f"aqn.norms={spell_list(names)}: {path} has no module named {sorted(missing)}.")
     feeding = _norms_before_linears(model)
     if wrong := [name for name in found if name not in feeding]:
         allowed = sorted({_last(name) for name in feeding})
-        remedy = f" Type aqn.norms={listed(allowed)}." if allowed else ""
+        remedy = f" Type aqn.norms={spell_list(allowed)}." if allowed else ""
         raise ConfigError(
-            f"aqn.norms={listed(names)}: in {path} {wrong[0]} feeds no linear layer, and noise belongs on the norms "
-            f"before q, k, v and gate, up; allowed: {', '.join(allowed) or 'none of this model'}.{remedy}"
+            f"aqn.norms={spell_list(names)}: in {path} {wrong[0]} feeds no linear layer, and noise belongs on the "
+            f"norms before q, k, v and gate, up; allowed: {', '.join(allowed) or 'none of this model'}.{remedy}"
         )
     return found
 
@@ -171,7 +171,7 @@ def _last(name: str) -> str:
 
 @torch.no_grad()
 def _norms_before_linears(model: PreTrainedModel) -> set[str]:
-    """Run one token through `model`; return the full names of the norms whose output a Linear reads."""
+    """Run one token through `model`; return the full names of the norms that feed a Linear."""
     written: dict[str, Tensor] = {}  # keep the tensors alive, so that no address is reused
     read: list[Tensor] = []
     hooks = []
@@ -280,7 +280,7 @@ def _check_agreement(cfg: RunConfig, stored: PackedAs, model: PreTrainedModel) -
             raise other_rule(cfg, name, key, value)
     here, there = ({*packable(model, ignore)} for ignore in (cfg.format.ignore, stored.ignore))
     if differ := here ^ there:
-        remedy = shlex.quote(f"format.ignore={listed(stored.ignore)}")
+        remedy = shlex.quote(f"format.ignore={spell_list(stored.ignore)}")
         raise ConfigError(
             f"{said} with ignore={list(stored.ignore)}, and format.ignore={cfg.format.ignore} was given: they differ "
             f"in {len(differ)} layers, the first {min(differ)}. Type {remedy}."
@@ -290,7 +290,7 @@ def _check_agreement(cfg: RunConfig, stored: PackedAs, model: PreTrainedModel) -
 def save_adapter(model: PeftModel, folder: Path) -> None:
     """Write the adapter in PEFT's layout."""
     model.save_pretrained(folder)
-    let_read([folder / WEIGHTS])
+    make_readable([folder / WEIGHTS])
 
 
 def adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -307,7 +307,7 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
     set_peft_model_state_dict(model, adapter_tensors(folder))
 
 
-def begin_with(model: PeftModel, folder: Path) -> None:
+def load_start_adapter(model: PeftModel, folder: Path) -> None:
     """Load an adapter of another run. Raises ConfigError unless its matrices match the model's in name and shape."""
     own = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
     held = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(folder).items()}

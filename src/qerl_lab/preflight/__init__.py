@@ -38,7 +38,7 @@ def check(cfg: RunConfig, run_dir: Path, here: bool = True) -> list[str]:
         machine.
     """
     on_disk.check_content(cfg)
-    folder = on_disk.local(cfg.model.path)
+    folder = on_disk.local_path(cfg.model.path)
     if folder is not None:
         on_disk.check(folder, cfg)
     if cfg.lora.start_from is not None:
@@ -51,7 +51,7 @@ def check(cfg: RunConfig, run_dir: Path, here: bool = True) -> list[str]:
 
 def check_machine(cfg: RunConfig, run_dir: Path) -> None:
     """Raise ConfigError if this machine lacks what the run needs: device, packages, memory, disk space."""
-    folder = on_disk.local(cfg.model.path)
+    folder = on_disk.local_path(cfg.model.path)
     _check_device(cfg)
     _check_size(cfg, folder)
     _check_gpu_only(cfg)

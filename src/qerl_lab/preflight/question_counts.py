@@ -24,9 +24,9 @@ def check(cfg: RunConfig) -> list[str]:
     if not has_questions(cfg):
         return []
     if cfg.task == replace(TaskConfig(), instruction=cfg.task.instruction):  # skips a count that takes half a second
-        return cut_questions(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
+        return note_cut_questions(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
     found = _questions(json.dumps(asdict(cfg.task)))
-    return [*found.warnings, *cut_questions(cfg, len(found.train), len(found.heldout))]
+    return [*found.warnings, *note_cut_questions(cfg, len(found.train), len(found.heldout))]
 
 
 def questions(cfg: RunConfig) -> Mapping[str, Any]:
@@ -46,11 +46,11 @@ def has_questions(cfg: RunConfig) -> bool:
 
 @cache
 def _questions(task: str) -> tasks.Task:
-    """Load a task whose questions are on this machine. Its configuration is passed as JSON, to be a cache key."""
+    """Load a task with questions on this machine. Its configuration is passed as JSON, to be a cache key."""
     return tasks.load(build({"task": json.loads(task)}).task)
 
 
-def cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
+def note_cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
     """Note requests beyond the available questions. Raises ConfigError if there are too few."""
     source, more = _questions_come_from(cfg.task)
     if train == 0:

@@ -17,7 +17,7 @@ from qerl_lab.model import policy
 from qerl_lab.model.chat import Chat
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.tasks import arithmetic
-from qerl_lab.tasks.answers.completion import left_to_say
+from qerl_lab.tasks.answers.completion import without_answer_start
 
 PROBLEMS = 16
 WINDOWS, WINDOW_TOKENS = 4, 192  # cut from a text file
@@ -29,7 +29,7 @@ def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, 
 
     The models are loaded one after the other; only log-probs of the first are kept (float32, on the CPU).
     """
-    place = room(weights, device)
+    place = find_room(weights, device)
     if place is None:
         return {"skipped": f"{weights / 1e9:.1f} billion weights in bfloat16 fit neither the GPU nor the CPU memory"}
     where, dtype = place
@@ -57,18 +57,18 @@ def run_config(options: QuantizeOptions, folder: Path, *, dense: bool = False, d
     return RunConfig(model=ModelConfig(path=str(folder), dtype=dtype), format=chosen)
 
 
-def room(weights: int, device: torch.device) -> tuple[torch.device, str] | None:
+def find_room(weights: int, device: torch.device) -> tuple[torch.device, str] | None:
     """Return device and dtype where a dense model with `weights` weights fits, preferring `device`; None if nowhere."""
     needed = {dtype: 1.3 * weights * getattr(torch, dtype).itemsize for dtype in ("bfloat16", "float32")}
     if device.type == "cuda":
         torch.cuda.empty_cache()
         if needed["bfloat16"] < torch.cuda.mem_get_info()[0]:
             return device, "bfloat16"
-    free = available()
+    free = available_bytes()
     return next(((torch.device("cpu"), dtype) for dtype in ("float32", "bfloat16") if needed[dtype] < free), None)
 
 
-def available() -> int:
+def available_bytes() -> int:
     """Return the bytes that a process can allocate without swapping. The page cache counts as free."""
     return int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024
 
@@ -80,16 +80,16 @@ def logprobs(model: PreTrainedModel, pair: tuple[list[int], list[int]]) -> Tenso
 
 def problem_pairs(tokenizer: Any) -> kl.Pairs:
     """Make word problems with worked solutions, which every tokenizer can encode; the solutions are compared."""
-    rng, cfg = random.Random(0), tasks.configured("arithmetic")
+    rng, cfg = random.Random(0), tasks.read_task_config("arithmetic")
     pairs, chat = [], Chat(tokenizer)
     for problem in [arithmetic.problem(rng, cfg) for _ in range(PROBLEMS)]:
-        given = _asked(chat, cfg.instruction, problem.text)
-        solution = left_to_say(tokenizer.decode(given), arithmetic.worked_solution(rng, problem))
+        given = _prompt_ids(chat, cfg.instruction, problem.text)
+        solution = without_answer_start(tokenizer.decode(given), arithmetic.worked_solution(rng, problem))
         pairs.append((given, tokenizer(solution, add_special_tokens=False)["input_ids"]))
     return pairs
 
 
-def _asked(chat: Chat, instruction: str, question: str) -> list[int]:
+def _prompt_ids(chat: Chat, instruction: str, question: str) -> list[int]:
     """Return the prompt's token ids, with the instruction as system message if the template allows it."""
     together = f"{instruction}\n\n{question}"
     if not chat.tokenizer.chat_template:

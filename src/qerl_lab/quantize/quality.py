@@ -18,7 +18,7 @@ from qerl_lab import formats
 from qerl_lab.config.records import QUALITY
 from qerl_lab.evaluate.weight_error import without_scales
 from qerl_lab.formats.format import Format
-from qerl_lab.model.files import WeightFiles, noted
+from qerl_lab.model.weight_files import WeightFiles, lab_records
 from qerl_lab.quantize import divergence
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.record.environment import environment
@@ -68,7 +68,7 @@ def measure(
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "model": options.model, "revision": options.revision, "format": options.format, "method": options.method,
-        "ignore": options.ignore, "options": asdict(weight_format), "began_from": noted(source),
+        "ignore": options.ignore, "options": asdict(weight_format), "began_from": lab_records(source),
         "calibration": None if options.method == "rtn" else
         {"dataset": options.dataset, "samples": options.samples, "tokens": options.tokens, "seed": options.seed},
         "weights": {"all": count, "quantized": in_linears},

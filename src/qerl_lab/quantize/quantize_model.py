@@ -17,17 +17,17 @@ from transformers import AutoConfig
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qerl_lab import formats
-from qerl_lab.config.files import choices_of
-from qerl_lab.config.keys import typed
+from qerl_lab.config.conf_folder import choices_of
+from qerl_lab.config.keys import spell_value
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import FormatConfig
-from qerl_lab.config.spelling import listed, shell_line, word
+from qerl_lab.config.spelling import shell_line, spell_list, word
 from qerl_lab.model import loading, policy
-from qerl_lab.model.files import INDEX, WeightFiles, copy_companions, local_folder, read_json
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.on_disk import is_ignored
+from qerl_lab.model.weight_files import INDEX, WeightFiles, copy_companions, local_folder, read_json
 from qerl_lab.quantize import llmcompressor, quality, rtn
 from qerl_lab.quantize.quantize_options import CALIBRATION, QuantizeOptions
 from qerl_lab.record.partial import Unfinished
@@ -72,7 +72,7 @@ def run(options: QuantizeOptions) -> None:
         result = quality.measure(options, source.folder, source.packed, unfinished.folder, device)
         unfinished.finish()
     print(quality.table(options, result))
-    print(f"checkpoint:  {terminal.near(options.folder)}  ({QUALITY}, sqnr.png)")
+    print(f"checkpoint:  {terminal.format_path(options.folder)}  ({QUALITY}, sqnr.png)")
     print(f"train on it: {terminal.python()} -m qerl_lab {shell_line(training_words(options))}")
 
 
@@ -81,12 +81,12 @@ def training_words(options: QuantizeOptions) -> list[str]:
     arm = f"{options.format}_aqn"
     words = [f"+experiment={arm}" if arm in choices_of("experiment") else f"format={options.format}"]
     words.append(f"scale={'pocket' if options.model == 'pocket' else 'custom'}")
-    words.append(word("model.path", terminal.near(options.folder)))
+    words.append(word("model.path", terminal.format_path(options.folder)))
     chosen, defaults = options.format_config(), FormatConfig()
     if chosen.ignore != defaults.ignore:
-        words.append(f"format.ignore={listed(chosen.ignore)}")
+        words.append(f"format.ignore={spell_list(chosen.ignore)}")
     changed = [(key, value) for key, value in asdict(formats.build(chosen)).items() if value != getattr(defaults, key)]
-    return words + [f"format.{key}={typed(value)}" for key, value in changed]
+    return words + [f"format.{key}={spell_value(value)}" for key, value in changed]
 
 
 def read_source(options: QuantizeOptions) -> Source:
@@ -107,12 +107,12 @@ def read_source(options: QuantizeOptions) -> Source:
     _check_ignore(options, linears)
     if head := packed_head(model, formats.build(options.format_config()), options.ignore):
         raise ConfigError(
-            f"ignore={typed(options.ignore)} would pack {head}, the output layer, whose dense weight training reads; "
-            f"allowed: lists that name it. Type ignore={typed([*options.ignore, head])}."
+            f"ignore={spell_value(options.ignore)} would pack {head}, the output layer, whose dense weight training "
+            f"reads; allowed: lists that name it. Type ignore={spell_value([*options.ignore, head])}."
         )
     packed = packable(model, options.ignore)
     if not packed:
-        raise ConfigError(f"model={options.model} has no Linear layer outside of ignore={typed(options.ignore)}.")
+        raise ConfigError(f"model={options.model} has no Linear layer outside of ignore={spell_value(options.ignore)}.")
     for name in packed:
         _check_tensor(folder, weights, f"{name}.weight", tuple(model.get_parameter(f"{name}.weight").shape))
     dense = [name for name in linears if name not in set(packed)]
@@ -121,19 +121,19 @@ def read_source(options: QuantizeOptions) -> Source:
     try:
         about = formats.build(options.format_config()).quantization_config([*options.ignore, *beyond], dtype)
     except ValueError as error:
-        given = f"ignore={typed(options.ignore)} with format={options.format}"
+        given = f"ignore={spell_value(options.ignore)} with format={options.format}"
         raise ConfigError(f"{given}: {error}. Type for example ignore=[lm_head,down_proj].") from error
     _check_skipped(options, about.get("llm_int8_skip_modules", []), packed, dense)
     return Source(folder, config, weights, packed, dense, about)
 
 
 def _check_ignore(options: QuantizeOptions, linears: list[str]) -> None:
-    """Raise ConfigError for an `ignore` entry that matches no layer: a typo would quantize what it should protect."""
+    """Raise ConfigError for an `ignore` entry that matches no layer: a typo would quantize a protected layer."""
     for entry in options.ignore:
         if not any(is_ignored(name, [entry]) for name in linears):
             ends = sorted({name.rpartition(".")[2] for name in linears})
             raise ConfigError(
-                f"ignore={typed(options.ignore)}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} "
+                f"ignore={spell_value(options.ignore)}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} "
                 f"Allowed: full names, their last parts ({', '.join(ends)}), modules they are in, re:PATTERN."
             )
 
@@ -148,9 +148,9 @@ def _check_skipped(options: QuantizeOptions, skipped: list[str], packed: list[st
             names = [name for name in dense if is_ignored(name, [entry])]
             fitting = [name for each in options.ignore for name in (names if each == entry else [each])]
             raise ConfigError(
-                f"ignore={typed(options.ignore)} with format={options.format}: transformers would take {other} for "
-                f"dense too, by {entry}; allowed: entries that begin and end no other layer's name. "
-                f"Type ignore={typed(fitting)}."
+                f"ignore={spell_value(options.ignore)} with format={options.format}: transformers would take {other} "
+                f"for dense too, by {entry}; allowed: entries that begin and end no other layer's name. "
+                f"Type ignore={spell_value(fitting)}."
             )
 
 

@@ -4,8 +4,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.files import choices_of
-from qerl_lab.config.keys import typed
+from qerl_lab.config.conf_folder import choices_of
+from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.out import Writes, check_apart, check_free
 from qerl_lab.config.records import METHODS
@@ -67,7 +67,7 @@ class QuantizeOptions(Writes):
 
 def check(options: QuantizeOptions) -> None:
     """Raise ConfigError at the first invalid combination of options. Checks local paths, loads nothing."""
-    if folder := on_disk.local(options.model, "model"):
+    if folder := on_disk.local_path(options.model, "model"):
         on_disk.check_files(folder, f"model={options.model}")
     if options.format == DENSE_FORMAT:
         raise ConfigError(
@@ -97,7 +97,7 @@ def _check_inert(options: QuantizeOptions) -> None:
     for key, of_format in ((f.name, f.metadata["only"]) for f in fields(FormatConfig)):
         if of_format is None or key not in changed:
             continue
-        given = f"{key}={typed(changed[key])} is an option of"
+        given = f"{key}={spell_value(changed[key])} is an option of"
         if options.format != of_format:
             raise ConfigError(
                 f"{given} {of_format}, and format={options.format} was given. "
@@ -111,8 +111,8 @@ def _check_inert(options: QuantizeOptions) -> None:
     for key in CALIBRATION:
         if options.method == "rtn" and key in changed:
             raise ConfigError(
-                f"{key}={typed(changed[key])} is an option of method=awq and method=gptq; method=rtn reads no data. "
-                f"Leave {key} out, or type method=gptq."
+                f"{key}={spell_value(changed[key])} is an option of method=awq and method=gptq; method=rtn reads no "
+                f"data. Leave {key} out, or type method=gptq."
             )
     if options.revision is not None and (options.model == POCKET or Path(options.model).expanduser().exists()):
         raise ConfigError(

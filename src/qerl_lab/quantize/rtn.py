@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl_lab.formats.format import STORED_DTYPES, Format, Layout, pack_fused
-from qerl_lab.model.files import SINGLE
 from qerl_lab.model.linear import fused_groups
 from qerl_lab.model.loading import TensorSource, check_dense_values
+from qerl_lab.model.weight_files import SINGLE
 
 
 class Unit(NamedTuple):

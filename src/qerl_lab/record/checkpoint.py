@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.arm import ADDED, of_run
-from qerl_lab.config.keys import typed
+from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.schema import RunConfig
@@ -79,8 +79,8 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
         shutil.rmtree(final)
     aside.rename(final)
     _flush_to_disk(folder)
-    kept = [path for path in _named(folder) if _step(path) <= _step(final)][-keep:]
-    for other in set(_named(folder)) - set(kept):
+    kept = [path for path in _step_folders(folder) if _step(path) <= _step(final)][-keep:]
+    for other in set(_step_folders(folder)) - set(kept):
         shutil.rmtree(other)
     return final
 
@@ -97,7 +97,7 @@ def _fill(aside: Path, state: Mapping[str, Any], write: Callable[[Path], None]) 
 
 def last_step(folder: Path) -> int:
     """Return the step of the newest checkpoint, without verifying it; 0 if there is none."""
-    return max(map(_step, _named(folder)), default=0)
+    return max(map(_step, _step_folders(folder)), default=0)
 
 
 def newest(folder: Path, at_most: int | None = None) -> Saved | None:
@@ -105,11 +105,11 @@ def newest(folder: Path, at_most: int | None = None) -> Saved | None:
 
     Prints a warning to stderr for each damaged checkpoint it skips.
     """
-    candidates = [path for path in _named(folder) if at_most is None or _step(path) <= at_most]
+    candidates = [path for path in _step_folders(folder) if at_most is None or _step(path) <= at_most]
     while candidates:
         path = candidates.pop()
         if not (damage := verify(path)):
-            return _saved(path)
+            return _read_saved(path)
         instead = "using the one before it" if candidates else "there is none before it, and training begins anew"
         print(f"warning: checkpoint {path} is damaged ({damage}); {instead}.", file=sys.stderr)
     return None
@@ -133,7 +133,7 @@ def verify(path: Path) -> str:
     except ValueError:
         return f"{MANIFEST} is not JSON"
     try:
-        _saved(path)
+        _read_saved(path)
     except (ValueError, TypeError) as error:
         return f"{STATE} is of another version: {error}"
     return ""
@@ -167,7 +167,7 @@ def _refuse_other_config(run_dir: Path, saved: Saved, cfg: RunConfig) -> None:
     if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension
         now |= {"steps": then["steps"], "extended": cfg.extended[: cfg.extended.index(then["steps"])]}
     differ = [key for key in now | then if key not in now or key not in then or now[key] != then[key]]
-    changed = [f"{key}={_shown(now, key)} (was {_shown(then, key)})" for key in differ]
+    changed = [f"{key}={_value_as_typed(now, key)} (was {_value_as_typed(then, key)})" for key in differ]
     if changed:
         raise ConfigError(
             f"{run_dir / 'resolved.yaml'} is not the configuration that {saved.path.name} was trained with: "
@@ -175,15 +175,15 @@ def _refuse_other_config(run_dir: Path, saved: Saved, cfg: RunConfig) -> None:
         )
 
 
-def _shown(values: dict[str, Any], key: str) -> str:
-    return typed(values[key]) if key in values else "nothing"
+def _value_as_typed(values: dict[str, Any], key: str) -> str:
+    return spell_value(values[key]) if key in values else "nothing"
 
 
-def _saved(path: Path) -> Saved:
+def _read_saved(path: Path) -> Saved:
     return Saved(path, **parse_json((path / STATE).read_text()))
 
 
-def _named(folder: Path) -> list[Path]:
+def _step_folders(folder: Path) -> list[Path]:
     """Return the folders step-N, sorted by step. Other files are ignored."""
     return sorted((path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdecimal()), key=_step)
 

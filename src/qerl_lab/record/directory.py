@@ -25,11 +25,11 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word
-from qerl_lab.record import checkpoint, environment, metrics, resolved, samples
+from qerl_lab.record import checkpoint, environment, metrics, resolved, samples_file
 from qerl_lab.record.environment import Typed
 from qerl_lab.record.folders import is_unused, make, remove_empty
 from qerl_lab.record.metrics import MetricsLine
-from qerl_lab.record.samples import Sample
+from qerl_lab.record.samples_file import Sample
 from qerl_lab.record.sessions import Sessions
 from qerl_lab.system.disk import lock, read_json, replace_file
 from qerl_lab.system.exits import FAILURE, FULL, INTERRUPTED, OK, SIGNALS, USAGE
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 DONE, FAILED, QUEUED, TYPED = "DONE", "FAILED", "QUEUED", ".typed"
 CONSOLE, MIRROR, EVALUATIONS = "console.txt", "mlflow.json", "eval.parquet"
-ARTIFACTS = (resolved.NAME, "metrics.jsonl", samples.NAME, EVALUATIONS, "curves.png")
-WRITTEN_IN_PLACE = ("", resolved.NAME, "metrics.jsonl", samples.NAME, "checkpoints", "adapter")
+ARTIFACTS = (resolved.NAME, "metrics.jsonl", samples_file.NAME, EVALUATIONS, "curves.png")
+WRITTEN_IN_PLACE = ("", resolved.NAME, "metrics.jsonl", samples_file.NAME, "checkpoints", "adapter")
 MARKS = (resolved.NAME, "metrics.jsonl", DONE, FAILED)  # any of them marks a run directory, even a damaged one
 LEFT_BY_A_REFUSED_RUN = {
     resolved.NAME, QUEUED, TYPED, FAILED, "env.json", "code.diff", "sessions.json", CONSOLE,
@@ -167,7 +167,7 @@ class RunDirectory:
             (self.path / FAILED).unlink(missing_ok=True)  # another rank may have written it
             return INTERRUPTED
         if self.status != "failed" or (rank and ended_with < 0):
-            self.fail(_ending(ended_with, rank or "the process") + "\n")
+            self.fail(_describe_end(ended_with, rank or "the process") + "\n")
             return FAILURE
         return USAGE if ended_with == USAGE else FAILURE
 
@@ -312,9 +312,9 @@ class RunDirectory:
         self.result(), self.environments(), self.sessions(), self.mirror()
         steps = max(int(settings.get("steps", 0)), self.last_saved())  # a key is missing if resolved.yaml is truncated
         lines = self.metrics()  # read after the checkpoints, as a running run adds to both
-        metrics.check_steps(metrics.trained(lines), steps)
+        metrics.check_steps(metrics.count_trained_steps(lines), steps)
         self._check_evaluations(is_done and settings.get("eval.questions") != "0")
-        if (self.path / samples.NAME).exists():
+        if (self.path / samples_file.NAME).exists():
             self.samples()
         return lines
 
@@ -325,15 +325,15 @@ class RunDirectory:
 
     def samples(self) -> list[Sample]:
         """Read the completions in samples.jsonl. Raises FileNotFoundError."""
-        return samples.read_samples(self.path)
+        return samples_file.read_samples(self.path)
 
     def append_samples(self, of_step: Iterable[Sample]) -> None:
         """Append the completions of one step."""
-        samples.append(self.path, of_step)
+        samples_file.append(self.path, of_step)
 
     def cut_samples(self, last_step: int) -> None:
         """Delete the completions of steps after `last_step`."""
-        samples.cut(self.path, last_step)
+        samples_file.cut(self.path, last_step)
 
     def evaluations(self) -> "dict[str, pd.DataFrame]":
         """Read the held-out answers by phase ("before", "after"), a row per question; empty if there are none yet.
@@ -379,7 +379,7 @@ def is_run(files: Iterable[str]) -> bool:
     return not set(files).isdisjoint(MARKS)
 
 
-def _ending(code: int, who: str) -> str:
+def _describe_end(code: int, who: str) -> str:
     if code == -signal.SIGKILL:
         return f"Killed: signal 9 (SIGKILL) ended {who}, as the system does when memory runs out"
     if code < 0:

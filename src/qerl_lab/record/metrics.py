@@ -219,7 +219,7 @@ def table() -> str:
     return "\n".join(["| metric | unit | meaning | in TRL |", "|---|---|---|---|", *rows]) + "\n"
 
 
-def declared(parts: Iterable[str] = ()) -> dict[str, Metric]:
+def declared_metrics(parts: Iterable[str] = ()) -> dict[str, Metric]:
     """Return METRICS with one metric per reward part in `parts`.
 
     Raises ValueError if a part has the name of another metric.
@@ -271,7 +271,7 @@ def _decode(line: bytes, where: str) -> MetricsLine:
         ) from error
 
 
-def trained(lines: Iterable[MetricsLine]) -> Counter[int]:
+def count_trained_steps(lines: Iterable[MetricsLine]) -> Counter[int]:
     """Count the lines of each trained step. Evaluation lines do not count."""
     return Counter(line["step"] for line in lines if any(not name.startswith("eval/") for name in line["metrics"]))
 
@@ -297,8 +297,8 @@ def steps_recorded(run_dir: Path) -> tuple[int, str]:
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return 0, "is missing"
-    whole, broken = _sorted_out(path)
-    steps, last = trained(line for _, line in whole), 0
+    whole, broken = _split_lines(path)
+    steps, last = count_trained_steps(line for _, line in whole), 0
     while steps[last + 1] == 1:
         last += 1
     where = f" (line {broken[0][0]} is no metrics record)" if broken else ""
@@ -313,7 +313,7 @@ def cut_metrics(run_dir: Path, last_step: int) -> None:
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return
-    whole, broken = _sorted_out(path)
+    whole, broken = _split_lines(path)
     if broken:
         aside = path.with_name("metrics.damaged.jsonl")
         with aside.open("ab") as file:
@@ -322,7 +322,7 @@ def cut_metrics(run_dir: Path, last_step: int) -> None:
     replace_file(path, b"".join(text for text, line in whole if line["step"] <= last_step))
 
 
-def _sorted_out(path: Path) -> tuple[list[tuple[bytes, MetricsLine]], list[tuple[int, bytes]]]:
+def _split_lines(path: Path) -> tuple[list[tuple[bytes, MetricsLine]], list[tuple[int, bytes]]]:
     """Return the records with their text, and other lines with their number; skips a torn last line."""
     whole, broken = [], []
     for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
@@ -336,4 +336,4 @@ def _sorted_out(path: Path) -> tuple[list[tuple[bytes, MetricsLine]], list[tuple
 def last_logged(run_dir: Path) -> float:
     """Return the unix time of the newest line of metrics.jsonl; 0 without lines."""
     path = Path(run_dir) / "metrics.jsonl"
-    return max((line["time"] for _, line in _sorted_out(path)[0]), default=0.0) if path.exists() else 0.0
+    return max((line["time"] for _, line in _split_lines(path)[0]), default=0.0) if path.exists() else 0.0

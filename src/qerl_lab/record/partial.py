@@ -12,9 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from qerl_lab.config.keys import typed
+from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError
-from qerl_lab.system.disk import let_read, lock, make_directory, read_json, replace_file
+from qerl_lab.system.disk import lock, make_directory, make_readable, read_json, replace_file
 
 JOURNAL = "journal.json"
 
@@ -65,7 +65,7 @@ class Unfinished:
         elif overwrite:
             self.clear()
         else:
-            raise ConfigError(_another(self.folder, begun["identity"], now, differ))
+            raise ConfigError(_other_options_message(self.folder, begun["identity"], now, differ))
 
     def clear(self) -> None:
         """Delete all files and start over."""
@@ -89,7 +89,7 @@ class Unfinished:
 
     def finish(self) -> None:
         """Rename the directory to its final name, replacing an old one (only with `overwrite`)."""
-        let_read(self.folder.glob("*.safetensors"))
+        make_readable(self.folder.glob("*.safetensors"))
         before = self.out.with_name(self.out.name + ".replaced")
         if self.out.exists():
             shutil.rmtree(before, ignore_errors=True)  # left by a process killed below
@@ -99,12 +99,12 @@ class Unfinished:
         shutil.rmtree(before, ignore_errors=True)
 
 
-def _another(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any], differ: list[str]) -> str:
+def _other_options_message(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any], differ: list[str]) -> str:
     """Return the error message for a directory that was started with other options."""
     keys = [key for key in differ if not isinstance(now.get(key), dict)]
     if not keys:
         return f"{folder} was begun from other files than {differ[0]} has now. Type overwrite=true to start again."
-    then, given = (" ".join(f"{key}={typed(values.get(key))}" for key in keys) for values in (begun, now))
+    then, given = (" ".join(f"{key}={spell_value(values.get(key))}" for key in keys) for values in (begun, now))
     return (
         f"{folder} was begun with {then}, and now {given} is given. "
         f"Type {then} to go on with it, another out, or overwrite=true to start again."

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from qerl_lab.config.arm import ADDED, OF_SWEEPS, REGISTERED, completed, leaves
+from qerl_lab.config.arm import ADDED, OF_SWEEPS, REGISTERED, fill_added_keys, leaves
 from qerl_lab.config.message import in_one_line, some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
@@ -52,7 +52,7 @@ def read_settings(run_dir: Path) -> dict[str, str]:
 
     Raises ConfigError if the file contains no configuration.
     """
-    return completed(dict(_flat(_values(run_dir))))
+    return fill_added_keys(dict(_flat(_values(run_dir))))
 
 
 def _values(run_dir: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, choose
     from qerl_lab.config.option import ConfigError, did_you_mean, option
     from qerl_lab.system.disk import make_directory, replace_file
-    from qerl_lab.system.terminal import near
+    from qerl_lab.system.terminal import format_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,7 +53,7 @@ def report(options: ReportOptions) -> None:
         _write_results(found, options)
     if not found.arms and not (options.runs_csv or options.arms_csv or options.plot):
         return
-    found.counting()
+    found.require_counted()
     baseline = comparison.baseline_of(list(found.arms), options.baseline)
     arms = comparison.by_arm(found, baseline)
     for path, write in (
@@ -71,7 +71,9 @@ def _plot(found: "Comparison") -> "Figure":
     from qerl_lab.report import comparison, curves, palette
 
     points = comparison.curves(found)
-    shown = [curve for curve in curves.recorded(points) if curve.name in ("reward", "entropy", "sampler_entropy")]
+    shown = [
+        curve for curve in curves.recorded_curves(points) if curve.name in ("reward", "entropy", "sampler_entropy")
+    ]
     styles = palette.styles(palette.formats(found.arms))
     return curves.side_by_side(points, shown, {arm: arm for arm in found.arms}, styles)
 
@@ -83,7 +85,7 @@ def _write_results(found: "Comparison", options: ReportOptions) -> None:
     make_directory(folder, f"out={folder}")
     written = page.write(folder, found, options.baseline, [Path(file).expanduser() for file in options.bench])
     size = sum(path.stat().st_size for path in written)
-    print(f"written: {near(folder)}  (report.html, {len(written) - 1} other files; {size / 1e6:.1f} MB)\n")
+    print(f"written: {format_path(folder)}  (report.html, {len(written) - 1} other files; {size / 1e6:.1f} MB)\n")
     if not found.arms:
         print("\n  ".join(["No run finished:", *found.left_out]))
 
@@ -102,7 +104,7 @@ def verdicts(options: VerdictsOptions) -> None:
 
     read = [claim for file in options.claims for claim in claims.read(Path(file).expanduser(), file)]
     found = _read(options)
-    rows = judge(found.counted, found.found, read or None)
+    rows = judge(found.counted, found.all_runs, read or None)
     print(verdict_tables.text(found, rows))
     if options.out:
         out = Path(options.out).expanduser()
@@ -113,7 +115,7 @@ def verdicts(options: VerdictsOptions) -> None:
             ("verdicts.md", verdict_tables.markdown(found, rows, line)),
         ):
             _write(out / name, partial(replace_file, data=page.encode()))
-        print(f"\nwritten: {near(out)}  (verdicts.json, verdicts.md)")
+        print(f"\nwritten: {format_path(out)}  (verdicts.json, verdicts.md)")
 
 
 def _read(options: ReportOptions | VerdictsOptions) -> "Comparison":
@@ -124,7 +126,7 @@ def _read(options: ReportOptions | VerdictsOptions) -> "Comparison":
     from qerl_lab.report import comparison
 
     found = comparison.compare(*comparison.read_all([Path(folder).expanduser() for folder in options.sweep]))
-    return found if options.out and found.left_out else found.counting()
+    return found if options.out and found.left_out else found.require_counted()
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> None:

@@ -11,10 +11,10 @@ from qerl_lab.report import reference, stats, verdict_tables
 from qerl_lab.report.comparison import BASELINE, Comparison, matrix
 from qerl_lab.report.diagnostics import retention
 from qerl_lab.report.measures import MEASURES, SHARED, Unmeasured, shared_machines
-from qerl_lab.report.printed_arms import answers, growth, in_figure_5
+from qerl_lab.report.printed_arms import growth, in_figure_5, table_1_rows
 from qerl_lab.report.runs import Record
 from qerl_lab.report.table import NONE, Rows, Table, in_words, number, without_empty_columns
-from qerl_lab.report.verdict_tables import cell, of_seeds
+from qerl_lab.report.verdict_tables import cell, seeds_cell
 
 SEVEN = "Qwen2.5-7B-Instruct"
 
@@ -37,7 +37,7 @@ def _accuracies(comparison: Comparison) -> Table:
     arms = list(comparison.arms.values())
     more = [
         ["gain", "pass@n after"],
-        *([of_seeds(matrix(records, "gain"), (-1, 1)), _passed(records)] for records in arms),
+        *([seeds_cell(matrix(records, "gain"), (-1, 1)), _pass_cell(records)] for records in arms),
     ]
     rows, empty = without_empty_columns(
         [[*row[:4], *cells, *row[4:]] for row, cells in zip([head, *rows], more, strict=True)], 2
@@ -53,9 +53,9 @@ def _accuracies(comparison: Comparison) -> Table:
     )
 
 
-def _passed(records: Sequence[Record]) -> str:
+def _pass_cell(records: Sequence[Record]) -> str:
     try:
-        return of_seeds(MEASURES["pass_after"].of(records, records), stats.SHARE)
+        return seeds_cell(MEASURES["pass_after"].of(records, records), stats.SHARE)
     except Unmeasured:  # one sample a question, or no evaluation
         return NONE
 
@@ -107,14 +107,14 @@ def _against_control(records: Sequence[Record], control: Sequence[Record]) -> It
         yield "every measure", [], "the two share no seed"
         return
     for phase, label in (("after", "accuracy after"), ("gain", "gain in accuracy")):
-        cells = _paired(matrix(records, phase), matrix(control, phase), 1, False)
+        cells = _difference_cells(matrix(records, phase), matrix(control, phase), 1, False)
         yield label, cells, "no shared held-out question"
     for one in DIFFERENCES:
         if one.ratio and shared_machines(records, control):
             yield one.label, [], SHARED
         else:
             sides = [_values(side, one.name) for side in (records, control)]
-            yield one.label, _paired(sides[0], sides[1], one.sign, one.ratio), "no shared value"
+            yield one.label, _difference_cells(sides[0], sides[1], one.sign, one.ratio), "no shared value"
 
 
 def _left_out(gaps: Sequence[Gap], others: int) -> str:
@@ -134,7 +134,7 @@ def _values(records: Sequence[Record], name: str) -> pd.DataFrame:
     return pd.DataFrame({"run": {record.run.seed: float(record.summary[name]) for record in records}})
 
 
-def _paired(treated: pd.DataFrame, control: pd.DataFrame, sign: int, ratio: bool) -> list[str]:
+def _difference_cells(treated: pd.DataFrame, control: pd.DataFrame, sign: int, ratio: bool) -> list[str]:
     """Return difference, effect size and P(better) of values [seeds, questions] as cells; none if nothing is shared."""
     one, other = (np.log(values) if ratio else values for values in (treated, control))
     difference = (one - other).dropna(how="all").dropna(axis=1)
@@ -146,7 +146,7 @@ def _paired(treated: pd.DataFrame, control: pd.DataFrame, sign: int, ratio: bool
     return [_difference(difference, ratio), NONE if math.isnan(size) else f"{size:+.2f}", better]
 
 
-def _shown(paired: Sequence[str]) -> str:
+def _cell_or_dash(paired: Sequence[str]) -> str:
     return paired[0] if paired else NONE
 
 
@@ -155,7 +155,7 @@ def _difference(values: pd.DataFrame, ratio: bool) -> str:
         return f"{math.exp(value):.2f}" if ratio else f"{value:+.3f}"
 
     seeds, mean = len(values), float(values.to_numpy().mean())
-    interval = f" {stats.between(*stats.over_seeds(values.to_numpy())[1:], shown)}" if seeds > 1 else ""
+    interval = f" {stats.format_interval(*stats.over_seeds(values.to_numpy())[1:], shown)}" if seeds > 1 else ""
     return f"{shown(mean)}{'x' * ratio}{interval} ({seeds})"
 
 
@@ -166,10 +166,10 @@ def _entropies(comparison: Comparison, baseline: str | None) -> Table:
     rows = [["arm", "first tenth of the steps", "last tenth", *against, *theirs]]
     for arm, records in comparison.arms.items():
         first = _values(records, "entropy_first")
-        cells = [of_seeds(first, stats.NATS), of_seeds(_values(records, "entropy_last"), stats.NATS)]
+        cells = [seeds_cell(first, stats.NATS), seeds_cell(_values(records, "entropy_last"), stats.NATS)]
         if baseline:
             control = _values(comparison.arms[baseline], "entropy_first")
-            cells.append(NONE if arm == baseline else _shown(_paired(first, control, 0, False)))
+            cells.append(NONE if arm == baseline else _cell_or_dash(_difference_cells(first, control, 0, False)))
         rows.append([arm, *cells, *([_printed_entropy(beside.get(arm))] if beside else [])])
     return Table(
         "Entropy of the policy" + ", as in the paper's Figure 5" * bool(beside),
@@ -180,6 +180,7 @@ def _entropies(comparison: Comparison, baseline: str | None) -> Table:
 
 
 def _printed_entropy(name: str | None) -> str:
+    """Return the mean entropy that Figure 5 of the paper has for a weight format; a dash for None."""
     if name is None:
         return NONE
     where = {"table": "Figure 5", "model": SEVEN, "weight_format": name, "setting": "mean over steps 0-8"}
@@ -191,7 +192,7 @@ OF_PAPER = ["Figure 1, 7B: rollouts / BF16", "Table 3, 7B: end to end / BF16"]
 
 
 def _throughput(comparison: Comparison, baseline: str | None) -> Table:
-    beside, why = answers(comparison), _not_compared(comparison, baseline)
+    beside, why = table_1_rows(comparison), _why_no_ratio(comparison, baseline)
     ratios = [] if why else [*(f"{what} / {baseline}" for what in ("rollouts", "end to end")), *OF_PAPER]
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", *ratios, "rollout, train, sync", "peak GiB",
              "seconds a run"]]  # fmt: skip
@@ -222,12 +223,12 @@ def _throughput(comparison: Comparison, baseline: str | None) -> Table:
 def _speed(values: pd.DataFrame) -> str:
     """Format a speed with its interval. Averages logarithms, as verdicts do, so that the interval stays above 0."""
     if len(values) < 2:
-        return of_seeds(values)
+        return seeds_cell(values)
     mean, low, high = np.exp(stats.over_seeds(np.log(values.to_numpy())))
     return cell((mean, low, high), len(values))
 
 
-def _not_compared(comparison: Comparison, baseline: str | None) -> str:
+def _why_no_ratio(comparison: Comparison, baseline: str | None) -> str:
     """Say why no speed is compared with another; empty if at least one is."""
     if len(comparison.arms) < 2:
         return "there is only one arm"
@@ -250,7 +251,9 @@ def _ratios(records: Sequence[Record], control: Sequence[Record]) -> list[str]:
     """Return both speeds divided by the control's; dashes for the control and for runs that shared a machine."""
     if records is control or shared_machines(records, control):
         return [NONE, NONE]
-    return [_shown(_paired(_values(records, name), _values(control, name), 1, True)) for name in SPEEDS]
+    return [
+        _cell_or_dash(_difference_cells(_values(records, name), _values(control, name), 1, True)) for name in SPEEDS
+    ]
 
 
 def _printed_speeds(row: tuple[str, str] | None) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import yaml
 
-from qerl_lab.config.arm import acting, by_content, completed, is_of_arm
+from qerl_lab.config.arm import drop_other_engines, fill_added_keys, is_of_arm, model_by_content
 from qerl_lab.config.choices import choice_with
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import part_of
@@ -49,7 +49,7 @@ class Run:
 
     @property
     def arm(self) -> Arm:
-        return tuple(sorted(by_content(self.settings).items()))
+        return tuple(sorted(model_by_content(self.settings).items()))
 
     def value(self, key: str) -> str:
         """Return a setting, or `ABSENT`: other versions may lack it, and only local models have model.hash."""
@@ -74,28 +74,28 @@ def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float,
         raise ValueError(f"its configuration lacks {error}") from None
     if device == "auto" and metrics:  # the first GPU if torch saw one; its peak memory is then recorded
         device = "cuda" if "memory/gpu_peak_gib" in metrics else "cpu"
-    own = comparable(dict(values) | {"device": device})
+    own = normalize(dict(values) | {"device": device})
     settings = {key: value for key, value in own.items() if is_of_arm(key) or key == "device"}
     if settings.get(CONTENT) == "None":  # older records lack the key, which means the same
         del settings[CONTENT]
     return Run(name, experiment, seed, settings, frozenset(declared), status, ended, code)
 
 
-def placed(runs: Sequence[Run]) -> list[Run]:
+def fill_in_device(runs: Sequence[Run]) -> list[Run]:
     """Fill in the device of runs that have not noted it yet, if exactly one otherwise equal arm is known."""
     known, found = {run.arm for run in runs}, []
     for run in runs:
         if run.value("device") == "auto":
-            kinds = (replace(run, settings=comparable({**run.settings, "device": kind})) for kind in ("cpu", "cuda"))
+            kinds = (replace(run, settings=normalize({**run.settings, "device": kind})) for kind in ("cpu", "cuda"))
             there = [moved for moved in kinds if moved.arm in known]
             run = there[0] if len(there) == 1 else run
         found.append(run)
     return found
 
 
-def comparable(settings: Mapping[str, str]) -> dict[str, str]:
+def normalize(settings: Mapping[str, str]) -> dict[str, str]:
     """Normalize settings of any version, so that runs of one arm compare equal."""
-    own = acting(completed(settings))
+    own = drop_other_engines(fill_added_keys(settings))
     if own["device"] == "cpu" and own.get("optim.packing") == "off":  # `auto` packs on GPUs only
         own["optim.packing"] = "auto"
     return own
@@ -106,7 +106,7 @@ def version(git_sha: str | None, dirty: bool | None) -> str:
     return f"{(git_sha or 'unknown')[:7]}{' with changes' if dirty else ''}"
 
 
-def choose(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     """Return the newest finished run of each (arm, seed), sorted by arm and seed, and a line on each run left out."""
     counted: dict[tuple[Arm, int], Run] = {}
     left_out = [f"{run.name}: {run.status}" for run in runs if run.status != FINISHED]
@@ -118,13 +118,13 @@ def choose(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     return sorted(counted.values(), key=lambda run: _order(run, keys)), left_out
 
 
-def started(found: Sequence[Run], counted: Sequence[Run]) -> list[Run]:
+def counted_or_unfinished(found: Sequence[Run], counted: Sequence[Run]) -> list[Run]:
     """Return the runs that count or did not finish, without copies and repeated runs."""
     names = {run.name for run in counted}
-    return [run for run in found if run.name in names or stopped(run)]
+    return [run for run in found if run.name in names or is_unfinished(run)]
 
 
-def stopped(run: Run) -> bool:
+def is_unfinished(run: Run) -> bool:
     """Return whether a run did not finish, as far as is known, and is no copy."""
     return run.status != FINISHED and not is_copy(run)
 
@@ -134,12 +134,12 @@ def is_copy(run: Run) -> bool:
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """Return the keys whose values differ between runs; model.path and model.hash count once if they say the same."""
-    known = sorted({key for run in runs for key in run.settings} - {_idle(runs)})
+    """Return the keys that differ in value between runs; model.path and model.hash count once if they say the same."""
+    known = sorted({key for run in runs for key in run.settings} - {_redundant_key(runs)})
     return [key for key in known if len({run.value(key) for run in runs}) > 1]
 
 
-def _idle(runs: Sequence[Run]) -> str | None:
+def _redundant_key(runs: Sequence[Run]) -> str | None:
     """Return the redundant one of model.path and model.hash; None if both distinguish runs.
 
     The hash is redundant if paths and hashes pair one to one, as readers know the path; the path if all hashes are
@@ -163,14 +163,14 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
     shown: dict[Arm, list[str]] = {arm: [] for arm in arms}
     implied, differ = implied_by_task([run.settings for run in runs]), differing(runs)
     for key in (key for key in differ if key not in implied):
-        for arm in _shown_with(key, arms, runs):
+        for arm in _arms_showing(key, arms, runs):
             shown[arm].append(key)
     called = {arm: {run.experiment for run in runs if run.arm == arm} for arm in arms}
     return {arm: _label(called[arm], _words(run, shown[arm], differ)) for arm, run in arms.items()}
 
 
-def _shown_with(key: str, arms: Mapping[Arm, Run], runs: Sequence[Run]) -> Iterator[Arm]:
-    """Yield the arms whose label needs `key`: their experiment does not imply it and its value is unusual."""
+def _arms_showing(key: str, arms: Mapping[Arm, Run], runs: Sequence[Run]) -> Iterator[Arm]:
+    """Yield the arms that need `key` in their label: their experiment does not imply it and its value is unusual."""
     undeclared = Counter(run.value(key) for run in arms.values() if key not in run.declared)
     usual = next((value for value, count in undeclared.items() if 2 * count > undeclared.total()), None)
     for arm, run in arms.items():
@@ -189,7 +189,7 @@ def _label(experiments: set[str], words: Sequence[str]) -> str:
 
 def _words(run: Run, keys: Sequence[str], differ: Sequence[str]) -> list[str]:
     """Format the settings of `keys` as typed words, using a group's choice where it covers all that differs."""
-    words = {key: spelled(key, run.value(key)) for key in keys}
+    words = {key: format_setting(key, run.value(key)) for key in keys}
     for group in CHOICES:
         own = [key for key in keys if key.startswith(f"{group}.")]
         also = [key for key in differ if key.startswith(f"{group}.")]
@@ -205,12 +205,12 @@ def implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
     return {key for key in keys if len({(one.get(TASK), one.get(key)) for one in settings}) == len(names)}
 
 
-def spelled(key: str, value: str) -> str:
+def format_setting(key: str, value: str) -> str:
     """Format a setting for a label."""
-    return f"{'task' if key == TASK else key}={shortened(value)}"
+    return f"{'task' if key == TASK else key}={shorten(value)}"
 
 
-def shortened(value: str) -> str:
+def shorten(value: str) -> str:
     """Shorten a long value: keep the beginning of a text or the end of a path, and add a hash.
 
     The hash keeps labels unique, since a report identifies arms by label.

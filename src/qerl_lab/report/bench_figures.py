@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from qerl_lab.config.schema import DENSE_FORMAT
 from qerl_lab.record.metrics import PHASES
 from qerl_lab.report import palette, reference
-from qerl_lab.report.palette import tick
+from qerl_lab.report.palette import format_tick
 
 Result = dict[str, Any]
 # Arms of other libraries, drawn dashed or hatched in the color of their weight format.
@@ -94,7 +94,7 @@ def _dress(axis: Axes, title: str, label: str, x: Any = None) -> None:
     axis.set(title=title, xlabel=label)
     axis.set_ylim(bottom=0, top=1.12 * axis.get_ylim()[1])
     axis.set_axisbelow(True)
-    axis.yaxis.set_major_formatter(tick)
+    axis.yaxis.set_major_formatter(format_tick)
     axis.grid(alpha=0.25, axis="y")
     axis.spines[["top", "right"]].set_visible(False)
 

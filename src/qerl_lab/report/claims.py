@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.files import package_data
+from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.paths import sha256
@@ -107,7 +107,7 @@ class Claim:
 
     @property
     def across(self) -> str:
-        """Return the key whose values one contrast spans; empty if all its runs have one value per shared key."""
+        """Return the key that one contrast spans with several values; empty if it spans none."""
         return self.best_of or self.mean_over
 
 

@@ -19,17 +19,17 @@ from qerl_lab.report.arms import (
     PLACE,
     TASK,
     Run,
-    choose,
+    choose_runs,
+    counted_or_unfinished,
     differing,
     labels,
-    shortened,
-    started,
+    shorten,
     task_of,
 )
 from qerl_lab.report.matching import by_questions, count_overlaps, identity, mark_copies
-from qerl_lab.report.runs import DAMAGE, Record, damage, find_runs, has_runs, read_record
-from qerl_lab.report.stats import SHARE, between, crossed_interval, paired_interval, within
-from qerl_lab.system.terminal import columns, near
+from qerl_lab.report.runs import DAMAGE, Record, describe_damage, find_runs, has_runs, read_record
+from qerl_lab.report.stats import SHARE, clip_interval, crossed_interval, format_interval, paired_interval
+from qerl_lab.system.terminal import columns, format_path
 
 BASELINE = "bf16"  # the default baseline
 # Conditions under which a verdict holds; a table that mixes values of one says so.
@@ -58,7 +58,8 @@ class Comparison:
     left_out: list[str]
 
     @property
-    def found(self) -> list[Run]:
+    def all_runs(self) -> list[Run]:
+        """Return every run that was read, whether it counts or not."""
         return [record.run for record in self.records]
 
     @property
@@ -66,7 +67,7 @@ class Comparison:
         """Map the name of each run that counts to the label of its arm."""
         return {record.run.name: label for label, records in self.arms.items() for record in records}
 
-    def counting(self) -> "Comparison":
+    def require_counted(self) -> "Comparison":
         """Return the comparison unchanged. Raises ConfigError if no run counts."""
         if not self.arms:
             raise ConfigError("no run counts:\n  " + "\n  ".join(self.left_out or ["there is none"]))
@@ -75,7 +76,7 @@ class Comparison:
     @property
     def started(self) -> list[Run]:
         """Return the runs that count or did not finish."""
-        return started(self.found, [record.run for record in self.counted])
+        return counted_or_unfinished(self.all_runs, [record.run for record in self.counted])
 
     @property
     def alone(self) -> list[str]:
@@ -89,7 +90,7 @@ class Comparison:
 
 def read(folders: Sequence[Path]) -> Comparison:
     """Read and compare every run in `folders`, of runs or of results. Raises ConfigError if none exists or counts."""
-    return compare(*read_all(folders)).counting()
+    return compare(*read_all(folders)).require_counted()
 
 
 def read_all(folders: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
@@ -101,18 +102,20 @@ def read_all(folders: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
     records, damaged = dict[str, Record](), dict[str, str]()
     for folder in filter(results.is_results, folders):
         made, broken = results.read(folder)
-        records, damaged = records | _apart(made, records, folder), damaged | broken
+        records, damaged = records | _index_by_name(made, records, folder), damaged | broken
     for run_dir in find_runs([folder for folder in folders if not results.is_results(folder) or has_runs(folder)]):
         try:
-            records |= _apart([read_record(RunDirectory(run_dir), near(run_dir))], records, run_dir.parent)
+            records |= _index_by_name(
+                [read_record(RunDirectory(run_dir), format_path(run_dir))], records, run_dir.parent
+            )
             if any(results.is_results(folder) and run_dir.is_relative_to(folder) for folder in folders):
-                damaged.pop(near(run_dir), None)  # repaired since the results were written
+                damaged.pop(format_path(run_dir), None)  # repaired since the results were written
         except DAMAGE as error:
-            damaged[near(run_dir)] = damage(error)
+            damaged[format_path(run_dir)] = describe_damage(error)
     return list(records.values()), damaged
 
 
-def _apart(made: Sequence[Record], known: Mapping[str, Record], folder: Path) -> dict[str, Record]:
+def _index_by_name(made: Sequence[Record], known: Mapping[str, Record], folder: Path) -> dict[str, Record]:
     """Index records by name, adding the folder to a name that a different run already has.
 
     A later reading of the same run replaces an earlier one, which may be from before its end.
@@ -121,7 +124,7 @@ def _apart(made: Sequence[Record], known: Mapping[str, Record], folder: Path) ->
     for record in made:
         other = known.get(record.run.name)
         if other and identity(other) != identity(record):
-            record = replace(record, run=replace(record.run, name=f"{record.run.name} of {near(folder)}"))
+            record = replace(record, run=replace(record.run, name=f"{record.run.name} of {format_path(folder)}"))
         named[record.run.name] = record
     return named
 
@@ -130,7 +133,7 @@ def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
     """Group records into arms; no arms if no run finished."""
     records = count_overlaps(mark_copies(by_questions(records)))
     by_name = {record.run.name: record for record in records}
-    counted, left_out = choose([record.run for record in records])
+    counted, left_out = choose_runs([record.run for record in records])
     names, arms = labels(counted), dict[str, list[Record]]()
     for run in counted:
         arms.setdefault(names[run.arm], []).append(by_name[run.name])
@@ -150,7 +153,7 @@ def by_run(comparison: Comparison) -> pd.DataFrame:
             if record.accuracy:
                 before, after = record.accuracy["before"], record.accuracy["after"]
                 row |= {"questions": len(after), "accuracy_before": before.mean(), "accuracy_after": after.mean()}
-                row |= _named("gain", paired_interval(before, after))
+                row |= _interval_columns("gain", paired_interval(before, after))
             shared = TIMED if record.at_once > 1 else ()
             own = {name: math.nan if name in shared else record.summary[name] for name in OF_A_RUN}
             rows.append(row | own | {"code": record.run.code})
@@ -197,10 +200,10 @@ def _over_seeds(name: str, values: pd.DataFrame, bounds: tuple[float, float]) ->
         return {}
     if min(values.shape) < 2:
         return {name: float(values.to_numpy().mean())}
-    return _named(name, within(crossed_interval(values.to_numpy()), *bounds))
+    return _interval_columns(name, clip_interval(crossed_interval(values.to_numpy()), *bounds))
 
 
-def _named(name: str, interval: tuple[float, float, float]) -> dict[str, float]:
+def _interval_columns(name: str, interval: tuple[float, float, float]) -> dict[str, float]:
     return dict(zip((name, f"{name}_low", f"{name}_high"), interval, strict=True))
 
 
@@ -316,14 +319,14 @@ def _mean(row: dict[str, Any], name: str, form: str) -> str:
     mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
     if math.isnan(mean) or math.isnan(high):
         return "-" if math.isnan(mean) else format(mean, form)
-    return f"{mean:{form}} {between(low, high, f'{{:{form}}}'.format)}"
+    return f"{mean:{form}} {format_interval(low, high, f'{{:{form}}}'.format)}"
 
 
 def what_differs(comparison: Comparison) -> list[list[str]]:
     """Tabulate the settings in which arms differ, a row per arm after the head; empty if none differ."""
     firsts = {label: records[0].run for label, records in comparison.arms.items()}
     keys = differing(list(firsts.values()))
-    rows = [[label, *(shortened(run.value(key)) for key in keys)] for label, run in firsts.items()]
+    rows = [[label, *(shorten(run.value(key)) for key in keys)] for label, run in firsts.items()]
     return [["arms differ in", *keys], *rows] if keys else []
 
 

@@ -17,7 +17,7 @@ from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from qerl_lab.report.palette import tick
+from qerl_lab.report.palette import format_tick
 from qerl_lab.report.stats import NATS, SHARE, band_over_seeds
 
 STYLE = Path(__file__).with_name("report.mplstyle")
@@ -67,7 +67,7 @@ CURVES = (
 )
 
 
-def recorded(points: pd.DataFrame) -> list[Curve]:
+def recorded_curves(points: pd.DataFrame) -> list[Curve]:
     """Return the `CURVES` that some run recorded; sigma only if it was ever not 0."""
     points = points[points["value"].notna()]
     used = set(points.loc[(points["metric"] != "noise/sigma") | (points["value"] != 0), "metric"])
@@ -97,7 +97,7 @@ def draw(
         by: `STEP`, or `CLOCK`: seconds of training steps, without evaluation and loading.
         styles: the look of each arm, from `palette.styles`.
     """
-    chosen = _of(points, curve)
+    chosen = _points_of(points, curve)
     groups = panels(list(chosen["arm"].unique()), baseline)
     unit, size = _unit(chosen[by].max()) if by == CLOCK else ("step", 1)
     seeds = {arm: seeds_of(of_arm, by, size) for arm, of_arm in chosen.groupby("arm")}
@@ -109,7 +109,7 @@ def draw(
         for axis, group in zip(axes.flat, groups, strict=True):
             for arm in group:
                 draw_arm(axis, seeds[arm], styles[arm], labels[arm], common=by == STEP, bounds=curve.bounds)
-            dress(axis, curve.label, unit)
+            style_panel(axis, curve.label, unit)
         axes.flat[0].set_title(curve.title, loc="left")
         axes.flat[0].set_ylim(*_limits(axes.flat[0].get_ylim(), chosen["value"], curve))
     return figure
@@ -143,7 +143,7 @@ def side_by_side(
             axis.set_title(curve.title, loc="left")
             axis.set(xlabel="step", ylabel=curve.label, ylim=_limits(axis.get_ylim(), of_curve["value"], curve))
             axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-            axis.yaxis.set_major_formatter(tick)
+            axis.yaxis.set_major_formatter(format_tick)
         figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=per_row)
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=10)
@@ -155,7 +155,7 @@ def seeds_of(of_arm: pd.DataFrame, by: str = STEP, unit: float = 1) -> dict[str,
     return {run: rows.set_index(by)["value"].rename(index=lambda x: x / unit) for run, rows in of_arm.groupby("run_id")}
 
 
-def _of(points: pd.DataFrame, curve: Curve) -> pd.DataFrame:
+def _points_of(points: pd.DataFrame, curve: Curve) -> pd.DataFrame:
     """Select the points of a curve; for sigma only of arms with noise, as a line at 0 says nothing."""
     chosen = points[(points["metric"] == curve.metric) & points["value"].notna()]
     return chosen[chosen.groupby("arm")["value"].transform("any")] if curve.metric == "noise/sigma" else chosen
@@ -207,7 +207,7 @@ def draw_arm(
     if len(seeds) > 1 and thin:
         for values in seeds.values():
             axis.plot(values.index, values, lw=0.5, alpha=0.4, **plain)
-    x, values_S_T = _joined(list(seeds.values()), common or len(seeds) == 1)
+    x, values_S_T = _common_steps(list(seeds.values()), common or len(seeds) == 1)
     mean, low, high = band_over_seeds(values_S_T)
     if len(seeds) > 1:
         axis.fill_between(x, np.clip(low, *bounds), np.clip(high, *bounds), color=style["color"], alpha=0.13, lw=0)
@@ -215,7 +215,7 @@ def draw_arm(
     axis.plot(x, mean, label=label, markevery=max(1, len(x) // MARKS), zorder=3, path_effects=halo, **style)
 
 
-def _joined(seeds: Sequence[pd.Series], common: bool) -> tuple[np.ndarray, np.ndarray]:
+def _common_steps(seeds: Sequence[pd.Series], common: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return the places where all seeds have a value, and the values [seeds, places]."""
     if common:
         table = pd.concat(seeds, axis=1, join="inner").sort_index()
@@ -227,11 +227,11 @@ def _joined(seeds: Sequence[pd.Series], common: bool) -> tuple[np.ndarray, np.nd
     return x, np.array([np.interp(x, one.index, one) for one in seeds])
 
 
-def dress(axis: Axes, label: str, unit: str) -> None:
+def style_panel(axis: Axes, label: str, unit: str) -> None:
     """Set the labels of a panel, plain ticks and a legend below it."""
     axis.set(xlabel=unit, ylabel=label)
     axis.tick_params(labelbottom=True)
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=unit in ("step", "stage")))  # there is no step 1.5
-    axis.xaxis.set_major_formatter(tick)
-    axis.yaxis.set_major_formatter(tick)
+    axis.xaxis.set_major_formatter(format_tick)
+    axis.yaxis.set_major_formatter(format_tick)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3.7)  # in font sizes: panels vary in height

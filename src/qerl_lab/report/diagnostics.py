@@ -19,7 +19,7 @@ from qerl_lab.report import palette, stats
 from qerl_lab.report.arms import ABSENT
 from qerl_lab.report.comparison import Comparison, matrix
 from qerl_lab.report.curves import LEGEND_CHARS, STYLE
-from qerl_lab.report.measures import FALLEN, Unmeasured, collapsed
+from qerl_lab.report.measures import FALLEN, Unmeasured, has_collapsed
 from qerl_lab.report.runs import Record
 from qerl_lab.report.stats import Interval, pass_at, powers_of_two
 from qerl_lab.report.table import NONE, Table
@@ -29,7 +29,7 @@ POWER = 0.8  # of a two-sided 5% test
 SEEDS = np.unique(np.geomspace(2, 100, 40).round().astype(int))  # x axis of the power curve
 
 
-def passes(records: Sequence[Record]) -> dict[int, Interval]:
+def pass_at_each_k(records: Sequence[Record]) -> dict[int, Interval]:
     """Return pass@k after training by k, over seeds and questions, within [0, 1].
 
     Raises Unmeasured without evaluation, for fewer than two seeds or samples, and for partly right answers.
@@ -44,12 +44,14 @@ def passes(records: Sequence[Record]) -> dict[int, Interval]:
         raise Unmeasured("answers that are partly right: a question's mean does not tell which samples were right")
     right = right.round().astype(int)
     return {
-        k: stats.within(stats.crossed_interval(np.array([pass_at(k, seed, count) for seed in right])), *stats.SHARE)
+        k: stats.clip_interval(
+            stats.crossed_interval(np.array([pass_at(k, seed, count) for seed in right])), *stats.SHARE
+        )
         for k in powers_of_two(count)
     }
 
 
-def detectable(differences_S_Q: np.ndarray, seeds: int) -> float:
+def detectable_difference(differences_S_Q: np.ndarray, seeds: int) -> float:
     """Return the true difference that `seeds` seeds detect with `POWER` in a two-sided 5% test.
 
     Computed from the variances of the measured differences [seeds, questions] (`stats.floored_components`) as (t at
@@ -63,7 +65,7 @@ def detectable(differences_S_Q: np.ndarray, seeds: int) -> float:
 def retention(comparison: Comparison) -> Table:
     """Tabulate per arm the share of entropy retained and the number of collapsed runs."""
     rows = [["arm", "entropy, last tenth / first", "runs that collapsed"]]
-    rows += [[arm, _retained(records), _collapsed(records)] for arm, records in comparison.arms.items()]
+    rows += [[arm, _retained_cell(records), _collapsed_cell(records)] for arm, records in comparison.arms.items()]
     return Table(
         "Retained entropy and collapse",
         "Entropy of the trainer's policy in the last tenth of the steps / in the first, geometric mean over seeds "
@@ -73,7 +75,7 @@ def retention(comparison: Comparison) -> Table:
     )
 
 
-def _retained(records: Sequence[Record]) -> str:
+def _retained_cell(records: Sequence[Record]) -> str:
     ratios = np.array([[record.summary["entropy_last"] / record.summary["entropy_first"]] for record in records])
     if not (np.isfinite(ratios).all() and (ratios > 0).all()):
         return NONE
@@ -83,9 +85,9 @@ def _retained(records: Sequence[Record]) -> str:
     return cell((mean, low, high), len(ratios))
 
 
-def _collapsed(records: Sequence[Record]) -> str:
+def _collapsed_cell(records: Sequence[Record]) -> str:
     try:
-        fell = np.array([collapsed(record) for record in records], float)
+        fell = np.array([has_collapsed(record) for record in records], float)
     except Unmeasured:
         return NONE
     _, low, high = stats.share_interval(fell, 1)
@@ -97,19 +99,19 @@ def draw_passes(comparison: Comparison) -> Figure | None:
     found: dict[str, dict[int, Interval]] = {}
     for arm, records in comparison.arms.items():
         try:
-            found[arm] = passes(records)
+            found[arm] = pass_at_each_k(records)
         except Unmeasured:
             continue
     if not found:
         return None
-    figure, axis, styles = _panel(comparison)
+    figure, axis, styles = _one_panel(comparison)
     for place, (arm, by_k) in enumerate(found.items()):
         k, (mean, low, high) = np.array(list(by_k)), np.array(list(by_k.values())).T
         x = k * (1 + 0.02 * (place - (len(found) - 1) / 2))  # offset, so that intervals do not overlap
         axis.errorbar(x, mean, yerr=[mean - low, high - mean], capsize=2, elinewidth=0.9, label=arm, **styles[arm])
     axis.set_xscale("log", base=2)
     axis.set_xticks(k, [str(one) for one in k])
-    return _finished(figure, "pass@k after training", "k (samples per question)", "questions with a right answer")
+    return _label_figure(figure, "pass@k after training", "k (samples per question)", "questions with a right answer")
 
 
 def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
@@ -124,7 +126,7 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
     table = pd.DataFrame(rows, columns=["arm", "entropy", "gain"]).replace([np.inf, -np.inf], np.nan).dropna()
     if len(table) < 2:
         return None
-    figure, axis, styles = _panel(comparison)
+    figure, axis, styles = _one_panel(comparison)
     axis.locator_params(nbins=5)
     for arm, own in table.groupby("arm", sort=False):
         axis.plot(own["entropy"], own["gain"], label=arm, **styles[str(arm)] | {"linestyle": ""})
@@ -136,7 +138,9 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
             low, high = found.confidence_interval()  # by Fisher's z
             said.append(f"Correlation over {what}: {found.statistic:+.2f} [{low:+.2f}, {high:+.2f}].")
     title = "Initial entropy and gain of a run"
-    finished = _finished(figure, title, "policy entropy, first tenth of the steps (nats)", "gain in held-out accuracy")
+    finished = _label_figure(
+        figure, title, "policy entropy, first tenth of the steps (nats)", "gain in held-out accuracy"
+    )
     return finished, " ".join(said)
 
 
@@ -151,10 +155,10 @@ def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
             own = matrix(records, "after") - matrix(comparison.arms[baseline], "after")
             values = own.dropna(how="all").dropna(axis=1).to_numpy()
             if min(values.shape) >= 2:
-                found[arm] = [detectable(values, int(seeds)) for seeds in SEEDS]
+                found[arm] = [detectable_difference(values, int(seeds)) for seeds in SEEDS]
     if not found:
         return None
-    figure, axis, styles = _panel(comparison)
+    figure, axis, styles = _one_panel(comparison)
     for arm, effects in found.items():
         axis.plot(SEEDS, effects, label=arm, markevery=6, **styles[arm])
     axis.set(xscale="log", yscale="log")
@@ -162,17 +166,17 @@ def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
         ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ticks.set_minor_locator(NullLocator())
         ticks.set_major_formatter(ScalarFormatter())
-    return _finished(figure, f"Detectable difference to {baseline}", "seeds", "held-out accuracy, power 80%")
+    return _label_figure(figure, f"Detectable difference to {baseline}", "seeds", "held-out accuracy, power 80%")
 
 
-def _panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:
+def _one_panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:
     with plt.style.context(STYLE):
         figure, axis = plt.subplots(figsize=(4.4, 3.1))
     axis.margins(0.06)
     return figure, axis, palette.styles(palette.formats(comparison.arms))
 
 
-def _finished(figure: Figure, title: str, x: str, y: str) -> Figure:
+def _label_figure(figure: Figure, title: str, x: str, y: str) -> Figure:
     """Label the panel, and add a legend of wrapped names below it, for which the figure becomes higher."""
     (axis,) = figure.axes
     handles, arms = axis.get_legend_handles_labels()

@@ -51,7 +51,9 @@ class Missing:
     why: str
 
 
-def find(claim: Claim, contrast: Contrast, counted: Sequence[Record], found: Sequence[Run]) -> list[Pair] | Missing:
+def find_pairs(
+    claim: Claim, contrast: Contrast, counted: Sequence[Record], found: Sequence[Run]
+) -> list[Pair] | Missing:
     """Return every pair of arms that tests a contrast, or the reason why there is none.
 
     `found` also has the runs that do not count. Runs outside the conditions of the claim's file are ignored.
@@ -138,8 +140,8 @@ class Numbers:
     infinite.
 
     `oriented` [seeds, questions] is the effect, positive where the claim holds; `at_most` is its upper bound.
-    `variances` are those of seeds and questions; `verdicts.pooled` replaces the first by the moderated one. `p` is
-    uncorrected, `adjusted` corrected (Holm). `effect_size` is the mean over the standard deviation of the seeds'
+    `variances` are those of seeds and questions; `verdicts.pool_variances` moderates the first. `p` is uncorrected,
+    `adjusted` corrected (Holm). `effect_size` is the mean over the standard deviation of the seeds'
     differences, nan if that is 0. `seeds_as_measured` and `seeds_at_any_effect` are set for an open contrast.
     """
 
@@ -161,7 +163,7 @@ class Numbers:
     seeds_at_any_effect: int | None = None
 
 
-def numbers(claim: Claim, pair: Pair, seeds: Sequence[int]) -> Numbers:
+def measure_pair(claim: Claim, pair: Pair, seeds: Sequence[int]) -> Numbers:
     """Measure a pair over its shared seeds. Raises Unmeasured if the records lack the measure."""
     treated, control = (_values(claim, claim.measure, side, pair, seeds) for side in (pair.treated, pair.control))
     both = sorted(set(treated.low.columns) & set(control.low.columns))
@@ -178,8 +180,9 @@ def numbers(claim: Claim, pair: Pair, seeds: Sequence[int]) -> Numbers:
     censored = int((~np.isfinite(least) | ~np.isfinite(most)).any(axis=1).sum())
     known = low - base_low  # takes censored values at their lower bound
     return Numbers(
-        seeds=len(seeds), questions=len(both), censored=censored, treated=_shown(low, low, high, ratio),
-        control=_shown(base_low, base_low, base_high, ratio), effect=_shown(known, least, most, ratio),
+        seeds=len(seeds), questions=len(both), censored=censored, treated=_bounded_interval(low, low, high, ratio),
+        control=_bounded_interval(base_low, base_low, base_high, ratio),
+        effect=_bounded_interval(known, least, most, ratio),
         oriented=oriented, at_most=at_most, variances=stats.floored_components(known),
         effect_size=math.nan if censored else stats.effect_size(oriented.mean(1)),
         probability_of_improvement=stats.probability_of_improvement(sign * low.mean(1), sign * base_low.mean(1)),
@@ -187,7 +190,7 @@ def numbers(claim: Claim, pair: Pair, seeds: Sequence[int]) -> Numbers:
     )  # fmt: skip
 
 
-def _shown(known: np.ndarray, least: np.ndarray, most: np.ndarray, ratio: bool) -> stats.Interval:
+def _bounded_interval(known: np.ndarray, least: np.ndarray, most: np.ndarray, ratio: bool) -> stats.Interval:
     """Return mean and interval of `known` [seeds, questions], with an infinite end where values are unbounded there."""
     mean, low, high = stats.over_seeds(known)
     low = low if np.isfinite(least).all() else -math.inf
@@ -199,21 +202,21 @@ def _shown(known: np.ndarray, least: np.ndarray, most: np.ndarray, ratio: bool) 
 
 def _values(claim: Claim, measure: str, side: Side, pair: Pair, seeds: Sequence[int]) -> Range:
     """Return a measure of one side by seed, averaged or at the best option over the key that the claim spans."""
-    options = [_of_option(measure, records, pair.control.records, seeds) for records in side.options.values()]
+    options = [_values_of_option(measure, records, pair.control.records, seeds) for records in side.options.values()]
     if len(options) == 1:
         return options[0]
     columns = [column for column in options[0].low.columns if all(column in option.low for option in options)]
     if claim.mean_over:
         low, high = (sum(option[end][columns] for option in options) / len(options) for end in (0, 1))
         return Range(low, high)
-    best = _best(claim, side, pair, seeds)
+    best = _best_option(claim, side, pair, seeds)
     low, high = (
         pd.DataFrame({seed: options[best[seed]][end].loc[seed] for seed in seeds}).T[columns] for end in (0, 1)
     )
     return Range(low, high)
 
 
-def _best(claim: Claim, side: Side, pair: Pair, seeds: Sequence[int]) -> dict[int, int]:
+def _best_option(claim: Claim, side: Side, pair: Pair, seeds: Sequence[int]) -> dict[int, int]:
     """Choose for each seed the option that was best over the other seeds, by the claim's own measure.
 
     No seed chooses for itself, so an arm cannot win by the luck that chose its option. The guardrail uses the same
@@ -221,13 +224,15 @@ def _best(claim: Claim, side: Side, pair: Pair, seeds: Sequence[int]) -> dict[in
     """
     sign = claim.direction or 1
     better = [
-        sign * _of_option(claim.measure, records, pair.control.records, seeds).low.mean(axis=1)
+        sign * _values_of_option(claim.measure, records, pair.control.records, seeds).low.mean(axis=1)
         for records in side.options.values()
     ]
     return {seed: int(np.argmax([option.drop(seed).mean() for option in better])) for seed in seeds}
 
 
-def _of_option(measure: str, records: Sequence[Record], controls: Sequence[Record], seeds: Sequence[int]) -> Range:
+def _values_of_option(
+    measure: str, records: Sequence[Record], controls: Sequence[Record], seeds: Sequence[int]
+) -> Range:
     own = MEASURES[measure]
     low = own.of(records, controls).dropna(axis=1).loc[list(seeds)]
     high = low if own.most is None else low.where(low <= own.most(records[0]), np.inf)

@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from qerl_lab.report import palette
-from qerl_lab.report.arms import spelled
+from qerl_lab.report.arms import format_setting
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.curves import CURVES, side_by_side
 from qerl_lab.report.printed_arms import PLAIN
@@ -19,8 +19,8 @@ IS_PLAIN = {"aqn.schedule": "off"} | {key: value for key, value in PLAIN.items()
 def groups(comparison: Comparison) -> dict[str, dict[str, str]]:
     """Group arms that differ only in weight format, titled by the settings that set the group apart.
 
-    The largest groups come first. A group maps each format, at least `FEWEST` and the dense one first, to the label of
-    its plain arm.
+    The largest groups come first; groups of fewer than `FEWEST` formats are left out. A group maps each format, the
+    dense one first, to the label of its arm that meets `IS_PLAIN`.
     """
     found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
     for label, records in comparison.arms.items():
@@ -33,7 +33,7 @@ def groups(comparison: Comparison) -> dict[str, dict[str, str]]:
     shared = set.intersection(*map(set, found)) if found else set()
     order = list(palette.FORMATS)
     return {
-        ", ".join(spelled(*setting) for setting in others if setting not in shared):
+        ", ".join(format_setting(*setting) for setting in others if setting not in shared):
             {name: formats[name] for name in sorted(formats, key=order.index)}
         for others, formats in found.items()
     }  # fmt: skip

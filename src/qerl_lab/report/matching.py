@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from qerl_lab.report.arms import COPIED, FINISHED, QUESTIONS, Run, is_copy, placed
+from qerl_lab.report.arms import COPIED, FINISHED, QUESTIONS, Run, fill_in_device, is_copy
 from qerl_lab.report.runs import Record
 
 
@@ -35,7 +35,7 @@ def by_questions(records: Sequence[Record]) -> list[Record]:
         of_task[_task_settings(run)].update([own] if own else [])
         runs.append(run)
     found = []
-    for record, run, own in zip(records, placed(runs), questions, strict=True):
+    for record, run, own in zip(records, fill_in_device(runs), questions, strict=True):
         if own and len(of_task[_task_settings(run)]) > 1:
             mark = hashlib.sha256("/".join(own).encode()).hexdigest()[:6]
             run = replace(run, settings={**run.settings, QUESTIONS: f"{run.value(QUESTIONS)} #{mark}"})

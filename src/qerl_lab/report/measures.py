@@ -94,7 +94,7 @@ def _by_seed(records: Sequence[Record], number: Callable[[Record], float]) -> Va
     return values
 
 
-def answers(record: Record) -> pd.Series:
+def answer_shares(record: Record) -> pd.Series:
     """Return the share of right answers at each step (index 1 to steps): `reward/answer` over its weight."""
     weight = _setting(record, "task.answer_reward")
     if weight == 0:
@@ -105,19 +105,19 @@ def answers(record: Record) -> pd.Series:
 FALLEN = 0.5  # a run has collapsed below this share of its best tenth's right answers
 
 
-def collapsed(record: Record) -> bool:
+def has_collapsed(record: Record) -> bool:
     """Return whether right answers in the last tenth of the steps are below `FALLEN` of the run's best tenth.
 
     Raises Unmeasured if the task does not reward answers.
     """
-    found = answers(record)
+    found = answer_shares(record)
     tenth = max(1, len(found) // 10)
     return bool(found.tail(tenth).mean() < FALLEN * found.rolling(tenth).mean().max())
 
 
 def _tenths(record: Record) -> tuple[float, float]:
     """Return the share of right answers over the first and over the last tenth of the steps."""
-    found = answers(record)
+    found = answer_shares(record)
     tenth = max(1, len(found) // 10)
     return float(found.head(tenth).mean()), float(found.tail(tenth).mean())
 
@@ -131,7 +131,7 @@ def _steps_to_half(records: Sequence[Record], controls: Sequence[Record]) -> Val
     """
     by_arm: dict[Arm, list[pd.Series]] = {}
     for record in controls:
-        by_arm.setdefault(record.run.arm, []).append(answers(record))
+        by_arm.setdefault(record.run.arm, []).append(answer_shares(record))
     curves = max(by_arm.values(), key=lambda curves: np.mean([curve.mean() for curve in curves]))
     tenth = max(1, len(curves[0]) // 10)
     first = float(np.mean([curve.head(tenth).mean() for curve in curves]))
@@ -140,7 +140,7 @@ def _steps_to_half(records: Sequence[Record], controls: Sequence[Record]) -> Val
         raise Unmeasured(f"the control's right answers went from {first:.3f} to {last:.3f}: no rise to be half of")
 
     def steps(record: Record) -> float:
-        trailing = answers(record).rolling(tenth).mean()
+        trailing = answer_shares(record).rolling(tenth).mean()
         reached = trailing.index[trailing >= (first + last) / 2]
         return float(reached[0] if len(reached) else trailing.index.max() + 1)
 
@@ -156,7 +156,7 @@ MEASURES: dict[str, Measure] = {
     ),
     "answers_mean": Measure(
         "fraction", "right answers among a step's completions, mean over all steps (the area under the curve)",
-        lambda records, controls: _by_seed(records, lambda record: float(answers(record).mean())),
+        lambda records, controls: _by_seed(records, lambda record: float(answer_shares(record).mean())),
     ),
     "answers_last": Measure(
         "fraction", "right answers among a step's completions, mean over the last tenth of the steps",
@@ -169,7 +169,7 @@ MEASURES: dict[str, Measure] = {
     "steps_to_half": Measure(
         "steps", "steps until right answers, averaged over a tenth of the steps, have made half of the rise that the "
         "control makes; of a run that never gets there only known to be more than it had", _steps_to_half, ratio=True,
-        most=lambda record: float(len(answers(record))),
+        most=lambda record: float(len(answer_shares(record))),
     ),
     "rollout_throughput": Measure(
         "tokens/s", "completion tokens / seconds of rollouts", _speed("rollout_tokens_per_second"), ratio=True

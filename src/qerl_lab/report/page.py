@@ -28,13 +28,13 @@ from qerl_lab.report import (
     verdict_tables,
 )
 from qerl_lab.report.arm_tables import tables
-from qerl_lab.report.arms import FINISHED, stopped
+from qerl_lab.report.arms import FINISHED, is_unfinished
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.runs import Record
 from qerl_lab.report.speed_tables import Speed
 from qerl_lab.report.verdicts import Row, Verdict, judge, smallest_as_text
 from qerl_lab.system.disk import replace_file
-from qerl_lab.system.terminal import near
+from qerl_lab.system.terminal import format_path
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 LONG = re.compile(r"\S{17,}")  # a word too long for the arm column on a phone
@@ -58,13 +58,13 @@ def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[P
 
     Raises ConfigError or OSError.
     """
-    speed = speed_tables.of_files(bench)
+    speed = speed_tables.tabulate_files(bench)
     made = results.frames(found.records, found.damaged, found.arm_of)
     same = comparison.compare(*results.records_of(made))  # use only what the files hold from here on
     baseline = comparison.baseline_of(list(same.arms), wanted) if same.arms else None
-    rows, drawn = judge(same.counted, same.found), draw_all(same, baseline)
-    words = [near(folder), word("out", near(folder)), *([word("baseline", wanted)] if wanted else [])]
-    words += [f"bench={','.join(map(near, bench))}"] if bench else []
+    rows, drawn = judge(same.counted, same.all_runs), draw_all(same, baseline)
+    words = [format_path(folder), word("out", format_path(folder)), *([word("baseline", wanted)] if wanted else [])]
+    words += [f"bench={','.join(map(format_path, bench))}"] if bench else []
     line = f"python -m qerl_lab.report {shlex.join(words)}"
     files = {f"figures/{figure.name}.png": figure.png for titled in drawn.values() for figure in titled}
     files["verdicts.json"] = verdict_tables.as_json(same, rows, line).encode()
@@ -75,7 +75,7 @@ def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[P
     results.write(folder, made)
     names = {f"{curve.name}-{by}" for curve in curves.CURVES for by in BY.values()}
     names |= {figure.name for figure in paper_curves.FIGURES} | {"passes", "entropy-and-gain", "power"}
-    names |= {_numbered(number) for number in range(MOST_GROUPS)}
+    names |= {_figure_name(number) for number in range(MOST_GROUPS)}
     for name in {"arms.csv", *(f"figures/{name}.png" for name in names)} - set(files):  # left by an earlier report
         (folder / name).unlink(missing_ok=True)
     for name, data in files.items():
@@ -87,7 +87,7 @@ def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[P
 def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
     """Draw the figures by title: the formats in one, each recorded curve with the paper's beside it, and diagnostics.
 
-    Time and speed are drawn only for arms whose runs shared no machine.
+    Time and speed are drawn only for arms without a shared machine.
     """
     if not found.arms:
         return {}
@@ -95,35 +95,35 @@ def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
     styles = palette.styles(palette.formats(found.arms))
     alone = points[points["arm"].isin(found.alone)]
     drawn = {FORMATS: _of_formats(found, points)}
-    for curve in curves.recorded(points):
+    for curve in curves.recorded_curves(points):
         of_axis = {curves.STEP: alone if curve.is_speed else points, curves.CLOCK: alone}
         drawn[curve.title] = [
             Drawn(f"{curve.name}-{BY[by]}", f"{curve.title}, {curve.label}, {BY[by].replace('-', ' ')}",
                   curves.png(curves.draw(chosen, curve, by, baseline, styles)))
-            for by, chosen in of_axis.items() if curve in curves.recorded(chosen)
+            for by, chosen in of_axis.items() if curve in curves.recorded_curves(chosen)
         ]  # fmt: skip
         drawn[curve.title] += [
             Drawn(figure.name, figure.about, curves.png(paper_curves.draw(figure)), paper_curves.caption(figure, arms))
-            for figure in paper_curves.beside(curve.name, arms)
+            for figure in paper_curves.figures_beside(curve.name, arms)
         ]
-    drawn["Diagnostics"] = _diagnosed(found, baseline)
+    drawn["Diagnostics"] = _draw_diagnostics(found, baseline)
     return {title: figures for title, figures in drawn.items() if figures}
 
 
 def _of_formats(found: Comparison, points: pd.DataFrame) -> list[Drawn]:
     """Draw reward, entropy and accuracy of the formats in one figure per group of otherwise equal arms."""
     return [
-        Drawn(_numbered(number), f"Reward, entropy and held-out accuracy of {', '.join(group)}",
+        Drawn(_figure_name(number), f"Reward, entropy and held-out accuracy of {', '.join(group)}",
               curves.png(format_curves.draw(points, group, title)))
         for number, (title, group) in enumerate(list(format_curves.groups(found).items())[:MOST_GROUPS])
     ]  # fmt: skip
 
 
-def _numbered(number: int) -> str:
+def _figure_name(number: int) -> str:
     return f"formats-{number + 1}-by-step" if number else "formats-by-step"
 
 
-def _diagnosed(found: Comparison, baseline: str | None) -> list[Drawn]:
+def _draw_diagnostics(found: Comparison, baseline: str | None) -> list[Drawn]:
     passes, gains = diagnostics.draw_passes(found), diagnostics.draw_gains(found)
     power = diagnostics.draw_power(found, baseline)
     figures = [
@@ -156,7 +156,7 @@ def html(
         how_to_read_verdicts=verdict_tables.HOW_TO_READ, how_to_read=comparison.HOW_TO_READ,
         families=verdict_tables.families(rows), measured=_claims(measured),
         unmeasured=[(row.claim.name, verdict_tables.name_of(row), row.why) for row in lacking],
-        to_make=verdict_tables.to_make(rows), tables=tables(found, baseline), speed=speed,
+        to_make=verdict_tables.missing_arms(rows), tables=tables(found, baseline), speed=speed,
         of_paper=any(figure.name.startswith("paper_") for pair in drawn.values() for figure in pair),
         figures=[{"title": name, "images": [_image(figure) for figure in pair]} for name, pair in drawn.items()],
         provenance=_provenance(found), arms_differ=[["arm", *keys[1:]] for keys in differ[:1]] + differ[1:],
@@ -176,7 +176,7 @@ def _image(figure: Drawn) -> dict[str, Any]:
 
 def _facts(found: Comparison) -> list[tuple[int, str]]:
     """Count runs by state, arms and seeds."""
-    states = Counter("finished" if run.status == FINISHED else run.status.split(" (")[0] for run in found.found)
+    states = Counter("finished" if run.status == FINISHED else run.status.split(" (")[0] for run in found.all_runs)
     states["damaged"] = len(found.damaged)
     again = states["finished"] - len(found.counted)
     shown = [(count, f"run{'s' * (count != 1)} {state}") for state, count in states.items() if count]
@@ -195,13 +195,13 @@ def _gaps(found: Comparison) -> list[str]:
         return ["No run finished, so there is nothing to measure. The runs and their states are at the end."]
     gaps, short = [], []
     for label, records in found.arms.items():
-        lacking = sum(run.arm == records[0].run.arm and stopped(run) for run in found.found)
+        lacking = sum(run.arm == records[0].run.arm and is_unfinished(run) for run in found.all_runs)
         short += [f"{lacking} of {len(records) + lacking} of {label}"] if lacking else []
     if short:
         gaps.append(f"Means exclude unfinished runs: {'; '.join(short)}.")
-    lost = {run.arm for run in found.found} - {record.run.arm for record in found.counted}
+    lost = {run.arm for run in found.all_runs} - {record.run.arm for record in found.counted}
     if lost:
-        names = sorted({run.experiment for run in found.found if run.arm in lost})
+        names = sorted({run.experiment for run in found.all_runs if run.arm in lost})
         gaps.append(f"{len(lost)} arm{'s' * (len(lost) != 1)} without a finished run: {', '.join(names)}.")
     if found.damaged:
         gaps.append(f"Means exclude {len(found.damaged)} damaged run{'s' * (len(found.damaged) != 1)}.")
@@ -224,7 +224,7 @@ def _claims(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _details(row: Row) -> list[tuple[str, str]]:
     """List the numbers behind a verdict, each with its name."""
-    treated, control, counts, effect, paper, size, better, p_values, guardrail = verdict_tables.measured(row)
+    treated, control, counts, effect, paper, size, better, p_values, guardrail = verdict_tables.measured_cells(row)
     parts = [
         (row.claim.measure, effect),
         ("smallest that matters", smallest_as_text(row.claim)),
@@ -249,17 +249,17 @@ def _provenance(found: Comparison) -> list[dict[str, Any]]:
         ", ".join(f"{name} {text}" for name, text in sorted(origin.versions.items())) for origin in origins
     )
     listed = (
-        ("Commands", _counted(origin.command for origin in origins), True),
-        ("Code", _counted(record.run.code for record in found.records), False),
-        ("Machines", _counted(origin.machine for origin in origins), False),
-        ("Versions", _counted(versions.elements()), False),
+        ("Commands", _count_equal(origin.command for origin in origins), True),
+        ("Code", _count_equal(record.run.code for record in found.records), False),
+        ("Machines", _count_equal(origin.machine for origin in origins), False),
+        ("Versions", _count_equal(versions.elements()), False),
         ("Time", _times(found.counted), False),
         (f"Left out, {len(found.left_out)} in all", found.left_out, False),
     )
     return [{"title": title, "texts": texts, "is_code": is_code} for title, texts, is_code in listed if texts]
 
 
-def _counted(texts: Iterable[str]) -> list[str]:
+def _count_equal(texts: Iterable[str]) -> list[str]:
     """List each text once, with its number of runs unless all agree."""
     counts = Counter(texts)
     if len(counts) == 1:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.schema import DENSE_FORMAT
 from qerl_lab.report.runs import Record
 
@@ -42,6 +42,6 @@ def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def tick(value: float, _: object = None) -> str:
+def format_tick(value: float, _: object = None) -> str:
     """Format a number on an axis without trailing zeros and never with an exponent."""
     return f"{value:g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from qerl_lab.report import palette, reference
 from qerl_lab.report.arms import Run, differing, task_of
-from qerl_lab.report.curves import MARKS, STYLE, dress
+from qerl_lab.report.curves import MARKS, STYLE, style_panel
 
 Lines = tuple[tuple[str, str], ...]  # (column of the file, label)
 GSM8K, PRESUMED, BIGMATH = "GSM8K, DAPO", "GSM8K, GRPO (presumed)", "BigMath, DAPO"
@@ -94,13 +94,13 @@ FIGURES = (
 )  # fmt: skip
 
 
-def beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
+def figures_beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
     """Return the paper's figures for the curve `below` that vary what the arms do, on the arms' task if it has any."""
-    asked, tasks = _asked(runs), _tasks(runs) or set(TASKS.values())
+    asked, tasks = _varied_keys(runs), _tasks(runs) or set(TASKS.values())
     return [figure for figure in FIGURES if figure.below == below and figure.varies in asked and figure.is_of(tasks)]
 
 
-def _asked(runs: Sequence[Run]) -> set[str]:
+def _varied_keys(runs: Sequence[Run]) -> set[str]:
     """Return what the arms differ in, plus `NOISE`, `SCHEDULE` and `ON_BIGMATH` where they apply."""
     schedules = {run.value("aqn.schedule") for run in runs}
     asked = set(differing(runs))
@@ -115,7 +115,7 @@ def _tasks(runs: Sequence[Run]) -> set[str]:
 
 
 def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
-    """Caption a figure of the paper: what it shows, and which model and task our arms above it have."""
+    """Caption a figure of the paper: its subject, and the model and task of our arms above it."""
     ours = "Ours above" if figure.is_of(_tasks(runs)) else "Ours above, on another task"
     models = {PurePath(run.value("model.path")).name for run in runs}
     tasks, algorithms = {task_of(run) for run in runs}, {run.value("algorithm.name") for run in runs}
@@ -139,6 +139,6 @@ def draw(figure: PaperFigure) -> Figure:
             for column, label in lines:
                 values = table[column].dropna()
                 axis.plot(values.index, values, label=label, markevery=max(1, len(values) // MARKS), **styles[column])
-            dress(axis, LABELS[figure.below], str(table.index.name))
+            style_panel(axis, LABELS[figure.below], str(table.index.name))
         axes.flat[0].set_title(f"The paper's {figure.number}:\n{figure.model}, {figure.task}", loc="left")
     return drawn

@@ -128,7 +128,7 @@ def _dress(axis: Axes, title: str, label: str) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def values_of_a_block(values: Mapping[str, Sequence[float]]) -> Figure:
+def plot_block_values(values: Mapping[str, Sequence[float]]) -> Figure:
     """Plot, a row per format, the values that a weight can take within its block."""
     figure, axis = plt.subplots(figsize=(8, 0.7 + 0.45 * len(values)), layout="constrained")
     for row, (name, found) in enumerate(values.items()):
@@ -136,10 +136,10 @@ def values_of_a_block(values: Mapping[str, Sequence[float]]) -> Figure:
     axis.set_yticks(range(len(values)), [f"{name}, {len(found)} values" for name, found in values.items()])
     axis.set_ylim(len(values) - 0.4, -0.6)
     axis.set_xlabel("weight, in units of the largest of its block")
-    return _dressed(figure, axis, grid="x")
+    return _style_axis(figure, axis, grid="x")
 
 
-def largest_of_blocks(stored: Mapping[str, Sequence[float]]) -> Figure:
+def plot_block_maxima(stored: Mapping[str, Sequence[float]]) -> Figure:
     """Plot a histogram per format of stored over exact, for the largest weight of each block; 1 is exact."""
     figure, axes = plt.subplots(
         1, len(stored), figsize=(3 * len(stored), 2.6), layout="constrained", sharex=True, squeeze=False
@@ -148,12 +148,12 @@ def largest_of_blocks(stored: Mapping[str, Sequence[float]]) -> Figure:
         axis.hist(found, bins=40, range=(0.75, 1.25), color=_color(name, number))
         axis.axvline(1, color="0.3", lw=0.8)
         axis.set(title=name, xlabel="stored / exact", yticks=[])
-        _dressed(figure, axis, grid="x")
+        _style_axis(figure, axis, grid="x")
     axes.flat[0].set_ylabel("blocks")
     return figure
 
 
-def noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure:
+def plot_noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure:
     """Compare noise with formats: left KL by sigma, right entropy by KL.
 
     The left panel has a point per noise draw and a horizontal line per format. The right panel has the mean and the
@@ -184,7 +184,7 @@ def noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure:
     right.set(xlabel="KL to the dense policy, nats per token", ylabel="change of entropy, nats per token")
     for axis in (left, right):
         axis.legend(frameon=False, fontsize="small", loc="upper left")
-        _dressed(figure, axis, grid="both")
+        _style_axis(figure, axis, grid="both")
     return figure
 
 
@@ -193,7 +193,7 @@ def _color(name: str, number: int) -> str:
     return palette.FORMATS.get(name, palette.OTHERS[number % len(palette.OTHERS)])
 
 
-def _dressed(figure: Figure, axis: Axes, grid: Literal["both", "x", "y"]) -> Figure:
+def _style_axis(figure: Figure, axis: Axes, grid: Literal["both", "x", "y"]) -> Figure:
     axis.grid(alpha=0.25, axis=grid)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)

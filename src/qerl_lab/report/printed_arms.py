@@ -32,7 +32,7 @@ TABLE_1: tuple[tuple[Settings, tuple[str, str]], ...] = (
 )
 
 
-def answers(comparison: Comparison) -> Answers:
+def table_1_rows(comparison: Comparison) -> Answers:
     """Map each matching arm to its row of Table 1; several matches on one model, task and algorithm all drop out."""
     firsts = {label: records[0].run for label, records in comparison.arms.items()}
     found = {
@@ -49,20 +49,20 @@ def answers(comparison: Comparison) -> Answers:
 
 
 def in_table_1(comparison: Comparison) -> Answers:
-    """Select the `answers` under the conditions of Table 1: GSM8K with GRPO."""
-    return _answers_with(comparison, {"task.name": GSM8K, "algorithm.name": "grpo"})
+    """Select the `table_1_rows` under the conditions of Table 1: GSM8K with GRPO."""
+    return _match_arms(comparison, {"task.name": GSM8K, "algorithm.name": "grpo"})
 
 
 def in_figure_5(comparison: Comparison) -> dict[str, str]:
     """Map each arm that matches a curve of Figure 5 (GSM8K without noise) to the figure's name of its weight format."""
-    found = _answers_with(comparison, {"task.name": GSM8K, "aqn.schedule": "off"})
+    found = _match_arms(comparison, {"task.name": GSM8K, "aqn.schedule": "off"})
     return {label: PRINTED_AS[weight_format.lower()] for label, (_, weight_format) in found.items()}
 
 
-def _answers_with(comparison: Comparison, settings: Settings) -> Answers:
+def _match_arms(comparison: Comparison, settings: Settings) -> Answers:
     arms = comparison.arms
     return {
-        label: row for label, row in answers(comparison).items()
+        label: row for label, row in table_1_rows(comparison).items()
         if settings.items() <= arms[label][0].run.settings.items()
     }  # fmt: skip
 
@@ -88,7 +88,7 @@ class Pair:
     def of_paper(self, setting: str) -> str:
         """Format the paper's difference with its reading error."""
         where = {"table": self.table, "model": "Qwen2.5-3B-Instruct", "setting": setting}
-        found = reference.compared(where | {"method": self.treated[1]}, where | {"method": self.control[1]})
+        found = reference.paper_difference(where | {"method": self.treated[1]}, where | {"method": self.control[1]})
         return f"{found.value:+.3f} +-{found.error:g}"
 
 

@@ -11,7 +11,7 @@ from functools import cache
 
 import pandas as pd
 
-from qerl_lab.config.files import package_data
+from qerl_lab.config.conf_folder import package_data
 
 EIGHT_STEPS, LAST_TENTH, ALL_STEPS = (
     "mean over steps 0-8",
@@ -47,12 +47,12 @@ def digitized(file: str) -> pd.DataFrame:
     return pd.read_csv(package_data("results/reference") / "digitized" / f"{file}.csv", index_col=0)
 
 
-def joined(file: str) -> pd.DataFrame:
+def interpolated(file: str) -> pd.DataFrame:
     """Return `digitized` with linear interpolation inside each line; nan outside."""
     return digitized(file).interpolate("index", limit_area="inside")
 
 
-def over(curves: pd.DataFrame, setting: str) -> pd.DataFrame:
+def steps_of_mean(curves: pd.DataFrame, setting: str) -> pd.DataFrame:
     """Select the steps that a mean covers: `EIGHT_STEPS`, `LAST_TENTH` or `ALL_STEPS`."""
     steps = curves.index
     chosen = {EIGHT_STEPS: steps <= 8, LAST_TENTH: steps > 0.9 * steps[-1], ALL_STEPS: steps >= 0}
@@ -70,7 +70,7 @@ def _means() -> pd.DataFrame:
     found = []
     for curve in curves().to_dict("records"):
         for setting in (EIGHT_STEPS, LAST_TENTH, ALL_STEPS):
-            mean = float(over(joined(curve["file"]), setting)[curve["column"]].mean())
+            mean = float(steps_of_mean(interpolated(curve["file"]), setting)[curve["column"]].mean())
             own = {"setting": setting, "number": mean, "value": f"{mean:.3f}", "unit": ""}
             found.append(curve | own | {"certainty": f"approx (digitized plot, +-{curve['error']:g})"})
     return pd.DataFrame(found)
@@ -97,7 +97,7 @@ def value(**where: str) -> float:
     return float(_row(where)["number"])
 
 
-def compared(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool = False) -> Difference:
+def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool = False) -> Difference:
     """Compare two numbers of the paper, selected as in `value`. Raises KeyError as it does.
 
     Two lines of one figure are compared over the steps where both are known.
@@ -105,7 +105,7 @@ def compared(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool
     one, other = _row(treated), _row(control)
     a, b = one["number"], other["number"]
     if one["file"] and one["file"] == other["file"]:
-        both = over(joined(one["file"]), one["setting"])[[one["column"], other["column"]]].dropna()
+        both = steps_of_mean(interpolated(one["file"]), one["setting"])[[one["column"], other["column"]]].dropna()
         a, b = both.mean()
     return Difference(float(a / b if ratio else a - b), float(max(one["error"], other["error"])))
 
@@ -115,7 +115,7 @@ def numbers(**where: str) -> dict[str, float]:
     return {str(model): float(number) for model, number in _where(where).set_index("model")["number"].items()}
 
 
-def said(**where: str) -> str:
+def printed_text(**where: str) -> str:
     """Return the value of the single matching row as printed, with its unit; a dash if there is no such row."""
     rows = _where(where)
     return f"{rows['value'].iloc[0]} {rows['unit'].iloc[0]}".strip().replace(" x", "x") if len(rows) == 1 else "-"
@@ -142,5 +142,7 @@ def ratio_by_rank(model: str, over: str) -> dict[int, float]:
 def step_speed(model: str, batch: int, weight_format: str, *, checkpointing: bool = True) -> str:
     """Return the end-to-end speed printed in Tables 5 to 8: over BF16, or seconds per step; a dash if there is none."""
     metric = "E2E RL w/ gradient checkpointing" if checkpointing else "E2E RL speedup w/o gradient checkpointing"
-    return said(table=SPEEDS_OF.get(model, ""), model=MODELS.get(model, ""), metric=metric, setting=f"BS {batch};",
-                weight_format=FORMATS.get(weight_format, ""))  # fmt: skip
+    return printed_text(
+        table=SPEEDS_OF.get(model, ""), model=MODELS.get(model, ""), metric=metric, setting=f"BS {batch};",
+        weight_format=FORMATS.get(weight_format, ""),
+    )  # fmt: skip

@@ -20,7 +20,7 @@ import pandas as pd
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
-from qerl_lab.report.arms import FINISHED, RENAMED, Run, comparable, differing
+from qerl_lab.report.arms import FINISHED, RENAMED, Run, differing, normalize
 from qerl_lab.report.runs import NO_STEPS, Origin, Record, check_phases, record_of
 from qerl_lab.system.disk import replace_file
 
@@ -129,7 +129,7 @@ def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
         settings = {key: value for key, value in row.items() if key not in NOT_SETTINGS and not pd.isna(value)}
         run = Run(
             row["run"], RENAMED.get(row["experiment"], row["experiment"]), int(row["seed"]),
-            comparable(json.loads(row["settings"]) | settings), frozenset(json.loads(row["differs_in"])), row["state"],
+            normalize(json.loads(row["settings"]) | settings), frozenset(json.loads(row["differs_in"])), row["state"],
             row["ended"], row["code"],
         )  # fmt: skip
         if run.name in steps and run.status == FINISHED:

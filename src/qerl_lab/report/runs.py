@@ -39,7 +39,7 @@ def _by_step(lines: Sequence[MetricsLine]) -> pd.DataFrame:
     return pd.DataFrame([{"step": line["step"], **line["metrics"]} for line in lines]).groupby("step").last()
 
 
-def kept(steps: pd.DataFrame) -> pd.DataFrame:
+def kept_columns(steps: pd.DataFrame) -> pd.DataFrame:
     """Return the `KEPT` columns with data as float32, as results/ stores them, so that reports from there are equal."""
     return steps[[name for name in KEPT if name in steps]].dropna(axis=1, how="all").astype("float32")
 
@@ -148,7 +148,7 @@ def record_of(
     run: Run, steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float, origin: Origin
 ) -> Record:
     """Build the record of a finished run from its metrics by step and its held-out answers by phase, if any."""
-    steps = kept(steps)
+    steps = kept_columns(steps)
     accuracy = {}
     if phases:
         before, after = _accuracies(phases)
@@ -222,7 +222,7 @@ def _status(run: RunDirectory, reached: str) -> str:
 DAMAGE = (OSError, ValueError, KeyError)  # raised by reading a damaged record
 
 
-def damage(error: Exception) -> str:
+def describe_damage(error: Exception) -> str:
     """Describe one of `DAMAGE` for a reader."""
     if isinstance(error, KeyError):
         return f"damaged (it lacks {error}; another version of the lab wrote it)"

@@ -15,7 +15,7 @@ from qerl_lab.report.arms import version
 from qerl_lab.report.bench_figures import Result, alive, gpu_of, ratios
 from qerl_lab.report.reference import FORMATS, MODELS, RANKS, SPEEDS_OF
 from qerl_lab.report.table import NONE, Rows, Table, number, without_constant_columns, without_empty_columns
-from qerl_lab.system.terminal import near
+from qerl_lab.system.terminal import format_path
 
 GB_PER_GIB = GIB / 1e9
 PRINTED_RANK = 16  # not stated in Tables 5 to 8, but their numbers equal Table 9's at this rank
@@ -32,7 +32,7 @@ class Speed:
     notes: list[str]
 
 
-def of_files(paths: Sequence[Path]) -> Speed:
+def tabulate_files(paths: Sequence[Path]) -> Speed:
     """Tabulate result files and folders of them. Raises ConfigError for a missing path.
 
     Invalid and incomplete files are left out with a note.
@@ -44,18 +44,23 @@ def of_files(paths: Sequence[Path]) -> Speed:
         try:
             result = bench.load(file)
             made = [make(result) for make in (_rollouts, _steps, _memory)]
-            notes.append(f"{near(file)}: {_about(result)}")
+            notes.append(f"{format_path(file)}: {_about(result)}")
         except (*bench.NO_RESULT, OSError) as error:
-            notes.append(f"{near(file)} is left out: no complete result of python -m qerl_lab.bench ({error!r}).")
+            notes.append(
+                f"{format_path(file)} is left out: no complete result of python -m qerl_lab.bench ({error!r})."
+            )
             continue
         results.append(result)
         for table, more in zip(rows, made, strict=True):
             table.extend(more)
-    notes += [f"{near(path)} holds no result." for path in paths if path.is_dir() and not any(path.glob("*.json"))]
+    notes += [
+        f"{format_path(path)} holds no result." for path in paths if path.is_dir() and not any(path.glob("*.json"))
+    ]
     return Speed(_tables(rows, results), notes)
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:
+    """List the result files of the paths, each once. Raises ConfigError for a missing path."""
     files = []
     for path in paths:
         if not path.exists():
@@ -143,7 +148,7 @@ def _table(title: str, about: str, rows: Rows, made_by: str, where: str, missing
     head, *body = rows
     if not body:
         return Table(title, "", [head], f"Left out: none of these files is a result of {made_by}.")
-    rows, empty = without_empty_columns([head, *sorted(body, key=lambda row: _natural(row[0]))], 2)
+    rows, empty = without_empty_columns([head, *sorted(body, key=lambda row: _natural_key(row[0]))], 2)
     rows, alike = without_constant_columns(rows, ("repeats", "steps", "lengths", "GPU"))
     of_model: dict[str, list[str]] = {}
     for model, place in missing:
@@ -154,12 +159,12 @@ def _table(title: str, about: str, rows: Rows, made_by: str, where: str, missing
     return Table(title, about + alike, rows, " ".join(left_out))
 
 
-def _natural(text: str) -> list[str | int]:
+def _natural_key(text: str) -> list[str | int]:
     """Return a sort key that puts 7b before 32b."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
 
 
-def _short(arm: str) -> str:
+def _short_arm(arm: str) -> str:
     """Shorten an arm by dropping the groups of its keys: `nvfp4 rollout.vllm.lora=dense` becomes `nvfp4 lora=dense`."""
     return re.sub(r"(?<= )[\w.]+\.(?=\w+=)", "", arm)
 
@@ -173,7 +178,7 @@ def _rollouts(result: Result) -> Rows:
         if row["repeats"] > 1:
             speed += f" [{number(row['tokens_per_second_min'])}, {number(row['tokens_per_second_max'])}]"
         made.append([
-            f"{model}, {row['batch']}, {row['rank']}", _short(row["arm"]), speed, _ratio(row["of_bf16"]),
+            f"{model}, {row['batch']}, {row['rank']}", _short_arm(row["arm"]), speed, _ratio(row["of_bf16"]),
             _ratio(row["of_qlora"]), *_printed_rollout(model, row["batch"], row["rank"], row["format"]),
             str(row["repeats"]), _lengths(result), *_made_by(result),
         ])  # fmt: skip
@@ -210,7 +215,7 @@ def _steps(result: Result) -> Rows:
     model, made = options["model"], _dead(result, str(completions))
     for row in ratios(result, ("rank",)).to_dict("records") if alive(result) else []:
         made.append([
-            f"{model}, {completions}", _short(row["arm"]), f"{row['step_seconds']:.2f}",
+            f"{model}, {completions}", _short_arm(row["arm"]), f"{row['step_seconds']:.2f}",
             number(row["tokens_per_second"]),
             _ratio(row["of_bf16"]), _ratio(row["of_qlora"]), *_printed_steps(model, completions, row["format"]),
             str(options["steps"]), _lengths(result), *_made_by(result),
@@ -221,7 +226,7 @@ def _steps(result: Result) -> Rows:
 def _printed_steps(model: str, batch: int, name: str) -> list[str]:
     """Return the paper's speedup over BF16: Table 3, and Tables 5 to 8 with and without gradient checkpointing."""
     return [
-        reference.said(table="Table 3", metric="end-to-end training speedup vs BF16 LoRA",
+        reference.printed_text(table="Table 3", metric="end-to-end training speedup vs BF16 LoRA",
                        setting=f"batch size {batch};", model=MODELS.get(model, ""),
                        weight_format=FORMATS.get(name, "")),
         *(reference.step_speed(model, batch, name, checkpointing=on) for on in (True, False)),
@@ -248,7 +253,7 @@ def _memory(result: Result) -> Rows:
     model, made, ranks = result["options"]["model"], [], sizes["rank"].nunique()
     for row in sizes.to_dict("records"):
         made.append([
-            f"{model}, {row['format']}", _short(row["arm"]) + f", rank {row['rank']}" * (ranks > 1),
+            f"{model}, {row['format']}", _short_arm(row["arm"]) + f", rank {row['rank']}" * (ranks > 1),
             result["benchmark"], _gb(row["weights"]), _ratio(row["weights"] / dense.iloc[0] if len(dense) else None),
             *_printed_size(model, row["format"]), _gb(row["peak"]), *_made_by(result),
         ])  # fmt: skip
@@ -267,7 +272,7 @@ def _printed_size(model: str, name: str) -> list[str]:
 def _dead(result: Result, batch: str) -> Rows:
     """Return a row for each arm that died."""
     return [
-        [f"{result['options']['model']}, {batch}", _short(row["arm"]), "died", *7 * [NONE], _lengths(result),
+        [f"{result['options']['model']}, {batch}", _short_arm(row["arm"]), "died", *7 * [NONE], _lengths(result),
          *_made_by(result)]
         for row in result["rows"] if "died" in row
     ]  # fmt: skip

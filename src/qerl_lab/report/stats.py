@@ -17,7 +17,7 @@ NO_WIDTH = 1e-12  # spreads below this are rounding
 MOST_SEEDS = 1000  # upper limit of the search for enough seeds
 
 
-def between(low: float, high: float, spelled: Callable[[float], str] = "{:+.3f}".format) -> str:
+def format_interval(low: float, high: float, spelled: Callable[[float], str] = "{:+.3f}".format) -> str:
     """Format an interval as `[-0.010, +0.250]`, or as `[all alike]` if it has no width.
 
     Identical values say nothing about how far others would differ, so a zero-width interval would mislead.
@@ -67,7 +67,7 @@ def components(values_S_Q: np.ndarray) -> tuple[float, float]:
     From the analysis of variance in `crossed_interval`; for a single column, the variance between seeds and 0.
     """
     values = np.asarray(values_S_Q, float)
-    between, rest = float(values.mean(1).var(ddof=1)), _rest(values)
+    between, rest = float(values.mean(1).var(ddof=1)), _residual_variance(values)
     if values.shape[1] == 1:
         return between, 0.0
     return between, max(0.0, float(values.mean(0).var(ddof=1) - rest / len(values)))
@@ -80,10 +80,10 @@ def floored_components(values_S_Q: np.ndarray) -> tuple[float, float]:
     seeds both use this.
     """
     between, of_questions = components(values_S_Q)
-    return max(between, _rest(np.asarray(values_S_Q, float)) / np.shape(values_S_Q)[1]), of_questions
+    return max(between, _residual_variance(np.asarray(values_S_Q, float)) / np.shape(values_S_Q)[1]), of_questions
 
 
-def moderated(own: float, family: Sequence[float]) -> float:
+def moderated_variance(own: float, family: Sequence[float]) -> float:
     """Return a contrast's variance, raised to the median of its family (which includes it).
 
     With few seeds the variance, and with it the p-value, may be small by luck. It is never lowered, so that no verdict
@@ -96,7 +96,7 @@ def moderated(own: float, family: Sequence[float]) -> float:
     return max(own, float(np.median(family)))
 
 
-def _rest(values_S_Q: np.ndarray) -> float:
+def _residual_variance(values_S_Q: np.ndarray) -> float:
     """Return the variance that neither seed nor question explains; 0 for a single question."""
     seeds, questions = values_S_Q.shape
     if questions == 1:
@@ -124,7 +124,7 @@ def over_seeds(values_S_Q: np.ndarray) -> Interval:
     return crossed_interval(values)
 
 
-def within(interval: Interval, low: float, high: float) -> Interval:
+def clip_interval(interval: Interval, low: float, high: float) -> Interval:
     """Cut an interval to the possible range of its mean, such as [0, 1] for fractions.
 
     The coverage stays the same, as the mean cannot lie in the part that is cut. Student's t on few seeds reaches far
@@ -224,9 +224,9 @@ def share_interval(values_Q: np.ndarray, samples: int) -> Interval:
 def p_value(interval: Callable[[float], Interval], pairs: int) -> float:
     """Return the two-sided p-value of an interval: 1 minus the level at which `interval(level)` reaches 0.
 
-    It is below 0.05 exactly if the 95% interval excludes 0; for `paired_interval` it equals that of the paired t-test.
-    It is at least 2 / 2**pairs, the minimum of a sign test, since Student's t would give 0 for equal differences; and
-    at least 1e-15, the resolution of `1 - p`.
+    It is below 0.05 exactly if the 95% interval excludes 0. For `paired_interval` it is the p-value of the paired
+    t-test. It is at least 2 / 2**pairs, the minimum of a sign test, since Student's t would give 0 for equal
+    differences; and at least 1e-15, the resolution of `1 - p`.
     """
 
     def leaves_out(p: float) -> float:

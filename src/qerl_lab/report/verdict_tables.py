@@ -10,7 +10,7 @@ import pandas as pd
 from scipy.stats import fisher_exact
 
 from qerl_lab.report import reference, stats
-from qerl_lab.report.arms import spelled
+from qerl_lab.report.arms import format_setting
 from qerl_lab.report.claims import Claim, command
 from qerl_lab.report.comparison import Comparison, matrix, notes
 from qerl_lab.report.effects import Numbers
@@ -43,17 +43,17 @@ def cell(interval: stats.Interval, seeds: int) -> str:
 ANY = (-math.inf, math.inf)
 
 
-def of_seeds(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
+def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
     """Format values[seeds, questions] as a cell; without an interval for one seed, a dash for none."""
     values = values.dropna(how="all").dropna(axis=1)
     if values.empty:
         return "-"
     if len(values) < 2:
         return f"{number(values.to_numpy().mean())} (1)"
-    return cell(stats.within(stats.over_seeds(values.to_numpy()), *bounds), len(values))
+    return cell(stats.clip_interval(stats.over_seeds(values.to_numpy()), *bounds), len(values))
 
 
-def effect(row: Row) -> str:
+def effect_cell(row: Row) -> str:
     """Format `+0.013 [-0.003, +0.030]`, ratio `1.23x [1.10, 1.37]`, censored `>= 1.95x [1.39, no bound]`, or a dash."""
     if row.numbers is None:
         return "-"
@@ -69,14 +69,14 @@ def _bound(low: float, high: float) -> str:
 
 
 def _between(low: float, high: float, spelled: Callable[[float], str]) -> str:
-    """Format an interval as `stats.between`, with `no bound` for an infinite end."""
+    """Format an interval as `stats.format_interval`, with `no bound` for an infinite end."""
     lowest, highest = low == -math.inf, high == math.inf
     if not lowest and not highest:
-        return stats.between(low, high, spelled)
+        return stats.format_interval(low, high, spelled)
     return f"[{'no bound' if lowest else spelled(low)}, {'no bound' if highest else spelled(high)}]"
 
 
-def of_paper(row: Row) -> str:
+def paper_cell(row: Row) -> str:
     """List the paper's effects, each with its source and whether our interval contains it."""
     texts = []
     for where, value in row.printed:
@@ -90,7 +90,7 @@ def of_paper(row: Row) -> str:
 
 def name_of(row: Row) -> str:
     """Name the contrast, with the settings that distinguish it from others of its name in brackets."""
-    context = ", ".join(spelled(key, value) for key, value in row.context)
+    context = ", ".join(format_setting(key, value) for key, value in row.context)
     return f"{row.contrast.name} ({context})" if context else row.contrast.name
 
 
@@ -100,10 +100,10 @@ def text(comparison: Comparison, rows: Sequence[Row]) -> str:
     for row in rows:
         seeds = str(row.numbers.seeds) if row.numbers else "-"
         said = f"{row.verdict}: {row.why}"
-        table.append([row.claim.name, name_of(row), seeds, effect(row), of_paper(row), said])
+        table.append([row.claim.name, name_of(row), seeds, effect_cell(row), paper_cell(row), said])
     parts = [columns(table), HOW_TO_READ, families(rows), *sources(rows), conditions(rows)]
     parts += [COLLAPSED, columns(fallen)] if (fallen := collapses(rows)) else []
-    parts.append(to_make(rows))
+    parts.append(missing_arms(rows))
     parts.append(columns(table_1(comparison)))
     return "\n\n".join(part for part in [*parts, *remarks(comparison)] if part)
 
@@ -152,7 +152,7 @@ def is_registered(row: Row) -> bool:
     return row.registered.startswith("preregistered")
 
 
-def lettered(rows: Sequence[Row]) -> dict[Conditions, str]:
+def assign_letters(rows: Sequence[Row]) -> dict[Conditions, str]:
     """Assign a letter to each set of conditions of the measured contrasts: A, B, ..., Z, A1, ..."""
     found = dict.fromkeys(row.conditions for row in rows if row.numbers)
     return {one: chr(65 + n % 26) + (str(n // 26) if n > 25 else "") for n, one in enumerate(found)}
@@ -160,7 +160,7 @@ def lettered(rows: Sequence[Row]) -> dict[Conditions, str]:
 
 def conditions(rows: Sequence[Row]) -> str:
     """List the conditions of the measured contrasts, by letter if they differ."""
-    letters = lettered(rows)
+    letters = assign_letters(rows)
     if not letters:
         return ""
     head = "Conditions of the runs:"
@@ -170,10 +170,10 @@ def conditions(rows: Sequence[Row]) -> str:
 
 
 def in_words(own: Conditions) -> str:
-    return ", ".join(spelled(key, value) for key, value in own)
+    return ", ".join(format_setting(key, value) for key, value in own)
 
 
-def to_make(rows: Sequence[Row]) -> str:
+def missing_arms(rows: Sequence[Row]) -> str:
     """List the commands that make the missing arms, each with the claims that need them."""
     waiting: dict[str, list[str]] = {}
     for row in (row for row in rows if row.numbers is None):
@@ -202,13 +202,13 @@ def table_1(comparison: Comparison) -> list[list[str]]:
         cells = [
             label,
             f"{len(records)} of {started}",
-            *(of_seeds(matrix(records, at), stats.SHARE) for at in ("before", "after")),
+            *(seeds_cell(matrix(records, at), stats.SHARE) for at in ("before", "after")),
         ]
-        rows.append([*cells, *(_as_printed(beside.get(label)) if beside else [])])
+        rows.append([*cells, *(_table_1_cells(beside.get(label)) if beside else [])])
     return rows
 
 
-def _as_printed(row: tuple[str, str] | None) -> list[str]:
+def _table_1_cells(row: tuple[str, str] | None) -> list[str]:
     if row is None:
         return ["-", "-", "-"]
     method, weight_format = row
@@ -226,29 +226,29 @@ def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
     head = ["claim", "contrast", "conditions", "measure", "treated", "control", "finished / started", "effect",
             "the paper's", "effect size", "P(better)", "p of no effect, small, reverse (Holm)", "family", "guardrail",
             "preregistered", "verdict"]  # fmt: skip
-    letters, sizes = lettered(rows), family_sizes(rows)
+    letters, sizes = assign_letters(rows), family_sizes(rows)
     answered = {row.claim.name: row.claim for row in rows if row.numbers}
     body = [_cells(row, letters, sizes) for row in rows if row.claim.name in answered]
     said = [f"- `{name}`: {claim.says} ({claim.where}). {terms(claim)}" for name, claim in answered.items()]
-    table = piped([head, *body]) if body else "No claim was measured."
+    table = pipe_table([head, *body]) if body else "No claim was measured."
     parts = ["# Verdicts on the paper's claims", f"By `{typed}`.", "\n".join(said), HOW_TO_READ if body else ""]
     parts += [families(rows), *sources(rows), conditions(rows), table]
-    parts += [COLLAPSED, piped(fallen)] if (fallen := collapses(rows)) else []
-    parts += [unanswered(rows), to_make(rows)]
+    parts += [COLLAPSED, pipe_table(fallen)] if (fallen := collapses(rows)) else []
+    parts += [unmeasured_claims(rows), missing_arms(rows)]
     accuracies = table_1(comparison)
     title = "Accuracies in the shape of the paper's Table 1" if IN_TABLE_1 in accuracies[0] else "Held-out accuracies"
-    parts += [f"## {title}", piped(accuracies), *remarks(comparison)]
+    parts += [f"## {title}", pipe_table(accuracies), *remarks(comparison)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _cells(row: Row, letters: Mapping[Conditions, str], sizes: Mapping[str, int]) -> list[str]:
-    *numbers, guardrail = measured(row)
+    *numbers, guardrail = measured_cells(row)
     cells = [row.claim.name, name_of(row), letters.get(row.conditions, "-"), row.claim.measure, *numbers]
     cells += [f"{row.claim.family}, {sizes.get(row.claim.family, 0)}", guardrail]
     return [*cells, "yes" if is_registered(row) else "no", f"**{row.verdict}**: {row.why}"]
 
 
-def unanswered(rows: Sequence[Row]) -> str:
+def unmeasured_claims(rows: Sequence[Row]) -> str:
     """Name the claims without a measured contrast."""
     answered = {row.claim.name for row in rows if row.numbers}
     names = dict.fromkeys(row.claim.name for row in rows if row.claim.name not in answered)
@@ -263,20 +263,20 @@ def terms(claim: Claim) -> str:
     return f"{text} Guardrail: {rail.measure} may fall by {rail.margin:g} at most." if rail else text
 
 
-def measured(row: Row) -> list[str]:
+def measured_cells(row: Row) -> list[str]:
     counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True) if m) or "-"
     numbers = row.numbers
     if numbers is None:
-        return ["-", "-", counts, "-", of_paper(row), "-", "-", "-", "-"]
+        return ["-", "-", counts, "-", paper_cell(row), "-", "-", "-", "-"]
     bounds = stats.SHARE if MEASURES[row.claim.measure].unit == "fraction" else ANY
-    sides = [cell(stats.within(side, *bounds), numbers.seeds) for side in (numbers.treated, numbers.control)]
+    sides = [cell(stats.clip_interval(side, *bounds), numbers.seeds) for side in (numbers.treated, numbers.control)]
     size = "-" if math.isnan(numbers.effect_size) else f"{numbers.effect_size:+.2f}"
     p_values = ", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted)
     better = f"{numbers.probability_of_improvement:.2f}"
-    return [*sides, counts, effect(row), of_paper(row), size, better, p_values, numbers.guardrail or "-"]
+    return [*sides, counts, effect_cell(row), paper_cell(row), size, better, p_values, numbers.guardrail or "-"]
 
 
-def piped(rows: Sequence[Sequence[str]]) -> str:
+def pipe_table(rows: Sequence[Sequence[str]]) -> str:
     """Format a Markdown table; the first row is its head."""
     lines = [f"| {' | '.join(cells)} |" for cells in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from qerl_lab.report import effects, reference, stats
-from qerl_lab.report.arms import Run, implied_by_task, number_first, started
+from qerl_lab.report.arms import Run, counted_or_unfinished, implied_by_task, number_first
 from qerl_lab.report.claims import Claim, Contrast, of_paper
 from qerl_lab.report.comparison import CONDITIONS
-from qerl_lab.report.effects import BROKEN, OPEN, Missing, Numbers, P, Pair, find
-from qerl_lab.report.measures import MEASURES, Unmeasured, collapsed
+from qerl_lab.report.effects import BROKEN, OPEN, Missing, Numbers, P, Pair, find_pairs
+from qerl_lab.report.measures import MEASURES, Unmeasured, has_collapsed
 from qerl_lab.report.runs import Record
 
 LEVEL = 0.025  # of each one-sided test, which matches a 95% interval
@@ -57,25 +57,25 @@ class Row:
 def judge(counted: Sequence[Record], found: Sequence[Run], claims: Sequence[Claim] | None = None) -> list[Row]:
     """Return a row per contrast and pair of arms, or one if an arm is missing. `claims` defaults to the paper's."""
     rows: list[Row] = []
-    found = started(found, [record.run for record in counted])
+    found = counted_or_unfinished(found, [record.run for record in counted])
     for claim in of_paper() if claims is None else claims:
         for contrast in claim.contrasts:
-            pairs = find(claim, contrast, counted, found)
+            pairs = find_pairs(claim, contrast, counted, found)
             if isinstance(pairs, Missing):
-                rows.append(Row(claim, contrast, Verdict.UNDECIDED, pairs.why, printed=printed(claim, contrast)))
+                rows.append(Row(claim, contrast, Verdict.UNDECIDED, pairs.why, printed=paper_effects(claim, contrast)))
             else:
-                rows += [_measured(claim, contrast, pair) for pair in pairs]
-    return decided(pooled(_distinguished(rows)))
+                rows += [_measure_contrast(claim, contrast, pair) for pair in pairs]
+    return set_verdicts(pool_variances(_reduce_contexts(rows)))
 
 
-def printed(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
+def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
     """Return the paper's effects of a contrast by source: factors for ratios, else differences; percent as fractions.
 
     The source of an effect read off a figure includes the reading error.
     """
     found = []
     for treated, control in contrast.printed:
-        effect = reference.compared(treated, control, MEASURES[claim.measure].ratio)
+        effect = reference.paper_difference(treated, control, MEASURES[claim.measure].ratio)
         scale = 100 if treated.get("metric") == "accuracy" else 1  # printed in percent
         model = treated.get("model", "").removeprefix("Qwen2.5-").removesuffix("-Instruct")
         error = f", +-{effect.error:g}" if effect.error else ""
@@ -83,7 +83,7 @@ def printed(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
     return tuple(found)
 
 
-def _distinguished(rows: Sequence[Row]) -> list[Row]:
+def _reduce_contexts(rows: Sequence[Row]) -> list[Row]:
     """Reduce each row's context to what differs within its contrast and does not follow from the task's name."""
     shown = []
     for row in rows:
@@ -95,12 +95,12 @@ def _distinguished(rows: Sequence[Row]) -> list[Row]:
     return shown
 
 
-def _measured(claim: Claim, contrast: Contrast, pair: Pair) -> Row:
+def _measure_contrast(claim: Claim, contrast: Contrast, pair: Pair) -> Row:
     if claim.mean_over:
-        pair = _of_shared_values(pair)
+        pair = _restrict_to_shared(pair)
     row = Row(
         claim, contrast, Verdict.UNDECIDED, "", _context(claim, pair), _conditions(claim, pair),
-        _registered(claim, pair), printed(claim, contrast), (pair.treated.finished, pair.control.finished),
+        _registered(claim, pair), paper_effects(claim, contrast), (pair.treated.finished, pair.control.finished),
         (pair.treated.started, pair.control.started),
     )  # fmt: skip
     if claim.mean_over and len(pair.treated.options.keys() & pair.control.options.keys()) < 2:
@@ -112,14 +112,14 @@ def _measured(claim: Claim, contrast: Contrast, pair: Pair) -> Row:
         return replace(row, why=f"an arm has one value of {claim.best_of}, so there is no best")
     try:
         if claim.measure == "answers_last":  # its mean alone does not show how many runs fell
-            fell = (sum(map(collapsed, side.records)) for side in (pair.treated, pair.control))
+            fell = (sum(map(has_collapsed, side.records)) for side in (pair.treated, pair.control))
             row = replace(row, collapsed=(next(fell), next(fell)))
-        return replace(row, numbers=effects.numbers(claim, pair, sorted(shared)))
+        return replace(row, numbers=effects.measure_pair(claim, pair, sorted(shared)))
     except Unmeasured as error:
         return replace(row, why=str(error))
 
 
-def _of_shared_values(pair: Pair) -> Pair:
+def _restrict_to_shared(pair: Pair) -> Pair:
     """Restrict a pair to the values of the spanned key that both sides have, in one order; unchanged if none."""
     both = [at for at in pair.treated.options if at in pair.control.options]
     if not both:
@@ -176,10 +176,10 @@ def effect_as_text(claim: Claim, value: float) -> str:
     return f"{value:.2f}x" if MEASURES[claim.measure].ratio else f"{value:+.3f}"
 
 
-def pooled(rows: Sequence[Row]) -> list[Row]:
+def pool_variances(rows: Sequence[Row]) -> list[Row]:
     """Moderate variances over the contrasts of a family and measure, and compute p-values from them.
 
-    Censored contrasts take no part, as their variances are those of bounds.
+    Censored contrasts take no part, because their variances describe bounds.
     """
     family: dict[tuple[str, str], list[float]] = {}
     for row in rows:
@@ -190,7 +190,7 @@ def pooled(rows: Sequence[Row]) -> list[Row]:
         if found := row.numbers:
             of_seeds, of_questions = found.variances
             if not found.censored:
-                of_seeds = stats.moderated(of_seeds, family[row.claim.family, row.claim.measure])
+                of_seeds = stats.moderated_variance(of_seeds, family[row.claim.family, row.claim.measure])
             found = replace(found, variances=(of_seeds, of_questions))
             row = replace(row, numbers=replace(found, p=p_values(found, row.claim)))
         done.append(row)
@@ -198,11 +198,11 @@ def pooled(rows: Sequence[Row]) -> list[Row]:
 
 
 def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
-    """Return the p-values of a contrast, at its own number of seeds or at `seeds` with the same mean and variances.
+    """Compute the p-values of a contrast, at its own number of seeds or at `seeds` with the same mean and variances.
 
-    For a claim of no difference, `above` tests against an effect of at least the smallest size either way (two
-    one-sided tests, the larger p-value); `small` tests against a smaller one (twice the smaller p-value, as either side
-    could show it).
+    A claim of no difference is tested for equivalence. `above` rejects an effect of at least the smallest size: the
+    larger p-value of two one-sided tests. `small` rejects a smaller effect: twice the smaller p-value, because either
+    side could show it.
     """
     margin, count = smallest(claim), seeds or numbers.seeds
     low, high = float(numbers.oriented.mean()), float(numbers.at_most.mean())
@@ -217,7 +217,7 @@ def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
     return P(inside, min(1.0, 2 * outside), 1.0)
 
 
-def decided(rows: Sequence[Row]) -> list[Row]:
+def set_verdicts(rows: Sequence[Row]) -> list[Row]:
     """Correct the p-values within families and set the verdicts."""
     of_family: dict[str, list[tuple[int, P]]] = {}
     for n, row in enumerate(rows):
@@ -236,7 +236,7 @@ def family_sizes(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def _adjusted(own: P, others: Sequence[P]) -> P:
-    """Adjust the p-values of a contrast by Holm, together with those of the others."""
+    """Adjust the p-values of a contrast by Holm, together with the other contrasts of its family."""
     return P(*(stats.holm([p, *(other[n] for other in others)])[0] for n, p in enumerate(own)))
 
 
@@ -304,7 +304,7 @@ def _verdict_at(claim: Claim, found: Numbers, others: Sequence[P], seeds: int) -
 
 
 def _seeds_at_any_effect(claim: Claim, found: Numbers, family: int) -> int | None:
-    """Return the fewest seeds whose interval is too narrow to hold both 0 and the smallest effect.
+    """Return the fewest seeds that make the interval too narrow to hold both 0 and the smallest effect.
 
     The level is that of the first of a family by Holm. None if `stats.MOST_SEEDS` are too few, for censored contrasts,
     and for claims of no difference, which have a border on each side.

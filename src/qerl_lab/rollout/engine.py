@@ -89,7 +89,7 @@ ASLEEP = "asleep"
 OnDone = Callable[[int], None]
 
 
-def ignore(count: int) -> None:
+def do_nothing(count: int) -> None:
     """Do nothing; the default of `on_done`."""
 
 
@@ -101,7 +101,7 @@ class Engine(Protocol):
         """Name of the kernel for 4-bit products, as in `rollout.vllm`; None if there is no choice."""
 
     def generate(
-        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
+        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
         """Sample `group_size` completions of each prompt; call `on_done` with the number of newly finished ones.
 

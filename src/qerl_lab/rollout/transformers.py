@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import OnDone, Rollout, Sampling, ignore
+from qerl_lab.rollout.engine import OnDone, Rollout, Sampling, do_nothing
 
 
 class TransformersEngine:
@@ -42,7 +42,7 @@ class TransformersEngine:
         self._norms = {}
 
     def generate(
-        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
+        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
         """Sample `group_size` completions of each prompt. Deterministic in (policy, prompts, sampling) on a CPU."""
         started = time.perf_counter()

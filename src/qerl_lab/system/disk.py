@@ -36,7 +36,7 @@ def lock(opened: int | TextIO, refusal: str | None = None) -> bool:
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[bool]:
+def exclusive(folder: Path) -> Iterator[bool]:
     """Wait until no other process of this machine is inside this block for `folder`. Yields False without locks."""
     held = os.open(folder, os.O_RDONLY)
     try:
@@ -64,7 +64,7 @@ def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
         raise
 
 
-def let_read(files: Iterable[Path]) -> None:
+def make_readable(files: Iterable[Path]) -> None:
     """Make weights readable for everyone who can list their folder: safetensors (0.8) lets only the owner read."""
     for file in files:
         file.chmod(file.parent.stat().st_mode & 0o666)
@@ -73,14 +73,14 @@ def let_read(files: Iterable[Path]) -> None:
 def strict_json(content: Any) -> bytes:
     """Encode as strict JSON, which has no NaN or Infinity: non-finite numbers become null."""
 
-    def known(value: Any) -> Any:
+    def finite_or_null(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: known(one) for key, one in value.items()}
+            return {key: finite_or_null(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
-            return [known(one) for one in value]
+            return [finite_or_null(one) for one in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps(known(content), indent=1, allow_nan=False).encode() + b"\n"
+    return json.dumps(finite_or_null(content), indent=1, allow_nan=False).encode() + b"\n"
 
 
 def read_json(path: Path, kind: type) -> Any:

@@ -44,8 +44,8 @@ def starting(module: str) -> Iterator[None]:
 
 
 def run(main: Main, lost: tuple[int, ...] = LOST) -> None:
-    """Run a command as the process, and exit with its code. `lost`: see `outlast`."""
-    outlast(lost)
+    """Run a command as the process, and exit with its code. `lost`: see `survive_lost_console`."""
+    survive_lost_console(lost)
     sys.excepthook = lambda *about: sys.stderr.write(redact("".join(traceback.format_exception(*about)))) and None
     code = command(main)(sys.argv[1:])
     if code == INTERRUPTED:  # Python may end by the signal itself if it came inside exec()
@@ -99,14 +99,14 @@ def command(main: Main) -> Main:
     return ended
 
 
-def outlast(lost: tuple[int, ...] = LOST) -> None:
+def survive_lost_console(lost: tuple[int, ...] = LOST) -> None:
     """Send stdout and stderr to /dev/null after an error of a number in `lost`."""
     for descriptor in (0, 1, 2):  # a closed descriptor would be reused for the next opened file, e.g. a record
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    sys.stdout, sys.stderr = _lasting(sys.stdout, 1, lost), _lasting(sys.stderr, 2, lost)
+    sys.stdout, sys.stderr = _lasting_stream(sys.stdout, 1, lost), _lasting_stream(sys.stderr, 2, lost)
 
 
 def say_now(text: str) -> None:
@@ -115,8 +115,8 @@ def say_now(text: str) -> None:
         os.write(2, f"{text}\n".encode())
 
 
-def _lasting(stream: object, descriptor: int, lost: tuple[int, ...]) -> io.TextIOWrapper:
-    raw = _Lasting(descriptor, "w", closefd=False)
+def _lasting_stream(stream: object, descriptor: int, lost: tuple[int, ...]) -> io.TextIOWrapper:
+    raw = _LastingStream(descriptor, "w", closefd=False)
     raw.lost = lost
     if not isinstance(stream, io.TextIOWrapper):  # None if it was closed
         return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", line_buffering=True)
@@ -125,7 +125,7 @@ def _lasting(stream: object, descriptor: int, lost: tuple[int, ...]) -> io.TextI
     return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=is_prompt)
 
 
-class _Lasting(io.FileIO):
+class _LastingStream(io.FileIO):
     lost: tuple[int, ...] = LOST
 
     def write(self, data: Any, /) -> int:
@@ -140,6 +140,6 @@ class _Lasting(io.FileIO):
             return len(data)
 
 
-def heard() -> tuple[signal.Signals, ...]:
+def stop_signals() -> tuple[signal.Signals, ...]:
     """List the signals that stop a run: all of `SIGNALS`, but no SIGHUP if it is ignored, as under nohup."""
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)

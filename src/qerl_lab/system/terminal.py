@@ -136,14 +136,14 @@ def say(text: str) -> None:
     tqdm.write(text, file=sys.stderr)
 
 
-def near(path: Path) -> str:
+def format_path(path: Path) -> str:
     """Shorten a path relative to the current directory."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def python() -> str:
     """Return how to type this Python here: `python` if that is the same, else its path."""
-    return "python" if shutil.which("python") == sys.executable else near(Path(sys.executable))
+    return "python" if shutil.which("python") == sys.executable else format_path(Path(sys.executable))
 
 
 def aligned(rows: list[tuple[str, str]]) -> str:

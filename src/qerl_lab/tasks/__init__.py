@@ -21,7 +21,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from qerl_lab.config.files import choices_of, group_folder
+from qerl_lab.config.conf_folder import choices_of, group_folder
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import TaskConfig
@@ -94,7 +94,7 @@ def load(cfg: TaskConfig) -> Task:
     return _task(cfg, _functions(cfg), "train")
 
 
-def worked(cfg: TaskConfig) -> Task:
+def load_worked(cfg: TaskConfig) -> Task:
     """Build the task with worked solutions, payload["solution"], in `train`.
 
     Raises ConfigError as `load` does, and if the task has no solutions.
@@ -107,7 +107,7 @@ def worked(cfg: TaskConfig) -> Task:
     return _task(cfg, functions, "worked")
 
 
-def benchmark(cfg: TaskConfig) -> Task:
+def load_benchmark(cfg: TaskConfig) -> Task:
     """Build the task for evaluation only: `train` is empty and no training question is read.
 
     Raises ConfigError if its data cannot be read.
@@ -115,7 +115,7 @@ def benchmark(cfg: TaskConfig) -> Task:
     return _task(cfg, _functions(cfg), None)
 
 
-def configured(name: str, **given: Any) -> TaskConfig:
+def read_task_config(name: str, **given: Any) -> TaskConfig:
     """Read conf/task/NAME.yaml as the group `task`, with `given` keys over it. Raises ConfigError for a wrong value."""
     written = OmegaConf.to_container(OmegaConf.load(group_folder("task") / f"{name}.yaml"))
     return from_dict({"task": {**written, **given}}).task  # type: ignore[dict-item]
@@ -146,7 +146,7 @@ def _names_with(function: str) -> list[str]:
 
 
 def _functions(cfg: TaskConfig) -> SimpleNamespace:
-    """Return the task's functions and, in their place, those of the user's file; `of_file` names the latter."""
+    """Return the task's functions, with functions of the user's file in their place; `of_file` lists the latter."""
     if cfg.name in question_sets.SOURCES:
         functions = question_sets.functions(cfg.name)
     else:

@@ -83,10 +83,10 @@ def heldout(cfg: TaskConfig) -> list[Question]:
 def worked(cfg: TaskConfig) -> list[Question]:
     """Return the training problems, each with one worked solution."""
     rng = random.Random(0)
-    return [replace(one, payload={"solution": worked_solution(rng, _parsed(one.id))}) for one in train(cfg)]
+    return [replace(one, payload={"solution": worked_solution(rng, _parse_id(one.id))}) for one in train(cfg)]
 
 
-def _parsed(id: str) -> Problem:
+def _parse_id(id: str) -> Problem:
     """Parse a problem's id."""
     start, *changes = map(int, re.findall(r"[+-]?\d+", id))
     return Problem(start, tuple(changes))

@@ -30,7 +30,7 @@ _BLOCK = re.compile(
 
 
 def train(cfg: TaskConfig) -> list[Question]:
-    """Return `cfg.train_questions` (0: 2048) problems, none equal to a held-out one, or those of `task.path`."""
+    """Return `cfg.train_questions` (0: 2048) problems, none equal to a held-out one, or the problems in `task.path`."""
     return _questions(cfg, of_heldout=False)
 
 
@@ -47,7 +47,7 @@ def weights(cfg: TaskConfig) -> dict[str, float]:
 def _questions(cfg: TaskConfig, of_heldout: bool) -> list[Question]:
     code_sandbox.check()
     if cfg.path is None:
-        return _generated(cfg, of_heldout)
+        return _generate_questions(cfg, of_heldout)
     own_test = not Path(cfg.path).expanduser().is_file()
     source = Source(cfg.path, "default", "train", "test" if own_test else None, COLUMNS)
 
@@ -75,7 +75,7 @@ def _tests(row: Row) -> list[tuple[str, str]]:
     return [(test["input"], as_text(test["output"], column)) for test in found]
 
 
-def _generated(cfg: TaskConfig, of_heldout: bool) -> Questions:
+def _generate_questions(cfg: TaskConfig, of_heldout: bool) -> Questions:
     """Return generated problems as questions, each with an example. Those without tests are left out."""
     levels = [n for n in code_problems.STEPS_OF_LEVEL if cfg.code_io.min_level <= n <= cfg.code_io.max_level]
     count = HELDOUT_QUESTIONS if of_heldout else cfg.train_questions or TRAIN_QUESTIONS
@@ -108,13 +108,13 @@ def grade(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
 
     asked = [(program(text), question) for text, question in zip(texts, questions, strict=True)]
     distinct = list(dict.fromkeys((text, question) for text, question in asked if text is not None))
-    passed = dict(zip(distinct, _shares(distinct), strict=True))
+    passed = dict(zip(distinct, _passed_shares(distinct), strict=True))
     share = np.array([passed[text, question] if text is not None else 0.0 for text, question in asked], np.float64)
     kept = np.array([keeps_format(text) for text in texts], np.float64)
     return {"format": kept, "answer": (share == 1).astype(np.float64), "tests": share}
 
 
-def _shares(asked: Sequence[tuple[str, Question]]) -> list[float]:
+def _passed_shares(asked: Sequence[tuple[str, Question]]) -> list[float]:
     """Return for each program the share of its question's tests that it passes."""
     payloads = [question.payload for _, question in asked]
     programs = [
@@ -123,12 +123,12 @@ def _shares(asked: Sequence[tuple[str, Question]]) -> list[float]:
     ]
     found = code_sandbox.run(programs) if programs else []
     return [
-        sum(map(_same, outputs, payload["outputs"])) / len(outputs)
+        sum(map(_same_output, outputs, payload["outputs"])) / len(outputs)
         for outputs, payload in zip(found, payloads, strict=True)
     ]
 
 
-def _same(given: str | None, known: str) -> bool:
+def _same_output(given: str | None, known: str) -> bool:
     """Return whether two outputs are equal, ignoring trailing spaces and empty lines at the end."""
     return given is not None and _lines(given) == _lines(known)
 

@@ -114,10 +114,10 @@ def allow_calls(machine: str) -> None:
     for numbers in CALLS.values():
         if numbers[column] >= 0:
             lines += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, ALLOW)]
-    lines += _without_bits(OPEN[column], 1, WRITES) + _without_bits(OPENAT[column], 2, WRITES)
-    lines += _one_of(IOCTL[column], 1, TERMINAL) + _one_of(FCNTL[column], 1, FCNTLS)
-    lines += _one_of(MADVISE[column], 2, ADVICE)
-    lines += _without_bits(PRLIMIT[column], 2, 0xFFFFFFFF, both_halves=True)  # may query a limit, not set one
+    lines += _allow_without_bits(OPEN[column], 1, WRITES) + _allow_without_bits(OPENAT[column], 2, WRITES)
+    lines += _allow_one_of(IOCTL[column], 1, TERMINAL) + _allow_one_of(FCNTL[column], 1, FCNTLS)
+    lines += _allow_one_of(MADVISE[column], 2, ADVICE)
+    lines += _allow_without_bits(PRLIMIT[column], 2, 0xFFFFFFFF, both_halves=True)  # may query a limit, not set one
     code = b"".join(pack("HBBI", *line) for line in [*lines, (RETURN, 0, 0, REFUSE)])
     program = pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer := ctypes.create_string_buffer(code)))
     _prctl(SECCOMP, 2, ctypes.create_string_buffer(program))
@@ -129,21 +129,21 @@ def _argument(place: int, high: bool = False) -> int:
     return 16 + 8 * place + 4 * high
 
 
-def _without_bits(number: int, place: int, bits: int, both_halves: bool = False) -> list[Line]:
-    """Return BPF lines that allow a call only if an argument has none of `bits`."""
+def _allow_without_bits(number: int, place: int, bits: int, both_halves: bool = False) -> list[Line]:
+    """Return BPF lines that allow system call `number` only if its argument at `place` has none of `bits`."""
     halves = [(LOAD, 0, 0, _argument(place)), (ANY_BIT, 0, 1, bits), (RETURN, 0, 0, REFUSE)]
     if both_halves:
         halves += [(LOAD, 0, 0, _argument(place, high=True)), (ANY_BIT, 0, 1, bits), (RETURN, 0, 0, REFUSE)]
-    return _for(number, [*halves, (RETURN, 0, 0, ALLOW)])
+    return _for_call(number, [*halves, (RETURN, 0, 0, ALLOW)])
 
 
-def _one_of(number: int, place: int, values: tuple[int, ...]) -> list[Line]:
-    """Return BPF lines that allow a call only if an argument is one of `values`."""
+def _allow_one_of(number: int, place: int, values: tuple[int, ...]) -> list[Line]:
+    """Return BPF lines that allow system call `number` only if its argument at `place` is one of `values`."""
     tests = [line for value in values for line in ((EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
-    return _for(number, [(LOAD, 0, 0, _argument(place)), *tests, (RETURN, 0, 0, REFUSE)])
+    return _for_call(number, [(LOAD, 0, 0, _argument(place)), *tests, (RETURN, 0, 0, REFUSE)])
 
 
-def _for(number: int, lines: list[Line]) -> list[Line]:
+def _for_call(number: int, lines: list[Line]) -> list[Line]:
     """Return `lines`, each ending in a verdict, applied to one system call; empty if it has no number here."""
     return [(EQUAL, 0, len(lines), number), *lines] if number >= 0 else []
 

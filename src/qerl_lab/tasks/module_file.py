@@ -1,4 +1,4 @@
-"""Custom tasks and rewards: `task.module=FILE.py`, whose functions replace the task's.
+"""Custom tasks and rewards: functions in `task.module=FILE.py` replace the task's.
 
 The file is imported into the run's process with the user's permissions.
 """
@@ -38,30 +38,30 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
             f"task.module={cfg.module} was another file when the run was composed (task.module_hash={cfg.module_hash}, "
             f"now {found}). Put it back as it was, or start a new run."
         )
-    module = _imported(Path(cfg.module))
+    module = _import_file(Path(cfg.module))
     functions = {name: getattr(module, name) for name in NAMES if callable(getattr(module, name, None))}
     if not functions:
         raise ConfigError(f"task.module={cfg.module} defines none of {', '.join(NAMES)}. docs/tasks.md shows one.")
     for name in {"train", "heldout", "worked"} & set(functions):
         functions[name] = _checked_questions(f"task.module={cfg.module}: {name}(cfg)", functions[name])
     of_task_parts = set(of_task["weights"](cfg)) if "weights" in of_task else set()
-    own = _weighted(cfg, functions["weights"](cfg)) if "weights" in functions else set()
+    own = _weighted_parts(cfg, functions["weights"](cfg)) if "weights" in functions else set()
     if "grade" in functions:
         allowed = own if "weights" in functions else of_task_parts
         functions["grade"] = _checked_grade(cfg, functions["grade"], own, allowed)
     elif "weights" in functions and own != of_task_parts:
         raise ConfigError(
-            f"task.module={cfg.module}: weights(cfg) has {_listed(own)}, and grade of task={cfg.name} returns "
-            f"{_listed(of_task_parts)} beside format and answer. Define grade too."
+            f"task.module={cfg.module}: weights(cfg) has {_join(own)}, and grade of task={cfg.name} returns "
+            f"{_join(of_task_parts)} beside format and answer. Define grade too."
         )
     return functions
 
 
-def _listed(parts: set[str]) -> str:
+def _join(parts: set[str]) -> str:
     return ", ".join(sorted(parts)) or "nothing"
 
 
-def _weighted(cfg: TaskConfig, given: Any) -> set[str]:
+def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
     """Return the parts named in the file's weights. Raises ConfigError."""
     said = f"task.module={cfg.module}: weights(cfg)"
     if not isinstance(given, dict) or not all(
@@ -71,13 +71,13 @@ def _weighted(cfg: TaskConfig, given: Any) -> set[str]:
         raise ConfigError(f"{said} must return a dict of a number for each part, and returned {given!r:.80}.")
     if set(given) & set(PARTS):
         raise ConfigError(
-            f"{said} weighs {_listed(set(given) & set(PARTS))}; allowed: further parts. Type task.format_reward=X or "
-            "task.answer_reward=X."
+            f"{said} weighs {_join(set(given) & set(PARTS))}; allowed: further parts. Type task.format_reward=X "
+            "or task.answer_reward=X."
         )
     return set(given)
 
 
-def _imported(file: Path) -> ModuleType:
+def _import_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"qerl_lab_task_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
@@ -126,9 +126,9 @@ def _checked_grade(
         if not isinstance(given, dict) or not {"format", "answer"} <= set(given):
             raise ConfigError(f"{said} must return a dict of scores with the keys format and answer.")
         if unknown := set(given) - {*PARTS, *allowed}:
-            raise ConfigError(f"{said} returned {_listed(unknown)}, for which weights(cfg) of the file has no weight.")
+            raise ConfigError(f"{said} returned {_join(unknown)}, for which weights(cfg) of the file has no weight.")
         if missing := required - set(given):
-            raise ConfigError(f"{said} did not return {_listed(missing)}, for which weights(cfg) has a weight.")
+            raise ConfigError(f"{said} did not return {_join(missing)}, for which weights(cfg) has a weight.")
         scores: Scores = {}
         for part, values in given.items():
             try:

@@ -154,7 +154,7 @@ def is_local(path: str, before: str = "task.path=") -> bool:
     return False
 
 
-def respelled(error: ConfigError, before: str) -> ConfigError:
+def reword_path_error(error: ConfigError, before: str) -> ConfigError:
     """Rewrite an error for a command that takes the path after `before` and has no column options."""
     said = str(error).replace("Check task.path.", f"Check {before}PATH.").replace("task.path=", before)
     columns = f"Check {before}PATH and the names of its columns."
@@ -213,12 +213,12 @@ def _read_jsonl(file: Path) -> Iterator[Located]:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield f"{file}:{number}", _parsed(line)
+                    yield f"{file}:{number}", _parse_line(line)
     except OSError as error:  # a directory of that name, or no read permission
-        raise _unreadable(file, error) from error
+        raise _read_error(file, error) from error
 
 
-def _parsed(line: bytes) -> dict[str, Any] | BadRow:
+def _parse_line(line: bytes) -> dict[str, Any] | BadRow:
     try:
         row = parse_json(line.decode("utf-8-sig"))  # some editors write a byte order mark
     except UnicodeDecodeError as error:
@@ -236,10 +236,10 @@ def _read_parquet(file: Path) -> Iterator[Located]:
         with pyarrow.parquet.ParquetFile(file) as opened:
             yield from _of_batches(str(file), opened.iter_batches(BATCH_ROWS))
     except (OSError, pyarrow.ArrowException) as error:
-        raise _unreadable(file, error) from error
+        raise _read_error(file, error) from error
 
 
-def _unreadable(file: Path, error: Exception) -> ConfigError:
+def _read_error(file: Path, error: Exception) -> ConfigError:
     return ConfigError(f"{file} cannot be read as {file.suffix} ({first_line(error)}). Check task.path.")
 
 
@@ -250,13 +250,13 @@ def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:
         try:
             rows: list[dict[str, Any] | BadRow] = batch.to_pylist()
         except UnicodeDecodeError:
-            rows = [_decoded(batch.slice(n, 1)) for n in range(batch.num_rows)]
+            rows = [_decode_row(batch.slice(n, 1)) for n in range(batch.num_rows)]
         for row in rows:
             yield f"{name}, row {number},", row
             number += 1
 
 
-def _decoded(row: Any) -> dict[str, Any] | BadRow:
+def _decode_row(row: Any) -> dict[str, Any] | BadRow:
     try:
         return row.to_pylist()[0]
     except UnicodeDecodeError as error:

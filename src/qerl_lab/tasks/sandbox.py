@@ -53,7 +53,7 @@ def call_each(module: str, function: str, calls: Sequence[Sequence[Any]], second
     """
 
     def call(arguments: Sequence[Any]) -> Any:
-        worker, keep = take(module, function, seconds), False
+        worker, keep = take_worker(module, function, seconds), False
         try:
             result, keep = worker.call(arguments)
             return result
@@ -61,7 +61,7 @@ def call_each(module: str, function: str, calls: Sequence[Sequence[Any]], second
             return None
         finally:  # after any other error too: a half-read answer must not reach the next call
             if keep:
-                give_back(worker)
+                return_worker(worker)
             else:
                 worker.end()
 
@@ -133,7 +133,7 @@ _idle: dict[tuple[str, str, float], list[Worker]] = defaultdict(list)
 _lock = threading.Lock()
 
 
-def take(module: str, function: str, seconds: float) -> Worker:
+def take_worker(module: str, function: str, seconds: float) -> Worker:
     """Return an idle worker or start one."""
     with _lock:
         idle = _idle[module, function, seconds]
@@ -144,7 +144,7 @@ def take(module: str, function: str, seconds: float) -> Worker:
     return worker or Worker(module, function, seconds)
 
 
-def give_back(worker: Worker) -> None:
+def return_worker(worker: Worker) -> None:
     """Keep a worker for the next batch, or end it if there are enough."""
     with _lock:
         idle = _idle[worker.module, worker.function, worker.seconds]
@@ -163,14 +163,14 @@ def end_all() -> None:
         worker.end()
 
 
-def _forget() -> None:
-    """Drop the workers in a forked child: they belong to the parent, whose threads may have held the lock."""
+def _drop_workers() -> None:
+    """Drop the workers in a forked child: they belong to the parent, and its threads may have held the lock."""
     global _lock
     _lock = threading.Lock()
     _idle.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_drop_workers)
 
 
 def serve(module: str, function: str, seconds: str, parent: str) -> None:

@@ -77,7 +77,7 @@ def export(options: ExportOptions) -> None:
     """
     check(options)
     with terminal.quiet_imports():
-        from qerl_lab.model.files import local_folder
+        from qerl_lab.model.weight_files import local_folder
 
     record, run = options.directory, options.directory.config()
     on_disk.check_content(run)
@@ -87,7 +87,7 @@ def export(options: ExportOptions) -> None:
         write(options, run, record, base, unfinished.folder)
         unfinished.finish()
     what = "merged model" if options.merged else "adapter"
-    print(f"{what}: {terminal.near(options.folder)}  (README.md says how to load it)")
+    print(f"{what}: {terminal.format_path(options.folder)}  (README.md says how to load it)")
     is_plain = run.format.name == DENSE_FORMAT and run.model.path != POCKET and not gguf.is_gguf(run.model.path)
     if not (options.merged or options.base or is_plain):
         print(f"note: it was trained on {run.model.name} in {run.format.name}; on other weights of that model it is "
@@ -96,17 +96,17 @@ def export(options: ExportOptions) -> None:
 
 def write(options: ExportOptions, run: RunConfig, record: RunDirectory, base: Path, out: Path) -> None:
     """Write adapter or merged model, card, configuration and export.json. `base` is the directory of the run's base."""
-    from qerl_lab.model.files import noted
+    from qerl_lab.model.weight_files import lab_records
 
     path = run.model.path
-    origin = {"path": path, "revision": run.model.revision, "hash": run.model.hash, **noted(base)}
+    origin = {"path": path, "revision": run.model.revision, "hash": run.model.hash, **lab_records(base)}
     if options.merged:
         write_dense(run, record.adapter, base, out, options.dtype, merged=True)
     elif options.base:
         write_adapter(run, record.adapter, out, str(options.folder / "base"))
         write_dense(run, record.adapter, base, out / "base", options.dtype, merged=False)
     else:
-        is_on_hub = on_disk.local(path) is None and not gguf.is_gguf(path)
+        is_on_hub = on_disk.local_path(path) is None and not gguf.is_gguf(path)
         write_adapter(run, record.adapter, out, path if is_on_hub else str(base))
     (out / "README.md").write_text(card(options, run, record), encoding="utf-8")
     (out / "run.yaml").write_text(record.text(), encoding="utf-8")
@@ -140,13 +140,13 @@ def write_dense(run: RunConfig, adapter: Path, base: Path, out: Path, dtype_name
 
     from qerl_lab.model import policy
     from qerl_lab.model.dense import dense_tensors
-    from qerl_lab.model.files import copy_companions, read_json
+    from qerl_lab.model.weight_files import copy_companions, read_json
 
     dtype = getattr(torch, dtype_name)
     run.format.dense_cache, run.model.dtype = "off", "float32"  # merge in float32
     run.model.attention = "sdpa"  # attention never runs here, and another package may be missing
     loaded = policy.build(run, torch.device("cpu"))
-    policy.begin_with(loaded.model, adapter)
+    policy.load_start_adapter(loaded.model, adapter)
     tensors = dense_tensors(loaded, dtype, merged=merged)
     out.mkdir(exist_ok=True)
     save_torch_state_dict({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, out)
@@ -169,7 +169,7 @@ def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
         library_name="transformers" if options.merged else "peft",
         pipeline_tag="text-generation",
         tags=["qerl-lab", "reinforcement-learning", run.algorithm.name, run.format.name],
-        base_model=None if gguf.is_gguf(path) or on_disk.local(path) is not None else path,
+        base_model=None if gguf.is_gguf(path) or on_disk.local_path(path) is not None else path,
     )
     made = env.get("packages", {})
     return str(ModelCard.from_template(
@@ -184,8 +184,8 @@ def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
 
 def base_in_words(run: RunConfig) -> str:
     """Say which weights the adapter belongs to, and the command that makes them where they are packed by the run."""
-    from qerl_lab.model.files import local_folder
     from qerl_lab.model.loading import stored_as
+    from qerl_lab.model.weight_files import local_folder
     from qerl_lab.rollout.vllm_server.server_command import quantize_line
 
     path, name = run.model.path, run.format.name

@@ -78,7 +78,7 @@ def make(options: PretrainOptions) -> None:
     import torch
 
     recipe = Recipe(seed=options.seed, updates=options.updates)
-    model, tokenizer = train(recipe, tasks.configured("arithmetic"))
+    model, tokenizer = train(recipe, tasks.read_task_config("arithmetic"))
     model.to(torch.bfloat16).save_pretrained(out)  # the formats start from it
     tokenizer.save_pretrained(out)
     record = {

@@ -27,13 +27,13 @@ with exits.starting(__name__):
     import pandas as pd
 
     from qerl_lab.cli.grammar import Command, main_of
-    from qerl_lab.cli.scheduler import Cards
+    from qerl_lab.cli.scheduler import GpuPool
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.paths import WEIGHTS, sha256
     from qerl_lab.record.directory import RunDirectory
     from qerl_lab.system.disk import make_directory, replace_file
     from qerl_lab.system.exits import OK, USAGE
-    from qerl_lab.system.terminal import columns, near
+    from qerl_lab.system.terminal import columns, format_path
     from qerl_lab.tools.queue_file import (
         DONE,
         FAILED,
@@ -42,7 +42,7 @@ with exits.starting(__name__):
         Planned,
         Queue,
         Row,
-        last_wins,
+        join_words,
         read,
         write_ledger,
     )
@@ -92,7 +92,7 @@ def plan(options: PlanOptions) -> None:
     queue = read(Path(options.queue), shlex.split(options.words))
     at_once = options.jobs * options.gpus
     rows = [["part", "runs", "done", "left", "min a run", "hours left"]]
-    for part in _chosen(queue.parts, options.parts):
+    for part in _choose_parts(queue.parts, options.parts):
         runs, left = ([one for one in some if one.part is part] for some in (queue.runs, queue.left()))
         done = sum(queue.is_done(one.key) for one in runs)
         hours = sum(queue.seconds(one) for one in left) / at_once / 3600
@@ -112,7 +112,7 @@ def plan(options: PlanOptions) -> None:
         print(f"python -m qerl_lab {shlex.join(one.words)}")
 
 
-def _chosen(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
+def _choose_parts(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
     known = [part.name for part in parts]
     for name in names:
         if name not in known:
@@ -121,7 +121,7 @@ def _chosen(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
 
 
 def _next(queue: Queue, options: PlanOptions) -> list[Planned]:
-    chosen = _chosen(queue.parts, options.parts)
+    chosen = _choose_parts(queue.parts, options.parts)
     return [one for one in queue.left() if one.part in chosen]
 
 
@@ -145,7 +145,7 @@ def run(options: RunOptions) -> None:
         except BaseException:
             slots.shutdown(wait=False, cancel_futures=True)
             raise
-    print(f"{sum(map(bool, ended))} runs ended: {near(pack)}. {len(waiting)} were left for this machine.")
+    print(f"{sum(map(bool, ended))} runs ended: {format_path(pack)}. {len(waiting)} were left for this machine.")
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Machine:
     queue: Queue
     options: RunOptions
     began: float
-    cards: Cards
+    cards: GpuPool
 
     @classmethod
     def of(cls, queue: Queue, options: RunOptions) -> Self:
@@ -166,7 +166,7 @@ class Machine:
         seen = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
         if len(seen) < options.gpus:
             raise ConfigError(f"gpus={options.gpus}: CUDA_VISIBLE_DEVICES shows {len(seen)}. Type gpus={len(seen)}.")
-        return cls(queue, options, time.monotonic(), Cards(seen[: options.gpus], options.jobs))
+        return cls(queue, options, time.monotonic(), GpuPool(seen[: options.gpus], options.jobs))
 
     @property
     def until(self) -> float:
@@ -180,11 +180,11 @@ class Machine:
         """Make one run and its evaluations; tell whether it ended. A run that does not fit is not started."""
         if number < self.options.jobs * self.options.gpus:
             time.sleep(STAGGER_SECONDS * (number // self.options.gpus))
-        with self.card() as visible:
+        with self.take_gpu() as visible:
             return self._make(one, visible)
 
     @contextmanager
-    def card(self) -> Iterator[dict[str, str]]:
+    def take_gpu(self) -> Iterator[dict[str, str]]:
         """Take a free place on a GPU; yield the environment in which a run sees that GPU alone."""
         with self.cards.take(1) as (card,):
             yield {"CUDA_VISIBLE_DEVICES": card} if self.options.gpus > 1 else {}
@@ -214,7 +214,7 @@ class Machine:
     def _train(self, one: Planned, begun: RunDirectory, visible: Mapping[str, str]) -> None:
         words = [f"resume={begun.path}"]
         if not begun.is_claimed:
-            words = [*last_wins(shlex.split(self.options.here), one.words), f"run_dir={begun.path}"]
+            words = [*join_words(shlex.split(self.options.here), one.words), f"run_dir={begun.path}"]
         code = self._call(one, ["-m", "qerl_lab", *words], visible)
         if code == USAGE and not begun.is_claimed:
             said = self._console(one).read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -300,7 +300,7 @@ def collect(options: CollectOptions) -> None:
     for folder, found in new.items():
         _merge(Path(folder), found)
     write_ledger(queue.folder, rows)
-    print(f"{len(rows) - len(queue.rows)} rows are new in {near(queue.folder)}/ledger.csv")
+    print(f"{len(rows) - len(queue.rows)} rows are new in {format_path(queue.folder)}/ledger.csv")
 
 
 def _files(packs: Sequence[str]) -> list[Path]:

@@ -30,7 +30,7 @@ from typing import Any
 import yaml
 
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.overrides import spell
+from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.arm import of_arm, values_of
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
@@ -92,7 +92,7 @@ class Queue:
         done = [row for row in self.rows if row["state"] == DONE]
         taken = [float(row["seconds"]) for row in done if row["part"] == one.part.name]
         taken = taken or [float(row["seconds"]) for row in done]
-        return statistics.median(taken) if taken else by_bench(one.config) or self.seconds_at_first
+        return statistics.median(taken) if taken else estimate_from_bench(one.config) or self.seconds_at_first
 
     def preregistration(self) -> str:
         """Return 12 hex digits of the preregistration's SHA-256; empty without one."""
@@ -140,18 +140,18 @@ def _of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> list[Pla
     """Return the runs of a part, seed by seed. Each arm is composed once for all of its seeds."""
     found = []
     for line in part.lines:
-        grid = last_wins(words, shlex.split(line), extra, [f"seed={part.seeds[0]}"])
+        grid = join_words(words, shlex.split(line), extra, [f"seed={part.seeds[0]}"])
         try:
-            jobs = make_plan([spell(word) for word in grid], multirun=True).jobs
+            jobs = make_plan([spell_for_hydra(word) for word in grid], multirun=True).jobs
         except ConfigError as error:
             raise ConfigError(f"part {part.name}, line `{line}`: {error}") from None
         for job, seed in itertools.product(jobs, part.seeds):
-            config, of_seed = replace(job.config, seed=seed), tuple(last_wins(job.overrides, [f"seed={seed}"]))
+            config, of_seed = replace(job.config, seed=seed), tuple(join_words(job.overrides, [f"seed={seed}"]))
             found.append(Planned(key_of(config), part, seed, of_seed, config))
     return sorted(found, key=lambda one: one.seed)
 
 
-def last_wins(*words: Sequence[str]) -> list[str]:
+def join_words(*words: Sequence[str]) -> list[str]:
     """Join word lists, keeping the last word for each key."""
     return list({word.lstrip("+").partition("=")[0]: word for each in words for word in each}.values())
 
@@ -169,7 +169,7 @@ def key_of(config: RunConfig) -> str:
     return f"{config.experiment}-seed{config.seed}-{digits}"
 
 
-def by_bench(config: RunConfig, folder: Path = Path("results/bench")) -> float | None:
+def estimate_from_bench(config: RunConfig, folder: Path = Path("results/bench")) -> float | None:
     """Estimate a run's seconds from the fastest measured step of its model, at full length; None if unmeasured.
 
     The steps were measured at 1,024 or 2,048 completion tokens, so a run with longer ones takes longer.

@@ -9,7 +9,7 @@ with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.record.directory import RunDirectory
-    from qerl_lab.record.samples import NAME, Sample
+    from qerl_lab.record.samples_file import NAME, Sample
 
 
 @dataclass
@@ -18,7 +18,7 @@ class SamplesOptions:
     run_dir: str = option("", "directory of the run; its key may be left out")
 
 
-def show(run_dir: Path, step: int | None) -> str:
+def format_step(run_dir: Path, step: int | None) -> str:
     """Format the samples of a step. Raises ConfigError if there are none, or if the record is damaged."""
     run = RunDirectory(run_dir)
     run.whole_metrics()  # raises for a damaged record, as `report` and `resync` do
@@ -29,10 +29,10 @@ def show(run_dir: Path, step: int | None) -> str:
     wanted = step or steps[-1]
     if wanted not in steps:
         raise ConfigError(f"step={step} is not in {run_dir / NAME}; it has steps {steps[0]} to {steps[-1]}.")
-    return "\n\n".join(text(sample) for sample in samples if sample.step == wanted)
+    return "\n\n".join(format_sample(sample) for sample in samples if sample.step == wanted)
 
 
-def text(sample: Sample) -> str:
+def format_sample(sample: Sample) -> str:
     """Format a sample with control characters escaped, so that no completion controls the terminal."""
     parts = ", ".join(f"{name} {value:g}" for name, value in sample.rewards.items())
     end = "" if sample.finished else ", cut at the token limit"
@@ -46,7 +46,7 @@ COMMAND = Command(
     "python -m qerl_lab.tools.samples RUN_DIR",
     "Sampled completions of a run: what the policy wrote in a step, and what it earned.",
     SamplesOptions,
-    lambda options: print(show(Path(options.run_dir).expanduser(), options.step)),
+    lambda options: print(format_step(Path(options.run_dir).expanduser(), options.step)),
     examples=(
         ("python -m qerl_lab.tools.samples runs/nvfp4_aqn/seed0/20260131-120000", "the last step that is recorded"),
         ("python -m qerl_lab.tools.samples runs/nvfp4_aqn/seed0/20260131-120000 step=1", "the first step"),

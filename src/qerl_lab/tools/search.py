@@ -18,14 +18,14 @@ with exits.starting(__name__):
     from typing import TYPE_CHECKING
 
     from qerl_lab.cli.grammar import HELP, Command
-    from qerl_lab.cli.overrides import check_words, spell
+    from qerl_lab.cli.overrides import check_words, spell_for_hydra
     from qerl_lab.config.keys import NUMBERS, check_key
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.out import Writes
     from qerl_lab.record.directory import RunDirectory
     from qerl_lab.system.disk import lock, make_directory, replace_file
     from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, STOPS
-    from qerl_lab.system.terminal import columns, near
+    from qerl_lab.system.terminal import columns, format_path
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -69,7 +69,7 @@ def is_own(word: str) -> bool:
     return word.lstrip("+").partition("=")[0] in (*(f.name for f in fields(SearchOptions)), *HELP)
 
 
-def space(words: Sequence[str], options: SearchOptions) -> Space:
+def parse_space(words: Sequence[str], options: SearchOptions) -> Space:
     """Split words into ranges (KEY=LOW..HIGH) and shared words. Raises ConfigError for a key that cannot be searched.
 
     Turns the evaluation off if the objective needs none, unless the words ask for one.
@@ -80,12 +80,14 @@ def space(words: Sequence[str], options: SearchOptions) -> Space:
         name = key.lstrip("+")
         if name in OF_SEARCH:
             raise ConfigError(f"a search types {name} itself. Leave {word} out.")
-        if (ends := _ends(value)) is not None:
+        if (ends := _parse_range(value)) is not None:
             _check_range(word, key, ends)
             if key in found.ranges:
                 raise ConfigError(f"{key} is given two ranges. Type one of them.")
             found.ranges[key] = ends
-        elif name == "sweeps" or (not word.startswith("-") and check_words([spell(word)])[0].is_sweep_override()):
+        elif name == "sweeps" or (
+            not word.startswith("-") and check_words([spell_for_hydra(word)])[0].is_sweep_override()
+        ):
             raise ConfigError(f"{word} makes several arms, and a search is of one. Type one value, for each a search.")
         else:
             found.words.append(word)
@@ -98,7 +100,7 @@ def space(words: Sequence[str], options: SearchOptions) -> Space:
     return found
 
 
-def _ends(value: str) -> tuple[float, float] | None:
+def _parse_range(value: str) -> tuple[float, float] | None:
     """Read LOW..HIGH; None for any other value, such as a path with two dots."""
     low, dots, high = value.partition("..")
     try:
@@ -134,7 +136,7 @@ def search(options: SearchOptions, words: list[str], start: Start | None = None)
             f"seeds={options.seeds}; allowed: different ones from {FIRST_SEED} on, so that none is searched on which a "
             "sweep then reports. Type for example seeds=[100,101]."
         )
-    found = space(words, options)
+    found = parse_space(words, options)
     if importlib.util.find_spec("optuna") is None:
         raise ConfigError("a search needs the package optuna, which is not installed. Type pip install "
                           "'qerl-lab[search]'.")  # fmt: skip
@@ -144,7 +146,7 @@ def search(options: SearchOptions, words: list[str], start: Start | None = None)
     STOPS.clear()
     with (options.folder / LOCK).open("w") as file:
         lock(file, f"another command searches in {options.folder}. Wait for it, or type another out.")
-        study = _opened(options, found)
+        study = _open_study(options, found)
         while trial := _next(study, options, found):
             if STOPS:  # a stop came, although the last trial's sweep finished
                 raise KeyboardInterrupt("the same command goes on with the next trial")
@@ -156,7 +158,7 @@ def search(options: SearchOptions, words: list[str], start: Start | None = None)
         raise ValueError("every trial failed: the table says of what")
 
 
-def _opened(options: SearchOptions, found: Space) -> "Study":
+def _open_study(options: SearchOptions, found: Space) -> "Study":
     """Open or create the study in OUT. Raises ConfigError if it was begun with other words or options."""
     import optuna
     from optuna.storages.journal import JournalFileBackend, JournalStorage
@@ -202,10 +204,10 @@ def _next(study: "Study", options: SearchOptions, found: Space) -> "FrozenTrial 
 
 def _run_trial(study: "Study", trial: "FrozenTrial", options: SearchOptions, found: Space, start: Start) -> None:
     """Run a trial's sweep, and report its value to the study. A trial with a failed run has failed."""
-    print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_proposed(trial))}", flush=True)
+    print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_trial_words(trial))}", flush=True)
     seeds = f"seed={','.join(map(str, options.seeds))}"
     directory = _directory(trial, options)
-    code = start(["-m", *found.words, *_proposed(trial), seeds, f"hydra.sweep.dir={directory}"])
+    code = start(["-m", *found.words, *_trial_words(trial), seeds, f"hydra.sweep.dir={directory}"])
     if code == INTERRUPTED:
         raise KeyboardInterrupt("the same command goes on with this trial")
     if code not in (OK, FAILURE):
@@ -227,7 +229,7 @@ def _fail(study: "Study", trial: "FrozenTrial", why: str) -> None:
     study.tell(trial.number, state=TrialState.FAIL)
 
 
-def _proposed(trial: "FrozenTrial") -> list[str]:
+def _trial_words(trial: "FrozenTrial") -> list[str]:
     """Return a trial's values as words with three digits, as its runs get them."""
     return [f"{key}={value:.3g}" for key, value in sorted(trial.params.items())]
 
@@ -246,7 +248,7 @@ def _value_or_reason(directory: Path, options: SearchOptions) -> float | str:
     runs = [run for path in sorted(directory.glob("*")) if (run := RunDirectory(path)).is_claimed]
     for run in runs:
         if run.status == "failed":
-            return f"{near(run.path)}: {run.reason}"
+            return f"{format_path(run.path)}: {run.reason}"
     done = [run for run in runs if run.status == "done"]
     if len(done) < len(options.seeds):
         return f"{len(done)} of its {len(options.seeds)} runs are done"
@@ -269,7 +271,7 @@ def _table(study: "Study", options: SearchOptions, found: Space) -> str:
     for trial in best_first:
         value = "failed" if trial.value is None else f"{trial.value:.4f}"
         proposed = [f"{trial.params[key]:.3g}" if key in trial.params else "-" for key in sorted(found.ranges)]
-        rows.append([str(trial.number), value, *proposed, near(_directory(trial, options))])
+        rows.append([str(trial.number), value, *proposed, format_path(_directory(trial, options))])
     failed = [trial for trial in ended if trial.value is None]
     lines = [
         columns(rows),
@@ -277,7 +279,7 @@ def _table(study: "Study", options: SearchOptions, found: Space) -> str:
     ]
     if len(failed) < len(ended):
         words = [word for word in found.words if word != "eval.questions=0"]
-        report = f"python -m qerl_lab -m {shlex.join([*words, *_proposed(best_first[0]), 'seed=0,1,2,3,4'])}"
+        report = f"python -m qerl_lab -m {shlex.join([*words, *_trial_words(best_first[0]), 'seed=0,1,2,3,4'])}"
         lines.append(f"mean of seeds {', '.join(map(str, options.seeds))}. Report on others: {report}")
     return "\n".join(lines)
 

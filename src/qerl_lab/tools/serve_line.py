@@ -5,7 +5,7 @@ from qerl_lab.system import exits
 with exits.starting(__name__):
     from qerl_lab.cli.compose import make_plan
     from qerl_lab.cli.grammar import HELP
-    from qerl_lab.cli.overrides import spell
+    from qerl_lab.cli.overrides import spell_for_hydra
     from qerl_lab.config.option import ConfigError
     from qerl_lab.system.terminal import quiet_third_parties
 
@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
     if not words or set(HELP) & set(words):
         print(MANUAL, end="")
         return exits.OK
-    plan = make_plan([spell(word) for word in words], False)
+    plan = make_plan([spell_for_hydra(word) for word in words], False)
     if plan.multirun:
         raise ConfigError("a server is of one run. Give each key one value.")
     cfg = plan.jobs[0].config

@@ -34,8 +34,8 @@ with exits.starting(__name__):
     from qerl_lab.record.environment import versions
     from qerl_lab.record.partial import JOURNAL, Unfinished
     from qerl_lab.system import terminal
-    from qerl_lab.tasks.answers.completion import left_to_say
-    from qerl_lab.tasks.question_files import is_local, respelled
+    from qerl_lab.tasks.answers.completion import without_answer_start
+    from qerl_lab.tasks.question_files import is_local, reword_path_error
 
 if TYPE_CHECKING:
     import torch
@@ -79,12 +79,12 @@ class WarmupOptions(Writes):
     def task_config(self) -> TaskConfig:
         """Return the `task` section that a run on the result has: same questions, same instruction."""
         given = {"path": self.task_path, "train_questions": self.questions, "instruction": self.instruction}
-        return tasks.configured(self.task, **{key: value for key, value in given.items() if value is not None})
+        return tasks.read_task_config(self.task, **{key: value for key, value in given.items() if value is not None})
 
 
 def check(options: WarmupOptions) -> None:
     """Raise ConfigError at the first option that cannot work. Looks at local paths, loads nothing."""
-    if folder := on_disk.local(options.model, "model"):
+    if folder := on_disk.local_path(options.model, "model"):
         on_disk.check_files(folder, f"model={options.model}")
         on_disk.check_chat_template(folder, f"model={options.model}")
     if options.task_path is not None:
@@ -112,15 +112,16 @@ def warm_up(options: WarmupOptions) -> None:
     with terminal.quiet_imports():
         import torch
 
-        from qerl_lab.model import files, policy
+        from qerl_lab.model import policy, weight_files
         from qerl_lab.model.chat import save_tokenizer
     torch.use_deterministic_algorithms(True)
     started, device = time.monotonic(), policy.device_of(options.device)
-    task = worked(options)
-    folder = files.local_folder(options.model, options.revision, key="model")
-    origin = {"path": str(folder), "revision": options.revision, "hash": model_hash(folder), **files.noted(folder)}
+    task = load_task(options)
+    folder = weight_files.local_folder(options.model, options.revision, key="model")
+    records, revision = weight_files.lab_records(folder), options.revision
+    origin = {"path": str(folder), "revision": revision, "hash": model_hash(folder), **records}
     model, tokenizer = load(options, folder, device)
-    rows, left_out = tokenized(task, tokenizer, options.max_tokens)
+    rows, left_out = tokenize(task, tokenizer, options.max_tokens)
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:
         unfinished.clear()
         losses = train(options, model, tokenizer, rows, unfinished.folder)
@@ -133,16 +134,16 @@ def warm_up(options: WarmupOptions) -> None:
         })  # fmt: skip
         unfinished.finish()
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token, {time.monotonic() - started:.0f} s")
-    print(f"model:       {terminal.near(options.folder)}  ({WARMUP} says how it was made)")
+    print(f"model:       {terminal.format_path(options.folder)}  ({WARMUP} says how it was made)")
     print(f"train on it: {terminal.python()} -m qerl_lab {shell_line(training_words(options))}")
 
 
-def worked(options: WarmupOptions) -> tasks.Task:
+def load_task(options: WarmupOptions) -> tasks.Task:
     """Load the task with worked solutions, and print its warnings. Errors (ConfigError) name this command's keys."""
     try:
-        task = tasks.worked(options.task_config())
+        task = tasks.load_worked(options.task_config())
     except ConfigError as error:
-        raise respelled(error, "task_path=") from error
+        raise reword_path_error(error, "task_path=") from error
     for line in task.warnings:
         print(f"note: {line}", file=sys.stderr)
     return task
@@ -175,7 +176,7 @@ def load(
     return model.to(device), tokenizer
 
 
-def tokenized(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[Rows, int]:
+def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[Rows, int]:
     """Return the examples of at most `max_tokens` as input_ids and labels, and how many are longer.
 
     The question has the chat format of a run. Only tokens of the solution and its end are labelled. Raises ConfigError
@@ -186,7 +187,7 @@ def tokenized(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens
     rows, chat = Rows(), Chat(tokenizer)
     for question in task.train:
         prompt = chat.prompt_ids(task.messages(question))
-        solution = left_to_say(tokenizer.decode(prompt), question.payload["solution"])
+        solution = without_answer_start(tokenizer.decode(prompt), question.payload["solution"])
         ids = [*tokenizer(solution, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         rows.append({"input_ids": prompt + ids, "labels": [IGNORED] * len(prompt) + ids})
     for note in chat.notes:
@@ -272,7 +273,7 @@ def write_record(folder: Path, options: WarmupOptions, task: tasks.Task, result:
 def training_words(options: WarmupOptions) -> list[str]:
     """Return what to type after `python -m qerl_lab` to train on the result."""
     scale = next((scale for name, scale in SCALES.items() if name in options.model), "custom")
-    words = ["+experiment=nvfp4_aqn", f"scale={scale}", word("model.path", terminal.near(options.folder))]
+    words = ["+experiment=nvfp4_aqn", f"scale={scale}", word("model.path", terminal.format_path(options.folder))]
     words += [] if options.task == "arithmetic" else [f"task={options.task}"]
     further = {"path": options.task_path, "instruction": options.instruction}
     return words + [word(f"task.{key}", value) for key, value in further.items() if value is not None]

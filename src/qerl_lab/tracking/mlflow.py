@@ -159,7 +159,7 @@ def run_name(cfg: RunConfig, words: Sequence[str]) -> str:
     return f"{' '.join([f'{cfg.experiment}-seed{cfg.seed}', said]).strip()[:NAME_CHARS]} [{config_hash(cfg)[:6]}]"
 
 
-def described(result: Mapping[str, Any]) -> str:
+def result_table(result: Mapping[str, Any]) -> str:
     """Return a run's headline numbers as a Markdown table."""
     shown = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in result.items()}
     return RESULT_TABLE + "".join(f"| {name.replace('_', ' ')} | {value} |\n" for name, value in shown.items())
@@ -250,7 +250,7 @@ class MlflowMirror:
             self._client.log_artifact(self.run_id, str(path))
         now = self._client.get_run(self.run_id).data.tags  # a user may have described the run while it went on
         if result and now.get(DESCRIPTION, RESULT_TABLE).startswith(RESULT_TABLE):
-            self._client.set_tag(self.run_id, DESCRIPTION, described(result))
+            self._client.set_tag(self.run_id, DESCRIPTION, result_table(result))
         self._client.set_terminated(self.run_id, status, int(end_time * 1000))
         return len(artifacts)
 

@@ -22,7 +22,7 @@ from qerl_lab.config.redact import redact, url_without_secrets
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import declared, encode
+from qerl_lab.record.metrics import declared_metrics, encode
 from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.mlflow import MlflowMirror, Status
 from qerl_lab.tracking.wandb import WandbMirror
@@ -57,7 +57,7 @@ class Follower:
         self._stop.set()
         self.thread.join(FINISH_SECONDS)
         if self.thread.is_alive() and not self._is_away:
-            self._tell_away(f"gave no answer within {FINISH_SECONDS:.0f} s")
+            self._report_outage(f"gave no answer within {FINISH_SECONDS:.0f} s")
 
     def _follow(self) -> None:
         while not self.is_whole:
@@ -66,24 +66,24 @@ class Follower:
                 mirror = self._open()
                 while not self._stop.is_set():
                     mirror.update()
-                    self._tell_back()
+                    self._report_recovery()
                     self._stop.wait(FLUSH_SECONDS)
                 mirror.update()
                 mirror.close(*self._ending)
                 self.is_whole = True
             except Exception as error:  # the thread's boundary: an error of a store or the network must not end a run
-                self._tell_away(f"failed ({type(error).__name__}: {first_line(error)[:200]})")
+                self._report_outage(f"failed ({type(error).__name__}: {first_line(error)[:200]})")
                 if is_last:
                     return
                 self._stop.wait(RETRY_SECONDS)
 
-    def _tell_away(self, what: str) -> None:
+    def _report_outage(self, what: str) -> None:
         """Print the failure once per outage; `_follow` retries silently."""
         if not self._is_away:
             self._is_away = True
             print(redact(f"qerl-lab: {self._name()} {what}; training goes on and {self._remedy}"), file=sys.stderr)
 
-    def _tell_back(self) -> None:
+    def _report_recovery(self) -> None:
         if self._is_away:
             self._is_away = False
             print(f"qerl-lab: {self._name()} is back and has every line.", file=sys.stderr)
@@ -110,7 +110,7 @@ class Tracker:
         self, cfg: RunConfig, directory: RunDirectory, *, parts: Iterable[str] = (), run_key: str | None = None,
         last_step: int = 0,
     ) -> None:  # fmt: skip
-        self._cfg, self._directory, self._declared = cfg, directory, declared(parts)
+        self._cfg, self._directory, self._declared = cfg, directory, declared_metrics(parts)
         self._file = directory.append_metrics(last_step)
         known = directory.mirror() or ({"key": run_key} if run_key else {})
         directory.note_mirror(**known)

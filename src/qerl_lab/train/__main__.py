@@ -52,7 +52,7 @@ def main(directory: RunDirectory, parent: int) -> int:
         trace = redact(traceback.format_exc())
         if is_alone or directory.status != "failed":  # else another rank failed first and wrote FAILED
             directory.fail(f"{type(error).__name__}: {redact(str(error))}\n\n{trace}")
-        if not is_told_in_a_line(error):
+        if not needs_no_traceback(error):
             print(trace, end="", file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) else FAILURE
 
@@ -76,7 +76,7 @@ def check_vllm() -> None:
         ) from error
 
 
-def is_told_in_a_line(error: Exception) -> bool:
+def needs_no_traceback(error: Exception) -> bool:
     """Return whether the message is enough and a traceback would add nothing."""
     if isinstance(error, OSError):
         return error.errno in FULL
@@ -97,7 +97,7 @@ def read(words: list[str]) -> tuple[RunDirectory, int]:
 
 
 if __name__ == "__main__":
-    exits.outlast(exits.LOST_TO_A_RUN)
+    exits.survive_lost_console(exits.LOST_TO_A_RUN)
     held = ExitStack()
     try:
         given = read(sys.argv[1:])

@@ -19,9 +19,9 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import kl, noise_kl
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
-from qerl_lab.train.questions import Cursor
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.step import sampling
+from qerl_lab.train.training_data import Cursor
 
 LONGEST = 1024  # tokens per text when solving for sigma: longer texts delay every rank and add little information
 PROBING = -1  # attempt number for sampling these texts; a step's own attempts start at 0
@@ -54,14 +54,14 @@ class NoiseLevel:
         return aqn.Noise(sigma, self.cfg.seed, step, self.aqn.relative)
 
     def is_due(self, step: int) -> bool:
-        """Return whether the step belongs to a noisy stage whose sigma is not solved yet."""
+        """Return whether the step belongs to a noisy stage without a solved sigma."""
         return self.solves and self.target(step) > 0 and self.state.get("stage") != self._stage(step)
 
     def _stage(self, step: int) -> int:
         return schedule.stage(step, self.cfg.steps, self.aqn.stages)
 
     def solve(self, step: int, nats_per_token: Callable[[list[aqn.Noise]], float]) -> Solution:
-        """Find the sigma whose KL matches the target of the step's stage.
+        """Find the sigma with a KL equal to the target of the step's stage.
 
         The KL is averaged over noise draws of the stage's own steps, evenly spread, so that it fits the noise actually
         used.
@@ -81,7 +81,7 @@ class NoiseLevel:
     def end_step(self) -> None:
         """Set sigma for the next step. Call it after the step's last update, which still uses the current sigma."""
         if self.follows:
-            self.state = {"sigma": solver.adapted(self.aqn, self.state["sigma"], self.kl)}
+            self.state = {"sigma": solver.adapt_sigma(self.aqn, self.state["sigma"], self.kl)}
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the step's noise metrics that need no measurement: sigma, target KL, and how sigma was solved."""
@@ -128,7 +128,7 @@ def measure_on_own_texts(
         engine.sleep()  # free memory for the trainer, which runs next
         return [(prompt, ids) for prompt, (ids,) in zip(out.prompt_ids_P, out.completion_ids_P_G, strict=True)]
 
-    pairs = ranks.alike(ask, EngineFailed)
+    pairs = ranks.run_on_all(ask, EngineFailed)
     batch_size = max(1, min(cfg.optim.micro_batch_size, len(pairs) // cfg.aqn.solver.draws))
     texts = noise_kl.texts(policy, pairs, cfg.rollout.temperature, batch_size)
     tokens = sum(ranks.gather(texts.tokens))

@@ -16,7 +16,7 @@ OTHERS = "others"
 MUCH = 4 * GIB  # held by other programs; CUDA itself takes about half a GiB per program
 
 
-def owners(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
+def bytes_by_owner(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
     """Return bytes on the policy's device by owner. "others" covers other programs and CUDA's own memory."""
     learned = sum(parameter.nbytes for parameter in policy.model.parameters() if parameter.requires_grad)
     found = {
@@ -42,24 +42,24 @@ def while_loading(cfg: RunConfig, device: torch.device, error: Exception) -> str
     remedies = ["CUDA_VISIBLE_DEVICES=N in front of the command, for another GPU", "a smaller jobs_per_gpu"]
     remedies += ["format=nvfp4"] if cfg.format.name == DENSE_FORMAT else []
     return (
-        f"model.path={cfg.model.path} in {cfg.format.name} does not fit on {device} ({_asked(error)}). In GiB: "
-        f"{_listed(shares)}. Type one of: {'; '.join(remedies)}; a smaller model.path."
+        f"model.path={cfg.model.path} in {cfg.format.name} does not fit on {device} ({_first_line(error)}). In GiB: "
+        f"{_format_shares(shares)}. Type one of: {'; '.join(remedies)}; a smaller model.path."
     )
 
 
-def _listed(shares: Mapping[str, int]) -> str:
+def _format_shares(shares: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size / GIB:.2f}" for name, size in shares.items())
 
 
-def _asked(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """Return the first line of torch's out-of-memory message, without its list of processes."""
     return re.sub(r"(Tried to allocate [\d.]+ \w+\.).*", r"\1", first_line(error))
 
 
 def in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], error: Exception) -> str:
     """Return the error message for a run out of memory: bytes by owner, and config keys that lower them."""
-    found = owners(policy, held_by_engine)
-    shares = _listed(found)
+    found = bytes_by_owner(policy, held_by_engine)
+    shares = _format_shares(found)
     if asleep := held_by_engine.get(ASLEEP, 0):
         shares += f" (vLLM's key-value cache, {asleep / GIB:.2f}, sleeps and holds none)"
     remedies = ["a smaller jobs_per_gpu"] if found.get(OTHERS, 0) > MUCH else []
@@ -72,4 +72,4 @@ def in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], 
         remedies += ["rollout.vllm.kv_cache_gib lower than the cache above", "rollout.vllm.kv_cache_dtype=fp8"]
     elif cfg.rollout.engine == "transformers":
         remedies.append(f"rollout.batch_size lower than {cfg.rollout.batch_size}")
-    return f"{_asked(error)} In GiB: {shares}. Type one of: {'; '.join(remedies)}."
+    return f"{_first_line(error)} In GiB: {shares}. Type one of: {'; '.join(remedies)}."

@@ -76,7 +76,7 @@ class Ranks:
         """Return whether `flag` is true on any rank."""
         return any(self.gather(flag))
 
-    def alike(self, act: Callable[[], T], *endings: type[Exception]) -> T:
+    def run_on_all(self, act: Callable[[], T], *endings: type[Exception]) -> T:
         """Run `act` on every rank; return its result. If it raises one of `endings` on any rank, raise it on all."""
         if self.size == 1:
             return act()

@@ -10,26 +10,26 @@ from qerl_lab.aqn import Noise
 from qerl_lab.config.message import first_line
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore, refuse_incomplete
+from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, do_nothing, refuse_incomplete
 from qerl_lab.system import terminal
 
 T = TypeVar("T")
 
 
-def twice(act: Callable[[], T], mend: Callable[[str], None]) -> T:
-    """Return the result of `act`. If an engine fails, call `mend` with the cause and retry once.
+def retry_once(act: Callable[[], T], recover: Callable[[str], None]) -> T:
+    """Return the result of `act`. If an engine fails, call `recover` with the cause and retry once.
 
     A second failure raises EngineFailed with both causes. With several ranks `act` must fail on all or none.
     """
     try:
         return act()
     except EngineFailed as error:
-        cause = line(error)
-    mend(cause)  # outside the handler: the traceback would keep the old engine and its memory alive
+        cause = cause_text(error)
+    recover(cause)  # outside the handler: the traceback would keep the old engine and its memory alive
     try:
         return act()
     except EngineFailed as error:
-        raise EngineFailed(f"{line(error)} (of an engine that was built because of this: {cause})") from error
+        raise EngineFailed(f"{cause_text(error)} (of an engine that was built because of this: {cause})") from error
 
 
 class RunEngine:
@@ -40,7 +40,7 @@ class RunEngine:
         self._engine = rollout.build(cfg, policy)
 
     def generate(
-        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
+        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
         """Sample completions. Raises EngineFailed, also for an incomplete rollout."""
         found = self._engine.generate(prompt_ids_P, group_size, sampling, on_done)
@@ -73,7 +73,7 @@ class RunEngine:
         try:
             self._engine.close()
         except Exception as error:
-            terminal.say(f"warning: the engine could not be closed ({type(error).__name__}: {line(error)}).")
+            terminal.say(f"warning: the engine could not be closed ({type(error).__name__}: {cause_text(error)}).")
 
     def rebuild(self, cause: str) -> None:
         """Replace the failed engine by a new one, not synced yet, and print a warning.
@@ -86,10 +86,10 @@ class RunEngine:
         try:
             self._engine = rollout.build(self.cfg, self.policy)
         except Exception as error:  # of any type; the first cause is more informative
-            again = "" if line(error) == cause else f": {type(error).__name__}: {line(error)}"
+            again = "" if cause_text(error) == cause else f": {type(error).__name__}: {cause_text(error)}"
             raise EngineFailed(f"{cause} (and no engine could be built again{again})") from error
 
 
-def line(error: Exception) -> str:
+def cause_text(error: Exception) -> str:
     """Return the first line of an error message without its full stop, to embed it in another message."""
     return first_line(error).rstrip(".")

@@ -17,27 +17,27 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import adapter_folder
 from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.config.spelling import resume_word
-from qerl_lab.evaluate.accuracy import Evaluation, evaluate, together
+from qerl_lab.evaluate.accuracy import Evaluation, evaluate, merge_parts
 from qerl_lab.model import linear, on_disk
-from qerl_lab.model.files import local_folder
-from qerl_lab.model.policy import Policy, begin_with, device_of, load_adapter, save_adapter
+from qerl_lab.model.policy import Policy, device_of, load_adapter, load_start_adapter, save_adapter
 from qerl_lab.model.policy import build as build_policy
+from qerl_lab.model.weight_files import local_folder
 from qerl_lab.preflight import question_counts
 from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.sessions import Sessions
-from qerl_lab.report import runs, tables
+from qerl_lab.report import run_summary, runs
 from qerl_lab.rollout.engine import EngineFailed
 from qerl_lab.system import terminal
 from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train import health, out_of_memory
-from qerl_lab.train.questions import Cursor, TrainingData, select
 from qerl_lab.train.ranks import Ranks, join
-from qerl_lab.train.retry import RunEngine, twice
+from qerl_lab.train.retry import RunEngine, retry_once
 from qerl_lab.train.step import first_samples
 from qerl_lab.train.stop import Interrupted, Stop
 from qerl_lab.train.trainer import LabTrainer
+from qerl_lab.train.training_data import Cursor, TrainingData, select
 
 
 @dataclass
@@ -112,13 +112,13 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
         try:
             session.check()
             asked = cfg.eval.questions, cfg.eval.samples
-            ask_heldout(session, Exam("before", 0, *asked))  # the quantized model: no trained adapter, no noise
+            evaluate_heldout(session, Exam("before", 0, *asked))  # the quantized model: no trained adapter, no noise
             if not session.done:
-                ask_subset(session, 0)
+                evaluate_subset(session, 0)
             session.check()
             train(session)
             session.check()
-            ask_heldout(session, Exam("after", cfg.steps, *asked))  # with the adapter, no noise
+            evaluate_heldout(session, Exam("after", cfg.steps, *asked))  # with the adapter, no noise
         except Interrupted:
             ranks.leave()
             if session.tracker and session.times:
@@ -151,7 +151,7 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     on_disk.check(local_folder(cfg.model.path, cfg.model.revision), cfg)  # for a model just downloaded
     task = tasks.load(cfg.task)
     directory.refuse_other_data(task.data)  # also without a checkpoint: the exam before training may be recorded
-    cut = question_counts.cut_questions(cfg, len(task.train), len(task.heldout))
+    cut = question_counts.note_cut_questions(cfg, len(task.train), len(task.heldout))
     notes = [] if question_counts.has_questions(cfg) else [*task.warnings, *cut]
     directory.refuse_other_device(device.type)
     try:
@@ -159,13 +159,13 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     except torch.OutOfMemoryError as error:
         raise ConfigError(out_of_memory.while_loading(cfg, device, error)) from error
     if saved:
-        saved.refuse_other_device(*computes_on(policy))
+        saved.refuse_other_device(*device_and_dtype(policy))
         notes += [extension(cfg)] if saved.step in cfg.extended else []
     elif cfg.lora.start_from:
         notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})")
     lacks_first_exam = cfg.eval.questions > 0 and "before" not in directory.evaluations()
     if cfg.lora.start_from and (not saved or lacks_first_exam):  # the first exam uses this adapter
-        begin_with(policy.model, adapter_folder(cfg.lora.start_from))
+        load_start_adapter(policy.model, adapter_folder(cfg.lora.start_from))
     policy.chat.day = ranks.gather(directory.sessions().first_day)[0]
     data = select(cfg, policy, task)
     notes += policy.chat.notes
@@ -181,19 +181,19 @@ def extension(cfg: RunConfig) -> str:
     return f"extended from {was} to {cfg.steps} steps: a run of {cfg.steps} from the start is another{stretched}"
 
 
-def computes_on(policy: Policy) -> tuple[str, str]:
+def device_and_dtype(policy: Policy) -> tuple[str, str]:
     """Return the device type and dtype, which must stay the same in all sessions of a run."""
     return policy.device.type, str(policy.model.dtype)
 
 
-def ask_subset(session: Session, step: int) -> None:
+def evaluate_subset(session: Session, step: int) -> None:
     """Run the held-out evaluation during training if one is due after `step`."""
     own = session.cfg.eval
     if own.every and step % own.every == 0:
-        ask_heldout(session, Exam(f"step {step}", step, own.subset_questions, own.subset_samples, "eval/subset_"))
+        evaluate_heldout(session, Exam(f"step {step}", step, own.subset_questions, own.subset_samples, "eval/subset_"))
 
 
-def ask_heldout(session: Session, exam: Exam) -> None:
+def evaluate_heldout(session: Session, exam: Exam) -> None:
     """Run an exam unless it is recorded: each rank asks its share, rank 0 records all answers.
 
     The metrics line is written last; a resumed run removes it together with later steps. Raises Interrupted and
@@ -227,8 +227,8 @@ def ask_heldout(session: Session, exam: Exam) -> None:
         session.check()  # a signal may have killed the engine
         session.engine.rebuild(cause)
 
-    own = twice(lambda: ranks.alike(ask_share, Interrupted, EngineFailed), rebuild)
-    answers = together([answers for answers in ranks.gather(own) if answers])
+    own = retry_once(lambda: ranks.run_on_all(ask_share, Interrupted, EngineFailed), rebuild)
+    answers = merge_parts([answers for answers in ranks.gather(own) if answers])
     if session.tracker:
         directory.write_evaluations(phases | {exam.name: answers.rows})
         if not is_logged:
@@ -241,7 +241,7 @@ def train(session: Session) -> None:
     cfg, policy, saved, tracker = session.cfg, session.policy, session.saved, session.tracker
     if saved and session.done == cfg.steps:  # killed after the last step: only evaluation is missing
         load_adapter(policy.model, saved.path)
-        ask_subset(session, session.done)
+        evaluate_subset(session, session.done)
         return
     cursor = Cursor(session.data, saved.prompts_seen if saved else 0)
     trainer = LabTrainer(
@@ -252,7 +252,7 @@ def train(session: Session) -> None:
 
     def after_step(step: int) -> None:
         try:
-            ask_subset(session, step)
+            evaluate_subset(session, step)
         except Interrupted:  # save the finished step; resuming repeats the evaluation
             trainer.control.should_save = trainer.control.should_training_stop = True
 
@@ -271,13 +271,13 @@ def train(session: Session) -> None:
 
             def before_save() -> dict[str, object]:
                 tracker.flush()
-                device, dtype = computes_on(policy)
+                device, dtype = device_and_dtype(policy)
                 return {"run_key": tracker.key, "config": of_run(cfg), "device": device, "dtype": dtype}
 
             trainer.on_step, trainer.before_save = record, before_save
         if saved:
             load_adapter(policy.model, saved.path)  # only now: the trainer may copy the initial adapter as KL reference
-            ask_subset(session, session.done)
+            evaluate_subset(session, session.done)
         trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
 
 
@@ -298,13 +298,13 @@ def conclude(session: Session, tracker: Tracker, times: Sessions) -> None:
         try:
             shutil.rmtree(directory.checkpoints)
         except OSError as error:  # the run stays done
-            folder = shlex.quote(terminal.near(directory.checkpoints))
+            folder = shlex.quote(terminal.format_path(directory.checkpoints))
             terminal.say(
                 f"warning: checkpoint.keep=0, and not every checkpoint could be removed ({error.strerror}: "
                 f"{error.filename}). The run is done without them. Type rm -r {folder}"
             )
-    print(f"\n{tables.closing(result)}\n\n{tables.where(directory.path, tracker.mirror)}")
-    print(tables.next_steps(directory.path), flush=True)
+    print(f"\n{run_summary.closing(result)}\n\n{run_summary.where(directory.path, tracker.mirror)}")
+    print(run_summary.next_steps(directory.path), flush=True)
 
 
 def noise_of(own: AqnConfig) -> str:

@@ -16,13 +16,13 @@ from qerl_lab.algorithms import groups
 from qerl_lab.algorithms.groups import Rewards
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.record.samples import PER_STEP, Sample
+from qerl_lab.record.samples_file import PER_STEP, Sample
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, Sampling
 from qerl_lab.tasks import UNPARSED, Question, Task
-from qerl_lab.tasks.answers.completion import as_graded
-from qerl_lab.train.questions import Cursor
+from qerl_lab.tasks.answers.completion import with_answer_start
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.stop import Diverged
+from qerl_lab.train.training_data import Cursor
 
 OVERLONG = "overlong"  # reward part that the algorithm adds to the task's reward
 
@@ -130,7 +130,7 @@ def collect(
         prompt_ids_P = [policy.prompt_ids(task.messages(question)) for question in questions_P]
         how = sampling(cfg, step, attempt, ranks.rank)
         ask = partial(engine.generate, prompt_ids_P, cfg.rollout.group_size, how) if questions_P else lambda: None
-        rollout = ranks.alike(ask, EngineFailed)
+        rollout = ranks.run_on_all(ask, EngineFailed)
         if rollout:
             refuse_nan(rollout, cfg, step)
             with clock.phase("reward", on_device=False):
@@ -170,7 +170,9 @@ def refuse_nan(rollout: Rollout, cfg: RunConfig, step: int) -> None:
 def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question], rollout: Rollout) -> list[Group]:
     """Grade a rollout and return its groups, in the rollout's order."""
     asked_P = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, strict=True)
-    texts_P_G = [as_graded(policy.prompt(prompt), [policy.decode(ids) for ids in group]) for prompt, group in asked_P]
+    texts_P_G = [
+        with_answer_start(policy.prompt(prompt), [policy.decode(ids) for ids in group]) for prompt, group in asked_P
+    ]
     asked = [question for question in questions_P for _ in range(cfg.rollout.group_size)]
     texts = [text for group in texts_P_G for text in group]
     scores = task.grade(texts, asked)
@@ -190,7 +192,7 @@ def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question
     ]  # fmt: skip
 
 
-def measures(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
+def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
     """Return metrics of a step's completions and rewards, over all groups drawn on all ranks."""
     parts = ranks.pool([group.parts for group in batch.drawn])
     finished = ranks.pool([group.finished_G for group in batch.drawn])
@@ -212,13 +214,13 @@ def measures(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
     if unparsed:
         found["reward/unparsed"] = np.mean(unparsed)
     if cfg.algorithm.dynamic_sampling:
-        found |= cost_of_resampling(batch, ranks)
+        found |= resampling_metrics(batch, ranks)
     if entropies:
         found["sampler/entropy_nats"] = sum(entropies)
     return found
 
 
-def cost_of_resampling(batch: Batch, ranks: Ranks) -> dict[str, float]:
+def resampling_metrics(batch: Batch, ranks: Ranks) -> dict[str, float]:
     """Return metrics of dynamic sampling: groups drawn and dropped, extra tokens and seconds."""
     trained = {id(group) for group in batch.groups}
     dropped = [group for group in batch.drawn if id(group) not in trained]

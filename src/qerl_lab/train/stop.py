@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Self
 
-from qerl_lab.system.exits import INTERRUPTED, SIGNALS, heard
+from qerl_lab.system.exits import INTERRUPTED, SIGNALS, stop_signals
 
 
 class Interrupted(Exception):
@@ -35,8 +35,8 @@ class Stop:
     def on_signals(cls, parent: int) -> Self:
         """Handle SIGINT, SIGTERM and SIGHUP from now on, including signals that the parent blocked until here."""
         stop = cls(parent=parent)
-        for number in heard():
-            signal.signal(number, lambda *_: stop._hear())
+        for number in stop_signals():
+            signal.signal(number, lambda *_: stop._handle_signal())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         threading.Thread(target=stop._watch_parent, daemon=True).start()
         return stop
@@ -48,7 +48,7 @@ class Stop:
                 os._exit(INTERRUPTED)
             time.sleep(1)
 
-    def _hear(self) -> None:
+    def _handle_signal(self) -> None:
         """Handle a signal: exit at once if there is nothing to save, else stop after the step."""
         if not self.can_save:
             os._exit(INTERRUPTED)

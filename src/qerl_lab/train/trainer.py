@@ -36,11 +36,11 @@ from qerl_lab.system import terminal
 from qerl_lab.train import packing
 from qerl_lab.train.grpo_config import grpo_config
 from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts, probe
-from qerl_lab.train.questions import Cursor
 from qerl_lab.train.ranks import ALONE, Ranks
-from qerl_lab.train.retry import RunEngine, twice
-from qerl_lab.train.step import Batch, Clock, collect, measures
+from qerl_lab.train.retry import RunEngine, retry_once
+from qerl_lab.train.step import Batch, Clock, collect, completion_metrics
 from qerl_lab.train.stop import Diverged, Interrupted, Stop
+from qerl_lab.train.training_data import Cursor
 
 
 class LabTrainer(GRPOTrainer):
@@ -107,7 +107,7 @@ class LabTrainer(GRPOTrainer):
         self.batch = batch = self._collect()
         with self.clock.phase("probe"):
             self._measure_noise(batch.rollouts[0])  # every rank has one
-        self.measured |= measures(self.cfg, batch, self.ranks)
+        self.measured |= completion_metrics(self.cfg, batch, self.ranks)
         self.use_vllm = False  # else TRL would now send weights to a vLLM of its own
         rows = [{"prompt": group.question.prompt} for group in batch.groups for _ in group.texts_G]
         with self._noise_in_trainer():
@@ -145,10 +145,10 @@ class LabTrainer(GRPOTrainer):
                 if self.ranks.is_first and (said := self.level.missed(self.step)):
                     terminal.say(f"warning, step {self.step}: {said}")
             with self.clock.phase("sync"):
-                self.ranks.alike(lambda: engine.sync(self.noise), EngineFailed)
+                self.ranks.run_on_all(lambda: engine.sync(self.noise), EngineFailed)
             batch = collect(self.cfg, self.step, self.cursor, self.policy, engine, self.clock, self.ranks)
             with self.clock.phase("sync", on_device=False):  # sleeping waits for the device itself
-                self.ranks.alike(engine.sleep, EngineFailed)
+                self.ranks.run_on_all(engine.sleep, EngineFailed)
             return batch
 
         if not isinstance(engine, RunEngine):  # a benchmark's: it fails
@@ -165,7 +165,7 @@ class LabTrainer(GRPOTrainer):
             self.clock.seconds["rollout"] = self.clock.own_time() - started
             self.measured["rollout/engine_restarts"] = 1
 
-        return twice(attempt, start_again)
+        return retry_once(attempt, start_again)
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
         """TRL's rollout function: return prompt ids, completion ids and log-probs of each completion."""
@@ -371,7 +371,7 @@ class _Steps(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, lr_scheduler: LambdaLR, **_: Any
     ) -> None:
-        """Set the learning rate of an extended run, whose checkpoint holds the shorter schedule's next rate."""
+        """Set the learning rate of an extended run: its checkpoint holds the next rate of the shorter schedule."""
         extended = [steps * self.trainer.cfg.updates_per_step for steps in self.trainer.cfg.extended]
         if state.global_step not in extended:
             return

@@ -65,7 +65,7 @@ def test_micro_batches_give_the_gradient_of_the_batch(model: PeftModel, monkeypa
         def zero_grad(self) -> None:
             model.zero_grad()
 
-    arm = train_step.Trained(model, Optimizer(), 0, 0)
+    arm = train_step.TrainedArm(model, Optimizer(), 0, 0)
     for micro in (4, 1):
         train_step.train_step(arm, tokens(), micro, train_step.chunked_loss)
     assert len(grads[0]) == 28

@@ -78,9 +78,9 @@ def test_the_base_of_qlora_is_counted_with_its_scales(tmp_path: Path) -> None:
     weight = torch.randn(128, 512)
     packed = bitsandbytes.nn.Params4bit(weight, quant_type="nf4", blocksize=64, compress_statistics=True).to("cpu")
     scales = weight.numel() // 64
-    assert stock_trl.held(packed) == pytest.approx(weight.numel() / 2 + scales + 4 * scales / 256, abs=2048)
-    assert stock_trl.held(packed) > weight.numel() / 2 + scales
-    assert stock_trl.held(torch.nn.Parameter(weight)) == 4 * weight.numel()
+    assert stock_trl.bytes_of_weight(packed) == pytest.approx(weight.numel() / 2 + scales + 4 * scales / 256, abs=2048)
+    assert stock_trl.bytes_of_weight(packed) > weight.numel() / 2 + scales
+    assert stock_trl.bytes_of_weight(torch.nn.Parameter(weight)) == 4 * weight.numel()
 
 
 @NEEDS_VLLM

@@ -8,7 +8,7 @@ import torch
 from bench_jobs import FakeSampler
 from qerl_lab.bench import kernel_times, rollout
 from qerl_lab.bench.gpu_timing import graphed
-from qerl_lab.bench.kernel_times import Kernel, busy, differences, short
+from qerl_lab.bench.kernel_times import Kernel, busy_microseconds, differences, short_name
 from qerl_lab.report import bench
 
 PREFILL = [Kernel("prefill", 0.0, 100.0)]
@@ -34,8 +34,8 @@ def test_the_prefill_is_in_both_calls_and_in_no_token() -> None:
 
 
 def test_time_in_which_two_kernels_run_counts_once() -> None:
-    assert busy([]) == 0
-    assert busy([Kernel("late", 8.0, 9.0), Kernel("long", 0.0, 5.0), Kernel("inside", 1.0, 2.0)]) == 6.0
+    assert busy_microseconds([]) == 0
+    assert busy_microseconds([Kernel("late", 8.0, 9.0), Kernel("long", 0.0, 5.0), Kernel("inside", 1.0, 2.0)]) == 6.0
 
 
 @pytest.mark.parametrize(("name", "shown"), [
@@ -44,14 +44,14 @@ def test_time_in_which_two_kernels_run_counts_once() -> None:
     ("_expand", "_expand"), ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD "), ("<lambda>", "<lambda>"),
 ])  # fmt: skip
 def test_names_are_without_their_arguments(name: str, shown: str) -> None:
-    assert short(name) == shown
+    assert short_name(name) == shown
 
 
 @pytest.mark.parametrize(("timed", "profiled"), [((128, 512), (288, 352)), ((20, 81), (20, 81)), ((1, 2), (1, 2))])
 def test_the_tokens_profiled_have_in_the_mean_the_length_of_those_timed(
     timed: tuple[int, int], profiled: tuple[int, int]
 ) -> None:
-    assert kernel_times.ends(*timed) == profiled
+    assert kernel_times.token_counts(*timed) == profiled
     assert sum(timed) == sum(profiled)
 
 
@@ -78,7 +78,7 @@ def test_two_calls_are_profiled_after_the_timed_ones(monkeypatch: pytest.MonkeyP
 def test_the_profiler_sees_the_kernels_of_a_graph() -> None:
     x = torch.zeros(1024, device="cuda")
     step = graphed(lambda: x.add_(1))
-    row = kernel_times.of_token(lambda number: [step() for _ in range(number)], 8, 32)
+    row = kernel_times.profile_token(lambda number: [step() for _ in range(number)], 8, 32)
     assert sum(kernel["calls"] for kernel in row["kernels"]) == pytest.approx(1)
     assert 0 < row["busy_us"] < 100
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.cli import cluster, launch, train
-from qerl_lab.cli.overrides import spell
+from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.cli.scheduler import Call, Ended
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
@@ -31,7 +31,7 @@ def test_a_time_limit_is_read_as_slurm_reads_it(time: str, minutes: int) -> None
 ])  # fmt: skip
 def test_a_job_that_no_node_of_ray_can_hold_is_said(cfg: RunConfig, nodes: list, said: str) -> None:
     has_gpus = any("GPU" in node for node in nodes)
-    found = cluster.waits_for_a_node([cluster.asked_of_ray(cfg, has_gpus)], nodes)
+    found = cluster.oversize_warning([cluster.ray_resources(cfg, has_gpus)], nodes)
     assert re.search(said, found) if said else not found
 
 
@@ -54,7 +54,7 @@ def test_other_flags_are_refused(text: str, said: str) -> None:
 
 @pytest.mark.parametrize("typed", ["slurm=--time=60 --partition=a,b", "slurm='--time=60 --partition=a,b'"])
 def test_flags_are_one_text_with_and_without_quotes(typed: str) -> None:
-    assert spell(typed) == "slurm='--time=60 --partition=a,b'"
+    assert spell_for_hydra(typed) == "slurm='--time=60 --partition=a,b'"
 
 
 @pytest.mark.parametrize(("device", "flags", "needs"), [
@@ -67,7 +67,7 @@ def test_flags_are_one_text_with_and_without_quotes(typed: str) -> None:
 ])  # fmt: skip
 def test_a_job_asks_slurm_for_what_it_uses_unless_the_flags_do(device: str, flags: str, needs: dict[str, int]) -> None:
     configs = [RunConfig(device=device, gpus=gpus, cpu_threads=2 * gpus) for gpus in (1, 2)]
-    assert cluster.needs(configs, cluster.flags(flags)) == needs
+    assert cluster.resources_of(configs, cluster.flags(flags)) == needs
 
 
 def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

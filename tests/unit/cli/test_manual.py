@@ -9,7 +9,7 @@ from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.manual import describe, manual
 from qerl_lab.cli.train import main
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.files import choices_of, package_data
+from qerl_lab.config.conf_folder import choices_of, package_data
 from qerl_lab.config.schema import RunConfig
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from qerl_lab.cli import launch
 from qerl_lab.cli.compose import Job, make_plan
-from qerl_lab.cli.overrides import spell
+from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.cli.train import main
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 
 ARM = ", ".join(choices_of("experiment"))
 
@@ -212,7 +212,7 @@ def test_a_file_of_the_user_s_own_is_an_option_like_ours(tmp_path, capsys):
     ],
 )
 def test_a_plus_is_the_user_s_to_type_or_to_leave_out(typed, spelled):
-    assert spell(typed) == spelled
+    assert spell_for_hydra(typed) == spelled
 
 
 def only_job(*words: str) -> Job:
@@ -230,7 +230,7 @@ def test_a_model_given_by_its_path_is_labelled_by_it_and_not_by_the_option_of_it
 
 def test_a_commit_that_looks_like_a_number_stays_as_it_was_typed():
     words = ["scale=custom", "model.path=a/b", "model.revision=7e12345", "run_dir=1_0"]
-    config = only_job(*map(spell, words)).config
+    config = only_job(*map(spell_for_hydra, words)).config
     assert (config.model.revision, config.run_dir) == ("7e12345", "1_0")
 
 

@@ -12,7 +12,7 @@ import yaml
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.manual import GROUPS, describe
 from qerl_lab.config.arm import config_hash, leaves
-from qerl_lab.config.files import choices_of, package_data
+from qerl_lab.config.conf_folder import choices_of, package_data
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import PAPER_INSTRUCTION
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import FOREIGN_NAMES, schema
 from qerl_lab.config.option import ConfigError, spelled_number
 from qerl_lab.config.rules import from_dict

@@ -100,8 +100,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(file.name)
         return stretches(file, size)
 
-    stretches = module._stretches
-    monkeypatch.setattr(module, "_stretches", spied)
+    stretches = module._parts_to_hash
+    monkeypatch.setattr(module, "_parts_to_hash", spied)
     return names
 
 

@@ -7,13 +7,13 @@ import pytest
 
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.grammar import read
-from qerl_lab.cli.overrides import spell
+from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.arm import config_hash
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.paths import anchored, sha256, sqlite_file, sqlite_uri
+from qerl_lab.config.paths import sha256, sqlite_file, sqlite_uri, with_absolute_paths
 from qerl_lab.config.schema import ModelConfig, RunConfig, TaskConfig, TrackingConfig
-from qerl_lab.config.spelling import readable, shell_line, word
-from qerl_lab.evaluate.options import CompareOptions
+from qerl_lab.config.spelling import quote_override, shell_line, word
+from qerl_lab.evaluate.evaluate_options import CompareOptions
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_local_paths_become_absolute_and_hub_ids_stay(here: Path, given: str, kept: str) -> None:
     kept = kept.replace("HERE", str(here)).replace("HOME", str(here.parent / "home"))
-    found = anchored(RunConfig(model=ModelConfig(path=given), task=TaskConfig(path=given)))
+    found = with_absolute_paths(RunConfig(model=ModelConfig(path=given), task=TaskConfig(path=given)))
     assert (found.model.path, found.task.path) == (kept, kept)
 
 
@@ -61,7 +61,7 @@ def test_local_paths_become_absolute_and_hub_ids_stay(here: Path, given: str, ke
 )
 def test_the_file_of_an_sqlite_store_becomes_absolute(here: Path, given: str | None, kept: str | None) -> None:
     kept = kept and kept.replace("HERE", str(here)).replace("HOME", str(here.parent / "home"))
-    assert anchored(RunConfig(tracking=TrackingConfig(uri=given))).tracking.uri == kept
+    assert with_absolute_paths(RunConfig(tracking=TrackingConfig(uri=given))).tracking.uri == kept
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_database_s_path_and_its_uri_are_one(path: str, uri: str) -> None:
     ],
 )
 def test_what_hydra_cannot_read_is_quoted(word: str, read: str) -> None:
-    assert readable(word) == read
+    assert quote_override(word) == read
 
 
 @pytest.mark.parametrize(
@@ -103,13 +103,13 @@ def test_what_hydra_cannot_read_is_quoted(word: str, read: str) -> None:
 def test_a_word_that_a_command_prints_is_read_as_it_was_meant(text: str) -> None:
     """By the other commands, and as a text of a run."""
     assert read(CompareOptions, [word("csv", text)]).csv == text
-    (job,) = make_plan([spell(word("task.instruction", text))], False).jobs
+    (job,) = make_plan([spell_for_hydra(word("task.instruction", text))], False).jobs
     assert job.config.task.instruction == text
     assert word("model", "org/name-7B") == "model=org/name-7B", "no quotes where none are needed"
 
 
 def plan(line: str, multirun: bool = False):
-    return make_plan([spell(word) for word in line.split()], multirun)
+    return make_plan([spell_for_hydra(word) for word in line.split()], multirun)
 
 
 @pytest.mark.parametrize(
@@ -140,13 +140,13 @@ def test_a_plan_has_them_as_the_run_will(here: Path) -> None:
 
 def test_a_run_records_the_hash_of_the_claims_that_it_is_to_test(here: Path) -> None:
     (here / "claims.yaml").write_text("claims: []")
-    kept = anchored(RunConfig(preregistration="claims.yaml"))
+    kept = with_absolute_paths(RunConfig(preregistration="claims.yaml"))
     assert kept.preregistration == str(here / "claims.yaml")
     assert kept.preregistration_sha256 == sha256(here / "claims.yaml")
-    assert anchored(kept) == kept
-    assert config_hash(kept) == config_hash(anchored(RunConfig()))  # it makes no other arm
+    assert with_absolute_paths(kept) == kept
+    assert config_hash(kept) == config_hash(with_absolute_paths(RunConfig()))  # it makes no other arm
     (here / "claims.yaml").write_text("claims: [another]")
     with pytest.raises(ConfigError, match=r"preregistration_sha256=.* is not that of"):
-        anchored(kept)
+        with_absolute_paths(kept)
     with pytest.raises(ConfigError, match=r"preregistration=none\.yaml is no file"):
-        anchored(RunConfig(preregistration="none.yaml"))
+        with_absolute_paths(RunConfig(preregistration="none.yaml"))

@@ -9,7 +9,7 @@ import pytest
 
 from qerl_lab.cli import grammar, train
 from qerl_lab.config.option import option
-from qerl_lab.config.spelling import as_typed, readable, shell_word
+from qerl_lab.config.spelling import quote_override, shell_word, unquote_override
 
 TEXTS = [
     "läufe/a,b", "läufe/a=b", "läufe/a=b,c", "lä$x,b", "ü (1)", "it's, $HOME", 'ä="b', "a,`b`", "a!,b", "a,b\\", "ä=\\",
@@ -51,4 +51,4 @@ def test_what_an_error_says_to_type_is_that_one_value(text: str, tmp_path: Path,
 
 @pytest.mark.parametrize("word", ["run_dir='ä,b'c", "run_dir=it's x'y,ä", 'run_dir="ä",b', "run_dir='a\\'ä'"])
 def test_quotes_that_were_typed_stay(word: str) -> None:
-    assert as_typed(readable(word)) == word
+    assert unquote_override(quote_override(word)) == word

@@ -19,7 +19,7 @@ from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import accuracy_run, benchmarks, subject
-from qerl_lab.evaluate.options import AccuracyOptions
+from qerl_lab.evaluate.evaluate_options import AccuracyOptions
 from qerl_lab.evaluate.subject import samplings
 from qerl_lab.evaluate.summary import ABOUT, ROWS
 from qerl_lab.model import policy

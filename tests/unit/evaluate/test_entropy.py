@@ -13,7 +13,7 @@ from scipy import stats as scipy_stats
 
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import entropy
-from qerl_lab.evaluate.options import EntropyOptions
+from qerl_lab.evaluate.evaluate_options import EntropyOptions
 from qerl_lab.evaluate.weight_error import LayerError, total
 from qerl_lab.quantize import __main__ as quantize
 
@@ -33,7 +33,7 @@ def test_entropy_and_kl_are_those_of_float64(texts: entropy.Texts) -> None:
     generator = torch.Generator().manual_seed(0)
     for parameter in other.parameters():
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
-    entropies, divergences = entropy.compared(other, texts, batch_size=4)
+    entropies, divergences = entropy.compare_to_dense(other, texts, batch_size=4)
     p_model, q_model = copy.deepcopy(texts.model).double(), copy.deepcopy(other).double()
     expected = []
     for given, compared in texts.pairs:
@@ -97,7 +97,7 @@ def test_a_checkpoint_is_measured_as_the_same_model_packed_while_it_is_loaded(tm
 
 
 def test_a_model_whose_logits_are_not_finite_is_told_and_null(tmp_path: Path, monkeypatch, capsys) -> None:
-    measured = entropy.compared
+    measured = entropy.compare_to_dense
 
     def compared(*asked) -> tuple[torch.Tensor, torch.Tensor]:
         entropies_T, kl_T = measured(*asked)
@@ -106,7 +106,7 @@ def test_a_model_whose_logits_are_not_finite_is_told_and_null(tmp_path: Path, mo
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    monkeypatch.setattr(entropy, "compared", compared)
+    monkeypatch.setattr(entropy, "compare_to_dense", compared)
     assert evaluate.main(["entropy", "formats=mxfp4", "parts=false", f"out={tmp_path}", *SMALL]) == 0
     dense, arm = json.loads((tmp_path / "entropy.json").read_text(), parse_constant=refuse)["rows"]
     unknown = dict.fromkeys(("mean", "low", "high"))

@@ -7,7 +7,7 @@ import torch
 from packed_layers import BF16, MXFP4, NF4, NVFP4
 from qerl_lab.aqn import Noise
 from qerl_lab.evaluate import entropy, format_effects
-from qerl_lab.evaluate.options import EntropyOptions
+from qerl_lab.evaluate.evaluate_options import EntropyOptions
 from qerl_lab.report import plots
 
 CPU = torch.device("cpu")
@@ -52,9 +52,9 @@ def test_the_errors_of_a_linear_on_its_own_inputs(texts: entropy.Texts) -> None:
 
 
 def test_a_format_does_here_what_the_entropy_command_says(texts: entropy.Texts) -> None:
-    found = format_effects.of_formats(texts, "pocket", [MXFP4, BF16]).loc["mxfp4"]
+    found = format_effects.effects_of_formats(texts, "pocket", [MXFP4, BF16]).loc["mxfp4"]
     cfg = entropy.run_config(EntropyOptions(), "mxfp4")
-    entropies_T, kl_T = entropy.compared(format_effects.policy.load_base(cfg, CPU)[0], texts, 32)
+    entropies_T, kl_T = entropy.compare_to_dense(format_effects.policy.load_base(cfg, CPU)[0], texts, 32)
     expected = entropy.estimates(entropies_T, texts)["entropy_change"]
     assert found[["entropy_change", "change_low", "change_high", "p"]].tolist() == list(expected.values())
     assert found["kl"] == kl_T.mean().item() > 1e-4
@@ -62,18 +62,18 @@ def test_a_format_does_here_what_the_entropy_command_says(texts: entropy.Texts) 
 
 def test_noise_acts_while_it_is_measured_and_no_longer(texts: entropy.Texts) -> None:
     before = {name: norm.clone() for name, norm in texts.policy.norms.items()}
-    noise = format_effects.of_noise(texts, [0.05, 0.1, 0.2], draws=2)
+    noise = format_effects.effects_of_noise(texts, [0.05, 0.1, 0.2], draws=2)
     assert noise["kl"].groupby(noise["sigma"]).mean().is_monotonic_increasing
     assert noise["kl"].min() > 0
     assert all(torch.equal(norm, before[name]) for name, norm in texts.policy.norms.items())
     assert format_effects.with_noise(texts, Noise(0.0, seed=0, step=1))[1].abs().max() < 1e-9
     target = noise["kl"].groupby(noise["sigma"]).mean()
-    as_much = format_effects.of_as_much_noise(texts, noise, pd.Series({"x": (target[0.1] * target[0.2]) ** 0.5}))
+    as_much = format_effects.effects_at_kl(texts, noise, pd.Series({"x": (target[0.1] * target[0.2]) ** 0.5}))
     assert 0.1 < as_much.loc["x", "sigma"] < 0.2
     with pytest.raises(ValueError, match="x: a KL of 1 is outside those measured"):
-        format_effects.of_as_much_noise(texts, noise, pd.Series({"x": 1.0}))
+        format_effects.effects_at_kl(texts, noise, pd.Series({"x": 1.0}))
     falling = pd.DataFrame({"sigma": [0.1, 0.2, 0.3], "draw": 1, "kl": [1.0, 3.0, 2.0]})
     with pytest.raises(ValueError, match="does not rise with sigma"):
-        format_effects.of_as_much_noise(texts, falling, pd.Series({"x": 2.5}))
-    figure = plots.noise_and_formats(noise, format_effects.of_formats(texts, "pocket", [NVFP4]))
+        format_effects.effects_at_kl(texts, falling, pd.Series({"x": 2.5}))
+    figure = plots.plot_noise_and_formats(noise, format_effects.effects_of_formats(texts, "pocket", [NVFP4]))
     assert [line.get_label() for line in figure.axes[0].lines] == ["noise, each draw", "noise, mean", "nvfp4"]

@@ -14,8 +14,8 @@ from qerl_lab.cli.grammar import read
 from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import compare
-from qerl_lab.evaluate.options import AccuracyOptions
-from qerl_lab.evaluate.summary import ABOUT, ROWS, SCHEMA, answer_entropies, of_rows, summarize, table
+from qerl_lab.evaluate.evaluate_options import AccuracyOptions
+from qerl_lab.evaluate.summary import ABOUT, ROWS, SCHEMA, answer_entropies, summarize, summarize_each, table
 from qerl_lab.report.stats import crossed_interval
 
 HOT, COOL = "temperature 1, top-p 1, 64 tokens", "temperature 0.6, top-p 0.95, 64 tokens"
@@ -79,20 +79,20 @@ def test_a_partly_right_sample_counts_for_the_mean_and_not_for_a_pass() -> None:
 def test_one_sample_has_no_error_of_draws_and_one_question_no_error() -> None:
     one = summarize(answers([[1.0]], unparsed=1.0))
     assert (one["standard_error"], one["standard_error_of_draws"], one["unparsed"]) == (None, None, 1.0)
-    assert "-" in table(of_rows(answers([[1.0]]))).splitlines()[1].split()
+    assert "-" in table(summarize_each(answers([[1.0]]))).splitlines()[1].split()
 
 
 def test_only_a_benchmark_that_says_what_it_could_not_read_has_a_number_of_it() -> None:
     """Together in one file the rows of the other hold NaN there, which no JSON does."""
     rows = pd.concat([answers([[1.0], [0.0]], "math500", unparsed=1.0), answers([[1.0], [0.0]], "code")])
-    math500, code = of_rows(rows)
+    math500, code = summarize_each(rows)
     assert math500["unparsed"] == 1.0
     assert "unparsed" not in code
 
 
 def test_the_table_has_a_row_a_benchmark_and_engine() -> None:
     rows = pd.concat([answers([[1, 0], [1, 1]], name, engine) for name in ("a", "b") for engine in ("own", "common")])
-    lines = table(of_rows(rows)).splitlines()
+    lines = table(summarize_each(rows)).splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [["a", "own"], ["a", "common"], ["b", "own"], ["b", "common"]]
     assert all("0.750" in line and "@2 1.000" in line for line in lines[1:])
 
@@ -118,7 +118,7 @@ def write(
 
 def compared(*folders: str) -> list[compare.Difference]:
     arms = [compare.read_arm(folder) for folder in folders]
-    return list(compare.differences(compare.paired(*arms)[0], []))
+    return list(compare.differences(compare.pair_evaluations(*arms)[0], []))
 
 
 A, B = [[1, 0], [0, 0], [1, 1], [0, 1]], [[1, 1], [1, 0], [1, 1], [0, 0]]
@@ -144,7 +144,7 @@ def test_seeds_are_paired_and_both_count(tmp_path: Path) -> None:
             values[arm, seed] = rng.integers(0, 2, (6, 2)).astype(float)
             write(tmp_path / arm / f"s{seed}" / "evaluations" / "x", answers(values[arm, seed].tolist()), seed)
     arms = [compare.read_arm(str(tmp_path / arm)) for arm in "ab"]
-    pairs, notes = compare.paired(*arms)
+    pairs, notes = compare.pair_evaluations(*arms)
     assert [one.seed for one, _ in pairs] == [0, 1]
     assert notes == ["seeds [2, 3] are in one of the two only, and left out"]
     accuracy = next(compare.differences(pairs, []))
@@ -170,7 +170,7 @@ def test_seeds_of_one_arm_may_lie_elsewhere_and_be_of_an_older_version(tmp_path:
     ]  # fmt: skip
     engine = {"rollout.engine": "vllm"}
     with_key = engine | {"rollout.vllm.sleep": "False"}
-    trained = compare.trained_differently
+    trained = compare.differing_keys
     assert trained(arms[0] | with_key, arms[1] | engine) == []
     assert trained(arms[0] | with_key, arms[1] | engine | {"rollout.vllm.sleep": "True"}) == ["rollout.vllm.sleep"]
     assert trained(arms[0], arms[2]) == ["training_sha256"]
@@ -181,7 +181,9 @@ def test_seeds_of_one_arm_may_lie_elsewhere_and_be_of_an_older_version(tmp_path:
 def test_other_draws_are_said(tmp_path: Path) -> None:
     folders = [write(tmp_path / str(draw), answers(A), run_seed=1, seed=draw) for draw in (1, 5)]
     arms = [compare.read_arm(folder) for folder in folders]
-    assert compare.paired(*arms)[1] == ["A and B were drawn with seed=1 and 5: they differ in their draws too"]
+    assert compare.pair_evaluations(*arms)[1] == [
+        "A and B were drawn with seed=1 and 5: they differ in their draws too"
+    ]
 
 
 def test_two_engines_or_machines_are_said(tmp_path: Path) -> None:
@@ -189,8 +191,8 @@ def test_two_engines_or_machines_are_said(tmp_path: Path) -> None:
     mine, theirs = {"rollout": "vllm", "device": "cuda"}, {"rollout": "transformers", "device": "cpu"}
     folders = [write(tmp_path / name, answers(A), **how) for name, how in (("a", mine), ("b", theirs), ("c", mine))]
     a, b, c = (compare.read_arm(folder) for folder in folders)
-    assert compare.paired(a, c)[1] == []
-    (note,) = compare.paired(a, b)[1]
+    assert compare.pair_evaluations(a, c)[1] == []
+    (note,) = compare.pair_evaluations(a, b)[1]
     assert note.startswith("A and B ran with rollout=vllm and transformers, device=cuda and cpu: a part of the diff")
 
 
@@ -206,7 +208,7 @@ def of_engines(*sides: list[str]) -> tuple[list[str], list[str]]:
     """The engines that are compared, and the notes on them, of evaluations by seed on two sides."""
     arms = [{seed: one for folder in side for seed, one in compare.read_arm(folder).items()} for side in sides]
     notes: list[str] = []
-    found = list(compare.differences(compare.paired(*arms)[0], notes))
+    found = list(compare.differences(compare.pair_evaluations(*arms)[0], notes))
     return [one.engine for one in found if one.measure == "accuracy"], notes
 
 

@@ -12,7 +12,7 @@ import torch
 
 from packed_layers import LAYER_NAMES, dense_twin, tiny_model, tokens
 from qerl_lab.cli import compose, train
-from qerl_lab.config import files
+from qerl_lab.config import conf_folder
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.formats import FORMATS
@@ -77,9 +77,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a dense model, and a lab that has the format."""
     lab = tmp_path / "lab"
     for name in ("conf", "sweeps"):
-        shutil.copytree(files.package_data(name), lab / name)
+        shutil.copytree(conf_folder.package_data(name), lab / name)
     (lab / "conf" / "format" / "int4.yaml").write_text(YAML)
-    for module in (files, compose):
+    for module in (conf_folder, compose):
         monkeypatch.setattr(module, "package_data", lambda name: lab / name)
     (lab / "int4.py").write_text(FILE)
     monkeypatch.syspath_prepend(lab)
@@ -93,7 +93,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def composed(*words: str) -> RunConfig:
     """The configuration of a command."""
-    line = [train.spell(word) for word in (*words, "device=cpu", "lora.rank=4")]
+    line = [train.spell_for_hydra(word) for word in (*words, "device=cpu", "lora.rank=4")]
     return compose.make_plan(line, multirun=False).jobs[0].config
 
 

@@ -16,8 +16,8 @@ from qerl_lab.formats.format import Format
 from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
-from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import PackedLinear
+from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import __main__ as quantize
 from small_checkpoints import edit_tensors, equal, write_dense
 

@@ -12,10 +12,10 @@ from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.arm import config_hash, of_run
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.paths import WEIGHTS, anchored
+from qerl_lab.config.paths import WEIGHTS, with_absolute_paths
 from qerl_lab.config.schema import ModelConfig, RunConfig
 from qerl_lab.evaluate import subject
-from qerl_lab.evaluate.options import AccuracyOptions
+from qerl_lab.evaluate.evaluate_options import AccuracyOptions
 from qerl_lab.model.on_disk import ASSETS, check_content
 from qerl_lab.preflight import check
 from qerl_lab.record.directory import RunDirectory
@@ -98,7 +98,7 @@ def test_a_hash_that_is_typed_must_be_the_one_found(model: Path) -> None:
 def run(tiny: Tiny, model: Path, tmp_path: Path) -> RunDirectory:
     """A run that was claimed; its adapter is none, and is not asked for."""
     directory = RunDirectory(tmp_path / "run")
-    directory.claim(anchored(tiny(model__path=str(model))), Typed("the command"))
+    directory.claim(with_absolute_paths(tiny(model__path=str(model))), Typed("the command"))
     return directory
 
 

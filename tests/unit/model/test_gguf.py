@@ -24,8 +24,8 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY, UNPACKED
 from qerl_lab.config.schema import ModelConfig, RunConfig
 from qerl_lab.model import gguf, on_disk, policy
-from qerl_lab.model.files import local_folder
 from qerl_lab.model.on_disk import ASSETS
+from qerl_lab.model.weight_files import local_folder
 from qerl_lab.quantize.quantize_model import run as quantize
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.quantize.quantize_options import check as check_quantize
@@ -112,14 +112,14 @@ def test_it_is_unpacked_once_and_again_when_the_file_changes(
     half = gguf.folder_of(file).with_name(f"{gguf.folder_of(file).name}.partial")
     half.mkdir(parents=True)  # of a process that was killed
     (half / "model.safetensors").write_text("half")
-    assert on_disk.local(str(file)) is None
+    assert on_disk.local_path(str(file)) is None
     first = local_folder(str(file), None)
     said = capsys.readouterr().err
     assert "m.gguf: tensors in Q4_1 (15), F32 (5); transformers dequantizes them to bfloat16, kept in" in said
     assert not half.exists()
     about = json.loads((first / UNPACKED).read_text())
     assert len(about["sha256"]) == 64
-    assert (on_disk.local(str(file)), local_folder(str(file), None)) == (first, first)
+    assert (on_disk.local_path(str(file)), local_folder(str(file), None)) == (first, first)
     assert "dequantizes" not in capsys.readouterr().err
     write_gguf(file, seed=1)
     os.utime(file, ns=(1, 1))

@@ -30,10 +30,10 @@ from qerl_lab.formats import format as machinery
 from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.model import policy
-from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import FUSED, PackedLinear, weight_bytes
 from qerl_lab.model.loading import empty_model, fill, stored_as
 from qerl_lab.model.on_disk import ASSETS
+from qerl_lab.model.weight_files import WeightFiles
 from small_checkpoints import edit_config, edit_tensors, equal, load, write_dense, write_packed
 from waiting import give_time
 

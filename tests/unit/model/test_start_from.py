@@ -18,7 +18,7 @@ from packed_layers import tiny_model
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.arm import config_hash
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.paths import anchored
+from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model import adapter_files, policy
 from qerl_lab.model.policy import Policy
@@ -53,7 +53,7 @@ def changed(run: Path, folder: Path, **settings: Any) -> Path:
 @pytest.mark.parametrize("of_run", [True, False])
 def test_a_run_begins_with_the_weights_of_another(run: Path, tmp_path: Path, tiny: Tiny, of_run: bool) -> None:
     start = run if of_run else changed(run, tmp_path / "adapter")
-    cfg = anchored(tiny(format__name="nvfp4", lora__start_from=str(start)))
+    cfg = with_absolute_paths(tiny(format__name="nvfp4", lora__start_from=str(start)))
     check(cfg, tmp_path / "second")
     directory = RunDirectory(tmp_path / "second")
     directory.claim(cfg, Typed("second"))
@@ -69,7 +69,9 @@ def test_a_resumed_run_that_lost_its_answers_asks_before_training_with_that_adap
     run: Path, tmp_path: Path, tiny: Tiny
 ) -> None:
     directory = RunDirectory(tmp_path / "second")
-    directory.claim(anchored(tiny(format__name="nvfp4", steps=1, lora__start_from=str(run))), Typed("second"))
+    directory.claim(
+        with_absolute_paths(tiny(format__name="nvfp4", steps=1, lora__start_from=str(run))), Typed("second")
+    )
     directory.begin()
     assert train(directory.config(), directory, Stop()) == 0
     whole = directory.evaluations()["before"]
@@ -111,7 +113,9 @@ def test_it_is_another_arm_by_the_content_of_the_adapter(run: Path, tmp_path: Pa
 def test_what_does_not_fit_is_refused_before_a_run_starts(
     run: Path, tmp_path: Path, tiny: Tiny, settings: dict[str, Any], message: str
 ) -> None:
-    cfg = anchored(tiny(format__name="bf16", lora__start_from=str(changed(run, tmp_path / "other", **settings))))
+    cfg = with_absolute_paths(
+        tiny(format__name="bf16", lora__start_from=str(changed(run, tmp_path / "other", **settings)))
+    )
     with pytest.raises(ConfigError, match=message):
         check(cfg, tmp_path / "run")
 
@@ -130,19 +134,19 @@ def test_an_adapter_is_refused_where_peft_changed_its_base(
     after = get_peft_model(base, lora).unload().state_dict()
     is_changed = any(not torch.equal(after[name], weight) for name, weight in before.items())
     start = changed(run, tmp_path / "adapter", init_lora_weights=init)
-    cfg = anchored(tiny(format__name="bf16", lora__start_from=str(start)))
+    cfg = with_absolute_paths(tiny(format__name="bf16", lora__start_from=str(start)))
     with pytest.raises(ConfigError, match="has init_lora_weights=") if is_changed else nullcontext():
         adapter_files.check(cfg)
 
 
 def test_an_adapter_that_is_not_there_or_has_changed_is_refused(run: Path, tmp_path: Path, tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match="holds no adapter_model"):
-        anchored(tiny(lora__start_from=str(tmp_path)))
-    cfg = anchored(tiny(format__name="bf16", lora__start_from=str(changed(run, tmp_path / "copy"))))
+        with_absolute_paths(tiny(lora__start_from=str(tmp_path)))
+    cfg = with_absolute_paths(tiny(format__name="bf16", lora__start_from=str(changed(run, tmp_path / "copy"))))
     cfg.lora.start_hash = "0" * 12
     with pytest.raises(ConfigError, match="was another adapter when the run was composed"):
         adapter_files.check(cfg)
     with pytest.raises(ConfigError, match=r"Leave lora\.start_hash out"):
-        anchored(replace(cfg, lora=replace(cfg.lora)))
+        with_absolute_paths(replace(cfg, lora=replace(cfg.lora)))
     with pytest.raises(ConfigError, match=r"lora\.start_hash"):
         make_plan(["lora.start_hash=0123456789ab"], multirun=False)

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 
 from qerl_lab.config.message import say_hub_is_asked
 from qerl_lab.config.option import ConfigError
-from qerl_lab.model import files as module
 from qerl_lab.model import on_disk
-from qerl_lab.model.files import WeightFiles, local_folder
+from qerl_lab.model import weight_files as module
 from qerl_lab.model.on_disk import ASSETS, INDEX, SINGLE
+from qerl_lab.model.weight_files import WeightFiles, local_folder
 
 TENSORS = {
     "a.weight": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),

@@ -16,10 +16,10 @@ from packed_layers import BY_NAME, pack_model, tiny_model
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats import recognize
 from qerl_lab.formats.format import PackedAs
-from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import FUSED, PackedLinear
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.on_disk import ASSETS
+from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import llmcompressor, quantize_model
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from small_checkpoints import load, write_dense

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from packed_layers import NVFP4, tiny_model
 from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
-from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import packable
 from qerl_lab.model.on_disk import ASSETS
+from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import divergence, quality
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.tasks import arithmetic
@@ -179,7 +179,7 @@ def test_problems_are_asked_through_the_chat_template_or_without_one():
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     (given, compared), *others = divergence.problem_pairs(tokenizer)
     assert len(others) == 15
-    cfg = tasks.configured("arithmetic")
+    cfg = tasks.read_task_config("arithmetic")
     question = arithmetic.problem(random.Random(0), cfg).text
     chat = [{"role": "system", "content": cfg.instruction}, {"role": "user", "content": question}]
     assert tokenizer.decode(given) == tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
@@ -200,8 +200,8 @@ def test_problems_are_asked_through_the_chat_template_or_without_one():
     [(10e9, "float32"), (4e9, "bfloat16"), (2e9, None)],
 )
 def test_the_models_go_where_there_is_room(monkeypatch, free, place):
-    monkeypatch.setattr(divergence, "available", lambda: free)
-    assert divergence.room(10**9, CPU) == (None if place is None else (CPU, place))
+    monkeypatch.setattr(divergence, "available_bytes", lambda: free)
+    assert divergence.find_room(10**9, CPU) == (None if place is None else (CPU, place))
 
 
 def test_logits_that_are_not_finite_are_told_and_null(folders, monkeypatch):
@@ -214,7 +214,7 @@ def test_logits_that_are_not_finite_are_told_and_null(folders, monkeypatch):
 
 
 def test_without_room_the_table_says_so_and_the_rest_is_there(folders, monkeypatch):
-    monkeypatch.setattr(divergence, "available", lambda: 1000)
+    monkeypatch.setattr(divergence, "available_bytes", lambda: 1000)
     options = options_for(folders)
     result = quality.measure(options, folders[0], packable(large_enough(), ["lm_head"]), folders[1], CPU)
     assert "fit neither" in result["kl"]["skipped"]

@@ -15,7 +15,7 @@ from qerl_lab.cli import train
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model import policy
-from qerl_lab.model.files import WeightFiles
+from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import __main__ as quantize
 from qerl_lab.quantize import quality
 from qerl_lab.quantize import quantize_model as quantization
@@ -207,7 +207,7 @@ def test_ignored_layers_stay_and_the_lab_loads_what_it_is_told_to_type(here, mod
     last = capsys.readouterr().out.splitlines()[-1]
     words = shlex.split(last.split("-m qerl_lab ")[1])
     assert "format.double_quant=false" in words
-    plan = make_plan([train.spell(word) for word in words], multirun=False)
+    plan = make_plan([train.spell_for_hydra(word) for word in words], multirun=False)
     loaded, _ = policy.load_base(plan.jobs[0].config, torch.device("cpu"))
     kinds = {name.rpartition(".")[2]: type(module).__name__ for name, module in loaded.named_modules()}
     assert (kinds["v_proj"], kinds["lm_head"], kinds["q_proj"]) == ("Linear", "Linear", "PackedLinear")

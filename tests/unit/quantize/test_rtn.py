@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from packed_layers import NVFP4, each_packed, pack_model, tiny_model
 from qerl_lab.formats.format import Format
-from qerl_lab.model.files import DTYPES, WeightFiles
 from qerl_lab.model.linear import packable
+from qerl_lab.model.weight_files import DTYPES, WeightFiles
 from qerl_lab.quantize import rtn
 from small_checkpoints import equal, write_dense
 

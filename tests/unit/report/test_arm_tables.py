@@ -9,7 +9,7 @@ import pytest
 
 from qerl_lab.report import comparison, stats
 from qerl_lab.report.arm_tables import tables
-from qerl_lab.report.palette import tick
+from qerl_lab.report.palette import format_tick
 from qerl_lab.report.table import Table, number, without_empty_columns
 from run_directories import change_metrics, make_run
 
@@ -221,4 +221,4 @@ def test_a_number_has_commas_and_no_exponent(value: float, spelled: str) -> None
 
 @pytest.mark.parametrize(("value", "spelled"), [(0.25, "0.25"), (250, "250"), (2e6, "2,000,000")])
 def test_an_axis_has_no_exponent_either(value: float, spelled: str) -> None:
-    assert tick(value) == spelled
+    assert format_tick(value) == spelled

@@ -9,7 +9,7 @@ import pytest
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.report import results
-from qerl_lab.report.arms import FINISHED, Run, choose, differing, labels, placed, run_from, shortened
+from qerl_lab.report.arms import FINISHED, Run, choose_runs, differing, fill_in_device, labels, run_from, shorten
 
 BASE = {name: str(value) for name, _, value in leaves(RunConfig())}
 ARMS = {  # as conf/experiment declares them
@@ -92,7 +92,7 @@ def test_a_key_that_an_experiment_declares_is_named_where_its_namesakes_differ_i
 
 def test_a_sweep_of_learning_rates_is_an_arm_a_rate_in_the_order_of_the_rates() -> None:
     rates = [1e-4, 3e-5, 1e-5]
-    counted, left_out = choose([run("bf16", seed, optim__learning_rate=rate) for rate in rates for seed in (1, 0)])
+    counted, left_out = choose_runs([run("bf16", seed, optim__learning_rate=rate) for rate in rates for seed in (1, 0)])
     assert [(labels(counted)[one.arm], one.seed) for one in counted] == [
         ("bf16 (optim.learning_rate=1e-05)", 0), ("bf16 (optim.learning_rate=1e-05)", 1),
         ("bf16 (optim.learning_rate=3e-05)", 0), ("bf16 (optim.learning_rate=3e-05)", 1),
@@ -111,7 +111,7 @@ def test_of_two_tasks_the_name_is_in_the_label_and_what_it_tells_is_not() -> Non
     ]  # fmt: skip
     short = run("bf16", task__name="gsm8k", task__gsm8k__max_steps=2)
     assert named(run("bf16"), short, run("bf16", task__name="gsm8k", **words)) == [
-        "bf16 (task=arithmetic)", "bf16", f"bf16 (task.instruction={shortened(LONG)})",
+        "bf16 (task=arithmetic)", "bf16", f"bf16 (task.instruction={shorten(LONG)})",
     ]  # fmt: skip
 
 
@@ -121,8 +121,8 @@ def test_a_long_value_is_shortened_and_two_that_begin_alike_stay_two() -> None:
     assert len(set(arms)) == 2
     assert max(map(len, arms)) < 80
     folder = "/data/of/a/machine/that/has/a/long/name/for/everything"
-    assert re.fullmatch(r"\.\.\..*/everything/warm #[0-9a-f]{6}", shortened(f"{folder}/warm"))
-    assert shortened("checkpoints/pocket-nvfp4-four_over_six") == "checkpoints/pocket-nvfp4-four_over_six"
+    assert re.fullmatch(r"\.\.\..*/everything/warm #[0-9a-f]{6}", shorten(f"{folder}/warm"))
+    assert shorten("checkpoints/pocket-nvfp4-four_over_six") == "checkpoints/pocket-nvfp4-four_over_six"
 
 
 def test_arms_that_differ_in_more_than_they_declare_say_so() -> None:
@@ -155,9 +155,9 @@ def test_where_a_run_ran_makes_an_arm_however_it_was_asked_for() -> None:
 def test_a_run_that_failed_before_it_noted_its_device_is_of_the_arm_that_it_equals_otherwise() -> None:
     failed, here, there = run("nvfp4", 1, device="auto"), run("nvfp4", device="cpu"), run("nvfp4", device="cuda")
     for known in (here, there):
-        assert placed([failed, known])[0].arm == known.arm
-    assert placed([failed, here, there])[0].arm == failed.arm  # of either: nobody knows
-    assert placed([failed, run("bf16", device="cuda")])[0].arm == failed.arm
+        assert fill_in_device([failed, known])[0].arm == known.arm
+    assert fill_in_device([failed, here, there])[0].arm == failed.arm  # of either: nobody knows
+    assert fill_in_device([failed, run("bf16", device="cuda")])[0].arm == failed.arm
 
 
 def test_keys_of_an_engine_that_does_not_run_make_no_arm() -> None:

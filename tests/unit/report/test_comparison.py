@@ -59,7 +59,7 @@ def test_runs_behind_links_are_read_once(here: Path) -> None:
     for name, target in (("disk", here / "other disk"), ("latest", here / "runs" / "nvfp4"), ("loop", here)):
         (here / "runs" / name).symlink_to(target)
     found = comparison.read([here / "runs"])
-    assert [run.name for run in found.found] == ["runs/nvfp4/0", "runs/disk/bf16/0"]
+    assert [run.name for run in found.all_runs] == ["runs/nvfp4/0", "runs/disk/bf16/0"]
     assert found.left_out == []
 
 
@@ -109,7 +109,7 @@ def test_a_damaged_run_is_named_and_an_older_sound_one_counts(here: Path, how: s
 
 
 def test_a_run_that_is_given_twice_is_one_run(sweep: Path) -> None:
-    assert len(comparison.read([sweep, sweep / "bf16-0", sweep / ".." / "sweep"]).found) == 6
+    assert len(comparison.read([sweep, sweep / "bf16-0", sweep / ".." / "sweep"]).all_runs) == 6
 
 
 def test_runs_of_two_models_under_one_path_are_not_pooled_and_older_ones_are_named(here: Path) -> None:

@@ -10,7 +10,7 @@ from scipy import stats as distributions
 
 from qerl_lab.report import comparison, diagnostics, format_curves, palette, stats
 from qerl_lab.report.comparison import Comparison
-from qerl_lab.report.measures import Unmeasured, collapsed
+from qerl_lab.report.measures import Unmeasured, has_collapsed
 from run_directories import make_run
 
 # A seed a row, a question a column: right answers of four samples.
@@ -26,7 +26,7 @@ def found(tmp_path: Path) -> Comparison:
 
 
 def test_passes_are_those_of_the_samples_with_intervals_that_stay_shares(found: Comparison) -> None:
-    passes = diagnostics.passes(found.arms["bf16"])
+    passes = diagnostics.pass_at_each_k(found.arms["bf16"])
     assert list(passes) == [1, 2, 4]
     # C(4 - c, 2) / C(4, 2) of c right ones are 1, 1/2, 1/6, 0, 0
     expected = np.array([[[0, 1 / 2, 5 / 6, 1, 1][count] for count in seed] for seed in RIGHT["bf16"]])
@@ -41,14 +41,14 @@ def test_answers_that_are_partly_right_have_no_pass(found: Comparison) -> None:
     one, *others = found.arms["bf16"]
     partly = replace(one, accuracy={**one.accuracy, "after": one.accuracy["after"] + 0.1})
     with pytest.raises(Unmeasured, match="partly right"):
-        diagnostics.passes([partly, *others])
+        diagnostics.pass_at_each_k([partly, *others])
 
 
 def fallen(values: list[float], found: Comparison) -> bool:
     (one, *_) = found.arms["bf16"]
     weight = float(one.run.value("task.answer_reward"))
     steps = pd.DataFrame({"reward/answer": [value * weight for value in values]}, index=range(1, len(values) + 1))
-    return collapsed(replace(one, steps=steps))
+    return has_collapsed(replace(one, steps=steps))
 
 
 def test_a_run_has_collapsed_that_lost_half_of_its_best_tenth(found: Comparison) -> None:
@@ -70,11 +70,11 @@ def test_what_seeds_can_detect_is_what_so_many_simulated_ones_do() -> None:
     """Differences [seeds, questions] of a seed and a question effect: a test of 5% finds `detectable` in 80%."""
     rng, questions, seeds = np.random.default_rng(0), 400, 8
     pilot = rng.normal(0, 0.05, (400, 1)) + rng.normal(0, 0.3, (400, questions))
-    effect = diagnostics.detectable(pilot, seeds)
+    effect = diagnostics.detectable_difference(pilot, seeds)
     means = rng.normal(effect, np.sqrt(0.05**2 + 0.3**2 / questions), (20_000, seeds))
     p = distributions.ttest_1samp(means, 0, axis=1).pvalue
     assert (p < 0.05).mean() == pytest.approx(0.8, abs=0.04)
-    assert diagnostics.detectable(pilot, 50) < effect
+    assert diagnostics.detectable_difference(pilot, 50) < effect
 
 
 def test_every_figure_is_drawn_of_every_arm_in_the_color_of_its_format(found: Comparison) -> None:

@@ -35,7 +35,7 @@ def arms(**changes: str) -> list[Run]:
 def test_a_figure_stands_beside_arms_that_differ_in_what_it_varies(
     changes: dict[str, str], reward: list[str], entropy: list[str], sigma: list[str]
 ) -> None:
-    shown = {below: [figure.number for figure in paper_curves.beside(below, arms(**changes))] for below in
+    shown = {below: [figure.number for figure in paper_curves.figures_beside(below, arms(**changes))] for below in
              ("reward", "entropy", "sigma", "sampler_entropy")}  # fmt: skip
     assert shown == {"reward": reward, "entropy": entropy, "sigma": sigma, "sampler_entropy": []}
 
@@ -62,7 +62,7 @@ def of_task(task: str, **changes: str) -> list[Run]:
 
 def test_arms_of_a_task_of_the_paper_stand_beside_figures_of_that_task_alone() -> None:
     def shown(task: str) -> list[str]:
-        found = paper_curves.beside("reward", of_task(task, aqn__schedule="exponential"))
+        found = paper_curves.figures_beside("reward", of_task(task, aqn__schedule="exponential"))
         return [f"{figure.model}, {figure.task}" for figure in found if figure.number == "Figure 8"]
 
     small, large = "Qwen2.5-3B, GSM8K, GRPO (presumed)", "Qwen2.5-7B, BigMath, DAPO"

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from qerl_lab.config.files import package_data
+from qerl_lab.config.conf_folder import package_data
 from qerl_lab.report import reference
 
 FOLDER = package_data("results/reference")
@@ -46,7 +46,7 @@ def of_schedule(name: str, setting: str) -> dict[str, str]:
 def test_two_lines_of_a_figure_are_compared_where_both_are_known(other: str, last: float, whole: float) -> None:
     """Linear was not read at steps 145 and 150, nor before 20: the means of each alone would be of other steps."""
     for setting, expected in ((reference.LAST_TENTH, last), (reference.ALL_STEPS, whole)):
-        found = reference.compared(of_schedule("exponential", setting), of_schedule(other, setting))
+        found = reference.paper_difference(of_schedule("exponential", setting), of_schedule(other, setting))
         assert (round(found.value, 3), found.error) == (expected, 0.006)
-    table = reference.joined("fig09_scheduler_3b")[["exponential", other]].dropna()
+    table = reference.interpolated("fig09_scheduler_3b")[["exponential", other]].dropna()
     assert found.value == pytest.approx((table["exponential"] - table[other]).mean())

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import encode
-from qerl_lab.report import curves, palette, plots, runs, tables
+from qerl_lab.report import curves, palette, plots, run_summary, runs
 from qerl_lab.report.__main__ import COMMAND as report_command
 from qerl_lab.report.__main__ import ReportOptions
 from qerl_lab.system import terminal
@@ -85,13 +85,13 @@ def test_summarize_without_evaluation_has_no_gain_and_a_gpu_shows_its_memory(run
     result = runs.summarize(RunDirectory(run_dir), seconds=1.0)
     assert "accuracy_gain" not in result
     assert result["memory_gpu_peak_gib"] == 3.5
-    text = tables.closing(result)
+    text = run_summary.closing(result)
     assert "held-out" not in text
     assert "3.50 GiB on the GPU" in text
 
 
 def test_the_closing_table_says_the_numbers(run_dir: Path) -> None:
-    text = tables.closing(runs.summarize(RunDirectory(run_dir), seconds=47.0))
+    text = run_summary.closing(runs.summarize(RunDirectory(run_dir), seconds=47.0))
     for part in (
         "0.438 -> 0.688", "+0.250 [-0.209, +0.709], 4 questions", "0.075 -> 0.975", "0.395 -> 0.215 nats", "50", "200",
         "25% rollout, 50% train, 5% sync; 47 s in all", "1.20 GiB peak resident",
@@ -102,7 +102,7 @@ def test_the_closing_table_says_the_numbers(run_dir: Path) -> None:
     RunDirectory(run_dir).write_evaluations(
         {phase: rows.assign(truncated=[0.5, 0.0, 0.0, 0.0]) for phase, rows in phases.items()}
     )
-    told = tables.closing(runs.summarize(RunDirectory(run_dir), seconds=47.0))
+    told = run_summary.closing(runs.summarize(RunDirectory(run_dir), seconds=47.0))
     assert "cut at the token limit  12.5% -> 12.5% of the answers" in told
 
 
@@ -170,18 +170,20 @@ def test_a_part_of_the_error_that_no_arm_has_is_not_in_the_legend(monkeypatch: p
 
 def test_paths_are_shown_as_they_can_be_typed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert terminal.near(tmp_path / "runs" / "x") == "runs/x"
-    assert terminal.near(tmp_path.parent / "y") == str(tmp_path.parent / "y")
-    text = tables.where(tmp_path / "runs" / "x", Mirrored("sqlite:////tmp/a b.db", "7", True))
+    assert terminal.format_path(tmp_path / "runs" / "x") == "runs/x"
+    assert terminal.format_path(tmp_path.parent / "y") == str(tmp_path.parent / "y")
+    text = run_summary.where(tmp_path / "runs" / "x", Mirrored("sqlite:////tmp/a b.db", "7", True))
     assert "run directory: runs/x " in text
     assert "-m mlflow ui --backend-store-uri 'sqlite:////tmp/a b.db'\n" in text
     assert text.endswith(" http://127.0.0.1:5000/#/experiments/7/runs")
-    assert tables.where(tmp_path, None).count("\n") == 0
+    assert run_summary.where(tmp_path, None).count("\n") == 0
 
 
 def test_the_next_commands_name_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    samples, report, export = (shlex.split(line)[3:] for line in tables.next_steps(tmp_path / "a run").splitlines())
+    samples, report, export = (
+        shlex.split(line)[3:] for line in run_summary.next_steps(tmp_path / "a run").splitlines()
+    )
     assert [words[0] for words in (samples, report, export)] == [
         "qerl_lab.tools.samples", "qerl_lab.report", "qerl_lab.tools.export",
     ]  # fmt: skip
@@ -191,16 +193,16 @@ def test_the_next_commands_name_the_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_server_is_opened_at_its_own_address(tmp_path: Path) -> None:
-    text = tables.where(tmp_path, Mirrored("https://***@host/ml/", "7", True))
+    text = run_summary.where(tmp_path, Mirrored("https://***@host/ml/", "7", True))
     assert text.endswith("open MLflow:   https://host/ml/#/experiments/7/runs")
-    assert '--backend-store-uri "$MLFLOW_TRACKING_URI"\n' in tables.where(
+    assert '--backend-store-uri "$MLFLOW_TRACKING_URI"\n' in run_summary.where(
         tmp_path, Mirrored("postgresql://***@host/db", "7", True)
     )
 
 
 def test_what_mlflow_lacks_is_said_with_the_command_that_fills_it(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = tables.where(tmp_path / "run", Mirrored("http://host", None, False))
+    text = run_summary.where(tmp_path / "run", Mirrored("http://host", None, False))
     assert "MLflow at http://host lacks a part of this run" in text
     assert text.endswith("-m qerl_lab.tracking resync run")
     assert "open MLflow" not in text

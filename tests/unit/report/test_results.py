@@ -52,7 +52,7 @@ def told(folder: str) -> list[str]:
     """Everything that is said of a folder, as text."""
     found = comparison.read([Path(folder)])
     tables = [comparison.by_run(found), comparison.by_arm(found, "bf16"), comparison.curves(found)]
-    rows = judge(found.counted, found.found)
+    rows = judge(found.counted, found.all_runs)
     texts = [comparison.text(found, tables[1], "bf16"), verdict_tables.as_json(found, rows, "-")]
     return [*(table.to_csv() for table in tables), *texts, verdict_tables.markdown(found, rows, "-")]
 
@@ -112,10 +112,10 @@ def test_results_of_two_machines_are_kept_apart(tmp_path: Path, monkeypatch: pyt
         save("runs", "results")
     monkeypatch.chdir(tmp_path)
     found = comparison.read([Path("one/results"), Path("two/results")])
-    assert [run.name for run in found.found] == ["runs/0", "runs/0 of two/results"]
+    assert [run.name for run in found.all_runs] == ["runs/0", "runs/0 of two/results"]
     assert list(found.arms) == ["bf16", "nvfp4"]
     again = comparison.read([Path("one/results"), Path("one/results")])
-    assert ([run.name for run in again.found], again.left_out) == (["runs/0"], [])
+    assert ([run.name for run in again.all_runs], again.left_out) == (["runs/0"], [])
 
 
 def test_results_of_before_a_key_came_are_of_the_same_arm(sweep: Path) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.record import checkpoint, samples
+from qerl_lab.record import checkpoint, samples_file
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.samples import Sample
+from qerl_lab.record.samples_file import Sample
 from qerl_lab.report import comparison
-from qerl_lab.tools.samples import show
+from qerl_lab.tools.samples import format_step
 from qerl_lab.tracking.mlflow import resync
 from run_directories import make_run
 
@@ -29,12 +29,12 @@ def test_report_resync_and_samples_agree_on_what_is_damaged(
 ) -> None:
     """resync would put what is left in the place of a whole mirror."""
     run = make_run(tmp_path / "run", "bf16", 0)
-    samples.append(run, [Sample(4, "7+5", "?", "12", {"answer": 1.0}, finished=True)])
+    samples_file.append(run, [Sample(4, "7+5", "?", "12", {"answer": 1.0}, finished=True)])
     if not is_done:
         (run / "DONE").unlink()
         state = {"step": 4, "prompts_seen": 4, "run_key": "k", "config": {}, "device": "cpu", "dtype": "f"}
         checkpoint.save(run / "checkpoints", state, lambda folder: (folder / "a").touch(), keep=1)
-    assert "step 4" in show(run, None)
+    assert "step 4" in format_step(run, None)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[at] for at in kept))
     with pytest.raises(ConfigError, match=rf"damaged \(metrics.jsonl {says}"):
@@ -42,7 +42,7 @@ def test_report_resync_and_samples_agree_on_what_is_damaged(
     with pytest.raises(ConfigError, match=f"is damaged, and its mirror stays as it is. metrics.jsonl {says}"):
         resync(RunDirectory(run), f"sqlite:///{tmp_path}/none.db")
     with pytest.raises(ConfigError, match=f"metrics.jsonl {says}"):
-        show(run, None)
+        format_step(run, None)
 
 
 def test_a_run_below_a_name_that_is_no_utf_8_is_not_damaged(tmp_path: Path) -> None:

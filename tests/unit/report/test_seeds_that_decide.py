@@ -11,7 +11,7 @@ import pytest
 from qerl_lab.report.claims import Claim
 from qerl_lab.report.effects import Numbers
 from qerl_lab.report.stats import floored_components, half_width
-from qerl_lab.report.verdicts import P, Row, Verdict, decided, p_values
+from qerl_lab.report.verdicts import P, Row, Verdict, p_values, set_verdicts
 from simulated_runs import EQUAL, GRADED, HELD_OUT, SCALAR, arms, verdicts
 
 
@@ -42,7 +42,7 @@ def share_decided(rows: list[Row], seeds: int, repeats: int = 300) -> float:
         values = values + draw.normal(0, math.sqrt(of_questions), numbers.questions)
         values = values + draw.normal(0, spread, (seeds, numbers.questions))
         drawn = repeated(numbers, values, first.claim, seeds)
-        found += decided([replace(first, numbers=drawn), *rows[1:]])[0].verdict != Verdict.UNDECIDED
+        found += set_verdicts([replace(first, numbers=drawn), *rows[1:]])[0].verdict != Verdict.UNDECIDED
     return found / repeats
 
 
@@ -55,7 +55,7 @@ def open_beside_decided() -> list[Row]:
     """Two that are decided leave the third the level of one alone."""
     rows = verdicts(SCALAR, arms(SCALAR, {}, 5, 0.02, np.random.default_rng(0)))
     small = [replace(row, numbers=replace(row.numbers, p=P(1.0, 1e-6, 1.0))) for row in rows[1:]]
-    return decided([rows[0], *small])
+    return set_verdicts([rows[0], *small])
 
 
 def open_graded() -> list[Row]:
@@ -96,7 +96,7 @@ def test_the_seeds_asked_for_are_those_that_the_test_needs() -> None:
         values = np.array([(-1) ** n for n in range(count)], float)
         values = mean + sd * (values - values.mean()) / values.std(ddof=1)
         same = replace(row, numbers=repeated(row.numbers, values[:, None], SCALAR, count))
-        assert (one(decided([same, *rows[1:]])).verdict != Verdict.UNDECIDED) == is_enough
+        assert (one(set_verdicts([same, *rows[1:]])).verdict != Verdict.UNDECIDED) == is_enough
 
 
 def test_more_seeds_decide_whatever_the_effect_is() -> None:
@@ -108,13 +108,13 @@ def test_more_seeds_decide_whatever_the_effect_is() -> None:
     variances, level = row.numbers.variances, 1 - 2 * 0.025 / 3  # three contrasts
     assert 2 * half_width(variances, most, 1, level) <= 0.02 < 2 * half_width(variances, most - 1, 1, level)
     halfway = replace(row.numbers, oriented=row.numbers.oriented - row.numbers.oriented.mean() + 0.01)
-    assert one(decided([replace(row, numbers=halfway)])).numbers.seeds_as_measured <= most
+    assert one(set_verdicts([replace(row, numbers=halfway)])).numbers.seeds_as_measured <= most
 
 
 def measured_as(row: Row, values_S_Q: np.ndarray) -> Row:
     """The row, had these values been measured."""
     numbers = repeated(row.numbers, values_S_Q, row.claim, len(values_S_Q))
-    return one(decided([replace(row, numbers=numbers)]))
+    return one(set_verdicts([replace(row, numbers=numbers)]))
 
 
 def test_where_seeds_do_not_help_it_says_why_and_what_would() -> None:

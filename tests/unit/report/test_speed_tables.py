@@ -44,7 +44,7 @@ def steps(completions: int = 8) -> dict[str, Any]:
 def made(folder: Path, *results: Any) -> Speed:
     for index, result in enumerate(results):
         (folder / f"{index}.json").write_text(result if isinstance(result, str) else json.dumps(result))
-    return speed_tables.of_files([folder])
+    return speed_tables.tabulate_files([folder])
 
 
 def cells(speed: Speed, table: int, *row: str) -> dict[str, str]:
@@ -144,7 +144,7 @@ def test_the_sizes_of_several_ranks_name_theirs(tmp_path: Path) -> None:
 
 
 def test_the_committed_training_steps_are_in_the_table_of_memory() -> None:
-    speed = speed_tables.of_files([Path(__file__).parents[3] / "results" / "bench"])
+    speed = speed_tables.tabulate_files([Path(__file__).parents[3] / "results" / "bench"])
     found = cells(speed, 2, "qwen2.5-7b, bf16", "bf16", "train_step")
     assert (found["weights, GB"], found["paper: GB"], found["peak, GB"]) == ("15.3", "15.2", "24.4")
     assert any("linear.json: linear, " in note and "the paper has no such table" in note for note in speed.notes)
@@ -183,10 +183,10 @@ def test_a_table_without_a_row_is_a_line(tmp_path: Path) -> None:
 
 
 def test_nothing_given_nothing_there_and_no_result_in_a_folder(tmp_path: Path) -> None:
-    assert speed_tables.of_files([]) == Speed([], [speed_tables.WITHOUT])
-    assert "holds no result" in speed_tables.of_files([tmp_path]).notes[0]
+    assert speed_tables.tabulate_files([]) == Speed([], [speed_tables.WITHOUT])
+    assert "holds no result" in speed_tables.tabulate_files([tmp_path]).notes[0]
     with pytest.raises(ConfigError, match=r"bench=.*missing\.json is not there\. Type a result of python -m"):
-        speed_tables.of_files([tmp_path / "missing.json"])
+        speed_tables.tabulate_files([tmp_path / "missing.json"])
 
 
 def test_a_model_that_the_paper_has_not_stands_alone(tmp_path: Path) -> None:

@@ -8,7 +8,14 @@ import pytest
 from scipy.stats import binomtest, ttest_rel
 
 from qerl_lab.report import stats
-from qerl_lab.report.stats import between, crossed_interval, over_seeds, p_value, paired_interval, share_interval
+from qerl_lab.report.stats import (
+    crossed_interval,
+    format_interval,
+    over_seeds,
+    p_value,
+    paired_interval,
+    share_interval,
+)
 
 
 def series(values: list[float], ids: str = "abcd") -> pd.Series:
@@ -41,12 +48,12 @@ def test_what_does_not_vary_is_spelled_without_an_interval(values: np.ndarray) -
     """Its ends are the mean, but for rounding: nothing says how far other seeds and questions would be."""
     _, low, high = over_seeds(values)
     assert (low, high) == pytest.approx((values[0, 0], values[0, 0]))
-    assert between(low, high) == "[all alike]"
+    assert format_interval(low, high) == "[all alike]"
     values = values.copy()
     values[0, 0] += 0.01
-    assert between(*over_seeds(values)[1:]).startswith("[")
-    assert between(-0.01, 0.25) == "[-0.010, +0.250]"
-    assert between(0.9, 1.25, "{:.1f}".format) == "[0.9, 1.2]"
+    assert format_interval(*over_seeds(values)[1:]).startswith("[")
+    assert format_interval(-0.01, 0.25) == "[-0.010, +0.250]"
+    assert format_interval(0.9, 1.25, "{:.1f}".format) == "[0.9, 1.2]"
 
 
 def test_paired_interval_covers_the_truth_as_often_as_it_says() -> None:

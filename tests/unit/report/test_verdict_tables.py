@@ -12,8 +12,8 @@ import yaml
 from qerl_lab.config.paths import sha256
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import of_paper
-from qerl_lab.report.verdict_tables import collapses, piped
-from qerl_lab.report.verdicts import judge, printed
+from qerl_lab.report.verdict_tables import collapses, pipe_table
+from qerl_lab.report.verdicts import judge, paper_effects
 from qerl_lab.system import exits
 from run_directories import make_run
 from simulated_runs import record
@@ -228,5 +228,5 @@ def test_two_tasks_are_told_by_their_names_and_the_page_says_so(
 def test_a_ratio_of_the_paper_is_a_ratio_and_a_percentage_a_fraction() -> None:
     claims = {claim.name: claim for claim in CLAIMS}
     speed = claims["rollout_throughput"]
-    assert printed(speed, speed.contrasts[0]) == (("Figure 1 7B", pytest.approx(2092 / 1641)),)
-    assert piped([["a", "b"], ["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"
+    assert paper_effects(speed, speed.contrasts[0]) == (("Figure 1 7B", pytest.approx(2092 / 1641)),)
+    assert pipe_table([["a", "b"], ["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"

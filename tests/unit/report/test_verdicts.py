@@ -16,12 +16,19 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report import reference
 from qerl_lab.report.arms import FINISHED, run_from
 from qerl_lab.report.claims import Claim, Guardrail, of_paper
-from qerl_lab.report.effects import Missing, find
+from qerl_lab.report.effects import Missing, find_pairs
 from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import Record, read_record
-from qerl_lab.report.stats import components, floored_components, holm, moderated, p_above, probability_of_improvement
-from qerl_lab.report.verdict_tables import of_paper as of_paper_text
-from qerl_lab.report.verdicts import P, Row, Verdict, decided, judge, pooled
+from qerl_lab.report.stats import (
+    components,
+    floored_components,
+    holm,
+    moderated_variance,
+    p_above,
+    probability_of_improvement,
+)
+from qerl_lab.report.verdict_tables import paper_cell as of_paper_text
+from qerl_lab.report.verdicts import P, Row, Verdict, judge, pool_variances, set_verdicts
 from run_directories import change_metrics, make_run
 from simulated_runs import BY_NAME, GRADED, HELD_OUT, QUIET, SCALAR, arms, record, shown, verdicts
 
@@ -190,7 +197,7 @@ def test_a_contrast_is_held_against_the_level_of_its_family() -> None:
         given = [
             replace(row, numbers=replace(row.numbers, p=P(p, 1.0, 1.0))) for row, p in zip(rows, p_values, strict=True)
         ]
-        assert [row.verdict for row in decided(given)].count(Verdict.SUPPORTED) == supported
+        assert [row.verdict for row in set_verdicts(given)].count(Verdict.SUPPORTED) == supported
 
 
 @pytest.mark.parametrize(("effect", "verdict"), [
@@ -247,7 +254,7 @@ def test_a_grid_makes_the_arms_of_its_claims(grid: str) -> None:
     records = [Record(run) for run in runs]
     for claim in (claim for claim in CLAIMS if claim.sweep == grid):
         for contrast in claim.contrasts:
-            (pair,) = find(claim, contrast, records, runs)
+            (pair,) = find_pairs(claim, contrast, records, runs)
             assert len(pair.treated.options) == len(pair.control.options) == (3 if claim.across else 1)
 
 
@@ -346,8 +353,8 @@ def test_an_effect_is_averaged_over_the_learning_rates_that_both_arms_have() -> 
 
 
 def test_one_noisy_contrast_says_nothing_of_the_others() -> None:
-    assert moderated(1.0, [1.0, 1.2, 100.0]) == 1.2
-    assert moderated(100.0, [1.0, 1.2, 100.0]) == 100
+    assert moderated_variance(1.0, [1.0, 1.2, 100.0]) == 1.2
+    assert moderated_variance(100.0, [1.0, 1.2, 100.0]) == 100
 
 
 def test_seeds_that_agree_by_luck_decide_nothing() -> None:
@@ -361,7 +368,7 @@ def test_seeds_that_agree_by_luck_decide_nothing() -> None:
     assert components(alike)[0] < 1e-20 < floored_components(alike)[0]
     lucky = replace(rows[0], numbers=replace(numbers, variances=floored_components(alike)))
     noisy = replace(rows[1], numbers=replace(numbers, variances=(0.04, 0.0)))
-    found = [row.numbers.variances[0] for row in pooled([lucky, noisy])]
+    found = [row.numbers.variances[0] for row in pool_variances([lucky, noisy])]
     assert found == pytest.approx([0.02, 0.04], abs=1e-3)
 
 
@@ -379,7 +386,7 @@ def test_p_values_hold_also_where_the_seeds_happen_to_agree() -> None:
         return float(np.mean(np.array(p_values) < 0.025))
 
     assert wrong(lambda own: own[0]) > 0.15  # Student's t: three times too often
-    assert wrong(lambda own: moderated(own[0], own)) < 0.1
+    assert wrong(lambda own: moderated_variance(own[0], own)) < 0.1
 
 
 def test_a_question_is_passed_where_one_sample_is_right(tmp_path: Path) -> None:
@@ -436,7 +443,7 @@ def test_throughput_of_a_cpu_decides_nothing() -> None:
     found = []
     for metrics in ([], ["memory/gpu_peak_gib"]):
         runs = [run_from(one, name="", status=FINISHED, ended=0, code="", metrics=metrics) for one in values]
-        found.append(find(claim, claim.contrasts[0], [Record(run) for run in runs], runs))
+        found.append(find_pairs(claim, claim.contrasts[0], [Record(run) for run in runs], runs))
     assert found[0] == Missing("no finished run of nvfp4 on a GPU (0 started) and of bf16 on a GPU (0 started)")
     assert isinstance(found[1], list)
 

@@ -51,13 +51,13 @@ def test_auto_is_the_labs_kernel_where_it_fits_and_else_vllms_choice(
     cfg = tiny(**FITS | {"model__path": str(folder)} | keys)
     policy = build_policy(cfg)
     machine(monkeypatch, capability)
-    assert backends.chosen(cfg, policy.model) == taken
+    assert backends.choose_backend(cfg, policy.model) == taken
 
 
 def test_a_gpu_that_mps_shares_has_no_tiles(tiny, policy: Policy, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Launches of two processes would wait for each other's blocks."""
     machine(monkeypatch, HOPPER, mps=True)
-    assert backends.chosen(tiny(**FITS), policy.model) == "vllm"
+    assert backends.choose_backend(tiny(**FITS), policy.model) == "vllm"
     assert "linear_backend=vllm, because fp4_tiles cannot be where MPS shares the GPU" in capsys.readouterr().out
 
 
@@ -78,5 +78,5 @@ def test_a_humming_with_races_is_warned_of(
 ) -> None:  # fmt: skip
     machine(monkeypatch, capability, humming)
     named = tiny(format__name="nvfp4", rollout__vllm__linear_backend="humming")
-    assert backends.chosen(named, policy.model) == "humming"
+    assert backends.choose_backend(named, policy.model) == "humming"
     assert ("warning: the installed Humming has races" in capsys.readouterr().out) == races

@@ -18,9 +18,9 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.marlin import CODES, SCALE
 from qerl_lab.formats.tiles import TILES
 from qerl_lab.model.dense import base_tensors, dense_tensors
-from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.linear import PackedLinear, weight_bytes
 from qerl_lab.model.policy import Policy, save_adapter
+from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.rollout.vllm import base, one_copy
 from small_checkpoints import equal, write_random
 

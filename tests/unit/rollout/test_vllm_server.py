@@ -17,7 +17,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, Sampling
-from qerl_lab.rollout.vllm.transfer import decoded, encoded
+from qerl_lab.rollout.vllm.transfer import decode_tensor, encode_tensor
 from qerl_lab.rollout.vllm_server import client, server_engine
 
 PROMPTS = [[3, 4, 5], [6], [7, 8]]
@@ -126,7 +126,7 @@ def test_nan_is_a_logprob(engine, fake: FakeVllm) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensors_travel_bit_for_bit(dtype: torch.dtype) -> None:
     tensor = torch.tensor([1 / 3, math.nan, -math.inf, 1e-30]).to(dtype)
-    again = decoded(*encoded(tensor))
+    again = decode_tensor(*encode_tensor(tensor))
     assert again.dtype == dtype
     assert again.view(torch.uint8).equal(tensor.view(torch.uint8))
 
@@ -263,7 +263,7 @@ def test_workers_that_hold_different_noise_are_an_error(engine, fake: FakeVllm) 
     def one_other(said: Any) -> Any:
         first, second = said["results"]
         name = next(iter(second))
-        return {"results": [first, second | {name: encoded(torch.zeros(3))}]}
+        return {"results": [first, second | {name: encode_tensor(torch.zeros(3))}]}
 
     fake.faults[RPC] = [one_other]
     with pytest.raises(EngineFailed, match=r"hold different weights of model[.]layers[.]0[.]input_layernorm"):
@@ -291,7 +291,7 @@ def answers(method: str, said: Any) -> Callable[[FakeVllm], None]:
 
 def in_bfloat16(fake: FakeVllm) -> None:
     fake.rpc = lambda asked, given: (
-        {name: encoded(norm.bfloat16()) for name, norm in fake.norms.items()} if asked == "qerl_norms"
+        {name: encode_tensor(norm.bfloat16()) for name, norm in fake.norms.items()} if asked == "qerl_norms"
         else FakeVllm.rpc(fake, asked, given)
     )  # fmt: skip
 

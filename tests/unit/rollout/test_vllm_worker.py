@@ -12,7 +12,7 @@ from torch import nn
 
 from played_modules import play
 from qerl_lab.aqn import Noise
-from qerl_lab.rollout.vllm.transfer import decoded
+from qerl_lab.rollout.vllm.transfer import decode_tensor
 
 NAMES = ["layers.0.input_layernorm", "layers.0.post_attention_layernorm"]
 
@@ -67,7 +67,7 @@ def test_noise_is_written_in_place_and_held_as_it_was_drawn(worker: Any) -> None
     elsewhere = "layers.7.input_layernorm"  # of another pipeline stage
     worker.qerl_noise([*NAMES, elsewhere], "0.0001", 3, 4, False)
     expected = Noise(1e-4, 3, 4).onto_norms(clean)
-    held = {name: decoded(*one) for name, one in worker.qerl_norms([*NAMES, elsewhere]).items()}
+    held = {name: decode_tensor(*one) for name, one in worker.qerl_norms([*NAMES, elsewhere]).items()}
     assert held.keys() == expected.keys()
     assert all(torch.equal(held[name], weight) for name, weight in expected.items())
     worker.qerl_noise(NAMES[:1], "0.0001", 3, 5, False)  # the other is clean again

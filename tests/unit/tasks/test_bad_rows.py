@@ -116,7 +116,7 @@ def test_a_bad_row_of_each_set_is_named(tmp_path: Path, name: str, change: dict[
     make, stem, _ = hub_rows.SETS[name]
     rows = [*map(make, range(MANY)), make(MANY) | change]
     hub_rows.write_jsonl(tmp_path / f"{stem}.jsonl", rows)
-    task = tasks.benchmark(TaskConfig(name=name, path=str(tmp_path), bigmath=BigMathConfig("all")))
+    task = tasks.load_benchmark(TaskConfig(name=name, path=str(tmp_path), bigmath=BigMathConfig("all")))
     (warning,) = task.warnings
     assert f"{stem}.jsonl:201 {said}" in warning
     assert task.data["heldout_rows_left_out"] == 1
@@ -126,7 +126,7 @@ def test_escaped_braces_close_nothing(tmp_path: Path) -> None:
     file = hub_rows.write_jsonl(
         tmp_path / "a.jsonl", [hub_rows.math500(1) | {"answer": r"\left\{1, \frac{1}{2}\right."}]
     )
-    assert len(tasks.benchmark(TaskConfig(name="math500", path=str(file))).heldout) == 1
+    assert len(tasks.load_benchmark(TaskConfig(name="math500", path=str(file))).heldout) == 1
 
 
 def test_a_training_question_that_is_held_out_too_is_left_out_in_any_spelling(tmp_path: Path) -> None:

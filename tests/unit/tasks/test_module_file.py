@@ -12,7 +12,7 @@ from qerl_lab import tasks
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.arm import config_hash, of_run
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.paths import anchored, module_hash
+from qerl_lab.config.paths import module_hash, with_absolute_paths
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig, TaskConfig
 from qerl_lab.tasks import Question, arithmetic
@@ -70,7 +70,7 @@ def test_the_first_example_runs(tmp_path: Path, tiny, monkeypatch: pytest.Monkey
     from qerl_lab.train.run import run
     from qerl_lab.train.stop import Stop
 
-    cfg = anchored(
+    cfg = with_absolute_paths(
         tiny(task__module=file(tmp_path, EXAMPLES[0]), steps=1, eval__questions=0, run_dir=str(tmp_path / "run"))
     )
     directory = RunDirectory(tmp_path / "run")
@@ -191,7 +191,7 @@ def test_a_file_that_changed_after_the_run_was_composed_is_refused(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"was another file when the run was composed .*Put it back as it was"):
         tasks.load(cfg)
     with pytest.raises(ConfigError, match="was another file when"):
-        tasks.benchmark(cfg)
+        tasks.load_benchmark(cfg)
 
 
 def test_a_path_is_kept_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qerl_lab import tasks
-from qerl_lab.config import files
+from qerl_lab.config import conf_folder
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.task import PAPER_INSTRUCTION, ArithmeticConfig, TaskConfig
 from qerl_lab.tasks import arithmetic
@@ -177,9 +177,9 @@ def test_the_format_may_be_paid_for_a_thought_or_a_right_answer_only(paid: str, 
 def test_a_new_task_is_one_module_and_one_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its grader reads the payload of its questions."""
     (tmp_path / "echo.py").write_text(NEW_TASK)
-    conf = Path(shutil.copytree(files.package_data("conf"), tmp_path / "conf"))
+    conf = Path(shutil.copytree(conf_folder.package_data("conf"), tmp_path / "conf"))
     (conf / "task" / "echo.yaml").write_text("# greetings\nname: echo\n")
-    monkeypatch.setattr(files, "package_data", lambda name: tmp_path / name)
+    monkeypatch.setattr(conf_folder, "package_data", lambda name: tmp_path / name)
     monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
     task = tasks.load(from_dict({"task": {"name": "echo", "answer_reward": 2.0}}).task)
     assert len({*task.train, *task.train}) == 1, "a question is a key, whatever its payload"

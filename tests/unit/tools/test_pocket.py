@@ -45,8 +45,8 @@ def test_its_tokenizer_reads_any_text(tokenizer: AutoTokenizer, text: str) -> No
 
 def test_its_teacher_scores_the_solution_and_its_end_alone() -> None:
     """Loss on every token of the solution with the end token, on nothing else; held-out problems are not taught."""
-    task, rng = tasks.load(tasks.configured("arithmetic")), random.Random(0)
-    of = arithmetic.problem(rng, tasks.configured("arithmetic"))
+    task, rng = tasks.load(tasks.read_task_config("arithmetic")), random.Random(0)
+    of = arithmetic.problem(rng, tasks.read_task_config("arithmetic"))
     solution = arithmetic.worked_solution(rng, of)
     recipe = Recipe(vocab_size=300, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=1)
     tokenizer = make_tokenizer(recipe, [of.text, solution])
@@ -58,11 +58,11 @@ def test_its_teacher_scores_the_solution_and_its_end_alone() -> None:
 
 
 def test_its_teacher_never_sees_a_heldout_problem() -> None:
-    source = examples(tasks.configured("arithmetic"), random.Random(0))
+    source = examples(tasks.read_task_config("arithmetic"), random.Random(0))
     taught = {text for text, _ in (next(source) for _ in range(2000))}
     rng, held = random.Random(1), set()
     for _ in range(4000):
-        drawn = arithmetic.problem(rng, tasks.configured("arithmetic"))
+        drawn = arithmetic.problem(rng, tasks.read_task_config("arithmetic"))
         if drawn.is_heldout:
             held.add(drawn.text)
     assert len(held) > 300

@@ -19,7 +19,7 @@ def test_a_run_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, seen: str, expected
     here, at_once, most = machine(RunOptions(gpus=2, jobs=2)), Counter[str](), Counter[str]()
 
     def run(_: int) -> None:
-        with here.card() as visible:
+        with here.take_gpu() as visible:
             gpu = visible["CUDA_VISIBLE_DEVICES"]
             at_once[gpu] += 1
             most[gpu] = max(most[gpu], at_once[gpu])
@@ -32,5 +32,5 @@ def test_a_run_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, seen: str, expected
 
 
 def test_a_machine_of_one_gpu_leaves_the_environment_alone() -> None:
-    with machine(RunOptions()).card() as visible:
+    with machine(RunOptions()).take_gpu() as visible:
         assert visible == {}

@@ -14,7 +14,7 @@ optuna = pytest.importorskip("optuna")
 from qerl_lab.config.option import ConfigError  # noqa: E402
 from qerl_lab.system import exits  # noqa: E402
 from qerl_lab.tools import search as command  # noqa: E402
-from qerl_lab.tools.search import OBJECTIVES, SearchOptions, space  # noqa: E402
+from qerl_lab.tools.search import OBJECTIVES, SearchOptions, parse_space  # noqa: E402
 
 RANGES = ["aqn.sigma_start=0.01..0.3", "optim.learning_rate=1e-4..1e-2"]
 BEST = {"aqn.sigma_start": 0.05, "optim.learning_rate": 1e-3}
@@ -193,7 +193,7 @@ def test_two_commands_do_not_share_a_search(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_what_cannot_be_searched_is_told(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        space(words, SearchOptions(objective="accuracy"))
+        parse_space(words, SearchOptions(objective="accuracy"))
 
 
 @pytest.mark.parametrize("seeds", [[0, 1], [100, 100], []])

@@ -13,14 +13,14 @@ from trl import SFTTrainer
 
 from qerl_lab import tasks
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.overrides import spell
+from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
-from qerl_lab.tools.warmup import IGNORED, WarmupOptions, check, tokenized, training_words, warm_up
+from qerl_lab.tools.warmup import IGNORED, WarmupOptions, check, tokenize, training_words, warm_up
 from small_checkpoints import write_dense, write_packed
 
 
@@ -50,8 +50,8 @@ def options(model: Path, tmp_path: Path) -> WarmupOptions:
 
 def test_only_the_solution_and_its_end_token_are_learned() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
-    task = tasks.worked(WarmupOptions(task="arithmetic", questions=3).task_config())
-    rows, left_out = tokenized(task, tokenizer, 512)
+    task = tasks.load_worked(WarmupOptions(task="arithmetic", questions=3).task_config())
+    rows, left_out = tokenize(task, tokenizer, 512)
     for row, question in zip(rows, task.train, strict=True):
         learned = [token for token in row["labels"] if token != IGNORED]
         assert tokenizer.decode(learned) == question.payload["solution"] + tokenizer.eos_token
@@ -63,20 +63,20 @@ def test_only_the_solution_and_its_end_token_are_learned() -> None:
 def test_a_prompt_that_opens_the_thinking_is_not_answered_by_opening_it_again() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
-    task = tasks.worked(WarmupOptions(task="arithmetic", questions=3).task_config())
-    for row, question in zip(tokenized(task, tokenizer, 512)[0], task.train, strict=True):
+    task = tasks.load_worked(WarmupOptions(task="arithmetic", questions=3).task_config())
+    for row, question in zip(tokenize(task, tokenizer, 512)[0], task.train, strict=True):
         learned = tokenizer.decode([token for token in row["labels"] if token != IGNORED])
         assert f"<think>{learned}" == question.payload["solution"] + tokenizer.eos_token
 
 
 def test_long_examples_are_counted_and_all_of_them_are_an_error() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
-    task = tasks.worked(WarmupOptions(task="arithmetic", questions=20).task_config())
-    lengths = sorted(len(row["input_ids"]) for row in tokenized(task, tokenizer, 512)[0])
-    kept, left_out = tokenized(task, tokenizer, lengths[9])
+    task = tasks.load_worked(WarmupOptions(task="arithmetic", questions=20).task_config())
+    lengths = sorted(len(row["input_ids"]) for row in tokenize(task, tokenizer, 512)[0])
+    kept, left_out = tokenize(task, tokenizer, lengths[9])
     assert (len(kept), left_out) == (sum(n <= lengths[9] for n in lengths), sum(n > lengths[9] for n in lengths))
     with pytest.raises(ConfigError, match=f"leaves out all 20 examples.*Type max_tokens={lengths[-1]}"):
-        tokenized(task, tokenizer, 2)
+        tokenize(task, tokenizer, 2)
 
 
 def test_an_update_is_that_of_the_mean_loss_whatever_the_micro_batch(options: WarmupOptions, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_machine_of_several_gpus_shows_one_to_the_trainer(
     options: WarmupOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    monkeypatch.setattr(tasks, "worked", lambda _: 1 / 0)
+    monkeypatch.setattr(tasks, "load_worked", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         warm_up(options)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
@@ -177,5 +177,5 @@ def test_a_task_without_a_row_is_refused_by_this_command_s_words(options: Warmup
 
 def test_the_line_that_trains_on_it_asks_with_the_instruction_that_was_taught(options: WarmupOptions) -> None:
     said = training_words(replace(options, instruction="Think, then answer (briefly)."))
-    (job,) = make_plan([spell(word) for word in said if not word.startswith("model.path=")], False).jobs
+    (job,) = make_plan([spell_for_hydra(word) for word in said if not word.startswith("model.path=")], False).jobs
     assert job.config.task.instruction == "Think, then answer (briefly)."

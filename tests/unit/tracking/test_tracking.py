@@ -13,12 +13,12 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.record.metrics import METRICS, cut_metrics, declared, steps_recorded
+from qerl_lab.record.metrics import METRICS, cut_metrics, declared_metrics, steps_recorded
 from qerl_lab.tracking import mlflow
 from qerl_lab.tracking.__main__ import main
 from qerl_lab.tracking.mlflow import mlflow_uri
 from qerl_lab.tracking.tracker import DirectoryLost, Mirrored, Tracker
-from qerl_lab.train.__main__ import is_told_in_a_line
+from qerl_lab.train.__main__ import needs_no_traceback
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_task_names_the_parts_of_its_reward_and_no_other_is_logged(cfg: RunCon
         tracker.log(2, {"reward/<part>": 1.0})
     assert steps(tmp_path) == [1]
     with pytest.raises(ValueError, match=r"called \['reward/std'\], which is another metric"):
-        declared(["format", "std"])
+        declared_metrics(["format", "std"])
 
 
 def test_docs_table_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +191,7 @@ def test_a_write_cut_by_a_full_disk_is_an_error(cfg: RunConfig, tmp_path: Path) 
     tracker._file = Full()  # type: ignore[assignment]
     with pytest.raises(OSError, match=r"the line of step 1 was cut; is the disk full\?: 'metrics.jsonl'") as found:
         tracker.log(1, {"reward/mean": 0.0})
-    assert is_told_in_a_line(found.value)
+    assert needs_no_traceback(found.value)
 
 
 def test_a_run_keeps_its_key_when_mlflow_json_is_moved_away(cfg: RunConfig, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_directory_that_is_moved_or_removed_is_noticed_at_the_next_step(
             act()
     with pytest.raises(DirectoryLost, match=says) as lost, tracker:
         (run.path / "samples.jsonl").read_bytes()  # what else fails is not the cause
-    assert is_told_in_a_line(lost.value)
+    assert needs_no_traceback(lost.value)
     run.fail(str(lost.value))
     assert (run.status, run.reason) == ("failed", str(lost.value))
 

@@ -16,10 +16,10 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling
 from qerl_lab.system import terminal
 from qerl_lab.tracking.tracker import Tracker
-from qerl_lab.train.questions import select
 from qerl_lab.train.ranks import ALONE, Ranks
-from qerl_lab.train.run import Exam, Session, ask_heldout
+from qerl_lab.train.run import Exam, Session, evaluate_heldout
 from qerl_lab.train.stop import Interrupted, Stop
+from qerl_lab.train.training_data import select
 from ranks_as_threads import threads
 
 QUESTIONS, SAMPLES = 5, 2
@@ -78,7 +78,7 @@ def ask(sessions: list[Session], exam: Exam = EXAM) -> list[Future[None]]:
     with Tracker(first.cfg, first.directory) as tracker, ThreadPoolExecutor(len(sessions)) as pool:
         for session in sessions:
             session.tracker = tracker if session.ranks.is_first else None
-        ends = [pool.submit(ask_heldout, session, exam) for session in sessions]
+        ends = [pool.submit(evaluate_heldout, session, exam) for session in sessions]
     return ends
 
 

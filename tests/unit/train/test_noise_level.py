@@ -11,17 +11,17 @@ import torch
 from failing_engines import Runs
 from qerl_lab import tasks
 from qerl_lab.aqn import Noise, level
-from qerl_lab.aqn.solver import adapted
+from qerl_lab.aqn.solver import adapt_sigma
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts
-from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.step import sampling
 from qerl_lab.train.stop import Stop
+from qerl_lab.train.training_data import Cursor, select
 from ranks_as_threads import threads
 from repeated import RESTARTS, lines_of
 from rollouts import distributions
@@ -85,7 +85,7 @@ def test_the_controller_follows_what_was_measured(finished) -> None:
     sigmas, measured = of(runs, "sigma"), of(runs, "kl_nats")
     assert sigmas[0] == 0.05
     for now, kl, then in zip(sigmas, measured, sigmas[1:], strict=False):
-        assert then == adapted(runs.cfg.aqn, now, kl)
+        assert then == adapt_sigma(runs.cfg.aqn, now, kl)
     assert len(set(sigmas)) > 2
     assert of(runs, "kl_target") == [0.02] * 4
     assert of(runs, "std_observed") == pytest.approx(sigmas, rel=0.1)

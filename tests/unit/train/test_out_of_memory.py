@@ -11,13 +11,13 @@ from qerl_lab.model.linear import weight_bytes
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import ASLEEP
 from qerl_lab.train import run
-from qerl_lab.train.out_of_memory import in_training, owners
+from qerl_lab.train.out_of_memory import bytes_by_owner, in_training
 from qerl_lab.train.stop import Stop
 
 
 def test_every_byte_of_the_policy_has_an_owner(tiny, build_policy) -> None:
     policy = build_policy(tiny())
-    found = owners(policy, {"vLLM's weights": 7})
+    found = bytes_by_owner(policy, {"vLLM's weights": 7})
     learned = sum(p.nbytes for p in policy.model.parameters() if p.requires_grad)
     assert found["frozen base"] + learned == weight_bytes(policy.model).total
     assert found["adapter, its gradients and moments"] == 4 * learned > 0
@@ -30,7 +30,7 @@ def test_what_torch_holds_besides_is_activations_and_the_rest_others(tiny, build
     monkeypatch.setattr(type(policy), "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30 * GIB)
-    found = owners(policy, {"vLLM's weights": 20 * GIB})
+    found = bytes_by_owner(policy, {"vLLM's weights": 20 * GIB})
     assert sum(found.values()) == 80 * GIB
     assert 9 * GIB < found["activations and the rest"] < 10 * GIB
     assert found["others"] == 48 * GIB
@@ -48,7 +48,7 @@ def test_a_cache_that_sleeps_is_nobodys(tiny, build_policy, monkeypatch) -> None
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30 * GIB)
     cfg.rollout.vllm.sleep = True
     held = {"vLLM's weights": 5 * GIB, ASLEEP: 12 * GIB}
-    found = owners(policy, held)
+    found = bytes_by_owner(policy, held)
     assert ASLEEP not in found
     assert sum(found.values()) == 80 * GIB
     assert 12 * GIB < found["activations and the rest"] < 13 * GIB
@@ -59,7 +59,7 @@ def test_a_cache_that_sleeps_is_nobodys(tiny, build_policy, monkeypatch) -> None
     assert "rollout.vllm.sleep" not in said
     assert "micro_batch_size lower" in said
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 100 * GIB)  # of an engine before this one
-    assert sum(owners(policy, held).values()) == 80 * GIB
+    assert sum(bytes_by_owner(policy, held).values()) == 80 * GIB
 
 
 @pytest.mark.parametrize(

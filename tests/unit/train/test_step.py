@@ -15,10 +15,10 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.rollout.engine import EngineFailed, Rollout, Sampling
 from qerl_lab.tasks import UNPARSED, Question
-from qerl_lab.train.questions import Cursor, TrainingData
 from qerl_lab.train.ranks import ALONE, Ranks
-from qerl_lab.train.step import Batch, Clock, collect, first_samples, measures, sampling
+from qerl_lab.train.step import Batch, Clock, collect, completion_metrics, first_samples, sampling
 from qerl_lab.train.stop import Diverged
+from qerl_lab.train.training_data import Cursor, TrainingData
 from ranks_as_threads import threads
 
 QUESTIONS = 10
@@ -179,7 +179,7 @@ def test_two_ranks_ask_what_one_asks_also_where_one_of_them_refills(setting) -> 
     expected = alone.collect()
     with ThreadPoolExecutor(2) as pool:
         batches = list(pool.map(lambda run: run.collect(), runs))
-        found = list(pool.map(lambda run, batch: measures(run.cfg, batch, run.ranks), runs, batches))
+        found = list(pool.map(lambda run, batch: completion_metrics(run.cfg, batch, run.ranks), runs, batches))
     order = alone.order(9)
     assert [[group.question.id for group in batch.drawn] for batch in batches] == [order[:3] + order[6:], order[3:6]]
     assert [[group.question.id for group in batch.groups] for batch in batches] == [
@@ -191,7 +191,7 @@ def test_two_ranks_ask_what_one_asks_also_where_one_of_them_refills(setting) -> 
     assert runs[0].cursor.position == runs[1].cursor.position == alone.cursor.position == 9
     assert found[0] == found[1]
     assert found[0]["rollout/prompts_drawn"] == 9
-    assert found[0]["reward/mean"] == pytest.approx(measures(alone.cfg, expected, ALONE)["reward/mean"])
+    assert found[0]["reward/mean"] == pytest.approx(completion_metrics(alone.cfg, expected, ALONE)["reward/mean"])
 
 
 class Slow(ScriptedEngine):
@@ -210,7 +210,7 @@ def test_a_rank_that_waits_for_the_slowest_books_it_as_waiting(setting) -> None:
         """What a step takes beside its phases."""
         run.clock.start_step()
         with run.clock.phase("sync"):
-            run.ranks.alike(getattr(run.engine, "sync", lambda: None), EngineFailed)
+            run.ranks.run_on_all(getattr(run.engine, "sync", lambda: None), EngineFailed)
         run.collect()
         run.clock.end_step()
         return run.clock.seconds["step"] - sum(run.clock.seconds[name] for name in ("sync", "reward", "wait"))
@@ -265,13 +265,13 @@ def test_the_overlong_punishment_is_a_part_of_the_reward_but_keeps_no_group(sett
         assert group.parts["overlong"].tolist() == groups.overlong(lengths, 4, 2).tolist() != [0.0] * 4
     rewards = np.array([sum(group.parts.values()) for group in batch.groups])
     np.testing.assert_array_equal(batch.advantage_P_G, groups.advantage(rewards, True))
-    assert measures(run.cfg, batch, ALONE)["reward/overlong"] == pytest.approx(-1.5 / 4)
+    assert completion_metrics(run.cfg, batch, ALONE)["reward/overlong"] == pytest.approx(-1.5 / 4)
 
 
 def test_the_measures_are_over_everything_that_was_drawn(setting) -> None:
     """Rollouts of 3, 2 and 1 questions with 10 tokens each, the flat ones right in all of their completions."""
     run = setting(flat={1, 2, 4}, **RESAMPLING)
-    found = measures(run.cfg, run.collect(), ALONE)
+    found = completion_metrics(run.cfg, run.collect(), ALONE)
     assert found.pop("reward/std") == pytest.approx(np.std([1.2] * 12 + [0.2, 1.2] * 6, ddof=1))
     assert found == pytest.approx(
         {
@@ -290,7 +290,7 @@ def test_what_fills_a_batch_and_what_nobody_solved_is_counted(setting) -> None:
     run = setting(flat={0, 1, 3, 4, 5, 6}, **RESAMPLING)
     batch = run.collect()
     batch.drawn[3].parts["answer"][:] = 0.0
-    found = measures(run.cfg, batch, ALONE)
+    found = completion_metrics(run.cfg, batch, ALONE)
     names = (
         "prompts_drawn",
         "groups_dropped",
@@ -304,7 +304,7 @@ def test_what_fills_a_batch_and_what_nobody_solved_is_counted(setting) -> None:
 
 def test_what_an_engine_does_not_know_is_not_measured(setting) -> None:
     run = setting(engine=ScriptedEngine(entropies=(None,)))
-    found = measures(run.cfg, run.collect(), ALONE)
+    found = completion_metrics(run.cfg, run.collect(), ALONE)
     assert "sampler/entropy_nats" not in found
     assert "rollout/prompts_drawn" not in found, "a run without dynamic sampling has the metrics that it had"
 

@@ -16,15 +16,15 @@ from qerl_lab.aqn import Noise
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.record import checkpoint
-from qerl_lab.record.metrics import declared
+from qerl_lab.record.metrics import declared_metrics
 from qerl_lab.rollout.engine import Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.tasks import Task
 from qerl_lab.train.noise_level import probe
-from qerl_lab.train.questions import Cursor, select
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.stop import Diverged, Stop
 from qerl_lab.train.trainer import LabTrainer
+from qerl_lab.train.training_data import Cursor, select
 
 REFILLS = {"algorithm__dynamic_sampling": True, "algorithm__max_resamples": 2}
 NOISE = {"aqn__schedule": "linear", "aqn__reading": "equation", "aqn__stages": 2, "aqn__sigma_start": 0.3}
@@ -87,7 +87,7 @@ def train(tiny, build_policy, tmp_path) -> Callable[..., Run]:
 def test_every_step_is_reported_once_with_declared_metrics(train) -> None:
     run = train(steps=3, algorithm__updates_per_rollout=2, **NOISE, **REFILLS, algorithm__overlong_buffer_tokens=8)
     assert [step for step, _ in run.steps] == [1, 2, 3]
-    names = set(declared(["format", "answer"]))
+    names = set(declared_metrics(["format", "answer"]))
     for _, metrics in run.steps:
         assert set(metrics) <= names
         assert all(math.isfinite(value) for value in metrics.values())

@@ -31,7 +31,7 @@ class DenseAdapter:
         self.model, self.lora, self.cfg = model, cfg.lora, cfg
 
     def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
-        """Return arguments of `vllm.LLM`. `backend` is the result of `backends.chosen`."""
+        """Return arguments of `vllm.LLM`. `backend` is the result of `backends.choose_backend`."""
         routes = one_adapter.Routes(backend == FP4_TILES, self.cfg.rollout.vllm.dense_rows)
         return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, routes)
 

@@ -54,7 +54,7 @@ def shrink(x: Tensor, A: Tensor) -> Tensor:
     grid = (splits, triton.cdiv(R, BLOCK_R), triton.cdiv(rows, SHRINK_M))
     _shrink[grid](
         x, A, sums, rows, R, columns, chunk, x.stride(0), BLOCK_M=SHRINK_M, BLOCK_R=BLOCK_R, BLOCK_K=block_k,
-        num_warps=4, num_stages=4, **ahead(x),
+        num_warps=4, num_stages=4, **launch_options(x),
     )  # fmt: skip
     return sums
 
@@ -80,7 +80,7 @@ def expand(
     _expand[(tiles, triton.cdiv(rows, block_m))](
         y, sums, B, bias, out, rows, sums.shape[0], y.stride(0), *sums.stride()[:2], out.stride(0), alpha,
         PARTS=parts, RANK=rank, BLOCK_M=block_m, BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=block_n,
-        num_warps=warps, **ahead(y),
+        num_warps=warps, **launch_options(y),
     )  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def blocks_of(rows: int, columns: int) -> tuple[int, int, int]:
     return 32, wide, 8 if wide == 256 else 4
 
 
-def ahead(tensor: Tensor) -> dict[str, bool]:
+def launch_options(tensor: Tensor) -> dict[str, bool]:
     """Return launch arguments: whether the kernel may begin before the previous one has ended."""
     able = tensor.is_cuda and _capability(tensor.device) >= (9, 0)
     return {"AHEAD": able, "launch_pdl": able}

@@ -18,7 +18,7 @@ IN_VLLM = {"vllm": "auto", FP4_TILES: "auto"}  # vLLM's name by ours; fp4_tiles 
 ORDERED_HUMMING = Version("0.1.13")
 
 
-def chosen(cfg: RunConfig, model: nn.Module) -> str:
+def choose_backend(cfg: RunConfig, model: nn.Module) -> str:
     """Return the kernel name for `rollout.vllm.linear_backend`; `auto` takes `fp4_tiles` where it fits.
 
     There it was faster than Marlin at all rows measured, 1 to 256 (docs/speed.md). Elsewhere nothing was measured, so

@@ -19,9 +19,9 @@ from torch import Tensor
 from qerl_lab import formats
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.model.dense import base_tensors
-from qerl_lab.model.files import WeightFiles, local_folder, read_json
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import Policy
+from qerl_lab.model.weight_files import WeightFiles, local_folder, read_json
 
 IN_MEMORY = Path("/dev/shm")  # RAM, so that a copy never touches a disk
 OF_RUNS = f"qerl-lab-{12 * '[0-9a-f]'}-*"  # folders of runs; each process holds a lock on its own
@@ -78,7 +78,7 @@ def named_folder(name: str, place: Path) -> Iterator[Path]:
         os.close(held)
 
 
-def remove_left(place: Path, pattern: str) -> None:
+def remove_leftovers(place: Path, pattern: str) -> None:
     """Remove folders in `place` that match a glob and are not locked, left by killed processes."""
     for path in place.glob(pattern):
         if (held := lock_folder(path)) is not None:
@@ -108,7 +108,7 @@ def lock_folder(path: Path) -> int | None:
 
 def place_for(size: int) -> Path:
     """Return the folder for temporary files of `size` bytes: RAM if it has room after clearing leftovers, else disk."""
-    remove_left(IN_MEMORY, OF_RUNS)
+    remove_leftovers(IN_MEMORY, OF_RUNS)
     if not IN_MEMORY.is_dir():
         return Path(tempfile.gettempdir())
     return IN_MEMORY if shutil.disk_usage(IN_MEMORY).free > 1.2 * size else Path(tempfile.gettempdir())

@@ -124,7 +124,7 @@ def tile_of(N: int, columns: int, multiprocessors: int) -> int:
     return min(TILES, key=stages)
 
 
-def tile_here(N: int, columns: int, device: torch.device) -> int:
+def tile_of_device(N: int, columns: int, device: torch.device) -> int:
     """Return `tile_of` for this GPU."""
     return tile_of(N, columns, machine_of(device).multiprocessors)
 
@@ -238,7 +238,7 @@ def _launch(how: Plan, x: Tensor, B: Tensor, tensors: Sequence[Tensor | None], s
 
     name, line = instance(how.rows, how.tile, how.groups, how.pieces > 1)
     threads = how.groups * _GROUP + _OTHERS
-    function = nvrtc.function(SOURCE, name, torch.cuda.current_device(), line, registers=65536 // threads // 8 * 8)
+    function = nvrtc.load_kernel(SOURCE, name, torch.cuda.current_device(), line, registers=65536 // threads // 8 * 8)
     maps = [nvrtc.tiles_map(x, shape.stride, how.rows, AT_A_TIME), nvrtc.rows_map(B, BLOCK, _RANKS)]
     nvrtc.launch(function, how.blocks, threads, how.shared_bytes, [*maps, x, *tensors, shape], early=True)
 

@@ -15,18 +15,18 @@ from torch import Tensor
 
 
 @cache
-def function(source: Path, name: str, device: int, variant: str = "", registers: int | None = None) -> Any:
+def load_kernel(source: Path, name: str, device: int, variant: str = "", registers: int | None = None) -> Any:
     """Compile and load the kernel `name` for `device`, the current one, and allow it all shared memory.
 
     `variant` is a line appended to the source: a template instantiation. Raises RuntimeError unless a thread gets
     exactly the `registers` that the source assumes, because a kernel that redistributes them would hang.
     """
     major, minor = torch.cuda.get_device_capability(device)
-    module = checked(driver.cuModuleLoadData(compiled(source, architecture(major, minor), variant)[0]))
-    found = checked(driver.cuModuleGetFunction(module, name.encode()))
+    module = check_status(driver.cuModuleLoadData(compile_source(source, architecture(major, minor), variant)[0]))
+    found = check_status(driver.cuModuleGetFunction(module, name.encode()))
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    checked(driver.cuFuncSetAttribute(found, limit, shared_bytes(device)))
-    given = checked(driver.cuFuncGetAttribute(driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, found))
+    check_status(driver.cuFuncSetAttribute(found, limit, shared_bytes(device)))
+    given = check_status(driver.cuFuncGetAttribute(driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, found))
     if registers not in (None, given):
         raise RuntimeError(f"{name} counts on {registers} registers a thread, and this compiler gave it {given}")
     return found
@@ -40,33 +40,35 @@ def architecture(major: int, minor: int) -> str:
 def shared_bytes(device: int) -> int:
     """Return the shared memory in bytes that a thread block may use."""
     asked = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    return checked(driver.cuDeviceGetAttribute(asked, device))
+    return check_status(driver.cuDeviceGetAttribute(asked, device))
 
 
 def shared_by_mps(device: int) -> bool:
     """Return whether other processes may compute on the GPU at the same time, through NVIDIA's MPS."""
     asked = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
-    return bool(checked(driver.cuDeviceGetAttribute(asked, device)))
+    return bool(check_status(driver.cuDeviceGetAttribute(asked, device)))
 
 
-def compiled(source: Path, architecture: str, variant: str = "") -> tuple[bytes, str]:
+def compile_source(source: Path, architecture: str, variant: str = "") -> tuple[bytes, str]:
     """Compile a file plus a `variant` line for an architecture such as "sm_90". Needs no GPU.
 
     Returns machine code and log.
 
     Raises RuntimeError with NVRTC's message.
     """
-    program = checked(nvrtc.nvrtcCreateProgram(source.read_bytes() + variant.encode(), source.name.encode(), 0, [], []))
+    program = check_status(
+        nvrtc.nvrtcCreateProgram(source.read_bytes() + variant.encode(), source.name.encode(), 0, [], [])
+    )
     options = ("--std=c++17", f"--gpu-architecture={architecture}", f"--include-path={source.parent}")
     words = [option.encode() for option in options]
     status = nvrtc.nvrtcCompileProgram(program, len(words), words)
-    log = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program)))
-    checked(nvrtc.nvrtcGetProgramLog(program, log))
+    log = bytes(check_status(nvrtc.nvrtcGetProgramLogSize(program)))
+    check_status(nvrtc.nvrtcGetProgramLog(program, log))
     said = log.decode().rstrip("\0\n")
     if status[0].value:
         raise RuntimeError(f"NVRTC could not compile {source.name} for {architecture}: {said}")
-    code = bytes(checked(nvrtc.nvrtcGetCUBINSize(program)))
-    checked(nvrtc.nvrtcGetCUBIN(program, code))
+    code = bytes(check_status(nvrtc.nvrtcGetCUBINSize(program)))
+    check_status(nvrtc.nvrtcGetCUBIN(program, code))
     return code, said
 
 
@@ -93,7 +95,7 @@ def launch(
     config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
     if early:
         config.attrs, config.numAttrs = [_early()], 1
-    checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+    check_status(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
 
 
 @cache
@@ -122,7 +124,7 @@ def rows_map(B: Tensor, rows: int, columns: int) -> Any:
 
 def _map(matrix: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: Any) -> Any:
     """Build a bfloat16 CUtensorMap: innermost size first, strides in bytes, zeros beyond the last element."""
-    made = checked(
+    made = check_status(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, len(sizes), matrix.data_ptr(),
             [driver.cuuint64_t(size) for size in sizes], [driver.cuuint64_t(stride) for stride in strides],
@@ -134,7 +136,7 @@ def _map(matrix: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequ
     return (ctypes.c_uint64 * 16).from_buffer_copy(ctypes.string_at(made.getPtr(), 128))
 
 
-def checked(result: tuple[Any, ...]) -> Any:
+def check_status(result: tuple[Any, ...]) -> Any:
     """Return the value of a cuda.bindings call. Raises RuntimeError unless its status is success."""
     status, *values = result
     if status.value:

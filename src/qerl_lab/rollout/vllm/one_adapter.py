@@ -38,8 +38,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.nvfp4 import DIVISOR, Nvfp4
 from qerl_lab.formats.tiles import TILES, decoders, pack
-from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import PackedLinear
+from qerl_lab.model.weight_files import read_json
 from qerl_lab.rollout.vllm import fp4_tiles
 from qerl_lab.rollout.vllm.product import UNPACK_ROWS, add_adapter, stacked_product, tiles_product, unpacked_product
 
@@ -240,7 +240,7 @@ class OneAdapterMethod(LinearMethodBase):
         for name in [name for name, _ in layer.named_parameters(recurse=False) if name.startswith("weight")]:
             delattr(layer, name)
         (N, columns), device = (len(codes), layer.adapter_A.shape[1]), codes.device
-        packed = pack(codes, scale, fp4_tiles.tile_here(N, columns, device))
+        packed = pack(codes, scale, fp4_tiles.tile_of_device(N, columns, device))
         for name, tensor in zip(OF_TILES, (packed, divisor, fp4_tiles.counters(N, device)), strict=True):
             layer.register_buffer(name, tensor, persistent=False)
         self.decoders = decoders({TILES: packed, DIVISOR: divisor}, self.sizes, columns)

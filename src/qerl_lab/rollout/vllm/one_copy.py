@@ -57,7 +57,7 @@ def share(policy: Policy, model: nn.Module) -> list[str]:
     pairs = list(_pairs(layers, model))
     found = {name for _, parts in pairs for name in parts}
     if missing := [name for name in layers if name not in found]:
-        raise refused(f"finds no layer in vLLM's model that holds {missing[0]}")
+        raise cannot_share(f"finds no layer in vLLM's model that holds {missing[0]}")
     for theirs, parts in pairs:
         if not _is_in_tiles(theirs):  # the lab's own layout was checked when it was made
             _check_marlin(theirs, parts)
@@ -69,7 +69,7 @@ def shared_bytes(policy: Policy) -> int:
     return sum(layer.packed_bytes() for layer in layers_of(policy).values() if layer.form is not None)
 
 
-def refused(why: str) -> ConfigError:
+def cannot_share(why: str) -> ConfigError:
     """Return the error for a base that cannot be shared."""
     return ConfigError(f"rollout.vllm.share_base=true {why}. Type rollout.vllm.share_base=false.")
 
@@ -96,12 +96,12 @@ def _check_marlin(theirs: nn.Module, parts: Layers) -> None:
     name, own = next(iter(parts.items()))
     kernel = type(getattr(getattr(theirs, "scheme", None), "kernel", None)).__name__
     if kernel != KERNEL:
-        raise refused(f"needs weights that vLLM computes with {KERNEL}, and {name} has {kernel}")
+        raise cannot_share(f"needs weights that vLLM computes with {KERNEL}, and {name} has {kernel}")
     sizes, columns = [layer.out_features for layer in parts.values()], own.in_features
     expected = [(columns // 16, 2 * sum(sizes)), (columns // 16, sum(sizes))]
     shapes = [tuple(theirs.get_parameter(held).shape) for held in ("weight", "weight_scale")]
     if any(size % ROWS for size in sizes) or shapes != expected:
-        raise refused(f"takes parts in multiples of {ROWS} rows that Marlin does not pad, and {name} is {sizes} "
+        raise cannot_share(f"takes parts in multiples of {ROWS} rows that Marlin does not pad, and {name} is {sizes} "
                       f"x {columns}")  # fmt: skip
 
 

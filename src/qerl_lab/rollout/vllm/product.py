@@ -46,7 +46,7 @@ def add_products(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -
 
 
 @add_adapter.register_kernel("cuda")
-def on_gpu(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
+def add_on_gpu(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
     """Compute `add_adapter` with the lab's kernels where they are expected to beat cuBLAS."""
     from qerl_lab.rollout.vllm import adapter_kernels  # needs triton
 

@@ -18,7 +18,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.rollout.engine import Sampling
-from qerl_lab.system.disk import let_read
+from qerl_lab.system.disk import make_readable
 
 WORKER = "qerl_lab.rollout.vllm.worker.NormWorker"
 FLOAT32_NORMS = "qerl_lab_float32_norms"  # key in additional_config
@@ -81,14 +81,14 @@ def check_norms(held: Mapping[str, Tensor], clean: Mapping[str, Tensor], holder:
         raise ConfigError(f"{holder} {why}. {way_out}")
 
 
-def encoded(tensor: Tensor) -> list[str]:
+def encode_tensor(tensor: Tensor) -> list[str]:
     """Encode a tensor as dtype and base64, bit for bit. Decimal numbers take four times the space and cannot be NaN."""
     held = tensor.detach().cpu().contiguous()
     return [str(held.dtype).removeprefix("torch."), base64.b64encode(held.view(torch.uint8).numpy().tobytes()).decode()]
 
 
-def decoded(dtype: str, data: str) -> Tensor:
-    """Decode the result of `encoded` to a tensor with one axis."""
+def decode_tensor(dtype: str, data: str) -> Tensor:
+    """Decode the result of `encode_tensor` to a tensor with one axis."""
     return torch.frombuffer(bytearray(base64.b64decode(data)), dtype=getattr(torch, dtype))
 
 
@@ -118,5 +118,5 @@ def write_weights(model: PeftModel, folder: Path) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
     aside = folder / "adapter_model.new"
     save_file(tensors, aside)
-    let_read([aside])
+    make_readable([aside])
     os.replace(aside, folder / WEIGHTS)

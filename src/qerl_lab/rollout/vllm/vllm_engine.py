@@ -29,13 +29,13 @@ from qerl_lab.config.engine_rules import check_engine_on_cpu
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.model.files import read_json
 from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import ASLEEP, EngineFailed, OnDone, Rollout, Sampling, ignore
+from qerl_lab.model.weight_files import read_json
+from qerl_lab.rollout.engine import ASLEEP, EngineFailed, OnDone, Rollout, Sampling, do_nothing
 from qerl_lab.rollout.vllm import logprob_scheduler, one_copy
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
-from qerl_lab.rollout.vllm.backends import IN_VLLM, chosen
+from qerl_lab.rollout.vllm.backends import IN_VLLM, choose_backend
 from qerl_lab.rollout.vllm.base import folder_of
 from qerl_lab.rollout.vllm.kv_cache import bytes_per_token, free_bytes, kv_cache_bytes
 from qerl_lab.rollout.vllm.transfer import check_norms, sampling_arguments, serving_arguments
@@ -66,7 +66,7 @@ class VllmEngine:
         share = cfg.rollout.vllm.share_base
         aside = one_copy.packed_on_host(policy) if share else nullcontext()
         with random_state_restored(policy.device), aside, folder_of(policy, cfg) as folder:
-            self.linear_backend = chosen(cfg, policy.model)
+            self.linear_backend = choose_backend(cfg, policy.model)
             of_adapter = self._adapter.arguments(folder, self.linear_backend)
             self._llm: LLM | None = start(cfg, folder, policy, self.linear_backend, of_adapter)
             if share:
@@ -161,7 +161,7 @@ class VllmEngine:
         return self.llm.apply_model(find)[0]
 
     def generate(
-        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
+        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
         """Sample `group_size` completions of each prompt. The log-probs are empty with top_p < 1.
 

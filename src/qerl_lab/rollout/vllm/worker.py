@@ -14,7 +14,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.platforms import current_platform
 
 from qerl_lab.aqn import CLEAN, Noise
-from qerl_lab.rollout.vllm.transfer import FLOAT32_NORMS, encoded
+from qerl_lab.rollout.vllm.transfer import FLOAT32_NORMS, encode_tensor
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -89,7 +89,7 @@ class NormWorker(Worker):
         return sorted(self.list_loras())
 
     def qerl_noise(self, names: list[str], sigma: str, seed: int, step: int, relative: bool) -> None:
-        """Write clean weights + noise into the norms `names`, and clean weights into those of earlier calls.
+        """Write clean weights + noise into the norms `names`, and clean weights into the norms of earlier calls.
 
         Every worker draws the same noise. Layers of other pipeline stages are skipped.
 
@@ -110,7 +110,7 @@ class NormWorker(Worker):
     def qerl_norms(self, names: list[str]) -> dict[str, list[str]]:
         """Return [dtype, base64] of the norms in `names` that this worker holds."""
         weights = self._qerl_norms()
-        return {name: encoded(weights[name]) for name in names if name in weights}
+        return {name: encode_tensor(weights[name]) for name in names if name in weights}
 
     def _qerl_norms(self) -> dict[str, Tensor]:
         """Return all parameters of the model, by layer name without `.weight`."""

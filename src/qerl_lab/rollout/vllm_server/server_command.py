@@ -12,12 +12,12 @@ import torch
 from qerl_lab import formats
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
-from qerl_lab.config.spelling import listed, word
+from qerl_lab.config.spelling import spell_list, word
 from qerl_lab.config.units import GIB
 from qerl_lab.model import gguf, on_disk
-from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import compute_dtype, device_of
+from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.rollout.vllm.base import is_bfloat16
 from qerl_lab.rollout.vllm.transfer import max_rank, serving_arguments
 
@@ -31,7 +31,7 @@ def commands(cfg: RunConfig) -> list[str]:
     Raises ConfigError if vLLM cannot serve the model as the policy computes it.
     """
     path = cfg.model.path
-    folder = gguf.unpack(gguf.existing(path, "model.path")) if gguf.is_gguf(path) else on_disk.local(path)
+    folder = gguf.unpack(gguf.existing_file(path, "model.path")) if gguf.is_gguf(path) else on_disk.local_path(path)
     dtype = compute_dtype(cfg, device_of(cfg.device))
     packed = folder is not None and stored_as(folder) is not None  # take a hub model as dense without a download
     lines, revision = list[str](), list[str]()
@@ -58,7 +58,7 @@ def quantize_line(cfg: RunConfig, out: str) -> str:
     if cfg.model.revision:
         words.append(word("revision", cfg.model.revision))
     if cfg.format.ignore != FormatConfig().ignore:
-        words.append(f"ignore={listed(cfg.format.ignore)}")
+        words.append(f"ignore={spell_list(cfg.format.ignore)}")
     words += [f"{key}={value}" for key, value in unusual(cfg).items()]
     return shlex.join(["python", "-m", "qerl_lab.quantize", *words])
 

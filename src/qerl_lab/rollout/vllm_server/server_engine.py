@@ -19,12 +19,12 @@ from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, ignore, refuse_incomplete
+from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, do_nothing, refuse_incomplete
 from qerl_lab.rollout.vllm.base import scratch_folder
 from qerl_lab.rollout.vllm.transfer import (
     adapter_bytes,
     check_norms,
-    decoded,
+    decode_tensor,
     sampling_arguments,
     write_settings,
     write_weights,
@@ -135,14 +135,14 @@ class VllmServerEngine:
         for held in self._in_workers("qerl_norms", names=list(self.policy.norms)):
             if differ := [name for name, weight in held.items() if found.setdefault(name, weight) != weight]:
                 raise EngineFailed(f"the workers of {self._server.name} hold different weights of {differ[0]}")
-        return {name: decoded(*found[name]).to(self.policy.device) for name in self.policy.norms if name in found}
+        return {name: decode_tensor(*found[name]).to(self.policy.device) for name in self.policy.norms if name in found}
 
     def _in_workers(self, method: str, **arguments: Any) -> list[Any]:
         """Call a method of `NormWorker` in every worker; return the results."""
         return self._server.ask("POST", "/collective_rpc", {"method": method, "kwargs": arguments})["results"]
 
     def generate(
-        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = ignore
+        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
         """Sample `group_size` completions of each prompt. The log-probs are empty with top_p < 1.
 

@@ -7,7 +7,7 @@ THINK, END_THINK, ANSWER, END_ANSWER = TAGS = "<think>", "</think>", "<answer>",
 _BEGUN = re.compile(r"<think>\s*(?:</think>\s*)?(?:<answer>\s*)?\Z")
 
 
-def begun(prompt: str) -> str:
+def answer_start(prompt: str) -> str:
     """Return the start of the answer that the end of a prompt contains: `<think>` and what follows it, or nothing.
 
     Templates of reasoning models open the thinking for the model; some close it at once. Most templates do neither.
@@ -16,14 +16,14 @@ def begun(prompt: str) -> str:
     return found[0] if found else ""
 
 
-def as_graded(prompt: str, completions: Sequence[str]) -> list[str]:
+def with_answer_start(prompt: str, completions: Sequence[str]) -> list[str]:
     """Prepend to each completion what the prompt has begun; graders read the result."""
-    return [begun(prompt) + completion for completion in completions]
+    return [answer_start(prompt) + completion for completion in completions]
 
 
-def left_to_say(prompt: str, solution: str) -> str:
+def without_answer_start(prompt: str, solution: str) -> str:
     """Return what remains of a worked solution after what the prompt has begun."""
-    tags = re.findall(r"</?\w+>", begun(prompt))
+    tags = re.findall(r"</?\w+>", answer_start(prompt))
     return solution.partition(tags[-1])[2] if tags and tags[-1] in solution else solution
 
 

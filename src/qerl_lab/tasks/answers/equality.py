@@ -17,38 +17,38 @@ HUNDREDTH = Num(Fraction(1, 100))
 
 def equal(left: Form, right: Form) -> bool:
     """Tell whether two forms are the same answer. Raises Unreadable if a value is undefined or too large."""
-    left, right = _single(left), _single(right)
+    left, right = _unwrap_single(left), _unwrap_single(right)
     if same_set(left, right):
         return True
     if isinstance(left, Named) or isinstance(right, Named):
-        return _named(left, right)
+        return _compare_named(left, right)
     if isinstance(left, Relation) or isinstance(right, Relation):
-        return _relations(left, right)
+        return _compare_relations(left, right)
     if isinstance(left, Amount) and isinstance(right, Amount):
-        return _amounts(left, right)
+        return _compare_amounts(left, right)
     if isinstance(left, Several) and isinstance(right, Several):
-        return _several(left, right)
+        return _compare_several(left, right)
     if isinstance(left, Words) and isinstance(right, Amount) and left.product is not None:
-        return _nodes(left.product, _scaled(right))
+        return _compare_nodes(left.product, _scaled(right))
     if isinstance(left, Amount) and isinstance(right, Words):
         return equal(right, left)
     return isinstance(left, Words) and left == right
 
 
-def _single(form: Form) -> Form:
+def _unwrap_single(form: Form) -> Form:
     """Reduce a list or set of one part to that part."""
     if isinstance(form, Several) and form.brackets in ("", "{}", "or") and len(form.parts) == 1:
-        return _single(form.parts[0])
+        return _unwrap_single(form.parts[0])
     return form
 
 
-def _named(left: Form, right: Form) -> bool:
+def _compare_named(left: Form, right: Form) -> bool:
     """Compare named forms: `x = 5` equals 5, not `y = 5`. Two names, or name and equation, compare as equations."""
     if isinstance(left, Named) and isinstance(right, Named) and _same_name(left.name, right.name):
         return equal(left.form, right.form)
     sides = [_as_relation(side) for side in (left, right)]
     if all(isinstance(side, Relation) for side in sides):
-        return _relations(*sides)
+        return _compare_relations(*sides)
     named, other = (left, right) if isinstance(left, Named) else (right, left)
     return isinstance(named, Named) and not isinstance(other, Named) and equal(named.form, other)
 
@@ -68,30 +68,30 @@ def _as_relation(form: Form) -> Form:
     return form
 
 
-def _amounts(left: Amount, right: Amount) -> bool:
+def _compare_amounts(left: Amount, right: Amount) -> bool:
     if left.letters is not None and right.letters is not None:
-        return _nodes(left.letters, right.letters)
-    if _letters_are(left, right) or _letters_are(right, left):
+        return _compare_nodes(left.letters, right.letters)
+    if _is_product_of_letters(left, right) or _is_product_of_letters(right, left):
         return True
     if left.unit and right.unit and left.unit != right.unit:
         return False
     a, b = _scaled(left), _scaled(right)
     if left.percent == right.percent:
-        return _nodes(a, b) or _stands_for(a, b)
+        return _compare_nodes(a, b) or _is_rounding_of(a, b)
     as_part = (Op("*", (a, HUNDREDTH)), b) if left.percent else (a, Op("*", (b, HUNDREDTH)))
-    return _nodes(a, b) or _nodes(*as_part) or _stands_for(*as_part)
+    return _compare_nodes(a, b) or _compare_nodes(*as_part) or _is_rounding_of(*as_part)
 
 
-def _letters_are(amount: Amount, other: Amount) -> bool:
+def _is_product_of_letters(amount: Amount, other: Amount) -> bool:
     """Tell whether `2 m` means the expression 2m, because the other side is one."""
-    return amount.letters is not None and bool(names(other.node)) and _nodes(amount.letters, other.node)
+    return amount.letters is not None and bool(names(other.node)) and _compare_nodes(amount.letters, other.node)
 
 
 def _scaled(amount: Amount) -> Node:
     return amount.node if amount.scale == 1 else Op("*", (amount.node, Num(Fraction(amount.scale))))
 
 
-def _nodes(left: Node, right: Node) -> bool:
+def _compare_nodes(left: Node, right: Node) -> bool:
     """Compare two expressions by their values at several points.
 
     Where both are real they must agree, and some such point must exist: so |x| is not x, while 2 ln x equals ln x^2. If
@@ -104,7 +104,7 @@ def _nodes(left: Node, right: Node) -> bool:
         return close(value(left, {}), value(right, {}))
     agreed: dict[bool, list[bool]] = {True: [], False: []}
     for draw in range(POINTS):
-        both_real, agree = _at(point(variables, draw), left, right)
+        both_real, agree = _compare_at(point(variables, draw), left, right)
         if both_real and not agree:
             return False
         if both_real is not None:
@@ -112,7 +112,7 @@ def _nodes(left: Node, right: Node) -> bool:
     return bool(agreed[True]) or (bool(agreed[False]) and all(agreed[False]))
 
 
-def _at(where: Point, left: Node, right: Node) -> tuple[bool | None, bool]:
+def _compare_at(where: Point, left: Node, right: Node) -> tuple[bool | None, bool]:
     """Return whether both are real at a point (None if one is undefined), and whether they agree there."""
     try:
         a, b = value(left, where), value(right, where)
@@ -121,13 +121,13 @@ def _at(where: Point, left: Node, right: Node) -> tuple[bool | None, bool]:
     return is_real(a) and is_real(b), close(a, b)
 
 
-def _stands_for(left: Node, right: Node) -> bool:
+def _is_rounding_of(left: Node, right: Node) -> bool:
     """Tell whether one side is a decimal of ENOUGH_DIGITS that rounds the other, endless one."""
     for decimal, exact in ((left, right), (right, left)):
         places = _places(decimal)
         if places is not None and _places(exact) is None and not names(exact):
             number, exactly = value(decimal, {}), value(exact, {})
-            if not (_has_end(exactly) or not is_finite(exactly)):
+            if not (_is_finite_decimal(exactly) or not is_finite(exactly)):
                 return is_real(exactly) and values.is_rounded(number, exactly, places)
     return False
 
@@ -142,7 +142,7 @@ def _places(node: Node) -> int | None:
     return node.places if isinstance(node, Num) and node.digits >= ENOUGH_DIGITS else None
 
 
-def _has_end(number: Value) -> bool:
+def _is_finite_decimal(number: Value) -> bool:
     if not isinstance(number, Fraction):
         return False
     denominator = number.denominator
@@ -152,19 +152,19 @@ def _has_end(number: Value) -> bool:
     return denominator == 1
 
 
-def _several(left: Several, right: Several) -> bool:
+def _compare_several(left: Several, right: Several) -> bool:
     shapes = {left.brackets, right.brackets}
     if shapes == {"[]", "()"}:
         left, right = _column(left), _column(right)  # of the matrix; a point stays
     if len(left.parts) != len(right.parts):
         return False
     if shapes <= {"", "{}"} or shapes == {"or"}:
-        return _matched(left.parts, right.parts)
+        return _equal_in_any_order(left.parts, right.parts)
     ordered = left.brackets == right.brackets or shapes in ({"", "()"}, {":", "am"}, {":", "pm"})
     return ordered and all(equal(a, b) for a, b in zip(left.parts, right.parts, strict=True))
 
 
-def _matched(left: tuple[Form, ...], right: tuple[Form, ...]) -> bool:
+def _equal_in_any_order(left: tuple[Form, ...], right: tuple[Form, ...]) -> bool:
     """Tell whether the parts are equal in some order."""
     rest = list(right)
     for form in left:
@@ -182,7 +182,7 @@ def _column(form: Several) -> Several:
     return Several("()", tuple(row.parts[0] for row in rows)) if is_column else form
 
 
-def _relations(left: Form, right: Form) -> bool:
+def _compare_relations(left: Form, right: Form) -> bool:
     if isinstance(left, Relation) and isinstance(right, Relation):
         return _same_relation(left, right)
     relation, other = (left, right) if isinstance(left, Relation) else (right, left)
@@ -191,14 +191,14 @@ def _relations(left: Form, right: Form) -> bool:
         found = interval(relation)
         return found is not None and found.brackets == other.brackets and equal(found, other)
     if isinstance(other, Amount) and set(relation.signs) == {"="}:  # 9+9=18 is 18; 5=18 is nothing
-        return any(_worked(sides, other) for sides in (relation.sides, relation.crossed) if sides)
+        return any(_is_calculation(sides, other) for sides in (relation.sides, relation.crossed) if sides)
     return False
 
 
-def _worked(sides: tuple[Node, ...], amount: Amount) -> bool:
+def _is_calculation(sides: tuple[Node, ...], amount: Amount) -> bool:
     """Tell whether a calculation has this result: 9+9=18; m+n=9+9=18, where the first side names the quantity."""
     sides = sides[1:] if len(sides) > 2 and names(sides[0]) else sides
-    return any(isinstance(side, Op) for side in sides) and all(_nodes(side, _scaled(amount)) for side in sides)
+    return any(isinstance(side, Op) for side in sides) and all(_compare_nodes(side, _scaled(amount)) for side in sides)
 
 
 def _same_relation(left: Relation, right: Relation) -> bool:
@@ -207,7 +207,7 @@ def _same_relation(left: Relation, right: Relation) -> bool:
         return False
     turned = Relation(right.sides[::-1], tuple(OPPOSITE[sign] for sign in right.signs[::-1]))
     for other in (right, turned):
-        if left.signs == other.signs and all(map(_nodes, left.sides, other.sides)):
+        if left.signs == other.signs and all(map(_compare_nodes, left.sides, other.sides)):
             return True
     if len(left.signs) > 1 or left.signs[0] not in (right.signs[0], turned.signs[0]):
         return False

@@ -223,7 +223,7 @@ class _Reader:
         raise Unreadable("too deep")
 
     def argument(self, signed: bool = False) -> Node:
-        """Parse a TeX argument: a group, or one character as in `\frac12`. Typed powers may have a sign."""
+        r"""Parse a TeX argument: a group, or one character as in `\frac12`. Typed powers may have a sign."""
         if signed and self.sees("-", "+"):
             return self.factor()
         token = self.next
@@ -270,7 +270,7 @@ class _Reader:
         return self.macro(token.text)
 
     def mixed(self, token: Token) -> Node:
-        """Parse a number, or a mixed number with a proper fraction of two integers: `1\frac{4}{5}`, `1 4/5`."""
+        r"""Parse a number, or a mixed number with a proper fraction of two integers: `1\frac{4}{5}`, `1 4/5`."""
         node, tokens, start = read_number(token.text), list(self.tokens), self.at
         part = self.fraction_behind() if token.text.isdigit() else None
         if part is not None and part < 1:

@@ -24,7 +24,7 @@ def same_set(left: Form, right: Form) -> bool:
         return False
     between = [(low + high) / 2 for low, high in pairwise(ends)]
     outside = [ends[0] - 1, ends[-1] + 1] if ends else [real(0)]
-    return all(_holds(left, at) == _holds(right, at) for at in ends + between + outside)
+    return all(_contains(left, at) == _contains(right, at) for at in ends + between + outside)
 
 
 def interval(relation: Relation) -> Several | None:
@@ -87,16 +87,16 @@ def _is_variable(node: Node) -> bool:
     return isinstance(node, Sym) and bool(names(node))
 
 
-def _holds(form: Form, at: Value) -> bool:
+def _contains(form: Form, at: Value) -> bool:
     """Tell whether a number belongs to a set that `_ends` accepts."""
     if isinstance(form, Relation):
         sides = [_number(Amount(side)) if not names(side) else at for side in form.sides]
         return all(map(_is_true, sides, form.signs, sides[1:]))
     assert isinstance(form, Several)
     if form.brackets == "or":
-        return any(_holds(part, at) for part in form.parts)
+        return any(_contains(part, at) for part in form.parts)
     if form.brackets == "minus":
-        return _holds(form.parts[0], at) and not any(_holds(part, at) for part in form.parts[1:])
+        return _contains(form.parts[0], at) and not any(_contains(part, at) for part in form.parts[1:])
     ends = [_number(part) for part in form.parts]
     if form.brackets == "{}":
         return any(close(at, end) for end in ends)

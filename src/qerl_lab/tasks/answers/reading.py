@@ -107,7 +107,7 @@ def _simple(text: str) -> Form | None:
         return None
     if words in _NUMBERS:
         return Amount(Num(Fraction(_NUMBERS[words])))
-    return Words(words, _or_none(text) if re.fullmatch("[A-Za-z]{3}", text) else None)
+    return Words(words, _read_or_none(text) if re.fullmatch("[A-Za-z]{3}", text) else None)
 
 
 def _words(text: str) -> str:
@@ -149,7 +149,7 @@ def _without_thousands(text: str) -> str:
 
 
 def _depths(text: str) -> list[int]:
-    """Return how many brackets are open at each character. An argument of `\frac` counts as a bracket."""
+    r"""Return how many brackets are open at each character. An argument of `\frac` counts as a bracket."""
     depths, depth, last = list[int](), 0, 0
     for found in _BRACKETS.finditer(text):
         depths += [depth] * (found.start() - last)
@@ -260,12 +260,12 @@ def _amount(text: str) -> Form:
     node = read_expression(found.body)
     letters = None
     if found.body != text and not found.percent and found.scale == 1 and not re.search(r"\\(?:text|circ)", text):
-        letters = _or_none(text)
+        letters = _read_or_none(text)
     amounts = [Amount(each, found.unit, found.percent, found.scale, letters) for each in _both_signs(node)]
     return amounts[0] if len(amounts) == 1 else Several("", tuple(amounts))
 
 
-def _or_none(text: str) -> Node | None:
+def _read_or_none(text: str) -> Node | None:
     try:
         return read_expression(text)
     except Unreadable:

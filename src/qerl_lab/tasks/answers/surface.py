@@ -126,11 +126,11 @@ def plain(text: str) -> str:
     text = _powers(text.translate(_TRANSLATION))
     text = _without_dollars(text)
     text = _SIZES.sub(" ", text)
-    text = " ".join(_unboxed(_spelled(text, _SPELLINGS if "\\" in text else _TYPED)).split())
+    text = " ".join(_unboxed(_apply_spellings(text, _SPELLINGS if "\\" in text else _TYPED)).split())
     return _without_wrapping(_without_lead_in(_without_wrapping(text)))
 
 
-def _spelled(text: str, spellings: list[tuple[re.Pattern[str], str]]) -> str:
+def _apply_spellings(text: str, spellings: list[tuple[re.Pattern[str], str]]) -> str:
     for pattern, new in spellings:
         text = pattern.sub(new, text)
     return text
@@ -156,7 +156,7 @@ def _without_dollars(text: str) -> str:
 
 
 def _unboxed(text: str) -> str:
-    """Replace `\boxed{X}` by X."""
+    r"""Replace `\boxed{X}` by X."""
     while found := _BOXED.search(text):
         end = closing(text, found.end())
         if end < 0:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from qerl_lab.tasks.answers.completion import as_graded, final_answer, keeps_format, left_to_say
+from qerl_lab.tasks.answers.completion import final_answer, keeps_format, with_answer_start, without_answer_start
 
 GOOD = "<think>7+5=12.</think><answer>12</answer>"
 
@@ -111,7 +111,7 @@ def test_what_the_prompt_has_begun_is_part_of_the_answer(
     prompt: str, completion: str, answer: str | None, keeps: bool
 ) -> None:
     """DeepSeek-R1's distills and Qwen3's thinking models open the thinking in the prompt."""
-    (text,) = as_graded(prompt, [completion])
+    (text,) = with_answer_start(prompt, [completion])
     assert (final_answer(text), keeps_format(text)) == (answer, keeps)
 
 
@@ -121,5 +121,5 @@ def test_what_the_prompt_has_begun_is_part_of_the_answer(
     ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "<answer>12</answer>"),
 ])  # fmt: skip
 def test_a_solution_goes_on_from_what_the_prompt_has_begun(prompt: str, left: str) -> None:
-    assert left_to_say(prompt, GOOD) == left
-    assert keeps_format(as_graded(prompt, [left])[0])
+    assert without_answer_start(prompt, GOOD) == left
+    assert keeps_format(with_answer_start(prompt, [left])[0])

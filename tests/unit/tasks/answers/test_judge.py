@@ -177,10 +177,12 @@ def test_text_without_a_backslash_is_spelled_as_all_text_is():
     rng = random.Random(0)
     signs = [*"012xXab ~{},()[]^$%&#_|=.;:!'", "000", "10^", "choose", "mod", "text{", "begin{array}", "sec", "circ"]
     texts = ["".join(rng.choices(signs, k=rng.randint(1, 9))) for _ in range(20_000)]
-    changed = [text for text in texts if surface._spelled(text, surface._TYPED) != text]
+    changed = [text for text in texts if surface._apply_spellings(text, surface._TYPED) != text]
     assert len(changed) > 100
     assert [
-        text for text in texts if surface._spelled(text, surface._SPELLINGS) != surface._spelled(text, surface._TYPED)
+        text
+        for text in texts
+        if surface._apply_spellings(text, surface._SPELLINGS) != surface._apply_spellings(text, surface._TYPED)
     ] == []
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from qerl_lab.config.redact import HIDDEN
 from qerl_lab.config.spelling import shell_word
-from qerl_lab.report.stats import between
+from qerl_lab.report.stats import format_interval
 from qerl_lab.system import terminal
 from qerl_lab.tracking.tracker import Mirrored
 
@@ -15,12 +15,12 @@ def closing(result: dict[str, Any]) -> str:
     """Format the closing table of a run, from `runs.summarize`."""
     rows: list[tuple[str, str]] = []
     if "accuracy_gain" in result:
-        low, high = result["accuracy_gain_interval"]
+        interval = format_interval(*result["accuracy_gain_interval"])
         rows += [
             ("held-out accuracy", f"{result['accuracy_before']:.3f} -> {result['accuracy_after']:.3f}"),
             (
                 "  gain, paired 95% CI",
-                f"{result['accuracy_gain']:+.3f} {between(low, high)}, {result['questions']} questions, this seed",
+                f"{result['accuracy_gain']:+.3f} {interval}, {result['questions']} questions, this seed",
             ),
         ]
     cut = [result.get(f"truncated_{phase}", 0.0) for phase in ("before", "after")]
@@ -41,18 +41,21 @@ def closing(result: dict[str, Any]) -> str:
 
 def where(run_dir: Path, mirror: Mirrored | None) -> str:
     """Say where the record is, how to open the run in MLflow, and how to fill MLflow if it lacks a part."""
-    lines = [f"run directory: {terminal.near(run_dir)}  (curves.png, metrics.jsonl, eval.parquet, adapter/)"]
+    lines = [f"run directory: {terminal.format_path(run_dir)}  (curves.png, metrics.jsonl, eval.parquet, adapter/)"]
     if mirror and mirror.experiment_id:
         lines += _open(mirror.uri, f"#/experiments/{mirror.experiment_id}/runs")
     if mirror and not mirror.is_whole:
         what = f"MLflow at {mirror.uri} lacks a part of this run; metrics.jsonl has all. To fill it:"
-        lines += [what, f"  {terminal.python()} -m qerl_lab.tracking resync {shlex.quote(terminal.near(run_dir))}"]
+        lines += [
+            what,
+            f"  {terminal.python()} -m qerl_lab.tracking resync {shlex.quote(terminal.format_path(run_dir))}",
+        ]
     return "\n".join(lines)
 
 
 def next_steps(run_dir: Path) -> str:
     """Return the commands that show, report and export a finished run, a line each."""
-    here, line = shlex.quote(terminal.near(run_dir)), f"next: {terminal.python()} -m qerl_lab"
+    here, line = shlex.quote(terminal.format_path(run_dir)), f"next: {terminal.python()} -m qerl_lab"
     return "\n".join(
         [
             f"{line}.tools.samples {here}",

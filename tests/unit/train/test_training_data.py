@@ -10,7 +10,7 @@ from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.train.questions import Cursor, TrainingData, select
+from qerl_lab.train.training_data import Cursor, TrainingData, select
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from qerl_lab.config.files import choices_of
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import DEVICES, ENGINES, POCKET, EvalConfig
@@ -106,7 +106,7 @@ def run_of(options: AccuracyOptions) -> RunDirectory:
 
 def check_model(model: str) -> None:
     """Raise ConfigError if `model` is a local path without a model. A hub id is looked up when it is loaded."""
-    if folder := on_disk.local(model, "model"):
+    if folder := on_disk.local_path(model, "model"):
         on_disk.check_files(folder, f"model={model}")
 
 

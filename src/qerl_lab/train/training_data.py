@@ -15,7 +15,7 @@ from qerl_lab.tasks import Question, Task
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Questions of `task` whose prompts fit into rollout.max_prompt_tokens.
+    """Questions of `task` with prompts that fit into rollout.max_prompt_tokens.
 
     `questions` are the training questions and `task.heldout` the held-out ones. `left_out` and `heldout_left_out` count
     those that are too long.
@@ -35,7 +35,7 @@ class TrainingData:
 
 
 def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
-    """Keep the questions whose chat prompt has at most rollout.max_prompt_tokens tokens.
+    """Keep the questions with a chat prompt of at most rollout.max_prompt_tokens tokens.
 
     Raises ConfigError if no training question fits, or fewer than two held-out questions do in a run that evaluates.
     """

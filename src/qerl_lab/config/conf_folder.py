@@ -1,4 +1,4 @@
-"""Locate the YAML files: conf/, whose options compose a run, and sweeps/."""
+"""Locate the YAML files: conf/ (options that compose a run) and sweeps/."""
 
 from pathlib import Path
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.record.samples import CHARACTERS, Sample, append, cut, read_samples
-from qerl_lab.tools.samples import main, show
+from qerl_lab.record.samples_file import CHARACTERS, Sample, append, cut, read_samples
+from qerl_lab.tools.samples import format_step, main
 
 ONE = Sample(
     1, "7+5", "Ann has 7 pens.\nHow many?", "<think>7+5</think>é", {"format": 0.2, "answer": 1.0}, finished=True
@@ -82,7 +82,7 @@ def test_the_command_shows_the_last_step_or_the_one_asked_for(
 
 def test_a_completion_cannot_steer_the_terminal(tmp_path: Path) -> None:
     append(tmp_path, [replace(ONE, completion="\x1b[2J\x07\r\u202eok")])
-    assert show(tmp_path, None).endswith(r"\x1b[2J\x07\r\u202eok")
+    assert format_step(tmp_path, None).endswith(r"\x1b[2J\x07\r\u202eok")
 
 
 def test_a_directory_without_samples_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

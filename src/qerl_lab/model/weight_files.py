@@ -95,7 +95,7 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
     `path` is the value of `key`: a directory, `pocket`, a GGUF file or a hub id. Raises ConfigError if it is none of
     these, or the hub does not deliver it.
     """
-    if (folder := on_disk.local(path, key)) is not None:
+    if (folder := on_disk.local_path(path, key)) is not None:
         return folder
     if gguf.is_gguf(path):
         return gguf.unpack(Path(path).expanduser())
@@ -127,7 +127,7 @@ def copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def noted(folder: Path) -> dict[str, Any]:
+def lab_records(folder: Path) -> dict[str, Any]:
     """Read the lab's records beside a model, by file name; empty for models that the lab did not make."""
     return {name: read_json(folder / name) for name in RECORDS if (folder / name).is_file()}
 

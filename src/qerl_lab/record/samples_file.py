@@ -30,12 +30,12 @@ class Sample:
 
 def append(run_dir: Path, samples: Iterable[Sample]) -> None:
     """Append the samples of one step in one write; cut out the middle of long completions."""
-    lines = [json.dumps(asdict(sample) | {"completion": _shortened(sample.completion)}) for sample in samples]
+    lines = [json.dumps(asdict(sample) | {"completion": _shorten(sample.completion)}) for sample in samples]
     with (run_dir / NAME).open("ab") as file:
         file.write("".join(f"{line}\n" for line in lines).encode())
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     left_out = len(text) - CHARACTERS
     half = CHARACTERS // 2
     return text if left_out <= 0 else f"{text[:half]}\n[... {left_out:,} characters ...]\n{text[-half:]}"
