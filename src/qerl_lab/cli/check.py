@@ -152,9 +152,12 @@ def _preflight_notes(job: Job, is_here: bool, is_dry: bool) -> list[str]:
         try:
             run.whole_metrics()
         except ConfigError as error:
+            reason = (
+                str(error).removesuffix(" Move it away.").rstrip(".")
+            )  # a run without that file would be damaged too
             raise ConfigError(
-                f"the finished run {run.path} is damaged: {str(error).rstrip('.')}. Put the file back as it was, or "
-                "move the directory away and type the same line: it has the run anew."
+                f"the finished run {run.path} is damaged: {reason}. Put the file back as it was, or move the directory "
+                "away and type the same line: it makes the run anew."
             ) from None
         return []
     said = preflight.check(job.config, job.run_dir, is_here and not is_dry)
