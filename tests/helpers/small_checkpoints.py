@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Qwen2Config
 
 from packed_layers import pack_model
 from qerl_lab.formats.format import Format, PackedAs
-from qerl_lab.model.files import WeightFiles
 from qerl_lab.model.loading import load_model, stored_as
 from qerl_lab.model.on_disk import ASSETS
+from qerl_lab.model.weight_files import WeightFiles
 
 
 def write_dense(folder: Path, model: PreTrainedModel, **save_options: Any) -> Path:
