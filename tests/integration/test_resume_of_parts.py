@@ -22,9 +22,9 @@ def test_kill_9_of_a_run_whose_sigma_follows_its_kl(killable) -> None:
     whole, run_dir = killable(**changes), killable(**changes)
     finish(whole)
     for moment in (
-        ("qerl_lab.aqn.solver", "adapted", 1, True),  # of step 1, of which nothing is saved
+        ("qerl_lab.aqn.solver", "adapt_sigma", 1, True),  # of step 1, of which nothing is saved
         ("qerl_lab.record.checkpoint", "save", 1, True),
-        ("qerl_lab.aqn.solver", "adapted", 1, False),  # of step 2
+        ("qerl_lab.aqn.solver", "adapt_sigma", 1, False),  # of step 2
         ("qerl_lab.record.checkpoint", "sha256", 3, False),
     ):
         assert ended(start(run_until, run_dir, *moment)) == -signal.SIGKILL, (run_dir / "output.txt").read_text()
