@@ -123,22 +123,22 @@ def measure(jobs: Sequence[Job]) -> Iterator[Row]:
     """
     seconds, started = 60 * jobs[0].options["timeout_minutes"], [(job, list[Process]()) for job in jobs]
     try:
-        for job, ranks in started:
-            start(job, ranks)
+        for job, processes in started:
+            start(job, processes)
         deadline = time.monotonic() + seconds
-        statuses = [wait(ranks, deadline, Path(job.turn, READY)) for job, ranks in started]
-        for (job, ranks), status in zip(started, statuses, strict=True):
+        statuses = [wait(processes, deadline, Path(job.turn, READY)) for job, processes in started]
+        for (job, processes), status in zip(started, statuses, strict=True):
             if Path(job.turn, READY).exists():  # else it died, or took too long to build
                 Path(job.turn, GO).touch()
                 try:
-                    status = wait(ranks, time.monotonic() + seconds)
+                    status = wait(processes, time.monotonic() + seconds)
                 except KeyboardInterrupt:
                     yield from rows_so_far(job)
                     raise
             yield from rows_at_end(job, status)
     finally:
-        for _, ranks in started:
-            kill_all(ranks)
+        for _, processes in started:
+            kill_all(processes)
         remove_leftovers(IN_MEMORY, OF_RUNS)
 
 

@@ -42,7 +42,7 @@ class Evaluated:
 
     @property
     def answers(self) -> dict[tuple[str, ...], pd.DataFrame]:
-        """Rows by benchmark, engine and sampling. A dense base's own engine is also the common one."""
+        """Group the rows by benchmark, engine and sampling. A dense base's rows stand for both engines."""
         found = {tuple(map(str, name)): rows for name, rows in self.rows.groupby(GROUP, sort=False)}
         if self.about["own_is_common"]:
             found |= {(name[0], COMMON, name[2]): rows for name, rows in found.items()}

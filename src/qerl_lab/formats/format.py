@@ -83,9 +83,10 @@ class Format(ABC):
         """Return shape and dtype of each tensor that `quantize` makes of a weight `[N, K]`."""
 
     def fused_quantize(self, weights: Sequence[Tensor]) -> Quantize:
-        """Return a `quantize` for the parts of one fused layer (q/k/v, gate/up), with the constants they share.
+        """Return the function that quantizes the parts of one fused layer (q/k/v or gate/up).
 
-        By default nothing is shared.
+        A format whose parts share a constant, such as a tensor scale, computes it here from all `weights`. By default
+        nothing is shared.
         """
         return self.quantize
 

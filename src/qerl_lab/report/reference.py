@@ -27,7 +27,10 @@ RANKS, MOST_TOKENS = (16, 32, 64), 2048  # of Table 9; of a completion in all ta
 
 @dataclass(frozen=True)
 class Difference:
-    """Treated minus control, or their ratio. `error` is the reading error of curves; 0 for printed numbers."""
+    """An effect that the paper prints: treated minus control, or their ratio.
+
+    `error` is how far a value read from a curve may be off; 0 for a printed number.
+    """
 
     value: float
     error: float
@@ -61,7 +64,7 @@ def steps_of_mean(curves: pd.DataFrame, setting: str) -> pd.DataFrame:
 
 @cache
 def curves() -> pd.DataFrame:
-    """Return curves.csv: the subject and reading `error` of every column of every file in digitized/."""
+    """Read curves.csv: a row for each digitized curve, with its subject and reading `error`."""
     return pd.read_csv(package_data("results/reference") / "curves.csv", keep_default_na=False)
 
 

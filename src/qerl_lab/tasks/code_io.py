@@ -76,7 +76,7 @@ def _tests(row: Row) -> list[tuple[str, str]]:
 
 
 def _generate_questions(cfg: TaskConfig, of_heldout: bool) -> Questions:
-    """Return generated problems as questions, each with an example. Those without tests are left out."""
+    """Generate problems and show one example test in each question. Skip problems without tests."""
     levels = [n for n in code_problems.STEPS_OF_LEVEL if cfg.code_io.min_level <= n <= cfg.code_io.max_level]
     count = HELDOUT_QUESTIONS if of_heldout else cfg.train_questions or TRAIN_QUESTIONS
     found = Questions([])

@@ -142,7 +142,7 @@ def measure_on_own_texts(
 
 @dataclass(frozen=True)
 class Probed:
-    """Results of the probe, in nats.
+    """Effects of noise and of kernels on a rollout's log-probs, in nats.
 
     Attributes:
         noise_kl: mean KL per token from the policy with the engine's norms to the policy without noise.

@@ -63,7 +63,9 @@ def expand(
     y: Tensor, sums: Tensor, B: Tensor, sizes: list[int],
     alpha: float = 1.0, bias: Tensor | None = None, out: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write alpha * y + bias + t_p B_p^T to the columns of part p of `out`; t is the sum of `sums` over S.
+    """Finish a fused layer: write alpha * y + bias + t_p B_p^T to the columns of each part p of `out`.
+
+    t is x A^T, the sum of `sums` over S.
 
     Args:
         y: `[M, N]`, columns contiguous.
