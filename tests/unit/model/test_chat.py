@@ -60,7 +60,8 @@ def test_every_question_is_looked_at() -> None:
     ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "1 s"),
 ])  # fmt: skip
 def test_a_template_is_stopped_by_time_and_memory(template: str, most: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "SECONDS", 1)
+    if most == "1 s":  # filling memory may take a busy machine as long
+        monkeypatch.setattr(chat, "SECONDS", 1)
     began = time.monotonic()
     with pytest.raises(ConfigError, match=f"takes more than {most} to write one question"):
         with_template(EVERY + template).prompt_ids(ASKED)
