@@ -21,7 +21,6 @@ with exits.starting(__name__):
 
     from qerl_lab import tasks
     from qerl_lab.cli.grammar import Command
-    from qerl_lab.config.message import first_line
     from qerl_lab.config.model_hash import model_hash
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.out import Writes, check_apart, check_free
@@ -38,7 +37,6 @@ with exits.starting(__name__):
     from qerl_lab.tasks.question_files import is_local, reword_path_error
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LINE = "python -m qerl_lab.tools.warmup"
@@ -101,7 +99,7 @@ def warm_up(options: WarmupOptions) -> None:
 
     Raises:
         ConfigError: an option cannot work, or model or task cannot be loaded.
-        ValueError: the training diverged.
+        ValueError: the model has NaN or Inf, or the training diverged.
     """
     check(options)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
@@ -124,11 +122,11 @@ def warm_up(options: WarmupOptions) -> None:
         "began_from": origin | weight_files.lab_records(folder),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }  # fmt: skip
-    model, tokenizer = load(options, folder, device)
+    model, tokenizer = load(options, folder)
     rows, record["too_long"] = tokenize(task, tokenizer, options.max_tokens)
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:
         unfinished.clear()
-        losses = train(options, model, tokenizer, rows, unfinished.folder)
+        losses = train(options, model.to(device), tokenizer, rows, unfinished.folder)
         model.to(torch.bfloat16).save_pretrained(unfinished.folder)  # the formats start from it
         save_tokenizer(tokenizer, unfinished.folder)
         record |= {"losses": [round(loss, 4) for loss in losses], "seconds": round(time.monotonic() - started, 1)}
@@ -152,29 +150,22 @@ def load_task(options: WarmupOptions) -> tasks.Task:
     return task
 
 
-def load(
-    options: WarmupOptions, folder: Path, device: "torch.device"
-) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
-    """Load the model in `options.dtype` on the device, and its tokenizer.
+def load(options: WarmupOptions, folder: Path) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """Load the model in `options.dtype`, and its tokenizer.
 
-    Raises ConfigError if there is no model, if it is packed, or if its weights contain NaN or Inf.
+    Raises ConfigError if the model is packed, and ValueError or OSError if it is damaged or has NaN or Inf.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from qerl_lab.model.loading import check_dense_values, refuse_packed
 
-    given, dtype = f"model={options.model}", getattr(torch, options.dtype)
-    refuse_packed(folder, given, "all of whose weights are trained. Type its path.")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        for name, parameter in model.named_parameters():
-            check_dense_values(parameter, name=f"{folder}: {name}")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{given} could not be loaded ({type(error).__name__}: {first_line(error)}). "
-                          "Type another model.") from error  # fmt: skip
-    return model.to(device), tokenizer
+    refuse_packed(folder, f"model={options.model}", "all of whose weights are trained. Type its path.")
+    dtype = getattr(torch, options.dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    for name, parameter in model.named_parameters():
+        check_dense_values(parameter, name=f"{folder}: {name}")
+    return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[Rows, int]:

@@ -161,7 +161,7 @@ def test_a_weight_that_is_not_finite_is_refused_before_an_update(options: Warmup
     model = random_model()
     model.model.norm.weight.data[5] = torch.nan
     folder = write_dense(tmp_path / "damaged", model)
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight: 1 values that float32 cannot hold, the first nan at"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: 1 values that float32 cannot hold, the first nan at"):
         warm_up(replace(options, model=str(folder)))
 
 
