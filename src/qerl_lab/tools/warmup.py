@@ -38,6 +38,7 @@ with exits.starting(__name__):
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from trl import SFTConfig
 
 LINE = "python -m qerl_lab.tools.warmup"
 SCALES = {POCKET: POCKET, "SmolLM2-135M": "smollm2"}  # part of a model's path -> the scale made for it
@@ -130,13 +131,18 @@ def warm_up(options: WarmupOptions) -> None:
         model.to(torch.bfloat16).save_pretrained(unfinished.folder)  # the formats start from it
         save_tokenizer(tokenizer, unfinished.folder)
         record |= {"losses": [round(loss, 4) for loss in losses], "seconds": round(time.monotonic() - started, 1)}
-        files = sorted(file for file in unfinished.folder.iterdir() if file.is_file() and file.name != JOURNAL)
-        record["sha256"] = {file.name: sha256(file) for file in files}
-        (unfinished.folder / WARMUP).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_record(unfinished.folder, record)
         unfinished.finish()
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token, {time.monotonic() - started:.0f} s")
     print(f"model:       {terminal.format_path(options.folder)}  ({WARMUP} says how it was made)")
     print(f"train on it: {terminal.python()} -m qerl_lab {shell_line(training_words(options))}")
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> None:
+    """Write `record` and the SHA-256 of each file to warmup.json."""
+    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != JOURNAL)
+    record["sha256"] = {file.name: sha256(file) for file in files}
+    (folder / WARMUP).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def load_task(options: WarmupOptions) -> tasks.Task:
@@ -196,21 +202,12 @@ def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens:
     return rows, left_out
 
 
-def train(
-    options: WarmupOptions, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", rows: Rows, folder: Path
-) -> list[float]:
-    """Train all weights of `model`; return each update's loss in nats per token. Raises ValueError if it diverged."""
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+def sft_config(options: WarmupOptions, count: int, folder: Path, *, on_gpu: bool) -> "SFTConfig":
+    """Return TRL's settings of a warm-up on `count` examples. `max_steps` is its number of updates."""
+    from trl import SFTConfig
 
-    from qerl_lab.model.chat import pad_id
-
-    on_gpu, updates = model.device.type == "cuda", math.ceil(options.epochs * len(rows) / options.batch_size)
-    print(f"{Path(options.model).name}, {model.num_parameters():,} parameters in {options.dtype}, on {model.device}\n"
-          f"{len(rows):,} solutions of {options.task}, {updates} updates of {options.batch_size}, "
-          f"learning rate {options.learning_rate:g}", flush=True)  # fmt: skip
-    config = SFTConfig(
+    updates = math.ceil(options.epochs * count / options.batch_size)
+    return SFTConfig(
         output_dir=str(folder), save_strategy="no", max_steps=updates, seed=options.seed, use_cpu=not on_gpu,
         per_device_train_batch_size=min(options.micro_batch_size, options.batch_size),
         gradient_accumulation_steps=max(1, options.batch_size // options.micro_batch_size),
@@ -220,6 +217,22 @@ def train(
         max_length=None, dataset_kwargs={"skip_prepare_dataset": True},  # done by `tokenize`
         logging_steps=1, logging_nan_inf_filter=False, report_to="none",
     )  # fmt: skip
+
+
+def train(
+    options: WarmupOptions, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", rows: Rows, folder: Path
+) -> list[float]:
+    """Train all weights of `model`; return each update's loss in nats per token. Raises ValueError if it diverged."""
+    from datasets import Dataset
+    from trl import SFTTrainer
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    from qerl_lab.model.chat import pad_id
+
+    config = sft_config(options, len(rows), folder, on_gpu=model.device.type == "cuda")
+    print(f"{Path(options.model).name}, {model.num_parameters():,} parameters in {options.dtype}, on {model.device}\n"
+          f"{len(rows):,} solutions of {options.task}, {config.max_steps} updates of {options.batch_size}, "
+          f"learning rate {options.learning_rate:g}", flush=True)  # fmt: skip
     pad = pad_id(tokenizer, model.get_input_embeddings().num_embeddings)
     before = copy.deepcopy((model.config, model.generation_config))
     trainer = SFTTrainer(

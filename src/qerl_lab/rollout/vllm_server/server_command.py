@@ -69,7 +69,7 @@ def settings(cfg: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
 def flags(cfg: RunConfig) -> list[str]:
     """Return the flags of `vllm serve`, without the model."""
     url, cache_gib = urlsplit(cfg.rollout.vllm_server.url), cfg.rollout.vllm.kv_cache_gib
-    words = {"host": url.hostname, "port": url.port or (443 if url.scheme == "https" else 80)}
+    words: dict[str, Any] = {"host": url.hostname, "port": url.port or (443 if url.scheme == "https" else 80)}
     words |= settings(cfg, compute_dtype(cfg, device_of(cfg.device)))
     if cache_gib is not None:
         words["kv_cache_memory_bytes"] = int(cache_gib * GIB)
