@@ -119,7 +119,6 @@ def warm_up(options: WarmupOptions) -> None:
     record: dict[str, Any] = {
         "command": redact(shlex.join(["python", "-m", "qerl_lab.tools.warmup", *sys.argv[1:]])),
         "options": asdict(options), "instruction": task.instruction, "solutions": dict(task.data),
-        "packages": versions(("qerl-lab", "torch", "transformers", "trl")),
         "began_from": origin | weight_files.lab_records(folder),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }  # fmt: skip
@@ -139,8 +138,9 @@ def warm_up(options: WarmupOptions) -> None:
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write `record` and the SHA-256 of each file to warmup.json."""
+    """Write `record`, the versions of packages and the SHA-256 of each file to warmup.json."""
     files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != JOURNAL)
+    record["packages"] = versions(("qerl-lab", "torch", "transformers", "trl"))
     record["sha256"] = {file.name: sha256(file) for file in files}
     (folder / WARMUP).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
