@@ -225,14 +225,12 @@ def choice(**changes: Any) -> Callable:
 @pytest.mark.parametrize(
     ("fault", "part"),
     [
-        (lambda said: {"choices": said["choices"][1:]}, "gave 1 completions for a prompt, and 2 were asked"),
         (lambda said: b"<html>", "what is no JSON"),
-        (choice(logprobs=None), "gave 0 log-probs for a completion of 4 tokens"),
         (choice(finish_reason="abort"), "ended a completion by 'abort'"),
         (refusal(500, "EngineCore encountered an issue"), "EngineCore encountered an issue"),
     ],
 )
-def test_less_than_was_asked_is_an_error(engine, fake: FakeVllm, fault, part: str) -> None:
+def test_an_answer_without_whole_completions_is_an_error(engine, fake: FakeVllm, fault, part: str) -> None:
     fake.faults[COMPLETIONS] = [fault]
     with pytest.raises(EngineFailed) as caught:
         engine.generate(PROMPTS[:1], 2, SAMPLING)

@@ -19,7 +19,7 @@ from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, do_nothing, refuse_incomplete
+from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, do_nothing
 from qerl_lab.rollout.vllm.base import scratch_folder
 from qerl_lab.rollout.vllm.transfer import (
     adapter_bytes,
@@ -152,7 +152,7 @@ class VllmServerEngine:
         ]
         groups = self._groups(bodies, group_size, on_done)
         self._require_own()  # so it was during the whole rollout
-        rollout = Rollout(
+        return Rollout(
             prompt_ids_P=prompt_ids_P,
             completion_ids_P_G=[[ids for ids, _, _ in group] for group in groups],
             logprobs_P_G=[[logprobs for _, logprobs, _ in group] for group in groups],
@@ -160,8 +160,6 @@ class VllmServerEngine:
             entropy=None,
             seconds=time.perf_counter() - started,
         )
-        refuse_incomplete(rollout, len(prompt_ids_P), group_size, sampling)
-        return rollout
 
     def _groups(self, bodies: list[dict[str, Any]], group_size: int, on_done: OnDone) -> list[list[Completion]]:
         """Send all requests, as many at once as the batch holds; return the completions of each."""
