@@ -332,7 +332,7 @@ LINE = "python -m qerl_lab.tools.queue"
 FILE = "results/qwen1_5b/queue.yaml"
 COMMANDS: dict[str, Command[Any]] = {
     "plan": Command(
-        f"{LINE} plan QUEUE.yaml", "What is next of a queue of runs, and how many GPU hours each part has left.",
+        f"{LINE} plan QUEUE.yaml", "Print the next runs of a queue, and the GPU hours left in each part.",
         PlanOptions, plan, ((f"{LINE} plan {FILE} minutes=25", "what one machine would make"),), ("queue",), "queue",
     ),
     "run": Command(

@@ -240,7 +240,7 @@ def main(words: list[str]) -> int:
     if words and not own:
         own = ["out="]  # then the error names `out` as missing; the manual is only for an empty command
     work = partial(search, words=[word for word in words if not is_own(word)])
-    about = "Search values of numeric keys: an Optuna study whose trials are short sweeps of the main command"
+    about = "Search values of numeric keys: an Optuna study of short sweeps of the main command"
     usage = f"{LINE} WORDS OF THE MAIN COMMAND ... KEY=LOW..HIGH ..."
     return Command(usage, about, SearchOptions, work, examples=EXAMPLES, required=("out",), alone=True).run(own)
 

@@ -51,9 +51,9 @@ Rows = list[dict[str, list[int]]]
 class WarmupOptions(Writes):
     model: str = option("", "what to teach: hub id, dense directory, FILE.gguf, or `pocket`; required")
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
-    task: str = option("gsm8k", "whose worked solutions are taught", choices=("arithmetic", "gsm8k"))
+    task: str = option("gsm8k", "task with worked solutions, which are taught", choices=("arithmetic", "gsm8k"))
     task_path: str | None = option(None, "as task.path of a run: directory or hub id; null: the task's own")
-    instruction: str | None = option(None, "as task.instruction of a run; null: that of conf/task, as in a run")
+    instruction: str | None = option(None, "as task.instruction of a run; null: as in conf/task")
     out: str = option("", "directory to write, a model as any other; required")
     epochs: float = option(3.0, "passes over the solutions; 0.1 is a try", above=0, at_most=1000)
     learning_rate: float = option(

@@ -50,7 +50,7 @@ class Lab:
 
     @property
     def proposals(self) -> list[list[str]]:
-        """What each trial tried, as words; one that went on counts once."""
+        """Return the words that each trial tried; a continued trial counts once."""
         tried = {words[-1]: [word for word in words if word.split("=")[0] in BEST] for words in self.calls}
         return list(tried.values())
 

@@ -16,7 +16,7 @@ from qerl_lab.rollout.vllm_server.client import Refused, Server, Unanswered
 from qerl_lab.rollout.vllm_server.server_command import settings
 
 LINE = "Type python -m qerl_lab.tools.serve_line and the words of this run for the command that starts it right."
-AT_LEAST = ("max_model_len", "max_lora_rank")  # settings of which a server may have more
+AT_LEAST = ("max_model_len", "max_lora_rank")  # a server may have more of these
 PROBE = "A train has 12 cars with 30 seats each. How many seats are there?"
 PROBE_TOKENS = 16
 # Largest mean difference of log-probs in nats. A different order of summation stays below a fifth of it
