@@ -136,9 +136,10 @@ def run(options: RunOptions) -> None:
     queue.refuse_unregistered(waiting)
     seen = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
     machine = Machine(queue, options, GpuPool(seen[: options.gpus], options.jobs), time.monotonic())
-    for one in [one for one in waiting if machine.has_made(one)]:  # its pack may have been lost
-        machine.pack(one)
+    for one in [one for one in waiting if (machine.folder(one) / ROW).exists() and not machine.lacks_evaluations(one)]:
+        machine.pack(one)  # again, because its pack may have been lost
         waiting.remove(one)
+    waiting = [*(one for one in queue.runs if queue.is_done(one.key) and machine.lacks_evaluations(one)), *waiting]
     with ThreadPoolExecutor(options.jobs * options.gpus) as slots:
         started = [slots.submit(machine.make, one, number) for number, one in enumerate(waiting)]
         try:
@@ -166,11 +167,11 @@ class Machine:
     def folder(self, one: Planned) -> Path:
         return Path(self.options.runs).absolute() / one.key
 
-    def has_made(self, one: Planned) -> bool:
-        """Tell whether an earlier command made the run and all of its evaluations, or the run failed."""
+    def lacks_evaluations(self, one: Planned) -> bool:
+        """Tell whether an earlier command made the run here, but not all of its evaluations."""
         file = self.folder(one) / ROW
         row = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-        return row is not None and (row["state"] == FAILED or not missing_evaluations(row))
+        return row is not None and row["state"] == DONE and missing_evaluations(row) > 0
 
     def make(self, one: Planned, number: int) -> bool:
         """Wait for a free place on a GPU and make a run on it; tell whether the run ended."""
@@ -257,12 +258,12 @@ class Machine:
         shutil.copy(self._console(one), run.path / "queue.txt")
 
     def pack(self, one: Planned) -> None:
-        """Pack the record of a run atomically."""
+        """Pack the record of a run atomically, without unfinished evaluations."""
         file = Path(self.options.pack) / f"{one.key}.tar.gz"
         with tarfile.open(file.with_suffix(".tmp"), "w:gz") as packed:
             for path in sorted(self.folder(one).iterdir()):
                 if path.name not in LEFT_THERE:
-                    packed.add(path, f"{one.key}/{path.name}")
+                    packed.add(path, f"{one.key}/{path.name}", filter=lambda at: None if ".partial" in at.name else at)
         file.with_suffix(".tmp").replace(file)
 
 
@@ -324,8 +325,7 @@ def _merge(folder: Path, found: Sequence[Path]) -> None:
         raise ValueError(f"the report failed: {shlex.join(line[1:])}")
     for run_dir in found:
         if (made := run_dir / "evaluations").is_dir():
-            copied = folder / "evaluations" / run_dir.name
-            shutil.copytree(made, copied, ignore=shutil.ignore_patterns("*.partial"), dirs_exist_ok=True)
+            shutil.copytree(made, folder / "evaluations" / run_dir.name, dirs_exist_ok=True)
 
 
 LINE = "python -m qerl_lab.tools.queue"

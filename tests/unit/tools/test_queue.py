@@ -93,10 +93,11 @@ def test_a_run_is_packed_also_if_the_time_is_up_before_its_evaluations(
 
     assert on_machine("first")["evaluations"] == "0 of 1"
     assert ledger("first") == [("done", "0 of 1")]
-    write_ledger(tmp_path, [])
+    assert not list((tmp_path / "here" / merged[0].name / "evaluations").iterdir())
     calls.has_time = True
     assert on_machine("second")["evaluations"] == "1 of 1"  # by a later call on the same machine
-    on_machine("third")
+    write_ledger(tmp_path, [])
+    on_machine("third")  # packs it again
     assert calls.made == ["qerl_lab", "qerl_lab.evaluate", "qerl_lab.evaluate"]
     assert ledger("first", "third", "second") == [("done", "1 of 1")]
     assert ledger("first") == [("done", "1 of 1")]
