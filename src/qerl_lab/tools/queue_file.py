@@ -3,7 +3,7 @@
 QUEUE.yaml, in a folder of results:
 
     words: [scale=qwen1_5b, tracking=none]            # for every line; a line's own words take precedence
-    seconds: 480                                      # per run, until the ledger or results/bench has measurements
+    seconds: 480                                      # per run, until the ledger has runs
     parts:                                            # in the order in which they are made
       - name: formats
         lines: ["+experiment=bf16,nvfp4"]             # each a grid of the main command, without seeds
@@ -18,6 +18,7 @@ Runs of preregistered parts record the hash of `claims.yaml` if that file lies b
 
 import csv
 import hashlib
+import io
 import itertools
 import json
 import shlex
@@ -25,7 +26,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -35,6 +35,7 @@ from qerl_lab.config.arm import of_arm, values_of
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.system.disk import replace_file
 
 LEDGER, PREREGISTRATION, CLAIMS, PILOT = "ledger.csv", "PREREGISTRATION.md", "claims.yaml", "PILOT:"
 COLUMNS = ("run", "seed", "part", "state", "host", "card", "start", "seconds", "commit", "preregistration",
@@ -88,11 +89,11 @@ class Queue:
         return [one for one in self.runs if not self.is_done(one.key) and self.failures(one.key) < ATTEMPTS]
 
     def seconds(self, one: Planned) -> float:
-        """Estimate a run's seconds: the median of its part, else of the ledger, else from `results/bench`."""
-        done = [row for row in self.rows if row["state"] == DONE]
+        """Estimate a run's seconds: the median of its part, else of the ledger, else by the queue file."""
+        done = [row for row in self.rows if row["state"] == DONE and not missing_evaluations(row)]
         taken = [float(row["seconds"]) for row in done if row["part"] == one.part.name]
         taken = taken or [float(row["seconds"]) for row in done]
-        return statistics.median(taken) if taken else estimate_from_bench(one.config) or self.seconds_at_first
+        return statistics.median(taken) if taken else self.seconds_at_first
 
     def preregistration(self) -> str:
         """Return 12 hex digits of the preregistration's SHA-256; empty without one."""
@@ -169,41 +170,21 @@ def key_of(config: RunConfig) -> str:
     return f"{config.experiment}-seed{config.seed}-{digits}"
 
 
-def estimate_from_bench(config: RunConfig, folder: Path = Path("results/bench")) -> float | None:
-    """Estimate a run's seconds from the fastest measured step of its model, at full length; None if unmeasured.
-
-    The steps were measured at 1,024 or 2,048 completion tokens, so a run with longer ones takes longer.
-    """
-    rows: list[dict[str, Any]] = []
-    for file in sorted(folder.glob("step_*.json")):
-        rows += json.loads(file.read_text(encoding="utf-8"))["rows"]
-    of_model = [row for row in rows if _letters(row["model"]) == _letters(config.model.name) and row["gpus"] == 1]
-    speeds = [row["tokens_per_second"] for row in of_model if not row["baseline"]]
-    tokens = config.steps * config.completions_per_step * config.rollout.max_completion_tokens
-    return tokens / max(speeds) if speeds else None
-
-
-def _letters(name: str) -> str:
-    return "".join(filter(str.isalnum, name))
+def missing_evaluations(row: Row) -> int:
+    """Return how many evaluations a run lacks by its row, in which they are written as `1 of 2`."""
+    made, _, wanted = row["evaluations"].partition(" of ")
+    return int(wanted) - int(made)
 
 
 def read_ledger(folder: Path) -> list[Row]:
     """Read the rows of ledger.csv; none if the file is missing."""
     file = folder / LEDGER
-    if not file.exists():
-        return []
-    with file.open(encoding="utf-8", newline="") as lines:
-        rows: list[Row] = list(csv.DictReader(lines))
-    if rows and set(rows[0]) != set(COLUMNS):
-        raise ConfigError(f"{file} has the columns {', '.join(rows[0])}; allowed: {', '.join(COLUMNS)}.")
-    return rows
+    return list(csv.DictReader(file.read_text(encoding="utf-8").splitlines())) if file.exists() else []
 
 
 def write_ledger(folder: Path, rows: Sequence[Row]) -> None:
     """Write ledger.csv, one row per attempt."""
-    aside = folder / f"{LEDGER}.tmp"
-    with aside.open("w", encoding="utf-8", newline="") as file:
-        out = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        out.writeheader()
-        out.writerows(rows)
-    aside.replace(folder / LEDGER)
+    out = csv.DictWriter(text := io.StringIO(), COLUMNS, lineterminator="\n")
+    out.writeheader()
+    out.writerows(rows)
+    replace_file(folder / LEDGER, text.getvalue().encode())

@@ -28,7 +28,8 @@ def queue(tmp_path: Path) -> Queue:
 
 def with_rows(queue: Queue, *states: str) -> Queue:
     """The queue with attempts at its first run that ended so."""
-    rows = [dict.fromkeys(COLUMNS, "") | {"run": queue.runs[0].key, "state": state, "seconds": "9"} for state in states]
+    row = dict.fromkeys(COLUMNS, "") | {"run": queue.runs[0].key, "seconds": "9", "evaluations": "0 of 0"}
+    rows = [row | {"state": state} for state in states]
     queue_file.write_ledger(queue.folder, rows)
     return replace(queue, rows=queue_file.read_ledger(queue.folder))
 
