@@ -108,3 +108,12 @@ def test_the_queue_of_qwen_composes() -> None:
     assert all(
         (one.config.preregistration == str(FILE.parent / "claims.yaml")) == one.part.preregistered for one in runs
     )
+
+
+def test_hours_are_of_this_queue_else_of_the_bench(queue: Queue) -> None:
+    """Other words make other runs: what the ledger has of another scale says nothing of them."""
+    made = with_rows(queue, DONE)
+    assert made.seconds(made.runs[1]) == 9
+    other = queue_file.read(queue.folder / "queue.yaml", ["scale=paper_gsm8k_7b", "rollout=vllm"])
+    assert made.rows and other.rows
+    assert other.seconds(other.runs[1]) > 3600  # from results/bench
