@@ -95,7 +95,8 @@ class Queue:
         Other words, such as another scale, make other runs: the ledger then says nothing of them.
         """
         keys = {planned.key for planned in self.runs}
-        done = [row for row in self.rows if row["run"] in keys and row["state"] == DONE and not missing_evaluations(row)]
+        own = [row for row in self.rows if row["run"] in keys]
+        done = [row for row in own if row["state"] == DONE and not missing_evaluations(row)]
         taken = [float(row["seconds"]) for row in done if row["part"] == one.part.name]
         taken = taken or [float(row["seconds"]) for row in done]
         return statistics.median(taken) if taken else estimate_from_bench(one.config) or self.seconds_at_first

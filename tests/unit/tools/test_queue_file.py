@@ -115,5 +115,5 @@ def test_hours_are_of_this_queue_else_of_the_bench(queue: Queue) -> None:
     made = with_rows(queue, DONE)
     assert made.seconds(made.runs[1]) == 9
     other = queue_file.read(queue.folder / "queue.yaml", ["scale=paper_gsm8k_7b", "rollout=vllm"])
-    assert made.rows and other.rows
+    assert len(other.rows) == 1
     assert other.seconds(other.runs[1]) > 3600  # from results/bench
