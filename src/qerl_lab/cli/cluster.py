@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
@@ -25,7 +25,7 @@ from qerl_lab.system import terminal
 if TYPE_CHECKING:
     from submitit import SlurmJob
 
-    from qerl_lab.cli.scheduler import Call, Ended
+    from qerl_lab.cli.scheduler import Call
 
 SET_BY_SUBMITIT = {"array", "output", "error", "open-mode", "nodes", "ntasks-per-node", "signal"}  # sbatch flags
 GPU_FLAGS = {"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"}
@@ -107,7 +107,7 @@ def _one_sentence(error: BaseException) -> str:
 
 
 @contextmanager
-def slurm(configs: Sequence[RunConfig], calls: "Sequence[Call]", folder: Path) -> "Iterator[list[SlurmJob[Ended]]]":
+def slurm(configs: Sequence[RunConfig], calls: "Sequence[Call]", folder: Path) -> "Iterator[list[SlurmJob[str]]]":
     """Submit the calls as one Slurm array; write its scripts and logs into `folder`."""
     import submitit
     from submitit.core.utils import FailedJobError
@@ -130,7 +130,7 @@ def slurm(configs: Sequence[RunConfig], calls: "Sequence[Call]", folder: Path) -
 
 
 @contextmanager
-def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list[Future[Ended]]]":
+def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list[Future[str]]]":
     """Run the calls on Ray, `jobs` at once, on the cluster at RAY_ADDRESS or else on one started here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
     import ray as library
@@ -147,10 +147,10 @@ def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list
     if said := oversize_warning([ray_resources(cfg, has_gpus) for cfg in configs], nodes):
         terminal.say(f"warning: {said}")
 
-    def one(cfg: RunConfig, call: "Call") -> "Ended":
+    def one(cfg: RunConfig, call: "Call") -> str:
         asked = ray_resources(cfg, has_gpus)
         task = library.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"])(type(call).__call__)
-        return cast("Ended", library.get(task.remote(call)))
+        return str(library.get(task.remote(call)))
 
     try:
         with ThreadPoolExecutor(configs[0].jobs) as pool:
