@@ -1,6 +1,5 @@
 """Directories of jobs: find existing ones, claim new ones, read a sweep, extend a run."""
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -19,6 +18,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.record.folders import first_missing, make, remove_empty, reserve
 from qerl_lab.system.disk import lock
+from qerl_lab.system.terminal import by_numbers
 
 LOCK = ".lock"  # in a sweep's directory; held by the command that runs it
 
@@ -87,11 +87,8 @@ def plan_of_sweep(directory: Path) -> Plan | None:
     """Return the jobs of a sweep's directory with their recorded configurations; None if it is no sweep."""
     if not (directory / LOCK).exists():
         return None
-
-    def numbers_first(path: Path) -> list[tuple[int, str]]:
-        return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
-
-    return read(directory, sorted((path.parent for path in directory.rglob("resolved.yaml")), key=numbers_first))
+    run_dirs = [path.parent for path in directory.rglob("resolved.yaml")]
+    return read(directory, sorted(run_dirs, key=lambda path: by_numbers(str(path))))
 
 
 def read(directory: Path, run_dirs: list[Path]) -> Plan:

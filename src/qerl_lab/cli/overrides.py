@@ -17,7 +17,7 @@ from qerl_lab.config.conf_folder import choices_of, package_data
 from qerl_lab.config.keys import TEXT, check_key, check_type, schema, spell_value, type_words
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
-from qerl_lab.config.spelling import quote_override, quoted, shell_word, unquote_override
+from qerl_lab.config.spelling import quote_text, quoted, shell_word
 
 OTHER_LAUNCHERS = "jobs=N runs several at once, launcher=slurm and launcher=ray use a cluster; others are packages."
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
@@ -33,14 +33,18 @@ def spell_for_hydra(override: str) -> str:
     """Spell a word for Hydra: with a plus for groups outside the defaults list (`APPENDED`), else without; quoted.
 
     `experiment=x` and `+experiment=x` become the same, as do `scale=x` and `+scale=x`. The flags of `slurm` are quoted
-    as one text. Hydra's own keys (`hydra.*`, `hydra/*`) stay as typed.
+    as one text. Hydra's own keys (`hydra.*`, `hydra/*`) keep their plus.
     """
     key, sign, value = override.lstrip("+").partition("=")
-    if key.startswith(("hydra.", "hydra/", "~")):
-        return quote_override(override)
+    if not sign or key.startswith("~"):
+        return override
+    if key.startswith(("hydra.", "hydra/")):
+        return override if value.isdecimal() else quote_text(override.partition("=")[0], value)
     if key == "slurm" and value[:1] not in ("'", '"'):
         return f"{key}={quoted(value)}"
-    return quote_override(f"{'+' if key in APPENDED else ''}{key}{sign}{value}", schema().get(key) in TEXT)
+    if schema().get(key) in TEXT and key not in groups():
+        return quote_text(key, value)
+    return f"{'+' if key in APPENDED else ''}{key}={value}"
 
 
 def check_words(words: Sequence[str]) -> list[Override]:
@@ -116,7 +120,7 @@ def refuse_sweeps(overrides: list[Override]) -> None:
     override = next((override for override in overrides if override.is_sweep_override()), None)
     if override is None:
         return
-    name, value = override.key_or_group, unquote_override(override.get_value_string())
+    name, value = override.key_or_group, override.get_value_string()
     is_text = schema().get(name) in TEXT and name not in groups()
     one = f", or {shell_word(name, value)} if the comma is part of it" if is_text else ""
     raise ConfigError(
@@ -151,7 +155,7 @@ def explain(error: Exception) -> str:
         case OverrideParseException() if module := _module_of(error.override):
             return f"{error.override} is a command of its own. Type python -m {module}."
         case OverrideParseException():
-            return str(unreadable_word(unquote_override(error.override), dict(schema()) | dict.fromkeys(groups())))
+            return str(unreadable_word(error.override, dict(schema()) | dict.fromkeys(groups())))
         case MissingConfigException() if error.missing_cfg_file and error.options:
             file = str(error.missing_cfg_file)  # an option that is a path has slashes of its own
             group = next((name for name in groups() if file.startswith(f"{name}/")), file.rpartition("/")[0])

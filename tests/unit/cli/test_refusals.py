@@ -206,7 +206,6 @@ def test_a_file_of_the_user_s_own_is_an_option_like_ours(tmp_path, capsys):
         ("++lora.rank=3", "lora.rank=3"),
         ("task.instruction='+experiment=x'", "task.instruction='+experiment=x'"),
         ("model.revision=7e12345", "model.revision='7e12345'"),
-        ("model.revision=7e5,main,'1'", "model.revision='7e5',main,'1'"),
         ("+hydra.foo=1", "+hydra.foo=1"),
         ("~lora", "~lora"),
     ],
