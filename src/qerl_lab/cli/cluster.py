@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.system import terminal
 
 if TYPE_CHECKING:
     from submitit import SlurmJob
@@ -143,9 +142,6 @@ def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list
     for number, handler in before.items():  # Ray's own handlers would end the command
         signal.signal(number, handler)
     has_gpus = library.cluster_resources().get("GPU", 0) > 0
-    nodes = [node["Resources"] for node in library.nodes() if node["Alive"]]
-    if said := oversize_warning([ray_resources(cfg, has_gpus) for cfg in configs], nodes):
-        terminal.say(f"warning: {said}")
 
     def one(cfg: RunConfig, call: "Call") -> str:
         asked = ray_resources(cfg, has_gpus)
@@ -163,19 +159,3 @@ def ray_resources(cfg: RunConfig, has_gpus: bool) -> dict[str, float]:
     """Return the CPUs that a job requests from Ray, and GPUs if the cluster has any."""
     share = 1 / cfg.jobs_per_gpu if cfg.gpus == 1 else cfg.gpus  # Ray gives several GPUs only whole
     return {"CPU": max(1, cfg.cpu_threads), "GPU": share if has_gpus and cfg.device != "cpu" else 0}
-
-
-def oversize_warning(asked: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str:
-    """Return a warning if a job requests more than any node has, because Ray would then wait in silence.
-
-    It is no error: an autoscaling cluster may still add such a node.
-    """
-    for job in asked:
-        if not any(all(node.get(name, 0) >= count for name, count in job.items()) for node in nodes):
-            largest = {name: max((node.get(name, 0) for node in nodes), default=0) for name in job}
-            return (
-                f"a job asks Ray for {job['CPU']:g} CPUs and {job['GPU']:g} GPUs, and no node of the cluster has them "
-                f"(at most {largest['CPU']:g} and {largest['GPU']:g}): it waits until one joins. Ctrl-C ends it; "
-                "type a lower cpu_threads or gpus."
-            )
-    return ""

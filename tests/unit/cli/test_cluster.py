@@ -1,7 +1,6 @@
 """Slurm's flags as they are typed for a sweep, and what is refused before anything is submitted."""
 
 import pickle
-import re
 import signal
 from pathlib import Path
 
@@ -21,18 +20,6 @@ from qerl_lab.record.environment import Typed
 ])  # fmt: skip
 def test_a_time_limit_is_read_as_slurm_reads_it(time: str, minutes: int) -> None:
     assert cluster.minutes(cluster.flags(f"--time={time}")) == minutes
-
-
-@pytest.mark.parametrize(("cfg", "nodes", "said"), [
-    (RunConfig(cpu_threads=4), [{"CPU": 2.0}, {"CPU": 4.0}], ""),
-    (RunConfig(cpu_threads=4), [{"CPU": 2.0}, {"CPU": 3.0}], "asks Ray for 4 CPUs and 0 GPUs, .*at most 3 and 0"),
-    (RunConfig(gpus=2), [{"CPU": 8.0, "GPU": 1.0}] * 2, "and 2 GPUs, .*at most 8 and 1"),
-    (RunConfig(jobs_per_gpu=4), [{"CPU": 8.0, "GPU": 1.0}], ""),
-])  # fmt: skip
-def test_a_job_that_no_node_of_ray_can_hold_is_said(cfg: RunConfig, nodes: list, said: str) -> None:
-    has_gpus = any("GPU" in node for node in nodes)
-    found = cluster.oversize_warning([cluster.ray_resources(cfg, has_gpus)], nodes)
-    assert re.search(said, found) if said else not found
 
 
 def test_flags_are_those_of_sbatch() -> None:
