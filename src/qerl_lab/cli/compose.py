@@ -30,7 +30,6 @@ from qerl_lab.cli.overrides import (
     check_words,
     explain,
     groups,
-    refuse_sweeps,
     spell_for_hydra,
     without_hydra_words,
 )
@@ -80,7 +79,7 @@ def register() -> None:
 
 def make_plan(overrides: list[str], multirun: bool) -> Plan:
     """Compose and check every job from words spelled for Hydra. Raises ConfigError."""
-    parsed = check_words(overrides)
+    check_words(overrides)
     register()
     with (
         as_config_errors(),
@@ -90,7 +89,6 @@ def make_plan(overrides: list[str], multirun: bool) -> Plan:
         master = loader.load_configuration("config", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
         if multirun or master.hydra.mode == RunMode.MULTIRUN:
             return sweep(master, loader)
-        refuse_sweeps(parsed)
         return single(loader.load_configuration("config", overrides, RunMode.RUN), loader)
 
 

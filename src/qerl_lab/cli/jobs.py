@@ -16,7 +16,7 @@ from qerl_lab.config.spelling import resume_word, shell_word
 from qerl_lab.preflight import machine, question_counts
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.record.folders import first_missing, make, remove_empty, reserve
+from qerl_lab.record.folders import first_missing, make, reserve
 from qerl_lab.system.disk import lock
 from qerl_lab.system.terminal import by_numbers
 
@@ -101,30 +101,17 @@ def read(directory: Path, run_dirs: list[Path]) -> Plan:
 
 
 def claim(plan: Plan, command: str) -> Plan:
-    """Create all directories of new jobs or none; return the plan with their paths. Raises ConfigError."""
+    """Create the directories of the new jobs; return the plan with their paths. Raises ConfigError."""
     made = first_missing(plan.directory)
     directory = plan.directory if plan.directory_given else reserve(plan.directory)
     made = made or (None if plan.directory_given else directory)
     jobs = [replace(job, run_dir=_moved(job, plan, directory)) for job in plan.jobs]
     sweep = sweep_name(directory) if plan.multirun else None
-    claimed: list[RunDirectory] = []
-    is_first = not (directory / LOCK).exists()
-    try:
-        with locked(directory) if plan.multirun else nullcontext():
-            for job in jobs:
-                run = RunDirectory(job.run_dir)
-                if not run.is_claimed:
-                    claimed.append(run)
-                    run.claim(replace(job.config, run_dir=str(run.path)), Typed(command, job.overrides, sweep))
-    except BaseException:
-        for run in reversed(claimed):
-            if run.path.is_dir():
-                run.discard(run.path)
-        if directory.is_dir():
-            if is_first:
-                (directory / LOCK).unlink(missing_ok=True)
-            remove_empty(directory, made)
-        raise
+    with locked(directory) if plan.multirun else nullcontext():
+        for job in jobs:
+            run = RunDirectory(job.run_dir)
+            if not run.is_claimed:
+                run.claim(replace(job.config, run_dir=str(run.path)), Typed(command, job.overrides, sweep))
     return replace(plan, jobs=jobs, directory=directory, made=made)
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, TextIO
@@ -58,7 +58,7 @@ class SweepJob:
 
     stop_file: Path
     label: str
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str]
 
 
 def start(run: RunDirectory, typed: Typed | None = None, of: SweepJob | None = None, made: Path | None = None) -> int:

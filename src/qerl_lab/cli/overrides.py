@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli.grammar import refuse_repeated_keys, unreadable_word
@@ -21,6 +21,7 @@ from qerl_lab.config.spelling import quote_text, quoted, shell_word
 
 OTHER_LAUNCHERS = "jobs=N runs several at once, launcher=slurm and launcher=ray use a cluster; others are packages."
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
+SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'")  # Hydra's message without -m
 APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/config.yaml
 
 
@@ -80,14 +81,13 @@ def _check_override(override: Override) -> None:
             raise no_option(name, value, choices_of(name))
         return
     kind = check_key(name)
-    for value in _values(override):
-        _check_value(name, kind, value)
-
-
-def _values(override: Override) -> list[Any]:
-    if not override.is_sweep_override():
-        return [override.value()]
-    return [value.text if isinstance(value, QuotedString) else value for value in override.sweep_iterator()]
+    for value in override.sweep_iterator() if override.is_sweep_override() else [override.value()]:
+        value = value.text if isinstance(value, QuotedString) else value
+        if isinstance(value, str) and "${" in value:
+            continue  # interpolation: checked after composition
+        if type(value) in (int, float) and kind in TEXT:
+            value = str(value)  # a commit or a directory made of digits
+        check_type(name, kind, value)
 
 
 def no_option(group: str, value: Any, options: list[str]) -> ConfigError:
@@ -105,27 +105,6 @@ def no_option(group: str, value: Any, options: list[str]) -> ConfigError:
     if isinstance(value, dict):
         hint = f" Set its keys one by one, for example {group}.{next(iter(value), 'name')}=VALUE."
     return ConfigError(f"{group}={spell_value(value)} is not an option; allowed: {', '.join(options)}.{hint}")
-
-
-def _check_value(name: str, kind: Any, value: Any) -> None:
-    if isinstance(value, str) and "${" in value:
-        return  # interpolation: checked after composition
-    if type(value) in (int, float) and kind in TEXT:
-        value = str(value)  # a commit or a directory made of digits
-    check_type(name, kind, value)
-
-
-def refuse_sweeps(overrides: list[Override]) -> None:
-    """Raise ConfigError for a key with several values in the command of a single run."""
-    override = next((override for override in overrides if override.is_sweep_override()), None)
-    if override is None:
-        return
-    name, value = override.key_or_group, override.get_value_string()
-    is_text = schema().get(name) in TEXT and name not in groups()
-    one = f", or {shell_word(name, value)} if the comma is part of it" if is_text else ""
-    raise ConfigError(
-        f"{name}={value} is several values, and this command runs one job. Type -m to run a job for each{one}."
-    )
 
 
 def without_hydra_words(overrides: list[str]) -> list[str]:
@@ -150,6 +129,13 @@ def explain(error: Exception) -> str:
     match error:
         case ConfigError():
             return str(error)
+        case ConfigCompositionException() if found := SEVERAL.match(str(error)):
+            name, _, value = found[1].lstrip("+").partition("=")
+            is_text = schema().get(name) in TEXT and name not in groups()
+            one = f", or {shell_word(name, value)} if the comma is part of it" if is_text else ""
+            return (
+                f"{name}={value} is several values, and this command runs one job. Type -m to run a job for each{one}."
+            )
         case OverrideParseException() if error.override in choices_of("experiment"):
             return f"{error.override} cannot be read as KEY=VALUE. Type +experiment={error.override}."
         case OverrideParseException() if module := _module_of(error.override):

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import PriorityQueue
@@ -38,21 +38,17 @@ LOOK_SECONDS = {"local": 0.1, "ray": 0.1, "slurm": 2.0}  # between two checks fo
 
 
 @dataclass(frozen=True)
-class Call:
-    """Run a job from its directory. Can be pickled, and called again by a cluster: a begun run resumes.
-
-    `typed` is recorded in a run that resumes.
-    """
+class Call(launch.SweepJob):
+    """Run a job from its directory. Can be pickled, and called again by a cluster: a begun run resumes."""
 
     run_dir: Path
-    of: launch.SweepJob
-    typed: Typed
+    typed: Typed  # recorded in a run that resumes
 
     def __call__(self, variables: Mapping[str, str] | None = None) -> str:
         """Run the job to its end, with `variables` that select its GPUs; return why it was refused or failed, or ""."""
-        if self.of.stop_file.exists():
+        if self.stop_file.exists():
             return ""
-        run, of = RunDirectory(self.run_dir), replace(self.of, variables={**self.of.variables, **(variables or {})})
+        run, of = RunDirectory(self.run_dir), replace(self, variables={**self.variables, **(variables or {})})
         try:
             code = launch.start(run, self.typed, of, run.path)
         except ConfigError as error:
@@ -74,28 +70,21 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
     """
     stop_file, sweep = plan.directory / STOP_FILE, jobs.sweep_name(plan.directory)
     own_words = manual.split_words(plan.jobs)[1]
-    left, calls = [], []
+    left, shown, calls = list[Job](), list[tuple[Job, str]](), list[Call]()
     for job, words in zip(plan.jobs, own_words, strict=True):
         if RunDirectory(job.run_dir).status != "done":
             label = f"job {job.number} ({job.number + 1} of {len(plan.jobs)})"
-            of = launch.SweepJob(stop_file, label, variables or {})
-            calls.append(Call(job.run_dir, of, Typed(command, job.overrides, sweep)))
-            left.append((job, " ".join(words)))
-    with jobs.locked(plan.directory):
+            typed = Typed(command, job.overrides, sweep)
+            left.append(job)
+            shown.append((job, " ".join(words)))
+            calls.append(Call(stop_file, label, variables or {}, job.run_dir, typed))
+    with jobs.locked(plan.directory), suppress(KeyboardInterrupt):  # of the second Ctrl-C
         stop_file.unlink(missing_ok=True)  # under the lock: the stop file of another command stays
-        try:
+        if left:
             with _stop_at_signals(stop_file):
-                if left:
-                    unfinished = [job for job, _ in left]
-                    shown = SweepProgress(left, len(plan.jobs), stop_file)
-                    with _submit([job.config for job in unfinished], calls, plan.directory) as outcomes:
-                        _follow(dict(zip(outcomes, unfinished, strict=True)), shown, stop_file)
-        except KeyboardInterrupt:
-            pass  # also print the table after the second Ctrl-C
-        except ConfigError:
-            raise
-        except Exception:  # boundary: whatever happened to a launcher, the directories record how the jobs ended
-            print(redact(traceback.format_exc()), end="", file=sys.stderr)
+                progress = SweepProgress(shown, len(plan.jobs), stop_file)
+                with _submit([job.config for job in left], calls, plan.directory) as outcomes:
+                    _follow(dict(zip(outcomes, left, strict=True)), progress, stop_file)
 
 
 def finish(plan: Plan) -> int:

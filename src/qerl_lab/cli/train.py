@@ -13,7 +13,6 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -27,7 +26,6 @@ from qerl_lab.cli.overrides import (
     as_config_errors,
     check_words,
     groups,
-    refuse_sweeps,
     spell_for_hydra,
     without_hydra_words,
 )
@@ -96,14 +94,9 @@ def main(words: list[str]) -> int:
     if {"--multirun", "-m"} & set(flags) and any(flag.partition("=")[0] in SHOWN for flag in flags):
         raise ConfigError("--cfg and --info show one job. Leave -m out, and give each key one value.")
     overrides = [spell_for_hydra(word) for word in overrides]
-    parsed = check_words(overrides)
+    check_words(overrides)
     with as_config_errors():
-        try:
-            return _enter_hydra([*flags, *overrides])
-        except ConfigCompositionException as error:
-            if "Ambiguous value" in str(error):
-                refuse_sweeps(parsed)
-            raise
+        return _enter_hydra([*flags, *overrides])
 
 
 def _enter_hydra(words: list[str]) -> int:

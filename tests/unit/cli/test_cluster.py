@@ -80,8 +80,8 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     monkeypatch.setattr(RunDirectory, "check", lambda run: None)
     run = RunDirectory(tmp_path / "run")
     run.claim(RunConfig(run_dir=str(run.path)), Typed("the command"))
-    of = launch.SweepJob(tmp_path / "INTERRUPTED", "job 0 (1 of 1)")
-    return pickle.loads(pickle.dumps(Call(run.path, of, Typed("the command"))))
+    call = Call(tmp_path / "INTERRUPTED", "job 0 (1 of 1)", {}, run.path, Typed("the command"))
+    return pickle.loads(pickle.dumps(call))
 
 
 def test_a_job_that_its_cluster_starts_again_goes_on(call: Call) -> None:
@@ -93,7 +93,7 @@ def test_a_job_that_its_cluster_starts_again_goes_on(call: Call) -> None:
 
 
 def test_no_job_begins_after_a_stop(call: Call) -> None:
-    call.of.stop_file.touch()
+    call.stop_file.touch()
     assert call() == ""
     assert RunDirectory(call.run_dir).status == "not run"
 
