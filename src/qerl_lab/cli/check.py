@@ -1,4 +1,4 @@
-"""The Hydra callback of every command: check all jobs and claim their directories before the first one starts."""
+"""Check all jobs of a command and claim their directories before the first one starts."""
 
 import shlex
 import sys
@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict, read_write
 
@@ -20,19 +19,19 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.spelling import word
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.folders import remove_empty
-from qerl_lab.system.exits import OK, USAGE
+from qerl_lab.system.exits import OK
 
 LAUNCHER = "lab"  # our launcher, in hydra_plugins
 HERE = ("basic", "joblib", "submitit_local")  # other launchers whose jobs run on this machine
 
 
 class PastHydra(BaseException):
-    """Carries an exception past Hydra, which only logs exceptions raised in callbacks."""
+    """Carries an exception past Hydra, which logs exceptions of callbacks and announces those of jobs."""
 
 
 @contextmanager
-def _past_hydra() -> Iterator[None]:
+def past_hydra() -> Iterator[None]:
+    """Raise an exception as `PastHydra`."""
     try:
         yield
     except Exception as error:
@@ -40,24 +39,11 @@ def _past_hydra() -> Iterator[None]:
 
 
 class CheckJobs(Callback):
-    """Check the jobs and claim their directories when a command starts; print the results and exit when it ends."""
+    """Hydra's callback: check a sweep's jobs and claim their directories first; print the results and exit at its end."""
 
     plan: Plan
 
-    @_past_hydra()
-    def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        self.plan = check_and_claim(compose.single(config, GlobalHydra.instance().config_loader()), is_here=True)
-        with read_write(config.hydra), open_dict(config.hydra):
-            config.hydra.run.dir = str(self.plan.directory)
-
-    @_past_hydra()
-    def on_run_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
-        code = job_return.return_value
-        if code == USAGE:
-            remove_empty(self.plan.directory, self.plan.made)
-        sys.exit(code)
-
-    @_past_hydra()
+    @past_hydra()
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         launcher = config.hydra.runtime.choices["hydra/launcher"]
         plan = compose.sweep(config, GlobalHydra.instance().config_loader())
@@ -76,7 +62,7 @@ class CheckJobs(Callback):
             if launcher == LAUNCHER:
                 config.hydra.launcher.run_dirs = [str(job.run_dir) for job in self.plan.jobs]
 
-    @_past_hydra()
+    @past_hydra()
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         sys.exit(scheduler.finish(self.plan))
 

@@ -6,6 +6,7 @@ that start no run. Every error is a `ConfigError`.
 
 import copy
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -98,18 +99,18 @@ def single(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     config, words = _checked_job(cfg, typed, loader)
     for key in (key for key in OF_SWEEPS if key in words):
         raise ConfigError(f"{key}={words[key]} is of a sweep, and this command runs one job. Leave {key} out.")
-    intent.refuse_directory_of(hydra_words, "hydra.sweep.", "a sweep, and this command runs one job")
+    for word in (word for word in hydra_words if word.lstrip("+").startswith("hydra.sweep.")):
+        raise ConfigError(f"{word} is of a sweep, and this command runs one job. Leave it out, or type run_dir=DIR.")
     intent.check_all_act([(config, words)])
-    run_dir = Path(config.run_dir or str(cfg.hydra.run.dir)).expanduser().absolute()
-    is_given = bool(config.run_dir) or "hydra.run.dir" in intent.words_by_key(hydra_words)
+    usual = f"runs/{config.experiment}/seed{config.seed}/{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(config.run_dir or usual).expanduser().absolute()
     notes = intent.notes(config, cfg.optim.micro_batch_size, words)
-    return Plan([Job(0, without_hydra_words(typed), config, run_dir, notes)], run_dir, is_given, False)
+    return Plan([Job(0, without_hydra_words(typed), config, run_dir, notes)], run_dir, bool(config.run_dir), False)
 
 
 def sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
     """Compose and check every job of the sweep that Hydra composed. Raises ConfigError."""
     hydra_words = _words_as_typed(master.hydra.overrides.hydra)
-    intent.refuse_directory_of(hydra_words, "hydra.run.", "a single run, and this command is a sweep")
     directory, jobs = Path(str(master.hydra.sweep.dir)).expanduser().absolute(), []
     composed: dict[tuple[str, ...], DictConfig] = {}
     for number, overrides in enumerate(_expand(master, loader)):

@@ -78,16 +78,6 @@ def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:
         )
 
 
-def refuse_directory_of(lines: Sequence[str], key: str, what: str) -> None:
-    """Raise ConfigError for a sweep's directory key in a single run, or a run's in a sweep."""
-    for line in lines:
-        if line.lstrip("+").startswith(key):
-            raise ConfigError(
-                f"{line} is of {what}. Leave it out; the directory of a run is run_dir=DIR, that of a sweep "
-                "hydra.sweep.dir=DIR."
-            )
-
-
 def refuse_several_of_sweep(configs: Sequence[RunConfig]) -> None:
     """Raise ConfigError if the jobs disagree on how the sweep runs, or share a server at the same time."""
     for key in OF_SWEEPS:

@@ -66,6 +66,10 @@ def _check_override(override: Override) -> None:
     if override.is_hydra_override():
         if override.is_sweep_override():
             raise ConfigError(f"{override.input_line} would sweep over Hydra's own settings. Type {name}=VALUE, once.")
+        if name == "hydra.run.dir":
+            raise ConfigError(
+                f"{override.input_line} does nothing here. Type run_dir=DIR for a run, hydra.sweep.dir=DIR for a sweep."
+            )
         return
     if override.is_delete():
         raise ConfigError(f"{override.input_line} would take away what every run has. Type {name}=VALUE to change it.")

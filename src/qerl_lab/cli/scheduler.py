@@ -6,7 +6,6 @@ machine must see it at the same path.
 
 import itertools
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -144,14 +143,6 @@ def failure(run: RunDirectory) -> str:
     file = run.path / "FAILED"
     more = f"\n{manual.format_path(file)} has the whole of it" if file.stat().st_size else ""  # empty on a full disk
     return f"failed: {run.reason}{more}"
-
-
-def report(code: int, run: RunDirectory) -> None:
-    """Print how an unfinished run ended."""
-    if code == FAILURE:
-        print(failure(run), file=sys.stderr)
-    elif code == INTERRUPTED:
-        print(manual.interrupted(run), flush=True)
 
 
 @contextmanager

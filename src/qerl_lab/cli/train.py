@@ -1,7 +1,7 @@
 """The command line: `python -m qerl_lab [FLAGS] KEY=VALUE ...`. Imports no torch.
 
-    words -> hydra.main -> check.CheckJobs (every job checked, its directory claimed)
-          -> launch.start (a run), or hydra_plugins.qerl_lab_launcher -> scheduler.run (a process per job) -> table
+    words -> hydra.main -> check (every job checked, its directory claimed) -> launch.start (a run), or
+          -> hydra_plugins.qerl_lab_launcher -> scheduler.run (a process per job) -> table
 
 Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.
 """
@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 import qerl_lab
 from qerl_lab import preflight
-from qerl_lab.cli import check, jobs, launch, manual, scheduler
+from qerl_lab.cli import check, compose, jobs, launch, manual, scheduler
 from qerl_lab.cli.compose import VERSION_BASE, register
 from qerl_lab.cli.grammar import refuse_repeated_keys, unknown_flag
 from qerl_lab.cli.intent import words_by_key
@@ -37,7 +38,7 @@ from qerl_lab.config.spelling import resume_word, unquoted
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.system import exits
-from qerl_lab.system.exits import OK, USAGE
+from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
 from qerl_lab.system.processes import refuse_several
 
 SCRIPT = "qerl-lab"  # the console script in pyproject.toml
@@ -57,18 +58,30 @@ FLAGS: Mapping[str, Sequence[str]] = {
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")
 def run(cfg: DictConfig) -> int:
-    """Start or resume the run in Hydra's output directory, which the callback has claimed; return its exit code."""
+    """Make the run that Hydra composed; return its exit code. Jobs of `hydra/launcher=lab` do not come here."""
     hydra_config = HydraConfig.get()
+    if hydra_config.mode != RunMode.MULTIRUN:
+        with check.past_hydra(), open_dict(cfg):
+            cfg.hydra = hydra_config
+            plan = check.check_and_claim(compose.single(cfg, GlobalHydra.instance().config_loader()), is_here=True)
+            directory = RunDirectory(plan.directory)
+            sys.exit(_report(launch.start(directory, made=plan.made), directory))
     directory = RunDirectory(Path(hydra_config.runtime.output_dir))
     words = list(hydra_config.overrides.task)
-    sweep = jobs.sweep_name(Path(hydra_config.sweep.dir)) if hydra_config.mode == RunMode.MULTIRUN else None
-    typed = Typed(check.command_line(words), without_hydra_words(words), sweep)
+    typed = Typed(check.command_line(words), without_hydra_words(words), jobs.sweep_name(Path(hydra_config.sweep.dir)))
     try:
-        code = launch.start(directory, typed)
+        return _report(launch.start(directory, typed), directory)
     except ConfigError as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
         return USAGE
-    scheduler.report(code, directory)
+
+
+def _report(code: int, run: RunDirectory) -> int:
+    """Print how an unfinished run ended; return the exit code."""
+    if code == FAILURE:
+        print(scheduler.failure(run), file=sys.stderr)
+    elif code == INTERRUPTED:
+        print(manual.interrupted(run), flush=True)
     return code
 
 
@@ -193,9 +206,7 @@ def _resume(directory: Path, steps: int | None) -> int:
         )
     else:
         preflight.check(run.config(), directory)
-    code = launch.start(run, Typed(command))
-    scheduler.report(code, run)
-    return code
+    return _report(launch.start(run, Typed(command)), run)
 
 
 def _prepare_completion() -> None:

@@ -121,7 +121,7 @@ def refused(line: str, capsys) -> str:
         ("-m hydra.job.name=a,b", ["Hydra's own settings", "Type hydra.job.name=VALUE"]),
         ("-m --cfg job", ["Leave -m out"]),
         ("-m seed=0,1 run_dir=x", ["hydra.sweep.dir=x"]),
-        ("-m seed=0,1 hydra.run.dir=x", ["hydra.run.dir=x is of a single run", "Leave it out", "hydra.sweep.dir=DIR"]),
+        ("hydra.run.dir=x", ["hydra.run.dir=x does nothing here", "run_dir=DIR", "hydra.sweep.dir=DIR"]),
         ("hydra.sweep.dir=x", ["hydra.sweep.dir=x is of a sweep, and this command runs one job", "run_dir=DIR"]),
         ("-m seed=0,1 hydra.sweep.subdir=x", ["jobs 0 and 1 would share", "hydra.job.num"]),
         ("-m seed=0,1,0", ["jobs 0 and 2 are the same run (seed=0)", "Leave out one"]),

@@ -96,7 +96,6 @@ def test_a_plan_has_them_as_the_run_will(here: Path) -> None:
     (job,) = plan("scale=custom model.path=mödel task=gsm8k task.path=~/dätä run_dir=~/rün").jobs
     assert (job.config.model.path, job.config.model.name) == (f"{here}/mödel", "mödel")
     assert (job.config.task.path, job.run_dir) == (f"{home}/dätä", home / "rün")
-    assert plan("hydra.run.dir=~/rün").directory == home / "rün"
     assert plan("scale=custom model.path=.").jobs[0].config.model.name == "work"
     sweep = plan("scale=custom model.path='mödel',org/name hydra.sweep.dir=~/swëep", multirun=True)
     assert [job.config.model.path for job in sweep.jobs] == [f"{here}/mödel", f"{here}/org/name"]
