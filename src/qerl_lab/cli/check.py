@@ -39,7 +39,7 @@ def past_hydra() -> Iterator[None]:
 
 
 class CheckJobs(Callback):
-    """Hydra's callback: check a sweep's jobs and claim their directories first; print the results and exit at its end."""
+    """Hydra's callback: check and claim a sweep's jobs when it starts; print the results and exit when it ends."""
 
     plan: Plan
 

@@ -7,7 +7,7 @@ that start no run. Every error is a `ConfigError`.
 import copy
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -156,7 +156,8 @@ def _compose_job(
 
 def _checked_job(cfg: DictConfig, overrides: list[str], loader: ConfigLoader) -> tuple[RunConfig, dict[str, str]]:
     """Return the checked RunConfig of one job, and its words by key. Raises ConfigError."""
-    words, config = intent.words_by_key(overrides), job_config(cfg, overrides)
+    words = intent.words_by_key(overrides)
+    config = job_config(cfg, words)
     intent.check_words(config, words)
     _refuse_mislabelled(config, words, cfg, loader)
     return config, words
@@ -175,8 +176,8 @@ def _refuse_mislabelled(config: RunConfig, words: dict[str, str], cfg: DictConfi
 
     def defining_of(name: str) -> dict[str, Any]:
         paths = [word for word in _words_as_typed(cfg.hydra.overrides.hydra) if "hydra.searchpath=" in word]
-        lines = [f"+experiment={name}", *paths]
-        return defining(job_config(loader.load_configuration("config", lines, RunMode.RUN), lines))
+        composed = loader.load_configuration("config", [f"+experiment={name}", *paths], RunMode.RUN)
+        return defining(job_config(composed, {}))
 
     own, now, usual = defining_of(arm), defining(config), defining(RunConfig())
     if own == now:
@@ -252,14 +253,14 @@ def _refuse_equal_jobs(jobs: list[Job]) -> None:
             )
 
 
-def job_config(cfg: DictConfig, overrides: Sequence[str]) -> RunConfig:
+def job_config(cfg: DictConfig, words: Mapping[str, str]) -> RunConfig:
     """Build and check the RunConfig of one composed job, with the values that its words imply. Raises ConfigError."""
     values = {}
     for key in cfg:
         if key != "hydra":
             node = cfg[key]
             values[str(key)] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-    words, config = intent.words_by_key(overrides), build(values)
+    config = build(values)
     intent.name_model(config, words)
     config = with_absolute_paths(config)
     intent.fit_micro_batch(config, words)
