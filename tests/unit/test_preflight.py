@@ -361,18 +361,3 @@ def test_an_engine_on_a_server_needs_neither_vllm_nor_a_gpu_here(tiny, monkeypat
     preflight.check_engine(tiny(rollout__engine="vllm_server", format__name="nvfp4"))
     with pytest.raises(ConfigError, match=r"^rollout\.engine=vllm "):
         preflight.check_engine(tiny(rollout__engine="vllm", format__name="nvfp4"))
-
-
-def test_memory_that_sleeps_is_refused_in_segments_that_vllm_does_not_know_of(
-    tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preflight.machine, "has_gpu", lambda: True)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    cfg = tiny(device="auto", rollout__engine="vllm", rollout__vllm__sleep=True)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    preflight.check_engine(cfg)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
-    with pytest.raises(ConfigError, match=r"PYTORCH_ALLOC_CONF=max.*Set that variable .*or type rollout\.vllm\.sleep"):
-        preflight.check_engine(cfg)
-    cfg.rollout.vllm.sleep = False
-    preflight.check_engine(cfg)

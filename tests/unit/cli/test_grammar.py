@@ -79,7 +79,7 @@ def test_a_value_gets_the_type_of_its_key_and_the_others_their_defaults(word: st
         ("sizes=[1,x]", ["sizes=[1,x]", "a list of whole numbers", "sizes=[1]"]),
         ("sizes=1,,2", ["sizes=1,,2", "a list of whole numbers"]),
         ("parts=x,", ["parts=x,", "a list of names"]),
-        ("parts='x'y", ["'x'y in parts=['x'y] is not allowed"]),
+        ("parts='x'y", ["xy in parts=[xy] is not allowed"]),
         ("sigmas=[0]", ["sigmas=[0.0]", "above 0", "sigmas=[1]"]),
         ("number=seven", ["number=seven", "a whole number", "number=3"]),
         ("number=1.5", ["number=1.5", "a whole number"]),
