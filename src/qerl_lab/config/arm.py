@@ -31,6 +31,8 @@ ADDED: Mapping[str, Any] = {
     "rollout.vllm.share_base": False,
     "rollout.vllm.sleep": False,
 }
+# Keys deleted after runs were recorded, ignored in their records. Of the runs that are kept none used them.
+REMOVED = ("task.code_io.min_level", "task.code_io.max_level", "task.code_io.tests")
 
 
 OF_VLLM_HERE = (  # settings of the engine inside the trainer's process, unused by a server
@@ -83,8 +85,13 @@ def drop_other_engines(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fill_added_keys(settings: Mapping[str, str]) -> dict[str, str]:
-    """Add the keys of `ADDED` that recorded settings (as text) lack."""
-    return {name: str(value) for name, value in ADDED.items()} | dict(settings)
+    """Add the keys of `ADDED` that recorded settings (as text) lack, and drop those of `REMOVED`."""
+    return drop_removed_keys({name: str(value) for name, value in ADDED.items()} | dict(settings))
+
+
+def drop_removed_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the keys of `REMOVED`."""
+    return {name: value for name, value in values.items() if name not in REMOVED}
 
 
 def model_by_content(values: Mapping[str, Any]) -> dict[str, Any]:

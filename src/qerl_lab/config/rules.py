@@ -9,7 +9,7 @@ from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
 from qerl_lab.config import engine_rules
-from qerl_lab.config.arm import leaves, values_of
+from qerl_lab.config.arm import REMOVED, leaves, values_of
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import check_type, no_key
 from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
@@ -27,7 +27,7 @@ def from_dict(values: dict[str, Any]) -> RunConfig:
 def build(values: dict[str, Any]) -> RunConfig:
     """Build a RunConfig from plain nested values without checking bounds.
 
-    Raises ConfigError for an unknown key and a value of another type.
+    Drops deleted keys, which older runs recorded. Raises ConfigError for an unknown key and a value of another type.
     """
     return _build(RunConfig, values, "")
 
@@ -37,6 +37,8 @@ def _build(kind: type, values: Any, prefix: str) -> Any:
         raise no_key(prefix.rstrip("."))
     types, arguments = get_type_hints(kind), {}
     for key, value in values.items():
+        if f"{prefix}{key}" in REMOVED:
+            continue
         if key not in types:
             raise no_key(f"{prefix}{key}")
         if is_dataclass(types[key]):
@@ -92,10 +94,7 @@ def _names(cfg: RunConfig) -> Iterator[str]:
 
 def _order(cfg: RunConfig) -> Iterator[str]:
     """Check the pairs of keys of which the first may be at most the second."""
-    pairs = [
-        ("task.arithmetic.min_steps", "task.arithmetic.max_steps"),
-        ("task.code_io.min_level", "task.code_io.max_level"),
-    ]
+    pairs = [("task.arithmetic.min_steps", "task.arithmetic.max_steps")]
     if cfg.algorithm.entropy_target is not None:
         pairs.append(("algorithm.entropy_coef", "algorithm.entropy_coef_max"))
     if cfg.aqn.schedule not in ("off", "adaptive"):

@@ -26,10 +26,6 @@ class BigMathConfig:
 
 @dataclass
 class CodeIoConfig:
-    min_level: int = option(1, "easiest generated problems: 1 has one step over a list, 2 two or three, 3 four",
-                            at_least=1, at_most=3)  # fmt: skip
-    max_level: int = option(3, "hardest problems", at_least=1, at_most=3)
-    tests: int = option(8, "hidden tests of a generated problem", at_least=2, at_most=100)
     tests_reward: float = option(0.5, "reward for the share of tests passed", at_least=0, at_most=1e3, unit="reward")
     seconds: int = option(2, "CPU time of a program on one test, in whole seconds", at_least=1, at_most=600, unit="s")
     memory_mib: int = option(256, "address space of a program in MiB", at_least=64, at_most=1_048_576, unit="MiB")
@@ -76,7 +72,7 @@ class TaskConfig:
     )
     answer_reward: float = option(1.0, "reward for an exact final answer", at_least=0, at_most=1e3, unit="reward")
     train_questions: int = option(
-        0, "size of the training set; 0 is all (arithmetic: 4096, code_io: 2048)", at_least=0, at_most=1_000_000
+        0, "size of the training set; 0 is all (arithmetic: 4096)", at_least=0, at_most=1_000_000
     )
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)  # keys of one task, under its name

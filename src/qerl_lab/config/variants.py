@@ -55,8 +55,6 @@ VARIANTS = (
     *(Variant(f"task.{name}.", f"task.name={name}", f"task={name}")
       for name, group in vars(TaskConfig()).items() if is_dataclass(group) and name != "columns"),
     Variant("task.path task.columns.", "task.name!=arithmetic", "task=gsm8k"),
-    Variant("task.code_io.min_level task.code_io.max_level task.code_io.tests", "task.path=null",
-            "task=code_io without task.path"),
     Variant("rollout.vllm.", "rollout.engine=vllm|vllm_server", "rollout=vllm"),
     Variant(" ".join(OF_VLLM_HERE), "rollout.engine=vllm", "rollout=vllm"),
     Variant("rollout.vllm_server.", "rollout.engine=vllm_server", "rollout=vllm_server"),

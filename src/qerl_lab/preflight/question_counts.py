@@ -70,8 +70,7 @@ def note_cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
 
 def _questions_come_from(task: TaskConfig) -> tuple[str, str]:
     """Return the word that selects the source of the questions, and what to type for more of them."""
-    own = {"arithmetic": "a larger task.arithmetic.max_operand", "code_io": "task.code_io.max_level=3"}
-    more = own.get(task.name, "another task.path") if task.path is None else "another task.path"
+    more = "a larger task.arithmetic.max_operand" if task.name == "arithmetic" else "another task.path"
     if task.module:
         return f"task.module={task.module}", more
     return f"task.path={task.path}" if task.path else f"task={task.name} at this difficulty", more

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.arm import ADDED, of_run
+from qerl_lab.config.arm import ADDED, drop_removed_keys, of_run
 from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.paths import sha256
@@ -163,7 +163,7 @@ def starting_point(run_dir: Path, cfg: RunConfig) -> Saved | None:
 
 def _refuse_other_config(run_dir: Path, saved: Saved, cfg: RunConfig) -> None:
     """Raise ConfigError if the configuration has changed since the checkpoint."""
-    then, now = {**ADDED, **saved.config}, of_run(cfg)
+    then, now = drop_removed_keys({**ADDED, **saved.config}), of_run(cfg)
     if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension
         now |= {"steps": then["steps"], "extended": cfg.extended[: cfg.extended.index(then["steps"])]}
     differ = [key for key in now | then if key not in now or key not in then or now[key] != then[key]]

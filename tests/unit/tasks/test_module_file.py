@@ -204,7 +204,6 @@ def test_a_path_is_kept_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("task.module=nowhere.py", "nowhere.py is no Python file. Type task.module=FILE.py."),
     ("task.module=.", "is no Python file"), ("task.module=text.txt", "text.txt is no Python file"),
     ("task.module=mine.py task.module_hash=abc", "task.module_hash=abc is not that of"),
-    ("task.module_hash=abc", "task.module_hash=abc does nothing in a run with task.module=null"),
 ])  # fmt: skip
 def test_words_that_name_no_file_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
