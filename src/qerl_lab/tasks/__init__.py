@@ -101,7 +101,7 @@ def load_worked(cfg: TaskConfig) -> Task:
     """
     functions = _functions(cfg)
     if not hasattr(functions, "worked"):
-        others = with_solutions()
+        others = _names_with("worked")
         raise ConfigError(f"task={cfg.name} has no worked solutions; allowed: {', '.join(others)}. "
                           f"Type task={others[-1]}.")  # fmt: skip
     return _task(cfg, functions, "worked")
@@ -129,11 +129,6 @@ def check_trains(cfg: TaskConfig) -> None:
             f"Type one to train on: task={', '.join(_names_with('train'))}; or python -m qerl_lab.evaluate accuracy "
             f"run=RUN_DIR benchmarks={cfg.name}."
         )
-
-
-def with_solutions() -> list[str]:
-    """Return the names of tasks with worked solutions."""
-    return _names_with("worked")
 
 
 def is_on_the_hub(cfg: TaskConfig) -> bool:

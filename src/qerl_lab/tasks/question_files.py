@@ -4,9 +4,8 @@ A row that cannot become a question is left out and counted. More than 1% of suc
 file or its columns are wrong.
 """
 
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from qerl_lab.tasks.questions import BadRow, LeftOut, Question, Questions, is_he
 SUFFIXES = (".jsonl", ".parquet")
 BATCH_ROWS = 1024
 ONE_IN = 64  # share held out by hash of a set without a test split
-Located = tuple[str, "dict[str, Any] | BadRow"]  # location and row
+Located = tuple[str, Any]  # location and row: a line of JSON, or a dict
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class Source:
         test: evaluation split; None if there is none, so that a share of `train` is held out by a hash of the text,
             ignoring whitespace and case.
         columns: column names for "question", "answer", and "id" if rows have one. A dot leads into a struct.
-        repeats: whether the set repeats rows, which then count once.
         file: name of its files, if different from the split's.
     """
 
@@ -40,7 +38,6 @@ class Source:
     train: str | None
     test: str | None
     columns: Mapping[str, str]
-    repeats: bool = False
     file: str | None = None
 
     def split(self, of_heldout: bool) -> str:
@@ -73,20 +70,9 @@ class Row:
     def number_or_text(self, role: str) -> str:
         """Return a text, or a number as text: 27.0 becomes "27"."""
         found = self.value(role)
-        if type(found) is float and math.isfinite(found):
-            return str(int(found) if found.is_integer() else found)
-        return str(found) if type(found) is int else self.text(role).strip()
-
-    def latex(self, role: str) -> str:
-        """Return LaTeX with balanced braces, or a number."""
-        found, depth = self.number_or_text(role), 0
-        for brace in re.findall(r"\\.|[{}]", found):
-            depth += {"{": 1, "}": -1}.get(brace, 0)
-            if depth < 0:
-                break
-        if depth != 0:
-            raise BadRow(f"has braces that do not close in {self.columns[role]!r}: {found[:80]!r}")
-        return found
+        if isinstance(found, float) and found.is_integer():
+            found = int(found)
+        return str(found) if type(found) in (int, float) else self.text(role).strip()
 
 
 def as_text(value: Any, column: str) -> str:
@@ -96,7 +82,7 @@ def as_text(value: Any, column: str) -> str:
     if not value.strip():
         raise BadRow(f"has nothing in {column!r}")
     try:
-        value.encode()
+        value.encode()  # a tokenizer does, in the middle of a run
     except UnicodeEncodeError:
         raise BadRow(f"has half a character (a lone surrogate) in {column!r}") from None
     return value
@@ -106,7 +92,7 @@ Make = Callable[[str, Row], Question | None]
 
 
 def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Questions:
-    """Return the training or held-out questions, in row order.
+    """Return the training or held-out questions, in row order. A repeated row counts once.
 
     Args:
         make: makes a question from id and row. None filters the row out, BadRow counts it as bad.
@@ -118,13 +104,10 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Quest
     found, bad, total = dict[str, Question](), list[str](), 0
     for total, (where, values) in enumerate(_rows(cfg, source, of_heldout), start=1):
         try:
-            if isinstance(values, BadRow):
-                raise values
-            row = Row(values, columns)
+            row = Row(_parse_line(values) if isinstance(values, bytes) else values, columns)
             name = row.number_or_text("id") if columns.get("id") else f"{source.split(of_heldout)}-{total - 1}"
             question = make(f"{label(cfg)}-{name}", row)
-            known = None if question is None else found.setdefault(question.id, question)
-            if known is not question and not (source.repeats and known == question):
+            if question is not None and found.setdefault(question.id, question) != question:
                 raise BadRow(f"has the id {name!r} of a row before it")
         except BadRow as error:
             bad.append(f"{where} {error}")
@@ -143,10 +126,9 @@ def is_local(path: str, before: str = "task.path=") -> bool:
 
     `before` is the text before the path in the typed option.
     """
-    local = Path(path).expanduser()
-    if local.exists() or local.suffix in SUFFIXES:
+    if (local := Path(path).expanduser()).exists():
         return True
-    if path.startswith(("/", ".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
+    if local.suffix in SUFFIXES or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path):
         raise ConfigError(
             f"{before}{path} is not there; allowed: a directory, a file (.jsonl, .parquet), or a hub id such as "
             f"openai/gsm8k. Type {before}DIRECTORY."
@@ -168,26 +150,13 @@ def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located
         yield from _read_hub(path, source, of_heldout)
         return
     local = Path(path).expanduser()
-    if not local.is_dir():
-        _check_file(local, source, of_heldout)
-    for file in _files_of(local, source, of_heldout) if local.is_dir() else [local]:
+    if local.is_file() and (local.suffix not in SUFFIXES or (source.test and not of_heldout)):
+        raise ConfigError(
+            f"task.path={local} is one file; allowed: FILE.jsonl or FILE.parquet of a set without a test split, or for "
+            "an evaluation. Type task.path=DIRECTORY with train.jsonl and test.jsonl."
+        )
+    for file in [local] if local.is_file() else _files_of(local, source, of_heldout):
         yield from _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
-
-
-def _check_file(file: Path, source: Source, of_heldout: bool) -> None:
-    """Check a single file: it must exist and belong to a set without separate splits, or be for evaluation."""
-    if file.suffix not in SUFFIXES:
-        raise ConfigError(
-            f"task.path={file} is a file that is neither .jsonl nor .parquet. Type task.path=FILE.jsonl, FILE.parquet, "
-            "or a directory with train.jsonl and test.jsonl."
-        )
-    if not file.is_file():
-        raise ConfigError(f"task.path={file} is not there. Type task.path=FILE.jsonl, or a directory.")
-    if source.test and not of_heldout:
-        raise ConfigError(
-            f"task.path={file} is a file, and this task keeps training and test questions in two. "
-            "Type task.path=DIRECTORY with train.jsonl and test.jsonl."
-        )
 
 
 def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
@@ -208,59 +177,40 @@ def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
 
 
 def _read_jsonl(file: Path) -> Iterator[Located]:
-    """Yield one row per line, skipping blank lines."""
+    """Yield each line, skipping blank lines."""
     try:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield f"{file}:{number}", _parse_line(line)
+                    yield f"{file}:{number}", line
     except OSError as error:  # a directory of that name, or no read permission
         raise _read_error(file, error) from error
 
 
-def _parse_line(line: bytes) -> dict[str, Any] | BadRow:
+def _parse_line(line: bytes) -> dict[str, Any]:
+    """Parse a line as a JSON object. Raises BadRow."""
     try:
-        row = parse_json(line.decode("utf-8-sig"))  # some editors write a byte order mark
-    except UnicodeDecodeError as error:
-        return BadRow(f"is not UTF-8 ({error.reason} at byte {error.start})")
+        row = parse_json(line)
     except ValueError as error:
-        return BadRow(f"is not JSON ({error})")
-    return row if isinstance(row, dict) else BadRow(f"is JSON but no object: {line[:80]!r}")
+        raise BadRow(f"is not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise BadRow(f"is JSON but no object: {line[:80]!r}")
+    return row
 
 
 def _read_parquet(file: Path) -> Iterator[Located]:
-    import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
-            yield from _of_batches(str(file), opened.iter_batches(BATCH_ROWS))
-    except (OSError, pyarrow.ArrowException) as error:
+            rows = (row for batch in opened.iter_batches(BATCH_ROWS) for row in batch.to_pylist())
+            yield from ((f"{file}, row {number},", row) for number, row in enumerate(rows))
+    except (OSError, ValueError) as error:
         raise _read_error(file, error) from error
 
 
 def _read_error(file: Path, error: Exception) -> ConfigError:
     return ConfigError(f"{file} cannot be read as {file.suffix} ({first_line(error)}). Check task.path.")
-
-
-def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:
-    """Yield the rows of Arrow batches or tables. Invalid UTF-8 makes one row bad, not its whole batch."""
-    number = 0
-    for batch in batches:
-        try:
-            rows: list[dict[str, Any] | BadRow] = batch.to_pylist()
-        except UnicodeDecodeError:
-            rows = [_decode_row(batch.slice(n, 1)) for n in range(batch.num_rows)]
-        for row in rows:
-            yield f"{name}, row {number},", row
-            number += 1
-
-
-def _decode_row(row: Any) -> dict[str, Any] | BadRow:
-    try:
-        return row.to_pylist()[0]
-    except UnicodeDecodeError as error:
-        return BadRow(f"is not UTF-8 ({error.reason})")
 
 
 def _read_hub(path: str, source: Source, of_heldout: bool) -> Iterator[Located]:
@@ -279,4 +229,4 @@ def _read_hub(path: str, source: Source, of_heldout: bool) -> Iterator[Located]:
             f"the question set {path!r} is no local file or directory, and could not be loaded from the hub ({why}). "
             f"Type task.path=DIRECTORY with {split}.jsonl or {split}.parquet, or task.path=FILE.jsonl."
         ) from error
-    yield from _of_batches(path, rows.with_format("arrow").iter(BATCH_ROWS))
+    yield from ((f"{path}, row {number},", row) for number, row in enumerate(rows))

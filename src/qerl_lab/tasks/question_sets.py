@@ -25,7 +25,7 @@ SOURCES = {
     # the training set of DAPO (2503.14476): numeric answers; repeats every row about a hundred times
     "dapo_math": Source("BytedTsinghua-SIA/DAPO-Math-17k", "default", "train", None,
                         {"question": "prompt", "answer": "reward_model.ground_truth", "id": "extra_info.index"},
-                        repeats=True, file="dapo-math-17k"),
+                        file="dapo-math-17k"),
     # for evaluation only
     "math500": Source("HuggingFaceH4/MATH-500", "default", None, "test",
                       {"question": "problem", "answer": "answer", "id": "unique_id"}),
@@ -65,7 +65,7 @@ def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
 
 def _read_gsm8k(cfg: TaskConfig, of_heldout: bool, make: Make) -> Questions:
     """Return the questions with at most `task.gsm8k.max_steps` steps. Raises ConfigError if none are left."""
-    most, steps, role = cfg.gsm8k.max_steps, list[int](), "held-out" if of_heldout else "training"
+    most, steps = cfg.gsm8k.max_steps, list[int]()
 
     def short(id: str, row: Row) -> Question | None:
         question = make(id, row)  # first, so that a bad row is counted whatever its steps
@@ -75,8 +75,8 @@ def _read_gsm8k(cfg: TaskConfig, of_heldout: bool, make: Make) -> Questions:
     found = read(cfg, SOURCES["gsm8k"], of_heldout, short)
     if most is not None and steps and not found:
         raise ConfigError(
-            f"task.gsm8k.max_steps={most} leaves out all {len(steps):,} {role} questions; the shortest solution has "
-            f"{min(steps)} steps. Type task.gsm8k.max_steps={min(steps)}, or leave it out."
+            f"task.gsm8k.max_steps={most} leaves out all {len(steps):,} questions; the shortest solution has "
+            f"{min(steps)} steps. Type task.gsm8k.max_steps={min(steps)}."
         )
     if most is not None and (without := steps.count(0)):
         found.notes.append(
@@ -145,7 +145,7 @@ def _dapo_math(id: str, row: Row) -> Question:
 
 
 def _latex(id: str, row: Row) -> Question:
-    return Question(id, row.text("question"), row.latex("answer"))
+    return Question(id, row.text("question"), row.number_or_text("answer"))
 
 
 def _aime(id: str, row: Row) -> Question:

@@ -163,16 +163,6 @@ def end_all() -> None:
         worker.end()
 
 
-def _drop_workers() -> None:
-    """Drop the workers in a forked child: they belong to the parent, and its threads may have held the lock."""
-    global _lock
-    _lock = threading.Lock()
-    _idle.clear()
-
-
-os.register_at_fork(after_in_child=_drop_workers)
-
-
 def serve(module: str, function: str, seconds: str, parent: str) -> None:
     """Run a worker: answer the calls on stdin, one per line."""
     call = getattr(import_module(module), function)

@@ -278,7 +278,7 @@ def test_the_base_by_another_rounding_rule_is_another_one(tiny) -> None:
         ("model=pocket benchmarks=gsm8k:/nowhere", "Type benchmarks=gsm8k:DIRECTORY"),
         (
             "model=pocket benchmarks=gsm8k:/nowhere.jsonl",
-            "gsm8k:/nowhere.jsonl is not there. Type benchmarks=gsm8k:FILE",
+            "gsm8k:/nowhere.jsonl is not there; allowed: a directory",
         ),
         ("model=pocket benchmarks=gsm8k rollout=vlm", "Did you mean vllm?"),
     ],

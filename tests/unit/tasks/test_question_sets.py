@@ -146,9 +146,8 @@ def test_gsm8k_takes_the_questions_of_so_many_steps_in_every_role(
 
 
 @pytest.mark.parametrize(("train", "test", "said"), [
-    ([4, 3, 5], [2], "leaves out all 3 training questions; the shortest solution has 3 steps. "
-                     "Type task.gsm8k.max_steps=3, or leave it out."),
-    ([2], [5, 4], "leaves out all 2 held-out questions; the shortest solution has 4 steps."),
+    ([4, 3, 5], [2], "leaves out all 3 questions; the shortest solution has 3 steps. Type task.gsm8k.max_steps=3."),
+    ([2], [5, 4], "leaves out all 2 questions; the shortest solution has 4 steps."),
 ])  # fmt: skip
 def test_steps_that_leave_no_question_are_refused(tmp_path: Path, train: list[int], test: list[int], said: str) -> None:
     cfg = replace(steps_folder(tmp_path, train, test), gsm8k=Gsm8kConfig(2))
@@ -190,11 +189,11 @@ def test_one_file_serves_an_evaluation_and_not_a_training_with_two_splits(tmp_pa
     gsm8k_folder(tmp_path)
     cfg = TaskConfig(name="gsm8k", path=str(tmp_path / "test.jsonl"))
     assert len(tasks.load_benchmark(cfg).heldout) == 10
-    assert "keeps training and test questions in two. Type task.path=DIRECTORY" in refusal(cfg)
+    assert "is one file; allowed: FILE.jsonl or FILE.parquet of a set without a test split" in refusal(cfg)
 
 
 @pytest.mark.parametrize(("name", "said"), [
-    ("rows.csv", "is a file that is neither .jsonl nor .parquet"), ("none.jsonl", "is not there"),
+    ("rows.csv", "is one file; allowed: FILE.jsonl or FILE.parquet"), ("none.jsonl", "is not there"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "rows.csv").touch()

@@ -122,25 +122,6 @@ def test_the_end_leaves_no_process() -> None:
     assert worker_pid() != pid
 
 
-def test_a_fork_has_workers_of_its_own() -> None:
-    """Also where it was made while another thread took one."""
-    pid = worker_pid()
-    reading, writing = os.pipe()
-    with sandbox._lock:
-        child = os.fork()
-        if child == 0:
-            signal.alarm(30)
-            os.write(writing, str(worker_pid()).encode())
-            sandbox.end_all()
-            os._exit(0)
-    os.waitpid(child, 0)
-    os.close(writing)
-    of_child = os.read(reading, 20)
-    os.close(reading)
-    assert of_child
-    assert int(of_child) != pid == worker_pid()
-
-
 ORPHANS = """
 import os, threading, time
 from qerl_lab.tasks.sandbox import call_each
