@@ -7,7 +7,6 @@ held-out problem has the numbers of a training problem in another order or with 
 
 import hashlib
 import random
-import re
 from dataclasses import dataclass, replace
 
 from qerl_lab.config.schema import TaskConfig
@@ -46,6 +45,10 @@ class Problem:
         return self.start + sum(self.changes)
 
     @property
+    def question(self) -> Question:
+        return Question(self.id, self.text, str(self.answer))
+
+    @property
     def text(self) -> str:
         """The question in words, e.g. "Ann has 7 pens. Ann buys 5 more. Then Ann loses 3. How many pens now?"."""
         pick = random.Random(hashlib.sha256(self.id.encode()).digest())
@@ -72,37 +75,34 @@ def problem(rng: random.Random, cfg: TaskConfig) -> Problem:
 
 def train(cfg: TaskConfig) -> list[Question]:
     """Return `cfg.train_questions` (0: 4096) distinct problems outside the held-out set."""
-    return _questions(cfg, cfg.train_questions or TRAIN_QUESTIONS, of_heldout=False)
+    return [of.question for of in _train_problems(cfg)]
 
 
 def heldout(cfg: TaskConfig) -> list[Question]:
     """Return 1024 distinct held-out problems, or all there are at a low difficulty."""
-    return _questions(cfg, HELDOUT_QUESTIONS, of_heldout=True)
+    return [of.question for of in _distinct(cfg, HELDOUT_QUESTIONS, of_heldout=True)]
 
 
 def worked(cfg: TaskConfig) -> list[Question]:
     """Return the training problems, each with one worked solution."""
     rng = random.Random(0)
-    return [replace(one, payload={"solution": worked_solution(rng, _parse_id(one.id))}) for one in train(cfg)]
+    return [replace(of.question, payload={"solution": worked_solution(rng, of)}) for of in _train_problems(cfg)]
 
 
-def _parse_id(id: str) -> Problem:
-    """Parse a problem's id."""
-    start, *changes = map(int, re.findall(r"[+-]?\d+", id))
-    return Problem(start, tuple(changes))
+def _train_problems(cfg: TaskConfig) -> list[Problem]:
+    return _distinct(cfg, cfg.train_questions or TRAIN_QUESTIONS, of_heldout=False)
 
 
-def _questions(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Question]:
+def _distinct(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Problem]:
     """Return `count` distinct problems, or all there are at a low difficulty."""
-    rng, found, since_new = random.Random(2510_11696), dict[str, Question](), 0
+    rng, found, since_new = random.Random(2510_11696), dict[Problem, None](), 0
     for _ in range(50 * count):
-        drawn, known = problem(rng, cfg), len(found)
-        if drawn.id not in found and drawn.is_heldout == of_heldout:
-            found[drawn.id] = Question(drawn.id, drawn.text, str(drawn.answer))
-        since_new = 0 if len(found) > known else since_new + 1
+        drawn, since_new = problem(rng, cfg), since_new + 1
+        if drawn not in found and drawn.is_heldout == of_heldout:
+            found[drawn], since_new = None, 0
         if len(found) == count or since_new == PATIENCE + 10 * len(found):
             break
-    return list(found.values())
+    return list(found)
 
 
 def worked_solution(rng: random.Random, of: Problem) -> str:

@@ -29,8 +29,8 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
         of_task: functions of the task itself, which remain for what the file does not define.
 
     Raises:
-        ConfigError: the file cannot be imported, defines no task function, has changed since the run was composed, or
-            its weights do not match the graded parts.
+        ConfigError: the file cannot be imported, defines no task function or weights without grade, or has changed
+            since the run was composed.
     """
     assert cfg.module is not None
     if cfg.module_hash not in (None, found := module_hash(cfg.module)):
@@ -44,21 +44,18 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
         raise ConfigError(f"task.module={cfg.module} defines none of {', '.join(NAMES)}. docs/tasks.md shows one.")
     for name in {"train", "heldout", "worked"} & set(functions):
         functions[name] = _checked_questions(f"task.module={cfg.module}: {name}(cfg)", functions[name])
-    of_task_parts = set(of_task["weights"](cfg)) if "weights" in of_task else set()
-    own = _weighted_parts(cfg, functions["weights"](cfg)) if "weights" in functions else set()
+    if "weights" in functions and "grade" not in functions:
+        raise ConfigError(f"task.module={cfg.module} defines weights without grade. Define grade too.")
     if "grade" in functions:
-        allowed = own if "weights" in functions else of_task_parts
-        functions["grade"] = _checked_grade(cfg, functions["grade"], own, allowed)
-    elif "weights" in functions and own != of_task_parts:
-        raise ConfigError(
-            f"task.module={cfg.module}: weights(cfg) has {_join(own)}, and grade of task={cfg.name} returns "
-            f"{_join(of_task_parts)} beside format and answer. Define grade too."
-        )
+        weights = {**of_task, **functions}.get("weights", lambda cfg: {})(cfg)
+        parts = _weighted_parts(cfg, weights)
+        required = parts if "weights" in functions else set()
+        functions["grade"] = _checked_grade(cfg, functions["grade"], required, allowed=parts)
     return functions
 
 
 def _join(parts: set[str]) -> str:
-    return ", ".join(sorted(parts)) or "nothing"
+    return ", ".join(sorted(parts))
 
 
 def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:

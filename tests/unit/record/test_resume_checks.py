@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl_lab.config.arm import ADDED, OF_SWEEPS, leaves, of_arm, of_run
+from qerl_lab.config.arm import ADDED, OF_SWEEPS, REMOVED, leaves, of_arm, of_run
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record import checkpoint
@@ -85,8 +85,8 @@ def test_what_is_lacking_is_named(run_dir: Path) -> None:
         RunDirectory(run_dir).config()
 
 
-def test_a_run_of_before_a_key_came_goes_on_and_is_of_the_same_arm(run_dir: Path) -> None:
-    """Its record and its checkpoint lack the key, which means what every run did then: the default."""
+def test_a_run_of_before_a_key_came_or_went_goes_on_and_is_of_the_same_arm(run_dir: Path) -> None:
+    """Its record and its checkpoint lack a key of today, which means the default, and have one that is deleted."""
     known = {name: value for name, _, value in leaves(RunConfig(steps=12))}
     assert {name: known[name] for name in ADDED} == dict(ADDED)
     path = run_dir / "resolved.yaml"
@@ -97,10 +97,11 @@ def test_a_run_of_before_a_key_came_goes_on_and_is_of_the_same_arm(run_dir: Path
         for part in above:
             inside = inside[part]
         del inside[key]
+    values["task"]["code_io"]["tests"] = 8  # deleted since, as in REMOVED
     path.write_text(yaml.safe_dump(values))
     younger = RunDirectory(run_dir)
     cfg = younger.config()
-    then = {name: value for name, value in of_run(cfg).items() if name not in ADDED}
+    then = {name: value for name, value in of_run(cfg).items() if name not in ADDED} | {REMOVED[-1]: 8}
     state = {"step": 4, "prompts_seen": 4, "run_key": "k", "config": then, "device": "cpu", "dtype": "f"}
     checkpoint.save(run_dir / "checkpoints", state, lambda folder: (folder / "a").touch(), keep=9)
     saved = younger.starting_point(cfg)

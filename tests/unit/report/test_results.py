@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qerl_lab.config.arm import ADDED, is_of_arm, leaves
+from qerl_lab.config.arm import ADDED, REMOVED, is_of_arm, leaves
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.metrics import encode
 from qerl_lab.report import comparison, results, verdict_tables
@@ -118,14 +118,14 @@ def test_results_of_two_machines_are_kept_apart(tmp_path: Path, monkeypatch: pyt
     assert ([run.name for run in again.all_runs], again.left_out) == (["runs/0"], [])
 
 
-def test_results_of_before_a_key_came_are_of_the_same_arm(sweep: Path) -> None:
-    """Beside runs of today: a record that lacks the key did what its default does."""
+def test_results_of_before_a_key_came_or_went_are_of_the_same_arm(sweep: Path) -> None:
+    """Beside runs of today: a record that lacks the key did what its default does; a deleted key does nothing."""
     save("runs", "results/mine")
     file = Path("results/mine") / results.RUNS
     table = pd.read_parquet(file)
     known = table["settings"].notna()  # not of the damaged run
     lacking = [
-        json.dumps({key: value for key, value in json.loads(text).items() if key not in ADDED})
+        json.dumps({key: value for key, value in json.loads(text).items() if key not in ADDED} | {REMOVED[0]: "1"})
         for text in table.loc[known, "settings"]
     ]
     table.loc[known, "settings"] = lacking

@@ -118,11 +118,12 @@ def test_a_file_may_make_a_set_for_evaluation_one_to_train_on(tmp_path: Path) ->
     (ONE + "deep = []\nfor _ in range(10**5): deep = [deep]\n"
      "def heldout(cfg): return [Question('a', 'A?', '1', {'deep': deep})]",
      "whose payload must be what JSON holds: "),
-    ("def weights(cfg): return None", "weights(cfg) must return a dict of a number for each part, and returned None."),
-    ("def weights(cfg): return {'short': 'x'}", "must return a dict of a number for each part"),
-    ("def weights(cfg): return {'format': 5.0}", "weighs format; allowed: further parts. Type task.format_reward=X"),
-    ("def weights(cfg): return {'short': 1.0}",
-     "weights(cfg) has short, and grade of task=arithmetic returns nothing beside format and answer."),
+    (REWARD + "def weights(cfg): return None",
+     "weights(cfg) must return a dict of a number for each part, and returned None."),
+    (REWARD + "def weights(cfg): return {'short': 'x'}", "must return a dict of a number for each part"),
+    (REWARD + "def weights(cfg): return {'format': 5.0}",
+     "weighs format; allowed: further parts. Type task.format_reward=X"),
+    ("def weights(cfg): return {'short': 1.0}", "defines weights without grade. Define grade too."),
 ])  # fmt: skip
 def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
