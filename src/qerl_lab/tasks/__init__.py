@@ -33,7 +33,6 @@ from qerl_lab.tasks.questions import (
     Question,
     Questions,
     Scores,
-    contradictions,
     is_heldout,
     label,
     without_heldout,
@@ -162,7 +161,7 @@ def _task(cfg: TaskConfig, functions: SimpleNamespace, training: str | None) -> 
     warnings = {
         line: role
         for role, questions in reversed(sets.items())  # list a warning about a shared file once
-        for line in [*map(str, questions.left_out), *questions.notes, *contradictions(questions)]
+        for line in [*map(str, questions.left_out), *questions.notes]
     }
     further = functions.weights(cfg) if hasattr(functions, "weights") else {}
     return Task(

@@ -47,7 +47,7 @@ def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
     if cfg.path is None:
         raise ConfigError(
             "task=code_io reads its problems from task.path, which is not set. Type task.path=DIRECTORY with "
-            "train.jsonl and test.jsonl, whose rows have question and tests (docs/tasks.md)."
+            "train.jsonl and test.jsonl; docs/tasks.md shows a row."
         )
     code_sandbox.check()
     is_one_file = Path(cfg.path).expanduser().is_file()
@@ -68,8 +68,8 @@ def _tests(row: Row) -> list[dict[str, str]]:
     if not isinstance(tests, list) or not tests:
         raise BadRow(f"has no list of tests in {row.columns['tests']!r}")
     for test in tests:
-        texts = [test.get("input"), test.get("output")] if isinstance(test, dict) else []
-        if not texts or not all(isinstance(text, str) for text in texts) or not texts[1].strip():
+        given, output = (test.get("input"), test.get("output")) if isinstance(test, dict) else (None, None)
+        if not (isinstance(given, str) and isinstance(output, str) and output.strip()):
             raise BadRow(f"has a test without an input and an output of text in {row.columns['tests']!r}: {test!r:.80}")
     return tests
 

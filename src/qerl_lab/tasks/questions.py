@@ -90,17 +90,3 @@ def without_heldout(train: list[Question], heldout: list[Question], size: int) -
     leaked.check("Check task.path.")
     known = train if isinstance(train, Questions) else Questions(train)
     return Questions(kept[: size or None], [*known.left_out, leaked], known.notes)
-
-
-def contradictions(questions: Sequence[Question]) -> list[str]:
-    """Return a warning if the same question has different reference answers, one of which must be wrong."""
-    first = dict[str, Question]()
-    pairs = [(question, first.setdefault(wording(question.prompt), question)) for question in questions]
-    differ = [pair for pair in pairs if wording(pair[0].answer) != wording(pair[1].answer)]
-    if not differ:
-        return []
-    later, earlier = differ[0]
-    return [
-        f"{len(differ):,} have another known answer than the same question before them; the first: {earlier.id} has "
-        f"{earlier.answer!r:.40}, and {later.id} has {later.answer!r:.40}"
-    ]

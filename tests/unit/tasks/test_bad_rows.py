@@ -113,14 +113,3 @@ def test_a_training_question_that_is_held_out_too_is_left_out_in_any_spelling(tm
     assert "1 of 201 rows are bad and left out; the first: gsm8k-train-200 is held out too" in task.warnings[0]
     cfg = gsm8k_folder(tmp_path, [hub_rows.gsm8k(n) for n in range(1000, 1010)])
     assert "10 of 210 rows are bad" in refusal(cfg)
-
-
-def test_one_question_with_two_answers_is_reported(tmp_path: Path) -> None:
-    row = hub_rows.gsm8k(3)
-    task = tasks.load(gsm8k_folder(tmp_path, [row | {"question": f" {row['question']}"}]))
-    assert task.warnings == ()
-    task = tasks.load(gsm8k_folder(tmp_path, [{"question": row["question"].lower(), "answer": "#### 77777"}]))
-    (warning,) = task.warnings
-    assert "training questions: 1 have another known answer" in warning
-    assert "gsm8k-train-3 " in warning
-    assert "gsm8k-train-200 has '77777'" in warning

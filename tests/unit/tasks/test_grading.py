@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from qerl_lab.tasks import Question, grading, sandbox
-from qerl_lab.tasks.grading import answers_equal, grade_answers, grade_math
+from qerl_lab.tasks.grading import answers_equal, grade_math
 
 GOOD = "<think>7+5=12.</think><answer>12</answer>"
 
@@ -52,12 +52,11 @@ def test_a_batch_is_graded_as_its_texts_are_one_by_one() -> None:
         grade_math(texts, questions[1:])
 
 
-def test_a_pair_that_a_batch_repeats_is_compared_once() -> None:
+def test_a_pair_that_a_batch_repeats_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    found = grade_answers(
-        [answered("1"), "no answer", answered("2"), answered("1"), answered("3")], [asking("1")] * 5,
-        lambda pairs: [seen.append(pair) or {"1": True, "2": False}.get(pair[0]) for pair in pairs],
-    )  # fmt: skip
+    monkeypatch.setattr(grading, "answers_equal", lambda pairs: seen.extend(pairs) or [True, False, None])
+    texts = [answered("1"), "no answer", answered("2"), answered("1"), answered("3")]
+    found = grade_math(texts, [asking("1")] * 5)
     assert seen == [("1", "1"), ("2", "1"), ("3", "1")]
     assert found["answer"].tolist() == [1, 0, 0, 1, 0]
     assert found["unparsed"].tolist() == [0, 0, 0, 0, 1]
