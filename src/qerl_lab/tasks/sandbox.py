@@ -14,7 +14,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -61,7 +60,7 @@ def call_each(module: str, function: str, calls: Sequence[Sequence[Any]], second
             return None
         finally:  # after any other error too: a half-read answer must not reach the next call
             if keep:
-                return_worker(worker)
+                _idle[module, function, seconds].append(worker)
             else:
                 worker.end()
 
@@ -129,38 +128,19 @@ class Worker:
             pipe.close()  # type: ignore[union-attr]
 
 
-_idle: dict[tuple[str, str, float], list[Worker]] = defaultdict(list)
-_lock = threading.Lock()
+_idle: dict[tuple[str, str, float], list[Worker]] = defaultdict(list)  # threads only append and pop, which is atomic
 
 
 def take_worker(module: str, function: str, seconds: float) -> Worker:
     """Return an idle worker or start one."""
-    with _lock:
-        idle = _idle[module, function, seconds]
-        worker = idle.pop() if idle else None
-    if worker is not None and worker.process.poll() is not None:  # killed between two batches
-        worker.end()
-        worker = None
-    return worker or Worker(module, function, seconds)
-
-
-def return_worker(worker: Worker) -> None:
-    """Keep a worker for the next batch, or end it if there are enough."""
-    with _lock:
-        idle = _idle[worker.module, worker.function, worker.seconds]
-        if len(idle) < MOST_WORKERS:
-            idle.append(worker)
-            return
-    worker.end()
-
-
-def end_all() -> None:
-    """End the idle workers, for tests. A later call starts new ones."""
-    with _lock:
-        workers = [worker for idle in _idle.values() for worker in idle]
-        _idle.clear()
-    for worker in workers:
-        worker.end()
+    try:
+        worker = _idle[module, function, seconds].pop()
+    except IndexError:
+        return Worker(module, function, seconds)
+    if worker.process.poll() is None:
+        return worker
+    worker.end()  # killed between two batches
+    return take_worker(module, function, seconds)
 
 
 def serve(module: str, function: str, seconds: str, parent: str) -> None:

@@ -115,13 +115,6 @@ def test_many_calls_go_to_several_workers_and_their_results_stay_in_order(monkey
     assert list(found) == [[base + n for n in range(9)] for base in range(0, 80, 10)]
 
 
-def test_the_end_leaves_no_process() -> None:
-    pid = worker_pid()
-    sandbox.end_all()
-    assert not is_running(pid)
-    assert worker_pid() != pid
-
-
 ORPHANS = """
 import os, threading, time
 from qerl_lab.tasks.sandbox import call_each
