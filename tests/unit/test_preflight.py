@@ -81,7 +81,7 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
         ("aqn=linear aqn.norms=[input_layrnorm]", ["aqn.norms", "Did you mean input_layernorm?"]),
         ("format.ignore=[foo]", ["format.ignore: 'foo' is no Linear layer", "re:PATTERN"]),
         ("task=gsm8k task.path=/no/such/place", ["task.path=/no/such/place is not there", "such as openai/gsm8k"]),
-        ("task=gsm8k task.path=file", ["task.path=", "file is a file"]),
+        ("task=gsm8k task.path=file", ["task.path=", "file is one file"]),
         ("task=gsm8k task.path=empty", ["has no train.jsonl"]),
         ("task=gsm8k task.path=none", ["has no training question"]),
         (

@@ -5,7 +5,7 @@ file or its columns are wrong.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,10 +203,15 @@ def _read_parquet(file: Path) -> Iterator[Located]:
 
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
-            rows = (row for batch in opened.iter_batches(BATCH_ROWS) for row in batch.to_pylist())
-            yield from ((f"{file}, row {number},", row) for number, row in enumerate(rows))
+            yield from _of_batches(str(file), opened.iter_batches(BATCH_ROWS))
     except (OSError, ValueError) as error:
         raise _read_error(file, error) from error
+
+
+def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:
+    """Yield the rows of Arrow batches or tables."""
+    rows = (row for batch in batches for row in batch.to_pylist())
+    yield from ((f"{name}, row {number},", row) for number, row in enumerate(rows))
 
 
 def _read_error(file: Path, error: Exception) -> ConfigError:
@@ -229,4 +234,4 @@ def _read_hub(path: str, source: Source, of_heldout: bool) -> Iterator[Located]:
             f"the question set {path!r} is no local file or directory, and could not be loaded from the hub ({why}). "
             f"Type task.path=DIRECTORY with {split}.jsonl or {split}.parquet, or task.path=FILE.jsonl."
         ) from error
-    yield from ((f"{path}, row {number},", row) for number, row in enumerate(rows))
+    yield from _of_batches(path, rows.with_format("arrow").iter(BATCH_ROWS))
