@@ -8,18 +8,19 @@ from failing_engines import Runs
 from qerl_lab.config.schema import TaskConfig
 from qerl_lab.model.chat import Chat
 from qerl_lab.report import plots
-from qerl_lab.tasks import Question, arithmetic
+from qerl_lab.tasks import arithmetic
+from qerl_lab.tasks.arithmetic import Problem
 
-KNOWN: dict[str, list[Question]] = {}
+KNOWN: dict[str, list[Problem]] = {}
 TOKENS: dict[str, list[int]] = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def drawn_once() -> Iterator[None]:
-    """The questions of a difficulty are drawn and tokenized once, and a run that ends draws no curves."""
-    draw, tokenize = arithmetic._questions, Chat.prompt_ids
+    """The problems of a difficulty are drawn and tokenized once, and a run that ends draws no curves."""
+    draw, tokenize = arithmetic._distinct, Chat.prompt_ids
 
-    def questions(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Question]:
+    def problems(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Problem]:
         key = f"{cfg.arithmetic} {count} {of_heldout}"
         if key not in KNOWN:
             KNOWN[key] = draw(cfg, count, of_heldout)
@@ -32,7 +33,7 @@ def drawn_once() -> Iterator[None]:
         return list(TOKENS[key])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arithmetic, "_questions", questions)
+        patch.setattr(arithmetic, "_distinct", problems)
         patch.setattr(Chat, "prompt_ids", prompt_ids)
         patch.setattr(plots, "save_curves", lambda *_: None)
         yield
