@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from qerl_lab.bench.gpu_timing import graphed
+from qerl_lab.bench.gpu import graphed
 from qerl_lab.rollout.vllm import adapter_kernels
 from qerl_lab.rollout.vllm import product as product_of_adapter
 from qerl_lab.rollout.vllm.adapter_kernels import PROGRAMS, blocks_of, expand, shrink

@@ -42,7 +42,7 @@ def others(count: int) -> Iterator[None]:
 
 def off(backend: str, layer: str, rows: int, loops: int) -> tuple[int, list[int], list[int]]:
     """Return the number of wrong launches, and the blocks of 256 columns and rows of x that were ever wrong."""
-    from qerl_lab.bench.kernel_calls import kernel_call
+    from qerl_lab.bench.decode import kernel_call
 
     nvfp4 = formats.build(FormatConfig(name="nvfp4"))
     sizes, columns = SMOLLM2[layer]

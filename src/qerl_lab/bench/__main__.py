@@ -32,11 +32,11 @@ def measure(options: AnyOptions) -> None:
     require_gpu()
     make_directory(Path(options.out).parent, f"out={options.out}")
     quiet_third_parties()
-    about = {"benchmark": options.BENCHMARK, "environment": environment(), "options": vars(options)}
+    result = {"benchmark": options.BENCHMARK, "environment": environment(), "options": vars(options)}
     if isinstance(options, RolloutOptions | StepOptions):
-        measure_in_processes(options, about)
+        measure_in_processes(options, result)
     else:
-        save(Path(options.out), about | measure_in_turn(options))
+        save(Path(options.out), result | measure_in_turn(options))
 
 
 def measure_in_turn(options: LinearOptions | DecodeOptions | TrainStepOptions) -> dict[str, list[dict[str, Any]]]:
@@ -55,20 +55,19 @@ def measure_in_turn(options: LinearOptions | DecodeOptions | TrainStepOptions) -
     return {"steps": print_rows(steps(options))}
 
 
-def measure_in_processes(options: RolloutOptions | StepOptions, about: dict[str, Any]) -> None:
+def measure_in_processes(options: RolloutOptions | StepOptions, result: dict[str, Any]) -> None:
     """Measure each arm in its own process, writing each row at once. Raises ValueError at the end if an arm died."""
     from qerl_lab.bench import arm_processes
 
     arm_processes.check(options)
     for number in exits.stop_signals():  # an ended command keeps its rows and removes its checkpoint
         signal.signal(number, signal.default_int_handler)
-    rows: list[dict[str, Any]] = []
-    result = {**about, "rows": rows}
+    result["rows"] = []
     for row in arm_processes.run(options):
-        rows += print_rows([row])
+        result["rows"] += print_rows([row])
         write(Path(options.out), result)
     save(Path(options.out), result)
-    if dead := arm_processes.dead_rows(rows):
+    if dead := arm_processes.dead_rows(result["rows"]):
         raise ValueError(f"{len(dead)} arms died: {'; '.join(row['arm'] for row in dead)}. The table says of what.")
 
 
@@ -84,10 +83,10 @@ def print_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Collect the rows, printing each as soon as it is measured: a whole command takes minutes."""
     found = []
     for row in rows:
-        short = {name: value for name, value in row.items() if name not in ("log", "kernels")}  # too long to print
         cells = (
-            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in short.items()
-        )
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in row.items() if name != "log"
+        )  # fmt: skip
         print("  ".join(cells), file=sys.stderr, flush=True)
         found.append(row)
     return found
@@ -136,7 +135,6 @@ ABOUT: tuple[tuple[type[AnyOptions], str, tuple[tuple[str, str], ...]], ...] = (
                 f"{LINE} rollout \"arms=[bf16_stock,nvfp4,'nvfp4 rollout.vllm.kv_cache_dtype=fp8']\"",
                 "an arm with other keys of the run",
             ),
-            (f"{LINE} rollout arms=[bf16_stock,nvfp4] batches=[64] kernels=true", "what takes the time"),
         ),
     ),
     (

@@ -2,30 +2,36 @@
 
 Each time is the mean of many calls in a CUDA graph. They use copies of the weights larger than the cache, since
 decoding reads every weight from memory. Before each call a small kernel writes x, as a norm would; its time is
-subtracted.
+subtracted. Imports vllm.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
+from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
+from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
 
 from qerl_lab import formats
-from qerl_lab.bench import kernel_calls
 from qerl_lab.bench.bench_options import Row
-from qerl_lab.bench.gpu_timing import graphed, side_by_side
+from qerl_lab.bench.gpu import graphed, side_by_side
 from qerl_lab.bench.shapes import fused_linears
 from qerl_lab.config.schema import FormatConfig
+from qerl_lab.formats.nvfp4 import DIVISOR
+from qerl_lab.formats.tiles import TILES, decoders, pack
 from qerl_lab.report.bench_figures import AND_ADAPTER
 from qerl_lab.rollout.vllm import adapter_kernels, fp4_tiles
 from qerl_lab.rollout.vllm.backends import FP4_TILES
-from qerl_lab.rollout.vllm.product import add_products
+from qerl_lab.rollout.vllm.product import add_adapter, add_products, tiles_product
 
+# vLLM's kernels by name in `rollout.vllm.linear_backend`.
+KERNELS = {"marlin": MarlinNvFp4LinearKernel, "humming": HummingNvFp4LinearKernel}
 CACHE_BYTES = 2 * 60 * 2**20  # twice the L2 cache of an H200
 MOST_COPIES = 48
 MOST_ROWS = 1024
@@ -60,8 +66,8 @@ def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
         calls = {name: arm.calls() for name, arm in every.items()}
         for number in rows:
             x = torch.randn(number, columns, dtype=torch.bfloat16, device="cuda")
-            graphs = {name: graphed(partial(kernel_calls.call_each, calls[name], x)) for name in every}
-            graphs[NOTHING] = graphed(partial(kernel_calls.call_each, [lambda x: None] * MOST_COPIES, x))
+            graphs = {name: graphed(partial(call_each, calls[name], x)) for name in every}
+            graphs[NOTHING] = graphed(partial(call_each, [lambda x: None] * MOST_COPIES, x))
             taken_ms = side_by_side(graphs, milliseconds=20)
             before = taken_ms.pop(NOTHING) / MOST_COPIES
             for name, ms in taken_ms.items():
@@ -72,6 +78,17 @@ def times(model: str, rows: list[int], rank: int) -> Iterator[Row]:
                 }  # fmt: skip
 
 
+def call_each(calls: Iterable[Call], x: Tensor) -> None:
+    """Run each call on the same rows, rewritten by a small kernel before each, as a norm does in an engine.
+
+    Otherwise a kernel that starts early would overlap the call before it, an advantage that it only has in this
+    benchmark.
+    """
+    for call in calls:
+        x.mul_(1)
+        call(x)
+
+
 def arms(sizes: list[int], columns: int, rank: int) -> dict[str, TimedArm]:
     """Build all arms: BF16, each NVFP4 kernel, each with the adapter, adapter alone by each route, fp4_tiles."""
     dense = torch.randn(sum(sizes), columns, dtype=torch.bfloat16, device="cuda") / 50
@@ -80,9 +97,7 @@ def arms(sizes: list[int], columns: int, rank: int) -> dict[str, TimedArm]:
             ((len(sizes) * rank, columns), (sum(sizes), rank)))  # fmt: skip
     size, of_adapter = sum(tensor.nbytes for tensor in packed.values()), A.nbytes + B.nbytes
     found = {"bf16": TimedArm(lambda: partial(functional.linear, weight=dense.clone()), dense.nbytes)}
-    found |= {
-        name: TimedArm(partial(kernel_calls.kernel_call, name, packed, sizes), size) for name in kernel_calls.KERNELS
-    }
+    found |= {name: TimedArm(partial(kernel_call, name, packed, sizes), size) for name in KERNELS}
     found |= {
         f"{name}{AND_ADAPTER}": TimedArm(partial(kernel_and_adapter_call, arm.call, A, B, sizes), arm.size + of_adapter)
         for name, arm in found.items()
@@ -91,8 +106,7 @@ def arms(sizes: list[int], columns: int, rank: int) -> dict[str, TimedArm]:
         f"adapter_{name}": TimedArm(partial(adapter_call, route, A, B, sizes), of_adapter)
         for name, route in ROUTES.items()
     }
-    in_tiles = partial(kernel_calls.tiles_call, packed, A, B, sizes)
-    return found | {FP4_TILES: TimedArm(in_tiles, size + of_adapter)}
+    return found | {FP4_TILES: TimedArm(partial(tiles_call, packed, A, B, sizes), size + of_adapter)}
 
 
 # Functions (y, x, A, B, sizes) that add the adapter's product to y in place, by route of `rollout.vllm.product`.
@@ -110,5 +124,51 @@ def adapter_call(route: Callable[..., None], A: Tensor, B: Tensor, sizes: list[i
 
 
 def kernel_and_adapter_call(product: Callable[[], Call], A: Tensor, B: Tensor, sizes: list[int]) -> Call:
-    """Return a call that runs a kernel and then the adapter, on copies of both."""
-    return kernel_calls.with_adapter(product(), A.clone(), B.clone(), sizes)
+    """Return a call that runs a kernel and then the adapter, as in an engine's layer, on copies of both."""
+    call, A, B = product(), A.clone(), B.clone()
+
+    def both(x: Tensor) -> Tensor:
+        y = call(x)
+        add_adapter(y, x, A, B, sizes)
+        return y
+
+    return both
+
+
+def tiles_call(packed: Mapping[str, Tensor], A: Tensor, B: Tensor, sizes: Sequence[int]) -> Call:
+    """Return a call of `fp4_tiles`, adapter included, on copies of the weights."""
+    codes, scale, divisor = packed.values()
+    (N, columns), device = (len(codes), A.shape[1]), codes.device
+    own = pack(codes, scale, fp4_tiles.tile_of_device(N, columns, device))
+    A, B, divisor, meeting = A.clone(), B.clone(), divisor.clone(), fp4_tiles.counters(N, device)
+    parts = decoders({TILES: own, DIVISOR: divisor}, sizes, columns)
+    return lambda x: tiles_product(x, own, divisor, meeting, parts, A, B, list(sizes))
+
+
+def kernel_call(backend: str, packed: Mapping[str, Tensor], sizes: Sequence[int]) -> Call:
+    """Return x[M, K] -> x W^T [M, N] as the engine's layers compute it with `linear_backend=backend`.
+
+    Args:
+        packed: result of `Nvfp4.quantize`, on the GPU; copied into the kernel's layout.
+        sizes: columns of y by part (e.g. q, k, v), N in sum.
+    """
+    kernel, layer = KERNELS[backend](NvFp4LinearLayerConfig()), layer_of(packed, sizes)
+    kernel.process_weights_after_loading(layer)
+    return lambda x: kernel.apply_weights(layer, x)
+
+
+def layer_of(packed: Mapping[str, Tensor], sizes: Sequence[int]) -> nn.Module:
+    """Build a layer with a copy of a packed weight, as vLLM's kernels expect it after loading."""
+    layer = nn.Module()
+    rows, half = packed["weight_packed"].shape
+    about = {
+        "input_size_per_partition": 2 * half, "output_size_per_partition": rows, "output_partition_sizes": list(sizes),
+        "logical_widths": list(sizes), "params_dtype": torch.bfloat16, "has_bias": False,
+    }  # fmt: skip
+    for name, value in about.items():
+        setattr(layer, name, value)
+    # Names as in vLLM's schemes; vLLM multiplies by the global scale's inverse.
+    layer.weight = nn.Parameter(packed["weight_packed"].clone(), requires_grad=False)
+    layer.weight_scale = nn.Parameter(packed["weight_scale"].clone(), requires_grad=False)
+    layer.weight_global_scale = nn.Parameter(1 / packed["weight_global_scale"][0], requires_grad=False)
+    return layer

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qerl_lab import formats
 from qerl_lab.bench.bench_options import Row
-from qerl_lab.bench.gpu_timing import Work, graphed, side_by_side
+from qerl_lab.bench.gpu import Work, graphed, side_by_side
 from qerl_lab.bench.shapes import linears
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.model.linear import PackedLinear
@@ -49,7 +49,7 @@ def products(models: list[str], tokens: list[int]) -> Iterator[Row]:
             for number in tokens:
                 x = torch.randn(number, columns, dtype=torch.bfloat16, device="cuda", requires_grad=True)
                 grad = torch.randn(number, rows, dtype=torch.bfloat16, device="cuda")
-                calls = {name: forward_and_gradient(module, x, grad) for name, module in layers.items()}
+                calls = {name: partial(forward_and_gradient, module, x, grad) for name, module in layers.items()}
                 eager = side_by_side(calls)
                 kernels = side_by_side({name: graphed(call) for name, call in calls.items()})
                 for name in layers:
@@ -74,11 +74,7 @@ def packed_in_every_format(dense: nn.Linear) -> dict[str, PackedLinear]:
 
 def arms(dense: nn.Linear) -> dict[str, nn.Module]:
     """Build one arm per implementation of the same weight: `nn.Linear`, our formats, bitsandbytes' `Linear4bit`."""
-    return {
-        "bf16": dense,
-        **packed_in_every_format(dense),
-        "bitsandbytes": linear4bit(dense),
-    }
+    return {"bf16": dense, **packed_in_every_format(dense), "bitsandbytes": linear4bit(dense)}
 
 
 def linear4bit(dense: nn.Linear) -> nn.Module:
@@ -94,6 +90,6 @@ def linear4bit(dense: nn.Linear) -> nn.Module:
     return layer
 
 
-def forward_and_gradient(module: nn.Module, x: Tensor, grad: Tensor) -> Work:
-    """Return a function that runs one forward pass and computes the gradient of its input."""
-    return lambda: torch.autograd.grad(module(x), x, grad)
+def forward_and_gradient(module: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Run one forward pass, and compute the gradient of its input."""
+    return torch.autograd.grad(module(x), x, grad)

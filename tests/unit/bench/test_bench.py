@@ -7,17 +7,13 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import Qwen2Config
 from trl.trainer.utils import add_fused_lm_head
 
 from packed_layers import NVFP4
 from qerl_lab import formats
 from qerl_lab.bench import __main__ as command
-from qerl_lab.bench import bench_options, shapes, train_step
-from qerl_lab.bench.random_model import RandomWeights
-from qerl_lab.formats.format import PackedAs
+from qerl_lab.bench import bench_options, random_model, shapes, train_step
 from qerl_lab.model.linear import PackedLinear
-from qerl_lab.model.loading import load_model
 from qerl_lab.report import bench, bench_figures
 
 SMALL = {
@@ -28,12 +24,8 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def model() -> PeftModel:
-    config = Qwen2Config(**SMALL)
     torch.manual_seed(0)
-    base = load_model(
-        config, RandomWeights(config, torch.device("cpu")), PackedAs(NVFP4, ("lm_head",)), is_packed=False,
-        device=torch.device("cpu"), dtype=torch.float32,
-    )  # fmt: skip
+    base = random_model.build(SMALL, NVFP4, torch.device("cpu")).float()
     add_fused_lm_head(base, outputs=("log_probs", "entropy"))
     return train_step.with_adapters(base, rank=4, plain=False)
 
@@ -194,3 +186,17 @@ def test_every_format_is_an_arm_and_every_arm_has_a_colour() -> None:
         bench_figures.COLORS
     )
     assert len({bench_figures.COLORS[name] for name in formats.FORMATS}) == len(formats.FORMATS)
+
+
+def test_the_table_names_the_longest_kernels_of_older_files_and_adds_up_the_others() -> None:
+    about = {
+        "arm": "nvfp4", "format": "nvfp4", "baseline": False, "rank": 4, "batch": 8, "tokens_per_second": 1.0,
+        "tokens_per_second_min": 1.0, "tokens_per_second_max": 1.0, "decode_ms": 0.05, "sync_ms": 1.0,
+        "start_seconds": 1.0, "weights_gib": 1.0, "kv_gib": 1.0, "used_gib": None, "model": "m", "busy_us": 40.0,
+    }  # fmt: skip
+    kernels = [{"name": f"k{number}", "calls": 2.0, "us": 20.0 - number} for number in range(14)]
+    result = {"benchmark": "rollout", "rows": [about | {"kernels": kernels}], "options": {}}
+    lines = bench.text(result).splitlines()
+    assert lines[-14] == "nvfp4, rank 4, batch 8: kernels run for 40 microseconds of a token's 50"
+    assert lines[-13].split() == ["20", "in", "2", "launches", "k0"]
+    assert lines[-1].split() == ["15", "in", "4", "launches", "2", "others"]
