@@ -65,7 +65,6 @@ class PackedLinear(nn.Linear):
         self.compute_dtype = _checked_dtype(compute_dtype)
         self.dense_cache = dense_cache
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone(), False))
-        self._held_names: tuple[str, ...] = ()
         self._decoder: Decoder | None = None
         self._dense: dict[torch.dtype, Tensor] = {}
         self.hold(packed)
@@ -89,9 +88,8 @@ class PackedLinear(nn.Linear):
 
         The caller must ensure that they encode the same weight.
         """
-        for name in self._held_names:
-            del self._buffers[_attribute(name)]
         # Not register_buffer: bitsandbytes calls its packed tensor `weight`, which is a property here.
+        self._buffers.clear()
         self._buffers.update({_attribute(name): tensor for name, tensor in tensors.items()})
         self._held_names, self.form = tuple(tensors), form
         self._packed_changed(decode=True)
@@ -184,17 +182,6 @@ class PackedLinear(nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self._held_names:
             destination[prefix + name] = destination.pop(prefix + _attribute(name))
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        error_msgs: list[str] = args[-1]
-        for name, own in self.held().items():
-            if (tensor := state_dict.pop(prefix + name, None)) is None:
-                continue  # reported as missing below
-            state_dict[prefix + _attribute(name)] = tensor
-            if tensor.dtype is not own.dtype:
-                error_msgs.append(f"dtype mismatch for {prefix}{name}: {tensor.dtype} given, {own.dtype} expected")
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        self._packed_changed()
 
 
 class _PackedProduct(torch.autograd.Function):

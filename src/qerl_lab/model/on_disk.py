@@ -6,7 +6,7 @@ So a command refuses an unusable model within a moment: before anything starts, 
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,26 +89,13 @@ def check(folder: Path, cfg: RunConfig) -> None:
     found = layers(folder)
     _check_names(found, cfg, said)
     config = read_json(folder / "config.json", said)
-    _check_packed(folder, config, cfg)
     is_dense, is_tied = "quantization_config" not in config, config.get("tie_word_embeddings") is not False
+    name, rules = noted_rounding(folder)
+    if name and not is_dense:  # checkpoints of other programs are compared when they are loaded
+        check_rounding(cfg, name, rules)
     if is_dense and not is_tied and cfg.format.name != DENSE_FORMAT and not is_ignored(HEAD, cfg.format.ignore):
         raise packed_head_refusal(cfg, HEAD)
     _check_context(config, cfg, said)
-
-
-def _check_packed(folder: Path, config: dict[str, Any], cfg: RunConfig) -> None:
-    """Raise ConfigError if the run's format or rounding rule differs from the quantize command's record.
-
-    Checkpoints of other programs are compared when they are loaded.
-    """
-    name, rules = noted_rounding(folder)
-    if "quantization_config" not in config or not name:
-        return
-    if name != cfg.format.name:
-        raise other_format(cfg, name)
-    for key, value in rules.items():
-        if getattr(cfg.format, key) != value:
-            raise other_rule(cfg, name, key, value)
 
 
 def noted_rounding(folder: Path) -> tuple[str, dict[str, Any]]:
@@ -126,21 +113,21 @@ def noted_rounding(folder: Path) -> tuple[str, dict[str, Any]]:
     return str(about.get("format", "")), rules
 
 
-def other_format(cfg: RunConfig, name: str) -> ConfigError:
-    """Return the error for a directory packed in format `name` when the run asks for another."""
-    arms = f"an experiment with that format, for example +experiment={name}, "
-    return ConfigError(
-        f"model.path={cfg.model.path} is packed in {name}, and format.name={cfg.format.name} was given. Type "
-        f"format={name}, {arms if name in choices_of('experiment') else ''}or the path of the dense model."
-    )
-
-
-def other_rule(cfg: RunConfig, name: str, key: str, value: Any) -> ConfigError:
-    """Return the error for a directory packed with option `key`=`value` when the run asks for another."""
-    return ConfigError(
-        f"model.path={cfg.model.path} is packed in {name} with {key}={value}, and "
-        f"format.{key}={getattr(cfg.format, key)} was given. Type format.{key}={str(value).lower()}."
-    )
+def check_rounding(cfg: RunConfig, name: str, rules: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the run's format or rounding rule differs from the packed directory's."""
+    said = f"model.path={cfg.model.path} is packed in {name}"
+    if name != cfg.format.name:
+        arms = f"an experiment with that format, for example +experiment={name}, "
+        raise ConfigError(
+            f"{said}, and format.name={cfg.format.name} was given. Type format={name}, "
+            f"{arms if name in choices_of('experiment') else ''}or the path of the dense model."
+        )
+    for key, value in rules.items():
+        if (given := getattr(cfg.format, key)) != value:
+            raise ConfigError(
+                f"{said} with {key}={value}, and format.{key}={given} was given. "
+                f"Type format.{key}={str(value).lower()}."
+            )
 
 
 def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -27,7 +26,7 @@ from qerl_lab.model import loading
 from qerl_lab.model.chat import Chat, pad_id
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.lora import register_lora
-from qerl_lab.model.on_disk import other_format, other_rule, packed_head_refusal
+from qerl_lab.model.on_disk import check_rounding, packed_head_refusal
 from qerl_lab.model.weight_files import WeightFiles, local_folder
 from qerl_lab.system.disk import make_readable
 
@@ -178,28 +177,13 @@ def _norms_before_linears(model: PreTrainedModel) -> set[str]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             hooks.append(module.register_forward_pre_hook(lambda _, args: read.append(args[0])))
-        elif _is_norm(module):
-
-            def keep(_: nn.Module, __: Any, output: Tensor, name: str = name) -> None:
-                written[name] = output
-
-            hooks.append(module.register_forward_hook(keep))
-    training = model.training
-    try:
-        model.eval()
-        model.base_model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
+        elif isinstance(weight := getattr(module, "weight", None), nn.Parameter) and weight.dim() == 1:
+            hooks.append(module.register_forward_hook(lambda _, __, output, name=name: written.update({name: output})))
+    model.base_model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
+    for hook in hooks:
+        hook.remove()
     addresses = {tensor.data_ptr() for tensor in read}
     return {name for name, output in written.items() if output.data_ptr() in addresses}
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Return whether a module has a one-dimensional weight."""
-    own = dict(module.named_parameters(recurse=False))
-    return "weight" in own and own["weight"].dim() == 1
 
 
 def hold_in_float32(norm: nn.Module) -> nn.Parameter:
@@ -272,18 +256,14 @@ def _load_weights(cfg: RunConfig, folder: Path, device: torch.device) -> PreTrai
 def _check_agreement(cfg: RunConfig, stored: PackedAs, model: PreTrainedModel) -> None:
     """Raise ConfigError if a packed directory's format, options or ignored layers differ from the run's."""
     name = stored.weight_format.NAME
-    said = f"model.path={cfg.model.path} is packed in {name}"
-    if name != cfg.format.name:
-        raise other_format(cfg, name)
-    for key, value in asdict(stored.weight_format).items():
-        if value is not None and getattr(cfg.format, key) != value:
-            raise other_rule(cfg, name, key, value)
+    check_rounding(cfg, name, {key: value for key, value in asdict(stored.weight_format).items() if value is not None})
     here, there = ({*packable(model, ignore)} for ignore in (cfg.format.ignore, stored.ignore))
     if differ := here ^ there:
         remedy = shlex.quote(f"format.ignore={spell_list(stored.ignore)}")
         raise ConfigError(
-            f"{said} with ignore={list(stored.ignore)}, and format.ignore={cfg.format.ignore} was given: they differ "
-            f"in {len(differ)} layers, the first {min(differ)}. Type {remedy}."
+            f"model.path={cfg.model.path} is packed in {name} with ignore={list(stored.ignore)}, and "
+            f"format.ignore={cfg.format.ignore} was given: they differ in {len(differ)} layers, the first "
+            f"{min(differ)}. Type {remedy}."
         )
 
 
