@@ -12,7 +12,6 @@ from qerl_lab.system import exits
 with exits.starting(__name__):
     from qerl_lab.bench.bench_options import (
         AnyOptions,
-        DecodeOptions,
         LinearOptions,
         RolloutOptions,
         StepOptions,
@@ -39,17 +38,13 @@ def measure(options: AnyOptions) -> None:
         save(Path(options.out), result | measure_in_turn(options))
 
 
-def measure_in_turn(options: LinearOptions | DecodeOptions | TrainStepOptions) -> dict[str, list[dict[str, Any]]]:
+def measure_in_turn(options: LinearOptions | TrainStepOptions) -> dict[str, list[dict[str, Any]]]:
     """Measure arms that alternate in this process; return the rows by name of the table."""
     if isinstance(options, LinearOptions):
         from qerl_lab.bench.linears import dequantization, products
 
         rows = print_rows(dequantization(options.models))
         return {"dequantization": rows, "products": print_rows(products(options.models, options.tokens))}
-    if isinstance(options, DecodeOptions):
-        from qerl_lab.bench.decode import times
-
-        return {"decode": print_rows(times(options.model, options.rows, options.rank))}
     from qerl_lab.bench.train_step import steps
 
     return {"steps": print_rows(steps(options))}
@@ -114,11 +109,6 @@ ABOUT: tuple[tuple[type[AnyOptions], str, tuple[tuple[str, str], ...]], ...] = (
         LinearOptions,
         "Unpacking of weights against copying as many bytes; packed Linear against nn.Linear and bitsandbytes.",
         ((f"{LINE} linear", "what results/bench holds"),),
-    ),
-    (
-        DecodeOptions,
-        "The Linears of a decoder layer at few rows: NVFP4 by each kernel, BF16, and the adapter by each route.",
-        ((f"{LINE} decode rows=[1,8] rank=64", "needs vLLM, whose kernels it compares"),),
     ),
     (
         TrainStepOptions,

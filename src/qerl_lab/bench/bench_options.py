@@ -78,15 +78,6 @@ class LinearOptions:
 
 
 @dataclass
-class DecodeOptions:
-    BENCHMARK = "decode"
-    model: str = option("qwen2.5-7b", "whose Linears", choices=tuple(ARCHITECTURES))
-    rows: list[int] = option([1, 8, 16, 32, 64, 128, 256], "completions at once", at_least=1, at_most=1024)
-    rank: int = option(32, "rank of the adapters", at_least=1, at_most=128)
-    out: str = option("results/bench/decode", OUT)
-
-
-@dataclass
 class TrainStepOptions:
     BENCHMARK = "train_step"
     model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
@@ -161,7 +152,7 @@ class StepOptions(ProcessOptions):
         return [self.rank]
 
 
-AnyOptions = LinearOptions | DecodeOptions | TrainStepOptions | RolloutOptions | StepOptions
+AnyOptions = LinearOptions | TrainStepOptions | RolloutOptions | StepOptions
 
 
 def check(options: AnyOptions) -> None:

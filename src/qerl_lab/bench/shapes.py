@@ -38,15 +38,3 @@ def linears(model: str) -> dict[str, tuple[int, int, int]]:
         "gate,up_proj": (inner, hidden, 2),
         "down_proj": (hidden, inner, 1),
     }
-
-
-def fused_linears(model: str) -> dict[str, tuple[list[int], int]]:
-    """List the Linears of one decoder layer as engines fuse them: label -> (out_features by part, in_features)."""
-    of = {label: (rows, columns) for label, (rows, columns, _) in linears(model).items()}
-    (hidden, _), (keys, _), (inner, _) = (of[label] for label in ("q,o_proj", "k,v_proj", "gate,up_proj"))
-    return {
-        "qkv_proj": ([hidden, keys, keys], hidden),
-        "o_proj": ([hidden], hidden),
-        "gate_up_proj": ([inner, inner], hidden),
-        "down_proj": ([hidden], inner),
-    }

@@ -136,7 +136,7 @@ def test_decode_adds_up_the_layers_and_leaves_out_what_was_not_timed(tmp_path: P
         ([], "bench linear"),
         (
             ["lineer"],
-            "lineer is not a command. Did you mean linear? Allowed: linear, decode, train_step, rollout, step.",
+            "lineer is not a command. Did you mean linear? Allowed: linear, train_step, rollout, step.",
         ),
         (["linear", "models=[qwen2.5-7c]"], "qwen2.5-7c in models=[qwen2.5-7c] is not allowed; allowed: qwen2.5-0.5b"),
         (["linear", "tokens=[0]"], "0 in tokens=[0] is not allowed; allowed: at least 1."),
