@@ -65,8 +65,6 @@ class PackedLinear(nn.Linear):
         self.compute_dtype = _checked_dtype(compute_dtype)
         self.dense_cache = dense_cache
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone(), False))
-        self._decoder: Decoder | None = None
-        self._dense: dict[torch.dtype, Tensor] = {}
         self.hold(packed)
 
     @classmethod
@@ -92,7 +90,7 @@ class PackedLinear(nn.Linear):
         self._buffers.clear()
         self._buffers.update({_attribute(name): tensor for name, tensor in tensors.items()})
         self._held_names, self.form = tuple(tensors), form
-        self._packed_changed(decode=True)
+        self._make_decoder()
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # nn.Linear has a parameter by this name
@@ -113,26 +111,15 @@ class PackedLinear(nn.Linear):
         layout = self.weight_format.layout((self.out_features, self.in_features))
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
 
-    @property
-    def decoder(self) -> Decoder:
-        """The weight's decoder, rebuilt after every change of the packed tensors.
+    def _make_decoder(self) -> None:
+        """Make the decoder of the packed tensors, and drop the cached dense weight.
 
-        Rebuilding reads one or two constants from a GPU.
+        At once, because torch.compile cannot read the decoder's constants from a GPU later.
         """
-        if self._decoder is None:
+        self._dense: dict[torch.dtype, Tensor] = {}
+        if not self.weight.is_meta:
             read = self.form or self.weight_format
-            self._decoder = read.decoder(self.held(), (self.out_features, self.in_features))
-        return self._decoder
-
-    def _packed_changed(self, *, decode: bool = False) -> None:
-        """Drop the cached decoder and dense weight. With `decode` rebuild the decoder at once, for torch.compile.
-
-        torch.compile cannot read the decoder's constants from a GPU later.
-        """
-        self._decoder = None
-        self._dense.clear()
-        if decode and not self.weight.is_meta:
-            self._decoder = self.decoder
+            self.decoder: Decoder = read.decoder(self.held(), (self.out_features, self.in_features))
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """Return W' `[N, K]` in `dtype`."""
@@ -173,9 +160,8 @@ class PackedLinear(nn.Linear):
             got = fn(given)
             return tensor if got is given else got.view(tensor.dtype)  # keep sharing it with other layers
 
-        decoded = self._decoder is not None
         super()._apply(keep_dtype, recurse)
-        self._packed_changed(decode=decoded)
+        self._make_decoder()
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
