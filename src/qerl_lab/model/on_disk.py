@@ -51,16 +51,11 @@ def local_path(path: str, key: str = "model.path") -> Path | None:
         return unpacked if unpacked.is_dir() else None
     if folder.is_dir():
         return folder
-    if folder.is_file():
-        raise ConfigError(
-            f"{key}={path} is a file; allowed: a directory, a hub id, or a GGUF file. Type "
-            f"{shell_word(key, folder.parent)}."
-        )
-    if path.startswith(("/", ".", "~")) or folder.parent.is_file() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
+    if folder.is_file() or path.startswith(("/", ".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
+        example = shell_word(key, folder.parent) if folder.is_file() else f"{key}=DIRECTORY"
         raise ConfigError(
             f"{key}={path} is no directory; allowed: pocket, a directory, FILE.gguf, or a hub id such as "
-            "Qwen/Qwen2.5-7B-Instruct. "
-            f"Type {key}=DIRECTORY."
+            f"Qwen/Qwen2.5-7B-Instruct. Type {example}."
         )
     return None
 
@@ -163,11 +158,8 @@ def listed_files(folder: Path) -> dict[str, Path] | None:
     if not index.is_file():
         return None
     weight_map = read_json(index, str(folder)).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(f"{index} has no weight_map. Download or save the model again.")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ConfigError(f"{index}: {name} is in {file!r}; allowed: a file of the same folder.")
+    if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
+        raise ConfigError(f"{index} has no weight_map to files of the same folder. Download or save the model again.")
     if (folder / SINGLE).is_file() and {*weight_map.values()} != {SINGLE}:
         raise ConfigError(
             f"{folder} holds {SINGLE}, and {INDEX}, which lists other files: two sets of weights. Remove the set that "
@@ -180,15 +172,15 @@ def read_json(file: Path, said: str | None = None) -> dict[str, Any]:
     """Read a JSON object of the model that `said` names. Raises ConfigError, naming the file, for anything else."""
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return content
     except FileNotFoundError:
         raise ConfigError(
             f"{said or file.parent} holds no {file.name}, so it is no model directory. Type one that has it."
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as JSON ({error}). Download or save the model again.") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} holds no JSON object. Download or save the model again.")
-    return content
+    raise ConfigError(f"{file} holds no JSON object. Download or save the model again.")
 
 
 def check_chat_template(folder: Path, said: str) -> None:
@@ -223,12 +215,13 @@ def _check_context(config: dict[str, Any], cfg: RunConfig, said: str) -> None:
     context = context_tokens(config)
     if context is None or prompt + completion <= context:
         return
-    shorter = min(prompt, completion, context // 2)
-    fits = {"prompt": min(prompt, context - shorter), "completion": min(completion, context - shorter)}
-    remedy = " ".join(
-        f"rollout.max_{name}_tokens={fits[name]}"
-        for name, given in (("prompt", prompt), ("completion", completion)) if given != fits[name]
-    )  # fmt: skip
+    half = context // 2
+    if prompt <= half:
+        remedy = f"rollout.max_completion_tokens={context - prompt}"
+    elif completion <= half:
+        remedy = f"rollout.max_prompt_tokens={context - completion}"
+    else:
+        remedy = f"rollout.max_prompt_tokens={half} rollout.max_completion_tokens={context - half}"
     raise ConfigError(
         f"rollout.max_prompt_tokens={prompt} and rollout.max_completion_tokens={completion} are {prompt + completion} "
         f"tokens, and {said} was made for {context} (its config.json: max_position_embeddings and rope scaling). "

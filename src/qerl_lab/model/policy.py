@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_lab import formats
-from qerl_lab.config.message import first_line, in_one_line
+from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
@@ -27,7 +27,7 @@ from qerl_lab.model.chat import Chat, pad_id
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.lora import register_lora
 from qerl_lab.model.on_disk import check_rounding, packed_head_refusal
-from qerl_lab.model.weight_files import WeightFiles, local_folder
+from qerl_lab.model.weight_files import WeightFiles, local_folder, not_loaded
 from qerl_lab.system.disk import make_readable
 
 
@@ -151,10 +151,9 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
         ConfigError: the model lacks a module of a name, or it feeds no linear layer.
     """
     found = {name: module for name, module in model.named_modules() if _last(name) in names}
-    if missing := set(names) - {_last(name) for name in found}:
-        raise ConfigError(f"aqn.norms={spell_list(names)}: {path} has no module named {sorted(missing)}.")
     feeding = _norms_before_linears(model)
-    if wrong := [name for name in found if name not in feeding]:
+    missing = sorted(set(names) - {_last(name) for name in found})
+    if wrong := [*missing, *(name for name in found if name not in feeding)]:
         allowed = sorted({_last(name) for name in feeding})
         remedy = f" Type aqn.norms={spell_list(allowed)}." if allowed else ""
         raise ConfigError(
@@ -218,10 +217,7 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path={cfg.model.path} could not be loaded ({type(error).__name__}: {first_line(error)}). "
-            "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."
-        ) from error
+        raise not_loaded(f"model.path={cfg.model.path}", error) from error
     if pad_id(tokenizer, model.get_input_embeddings().num_embeddings) != tokenizer.pad_token_id:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer

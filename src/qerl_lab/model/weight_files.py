@@ -111,11 +111,15 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
             f"reached. Type {key}=DIR or {key}=FILE.gguf with a copy of the model, or try again with a network."
         ) from error
     except (OSError, ValueError) as error:  # not found, not an id
-        raise ConfigError(
-            f"{key}={path} could not be loaded "
-            f"({type(error).__name__}: {first_line(error)}). "
-            "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."
-        ) from error
+        raise not_loaded(f"{key}={path}", error) from error
+
+
+def not_loaded(said: str, error: Exception) -> ConfigError:
+    """Return the error for a model, given by the word `said`, that could not be loaded."""
+    return ConfigError(
+        f"{said} could not be loaded ({type(error).__name__}: {first_line(error)}). "
+        "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."
+    )
 
 
 def copy_companions(source: Path, target: Path) -> None:
