@@ -12,7 +12,6 @@ from qerl_lab.system import exits
 with exits.starting(__name__):
     from qerl_lab.bench.bench_options import (
         AnyOptions,
-        LinearOptions,
         RolloutOptions,
         StepOptions,
         TrainStepOptions,
@@ -34,20 +33,10 @@ def measure(options: AnyOptions) -> None:
     result = {"benchmark": options.BENCHMARK, "environment": environment(), "options": vars(options)}
     if isinstance(options, RolloutOptions | StepOptions):
         measure_in_processes(options, result)
-    else:
-        save(Path(options.out), result | measure_in_turn(options))
-
-
-def measure_in_turn(options: LinearOptions | TrainStepOptions) -> dict[str, list[dict[str, Any]]]:
-    """Measure arms that alternate in this process; return the rows by name of the table."""
-    if isinstance(options, LinearOptions):
-        from qerl_lab.bench.linears import dequantization, products
-
-        rows = print_rows(dequantization(options.models))
-        return {"dequantization": rows, "products": print_rows(products(options.models, options.tokens))}
+        return
     from qerl_lab.bench.train_step import steps
 
-    return {"steps": print_rows(steps(options))}
+    save(Path(options.out), result | {"steps": print_rows(steps(options))})
 
 
 def measure_in_processes(options: RolloutOptions | StepOptions, result: dict[str, Any]) -> None:
@@ -105,11 +94,6 @@ def save(stem: Path, result: dict[str, Any]) -> None:
 
 LINE = "python -m qerl_lab.bench"
 ABOUT: tuple[tuple[type[AnyOptions], str, tuple[tuple[str, str], ...]], ...] = (  # options, purpose, examples
-    (
-        LinearOptions,
-        "Unpacking of weights against copying as many bytes; packed Linear against nn.Linear and bitsandbytes.",
-        ((f"{LINE} linear", "what results/bench holds"),),
-    ),
     (
         TrainStepOptions,
         "Tokens per second and peak memory of LoRA training steps of a whole model with random weights.",

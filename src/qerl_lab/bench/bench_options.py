@@ -70,14 +70,6 @@ def arm_of(text: str, baselines: Mapping[str, str]) -> Arm:
 
 
 @dataclass
-class LinearOptions:
-    BENCHMARK = "linear"
-    models: list[str] = option(["qwen2.5-7b", "qwen2.5-32b"], "whose Linears", choices=tuple(ARCHITECTURES))
-    tokens: list[int] = option([512, 2048, 8192], "rows of the input", at_least=1)
-    out: str = option("results/bench/linear", OUT)
-
-
-@dataclass
 class TrainStepOptions:
     BENCHMARK = "train_step"
     model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
@@ -152,7 +144,7 @@ class StepOptions(ProcessOptions):
         return [self.rank]
 
 
-AnyOptions = LinearOptions | TrainStepOptions | RolloutOptions | StepOptions
+AnyOptions = TrainStepOptions | RolloutOptions | StepOptions
 
 
 def check(options: AnyOptions) -> None:

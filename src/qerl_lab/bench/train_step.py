@@ -22,7 +22,6 @@ from trl.trainer.utils import add_fused_lm_head
 from qerl_lab import formats
 from qerl_lab.bench import random_model
 from qerl_lab.bench.bench_options import Row, TrainStepOptions
-from qerl_lab.bench.linears import linear4bit
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.schema import FormatConfig, LoraConfig, RunConfig
 from qerl_lab.model import policy
@@ -69,6 +68,19 @@ def to_linear4bit(base: nn.Module) -> None:
         if isinstance(module, nn.Linear) and not name.endswith("lm_head"):
             base.set_submodule(name, linear4bit(module))
     base.__dict__["is_loaded_in_4bit"] = True  # PEFT reads it
+
+
+def linear4bit(dense: nn.Linear) -> nn.Module:
+    """Make NF4 with double quantization on the GPU, as QLoRA's `BitsAndBytesConfig(load_in_4bit=True, ...)` does."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    layer = Linear4bit(
+        dense.in_features, dense.out_features, bias=dense.bias is not None, compute_dtype=torch.bfloat16,
+        compress_statistics=True, quant_type="nf4", device="meta",
+    )  # fmt: skip
+    layer.weight = Params4bit(dense.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4").cuda()
+    layer.bias = dense.bias
+    return layer
 
 
 def chunked_loss(model: PeftModel, ids: Tensor) -> Tensor:
