@@ -1,7 +1,7 @@
 """Write checkpoints with random weights: real files of a real architecture, without a download.
 
-Speed does not depend on the weights, as long as logits are finite and no token is certain. The files are those of
-`python -m qerl_lab.quantize`; the tokenizer makes each letter a token.
+Speed does not depend on the weights, as long as logits are finite and no token is certain. The quantize command would
+write the same tensors. The tokenizer makes each letter a token.
 """
 
 import math

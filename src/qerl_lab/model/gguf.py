@@ -182,7 +182,12 @@ def _dequantize(file: Path, folder: Path, found: Header) -> None:
     _restore_tokenizer(tokenizer, found)
     model.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
-    (folder / UNPACKED).write_text(json.dumps(_about(file, found), indent=1) + "\n", encoding="utf-8")
+    versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf", "torch")}
+    about = {
+        "file": str(file.resolve()), "sha256": sha256(file), "bytes": file.stat().st_size, "tensors": found.kinds,
+        "parameters": found.parameters, "dequantized_to": DTYPE, "packages": versions,
+    }  # fmt: skip
+    (folder / UNPACKED).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
 def _restore_tokenizer(tokenizer: "PreTrainedTokenizerFast", found: Header) -> None:
@@ -199,12 +204,3 @@ def _restore_tokenizer(tokenizer: "PreTrainedTokenizerFast", found: Header) -> N
     if found.is_byte_level:
         tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     tokenizer.clean_up_tokenization_spaces = False
-
-
-def _about(file: Path, found: Header) -> dict[str, Any]:
-    """Return the record of the file for `gguf.json`."""
-    versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf", "torch")}
-    return {
-        "file": str(file.resolve()), "sha256": sha256(file), "bytes": file.stat().st_size, "tensors": found.kinds,
-        "parameters": found.parameters, "dequantized_to": DTYPE, "packages": versions,
-    }  # fmt: skip

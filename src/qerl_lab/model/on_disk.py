@@ -15,7 +15,6 @@ from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.model_hash import TOKENIZERS, header, model_hash
 from qerl_lab.config.option import ConfigError, did_you_mean, parse_json
 from qerl_lab.config.records import QUALITY
-from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
 from qerl_lab.config.spelling import shell_word, spell_list
 from qerl_lab.model import gguf
@@ -94,18 +93,10 @@ def check(folder: Path, cfg: RunConfig) -> None:
 
 
 def noted_rounding(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return the format and the rounding rules that the quantize command noted in its checkpoint; else "" and {}.
-
-    Raises ConfigError if the record is damaged.
-    """
+    """Return the format and the rounding rules that the quantize command noted in its checkpoint; else "" and {}."""
     file = folder / QUALITY
     about = read_json(file) if file.is_file() else {}
-    rules = about.get("options", {})
-    try:
-        from_dict({"format": rules})
-    except ConfigError as error:
-        raise ConfigError(f"{file} is damaged ({error}). Quantize the model again, or move the file away.") from None
-    return str(about.get("format", "")), rules
+    return about.get("format", ""), about.get("options", {})
 
 
 def check_rounding(cfg: RunConfig, name: str, rules: Mapping[str, Any]) -> None:

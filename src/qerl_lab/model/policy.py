@@ -206,10 +206,6 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
     safetensors only and runs no code of the model. Raises ConfigError, naming file and tensor, for a model that cannot
     be loaded.
     """
-    if device.type == "cuda" and cfg.format.dense_cache == "on":
-        raise ConfigError(
-            "format.dense_cache=on is refused on a GPU, which device=auto found. Type format.dense_cache=off."
-        )
     folder = local_folder(cfg.model.path, cfg.model.revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
