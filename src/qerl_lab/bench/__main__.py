@@ -10,13 +10,7 @@ from typing import Any
 from qerl_lab.system import exits
 
 with exits.starting(__name__):
-    from qerl_lab.bench.bench_options import (
-        AnyOptions,
-        RolloutOptions,
-        StepOptions,
-        TrainStepOptions,
-        check,
-    )
+    from qerl_lab.bench.bench_options import AnyOptions, RolloutOptions, StepOptions, TrainStepOptions, check
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import ConfigError
     from qerl_lab.record.environment import environment
@@ -24,23 +18,17 @@ with exits.starting(__name__):
     from qerl_lab.system.terminal import quiet_third_parties
 
 
-def measure(options: AnyOptions) -> None:
-    """Measure, print, write and draw. Raises ConfigError for wrong options or too small a machine."""
-    check(options)
-    require_gpu()
-    make_directory(Path(options.out).parent, f"out={options.out}")
-    quiet_third_parties()
-    result = {"benchmark": options.BENCHMARK, "environment": environment(), "options": vars(options)}
-    if isinstance(options, RolloutOptions | StepOptions):
-        measure_in_processes(options, result)
-        return
+def measure_train_step(options: TrainStepOptions) -> None:
+    """Measure arms that alternate in this process; print, write and draw."""
+    result = start(options)
     from qerl_lab.bench.train_step import steps
 
     save(Path(options.out), result | {"steps": print_rows(steps(options))})
 
 
-def measure_in_processes(options: RolloutOptions | StepOptions, result: dict[str, Any]) -> None:
+def measure_arms(options: RolloutOptions | StepOptions) -> None:
     """Measure each arm in its own process, writing each row at once. Raises ValueError at the end if an arm died."""
+    result = start(options)
     from qerl_lab.bench import arm_processes
 
     arm_processes.check(options)
@@ -53,6 +41,15 @@ def measure_in_processes(options: RolloutOptions | StepOptions, result: dict[str
     save(Path(options.out), result)
     if dead := arm_processes.dead_rows(result["rows"]):
         raise ValueError(f"{len(dead)} arms died: {'; '.join(row['arm'] for row in dead)}. The table says of what.")
+
+
+def start(options: AnyOptions) -> dict[str, Any]:
+    """Return the head of the result. Raises ConfigError for wrong options, or if torch sees no GPU."""
+    check(options)
+    require_gpu()
+    make_directory(Path(options.out).parent, f"out={options.out}")
+    quiet_third_parties()
+    return {"benchmark": options.BENCHMARK, "environment": environment(), "options": vars(options)}
 
 
 def require_gpu() -> None:
@@ -93,15 +90,20 @@ def save(stem: Path, result: dict[str, Any]) -> None:
 
 
 LINE = "python -m qerl_lab.bench"
-ABOUT: tuple[tuple[type[AnyOptions], str, tuple[tuple[str, str], ...]], ...] = (  # options, purpose, examples
-    (
-        TrainStepOptions,
+COMMANDS: dict[str, Command[Any]] = {
+    "train_step": Command(
+        f"{LINE} train_step",
         "Tokens per second and peak memory of LoRA training steps of a whole model with random weights.",
+        TrainStepOptions,
+        measure_train_step,
         ((f"{LINE} train_step", "what results/bench holds"),),
+        alone=True,
     ),
-    (
-        RolloutOptions,
+    "rollout": Command(
+        f"{LINE} rollout",
         "Completion tokens per second of the lab's engine and of vLLM as it is; each arm in a process of its own.",
+        RolloutOptions,
+        measure_arms,
         (
             (f"{LINE} rollout", "every format and the baselines, 7B"),
             (f"{LINE} rollout batches=[1,8] ranks=[16,32,64,128]", "beside the paper's Figure 11"),
@@ -110,20 +112,20 @@ ABOUT: tuple[tuple[type[AnyOptions], str, tuple[tuple[str, str], ...]], ...] = (
                 "an arm with other keys of the run",
             ),
         ),
+        alone=True,
     ),
-    (
-        StepOptions,
+    "step": Command(
+        f"{LINE} step",
         "Seconds and memory of whole GRPO steps by phase, of the lab's trainer and of TRL's.",
+        StepOptions,
+        measure_arms,
         (
             (f"{LINE} step", "every format and the baselines, 7B"),
             (f"{LINE} step mean_tokens=400", "ragged lengths"),
             (f"{LINE} step \"arms=[nvfp4,'nvfp4 gpus=2']\"", "one GPU beside two, the same completions"),
         ),
+        alone=True,
     ),
-)
-COMMANDS: dict[str, Command[Any]] = {
-    options.BENCHMARK: Command(f"{LINE} {options.BENCHMARK}", about, options, measure, examples, alone=True)
-    for options, about, examples in ABOUT
 }
 main = main_of(COMMANDS)
 

@@ -4,6 +4,7 @@ The process is `python -m qerl_lab.bench.one_arm JOB.json ROWS.jsonl PARENT`. Ar
 which is removed after the last of them.
 """
 
+import gc
 import itertools
 import json
 import os
@@ -82,6 +83,7 @@ def write_checkpoint(folder: Path, weight_format: str, options: RolloutOptions |
     mean_tokens = options.mean_tokens if isinstance(options, StepOptions) else 0.0
     built = formats.build(FormatConfig(name=weight_format))
     random_model.write(folder, ARCHITECTURES[options.model], built, device, mean_tokens)
+    gc.collect()  # a model may hold itself in a cycle
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -171,7 +171,7 @@ class PackedLinear(nn.Linear):
 
 
 class _PackedProduct(torch.autograd.Function):
-    """x[..., K], bias[N] -> y[..., N] for the frozen packed weight of `layer`; x and bias have one dtype.
+    """x[..., K], bias[N] -> y[..., N] for the frozen weight and bias of `layer`; x and bias have one dtype.
 
     Saves the layer, not a tensor, for the backward pass.
     """
@@ -183,14 +183,10 @@ class _PackedProduct(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            with autocast_off(grad_y):
-                grad_x = scaled_linear(grad_y, ctx.layer.unpack(ctx.dtype).t(), ctx.layer.decoder.alpha)
-        if ctx.needs_input_grad[1]:
-            grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
-        return grad_x, grad_bias, None
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None]:
+        with autocast_off(grad_y):
+            grad_x = scaled_linear(grad_y, ctx.layer.unpack(ctx.dtype).t(), ctx.layer.decoder.alpha)
+        return grad_x, None, None
 
 
 def scaled_linear(x: Tensor, weight: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:

@@ -146,6 +146,6 @@ def _header(file: Path) -> dict[str, _Stored]:
                 for name, entry in slices.items()
             }
     except SafetensorError as error:
-        raise ValueError(f"{file} cannot be read, or is not whole ({error}). Download it again") from None
+        raise ValueError(f"{file} cannot be read, or is not whole ({error}); download it again") from None
     except KeyError as error:
         raise ValueError(f"{file} has a tensor in {error}; allowed: {', '.join(DTYPES)}") from None

@@ -110,7 +110,7 @@ def test_words_that_do_not_fit_are_refused_before_a_checkpoint_is_written(
     small: dict[str, Any], name: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        command.measure_in_processes((RolloutOptions if name == "rollout" else StepOptions)(**small | options), {})
+        command.measure_arms((RolloutOptions if name == "rollout" else StepOptions)(**small | options))
     assert not list(Path(small["scratch"]).iterdir())
 
 
