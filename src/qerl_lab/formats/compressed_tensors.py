@@ -5,7 +5,7 @@ The written entry equals what presets NVFP4A16 and MXFP4A16 of compressed-tensor
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -94,7 +94,7 @@ class CompressedTensors(Format):
         for key, given, allowed in entries:
             if given not in allowed:
                 raise unsupported_entry(key, given, f"{' or '.join(map(str, allowed))} in {cls.NAME}")
-        (unknown_rule,) = cls.variants()
+        unknown_rule = cls(*(None for _ in fields(cls)))
         return PackedAs(unknown_rule, tuple(map(_name, layers("ignore", config.get("ignore")))))
 
     @classmethod
