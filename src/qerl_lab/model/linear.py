@@ -53,7 +53,6 @@ class PackedLinear(nn.Linear):
         *,
         compute_dtype: torch.dtype,
         bias: Tensor | None = None,
-        dense_cache: bool = False,
     ) -> None:
         """Hold `packed` as the weight of `shape` (out_features, in_features).
 
@@ -63,23 +62,15 @@ class PackedLinear(nn.Linear):
         self.out_features, self.in_features = shape
         self.weight_format = weight_format
         self.compute_dtype = _checked_dtype(compute_dtype)
-        self.dense_cache = dense_cache
+        self.dense_cache = False
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone(), False))
         self.hold(packed)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, weight_format: Format, *, dense_cache: bool = False) -> Self:
-        """Quantize `linear`; the result computes in the dtype of its weight."""
-        ((_, packed),) = pack_fused(weight_format, {"weight": linear.weight})
-        return cls.like(linear, weight_format, packed, dense_cache=dense_cache)
-
-    @classmethod
-    def like(
-        cls, linear: nn.Linear, weight_format: Format, packed: Mapping[str, Tensor], *, dense_cache: bool = False
-    ) -> Self:
+    def like(cls, linear: nn.Linear, weight_format: Format, packed: Mapping[str, Tensor]) -> Self:
         """Build a replacement for `linear` (may be on the meta device) with its shape, dtype and bias."""
         shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
-        return cls(weight_format, packed, shape, compute_dtype=dtype, bias=linear.bias, dense_cache=dense_cache)
+        return cls(weight_format, packed, shape, compute_dtype=dtype, bias=linear.bias)
 
     def hold(self, tensors: Mapping[str, Tensor], form: Marlin | Tiles | None = None) -> None:
         """Replace the weight's buffers by `tensors`, in checkpoint layout or in the layout that `form` reads.
@@ -253,7 +244,7 @@ def weight_bytes(model: nn.Module) -> WeightBytes:
     return WeightBytes(linears, sum(tensor.nbytes for tensor in tensors))
 
 
-def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Format, dense_cache: bool) -> None:
+def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Format) -> None:
     """Pack `weights`, the parts of one fused layer by Linear name, into the model, removing them from `weights`.
 
     The weights come in their stored dtype. A layer computes in the dtype of the Linear it replaces, which may be on the
@@ -262,7 +253,7 @@ def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Form
     for name, packed in pack_fused(weight_format, weights):
         linear = cast(nn.Linear, model.get_submodule(name))
         if weight_format.BLOCK is not None:
-            model.set_submodule(name, PackedLinear.like(linear, weight_format, packed, dense_cache=dense_cache))
+            model.set_submodule(name, PackedLinear.like(linear, weight_format, packed))
             continue
         shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
         linear.weight = nn.Parameter(weight_format.dequantize(packed, shape, dtype))

@@ -77,11 +77,11 @@ def refuse_packed(folder: Path, said: str, why: str) -> None:
 
 def load_model(
     config: PretrainedConfig, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device,
-    dtype: torch.dtype, dense_cache: bool = False,
+    dtype: torch.dtype,
 ) -> PreTrainedModel:  # fmt: skip
     """Create an `empty_model` and `fill` it."""
     model = empty_model(config, dtype)
-    fill(model, source, packed_as, is_packed=is_packed, device=device, dense_cache=dense_cache)
+    fill(model, source, packed_as, is_packed=is_packed, device=device)
     return model
 
 
@@ -101,9 +101,8 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str = "
 
 
 def fill(
-    model: PreTrainedModel, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device,
-    dense_cache: bool = False,
-) -> None:  # fmt: skip
+    model: PreTrainedModel, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device
+) -> None:
     """Load the weights into an `empty_model` on `device`, with Linears packed as `packed_as` says, all frozen.
 
     With `is_packed` the source holds packed weights. Otherwise it holds dense ones; each fused layer (q/k/v, gate/up)
@@ -122,10 +121,10 @@ def fill(
     _check_names(model, source, expected, packed_as.weight_format, linears if is_packed else ())
     for group in fused_groups(linears):
         if is_packed:
-            _fill_packed(model, source, group, packed_as.weight_format, device, dense_cache)
+            _fill_packed(model, source, group, packed_as.weight_format, device)
         else:
             stored = {name: source.tensor(f"{name}.weight", device) for name in group}
-            pack_group(model, stored, packed_as.weight_format, dense_cache)
+            pack_group(model, stored, packed_as.weight_format)
     _fill_dense(model, source, dense, device)
     model.tie_weights()
     model.to(device).requires_grad_(False)
@@ -193,9 +192,8 @@ def check_dense_values(tensor: Tensor, *, name: str) -> None:
 
 
 def _fill_packed(
-    model: PreTrainedModel, source: TensorSource, group: Sequence[str], weight_format: Format, device: torch.device,
-    dense_cache: bool,
-) -> None:  # fmt: skip
+    model: PreTrainedModel, source: TensorSource, group: Sequence[str], weight_format: Format, device: torch.device
+) -> None:
     """Replace the empty Linears of one fused layer by `PackedLinear`s; their biases stay empty."""
     linears = {name: cast(nn.Linear, model.get_submodule(name)) for name in group}
     packed = {}
@@ -208,8 +206,7 @@ def _fill_packed(
         )
     _check_shared(packed, weight_format.SHARED)
     for name, linear in linears.items():
-        layer = PackedLinear.like(linear, weight_format, packed[name], dense_cache=dense_cache)
-        model.set_submodule(name, layer)
+        model.set_submodule(name, PackedLinear.like(linear, weight_format, packed[name]))
 
 
 def _check_shared(packed: Mapping[str, Mapping[str, Tensor]], key: str | None) -> None:

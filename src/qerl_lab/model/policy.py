@@ -24,7 +24,7 @@ from qerl_lab.config.spelling import spell_list
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import loading
 from qerl_lab.model.chat import Chat, pad_id
-from qerl_lab.model.linear import packable, packed_head
+from qerl_lab.model.linear import packable, packed_head, packed_layers
 from qerl_lab.model.lora import register_lora
 from qerl_lab.model.on_disk import check_rounding, packed_head_refusal
 from qerl_lab.model.weight_files import WeightFiles, local_folder, not_loaded
@@ -234,10 +234,9 @@ def _load_weights(cfg: RunConfig, folder: Path, device: torch.device) -> PreTrai
         )
     if stored is not None:
         _check_agreement(cfg, stored, model)
-    loading.fill(
-        model, WeightFiles(folder), packed_as, is_packed=stored is not None, device=device,
-        dense_cache=device.type == "cpu" and cfg.format.dense_cache != "off",
-    )  # fmt: skip
+    loading.fill(model, WeightFiles(folder), packed_as, is_packed=stored is not None, device=device)
+    for layer in packed_layers(model).values():
+        layer.dense_cache = device.type == "cpu" and cfg.format.dense_cache != "off"
     # Keep end tokens only: transformers would add the model's sampling defaults (e.g. Qwen2.5's repetition penalty).
     written = folder / "generation_config.json"
     own = GenerationConfig.from_pretrained(folder) if written.is_file() else model.generation_config

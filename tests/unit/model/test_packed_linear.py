@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from packed_layers import NVFP4, K, N, dense_twin, each_packed, packed_linear
+from packed_layers import NVFP4, K, N, dense_twin, each_packed, packed_from, packed_linear
 from qerl_lab.formats.format import Format
 from qerl_lab.formats.nvfp4 import DIVISOR
 from qerl_lab.formats.tiles import BLOCK, TILES, Tiles, pack
-from qerl_lab.model.linear import PackedLinear, weight_bytes
+from qerl_lab.model.linear import weight_bytes
 
 
 def gradients(module: nn.Module, x: Tensor, *parameters: Tensor) -> list[Tensor]:
@@ -105,7 +105,8 @@ def test_no_dense_weight_outlives_the_forward(weight_format: Format, monkeypatch
 
 @each_packed
 def test_dense_cache_gives_the_same_bits(weight_format: Format) -> None:
-    packed, cached = (packed_linear(weight_format, dense_cache=flag) for flag in (False, True))
+    packed, cached = packed_linear(weight_format), packed_linear(weight_format)
+    cached.dense_cache = True
     x = torch.randn(7, K, requires_grad=True)
     with torch.inference_mode():
         cached(x.detach())  # what generation fills, training uses
@@ -180,7 +181,7 @@ def test_dtypes_that_it_cannot_compute_in_are_refused(weight_format: Format) -> 
 @pytest.fixture
 def q_and_k() -> nn.ModuleList:
     """Two layers that hold one tensor, in tiles of which each has a half."""
-    layers = nn.ModuleList(PackedLinear.from_linear(nn.Linear(K, BLOCK, bias=False), NVFP4) for _ in range(2))
+    layers = nn.ModuleList(packed_from(nn.Linear(K, BLOCK, bias=False), NVFP4) for _ in range(2))
     packed = [layer.packed() for layer in layers]
     whole = pack(*(torch.cat([own[key] for own in packed]) for key in ("weight_packed", "weight_scale")), tile=2)
     for first, layer, own in zip((0, BLOCK), layers, packed, strict=True):
