@@ -37,7 +37,7 @@ def packed_linear(weight_format: Format, **like: Any) -> PackedLinear:
 def packed_from(dense: nn.Linear, weight_format: Format) -> PackedLinear:
     """Pack one Linear; the result computes in the dtype of its weight."""
     ((_, packed),) = pack_fused(weight_format, {"weight": dense.weight})
-    return PackedLinear.like(dense, weight_format, packed)
+    return PackedLinear(dense, weight_format, packed)
 
 
 def dense_twin(packed: PackedLinear) -> nn.Linear:

@@ -45,32 +45,19 @@ class PackedLinear(nn.Linear):
     bits. Moved to another device, the layer gets tensors of its own again.
     """
 
-    def __init__(
-        self,
-        weight_format: Format,
-        packed: Mapping[str, Tensor],
-        shape: tuple[int, int],
-        *,
-        compute_dtype: torch.dtype,
-        bias: Tensor | None = None,
-    ) -> None:
-        """Hold `packed` as the weight of `shape` (out_features, in_features).
+    def __init__(self, linear: nn.Linear, weight_format: Format, packed: Mapping[str, Tensor]) -> None:
+        """Take the place of `linear`, which may be on the meta device: its shape, dtype and bias, with weight `packed`.
 
-        Raises ValueError for an unsupported compute dtype.
+        Raises ValueError if a packed Linear cannot compute in this dtype.
         """
         nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
-        self.out_features, self.in_features = shape
+        self.out_features, self.in_features = linear.out_features, linear.in_features
         self.weight_format = weight_format
-        self.compute_dtype = _checked_dtype(compute_dtype)
+        self.compute_dtype = _checked_dtype(linear.weight.dtype)
         self.dense_cache = False
+        bias = linear.bias
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone(), False))
         self.hold(packed)
-
-    @classmethod
-    def like(cls, linear: nn.Linear, weight_format: Format, packed: Mapping[str, Tensor]) -> Self:
-        """Build a replacement for `linear` (may be on the meta device) with its shape, dtype and bias."""
-        shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
-        return cls(weight_format, packed, shape, compute_dtype=dtype, bias=linear.bias)
 
     def hold(self, tensors: Mapping[str, Tensor], form: Marlin | Tiles | None = None) -> None:
         """Replace the weight's buffers by `tensors`, in checkpoint layout or in the layout that `form` reads.
@@ -253,7 +240,7 @@ def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Form
     for name, packed in pack_fused(weight_format, weights):
         linear = cast(nn.Linear, model.get_submodule(name))
         if weight_format.BLOCK is not None:
-            model.set_submodule(name, PackedLinear.like(linear, weight_format, packed))
+            model.set_submodule(name, PackedLinear(linear, weight_format, packed))
             continue
         shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
         linear.weight = nn.Parameter(weight_format.dequantize(packed, shape, dtype))

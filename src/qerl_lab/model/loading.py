@@ -206,7 +206,7 @@ def _fill_packed(
         )
     _check_shared(packed, weight_format.SHARED)
     for name, linear in linears.items():
-        model.set_submodule(name, PackedLinear.like(linear, weight_format, packed[name]))
+        model.set_submodule(name, PackedLinear(linear, weight_format, packed[name]))
 
 
 def _check_shared(packed: Mapping[str, Mapping[str, Tensor]], key: str | None) -> None:
