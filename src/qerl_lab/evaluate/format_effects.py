@@ -105,7 +105,7 @@ def packed_model(model: str, weight_format: Format, device: torch.device) -> Pre
     return loading.load_model(
         AutoConfig.from_pretrained(folder, trust_remote_code=False), WeightFiles(folder),
         PackedAs(weight_format, tuple(cfg.format.ignore)), is_packed=False, device=device,
-        dtype=policy.compute_dtype(cfg, device), dense_cache=device.type == "cpu",
+        dtype=policy.compute_dtype(cfg, device),
     )  # fmt: skip
 
 

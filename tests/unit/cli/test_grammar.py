@@ -169,7 +169,6 @@ COMMANDS = (
     Typed("qerl_lab", "", "device=cpu"),
     Typed("qerl_lab.quantize", "", "model=pocket out=made"),
     Typed("qerl_lab.evaluate", "sigma", ""),
-    Typed("qerl_lab.bench", "linear", "out=made"),
     Typed("qerl_lab.bench", "train_step", "out=made"),
     Typed("qerl_lab.report", "", "runs"),
     Typed("qerl_lab.tools.samples", "", "run"),
