@@ -83,9 +83,13 @@ def layers(
 def stored_weight(
     weight_format: Format, packed: WeightFiles, name: str, shape: tuple[int, int], device: torch.device
 ) -> Tensor:
-    """Return the dequantized weight of a Linear in a packed checkpoint."""
+    """Return the dequantized weight of a Linear in a packed checkpoint.
+
+    Raises ValueError, naming file and tensor, for one that is not the format's.
+    """
     parts = {key: packed.tensor(f"{name}.{key}", device) for key in weight_format.layout(shape)}
-    return weight_format.dequantize(weight_format.accept(parts, shape, name=name), shape, torch.float32)
+    where = packed.where(f"{name}.{next(iter(parts))}")
+    return weight_format.dequantize(weight_format.accept(parts, shape, name=f"{where}: {name}"), shape, torch.float32)
 
 
 def without_scales(weight: Tensor, other: Tensor) -> Tensor:
