@@ -1,11 +1,9 @@
 """Split the squared error of quantized weights into parts that add up: scale, dead zone, grid, method.
 
-After "Decomposing MXFP4 quantization error for LLM reinforcement learning" (arXiv 2605.20402). That paper splits
-MXFP4's error into scale bias (a block's scale is rounded to a power of two), dead zone (small values become zero) and
-grid noise (other values move to the nearest 4-bit value), and reports that grid noise raises entropy. Only its abstract
-was available, so the definitions here are this lab's own. For a weight w, let q(w) be its nearest value if block scales
-could be any number (`Format.ideal`), r(w) the nearest value with the format's own scales (round to nearest), and w' the
-stored value. With |x|^2 the sum of squares over all weights,
+After "Decomposing MXFP4 quantization error for LLM reinforcement learning" (arXiv 2605.20402), which reports that grid
+noise raises entropy. Only its abstract was available, so the definitions here are this lab's own. For a weight w, let
+q(w) be its nearest value if block scales could be any number (`Format.ideal`), r(w) the nearest value with the format's
+own scales (round to nearest), and w' the stored value. With |x|^2 the sum of squares over all weights,
 
     |w' - w|^2 = grid + dead + scale + method
 
@@ -114,9 +112,14 @@ def total(errors: Iterable[LayerError]) -> dict[str, Any]:
         parts = None if parts is None or found is None else {part: parts[part] + found[part] for part in PARTS}
     return {
         "relative": error / signal,
-        "sqnr_db": 10 * math.log10(signal / error) if error and math.isfinite(error) else None,
+        "sqnr_db": decibels(signal, error),
         "parts": {part: value / error for part, value in parts.items()} if parts and error else None,
     }
+
+
+def decibels(signal: float, error: float) -> float | None:
+    """Return 10 log10(signal / error); None without an error, where it would be infinite, and for an infinite one."""
+    return 10 * math.log10(signal / error) if 0 < error < math.inf and signal > 0 else None
 
 
 def energies(layer: LayerError) -> dict[str, float] | None:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from qerl_lab import formats
 from qerl_lab.config.records import QUALITY
-from qerl_lab.evaluate.weight_error import stored_weight, without_scales
+from qerl_lab.evaluate.weight_error import decibels, stored_weight, without_scales
 from qerl_lab.formats.format import Format
 from qerl_lab.model.weight_files import WeightFiles, lab_records
 from qerl_lab.quantize import divergence
@@ -99,20 +99,15 @@ def measure_layer(
 
 
 def summary(layers: Sequence[Layer], *, fit_scales: bool) -> dict[str, Any]:
-    """Return SQNR of the whole, of every layer, and the lowest layers for quality.json."""
+    """Return SQNR of the whole, of every layer, and the lowest layers for quality.json; None means infinite."""
     levels = {layer.name: decibels(layer.signal, layer.error) for layer in layers}
-    ranked = sorted(levels, key=lambda name: math.inf if levels[name] is None else levels[name])
+    ranked = sorted(levels, key=lambda name: math.inf if (level := levels[name]) is None else level)
     return {
         "all": decibels(sum(layer.signal for layer in layers), sum(layer.error for layer in layers)),
         "lowest": [{"layer": name, "db": levels[name]} for name in ranked[:LOWEST]],
         "scales_fitted": fit_scales,
         "layers": levels,
     }
-
-
-def decibels(signal: float, error: float) -> float | None:
-    """Return 10 log10(signal / error); None, which means infinite, without an error."""
-    return 10 * math.log10(signal / error) if error > 0 < signal else None
 
 
 def table(options: QuantizeOptions, result: dict[str, Any]) -> str:
