@@ -22,7 +22,6 @@ from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import benchmarks, subject, summary
 from qerl_lab.evaluate.accuracy import ask, seed_of
-from qerl_lab.evaluate.benchmarks import Benchmark
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions
 from qerl_lab.evaluate.subject import HowSampled, Subject
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA
@@ -34,14 +33,14 @@ from qerl_lab.record.partial import Unfinished
 from qerl_lab.rollout.engine import Engine, EngineFailed, Sampling
 from qerl_lab.system import terminal
 from qerl_lab.system.disk import read_json, replace_file, strict_json
-from qerl_lab.tasks import Question
+from qerl_lab.tasks import Question, Task
 
 
 @dataclass(frozen=True)
 class Part:
     """Questions of a benchmark that are asked together; `number` enters the draw's seed."""
 
-    benchmark: Benchmark
+    task: Task
     sampling: HowSampled
     samples: int
     number: int
@@ -76,14 +75,14 @@ class Job:
         """Split the questions into parts of about one generation batch; four batches for vLLM, which refills them."""
         cfg = self.subject.cfg
         at_once = cfg.rollout.batch_size * (1 if cfg.rollout.engine == "transformers" else 4)
-        for benchmark in self.asked:
-            questions = fitting[benchmark.name]
+        for task in self.asked:
+            questions = fitting[task.name]
             for place, how in enumerate(self.subject.samplings):
-                samples = how.samples_of(benchmark.name, cfg.eval.samples)
+                samples = how.samples_of(task.name, cfg.eval.samples)
                 size = max(1, at_once // samples)
                 for number, begin in enumerate(range(0, len(questions), size)):
-                    file = f"{engine}-{benchmark.name}-{place}-{number:05d}.parquet"
-                    yield Part(benchmark, how, samples, number, questions[begin : begin + size], file)
+                    file = f"{engine}-{task.name}-{place}-{number:05d}.parquet"
+                    yield Part(task, how, samples, number, questions[begin : begin + size], file)
 
 
 def run(*evaluations: AccuracyOptions) -> None:
@@ -121,7 +120,7 @@ def sampler_of(found: Subject, engine: str) -> Iterator[tuple[Policy, Engine]]:
         yield loaded, stack.enter_context(closing(rollout.build(one.cfg, loaded)))
 
 
-def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Benchmark]) -> dict[str, Any]:
+def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Task]) -> dict[str, Any]:
     """Return the settings that determine the answers, by option name."""
     cfg, device = found.cfg, policy.device_of(found.cfg.device)
     return {
@@ -131,29 +130,31 @@ def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Benchm
         "lora": [cfg.lora.rank, cfg.lora.alpha], "adapter": found.adapter_sha256,
         "rollout": cfg.rollout.engine, "device": device.type, "dtype": str(policy.compute_dtype(cfg, device)),
         "batch_size": cfg.rollout.batch_size, "common": options.common,
-        "benchmarks": {one.name: one.about for one in asked}, "questions": options.questions,
+        "benchmarks": {task.name: benchmarks.about(task) for task in asked}, "questions": options.questions,
         "seed": cfg.seed, "max_prompt_tokens": cfg.rollout.max_prompt_tokens,
         "samplings": {
-            how.name: {one.name: how.samples_of(one.name, cfg.eval.samples) for one in asked} for how in found.samplings
+            how.name: {task.name: how.samples_of(task.name, cfg.eval.samples) for task in asked}
+            for how in found.samplings
         },
     }  # fmt: skip
 
 
-def folder_of(options: AccuracyOptions, found: Subject, identity: Any, asked: Sequence[Benchmark]) -> Path:
+def folder_of(options: AccuracyOptions, found: Subject, identity: Any, asked: Sequence[Task]) -> Path:
     """Return `out`, or a folder named by a hash of the settings below the run or below ./evaluations."""
     if options.out:
         return Path(options.out).expanduser().absolute()
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     above = Path(options.run).expanduser() if options.run else Path()
     below = Path("evaluations") if options.run else Path("evaluations") / found.cfg.model.name
-    return (above / below / f"{'+'.join(one.name for one in asked)}-{key}").absolute()
+    return (above / below / f"{'+'.join(task.name for task in asked)}-{key}").absolute()
 
 
 def answer(job: Job, engine: str, loaded: Policy, sampler: Engine, unfinished: Unfinished) -> None:
     """Answer the missing parts of an evaluation with one engine."""
     started = time.time()
-    fitting = {one.name: one.fitting(loaded, job.subject.cfg.rollout.max_prompt_tokens) for one in job.asked}
-    job.too_long = {one.name: len(one.questions) - len(fitting[one.name]) for one in job.asked}
+    limit = job.subject.cfg.rollout.max_prompt_tokens
+    fitting = {task.name: benchmarks.fitting(task, loaded, limit) for task in job.asked}
+    job.too_long = {task.name: len(task.heldout) - len(fitting[task.name]) for task in job.asked}
     parts = list(job.parts(engine, fitting))
     left = [part for part in parts if not unfinished.has(part.file)]
     total, ahead = (sum(len(part.questions) * part.samples for part in some) for some in (parts, left))
@@ -169,16 +170,16 @@ def answers(
     found: Subject, part: Part, engine: str, loaded: Policy, sampler: Engine, bar: terminal.Amount
 ) -> pd.DataFrame:
     """Ask one part. The draw depends on seed, benchmark and part, so that all arms and engines share it."""
-    seed, how = seed_of(found.cfg.seed, part.benchmark.name, part.number), part.sampling
+    task, how = part.task, part.sampling
+    seed = seed_of(found.cfg.seed, task.name, part.number)
     sampling = Sampling(how.max_completion_tokens, seed, how.temperature, how.top_p)
-    task = part.benchmark.task
     try:
         rows = ask(sampler, loaded, task, part.questions, part.samples, sampling, bar.advance).rows
     except EngineFailed as error:
         raise ValueError(f"{first_line(error)} The same command goes on where it stopped.") from error
     prompts = [hashlib.sha256(json.dumps(task.messages(one)).encode()).hexdigest()[:16] for one in part.questions]
     columns = {
-        "benchmark": part.benchmark.name, "engine": engine, "sampling": how.name,
+        "benchmark": task.name, "engine": engine, "sampling": how.name,
         "prompt_sha256": [prompt for prompt in prompts for _ in range(part.samples)],
     }  # fmt: skip
     return pd.concat([pd.DataFrame(columns, index=rows.index), rows], axis=1)
@@ -199,7 +200,7 @@ def write(job: Job, unfinished: Unfinished) -> None:
         "arm": found.arm,
         "own_is_common": found.is_common,
         "notes": list(notes(job)),
-        "benchmarks": {one.name: one.about | {"too_long": job.too_long[one.name]} for one in job.asked},
+        "benchmarks": {task.name: benchmarks.about(task) | {"too_long": job.too_long[task.name]} for task in job.asked},
         "results": summary.summarize_each(rows),
         "seconds": round(job.seconds, 1),
         "environment": environment(),
@@ -214,11 +215,11 @@ def write(job: Job, unfinished: Unfinished) -> None:
 def notes(job: Job) -> Iterator[str]:
     """Yield the notes to print below the table."""
     found, cfg = job.subject, job.subject.cfg
-    for one in job.asked:
-        yield from (f"{one.name}: {line}" for line in one.task.warnings)
-        if count := job.too_long[one.name]:
+    for task in job.asked:
+        yield from (f"{task.name}: {line}" for line in task.warnings)
+        if count := job.too_long[task.name]:
             limit = cfg.rollout.max_prompt_tokens
-            yield f"{one.name}: {count} questions are longer than max_prompt_tokens={limit}, and left out"
+            yield f"{task.name}: {count} questions are longer than max_prompt_tokens={limit}, and left out"
     if job.options.common and found.is_common:
         yield f"its own engine is the common one: {cfg.format.name} is dense"
     if len(found.samplings) > 1:

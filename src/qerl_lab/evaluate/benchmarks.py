@@ -1,7 +1,6 @@
 """Load benchmarks: tasks with held-out questions, given as NAME or NAME:PATH."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
@@ -12,45 +11,19 @@ from qerl_lab.tasks import Question, Task
 from qerl_lab.tasks.question_files import reword_path_error
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """A task and its questions to ask."""
+def load(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
+    """Load every benchmark, with the questions to ask as `heldout`.
 
-    task: Task
-    questions: Sequence[Question]
-
-    @property
-    def name(self) -> str:
-        return self.task.name
-
-    @property
-    def about(self) -> dict[str, object]:
-        """What the record stores: instruction, and number and hash of the questions."""
-        return {"instruction": self.task.instruction, **self.task.data}
-
-    def fitting(self, policy: Policy, limit: int) -> list[Question]:
-        """Return the questions with a chat prompt of at most `limit` tokens. Raises ConfigError if there are none."""
-        lengths = [len(policy.prompt_ids(self.task.messages(question))) for question in self.questions]
-        found = [question for question, length in zip(self.questions, lengths, strict=True) if length <= limit]
-        if not found:
-            raise ConfigError(
-                f"max_prompt_tokens={limit} leaves out all {len(lengths):,} questions of {self.name}; the shortest has "
-                f"{min(lengths)} tokens. Type max_prompt_tokens={max(lengths)}."
-            )
-        return found
-
-
-def load(options: AccuracyOptions, cfg: RunConfig) -> list[Benchmark]:
-    """Load the questions of every benchmark. Raises ConfigError if one cannot be read or has no questions."""
+    Raises ConfigError if one cannot be read or has no questions.
+    """
     found, own = [], cfg.task if options.run else None
     for chosen in [task_config(own, *name_and_path(spec)) for spec in options.benchmarks] or [cfg.task]:
         if options.instruction is not None:
             chosen = replace(chosen, instruction=options.instruction)
         task = questions_of(chosen, f"benchmarks={chosen.name}:")
-        questions = task.heldout[: options.questions or None]
-        if not questions:
+        if not task.heldout:
             raise ConfigError(f"{task.name} has no question to ask. Type benchmarks=NAME:PATH of a set that has.")
-        found.append(Benchmark(task, questions))
+        found.append(replace(task, heldout=task.heldout[: options.questions or None]))
     return found
 
 
@@ -70,3 +43,20 @@ def task_config(own: TaskConfig | None, name: str, path: str | None) -> TaskConf
     if own is not None and cfg.instruction == TaskConfig().instruction:  # the YAML has none
         cfg.instruction = own.instruction
     return cfg
+
+
+def fitting(task: Task, policy: Policy, limit: int) -> list[Question]:
+    """Return the questions with a chat prompt of at most `limit` tokens. Raises ConfigError if there are none."""
+    lengths = [len(policy.prompt_ids(task.messages(question))) for question in task.heldout]
+    found = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
+    if not found:
+        raise ConfigError(
+            f"max_prompt_tokens={limit} leaves out all {len(lengths):,} questions of {task.name}; the shortest has "
+            f"{min(lengths)} tokens. Type max_prompt_tokens={max(lengths)}."
+        )
+    return found
+
+
+def about(task: Task) -> dict[str, object]:
+    """Return what the record stores about a benchmark: instruction, and number and hash of the questions."""
+    return {"instruction": task.instruction, **task.data}

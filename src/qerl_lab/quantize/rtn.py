@@ -16,9 +16,9 @@ from qerl_lab.model.loading import TensorSource, check_dense_values
 
 
 class Unit(NamedTuple):
-    """Source tensors that are read together: the weights of one fused layer's `modules`, or one copied tensor.
+    """Source tensors that are read together: the weights of one fused layer, or one copied tensor.
 
-    `modules` is empty for a copied tensor. `layout` describes the tensors written.
+    `modules` are the fused layer's Linears; empty for a copied tensor. `layout` describes the tensors written.
     """
 
     names: tuple[str, ...]

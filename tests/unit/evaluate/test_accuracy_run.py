@@ -333,9 +333,9 @@ def test_a_run_with_a_task_of_its_own_is_asked_that_or_what_is_named(tmp_path: P
     cfg = tiny(task__module=str(file))
     (own,) = benchmarks.load(AccuracyOptions(run="x"), cfg)
     (named,) = benchmarks.load(AccuracyOptions(run="x", benchmarks=["arithmetic"], questions=3), cfg)
-    assert ([one.id for one in own.questions], own.name) == (["a", "b"], "mine")
-    assert (len(named.questions), named.name) == (3, "arithmetic")
-    assert own.task.instruction == cfg.task.instruction
+    assert ([one.id for one in own.heldout], own.name) == (["a", "b"], "mine")
+    assert (len(named.heldout), named.name) == (3, "arithmetic")
+    assert own.instruction == cfg.task.instruction
 
 
 def test_questions_of_a_run_that_lie_elsewhere_by_now_are_named_as_they_can_be_typed(tmp_path: Path) -> None:
