@@ -18,7 +18,6 @@ from qerl_lab.report.stats import Interval, crossed_interval, format_interval, p
 from qerl_lab.system.disk import read_json
 from qerl_lab.system.terminal import columns, format_path
 
-HOW_IT_IS_ASKED = ("questions", "max_prompt_tokens")
 HOW_IT_RAN = ("seed", "rollout", "device", "dtype", "batch_size")  # these affect kernels and random draws
 OF_A_SEED = ("seed", "adapter")  # keys that may differ between the seeds of one arm
 GROUP = ["benchmark", "engine", "sampling"]
@@ -148,7 +147,7 @@ def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[
     """Pair the evaluations by seed; return the pairs and notes. A single evaluation on each side is always a pair.
 
     The notes name other differences between A and B: seeds, draws, engines, versions of the code. Raises ConfigError
-    if no seed is in both, or a pair was asked differently.
+    if no seed is in both.
     """
     shared, alone = sorted(a.keys() & b.keys()), sorted(a.keys() ^ b.keys())
     notes: list[str] = []
@@ -162,12 +161,6 @@ def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[
         pairs = [(a[seed], b[seed]) for seed in shared]
         notes += [f"seeds {alone} are in one of the two only, and left out"] if alone else []
     for mine, others in ((one.about["identity"], other.about["identity"]) for one, other in pairs):
-        for key in HOW_IT_IS_ASKED:
-            if mine[key] != others[key]:
-                raise ConfigError(
-                    f"A was asked with {key}={mine[key]} and B with {key}={others[key]}, so that they are no pairs. "
-                    f"Evaluate B again with {key}={mine[key]}."
-                )
         how = [f"{key}={mine.get(key)} and {others.get(key)}" for key in HOW_IT_RAN if mine.get(key) != others.get(key)]
         if how:
             notes.append(f"A and B ran with {', '.join(how)}: part of the differences is theirs, also in engine=common")

@@ -39,7 +39,6 @@ from qerl_lab.system import terminal
 from qerl_lab.system.disk import make_directory, replace_file, strict_json
 
 ABOUT = "entropy.json"
-PROMPT_TOKENS = 2048  # longer questions are left out
 
 
 @dataclass(frozen=True)
@@ -85,13 +84,14 @@ class Texts:
 def run(options: EntropyOptions) -> None:
     """Measure every arm, print the table and write the results.
 
-    Raises ConfigError for a model that is packed or cannot be loaded.
+    Raises ConfigError for a model that is packed or cannot be loaded, and an `out` with results.
     """
     folder = local_folder(options.model, options.revision, key="model")
     remedy = f"Type it, and checkpoints=[{options.model}]."
     loading.refuse_packed(folder, f"model={options.model}", f"which the others are compared with. {remedy}")
     out = folder_of(options)
-    refuse_written(options, out)
+    if options.out and (out / ABOUT).is_file() and not options.overwrite:
+        raise ConfigError(f"out={options.out} holds results. Type another out, or overwrite=true to replace them.")
     make_directory(out, f"out={out}")
     device = policy.device_of(options.device)
     arms = list(arms_of(options))
@@ -121,17 +121,6 @@ def folder_of(options: EntropyOptions) -> Path:
     return (Path("evaluations") / Path(options.model).name / f"entropy-{key}").absolute()
 
 
-def refuse_written(options: EntropyOptions, out: Path) -> None:
-    """Raise ConfigError if `out` holds results of other options, unless `overwrite` is set."""
-    file, place = out / ABOUT, {"out": None, "overwrite": None}
-    if (
-        not options.overwrite
-        and file.is_file()
-        and read_json(file).get("options", {}) | place != asdict(options) | place
-    ):
-        raise ConfigError(f"out={out} is of other options. Type another out, or overwrite=true to replace it.")
-
-
 def arms_of(options: EntropyOptions) -> Iterator[Arm]:
     """Yield an arm for every packed format, rounded to nearest, then for the given checkpoints."""
     names = choices_of("format") if "all" in options.formats else dict.fromkeys(options.formats)
@@ -158,10 +147,6 @@ def sample(options: EntropyOptions, device: torch.device) -> Texts:
     cfg = run_config(options, DENSE_FORMAT)
     dense = policy.build(cfg, device)
     prompts = [dense.prompt_ids(task.messages(question)) for question in task.heldout[: options.questions]]
-    prompts = [prompt for prompt in prompts if len(prompt) <= PROMPT_TOKENS]
-    if len(prompts) < 2:
-        raise ConfigError(f"prompts={options.prompts} has {len(prompts)} questions of at most {PROMPT_TOKENS} tokens; "
-                          "allowed: two or more. Type another.")  # fmt: skip
     most = options.max_completion_tokens
     print(f"sampling {len(prompts)} completions of at most {most} tokens by the dense model, on {device}", flush=True)
     completions = rollout.build(cfg, dense).generate(prompts, 1, Sampling(most, options.seed)).completion_ids_P_G

@@ -149,8 +149,8 @@ class EntropyOptions:
     parts: bool = option(True, "also measure dense weights plus each single part of rtn's error: which part does what")
     device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
     batch_size: int = option(32, "texts in one forward pass", at_least=1)
-    out: str | None = option(None, "directory to write; null is a new one below evaluations/")
-    overwrite: bool = option(False, "replace another configuration's files in `out`")
+    out: str | None = option(None, "directory to write; null is one below evaluations/ for these options")
+    overwrite: bool = option(False, "replace the results in `out`")
 
 
 def check_entropy(options: EntropyOptions) -> None:

@@ -20,7 +20,6 @@ from qerl_lab.tasks import arithmetic
 from qerl_lab.tasks.answers.completion import without_answer_start
 
 PROBLEMS = 16
-WINDOWS, WINDOW_TOKENS = 4, 192  # cut from a text file
 
 
 def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, device: torch.device) -> dict[str, Any]:
@@ -34,7 +33,7 @@ def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, 
     where, dtype = place
     dense = FormatConfig(name=DENSE_FORMAT, ignore=["re:.*"])
     model, tokenizer = policy.load_base(run_config(source, dense, dtype), where)
-    pairs = file_pairs(Path(options.text).expanduser(), tokenizer) if options.text else problem_pairs(tokenizer)
+    pairs = problem_pairs(tokenizer)
     original = [logprobs(model, pair) for pair in pairs]
     del model
     model, _ = policy.load_base(run_config(folder, options.format_config(), dtype), where)
@@ -47,7 +46,7 @@ def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, 
     return {
         "nats_per_token": found.nats, "standard_error": found.standard_error,
         "entropy_original": before.nats, "entropy_quantized": after.nats, "tokens": sum(lengths),
-        "text": options.text or "word problems", "device": where.type, "dtype": dtype,
+        "text": "word problems", "device": where.type, "dtype": dtype,
     }  # fmt: skip
 
 
@@ -97,15 +96,3 @@ def prompt_ids(chat: Chat, instruction: str, question: str) -> list[int]:
         return chat.prompt_ids([{"role": "system", "content": instruction}, {"role": "user", "content": question}])
     except ConfigError:  # the template rejects system messages
         return chat.prompt_ids([{"role": "user", "content": together}])
-
-
-def file_pairs(file: Path, tokenizer: PreTrainedTokenizerBase) -> kl.Pairs:
-    """Cut the first tokens of a text into windows; every token of a window but the first is compared.
-
-    Raises ConfigError for a text of fewer than two tokens.
-    """
-    ids = tokenizer(file.read_text(encoding="utf-8"))["input_ids"][: WINDOWS * WINDOW_TOKENS]
-    if len(ids) < 2:
-        raise ConfigError(f"text={file} has {len(ids)} tokens; allowed: 2 or more.")
-    windows = [ids[begin : begin + WINDOW_TOKENS] for begin in range(0, len(ids), WINDOW_TOKENS)]
-    return [(window[:1], window[1:]) for window in windows if len(window) > 1]

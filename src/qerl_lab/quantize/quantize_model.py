@@ -31,7 +31,7 @@ from qerl_lab.record.partial import Unfinished
 from qerl_lab.system import terminal
 from qerl_lab.system.disk import replace_file
 
-NOT_IDENTITY = ("model", "revision", "out", "quality", "text", "overwrite", "device")
+NOT_IDENTITY = ("model", "revision", "out", "quality", "overwrite", "device")
 
 
 class Source(NamedTuple):

@@ -55,7 +55,6 @@ class QuantizeOptions(Writes):
         "what quality.json measures: full, or weights (no KL and entropy, so that no model is run)",
         choices=("full", "weights"),
     )
-    text: str | None = option(None, "UTF-8 file for KL and entropy; null: 16 word problems with worked solutions")
     overwrite: bool = option(False, "replace what is at `out`, and an unfinished directory of another command")
 
     def format_config(self) -> FormatConfig:
@@ -78,15 +77,13 @@ def check(options: QuantizeOptions) -> None:
             f"{' and '.join(SCHEMES)}. Type method=rtn, or format={next(iter(SCHEMES))}."
         )
     _check_inert(options)
-    if options.text is not None and not Path(options.text).expanduser().is_file():
-        raise ConfigError(f"text={options.text} is no file. Type text=FILE with UTF-8 text in it, or leave text out.")
     check_apart(options, options.model)
     check_free(options, options.overwrite, _is_quantized, "is no quantized checkpoint")
     check_patterns("ignore", options.ignore)
 
 
 def _check_inert(options: QuantizeOptions) -> None:
-    """Raise ConfigError for an option that the chosen format, method or quality does not read."""
+    """Raise ConfigError for an option that the chosen format or method does not read."""
     usual = QuantizeOptions()
     of_format = {f.name: f.metadata["only"] for f in fields(FormatConfig) if f.metadata["only"]}
     for key, value in vars(options).items():
@@ -107,11 +104,6 @@ def _check_inert(options: QuantizeOptions) -> None:
             raise ConfigError(
                 f"{given} is an option of method=rtn; llmcompressor, which does method={options.method}, has its own "
                 f"rule. Leave {key} out."
-            )
-        if key == "text" and options.quality != "full":
-            raise ConfigError(
-                f"{given} is for KL and entropy, and quality={options.quality} measures neither. Leave text out, or "
-                "type quality=full."
             )
 
 

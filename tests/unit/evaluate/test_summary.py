@@ -230,20 +230,19 @@ def test_two_dense_bases_are_compared_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "identity", "said"),
+    ("rows", "said"),
     [
-        (answers([*B, [1, 1]]), {}, "0 questions are in A only, 1 in B"),
-        (answers(B, "math500"), {}, f"A has gsm8k, own, {COOL} and B math500, own, {COOL}, so that they are no pairs"),
-        (answers(B).assign(answer="2"), {}, "4 questions with that answer are in A only, 4 in B"),
-        (answers(B).assign(prompt_sha256="x"), {}, "4 questions in those words are in A only, 4 in B"),
-        (answers([[1], [1], [1], [0]]), {}, "4 samples are in A only, 0 in B"),
-        (answers(B, sampling=HOT), {}, f"own, {COOL} and B gsm8k, own, {HOT}, so that"),
-        (answers(B), {"max_prompt_tokens": 32}, "max_prompt_tokens=64 and B with max_prompt_tokens=32"),
+        (answers([*B, [1, 1]]), "0 questions are in A only, 1 in B"),
+        (answers(B, "math500"), f"A has gsm8k, own, {COOL} and B math500, own, {COOL}, so that they are no pairs"),
+        (answers(B).assign(answer="2"), "4 questions with that answer are in A only, 4 in B"),
+        (answers(B).assign(prompt_sha256="x"), "4 questions in those words are in A only, 4 in B"),
+        (answers([[1], [1], [1], [0]]), "4 samples are in A only, 0 in B"),
+        (answers(B, sampling=HOT), f"own, {COOL} and B gsm8k, own, {HOT}, so that"),
     ],
 )
-def test_what_is_no_pair_is_refused(rows: pd.DataFrame, identity: dict, said: str, tmp_path: Path) -> None:
+def test_what_is_no_pair_is_refused(rows: pd.DataFrame, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
-        compared(write(tmp_path / "a", answers(A)), write(tmp_path / "b", rows, **identity))
+        compared(write(tmp_path / "a", answers(A)), write(tmp_path / "b", rows))
 
 
 def test_evaluations_that_are_not_the_seeds_of_one_arm_are_refused(tmp_path: Path) -> None:

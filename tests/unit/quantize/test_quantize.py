@@ -79,8 +79,6 @@ def refused(capsys, *words: str, code: int = 2) -> str:
         ("model=pocket out=out exponent_rule=floor", ["option of mxfp4", "type format=mxfp4"]),
         ("model=pocket out=out scale_rule=four_over_six method=awq", ["option of method=rtn", "method=awq"]),
         ("model=pocket out=out method=awq", ["needs llmcompressor", "extra `quantize`", "Type make quantize-env"]),
-        ("model=pocket out=out text=/dev", ["text=/dev is no file. Type text=FILE", "or leave text out"]),
-        ("model=pocket out=out text=x quality=weights", ["quality=weights measures neither", "type quality=full"]),
         ("model=pocket out=/dev/null/out", ["out=/dev/null/out cannot be written (Not a directory", "Type another"]),
         ("model=pocket out=/proc/here/out", ["out=/proc/here/out cannot be written (No such file or directory"]),
         ("model=pocket out=out format=nf4 ignore=[lm_head,re:.*down_proj]", ["knows no re: patterns", "ignore=[lm_h"]),
