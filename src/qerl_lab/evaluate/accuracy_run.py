@@ -23,7 +23,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import benchmarks, subject, summary
 from qerl_lab.evaluate.accuracy import ask, seed_of
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions
-from qerl_lab.evaluate.subject import HowSampled, Subject
+from qerl_lab.evaluate.subject import Subject
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA
 from qerl_lab.model import policy
 from qerl_lab.model.policy import Policy
@@ -41,7 +41,6 @@ class Part:
     """Questions of a benchmark that are asked together; `number` enters the draw's seed."""
 
     task: Task
-    sampling: HowSampled
     samples: int
     number: int
     questions: Sequence[Question]
@@ -73,16 +72,15 @@ class Job:
 
     def parts(self, engine: str, fitting: dict[str, list[Question]]) -> Iterator[Part]:
         """Split the questions into parts of about one generation batch; four batches for vLLM, which refills them."""
-        cfg = self.subject.cfg
+        cfg, how = self.subject.cfg, self.subject.sampling
         at_once = cfg.rollout.batch_size * (1 if cfg.rollout.engine == "transformers" else 4)
         for task in self.asked:
             questions = fitting[task.name]
-            for place, how in enumerate(self.subject.samplings):
-                samples = how.samples_of(task.name, cfg.eval.samples)
-                size = max(1, at_once // samples)
-                for number, begin in enumerate(range(0, len(questions), size)):
-                    file = f"{engine}-{task.name}-{place}-{number:05d}.parquet"
-                    yield Part(task, how, samples, number, questions[begin : begin + size], file)
+            samples = how.samples_of(task.name, cfg.eval.samples)
+            size = max(1, at_once // samples)
+            for number, begin in enumerate(range(0, len(questions), size)):
+                file = f"{engine}-{task.name}-{number:05d}.parquet"
+                yield Part(task, samples, number, questions[begin : begin + size], file)
 
 
 def run(*evaluations: AccuracyOptions) -> None:
@@ -122,7 +120,7 @@ def sampler_of(found: Subject, engine: str) -> Iterator[tuple[Policy, Engine]]:
 
 def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Task]) -> dict[str, Any]:
     """Return the settings that determine the answers, by option name."""
-    cfg, device = found.cfg, policy.device_of(found.cfg.device)
+    cfg, how, device = found.cfg, found.sampling, policy.device_of(found.cfg.device)
     return {
         "weights": {"hash": model_hash(local_folder(cfg.model.path, cfg.model.revision))},  # wherever it was copied to
         "format": cfg.format.name,
@@ -132,10 +130,7 @@ def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Task])
         "batch_size": cfg.rollout.batch_size, "common": options.common,
         "benchmarks": {task.name: benchmarks.about(task) for task in asked}, "questions": options.questions,
         "seed": cfg.seed, "max_prompt_tokens": cfg.rollout.max_prompt_tokens,
-        "samplings": {
-            how.name: {task.name: how.samples_of(task.name, cfg.eval.samples) for task in asked}
-            for how in found.samplings
-        },
+        "samplings": {how.name: {task.name: how.samples_of(task.name, cfg.eval.samples) for task in asked}},
     }  # fmt: skip
 
 
@@ -170,7 +165,7 @@ def answers(
     found: Subject, part: Part, engine: str, loaded: Policy, sampler: Engine, bar: terminal.Amount
 ) -> pd.DataFrame:
     """Ask one part. The draw depends on seed, benchmark and part, so that all arms and engines share it."""
-    task, how = part.task, part.sampling
+    task, how = part.task, found.sampling
     seed = seed_of(found.cfg.seed, task.name, part.number)
     sampling = Sampling(how.max_completion_tokens, seed, how.temperature, how.top_p)
     try:
@@ -188,7 +183,7 @@ def answers(
 def write(job: Job, unfinished: Unfinished) -> None:
     """Join the parts, own engine before common; write both result files and rename the folder."""
     found, folder = job.subject, unfinished.folder
-    files = sorted(folder.glob("*-*-*-*.parquet"))
+    files = sorted(folder.glob("*-*-*.parquet"))
     rows = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
     rows = rows.sort_values("engine", ascending=False, kind="stable", ignore_index=True)
     about = {
@@ -222,8 +217,6 @@ def notes(job: Job) -> Iterator[str]:
             yield f"{task.name}: {count} questions are longer than max_prompt_tokens={limit}, and left out"
     if job.options.common and found.is_common:
         yield f"its own engine is the common one: {cfg.format.name} is dense"
-    if len(found.samplings) > 1:
-        yield f"the run's own evaluations sample as the first row: {found.samplings[0].name}"
 
 
 def show(out: Path, what: str) -> None:

@@ -20,7 +20,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import accuracy_run, benchmarks, subject
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions
-from qerl_lab.evaluate.subject import samplings
+from qerl_lab.evaluate.subject import sampling_of
 from qerl_lab.evaluate.summary import ABOUT, ROWS
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
@@ -76,24 +76,16 @@ def test_a_run_is_asked_with_its_adapter_and_without_noise(run_dir, build_policy
     shutil.rmtree(run_dir / "evaluations")
 
 
-def test_a_run_is_asked_as_it_evaluates_itself_and_other_sampling_is_a_row_of_its_own(
-    run_dir, tmp_path, capsys
-) -> None:
+def test_a_run_is_asked_as_it_evaluates_itself_unless_another_sampling_is_typed(run_dir, tmp_path, capsys) -> None:
     assert go(f"run={run_dir}", "questions=2", f"out={tmp_path / 'own'}") == 0
     (own,) = read(tmp_path / "own")[1]["results"]
     assert (own["sampling"], own["samples"]) == ("temperature 1, top-p 1, 16 tokens", 3)
     assert "temperature 1, top-p 1, 16 tokens" in capsys.readouterr().out
-    words = ["temperature=0.6", "max_completion_tokens=20", f"out={tmp_path / 'both'}"]
+    words = ["temperature=0.6", "max_completion_tokens=20", f"out={tmp_path / 'typed'}"]
     assert go(f"run={run_dir}", "questions=2", *words) == 0
-    rows, about = read(tmp_path / "both")
-    assert [one["sampling"] for one in about["results"]] == [own["sampling"], "temperature 0.6, top-p 1, 20 tokens"]
-    assert about["results"][0] == own, "the row of the run's sampling does not depend on the other"
-    assert rows.groupby("sampling")["tokens"].max().tolist() == [20, 16]
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines if line.startswith("arithmetic ")] == [
-        ["arithmetic", "own", "temperature"], ["arithmetic", "own", "temperature"]
-    ]  # fmt: skip
-    assert "note: the run's own evaluations sample as the first row: temperature 1, top-p 1, 16 tokens" in lines
+    rows, about = read(tmp_path / "typed")
+    assert [one["sampling"] for one in about["results"]] == ["temperature 0.6, top-p 1, 20 tokens"]
+    assert rows["tokens"].max() == 20
 
 
 def test_every_configuration_has_its_own_directory_and_is_asked_once(run_dir, capsys) -> None:
@@ -246,7 +238,8 @@ def test_a_model_is_its_content_wherever_it_lies_and_whenever_it_was_copied(tmp_
 
 def test_the_base_by_another_rounding_rule_is_another_one(tiny) -> None:
     def identity(**how: Any) -> dict[str, Any]:
-        found = subject.Subject("a run", tiny(format__name="nvfp4", **how), None)
+        cfg = tiny(format__name="nvfp4", **how)
+        found = subject.Subject("a run", cfg, sampling_of(AccuracyOptions(), cfg), None, 0)
         return accuracy_run.identity_of(AccuracyOptions(), found, [])
 
     assert identity() == identity()
@@ -292,11 +285,11 @@ def test_a_set_of_other_columns_is_told_in_words_that_this_command_takes(tmp_pat
 
 
 def test_small_sets_get_more_samples_unless_somebody_says() -> None:
-    def samples(name: str, **words: Any) -> list[int]:
-        return [how.samples_of(name, 3) for how in samplings(AccuracyOptions(run="x", **words), RunConfig())]
+    def samples(name: str, **words: Any) -> int:
+        return sampling_of(AccuracyOptions(run="x", **words), RunConfig()).samples_of(name, 3)
 
-    assert [samples(name) for name in ("gsm8k", "aime24", "aime25", "amc23")] == [[3], [16], [16], [16]]
-    assert [samples("aime24", temperature=0), samples("aime24", samples=2)] == [[16, 1], [2]]
+    assert [samples(name) for name in ("gsm8k", "aime24", "aime25", "amc23")] == [3, 16, 16, 16]
+    assert [samples("aime24", temperature=0), samples("aime24", samples=2)] == [1, 2]
 
 
 def test_an_engine_that_fails_keeps_what_was_answered(run_dir, tmp_path, capsys, monkeypatch) -> None:
