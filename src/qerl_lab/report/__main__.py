@@ -123,9 +123,9 @@ def _read(options: ReportOptions | VerdictsOptions) -> "Comparison":
 
     Raises ConfigError if there is none, or if none counts and the report is not written to `out`.
     """
-    from qerl_lab.report import comparison
+    from qerl_lab.report import comparison, results
 
-    found = comparison.compare(*comparison.read_all([Path(folder).expanduser() for folder in options.sweep]))
+    found = comparison.compare(*results.read_all([Path(folder).expanduser() for folder in options.sweep]))
     return found if options.out and found.left_out else found.require_counted()
 
 

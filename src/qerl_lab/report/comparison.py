@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 
 from qerl_lab.config.option import ConfigError, did_you_mean
-from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report import results
 from qerl_lab.report.arms import (
     ABSENT,
@@ -26,10 +25,10 @@ from qerl_lab.report.arms import (
     shorten,
     task_of,
 )
-from qerl_lab.report.matching import by_questions, count_overlaps, identity, mark_copies
-from qerl_lab.report.runs import DAMAGE, Record, describe_damage, find_runs, has_runs, read_record
+from qerl_lab.report.matching import by_questions, count_overlaps, drop_copies
+from qerl_lab.report.runs import Record
 from qerl_lab.report.stats import SHARE, clip_interval, crossed_interval, format_interval, paired_interval
-from qerl_lab.system.terminal import columns, format_path
+from qerl_lab.system.terminal import columns
 
 BASELINE = "bf16"  # the default baseline
 # Conditions under which a verdict holds; a table that mixes values of one says so.
@@ -90,48 +89,12 @@ class Comparison:
 
 def read(folders: Sequence[Path]) -> Comparison:
     """Read and compare every run in `folders`, of runs or of results. Raises ConfigError if none exists or counts."""
-    return compare(*read_all(folders)).require_counted()
-
-
-def read_all(folders: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
-    """Read every run in `folders`: the records, and the damaged runs with the reason, by name.
-
-    A folder that holds both results and runs is read as both, as the runs may be newer. Raises ConfigError for a folder
-    without either.
-    """
-    records, damaged = dict[str, Record](), dict[str, str]()
-    for folder in filter(results.is_results, folders):
-        made, broken = results.read(folder)
-        records, damaged = records | _index_by_name(made, records, folder), damaged | broken
-    for run_dir in find_runs([folder for folder in folders if not results.is_results(folder) or has_runs(folder)]):
-        try:
-            records |= _index_by_name(
-                [read_record(RunDirectory(run_dir), format_path(run_dir))], records, run_dir.parent
-            )
-            if any(results.is_results(folder) and run_dir.is_relative_to(folder) for folder in folders):
-                damaged.pop(format_path(run_dir), None)  # repaired since the results were written
-        except DAMAGE as error:
-            damaged[format_path(run_dir)] = describe_damage(error)
-    return list(records.values()), damaged
-
-
-def _index_by_name(made: Sequence[Record], known: Mapping[str, Record], folder: Path) -> dict[str, Record]:
-    """Index records by name, adding the folder to a name that a different run already has.
-
-    A later reading of the same run replaces an earlier one, which may be from before its end.
-    """
-    named = {}
-    for record in made:
-        other = known.get(record.run.name)
-        if other and identity(other) != identity(record):
-            record = replace(record, run=replace(record.run, name=f"{record.run.name} of {format_path(folder)}"))
-        named[record.run.name] = record
-    return named
+    return compare(*results.read_all(folders)).require_counted()
 
 
 def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
     """Group records into arms; no arms if no run finished."""
-    records = count_overlaps(mark_copies(by_questions(records)))
+    records = count_overlaps(drop_copies(by_questions(records)))
     by_name = {record.run.name: record for record in records}
     counted, left_out = choose_runs([record.run for record in records])
     names, arms = labels(counted), dict[str, list[Record]]()
