@@ -27,7 +27,7 @@ from qerl_lab.report.arms import (
 )
 from qerl_lab.report.matching import by_questions, count_overlaps, drop_copies
 from qerl_lab.report.runs import Record
-from qerl_lab.report.stats import SHARE, clip_interval, crossed_interval, format_interval, paired_interval
+from qerl_lab.report.stats import SHARE, clip_interval, format_interval, over_seeds, paired_interval
 from qerl_lab.system.terminal import columns
 
 BASELINE = "bf16"  # the default baseline
@@ -163,7 +163,7 @@ def _over_seeds(name: str, values: pd.DataFrame, bounds: tuple[float, float]) ->
         return {}
     if min(values.shape) < 2:
         return {name: float(values.to_numpy().mean())}
-    return _interval_columns(name, clip_interval(crossed_interval(values.to_numpy()), *bounds))
+    return _interval_columns(name, clip_interval(over_seeds(values.to_numpy()), *bounds))
 
 
 def _interval_columns(name: str, interval: tuple[float, float, float]) -> dict[str, float]:

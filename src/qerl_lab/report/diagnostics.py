@@ -44,9 +44,7 @@ def pass_at_each_k(records: Sequence[Record]) -> dict[int, Interval]:
         raise Unmeasured("answers that are partly right: a question's mean does not tell which samples were right")
     right = right.round().astype(int)
     return {
-        k: stats.clip_interval(
-            stats.crossed_interval(np.array([pass_at(k, seed, count) for seed in right])), *stats.SHARE
-        )
+        k: stats.clip_interval(stats.over_seeds(np.array([pass_at(k, seed, count) for seed in right])), *stats.SHARE)
         for k in powers_of_two(count)
     }
 

@@ -15,7 +15,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.report import comparison
 from qerl_lab.report.__main__ import main
-from qerl_lab.report.stats import crossed_interval
+from qerl_lab.report.stats import over_seeds
 from run_directories import config, make_run
 
 
@@ -157,13 +157,13 @@ def test_runs_whose_questions_changed_under_one_path_are_not_pooled(here: Path, 
 def test_an_arm_is_the_mean_over_its_seeds_with_the_interval_over_seeds_and_questions(sweep: Path) -> None:
     after = [[0.5 + seed / 8, 0.5, 0.75, 1.0] for seed in range(3)]
     row = arms_of(sweep).loc["bf16"]
-    mean, low, high = crossed_interval(after)
+    mean, low, high = over_seeds(after)
     assert high > 1, "which no accuracy is"
     assert row[["accuracy_after", "accuracy_after_low", "accuracy_after_high"]].tolist() == pytest.approx(
         [mean, low, 1]
     )
     gains = [[value - before for value, before in zip(row, (0, 0.25, 0.5, 0.75), strict=True)] for row in after]
-    assert row[["gain", "gain_low", "gain_high"]].tolist() == pytest.approx(crossed_interval(gains))
+    assert row[["gain", "gain_low", "gain_high"]].tolist() == pytest.approx(over_seeds(gains))
     assert row[["entropy_first", "entropy_last"]].tolist() == pytest.approx([0.35, 0.2])
     assert row["questions"] == 4
 
@@ -171,7 +171,7 @@ def test_an_arm_is_the_mean_over_its_seeds_with_the_interval_over_seeds_and_ques
 def test_a_difference_is_paired_by_seed_and_question(sweep: Path) -> None:
     """The seeds shift both arms alike, so that what is left is one question: 0.25 in each seed."""
     row = arms_of(sweep, "bf16").loc["nvfp4"]
-    expected = crossed_interval([[0, 0.25, 0, 0]] * 3)
+    expected = over_seeds([[0, 0.25, 0, 0]] * 3)
     names = ["difference", "difference_low", "difference_high"]
     assert row[names].tolist() == pytest.approx(expected)
     assert row[[f"gain_{name}" for name in names]].tolist() == pytest.approx(expected)
