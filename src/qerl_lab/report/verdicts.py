@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from qerl_lab.report import effects, reference, stats
+from qerl_lab.report import reference, stats
 from qerl_lab.report.arms import Run, counted_or_unfinished, implied_by_task, number_first
 from qerl_lab.report.claims import Claim, Contrast, of_paper
 from qerl_lab.report.comparison import CONDITIONS
-from qerl_lab.report.effects import BROKEN, OPEN, Missing, Numbers, P, Pair, find_pairs
+from qerl_lab.report.effects import BROKEN, OPEN, Numbers, P, Pair, find_pairs, measure_pair
 from qerl_lab.report.measures import MEASURES, Unmeasured, has_collapsed
 from qerl_lab.report.runs import Record
 
@@ -60,11 +60,11 @@ def judge(counted: Sequence[Record], found: Sequence[Run], claims: Sequence[Clai
     found = counted_or_unfinished(found, [record.run for record in counted])
     for claim in of_paper() if claims is None else claims:
         for contrast in claim.contrasts:
-            pairs = find_pairs(claim, contrast, counted, found)
-            if isinstance(pairs, Missing):
-                rows.append(Row(claim, contrast, Verdict.UNDECIDED, pairs.why, printed=paper_effects(claim, contrast)))
-            else:
-                rows += [_measure_contrast(claim, contrast, pair) for pair in pairs]
+            row = Row(claim, contrast, Verdict.UNDECIDED, "", printed=paper_effects(claim, contrast))
+            try:
+                rows += [_measure(row, pair) for pair in find_pairs(claim, contrast, counted, found)]
+            except Unmeasured as error:
+                rows.append(replace(row, why=str(error)))
     return set_verdicts(pool_variances(_reduce_contexts(rows)))
 
 
@@ -95,39 +95,21 @@ def _reduce_contexts(rows: Sequence[Row]) -> list[Row]:
     return shown
 
 
-def _measure_contrast(claim: Claim, contrast: Contrast, pair: Pair) -> Row:
-    if claim.mean_over:
-        pair = _restrict_to_shared(pair)
-    row = Row(
-        claim, contrast, Verdict.UNDECIDED, "", _context(claim, pair), _conditions(claim, pair),
-        _registered(claim, pair), paper_effects(claim, contrast), (pair.treated.finished, pair.control.finished),
-        (pair.treated.started, pair.control.started),
+def _measure(row: Row, pair: Pair) -> Row:
+    """Add the numbers of a pair to a row, or the reason why there are none."""
+    claim, sides = row.claim, (pair.treated, pair.control)
+    row = replace(
+        row, context=_context(claim, pair), conditions=_conditions(claim, pair), registered=_registered(claim, pair),
+        finished=(pair.treated.finished, pair.control.finished), started=(pair.treated.started, pair.control.started),
     )  # fmt: skip
-    if claim.mean_over and len(pair.treated.options.keys() & pair.control.options.keys()) < 2:
-        return replace(row, why=f"the arms share no two values of {claim.mean_over} to take the mean over")
-    shared = pair.treated.seeds & pair.control.seeds
-    if len(shared) < claim.file.seeds:
-        return replace(row, why=f"seeds that both arms have: {len(shared)}, of {claim.file.seeds} that are needed")
-    if claim.best_of and min(len(pair.treated.options), len(pair.control.options)) < 2:
-        return replace(row, why=f"an arm has one value of {claim.best_of}, so there is no best")
     try:
-        if claim.measure == "answers_last":  # its mean alone does not show how many runs fell
-            fell = (sum(map(has_collapsed, side.records)) for side in (pair.treated, pair.control))
-            row = replace(row, collapsed=(next(fell), next(fell)))
-        return replace(row, numbers=effects.measure_pair(claim, pair, sorted(shared)))
+        row = replace(row, numbers=measure_pair(claim, pair))
     except Unmeasured as error:
         return replace(row, why=str(error))
-
-
-def _restrict_to_shared(pair: Pair) -> Pair:
-    """Restrict a pair to the values of the spanned key that both sides have, in one order; unchanged if none."""
-    both = [at for at in pair.treated.options if at in pair.control.options]
-    if not both:
-        return pair
-    treated, control = (
-        replace(side, options={at: side.options[at] for at in both}) for side in (pair.treated, pair.control)
-    )
-    return replace(pair, treated=treated, control=control)
+    if claim.measure == "answers_last":  # its mean alone does not show how many runs fell
+        fell = [sum(map(has_collapsed, side.records)) for side in sides]
+        row = replace(row, collapsed=(fell[0], fell[1]))
+    return row
 
 
 def _context(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
@@ -219,14 +201,12 @@ def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
 
 def set_verdicts(rows: Sequence[Row]) -> list[Row]:
     """Correct the p-values within families and set the verdicts."""
-    of_family: dict[str, list[tuple[int, P]]] = {}
-    for n, row in enumerate(rows):
-        if row.numbers:
-            of_family.setdefault(row.claim.family, []).append((n, row.numbers.p))
-    return [
-        _decide(row, row.numbers, [p for other, p in of_family[row.claim.family] if other != n]) if row.numbers else row
-        for n, row in enumerate(rows)
-    ]
+    done = []
+    for row in rows:
+        family = [other for other in rows if other.numbers and other.claim.family == row.claim.family]
+        others = [other.numbers.p for other in family if other.numbers and other is not row]
+        done.append(_decide(row, row.numbers, others) if row.numbers else row)
+    return done
 
 
 def family_sizes(rows: Sequence[Row]) -> dict[str, int]:

@@ -16,7 +16,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report import reference
 from qerl_lab.report.arms import FINISHED, run_from
 from qerl_lab.report.claims import Claim, Guardrail, of_paper
-from qerl_lab.report.effects import Missing, find_pairs
+from qerl_lab.report.effects import Pair, find_pairs
 from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import Record, read_record
 from qerl_lab.report.stats import (
@@ -440,12 +440,14 @@ def test_throughput_of_a_cpu_decides_nothing() -> None:
     claim = next(claim for claim in CLAIMS if claim.name == "rollout_throughput")
     plan = make_plan(["+sweeps=weight_formats", "seed=0"], False)
     values = [{name: str(value) for name, _, value in leaves(job.config)} for job in plan.jobs]
-    found = []
-    for metrics in ([], ["memory/gpu_peak_gib"]):
+
+    def pairs(metrics: list[str]) -> list[Pair]:
         runs = [run_from(one, name="", status=FINISHED, ended=0, code="", metrics=metrics) for one in values]
-        found.append(find_pairs(claim, claim.contrasts[0], [Record(run) for run in runs], runs))
-    assert found[0] == Missing("no finished run of nvfp4 on a GPU (0 started) and of bf16 on a GPU (0 started)")
-    assert isinstance(found[1], list)
+        return find_pairs(claim, claim.contrasts[0], [Record(run) for run in runs], runs)
+
+    with pytest.raises(Unmeasured, match=r"no finished run of nvfp4 on a GPU \(0 started\) and of bf16 on a GPU"):
+        pairs([])
+    assert len(pairs(["memory/gpu_peak_gib"])) == 1
 
 
 @pytest.mark.parametrize("measure", ["rollout_throughput", "step_throughput"])
