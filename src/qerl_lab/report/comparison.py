@@ -27,7 +27,7 @@ from qerl_lab.report.arms import (
 )
 from qerl_lab.report.matching import by_questions, count_overlaps, drop_copies
 from qerl_lab.report.runs import Record
-from qerl_lab.report.stats import SHARE, clip_interval, format_interval, over_seeds, paired_interval
+from qerl_lab.report.stats import SHARE, clip_interval, format_interval, over_seeds
 from qerl_lab.system.terminal import columns
 
 BASELINE = "bf16"  # the default baseline
@@ -106,20 +106,15 @@ def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
 def by_run(comparison: Comparison) -> pd.DataFrame:
     """Return a row per run: arm, settings that differ, seed, accuracies, gain (interval over questions), `OF_A_RUN`."""
     keys, rows = differing([record.run for record in comparison.counted]), []
-    for label, records in comparison.arms.items():
-        for record in records:
-            row: dict[str, Any] = {
-                "arm": label,
-                **{key: record.run.value(key) for key in keys},
-                "seed": record.run.seed,
-            }
-            if record.accuracy:
-                before, after = record.accuracy["before"], record.accuracy["after"]
-                row |= {"questions": len(after), "accuracy_before": before.mean(), "accuracy_after": after.mean()}
-                row |= _interval_columns("gain", paired_interval(before, after))
-            shared = TIMED if record.at_once > 1 else ()
-            own = {name: math.nan if name in shared else record.summary[name] for name in OF_A_RUN}
-            rows.append(row | own | {"code": record.run.code})
+    for record in comparison.counted:
+        run, summary = record.run, record.summary
+        row = {"arm": comparison.arm_of[run.name], **{key: run.value(key) for key in keys}, "seed": run.seed}
+        if record.accuracy:
+            row |= {name: summary[name] for name in ("questions", "accuracy_before", "accuracy_after")}
+            row |= _interval_columns("gain", (summary["accuracy_gain"], *summary["accuracy_gain_interval"]))
+        shared = TIMED if record.at_once > 1 else ()
+        own = {name: math.nan if name in shared else summary[name] for name in OF_A_RUN}
+        rows.append(row | own | {"code": run.code})
     return pd.DataFrame(rows)
 
 
@@ -131,10 +126,12 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
     """
     rows = []
     for label, records in comparison.arms.items():
-        arm = records[0].run.arm
-        row: dict[str, Any] = {"arm": label, "seeds": len(records)}
-        row["runs"] = sum(run.arm == arm for run in comparison.started)
-        row["questions"] = matrix(records, "after").shape[1]
+        row: dict[str, Any] = {
+            "arm": label,
+            "seeds": len(records),
+            "runs": sum(run.arm == records[0].run.arm for run in comparison.started),
+            "questions": matrix(records, "after").shape[1],
+        }
         for phase, name in (("before", "accuracy_before"), ("after", "accuracy_after"), ("gain", "gain")):
             row |= _over_seeds(name, matrix(records, phase), (-1, 1) if phase == "gain" else SHARE)
         if baseline is not None and label != baseline:
@@ -196,20 +193,23 @@ def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> st
         cells += [_mean(row, name, "+.3f") for name in ("gain", *["difference"][: baseline is not None])]
         rows.append([*cells, f"{row['entropy_first']:.3f} -> {row['entropy_last']:.3f}"])
     differ = what_differs(comparison)
-    parts = [columns(rows), HOW_TO_READ, columns(differ) if differ else "", _undeclared(comparison, baseline)]
-    parts.append(_fewer_seeds(comparison, baseline))
+    parts = [columns(rows), HOW_TO_READ, columns(differ) if differ else ""]
+    if baseline is not None:
+        parts += [_undeclared(comparison, baseline), _fewer_seeds(comparison, baseline)]
     parts += notes(comparison)
     if baseline is None and len(comparison.arms) > 1:
         parts.append(f"No arm is {BASELINE}: type baseline=ARM for differences.")
-    if comparison.left_out:
-        parts.append("\n  ".join([f"Left out, {len(comparison.left_out)} in all:", *comparison.left_out]))
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(part for part in [*parts, list_left_out(comparison)] if part)
 
 
-def _undeclared(comparison: Comparison, baseline: str | None) -> str:
+def list_left_out(comparison: Comparison) -> str:
+    """List the runs that do not count, each with the reason; empty if there are none."""
+    lines = comparison.left_out
+    return "\n  ".join([f"Left out, {len(lines)} in all:", *lines]) if lines else ""
+
+
+def _undeclared(comparison: Comparison, baseline: str) -> str:
     """Name settings that differ from the baseline although no experiment declares them; empty if none."""
-    if baseline is None:
-        return ""
     base, arms = comparison.arms[baseline][0].run, Counter[str]()
     for run in (records[0].run for records in comparison.arms.values()):
         arms.update(key for key in differing([run, base]) if key not in run.declared | base.declared)
@@ -217,10 +217,8 @@ def _undeclared(comparison: Comparison, baseline: str | None) -> str:
     return f"after - {baseline} also reflects settings no experiment declares: {listed}." if arms else ""
 
 
-def _fewer_seeds(comparison: Comparison, baseline: str | None) -> str:
+def _fewer_seeds(comparison: Comparison, baseline: str) -> str:
     """Say for arms whose seeds differ from the baseline's how many seeds are shared; empty if all agree."""
-    if baseline is None:
-        return ""
     seeds = {label: {record.run.seed for record in records} for label, records in comparison.arms.items()}
     both = {label: len(own & seeds[baseline]) for label, own in seeds.items() if own != seeds[baseline]}
     listed = ", ".join(f"{label}: {count}" for label, count in both.items())
@@ -299,12 +297,12 @@ def curves(comparison: Comparison) -> pd.DataFrame:
     `seconds` is the time of the run's training steps up to and including this one.
     """
     frames = []
-    for label, records in comparison.arms.items():
-        for record in records:
-            seconds = record.steps["step/seconds"].astype("float64").fillna(0).cumsum()
-            tidy = record.steps.melt(var_name="metric", ignore_index=False).reset_index()
-            tidy = tidy.assign(seconds=tidy["step"].map(seconds), run_id=record.run.name, arm=label)
-            frames.append(tidy[["run_id", "arm", "metric", "step", "seconds", "value"]])
+    for record in comparison.counted:
+        seconds = record.steps["step/seconds"].astype("float64").fillna(0).cumsum()
+        tidy = record.steps.melt(var_name="metric", ignore_index=False).reset_index()
+        name = record.run.name
+        tidy = tidy.assign(seconds=tidy["step"].map(seconds), run_id=name, arm=comparison.arm_of[name])
+        frames.append(tidy[["run_id", "arm", "metric", "step", "seconds", "value"]])
     return pd.concat(frames, ignore_index=True)
 
 

@@ -13,7 +13,7 @@ from scipy.stats import fisher_exact
 from qerl_lab.report import reference, stats
 from qerl_lab.report.arms import format_setting
 from qerl_lab.report.claims import Claim, command
-from qerl_lab.report.comparison import Comparison, matrix, notes
+from qerl_lab.report.comparison import Comparison, list_left_out, matrix, notes
 from qerl_lab.report.effects import Numbers
 from qerl_lab.report.measures import FALLEN, MEASURES
 from qerl_lab.report.printed_arms import in_table_1
@@ -99,7 +99,7 @@ def text(comparison: Comparison, rows: Sequence[Row]) -> str:
     parts += [COLLAPSED, columns(fallen)] if (fallen := collapses(rows)) else []
     parts.append(missing_arms(rows))
     parts.append(columns(table_1(comparison)))
-    return "\n\n".join(part for part in [*parts, *remarks(comparison)] if part)
+    return "\n\n".join(part for part in [*parts, *notes(comparison), list_left_out(comparison)] if part)
 
 
 def collapses(rows: Sequence[Row]) -> list[list[str]]:
@@ -172,13 +172,6 @@ def missing_arms(rows: Sequence[Row]) -> str:
     return "\n    ".join([TO_MAKE, *lines]) if lines else ""
 
 
-def remarks(comparison: Comparison) -> list[str]:
-    """List what makes the runs less comparable than their settings show, and each run left out."""
-    left_out = comparison.left_out
-    head = f"Left out, {len(left_out)} in all:"
-    return [*notes(comparison), *(["\n  ".join([head, *left_out])] if left_out else [])]
-
-
 IN_TABLE_1 = "as in Table 1"
 
 
@@ -230,7 +223,7 @@ def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
     parts += [unmeasured_claims(rows), missing_arms(rows)]
     accuracies = table_1(comparison)
     title = "Accuracies in the shape of the paper's Table 1" if IN_TABLE_1 in accuracies[0] else "Held-out accuracies"
-    parts += [f"## {title}", pipe_table(accuracies), *remarks(comparison)]
+    parts += [f"## {title}", pipe_table(accuracies), *notes(comparison), list_left_out(comparison)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
