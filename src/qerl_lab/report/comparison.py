@@ -27,7 +27,7 @@ from qerl_lab.report.arms import (
 )
 from qerl_lab.report.matching import by_questions, count_overlaps, drop_copies
 from qerl_lab.report.runs import Record
-from qerl_lab.report.stats import SHARE, clip_interval, format_interval, over_seeds
+from qerl_lab.report.stats import SHARE, format_interval, mean_of_arm
 from qerl_lab.system.terminal import columns
 
 BASELINE = "bf16"  # the default baseline
@@ -111,7 +111,7 @@ def by_run(comparison: Comparison) -> pd.DataFrame:
         row = {"arm": comparison.arm_of[run.name], **{key: run.value(key) for key in keys}, "seed": run.seed}
         if record.accuracy:
             row |= {name: summary[name] for name in ("questions", "accuracy_before", "accuracy_after")}
-            row |= _interval_columns("gain", (summary["accuracy_gain"], *summary["accuracy_gain_interval"]))
+            row |= _columns("gain", (summary["accuracy_gain"], *summary["accuracy_gain_interval"]))
         shared = TIMED if record.at_once > 1 else ()
         own = {name: math.nan if name in shared else summary[name] for name in OF_A_RUN}
         rows.append(row | own | {"code": run.code})
@@ -133,11 +133,11 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
             "questions": matrix(records, "after").shape[1],
         }
         for phase, name in (("before", "accuracy_before"), ("after", "accuracy_after"), ("gain", "gain")):
-            row |= _over_seeds(name, matrix(records, phase), (-1, 1) if phase == "gain" else SHARE)
+            row |= _columns(name, mean_of_arm(matrix(records, phase), (-1, 1) if phase == "gain" else SHARE))
         if baseline is not None and label != baseline:
             for phase, name in (("after", "difference"), ("gain", "gain_difference")):
                 differences = matrix(records, phase) - matrix(comparison.arms[baseline], phase)
-                row |= _over_seeds(name, differences, (-2, 2) if phase == "gain" else (-1, 1))
+                row |= _columns(name, mean_of_arm(differences, (-2, 2) if phase == "gain" else (-1, 1)))
         for name in ("entropy_first", "entropy_last"):
             row[name] = float(np.mean([record.summary[name] for record in records]))
         rows.append(row | {"code": ", ".join(sorted({record.run.code for record in records}))})
@@ -150,20 +150,7 @@ def matrix(records: Sequence[Record], phase: str) -> pd.DataFrame:
     return pd.DataFrame(of_seed).T.dropna(axis=1)
 
 
-def _over_seeds(name: str, values: pd.DataFrame, bounds: tuple[float, float]) -> dict[str, float]:
-    """Return the mean over seeds and questions with its interval cut to `bounds`; for one seed only the mean.
-
-    Seeds and questions with missing values (one of two subtracted arms lacks them) are dropped.
-    """
-    values = values.dropna(how="all").dropna(axis=1)
-    if values.empty:
-        return {}
-    if min(values.shape) < 2:
-        return {name: float(values.to_numpy().mean())}
-    return _interval_columns(name, clip_interval(over_seeds(values.to_numpy()), *bounds))
-
-
-def _interval_columns(name: str, interval: tuple[float, float, float]) -> dict[str, float]:
+def _columns(name: str, interval: Sequence[float]) -> dict[str, float]:
     return dict(zip((name, f"{name}_low", f"{name}_high"), interval, strict=True))
 
 

@@ -58,7 +58,7 @@ def over_seeds(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
     values = np.asarray(values_S_Q, float)
     if values.ndim != 2 or len(values) < 2 or not values.size or not np.isfinite(values).all():
         raise ValueError("an interval over seeds needs two seeds at least, and every value")
-    mean, half = values.mean(), half_width(components(values), *values.shape, level)
+    mean, half = values.mean(), half_width(components(values), len(values), values.shape[1], level)
     return float(mean), float(mean - half), float(mean + half)
 
 
@@ -111,6 +111,17 @@ def half_width(variances: tuple[float, float], seeds: int, questions: int, level
     squares = np.array(variances) / [seeds, questions]
     quantiles = stats.t.ppf(0.5 + level / 2, [seeds - 1, max(questions - 1, 1)])
     return float(np.sqrt((quantiles**2 * squares).sum()))
+
+
+def mean_of_arm(values_S_Q: pd.DataFrame, bounds: tuple[float, float]) -> Interval:
+    """Return the mean of values[seeds, questions] with its interval cut to `bounds`, over what every seed has.
+
+    The ends are nan for a single seed, and the mean too for none.
+    """
+    values = values_S_Q.dropna(how="all").dropna(axis=1).to_numpy()
+    if not values.size:
+        return math.nan, math.nan, math.nan
+    return clip_interval(over_seeds(values), *bounds) if len(values) > 1 else (float(values.mean()), math.nan, math.nan)
 
 
 def clip_interval(interval: Interval, low: float, high: float) -> Interval:

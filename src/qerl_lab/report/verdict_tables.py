@@ -55,12 +55,10 @@ ANY = (-math.inf, math.inf)
 
 def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
     """Format values[seeds, questions] as a cell; without an interval for one seed, a dash for none."""
-    values = values.dropna(how="all").dropna(axis=1)
-    if values.empty:
+    interval = stats.mean_of_arm(values, bounds)
+    if math.isnan(interval[0]):
         return "-"
-    if len(values) < 2:
-        return f"{number(values.to_numpy().mean())} (1)"
-    return cell(stats.clip_interval(stats.over_seeds(values.to_numpy()), *bounds), len(values))
+    return f"{number(interval[0])} (1)" if math.isnan(interval[1]) else cell(interval, len(values.dropna(how="all")))
 
 
 def effect_cell(row: Row) -> str:

@@ -7,6 +7,7 @@ of its family and uses a variance moderated by the family.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -211,8 +212,7 @@ def set_verdicts(rows: Sequence[Row]) -> list[Row]:
 
 def family_sizes(rows: Sequence[Row]) -> dict[str, int]:
     """Count the measured contrasts of each family, for which p-values are corrected."""
-    families = [row.claim.family for row in rows if row.numbers]
-    return {family: families.count(family) for family in families}
+    return dict(Counter(row.claim.family for row in rows if row.numbers))
 
 
 def _adjusted(own: P, others: Sequence[P]) -> P:
@@ -232,31 +232,36 @@ def _verdict(claim: Claim, adjusted: P) -> Verdict:
 def _decide(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
     """Set the verdict of a measured contrast; for an open one, say how many seeds would decide it."""
     claim, numbers = row.claim, replace(numbers, adjusted=_adjusted(numbers.p, others))
-    verdict = _verdict(claim, numbers.adjusted)
-    if verdict != Verdict.UNDECIDED:
-        why = _why(claim, verdict)
-        return replace(row, numbers=numbers, verdict=verdict, why=why + _remarks(row, numbers, verdict))
-    as_measured = stats.fewest_seeds(  # by the verdict's own tests, if effect, spread and other contrasts stay
-        lambda seeds: _verdict_at(claim, numbers, others, seeds) != Verdict.UNDECIDED, numbers.seeds + 1
-    )
-    any_effect = _seeds_at_any_effect(claim, numbers, 1 + len(others))
-    found = replace(numbers, seeds_as_measured=as_measured, seeds_at_any_effect=any_effect)
-    then = _verdict_at(claim, found, others, as_measured) if as_measured else verdict
-    return replace(
-        row, numbers=found, verdict=verdict, why=_with_more_seeds(claim, found, then) + _remarks(row, found, then)
-    )
+
+    def verdict_at(seeds: int) -> Verdict:
+        """Return the verdict at `seeds` seeds if effect, spread and the other contrasts stay as measured."""
+        return _verdict(claim, _adjusted(p_values(numbers, claim, seeds), others))
+
+    verdict = then = _verdict(claim, numbers.adjusted)
+    why = _words(claim)[verdict][0]
+    if verdict == Verdict.UNDECIDED:
+        first = stats.fewest_seeds(lambda seeds: verdict_at(seeds) != Verdict.UNDECIDED, numbers.seeds + 1)
+        any_effect = _seeds_at_any_effect(claim, numbers, 1 + len(others))
+        numbers = replace(numbers, seeds_as_measured=first, seeds_at_any_effect=any_effect)
+        then = verdict_at(first) if first else verdict
+        why = _with_more_seeds(claim, numbers, then)
+    return replace(row, numbers=numbers, verdict=verdict, why=why + _remarks(row, numbers, then))
 
 
-def _why(claim: Claim, verdict: Verdict) -> str:
+def _words(claim: Claim) -> dict[Verdict, tuple[str, str]]:
+    """Return what each verdict says of a claim, and what seeds that lead to it would do."""
     size = smallest_as_text(claim)
-    if not claim.direction:
-        return f"within {size} either way" if verdict == Verdict.SUPPORTED else f"the difference is larger than {size}"
+    either_way = {
+        Verdict.SUPPORTED: (f"within {size} either way", "support it"),
+        Verdict.EXCLUDED: (f"the difference is larger than {size}", f"show a difference larger than {size}"),
+    }
     return {
-        Verdict.SUPPORTED: "the effect is there",
-        Verdict.TOO_SMALL: f"the effect is there, and below {size}",
-        Verdict.EXCLUDED: f"an effect of {size} or more is excluded",
-        Verdict.REVERSED: "the effect has the other sign",
-    }[verdict]
+        Verdict.SUPPORTED: ("the effect is there", "support it"),
+        Verdict.TOO_SMALL: (f"the effect is there, and below {size}", f"show it to be there and below {size}"),
+        Verdict.EXCLUDED: (f"an effect of {size} or more is excluded", f"exclude {size} or more"),
+        Verdict.REVERSED: ("the effect has the other sign", "show the other sign"),
+        Verdict.UNDECIDED: ("", ""),
+    } | ({} if claim.direction else either_way)
 
 
 def _remarks(row: Row, found: Numbers, verdict: Verdict) -> str:
@@ -278,11 +283,6 @@ def _remarks(row: Row, found: Numbers, verdict: Verdict) -> str:
     return said
 
 
-def _verdict_at(claim: Claim, found: Numbers, others: Sequence[P], seeds: int) -> Verdict:
-    """Return the verdict at `seeds` seeds if effect, spread and the other contrasts stay as measured."""
-    return _verdict(claim, _adjusted(p_values(found, claim, seeds), others))
-
-
 def _seeds_at_any_effect(claim: Claim, found: Numbers, family: int) -> int | None:
     """Return the fewest seeds that make the interval too narrow to hold both 0 and the smallest effect.
 
@@ -301,16 +301,10 @@ def _seeds_at_any_effect(claim: Claim, found: Numbers, family: int) -> int | Non
 
 def _with_more_seeds(claim: Claim, found: Numbers, then: Verdict) -> str:
     """Say what more seeds would show."""
-    first, any_effect, size = found.seeds_as_measured, found.seeds_at_any_effect, smallest_as_text(claim)
+    first, any_effect = found.seeds_as_measured, found.seeds_at_any_effect
     if first:
-        would = {
-            Verdict.SUPPORTED: "support it", Verdict.TOO_SMALL: f"show it to be there and below {size}",
-            Verdict.EXCLUDED: f"exclude {size} or more", Verdict.REVERSED: "show the other sign",
-        }[then]  # fmt: skip
-        if not claim.direction and then == Verdict.EXCLUDED:
-            would = f"show a difference larger than {size}"
         rest = f", {any_effect} decide whatever it is" if any_effect and any_effect > first else ""
-        return f"about {first} seeds would {would} if the effect is as measured{rest}"
+        return f"about {first} seeds would {_words(claim)[then][1]} if the effect is as measured{rest}"
     if found.censored:
         return "too many runs never got there to tell"
     more = f" with {found.questions} questions: type a larger eval.questions" if found.questions > 1 else ""
