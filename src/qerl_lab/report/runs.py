@@ -164,12 +164,7 @@ def summarize(run: RunDirectory, seconds: float) -> dict[str, Any]:
 
     Entropy first and last are means over the first and the last tenth of the steps, since single steps are noisy.
     """
-    phases = run.evaluations()
-    truncated = {  # share of truncated held-out completions; older records lack it
-        f"truncated_{phase}": float(phases[phase]["truncated"].mean())
-        for phase in ("before", "after") if phase in phases and "truncated" in phases[phase]
-    }  # fmt: skip
-    return _headline(read_steps(run), phases, seconds) | truncated
+    return _headline(read_steps(run), run.evaluations(), seconds)
 
 
 def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> dict[str, Any]:
@@ -191,6 +186,8 @@ def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: 
     }
     if "memory/gpu_peak_gib" in steps:
         result["memory_gpu_peak_gib"] = float(steps["memory/gpu_peak_gib"].max())
+    for phase in (name for name, rows in phases.items() if "truncated" in rows):  # older records lack it
+        result[f"truncated_{phase}"] = float(phases[phase]["truncated"].mean())
     return result | _gain(phases)
 
 
