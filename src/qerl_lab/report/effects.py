@@ -11,7 +11,7 @@ import pandas as pd
 
 from qerl_lab.report import stats
 from qerl_lab.report.arms import Arm, Run
-from qerl_lab.report.claims import Claim, Contrast, Guardrail, Settings
+from qerl_lab.report.claims import Claim, Contrast, Guardrail
 from qerl_lab.report.measures import MEASURES, Unmeasured, Values
 from qerl_lab.report.runs import Record
 
@@ -49,40 +49,34 @@ def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Record], foun
 
     `found` also has the runs that do not count. Runs outside the conditions of the claim's file are ignored.
     """
-    counted = [record for record in counted if _has(record.run, claim.file.conditions)]
-    found = [run for run in found if _has(run, claim.file.conditions)]
-    treated, control = (
-        _sides(claim, settings, counted, found) for settings in (contrast.treated_settings, contrast.control_settings)
-    )
+    sides, lacking = [], []
+    named = {contrast.treated: contrast.treated_settings, contrast.control: contrast.control_settings}
+    for name, settings in named.items():
+        wanted = {*settings.items(), *claim.file.conditions.items()}
+        started = [run for run in found if wanted <= run.settings.items()]
+        sides.append(_sides(claim, [record for record in counted if wanted <= record.run.settings.items()], started))
+        lacking += [] if sides[-1] else [f"{name} ({len(started)} started)"]
+    if lacking:
+        raise Unmeasured(f"no finished run of {' and of '.join(lacking)}")
+    treated, control = sides
     pairs = [
         Pair(one, other, context)
         for (context, _), one in treated.items() for (same, _), other in control.items() if context == same
     ]  # fmt: skip
+    if not pairs:
+        differ = [sorted({key for key, _ in {*one} ^ {*other}}) for one, _ in treated for other, _ in control]
+        nearest = ", ".join(sorted(differ, key=len)[0])
+        raise Unmeasured(f"no two arms are equal but for what is compared: the nearest two differ in {nearest}")
     if claim.mean_over:
         pairs = [Pair(_restrict(one, other), _restrict(other, one), context) for one, other, context in pairs]
-    if pairs:
-        return pairs
-    settings = {contrast.treated: contrast.treated_settings, contrast.control: contrast.control_settings}
-    lacking = [name for name, sides in ((contrast.treated, treated), (contrast.control, control)) if not sides]
-    if lacking:
-        names = (f"{name} ({sum(_has(run, settings[name]) for run in found)} started)" for name in lacking)
-        raise Unmeasured(f"no finished run of {' and of '.join(names)}")
-    differ = [sorted({key for key, _ in {*one} ^ {*other}}) for one, _ in treated for other, _ in control]
-    nearest = ", ".join(sorted(differ, key=len)[0])
-    raise Unmeasured(f"no two arms are equal but for what is compared: the nearest two differ in {nearest}")
+    return pairs
 
 
-def _has(run: Run, settings: Settings) -> bool:
-    return all(run.value(key) == value for key, value in settings.items())
-
-
-def _sides(
-    claim: Claim, settings: Settings, counted: Sequence[Record], found: Sequence[Run]
-) -> dict[tuple[Arm, Arm], Side]:
-    """Group the runs with these settings by (shared settings, free settings) into sides."""
+def _sides(claim: Claim, counted: Sequence[Record], found: Sequence[Run]) -> dict[tuple[Arm, Arm], Side]:
+    """Group runs by (shared settings, free settings) into sides."""
     options: dict[tuple[Arm, Arm], dict[str, list[Record]]] = {}
-    started = Counter(_split(run, claim) for run in found if _has(run, settings))
-    for record in (record for record in counted if _has(record.run, settings)):
+    started = Counter(_split(run, claim) for run in found)
+    for record in counted:
         at = record.run.value(claim.across) if claim.across else ""
         options.setdefault(_split(record.run, claim), {}).setdefault(at, []).append(record)
     return {key: Side(values, sum(map(len, values.values())), started[key]) for key, values in options.items()}
