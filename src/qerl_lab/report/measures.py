@@ -44,8 +44,8 @@ def _accuracy(phase: str) -> Of:
     return of
 
 
-def _passes(records: Sequence[Record], controls: Sequence[Record]) -> Values:
-    """Return 1 for each question with a right answer among its k samples (pass@k), else 0.
+def count_right(records: Sequence[Record]) -> tuple[pd.DataFrame, pd.Series]:
+    """Return the right answers after training [seeds, questions], and by seed the samples per question.
 
     Derived from each question's mean over samples. Raises Unmeasured for a single sample a question, and for tasks that
     grade answers as partly right, where a mean above 0 does not prove a right answer.
@@ -53,11 +53,16 @@ def _passes(records: Sequence[Record], controls: Sequence[Record]) -> Values:
     samples = pd.Series({record.run.seed: _setting(record, "eval.samples") for record in records})
     if (samples < 2).any():
         raise Unmeasured("one sample a question has no pass@k (type eval.samples=2 or more)")
-    shares = _accuracy("after")(records, controls)
-    right = shares.mul(samples, axis=0)
+    right = _accuracy("after")(records, []).mul(samples, axis=0)
     if (right - right.round()).abs().max(axis=None) > 0.01:
         raise Unmeasured("answers that are partly right: a question's mean does not tell whether one sample was right")
-    return (shares > 0).astype(float).where(shares.notna())
+    return right.round(), samples
+
+
+def _passes(records: Sequence[Record], controls: Sequence[Record]) -> Values:
+    """Return 1 for each question with a right answer among its k samples (pass@k), else 0."""
+    right, _ = count_right(records)
+    return (right > 0).astype(float).where(right.notna())
 
 
 def _setting(record: Record, key: str) -> float:

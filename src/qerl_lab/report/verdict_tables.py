@@ -218,19 +218,12 @@ def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
     parts = ["# Verdicts on the paper's claims", f"By `{typed}`.", "\n".join(said), HOW_TO_READ if body else ""]
     parts += [families(rows), *sources(rows), conditions(rows), table]
     parts += [COLLAPSED, pipe_table(fallen)] if (fallen := collapses(rows)) else []
-    parts += [unmeasured_claims(rows), missing_arms(rows)]
+    rest = ", ".join(dict.fromkeys(f"`{row.claim.name}`" for row in rows if row.claim.name not in answered))
+    parts += [f"These runs say nothing of {rest}; `report verdicts` prints why." if rest else "", missing_arms(rows)]
     accuracies = table_1(comparison)
     title = "Accuracies in the shape of the paper's Table 1" if IN_TABLE_1 in accuracies[0] else "Held-out accuracies"
     parts += [f"## {title}", pipe_table(accuracies), *notes(comparison), list_left_out(comparison)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def unmeasured_claims(rows: Sequence[Row]) -> str:
-    """Name the claims without a measured contrast."""
-    answered = {row.claim.name for row in rows if row.numbers}
-    names = dict.fromkeys(row.claim.name for row in rows if row.claim.name not in answered)
-    listed = ", ".join(f"`{name}`" for name in names)
-    return f"These runs say nothing of {listed}; `report verdicts` prints why." if names else ""
 
 
 def terms(claim: Claim) -> str:
