@@ -151,7 +151,9 @@ def matrix(records: Sequence[Record], phase: str) -> pd.DataFrame:
 
 
 def _columns(name: str, interval: Sequence[float]) -> dict[str, float]:
-    return dict(zip((name, f"{name}_low", f"{name}_high"), interval, strict=True))
+    """Return mean and ends by column, without those that are not known."""
+    named = zip((name, f"{name}_low", f"{name}_high"), interval, strict=True)
+    return {column: value for column, value in named if not math.isnan(value)}
 
 
 def baseline_of(arms: Sequence[str], wanted: str | None) -> str | None:
