@@ -120,12 +120,6 @@ def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     return sorted(counted.values(), key=place), left_out
 
 
-def counted_or_unfinished(found: Sequence[Run], counted: Sequence[Run]) -> list[Run]:
-    """Return the runs that count or did not finish, without repeated runs."""
-    names = {run.name for run in counted}
-    return [run for run in found if run.name in names or is_unfinished(run)]
-
-
 def is_unfinished(run: Run) -> bool:
     return run.status != FINISHED
 

@@ -19,8 +19,8 @@ from qerl_lab.report.arms import (
     TASK,
     Run,
     choose_runs,
-    counted_or_unfinished,
     differing,
+    is_unfinished,
     labels,
     shorten,
     task_of,
@@ -75,7 +75,7 @@ class Comparison:
     @property
     def started(self) -> list[Run]:
         """Return the runs that count or did not finish."""
-        return counted_or_unfinished(self.all_runs, [record.run for record in self.counted])
+        return [*(record.run for record in self.counted), *filter(is_unfinished, self.all_runs)]
 
     @property
     def alone(self) -> list[str]:

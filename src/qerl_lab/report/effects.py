@@ -44,18 +44,18 @@ class Pair(NamedTuple):
     context: Arm
 
 
-def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Record], found: Sequence[Run]) -> list[Pair]:
+def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Record], started: Sequence[Run]) -> list[Pair]:
     """Return every pair of arms that tests a contrast. Raises Unmeasured, with the reason, if there is none.
 
-    `found` also has the runs that do not count. Runs outside the conditions of the claim's file are ignored.
+    `started` also has the unfinished runs. Runs outside the conditions of the claim's file are ignored.
     """
     sides, lacking = [], []
     named = {contrast.treated: contrast.treated_settings, contrast.control: contrast.control_settings}
     for name, settings in named.items():
         wanted = {*settings.items(), *claim.file.conditions.items()}
-        started = [run for run in found if wanted <= run.settings.items()]
-        sides.append(_sides(claim, [record for record in counted if wanted <= record.run.settings.items()], started))
-        lacking += [] if sides[-1] else [f"{name} ({len(started)} started)"]
+        runs = [run for run in started if wanted <= run.settings.items()]
+        sides.append(_sides(claim, [record for record in counted if wanted <= record.run.settings.items()], runs))
+        lacking += [] if sides[-1] else [f"{name} ({len(runs)} started)"]
     if lacking:
         raise Unmeasured(f"no finished run of {' and of '.join(lacking)}")
     treated, control = sides
@@ -72,10 +72,10 @@ def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Record], foun
     return pairs
 
 
-def _sides(claim: Claim, counted: Sequence[Record], found: Sequence[Run]) -> dict[tuple[Arm, Arm], Side]:
+def _sides(claim: Claim, counted: Sequence[Record], runs: Sequence[Run]) -> dict[tuple[Arm, Arm], Side]:
     """Group runs by (shared settings, free settings) into sides."""
     options: dict[tuple[Arm, Arm], dict[str, list[Record]]] = {}
-    started = Counter(_split(run, claim) for run in found)
+    started = Counter(_split(run, claim) for run in runs)
     for record in counted:
         at = record.run.value(claim.across) if claim.across else ""
         options.setdefault(_split(record.run, claim), {}).setdefault(at, []).append(record)

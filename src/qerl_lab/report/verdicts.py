@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from qerl_lab.report import reference, stats
-from qerl_lab.report.arms import Run, counted_or_unfinished, implied_by_task, number_first
+from qerl_lab.report.arms import Run, implied_by_task, is_unfinished, number_first
 from qerl_lab.report.claims import Claim, Contrast, of_paper
 from qerl_lab.report.comparison import CONDITIONS
 from qerl_lab.report.effects import BROKEN, OPEN, Numbers, P, Pair, find_pairs, measure_pair
@@ -56,14 +56,17 @@ class Row:
 
 
 def judge(counted: Sequence[Record], found: Sequence[Run], claims: Sequence[Claim] | None = None) -> list[Row]:
-    """Return a row per contrast and pair of arms, or one if an arm is missing. `claims` defaults to the paper's."""
+    """Return a row per contrast and pair of arms, or one if an arm is missing. `claims` defaults to the paper's.
+
+    `found` has every run, also those that do not count.
+    """
     rows: list[Row] = []
-    found = counted_or_unfinished(found, [record.run for record in counted])
+    started = [*(record.run for record in counted), *filter(is_unfinished, found)]
     for claim in of_paper() if claims is None else claims:
         for contrast in claim.contrasts:
             row = Row(claim, contrast, Verdict.UNDECIDED, "", printed=paper_effects(claim, contrast))
             try:
-                rows += [_measure(row, pair) for pair in find_pairs(claim, contrast, counted, found)]
+                rows += [_measure(row, pair) for pair in find_pairs(claim, contrast, counted, started)]
             except Unmeasured as error:
                 rows.append(replace(row, why=str(error)))
     return set_verdicts(pool_variances(_reduce_contexts(rows)))
