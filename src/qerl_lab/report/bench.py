@@ -62,8 +62,8 @@ def read(folder: Path) -> dict[str, Result]:
         except NO_RESULT as error:
             raise ConfigError(f"{file} is no result of python -m qerl_lab.bench ({error!r}). Move it away.") from None
     if not found:
-        out = shell_word("out", folder / "linear")
-        raise ConfigError(f"{folder} holds no result. Make one: python -m qerl_lab.bench linear {out}.")
+        out = shell_word("out", folder / "train_step")
+        raise ConfigError(f"{folder} holds no result. Make one: python -m qerl_lab.bench train_step {out}.")
     return found
 
 

@@ -202,9 +202,11 @@ def test_the_origin_says_when_on_what_and_by_which_code() -> None:
 
 
 def test_what_is_no_result_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no result\. Make one: python -m qerl_lab\.bench linear out=") as told:
+    with pytest.raises(
+        ConfigError, match=r"holds no result\. Make one: python -m qerl_lab\.bench train_step out="
+    ) as told:
         bench.read(tmp_path / "results")
-    assert str(told.value).endswith(f" out={tmp_path}/results/linear.")
+    assert str(told.value).endswith(f" out={tmp_path}/results/train_step.")
     (tmp_path / "x.json").write_text(json.dumps({"benchmark": "linear"}))
     with pytest.raises(ConfigError, match=r"x.json is no result of python -m qerl_lab.bench \(KeyError"):
         bench.read(tmp_path)
