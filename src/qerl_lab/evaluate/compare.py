@@ -14,7 +14,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.evaluate.evaluate_options import CompareOptions
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, answer_entropies, passes_of, shares
-from qerl_lab.report.stats import Interval, crossed_interval, format_interval, p_value, paired_interval, powers_of_two
+from qerl_lab.report.stats import Interval, format_interval, over_seeds, p_value, paired_interval, powers_of_two
 from qerl_lab.system.disk import read_json
 from qerl_lab.system.terminal import columns, format_path
 
@@ -69,7 +69,7 @@ class Difference:
     def interval(self, level: float = 0.95) -> Interval:
         """Return mean and interval of B - A: over questions for one seed, over seeds and questions for several."""
         if len(self.by_question) > 1:
-            return crossed_interval(self.by_question.to_numpy(), level)
+            return over_seeds(self.by_question.to_numpy(), level)
         after = self.by_question.iloc[0]
         return paired_interval(0 * after, after, level)
 

@@ -243,7 +243,7 @@ def test_a_command_of_several_is_picked_by_its_first_word(command: Typed, capsys
         ("quantize.__main__", ["model=pocket"], "out= is missing. Type for example out=checkpoints/pocket-nvfp4."),
         (
             "report.__main__",
-            ["plot=a"],
+            ["baseline=a"],
             "sweep= is missing. Type for example python -m qerl_lab.report runs.",
         ),
         ("tools.samples", ["step=1"], "run_dir= is missing. Type for example python -m qerl_lab.tools.samples runs/"),

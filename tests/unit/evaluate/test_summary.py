@@ -16,7 +16,7 @@ from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import compare
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions
 from qerl_lab.evaluate.summary import ABOUT, ROWS, SCHEMA, answer_entropies, summarize, summarize_each, table
-from qerl_lab.report.stats import crossed_interval
+from qerl_lab.report.stats import over_seeds
 
 HOT, COOL = "temperature 1, top-p 1, 64 tokens", "temperature 0.6, top-p 0.95, 64 tokens"
 IDENTITY = {"format": "bf16", "questions": 0, "seed": 0, "adapter": "x", "max_prompt_tokens": 64}
@@ -148,7 +148,7 @@ def test_seeds_are_paired_and_both_count(tmp_path: Path) -> None:
     assert [one.seed for one, _ in pairs] == [0, 1]
     assert notes == ["seeds [2, 3] are in one of the two only, and left out"]
     accuracy = next(compare.differences(pairs, []))
-    expected = crossed_interval(np.array([(values["b", seed] - values["a", seed]).mean(1) for seed in (0, 1)]))
+    expected = over_seeds(np.array([(values["b", seed] - values["a", seed]).mean(1) for seed in (0, 1)]))
     assert accuracy.interval() == pytest.approx(expected)
 
 

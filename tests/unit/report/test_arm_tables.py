@@ -46,7 +46,7 @@ def cells(table: Table, *row: str) -> dict[str, str]:
 
 def test_accuracies_stand_beside_table_1(made: dict[str, Table]) -> None:
     found = cells(made["Held-out accuracy"], "nvfp4")
-    mean, low, high = stats.crossed_interval(np.array(AFTER["nvfp4"]))
+    mean, low, high = stats.over_seeds(np.array(AFTER["nvfp4"]))
     assert high > 1
     assert found["after"] == f"{mean:.3f} [{low:.3f}, 1.000] (3)"
     assert (found["finished"], found["3B there"], found["7B there"]) == ("3 of 4", "0.833", "0.885")
@@ -55,7 +55,7 @@ def test_accuracies_stand_beside_table_1(made: dict[str, Table]) -> None:
 
 def test_differences_are_paired_with_effect_size_and_probability(made: dict[str, Table]) -> None:
     one, other = (np.array(AFTER[arm]) for arm in ("nvfp4", "bf16"))
-    mean, low, high = stats.crossed_interval(one - other)
+    mean, low, high = stats.over_seeds(one - other)
     found = cells(made["Differences to bf16"], "nvfp4", "accuracy after")
     assert found["difference"] == f"{mean:+.3f} [{low:+.3f}, {high:+.3f}] (3)"
     of_seeds = (one - other).mean(1)  # 0.125, 0.0625 and 0.125
