@@ -21,7 +21,7 @@ from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu_timing import graphed, side_by_side
 from qerl_lab.bench.shapes import fused_linears
 from qerl_lab.config.schema import FormatConfig
-from qerl_lab.report.bench_figures import AND_ADAPTER
+from qerl_lab.report.bench import AND_ADAPTER
 from qerl_lab.rollout.vllm import adapter_kernels, fp4_tiles
 from qerl_lab.rollout.vllm.backends import FP4_TILES
 from qerl_lab.rollout.vllm.product import add_products

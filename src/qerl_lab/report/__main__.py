@@ -40,7 +40,7 @@ class ReportOptions:
 
 def report(options: ReportOptions) -> None:
     """Print the table of arms and write the requested files. Raises ConfigError for an option that has no effect."""
-    from qerl_lab.report import comparison, curves  # pandas, scipy and matplotlib take a second
+    from qerl_lab.report import comparison, palette  # pandas, scipy and matplotlib take a second
 
     if options.bench and not options.out:
         raise ConfigError(
@@ -59,7 +59,7 @@ def report(options: ReportOptions) -> None:
     for path, write in (
         (options.runs_csv, lambda file: file.write_text(comparison.csv(comparison.by_run(found)))),
         (options.arms_csv, lambda file: file.write_text(comparison.csv(arms))),
-        (options.plot, lambda file: file.write_bytes(curves.png(_plot(found)))),
+        (options.plot, lambda file: file.write_bytes(palette.png(_plot(found)))),
     ):
         if path:
             _write(Path(path).expanduser(), write)

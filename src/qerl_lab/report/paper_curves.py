@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from qerl_lab.report import palette, reference
 from qerl_lab.report.arms import Run, differing, task_of
-from qerl_lab.report.curves import MARKS, STYLE, style_panel
+from qerl_lab.report.curves import MARKS, style_panel
 
 Lines = tuple[tuple[str, str], ...]  # (column of the file, label)
 GSM8K, PRESUMED, BIGMATH = "GSM8K, DAPO", "GSM8K, GRPO (presumed)", "BigMath, DAPO"
@@ -96,17 +96,12 @@ FIGURES = (
 
 def figures_beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
     """Return the paper's figures for the curve `below` that vary what the arms do, on the arms' task if it has any."""
-    asked, tasks = _varied_keys(runs), _tasks(runs) or set(TASKS.values())
-    return [figure for figure in FIGURES if figure.below == below and figure.varies in asked and figure.is_of(tasks)]
-
-
-def _varied_keys(runs: Sequence[Run]) -> set[str]:
-    """Return what the arms differ in, plus `NOISE`, `SCHEDULE` and `ON_BIGMATH` where they apply."""
-    schedules = {run.value("aqn.schedule") for run in runs}
-    asked = set(differing(runs))
-    asked |= {NOISE} if "off" in schedules and len(schedules) > 1 else set()
-    asked |= {SCHEDULE} if len(schedules - {"off"}) > 1 else set()
-    return asked | ({ON_BIGMATH} if "bigmath" in {run.value("task.name") for run in runs} else set())
+    schedules, varied = {run.value("aqn.schedule") for run in runs}, set(differing(runs))
+    varied |= {NOISE} if "off" in schedules and len(schedules) > 1 else set()
+    varied |= {SCHEDULE} if len(schedules - {"off"}) > 1 else set()
+    varied |= {ON_BIGMATH} if "bigmath" in {run.value("task.name") for run in runs} else set()
+    tasks = _tasks(runs) or set(TASKS.values())
+    return [figure for figure in FIGURES if figure.below == below and figure.varies in varied and figure.is_of(tasks)]
 
 
 def _tasks(runs: Sequence[Run]) -> set[str]:
@@ -125,20 +120,18 @@ def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
     return f"{figure.about}, read to +-{error:g}. {ours}: model {named}. {figure.remark}".strip()
 
 
+@plt.style.context(palette.STYLE)
 def draw(figure: PaperFigure) -> Figure:
     """Draw the panels below each other with straight lines between digitized points; the caller closes the figure."""
     table, curves = reference.digitized(figure.file), reference.curves()
-    formats = curves[curves["file"] == figure.file].set_index("column")["weight_format"].to_dict()
-    with plt.style.context(STYLE):
-        height = sum(2.9 + 0.19 * len(lines) for lines in figure.panels)
-        drawn, axes = plt.subplots(
-            len(figure.panels), 1, sharex=True, sharey=True, squeeze=False, figsize=(4.4, height)
-        )
-        for axis, lines in zip(axes.flat, figure.panels, strict=True):
-            styles = palette.styles({column: formats[column] for column, _ in lines})
-            for column, label in lines:
-                values = table[column].dropna()
-                axis.plot(values.index, values, label=label, markevery=max(1, len(values) // MARKS), **styles[column])
-            style_panel(axis, LABELS[figure.below], str(table.index.name))
-        axes.flat[0].set_title(f"The paper's {figure.number}:\n{figure.model}, {figure.task}", loc="left")
+    formats = curves[curves["file"] == figure.file].set_index("column")["weight_format"]
+    size = (4.4, sum(2.9 + 0.19 * len(lines) for lines in figure.panels))
+    drawn, axes = plt.subplots(len(figure.panels), 1, sharex=True, sharey=True, squeeze=False, figsize=size)
+    for axis, lines in zip(axes.flat, figure.panels, strict=True):
+        styles = palette.styles({column: formats[column] for column, _ in lines})
+        for column, label in lines:
+            values = table[column].dropna()
+            axis.plot(values, label=label, markevery=max(1, len(values) // MARKS), **styles[column])
+        style_panel(axis, LABELS[figure.below], str(table.index.name))
+    axes.flat[0].set_title(f"The paper's {figure.number}:\n{figure.model}, {figure.task}")
     return drawn
