@@ -13,10 +13,10 @@ from qerl_lab.report.diagnostics import retention
 from qerl_lab.report.measures import MEASURES, SHARED, Unmeasured, shared_machines
 from qerl_lab.report.printed_arms import in_figure_5, table_1_rows
 from qerl_lab.report.runs import Record
+from qerl_lab.report.speed_tables import printed_rollouts, printed_steps
 from qerl_lab.report.table import NONE, Table, in_words, number, without_empty_columns
 from qerl_lab.report.verdict_tables import cell, seeds_cell
 
-SEVEN = "Qwen2.5-7B-Instruct"
 NO_BASELINE = f"Left out: no arm is {BASELINE}; type baseline=ARM to compare with another."
 
 
@@ -174,12 +174,11 @@ def _entropies(comparison: Comparison, baseline: str | None) -> Table:
     )
 
 
-def _printed_entropy(name: str | None) -> str:
+def _printed_entropy(weight_format: str | None) -> str:
     """Return the mean entropy that Figure 5 of the paper has for a weight format; a dash for None."""
-    if name is None:
+    if weight_format is None:
         return NONE
-    where = {"table": "Figure 5", "model": SEVEN, "weight_format": name, "setting": reference.EIGHT_STEPS}
-    return f"{reference.value(**where, metric='mean policy entropy (nats/token)'):.3f}"
+    return f"{reference.value(table='Figure 5', weight_format=weight_format, setting=reference.EIGHT_STEPS):.3f}"
 
 
 def _throughput(comparison: Comparison, baseline: str | None) -> Table:
@@ -220,13 +219,8 @@ def _speed(values: pd.DataFrame) -> str:
 
 def _printed_speeds(row: tuple[str, str] | None) -> list[str]:
     """Return the paper's speeds over BF16 for a row of its Table 1; dashes if it timed no such arm."""
-    method, weight_format = row or ("", "")
-    method = method.partition(" ")[0]  # QeRL with noise and without
-    if (method, weight_format) not in {("QLoRA", "NF4"), ("QeRL", "NVFP4")}:
-        return [NONE, NONE]
-    where = {"model": SEVEN, "method": method, "weight_format": weight_format}
-    bf16 = {"model": SEVEN, "method": "LoRA", "weight_format": "BF16"}
-    rollouts = [reference.value(table="Figure 1", metric="rollout throughput", **row) for row in (where, bf16)]
-    speedup = "end-to-end training speedup vs BF16 LoRA"
-    whole = (reference.value(table="Table 3", metric=speedup, setting=f"batch size {n};", **where) for n in (2, 4, 8))
-    return [f"{rollouts[0] / rollouts[1]:.2f}x", ", ".join(f"{value:.1f}x" for value in whole)]
+    weight_format = row[1].lower() if row else ""
+    of_arm = f"model == 'qwen2.5-7b' and format == '{weight_format}'"
+    rollouts = printed_rollouts().query(f"{of_arm} and batch == 8")["of_bf16"].map("{:.2f}x".format)
+    steps = printed_steps().query(of_arm)["table_3"].dropna()
+    return [", ".join(cells) or NONE for cells in (rollouts, steps)]

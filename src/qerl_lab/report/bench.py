@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import pandas as pd
@@ -10,6 +11,7 @@ from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.record.metrics import PHASES
 from qerl_lab.report.arms import version
+from qerl_lab.report.table import NONE
 from qerl_lab.system.terminal import columns
 
 Result = dict[str, Any]
@@ -24,22 +26,22 @@ SETTINGS = (
 )  # fmt: skip
 CLOCKS_APART = 0.03
 KERNELS = 12  # most kernels per token that the table lists
-# Columns of the tables: head, name in a row, format.
-OF_BASES = (("of BF16", "of_bf16", ".2f"), ("of QLoRA", "of_qlora", ".2f"))
-GIBS = (("weights", "weights_gib", ".1f"), ("KV", "kv_gib", ".1f"))
-SPEED, USED, ARM = ("tokens/s", "tokens_per_second", ",.0f"), ("used", "used_gib", ".1f"), ("arm", "arm", "")
+Columns = Sequence[tuple[str, str]]  # head of a column, and format of a row
+OF_BASES = (("of BF16", "{of_bf16:.2f}"), ("of QLoRA", "{of_qlora:.2f}"))
+SPEED, ARM = ("tokens/s", "{tokens_per_second:,.0f}"), ("arm", "{arm}")
+ENGINE = (("weights", "{weights_gib:.1f}"), ("KV", "{kv_gib:.1f}"))
 ROLLOUT = (
-    ("rank", "rank", ""), ("batch", "batch", ""), SPEED, ("least", "tokens_per_second_min", ",.0f"),
-    ("most", "tokens_per_second_max", ",.0f"), *OF_BASES, ("token ms", "decode_ms", ".2f"),
-    ("host", "host_share", ".0%"), ("sync ms", "sync_ms", ".1f"), ("start s", "start_seconds", ".0f"), *GIBS, USED, ARM,
+    ("rank", "{rank}"), ("batch", "{batch}"), SPEED, ("least", "{tokens_per_second_min:,.0f}"),
+    ("most", "{tokens_per_second_max:,.0f}"), *OF_BASES, ("token ms", "{decode_ms:.2f}"), ("host", "{host_share:.0%}"),
+    ("sync ms", "{sync_ms:.1f}"), ("start s", "{start_seconds:.0f}"), *ENGINE, ("used", "{used_gib:.1f}"), ARM,
 )  # fmt: skip
 STEP = (
-    ("seconds", "step_seconds", ".2f"), SPEED, *OF_BASES, *((phase, f"{phase}_seconds", ".2f") for phase in PHASES),
-    ("policy", "policy_gib", ".1f"), *GIBS, ("peak", "peak_gib", ".1f"), USED, ARM,
+    ("seconds", "{step_seconds:.2f}"), SPEED, *OF_BASES, *((phase, f"{{{phase}_seconds:.2f}}") for phase in PHASES),
+    ("policy", "{policy_gib:.1f}"), *ENGINE, ("peak", "{peak_gib:.1f}"), ("used", "{used_gib:.1f}"), ARM,
 )  # fmt: skip
 TRAIN_STEP = (
-    ARM, ("loss", "loss", ""), ("micro-batch", "micro_batch_tokens", ",.0f"), SPEED, *OF_BASES,
-    ("peak GB", "peak_gb", ".1f"), ("base GB", "base_gb", ".2f"),
+    ARM, ("loss", "{loss}"), ("micro-batch", "{micro_batch_tokens:,.0f}"), SPEED, *OF_BASES,
+    ("peak GB", "{peak_gb:.1f}"), ("base GB", "{base_gb:.2f}"),
 )  # fmt: skip
 
 
@@ -155,7 +157,7 @@ def text(result: Result) -> str:
             times = decode_times(result).to_string(float_format=lambda us: f"{us:.1f}", na_rep="-")
             return f"{head}adapter, fp4_tiles: both\n{times}"
         case "train_step":
-            return _table(step_ratios(result), TRAIN_STEP)
+            return columns(table_rows(step_ratios(result), TRAIN_STEP))
         case "rollout" | "step":
             lines = [*_tables_of_arms(result), *deaths(result)]
             return "\n".join([*lines, *(f"note: {note}" for note in notes(alive(result)))])
@@ -192,13 +194,14 @@ def _linear_tables(result: Result) -> str:
     ])  # fmt: skip
 
 
-def _table(rows: pd.DataFrame, spec: Sequence[tuple[str, str, str]]) -> str:
-    """Format columns of a table, with a dash for what was not measured."""
+def table_rows(rows: pd.DataFrame, spec: Columns) -> list[list[str]]:
+    """Format rows as cells below a head, with a dash for what was not measured."""
+    names = {form: [name for _, name, _, _ in Formatter().parse(form) if name] for _, form in spec}
     cells = [
-        ["-" if pd.isna(row.get(name)) else format(row[name], form) for _, name, form in spec]
+        [NONE if any(pd.isna(row.get(name)) for name in names[form]) else form.format_map(row) for _, form in spec]
         for row in rows.to_dict("records")
     ]
-    return columns([[head for head, _, _ in spec], *cells])
+    return [[head for head, _ in spec], *cells]
 
 
 def _tables_of_arms(result: Result) -> list[str]:
@@ -208,8 +211,8 @@ def _tables_of_arms(result: Result) -> list[str]:
         return []
     if result["benchmark"] == "step":
         units = f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB on the GPU"
-        return [_table(rows, STEP), units]
-    lines = [_table(rows, ROLLOUT), "weights, KV, used: GiB on the GPU"]
+        return [columns(table_rows(rows, STEP)), units]
+    lines = [columns(table_rows(rows, ROLLOUT)), "weights, KV, used: GiB on the GPU"]
     if "host_share" in rows and rows["host_share"].notna().any():
         lines.append(
             "host: share of a call in which its thread is busy; near 100% the host limits the speed, not the GPU"

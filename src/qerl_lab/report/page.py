@@ -52,6 +52,10 @@ class Drawn:
     png: bytes
     caption: str = ""
 
+    @property
+    def data(self) -> str:
+        return base64.b64encode(self.png).decode()
+
 
 def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[Path] = ()) -> list[Path]:
     """Write the whole results folder and return its files. `wanted` names the baseline, `bench` benchmark results.
@@ -150,15 +154,9 @@ def html(
         unmeasured=[(row.claim.name, verdict_tables.name_of(row), row.why) for row in lacking],
         to_make=verdict_tables.missing_arms(rows), tables=tables(found, baseline), speed=speed,
         of_paper=any(figure.name.startswith("paper_") for pair in drawn.values() for figure in pair),
-        figures=[{"title": name, "images": [_image(figure) for figure in pair]} for name, pair in drawn.items()],
+        figures=drawn,
         provenance=_provenance(found), arms_differ=[["arm", *keys[1:]] for keys in differ[:1]] + differ[1:],
     )  # fmt: skip
-
-
-def _image(figure: Drawn) -> dict[str, Any]:
-    width, height = (int.from_bytes(figure.png[at : at + 4], "big") for at in (16, 20))  # of the PNG's header
-    return {"data": base64.b64encode(figure.png).decode(), "width": width, "height": height, "alt": figure.about,
-            "caption": figure.caption, "wide": figure.name.startswith("formats")}  # fmt: skip
 
 
 def _count(number: int, noun: str, rest: str = "") -> tuple[int, str]:
@@ -183,17 +181,14 @@ def _gaps(found: Comparison) -> list[str]:
     """Say where means cover fewer runs than were started."""
     if not found.arms:
         return ["No run finished, so there is nothing to measure. The runs and their states are at the end."]
-    gaps, short = [], []
+    short = []
     for label, records in found.arms.items():
         lacking = sum(run.arm == records[0].run.arm and is_unfinished(run) for run in found.all_runs)
         short += [f"{lacking} of {len(records) + lacking} of {label}"] if lacking else []
-    if short:
-        gaps.append(f"Means exclude unfinished runs: {'; '.join(short)}.")
+    gaps = [f"Means exclude unfinished runs: {'; '.join(short)}."] if short else []
     if lost := {run.arm for run in found.all_runs} - {record.run.arm for record in found.counted}:
         names = sorted({run.experiment for run in found.all_runs if run.arm in lost})
-        gaps.append(f"{len(lost)} arm{'s' * (len(lost) != 1)} without a finished run: {', '.join(names)}.")
-    if found.damaged:
-        gaps.append(f"Means exclude {len(found.damaged)} damaged run{'s' * (len(found.damaged) != 1)}.")
+        gaps.append(f"Arms without a finished run: {', '.join(names)}.")
     return gaps
 
 

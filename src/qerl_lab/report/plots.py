@@ -98,11 +98,10 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, 
     left.set_yticks(range(len(names)), names)
     left.invert_yaxis()
     parts = pd.DataFrame.from_dict(shares, orient="index").reindex(names).fillna(0.0)
-    for number, part in enumerate(parts):
-        share, before = parts[part], parts.iloc[:, :number]
-        start = before.where(before.gt(0).eq(share.gt(0), axis=0), 0.0).sum(axis=1)  # parts of the same sign
-        if share.any():
-            right.barh(range(len(names)), share, left=start, color=f"C{number}", label=part, height=0.6)
+    colors = {part: f"C{number}" for number, part in enumerate(parts)}
+    shown = parts.loc[:, parts.any()]
+    if not shown.empty:
+        shown.plot.barh(stacked=True, ax=right, color=colors, width=0.6, legend=False)
     right.set(title="Parts of the weights' error", xlabel="share of the squared error")
     handles, labels = right.get_legend_handles_labels()
     if handles:

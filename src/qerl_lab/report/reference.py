@@ -13,11 +13,7 @@ import pandas as pd
 
 from qerl_lab.config.conf_folder import package_data
 
-EIGHT_STEPS, LAST_TENTH, ALL_STEPS = (
-    "mean over steps 0-8",
-    "mean over the last tenth of the steps",
-    "mean over all steps",
-)
+EIGHT_STEPS, LAST_TENTH = "mean over steps 0-8", "mean over the last tenth of the steps"
 
 
 @dataclass(frozen=True)
@@ -51,10 +47,9 @@ def interpolated(file: str) -> pd.DataFrame:
 
 
 def steps_of_mean(curves: pd.DataFrame, setting: str) -> pd.DataFrame:
-    """Select the steps that a mean covers: `EIGHT_STEPS`, `LAST_TENTH` or `ALL_STEPS`."""
+    """Select the steps that a mean covers: `EIGHT_STEPS` or `LAST_TENTH`."""
     steps = curves.index
-    chosen = {EIGHT_STEPS: steps <= 8, LAST_TENTH: steps > 0.9 * steps[-1], ALL_STEPS: steps >= 0}
-    return curves[chosen[setting]]
+    return curves[steps <= 8 if setting == EIGHT_STEPS else steps > 0.9 * steps[-1]]
 
 
 @cache
@@ -67,7 +62,7 @@ def _means() -> pd.DataFrame:
     """Return the means of every curve as rows of paper.csv, with `file`, `column` and reading `error`."""
     found = []
     for curve in curves().to_dict("records"):
-        for setting in (EIGHT_STEPS, LAST_TENTH, ALL_STEPS):
+        for setting in (EIGHT_STEPS, LAST_TENTH):
             mean = float(steps_of_mean(interpolated(curve["file"]), setting)[curve["column"]].mean())
             own = {"setting": setting, "number": mean, "value": f"{mean:.3f}", "unit": ""}
             found.append(curve | own | {"certainty": f"approx (digitized plot, +-{curve['error']:g})"})

@@ -1,21 +1,19 @@
 """Tabulate benchmark results beside the paper's speed and memory (Tables 3 and 5 to 9, Figure 11)."""
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from string import Formatter
-from typing import Any
 
 import pandas as pd
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.units import GIB
 from qerl_lab.report import bench, reference
-from qerl_lab.report.bench import Result, with_ratios
-from qerl_lab.report.table import NONE, Table, number, without_constant_columns, without_empty_columns
+from qerl_lab.report.bench import Columns, Result, table_rows, with_ratios
+from qerl_lab.report.table import Table, number, without_constant_columns, without_empty_columns
 from qerl_lab.system.terminal import format_path
 
 GB_PER_GIB = GIB / 1e9
@@ -161,7 +159,7 @@ def printed_rollouts() -> pd.DataFrame:
     return with_ratios(rows, "number", key, {base: rows["format"] == base for base in ("bf16", "nf4")})
 
 
-def _printed_steps() -> pd.DataFrame:
+def printed_steps() -> pd.DataFrame:
     """Return the paper's speeds of whole steps as printed, with a column for each of `STEP_METRICS`."""
     rows = _printed(*STEP_METRICS)
     rows["text"] = (rows["value"] + " " + rows["unit"]).str.strip().str.replace(" x", "x")
@@ -197,7 +195,7 @@ def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
 
 
 def _step_table(ours: Sequence[pd.DataFrame]) -> Table:
-    papers = _printed_steps()
+    papers = printed_steps()
     papers["place"] = papers["batch"].astype(str).where(papers["format"] == "nvfp4")
     return _table(
         "Steps end to end, as in the paper's Tables 3 and 5 to 8",
@@ -230,7 +228,7 @@ def _memory_table(ours: Sequence[pd.DataFrame]) -> Table:
 
 
 def _table(
-    title: str, about: str, columns: Sequence[tuple[str, str]], ours: Sequence[pd.DataFrame], papers: pd.DataFrame,
+    title: str, about: str, columns: Columns, ours: Sequence[pd.DataFrame], papers: pd.DataFrame,
     key: list[str], benchmarks: str, setting: str,
 ) -> Table:  # fmt: skip
     """Join our rows with the paper's at an equal `key`, and list below what the paper has and we did not measure.
@@ -241,26 +239,20 @@ def _table(
         benchmarks: the benchmarks that make such rows.
         setting: what `place` says.
     """
-    head, ours = [name for name, _ in columns], [rows for rows in ours if not rows.empty]
+    ours = [rows for rows in ours if not rows.empty]
     if not ours:
-        return Table(title, "", [head], f"Left out: none of these files is a result of {benchmarks}.")
+        why = f"Left out: none of these files is a result of {benchmarks}."
+        return Table(title, "", [[head for head, _ in columns]], why)
     rows = pd.concat(ours, ignore_index=True)
     beside = papers.rename(columns={name: f"paper_{name}" for name in papers if name not in key})
-    joined = rows.merge(beside, on=key, how="left").to_dict("records")
-    body = sorted(([_cell(form, row) for _, form in columns] for row in joined), key=lambda row: _natural_key(row[0]))
-    cells, empty = without_empty_columns([head, *body], 2)
+    head, *body = table_rows(rows.merge(beside, on=key, how="left"), columns)
+    cells, empty = without_empty_columns([head, *sorted(body, key=lambda row: _natural_key(row[0]))], 2)
     cells, alike = without_constant_columns(cells, ("repeats", "steps", "lengths", "GPU"))
     left_out = [f"Left out: {', '.join(empty)}, empty in every row."] if empty else []
     is_measured = pd.MultiIndex.from_frame(papers[key]).isin(pd.MultiIndex.from_frame(rows[key]))
     if missing := _list_places(papers[~is_measured].dropna(subset="place")):
         left_out.append(f"In the paper, but not measured here ({setting}): {missing}.")
     return Table(title, about + alike, cells, " ".join(left_out))
-
-
-def _cell(form: str, row: Mapping[Hashable, Any]) -> str:
-    """Format a row of a table; a dash if a value is missing."""
-    is_missing = any(name and pd.isna(row[name]) for _, name, _, _ in Formatter().parse(form))
-    return NONE if is_missing else form.format_map(row)
 
 
 def _list_places(missing: pd.DataFrame) -> str:

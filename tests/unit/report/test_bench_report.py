@@ -97,9 +97,7 @@ def test_without_a_baseline_no_panel_stays_empty(ranks: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize(("base", "of_largest"), [("qlora_stock", 3.75), ("bf16_stock", 1.5)])
-def test_the_panel_of_ranks_is_of_a_measured_baseline_beside_the_paper_s(
-    base: str, of_largest: float
-) -> None:
+def test_the_panel_of_ranks_is_of_a_measured_baseline_beside_the_paper_s(base: str, of_largest: float) -> None:
     rows = [each | {"tokens_per_second": each["tokens_per_second"] * 16 / rank}
             for rank in (16, 32) for each in several(rank=rank) if each["arm"] in ("nvfp4", base)]  # fmt: skip
     axis = bench_figures.figure(rollouts(rows)).axes[-1]
