@@ -107,9 +107,8 @@ def _draw_decode(result: Result) -> Figure:
     for arm in times:
         product = arm.removesuffix(AND_ADAPTER)
         number = (adapters if arm in adapters else products).index(product)
-        shade = palette.FORMATS.get(product, palette.OTHERS[number % len(palette.OTHERS)])
         dashes = ":" if arm in adapters else "-" if arm == product else "--"
-        styles[arm] = {"color": shade, "linestyle": dashes, "marker": "o", "markersize": 3}
+        styles[arm] = {"color": palette.color(product, number), "linestyle": dashes, "marker": "o", "markersize": 3}
     panels = {(layer, "rows"): times.loc[layer] for layer in times.index.unique("layer")}
     title = f"Linears of decoding, {result['options']['model']}, {gpu_of(result)}"
     return _lines(panels, title, "microseconds", styles)

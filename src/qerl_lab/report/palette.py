@@ -18,7 +18,6 @@ from qerl_lab.report.runs import Record
 
 STYLE = Path(__file__).with_name("report.mplstyle")
 DPI = 160  # 704 pixels for a panel: sharp on a phone and at half the width of a page
-LETTERS = 10  # characters of a legend per inch
 # Okabe and Ito's colors, which color-blind readers can distinguish.
 KNOWN = {DENSE_FORMAT: "#000000", "nvfp4": "#0072B2", "mxfp4": "#D55E00", "nf4": "#009E73"}
 OTHERS = ("#56B4E9", "#CC79A7", "#E69F00", "#777777", "#8C564B", "#BCBD22")  # colors that `KNOWN` does not use
@@ -27,10 +26,10 @@ DASHES, MARKERS = ("-", "--", "-.", ":"), "os^Dv" + "PX*"
 PRINTED = {"bf16/float16": DENSE_FORMAT}  # names in the paper's figures that differ from ours
 
 
-def color(weight_format: str) -> str:
-    """Return the color of a format, by our name or the paper's; grey for any other."""
-    name = weight_format.lower()
-    return FORMATS.get(PRINTED.get(name, name), "#777777")
+def color(name: str, number: int = OTHERS.index("#777777")) -> str:
+    """Return the color of a weight format, by our name or the paper's; for another name an unused color, or grey."""
+    name = name.lower()
+    return FORMATS.get(PRINTED.get(name, name), OTHERS[number % len(OTHERS)])
 
 
 def formats(arms: Mapping[str, Sequence[Record]]) -> dict[str, str]:
@@ -61,9 +60,9 @@ def format_tick(value: float, _: object = None) -> str:
 
 def add_legend_below(figure: Figure, handles: Mapping[str, Artist]) -> None:
     """Add one legend below all panels, wrapped to the width of the figure, which becomes higher by its lines."""
-    letters = int(LETTERS * figure.get_figwidth())
-    names = [textwrap.fill(name, letters, break_on_hyphens=False) for name in handles]
-    columns = max(1, min(len(names), letters // (8 + max(map(len, names)))))
+    width = figure.get_figwidth()
+    names = [textwrap.fill(name, int(10 * width), break_on_hyphens=False) for name in handles]
+    columns = max(1, min(len(names), int(width / (0.6 + 0.08 * max(map(len, names))))))  # inches
     lines = math.ceil(sum(name.count("\n") + 1 for name in names) / columns)
     figure.set_figheight(figure.get_figheight() + 0.2 * lines)
     figure.legend(handles.values(), names, loc="outside lower left", ncols=columns)

@@ -95,13 +95,13 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, 
     left.axvline(0, color="gray", lw=0.8)
     left.margins(x=0.05)
     left.set(title="Entropy minus the dense model's", xlabel="nats per token, 95% interval over prompts")
-    left.set_yticks(range(len(names)), names)
-    left.invert_yaxis()
     parts = pd.DataFrame.from_dict(shares, orient="index").reindex(names).fillna(0.0)
     colors = {part: f"C{number}" for number, part in enumerate(parts)}
     shown = parts.loc[:, parts.any()]
     if not shown.empty:
         shown.plot.barh(stacked=True, ax=right, color=colors, width=0.6, legend=False)
+    left.set_yticks(range(len(names)), names)
+    left.set_ylim(len(names) - 0.5, -0.5)
     right.set(title="Parts of the weights' error", xlabel="share of the squared error")
     handles, labels = right.get_legend_handles_labels()
     if handles:
@@ -114,7 +114,7 @@ def plot_block_values(values: Mapping[str, Sequence[float]]) -> Figure:
     """Plot, a row per format, the values that a weight can take within its block."""
     figure, axis = plt.subplots(figsize=(8, 0.7 + 0.45 * len(values)))
     for row, (name, found) in enumerate(values.items()):
-        axis.plot(found, [row] * len(found), "|", ms=16, mew=1.8, color=_color(name, row))
+        axis.plot(found, [row] * len(found), "|", ms=16, mew=1.8, color=palette.color(name, row))
     axis.set_yticks(range(len(values)), [f"{name}, {len(found)} values" for name, found in values.items()])
     axis.margins(x=0.04)
     axis.set(xlabel="weight, in units of the largest of its block", ylim=(len(values) - 0.4, -0.6))
@@ -126,7 +126,7 @@ def plot_block_maxima(stored: Mapping[str, Sequence[float]]) -> Figure:
     """Plot a histogram per format of stored over exact, for the largest weight of each block; 1 is exact."""
     figure, axes = plt.subplots(1, len(stored), figsize=(3 * len(stored), 2.6), sharex=True, squeeze=False)
     for number, (axis, (name, found)) in enumerate(zip(axes.flat, stored.items(), strict=True)):
-        axis.hist(found, bins=40, range=(0.75, 1.25), color=_color(name, number))
+        axis.hist(found, bins=40, range=(0.75, 1.25), color=palette.color(name, number))
         axis.axvline(1, color="0.3", lw=0.8)
         axis.set(title=name, xlabel="stored / exact", yticks=[])
     axes.flat[0].set_ylabel("blocks")
@@ -150,7 +150,7 @@ def plot_noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure
         axis.plot(noise[x], noise[y], ".", color="0.6", label="noise, each draw")
         axis.plot(means[x], means[y], "-", color="0.2", label="noise, mean")
     for row, (name, effect) in enumerate(formats.iterrows()):
-        style = {"color": _color(str(name), row), "label": name}
+        style = {"color": palette.color(str(name), row), "label": name}
         left.axhline(effect["kl"], ls=("--", ":", "-.")[row % 3], **style)
         change = effect["entropy_change"]
         ends = [[change - effect["change_low"]], [effect["change_high"] - change]]
@@ -163,8 +163,3 @@ def plot_noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure
     for axis in (left, right):
         axis.legend(fontsize="small", loc="upper left")
     return figure
-
-
-def _color(name: str, number: int) -> str:
-    """Return the color of a format of the lab, or an unused color for another one."""
-    return palette.FORMATS.get(name, palette.OTHERS[number % len(palette.OTHERS)])
