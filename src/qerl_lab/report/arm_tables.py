@@ -30,7 +30,6 @@ class Measured:
     ratio: bool = False
 
 
-ACCURACIES = ("after", "gain")
 DIFFERENCES = (
     Measured("accuracy after", "after", 1),
     Measured("gain in accuracy", "gain", 1),
@@ -80,19 +79,11 @@ def _pass_cell(records: Sequence[Record]) -> str:
 
 
 def _differences(comparison: Comparison, baseline: str) -> Table:
-    control, rows, gaps = comparison.arms[baseline], [], []
-    for arm, records in comparison.arms.items():
-        if arm == baseline:
-            continue
-        if not {one.run.seed for one in records} & {one.run.seed for one in control}:
-            gaps.append((arm, "every measure", "the two share no seed"))
-            continue
-        for measure in DIFFERENCES:
-            if cells := _difference_cells(records, control, measure):
-                rows.append([arm, measure.label, *cells])
-            else:
-                of_what = "held-out question" if measure.name in ACCURACIES else "value"
-                gaps.append((arm, measure.label, SHARED if measure.ratio else f"no shared {of_what}"))
+    rows = [
+        [arm, measure.label, *cells]
+        for arm, records in comparison.arms.items() if arm != baseline for measure in DIFFERENCES
+        if (cells := _difference_cells(records, comparison.arms[baseline], measure))
+    ]  # fmt: skip
     return Table(
         f"Differences to {baseline}",
         "Paired by seed, accuracies also by question: mean [95% interval] (shared seeds). Speeds are ratios, given "
@@ -100,27 +91,13 @@ def _differences(comparison: Comparison, baseline: str) -> Table:
         "their logarithms). P(better): share of seed pairs in which the arm is better. Unlike the verdicts, nothing is "
         "corrected for multiple comparisons. Arms may differ in several settings: see the last table.",
         [["arm", "measure", "difference", "effect size", "P(better)"], *rows],
-        _left_out(gaps, len(comparison.arms) - 1),
+        "" if rows else f"Left out: no arm shares a seed with {baseline}.",
     )
-
-
-def _left_out(gaps: Sequence[tuple[str, str, str]], others: int) -> str:
-    """Join gaps (arm, measure, reason) to sentences; arms and measures that share a reason share a sentence."""
-    if not gaps:
-        return ""
-    table = pd.DataFrame(gaps, columns=["arms", "measures", "why"])
-
-    def join(arms: pd.Series) -> str:
-        return "every arm" if len(arms) == others else in_words(list(arms))
-
-    by_measure = table.groupby(["measures", "why"], sort=False)["arms"].agg(join).reset_index()
-    by_arms = by_measure.groupby(["arms", "why"], sort=False)["measures"].agg(lambda names: in_words(list(names)))
-    return f"Left out: {'. '.join(f'{measures} of {arms}, since {why}' for (arms, why), measures in by_arms.items())}."
 
 
 def _values(records: Sequence[Record], name: str) -> pd.DataFrame:
     """Return accuracies [seeds, questions] or one number of the summary [seeds, 1]."""
-    if name in ACCURACIES:
+    if name in ("after", "gain"):
         return matrix(records, name)
     return pd.DataFrame({"run": {record.run.seed: float(record.summary[name]) for record in records}})
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from qerl_lab.config.option import ConfigError, parse_json
-from qerl_lab.config.spelling import shell_word
+from qerl_lab.config.option import parse_json
 from qerl_lab.record.metrics import PHASES
 from qerl_lab.report.arms import version
 from qerl_lab.report.table import NONE
@@ -16,7 +15,6 @@ from qerl_lab.system.terminal import columns
 
 Result = dict[str, Any]
 OF_ARMS = ("rollout", "step")  # benchmarks that run each arm in its own process
-NO_RESULT = (ValueError, LookupError, TypeError, AttributeError)  # raised by reading an invalid or incomplete file
 LAYER = "whole layer"
 AND_ADAPTER = "_and_adapter"  # suffix of a product that is timed together with the adapter
 # Arms that differ in one of these settings are not comparable, so `notes` warns.
@@ -45,24 +43,9 @@ TRAIN_STEP = (
 )  # fmt: skip
 
 
-def read(folder: Path) -> dict[str, Result]:
-    """Read the results of a folder by file name. Raises ConfigError if there is none or a file is invalid."""
-    found = {}
-    for file in sorted(folder.glob("*.json")):
-        try:
-            found[file.stem] = load(file)
-        except NO_RESULT as error:
-            raise ConfigError(f"{file} is no result of python -m qerl_lab.bench ({error!r}). Move it away.") from None
-    if not found:
-        out = shell_word("out", folder / "linear")
-        raise ConfigError(f"{folder} holds no result. Make one: python -m qerl_lab.bench linear {out}.")
-    return found
-
-
 def load(file: Path) -> Result:
-    """Read one result. Raises one of `NO_RESULT`, or OSError."""
+    """Read one result. Raises ValueError or OSError for a file that is none."""
     result: Result = parse_json(file.read_bytes())
-    result["benchmark"], result["environment"]
     return result
 
 

@@ -240,14 +240,9 @@ def _count_equal(texts: Iterable[str]) -> list[str]:
 def _times(records: Sequence[Record]) -> list[str]:
     if not records:
         return []
-    seconds = [record.summary["seconds"] for record in records]
     began = [datetime.fromisoformat(record.origin.began).timestamp() for record in records if record.origin.began]
-    ended = _moment(max(record.run.ended for record in records))
-    span = f"The first began {_moment(min(began))}, the last ended {ended}." if began else f"The last ended {ended}."
-    if any(record.at_once > 1 for record in records):
-        return [f"{len(seconds)} runs on shared machines. {span}"]
-    took = f"{sum(seconds):,.0f} s in all, {min(seconds):,.0f} to {max(seconds):,.0f} s each"
-    return [f"{len(seconds)} runs took {took}. {span}"]
+    first = f"The first began {_moment(min(began))}, the" if began else "The"
+    return [f"{first} last ended {_moment(max(record.run.ended for record in records))}."]
 
 
 def _moment(seconds: float) -> str:

@@ -47,7 +47,7 @@ def tabulate_files(paths: Sequence[Path]) -> Speed:
         try:
             result = bench.load(file)
             about, of_arms, of_sizes = _describe(result), _speeds(result), _sizes(result)
-        except (*bench.NO_RESULT, OSError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:  # invalid or incomplete
             about = f"left out, no complete result of python -m qerl_lab.bench ({error!r})."
         else:
             (rollouts if result["benchmark"] == "rollout" else steps).append(of_arms)
