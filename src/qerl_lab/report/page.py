@@ -1,12 +1,14 @@
 """Write a results folder: the runs as Parquet and, from these alone, tables, figures, verdicts and report.html."""
 
 import base64
+import re
 import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +146,9 @@ def html(
     measured, lacking = [row for row in rows if row.numbers], [row for row in rows if not row.numbers]
     differ = comparison.what_differs(found)
     verdicts = Counter(row.verdict for row in measured)
-    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE.read_text("utf-8"))
-    return template.render(
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.filters["breakable"] = breakable
+    return environment.from_string(TEMPLATE.read_text("utf-8")).render(
         title=f"{title}: a report of {len(found.records) + len(found.damaged)} runs", command=line,
         facts=[*_facts(found), *(_count(verdicts[one], "contrast", f" {one}") for one in Verdict if verdicts[one])],
         notes=[*_gaps(found), *comparison.notes(found)],
@@ -157,6 +160,11 @@ def html(
         figures=drawn,
         provenance=_provenance(found), arms_differ=[["arm", *keys[1:]] for keys in differ[:1]] + differ[1:],
     )  # fmt: skip
+
+
+def breakable(text: str) -> str:
+    """Escape a cell for HTML and let long keys break after the group and before the value, as on a phone."""
+    return re.sub(r"\S{17,}", lambda word: re.sub(r"(?<=[a-z])\.(?=[a-z])|=", r"\g<0><wbr>", word[0]), escape(text))
 
 
 def _count(number: int, noun: str, rest: str = "") -> tuple[int, str]:

@@ -11,7 +11,7 @@ import pytest
 from qerl_lab.report import comparison
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import of_paper
-from qerl_lab.report.page import draw_all
+from qerl_lab.report.page import breakable, draw_all
 from qerl_lab.report.speed_tables import WITHOUT
 from run_directories import make_run
 
@@ -79,6 +79,11 @@ def test_it_has_verdicts_tables_and_what_was_run(page: str) -> None:
                  "python -m qerl_lab.report results/mine out=results/mine"):  # fmt: skip
         assert said in text, said
     assert re.search(r"<td>0\.\d{3} \[-?\d\.\d{3}, \d\.\d{3}\] \(3\)</td>", page)
+
+
+def test_a_key_may_break_where_it_is_read_and_stays_escaped() -> None:
+    assert breakable("bf16 (optim.learning_rate=0.5, x<y)") == "bf16 (optim.<wbr>learning_rate=<wbr>0.5, x&lt;y)"
+    assert breakable("nvfp4 lora=dense & 0.83x") == "nvfp4 lora=dense &amp; 0.83x"  # short words stay whole
 
 
 def test_the_paper_s_curves_stand_after_ours_and_say_model_and_task(page: str) -> None:
