@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from qerl_lab.record.metrics import PHASES
 from qerl_lab.report import bench, palette
 from qerl_lab.report.bench import AND_ADAPTER, LAYER, Result, gpu_of
-from qerl_lab.report.palette import STYLE, add_legend_below, format_tick, png
+from qerl_lab.report.palette import add_legend_below, format_tick, png, styled
 from qerl_lab.report.speed_tables import printed_rollouts
 
 # Arms of other libraries, dashed or hatched in the color of their weight format.
@@ -28,7 +28,7 @@ def figure(result: Result) -> Figure | None:
     draw = DRAWN.get(result["benchmark"])
     if draw is None or (result["benchmark"] in bench.OF_ARMS and not bench.alive(result)):
         return None
-    with plt.style.context(STYLE):
+    with styled():
         return draw(result)
 
 

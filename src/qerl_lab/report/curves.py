@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import MaxNLocator
 
-from qerl_lab.report.palette import STYLE, add_legend_below, format_tick
+from qerl_lab.report.palette import add_legend_below, format_tick, styled
 from qerl_lab.report.stats import NATS, SHARE, band_over_seeds
 
 STEP, CLOCK = "step", "seconds"  # columns of `comparison.curves`
@@ -104,7 +104,7 @@ def draw(
     labels = {arm: textwrap.fill(f"{arm} (n={count})", LEGEND_CHARS) for arm, count in runs.items()}
     lines = [sum(labels[arm].count("\n") + 1 for arm in group) for group in groups]
     size = {"figsize": (4.4, sum(2.9 + 0.19 * count for count in lines)), "height_ratios": [12 + n for n in lines]}
-    with plt.style.context(STYLE):
+    with styled():
         figure, axes = plt.subplots(len(groups), 1, sharey=True, sharex=True, squeeze=False, **size)
         for axis, group in zip(axes.flat, groups, strict=True):
             _draw_arms(axis, chosen, {arm: labels[arm] for arm in group}, curve, styles, by=by)
@@ -127,7 +127,7 @@ def side_by_side(
     """
     runs = points.groupby("arm")["run_id"].nunique()
     texts = {arm: f"{label} (n={runs[arm]})" for arm, label in labels.items()}
-    with plt.style.context(STYLE):
+    with styled():
         figure, axes = plt.subplots(1, len(shown), figsize=(4.4 * len(shown), 3.7), squeeze=False)
         for axis, curve in zip(axes.flat, shown, strict=True):
             chosen = _points_of(points, curve)

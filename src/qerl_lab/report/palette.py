@@ -3,11 +3,13 @@
 import io
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from matplotlib import rc_params_from_file
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from PIL import Image
@@ -24,6 +26,18 @@ OTHERS = ("#56B4E9", "#CC79A7", "#E69F00", "#777777", "#8C564B", "#BCBD22")  # c
 FORMATS: dict[str, str] = KNOWN | dict(zip(sorted({*choices_of("format")} - {*KNOWN}), OTHERS[::-1], strict=False))
 DASHES, MARKERS = ("-", "--", "-.", ":"), "os^Dv" + "PX*"
 PRINTED = {"bf16/float16": DENSE_FORMAT}  # names in the paper's figures that differ from ours
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw in the style of `STYLE`. In a notebook it leaves interactive mode on, which `plt.style.context` resets."""
+    style = rc_params_from_file(STYLE, use_default_template=False)
+    before = {key: plt.rcParams[key] for key in style}
+    plt.rcParams.update(style)
+    try:
+        yield
+    finally:
+        plt.rcParams.update(before)
 
 
 def color(name: str, number: int = OTHERS.index("#777777")) -> str:

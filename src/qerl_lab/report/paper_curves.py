@@ -83,7 +83,7 @@ def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
     return f"{figure.about}, read to +-{error:g}. {ours}: model {named}. {figure.remark}".strip()
 
 
-@plt.style.context(palette.STYLE)
+@palette.styled()
 def draw(figure: PaperFigure) -> Figure:
     """Draw the panels below each other with straight lines between digitized points; the caller closes the figure."""
     table, curves = reference.digitized(figure.file), reference.curves()

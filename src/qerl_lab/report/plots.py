@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qerl_lab.report import palette
-from qerl_lab.report.palette import STYLE, add_legend_below, png
+from qerl_lab.report.palette import add_legend_below, png, styled
 
 MARKS = "osD^v<>"
 PANELS = (  # title, y label, (metric, label) for each line
@@ -28,7 +28,7 @@ PANELS = (  # title, y label, (metric, label) for each line
 )
 
 
-@plt.style.context(STYLE)
+@styled()
 def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
     """Plot reward, entropy, sigma and throughput of one run by step, from `runs.read_steps`. No smoothing.
 
@@ -53,7 +53,7 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
     path.write_bytes(png(figure))
 
 
-@plt.style.context(STYLE)
+@styled()
 def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
     """Plot the SQNR of every quantized Linear by layer, with a line per kind of Linear (q_proj ...).
 
@@ -77,7 +77,7 @@ def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
     path.write_bytes(png(figure))
 
 
-@plt.style.context(STYLE)
+@styled()
 def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, dict[str, float]], path: Path) -> None:
     """Plot the entropy of each arm minus the dense model's with its interval, beside the parts of its weight error.
 
@@ -109,7 +109,7 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, 
     path.write_bytes(png(figure))
 
 
-@plt.style.context(STYLE)
+@styled()
 def plot_block_values(values: Mapping[str, Sequence[float]]) -> Figure:
     """Plot, a row per format, the values that a weight can take within its block."""
     figure, axis = plt.subplots(figsize=(8, 0.7 + 0.45 * len(values)))
@@ -121,7 +121,7 @@ def plot_block_values(values: Mapping[str, Sequence[float]]) -> Figure:
     return figure
 
 
-@plt.style.context(STYLE)
+@styled()
 def plot_block_maxima(stored: Mapping[str, Sequence[float]]) -> Figure:
     """Plot a histogram per format of stored over exact, for the largest weight of each block; 1 is exact."""
     figure, axes = plt.subplots(1, len(stored), figsize=(3 * len(stored), 2.6), sharex=True, squeeze=False)
@@ -133,7 +133,7 @@ def plot_block_maxima(stored: Mapping[str, Sequence[float]]) -> Figure:
     return figure
 
 
-@plt.style.context(STYLE)
+@styled()
 def plot_noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure:
     """Compare noise with formats: left KL by sigma, right entropy by KL.
 
