@@ -12,7 +12,7 @@ def main(words: list[str]) -> int:
 
 def command() -> None:
     """The process of the command."""
-    exits.run(main, exits.LOST_TO_A_RUN)
+    exits.run(main)
 
 
 if __name__ == "__main__":

@@ -91,8 +91,6 @@ class FakeVllm:
         match method:
             case "qerl_describe":
                 return self.described
-            case "qerl_sees":
-                return [file.name for file in Path(given["folder"]).glob("*")]
             case "qerl_adapter":
                 return [1]
             case "qerl_noise":

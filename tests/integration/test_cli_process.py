@@ -71,7 +71,7 @@ def test_however_the_child_ends_the_directory_and_the_exit_code_say_so(seed, cod
         assert RunDirectory(Path("run")).reason.startswith(reason)
 
 
-@pytest.mark.parametrize("words", [[], ["run_dir=a/b/c"], ["hydra.run.dir=a/b"]])
+@pytest.mark.parametrize("words", [[], ["run_dir=a/b/c"]])
 def test_a_configuration_that_the_run_itself_refuses_leaves_no_directory(words, capfd):
     before = sorted(Path.cwd().rglob("*"))
     assert main([f"seed={REFUSES}", *words]) == 2
@@ -115,9 +115,8 @@ def test_a_failed_run_is_told_in_two_lines(capfd):
 def test_a_directory_that_is_not_empty_is_refused(capfd):
     Path("used").mkdir()
     assert main(["run_dir=used"]) == 0
-    for word in ("run_dir=used", "hydra.run.dir=used"):
-        assert main([word]) == 2
-        assert "used has a finished run. Type run_dir=DIR" in capfd.readouterr().err
+    assert main(["run_dir=used"]) == 2
+    assert "used has a finished run. Type run_dir=DIR" in capfd.readouterr().err
 
 
 def test_resume_continues_a_run_that_did_not_finish(capfd):

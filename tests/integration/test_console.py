@@ -84,13 +84,6 @@ def test_a_run_goes_on_to_its_end_when_nobody_reads_it(start: Start, tmp_path: P
     assert steps(tmp_path / "run") == 2
 
 
-def test_a_run_goes_on_to_its_end_when_its_console_is_on_a_full_disk(start: Start, tmp_path: Path) -> None:
-    with open("/dev/full", "w") as full:
-        process = start("steps=2", stdout=full, stderr=full)
-    assert process.wait(timeout=300) == 0
-    assert RunDirectory(tmp_path / "run").status == "done"
-
-
 @pytest.mark.parametrize("to_group", [False, True])
 def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(start: Start, tmp_path: Path, to_group: bool) -> None:
     process = start("steps=2")

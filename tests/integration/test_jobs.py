@@ -71,22 +71,6 @@ def test_a_job_that_somebody_else_runs_is_left_alone(capfd: pytest.CaptureFixtur
     assert second.status == "interrupted"
 
 
-def test_a_claim_without_effect_leaves_no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    claim, calls = RunDirectory.claim, iter([False, True])
-
-    def fails_at_the_second(run: RunDirectory, *args: object) -> None:
-        if next(calls):
-            raise OSError("no space")
-        claim(run, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(RunDirectory, "claim", fails_at_the_second)
-    for words in (["hydra.sweep.dir=x/sweep"], []):
-        calls = iter([False, True])
-        with pytest.raises(OSError, match="no space"):
-            jobs.claim(make_plan(["seed=0,1", *words], True), "the command")
-        assert not list(Path.cwd().iterdir())
-
-
 def test_what_breaks_around_a_job_is_told_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -96,14 +96,14 @@ def test_the_same_line_skips_what_is_done_and_goes_on_with_what_failed(capfd: py
     out = capfd.readouterr().out
     assert "2 done" in out
     assert (directory / "table.txt").read_text().strip() in out
-    assert main(["-m", "seed=0,3"]) == 0  # another grid: only what it adds
-    assert list(calls().values()) == [1, 2, 1]
-    assert main(["-m", "seed=0,3", "lora.rank=4"]) == 0  # another configuration
-    assert len(sessions()) == 5
+    for words in (["seed=0,3"], ["seed=0,1", "lora.rank=4"], ["seed=0,3", "rerun=true"]):  # another sweep
+        before = len(sessions())
+        main(["-m", *words])
+        assert len(sessions()) == before + 2
 
 
 def test_another_grid_in_the_same_directory_joins_the_first(capfd: pytest.CaptureFixture[str]) -> None:
-    for seeds in ("0,3", "4,5", "3,4"):
+    for seeds in ("0,3", "4,5"):
         assert main(["-m", f"seed={seeds}", "hydra.sweep.dir=sweep"]) == 0
     runs = ["0-adhoc-seed0", "0-adhoc-seed4", "1-adhoc-seed3", "1-adhoc-seed5"]
     assert sorted(path.parent.name for path in Path("sweep").glob("*/DONE")) == runs
@@ -116,15 +116,16 @@ def test_another_grid_in_the_same_directory_joins_the_first(capfd: pytest.Captur
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("again", "ends"), [("rerun=true", ["", "-2", "-3"]), ("steps=49", ["", "-2"])])
-def test_runs_of_the_same_number_and_seed_lie_side_by_side_in_one_directory(again: str, ends: list[str]) -> None:
+@pytest.mark.parametrize(("again", "said"), [
+    (["rerun=true"], "has a run already. Type another hydra.sweep.dir."),
+    (["steps=49"], "has a run of another configuration, or of other questions. Type another hydra.sweep.dir."),
+    (["steps=49", "hydra/launcher=basic"], "has a run of another configuration"),
+])  # fmt: skip
+def test_a_job_does_not_go_on_with_another_run(again: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["-m", "seed=0,3", "hydra.sweep.dir=sweep"]
     assert main(words) == 0
-    assert main([*words, again]) == 0
-    assert main([*words, again]) == 0  # runs anew once more, or nothing
-    names = {path.parent.name for path in Path("sweep").glob("*/DONE")}
-    assert names == {f"{name}{end}" for name in ("0-adhoc-seed0", "1-adhoc-seed3") for end in ends}
-    assert main(["resume=sweep"]) == 0
+    assert main([*words, *again]) == 2
+    assert said in capfd.readouterr().err
 
 
 def test_a_moved_model_is_the_same_run_and_a_replaced_one_is_another() -> None:
@@ -134,15 +135,9 @@ def test_a_moved_model_is_the_same_run_and_a_replaced_one_is_another() -> None:
     moved = Path(model).rename("moved")
     assert main([*words, f"model.path={moved}"]) == 0
     assert sessions() == [1, 1]
-    other = Path(shutil.copytree(moved, "other"))
-    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + " ")
-    assert main([*words, f"model.path={other},{moved}"]) == 0
-    assert main([*words, f"model.path={other},{moved.rename('again')}"]) == 0
-    assert sessions() == [1, 1, 1, 1]
-    Path("again").rename(moved)
     (moved / "tokenizer.json").write_text((moved / "tokenizer.json").read_text() + "\n")
     assert main([*words, f"model.path={moved}"]) == 0
-    assert sessions() == [1] * 6
+    assert sessions() == [1] * 4
 
 
 def test_a_run_whose_questions_were_in_a_file_that_changed_is_another_run() -> None:
@@ -227,15 +222,6 @@ def test_a_launcher_of_hydra_s_own_runs_checked_jobs_and_the_same_line_goes_on(
     assert noted["sweep"] == f"adhoc/{sweep.name}"
     assert main(words) == 0
     assert sessions() == [1, 2, 1]
-
-
-def test_another_launcher_s_job_does_not_go_on_with_a_run_of_another_configuration(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    words = ["-m", "seed=0,3", "hydra/launcher=basic", "hydra.sweep.dir=sweep"]
-    assert main(words) == 0
-    assert main([*words, "lora.rank=4"]) == 2
-    assert "has a run of another configuration. Type another hydra.sweep.dir." in capfd.readouterr().err
 
 
 def test_a_pool_runs_so_many_jobs_at_once_and_no_more(capfd: pytest.CaptureFixture[str]) -> None:

@@ -113,9 +113,7 @@ def parse(command: str) -> object:
             words[at : at + 2] = [f'hydra.searchpath=["file://{ROOT / words[at + 1]}"]']
         return make_plan([spell_for_hydra(word) for word in words if word != "-m"], "-m" in words)
     if module == "qerl_lab.tools.search":
-        given = search.parse_space([word for word in words if not search.is_own(word)], search.SearchOptions())
-        ends = [f"{key}={low}" for key, (low, _) in given.ranges.items()]
-        return make_plan([spell_for_hydra(word) for word in (*given.words, *ends)], False)
+        return search.read_space([word for word in words if not search.is_own(word)], search.SearchOptions())
     found = vars(importlib.import_module(f"{module}.__main__" if path.is_dir() else module))
     if words[0] in found.get("COMMANDS", {}) or "COMMAND" not in found:
         return found["COMMANDS"][words[0]].read(words[1:])

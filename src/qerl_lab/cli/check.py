@@ -1,4 +1,4 @@
-"""The Hydra callback of every command: check all jobs and claim their directories before the first one starts."""
+"""Check all jobs of a command and claim their directories before the first one starts."""
 
 import shlex
 import sys
@@ -8,31 +8,30 @@ from dataclasses import replace
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict, read_write
 
 from qerl_lab import preflight
 from qerl_lab.cli import cluster, compose, jobs, manual, scheduler
 from qerl_lab.cli.compose import Job, Plan
-from qerl_lab.config.arm import OF_SWEEPS, as_recorded
+from qerl_lab.config.arm import OF_SWEEPS
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.spelling import word
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.folders import remove_empty
-from qerl_lab.system.exits import OK, USAGE
+from qerl_lab.system.exits import OK
 
 LAUNCHER = "lab"  # our launcher, in hydra_plugins
 HERE = ("basic", "joblib", "submitit_local")  # other launchers whose jobs run on this machine
 
 
 class PastHydra(BaseException):
-    """Carries an exception past Hydra, which only logs exceptions raised in callbacks."""
+    """Carries an exception past Hydra, which logs exceptions of callbacks and announces those of jobs."""
 
 
 @contextmanager
-def _past_hydra() -> Iterator[None]:
+def past_hydra() -> Iterator[None]:
+    """Raise an exception as `PastHydra`."""
     try:
         yield
     except Exception as error:
@@ -40,28 +39,22 @@ def _past_hydra() -> Iterator[None]:
 
 
 class CheckJobs(Callback):
-    """Check the jobs and claim their directories when a command starts; print the results and exit when it ends."""
+    """Hydra's callback: check and claim a sweep's jobs when it starts; print the results and exit when it ends."""
 
     plan: Plan
 
-    @_past_hydra()
-    def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        self.plan = _claim_directories(compose.single(config, GlobalHydra.instance().config_loader()))
-        with read_write(config.hydra), open_dict(config.hydra):
-            config.hydra.run.dir = str(self.plan.directory)
-
-    @_past_hydra()
-    def on_run_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
-        code = job_return.return_value
-        if code == USAGE:
-            remove_empty(self.plan.directory, self.plan.made)
-        sys.exit(code)
-
-    @_past_hydra()
+    @past_hydra()
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         launcher = config.hydra.runtime.choices["hydra/launcher"]
         plan = compose.sweep(config, GlobalHydra.instance().config_loader())
-        self.plan = _claim_directories(plan) if launcher == LAUNCHER else _check_for_launcher(plan, launcher)
+        first = plan.jobs[0]
+        ours = [typed for typed in first.overrides if typed.partition("=")[0] in OF_SWEEPS]
+        if ours and launcher != LAUNCHER:
+            raise ConfigError(
+                f"{ours[0]} is for hydra/launcher={LAUNCHER}, and hydra/launcher={launcher} was given. Leave one of "
+                "the two out."
+            )
+        self.plan = check_and_claim(plan, first.config.launcher == "local" and launcher in (LAUNCHER, *HERE))
         with read_write(config.hydra), open_dict(config.hydra):
             config.hydra.sweep.dir = str(self.plan.directory)
             # Other launchers compose their jobs again from these words.
@@ -69,7 +62,7 @@ class CheckJobs(Callback):
             if launcher == LAUNCHER:
                 config.hydra.launcher.run_dirs = [str(job.run_dir) for job in self.plan.jobs]
 
-    @_past_hydra()
+    @past_hydra()
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         sys.exit(scheduler.finish(self.plan))
 
@@ -79,39 +72,12 @@ def command_line(words: Sequence[str] | None = None) -> str:
     return redact(shlex.join(["python", "-m", "qerl_lab", *(sys.argv[1:] if words is None else words)]))
 
 
-def _claim_directories(plan: Plan) -> Plan:
-    """Check the jobs, then print them (dry run) or claim their directories. Raises ConfigError."""
-    plan = _check_unless_dry(jobs.reuse_directories(plan), plan.jobs[0].config.launcher == "local")
-    plan = jobs.claim(plan, command_line())
-    print(manual.opening_lines(plan), flush=True)
-    return plan
+def check_and_claim(plan: Plan, is_here: bool) -> Plan:
+    """Check the jobs, then claim their directories, or print the table of a dry run and exit. Raises ConfigError.
 
-
-def _check_for_launcher(plan: Plan, launcher: str) -> Plan:
-    """Check the jobs of a launcher that is not ours; each job claims the directory that Hydra gives it.
-
-    A sweep continues in an existing directory only if that holds all of its runs. Raises ConfigError, also for a key
-    that only our launcher reads.
+    `is_here`: the jobs run on this machine.
     """
-    for typed in plan.jobs[0].overrides:
-        if typed.partition("=")[0] in OF_SWEEPS:
-            raise ConfigError(
-                f"{typed} is for hydra/launcher={LAUNCHER}, and hydra/launcher={launcher} was given. Leave one of the "
-                "two out."
-            )
-    directory = jobs.reuse_directories(plan).directory
-    own = [replace(job, run_dir=directory / job.run_dir.relative_to(plan.directory)) for job in plan.jobs]
-    for job in own:
-        run = RunDirectory(job.run_dir)
-        if run.is_claimed and jobs.identity(run.settings()) != jobs.identity(as_recorded(job.config)):
-            raise ConfigError(f"{run.path} has a run of another configuration. Type another hydra.sweep.dir.")
-    plan = _check_unless_dry(replace(plan, jobs=own, directory=directory), launcher in HERE)
-    print(manual.opening_lines(plan), flush=True)
-    return plan
-
-
-def _check_unless_dry(plan: Plan, is_here: bool) -> Plan:
-    """Check the jobs and note what they cut, or print the table of a dry run and exit. Raises ConfigError."""
+    plan = jobs.continue_sweep(plan)
     is_dry = any(job.config.dry_run for job in plan.jobs)
     plan = check_jobs(plan, is_here, is_dry)
     if plan.multirun and RunDirectory(plan.directory).is_claimed:
@@ -121,6 +87,8 @@ def _check_unless_dry(plan: Plan, is_here: bool) -> Plan:
     if is_dry:
         print(manual.dry_run_table(plan))
         sys.exit(OK)
+    plan = jobs.claim(plan, command_line())
+    print(manual.opening_lines(plan), flush=True)
     return plan
 
 
@@ -147,18 +115,8 @@ def check_jobs(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
 
 
 def _preflight_notes(job: Job, is_here: bool, is_dry: bool) -> list[str]:
-    run = RunDirectory(job.run_dir)
-    if job.begun and run.status == "done":
-        try:
-            run.whole_metrics()
-        except ConfigError as error:
-            reason = (
-                str(error).removesuffix(" Move it away.").rstrip(".")
-            )  # a run without that file would be damaged too
-            raise ConfigError(
-                f"the finished run {run.path} is damaged: {reason}. Put the file back as it was, or move the directory "
-                "away and type the same line: it makes the run anew."
-            ) from None
+    """Check that a run could start; return notes on what it cuts. Raises ConfigError, but see `check_jobs`."""
+    if job.begun and RunDirectory(job.run_dir).status == "done":
         return []
     said = preflight.check(job.config, job.run_dir, is_here and not is_dry)
     if is_dry:

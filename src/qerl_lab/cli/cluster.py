@@ -15,17 +15,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.system import terminal
 
 if TYPE_CHECKING:
     from submitit import SlurmJob
 
-    from qerl_lab.cli.scheduler import Call, Ended
+    from qerl_lab.cli.scheduler import Call
 
 SET_BY_SUBMITIT = {"array", "output", "error", "open-mode", "nodes", "ntasks-per-node", "signal"}  # sbatch flags
 GPU_FLAGS = {"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"}
@@ -107,7 +106,7 @@ def _one_sentence(error: BaseException) -> str:
 
 
 @contextmanager
-def slurm(configs: Sequence[RunConfig], calls: "Sequence[Call]", folder: Path) -> "Iterator[list[SlurmJob[Ended]]]":
+def slurm(configs: Sequence[RunConfig], calls: "Sequence[Call]", folder: Path) -> "Iterator[list[SlurmJob[str]]]":
     """Submit the calls as one Slurm array; write its scripts and logs into `folder`."""
     import submitit
     from submitit.core.utils import FailedJobError
@@ -130,7 +129,7 @@ def slurm(configs: Sequence[RunConfig], calls: "Sequence[Call]", folder: Path) -
 
 
 @contextmanager
-def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list[Future[Ended]]]":
+def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list[Future[str]]]":
     """Run the calls on Ray, `jobs` at once, on the cluster at RAY_ADDRESS or else on one started here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
     import ray as library
@@ -143,14 +142,11 @@ def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list
     for number, handler in before.items():  # Ray's own handlers would end the command
         signal.signal(number, handler)
     has_gpus = library.cluster_resources().get("GPU", 0) > 0
-    nodes = [node["Resources"] for node in library.nodes() if node["Alive"]]
-    if said := oversize_warning([ray_resources(cfg, has_gpus) for cfg in configs], nodes):
-        terminal.say(f"warning: {said}")
 
-    def one(cfg: RunConfig, call: "Call") -> "Ended":
+    def one(cfg: RunConfig, call: "Call") -> str:
         asked = ray_resources(cfg, has_gpus)
         task = library.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"])(type(call).__call__)
-        return cast("Ended", library.get(task.remote(call)))
+        return str(library.get(task.remote(call)))
 
     try:
         with ThreadPoolExecutor(configs[0].jobs) as pool:
@@ -163,19 +159,3 @@ def ray_resources(cfg: RunConfig, has_gpus: bool) -> dict[str, float]:
     """Return the CPUs that a job requests from Ray, and GPUs if the cluster has any."""
     share = 1 / cfg.jobs_per_gpu if cfg.gpus == 1 else cfg.gpus  # Ray gives several GPUs only whole
     return {"CPU": max(1, cfg.cpu_threads), "GPU": share if has_gpus and cfg.device != "cpu" else 0}
-
-
-def oversize_warning(asked: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str:
-    """Return a warning if a job requests more than any node has, because Ray would then wait in silence.
-
-    It is no error: an autoscaling cluster may still add such a node.
-    """
-    for job in asked:
-        if not any(all(node.get(name, 0) >= count for name, count in job.items()) for node in nodes):
-            largest = {name: max((node.get(name, 0) for node in nodes), default=0) for name in job}
-            return (
-                f"a job asks Ray for {job['CPU']:g} CPUs and {job['GPU']:g} GPUs, and no node of the cluster has them "
-                f"(at most {largest['CPU']:g} and {largest['GPU']:g}): it waits until one joins. Ctrl-C ends it; "
-                "type a lower cpu_threads or gpus."
-            )
-    return ""

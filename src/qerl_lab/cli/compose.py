@@ -6,7 +6,8 @@ that start no run. Every error is a `ConfigError`.
 
 import copy
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -30,11 +31,10 @@ from qerl_lab.cli.overrides import (
     check_words,
     explain,
     groups,
-    refuse_sweeps,
     spell_for_hydra,
     without_hydra_words,
 )
-from qerl_lab.config.arm import OF_SWEEPS, model_by_content, values_of
+from qerl_lab.config.arm import OF_SWEEPS, values_of
 from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
 from qerl_lab.config.keys import NUMBERS, schema, spell_value
 from qerl_lab.config.option import ConfigError
@@ -80,7 +80,7 @@ def register() -> None:
 
 def make_plan(overrides: list[str], multirun: bool) -> Plan:
     """Compose and check every job from words spelled for Hydra. Raises ConfigError."""
-    parsed = check_words(overrides)
+    check_words(overrides)
     register()
     with (
         as_config_errors(),
@@ -90,36 +90,36 @@ def make_plan(overrides: list[str], multirun: bool) -> Plan:
         master = loader.load_configuration("config", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
         if multirun or master.hydra.mode == RunMode.MULTIRUN:
             return sweep(master, loader)
-        refuse_sweeps(parsed)
         return single(loader.load_configuration("config", overrides, RunMode.RUN), loader)
 
 
 def single(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     """Check the run that Hydra composed. Raises ConfigError."""
-    typed_words = _words_as_typed(cfg.hydra.overrides.task)
-    config, words = _checked_job(cfg, typed_words, loader)
+    typed, hydra_words = _words_as_typed(cfg.hydra.overrides.task), _words_as_typed(cfg.hydra.overrides.hydra)
+    config, words = _checked_job(cfg, typed, loader)
     for key in (key for key in OF_SWEEPS if key in words):
         raise ConfigError(f"{key}={words[key]} is of a sweep, and this command runs one job. Leave {key} out.")
-    intent.refuse_directory_of(_hydra_words(cfg), "hydra.sweep.", "a sweep, and this command runs one job")
+    for word in (word for word in hydra_words if word.lstrip("+").startswith("hydra.sweep.")):
+        raise ConfigError(f"{word} is of a sweep, and this command runs one job. Leave it out, or type run_dir=DIR.")
     intent.check_all_act([(config, words)])
-    HydraConfig.instance().set_config(cfg)
-    run_dir = Path(config.run_dir or str(cfg.hydra.run.dir)).expanduser().absolute()
-    given = bool(config.run_dir) or _is_typed(cfg, "hydra.run.dir")
+    usual = f"runs/{config.experiment}/seed{config.seed}/{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(config.run_dir or usual).expanduser().absolute()
     notes = intent.notes(config, cfg.optim.micro_batch_size, words)
-    return Plan([Job(0, without_hydra_words(typed_words), config, run_dir, notes)], run_dir, given, False)
+    return Plan([Job(0, without_hydra_words(typed), config, run_dir, notes)], run_dir, bool(config.run_dir), False)
 
 
 def sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
     """Compose and check every job of the sweep that Hydra composed. Raises ConfigError."""
-    intent.refuse_directory_of(_hydra_words(master), "hydra.run.", "a single run, and this command is a sweep")
+    hydra_words = _words_as_typed(master.hydra.overrides.hydra)
     directory, jobs = Path(str(master.hydra.sweep.dir)).expanduser().absolute(), []
     composed: dict[tuple[str, ...], DictConfig] = {}
     for number, overrides in enumerate(_expand(master, loader)):
+        own = without_hydra_words(overrides)
         try:
             cfg = _compose_job(master, overrides, loader, composed)
             config, words = _checked_job(cfg, overrides, loader)
         except (ConfigError, HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(f"job {number} ({' '.join(without_hydra_words(overrides))}): {explain(error)}") from None
+            raise ConfigError(f"job {number} ({' '.join(own)}): {explain(error)}") from None
         if config.run_dir:
             raise ConfigError(
                 f"run_dir={config.run_dir} cannot serve a sweep, whose jobs get a directory each. "
@@ -129,11 +129,11 @@ def sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
             cfg.hydra.job.num = cfg.hydra.job.id = number
         HydraConfig.instance().set_config(cfg)
         notes = intent.notes(config, cfg.optim.micro_batch_size, words)
-        jobs.append(Job(number, without_hydra_words(overrides), config, directory / str(cfg.hydra.sweep.subdir), notes))
+        jobs.append(Job(number, own, config, directory / str(cfg.hydra.sweep.subdir), notes))
     _refuse_equal_jobs(jobs)
     intent.refuse_several_of_sweep([job.config for job in jobs])
     intent.check_all_act([(job.config, intent.words_by_key(job.overrides)) for job in jobs])
-    return Plan(jobs, directory, _is_typed(master, "hydra.sweep.dir"), True)
+    return Plan(jobs, directory, "hydra.sweep.dir" in intent.words_by_key(hydra_words), True)
 
 
 def _compose_job(
@@ -157,41 +157,38 @@ def _compose_job(
 def _checked_job(cfg: DictConfig, overrides: list[str], loader: ConfigLoader) -> tuple[RunConfig, dict[str, str]]:
     """Return the checked RunConfig of one job, and its words by key. Raises ConfigError."""
     words = intent.words_by_key(overrides)
-    config = job_config(cfg, overrides)
+    config = job_config(cfg, words)
     intent.check_words(config, words)
-    if (arm := cfg.hydra.runtime.choices.get("experiment")) is not None:
-        _check_arm(str(arm), config, words, cfg, loader)
+    _refuse_mislabelled(config, words, cfg, loader)
     return config, words
 
 
-def _check_arm(
-    arm: str, config: RunConfig, words: dict[str, str], cfg: DictConfig, loader: ConfigLoader
-) -> None:  # fmt: skip
-    """Raise ConfigError if a word changes a key that defines the experiment: the run would be mislabelled."""
-    declared = sorted(_declared_keys())
-    touching = [key for key in words if key in declared or any(name.startswith(f"{key}.") for name in declared)]
-    if not touching:
+def _refuse_mislabelled(config: RunConfig, words: dict[str, str], cfg: DictConfig, loader: ConfigLoader) -> None:
+    """Raise ConfigError if a word changes a key that defines the experiment, whose name the run would keep."""
+    arm, declared = cfg.hydra.runtime.choices.get("experiment"), sorted(_declared_keys())
+    typed = [key for key in words if key in declared or any(name.startswith(f"{key}.") for name in declared)]
+    if arm is None or not typed:
         return
 
-    def identity(config: RunConfig) -> dict[str, Any]:
+    def defining(config: RunConfig) -> dict[str, Any]:
         values = values_of(config)
         return {name: values[name] for name in declared}
 
-    def of(name: str) -> dict[str, Any]:
-        lines = [f"+experiment={name}", *(line for line in _hydra_words(cfg) if "hydra.searchpath=" in line)]
-        return identity(job_config(loader.load_configuration("config", lines, RunMode.RUN), lines))
+    def defining_of(name: str) -> dict[str, Any]:
+        paths = [word for word in _words_as_typed(cfg.hydra.overrides.hydra) if "hydra.searchpath=" in word]
+        composed = loader.load_configuration("config", [f"+experiment={name}", *paths], RunMode.RUN)
+        return defining(job_config(composed, {}))
 
-    own, now = of(arm), identity(config)
+    own, now, usual = defining_of(arm), defining(config), defining(RunConfig())
     if own == now:
         return
-    typed_words = " ".join(f"{key}={words[key]}" for key in touching)
-    changed = ", ".join(f"{name}={spell_value(own[name])}" for name in declared if own[name] != now[name])
-    same = next((name for name in choices_of("experiment") if of(name) == now), None)
-    usual = identity(RunConfig())
+    same = next((name for name in choices_of("experiment") if defining_of(name) == now), None)
     others = " ".join(f"{key}={spell_value(now[key])}" for key in declared if now[key] != usual[key])
+    instead = f"+experiment={same} instead" if same else f"{others} instead, without experiment={arm}"
+    changed = ", ".join(f"{key}={spell_value(own[key])}" for key in declared if own[key] != now[key])
     raise ConfigError(
-        f"{typed_words} changes what experiment={arm} stands for ({changed}), and the run would keep its name. "
-        f"Type {f'+experiment={same} instead' if same else f'{others} instead, without experiment={arm}'}."
+        f"{' '.join(f'{key}={words[key]}' for key in typed)} changes what experiment={arm} stands for ({changed}), and "
+        f"the run would keep its name. Type {instead}."
     )
 
 
@@ -203,17 +200,8 @@ def _declared_keys() -> frozenset[str]:
     return frozenset(key for key in declared if kinds[key] not in NUMBERS)
 
 
-def _is_typed(cfg: DictConfig, key: str) -> bool:
-    return any(line.lstrip("+").startswith(f"{key}=") for line in _hydra_words(cfg))
-
-
-def _hydra_words(cfg: DictConfig) -> list[str]:
-    """Return the words for Hydra itself: `${hydra.job.num}` has no value before there is a job."""
-    return _words_as_typed(cfg.hydra.overrides.hydra)
-
-
 def _words_as_typed(words: ListConfig) -> list[str]:
-    """Return words as they were typed: OmegaConf resolves the interpolations of a list that is iterated."""
+    """Return words as they were typed: a list of OmegaConf resolves interpolations, such as `${hydra.job.num}`."""
     lines: Any = OmegaConf.to_container(words, resolve=False)
     return list(lines)
 
@@ -248,35 +236,31 @@ def _expand(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
 
 
 def _refuse_equal_jobs(jobs: list[Job]) -> None:
-    """Raise ConfigError for two jobs of one directory, or of equal configuration and seed.
-
-    Later commands could not match the runs of equal jobs. Two copies of one model count as the same model.
-    """
-    in_directory, with_content = dict[Path, int](), dict[str, int]()
+    """Raise ConfigError for two jobs of one directory, or of one configuration."""
+    seen: dict[str, int] = {}
     for job in jobs:
-        other = in_directory.setdefault(job.run_dir, job.number)
+        other = seen.setdefault(str(job.run_dir), job.number)
         if other != job.number:
             raise ConfigError(
                 f"jobs {other} and {job.number} would share the run directory {job.run_dir}; hydra.sweep.subdir must "
                 "differ between jobs. Leave it out, or put ${hydra.job.num} in it."
             )
-        values = {name: value for name, value in values_of(job.config).items() if name != "model.name"}
-        other = with_content.setdefault(repr(model_by_content(values)), job.number)
+        other = seen.setdefault(repr(job.config), job.number)
         if other != job.number:
             raise ConfigError(
                 f"jobs {other} and {job.number} are the same run ({' '.join(job.overrides)}). "
-                "Leave out one of two values that are alike. A local model is its content, not its path."
+                "Leave out one of two values that are alike."
             )
 
 
-def job_config(cfg: DictConfig, overrides: Sequence[str]) -> RunConfig:
+def job_config(cfg: DictConfig, words: Mapping[str, str]) -> RunConfig:
     """Build and check the RunConfig of one composed job, with the values that its words imply. Raises ConfigError."""
     values = {}
     for key in cfg:
         if key != "hydra":
             node = cfg[key]
             values[str(key)] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-    words, config = intent.words_by_key(overrides), build(values)
+    config = build(values)
     intent.name_model(config, words)
     config = with_absolute_paths(config)
     intent.fit_micro_batch(config, words)

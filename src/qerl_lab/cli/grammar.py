@@ -3,8 +3,8 @@
 The dataclass also produces `--help`.
 """
 
+import csv
 import os
-import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +22,6 @@ WIDTH = 100
 HELP = ("--help", "-h")
 # Texts of values that are no text; other texts stay as they are, and then have the wrong type.
 VALUES: Mapping[str, Any] = {"null": None, "true": True, "false": False}
-ITEM = re.compile(  # of a list: quoted, or up to a comma
-    r"""(?:^|,)\s*((?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")(?=\s*(?:,|$))|[^,]*)"""
-)
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,8 @@ def _value(key: str, kind: Any, text: str, default: Any) -> Any:
     """Read the text of a value as `kind`; `a,b` is the list `[a,b]`. Raises ConfigError for another type."""
     if get_origin(kind) is list:
         inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-        items = ITEM.findall(inner) if inner.strip() else []
+        quote = '"' if '"' in inner else "'"
+        items = next(csv.reader([inner], quotechar=quote, skipinitialspace=True), [])
         value: Any = [_scalar(item.strip(), get_args(kind)[0]) if item.strip() else None for item in items]
     else:
         value = _scalar(text, kind)

@@ -52,10 +52,9 @@ def take_rounding(cfg: RunConfig, words: Mapping[str, str]) -> None:
 
 def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:
     """Raise ConfigError for a word that is wrong in this job, regardless of the other jobs."""
-    if "extended" in words:
-        raise ConfigError("extended is what resume=RUN_DIR steps=N notes of a run. Leave extended out.")
-    if "differs_in" in words:
-        raise ConfigError("differs_in is what the file of an experiment declares. Leave differs_in out.")
+    for key in ("differs_in", "extended"):
+        if key in words:
+            raise ConfigError(f"{key} is set by the lab, not by the command. Leave {key} out.")
     for group, value in (("task", cfg.task.name), ("algorithm", cfg.algorithm.name)):
         if f"{group}.name" in words:  # an option of these groups sets more than its name
             raise ConfigError(f"{group}.name={value} leaves out what belongs to it. Type {group}={value}.")
@@ -77,16 +76,6 @@ def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:
             f"aqn.probe_prompts={cfg.aqn.probe_prompts} is more than the {cfg.completions_per_step} completions of a "
             f"step. Type for example aqn.probe_prompts={cfg.completions_per_step}."
         )
-
-
-def refuse_directory_of(lines: Sequence[str], key: str, what: str) -> None:
-    """Raise ConfigError for a sweep's directory key in a single run, or a run's in a sweep."""
-    for line in lines:
-        if line.lstrip("+").startswith(key):
-            raise ConfigError(
-                f"{line} is of {what}. Leave it out; the directory of a run is run_dir=DIR, that of a sweep "
-                "hydra.sweep.dir=DIR."
-            )
 
 
 def refuse_several_of_sweep(configs: Sequence[RunConfig]) -> None:
@@ -134,8 +123,6 @@ def notes(cfg: RunConfig, micro_batch_size: int, words: Collection[str]) -> list
             f"{', '.join(clips)}: with one update per rollout every probability ratio is 1, but for dropout and "
             "rollout.importance_correction=in_ratio, and nothing is clipped"
         )
-    if "eval.every" in words and cfg.eval.every > cfg.steps:
-        said.append(f"eval.every={cfg.eval.every} in {cfg.steps} steps: it asks before the first step alone")
     if cfg.optim.micro_batch_size != micro_batch_size:
         said.append(
             f"optim.micro_batch_size={cfg.optim.micro_batch_size} instead of {micro_batch_size}: it must divide the "

@@ -1,8 +1,6 @@
 """Directories of jobs: find existing ones, claim new ones, read a sweep, extend a run."""
 
-import os
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,76 +8,64 @@ from typing import Any
 
 from qerl_lab import preflight
 from qerl_lab.cli.compose import Job, Plan
-from qerl_lab.cli.intent import words_by_key
-from qerl_lab.config.arm import as_recorded, is_of_arm, of_arm
-from qerl_lab.config.keys import schema
+from qerl_lab.config.arm import as_recorded, of_arm
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import validate
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word, shell_word
 from qerl_lab.preflight import machine, question_counts
-from qerl_lab.record.directory import RunDirectory, is_run
+from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.record.folders import first_missing, is_unused, make, numbered, remove_empty, reserve
+from qerl_lab.record.folders import first_missing, make, reserve
 from qerl_lab.system.disk import lock
+from qerl_lab.system.terminal import by_numbers
 
 LOCK = ".lock"  # in a sweep's directory; held by the command that runs it
-COUNTED_OTHERWISE = ("experiment", "scale", "model.name", "lora.start_from", "task.module")  # labels; files by content
-SEED = re.compile(r"^seed: (\d+)$", re.MULTILINE)  # in resolved.yaml; found without parsing the YAML
 
 
-def reuse_directories(plan: Plan) -> Plan:
-    """Point each job of a sweep at its existing run directory, if an earlier command made one.
+def continue_sweep(plan: Plan) -> Plan:
+    """Point the jobs at the runs that the same line made before: in the directory that it names, or the newest one.
 
-    A run matches a job if arm, seed, gpus, the files of its questions, and every key in which the jobs differ are
-    equal. The search covers the sweeps of the same name, or the directory that the command names.
+    A run is a job's if its directory has the job's name, and arm, seed, gpus and the files of the questions are equal.
+    Raises ConfigError if another run has a job's directory.
     """
     if not plan.multirun:
         return plan
-    sweeps = [plan.directory] if plan.directory_given else sorted(plan.directory.parent.glob("*"), reverse=True)
-    varying = _varying(plan.jobs)
-    known = [] if plan.jobs[0].config.rerun else _known_runs(sweeps, {job.config.seed for job in plan.jobs}, varying)
-    jobs, taken = [], set[Path]()
+    is_new = plan.jobs[0].config.rerun
+    if not plan.directory_given:
+        for directory in () if is_new else sorted(plan.directory.parent.glob("*"), reverse=True):
+            jobs = [replace(job, run_dir=_moved(job, plan, directory), begun=True) for job in plan.jobs]
+            if all(map(_is_same, jobs)):
+                return replace(plan, jobs=jobs, directory=directory, directory_given=True)
+        return plan
+    jobs = []
     for job in plan.jobs:
-        own = identity(as_recorded(job.config), varying)
-        same = [run for run, its in known if run.path not in taken and its == own]
-        same = [run for run in same if _has_same_questions(run, job.config)]
-        if same:
-            run = next((run for run in same if run.status == "done"), same[0])
-            taken.add(run.path)
-            job = replace(job, run_dir=run.path, begun=True)
-        elif plan.directory_given:  # its name may be taken by an older run
-            job = replace(job, run_dir=next(name for name in numbered(job.run_dir) if is_unused(name)))
-        jobs.append(job)
-    home = [sweep for sweep in sweeps if all(job.begun and job.run_dir.is_relative_to(sweep) for job in jobs)]
-    if not home:
-        return replace(plan, jobs=jobs)
-    return replace(plan, jobs=jobs, directory=home[0], directory_given=True)
+        run = RunDirectory(job.run_dir)
+        if run.is_claimed and (is_new or not _is_same(job)):
+            other = "a run already" if is_new else "a run of another configuration, or of other questions"
+            raise ConfigError(f"{run.path} has {other}. Type another hydra.sweep.dir.")
+        jobs.append(replace(job, begun=run.is_claimed))
+    return replace(plan, jobs=jobs)
 
 
-def _varying(jobs: list[Job]) -> set[str]:
-    """Return the typed keys that differ between jobs and define no arm: `cpu_threads=1,2`."""
-    words = [words_by_key(job.overrides) for job in jobs]
-    keys = {key for key in set().union(*words) & schema().keys() if not is_of_arm(key)}.difference(COUNTED_OTHERWISE)
-    return {key for key in keys if len({own.get(key) for own in words}) > 1}
+def _moved(job: Job, plan: Plan, directory: Path) -> Path:
+    """Return the job's directory if the sweep's was another one."""
+    return directory / job.run_dir.relative_to(plan.directory)
 
 
-def identity(settings: Mapping[str, str], varying: Collection[str] = ()) -> dict[str, Any]:
-    """Return the settings that must be equal for a job to continue a recorded run."""
-    return of_arm(settings) | {key: settings.get(key) for key in ("seed", "gpus", *varying)}
+def _is_same(job: Job) -> bool:
+    """Tell whether the job's directory has a run of its configuration, on the questions that there are now."""
+    run = RunDirectory(job.run_dir)
+    try:
+        if not run.is_claimed or _identity(run.settings()) != _identity(as_recorded(job.config)):
+            return False
+        return _has_same_questions(run, job.config)
+    except (ConfigError, OSError, UnicodeDecodeError):  # damaged: it could not be resumed
+        return False
 
 
-def _known_runs(sweeps: list[Path], seeds: set[int], varying: set[str]) -> list[tuple[RunDirectory, dict[str, Any]]]:
-    """Return the readable runs of these sweeps that have one of the seeds, with their identities."""
-    found = []
-    for run in (run for sweep in sweeps if sweep.is_dir() for run in _runs(sweep)):
-        try:
-            seed = SEED.search(run.text())
-            if seed and int(seed[1]) in seeds:
-                found.append((run, identity(run.settings(), varying)))
-        except (ConfigError, OSError, UnicodeDecodeError):  # damaged: it could not be resumed
-            continue
-    return found
+def _identity(settings: Mapping[str, str]) -> dict[str, Any]:
+    return of_arm(settings) | {key: settings.get(key) for key in ("seed", "gpus")}
 
 
 def _has_same_questions(run: RunDirectory, config: RunConfig) -> bool:
@@ -92,13 +78,6 @@ def _has_same_questions(run: RunDirectory, config: RunConfig) -> bool:
     return all(then[key] == now[key] for key in ("training_sha256", "heldout_sha256") if key in then and key in now)
 
 
-def _runs(sweep: Path) -> Iterator[RunDirectory]:
-    for path, folders, files in os.walk(sweep):
-        if is_run(files):
-            folders.clear()
-            yield RunDirectory(Path(path))
-
-
 def sweep_name(directory: Path) -> str:
     """Return the name of a sweep in the records of its runs."""
     return f"{directory.parent.name}/{directory.name}"
@@ -108,11 +87,8 @@ def plan_of_sweep(directory: Path) -> Plan | None:
     """Return the jobs of a sweep's directory with their recorded configurations; None if it is no sweep."""
     if not (directory / LOCK).exists():
         return None
-
-    def numbers_first(path: Path) -> list[tuple[int, str]]:
-        return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
-
-    return read(directory, sorted((run.path for run in _runs(directory)), key=numbers_first))
+    run_dirs = [path.parent for path in directory.rglob("resolved.yaml")]
+    return read(directory, sorted(run_dirs, key=lambda path: by_numbers(str(path))))
 
 
 def read(directory: Path, run_dirs: list[Path]) -> Plan:
@@ -125,33 +101,17 @@ def read(directory: Path, run_dirs: list[Path]) -> Plan:
 
 
 def claim(plan: Plan, command: str) -> Plan:
-    """Create all directories of new jobs or none; return the plan with their paths. Raises ConfigError."""
+    """Create the directories of the new jobs; return the plan with their paths. Raises ConfigError."""
     made = first_missing(plan.directory)
     directory = plan.directory if plan.directory_given else reserve(plan.directory)
     made = made or (None if plan.directory_given else directory)
-    jobs = [
-        job if job.begun else replace(job, run_dir=directory / job.run_dir.relative_to(plan.directory))
-        for job in plan.jobs
-    ]
+    jobs = [replace(job, run_dir=_moved(job, plan, directory)) for job in plan.jobs]
     sweep = sweep_name(directory) if plan.multirun else None
-    claimed: list[RunDirectory] = []
-    is_first = not (directory / LOCK).exists()
-    try:
-        with locked(directory) if plan.multirun else nullcontext():
-            for job in jobs:
-                run = RunDirectory(job.run_dir)
-                if not run.is_claimed:
-                    claimed.append(run)
-                    run.claim(replace(job.config, run_dir=str(run.path)), Typed(command, job.overrides, sweep))
-    except BaseException:
-        for run in reversed(claimed):
-            if run.path.is_dir():
-                run.discard(run.path)
-        if directory.is_dir():
-            if is_first:
-                (directory / LOCK).unlink(missing_ok=True)
-            remove_empty(directory, made)
-        raise
+    with locked(directory) if plan.multirun else nullcontext():
+        for job in jobs:
+            run = RunDirectory(job.run_dir)
+            if not run.is_claimed:
+                run.claim(replace(job.config, run_dir=str(run.path)), Typed(command, job.overrides, sweep))
     return replace(plan, jobs=jobs, directory=directory, made=made)
 
 
@@ -193,6 +153,6 @@ def locked(sweep: Path) -> Iterator[None]:
         lock(
             file,
             f"another command runs the sweep in {sweep}. Wait for it or stop it first. For runs of its own type "
-            "rerun=true, and another hydra.sweep.dir where you type one.",
+            "another hydra.sweep.dir.",
         )
         yield

@@ -1,4 +1,4 @@
-"""Start the process of a run, wait for it, and read from its directory how it ended.
+"""Run the job of a claimed directory in a process of its own, and read from the directory how it ended.
 
 A process per run keeps jobs of a sweep from leaking state (GPU memory, thread settings, peak counters) into each other,
 and lets a job die without the sweep.
@@ -14,17 +14,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, TextIO
+from typing import BinaryIO, TextIO
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.spelling import resume_word
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.system import exits, terminal
-from qerl_lab.system.exits import SIGNALS, USAGE, stop_signals
+from qerl_lab.system.exits import OK, SIGNALS, USAGE, stop_signals
 from qerl_lab.system.processes import rank_variables, refuse_several
 
 LOOK_SECONDS = 1.0  # between two checks of the stop file and of the ranks
@@ -46,62 +45,49 @@ CHILD_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # of transformers and TRL, which import MLflow before the first step
 }
+_children: list[subprocess.Popen[bytes]] = []  # the processes of all runs that this process waits for
 
 
 @dataclass(frozen=True)
 class SweepJob:
-    """Settings of a run that is a job of a sweep.
+    """Settings of a run that is a job of a sweep, whose output goes to its console.txt.
 
-    The run stops after its step once `stop_file` exists, and at once if that contains `ABORT`. `label` names it on the
-    terminal, `variables` are added to its environment (its GPUs), and its output goes to `console`.
+    The run stops after its step once `stop_file` exists, and at once if that contains `ABORT`: the file may be created
+    on another machine. `label` names the run on the terminal, `variables` are added to its environment (its GPUs).
     """
 
     stop_file: Path
     label: str
     variables: Mapping[str, str]
-    console: Path
 
 
-def start(run: RunDirectory, made: Path | None = None, of: SweepJob | None = None) -> int:
-    """Run the job of a claimed directory to its end; return its exit code (0, 1 or 130).
+def start(run: RunDirectory, typed: Typed | None = None, of: SweepJob | None = None, made: Path | None = None) -> int:
+    """Start the run of a claimed directory, or resume it; return its exit code (0, 1 or 130).
 
-    Raises ConfigError if the run cannot use its configuration, after removing the directory and its new parents up to
-    `made`.
+    `typed` is recorded in a run that resumes. Raises ConfigError if the run cannot use its configuration. A run that
+    never began then leaves no directory, nor its parents up to `made`.
     """
+    config = run.config()
     with run.locked() as lock:
-        if run.status != "not run":
-            raise ConfigError(
-                f"another process has begun the run in {run.path}. Type {resume_word(run.path)} to go on."
-            )
-        typed = run.begin()
+        before = run.status
+        if before == "done":
+            return OK
+        if before != "not run":
+            run.check()
+            with redirect_stderr(io.StringIO()):  # the child prints what it skips
+                run.starting_point(config)
+        typed = run.begin() or typed
         try:
             refuse_several(os.environ)  # a job on a cluster has another environment than the command
             return _run(run, typed, lock, of)
         except ConfigError:
-            run.discard(made)
+            if before == "not run":
+                run.discard(made)
             raise
 
 
-def resume(run: RunDirectory, typed: Typed, of: SweepJob | None = None) -> int:
-    """Resume an unfinished run, or start a claimed one; return its exit code (0, 1 or 130).
-
-    Raises ConfigError if its configuration cannot run, or no longer can.
-    """
-    config = run.config()
-    if run.status == "done":
-        more = f"Type steps={2 * config.steps} beside it to extend the run, or start a new one."
-        raise ConfigError(
-            f"resume={run.path}: this run is already finished (it has a DONE file). "
-            f"{more if run.last_saved() == config.steps else 'It kept no checkpoint to go on from: start a new run.'}"
-        )
-    run.check()
-    with redirect_stderr(io.StringIO()):  # the child prints what it skips
-        run.starting_point(config)
-    with run.locked() as lock:
-        return _run(run, run.begin() or typed, lock, of)
-
-
 def _run(run: RunDirectory, typed: Typed | None, lock: TextIO, of: SweepJob | None) -> int:
+    """Run the processes to their end, and return the exit code that the directory then has."""
     config = run.config()
     threads = {"OMP_NUM_THREADS": str(config.cpu_threads)} if config.cpu_threads > 0 else {}
     environment = {
@@ -109,8 +95,7 @@ def _run(run: RunDirectory, typed: Typed | None, lock: TextIO, of: SweepJob | No
         **(typed.variables() if typed else {}), terminal.JOB: of.label if of else "",
     }  # fmt: skip
     environments = [environment | variables for variables in rank_variables(config.gpus)]
-    with of.console.open("ab") if of else nullcontext() as console:
-        ended_with, rank = _wait(child_command(run.path), environments, lock, console, of.stop_file if of else None)
+    ended_with, rank = _wait(run, environments, lock, of)
     code = run.settle(ended_with, f"rank {rank} of {config.gpus}" if config.gpus > 1 else "")
     if code == USAGE:
         raise ConfigError(run.reason.removeprefix("ConfigError: "))
@@ -122,71 +107,60 @@ def child_command(run_dir: Path) -> list[str]:
     return [sys.executable, "-m", "qerl_lab.train", str(run_dir), str(os.getpid())]
 
 
-@dataclass(eq=False)
-class _Ranks:
-    """The processes of a run, and the signals received while they run."""
-
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    received: list[int] = field(default_factory=list)
-
-    @property
-    def aborts(self) -> bool:
-        return self.received.count(signal.SIGINT) > 1
-
-    def forward(self, number: int, frame: FrameType | None) -> None:
-        """Stop the run: SIGTERM lets its processes finish their step and save; the second SIGINT kills them."""
-        self.received.append(number)
-        for process in self.processes:
-            process.kill() if self.aborts else process.terminate()
-        if number == signal.SIGINT:
-            exits.say_now(ABORTING if self.aborts else STOPPING)
-
-    def start(self, command: list[str], environments: list[dict[str, str]], **given: Any) -> None:
-        """Start a process for each environment."""
-        # Block signals during the start, so that none reaches a child that cannot handle it yet; see Stop.on_signals.
-        # Slurm sends SIGUSR2 to the whole job before its time limit; only this process may receive it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR2))
-        try:
-            for environment in environments:
-                self.processes.append(subprocess.Popen(command, env=environment, **given))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_waited_for: list[_Ranks] = []
-
-
-def _wait(
-    command: list[str], environments: list[dict[str, str]], lock: TextIO, console: BinaryIO | None,
-    stop_file: Path | None,
-) -> tuple[int, int]:  # fmt: skip
+def _wait(run: RunDirectory, environments: list[dict[str, str]], lock: TextIO, of: SweepJob | None) -> tuple[int, int]:
     """Run a process per environment to its end; return the status of the first that failed, and its rank.
 
-    A negative status is a signal number. A signal that stops the run is forwarded as SIGTERM. A terminal also sends
-    SIGINT and SIGHUP to the children, to no effect, so the parent alone counts signals. `stop_file` stops the children
-    too: it may be created on another machine.
+    A negative status is a signal number. A signal is forwarded as SIGTERM, upon which the processes finish their step
+    and save; the second SIGINT kills them. A terminal also sends SIGINT and SIGHUP to the children, to no effect, so
+    the parent alone counts signals.
     """
-    ranks = _Ranks()
-    _waited_for.append(ranks)
+    children: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []
+
+    def is_aborted() -> bool:
+        return received.count(signal.SIGINT) > 1 or _abort_requested(of.stop_file if of else None)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        for child in children:
+            child.kill() if is_aborted() else child.terminate()
+        if number == signal.SIGINT:
+            exits.say_now(ABORTING if is_aborted() else STOPPING)
+
+    with handlers(forward):
+        with run.console.open("ab") if of else nullcontext() as console:
+            children += _started(child_command(run.path), environments, lock, console)
+        if received:  # while they started
+            for child in children:
+                child.terminate()
+        rank = _wait_for_all(children, of.stop_file if of else None)
+    return -signal.SIGINT if is_aborted() else children[rank].returncode, rank
+
+
+def _started(
+    command: list[str], environments: list[dict[str, str]], lock: TextIO, console: BinaryIO | None
+) -> list[subprocess.Popen[bytes]]:  # fmt: skip
+    """Start a process for each environment. Each inherits the lock of the run's directory."""
+    # Block signals during the start, so that none reaches a child that cannot handle it yet; see Stop.on_signals.
+    # Slurm sends SIGUSR2 to the whole job before its time limit; only this process may receive it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR2))
     try:
-        with handlers(ranks.forward):
-            ranks.start(command, environments, pass_fds=[lock.fileno()], stdout=console, stderr=console)
-            if ranks.received:  # another thread received the signal
-                for process in ranks.processes:
-                    process.terminate()
-            rank = _wait_for_all(ranks.processes, stop_file)
+        started = [
+            subprocess.Popen(command, env=environment, pass_fds=[lock.fileno()], stdout=console, stderr=console)
+            for environment in environments
+        ]
+        _children.extend(started)
+        return started
     finally:
-        _waited_for.remove(ranks)
-    return -signal.SIGINT if ranks.aborts or _abort_requested(stop_file) else ranks.processes[rank].returncode, rank
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def stop_children() -> None:
     """Stop the runs of this process, let them save, and wait for them. Called by a signal handler."""
     deadline = time.monotonic() + SAVE_SECONDS
-    children = [child for ranks in _waited_for for child in ranks.processes]
-    for child in children:
+    for child in _children:
         child.terminate()
-    for child in children:
+    for child in _children:
         with suppress(subprocess.TimeoutExpired):
             child.wait(max(0.1, deadline - time.monotonic()))
 
@@ -194,7 +168,7 @@ def stop_children() -> None:
 def _wait_for_all(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int:
     """Wait for every child; return the first failed rank, or 0. Kill children that outlast it by GRACE_SECONDS."""
     first, deadline = None, math.inf
-    alone = len(children) == 1 and stop_file is None
+    is_single = len(children) == 1 and stop_file is None
     while running := [child for child in children if child.poll() is None]:
         if first is None and (first := _first_failed(children)) is not None:
             deadline = time.monotonic() + GRACE_SECONDS
@@ -205,7 +179,7 @@ def _wait_for_all(children: list[subprocess.Popen[bytes]], stop_file: Path | Non
             for child in running:
                 child.terminate()
         with suppress(subprocess.TimeoutExpired):
-            running[0].wait(None if alone else LOOK_SECONDS)
+            running[0].wait(None if is_single else LOOK_SECONDS)
     first = _first_failed(children) if first is None else first
     return 0 if first is None else first
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from qerl_lab.cli.compose import Job
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import MetricsLine
 from qerl_lab.system.terminal import LINES, columns, interval
 
 REDRAW_SECONDS = 1.0
@@ -22,42 +21,43 @@ HEAD = ["job", "step", "reward", "ETA", "words"]
 
 
 class JobProgress:
-    """Progress of a job, read from its record. The run itself reports damaged lines."""
+    """Progress of a job, read from its record; `words` set it apart. The run itself reports damaged lines."""
 
     def __init__(self, job: Job, words: str) -> None:
-        self.job, self.words, self.run, self.is_running = job, words, RunDirectory(job.run_dir), False
-        self._sessions = self._count() if job.begun else -1  # sessions of earlier commands
-        self.first = 0
+        self.number, self.steps, self.words = job.number, job.config.steps, words
+        self.run, self.is_running = RunDirectory(job.run_dir), False
+        self._earlier_sessions = self._sessions() if job.begun else -1
+        self.step, self.first, self.reward, self.eta = 0, 0, "-", "-"
         self.read()
         self.first = self.step
+        self.said: int | None = None  # last tenth printed
 
     def refresh(self) -> None:
-        """Set `is_running` (begun by a process, neither done nor failed), and read the record of a running job."""
-        self.is_running = self.run.status == "interrupted" and self._count() > self._sessions
+        """Set `is_running` (begun by this command, neither done nor failed), and read the record of a running job."""
+        self.is_running = self.run.status == "interrupted" and self._sessions() > self._earlier_sessions
         if self.is_running:
             self.read()
 
     def read(self) -> None:
         """Read the last step, its reward, and the time that the steps of this command leave."""
-        steps: list[MetricsLine] = []
         with suppress(ConfigError):
-            steps = [line for line in self.run.metrics() if line["step"] > 0 and "reward/mean" in line["metrics"]]
-        self.step = steps[-1]["step"] if steps else 0
-        self.reward = f"{steps[-1]['metrics']['reward/mean']:.2f}" if steps else "-"
-        times = [line["time"] for line in steps if line["step"] > self.first]
-        self.eta = interval(times[-1] - times[0], len(times) - 1, self.left) if times else "-"
+            lines = [line for line in self.run.metrics() if line["step"] > 0 and "reward/mean" in line["metrics"]]
+            if lines:
+                self.step, self.reward = lines[-1]["step"], f"{lines[-1]['metrics']['reward/mean']:.2f}"
+            times = [line["time"] for line in lines if line["step"] > self.first]
+            self.eta = interval(times[-1] - times[0], len(times) - 1, self.left) if times else "-"
 
-    def _count(self) -> int:
+    def _sessions(self) -> int:
         with suppress(ConfigError):
             return self.run.sessions().count
         return 0
 
     @property
     def left(self) -> int:
-        return self.job.config.steps - self.step
+        return self.steps - self.step
 
     def row(self) -> list[str]:
-        return [str(self.job.number), f"{self.step}/{self.job.config.steps}", self.reward, self.eta, self.words]
+        return [str(self.number), f"{self.step}/{self.steps}", self.reward, self.eta, self.words]
 
 
 class SweepProgress:
@@ -72,7 +72,6 @@ class SweepProgress:
         self._all, self._started = list(self._left.values()), time.monotonic()
         self._ended = Counter({"done": count - len(left)})
         self._count, self._drawn, self._looked = count, 0, -REDRAW_SECONDS
-        self._said: dict[int, int] = {}  # job -> last tenth printed
 
     def update(self) -> None:
         """Print what changed, at most once in REDRAW_SECONDS."""
@@ -86,19 +85,24 @@ class SweepProgress:
             rows = columns([HEAD, *(seen.row() for seen in running)]).splitlines() if running else []
             self._draw([*rows, self._summary()])
             return
-        for seen in running:
-            self._say(seen)
+        for seen in running:  # a line at the start of a job, and at each tenth of it
+            tenth = seen.step * LINES // seen.steps
+            if tenth != seen.said:
+                seen.said = tenth
+                said = f"step {seen.step}/{seen.steps}, ETA {seen.eta}, reward {seen.reward}"
+                print(f"job {seen.number}: {said if tenth else f'running, {seen.words}'}", file=sys.stderr, flush=True)
 
     def end(self, job: Job, said: str) -> None:
         """Print how a job ended, then `said`."""
         seen = self._left.pop(job.number)
         seen.read()
-        self._ended[seen.run.status] += 1
+        status = seen.run.status
+        self._ended[status] += 1
         self._draw([])
-        if seen.run.status == "not run" and not said:  # the sweep stopped before this job began
+        if status == "not run" and not said:  # the sweep stopped before this job began
             return
         reward = f", reward {seen.reward}" if seen.reward != "-" else ""
-        print(f"job {job.number}: {seen.run.status}{reward}, {seen.words} ({self._summary()})", file=sys.stderr)
+        print(f"job {job.number}: {status}{reward}, {seen.words} ({self._summary()})", file=sys.stderr)
         if said:
             print(said, file=sys.stderr)
         sys.stderr.flush()
@@ -113,13 +117,15 @@ class SweepProgress:
 
     def _summary(self) -> str:
         """Format `12 of 40 done, 1 failed, 2 running, ETA 2:10:00`; the ETA uses this command's pace in steps."""
-        others = [f"{count} {word}" for word, count in self._ended.items() if word != "done"]
-        running = sum(seen.is_running for seen in self._left.values())
+        parts = [f"{self._ended['done']} of {self._count} done"]
+        parts += [f"{count} {word}" for word, count in self._ended.items() if word != "done"]
+        if running := sum(seen.is_running for seen in self._left.values()):
+            parts.append(f"{running} running")
         left = sum(seen.left for seen in self._left.values())
         eta = interval(time.monotonic() - self._started, sum(seen.step - seen.first for seen in self._all), left)
-        parts = [f"{self._ended['done']} of {self._count} done", *others, *([f"{running} running"] if running else [])]
-        goes_on = left and eta != "-" and not self._stop_file.exists()
-        return ", ".join([*parts, *([f"ETA {eta}"] if goes_on else [])])
+        if left and eta != "-" and not self._stop_file.exists():
+            parts.append(f"ETA {eta}")
+        return ", ".join(parts)
 
     def _draw(self, table: list[str]) -> None:
         """Draw lines over the previous ones; drop from the top those that do not fit."""
@@ -133,13 +139,3 @@ class SweepProgress:
         sys.stderr.write(up + "".join(line[: (size.columns or 100) - 1] + "\n" for line in table))
         sys.stderr.flush()
         self._drawn = len(table)
-
-    def _say(self, seen: JobProgress) -> None:
-        """Print a line at the start of a job, and at each tenth of it."""
-        tenth, number = seen.step * LINES // seen.job.config.steps, seen.job.number
-        if self._said.get(number) == tenth:
-            return
-        self._said[number] = tenth
-        _, step, reward, eta, words = seen.row()
-        said = f"step {step}, ETA {eta}, reward {reward}" if tenth else f"running, {words}"
-        print(f"job {number}: {said}", file=sys.stderr, flush=True)

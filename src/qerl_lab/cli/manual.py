@@ -3,7 +3,6 @@
 An option is described by the first comment line of its YAML file, a key by its help in config/schema.py.
 """
 
-import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from qerl_lab.cli.grammar import entry, key_entry
 from qerl_lab.cli.overrides import groups
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
-from qerl_lab.config.schema import AqnConfig, RunConfig
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word, shell_word
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.system.terminal import columns, format_path, python
+from qerl_lab.system.terminal import by_numbers, columns, format_path, python
 
 ABOUT = "qerl-lab: reinforcement learning of language models on 4-bit weights (QeRL, arXiv 2510.11696)"
 GROUPS = {
@@ -50,14 +49,23 @@ EXAMPLES = (
 )
 
 
+FLAGS = (
+    "Flags (Hydra's): -m runs a sweep; --cfg job|hydra|all prints the configuration; --info prints how it",
+    "was composed; --config-dir DIR adds options of your own to the groups; --hydra-help lists the rest.",
+    '--version prints the version. Tab completion in bash: eval "$(qerl-lab -sc install=bash)"',
+    "Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.",
+)
+
+
 def overview() -> str:
     """Format what `python -m qerl_lab` alone prints: the experiments and what to type."""
-    lines = [ABOUT, "", "Experiments:", *_options("experiment"), ""]
-    lines += [
+    lines = [
+        ABOUT, "", "Experiments:", *_options("experiment"), "",
         f"Run one: {EXAMPLES[0][0]}",
         "Four formats without and with noise, five seeds each: python -m qerl_lab +sweeps=weight_formats",
-    ]
-    return "\n".join([*lines, "Every group, option and key: python -m qerl_lab --help"])
+        "Every group, option and key: python -m qerl_lab --help",
+    ]  # fmt: skip
+    return "\n".join(lines)
 
 
 def manual() -> str:
@@ -80,14 +88,6 @@ def manual() -> str:
     return "\n".join([*lines, "", *FLAGS])
 
 
-FLAGS = (
-    "Flags (Hydra's): -m runs a sweep; --cfg job|hydra|all prints the configuration; --info prints how it",
-    "was composed; --config-dir DIR adds options of your own to the groups; --hydra-help lists the rest.",
-    '--version prints the version. Tab completion in bash: eval "$(qerl-lab -sc install=bash)"',
-    "Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.",
-)
-
-
 def describe(path: Path) -> str:
     """Return the first comment line of a YAML file that is not an instruction to Hydra."""
     comments = (line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
@@ -96,16 +96,11 @@ def describe(path: Path) -> str:
 
 def _options(group: str, default: str | None = None) -> list[str]:
     folder, lines = group_folder(group), list[str]()
-    names = sorted(choices_of(group), key=_number_key)
+    names = sorted(choices_of(group), key=by_numbers)
     width = max(map(len, names)) + 4
     for name in names:
         lines += entry(name + ("*" if name == default else ""), describe(folder / f"{name}.yaml"), width)
     return lines
-
-
-def _number_key(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that orders names by the numbers in them: rank16 before rank128."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 def default_options() -> dict[str, str]:
@@ -118,12 +113,12 @@ _SHOWN = ("experiment=", "seed=", "dry_run=")  # words that other columns of a d
 
 def dry_run_table(plan: Plan) -> str:
     """List the jobs of a command, one per line, with the distinguishing words that no column shows."""
-    rows = [["job", *(name for name, _ in _facts(RunConfig())), "overrides", "run directory"]]
+    rows = [["job", *_facts(RunConfig()), "overrides", "run directory"]]
     own = split_words(plan.jobs)[1] if plan.multirun else [[]]
     for job, words in zip(plan.jobs, own, strict=True):
-        where = _where(job, plan) if plan.multirun else format_path(job.run_dir)
+        where = str(job.run_dir.relative_to(plan.directory)) if plan.multirun else format_path(job.run_dir)
         rest = " ".join(word for word in words if not word.lstrip("+").startswith(_SHOWN))
-        rows.append([str(job.number), *(str(value) for _, value in _facts(job.config)), rest, where])
+        rows.append([str(job.number), *map(str, _facts(job.config).values()), rest, where])
     if not any(row[-2] for row in rows[1:]):
         rows = [[*row[:-2], row[-1]] for row in rows]
     last = f"in {format_path(plan.directory)}" if plan.multirun else "as above"
@@ -153,18 +148,12 @@ def notes(jobs: list[Job]) -> list[str]:
     ]
 
 
-def _facts(cfg: RunConfig) -> list[tuple[str, Any]]:
-    return [
-        ("experiment", cfg.experiment), ("scale", cfg.scale), ("model", cfg.model.name), ("format", cfg.format.name),
-        ("aqn", _noise(cfg.aqn)), ("algorithm", cfg.algorithm.name), ("rank", cfg.lora.rank), ("seed", cfg.seed),
-        ("steps", cfg.steps), ("batch", cfg.completions_per_step),
-    ]  # fmt: skip
-
-
-def _noise(aqn: AqnConfig) -> str:
-    """Name the noise schedule, and its unit unless that is one sigma for all norms."""
-    states = "KL" if aqn.unit == "kl" else "relative" if aqn.relative else ""
-    return f"{aqn.schedule}, {states}" if states and aqn.schedule not in ("off", "adaptive") else aqn.schedule
+def _facts(cfg: RunConfig) -> dict[str, Any]:
+    return {
+        "experiment": cfg.experiment, "scale": cfg.scale, "model": cfg.model.name, "format": cfg.format.name,
+        "aqn": cfg.aqn.schedule, "algorithm": cfg.algorithm.name, "rank": cfg.lora.rank, "seed": cfg.seed,
+        "steps": cfg.steps, "batch": cfg.completions_per_step,
+    }  # fmt: skip
 
 
 def count(jobs: list[Job]) -> str:
@@ -179,28 +168,22 @@ def sweep_table(plan: Plan) -> str:
     shared, own = split_words(jobs)
     rows = [["job", "overrides", "status", "accuracy", "entropy", "tokens/s", "seconds", "run directory"]]
     for job, words, run in zip(jobs, own, runs, strict=True):
-        where = _where(job, plan)
+        where = str(job.run_dir.relative_to(plan.directory))
         rows.append([str(job.number), " ".join(words), run.status, *_headline(run.result()), where])
     header, *body = columns(rows).splitlines()
     lines = ["", *([f"all jobs: {' '.join(shared)}"] if shared else []), header]
     for run, line in zip(runs, body, strict=True):
         lines += [line, f"     {run.reason}"] if run.status == "failed" else [line]
     counts = ", ".join(f"{found.count(word)} {word}" for word in dict.fromkeys(found))
-    lines.append(f"{count(jobs)} in {format_path(plan.directory)}: {counts}")
     here, line = format_path(plan.directory), f"{python()} -m qerl_lab"
-    inside = all(job.run_dir.is_relative_to(plan.directory) for job in jobs)  # no command looks elsewhere
-    if inside and "done" in found:
+    lines.append(f"{count(jobs)} in {here}: {counts}")
+    if "done" in found:
         out = shell_word("out", f"results/{plan.directory.name}")
         lines.append(f"next: {line}.report {shlex.quote(here)} {out}")
     if any(run.is_claimed and run.status != "done" for run in runs):
         lines.append(f"continue one with: {line} {resume_word(f'{here}/RUN_DIRECTORY')}")
-        lines.append(f"all of them with the same line{f', or: {line} {resume_word(here)}' if inside else ''}")
+        lines.append(f"all of them with the same line, or: {line} {resume_word(here)}")
     return "\n".join(lines)
-
-
-def _where(job: Job, plan: Plan) -> str:
-    inside = job.run_dir.is_relative_to(plan.directory)
-    return str(job.run_dir.relative_to(plan.directory)) if inside else format_path(job.run_dir)
 
 
 def interrupted(run: RunDirectory) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli.grammar import refuse_repeated_keys, unreadable_word
@@ -17,10 +17,11 @@ from qerl_lab.config.conf_folder import choices_of, package_data
 from qerl_lab.config.keys import TEXT, check_key, check_type, schema, spell_value, type_words
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
-from qerl_lab.config.spelling import quote_override, quoted, shell_word, unquote_override
+from qerl_lab.config.spelling import quote_text, quoted, shell_word
 
 OTHER_LAUNCHERS = "jobs=N runs several at once, launcher=slurm and launcher=ray use a cluster; others are packages."
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
+SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'")  # Hydra's message without -m
 APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/config.yaml
 
 
@@ -33,14 +34,18 @@ def spell_for_hydra(override: str) -> str:
     """Spell a word for Hydra: with a plus for groups outside the defaults list (`APPENDED`), else without; quoted.
 
     `experiment=x` and `+experiment=x` become the same, as do `scale=x` and `+scale=x`. The flags of `slurm` are quoted
-    as one text. Hydra's own keys (`hydra.*`, `hydra/*`) stay as typed.
+    as one text. Hydra's own keys (`hydra.*`, `hydra/*`) keep their plus.
     """
     key, sign, value = override.lstrip("+").partition("=")
-    if key.startswith(("hydra.", "hydra/", "~")):
-        return quote_override(override)
+    if not sign or key.startswith("~"):
+        return override
+    if key.startswith(("hydra.", "hydra/")):
+        return override if value.isdecimal() else quote_text(override.partition("=")[0], value)
     if key == "slurm" and value[:1] not in ("'", '"'):
         return f"{key}={quoted(value)}"
-    return quote_override(f"{'+' if key in APPENDED else ''}{key}{sign}{value}", schema().get(key) in TEXT)
+    if schema().get(key) in TEXT and key not in groups():
+        return quote_text(key, value)
+    return f"{'+' if key in APPENDED else ''}{key}={value}"
 
 
 def check_words(words: Sequence[str]) -> list[Override]:
@@ -61,6 +66,10 @@ def _check_override(override: Override) -> None:
     if override.is_hydra_override():
         if override.is_sweep_override():
             raise ConfigError(f"{override.input_line} would sweep over Hydra's own settings. Type {name}=VALUE, once.")
+        if name == "hydra.run.dir":
+            raise ConfigError(
+                f"{override.input_line} does nothing here. Type run_dir=DIR for a run, hydra.sweep.dir=DIR for a sweep."
+            )
         return
     if override.is_delete():
         raise ConfigError(f"{override.input_line} would take away what every run has. Type {name}=VALUE to change it.")
@@ -76,14 +85,13 @@ def _check_override(override: Override) -> None:
             raise no_option(name, value, choices_of(name))
         return
     kind = check_key(name)
-    for value in _values(override):
-        _check_value(name, kind, value)
-
-
-def _values(override: Override) -> list[Any]:
-    if not override.is_sweep_override():
-        return [override.value()]
-    return [value.text if isinstance(value, QuotedString) else value for value in override.sweep_iterator()]
+    for value in override.sweep_iterator() if override.is_sweep_override() else [override.value()]:
+        value = value.text if isinstance(value, QuotedString) else value
+        if isinstance(value, str) and "${" in value:
+            continue  # interpolation: checked after composition
+        if type(value) in (int, float) and kind in TEXT:
+            value = str(value)  # a commit or a directory made of digits
+        check_type(name, kind, value)
 
 
 def no_option(group: str, value: Any, options: list[str]) -> ConfigError:
@@ -101,27 +109,6 @@ def no_option(group: str, value: Any, options: list[str]) -> ConfigError:
     if isinstance(value, dict):
         hint = f" Set its keys one by one, for example {group}.{next(iter(value), 'name')}=VALUE."
     return ConfigError(f"{group}={spell_value(value)} is not an option; allowed: {', '.join(options)}.{hint}")
-
-
-def _check_value(name: str, kind: Any, value: Any) -> None:
-    if isinstance(value, str) and "${" in value:
-        return  # interpolation: checked after composition
-    if type(value) in (int, float) and kind in TEXT:
-        value = str(value)  # a commit or a directory made of digits
-    check_type(name, kind, value)
-
-
-def refuse_sweeps(overrides: list[Override]) -> None:
-    """Raise ConfigError for a key with several values in the command of a single run."""
-    override = next((override for override in overrides if override.is_sweep_override()), None)
-    if override is None:
-        return
-    name, value = override.key_or_group, unquote_override(override.get_value_string())
-    is_text = schema().get(name) in TEXT and name not in groups()
-    one = f", or {shell_word(name, value)} if the comma is part of it" if is_text else ""
-    raise ConfigError(
-        f"{name}={value} is several values, and this command runs one job. Type -m to run a job for each{one}."
-    )
 
 
 def without_hydra_words(overrides: list[str]) -> list[str]:
@@ -146,12 +133,19 @@ def explain(error: Exception) -> str:
     match error:
         case ConfigError():
             return str(error)
+        case ConfigCompositionException() if found := SEVERAL.match(str(error)):
+            name, _, value = found[1].lstrip("+").partition("=")
+            is_text = schema().get(name) in TEXT and name not in groups()
+            one = f", or {shell_word(name, value)} if the comma is part of it" if is_text else ""
+            return (
+                f"{name}={value} is several values, and this command runs one job. Type -m to run a job for each{one}."
+            )
         case OverrideParseException() if error.override in choices_of("experiment"):
             return f"{error.override} cannot be read as KEY=VALUE. Type +experiment={error.override}."
         case OverrideParseException() if module := _module_of(error.override):
             return f"{error.override} is a command of its own. Type python -m {module}."
         case OverrideParseException():
-            return str(unreadable_word(unquote_override(error.override), dict(schema()) | dict.fromkeys(groups())))
+            return str(unreadable_word(error.override, dict(schema()) | dict.fromkeys(groups())))
         case MissingConfigException() if error.missing_cfg_file and error.options:
             file = str(error.missing_cfg_file)  # an option that is a path has slashes of its own
             group = next((name for name in groups() if file.startswith(f"{name}/")), file.rpartition("/")[0])

@@ -6,18 +6,17 @@ machine must see it at the same path.
 
 import itertools
 import signal
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import PriorityQueue
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from qerl_lab.cli import cluster, jobs, launch, manual
 from qerl_lab.cli.compose import Job, Plan
@@ -30,46 +29,30 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.system import exits
 from qerl_lab.system.disk import replace_file
-from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
+from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK
 
 TABLE = "table.txt"  # in a sweep's directory: how its jobs ended
 STOP_FILE = "INTERRUPTED"  # in a sweep's directory: no further job starts
 LOOK_SECONDS = {"local": 0.1, "ray": 0.1, "slurm": 2.0}  # between two checks for jobs that have ended
 
 
-class Ended(NamedTuple):
-    """How a job ended: its exit code, and the reason if it could not run."""
-
-    code: int
-    refusal: str = ""
-
-
 @dataclass(frozen=True)
-class Call:
-    """Run a job from its directory and return how it ended. Can be pickled.
-
-    A cluster may call it again: a begun run resumes, a finished one is left alone. `typed` is recorded in a run that
-    resumes.
-    """
+class Call(launch.SweepJob):
+    """Run a job from its directory. Can be pickled, and called again by a cluster: a begun run resumes."""
 
     run_dir: Path
-    of: launch.SweepJob
-    typed: Typed
+    typed: Typed  # recorded in a run that resumes
 
-    def __call__(self, variables: Mapping[str, str] | None = None) -> Ended:
-        """Run the job and wait for its end; `variables` select its GPUs."""
-        run = RunDirectory(self.run_dir)
-        if run.status == "done":
-            return Ended(OK)
-        if self.of.stop_file.exists():
-            return Ended(INTERRUPTED)
-        of = replace(self.of, variables={**self.of.variables, **(variables or {})})
+    def __call__(self, variables: Mapping[str, str] | None = None) -> str:
+        """Run the job to its end, with `variables` that select its GPUs; return why it was refused or failed, or ""."""
+        if self.stop_file.exists():
+            return ""
+        run, of = RunDirectory(self.run_dir), replace(self, variables={**self.variables, **(variables or {})})
         try:
-            if run.status == "not run":
-                return Ended(launch.start(run, run.path, of))
-            return Ended(launch.resume(run, self.typed, of))
+            code = launch.start(run, self.typed, of, run.path)
         except ConfigError as error:
-            return Ended(USAGE, f"error: {redact(str(error))}")
+            return f"error: {redact(str(error))}"
+        return failure(run) if code == FAILURE else ""
 
     def checkpoint(self) -> Any:
         """Save near the job's time limit; return what submitit puts back in the queue: the same call."""
@@ -84,30 +67,23 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
 
     `variables` are added to the environment of the jobs. Raises ConfigError if another command runs them.
     """
-    stop_file = plan.directory / STOP_FILE
-    left = [job for job in plan.jobs if RunDirectory(job.run_dir).status != "done"]
-    words = dict(zip([job.number for job in plan.jobs], manual.split_words(plan.jobs)[1], strict=True))
-    calls = []
-    for job in left:
-        label = f"job {job.number} ({job.number + 1} of {len(plan.jobs)})"
-        of = launch.SweepJob(stop_file, label, dict(variables or {}), RunDirectory(job.run_dir).console)
-        calls.append(Call(job.run_dir, of, Typed(command, job.overrides, jobs.sweep_name(plan.directory))))
-    with jobs.locked(plan.directory):
+    stop_file, sweep = plan.directory / STOP_FILE, jobs.sweep_name(plan.directory)
+    own_words = manual.split_words(plan.jobs)[1]
+    left, shown, calls = list[Job](), list[tuple[Job, str]](), list[Call]()
+    for job, words in zip(plan.jobs, own_words, strict=True):
+        if RunDirectory(job.run_dir).status != "done":
+            label = f"job {job.number} ({job.number + 1} of {len(plan.jobs)})"
+            typed = Typed(command, job.overrides, sweep)
+            left.append(job)
+            shown.append((job, " ".join(words)))
+            calls.append(Call(stop_file, label, variables or {}, job.run_dir, typed))
+    with jobs.locked(plan.directory), suppress(KeyboardInterrupt):  # of the second Ctrl-C
         stop_file.unlink(missing_ok=True)  # under the lock: the stop file of another command stays
-        try:
+        if left:
             with _stop_at_signals(stop_file):
-                if left:
-                    shown = SweepProgress(
-                        [(job, " ".join(words[job.number])) for job in left], len(plan.jobs), stop_file
-                    )
-                    with _submit(left, calls, plan.directory) as outcomes:
-                        _follow(dict(zip(outcomes, left, strict=True)), shown, stop_file)
-        except KeyboardInterrupt:
-            pass  # also print the table after the second Ctrl-C
-        except ConfigError:
-            raise
-        except Exception:  # boundary: whatever happened to a launcher, the directories record how the jobs ended
-            print(redact(traceback.format_exc()), end="", file=sys.stderr)
+                progress = SweepProgress(shown, len(plan.jobs), stop_file)
+                with _submit([job.config for job in left], calls, plan.directory) as outcomes:
+                    _follow(dict(zip(outcomes, left, strict=True)), progress, stop_file)
 
 
 def finish(plan: Plan) -> int:
@@ -125,8 +101,9 @@ def finish(plan: Plan) -> int:
     return INTERRUPTED if stop_file.exists() or "interrupted" in found else FAILURE
 
 
-def _submit(left: Sequence[Job], calls: Sequence[Call], directory: Path) -> AbstractContextManager[Sequence[Any]]:
-    configs = [job.config for job in left]
+def _submit(
+    configs: Sequence[RunConfig], calls: Sequence[Call], directory: Path
+) -> AbstractContextManager[Sequence[Any]]:
     match configs[0].launcher:
         case "slurm":
             return cluster.slurm(configs, calls, directory / "slurm")
@@ -146,7 +123,7 @@ def _follow(waiting: dict[Any, Job], shown: SweepProgress, stop_file: Path) -> N
         for outcome, job in list(waiting.items()):
             if outcome.done():
                 del waiting[outcome]
-                shown.end(job, _message_of(outcome, RunDirectory(job.run_dir)))
+                shown.end(job, _message_of(outcome))
             elif stop_file.exists() and not shown.is_running(job):
                 outcome.cancel()
                 del waiting[outcome]
@@ -154,26 +131,18 @@ def _follow(waiting: dict[Any, Job], shown: SweepProgress, stop_file: Path) -> N
     shown.close()
 
 
-def _message_of(outcome: Any, run: RunDirectory) -> str:
-    """Return the message of an ended job: an error, a refusal, or a failure; else an empty string."""
-    if error := outcome.exception():  # a bug, or a failure of the cluster; the other jobs continue
+def _message_of(outcome: Any) -> str:
+    """Return the message of an ended job, or the traceback of a bug or a failure of the cluster."""
+    if error := outcome.exception():
         return redact("".join(traceback.format_exception(error)).rstrip())
-    code, refusal = outcome.result()
-    return refusal or (_failure(run) if code == FAILURE else "")
+    return str(outcome.result())
 
 
-def _failure(run: RunDirectory) -> str:
+def failure(run: RunDirectory) -> str:
+    """Format why a run failed."""
     file = run.path / "FAILED"
     more = f"\n{manual.format_path(file)} has the whole of it" if file.stat().st_size else ""  # empty on a full disk
     return f"failed: {run.reason}{more}"
-
-
-def report(code: int, run: RunDirectory) -> None:
-    """Print how an unfinished run ended."""
-    if code == FAILURE:
-        print(_failure(run), file=sys.stderr)
-    elif code == INTERRUPTED:
-        print(manual.interrupted(run), flush=True)
 
 
 @contextmanager
@@ -229,11 +198,11 @@ def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
 
 
 @contextmanager
-def local(configs: Sequence[RunConfig], calls: Sequence[Call]) -> Iterator[list[Future[Ended]]]:
+def local(configs: Sequence[RunConfig], calls: Sequence[Call]) -> Iterator[list[Future[str]]]:
     """Start the calls on this machine, `jobs` of the configuration at once, each with its own GPUs."""
     cards = gpu_pool_of(configs)
 
-    def one(cfg: RunConfig, call: Call) -> Ended:
+    def one(cfg: RunConfig, call: Call) -> str:
         if cards is None or cfg.device == "cpu":
             return call()
         with cards.take(cfg.gpus) as taken:

@@ -1,7 +1,7 @@
 """The command line: `python -m qerl_lab [FLAGS] KEY=VALUE ...`. Imports no torch.
 
-    words -> hydra.main -> check.CheckJobs (every job checked, its directory claimed)
-          -> launch.start (a run), or hydra_plugins.qerl_lab_launcher -> scheduler.run (a process per job) -> table
+    words -> hydra.main -> check (every job checked, its directory claimed) -> launch.start (a run), or
+          -> hydra_plugins.qerl_lab_launcher -> scheduler.run (a process per job) -> table
 
 Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.
 """
@@ -9,26 +9,24 @@ Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 import qerl_lab
 from qerl_lab import preflight
-from qerl_lab.cli import check, jobs, launch, manual, scheduler
-from qerl_lab.cli.compose import VERSION_BASE, job_config, register
+from qerl_lab.cli import check, compose, jobs, launch, manual, scheduler
+from qerl_lab.cli.compose import VERSION_BASE, register
 from qerl_lab.cli.grammar import refuse_repeated_keys, unknown_flag
 from qerl_lab.cli.intent import words_by_key
 from qerl_lab.cli.overrides import (
     as_config_errors,
     check_words,
     groups,
-    refuse_sweeps,
     spell_for_hydra,
     without_hydra_words,
 )
@@ -36,12 +34,11 @@ from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.keys import FOREIGN_NAMES, schema, to_type
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
-from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word, unquoted
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.system import exits
-from qerl_lab.system.exits import OK, USAGE
+from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
 from qerl_lab.system.processes import refuse_several
 
 SCRIPT = "qerl-lab"  # the console script in pyproject.toml
@@ -61,25 +58,30 @@ FLAGS: Mapping[str, Sequence[str]] = {
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")
 def run(cfg: DictConfig) -> int:
-    """Start or resume the run in Hydra's output directory; return its exit code.
-
-    The callback has claimed that directory, except for jobs of other launchers, which may run on another machine.
-    """
-    directory = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
+    """Make the run that Hydra composed; return its exit code. Jobs of `hydra/launcher=lab` do not come here."""
     hydra_config = HydraConfig.get()
+    if hydra_config.mode != RunMode.MULTIRUN:
+        with check.past_hydra(), open_dict(cfg):
+            cfg.hydra = hydra_config
+            plan = check.check_and_claim(compose.single(cfg, GlobalHydra.instance().config_loader()), is_here=True)
+            directory = RunDirectory(plan.directory)
+            sys.exit(_report(launch.start(directory, made=plan.made), directory))
+    directory = RunDirectory(Path(hydra_config.runtime.output_dir))
     words = list(hydra_config.overrides.task)
-    sweep = jobs.sweep_name(Path(hydra_config.sweep.dir)) if hydra_config.mode == RunMode.MULTIRUN else None
-    typed = Typed(check.command_line(words), without_hydra_words(words), sweep)
+    typed = Typed(check.command_line(words), without_hydra_words(words), jobs.sweep_name(Path(hydra_config.sweep.dir)))
     try:
-        if not directory.is_claimed:
-            directory.claim(replace(job_config(cfg, words), run_dir=str(directory.path)), typed)
-        if directory.status == "done":
-            return OK
-        code = launch.start(directory) if directory.status == "not run" else launch.resume(directory, typed)
+        return _report(launch.start(directory, typed), directory)
     except ConfigError as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
         return USAGE
-    scheduler.report(code, directory)
+
+
+def _report(code: int, run: RunDirectory) -> int:
+    """Print how an unfinished run ended; return the exit code."""
+    if code == FAILURE:
+        print(scheduler.failure(run), file=sys.stderr)
+    elif code == INTERRUPTED:
+        print(manual.interrupted(run), flush=True)
     return code
 
 
@@ -105,14 +107,9 @@ def main(words: list[str]) -> int:
     if {"--multirun", "-m"} & set(flags) and any(flag.partition("=")[0] in SHOWN for flag in flags):
         raise ConfigError("--cfg and --info show one job. Leave -m out, and give each key one value.")
     overrides = [spell_for_hydra(word) for word in overrides]
-    parsed = check_words(overrides)
+    check_words(overrides)
     with as_config_errors():
-        try:
-            return _enter_hydra([*flags, *overrides])
-        except ConfigCompositionException as error:
-            if "Ambiguous value" in str(error):
-                refuse_sweeps(parsed)
-            raise
+        return _enter_hydra([*flags, *overrides])
 
 
 def _enter_hydra(words: list[str]) -> int:
@@ -179,43 +176,37 @@ def _parse_resume(flags: list[str], overrides: list[str]) -> tuple[Path, int | N
         raise ConfigError(
             f"resume continues a run with its own configuration, so {' '.join(others)} cannot stand beside it. "
             f"Type {resume_word(directory)} alone, or with steps=N to extend a finished run; of a sweep the line that "
-            "began it takes jobs=N, launcher=NAME and rerun=true."
+            "began it takes jobs=N and launcher=NAME."
         )
     if not directory:
         raise ConfigError("resume= names no directory. Type resume=RUN_DIR, for example resume=runs/nvfp4/seed0/TIME.")
-    if "://" in directory:  # a path would hide the URL's password from redaction
-        raise ConfigError(f"resume={directory} is an address; allowed: a run directory. Type resume=RUN_DIR.")
     if steps is not None and not steps.isdecimal():
         raise ConfigError(f"steps={steps} is not a whole number. Type for example steps=100.")
     return Path(directory).expanduser().absolute(), None if steps is None else int(steps)
 
 
 def _resume(directory: Path, steps: int | None) -> int:
-    """Resume the run or the sweep in a directory."""
+    """Resume the run or the sweep in a directory; with `steps` extend the finished run."""
     run, command = RunDirectory(directory), check.command_line()
     if plan := jobs.plan_of_sweep(directory):
         if steps is not None:
             raise ConfigError(f"steps={steps} extends one run, and resume={directory} is a sweep. Leave steps out.")
-        _name_modules([job.config for job in plan.jobs])
         plan = check.check_jobs(plan, plan.jobs[0].config.launcher == "local")
         print(manual.opening_lines(plan), flush=True)
         scheduler.run(plan, command)
         return scheduler.finish(plan)
-    if steps is not None or run.status != "done":
-        _name_modules([run.config()])
     if steps is not None:
         jobs.extend(run, steps)
-    elif run.status != "done":
-        preflight.check(run.config(), run.path)
-    code = launch.resume(run, Typed(command))
-    scheduler.report(code, run)
-    return code
-
-
-def _name_modules(configs: Sequence[RunConfig]) -> None:
-    """Announce the task.module files before one is imported. A resumed run reads its own from its directory."""
-    for module, digest in dict.fromkeys((cfg.task.module, cfg.task.module_hash) for cfg in configs if cfg.task.module):
-        print(f"note: imports task.module={module} (SHA-256 {digest}...)", file=sys.stderr, flush=True)
+    elif run.status == "done":
+        steps = run.config().steps
+        more = f"Type steps={2 * steps} beside it to extend the run, or start a new one."
+        raise ConfigError(
+            f"resume={directory}: this run is already finished (it has a DONE file). "
+            f"{more if run.last_saved() == steps else 'It kept no checkpoint to go on from: start a new run.'}"
+        )
+    else:
+        preflight.check(run.config(), directory)
+    return _report(launch.start(run, Typed(command)), run)
 
 
 def _prepare_completion() -> None:

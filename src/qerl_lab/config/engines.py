@@ -56,6 +56,6 @@ class VllmServerConfig:
         None, "folder for the adapter, at the same path for server and trainer; null: this machine's memory"
     )
     patience_seconds: float = option(
-        60.0, "how long to retry a lost connection, with pauses of 0.25 to 10 s", at_least=0, at_most=86_400,
+        60.0, "how long to retry a lost connection, every half second", at_least=0, at_most=86_400,
         unit="s",
     )  # fmt: skip

@@ -1,8 +1,6 @@
 """Hash the content of a local model without reading all of it. Imports no torch."""
 
 import hashlib
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,6 @@ MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 WHOLE = 4 * 2**20  # bytes: smaller weight files are read whole
 SMALL, PIECE = 64 * 2**10, 4 * 2**10  # bytes: smaller tensors are read whole; size of a sample from a larger one
 OF_A_TENSOR, OF_A_GGUF = 4, 1024  # number of samples
-SETTLED = 5.0  # seconds until a further change is sure to alter a file's times; some file systems count in steps of two
-_read: dict[tuple[Path, int, int, int, int, int], str] = {}  # digest by file, device, inode, size and both times
 
 
 def model_hash(path: Path) -> str | None:
@@ -32,8 +28,7 @@ def model_hash(path: Path) -> str | None:
     biases, whole), 1,024 samples of a GGUF.
 
     Training changes a tensor throughout, so samples detect it. They can miss an edit of a few rows of a large matrix,
-    or of a small tensor in a GGUF. Digests are cached per process until a file's times change, because the jobs of a
-    sweep share their model.
+    or of a small tensor in a GGUF.
 
     Raises ConfigError if the header of a large safetensors file is damaged.
     """
@@ -48,17 +43,12 @@ def model_hash(path: Path) -> str | None:
 
 
 def _hash_file(file: Path) -> str:
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
     with file.open("rb", buffering=0) as opened:
-        now = os.fstat(opened.fileno())  # of the open file: on NFS the attributes of a path may be a minute old
-        state = (file, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
-        if state in _read:
-            return _read[state]
-        digest = hashlib.sha256(str(now.st_size).encode())
-        for start, length in _parts_to_hash(file, now.st_size):
+        for start, length in _parts_to_hash(file, size):
             opened.seek(start)
             digest.update(opened.read(length))
-    if time.time() - now.st_ctime > SETTLED:
-        _read[state] = digest.hexdigest()
     return digest.hexdigest()
 
 

@@ -1,10 +1,8 @@
 """Make the local paths of a run absolute, so that it can be resumed from any directory. Imports no torch."""
 
 import hashlib
-import re
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import unquote
 
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
@@ -85,21 +83,14 @@ def module_hash(file: str) -> str:
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """Return the database file of an sqlite URI with %XX decoded; None for any other URI."""
+    """Return the database file of an sqlite URI; None for any other URI."""
     name = uri.removeprefix(SQLITE)
-    return None if name in (uri, "") or "?" in name else Path(unquote(name))
+    return None if name in (uri, "") or "?" in name else Path(name)
 
 
 def sqlite_uri(file: Path) -> str:
-    """Return the sqlite URI of a file, as MLflow and `sqlite_file` read it: % becomes %25, ? becomes %3F.
-
-    A slash after such a character becomes %2F, because MLflow creates the folders of a URI without decoding it.
-    """
-    path = str(file)
-    before = re.split("[%?]", path)[0]
-    plain = before[: before.rfind("/") + 1]
-    coded = path[len(plain) :].replace("%", "%25").replace("?", "%3F").replace("/", "%2F")
-    return f"{SQLITE}{plain}{coded}"
+    """Return the sqlite URI of a file."""
+    return f"{SQLITE}{file}"
 
 
 def _absolute_model_path(path: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
 from qerl_lab.config import engine_rules
-from qerl_lab.config.arm import leaves
+from qerl_lab.config.arm import leaves, values_of
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import check_type, no_key
 from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
@@ -51,7 +51,7 @@ def validate(cfg: RunConfig) -> None:
     """Raise ConfigError for the first value out of bounds or combination of values that cannot run."""
     for name, f, value in leaves(cfg):
         check_bounds(name, f.metadata, value)
-    for check in (_secrets, _names, _batch, _algorithm, _aqn, _aqn_with_kl, _learning, _device, engine_rules.check):
+    for check in (_secrets, _names, _order, _batch, _algorithm, _aqn, _learning, _device, engine_rules.check):
         for message in check(cfg):
             raise ConfigError(message)
 
@@ -87,6 +87,26 @@ def _names(cfg: RunConfig) -> Iterator[str]:
             yield (
                 f"{group}.name={name} is not allowed; allowed: {', '.join(options)}.{did_you_mean(name, options)} "
                 f"Type for example {group}={options[0]}."
+            )
+
+
+def _order(cfg: RunConfig) -> Iterator[str]:
+    """Check the pairs of keys of which the first may be at most the second."""
+    pairs = [
+        ("task.arithmetic.min_steps", "task.arithmetic.max_steps"),
+        ("task.code_io.min_level", "task.code_io.max_level"),
+    ]
+    if cfg.algorithm.entropy_target is not None:
+        pairs.append(("algorithm.entropy_coef", "algorithm.entropy_coef_max"))
+    if cfg.aqn.schedule not in ("off", "adaptive"):
+        pairs.append((f"aqn.{cfg.aqn.unit}_end", f"aqn.{cfg.aqn.unit}_start"))
+    if cfg.aqn.schedule != "off" and cfg.aqn.unit == "kl":  # the search for sigma begins at sigma_start
+        pairs += [("aqn.sigma_min", "aqn.sigma_start"), ("aqn.sigma_start", "aqn.sigma_max")]
+    values = values_of(cfg)
+    for lower, upper in pairs:
+        if values[lower] > values[upper]:
+            yield (
+                f"{lower}={values[lower]} is above {upper}={values[upper]}. Type for example {lower}={values[upper]}."
             )
 
 
@@ -147,12 +167,6 @@ def _algorithm(cfg: RunConfig) -> Iterator[str]:
             "algorithm.name=gspo there is one of the whole completion only; allowed: k3. "
             "Type algorithm.kl_estimator=k3, or algorithm.beta=0."
         )
-    if algorithm.entropy_target is not None and algorithm.entropy_coef > algorithm.entropy_coef_max:
-        yield (
-            f"algorithm.entropy_coef={algorithm.entropy_coef} is above "
-            f"algorithm.entropy_coef_max={algorithm.entropy_coef_max}, which bounds an adaptive one. "
-            f"Type for example algorithm.entropy_coef={algorithm.entropy_coef_max}."
-        )
 
 
 def _aqn(cfg: RunConfig) -> Iterator[str]:
@@ -172,12 +186,14 @@ def _aqn(cfg: RunConfig) -> Iterator[str]:
             f"Type aqn=off, or for example aqn.{start}={example}."
         )
     if aqn.schedule == "adaptive":
+        if unit != "kl":
+            yield f"aqn.schedule=adaptive with aqn.unit={unit} has nothing to adapt to; allowed: kl. Type aqn=adaptive."
+        if aqn.probe_prompts == 0:
+            yield (
+                "aqn.probe_prompts=0 with aqn.schedule=adaptive measures no KL to adapt to; allowed: 1 or more. "
+                "Leave aqn.probe_prompts out, or type for example aqn.probe_prompts=4."
+            )
         return
-    if last > first:
-        yield (
-            f"aqn.{end}={last} is above aqn.{start}={first}; the noise decays, so "
-            f"{end} may be at most {start}. Type for example aqn.{end}={first}."
-        )
     if aqn.schedule == "exponential" and last == 0:
         yield (
             f"aqn.schedule=exponential never reaches aqn.{end}=0 (Eq. 8 takes the ratio {end} / {start}); "
@@ -190,40 +206,9 @@ def _aqn(cfg: RunConfig) -> Iterator[str]:
         )
 
 
-def _aqn_with_kl(cfg: RunConfig) -> Iterator[str]:
-    """Check the keys of an AQN schedule that finds sigma for a target KL."""
-    aqn = cfg.aqn
-    if aqn.schedule == "adaptive" and aqn.unit != "kl":
-        yield f"aqn.schedule=adaptive with aqn.unit={aqn.unit} has nothing to adapt to; allowed: kl. Type aqn=adaptive."
-    if aqn.schedule == "off" or aqn.unit != "kl":
-        return
-    if aqn.sigma_min > aqn.sigma_max:
-        yield (
-            f"aqn.sigma_min={aqn.sigma_min} is above aqn.sigma_max={aqn.sigma_max}. "
-            f"Type for example aqn.sigma_min={aqn.sigma_max}."
-        )
-    if not aqn.sigma_min <= aqn.sigma_start <= aqn.sigma_max:
-        yield (
-            f"aqn.sigma_start={aqn.sigma_start}, where the search begins, is not in aqn.sigma_min={aqn.sigma_min} to "
-            f"aqn.sigma_max={aqn.sigma_max}. Type for example "
-            f"aqn.sigma_start={min(max(RunConfig().aqn.sigma_start, aqn.sigma_min), aqn.sigma_max)}."
-        )
-    if aqn.schedule == "adaptive" and aqn.probe_prompts == 0:
-        yield (
-            "aqn.probe_prompts=0 with aqn.schedule=adaptive measures no KL to adapt to; allowed: 1 or more. "
-            "Leave aqn.probe_prompts out, or type for example aqn.probe_prompts=4."
-        )
-
-
 def _learning(cfg: RunConfig) -> Iterator[str]:
     """Check what is asked, rewarded, trained and evaluated."""
     task = cfg.task
-    for lower, least, upper, most in (
-        ("arithmetic.min_steps", task.arithmetic.min_steps, "arithmetic.max_steps", task.arithmetic.max_steps),
-        ("code_io.min_level", task.code_io.min_level, "code_io.max_level", task.code_io.max_level),
-    ):
-        if least > most:
-            yield f"task.{lower}={least} is above task.{upper}={most}. Type for example task.{lower}={most}."
     further = task.module is not None or (task.name == "code_io" and task.code_io.tests_reward > 0)
     if task.format_reward == task.answer_reward == 0 and not further:
         yield (

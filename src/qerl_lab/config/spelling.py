@@ -5,31 +5,14 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-_PARTS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,=()\[\]{}'"]+""")  # quoted parts, and runs of plain text
 _QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
-_PLAIN = re.compile(r"[\w./:@%+-]+")
-_ADDED = re.compile(r"""(?:^|(?<=[,=()\[\]{}'"]))'([^,=()\[\]{}'"\\]+)'(?=[,=()\[\]{}'"]|$)""")  # by the lab
-_FOREIGN = re.compile(r"[^\w\s/+.$%*@?|:-]", re.ASCII)  # characters that the grammar rejects outside of quotes
+_PLAIN = re.compile(r"[\w./:@%+-]+", re.ASCII)  # what Hydra reads as it is, unless it is a number
+_ONE_VALUE = re.compile(r"""[^,=()\[\]{}'"$\\]+""")  # no list, sweep, function, interpolation or quoted text
 
 
-def quote_override(override: str, is_text: bool = False) -> str:
-    """Quote what Hydra would not read as it was meant: umlauts, ~, # and the like; numbers if `is_text`.
-
-    Hydra would read the commit 7e12345 as infinity. Words with unbalanced quotes or interpolations stay as they are.
-    """
-    key, sign, value = override.partition("=")
-    is_text = is_text and "(" not in value
-
-    def part(found: re.Match[str]) -> str:
-        text = found[0]
-        if text[0] in "'\"":
-            return text
-        if is_text and _is_number(text):
-            return quoted(text.strip())
-        return quoted(text) if "\\" not in text and _FOREIGN.search(text) else text
-
-    is_open = set("'\"") & set(_PARTS.sub("", value))
-    return override if "${" in value or is_open else key + sign + _PARTS.sub(part, value)
+def quote_text(key: str, value: str) -> str:
+    """Format KEY=VALUE for Hydra, quoted if the value is one text that Hydra would read otherwise: ~/x, ä, 7e12345."""
+    return word(key, value) if _ONE_VALUE.fullmatch(value) and value != "null" else f"{key}={value}"
 
 
 def _is_number(text: str) -> bool:
@@ -40,11 +23,6 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def unquote_override(override: str) -> str:
-    """Remove the quotes that `quote_override` added."""
-    return _ADDED.sub(r"\1", override)
-
-
 def spell_list(values: Sequence[str]) -> str:
     """Format texts as one list in Hydra's override grammar."""
     parts = (value if value.isidentifier() else '"' + value.replace('"', '\\"') + '"' for value in values)
@@ -52,8 +30,8 @@ def spell_list(values: Sequence[str]) -> str:
 
 
 def word(key: str, value: str) -> str:
-    """Format KEY=text for Hydra, quoted if Hydra would split it or not read it."""
-    return f"{key}={value if _PLAIN.fullmatch(value) else quoted(value)}"
+    """Format KEY=text for Hydra, quoted if Hydra would split it, not read it, or read a number."""
+    return f"{key}={value if _PLAIN.fullmatch(value) and not _is_number(value) else quoted(value)}"
 
 
 def shell_word(key: str, value: str | Path) -> str:

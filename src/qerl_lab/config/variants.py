@@ -55,22 +55,14 @@ VARIANTS = (
     *(Variant(f"task.{name}.", f"task.name={name}", f"task={name}")
       for name, group in vars(TaskConfig()).items() if is_dataclass(group) and name != "columns"),
     Variant("task.path task.columns.", "task.name!=arithmetic", "task=gsm8k"),
-    Variant("task.columns.tests", "task.name=code_io", "task=code_io"),
-    Variant("task.columns.answer", "task.name!=code_io", "task=gsm8k"),
     Variant("task.code_io.min_level task.code_io.max_level task.code_io.tests", "task.path=null",
             "task=code_io without task.path"),
-    Variant("task.module_hash", "task.module!=null", "task.module=FILE.py"),
     Variant("rollout.vllm.", "rollout.engine=vllm|vllm_server", "rollout=vllm"),
     Variant(" ".join(OF_VLLM_HERE), "rollout.engine=vllm", "rollout=vllm"),
     Variant("rollout.vllm_server.", "rollout.engine=vllm_server", "rollout=vllm_server"),
     Variant("rollout.importance_clip_max", "rollout.importance_correction!=off|in_ratio",
             "rollout.importance_correction=token_truncate"),
-    Variant("lora.start_hash", "lora.start_from!=null", "lora.start_from=RUN_DIR"),
-    Variant("preregistration_sha256", "preregistration!=null", "preregistration=results/NAME/claims.yaml"),
     Variant("jobs_per_gpu", "jobs!=1", "jobs=2"),
-    Variant("jobs_per_gpu", "launcher!=slurm", "launcher=local"),
-    Variant("jobs_per_gpu", "device!=cpu", "device=auto"),
-    Variant("jobs_per_gpu", "gpus=1", "gpus=1"),
     Variant("slurm", "launcher=slurm", "launcher=slurm"),
     Variant("algorithm.max_resamples", "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling=true"),
     Variant("algorithm.kl_estimator", "algorithm.beta!=0|0.0", "algorithm.beta=0.001"),
@@ -78,10 +70,8 @@ VARIANTS = (
             "algorithm.entropy_target=0.2"),
     Variant("eval.samples eval.temperature eval.top_p", "eval.questions!=0", "eval.questions=256"),
     Variant("eval.subset_questions eval.subset_samples", "eval.every!=0", "eval.every=50"),
-    Variant("tracking.uri", "tracking.mlflow=true", "tracking=mlflow"),
 )  # fmt: skip
 ON_HUB = Variant("model.revision", "model.path=HUB_ID", "model.path=HUB_ID")
-ON_DISK = Variant("model.hash", "model.path=DIR", "model.path=DIR")
 
 
 def inert_keys(cfg: RunConfig) -> Mapping[str, Variant]:
@@ -96,7 +86,6 @@ def inert_keys(cfg: RunConfig) -> Mapping[str, Variant]:
         for key in values if variant.has(key)
     }  # fmt: skip
     path = cfg.model.path
-    is_file = path.endswith(".gguf") or Path(path).expanduser().is_dir()
-    found |= {"model.revision": ON_HUB} if path == POCKET or is_file else {}
-    found |= {"model.hash": ON_DISK} if path == POCKET or not is_file else {}
+    if path == POCKET or path.endswith(".gguf") or Path(path).expanduser().is_dir():
+        found["model.revision"] = ON_HUB
     return {key: variant for key, variant in found.items() if not (cfg.task.module and key.startswith("task."))}

@@ -22,7 +22,6 @@ from qerl_lab.preflight import machine, question_counts
 from qerl_lab.system.disk import cache_folder, hub_home
 
 TOO_MANY_FOR_A_CPU = 1_000_000_000  # parameters; a rollout of 128 x 256 tokens would take hours on a few cores
-ALLOCATOR, EXPANDABLE = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
 RECORD_BYTES = 64 * 2**20  # metrics, figures and logs of a run, rounded up
 NEEDS_GPU = (  # key, value, package, what to type instead
     ("optim.name", "adamw_8bit", "bitsandbytes", "optim=adamw"),
@@ -116,12 +115,6 @@ def check_engine(cfg: RunConfig) -> None:
         raise ConfigError(
             "rollout.engine=vllm needs the package vllm, which is not installed. Type pip install 'qerl-lab[vllm]', "
             "or rollout=transformers."
-        )
-    if cfg.rollout.engine == "vllm" and cfg.rollout.vllm.sleep and EXPANDABLE in os.environ.get(ALLOCATOR, ""):
-        raise ConfigError(
-            f"rollout.vllm.sleep=true with {ALLOCATOR}={os.environ[ALLOCATOR]} is not allowed: memory that sleeps "
-            "cannot lie in expandable segments, and vLLM turns them off for it only where it finds them in "
-            "PYTORCH_CUDA_ALLOC_CONF. Set that variable in its place, or type rollout.vllm.sleep=false."
         )
     if not machine.has_gpu():
         check_engine_on_cpu(cfg, "this machine shows none")

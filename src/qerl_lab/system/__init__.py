@@ -1,1 +1,1 @@
-"""What a process needs of its system: files, signals and exit codes, child processes, a terminal."""
+"""Files, signals, exit codes, child processes, and the terminal."""

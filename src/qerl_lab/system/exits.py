@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from qerl_lab.config.redact import redact
 
@@ -25,7 +25,6 @@ INTERRUPTED = 130  # ended by a signal; the same command, or resume=, continues
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOST = (errno.EPIPE, errno.EIO)  # the pipe has no reader; the terminal is closed
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full; the user's quota is
-LOST_TO_A_RUN = (*LOST, *FULL)  # its record may lie on another disk than its console
 STOPS: list[int] = []  # signals received by a sweep of this process; shows a stop even if the sweep ended as done
 Main = Callable[[list[str]], int]  # words of a command line -> exit code
 _left: list[int] = []  # exit code passed to `leave`
@@ -43,9 +42,9 @@ def starting(module: str) -> Iterator[None]:
         os._exit(INTERRUPTED)
 
 
-def run(main: Main, lost: tuple[int, ...] = LOST) -> None:
-    """Run a command as the process, and exit with its code. `lost`: see `survive_lost_console`."""
-    survive_lost_console(lost)
+def run(main: Main) -> None:
+    """Run a command as the process, and exit with its code."""
+    survive_lost_console()
     sys.excepthook = lambda *about: sys.stderr.write(redact("".join(traceback.format_exception(*about)))) and None
     code = command(main)(sys.argv[1:])
     if code == INTERRUPTED:  # Python may end by the signal itself if it came inside exec()
@@ -99,45 +98,42 @@ def command(main: Main) -> Main:
     return ended
 
 
-def survive_lost_console(lost: tuple[int, ...] = LOST) -> None:
-    """Send stdout and stderr to /dev/null after an error of a number in `lost`."""
+def survive_lost_console() -> None:
+    """Send stdout and stderr to /dev/null once their terminal or reader is gone."""
     for descriptor in (0, 1, 2):  # a closed descriptor would be reused for the next opened file, e.g. a record
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    sys.stdout, sys.stderr = _lasting_stream(sys.stdout, 1, lost), _lasting_stream(sys.stderr, 2, lost)
+    sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
+
+
+def _lasting(stream: TextIO | None, descriptor: int) -> io.TextIOWrapper:
+    """Return a stream like this one, which is None if it was closed, on a `_LastingFile`."""
+    if stream is not None:
+        stream.flush()
+    encoding, errors = getattr(stream, "encoding", "utf-8"), getattr(stream, "errors", None)
+    raw = io.BufferedWriter(_LastingFile(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding, errors, line_buffering=True)
+
+
+class _LastingFile(io.FileIO):
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in LOST:
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
 
 
 def say_now(text: str) -> None:
     """Write a line to standard error, unbuffered, as signal handlers must."""
     with suppress(OSError):
         os.write(2, f"{text}\n".encode())
-
-
-def _lasting_stream(stream: object, descriptor: int, lost: tuple[int, ...]) -> io.TextIOWrapper:
-    raw = _LastingStream(descriptor, "w", closefd=False)
-    raw.lost = lost
-    if not isinstance(stream, io.TextIOWrapper):  # None if it was closed
-        return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", line_buffering=True)
-    stream.flush()
-    is_prompt = stream.line_buffering or stream.write_through
-    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=is_prompt)
-
-
-class _LastingStream(io.FileIO):
-    lost: tuple[int, ...] = LOST
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            if error.errno not in self.lost:
-                raise
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
-            return len(data)
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:

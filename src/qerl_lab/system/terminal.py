@@ -4,6 +4,7 @@ import atexit
 import gc
 import logging
 import os
+import re
 import shutil
 import sys
 import time
@@ -144,6 +145,11 @@ def format_path(path: Path) -> str:
 def python() -> str:
     """Return how to type this Python here: `python` if that is the same, else its path."""
     return "python" if shutil.which("python") == sys.executable else format_path(Path(sys.executable))
+
+
+def by_numbers(text: str) -> list[tuple[int, str]]:
+    """Return a sort key that orders texts by the numbers in them: rank16 before rank128."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
 def aligned(rows: list[tuple[str, str]]) -> str:

@@ -42,15 +42,10 @@ class ExportOptions(Writes):
     )  # fmt: skip
     overwrite: bool = option(False, "replace what is at `out`")
 
-    @property
-    def directory(self) -> RunDirectory:
-        """Return the run's directory."""
-        return RunDirectory(Path(self.run).expanduser().absolute())
 
-
-def check(options: ExportOptions) -> None:
-    """Raise ConfigError unless the run is done, has an adapter, and OUT is free. Loads no weights."""
-    run = options.directory
+def check(options: ExportOptions) -> RunDirectory:
+    """Return the run's directory. Raises ConfigError unless the run is done, has an adapter, and OUT is free."""
+    run = RunDirectory(Path(options.run).expanduser().absolute())
     run.config()
     if run.status != "done":
         raise ConfigError(
@@ -59,64 +54,47 @@ def check(options: ExportOptions) -> None:
         )
     if not (run.adapter / WEIGHTS).is_file():
         raise ConfigError(f"run={options.run} has no adapter/{WEIGHTS}. Type another run.")
-    if options.merged and options.base:
-        raise ConfigError("base=true is for the adapter alone, and merged=true holds the base. Leave base out.")
-    if options.dtype != ExportOptions().dtype and not (options.merged or options.base):
-        raise ConfigError(
-            f"dtype={options.dtype} is of dense weights, and the adapter alone has none. Type merged=true."
-        )
     check_free(options, options.overwrite, lambda folder: (folder / EXPORT).is_file())
+    return run
 
 
 def export(options: ExportOptions) -> None:
-    """Check the options, then write the adapter or the merged model with its card.
+    """Check the options, then write adapter or merged model, model card, configuration and export.json.
 
     Raises:
         ConfigError: an option cannot work, the run's base cannot be loaded or has changed, or the adapter is damaged.
         OSError: the disk is full, or a file cannot be read or written.
     """
-    check(options)
+    record = check(options)
     with terminal.quiet_imports():
-        from qerl_lab.model.weight_files import local_folder
+        from qerl_lab.model.weight_files import lab_records, local_folder
 
-    record, run = options.directory, options.directory.config()
+    run = record.config()
     on_disk.check_content(run)
-    base = local_folder(run.model.path, run.model.revision)
+    path, base = run.model.path, local_folder(run.model.path, run.model.revision)
+    is_on_hub = on_disk.local_path(path) is None and not gguf.is_gguf(path)
+    about = {
+        "options": asdict(options), "run": str(record.path), "packages": versions(PACKAGES),
+        "began_from": {"path": path, "revision": run.model.revision, "hash": run.model.hash, **lab_records(base)},
+    }  # fmt: skip
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:
         unfinished.clear()
-        write(options, run, record, base, unfinished.folder)
+        out = unfinished.folder
+        (out / "README.md").write_text(card(options, run, record), encoding="utf-8")
+        (out / "run.yaml").write_text(record.text(), encoding="utf-8")
+        if options.merged:
+            write_dense(run, record.adapter, base, out, options.dtype, merged=True)
+        else:
+            named = str(options.folder / "base") if options.base else path if is_on_hub else str(base)
+            write_adapter(run, record.adapter, out, named)
+        if options.base:
+            write_dense(run, record.adapter, base, out / "base", options.dtype, merged=False)
+        files = sorted(file for file in out.rglob("*") if file.is_file() and file.name != JOURNAL)
+        about["sha256"] = {str(file.relative_to(out)): sha256(file) for file in files}
+        (out / EXPORT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         unfinished.finish()
     what = "merged model" if options.merged else "adapter"
-    print(f"{what}: {terminal.format_path(options.folder)}  (README.md says how to load it)")
-    is_plain = run.format.name == DENSE_FORMAT and run.model.path != POCKET and not gguf.is_gguf(run.model.path)
-    if not (options.merged or options.base or is_plain):
-        print(f"note: it was trained on {run.model.name} in {run.format.name}; on other weights of that model it is "
-              "another policy. Type base=true to have them beside it, or merged=true.")  # fmt: skip
-
-
-def write(options: ExportOptions, run: RunConfig, record: RunDirectory, base: Path, out: Path) -> None:
-    """Write adapter or merged model, card, configuration and export.json. `base` is the directory of the run's base."""
-    from qerl_lab.model.weight_files import lab_records
-
-    path = run.model.path
-    origin = {"path": path, "revision": run.model.revision, "hash": run.model.hash, **lab_records(base)}
-    if options.merged:
-        write_dense(run, record.adapter, base, out, options.dtype, merged=True)
-    elif options.base:
-        write_adapter(run, record.adapter, out, str(options.folder / "base"))
-        write_dense(run, record.adapter, base, out / "base", options.dtype, merged=False)
-    else:
-        is_on_hub = on_disk.local_path(path) is None and not gguf.is_gguf(path)
-        write_adapter(run, record.adapter, out, path if is_on_hub else str(base))
-    (out / "README.md").write_text(card(options, run, record), encoding="utf-8")
-    (out / "run.yaml").write_text(record.text(), encoding="utf-8")
-    files = sorted(file for file in out.rglob("*") if file.is_file() and file.name != JOURNAL)
-    about = {
-        "options": asdict(options), "run": str(record.path), "began_from": origin, "result": record.result(),
-        "environment": record.environment(), "packages": versions(PACKAGES),
-        "sha256": {str(file.relative_to(out)): sha256(file) for file in files},
-    }  # fmt: skip
-    (out / EXPORT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    print(f"{what}: {terminal.format_path(options.folder)}  (README.md says how to load it, and on which weights)")
 
 
 def write_adapter(run: RunConfig, adapter: Path, out: Path, base: str) -> None:

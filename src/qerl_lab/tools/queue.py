@@ -14,12 +14,11 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from qerl_lab.system import exits
 
@@ -43,6 +42,7 @@ with exits.starting(__name__):
         Queue,
         Row,
         join_words,
+        missing_evaluations,
         read,
         write_ledger,
     )
@@ -92,7 +92,7 @@ def plan(options: PlanOptions) -> None:
     queue = read(Path(options.queue), shlex.split(options.words))
     at_once = options.jobs * options.gpus
     rows = [["part", "runs", "done", "left", "min a run", "hours left"]]
-    for part in _choose_parts(queue.parts, options.parts):
+    for part in _chosen(queue, options):
         runs, left = ([one for one in some if one.part is part] for some in (queue.runs, queue.left()))
         done = sum(queue.is_done(one.key) for one in runs)
         hours = sum(queue.seconds(one) for one in left) / at_once / 3600
@@ -112,32 +112,34 @@ def plan(options: PlanOptions) -> None:
         print(f"python -m qerl_lab {shlex.join(one.words)}")
 
 
-def _choose_parts(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
-    known = [part.name for part in parts]
-    for name in names:
+def _chosen(queue: Queue, options: PlanOptions) -> list[Part]:
+    known = [part.name for part in queue.parts]
+    for name in options.parts:
         if name not in known:
             raise ConfigError(f"parts={name} is none; allowed: {', '.join(known)}. Type parts={known[0]}.")
-    return [part for part in parts if not names or part.name in names]
+    return [part for part in queue.parts if not options.parts or part.name in options.parts]
 
 
 def _next(queue: Queue, options: PlanOptions) -> list[Planned]:
-    chosen = _choose_parts(queue.parts, options.parts)
+    chosen = _chosen(queue, options)
     return [one for one in queue.left() if one.part in chosen]
 
 
 def run(options: RunOptions) -> None:
     """Make the next runs that fit into the minutes, and pack each that ends. Raises ConfigError for a refused one.
 
-    A run that is not done by then is stopped; the same command on the same machine resumes it.
+    A run, or an evaluation, that is not done by then is stopped; the same command on the same machine continues it.
     """
     queue, pack = read(Path(options.queue), shlex.split(options.words)), Path(options.pack)
     make_directory(pack, f"pack={pack}")
     waiting = _next(queue, options)
     queue.refuse_unregistered(waiting)
-    machine = Machine.of(queue, options)
-    for one in [one for one in waiting if (machine.folder(one) / ROW).exists()]:  # its pack may have been lost
-        machine.pack(one)
+    seen = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
+    machine = Machine(queue, options, GpuPool(seen[: options.gpus], options.jobs), time.monotonic())
+    for one in [one for one in waiting if (machine.folder(one) / ROW).exists() and not machine.lacks_evaluations(one)]:
+        machine.pack(one)  # again, because its pack may have been lost
         waiting.remove(one)
+    waiting = [*(one for one in queue.runs if queue.is_done(one.key) and machine.lacks_evaluations(one)), *waiting]
     with ThreadPoolExecutor(options.jobs * options.gpus) as slots:
         started = [slots.submit(machine.make, one, number) for number, one in enumerate(waiting)]
         try:
@@ -145,28 +147,17 @@ def run(options: RunOptions) -> None:
         except BaseException:
             slots.shutdown(wait=False, cancel_futures=True)
             raise
-    print(f"{sum(map(bool, ended))} runs ended: {format_path(pack)}. {len(waiting)} were left for this machine.")
+    print(f"{sum(ended)} runs ended: {format_path(pack)}. {len(waiting)} were left for this machine.")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Make planned runs on this machine.
-
-    `began` is the start of the command, by the monotonic clock. `cards` are its GPUs.
-    """
+    """Make planned runs on this machine. `began` is the start of the command, by the monotonic clock."""
 
     queue: Queue
     options: RunOptions
+    gpus: GpuPool
     began: float
-    cards: GpuPool
-
-    @classmethod
-    def of(cls, queue: Queue, options: RunOptions) -> Self:
-        """Start the clock, with `options.jobs` places on each of the GPUs that this process sees."""
-        seen = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
-        if len(seen) < options.gpus:
-            raise ConfigError(f"gpus={options.gpus}: CUDA_VISIBLE_DEVICES shows {len(seen)}. Type gpus={len(seen)}.")
-        return cls(queue, options, time.monotonic(), GpuPool(seen[: options.gpus], options.jobs))
 
     @property
     def until(self) -> float:
@@ -176,47 +167,49 @@ class Machine:
     def folder(self, one: Planned) -> Path:
         return Path(self.options.runs).absolute() / one.key
 
+    def lacks_evaluations(self, one: Planned) -> bool:
+        """Tell whether an earlier command made the run here, but not all of its evaluations."""
+        file = self.folder(one) / ROW
+        row = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        return row is not None and row["state"] == DONE and missing_evaluations(row) > 0
+
     def make(self, one: Planned, number: int) -> bool:
-        """Make one run and its evaluations; tell whether it ended. A run that does not fit is not started."""
+        """Wait for a free place on a GPU and make a run on it; tell whether the run ended."""
         if number < self.options.jobs * self.options.gpus:
             time.sleep(STAGGER_SECONDS * (number // self.options.gpus))
-        with self.take_gpu() as visible:
-            return self._make(one, visible)
+        with self.gpus.take(1) as (gpu,):
+            return self.make_on(one, {"CUDA_VISIBLE_DEVICES": gpu} if self.options.gpus > 1 else {})
 
-    @contextmanager
-    def take_gpu(self) -> Iterator[dict[str, str]]:
-        """Take a free place on a GPU; yield the environment in which a run sees that GPU alone."""
-        with self.cards.take(1) as (card,):
-            yield {"CUDA_VISIBLE_DEVICES": card} if self.options.gpus > 1 else {}
+    def make_on(self, one: Planned, visible: Mapping[str, str]) -> bool:
+        """Train, pack, evaluate and pack again; tell whether the run ended. A run that does not fit is not started.
 
-    def _make(self, one: Planned, visible: Mapping[str, str]) -> bool:
-        begun = RunDirectory(self.folder(one))
-        given_back = self.began + 60 * (self.options.lease or self.options.minutes)
-        if time.monotonic() > self.until - START_SECONDS:
-            return False
-        if not begun.is_claimed and time.monotonic() + self.queue.seconds(one) > given_back:
+        The first pack is for the case that the time ends, or the machine is lost, during an evaluation.
+        """
+        run, now = RunDirectory(self.folder(one)), time.monotonic()
+        fits = now + self.queue.seconds(one) < self.began + 60 * (self.options.lease or self.options.minutes)
+        if now > self.until - START_SECONDS or not (fits or run.is_claimed):
             return False
         start = time.time()
-        if begun.status != "done":
-            self._train(one, begun, visible)
-        if begun.status not in (DONE, FAILED):
+        if run.status != DONE:
+            self._train(one, run, visible)
+        if run.status not in (DONE, FAILED):
             return False
+        earlier = run.result().get("seconds", 0.0)  # of all sessions of the run
         trained = time.time()
-        evaluated = [begun.status == DONE and self._evaluate(one, line, visible) for line in one.part.after]
-        if time.monotonic() > self.until and not all(evaluated):
-            return False
-        earlier = begun.result().get("seconds", 0.0)  # of all earlier sessions of the run
-        seconds = time.time() - trained + max(trained - start, earlier)
-        self._note(one, begun, seconds, f"{sum(evaluated)} of {len(evaluated)}")
+        self._note(one, run, max(trained - start, earlier), 0)
         self.pack(one)
+        if run.status == DONE and one.part.after:
+            evaluated = sum([self._evaluate(one, line, visible) for line in one.part.after])
+            self._note(one, run, time.time() - trained + max(trained - start, earlier), evaluated)
+            self.pack(one)
         return True
 
-    def _train(self, one: Planned, begun: RunDirectory, visible: Mapping[str, str]) -> None:
-        words = [f"resume={begun.path}"]
-        if not begun.is_claimed:
-            words = [*join_words(shlex.split(self.options.here), one.words), f"run_dir={begun.path}"]
+    def _train(self, one: Planned, run: RunDirectory, visible: Mapping[str, str]) -> None:
+        words = [f"resume={run.path}"]
+        if not run.is_claimed:
+            words = [*join_words(shlex.split(self.options.here), one.words), f"run_dir={run.path}"]
         code = self._call(one, ["-m", "qerl_lab", *words], visible)
-        if code == USAGE and not begun.is_claimed:
+        if code == USAGE and not run.is_claimed:
             said = self._console(one).read_text(encoding="utf-8", errors="replace").strip().splitlines()
             raise ConfigError(f"{one.key} was refused: {said[-1] if said else 'it says nothing'}")
 
@@ -229,9 +222,8 @@ class Machine:
         """Call Python and return its exit code, or None if the time was up. Output goes to the run's console."""
         make_directory(self._console(one).parent, f"runs={self.options.runs}")
         with self._console(one).open("ab") as console:
-            process = subprocess.Popen(
-                [sys.executable, *words], stdout=console, stderr=console, env=os.environ | visible
-            )
+            line, seen = [sys.executable, *words], os.environ | visible
+            process = subprocess.Popen(line, stdout=console, stderr=console, env=seen)
             try:
                 return process.wait(max(0.0, self.until - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -245,14 +237,14 @@ class Machine:
     def _console(self, one: Planned) -> Path:
         return self.folder(one).with_suffix(".txt")
 
-    def _note(self, one: Planned, ended: RunDirectory, seconds: float, evaluations: str) -> None:
+    def _note(self, one: Planned, run: RunDirectory, seconds: float, evaluated: int) -> None:
         """Write the run's ledger row into its directory, and drop the completions from its evaluations."""
-        for file in ended.path.glob("evaluations/*/eval.parquet"):
+        for file in run.path.glob("evaluations/*/eval.parquet"):
             pd.read_parquet(file).drop(columns="completion", errors="ignore").to_parquet(file, index=False)
-        where: dict[str, Any] = ended.environment()
-        adapter = ended.adapter / WEIGHTS
+        where: dict[str, Any] = run.environment()
+        adapter = run.adapter / WEIGHTS
         row = {
-            "run": one.key, "seed": str(one.seed), "part": one.part.name, "state": ended.status,
+            "run": one.key, "seed": str(one.seed), "part": one.part.name, "state": run.status,
             "host": where.get("host", os.uname().nodename),
             "card": " ".join(f"{gpu['name']} {gpu['uuid']}" for gpu in where.get("gpus", [])) or "none",
             "start": where.get("time", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
@@ -260,46 +252,52 @@ class Machine:
             "commit": self.options.commit or where.get("git_sha", "unknown"),
             "preregistration": self.queue.preregistration(),
             "adapter_sha256": sha256(adapter) if adapter.exists() else "",
-            "evaluations": evaluations, "words": shlex.join(one.words),
+            "evaluations": f"{evaluated} of {len(one.part.after)}", "words": shlex.join(one.words),
         }  # fmt: skip
-        replace_file(ended.path / ROW, json.dumps(row, indent=1).encode())
-        shutil.copy(self._console(one), ended.path / "queue.txt")
+        replace_file(run.path / ROW, json.dumps(row, indent=1).encode())
+        shutil.copy(self._console(one), run.path / "queue.txt")
 
     def pack(self, one: Planned) -> None:
-        """Pack the record of a run atomically."""
+        """Pack the record of a run atomically, without unfinished evaluations."""
         file = Path(self.options.pack) / f"{one.key}.tar.gz"
         with tarfile.open(file.with_suffix(".tmp"), "w:gz") as packed:
             for path in sorted(self.folder(one).iterdir()):
                 if path.name not in LEFT_THERE:
-                    packed.add(path, f"{one.key}/{path.name}")
+                    packed.add(path, f"{one.key}/{path.name}", filter=lambda at: None if ".partial" in at.name else at)
         file.with_suffix(".tmp").replace(file)
 
 
 def collect(options: CollectOptions) -> None:
     """Merge packed records into results and ledger beside QUEUE.yaml. Runs already done there stay.
 
-    The ledger is written last, so that the same command continues after a stop.
+    Of two packs of one run the one with more evaluations counts. The ledger is written last, so that the same command
+    continues after a stop.
     """
     queue, runs = read(Path(options.queue)), Path(options.runs)
     make_directory(runs, f"runs={runs}")
-    rows, new = list(queue.rows), dict[str, list[Path]]()
+    rows = {(row["run"], row["start"]): row for row in queue.rows}
     into = {part.name: queue.folder / part.into for part in queue.parts}
+    new: dict[str, Path] = {}  # run -> folder of its results
     for file in _files(options.packs):
         with tarfile.open(file) as packed:
             row = _row(packed, file)
-            if any((row["run"], row["start"]) == (other["run"], other["start"]) for other in rows):
+            attempt = row["run"], row["start"]
+            if attempt in rows and missing_evaluations(row) >= missing_evaluations(rows[attempt]):
                 print(f"{row['run']}: there already")
-            elif any(row["run"] == other["run"] and other["state"] == DONE for other in rows):
+                continue
+            if attempt not in rows and (row["run"], DONE) in (
+                (other["run"], other["state"]) for other in rows.values()
+            ):
                 print(f"{row['run']}: a second run of it, left out: the first counts")
-            else:
-                shutil.rmtree(runs / row["run"], ignore_errors=True)
-                packed.extractall(runs, filter="data")
-                rows.append(row)
-                if row["state"] == DONE:
-                    new.setdefault(str(into[row["part"]]), []).append(runs / row["run"])
-    for folder, found in new.items():
-        _merge(Path(folder), found)
-    write_ledger(queue.folder, rows)
+                continue
+            shutil.rmtree(runs / row["run"], ignore_errors=True)
+            packed.extractall(runs, filter="data")
+        rows[attempt] = row
+        if row["state"] == DONE:
+            new[row["run"]] = into[row["part"]]
+    for folder in dict.fromkeys(new.values()):
+        _merge(folder, [runs / run for run in new if new[run] == folder])
+    write_ledger(queue.folder, list(rows.values()))
     print(f"{len(rows) - len(queue.rows)} rows are new in {format_path(queue.folder)}/ledger.csv")
 
 
@@ -334,7 +332,7 @@ LINE = "python -m qerl_lab.tools.queue"
 FILE = "results/qwen1_5b/queue.yaml"
 COMMANDS: dict[str, Command[Any]] = {
     "plan": Command(
-        f"{LINE} plan QUEUE.yaml", "What is next of a queue of runs, and how many GPU hours each part has left.",
+        f"{LINE} plan QUEUE.yaml", "Print the next runs of a queue, and the GPU hours left in each part.",
         PlanOptions, plan, ((f"{LINE} plan {FILE} minutes=25", "what one machine would make"),), ("queue",), "queue",
     ),
     "run": Command(

@@ -18,6 +18,7 @@ Runs of preregistered parts record the hash of `claims.yaml` if that file lies b
 
 import csv
 import hashlib
+import io
 import itertools
 import json
 import shlex
@@ -35,6 +36,7 @@ from qerl_lab.config.arm import of_arm, values_of
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.system.disk import replace_file
 
 LEDGER, PREREGISTRATION, CLAIMS, PILOT = "ledger.csv", "PREREGISTRATION.md", "claims.yaml", "PILOT:"
 COLUMNS = ("run", "seed", "part", "state", "host", "card", "start", "seconds", "commit", "preregistration",
@@ -88,8 +90,13 @@ class Queue:
         return [one for one in self.runs if not self.is_done(one.key) and self.failures(one.key) < ATTEMPTS]
 
     def seconds(self, one: Planned) -> float:
-        """Estimate a run's seconds: the median of its part, else of the ledger, else from `results/bench`."""
-        done = [row for row in self.rows if row["state"] == DONE]
+        """Estimate a run's seconds: the median of its part, else of the queue, else from `results/bench`.
+
+        Other words, such as another scale, make other runs: the ledger then says nothing of them.
+        """
+        keys = {planned.key for planned in self.runs}
+        own = [row for row in self.rows if row["run"] in keys]
+        done = [row for row in own if row["state"] == DONE and not missing_evaluations(row)]
         taken = [float(row["seconds"]) for row in done if row["part"] == one.part.name]
         taken = taken or [float(row["seconds"]) for row in done]
         return statistics.median(taken) if taken else estimate_from_bench(one.config) or self.seconds_at_first
@@ -187,23 +194,21 @@ def _letters(name: str) -> str:
     return "".join(filter(str.isalnum, name))
 
 
+def missing_evaluations(row: Row) -> int:
+    """Return how many evaluations a run lacks by its row, in which they are written as `1 of 2`."""
+    made, _, wanted = row["evaluations"].partition(" of ")
+    return int(wanted) - int(made)
+
+
 def read_ledger(folder: Path) -> list[Row]:
     """Read the rows of ledger.csv; none if the file is missing."""
     file = folder / LEDGER
-    if not file.exists():
-        return []
-    with file.open(encoding="utf-8", newline="") as lines:
-        rows: list[Row] = list(csv.DictReader(lines))
-    if rows and set(rows[0]) != set(COLUMNS):
-        raise ConfigError(f"{file} has the columns {', '.join(rows[0])}; allowed: {', '.join(COLUMNS)}.")
-    return rows
+    return list(csv.DictReader(file.read_text(encoding="utf-8").splitlines())) if file.exists() else []
 
 
 def write_ledger(folder: Path, rows: Sequence[Row]) -> None:
     """Write ledger.csv, one row per attempt."""
-    aside = folder / f"{LEDGER}.tmp"
-    with aside.open("w", encoding="utf-8", newline="") as file:
-        out = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        out.writeheader()
-        out.writerows(rows)
-    aside.replace(folder / LEDGER)
+    out = csv.DictWriter(text := io.StringIO(), COLUMNS, lineterminator="\n")
+    out.writeheader()
+    out.writerows(rows)
+    replace_file(folder / LEDGER, text.getvalue().encode())

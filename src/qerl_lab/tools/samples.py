@@ -44,7 +44,7 @@ def format_sample(sample: Sample) -> str:
 
 COMMAND = Command(
     "python -m qerl_lab.tools.samples RUN_DIR",
-    "Sampled completions of a run: what the policy wrote in a step, and what it earned.",
+    "Show sampled completions of a run with their rewards.",
     SamplesOptions,
     lambda options: print(format_step(Path(options.run_dir).expanduser(), options.step)),
     examples=(

@@ -1,8 +1,8 @@
-"""Search values of numeric keys: `python -m qerl_lab.tools.search out=DIR KEY=LOW..HIGH ...`.
+"""Search values of numeric keys: `python -m qerl_lab.tools.search out=DIR WORDS OF A RUN KEY=LOW..HIGH ...`.
 
-The search is an Optuna study. Each trial is a sweep of the main command over the search's seeds. The study is a journal
-in OUT, so the same command resumes after any stop, first with the trial that had begun. A proposal depends only on the
-search's seed, the trial's number and earlier values, so stopping does not change the search.
+The search is an Optuna study in OUT. Each trial is a sweep of the main command over the search's seeds. The same
+command continues after a stop, first with the unfinished trial. A proposal depends only on the trial's number and on
+earlier values, so a stop does not change the search.
 """
 
 from qerl_lab.system import exits
@@ -11,20 +11,20 @@ with exits.starting(__name__):
     import importlib.util
     import math
     import shlex
-    from collections.abc import Callable, Sequence
-    from dataclasses import dataclass, field, fields
+    import statistics
+    from dataclasses import dataclass, fields
     from functools import partial
     from pathlib import Path
     from typing import TYPE_CHECKING
 
+    from qerl_lab.cli.compose import make_plan
     from qerl_lab.cli.grammar import HELP, Command
-    from qerl_lab.cli.overrides import check_words, spell_for_hydra
-    from qerl_lab.config.keys import NUMBERS, check_key
+    from qerl_lab.cli.overrides import spell_for_hydra
+    from qerl_lab.config.keys import check_key
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.out import Writes
     from qerl_lab.record.directory import RunDirectory
-    from qerl_lab.system.disk import lock, make_directory, replace_file
-    from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, STOPS
+    from qerl_lab.system.disk import make_directory
     from qerl_lab.system.terminal import columns, format_path
 
 if TYPE_CHECKING:
@@ -32,14 +32,10 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 FIRST_SEED = 100  # lower seeds are kept for the reported sweeps
-OBJECTIVES = ("reward", "accuracy")
-WHOLE = (int, int | None)
-OF_SEARCH = ("seed", "-m", "--multirun", "hydra.sweep.dir", "rerun", "dry_run", "resume", "run_dir")
 HOW_IT_RUNS = ("jobs=", "jobs_per_gpu=", "launcher=", "slurm=", "cpu_threads=")  # may change between two commands
-JOURNAL, LOCK, TABLE = "study.journal", "LOCK", "table.txt"
-ASKED, WHY = "asked", "why of trial"  # attributes of the study: its settings; a failed trial's reason, by number
-STARTUP = 10  # random trials before the sampler uses results
-Start = Callable[[list[str]], int]  # the words of a sweep -> its exit code
+JOURNAL, TABLE = "study.journal", "table.txt"
+ASKED = "asked"  # attribute of the study: the words that it was begun with
+Ranges = dict[str, tuple[float, float]]
 
 
 @dataclass
@@ -47,21 +43,12 @@ class SearchOptions(Writes):
     out: str = option("", "directory of the search: its study, and a sweep for each trial; required")
     objective: str = option(
         "reward", "mean reward of all steps, without evaluation; or accuracy after training, on the held-out questions",
-        choices=OBJECTIVES,
+        choices=("reward", "accuracy"),
     )  # fmt: skip
     trials: int = option(20, "finished or failed trials that the study shall have", at_least=1, at_most=10_000)
-    seeds: list[int] = option([100, 101], "seeds of each trial, from 100 on: those below are of sweeps that report")
-    sampler_seed: int = option(
-        0, "of the search: a proposal follows from it, its number and the trials before", at_least=0, at_most=2**31
+    seeds: list[int] = option(
+        [100, 101], "seeds of each trial, from 100 on: those below are of sweeps that report", at_least=FIRST_SEED
     )
-
-
-@dataclass(frozen=True)
-class Space:
-    """The search space: the words that all trials share, and the range of each varied key."""
-
-    words: list[str]
-    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def is_own(word: str) -> bool:
@@ -69,38 +56,41 @@ def is_own(word: str) -> bool:
     return word.lstrip("+").partition("=")[0] in (*(f.name for f in fields(SearchOptions)), *HELP)
 
 
-def parse_space(words: Sequence[str], options: SearchOptions) -> Space:
-    """Split words into ranges (KEY=LOW..HIGH) and shared words. Raises ConfigError for a key that cannot be searched.
+def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ranges]:
+    """Split words into those that all trials share and the range of each searched key; check them on one trial.
 
-    Turns the evaluation off if the objective needs none, unless the words ask for one.
+    Turns the evaluation off if the objective needs none, unless the words ask for one. Raises ConfigError for words
+    that no trial can run with.
     """
-    found = Space([])
+    shared, ranges, lowest = list[str](), Ranges(), list[str]()
     for word in words:
         key, _, value = word.partition("=")
-        name = key.lstrip("+")
-        if name in OF_SEARCH:
-            raise ConfigError(f"a search types {name} itself. Leave {word} out.")
-        if (ends := _parse_range(value)) is not None:
-            _check_range(word, key, ends)
-            if key in found.ranges:
-                raise ConfigError(f"{key} is given two ranges. Type one of them.")
-            found.ranges[key] = ends
-        elif name == "sweeps" or (
-            not word.startswith("-") and check_words([spell_for_hydra(word)])[0].is_sweep_override()
-        ):
-            raise ConfigError(f"{word} makes several arms, and a search is of one. Type one value, for each a search.")
-        else:
-            found.words.append(word)
-    if not found.ranges:
+        if (ends := _read_range(value)) is None:
+            shared.append(word)
+            continue
+        if check_key(key) not in (float, float | None):
+            raise ConfigError(
+                f"{word}: {key} takes no fractions, which a search proposes. "
+                f"Type python -m qerl_lab -m {key}=A,B,C to compare some values."
+            )
+        if not 0 < ends[0] < ends[1] < math.inf:
+            raise ConfigError(f"{word} is no range above 0. Type for example {key}=1e-4..1e-2.")
+        ranges[key] = ends
+        lowest.append(f"{key}={ends[0]:.3g}")
+    if not ranges:
         raise ConfigError("no word has a range. Type for example optim.learning_rate=1e-4..1e-2.")
-    if options.objective == "accuracy" and "eval.questions=0" in words:
-        raise ConfigError("objective=accuracy needs questions, and eval.questions=0 asks none. Leave one of them out.")
-    if options.objective == "reward" and not any(word.startswith("eval.questions=") for word in words):
-        found.words.append("eval.questions=0")
-    return found
+    if options.objective == "reward" and not any(word.startswith("eval.questions=") for word in shared):
+        shared.append("eval.questions=0")
+    jobs = make_plan([spell_for_hydra(word) for word in (*shared, *lowest, _seed(options))], multirun=True).jobs
+    if len(jobs) > len(options.seeds):
+        raise ConfigError(
+            f"the words make {len(jobs)} runs for {len(options.seeds)} seeds, and a search is of one arm. "
+            "Type one value for each key, and a search for each arm."
+        )
+    return shared, ranges
 
 
-def _parse_range(value: str) -> tuple[float, float] | None:
+def _read_range(value: str) -> tuple[float, float] | None:
     """Read LOW..HIGH; None for any other value, such as a path with two dots."""
     low, dots, high = value.partition("..")
     try:
@@ -109,56 +99,35 @@ def _parse_range(value: str) -> tuple[float, float] | None:
         return None
 
 
-def _check_range(word: str, key: str, ends: tuple[float, float]) -> None:
-    kind = check_key(key)
-    if kind not in NUMBERS:
-        raise ConfigError(f"{word}: {key} is no number. Type for example optim.learning_rate=1e-4..1e-2.")
-    if kind in WHOLE:
-        raise ConfigError(f"{word}: {key} is a whole number, and trials have fractions. Type python -m qerl_lab -m "
-                          f"{key}=A,B,C to compare some.")  # fmt: skip
-    if not 0 < ends[0] < ends[1] < math.inf:
-        raise ConfigError(f"{word} is no range above 0. Type for example {key}=1e-4..1e-2.")
+def _seed(options: SearchOptions) -> str:
+    return f"seed={','.join(map(str, options.seeds))}"
 
 
-def search(options: SearchOptions, words: list[str], start: Start | None = None) -> None:
+def search(options: SearchOptions, words: list[str]) -> None:
     """Run trials until the study has the requested number; print the results and the command for a report.
-
-    `words` are for the main command; `start` runs them, by default in this process.
 
     Raises:
         ConfigError: wrong options or words, OUT holds another search, or Optuna is not installed.
         ValueError: every trial failed.
         KeyboardInterrupt: a stop came.
     """
-    low = [seed for seed in options.seeds if seed < FIRST_SEED]
-    if low or not options.seeds or len(set(options.seeds)) < len(options.seeds):
-        raise ConfigError(
-            f"seeds={options.seeds}; allowed: different ones from {FIRST_SEED} on, so that none is searched on which a "
-            "sweep then reports. Type for example seeds=[100,101]."
-        )
-    found = parse_space(words, options)
+    shared, ranges = read_space(words, options)
     if importlib.util.find_spec("optuna") is None:
-        raise ConfigError("a search needs the package optuna, which is not installed. Type pip install "
-                          "'qerl-lab[search]'.")  # fmt: skip
-    from qerl_lab.cli import train
-
+        raise ConfigError(
+            "a search needs the package optuna, which is not installed. Type pip install 'qerl-lab[search]'."
+        )
     make_directory(options.folder, f"out={options.out}")
-    STOPS.clear()
-    with (options.folder / LOCK).open("w") as file:
-        lock(file, f"another command searches in {options.folder}. Wait for it, or type another out.")
-        study = _open_study(options, found)
-        while trial := _next(study, options, found):
-            if STOPS:  # a stop came, although the last trial's sweep finished
-                raise KeyboardInterrupt("the same command goes on with the next trial")
-            _run_trial(study, trial, options, found, start or train.main)
-        table = _table(study, options, found)
-        replace_file(options.folder / TABLE, f"{table}\n".encode())
+    study = _open_study(options, [*shared, *(f"{key}={low:g}..{high:g}" for key, (low, high) in ranges.items())])
+    while trial := _next(study, options, ranges):
+        _run_trial(study, trial, options, shared)
+    table = _table(study, options, shared)
+    (options.folder / TABLE).write_text(f"{table}\n", encoding="utf-8")
     print(f"\n{table}")
-    if all(trial.value is None for trial in study.get_trials()):
-        raise ValueError("every trial failed: the table says of what")
+    if all(trial.value is None for trial in study.trials):
+        raise ValueError("every trial failed, see the sweep of each for the reason")
 
 
-def _open_study(options: SearchOptions, found: Space) -> "Study":
+def _open_study(options: SearchOptions, words: list[str]) -> "Study":
     """Open or create the study in OUT. Raises ConfigError if it was begun with other words or options."""
     import optuna
     from optuna.storages.journal import JournalFileBackend, JournalStorage
@@ -166,70 +135,59 @@ def _open_study(options: SearchOptions, found: Space) -> "Study":
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = JournalStorage(JournalFileBackend(str(options.folder / JOURNAL)))
     study = optuna.create_study(storage=storage, study_name="search", direction="maximize", load_if_exists=True)
-    ranges = [f"{key}={low:g}..{high:g}" for key, (low, high) in found.ranges.items()]
-    asked = {
-        "words": " ".join(sorted([*(word for word in found.words if not word.startswith(HOW_IT_RUNS)), *ranges])),
-        "objective": options.objective, "seeds": str(options.seeds), "sampler_seed": str(options.sampler_seed),
-    }  # fmt: skip
+    kept = sorted(word for word in words if not word.startswith(HOW_IT_RUNS))
+    asked = shlex.join([*kept, f"objective={options.objective}", f"seeds={options.seeds}"])
     before = study.user_attrs.get(ASKED, asked)
-    for name, value in asked.items():
-        if before[name] != value:
-            raise ConfigError(
-                f"out={options.out} is a search with other {name}: {before[name]}, and not {value}. Type another out, "
-                "or the words that it began with."
-            )
+    if before != asked:
+        raise ConfigError(
+            f"out={options.out} is a search with other words: {before}, and not {asked}. Type another out, or the "
+            "words that it began with."
+        )
     study.set_user_attr(ASKED, asked)
     return study
 
 
-def _next(study: "Study", options: SearchOptions, found: Space) -> "FrozenTrial | None":
+def _next(study: "Study", options: SearchOptions, ranges: Ranges) -> "FrozenTrial | None":
     """Return the trial that an earlier command began, else a new one; None if there are enough."""
-    import numpy as np
     from optuna.distributions import FloatDistribution
     from optuna.samplers import TPESampler
-
-    trials = study.get_trials()
-    for trial in trials:
-        if not trial.state.is_finished() and set(trial.params) == set(found.ranges):
-            return trial
-        if not trial.state.is_finished():
-            _fail(study, trial, "a stop came while it was proposed")
-    if len(trials) >= options.trials:
-        return None
-    own = int(np.random.SeedSequence([options.sampler_seed, len(trials)]).generate_state(1)[0])
-    study.sampler = TPESampler(seed=own, n_startup_trials=STARTUP)
-    number = study.ask({key: FloatDistribution(*ends, log=True) for key, ends in found.ranges.items()}).number
-    return study.get_trials()[number]
-
-
-def _run_trial(study: "Study", trial: "FrozenTrial", options: SearchOptions, found: Space, start: Start) -> None:
-    """Run a trial's sweep, and report its value to the study. A trial with a failed run has failed."""
-    print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_trial_words(trial))}", flush=True)
-    seeds = f"seed={','.join(map(str, options.seeds))}"
-    directory = _directory(trial, options)
-    code = start(["-m", *found.words, *_trial_words(trial), seeds, f"hydra.sweep.dir={directory}"])
-    if code == INTERRUPTED:
-        raise KeyboardInterrupt("the same command goes on with this trial")
-    if code not in (OK, FAILURE):
-        if trial.number == 0:
-            (options.folder / JOURNAL).unlink()  # nothing is searched yet, so the words may still change
-        raise ConfigError(f"the runs of trial {trial.number} were refused, see above. Correct the words.")
-    value = _value_or_reason(directory, options)
-    if isinstance(value, float) and code == OK:
-        study.tell(trial.number, value)
-    else:
-        _fail(study, trial, "its sweep failed" if isinstance(value, float) else value)
-
-
-def _fail(study: "Study", trial: "FrozenTrial", why: str) -> None:
-    """End a trial as failed; `why` goes into the table."""
     from optuna.trial import TrialState
 
-    study.set_user_attr(f"{WHY} {trial.number}", why)
-    study.tell(trial.number, state=TrialState.FAIL)
+    for trial in study.get_trials(states=[TrialState.RUNNING]):
+        if set(trial.params) == set(ranges):
+            return trial
+        study.tell(trial.number, state=TrialState.FAIL)  # a stop came while it was proposed
+    number = len(study.trials)
+    if number >= options.trials:
+        return None
+    study.sampler = TPESampler(seed=number)
+    study.ask({key: FloatDistribution(*ends, log=True) for key, ends in ranges.items()})
+    return study.trials[number]
 
 
-def _trial_words(trial: "FrozenTrial") -> list[str]:
+def _run_trial(study: "Study", trial: "FrozenTrial", options: SearchOptions, shared: list[str]) -> None:
+    """Run a trial's sweep, and report its value to the study. A trial with a failed run has failed."""
+    from optuna.trial import TrialState
+
+    from qerl_lab.cli import train
+
+    print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_values(trial))}", flush=True)
+    sweep = f"hydra.sweep.dir={_directory(trial, options)}"
+    code = train.main(["-m", *shared, *_values(trial), _seed(options), sweep])
+    if code == exits.INTERRUPTED:
+        raise KeyboardInterrupt("the same command goes on with this trial")
+    if code == exits.USAGE:
+        raise ConfigError(f"the runs of trial {trial.number} were refused, see above.")
+    value = _mean_over_runs(_directory(trial, options), options)
+    if value is None:
+        study.tell(trial.number, state=TrialState.FAIL)
+    else:
+        study.tell(trial.number, value)
+    if exits.STOPS:  # a stop came, although the sweep finished
+        raise KeyboardInterrupt("the same command goes on with the next trial")
+
+
+def _values(trial: "FrozenTrial") -> list[str]:
     """Return a trial's values as words with three digits, as its runs get them."""
     return [f"{key}={value:.3g}" for key, value in sorted(trial.params.items())]
 
@@ -238,49 +196,32 @@ def _directory(trial: "FrozenTrial", options: SearchOptions) -> Path:
     return options.folder / f"trial-{trial.number:04}"
 
 
-def _value_or_reason(directory: Path, options: SearchOptions) -> float | str:
-    """Return the mean value of a trial's runs, or the reason why it has none.
+def _mean_over_runs(directory: Path, options: SearchOptions) -> float | None:
+    """Return the mean over a trial's runs: held-out accuracy after training, or mean reward over all steps.
 
-    A run's value is its held-out accuracy after training, or its mean reward over all steps.
+    None if a run is not done, or has no finite value.
     """
-    import numpy as np
-
-    runs = [run for path in sorted(directory.glob("*")) if (run := RunDirectory(path)).is_claimed]
-    for run in runs:
-        if run.status == "failed":
-            return f"{format_path(run.path)}: {run.reason}"
-    done = [run for run in runs if run.status == "done"]
-    if len(done) < len(options.seeds):
-        return f"{len(done)} of its {len(options.seeds)} runs are done"
+    done = [run for path in sorted(directory.glob("*")) if (run := RunDirectory(path)).status == "done"]
     values = []
     for run in done:
-        if options.objective == "accuracy":
-            values.append(float(run.result().get("accuracy_after", math.nan)))
-        else:
-            rewards = [line["metrics"]["reward/mean"] for line in run.metrics() if "reward/mean" in line["metrics"]]
-            values.append(float(np.mean(rewards)) if rewards else math.nan)
-    mean = float(np.mean(values))
-    return mean if math.isfinite(mean) else f"its runs have no {options.objective}, or one that is no number"
+        rewards = [line["metrics"]["reward/mean"] for line in run.metrics() if "reward/mean" in line["metrics"]]
+        accuracy = run.result().get("accuracy_after", math.nan)
+        values.append(accuracy if options.objective == "accuracy" else statistics.fmean(rewards or [math.nan]))
+    is_whole = len(done) == len(options.seeds) and all(map(math.isfinite, values))
+    return statistics.fmean(values) if is_whole else None
 
 
-def _table(study: "Study", options: SearchOptions, found: Space) -> str:
-    """Format the trials, best first, with each failure's reason and the sweep to report on the best."""
-    ended = [trial for trial in study.get_trials() if trial.state.is_finished()]
-    best_first = sorted(ended, key=lambda trial: -math.inf if trial.value is None else trial.value, reverse=True)
-    rows = [["trial", options.objective, *sorted(found.ranges), "directory"]]
-    for trial in best_first:
+def _table(study: "Study", options: SearchOptions, shared: list[str]) -> str:
+    """Format the trials, best first, and the sweep to report on the best."""
+    trials = sorted(study.trials, key=lambda trial: -math.inf if trial.value is None else trial.value, reverse=True)
+    best = trials[0]
+    rows = [["trial", options.objective, "values", "directory"]]
+    for trial in trials:
         value = "failed" if trial.value is None else f"{trial.value:.4f}"
-        proposed = [f"{trial.params[key]:.3g}" if key in trial.params else "-" for key in sorted(found.ranges)]
-        rows.append([str(trial.number), value, *proposed, format_path(_directory(trial, options))])
-    failed = [trial for trial in ended if trial.value is None]
-    lines = [
-        columns(rows),
-        *(f"trial {trial.number} failed: {study.user_attrs[f'{WHY} {trial.number}']}" for trial in failed),
-    ]
-    if len(failed) < len(ended):
-        words = [word for word in found.words if word != "eval.questions=0"]
-        report = f"python -m qerl_lab -m {shlex.join([*words, *_trial_words(best_first[0]), 'seed=0,1,2,3,4'])}"
-        lines.append(f"mean of seeds {', '.join(map(str, options.seeds))}. Report on others: {report}")
+        rows.append([str(trial.number), value, " ".join(_values(trial)), format_path(_directory(trial, options))])
+    words = [*(word for word in shared if word != "eval.questions=0"), *_values(best), "seed=0,1,2,3,4"]
+    lines = [columns(rows), f"mean of seeds {', '.join(map(str, options.seeds))}."]
+    lines += [f"Report on others: python -m qerl_lab -m {shlex.join(words)}"] if best.value is not None else []
     return "\n".join(lines)
 
 
@@ -292,22 +233,16 @@ EXAMPLES = (
 )
 
 
-def command(words: list[str]) -> Command[SearchOptions]:
-    """Return the command; `words` are passed on to the main command."""
-    about = "Search values of numeric keys: an Optuna study whose trials are short sweeps of the main command"
-    usage = f"{LINE} WORDS OF THE MAIN COMMAND ... KEY=LOW..HIGH ..."
-    return Command(
-        usage, about, SearchOptions, partial(search, words=words), examples=EXAMPLES, required=("out",), alone=True
-    )
-
-
 @exits.command
 def main(words: list[str]) -> int:
-    """Run the command and return its exit code."""
+    """Run the command on its own options; all other words are for the main command. Return the exit code."""
     own = [word for word in words if is_own(word)]
     if words and not own:
         own = ["out="]  # then the error names `out` as missing; the manual is only for an empty command
-    return command([word for word in words if not is_own(word)]).run(own)
+    work = partial(search, words=[word for word in words if not is_own(word)])
+    about = "Search values of numeric keys: an Optuna study of short sweeps of the main command"
+    usage = f"{LINE} WORDS OF THE MAIN COMMAND ... KEY=LOW..HIGH ..."
+    return Command(usage, about, SearchOptions, work, examples=EXAMPLES, required=("out",), alone=True).run(own)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ with exits.starting(__name__):
 
 USAGE = "python -m qerl_lab.tools.serve_line"
 MANUAL = f"""\
-{USAGE} WORDS   The command that starts the vLLM server of a run.
+{USAGE} WORDS   Print the command that starts the vLLM server of a run.
 
-WORDS are those of the run, as after python -m qerl_lab, with rollout=vllm_server among them.
+WORDS are the words of the run, as after python -m qerl_lab, with rollout=vllm_server among them.
 
     {USAGE} +experiment=nvfp4_aqn scale=smollm2 rollout=vllm_server
 """
@@ -30,7 +30,7 @@ def main(words: list[str]) -> int:
         return exits.OK
     plan = make_plan([spell_for_hydra(word) for word in words], False)
     if plan.multirun:
-        raise ConfigError("a server is of one run. Give each key one value.")
+        raise ConfigError("a server serves one run. Give each key one value.")
     cfg = plan.jobs[0].config
     if cfg.rollout.engine != "vllm_server":
         raise ConfigError(f"rollout.engine={cfg.rollout.engine} has no server. Type rollout=vllm_server.")

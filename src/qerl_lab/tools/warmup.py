@@ -21,7 +21,6 @@ with exits.starting(__name__):
 
     from qerl_lab import tasks
     from qerl_lab.cli.grammar import Command
-    from qerl_lab.config.message import first_line
     from qerl_lab.config.model_hash import model_hash
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.out import Writes, check_apart, check_free
@@ -38,13 +37,13 @@ with exits.starting(__name__):
     from qerl_lab.tasks.question_files import is_local, reword_path_error
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from trl import SFTConfig
 
 LINE = "python -m qerl_lab.tools.warmup"
 SCALES = {POCKET: POCKET, "SmolLM2-135M": "smollm2"}  # part of a model's path -> the scale made for it
 IGNORED = -100  # label of a token without loss
+WARMUP_RATIO = 0.03  # share of the updates with linear warm-up; a cosine to a tenth of the peak follows
 Rows = list[dict[str, list[int]]]
 
 
@@ -52,16 +51,14 @@ Rows = list[dict[str, list[int]]]
 class WarmupOptions(Writes):
     model: str = option("", "what to teach: hub id, dense directory, FILE.gguf, or `pocket`; required")
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
-    task: str = option("gsm8k", "whose worked solutions are taught", choices=("arithmetic", "gsm8k"))
+    task: str = option("gsm8k", "task with worked solutions, which are taught", choices=("arithmetic", "gsm8k"))
     task_path: str | None = option(None, "as task.path of a run: directory or hub id; null: the task's own")
-    instruction: str | None = option(None, "as task.instruction of a run; null: that of conf/task, as in a run")
+    instruction: str | None = option(None, "as task.instruction of a run; null: as in conf/task")
     out: str = option("", "directory to write, a model as any other; required")
     epochs: float = option(3.0, "passes over the solutions; 0.1 is a try", above=0, at_most=1000)
     learning_rate: float = option(
         5e-4, "peak learning rate; for 135M parameters, larger models take less (1e-5 for 7B)", above=0, at_most=1
     )
-    warmup_ratio: float = option(0.03, "share of the updates with linear warm-up; a cosine to a tenth follows",
-                                 at_least=0, at_most=1)  # fmt: skip
     batch_size: int = option(64, "solutions an update", at_least=1, at_most=65_536)
     micro_batch_size: int = option(8, "solutions per forward and backward pass, a divisor of batch_size", at_least=1)
     max_tokens: int = option(512, "longer examples, question and solution, are left out and counted", at_least=2)
@@ -99,11 +96,11 @@ def check(options: WarmupOptions) -> None:
 
 
 def warm_up(options: WarmupOptions) -> None:
-    """Check the options, train, and write the model to OUT.
+    """Check the options, train, and write the model to OUT with warmup.json: command, data, losses, packages, SHA-256.
 
     Raises:
         ConfigError: an option cannot work, or model or task cannot be loaded.
-        ValueError: the training diverged.
+        ValueError: the model has NaN or Inf, or the training diverged.
     """
     check(options)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
@@ -118,24 +115,34 @@ def warm_up(options: WarmupOptions) -> None:
     started, device = time.monotonic(), policy.device_of(options.device)
     task = load_task(options)
     folder = weight_files.local_folder(options.model, options.revision, key="model")
-    records, revision = weight_files.lab_records(folder), options.revision
-    origin = {"path": str(folder), "revision": revision, "hash": model_hash(folder), **records}
-    model, tokenizer = load(options, folder, device)
-    rows, left_out = tokenize(task, tokenizer, options.max_tokens)
+    origin = {"path": str(folder), "revision": options.revision, "hash": model_hash(folder)}
+    record: dict[str, Any] = {
+        "command": redact(shlex.join(["python", "-m", "qerl_lab.tools.warmup", *sys.argv[1:]])),
+        "options": asdict(options), "instruction": task.instruction, "solutions": dict(task.data),
+        "began_from": origin | weight_files.lab_records(folder),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }  # fmt: skip
+    model, tokenizer = load(options, folder)
+    rows, record["too_long"] = tokenize(task, tokenizer, options.max_tokens)
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:
         unfinished.clear()
-        losses = train(options, model, tokenizer, rows, unfinished.folder)
+        losses = train(options, model.to(device), tokenizer, rows, unfinished.folder)
         model.to(torch.bfloat16).save_pretrained(unfinished.folder)  # the formats start from it
         save_tokenizer(tokenizer, unfinished.folder)
-        write_record(unfinished.folder, options, task, {
-            "too_long": left_out, "began_from": origin, "updates": len(losses),
-            "losses": [round(loss, 4) for loss in losses], "seconds": round(time.monotonic() - started, 1),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        })  # fmt: skip
+        record |= {"losses": [round(loss, 4) for loss in losses], "seconds": round(time.monotonic() - started, 1)}
+        write_record(unfinished.folder, record)
         unfinished.finish()
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token, {time.monotonic() - started:.0f} s")
     print(f"model:       {terminal.format_path(options.folder)}  ({WARMUP} says how it was made)")
     print(f"train on it: {terminal.python()} -m qerl_lab {shell_line(training_words(options))}")
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> None:
+    """Write `record`, the versions of packages and the SHA-256 of each file to warmup.json."""
+    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != JOURNAL)
+    record["packages"] = versions(("qerl-lab", "torch", "transformers", "trl"))
+    record["sha256"] = {file.name: sha256(file) for file in files}
+    (folder / WARMUP).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def load_task(options: WarmupOptions) -> tasks.Task:
@@ -149,38 +156,29 @@ def load_task(options: WarmupOptions) -> tasks.Task:
     return task
 
 
-def load(
-    options: WarmupOptions, folder: Path, device: "torch.device"
-) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
-    """Load the model in `options.dtype` on the device, and its tokenizer.
+def load(options: WarmupOptions, folder: Path) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """Load the model in `options.dtype`, and its tokenizer.
 
-    Raises ConfigError if there is no model, if it is packed, or if its weights contain NaN or Inf.
+    Raises ConfigError if the model is packed, and ValueError or OSError if it is damaged or has NaN or Inf.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from qerl_lab.model.loading import check_dense_values, refuse_packed
 
-    given = f"model={options.model}"
-    refuse_packed(folder, given, "all of whose weights are trained. Type its path.")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, options.dtype), use_safetensors=True, trust_remote_code=False
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        for name, parameter in model.named_parameters():
-            check_dense_values(parameter, name=f"{folder}: {name}")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{given} could not be loaded ({type(error).__name__}: {first_line(error)}). "
-                          "Type another model.") from error  # fmt: skip
-    return model.to(device), tokenizer
+    refuse_packed(folder, f"model={options.model}", "all of whose weights are trained. Type its path.")
+    dtype = getattr(torch, options.dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    for name, parameter in model.named_parameters():
+        check_dense_values(parameter, name=f"{folder}: {name}")
+    return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[Rows, int]:
     """Return the examples of at most `max_tokens` as input_ids and labels, and how many are longer.
 
     The question has the chat format of a run. Only tokens of the solution and its end are labelled. Raises ConfigError
-    if there is no solution, or if all are too long.
+    if no example is left.
     """
     from qerl_lab.model.chat import Chat
 
@@ -189,18 +187,19 @@ def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens:
         prompt = chat.prompt_ids(task.messages(question))
         solution = without_answer_start(tokenizer.decode(prompt), question.payload["solution"])
         ids = [*tokenizer(solution, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        rows.append({"input_ids": prompt + ids, "labels": [IGNORED] * len(prompt) + ids})
+        if len(prompt) + len(ids) <= max_tokens:
+            rows.append({"input_ids": prompt + ids, "labels": [IGNORED] * len(prompt) + ids})
     for note in chat.notes:
         print(f"note: {note}", file=sys.stderr)
+    left_out = len(task.train) - len(rows)
     if not rows:
-        raise ConfigError(f"{task.name} has no worked solution. Type task_path=DIRECTORY with train.jsonl.")
-    fitting = [row for row in rows if len(row["input_ids"]) <= max_tokens]
-    if not fitting:
-        longest = max(len(row["input_ids"]) for row in rows)
-        raise ConfigError(f"max_tokens={max_tokens} leaves out all {len(rows):,} examples. Type max_tokens={longest}.")
-    if len(fitting) < len(rows):
-        print(f"note: {len(rows) - len(fitting)} examples are longer than max_tokens={max_tokens}, and left out")
-    return fitting, len(rows) - len(fitting)
+        raise ConfigError(
+            f"{task.name} has no worked solution, or none fits: {left_out:,} are longer than max_tokens={max_tokens}. "
+            "Type a larger max_tokens, or task_path=DIRECTORY with train.jsonl."
+        )
+    if left_out:
+        print(f"note: {left_out} examples are longer than max_tokens={max_tokens}, and left out")
+    return rows, left_out
 
 
 def sft_config(options: WarmupOptions, count: int, folder: Path, *, on_gpu: bool) -> "SFTConfig":
@@ -213,31 +212,22 @@ def sft_config(options: WarmupOptions, count: int, folder: Path, *, on_gpu: bool
         per_device_train_batch_size=min(options.micro_batch_size, options.batch_size),
         gradient_accumulation_steps=max(1, options.batch_size // options.micro_batch_size),
         learning_rate=options.learning_rate, lr_scheduler_type="cosine_warmup_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.1}, warmup_steps=round(options.warmup_ratio * updates),
+        lr_scheduler_kwargs={"min_lr_rate": 0.1}, warmup_steps=round(WARMUP_RATIO * updates),
         optim="adamw_torch", bf16=on_gpu and options.dtype == "float32", gradient_checkpointing=False,
-        max_length=None, dataset_kwargs={"skip_prepare_dataset": True},  # done by tokenized()
-        logging_steps=1, logging_nan_inf_filter=False, report_to="none", disable_tqdm=True,
+        max_length=None, dataset_kwargs={"skip_prepare_dataset": True},  # done by `tokenize`
+        logging_steps=1, logging_nan_inf_filter=False, report_to="none",
     )  # fmt: skip
 
 
 def train(
     options: WarmupOptions, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", rows: Rows, folder: Path
 ) -> list[float]:
-    """Train all weights of `model`; return each update's loss in nats per token. Raises ValueError if it diverges."""
+    """Train all weights of `model`; return each update's loss in nats per token. Raises ValueError if it diverged."""
     from datasets import Dataset
-    from transformers import PrinterCallback, TrainerCallback
     from trl import SFTTrainer
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     from qerl_lab.model.chat import pad_id
-
-    class Watch(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-            if "loss" in logs and not math.isfinite(logs["loss"]):
-                raise ValueError(f"the loss of update {state.global_step} is {logs['loss']}. Type a smaller "
-                                 f"learning_rate than {options.learning_rate:g}.")  # fmt: skip
-            if "loss" in logs:  # not in the trainer's final summary
-                bar.advance(1, f"loss {logs['loss']:.3f}")
 
     config = sft_config(options, len(rows), folder, on_gpu=model.device.type == "cuda")
     print(f"{Path(options.model).name}, {model.num_parameters():,} parameters in {options.dtype}, on {model.device}\n"
@@ -247,27 +237,16 @@ def train(
     before = copy.deepcopy((model.config, model.generation_config))
     trainer = SFTTrainer(
         model, config, data_collator=DataCollatorForLanguageModeling(pad_token_id=pad),
-        train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[Watch()],
+        train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
     )  # fmt: skip
-    trainer.remove_callback(PrinterCallback)
-    with terminal.Amount("warm-up", config.max_steps, unit="update") as bar:
-        trainer.train()
+    trainer.train()
     model.config, model.generation_config = before  # undo the trainer's changes: cache off, other end tokens
-    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
-
-
-def write_record(folder: Path, options: WarmupOptions, task: tasks.Task, result: dict[str, Any]) -> None:
-    """Write warmup.json: the command, its data and packages, the result, and the SHA-256 of each file."""
-    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != JOURNAL)
-    record = {
-        "command": redact(shlex.join(["python", "-m", "qerl_lab.tools.warmup", *sys.argv[1:]])),
-        "options": asdict(options),
-        "instruction": task.instruction,
-        "solutions": dict(task.data),
-        "packages": versions(("qerl-lab", "torch", "transformers", "trl")),
-        "sha256": {file.name: sha256(file) for file in files},
-    }
-    (folder / WARMUP).write_text(json.dumps(record | result, indent=1) + "\n", encoding="utf-8")
+    losses: list[float] = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    for update, loss in enumerate(losses, 1):
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss of update {update} is {loss}. Type a smaller learning_rate than "
+                             f"{options.learning_rate:g}.")  # fmt: skip
+    return losses
 
 
 def training_words(options: WarmupOptions) -> list[str]:
@@ -285,15 +264,9 @@ COMMAND = Command(
     WarmupOptions,
     warm_up,
     examples=(
-        (
-            f"{LINE} model=models/SmolLM2-135M-Instruct.Q4_1.gguf task=gsm8k out=models/smollm2-gsm8k",
-            "minutes, on a GPU",
-        ),
+        (f"{LINE} model=models/SmolLM2-135M-Instruct.Q4_1.gguf out=models/smollm2-gsm8k", "minutes, on a GPU"),
         (f"{LINE} model=pocket task=arithmetic epochs=0.1 out=models/pocket", "a try without a GPU or a hub"),
-        (
-            "python -m qerl_lab +experiment=nvfp4 scale=smollm2 model.path=models/smollm2-gsm8k",
-            "train on the result",
-        ),
+        ("python -m qerl_lab +experiment=nvfp4 scale=smollm2 model.path=models/smollm2-gsm8k", "train on the result"),
     ),
     required=("model", "out"),
     alone=True,

@@ -97,7 +97,7 @@ def read(words: list[str]) -> tuple[RunDirectory, int]:
 
 
 if __name__ == "__main__":
-    exits.survive_lost_console(exits.LOST_TO_A_RUN)
+    exits.survive_lost_console()
     held = ExitStack()
     try:
         given = read(sys.argv[1:])

@@ -1,7 +1,5 @@
 """What the command line says about itself: the overview, the manual, and the table of a dry run."""
 
-import re
-
 import pytest
 
 from qerl_lab import preflight
@@ -100,9 +98,3 @@ def test_a_dry_run_of_a_sweep_shows_the_words_that_no_column_tells(capsys):
     begin, end = header.index("overrides"), header.index("run directory")
     rules = ["format.scale_rule=max", "format.scale_rule=four_over_six"]
     assert [row[begin:end].strip() for row in rows] == [rules[0], rules[0], rules[1], rules[1]]
-
-
-def test_a_dry_run_says_what_a_schedule_states(capsys: pytest.CaptureFixture[str]) -> None:
-    arms = "nvfp4_aqn,nvfp4_aqn_kl,nvfp4_aqn_relative,nvfp4_aqn_adaptive,nvfp4"
-    rows = [re.split(" {2,}", line) for line in printed(f"-m experiment={arms} dry_run=true", capsys).splitlines()[1:6]]
-    assert [row[5] for row in rows] == ["exponential", "exponential, KL", "exponential, relative", "adaptive", "off"]

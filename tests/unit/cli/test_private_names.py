@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
+from omegaconf import OmegaConf
 
 from qerl_lab.cli import check
 
@@ -31,4 +32,6 @@ def test_a_bug_in_the_callback_ends_the_command(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(check, "GlobalHydra", SimpleNamespace(instance=broken))
     with pytest.raises(check.PastHydra):
-        check.CheckJobs().on_run_start(None)  # type: ignore[arg-type]
+        check.CheckJobs().on_multirun_start(
+            OmegaConf.create({"hydra": {"runtime": {"choices": {"hydra/launcher": "lab"}}}})
+        )

@@ -4,8 +4,7 @@ import json
 import os
 import re
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -89,39 +88,6 @@ def test_of_large_files_every_tensor_is_looked_at_and_small_ones_are_read_whole(
     assert len(set(found)) == len(found)
     flip(file, NORM + MATRIX // 2)
     assert model_hash(model) == found[-1]
-
-
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that are read."""
-    names: list[str] = []
-
-    def spied(file: Path, size: int) -> Iterator[tuple[int, int]]:
-        names.append(file.name)
-        return stretches(file, size)
-
-    stretches = module._parts_to_hash
-    monkeypatch.setattr(module, "_parts_to_hash", spied)
-    return names
-
-
-def test_a_file_is_read_once_and_again_when_it_was_touched(
-    model: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever gives it back its size and the time of its last change cannot give it that of its last touch."""
-    monkeypatch.setattr(module, "SETTLED", 0.05)
-    time.sleep(0.1)
-    before, file = model_hash(model), model / "model-1.safetensors"
-    assert sorted(read) == ["config.json", "model-1.safetensors", "tokenizer.json"]
-    assert model_hash(model) == before
-    assert len(read) == 3
-    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
-    of_norm(model)
-    os.utime(file, ns=times)
-    assert model_hash(model) != before
-    assert read[3:] == ["model-1.safetensors"]
-    of_norm(model)
-    assert model_hash(model) == before
 
 
 @pytest.mark.parametrize("size", [100, 5 * 2**20, 50 * 2**20])

@@ -9,7 +9,7 @@ import pytest
 
 from qerl_lab.cli import grammar, train
 from qerl_lab.config.option import option
-from qerl_lab.config.spelling import quote_override, shell_word, unquote_override
+from qerl_lab.config.spelling import quote_text, shell_word
 
 TEXTS = [
     "läufe/a,b", "läufe/a=b", "läufe/a=b,c", "lä$x,b", "ü (1)", "it's, $HOME", 'ä="b', "a,`b`", "a!,b", "a,b\\", "ä=\\",
@@ -49,6 +49,9 @@ def test_what_an_error_says_to_type_is_that_one_value(text: str, tmp_path: Path,
     assert f"  {text}\n" in capsys.readouterr().out  # the column of the run directory
 
 
-@pytest.mark.parametrize("word", ["run_dir='ä,b'c", "run_dir=it's x'y,ä", 'run_dir="ä",b', "run_dir='a\\'ä'"])
-def test_quotes_that_were_typed_stay(word: str) -> None:
-    assert unquote_override(quote_override(word)) == word
+@pytest.mark.parametrize(("value", "spelled"), [
+    ("~/läufe", "'~/läufe'"), ("7e12345", "'7e12345'"), ("runs/a-1", "runs/a-1"), ("null", "null"),
+    ("a,b", "a,b"), ("'ä'", "'ä'"), ("${oc.env:HOME}/ä", "${oc.env:HOME}/ä"),
+])  # fmt: skip
+def test_one_text_is_quoted_where_hydra_would_not_read_it(value: str, spelled: str) -> None:
+    assert quote_text("run_dir", value) == f"run_dir={spelled}"

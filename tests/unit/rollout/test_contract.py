@@ -106,7 +106,7 @@ def check_shapes(built: Built) -> None:
 
 
 def check_logprobs(built: Built) -> None:
-    """Those of the weights that `norms` tells of, at the temperature and before the nucleus cut, for every prompt."""
+    """Log-probs are of the weights in `norms`, at the temperature and before the nucleus cut, for every prompt."""
     built.engine.sync(NOISE)
     for sampling in SAMPLINGS:
         out = built.sample(sampling)
@@ -302,7 +302,7 @@ def check_sleep(built: Built) -> None:
 
 
 def check_memory(built: Built) -> None:
-    """What it tells of is named, and there."""
+    """Every entry of `held` has a name and a size."""
     assert all(name and size > 0 for name, size in built.engine.held().items())
 
 

@@ -1,4 +1,4 @@
-"""What an engine must give before anything is made of it."""
+"""Incomplete rollouts are refused."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -47,7 +47,7 @@ def built(is_async: bool = True) -> Any:
 
 
 def told(names: list[str], nats: list[float] | None, tokens: list[list[int]] | None = None) -> Any:
-    """What the model gave for these requests, a row each."""
+    """Return the model's output for these requests, a row each."""
     logprobs = None if nats is None else SimpleNamespace(logprobs=np.array(nats)[:, None])
     rows = {name: row for row, name in enumerate(names)}
     return SimpleNamespace(req_id_to_index=rows, logprobs=logprobs, sampled_token_ids=tokens or [[5]] * len(names))
@@ -63,7 +63,7 @@ def test_each_completion_has_those_of_its_own_tokens(kept: dict[str, list[float]
 
 
 def test_a_token_that_vllm_does_not_take_has_none(kept: dict[str, list[float]]) -> None:
-    """Of a prompt that is half read there is no token; one that comes after the end is dropped."""
+    """A prompt that is half read has no token yet; a token after the end is dropped."""
     own = built()
     own.running.discard("1_a")
     own.update_from_output(["0_a", "1_a", "b"], told(["0_a", "1_a", "b"], [-1.0, -2.0, -3.0], [[], [5], [5]]))

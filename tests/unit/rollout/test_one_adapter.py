@@ -61,7 +61,7 @@ def llm() -> Iterator[LLM]:
 
 
 def logprobs(llm: LLM, request: LoRARequest | None = None) -> Tensor:
-    """Of the tokens of `IDS` but the first."""
+    """Return the log-probs of the tokens of `IDS` after the first."""
     how = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
     out = llm.generate([{"prompt_token_ids": IDS}], how, use_tqdm=False, lora_request=request)[0]
     return torch.tensor([at[token].logprob for at, token in zip(out.prompt_logprobs[1:], IDS[1:], strict=True)])

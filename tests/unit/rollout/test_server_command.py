@@ -47,21 +47,6 @@ def test_a_base_that_is_packed_while_it_is_read_is_packed_first(tiny) -> None:
     assert COMMAND.read(shlex.split(server_command.quantize_line(cfg, "a,b"))[3:]).model == cfg.model.path
 
 
-def test_a_base_that_a_server_would_not_round_is_refused(tiny, tmp_path: Path) -> None:
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
-    from qerl_lab.model.on_disk import ASSETS
-
-    model = shutil.copytree(ASSETS, tmp_path / "model")
-    weights = load_file(model / "model.safetensors")
-    save_file({name: tensor.float() for name, tensor in weights.items()}, model / "model.safetensors")
-    cfg = tiny(rollout__engine="vllm_server", format__name="bf16", model__path=str(model))
-    with pytest.raises(ConfigError, match=r"Type model\.dtype=bfloat16"):
-        server_command.commands(cfg)
-
-
 def test_a_rank_that_vllm_has_no_buffers_for_is_refused(tiny) -> None:
     with pytest.raises(ConfigError, match=r"lora\.rank=513 is more than vLLM takes"):
         server_command.commands(tiny(rollout__engine="vllm_server", format__name="bf16", lora__rank=513))

@@ -1,4 +1,4 @@
-"""What vLLM's engine keeps so that a sync need not look it up each time: found once, let go at the end."""
+"""vLLM's engine looks its weights up once, not at each sync, and drops them when it closes."""
 
 import gc
 import weakref

@@ -149,7 +149,7 @@ def test_a_server_that_stays_away_is_an_error_with_what_was_tried(policy: Policy
         engine = rollout.build(config(rollout__vllm_server__url=gone.url), policy)
     with pytest.raises(EngineFailed) as caught:
         engine.generate(PROMPTS, 2, SAMPLING)
-    for part in (gone.url, "tried 4 times in 1 s", "patience_seconds", "python -m qerl_lab.tools.serve_line"):
+    for part in (gone.url, "tried for 1 s", "patience_seconds", "python -m qerl_lab.tools.serve_line"):
         assert part in str(caught.value)
     with pytest.raises(EngineFailed, match="is away"):
         engine.sync(Noise(0.1, seed=0, step=1))
@@ -160,7 +160,7 @@ def test_a_server_that_stays_away_is_an_error_with_what_was_tried(policy: Policy
 
 def test_patience_is_not_cut_by_the_time_for_an_answer(policy: Policy, config, monkeypatch) -> None:
     monkeypatch.setattr(client, "ANSWER_SECONDS", 0.2)
-    with pytest.raises(ConfigError, match=r"is away .* in 1 s"):
+    with pytest.raises(ConfigError, match=r"is away .* for 1 s"):
         rollout.build(config(rollout__vllm_server__url="http://127.0.0.1:9"), policy)
 
 
@@ -190,7 +190,7 @@ def test_the_last_run_to_start_keeps_the_server(engine, fake: FakeVllm, config, 
     other = rollout.build(config(), policy)
     held, fake.asked = dict(fake.adapters), []
     monkeypatch.setattr(server_engine, "PROCESS", ours)  # whose engine is built again
-    with pytest.raises(EngineFailed, match="another run took it"):
+    with pytest.raises(EngineFailed, match="does not exist"):
         engine.generate(PROMPTS, 2, SAMPLING)
     with pytest.raises(EngineFailed, match="was taken by another run"):
         engine.sync(Noise(0.1, seed=0, step=1))
@@ -225,16 +225,12 @@ def choice(**changes: Any) -> Callable:
 @pytest.mark.parametrize(
     ("fault", "part"),
     [
-        (lambda said: {"choices": said["choices"][1:]}, "gave 1 completions for a prompt, and 2 were asked"),
-        (lambda said: {}, "no completion"),
         (lambda said: b"<html>", "what is no JSON"),
-        (choice(token_ids=None), "no completion"),
-        (choice(logprobs=None), "gave 0 log-probs for a completion of 4 tokens"),
         (choice(finish_reason="abort"), "ended a completion by 'abort'"),
         (refusal(500, "EngineCore encountered an issue"), "EngineCore encountered an issue"),
     ],
 )
-def test_less_than_was_asked_is_an_error(engine, fake: FakeVllm, fault, part: str) -> None:
+def test_an_answer_without_whole_completions_is_an_error(engine, fake: FakeVllm, fault, part: str) -> None:
     fake.faults[COMPLETIONS] = [fault]
     with pytest.raises(EngineFailed) as caught:
         engine.generate(PROMPTS[:1], 2, SAMPLING)
@@ -328,14 +324,12 @@ MXFP4 = BY_NAME["mxfp4"].quantization_config(["lm_head"], torch.float32)
         (described(max_lora_rank=1), ["has max_lora_rank=1", "at least 8"]),
         (noisy, ["another weight of model.layers.0.input_layernorm"]),
         (in_bfloat16, ["model.layers.0.input_layernorm in torch.bfloat16", "allowed: torch.float32", "serve_line"]),
-        (answers("qerl_describe", [1]), ["answers what was asked before", "Start it again"]),
         (answers("qerl_norms", {}), ["has no layer model.layers.0.input_layernorm"]),
         (off_by(0.02), ["0.02 nats a token away", "allowed: 0.01"]),
         (fault(COMPLETIONS, refusal(400, "not JSON compliant: nan")), ["nan nats a token away"]),
         (fault(MODELS, refusal(401, "Unauthorized")), ["wants a key", "VLLM_API_KEY=KEY"]),
         (fault(RPC, refusal(404, "Not Found")), ["refuses /collective_rpc (HTTP 404", "serve_line"]),
         (fault("/v1/load_lora_adapter", refusal(404, "No adapter found")), ["cannot load the adapter", "adapter_dir"]),
-        (answers("qerl_sees", []), ["cannot load the adapter", "a worker sees no files there", "adapter_dir"]),
     ],
 )
 def test_a_server_that_serves_something_else_is_refused(

@@ -25,7 +25,7 @@ WEIGHTS, CACHE = [1], [2, 3]  # addresses
 
 
 class Gpu:
-    """What is mapped, what was done in which order, and how many parts of memory are left."""
+    """Records which parts are mapped, the order of events, and how many parts of memory are left."""
 
     def __init__(self) -> None:
         self.events: list[str] = []

@@ -28,7 +28,8 @@ def queue(tmp_path: Path) -> Queue:
 
 def with_rows(queue: Queue, *states: str) -> Queue:
     """The queue with attempts at its first run that ended so."""
-    rows = [dict.fromkeys(COLUMNS, "") | {"run": queue.runs[0].key, "state": state, "seconds": "9"} for state in states]
+    row = dict.fromkeys(COLUMNS, "") | {"run": queue.runs[0].key, "seconds": "9", "evaluations": "0 of 0"}
+    rows = [row | {"state": state} for state in states]
     queue_file.write_ledger(queue.folder, rows)
     return replace(queue, rows=queue_file.read_ledger(queue.folder))
 
@@ -107,3 +108,12 @@ def test_the_queue_of_qwen_composes() -> None:
     assert all(
         (one.config.preregistration == str(FILE.parent / "claims.yaml")) == one.part.preregistered for one in runs
     )
+
+
+def test_hours_are_of_this_queue_else_of_the_bench(queue: Queue) -> None:
+    """Other words make other runs: what the ledger has of another scale says nothing of them."""
+    made = with_rows(queue, DONE)
+    assert made.seconds(made.runs[1]) == 9
+    other = queue_file.read(queue.folder / "queue.yaml", ["scale=paper_gsm8k_7b", "rollout=vllm"])
+    assert len(other.rows) == 1
+    assert other.seconds(other.runs[1]) > 3600  # from results/bench

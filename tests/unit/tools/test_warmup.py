@@ -75,7 +75,7 @@ def test_long_examples_are_counted_and_all_of_them_are_an_error() -> None:
     lengths = sorted(len(row["input_ids"]) for row in tokenize(task, tokenizer, 512)[0])
     kept, left_out = tokenize(task, tokenizer, lengths[9])
     assert (len(kept), left_out) == (sum(n <= lengths[9] for n in lengths), sum(n > lengths[9] for n in lengths))
-    with pytest.raises(ConfigError, match=f"leaves out all 20 examples.*Type max_tokens={lengths[-1]}"):
+    with pytest.raises(ConfigError, match=r"20 are longer than max_tokens=2\. Type a larger max_tokens"):
         tokenize(task, tokenizer, 2)
 
 
@@ -104,7 +104,7 @@ def test_it_teaches_and_leaves_a_model_that_a_run_trains_on(
 ) -> None:
     warm_up(options)
     record = json.loads((options.folder / "warmup.json").read_text())
-    assert record["updates"] == len(record["losses"]) == 12
+    assert len(record["losses"]) == 12
     assert record["losses"][0] > 6
     assert record["losses"][-1] < 4
     assert record["solutions"]["training_questions"] == 64
@@ -161,14 +161,14 @@ def test_a_weight_that_is_not_finite_is_refused_before_an_update(options: Warmup
     model = random_model()
     model.model.norm.weight.data[5] = torch.nan
     folder = write_dense(tmp_path / "damaged", model)
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight: 1 values that float32 cannot hold, the first nan at"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: 1 values that float32 cannot hold, the first nan at"):
         warm_up(replace(options, model=str(folder)))
 
 
 def test_a_task_without_a_row_is_refused_by_this_command_s_words(options: WarmupOptions, tmp_path: Path) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"gsm8k has no worked solution\. Type task_path=DIRECTORY"):
+    with pytest.raises(ConfigError, match=r"gsm8k has no worked solution.*or task_path=DIRECTORY"):
         warm_up(replace(options, task="gsm8k", task_path=str(tmp_path)))
     (file := tmp_path / "one.jsonl").touch()
     with pytest.raises(ConfigError, match=r"Type task_path=DIRECTORY with train\.jsonl and test\.jsonl"):

@@ -4,7 +4,6 @@ Set by `worker_cls` (`vllm serve --worker-cls qerl_lab.rollout.vllm.worker.NormW
 calls the methods `qerl_*` in every worker, by name and with plain JSON (`/collective_rpc`).
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,20 +64,14 @@ class NormWorker(Worker):
             for tensor in [cache] if isinstance(cache, Tensor) else cache:
                 tensor.zero_()
 
-    def qerl_sees(self, folder: str) -> list[str]:
-        """Return the names of the files that this worker sees in `folder`."""
-        return sorted(path.name for path in Path(folder).glob("*"))
-
     def qerl_adapter(self, name: str, folder: str) -> list[Any]:
         """Replace the loaded adapter by the one in `folder`.
 
         Not through /v1/load_lora_adapter with load_inplace: vLLM keeps that request and would read the files again at
         every token.
 
-        Returns:
-            the ids of loaded adapters (one), or the error as text. An exception in several workers would leave all
-                answers but
-            the first queued in vLLM, so that each later call would get answers of the call before.
+        Returns the ids of loaded adapters (one), or the error as text. An exception in several workers would leave all
+        answers but the first queued in vLLM, so that each later call would get answers of the call before.
         """
         held = sorted(self.list_loras())
         if len(held) == 1:

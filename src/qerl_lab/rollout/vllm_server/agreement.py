@@ -16,7 +16,7 @@ from qerl_lab.rollout.vllm_server.client import Refused, Server, Unanswered
 from qerl_lab.rollout.vllm_server.server_command import settings
 
 LINE = "Type python -m qerl_lab.tools.serve_line and the words of this run for the command that starts it right."
-AT_LEAST = ("max_model_len", "max_lora_rank")  # settings of which a server may have more
+AT_LEAST = ("max_model_len", "max_lora_rank")  # a server may have more of these
 PROBE = "A train has 12 cars with 30 seats each. How many seats are there?"
 PROBE_TOKENS = 16
 # Largest mean difference of log-probs in nats. A different order of summation stays below a fifth of it
@@ -33,15 +33,10 @@ def check_settings(server: Server, cfg: RunConfig, policy: Policy) -> None:
         raise ConfigError(f"{error}. {LINE}") from error
     except EngineFailed as error:
         raise ConfigError(str(error)) from error
+    wanted = settings(cfg, policy.model.dtype) | {"format": cfg.format.name}
     for found in workers:
-        if not isinstance(found, dict) or "quantization_config" not in found:
-            raise ConfigError(
-                f"{server.name} has a worker that answers what was asked before, after an error in several of them. "
-                f"Start it again. {LINE}"
-            )
-        served = format_of(found.pop("quantization"), found.pop("quantization_config"))
-        wanted = settings(cfg, policy.model.dtype) | {"format": cfg.format.name}
-        for key, value in (found | {"format": served}).items():
+        found["format"] = format_of(found.pop("quantization"), found.pop("quantization_config"))
+        for key, value in found.items():
             least = key in AT_LEAST
             if value < wanted[key] if least else value != wanted[key]:
                 allowed = f"{'at least ' if least else ''}{wanted[key]}"

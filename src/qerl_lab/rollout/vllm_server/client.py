@@ -1,4 +1,4 @@
-"""HTTP client for one `vllm serve`: keep-alive connections, retries with backoff, errors that name the server."""
+"""HTTP client for one `vllm serve`: keep-alive connections, retries, errors that name the server."""
 
 import os
 import time
@@ -11,17 +11,12 @@ from qerl_lab.config.redact import redact, url_without_secrets
 from qerl_lab.rollout.engine import EngineFailed
 
 API_KEY = "VLLM_API_KEY"  # vLLM's own environment variable
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0  # seconds between tries; each is twice the last
-CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 120.0
+PAUSE_SECONDS, CONNECT_SECONDS, ANSWER_SECONDS = 0.5, 10.0, 120.0
 AWAY = (502, 503, 504)  # answers of a proxy or of a server that shuts down
 
 
 class Refused(EngineFailed):
-    """The server answered with an error. `status` is the HTTP status."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
+    """The server answered with an error."""
 
 
 class Unanswered(EngineFailed):
@@ -43,43 +38,33 @@ class Server:
             transport=httpx.HTTPTransport(limits=limits),
         )
 
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS) -> Any:
         """Send a request and return the parsed JSON answer, or None for an empty one.
 
-        The request must be safe to repeat, because an answer may be lost. `seconds` defaults to `ANSWER_SECONDS` plus
-        `patience`, for a server that returns at the last moment.
+        The request must be safe to repeat, because an answer may be lost.
 
         Raises:
             Refused: the server answered with an error.
-            Unanswered: no answer came in `seconds`.
+            Unanswered: a connected server did not answer in `seconds`.
             EngineFailed: there is no server, or its answer is not JSON.
             ConfigError: the server wants a key.
         """
-        seconds = ANSWER_SECONDS + self.patience if seconds is None else seconds
         response = self._response(method, path, body, seconds)
         if response.status_code in (401, 403):
             raise ConfigError(f"{self.name} wants a key. Type {API_KEY}=KEY in front of the command, the server's own.")
         if response.is_error:
-            status, said = response.status_code, redact(" ".join(response.text.split()))[:500]
-            raise Refused(f"{self.name} refuses {path} (HTTP {status}: {said})", status)
-        if not response.content or "json" not in response.headers.get("content-type", ""):
-            return None
+            said = redact(" ".join(response.text.split()))[:500]
+            raise Refused(f"{self.name} refuses {path} (HTTP {response.status_code}: {said})")
         try:
-            return response.json()
+            return response.json() if "json" in response.headers.get("content-type", "") else None
         except ValueError as error:
             raise EngineFailed(f"{self.name} answered {path} with what is no JSON ({error})") from error
 
     def _response(self, method: str, path: str, body: dict[str, Any] | None, seconds: float) -> httpx.Response:
-        """Send until there is an answer, pausing after each lost connection. Raises Unanswered and EngineFailed."""
-        started, pause, tries = time.monotonic(), FIRST_PAUSE, 0
-        lost = None  # time of the first lost connection
+        """Send until there is an answer, for `patience` seconds from the first lost connection on."""
+        timeout, lost = httpx.Timeout(seconds, connect=CONNECT_SECONDS), None
         while True:
-            tries += 1
-            left = seconds - (time.monotonic() - started)
-            if left <= 0:
-                raise Unanswered(f"{self.name} did not answer {path}")
             try:
-                timeout = httpx.Timeout(left, connect=min(left, CONNECT_SECONDS))
                 response = self._client.request(method, path, json=body, timeout=timeout)
                 if response.status_code not in AWAY:
                     return response
@@ -89,15 +74,13 @@ class Server:
             except httpx.TransportError as error:
                 why = f"{type(error).__name__}: {redact(str(error)) or 'no message'}"
             lost = lost or time.monotonic()
-            waited = time.monotonic() - lost
-            if waited >= self.patience:
+            if time.monotonic() - lost >= self.patience:
                 raise EngineFailed(
-                    f"{self.name} is away ({why}): tried {tries} times in {waited:.0f} s "
+                    f"{self.name} is away ({why}): tried for {self.patience:g} s "
                     "(rollout.vllm_server.patience_seconds). Type python -m qerl_lab.tools.serve_line and the words "
                     "of this run for the command that starts it, or rollout.vllm_server.url=URL if it is elsewhere."
                 )
-            time.sleep(min(pause, self.patience - waited))
-            pause = min(2 * pause, LONGEST_PAUSE)
+            time.sleep(min(PAUSE_SECONDS, self.patience))
 
     def close(self) -> None:
         self._client.close()

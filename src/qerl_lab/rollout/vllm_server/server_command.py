@@ -10,15 +10,12 @@ from urllib.parse import urlsplit
 import torch
 
 from qerl_lab import formats
-from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
 from qerl_lab.config.spelling import spell_list, word
 from qerl_lab.config.units import GIB
 from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import compute_dtype, device_of
-from qerl_lab.model.weight_files import WeightFiles
-from qerl_lab.rollout.vllm.base import is_bfloat16
 from qerl_lab.rollout.vllm.transfer import max_rank, serving_arguments
 
 # Allow adapters to change at run time; /collective_rpc and /reset_prefix_cache need development mode.
@@ -26,13 +23,9 @@ ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": 
 
 
 def commands(cfg: RunConfig) -> list[str]:
-    """Return shell lines: the server's command, preceded by a quantize command if the model must be packed first.
-
-    Raises ConfigError if vLLM cannot serve the model as the policy computes it.
-    """
+    """Return shell lines: the server's command, preceded by a quantize command if the model must be packed first."""
     path = cfg.model.path
     folder = gguf.unpack(gguf.existing_file(path, "model.path")) if gguf.is_gguf(path) else on_disk.local_path(path)
-    dtype = compute_dtype(cfg, device_of(cfg.device))
     packed = folder is not None and stored_as(folder) is not None  # take a hub model as dense without a download
     lines, revision = list[str](), list[str]()
     if cfg.format.name != DENSE_FORMAT and not packed:
@@ -43,12 +36,7 @@ def commands(cfg: RunConfig) -> list[str]:
         served, revision = path, ["--revision", cfg.model.revision] if cfg.model.revision else []
     else:
         served = str(folder.resolve())
-        if not packed and dtype is torch.float32 and not is_bfloat16(WeightFiles(folder)):
-            raise ConfigError(
-                f"model.path={cfg.model.path} is not stored in bfloat16, to which the policy rounds it before it "
-                "computes in float32; a server would not round. Type model.dtype=bfloat16."
-            )
-    command = shlex.join(["vllm", "serve", served, *revision, *flags(cfg, dtype)])
+    command = shlex.join(["vllm", "serve", served, *revision, *flags(cfg)])
     return [*lines, f"{' '.join(f'{name}={value}' for name, value in ENVIRONMENT.items())} {command}"]
 
 
@@ -78,10 +66,11 @@ def settings(cfg: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def flags(cfg: RunConfig, dtype: torch.dtype) -> list[str]:
+def flags(cfg: RunConfig) -> list[str]:
     """Return the flags of `vllm serve`, without the model."""
     url, cache_gib = urlsplit(cfg.rollout.vllm_server.url), cfg.rollout.vllm.kv_cache_gib
-    words = {"host": url.hostname, "port": url.port or (443 if url.scheme == "https" else 80), **settings(cfg, dtype)}
+    words: dict[str, Any] = {"host": url.hostname, "port": url.port or (443 if url.scheme == "https" else 80)}
+    words |= settings(cfg, compute_dtype(cfg, device_of(cfg.device)))
     if cache_gib is not None:
         words["kv_cache_memory_bytes"] = int(cache_gib * GIB)
         words["gpu_memory_utilization"] = 0.01  # no effect with the line above, but checked against free memory

@@ -19,7 +19,7 @@ from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, do_nothing, refuse_incomplete
+from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, do_nothing
 from qerl_lab.rollout.vllm.base import scratch_folder
 from qerl_lab.rollout.vllm.transfer import (
     adapter_bytes,
@@ -35,6 +35,7 @@ from qerl_lab.rollout.vllm_server.client import Refused, Server, Unanswered
 NO_NAN = "not JSON compliant"  # Python's json error for a NaN, passed on by the server
 PROCESS = f"policy-{secrets.token_hex(4)}"  # prefix of this process's adapter names
 HAD: set[str] = set()  # names of servers that this process took over
+Completion = tuple[list[int], list[float], str]  # token ids, log-probs, finish reason
 
 
 class VllmServerEngine:
@@ -80,28 +81,22 @@ class VllmServerEngine:
         held = self._adapters()
         if self._server.name in HAD and any(not name.startswith(f"{PROCESS}-") for name in held):
             raise EngineFailed(f"{self._server.name} was taken by another run")
-        write_weights(self.policy.model, self._folder)
-        if not all(self._in_workers("qerl_sees", folder=str(self._folder))):
-            raise self._cannot_load("a worker sees no files there")
         HAD.add(self._server.name)
         self._server.ask("POST", "/abort_requests", {})  # running requests would keep the prefix cache
         self._in_workers("qerl_clear")  # the first sync resets the prefix cache
         for name in held:
             with suppress(Refused):  # already gone
                 self._server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        write_weights(self.policy.model, self._folder)
         try:
             self._server.ask("POST", "/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": str(self._folder)})
         except Refused as error:
             if "already been loaded" not in str(error):  # by an earlier try whose answer was lost
-                raise self._cannot_load(str(error)) from error
-
-    def _cannot_load(self, why: str) -> ConfigError:
-        """Return the error for a server that cannot read the adapter's folder."""
-        return ConfigError(
-            f"{self._server.name} cannot load the adapter from {self._folder} ({why}). It reads the files itself. Type "
-            "rollout.vllm_server.adapter_dir=DIR, a folder that server and trainer see under one path, if it does not "
-            f"see them. {agreement.LINE}"
-        )
+                raise ConfigError(
+                    f"{self._server.name} cannot load the adapter from {self._folder} ({error}). It reads the files "
+                    "itself. Type rollout.vllm_server.adapter_dir=DIR, a folder that server and trainer see under one "
+                    f"path, if it does not see them. {agreement.LINE}"
+                ) from error
 
     def _adapters(self) -> list[str]:
         """Return the names of the server's adapters, the models that have a parent."""
@@ -157,7 +152,7 @@ class VllmServerEngine:
         ]
         groups = self._groups(bodies, group_size, on_done)
         self._require_own()  # so it was during the whole rollout
-        rollout = Rollout(
+        return Rollout(
             prompt_ids_P=prompt_ids_P,
             completion_ids_P_G=[[ids for ids, _, _ in group] for group in groups],
             logprobs_P_G=[[logprobs for _, logprobs, _ in group] for group in groups],
@@ -165,10 +160,8 @@ class VllmServerEngine:
             entropy=None,
             seconds=time.perf_counter() - started,
         )
-        refuse_incomplete(rollout, len(prompt_ids_P), group_size, sampling)
-        return rollout
 
-    def _groups(self, bodies: list[dict[str, Any]], group_size: int, on_done: OnDone) -> "list[list[Completion]]":
+    def _groups(self, bodies: list[dict[str, Any]], group_size: int, on_done: OnDone) -> list[list[Completion]]:
         """Send all requests, as many at once as the batch holds; return the completions of each."""
         minutes = self.cfg.rollout.vllm.timeout_minutes
         deadline = time.monotonic() + 60 * minutes
@@ -189,19 +182,16 @@ class VllmServerEngine:
             pool.shutdown(wait=False, cancel_futures=True)  # a hanging request ends at the deadline
         return [job.result() for job in jobs]
 
-    def _complete(self, body: dict[str, Any], deadline: float) -> "list[Completion]":
+    def _complete(self, body: dict[str, Any], deadline: float) -> list[Completion]:
         """Request the completions of one prompt. Raises EngineFailed, which is Unanswered after the deadline."""
         try:
-            answer = self._server.ask("POST", "/v1/completions", body, max(0.0, deadline - time.monotonic()))
+            answer = self._server.ask("POST", "/v1/completions", body, max(0.01, deadline - time.monotonic()))
         except Refused as error:
-            if NO_NAN in str(error) and body["logprobs"] is not None:
-                # Some log-probs are NaN, which JSON cannot carry. Repeat the draws without log-probs and return NaN for
-                # all, because the run ends at any NaN.
-                drawn = self._complete({**body, "logprobs": None}, deadline)
-                return [(ids, [float("nan")] * len(ids), reason) for ids, _, reason in drawn]
-            if error.status == 404:
-                raise EngineFailed(f"{error}: it was started again, or another run took it") from error
-            raise
+            if NO_NAN not in str(error) or body["logprobs"] is None:
+                raise
+            # JSON cannot carry NaN. Repeat the draws without log-probs and return NaN for all: the run ends at any NaN.
+            drawn = self._complete({**body, "logprobs": None}, deadline)
+            return [(ids, [float("nan")] * len(ids), reason) for ids, _, reason in drawn]
         return completions(answer, self._server.name)
 
     def held(self) -> dict[str, int]:
@@ -213,21 +203,12 @@ class VllmServerEngine:
         self._open.close()
 
 
-Completion = tuple[list[int], list[float], str]  # token ids, log-probs, finish reason
-
-
 def completions(answer: Any, name: str) -> list[Completion]:
-    """Parse an answer of /v1/completions. Raises EngineFailed, naming the server, if it is none or was aborted."""
-    try:
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        found = [
-            ([int(token) for token in choice["token_ids"]],
-             [float(logprob) for logprob in choice["logprobs"]["token_logprobs"]] if choice["logprobs"] else [],
-             str(choice["finish_reason"]))
-            for choice in choices
-        ]  # fmt: skip
-    except (KeyError, TypeError) as error:
-        raise EngineFailed(f"{name} answered a prompt with no completion ({type(error).__name__}: {error})") from error
-    if other := [reason for _, _, reason in found if reason not in ("stop", "length")]:
-        raise EngineFailed(f"{name} ended a completion by {other[0]!r}; allowed: stop, length")
+    """Parse an answer of /v1/completions. Raises EngineFailed, naming the server, if a completion was aborted."""
+    found = []
+    for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
+        reason, logprobs = choice["finish_reason"], choice["logprobs"]
+        if reason not in ("stop", "length"):
+            raise EngineFailed(f"{name} ended a completion by {reason!r}; allowed: stop, length")
+        found.append((choice["token_ids"], logprobs["token_logprobs"] if logprobs else [], reason))
     return found
