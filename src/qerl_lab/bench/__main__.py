@@ -80,10 +80,10 @@ def write(stem: Path, result: dict[str, Any]) -> None:
 
 def save(stem: Path, result: dict[str, Any]) -> None:
     """Write `stem`.json, and `stem`.png if there is something to draw; print the table."""
-    from qerl_lab.report import bench
+    from qerl_lab.report import bench, bench_figures
 
     write(stem, result)
-    bench.draw(result, stem.with_suffix(".png"))
+    bench_figures.draw(result, stem.with_suffix(".png"))
     print(bench.text(result))
     written = (stem.with_suffix(suffix) for suffix in (".json", ".png"))
     print("  ".join(str(file) for file in written if file.exists()))

@@ -17,8 +17,9 @@ from scipy import stats as distributions
 
 from qerl_lab.report import palette, stats
 from qerl_lab.report.comparison import Comparison, matrix
-from qerl_lab.report.curves import LEGEND_CHARS, STYLE
+from qerl_lab.report.curves import LEGEND_CHARS
 from qerl_lab.report.measures import FALLEN, Unmeasured, count_right, has_collapsed
+from qerl_lab.report.palette import STYLE
 from qerl_lab.report.runs import Record
 from qerl_lab.report.stats import Interval, pass_at, powers_of_two
 from qerl_lab.report.table import NONE, Table

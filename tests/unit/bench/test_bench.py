@@ -14,7 +14,7 @@ from qerl_lab import formats
 from qerl_lab.bench import __main__ as command
 from qerl_lab.bench import bench_options, random_model, train_step
 from qerl_lab.model.linear import PackedLinear
-from qerl_lab.report import bench, bench_figures
+from qerl_lab.report import bench, bench_figures, palette
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -77,10 +77,10 @@ def products() -> dict[str, Any]:
 
 
 def test_ratios_of_products() -> None:
-    ratios = bench_figures.product_ratios(products()).set_index(["layer", "arm"])
+    ratios = bench.product_ratios(products()).set_index(["layer", "arm"])
     assert ratios.loc[("a", "nvfp4"), "of_bf16"] == 1.5
     assert ratios.loc[("a", "nvfp4"), "of_bitsandbytes"] == 0.75
-    assert ratios.loc[(bench_figures.LAYER, "nvfp4"), "of_bf16"] == pytest.approx((2 * 1.5 + 12) / (2 + 10))
+    assert ratios.loc[(bench.LAYER, "nvfp4"), "of_bf16"] == pytest.approx((2 * 1.5 + 12) / (2 + 10))
     text = bench.text(products())
     assert "0.91" in text
     assert "1.50 (0.75)" in text
@@ -100,11 +100,11 @@ def training_steps() -> list[dict[str, Any]]:
 def test_ratios_of_steps_compare_equal_micro_batches(tmp_path: Path) -> None:
     result = {"benchmark": "train_step", "steps": training_steps(), "environment": {"gpus": []}}
     result["options"] = {"model": "m", "rank": 4}
-    ratios = bench_figures.step_ratios(result)
+    ratios = bench.step_ratios(result)
     assert ratios["of_bf16"].tolist() == [1.0, 0.9, 0.6, 1.0, 0.8, 0.8]
     assert ratios["of_qlora"].tolist()[:3] == [100 / 60, 1.5, 1.0]
     assert " - " in bench.text(result)  # no QLoRA arm at 2 tokens
-    bench.draw(result, tmp_path / "steps.png")
+    bench_figures.draw(result, tmp_path / "steps.png")
     assert (tmp_path / "steps.png").stat().st_size > 10_000
 
 
@@ -115,11 +115,11 @@ def test_decode_adds_up_the_layers_and_leaves_out_what_was_not_timed(tmp_path: P
         for arm in ("marlin", "fp4_tiles") if (arm, number) != ("fp4_tiles", 64)
     ]  # fmt: skip
     result = {"benchmark": "decode", "options": {"model": "m"}, "environment": {"gpus": []}, "decode": rows}
-    times = bench_figures.decode_times(result)
-    assert times.loc[(bench_figures.LAYER, 8)].to_dict() == {"marlin": 24.0, "fp4_tiles": 24.0}
-    assert times.loc[(bench_figures.LAYER, 64), "marlin"] == 192.0
+    times = bench.decode_times(result)
+    assert times.loc[(bench.LAYER, 8)].to_dict() == {"marlin": 24.0, "fp4_tiles": 24.0}
+    assert times.loc[(bench.LAYER, 64), "marlin"] == 192.0
     assert bench.text(result).splitlines()[-1].split()[-1] == "-"
-    bench.draw(result, tmp_path / "decode.png")
+    bench_figures.draw(result, tmp_path / "decode.png")
     assert (tmp_path / "decode.png").stat().st_size > 10_000
 
 
@@ -160,13 +160,10 @@ def test_a_benchmark_is_printed_row_by_row_and_kept(
     assert (tmp_path / "new" / "result.png").stat().st_size > 10_000
 
 
-def test_every_format_is_an_arm_and_every_arm_has_a_colour() -> None:
+def test_every_format_is_an_arm_and_has_a_colour() -> None:
     assert set(bench_options.FORMATS) == set(formats.FORMATS)
     assert set(bench_options.ARMS) - {"bf16_peft", "qlora"} == set(formats.FORMATS)
-    assert set(bench_options.ARMS) | {*bench_options.VLLM.values(), *bench_options.TRL.values()} <= set(
-        bench_figures.COLORS
-    )
-    assert len({bench_figures.COLORS[name] for name in formats.FORMATS}) == len(formats.FORMATS)
+    assert len({palette.color(name) for name in formats.FORMATS}) == len(formats.FORMATS)
 
 
 def test_the_table_names_the_longest_kernels_of_older_files_and_adds_up_the_others() -> None:
