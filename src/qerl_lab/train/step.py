@@ -17,7 +17,7 @@ from qerl_lab.algorithms.groups import Rewards
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.samples_file import PER_STEP, Sample
-from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, Sampling
+from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, Sampling, refuse_incomplete
 from qerl_lab.tasks import UNPARSED, Question, Task
 from qerl_lab.tasks.answers.completion import with_answer_start
 from qerl_lab.train.ranks import Ranks
@@ -129,8 +129,7 @@ def collect(
         questions_P = ranks.deal(cursor.take(sum(missing_R)), missing_R)
         prompt_ids_P = [policy.prompt_ids(task.messages(question)) for question in questions_P]
         how = sampling(cfg, step, attempt, ranks.rank)
-        ask = partial(engine.generate, prompt_ids_P, cfg.rollout.group_size, how) if questions_P else lambda: None
-        rollout = ranks.run_on_all(ask, EngineFailed)
+        rollout = ranks.run_on_all(partial(ask, engine, prompt_ids_P, cfg.rollout.group_size, how), EngineFailed)
         if rollout:
             refuse_nan(rollout, cfg, step)
             with clock.phase("reward", on_device=False):
@@ -143,6 +142,15 @@ def collect(
     batch = [drawn[index] for index in chosen]
     reward_P_G = np.array([group.reward_G for group in batch])
     return Batch(batch, groups.advantage(reward_P_G, cfg.algorithm.normalize_std), drawn, rollouts)
+
+
+def ask(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, how: Sampling) -> Rollout | None:
+    """Sample a group for each prompt; None without prompts. Raises EngineFailed, also for an incomplete rollout."""
+    if not prompt_ids_P:
+        return None
+    rollout = engine.generate(prompt_ids_P, group_size, how)
+    refuse_incomplete(rollout, len(prompt_ids_P), group_size, how)
+    return rollout
 
 
 def sampling(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sampling:

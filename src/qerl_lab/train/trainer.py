@@ -37,9 +37,8 @@ from qerl_lab.train import packing
 from qerl_lab.train.grpo_config import grpo_config
 from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts, probe
 from qerl_lab.train.ranks import ALONE, Ranks
-from qerl_lab.train.retry import RunEngine, retry_once
 from qerl_lab.train.step import Batch, Clock, collect, completion_metrics
-from qerl_lab.train.stop import Diverged, Interrupted, Stop
+from qerl_lab.train.stop import Diverged, Stop
 from qerl_lab.train.training_data import Cursor
 
 
@@ -133,11 +132,9 @@ class LabTrainer(GRPOTrainer):
             tensors["old_per_token_logps"] = scored
 
     def _collect(self) -> Batch:
-        """Sync the engine, sample, put it to sleep. If it fails, save the state at the step's start and retry."""
-        engine, began_at, started = self.engine, self.cursor.position, self.clock.own_time()
-        self.measured["rollout/engine_restarts"] = 0
-
-        def attempt() -> Batch:
+        """Sync the engine, sample, put it to sleep. If the engine fails, first save the state at the step's start."""
+        engine, began_at = self.engine, self.cursor.position
+        try:
             if self.level.is_due(self.step):
                 with self.clock.phase("probe"):
                     measure = measure_on_own_texts(self.cfg, self.step, self.cursor, self.policy, engine, self.ranks)
@@ -150,22 +147,11 @@ class LabTrainer(GRPOTrainer):
             with self.clock.phase("sync", on_device=False):  # sleeping waits for the device itself
                 self.ranks.run_on_all(engine.sleep, EngineFailed)
             return batch
-
-        if not isinstance(engine, RunEngine):  # a benchmark's: it fails
-            return attempt()
-
-        def start_again(cause: str) -> None:
+        except EngineFailed:
             self.cursor.go_to(began_at)
             if self.ranks.gather(checkpoint.last_step(Path(self.args.output_dir)))[0] < self.steps_done:
-                self._save_checkpoint(self.model, None)  # rebuilding may kill the process
-            if self.ranks.any(self.stop.requested):  # a signal may have killed the engine
-                raise Interrupted
-            engine.rebuild(cause)
-            self.clock.clear()
-            self.clock.seconds["rollout"] = self.clock.own_time() - started
-            self.measured["rollout/engine_restarts"] = 1
-
-        return retry_once(attempt, start_again)
+                self._save_checkpoint(self.model, None)
+            raise
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
         """TRL's rollout function: return prompt ids, completion ids and log-probs of each completion."""
