@@ -141,7 +141,7 @@ def test_two_ranks_are_one_run_on_the_same_draws(two: Path, tiny, tmp_path) -> N
     pd.testing.assert_frame_equal(RunDirectory(two).evaluations()["before"], merge_parts(halves).rows)
     cursor, steps = Cursor(select(cfg, learner, task)), list[tuple[int, dict[str, float]]]()
     trainer = LabTrainer(cfg, learner, engine, cursor, tmp_path, lambda *step: steps.append(step), Stop())
-    trainer.before_save = lambda: {"run_key": "", "config": {}, "device": "cpu", "dtype": "torch.float32"}
+    trainer.before_save = lambda: {"config": {}}
     trainer.train()
 
     logged = [(step, metrics) for step, metrics in lines_of(two) if "reward/mean" in metrics]

@@ -21,6 +21,7 @@ from qerl_lab.config.paths import sha256
 from qerl_lab.config.schema import RunConfig
 
 MANIFEST, STATE = "manifest.json", "lab_state.json"
+ONCE_SAVED = ("run_key", "device", "dtype")  # in older checkpoints; mlflow.json and env.json have them
 
 
 @dataclass(frozen=True)
@@ -31,19 +32,14 @@ class Saved:
         step: number of steps trained.
         prompts_seen: position in the training data.
         config: values of `arm.of_run`, to detect a changed configuration.
-        device, dtype: device type and dtype of training.
         noise: state of `train.noise_level.NoiseLevel`.
-        run_key: the run's key in MLflow, in checkpoints of before December 2026; mlflow.json has it.
     """
 
     path: Path
     step: int
     prompts_seen: int
     config: dict[str, Any]
-    device: str
-    dtype: str
     noise: dict[str, Any] = field(default_factory=dict)
-    run_key: str = ""
 
     def refuse_other_config(self, cfg: RunConfig, where: Path) -> None:
         """Raise ConfigError if `cfg`, read from `where`, has changed since the checkpoint."""
@@ -56,14 +52,6 @@ class Saved:
             raise ConfigError(
                 f"{where} is not the configuration that {self.path.name} was trained with: {', '.join(changed)}. "
                 "Put it back as it was, or start a new run."
-            )
-
-    def refuse_other_device(self, device: str, dtype: str) -> None:
-        """Raise ConfigError if the run would resume on another device or in another dtype."""
-        if (self.device, self.dtype) != (device, dtype):
-            raise ConfigError(
-                f"{self.path} was trained on {self.device} in {self.dtype}, and here it would go on on {device} in "
-                f"{dtype}: one record of two computations. Resume it where it began, or start a new run."
             )
 
 
@@ -146,13 +134,14 @@ def verify(path: Path) -> str:
         return f"{MANIFEST} is not JSON"
     try:
         _read_saved(path)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         return f"{STATE} is of another version: {error}"
     return ""
 
 
 def _read_saved(path: Path) -> Saved:
-    return Saved(path, **parse_json((path / STATE).read_text()))
+    state = parse_json((path / STATE).read_text())
+    return Saved(path, **{name: value for name, value in state.items() if name not in ONCE_SAVED})
 
 
 def _step_folders(folder: Path) -> list[Path]:

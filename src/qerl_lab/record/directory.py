@@ -248,10 +248,7 @@ class RunDirectory:
                 )
 
     def refuse_other_device(self, device: str) -> None:
-        """Raise ConfigError if a run started on `cpu` would resume on `cuda`, or the reverse.
-
-        Checkpoints record the device too. This check covers runs killed before their first checkpoint.
-        """
+        """Raise ConfigError if a run started on `cpu` would resume on `cuda`, or the reverse."""
         if (began_on := self.device_kind()) not in (None, device):
             raise ConfigError(
                 f"{self.path} began on {began_on}, and here it would go on on {device}: one record of two "

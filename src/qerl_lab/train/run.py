@@ -163,7 +163,6 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     except torch.OutOfMemoryError as error:
         raise ConfigError(out_of_memory.while_loading(cfg, device, error)) from error
     if saved:
-        saved.refuse_other_device(*device_and_dtype(policy))
         if saved.step in cfg.extended:
             notes.append(
                 f"extended from {saved.step} to {cfg.steps} steps, over which the schedules of noise and learning rate "
@@ -182,11 +181,6 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
             notes.append(f"{count:,} {which} are longer than {limit}, and left out")
     notes += policy.chat.notes
     return Session(cfg, directory, stop, ranks, saved, policy, data, rollout.build(cfg, policy), notes)
-
-
-def device_and_dtype(policy: Policy) -> tuple[str, str]:
-    """Return the device type and dtype, which must stay the same in all sessions of a run."""
-    return policy.device.type, str(policy.model.dtype)
 
 
 def evaluate_subset(session: Session, step: int) -> None:
@@ -270,8 +264,7 @@ def train(session: Session) -> None:
 
             def before_save() -> dict[str, object]:
                 session.directory.flush()
-                device, dtype = device_and_dtype(policy)
-                return {"config": of_run(cfg), "device": device, "dtype": dtype}
+                return {"config": of_run(cfg)}
 
             trainer.on_step, trainer.before_save = record, before_save
         if saved:

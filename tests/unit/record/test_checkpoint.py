@@ -14,7 +14,7 @@ FILES = {"adapter_model.safetensors": b"\x01" * 4000, "optimizer.pt": b"\x02" * 
 
 
 def state(step: int) -> dict[str, object]:
-    of_run = {"config": {"seed": 0}, "device": "cpu", "dtype": "torch.float32"}
+    of_run = {"config": {"seed": 0}}
     return {"step": step, "prompts_seen": 4 * step, **of_run}
 
 

@@ -17,7 +17,7 @@ from qerl_lab.record.directory import RunDirectory
 
 
 def save(run_dir: Path, step: int, cfg: RunConfig) -> Path:
-    state = {"step": step, "prompts_seen": step, "config": of_run(cfg), "device": "cpu", "dtype": "f"}
+    state = {"step": step, "prompts_seen": step, "config": of_run(cfg)}
     return checkpoint.save(run_dir / "checkpoints", state, lambda folder: (folder / "a").touch(), keep=9)
 
 
@@ -52,7 +52,6 @@ def test_a_sound_directory_goes_on_from_its_newest_checkpoint(run_dir: Path) -> 
     saved = RunDirectory(run_dir).starting_point(RunDirectory(run_dir).config())
     assert saved
     assert saved.step == 4
-    saved.refuse_other_device("cpu", "f")
 
 
 @pytest.mark.parametrize("role", ["training", "heldout"])
@@ -88,7 +87,7 @@ def test_what_is_lacking_is_named(run_dir: Path) -> None:
 def test_a_run_of_before_a_key_came_goes_on_and_is_of_the_same_arm(run_dir: Path) -> None:
     """Its record and its checkpoint lack the key, which means what every run did then: the default.
 
-    Its checkpoint has a run_key, which later ones do not.
+    Its checkpoint has a run_key, a device and a dtype, which later ones do not.
     """
     known = {name: value for name, _, value in leaves(RunConfig(steps=12))}
     assert {name: known[name] for name in ADDED} == dict(ADDED)
@@ -190,12 +189,13 @@ def test_what_decides_nothing_may_change(run_dir: Path) -> None:
     assert RunDirectory(run_dir).starting_point(cfg)
 
 
-def test_another_device_or_dtype_is_refused(run_dir: Path) -> None:
-    saved = RunDirectory(run_dir).starting_point(RunDirectory(run_dir).config())
-    assert saved
-    for device, dtype in (("cuda", "f"), ("cpu", "g")):
-        with pytest.raises(ConfigError, match=f"trained on cpu in f, and here it would go on on {device} in {dtype}"):
-            saved.refuse_other_device(device, dtype)
+def test_another_device_is_refused(run_dir: Path) -> None:
+    run = RunDirectory(run_dir)
+    run.refuse_other_device("cuda")  # it has not begun
+    (run_dir / "env.json").write_text('{"gpus": []}')
+    run.refuse_other_device("cpu")
+    with pytest.raises(ConfigError, match="began on cpu, and here it would go on on cuda: one record of two"):
+        run.refuse_other_device("cuda")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_report_resync_and_samples_agree_on_what_is_damaged(
     RunDirectory(run).append_samples([Sample(4, "7+5", "?", "12", {"answer": 1.0}, finished=True)])
     if not is_done:
         (run / "DONE").unlink()
-        state = {"step": 4, "prompts_seen": 4, "config": {}, "device": "cpu", "dtype": "f"}
+        state = {"step": 4, "prompts_seen": 4, "config": {}}
         checkpoint.save(run / "checkpoints", state, lambda folder: (folder / "a").touch(), keep=1)
     assert "step 4" in format_step(run, None)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
