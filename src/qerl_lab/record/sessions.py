@@ -13,8 +13,7 @@ from qerl_lab.system.disk import read_json, replace_file
 class Sessions:
     """Reads and writes sessions.json: [start, end] of every process that worked on the run, in unix seconds.
 
-    The end is null while the process runs. A killed process counts as ended at its last logged line. Otherwise the end
-    is the start plus the elapsed monotonic time, so that a clock change in between has no effect.
+    The end is null while the process runs. A killed process counts as ended at its last logged line.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -31,12 +30,8 @@ class Sessions:
         """Local date on which the first session started; today if there is none."""
         return date.fromtimestamp(self._times[0][0]) if self._times else date.today()
 
-    def begin(self, start: float, since: float | None = None) -> None:
-        """Record a session started at `start`; `since` is `time.monotonic()` at that moment, None means now.
-
-        Call it before metrics.jsonl is cut: its last line ends a killed session.
-        """
-        self._since = time.monotonic() if since is None else since
+    def begin(self, start: float) -> None:
+        """Record a session started at `start`. Call it before metrics.jsonl is cut: its last line ends a killed one."""
         if self._times and self._times[-1][1] is None:
             logged = METRICS_FILE.read(self._run_dir)[0] if (self._run_dir / METRICS_FILE.name).exists() else []
             self._times[-1][1] = max([self._times[-1][0], *(line["time"] for line in logged)])
@@ -45,7 +40,7 @@ class Sessions:
 
     def end(self) -> float:
         """Record the end of the current session; return the seconds of all sessions. A later call moves the end."""
-        self._times[-1][1] = self._times[-1][0] + time.monotonic() - self._since
+        self._times[-1][1] = time.time()
         self._write()
         return sum(end - start for start, end in self._times)
 

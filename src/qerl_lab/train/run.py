@@ -71,26 +71,12 @@ class Session:
             raise Interrupted
 
 
-@dataclass(frozen=True)
-class Exam:
-    """A held-out evaluation after `step`: the first `questions` questions, `samples` completions each.
-
-    eval.parquet stores the answers under `name`; metrics.jsonl stores the means under keys that start with `prefix`.
-    """
-
-    name: str
-    step: int
-    questions: int
-    samples: int
-    prefix: str = "eval/"
-
-
 def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
     """Build, evaluate, train, evaluate, record. Returns the exit status: 0 done, 130 interrupted.
 
     Raises ConfigError, EngineFailed with the command that resumes, and OutOfMemoryError with memory by owner.
     """
-    started, since = time.time(), time.monotonic()
+    started = time.time()
     session = build(cfg, directory, stop)
     ranks, times = session.ranks, directory.sessions()
     with ExitStack() as closing:
@@ -100,20 +86,21 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
             return INTERRUPTED
         if ranks.is_first:
             directory.write_environment(session.data.task.data, session.engine.linear_backend)
-            times.begin(started, since)
+            times.begin(started)
             print(opening(session), flush=True)
             tracker = Tracker(cfg, directory, parts=session.data.task.weights, last_step=session.done)
             session.tracker = closing.enter_context(tracker)
         try:
             session.check()
-            asked = cfg.eval.questions, cfg.eval.samples
-            evaluate_heldout(session, Exam("before", 0, *asked))  # the quantized model: no trained adapter, no noise
+            # the quantized model: no trained adapter, no noise
+            evaluate_heldout(session, "before", 0, cfg.eval.questions, cfg.eval.samples)
             if not session.done:
                 evaluate_subset(session, 0)
             session.check()
             train(session)
             session.check()
-            evaluate_heldout(session, Exam("after", cfg.steps, *asked))  # with the adapter, no noise
+            # with the adapter, no noise
+            evaluate_heldout(session, "after", cfg.steps, cfg.eval.questions, cfg.eval.samples)
         except (Interrupted, EngineFailed) as error:
             # A signal may have killed the engine first. Both errors are raised on every rank.
             if isinstance(error, Interrupted) or ranks.any(stop.requested):
@@ -187,25 +174,28 @@ def evaluate_subset(session: Session, step: int) -> None:
     """Run the held-out evaluation during training if one is due after `step`."""
     own = session.cfg.eval
     if own.every and step % own.every == 0:
-        evaluate_heldout(session, Exam(f"step {step}", step, own.subset_questions, own.subset_samples, "eval/subset_"))
+        evaluate_heldout(session, f"step {step}", step, own.subset_questions, own.subset_samples, "eval/subset_")
 
 
-def evaluate_heldout(session: Session, exam: Exam) -> None:
-    """Run an exam unless it is recorded: each rank asks its share, rank 0 records all answers.
+def evaluate_heldout(
+    session: Session, phase: str, step: int, questions: int, samples: int, prefix: str = "eval/"
+) -> None:
+    """Ask the first held-out questions after `step`, unless the answers are recorded. Rank 0 records all answers.
 
-    The metrics line is written last; a resumed run removes it together with later steps. Raises Interrupted and
+    eval.parquet stores the answers under `phase`, metrics.jsonl their means under keys that start with `prefix`. The
+    metrics line is written last; a resumed run removes it together with later steps. Raises Interrupted and
     EngineFailed on every rank.
     """
     cfg, directory, ranks, task = session.cfg, session.directory, session.ranks, session.data.task
     phases, is_logged = {}, False
     if session.tracker:
-        phases, mean = directory.evaluations(), f"{exam.prefix}accuracy"
-        is_logged = any(line["step"] == exam.step and mean in line["metrics"] for line in directory.metrics())
-    if not exam.questions or ranks.gather(is_logged and exam.name in phases)[0]:
+        phases, mean = directory.evaluations(), f"{prefix}accuracy"
+        is_logged = any(line["step"] == step and mean in line["metrics"] for line in directory.metrics())
+    if not questions or ranks.gather(is_logged and phase in phases)[0]:
         return
-    questions = min(exam.questions, len(task.heldout))
-    part, count = ranks.share(questions), questions * exam.samples
-    when = f"{exam.name} training" if exam.prefix == "eval/" else f"after {exam.name}"
+    questions = min(questions, len(task.heldout))
+    part, count = ranks.share(questions), questions * samples
+    when = f"{phase} training" if prefix == "eval/" else f"after {phase}"
 
     def ask_share() -> Evaluation | None:
         if not part:
@@ -218,15 +208,15 @@ def evaluate_heldout(session: Session, exam: Exam) -> None:
                 if asked.now < count:
                     session.stop.check()
 
-            return evaluate(session.engine, session.policy, task, cfg, part, exam.samples, on_done)
+            return evaluate(session.engine, session.policy, task, cfg, part, samples, on_done)
 
     own = ranks.run_on_all(ask_share, Interrupted, EngineFailed)
     answers = merge_parts([answers for answers in ranks.gather(own) if answers])
     if session.tracker:
-        directory.write_evaluations(phases | {exam.name: answers.rows})
+        directory.write_evaluations(phases | {phase: answers.rows})
         if not is_logged:
-            gain = runs.gain_metrics(directory) if exam.name == "after" else {}
-            session.tracker.log(exam.step, answers.metrics(exam.prefix) | gain)
+            gain = runs.gain_metrics(directory) if phase == "after" else {}
+            session.tracker.log(step, answers.metrics(prefix) | gain)
 
 
 def train(session: Session) -> None:

@@ -17,13 +17,13 @@ from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling
 from qerl_lab.system import terminal
 from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train.ranks import ALONE, Ranks
-from qerl_lab.train.run import Exam, Session, evaluate_heldout
+from qerl_lab.train.run import Session, evaluate_heldout
 from qerl_lab.train.stop import Interrupted, Stop
 from qerl_lab.train.training_data import select
 from ranks_as_threads import threads
 
 QUESTIONS, SAMPLES = 5, 2
-EXAM = Exam("before", 0, QUESTIONS, SAMPLES)
+EXAM = ("before", 0, QUESTIONS, SAMPLES)
 
 
 @dataclass
@@ -68,13 +68,13 @@ def sessions(tiny, policy: Policy, tmp_path: Path) -> Callable[..., list[Session
     return make
 
 
-def ask(sessions: list[Session], exam: Exam = EXAM) -> list[Future[None]]:
+def ask(sessions: list[Session], exam: tuple[str, int, int, int] = EXAM) -> list[Future[None]]:
     """Let every rank ask at once; how each ended."""
     first = sessions[0]
     with Tracker(first.cfg, first.directory) as tracker, ThreadPoolExecutor(len(sessions)) as pool:
         for session in sessions:
             session.tracker = tracker if session.ranks.is_first else None
-        ends = [pool.submit(evaluate_heldout, session, exam) for session in sessions]
+        ends = [pool.submit(evaluate_heldout, session, *exam) for session in sessions]
     return ends
 
 
