@@ -95,7 +95,7 @@ class Unfinished:
 
 def _other_options_message(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the error message for a directory that was started with other options."""
-    differ = [key for key in now | begun if now.get(key) != begun.get(key)]
+    differ = [key for key in {**now, **begun} if now.get(key) != begun.get(key)]
     keys = [key for key in differ if not isinstance(now.get(key), dict)]
     if not keys:
         return f"{folder} was begun from other files than {differ[0]} has now. Type overwrite=true to start again."

@@ -54,7 +54,7 @@ class LabTrainer(GRPOTrainer):
         self.before_save: Callable[[], dict[str, Any]] = dict  # extra state to store in a checkpoint
         self.after_step: Callable[[int], None] = lambda step: None  # called on every rank, before the checkpoint
         device_done = torch.cuda.synchronize if policy.device.type == "cuda" else lambda: None
-        self.clock = Clock(device_done, lambda: self.ranks.waited)
+        self.clock = Clock(device_done, ranks)
         self.level = NoiseLevel(cfg)  # sigma of each step
         self.packs = packing.is_wanted(cfg, policy.model.get_base_model())
         self.batch = Batch([], np.zeros((0, 0)), [], [])  # from the last rollout
@@ -276,7 +276,7 @@ class LabTrainer(GRPOTrainer):
         self.entropies.clear()
         self.mismatch.clear()
         self.measured.clear()
-        self.clock.clear()
+        self.clock.seconds.clear()
         self.after_step(self.steps_done)
 
     def _step_metrics(self, logs: dict[str, float]) -> dict[str, float]:
