@@ -42,9 +42,7 @@ METRICS: dict[str, Metric] = {
     "reward/unparsed": Metric(
         "fraction", "completions whose answer could not be read, or not compared in time: they count as wrong"
     ),
-    "reward/zero_variance_groups": Metric(
-        "fraction", "groups with equal rewards: their advantages are 0"
-    ),
+    "reward/zero_variance_groups": Metric("fraction", "groups with equal rewards: their advantages are 0"),
     "policy/entropy_nats": Metric(
         "nats",
         "entropy of the trainer's policy at rollout.temperature: exact over the vocabulary, mean over all completion "
@@ -90,9 +88,7 @@ METRICS: dict[str, Metric] = {
     "sampler/logprob_gap_mean": Metric(
         "nats", "mean abs(sampler - trainer) log-prob over all completion tokens, due to kernels and noise together"
     ),
-    "sampler/logprob_gap_max": Metric(
-        "nats", "largest abs(sampler - trainer) log-prob of a completion token"
-    ),
+    "sampler/logprob_gap_max": Metric("nats", "largest abs(sampler - trainer) log-prob of a completion token"),
     "sampler/importance_ratio_mean": Metric(
         "1",
         "mean corrected trainer / sampler probability ratio over all completion tokens (over completions with "
