@@ -102,8 +102,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
             # with the adapter, no noise
             evaluate_heldout(session, "after", cfg.steps, cfg.eval.questions, cfg.eval.samples)
         except (Interrupted, EngineFailed) as error:
-            # A signal may have killed the engine first. Both errors are raised on every rank.
-            if isinstance(error, Interrupted) or ranks.any(stop.requested):
+            if isinstance(error, Interrupted) or stop.requested:  # a signal may have killed the engine first
                 ranks.leave()
                 if session.tracker:
                     session.tracker.finish("KILLED")
