@@ -151,6 +151,7 @@ class LabTrainer(GRPOTrainer):
             self.cursor.go_to(began_at)
             if self.ranks.gather(checkpoint.last_step(Path(self.args.output_dir)))[0] < self.steps_done:
                 self._save_checkpoint(self.model, None)
+                self.ranks.wait()  # for the first one, which completes it
             raise
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
