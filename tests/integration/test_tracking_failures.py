@@ -1,5 +1,7 @@
 """The mirror when MLflow is absent, dies or never answers, and when the run itself is killed."""
 
+import base64
+import http.server
 import os
 import signal
 import socket
@@ -10,7 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.tracking import mlflow as mlflow_module
 from qerl_lab.tracking import tracker as tracker_module
 from qerl_lab.tracking.__main__ import main
 from qerl_lab.tracking.mlflow import resync
@@ -239,6 +242,37 @@ def test_a_late_failure_adds_no_second_line(
     tracker._mlflow.thread.join(30)
     assert not tracker._mlflow.thread.is_alive()
     assert capfd.readouterr().err.count("\n") == 1
+
+
+class Endless(http.server.BaseHTTPRequestHandler):
+    """Answers every request with JSON that does not end."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        with suppress(ConnectionError):
+            while True:
+                self.wfile.write(b" " * 2**16)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_an_answer_without_end_is_left_and_the_password_still_sent(
+    run_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setattr(mlflow_module, "ANSWER_BYTES", 2**20)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        answer = Endless.do_GET
+        monkeypatch.setattr(Endless, "do_GET", lambda self: (seen.append(self.headers["Authorization"]), answer(self)))
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:secret@127.0.0.1:{server.server_port}")
+        tracker = Tracker(config(run_dir), RunDirectory(run_dir))
+        wait_for(lambda: tracker._mlflow and tracker._mlflow._is_away, 60)
+        tracker.finish("FINISHED")
+        server.shutdown()
+    assert "the server's answer has not ended after 1 MiB" in capfd.readouterr().err
+    assert seen[0] == f"Basic {base64.b64encode(b'me:secret').decode()}"
 
 
 def schema(database: Path) -> list[tuple[str]]:

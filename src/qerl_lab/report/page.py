@@ -17,6 +17,7 @@ from jinja2 import Environment, StrictUndefined
 
 from qerl_lab.config.spelling import word
 from qerl_lab.report import (
+    claims,
     comparison,
     curves,
     diagnostics,
@@ -62,13 +63,15 @@ class Drawn:
 def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[Path] = ()) -> list[Path]:
     """Write the whole results folder and return its files. `wanted` names the baseline, `bench` benchmark results.
 
-    Raises ConfigError or OSError.
+    A folder with a claims.yaml is judged by it, any other by the paper's claims. Raises ConfigError or OSError.
     """
     speed = speed_tables.tabulate_files(bench)
     made = results.frames(found.records, found.damaged, found.arm_of)
     same = comparison.compare(*results.records_of(made))  # use only what the files hold from here on
     baseline = comparison.baseline_of(list(same.arms), wanted) if same.arms else None
-    rows, drawn = judge(same.counted, same.all_runs), draw_all(same, baseline)
+    own = folder / "claims.yaml"
+    rows = judge(same.counted, same.all_runs, claims.read(own, format_path(own)) if own.exists() else None)
+    drawn = draw_all(same, baseline)
     words = [format_path(folder), word("out", format_path(folder)), *([word("baseline", wanted)] if wanted else [])]
     words += [f"bench={','.join(map(format_path, bench))}"] if bench else []
     line = f"python -m qerl_lab.report {shlex.join(words)}"
