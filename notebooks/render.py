@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 from nbconvert import MarkdownExporter
 from traitlets.config import Config
 
-from qerl_lab.report.curves import in_64_colors
+from qerl_lab.report.palette import in_64_colors
 
 HERE = Path(__file__).resolve().parent
 PAGES = HERE.parent / "docs" / "notebooks"

@@ -10,7 +10,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from qerl_lab.bench.gpu_timing import graphed
 from qerl_lab.rollout.vllm import adapter_kernels
 from qerl_lab.rollout.vllm import product as product_of_adapter
 from qerl_lab.rollout.vllm.adapter_kernels import PROGRAMS, blocks_of, expand, shrink
@@ -24,6 +23,20 @@ DTYPES = list(NEAR) if INTERPRETED else [torch.bfloat16]
 # Rows, columns of x, columns of the parts of y, rank: blocks that are full, cut, and single.
 SHAPES = [(1, 64, [17], 1), (5, 300, [160, 40, 40], 7), (8, 1024, [128], 16), (16, 896, [256, 128, 128], 32),
           (33, 1000, [257, 130], 20), (64, 640, [96, 96], 64), (70, 1536, [65], 128)]  # fmt: skip
+
+
+def graphed(work: Callable[[], object]) -> Callable[[], object]:
+    """Record `work` as a CUDA graph: its kernels without the time that Python takes to launch them."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
 
 
 def operands(rows: int, columns: int, sizes: list[int], rank: int, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -161,7 +161,7 @@ def test_a_linear_computes_with_the_same_bits(dtype: torch.dtype) -> None:
     parts = [anything(rows, 192, E4M3) for rows in (192, 64)]
     held, forms = held_in_tiles(parts, 4)
     for packed, form in zip(parts, forms, strict=True):
-        layer = PackedLinear.like(nn.Linear(192, form.rows, dtype=dtype), NVFP4, packed)
+        layer = PackedLinear(nn.Linear(192, form.rows, dtype=dtype), NVFP4, packed)
         x = torch.randn(5, 192, generator=torch.Generator().manual_seed(0)).to(dtype)
         before = outcome(layer, x)
         layer.hold(held, form)

@@ -9,10 +9,9 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from packed_layers import MXFP4, NVFP4
+from packed_layers import MXFP4, NVFP4, packed_from
 from qerl_lab.formats.format import Format
 from qerl_lab.formats.nf4 import Nf4
-from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.lora import register_lora
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +22,7 @@ each_packed = pytest.mark.parametrize("weight_format", PACKED, ids=repr)
 
 def layer(weight_format: Format, dtype: torch.dtype, lora: bool) -> nn.Module:
     torch.manual_seed(0)
-    packed = PackedLinear.from_linear(nn.Linear(K, N).to(dtype), weight_format)
+    packed = packed_from(nn.Linear(K, N).to(dtype), weight_format)
     model = nn.Sequential(packed, nn.LayerNorm(N, dtype=dtype))
     if lora:
         config = LoraConfig(r=8, target_modules=["0"])
@@ -88,7 +87,7 @@ def test_compiled_by_inductor(weight_format: Format, lora: bool, autocast: bool)
 def test_nothing_dense_is_kept_and_checkpointing_changes_nothing(weight_format: Format, lora: bool) -> None:
     torch.manual_seed(0)
     big = nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16, device="cuda")
-    model = nn.Sequential(PackedLinear.from_linear(big, weight_format), nn.LayerNorm(4096))
+    model = nn.Sequential(packed_from(big, weight_format), nn.LayerNorm(4096))
     if lora:
         config = LoraConfig(r=8, target_modules=["0"])
         register_lora(config)

@@ -10,8 +10,8 @@ import torch
 
 from qerl_lab import formats
 from qerl_lab.bench import random_model
-from qerl_lab.bench.arm_config import GO, Job
-from qerl_lab.bench.bench_options import TRL, VLLM, RolloutOptions, StepOptions, arm_of
+from qerl_lab.bench.arm_config import Job
+from qerl_lab.bench.bench_options import RolloutOptions, StepOptions, arm_of
 from qerl_lab.config.schema import FormatConfig
 
 ARCHITECTURE = {
@@ -22,15 +22,14 @@ ARCHITECTURE = {
 
 def job(folder: Path, arm: str, options: RolloutOptions | StepOptions, rank: int = 4) -> Job:
     """Create a job in `folder` with checkpoint and adapter, ready to start."""
-    is_rollout = isinstance(options, RolloutOptions)
-    read = arm_of(arm, VLLM if is_rollout else TRL)
+    read = arm_of(arm, options.BASELINES)
     built = formats.build(FormatConfig(name=read.format))
-    mean_tokens = 0 if is_rollout else options.mean_tokens
+    mean_tokens = options.mean_tokens if isinstance(options, StepOptions) else 0
     random_model.write(folder / "model", ARCHITECTURE, built, torch.device("cpu"), mean_tokens)
     random_model.write_adapter(folder / "adapter", ARCHITECTURE, rank)
-    name, parts = "rollout" if is_rollout else "step", [str(folder / part) for part in ("model", "adapter", "adapter")]
-    (folder / "adapter" / GO).touch()
-    return Job(name, read, rank, ARCHITECTURE, *parts, options=asdict(options))
+    return Job(
+        options.BENCHMARK, read, rank, ARCHITECTURE, str(folder / "model"), str(folder / "adapter"), asdict(options)
+    )
 
 
 class FakeSampler:

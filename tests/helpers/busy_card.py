@@ -8,10 +8,11 @@ Needs a GPU and vLLM. Prints for each Linear of SmolLM2, kernel and row count ho
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor, nn
 
 from qerl_lab import formats
 from qerl_lab.config.schema import FormatConfig
@@ -40,10 +41,42 @@ def others(count: int) -> Iterator[None]:
             process.wait()
 
 
+def kernel_call(backend: str, packed: Mapping[str, Tensor], sizes: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """Return x[M, K] -> x W^T [M, N] as the engine's layers compute it with `linear_backend=backend`.
+
+    Args:
+        packed: result of `Nvfp4.quantize`, on the GPU; copied into the kernel's layout.
+        sizes: columns of y by part (e.g. q, k, v), N in sum.
+    """
+    from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
+    from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
+    from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
+
+    kind = {"marlin": MarlinNvFp4LinearKernel, "humming": HummingNvFp4LinearKernel}[backend]
+    kernel, layer = kind(NvFp4LinearLayerConfig()), layer_of(packed, sizes)
+    kernel.process_weights_after_loading(layer)
+    return lambda x: kernel.apply_weights(layer, x)
+
+
+def layer_of(packed: Mapping[str, Tensor], sizes: Sequence[int]) -> nn.Module:
+    """Build a layer with a copy of a packed weight, as vLLM's kernels expect it after loading."""
+    layer = nn.Module()
+    rows, half = packed["weight_packed"].shape
+    about = {
+        "input_size_per_partition": 2 * half, "output_size_per_partition": rows, "output_partition_sizes": list(sizes),
+        "logical_widths": list(sizes), "params_dtype": torch.bfloat16, "has_bias": False,
+    }  # fmt: skip
+    for name, value in about.items():
+        setattr(layer, name, value)
+    # Names as in vLLM's schemes; vLLM multiplies by the global scale's inverse.
+    layer.weight = nn.Parameter(packed["weight_packed"].clone(), requires_grad=False)
+    layer.weight_scale = nn.Parameter(packed["weight_scale"].clone(), requires_grad=False)
+    layer.weight_global_scale = nn.Parameter(1 / packed["weight_global_scale"][0], requires_grad=False)
+    return layer
+
+
 def off(backend: str, layer: str, rows: int, loops: int) -> tuple[int, list[int], list[int]]:
     """Return the number of wrong launches, and the blocks of 256 columns and rows of x that were ever wrong."""
-    from qerl_lab.bench.kernel_calls import kernel_call
-
     nvfp4 = formats.build(FormatConfig(name="nvfp4"))
     sizes, columns = SMOLLM2[layer]
     shape = sum(sizes), columns

@@ -1,9 +1,8 @@
 """Engines that fail according to a plan, in place of a run's own.
 
 `FAILING_ENGINES=PLAN` activates them in every Python process that has tests/helpers/failing_site on its path. A plan is
-a comma-separated list of failures `KIND@CALL` or `KIND@CALL@RANK`. CALL counts from 1 over all engines of a process. It
-counts calls of `rollout.build` for the kind "build", of `sync` for "sync", of `close` for "close" and "kill", else of
-`generate`.
+a comma-separated list of failures `KIND@CALL` or `KIND@CALL@RANK`. CALL counts from 1 in each process: calls of `sync`
+for the kind "sync", of `close` for "close" and "kill", else of `generate`.
 """
 
 import math
@@ -48,8 +47,7 @@ class Plan:
 
     def build(self, cfg: RunConfig, policy: Policy) -> Engine:
         """Replacement for `rollout.build`."""
-        if "build" in self.now("build"):
-            raise RuntimeError("no memory is left")
+        self.now("build")
         return FailingEngine(policy, cfg.rollout.batch_size, self)
 
 

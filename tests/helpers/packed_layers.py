@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from qerl_lab.formats.bf16 import Bf16
-from qerl_lab.formats.format import Format
+from qerl_lab.formats.format import Format, pack_fused
 from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.formats.nvfp4 import Nvfp4
@@ -30,8 +30,14 @@ def linear(bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
     return nn.Linear(K, N, bias=bias, dtype=dtype)
 
 
-def packed_linear(weight_format: Format, *, dense_cache: bool = False, **like: Any) -> PackedLinear:
-    return PackedLinear.from_linear(linear(**like), weight_format, dense_cache=dense_cache)
+def packed_linear(weight_format: Format, **like: Any) -> PackedLinear:
+    return packed_from(linear(**like), weight_format)
+
+
+def packed_from(dense: nn.Linear, weight_format: Format) -> PackedLinear:
+    """Pack one Linear; the result computes in the dtype of its weight."""
+    ((_, packed),) = pack_fused(weight_format, {"weight": dense.weight})
+    return PackedLinear(dense, weight_format, packed)
 
 
 def dense_twin(packed: PackedLinear) -> nn.Linear:
@@ -60,9 +66,7 @@ def tokens() -> Tensor:
     return torch.randint(0, 32, (4, 12), generator=torch.Generator().manual_seed(2))
 
 
-def pack_model(
-    model: nn.Module, weight_format: Format, *, ignore: Iterable[str] = ("lm_head",), dense_cache: bool = False
-) -> None:
+def pack_model(model: nn.Module, weight_format: Format, *, ignore: Iterable[str] = ("lm_head",)) -> None:
     """Pack the Linears of a transformers causal LM in place, as reference for packing while loading.
 
     Each layer keeps the dtype of its weight; with BF16 it stays an `nn.Linear`, rounded. Skips layers that `ignore`
@@ -72,4 +76,4 @@ def pack_model(
     """
     for group in fused_groups(packable(model, ignore)):
         weights: dict[str, Tensor] = {name: model.get_parameter(f"{name}.weight") for name in group}
-        pack_group(model, weights, weight_format, dense_cache)
+        pack_group(model, weights, weight_format)

@@ -1,12 +1,10 @@
 """Compare what a repeated or resumed run must reproduce bit for bit."""
 
-from collections.abc import Collection
 from pathlib import Path
 
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import declared_metrics
 
-RESTARTS = "rollout/engine_restarts"
 # Times, speeds and memory are never the same.
 VARYING = {
     name for name, metric in declared_metrics(("format", "answer")).items() if metric.unit in ("s", "tokens/s", "GiB")
@@ -14,11 +12,10 @@ VARYING = {
 FILES = ("adapter/adapter_model.safetensors", "eval.parquet", "samples.jsonl")
 
 
-def lines_of(run_dir: Path, without: Collection[str] = ()) -> list[tuple[int, dict[str, float]]]:
-    """Return step and metrics of each line of metrics.jsonl, without VARYING metrics and those in `without`."""
-    left_out = VARYING | {*without}
+def lines_of(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
+    """Return step and metrics of each line of metrics.jsonl, without VARYING metrics."""
     return [
-        (line["step"], {name: value for name, value in line["metrics"].items() if name not in left_out})
+        (line["step"], {name: value for name, value in line["metrics"].items() if name not in VARYING})
         for line in RunDirectory(run_dir).metrics()
     ]
 

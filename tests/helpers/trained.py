@@ -54,7 +54,7 @@ def train(cfg: RunConfig, policy: Policy, engine: Engine, folder: Path, is_old: 
     """Train to the end; `is_old` makes TRL apply the correction, as in a run with several updates."""
     cursor, steps = Cursor(select(cfg, policy, tasks.load(cfg.task))), list[dict[str, float]]()
     trainer = LabTrainer(cfg, policy, engine, cursor, folder, lambda _, metrics: steps.append(metrics), Stop())
-    trainer.before_save = lambda: {"run_key": "", "config": {}, "device": cfg.device, "dtype": str(policy.model.dtype)}
+    trainer.before_save = lambda: {"config": {}}
     trainer.vllm_importance_sampling_correction |= is_old
     trained = Trained(trainer, steps=steps, sampled=cfg.completions_per_step * cfg.steps)
     trainer.add_callback(Gradients(trained))

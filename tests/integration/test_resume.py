@@ -5,7 +5,6 @@ step missing or double, in metrics.jsonl and in MLflow, and the same adapter. Th
 itself; most other children are forked (tests/helpers/killed_runs.py).
 """
 
-import json
 import re
 import shlex
 import shutil
@@ -153,28 +152,6 @@ def test_damaged_checkpoints_are_passed_over_with_a_warning(killable, reference)
         assert re.search(rf"warning: checkpoint {path} is damaged \(.+\); using the one before it", output)
     assert re.findall(r"continuing after step \d", output) == [f"continuing after step {int(first.name[-1]) - 1}"]
     check(run_dir, reference)
-
-
-@pytest.mark.slow
-def test_a_step_that_the_record_lost_is_trained_again(killable, reference) -> None:
-    """As a crash of the machine may leave it: checkpoints are there, and the newest step's line is not."""
-    run_dir = killable()
-    process = start(run_to_the_end, run_dir)
-    assert wait_while_alive(lambda: (run_dir / "checkpoints" / "step-000004").exists(), process.is_alive)
-    process.kill()
-    ended(process)
-    path, newest = run_dir / "metrics.jsonl", int(max((run_dir / "checkpoints").glob("step-*")).name[-1])
-    lines = [line for line in path.read_bytes().splitlines(keepends=True) if json.loads(line)["step"] < newest]
-    path.write_bytes(b"".join(lines) + b"\0" * 40 + b"\n")
-    finish(run_dir)
-    output = (run_dir / "output.txt").read_text()
-    assert f"{path} lacks step {newest} (line {len(lines) + 1} is no metrics record)" in output
-    assert f"training again from step {newest - 1}." in output
-    (run_dir / "metrics.damaged.jsonl").unlink()
-    check(run_dir, reference)
-    assert json.loads((run_dir / "DONE").read_text())["seconds"] > sum(
-        line["metrics"].get("step/seconds", 0) for line in RunDirectory(run_dir).metrics()
-    )
 
 
 @pytest.mark.slow

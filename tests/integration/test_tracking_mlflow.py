@@ -166,17 +166,6 @@ def test_a_run_that_got_more_steps_gets_a_run_of_its_own(run_dir: Path, db: str)
     assert f"found run {new.info.run_id}, added 0 points" in resync(RunDirectory(run_dir), db)
 
 
-def test_a_copy_of_a_directory_gets_a_run_of_its_own(run_dir: Path, db: str) -> None:
-    track(run_dir, db, range(1, 4), "KILLED")
-    copy = run_dir.parent / "copy"
-    shutil.copytree(run_dir, copy)
-    for directory in (copy, run_dir):
-        track(directory, db, range(4, 6), last_step=3, shift=0.5)
-    ids = {run.data.tags["run_dir"]: run.info.run_id for run in runs(db)}
-    assert set(ids) == {str(copy), str(run_dir)}
-    assert all(points(db, ids[str(directory)]) == recorded(directory) for directory in (copy, run_dir))
-
-
 def test_a_directory_that_was_moved_keeps_its_run(run_dir: Path, db: str) -> None:
     track(run_dir, db, range(1, 3), "KILLED")
     moved = run_dir.rename(run_dir.parent / "moved")
@@ -191,16 +180,6 @@ def test_a_resumed_run_also_fills_what_mlflow_missed_before(run_dir: Path, db: s
     log(Tracker(off, RunDirectory(run_dir)), range(1, 4))
     track(run_dir, db, range(4, 6), last_step=3)
     assert mirrored(db) == recorded(run_dir)
-
-
-def test_a_run_that_lost_its_mlflow_json_is_found_by_the_checkpoints_key(run_dir: Path, db: str) -> None:
-    first = Tracker(config(run_dir, db), RunDirectory(run_dir))
-    first.finish("KILLED")
-    key = first.key
-    (run_dir / "mlflow.json").unlink()
-    again = Tracker(config(run_dir, db), RunDirectory(run_dir), run_key=key)
-    again.finish("FINISHED")
-    assert [run.data.tags["run_key"] for run in runs(db)] == [key] == [again.key]
 
 
 @pytest.mark.parametrize(

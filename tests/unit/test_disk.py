@@ -93,7 +93,7 @@ def test_a_benchmark_is_refused_before_it_measures(
 ) -> None:
     monkeypatch.setattr(bench, "require_gpu", lambda: None)
     monkeypatch.setattr(bench, "print_rows", lambda rows: pytest.fail("it began"))
-    assert bench.main(["linear", "out=/proc/nowhere/result"]) == 2
+    assert bench.main(["train_step", "out=/proc/nowhere/result"]) == 2
     assert "error: out=/proc/nowhere/result cannot be written (No such file" in capsys.readouterr().err
 
 

@@ -72,7 +72,7 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
     [
         ("scale=custom model.path=/no/such/place", ["model.path=/no/such/place is no directory", "Type model.path="]),
         ("-m hydra.sweep.dir=run seed=1,2", ["hydra.sweep.dir=", "run is the directory of a run"]),
-        ("scale=custom model.path=file", ["model.path=", "file is a file", "a directory, a hub id"]),
+        ("scale=custom model.path=file", ["model.path=", "file is no directory", "a hub id"]),
         ("scale=custom model.path=gone.gguf", ["model.path=gone.gguf is no file", "Type model.path=FILE.gguf"]),
         ("scale=smollm2", ["SmolLM2-135M-Instruct.Q4_1.gguf is no file", "make smollm2", "where there is a hub"]),
         ("scale=custom model.path=file.gguf", ["file.gguf is no GGUF file, or not whole", "Download it again"]),

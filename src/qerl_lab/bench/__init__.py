@@ -1,6 +1,5 @@
-"""Measure speed and memory on an NVIDIA GPU: `python -m qerl_lab.bench linear|decode|train_step|rollout|step`.
+"""Measure speed and memory on an NVIDIA GPU: `python -m qerl_lab.bench train_step|rollout|step`.
 
-Compare only arms of one command. In `linear` and `train_step` the arms alternate in one process; in `rollout` and
-`step` each arm has its own process. A command prints a table, writes one JSON file with its environment, and draws one
-figure.
+Compare only arms of one command. In `train_step` they alternate in one process; in `rollout` and `step` each has its
+own. A command prints a table, writes one JSON file with its environment, and draws one figure.
 """

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +12,13 @@ from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
 
-READY, GO = "ready", "go"  # files in the folder of an arm
-PAUSE = 0.05  # seconds between two looks at a process or a file
 BLOCK = 128  # tokens per block of vLLM's key-value cache: its largest default
 Options = Mapping[str, Any]  # options of the benchmark
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the process of one arm measures: `options` are the benchmark's, `folder` holds the checkpoint.
-
-    `turn` is the arm's own folder, for READY and GO, its rows and its log.
-    """
+    """What the process of one arm measures: `options` are the benchmark's, `folder` holds the checkpoint."""
 
     benchmark: str
     arm: Arm
@@ -32,7 +26,6 @@ class Job:
     architecture: dict[str, Any]
     folder: str
     adapter: str
-    turn: str
     options: dict[str, Any]
 
     @property
@@ -48,15 +41,9 @@ class Job:
             "baseline": self.arm.is_baseline, "rank": self.rank, "gpus": self.arm.gpus,
         }  # fmt: skip
 
-    def wait_for_turn(self) -> None:
-        """Tell by the file READY that the arm is built, then wait for the file GO before it measures."""
-        Path(self.turn, READY).touch()
-        while not Path(self.turn, GO).exists():
-            time.sleep(PAUSE)
-
 
 def read_job(file: Path) -> Job:
-    """Read the job file that `arm_processes.start` wrote."""
+    """Read the job file that `arm_processes.measure` wrote."""
     job = json.loads(file.read_text(encoding="utf-8"))
     return Job(**job | {"arm": Arm(**job["arm"])})
 

@@ -1,8 +1,9 @@
 """Options of the benchmarks, and the parser of arm names. Imports no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -10,9 +11,8 @@ from hydra.errors import HydraException
 from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of
-from qerl_lab.config.keys import has_type, wrong_type
-from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean, option
-from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.config.option import ConfigError, did_you_mean, option
+from qerl_lab.config.schema import DENSE_FORMAT
 
 FORMATS = (DENSE_FORMAT, *(name for name in choices_of("format") if name != DENSE_FORMAT))
 ARMS = (DENSE_FORMAT, f"{DENSE_FORMAT}_peft", *FORMATS[1:], "qlora")
@@ -25,104 +25,6 @@ ARM = (
 )
 OUT = "where NAME.json and NAME.png go, less the suffix; what is there is replaced"
 Row = dict[str, Any]  # measured values by name
-
-
-@dataclass
-class LinearOptions:
-    BENCHMARK = "linear"
-    models: list[str] = option(["qwen2.5-7b", "qwen2.5-32b"], "whose Linears", choices=tuple(ARCHITECTURES))
-    tokens: list[int] = option([512, 2048, 8192], "rows of the input", at_least=1)
-    out: str = option("results/bench/linear", OUT)
-
-
-@dataclass
-class DecodeOptions:
-    BENCHMARK = "decode"
-    model: str = option("qwen2.5-7b", "whose Linears", choices=tuple(ARCHITECTURES))
-    rows: list[int] = option([1, 8, 16, 32, 64, 128, 256], "completions at once", at_least=1, at_most=1024)
-    rank: int = option(32, "rank of the adapters", at_least=1, at_most=128)
-    out: str = option("results/bench/decode", OUT)
-
-
-@dataclass
-class TrainStepOptions:
-    BENCHMARK = "train_step"
-    model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
-    arms: list[str] = option(
-        list(ARMS),
-        "formats under the lab's LoRA; bf16_peft and qlora (bitsandbytes' Linear4bit) under PEFT's modules",
-        choices=ARMS,
-    )
-    sequences: int = option(8, "sequences in a step; timed in one micro-batch, and one by one", at_least=1)
-    length: int = option(2048, "tokens of a sequence", at_least=2)
-    rank: int = option(32, "rank of the adapters", at_least=1)
-    steps: int = option(3, "timed steps of each arm, after one that is not", at_least=1)
-    out: str = option("results/bench/train_step", OUT)
-
-
-@dataclass
-class RolloutOptions:
-    BENCHMARK = "rollout"
-    model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
-    arms: list[str] = option(
-        ["bf16_stock", "qlora_stock", "nvfp4_stock", *FORMATS],
-        ARM.format("NAME_stock is vLLM as it is, with a LoRARequest (qlora_stock: bitsandbytes NF4)", "vLLM's LLM"),
-    )
-    batches: list[int] = option([8, 64, 256], "completions at once, of as many prompts", at_least=1, at_most=65_536)
-    ranks: list[int] = option([32], "ranks of the adapter; each is an engine of its own", at_least=1, at_most=512)
-    prompt: int = option(256, "tokens of a prompt", at_least=1, at_most=30_000)
-    new: int = option(512, "tokens of a completion, none ends earlier", at_least=2, at_most=30_000)
-    repeats: int = option(3, "timed calls of each kind, after one that is not", at_least=1)
-    side_by_side: int = option(
-        1, "arms that are built at once, where the GPU holds them all; each measures alone", at_least=1, at_most=64
-    )
-    kernels: bool = option(False, "then where the GPU's time of a token goes, kernel by kernel, by torch's profiler")
-    scratch: str = option("/dev/shm", "directory for the checkpoints of arms at hand; they are removed")
-    timeout_minutes: float = option(
-        30, "an arm that takes longer to build, or to measure, is ended", above=0, at_most=100_000
-    )
-    out: str = option("results/bench/rollout", OUT)
-
-
-@dataclass
-class StepOptions:
-    BENCHMARK = "step"
-    model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
-    arms: list[str] = option(
-        ["bf16_trl", "qlora_trl", *FORMATS],
-        ARM.format(
-            "NAME_trl is TRL's GRPOTrainer with vLLM beside it, as they are (qlora_trl: bitsandbytes NF4)",
-            "TRL's GRPOConfig",
-        ),
-    )
-    groups: int = option(8, "prompts of a step", at_least=1, at_most=65_536)
-    group_size: int = option(8, "completions of a prompt", at_least=2, at_most=4096)
-    prompt: int = option(256, "tokens of a prompt", at_least=1, at_most=30_000)
-    new: int = option(1024, "tokens of a completion at most", at_least=2, at_most=30_000)
-    mean_tokens: float = option(
-        0, "completions end at random, after so many tokens in the mean if none were cut (geometric); 0: at new",
-        at_least=0, at_most=30_000,
-    )  # fmt: skip
-    micro_batch: int = option(8, "completions per forward and backward pass", at_least=1, at_most=65_536)
-    rank: int = option(32, "rank of the adapters", at_least=1, at_most=512)
-    steps: int = option(3, "timed steps of each arm, after one that is not", at_least=1)
-    scratch: str = option("/dev/shm", "directory for the checkpoint, one at a time; it is removed")
-    timeout_minutes: float = option(
-        30, "an arm that takes longer to build, or to measure, is ended", above=0, at_most=100_000
-    )
-    out: str = option("results/bench/step", OUT)
-
-    @property
-    def ranks(self) -> list[int]:
-        return [self.rank]
-
-    @property
-    def side_by_side(self) -> int:
-        """Return 1: a step uses all of the GPU's memory."""
-        return 1
-
-
-AnyOptions = LinearOptions | DecodeOptions | TrainStepOptions | RolloutOptions | StepOptions
 
 
 @dataclass(frozen=True)
@@ -145,44 +47,104 @@ class Arm:
         return self.words.get("device") == "cpu"
 
 
-def arm_of(text: str, baselines: dict[str, str]) -> Arm:
-    """Parse an arm: a name, then KEY=VALUE words. Raises ConfigError for an unknown name or a wrong word."""
+def arm_of(text: str, baselines: Mapping[str, str]) -> Arm:
+    """Parse an arm: a name, then KEY=VALUE words. Raises ConfigError for an unknown name or a word without a value."""
     name, *words = text.split() or [""]
     allowed = [*baselines, *FORMATS]
     if name not in allowed:
         hint = did_you_mean(name, allowed) or f" Type for example arms=[{allowed[0]}]."
         raise ConfigError(f"{text!r} in arms is not allowed; allowed: {', '.join(allowed)}.{hint}")
-    pairs = [word.partition("=") for word in words]
-    if bad := [word for word, (key, _, value) in zip(words, pairs, strict=True) if not key or not value]:
-        raise ConfigError(
-            f"{bad[0]} in the arm {text!r} is no KEY=VALUE. Type for example \"arms=['{name} KEY=VALUE']\"."
-        )
-    given = {key: _value(text, word) for word, (key, _, _) in zip(words, pairs, strict=True)}
-    if name not in baselines:
-        _check_keys(text, given)
+    given = {}
+    for word in words:
+        try:
+            override = OverridesParser.create().parse_override(word)
+        except HydraException:
+            override = None
+        if override is None or override.is_sweep_override():
+            raise ConfigError(
+                f"{word} in the arm {text!r} is no KEY=VALUE that can be read. Type for example "
+                f"\"arms=['{name} KEY=VALUE']\", the value without commas."
+            )
+        given[override.key_or_group] = override.value()
     return Arm(text, baselines.get(name, name), name in baselines, given)
 
 
-def _value(text: str, word: str) -> Any:
-    """Parse a value like the main command: `on` is a string, 1e-5 a number. Raises ConfigError."""
-    try:
-        override = OverridesParser.create().parse_override(word)
-    except HydraException:
-        override = None
-    if override is None or override.is_sweep_override():
-        raise ConfigError(f"{word} in the arm {text!r} has no value that can be read. Type one, without commas.")
-    return override.value()
+@dataclass
+class TrainStepOptions:
+    BENCHMARK = "train_step"
+    model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
+    arms: list[str] = option(
+        list(ARMS),
+        "formats under the lab's LoRA; bf16_peft and qlora (bitsandbytes' Linear4bit) under PEFT's modules",
+        choices=ARMS,
+    )
+    sequences: int = option(8, "sequences in a step; timed in one micro-batch, and one by one", at_least=1)
+    length: int = option(2048, "tokens of a sequence", at_least=2)
+    rank: int = option(32, "rank of the adapters", at_least=1)
+    steps: int = option(3, "timed steps of each arm, after one that is not", at_least=1)
+    out: str = option("results/bench/train_step", OUT)
 
 
-def _check_keys(text: str, given: dict[str, Any]) -> None:
-    known = {name: (field, default) for name, field, default in leaves(RunConfig())}
-    for key, value in given.items():
-        if key not in known:
-            raise ConfigError(f"{key} in the arm {text!r} is no key of a run.{did_you_mean(key, list(known))}")
-        field_of, default = known[key]
-        if not has_type(value, field_of.type):
-            raise ConfigError(wrong_type(key, field_of.type, value, default))
-        check_bounds(key, field_of.metadata, value)
+@dataclass
+class ProcessOptions:
+    """Options of a benchmark that measures each arm in its own process."""
+
+    BASELINES: ClassVar[Mapping[str, str]]
+    model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
+    arms: list[str] = option([], "names of arms")
+    prompt: int = option(256, "tokens of a prompt", at_least=1, at_most=30_000)
+    scratch: str = option("/dev/shm", "directory for the checkpoint of an arm; it is removed")
+    timeout_minutes: float = option(60, "an arm that takes longer is ended", above=0, at_most=100_000)
+
+    def read_arms(self) -> list[Arm]:
+        """Parse the arms. Raises ConfigError as `arm_of` does."""
+        return [arm_of(text, self.BASELINES) for text in self.arms]
+
+
+@dataclass
+class RolloutOptions(ProcessOptions):
+    BENCHMARK = "rollout"
+    BASELINES = VLLM
+    arms: list[str] = option(
+        ["bf16_stock", "qlora_stock", "nvfp4_stock", *FORMATS],
+        ARM.format("NAME_stock is vLLM as it is, with a LoRARequest (qlora_stock: bitsandbytes NF4)", "vLLM's LLM"),
+    )
+    batches: list[int] = option([8, 64, 256], "completions at once, of as many prompts", at_least=1, at_most=65_536)
+    ranks: list[int] = option([32], "ranks of the adapter; each is an engine of its own", at_least=1, at_most=512)
+    new: int = option(512, "tokens of a completion, none ends earlier", at_least=2, at_most=30_000)
+    repeats: int = option(3, "timed calls of each kind, after one that is not", at_least=1)
+    out: str = option("results/bench/rollout", OUT)
+
+
+@dataclass
+class StepOptions(ProcessOptions):
+    BENCHMARK = "step"
+    BASELINES = TRL
+    arms: list[str] = option(
+        ["bf16_trl", "qlora_trl", *FORMATS],
+        ARM.format(
+            "NAME_trl is TRL's GRPOTrainer with vLLM beside it, as they are (qlora_trl: bitsandbytes NF4)",
+            "TRL's GRPOConfig",
+        ),
+    )
+    groups: int = option(8, "prompts of a step", at_least=1, at_most=65_536)
+    group_size: int = option(8, "completions of a prompt", at_least=2, at_most=4096)
+    new: int = option(1024, "tokens of a completion at most", at_least=2, at_most=30_000)
+    mean_tokens: float = option(
+        0, "completions end at random, after so many tokens in the mean if none were cut (geometric); 0: at new",
+        at_least=0, at_most=30_000,
+    )  # fmt: skip
+    micro_batch: int = option(8, "completions per forward and backward pass", at_least=1, at_most=65_536)
+    rank: int = option(32, "rank of the adapters", at_least=1, at_most=512)
+    steps: int = option(3, "timed steps of each arm, after one that is not", at_least=1)
+    out: str = option("results/bench/step", OUT)
+
+    @property
+    def ranks(self) -> list[int]:
+        return [self.rank]
+
+
+AnyOptions = TrainStepOptions | RolloutOptions | StepOptions
 
 
 def check(options: AnyOptions) -> None:
@@ -190,13 +152,11 @@ def check(options: AnyOptions) -> None:
     for name, _, value in leaves(options):
         if value == []:
             raise ConfigError(f"{name}=[] leaves nothing to measure. Leave {name} out, or name one or more.")
-    if isinstance(options, RolloutOptions | StepOptions):
-        is_rollout = isinstance(options, RolloutOptions)
-        for text in options.arms:
-            arm = arm_of(text, VLLM if is_rollout else TRL)
-            if is_rollout and arm.gpus != 1:
+    if isinstance(options, ProcessOptions):
+        for arm in options.read_arms():
+            if isinstance(options, RolloutOptions) and arm.gpus != 1:
                 raise ConfigError(
-                    f"gpus={arm.gpus} in the arm {text!r} is for whole steps: a rank's engine samples for "
+                    f"gpus={arm.gpus} in the arm {arm.name!r} is for whole steps: a rank's engine samples for "
                     "itself. Leave it out, or type python -m qerl_lab.bench step."
                 )
         if not Path(options.scratch).is_dir():

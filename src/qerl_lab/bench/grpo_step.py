@@ -16,7 +16,7 @@ import numpy as np
 from qerl_lab.bench import lab, random_model
 from qerl_lab.bench.arm_config import Job
 from qerl_lab.bench.bench_options import Row
-from qerl_lab.bench.gpu import Clocks, peak_gib, used_gib
+from qerl_lab.bench.gpu import clocks, memory_at_end
 from qerl_lab.bench.rollout import memory, settings
 from qerl_lab.config.units import GIB
 from qerl_lab.model.policy import device_of
@@ -36,11 +36,12 @@ def rows(job: Job) -> Iterator[Row]:
     cfg, found = job.config, list[Step]()
     ranks = join(cfg, device_of(cfg.device))
     policy, engine, about = lab.build(job)
+    asked = task(job)
+    data = TrainingData(asked, asked.train, left_out=0, heldout_left_out=0, seed=0)
     try:
-        job.wait_for_turn()
-        with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder, Clocks() as clocks:
+        with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder, clocks() as clock:
             trainer = LabTrainer(
-                cfg, policy, engine, questions(job), Path(folder),
+                cfg, policy, engine, Cursor(data), Path(folder),
                 lambda _, metrics: found.append(step_values(metrics)), Stop(parent=os.getppid()), ranks,
             )  # fmt: skip
             trainer.train()
@@ -49,16 +50,10 @@ def rows(job: Job) -> Iterator[Row]:
         adapter = [p for p in policy.model.parameters() if p.requires_grad]
         owned = 4 * sum(p.nbytes for p in adapter) / GIB  # weight, gradient, and Adam's two moments
         if ranks.is_first:
-            yield row_of(job, found) | about | clocks.row | {"adapter_gib": owned, **peak_memory()}
+            yield row_of(job, found) | about | clock | {"adapter_gib": owned, **memory_at_end()}
     finally:
         engine.close()
     ranks.leave()
-
-
-def questions(job: Job) -> Cursor:
-    """Return the trainer's source of questions; none is too long."""
-    asked = task(job)
-    return Cursor(TrainingData(asked, asked.train, left_out=0, heldout_left_out=0, seed=0))
 
 
 def task(job: Job) -> Task:
@@ -106,8 +101,3 @@ def row_of(job: Job, found: list[Step]) -> Row:
         "completions": completions, "prompt": options["prompt"], "new": options["new"],
         "mean_tokens": options["mean_tokens"], "micro_batch": options["micro_batch"], "steps": options["steps"],
     }  # fmt: skip
-
-
-def peak_memory() -> Row:
-    """Return torch's peak GiB, and the GiB that all processes hold at the end."""
-    return {"peak_gib": peak_gib(), "used_gib": used_gib()}

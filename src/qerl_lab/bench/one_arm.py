@@ -5,7 +5,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 from qerl_lab.bench.arm_config import Job, read_job
 from qerl_lab.bench.bench_options import Row
@@ -22,13 +21,13 @@ def main(words: list[str]) -> None:
     end_with(int(parent))
     job = read_job(Path(asked))
     quiet_third_parties()
-    with Path(out).open("a", encoding="utf-8") as file:
+    with Path(out).open("a", encoding="utf-8", buffering=1) as file:
         try:
             for row in rows_of(job):
-                write(file, job.about | row)
+                file.write(json.dumps(job.about | row) + "\n")
         except Exception as error:  # if a signal kills the process instead, the parent writes the reason
             reason = f"{type(error).__name__}: {in_one_line(error)[:LONGEST]}"
-            write(file, {**job.about, "died": reason, "log": traceback.format_exc()})
+            file.write(json.dumps({**job.about, "died": reason, "log": traceback.format_exc()}) + "\n")
             raise
 
 
@@ -45,12 +44,6 @@ def rows_of(job: Job) -> Iterator[Row]:
     from qerl_lab.bench import grpo_step
 
     return grpo_step.rows(job)
-
-
-def write(file: TextIO, row: Row) -> None:
-    """Append a row, and flush."""
-    file.write(json.dumps(row) + "\n")
-    file.flush()
 
 
 if __name__ == "__main__":

@@ -1,41 +1,37 @@
 """Write checkpoints with random weights: real files of a real architecture, without a download.
 
-Speed does not depend on the weights, as long as logits are finite and no token is certain. The files are those of
-`python -m qerl_lab.quantize`; the tokenizer makes each letter a token.
+Speed does not depend on the weights, as long as logits are finite and no token is certain. The quantize command would
+write the same tensors. The tokenizer makes each letter a token.
 """
 
-import json
 import math
 import random
 import string
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from peft import LoraConfig
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import FormatConfig, RunConfig
-from qerl_lab.formats.format import Format
+from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.model.linear import packable
-from qerl_lab.model.loading import empty_model
-from qerl_lab.model.weight_files import INDEX
-from qerl_lab.quantize import rtn
+from qerl_lab.model.loading import empty_model, load_model, tied
 
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-SHARD_BYTES, WRITERS = 2e9, 4  # of a file; files that are made in memory at once
 
 
 class RandomWeights:
-    """Tensors for `load_model` and `rtn`: normal(0, 0.02) matrices, ones for norms, zeros for biases.
+    """Tensors for `load_model`: normal(0, 0.02) matrices, ones for norms, zeros for biases.
 
     They are made on `device` on request, seeded by name, so that every format packs the same weights.
     """
@@ -75,13 +71,23 @@ def config_of(architecture: dict[str, Any]) -> Qwen2Config:
     )  # fmt: skip
 
 
-def plan(
-    architecture: dict[str, Any], weight_format: Format, device: torch.device
-) -> tuple[RandomWeights, list[rtn.Shard]]:
-    """Return the source of weights and the planned files, with the bytes of their tensors. Allocates none."""
-    source = RandomWeights(config_of(architecture), device)
-    linears = source.linears if weight_format.BLOCK is not None else []
-    return source, rtn.plan(source, linears, weight_format, SHARD_BYTES)
+def build(architecture: dict[str, Any], weight_format: Format, device: torch.device) -> PreTrainedModel:
+    """Build a model with random weights, packed on `device`."""
+    config = config_of(architecture)
+    packed_as = PackedAs(weight_format, tuple(FormatConfig().ignore))
+    source = RandomWeights(config, device)
+    return load_model(config, source, packed_as, is_packed=False, device=device, dtype=torch.bfloat16)
+
+
+def size_of(architecture: dict[str, Any], weight_format: Format) -> int:
+    """Return the bytes of a checkpoint's tensors. Allocates none."""
+    source = RandomWeights(config_of(architecture), torch.device("cpu"))
+    total = 2 * sum(math.prod(source.shape(name)) for name in source.names)
+    for linear in source.linears:
+        rows, columns = source.shape(f"{linear}.weight")
+        packed = weight_format.layout((rows, columns)).values()
+        total += sum(math.prod(shape) * dtype.itemsize for shape, dtype in packed) - 2 * rows * columns
+    return total
 
 
 def write(
@@ -91,24 +97,18 @@ def write(
 
     Args:
         mean_tokens: mean length of completions, see `end_ids`; 0: they never end.
-
-    Raises:
-        OSError: a file cannot be written; names it.
     """
-    source, shards = plan(architecture, weight_format, device)
+    model = build(architecture, weight_format, device)
+    again = tied(model)
     folder.mkdir(parents=True)
-    with ThreadPoolExecutor(WRITERS) as pool:  # threads suffice: copies and writes wait for memory, not for Python
-        list(pool.map(lambda shard: rtn.write(shard, folder, source, weight_format, device, lambda _: None), shards))
-    if len(shards) > 1:
-        (folder / INDEX).write_text(json.dumps(rtn.index(shards)))
-    config_of(architecture).save_pretrained(folder)
+    save_torch_state_dict({name: own for name, own in model.state_dict().items() if name not in again}, folder)
+    config = config_of(architecture)
+    if weight_format.BLOCK is not None:
+        config.quantization_config = weight_format.quantization_config(FormatConfig().ignore, torch.bfloat16)
+    config.save_pretrained(folder)
     ends = end_ids(architecture["vocab_size"], mean_tokens)
     GenerationConfig(eos_token_id=ends, pad_token_id=0).save_pretrained(folder)
     tokenizer_of(architecture["vocab_size"]).save_pretrained(folder)
-    if weight_format.BLOCK is not None:
-        file = folder / "config.json"
-        about = weight_format.quantization_config(FormatConfig().ignore, torch.bfloat16)
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": about}, indent=2))
 
 
 def end_ids(vocabulary: int, mean_tokens: float) -> list[int]:

@@ -3,16 +3,17 @@
 Every call has new prompts, so that no prefix cache helps. Each completion must have exactly the requested tokens.
 """
 
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from qerl_lab.bench import kernel_times, random_model
+from qerl_lab.bench import random_model
 from qerl_lab.bench.arm_config import Job
 from qerl_lab.bench.bench_options import Row
-from qerl_lab.bench.gpu import Clocks, peak_gib, used_gib, wait
+from qerl_lab.bench.gpu import clocks, memory_at_end, wait
 from qerl_lab.config.units import GIB
 
 
@@ -32,18 +33,25 @@ class Sampler(Protocol):
         """Sample one completion of `new` tokens per prompt; return its log-probs."""
 
 
+class Call(NamedTuple):
+    """Measured values of one call: seconds, the share in which its thread was busy, and nats per token."""
+
+    seconds: float
+    sync_seconds: float
+    host_share: float
+    nats: float
+
+
 def rows(job: Job) -> Iterator[Row]:
-    """Build the arm's engine, wait for the arm's turn, and yield a row per batch size."""
+    """Build the arm's engine, and yield a row per batch size."""
     if job.arm.is_baseline:
         from qerl_lab.bench.stock_vllm import StockSampler
 
-        sampler: Sampler = StockSampler(job)
+        yield from measure(StockSampler(job), job)
     else:
         from qerl_lab.bench.lab import LabSampler
 
-        sampler = LabSampler(job)
-    job.wait_for_turn()
-    yield from measure(sampler, job)
+        yield from measure(LabSampler(job), job)
 
 
 def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
@@ -54,69 +62,51 @@ def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
     if about["kv_tokens"] < need:
         raise RuntimeError(f"the key-value cache holds {about['kv_tokens']} tokens, and the largest batch has {need}")
     for batch in options["batches"]:
-        calls = Calls(sampler, job, batch)
-        with Clocks() as clocks:
-            timed = calls.run()
+        with clocks() as clock:
+            timed = time_calls(sampler, job, batch)
         if about["model_runner"] == 1:  # this runner polls the GPU
             timed["host_share"] = None
-        where = kernel_times.profile_token(calls.seconds, calls.short, calls.new) if options["kernels"] else {}
         yield {
             "batch": batch, "prompt": options["prompt"], "new": options["new"], "repeats": options["repeats"], **timed,
-            **about, **sampler.row, **held, "peak_gib": peak_gib(), **clocks.row,
-            "used_gib": used_gib() if options["side_by_side"] == 1 else None,  # else it would count all arms
-            **where,
+            **about, **sampler.row, **held, **clock, **memory_at_end(),
         }  # fmt: skip
 
 
-class Calls:
-    """Timed calls at one batch size: whole ones, and short ones to derive the speed of decoding alone."""
-
-    def __init__(self, sampler: Sampler, job: Job, batch: int) -> None:
-        self.sampler, self.job, self.batch = sampler, job, batch
-        self.new, self.count = job.options["new"], 0
-        self.short = max(1, self.new // 4)
-        self.sync: list[float] = []
-        self.nats: list[float] = []
-        self.host: list[float] = []
-
-    def run(self) -> Row:
-        """Time whole and short calls alternately, after one warm-up of each."""
-        self.seconds(self.new)
-        self.seconds(self.short)
-        self.sync.clear()
-        self.host.clear()
-        pairs = [(self.seconds(self.new), self.seconds(self.short)) for _ in range(self.job.options["repeats"])]
-        whole, short = (sorted(values) for values in zip(*pairs, strict=True))
-        tokens = self.batch * self.new
-        step = (statistics.median(whole) - statistics.median(short)) / (self.new - self.short)
-        return {
-            "tokens_per_second": tokens / statistics.median(whole), "tokens_per_second_min": tokens / whole[-1],
-            "tokens_per_second_max": tokens / whole[0], "seconds": statistics.median(whole),
-            "decode_ms": 1e3 * step, "decode_tokens_per_second": self.batch / step if step > 0 else None,
-            "short_new": self.short, "host_share": statistics.median(self.host),
-            "sync_ms": 1e3 * statistics.median(self.sync), "nats": statistics.fmean(self.nats),
-        }  # fmt: skip
-
-    def seconds(self, new: int) -> float:
-        """Return the seconds to sample `new` tokens for each of `batch` fresh prompts. Raises as `check` does."""
-        options = self.job.options
-        self.count += 1
-        seed = 1_000_000 * self.batch + self.count
-        prompts = random_model.prompt_ids(self.batch, options["prompt"], self.job.architecture["vocab_size"], seed)
-        started = time.perf_counter()
-        self.sampler.renew()
-        wait()
-        synced, busy = time.perf_counter(), time.thread_time()
-        logprobs = self.sampler.generate(prompts, new, seed)
-        took = time.perf_counter() - synced
-        if new == self.new:
-            self.host.append((time.thread_time() - busy) / took)
-        self.sync.append(synced - started)
-        self.nats.append(check(logprobs, self.batch, new))
-        return took
+def time_calls(sampler: Sampler, job: Job, batch: int) -> Row:
+    """Time whole and short calls alternately, after one warm-up of each. Their difference is decoding alone."""
+    new, seeds = job.options["new"], itertools.count(1_000_000 * batch)
+    short_new = max(1, new // 4)
+    pairs = [
+        (time_call(sampler, job, batch, new, next(seeds)), time_call(sampler, job, batch, short_new, next(seeds)))
+        for _ in range(job.options["repeats"] + 1)
+    ]
+    whole, short = zip(*pairs[1:], strict=True)
+    seconds = [call.seconds for call in whole]
+    median, tokens = statistics.median(seconds), batch * new
+    step = (median - statistics.median(call.seconds for call in short)) / (new - short_new)
+    return {
+        "tokens_per_second": tokens / median, "tokens_per_second_min": tokens / max(seconds),
+        "tokens_per_second_max": tokens / min(seconds), "seconds": median,
+        "decode_ms": 1e3 * step, "decode_tokens_per_second": batch / step if step > 0 else None,
+        "short_new": short_new, "host_share": statistics.median(call.host_share for call in whole),
+        "sync_ms": 1e3 * statistics.median(call.sync_seconds for call in [*whole, *short]),
+        "nats": statistics.fmean(call.nats for call in [*whole, *short]),
+    }  # fmt: skip
 
 
-def check(logprobs_P: list[list[float]], batch: int, new: int) -> float:
+def time_call(sampler: Sampler, job: Job, batch: int, new: int, seed: int) -> Call:
+    """Sample `new` tokens for each of `batch` fresh prompts. Raises RuntimeError as `mean_nats` does."""
+    prompts = random_model.prompt_ids(batch, job.options["prompt"], job.architecture["vocab_size"], seed)
+    started = time.perf_counter()
+    sampler.renew()
+    wait()
+    synced, busy = time.perf_counter(), time.thread_time()
+    logprobs = sampler.generate(prompts, new, seed)
+    took = time.perf_counter() - synced
+    return Call(took, synced - started, (time.thread_time() - busy) / took, mean_nats(logprobs, batch, new))
+
+
+def mean_nats(logprobs_P: list[list[float]], batch: int, new: int) -> float:
     """Return the mean surprisal of the tokens in nats.
 
     Raises RuntimeError if completions or tokens are missing, or if log-probs are NaN or all certain.

@@ -25,28 +25,3 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 40, "num_key_value_heads": 8, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-
-
-def linears(model: str) -> dict[str, tuple[int, int, int]]:
-    """List the Linears of one decoder layer by distinct shape: label -> (out_features, in_features, count)."""
-    arch = ARCHITECTURES[model]
-    hidden, inner = arch["hidden_size"], arch["intermediate_size"]
-    keys = hidden // arch["num_attention_heads"] * arch["num_key_value_heads"]
-    return {
-        "q,o_proj": (hidden, hidden, 2),
-        "k,v_proj": (keys, hidden, 2),
-        "gate,up_proj": (inner, hidden, 2),
-        "down_proj": (hidden, inner, 1),
-    }
-
-
-def fused_linears(model: str) -> dict[str, tuple[list[int], int]]:
-    """List the Linears of one decoder layer as engines fuse them: label -> (out_features by part, in_features)."""
-    of = {label: (rows, columns) for label, (rows, columns, _) in linears(model).items()}
-    (hidden, _), (keys, _), (inner, _) = (of[label] for label in ("q,o_proj", "k,v_proj", "gate,up_proj"))
-    return {
-        "qkv_proj": ([hidden, keys, keys], hidden),
-        "o_proj": ([hidden], hidden),
-        "gate_up_proj": ([inner, inner], hidden),
-        "down_proj": ([hidden], inner),
-    }

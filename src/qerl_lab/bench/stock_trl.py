@@ -18,8 +18,8 @@ from trl import GRPOConfig, GRPOTrainer
 from qerl_lab.bench import random_model
 from qerl_lab.bench.arm_config import Job, kv_gib
 from qerl_lab.bench.bench_options import Row
-from qerl_lab.bench.gpu import Clocks, wait
-from qerl_lab.bench.grpo_step import Step, coin, peak_memory, row_of, task
+from qerl_lab.bench.gpu import clocks, memory_at_end, wait
+from qerl_lab.bench.grpo_step import Step, coin, row_of, task
 from qerl_lab.bench.rollout import memory, settings
 from qerl_lab.config.units import GIB
 from qerl_lab.tasks import Question
@@ -65,13 +65,12 @@ def rows(job: Job) -> Iterator[Row]:
         )
         start = time.perf_counter() - started
         base = sum(bytes_of_weight(p) for p in trainer.model.parameters() if not p.requires_grad) / GIB
-        job.wait_for_turn()
-        with Clocks() as clocks:
+        with clocks() as clock:
             trainer.train()
     about: Row = {"start_seconds": start, "policy_gib": base}
     if trainer.use_vllm:
         about |= memory(trainer.vllm_generation.llm) | settings(trainer.vllm_generation.llm)
-    yield row_of(job, watch.found) | about | clocks.row | peak_memory()
+    yield row_of(job, watch.found) | about | clock | memory_at_end()
 
 
 def bytes_of_weight(parameter: torch.nn.Parameter) -> int:

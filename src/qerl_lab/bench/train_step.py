@@ -16,18 +16,15 @@ from typing import Any
 import torch
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen2Config
+from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 from qerl_lab import formats
+from qerl_lab.bench import random_model
 from qerl_lab.bench.bench_options import Row, TrainStepOptions
-from qerl_lab.bench.linears import linear4bit
-from qerl_lab.bench.random_model import RandomWeights, plain_lora
 from qerl_lab.bench.shapes import ARCHITECTURES
-from qerl_lab.config.schema import FormatConfig, RunConfig
-from qerl_lab.formats.format import PackedAs
+from qerl_lab.config.schema import FormatConfig, LoraConfig, RunConfig
 from qerl_lab.model import policy
-from qerl_lab.model.loading import load_model
 
 GB = 1e9
 
@@ -43,12 +40,8 @@ class TrainedArm:
 def build(options: TrainStepOptions, arm: str) -> TrainedArm:
     """Build an arm: a format of the lab, or for `bf16_peft` and `qlora` PEFT's LoRA on a dense base or Linear4bit."""
     before = torch.cuda.memory_allocated()
-    config = Qwen2Config(**ARCHITECTURES[options.model], dtype=torch.bfloat16, attn_implementation="sdpa")
     weight_format = formats.build(FormatConfig(name=arm if arm in formats.FORMATS else "bf16"))
-    base = load_model(
-        config, RandomWeights(config, torch.device("cuda")), PackedAs(weight_format, ("lm_head",)), is_packed=False,
-        device=torch.device("cuda"), dtype=torch.bfloat16,
-    )  # fmt: skip
+    base = random_model.build(ARCHITECTURES[options.model], weight_format, torch.device("cuda"))
     if arm == "qlora":
         to_linear4bit(base)
     base_bytes = torch.cuda.memory_allocated() - before
@@ -64,11 +57,9 @@ def build(options: TrainStepOptions, arm: str) -> TrainedArm:
 
 def with_adapters(base: PreTrainedModel, rank: int, *, plain: bool) -> PeftModel:
     """Attach the lab's adapters, or with `plain` PEFT's own modules, to the same layers."""
-    cfg = RunConfig()
-    cfg.lora.rank = rank
-    if not plain:
-        return policy.attach_adapters(base, cfg)
-    return get_peft_model(base, plain_lora(rank))
+    if plain:
+        return get_peft_model(base, random_model.plain_lora(rank))
+    return policy.attach_adapters(base, RunConfig(lora=LoraConfig(rank=rank)))
 
 
 def to_linear4bit(base: nn.Module) -> None:
@@ -77,6 +68,19 @@ def to_linear4bit(base: nn.Module) -> None:
         if isinstance(module, nn.Linear) and not name.endswith("lm_head"):
             base.set_submodule(name, linear4bit(module))
     base.__dict__["is_loaded_in_4bit"] = True  # PEFT reads it
+
+
+def linear4bit(dense: nn.Linear) -> nn.Module:
+    """Make NF4 with double quantization on the GPU, as QLoRA's `BitsAndBytesConfig(load_in_4bit=True, ...)` does."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    layer = Linear4bit(
+        dense.in_features, dense.out_features, bias=dense.bias is not None, compute_dtype=torch.bfloat16,
+        compress_statistics=True, quant_type="nf4", device="meta",
+    )  # fmt: skip
+    layer.weight = Params4bit(dense.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4").cuda()
+    layer.bias = dense.bias
+    return layer
 
 
 def chunked_loss(model: PeftModel, ids: Tensor) -> Tensor:

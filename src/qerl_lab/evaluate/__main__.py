@@ -1,6 +1,6 @@
 """Commands that measure a policy: `python -m qerl_lab.evaluate accuracy|compare|entropy|sigma KEY=VALUE ...`."""
 
-from collections.abc import Sequence
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,6 @@ with exits.starting(__name__):
     )
     from qerl_lab.system import terminal
 
-AND = "and"  # between two evaluations
 OF_SUBJECT = ("run", "model", "revision", "format", "adapter", "rollout", "device", "batch_size", "max_prompt_tokens")
 
 
@@ -42,25 +41,16 @@ class AccuracyCommand(Command[AccuracyOptions]):
     """The command `accuracy`; after the word `and` further evaluations of the same run or model, by the same engine."""
 
     def run(self, words: list[str]) -> int:
-        if AND not in words:
+        """Run all evaluations. The keys in OF_SUBJECT are the first one's where another does not give them."""
+        groups = [list(group) for is_and, group in itertools.groupby(words, lambda word: word == "and") if not is_and]
+        if len(groups) < 2:
             return super().run(words)
-        several = self.read_several(words)
+        usual, several = AccuracyOptions(), [self.read(group) for group in groups]
+        for options in several[1:]:
+            for name in OF_SUBJECT:
+                if getattr(options, name) == getattr(usual, name):
+                    setattr(options, name, getattr(several[0], name))
         return replace(self, work=lambda _: accuracy(*several)).run([])
-
-    def read_several(self, words: Sequence[str]) -> list[AccuracyOptions]:
-        """Read each evaluation. The keys in OF_SUBJECT are the first one's where another does not give them."""
-        groups: list[list[str]] = [[]]
-        for word in words:
-            if word == AND:
-                groups.append([])
-            else:
-                groups[-1].append(word)
-        several = [self.read(group) for group in groups]
-        usual = AccuracyOptions()
-        for index, options in enumerate(several[1:], 1):
-            left_out = [name for name in OF_SUBJECT if getattr(options, name) == getattr(usual, name)]
-            several[index] = replace(options, **{name: getattr(several[0], name) for name in left_out})
-        return several
 
 
 def compare(options: CompareOptions) -> None:
@@ -134,10 +124,7 @@ COMMANDS: dict[str, Command[Any]] = {
         sigma,
         examples=(
             (f"{LINE} sigma model=pocket", "the embedded policy"),
-            (
-                f"{LINE} sigma model=DIR sigmas=[0.005,0.01]",
-                "which sigma is as much noise as a format, on a model of yours",
-            ),
+            (f"{LINE} sigma model=DIR sigmas=[0.005,0.01]", "which sigma is as much noise as a format, on your model"),
             (f"{LINE} sigma sigmas=[] kls=[0.003]", "the sigma whose KL is 0.003 nats"),
         ),
         alone=True,

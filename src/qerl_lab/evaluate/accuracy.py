@@ -35,7 +35,7 @@ def ask(
 ) -> Answers:  # fmt: skip
     """Sample each question `samples` times from the engine as synced, and grade the completions.
 
-    `on_done` receives the number of completions finished since its last call. Raises EngineFailed.
+    Calls `on_done` with the number of newly finished completions. Raises EngineFailed.
     """
     prompts = [policy.prompt_ids(task.messages(question)) for question in questions]
     out = engine.generate(prompts, samples, sampling, on_done)

@@ -4,12 +4,12 @@ The files of an evaluation are written to OUT.partial, which is renamed to OUT w
 per completion, evaluation.json with settings and results. Several evaluations of one run or model share its engines.
 """
 
-import copy
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import benchmarks, subject, summary
 from qerl_lab.evaluate.accuracy import ask, seed_of
-from qerl_lab.evaluate.benchmarks import Benchmark
-from qerl_lab.evaluate.evaluate_options import SMALL, SMALL_SAMPLES, AccuracyOptions
-from qerl_lab.evaluate.subject import HowSampled, Subject
+from qerl_lab.evaluate.evaluate_options import AccuracyOptions
+from qerl_lab.evaluate.subject import Subject
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA
 from qerl_lab.model import policy
 from qerl_lab.model.policy import Policy
@@ -34,32 +33,21 @@ from qerl_lab.record.partial import Unfinished
 from qerl_lab.rollout.engine import Engine, EngineFailed, Sampling
 from qerl_lab.system import terminal
 from qerl_lab.system.disk import read_json, replace_file, strict_json
-from qerl_lab.tasks import Question
+from qerl_lab.tasks import Question, Task
 
 
 @dataclass(frozen=True)
 class Part:
-    """Questions of a benchmark that are asked together; `number` enters the draw's seed, `place` counts samplings."""
+    """Questions of a benchmark that are asked together; `number` enters the draw's seed."""
 
-    benchmark: Benchmark
-    engine: str
-    sampling: HowSampled
+    task: Task
     samples: int
-    place: int
     number: int
     questions: Sequence[Question]
-
-    @property
-    def file(self) -> str:
-        """Name of the file with its answers."""
-        return f"{self.engine}-{self.benchmark.name}-{self.place}-{self.number:05d}.parquet"
-
-    @property
-    def completions(self) -> int:
-        return len(self.questions) * self.samples
+    file: str  # with the answers
 
 
-class AccuracyJob:
+class Job:
     """One evaluation: what is asked of whom, and the directory that it writes."""
 
     def __init__(self, options: AccuracyOptions) -> None:
@@ -77,42 +65,22 @@ class AccuracyJob:
                 f"out={self.out} holds something else. Type another out, or overwrite=true to replace it."
             )
 
+    @property
+    def engines(self) -> list[str]:
+        """The engines to ask: the subject's own, and the common one if requested and different."""
+        return [OWN, COMMON] if self.options.common and not self.subject.is_common else [OWN]
+
     def parts(self, engine: str, fitting: dict[str, list[Question]]) -> Iterator[Part]:
         """Split the questions into parts of about one generation batch; four batches for vLLM, which refills them."""
-        found = self.subject
-        at_once = found.cfg.rollout.batch_size * (1 if found.cfg.rollout.engine == "transformers" else 4)
-        for benchmark in self.asked:
-            questions = fitting[benchmark.name]
-            for place, sampling in enumerate(found.samplings):
-                samples = sampling.samples_of(benchmark.name, found.cfg.eval.samples)
-                size = max(1, at_once // samples)
-                for number, begin in enumerate(range(0, len(questions), size)):
-                    yield Part(benchmark, engine, sampling, samples, place, number, questions[begin : begin + size])
-
-
-class Engines:
-    """The engine in use, kept from one evaluation to the next while nothing that it is built on changes."""
-
-    def __init__(self) -> None:
-        self._stack, self._key = ExitStack(), None
-        self._open: tuple[Policy, Engine] | None = None
-
-    def get(self, found: Subject, engine: str) -> tuple[Policy, Engine]:
-        """Load the subject, dequantized for the common engine, and build its sampler without noise."""
-        key: Any = (engine, copy.deepcopy(found.cfg), found.adapter)
-        if self._open is None or key != self._key:
-            self.close()
-            one = found if engine == OWN else self._stack.enter_context(subject.dequantized(found))
-            loaded = subject.load(one)
-            for note in loaded.chat.notes:
-                terminal.say(f"note: {note}")
-            self._key, self._open = key, (loaded, self._stack.enter_context(closing(rollout.build(one.cfg, loaded))))
-        return self._open
-
-    def close(self) -> None:
-        """Close the engine, and remove a dequantized copy."""
-        self._open = None
-        self._stack.close()
+        cfg, how = self.subject.cfg, self.subject.sampling
+        at_once = cfg.rollout.batch_size * (1 if cfg.rollout.engine == "transformers" else 4)
+        for task in self.asked:
+            questions = fitting[task.name]
+            samples = how.samples_of(task.name, cfg.eval.samples)
+            size = max(1, at_once // samples)
+            for number, begin in enumerate(range(0, len(questions), size)):
+                file = f"{engine}-{task.name}-{number:05d}.parquet"
+                yield Part(task, samples, number, questions[begin : begin + size], file)
 
 
 def run(*evaluations: AccuracyOptions) -> None:
@@ -123,28 +91,36 @@ def run(*evaluations: AccuracyOptions) -> None:
         ValueError: the engine failed; finished parts are kept.
         OSError: the disk is full, or a file cannot be written.
     """
-    jobs = list({job.out: job for job in map(AccuracyJob, evaluations)}.values())
+    jobs = list({job.out: job for job in map(Job, evaluations)}.values())
+    left = [job for job in jobs if not job.is_done]
+    groups = [list(group) for _, group in itertools.groupby(left, lambda job: (job.subject.cfg, job.subject.adapter))]
     with ExitStack() as stack:
-        unfinished = {
-            job.out: stack.enter_context(Unfinished(job.out, job.identity, job.options.overwrite))
-            for job in jobs if not job.is_done
-        }  # fmt: skip
-        left = [job for job in jobs if not job.is_done]
-        engines = Engines()
-        with closing(engines):
-            for engine in (OWN, COMMON):
-                for job in left:
-                    if engine == OWN or (job.options.common and not job.subject.is_common):
-                        answer(job, engine, engines, unfinished[job.out])
+        folders = {
+            job.out: stack.enter_context(Unfinished(job.out, job.identity, job.options.overwrite)) for job in left
+        }
+        for group, engine in itertools.product(groups, (OWN, COMMON)):
+            if asked := [job for job in group if engine in job.engines]:
+                with sampler_of(group[0].subject, engine) as (loaded, sampler):
+                    for job in asked:
+                        answer(job, engine, loaded, sampler, folders[job.out])
         for job in left:
-            write(job, unfinished[job.out])
+            write(job, folders[job.out])
     for job in jobs:
         show(job.out, "was evaluated before" if job.is_done else "is evaluated")
 
 
-def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Benchmark]) -> dict[str, Any]:
+@contextmanager
+def sampler_of(found: Subject, engine: str) -> Iterator[tuple[Policy, Engine]]:
+    """Load the subject, dequantized for the common engine, and build its sampler without noise."""
+    with ExitStack() as stack:
+        one = found if engine == OWN else stack.enter_context(subject.dequantized(found))
+        loaded = subject.load(one)
+        yield loaded, stack.enter_context(closing(rollout.build(one.cfg, loaded)))
+
+
+def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Task]) -> dict[str, Any]:
     """Return the settings that determine the answers, by option name."""
-    cfg, device = found.cfg, policy.device_of(found.cfg.device)
+    cfg, how, device = found.cfg, found.sampling, policy.device_of(found.cfg.device)
     return {
         "weights": {"hash": model_hash(local_folder(cfg.model.path, cfg.model.revision))},  # wherever it was copied to
         "format": cfg.format.name,
@@ -152,62 +128,62 @@ def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Benchm
         "lora": [cfg.lora.rank, cfg.lora.alpha], "adapter": found.adapter_sha256,
         "rollout": cfg.rollout.engine, "device": device.type, "dtype": str(policy.compute_dtype(cfg, device)),
         "batch_size": cfg.rollout.batch_size, "common": options.common,
-        "benchmarks": {one.name: benchmarks.about(one) for one in asked}, "questions": options.questions,
+        "benchmarks": {task.name: benchmarks.about(task) for task in asked}, "questions": options.questions,
         "seed": cfg.seed, "max_prompt_tokens": cfg.rollout.max_prompt_tokens,
-        "samplings": {
-            how.name: {one.name: how.samples_of(one.name, cfg.eval.samples) for one in asked} for how in found.samplings
-        },
+        "samplings": {how.name: {task.name: how.samples_of(task.name, cfg.eval.samples) for task in asked}},
     }  # fmt: skip
 
 
-def folder_of(options: AccuracyOptions, found: Subject, identity: Any, asked: Sequence[Benchmark]) -> Path:
+def folder_of(options: AccuracyOptions, found: Subject, identity: Any, asked: Sequence[Task]) -> Path:
     """Return `out`, or a folder named by a hash of the settings below the run or below ./evaluations."""
     if options.out:
         return Path(options.out).expanduser().absolute()
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     above = Path(options.run).expanduser() if options.run else Path()
     below = Path("evaluations") if options.run else Path("evaluations") / found.cfg.model.name
-    return (above / below / f"{'+'.join(one.name for one in asked)}-{key}").absolute()
+    return (above / below / f"{'+'.join(task.name for task in asked)}-{key}").absolute()
 
 
-def answer(job: AccuracyJob, engine: str, engines: Engines, unfinished: Unfinished) -> None:
+def answer(job: Job, engine: str, loaded: Policy, sampler: Engine, unfinished: Unfinished) -> None:
     """Answer the missing parts of an evaluation with one engine."""
     started = time.time()
-    loaded, sampler = engines.get(job.subject, engine)
-    fitting = {one.name: one.fitting(loaded, job.subject.cfg.rollout.max_prompt_tokens) for one in job.asked}
-    job.too_long = {one.name: len(one.questions) - len(fitting[one.name]) for one in job.asked}
+    limit = job.subject.cfg.rollout.max_prompt_tokens
+    fitting = {task.name: benchmarks.fitting(task, loaded, limit) for task in job.asked}
+    job.too_long = {task.name: len(task.heldout) - len(fitting[task.name]) for task in job.asked}
     parts = list(job.parts(engine, fitting))
     left = [part for part in parts if not unfinished.has(part.file)]
-    total, ahead = (sum(part.completions for part in some) for some in (parts, left))
+    total, ahead = (sum(len(part.questions) * part.samples for part in some) for some in (parts, left))
     with terminal.Amount(f"{engine} engine", total, total - ahead, unit="completion") as bar:
         for part in left:
-            rows = answers(job.subject, part, loaded, sampler, bar)
+            rows = answers(job.subject, part, engine, loaded, sampler, bar)
             replace_file(unfinished.folder / part.file, rows.to_parquet(index=False))
             unfinished.note(part.file)
     job.seconds += time.time() - started
 
 
-def answers(found: Subject, part: Part, loaded: Policy, sampler: Engine, bar: terminal.Amount) -> pd.DataFrame:
+def answers(
+    found: Subject, part: Part, engine: str, loaded: Policy, sampler: Engine, bar: terminal.Amount
+) -> pd.DataFrame:
     """Ask one part. The draw depends on seed, benchmark and part, so that all arms and engines share it."""
-    seed, how = seed_of(found.cfg.seed, part.benchmark.name, part.number), part.sampling
+    task, how = part.task, found.sampling
+    seed = seed_of(found.cfg.seed, task.name, part.number)
     sampling = Sampling(how.max_completion_tokens, seed, how.temperature, how.top_p)
-    task, samples = part.benchmark.task, part.samples
     try:
-        rows = ask(sampler, loaded, task, part.questions, samples, sampling, bar.advance).rows
+        rows = ask(sampler, loaded, task, part.questions, part.samples, sampling, bar.advance).rows
     except EngineFailed as error:
         raise ValueError(f"{first_line(error)} The same command goes on where it stopped.") from error
     prompts = [hashlib.sha256(json.dumps(task.messages(one)).encode()).hexdigest()[:16] for one in part.questions]
     columns = {
-        "benchmark": part.benchmark.name, "engine": part.engine, "sampling": how.name,
-        "prompt_sha256": [prompt for prompt in prompts for _ in range(samples)],
+        "benchmark": task.name, "engine": engine, "sampling": how.name,
+        "prompt_sha256": [prompt for prompt in prompts for _ in range(part.samples)],
     }  # fmt: skip
     return pd.concat([pd.DataFrame(columns, index=rows.index), rows], axis=1)
 
 
-def write(job: AccuracyJob, unfinished: Unfinished) -> None:
-    """Join the parts, own engine before common, in the order asked; write both result files and rename the folder."""
+def write(job: Job, unfinished: Unfinished) -> None:
+    """Join the parts, own engine before common; write both result files and rename the folder."""
     found, folder = job.subject, unfinished.folder
-    files = sorted(folder.glob("*-*-*-*.parquet"))
+    files = sorted(folder.glob("*-*-*.parquet"))
     rows = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
     rows = rows.sort_values("engine", ascending=False, kind="stable", ignore_index=True)
     about = {
@@ -218,8 +194,8 @@ def write(job: AccuracyJob, unfinished: Unfinished) -> None:
         "run_seed": found.run_seed,
         "arm": found.arm,
         "own_is_common": found.is_common,
-        "notes": notes(job),
-        "benchmarks": {one.name: benchmarks.about(one) | {"too_long": job.too_long[one.name]} for one in job.asked},
+        "notes": list(notes(job)),
+        "benchmarks": {task.name: benchmarks.about(task) | {"too_long": job.too_long[task.name]} for task in job.asked},
         "results": summary.summarize_each(rows),
         "seconds": round(job.seconds, 1),
         "environment": environment(),
@@ -231,32 +207,16 @@ def write(job: AccuracyJob, unfinished: Unfinished) -> None:
     unfinished.finish()
 
 
-def notes(job: AccuracyJob) -> list[str]:
-    """Return the notes to print below the table."""
+def notes(job: Job) -> Iterator[str]:
+    """Yield the notes to print below the table."""
     found, cfg = job.subject, job.subject.cfg
-    said = [f"{one.name}: {line}" for one in job.asked for line in one.task.warnings]
-    said += [
-        f"{name}: {count} questions are longer than max_prompt_tokens={cfg.rollout.max_prompt_tokens}, and left out"
-        for name, count in job.too_long.items() if count
-    ]  # fmt: skip
-    if job.options.run and found.adapter is None:
-        said.append("adapter=false: the base of the run alone")
-    tensors = {} if found.adapter is None else policy.adapter_tensors(found.adapter)
-    if tensors and not any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name):
-        said.append("the adapter is all zero: these are the answers of the base alone")
+    for task in job.asked:
+        yield from (f"{task.name}: {line}" for line in task.warnings)
+        if count := job.too_long[task.name]:
+            limit = cfg.rollout.max_prompt_tokens
+            yield f"{task.name}: {count} questions are longer than max_prompt_tokens={limit}, and left out"
     if job.options.common and found.is_common:
-        said.append(f"its own engine is the common one: {cfg.format.name} is dense")
-    samples = {
-        one.name: min(how.samples_of(one.name, cfg.eval.samples) for how in found.samplings) for one in job.asked
-    }
-    if few := [name for name in samples if name in SMALL and samples[name] < SMALL_SAMPLES]:
-        said.append(
-            f"{', '.join(few)}: 30 or 40 questions with fewer than {SMALL_SAMPLES} samples each say little; read the "
-            f"error, or type samples={SMALL_SAMPLES} and a temperature above 0"
-        )
-    if len(found.samplings) > 1:
-        said.append(f"the run's own evaluations sample as the first row: {found.samplings[0].name}")
-    return said
+        yield f"its own engine is the common one: {cfg.format.name} is dense"
 
 
 def show(out: Path, what: str) -> None:

@@ -1,59 +1,29 @@
 """Load benchmarks: tasks with held-out questions, given as NAME or NAME:PATH."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-from omegaconf import OmegaConf
+from dataclasses import replace
 
 from qerl_lab import tasks
-from qerl_lab.config.conf_folder import group_folder
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig, TaskConfig
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions, name_and_path
 from qerl_lab.model.policy import Policy
 from qerl_lab.tasks import Question, Task
-from qerl_lab.tasks.question_files import is_local, reword_path_error
+from qerl_lab.tasks.question_files import reword_path_error
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """A task and its questions to ask."""
+def load(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
+    """Load every benchmark, with the questions to ask as `heldout`.
 
-    task: Task
-    questions: Sequence[Question]
-
-    @property
-    def name(self) -> str:
-        return self.task.name
-
-    def fitting(self, policy: Policy, limit: int) -> list[Question]:
-        """Return the questions with a chat prompt of at most `limit` tokens. Raises ConfigError if there are none."""
-        lengths = [len(policy.prompt_ids(self.task.messages(question))) for question in self.questions]
-        found = [question for question, length in zip(self.questions, lengths, strict=True) if length <= limit]
-        if not found:
-            raise ConfigError(
-                f"max_prompt_tokens={limit} leaves out all {len(lengths):,} questions of {self.name}; the shortest has "
-                f"{min(lengths)} tokens. Type max_prompt_tokens={max(lengths)}."
-            )
-        return found
-
-
-def load(options: AccuracyOptions, cfg: RunConfig) -> list[Benchmark]:
-    """Load the questions of every benchmark. Raises ConfigError if one cannot be read or has no questions."""
+    Raises ConfigError if one cannot be read or has no questions.
+    """
     found, own = [], cfg.task if options.run else None
-    asked = [(spec, task_config(own, *name_and_path(spec))) for spec in options.benchmarks] or [
-        ("the run's task", cfg.task)
-    ]
-    for spec, chosen in asked:
-        if chosen.path is not None and (options.benchmarks or not chosen.module):
-            is_local(chosen.path, f"benchmarks={chosen.name}:")  # also for a run, whose files may have moved since
+    for chosen in [task_config(own, *name_and_path(spec)) for spec in options.benchmarks] or [cfg.task]:
         if options.instruction is not None:
             chosen = replace(chosen, instruction=options.instruction)
         task = questions_of(chosen, f"benchmarks={chosen.name}:")
-        questions = task.heldout[: options.questions or None]
-        if not questions:
-            raise ConfigError(f"{spec} has no question to ask. Type benchmarks=NAME:PATH of a set that has.")
-        found.append(Benchmark(task, questions))
+        if not task.heldout:
+            raise ConfigError(f"{task.name} has no question to ask. Type benchmarks=NAME:PATH of a set that has.")
+        found.append(replace(task, heldout=task.heldout[: options.questions or None]))
     return found
 
 
@@ -69,13 +39,24 @@ def task_config(own: TaskConfig | None, name: str, path: str | None) -> TaskConf
     """Return the configuration of a task: the run's own, or the task's YAML with the run's instruction."""
     if own is not None and name == own.name and not own.module:
         return replace(own, path=path or own.path)
-    default = TaskConfig() if own is None else TaskConfig(instruction=own.instruction)
-    written = OmegaConf.load(group_folder("task") / f"{name}.yaml")
-    cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(default), written))
-    assert isinstance(cfg, TaskConfig)
-    return replace(cfg, name=name, path=path)
+    cfg = replace(tasks.read_task_config(name), path=path)
+    if own is not None and cfg.instruction == TaskConfig().instruction:  # the YAML has none
+        cfg.instruction = own.instruction
+    return cfg
 
 
-def about(benchmark: Benchmark) -> dict[str, object]:
-    """Return what the record stores about a benchmark."""
-    return {"instruction": benchmark.task.instruction, **benchmark.task.data}
+def fitting(task: Task, policy: Policy, limit: int) -> list[Question]:
+    """Return the questions with a chat prompt of at most `limit` tokens. Raises ConfigError if there are none."""
+    lengths = [len(policy.prompt_ids(task.messages(question))) for question in task.heldout]
+    found = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
+    if not found:
+        raise ConfigError(
+            f"max_prompt_tokens={limit} leaves out all {len(lengths):,} questions of {task.name}; the shortest has "
+            f"{min(lengths)} tokens. Type max_prompt_tokens={max(lengths)}."
+        )
+    return found
+
+
+def about(task: Task) -> dict[str, object]:
+    """Return what the record stores about a benchmark: instruction, and number and hash of the questions."""
+    return {"instruction": task.instruction, **task.data}

@@ -9,20 +9,22 @@ from typing import Any
 import pandas as pd
 
 from qerl_lab.config.arm import fill_added_keys, of_arm
-from qerl_lab.config.message import in_one_line, some_of
+from qerl_lab.config.message import some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.evaluate.evaluate_options import CompareOptions
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, answer_entropies, passes_of, shares
-from qerl_lab.report.arms import QUESTIONS
-from qerl_lab.report.stats import Interval, crossed_interval, format_interval, p_value, paired_interval, powers_of_two
-from qerl_lab.system.disk import read_json, replace_file
+from qerl_lab.report.stats import Interval, format_interval, over_seeds, p_value, paired_interval, powers_of_two
+from qerl_lab.system.disk import read_json
 from qerl_lab.system.terminal import columns, format_path
 
-HOW_IT_IS_ASKED = ("questions", "max_prompt_tokens")
-HOW_IT_RAN = ("rollout", "device", "dtype", "batch_size")  # these affect kernels and random draws
+HOW_IT_RAN = ("seed", "rollout", "device", "dtype", "batch_size")  # these affect kernels and random draws
 OF_A_SEED = ("seed", "adapter")  # keys that may differ between the seeds of one arm
 GROUP = ["benchmark", "engine", "sampling"]
+PAIRED = {  # columns that two evaluations must share
+    "questions": ["id"], "questions in those words": ["id", "prompt_sha256"],
+    "questions with that answer": ["id", "answer"], "samples": ["id", "draw"],
+}  # fmt: skip
 HOW_TO_READ = """\
 Differences are B - A, paired by question{seeds}, with intervals of 95%. Of differences that are 0, one in 20 has
 p < 0.05; engine=common is the one in which both bases are dequantized to BF16."""
@@ -67,7 +69,7 @@ class Difference:
     def interval(self, level: float = 0.95) -> Interval:
         """Return mean and interval of B - A: over questions for one seed, over seeds and questions for several."""
         if len(self.by_question) > 1:
-            return crossed_interval(self.by_question.to_numpy(), level)
+            return over_seeds(self.by_question.to_numpy(), level)
         after = self.by_question.iloc[0]
         return paired_interval(0 * after, after, level)
 
@@ -80,7 +82,7 @@ Pairs = Sequence[tuple[Evaluated, Evaluated]]
 
 
 def run(options: CompareOptions) -> None:
-    """Print the table and write the CSV if requested. Raises ConfigError if A and B cannot be paired."""
+    """Print the table of differences. Raises ConfigError if A and B cannot be paired."""
     arms = [read_arm(folder) for folder in options.directories]
     pairs, notes = pair_evaluations(*arms)
     found = list(differences(pairs, notes))
@@ -90,8 +92,6 @@ def run(options: CompareOptions) -> None:
     print(f"\n{table(found)}\n\n{HOW_TO_READ.format(seeds=' and seed' if len(pairs) > 1 else '')}")
     for note in notes:
         print(f"note: {note}")
-    if options.csv:
-        write_csv(found, Path(options.csv).expanduser())
 
 
 def read_arm(given: str) -> dict[int, Evaluated]:
@@ -108,9 +108,8 @@ def read_arm(given: str) -> dict[int, Evaluated]:
             f"{folder} holds no evaluation. Type python -m qerl_lab.evaluate accuracy {shell_word('run', folder)} "
             "first, or the directory that it wrote."
         )
-    by_seed: dict[int, Evaluated] = {}
+    first, by_seed = found[0], dict[int, Evaluated]()
     for one in found:
-        first = found[0]
         mine, others = one.about["identity"], first.about["identity"]
         differ = [key for key in others if key not in OF_A_SEED and mine.get(key) != others[key]]
         differ += differing_keys(one.about.get("arm"), first.about.get("arm"))
@@ -125,13 +124,11 @@ def read_arm(given: str) -> dict[int, Evaluated]:
 
 
 def _read(folder: Path) -> Evaluated:
+    """Read one evaluation. Raises ConfigError for one by another version of the lab."""
     about = read_json(folder / ABOUT, dict)
     if about.get("schema") != SCHEMA:
         raise ConfigError(f"{folder / ABOUT} is of another version of the lab. Evaluate again.")
-    try:
-        return Evaluated(folder, about, pd.read_parquet(folder / ROWS))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / ROWS} cannot be read ({in_one_line(error)}). Evaluate again.") from None
+    return Evaluated(folder, about, pd.read_parquet(folder / ROWS))
 
 
 def differing_keys(mine: Mapping[str, str] | None, others: Mapping[str, str] | None) -> list[str]:
@@ -142,7 +139,7 @@ def differing_keys(mine: Mapping[str, str] | None, others: Mapping[str, str] | N
     if mine is None or others is None:
         return []
     one, other = (of_arm(fill_added_keys(arm)) for arm in (mine, others))
-    idle = QUESTIONS if TRAINED_ON in one and TRAINED_ON in other else TRAINED_ON
+    idle = "task.path" if TRAINED_ON in one and TRAINED_ON in other else TRAINED_ON
     return sorted(key for key in {*one, *other} - {idle} if one.get(key) != other.get(key))
 
 
@@ -150,96 +147,84 @@ def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[
     """Pair the evaluations by seed; return the pairs and notes. A single evaluation on each side is always a pair.
 
     The notes name other differences between A and B: seeds, draws, engines, versions of the code. Raises ConfigError
-    if no seed is in both, or a pair was asked differently.
+    if no seed is in both.
     """
     shared, alone = sorted(a.keys() & b.keys()), sorted(a.keys() ^ b.keys())
     notes: list[str] = []
     if len(a) == len(b) == 1:
         pairs = [(a[min(a)], b[min(b)])]
-        if not shared:
+        if alone:
             notes.append(f"A has seed {min(a)} and B seed {min(b)}: they differ in more than what is compared")
     elif not shared:
         raise ConfigError(f"A has the seeds {sorted(a)} and B {sorted(b)}, none of both. Evaluate the same seeds.")
     else:
         pairs = [(a[seed], b[seed]) for seed in shared]
         notes += [f"seeds {alone} are in one of the two only, and left out"] if alone else []
-    identities = [(one.about["identity"], other.about["identity"]) for one, other in pairs]
-    for mine, others in identities:
-        for key in HOW_IT_IS_ASKED:
-            if mine[key] != others[key]:
-                raise ConfigError(
-                    f"A was asked with {key}={mine[key]} and B with {key}={others[key]}, so that they are no pairs. "
-                    f"Evaluate B again with {key}={mine[key]}."
-                )
-    if seeds := sorted(
-        {f"{one['seed']} and {other['seed']}" for one, other in identities if one["seed"] != other["seed"]}
-    ):
-        notes.append(f"A and B were drawn with seed={', '.join(seeds)}: they differ in their draws too")
-    mine, others = identities[0]
-    ran = [(key, mine.get(key), others.get(key)) for key in HOW_IT_RAN]
-    if how := [f"{key}={one} and {other}" for key, one, other in ran if one != other]:
-        notes.append(f"A and B ran with {', '.join(how)}: a part of the differences is theirs, also in engine=common")
+    for mine, others in ((one.about["identity"], other.about["identity"]) for one, other in pairs):
+        how = [f"{key}={mine.get(key)} and {others.get(key)}" for key in HOW_IT_RAN if mine.get(key) != others.get(key)]
+        if how:
+            notes.append(f"A and B ran with {', '.join(how)}: part of the differences is theirs, also in engine=common")
     codes = {one.about["environment"].get("git_sha") for pair in pairs for one in pair}
     if len(codes) > 1:
         notes.append(f"they come from {len(codes)} versions of the code: {', '.join(sorted(map(str, codes)))}")
-    return pairs, notes
+    return pairs, list(dict.fromkeys(notes))
 
 
 def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
     """Yield the differences in each measure for every benchmark, engine and sampling that all evaluations have.
 
-    Measures are accuracy, and for several samples pass@k and the entropy of final answers in nats. Appends to `notes`
-    what some lack, and that two dense bases are compared once. Raises ConfigError if nothing is in all, or questions,
-    prompts or sample counts differ.
+    Appends to `notes` what some lack, and that two dense bases are compared once. Raises ConfigError if nothing is in
+    all, or questions, prompts or sample counts differ.
     """
     answers = [[one.answers for one in pair] for pair in pairs]
     every = [of_one for of_pair in answers for of_one in of_pair]
     names = list(dict.fromkeys(name for of_one in every for name in of_one))
+    if all(one.about["own_is_common"] for pair in pairs for one in pair):
+        notes.append(f"both bases are dense, so that engine={OWN} is engine={COMMON} too")
+        names = [name for name in names if name[1] == OWN]
     shared = [name for name in names if all(name in of_one for of_one in every)]
     if not shared:
         a, b = ("; ".join(", ".join(name) for name in of_one) for of_one in answers[0])
         raise ConfigError(f"A has {a} and B {b}, so that they are no pairs. Evaluate B again as A was.")
-    if all(one.about["own_is_common"] for pair in pairs for one in pair):
-        notes.append(f"both bases are dense, so that engine={OWN} is engine={COMMON} too")
-        names, shared = ([name for name in some if name[1] == OWN] for some in (names, shared))
     for name in names:
         if name not in shared:
             advice = f"; type {COMMON}=true when you evaluate" if name[1] == COMMON else ""
             notes.append(f"{', '.join(name)}: not in every evaluation, and left out{advice}")
-    benchmarks = list(dict.fromkeys(name[0] for name in shared))
+    benchmarks = [name[0] for name in shared]
     for name in sorted(shared, key=lambda name: benchmarks.index(name[0])):
         rows = [[of_one[name] for of_one in of_pair] for of_pair in answers]
-        for pair in rows:
-            check_pair(name[0], *pair)
-        samples = int(rows[0][0]["draw"].max()) + 1
-        measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {"accuracy": shares}
-        if samples > 1:
-            measures |= {f"pass@{k}": partial(passes_of, k=k) for k in powers_of_two(samples) if k > 1}
-            measures["answer entropy"] = answer_entropies
-        for measure, of in measures.items():
+        for a_rows, b_rows in rows:
+            check_pair(name[0], a_rows, b_rows)
+        for measure, of in measures_of([one for pair in rows for one in pair]).items():
             a, b = (pd.DataFrame([of(pair[side]) for pair in rows]) for side in (0, 1))
             by_question = (b[a.columns] - a).reset_index(drop=True)
             means = float(a.to_numpy().mean()), float(b.to_numpy().mean())
-            benchmark, engine, sampling = name
-            yield Difference(benchmark, engine, sampling, measure, *means, by_question)
+            yield Difference(name[0], name[1], name[2], measure, *means, by_question)
+
+
+def measures_of(evaluations: Sequence[pd.DataFrame]) -> dict[str, Callable[[pd.DataFrame], pd.Series]]:
+    """Return functions from rows to a value per question: accuracy, and for several samples pass@k and answer entropy.
+
+    The entropy (nats) needs the completions, which the queue drops.
+    """
+    samples = int(evaluations[0]["draw"].max()) + 1
+    measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {"accuracy": shares}
+    if samples > 1:
+        measures |= {f"pass@{k}": partial(passes_of, k=k) for k in powers_of_two(samples) if k > 1}
+        if all("completion" in rows for rows in evaluations):
+            measures["answer entropy"] = answer_entropies
+    return measures
 
 
 def check_pair(benchmark: str, a: pd.DataFrame, b: pd.DataFrame) -> None:
-    """Raise ConfigError unless both have the same questions (two or more), prompts and number of samples."""
-    asked, others = (rows.drop_duplicates("id").set_index("id")[["prompt_sha256", "answer"]] for rows in (a, b))
-    counts = [rows.groupby("id").size().unique().tolist() for rows in (a, b)]
-    why = ""
-    if differ := set(asked.index) ^ set(others.index):
-        why = f"{len(differ)} questions are in one of them only. Evaluate both on the same questions"
-    elif (other := (asked != others.reindex(asked.index))).to_numpy().any():
-        words, known = (int(other[column].sum()) for column in ("prompt_sha256", "answer"))
-        why = f"{words} questions were asked in other words, {known} with another answer. Evaluate both alike"
-    elif counts[0] != counts[1] or len(counts[0]) != 1:
-        why = f"A has {counts[0]} samples a question and B {counts[1]}. Evaluate with one samples="
-    elif len(asked) < 2:
-        why = "there is only one question. Leave questions=1 out"
-    if why:
-        raise ConfigError(f"{benchmark}: A and B are no pairs, {why}.")
+    """Raise ConfigError unless both have the same questions, prompts, answers and number of samples."""
+    for what, keys in PAIRED.items():
+        one, other = (set(rows[keys].itertuples(index=False, name=None)) for rows in (a, b))
+        if one != other:
+            raise ConfigError(
+                f"{benchmark}: A and B are no pairs, {len(one - other)} {what} are in A only, {len(other - one)} in B. "
+                "Evaluate both alike."
+            )
 
 
 def table(found: Sequence[Difference]) -> str:
@@ -253,17 +238,3 @@ def table(found: Sequence[Difference]) -> str:
         cells += [f"{one.mean_a:.3f}", f"{one.mean_b:.3f}", f"{mean:+.3f} {format_interval(low, high)}"]
         rows.append([*cells, f"{one.p:.3f}" if one.p >= 0.001 else f"{one.p:.1g}"])
     return columns(rows)
-
-
-def write_csv(found: Sequence[Difference], file: Path) -> None:
-    """Write a row per measure and question: the mean difference over seeds. Raises ConfigError if writing fails."""
-    frames = [
-        pd.DataFrame({"benchmark": one.benchmark, "engine": one.engine, "sampling": one.sampling,
-                      "measure": one.measure,
-                      "id": one.by_question.columns, "difference": one.by_question.mean().to_numpy()})
-        for one in found
-    ]  # fmt: skip
-    try:
-        replace_file(file, pd.concat(frames).to_csv(index=False, float_format="%.6g").encode())
-    except OSError as error:
-        raise ConfigError(f"csv={file} cannot be written ({error.strerror}). Type another file.") from None

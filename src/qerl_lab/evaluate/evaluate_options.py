@@ -31,7 +31,7 @@ class AccuracyOptions:
     samples: int | None = option(
         None,
         f"samples per question; null is the run's eval.samples, or {EvalConfig().samples} with model=; AIME, AMC: "
-        f"{SMALL_SAMPLES}, 1 if greedy",
+        f"{SMALL_SAMPLES}; always 1 if greedy",
         at_least=1, at_most=4096,
     )  # fmt: skip
     temperature: float | None = option(
@@ -80,11 +80,6 @@ def check_accuracy(options: AccuracyOptions) -> None:
         check_task(name, f"{name} in benchmarks=[{','.join(options.benchmarks)}]", "benchmarks=gsm8k")
         if names.count(name) > 1:
             raise ConfigError(f"{name} is in benchmarks {names.count(name)} times. Type it once, another after `and`.")
-    if options.temperature == 0 and (options.samples or 1) > 1:
-        raise ConfigError(
-            f"samples={options.samples} with temperature=0 would be one answer again and again. Type samples=1, or "
-            f"temperature={EvalConfig().temperature}."
-        )
     if run:
         run_of(options)
     else:
@@ -129,7 +124,6 @@ def name_and_path(spec: str) -> tuple[str, str | None]:
 
 @dataclass
 class CompareOptions:
-    csv: str | None = option(None, "file to write: the difference by question")
     directories: list[str] = option([], "A and B: directories of evaluations, of their runs, or of several seeds")
 
 
@@ -155,8 +149,8 @@ class EntropyOptions:
     parts: bool = option(True, "also measure dense weights plus each single part of rtn's error: which part does what")
     device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
     batch_size: int = option(32, "texts in one forward pass", at_least=1)
-    out: str | None = option(None, "directory to write; null is a new one below evaluations/")
-    overwrite: bool = option(False, "replace another configuration's files in `out`")
+    out: str | None = option(None, "directory to write; null is one below evaluations/ for these options")
+    overwrite: bool = option(False, "replace the results in `out`")
 
 
 def check_entropy(options: EntropyOptions) -> None:

@@ -11,7 +11,7 @@ from qerl_lab.config.schema import AqnConfig
 from qerl_lab.evaluate import kl
 from qerl_lab.evaluate.entropy import compare_to_dense, run_config, sample
 from qerl_lab.evaluate.evaluate_options import EntropyOptions, SigmaOptions
-from qerl_lab.evaluate.format_effects import BATCH, with_noise
+from qerl_lab.evaluate.format_effects import with_noise
 from qerl_lab.formats import FORMATS
 from qerl_lab.model import policy
 from qerl_lab.model.loading import refuse_packed
@@ -30,7 +30,7 @@ def run(options: SigmaOptions) -> None:
     print(f"{len(texts.pairs)} completions, {len(texts.states)} tokens, on {device}")
     for name in FORMATS:
         model, _ = policy.load_base(run_config(texts_options, name), device)
-        found = kl.mean(compare_to_dense(model, texts, BATCH)[1], texts.lengths)
+        found = kl.mean(compare_to_dense(model, texts)[1], texts.lengths)
         print(f"format {name:6}  KL to bf16   {found.nats:.5f} +- {found.standard_error:.5f} nats")
 
     def of_draws(sigma: float) -> list[float]:

@@ -1,7 +1,7 @@
 """Resolve what to evaluate: a run's base with its final adapter, or a model alone; packed or dequantized."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -14,9 +14,10 @@ from qerl_lab import preflight
 from qerl_lab.config.arm import as_recorded, of_arm
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS, sha256
-from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
 from qerl_lab.evaluate.evaluate_options import SMALL, SMALL_SAMPLES, AccuracyOptions, run_of
 from qerl_lab.evaluate.summary import TRAINED_ON
+from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import on_disk, policy
 from qerl_lab.model.chat import save_tokenizer
 from qerl_lab.model.dense import dense_tensors
@@ -50,15 +51,11 @@ class HowSampled:
         return self.samples or (SMALL_SAMPLES if benchmark in SMALL else default)
 
 
-def samplings(options: AccuracyOptions, cfg: RunConfig) -> list[HowSampled]:
-    """Return the run's own sampling, and a second one if the options give another distribution.
-
-    More samples of the same distribution are not another sampling. A model without a run is sampled as the options say.
-    """
+def sampling_of(options: AccuracyOptions, cfg: RunConfig) -> HowSampled:
+    """Return the sampling that the options type; what they leave out is the run's own."""
     own = HowSampled(cfg.eval.temperature, cfg.eval.top_p, cfg.rollout.max_completion_tokens, options.samples)
     keys = ("temperature", "top_p", "max_completion_tokens")
-    typed = replace(own, **{key: value for key in keys if (value := getattr(options, key)) is not None})
-    return [own, typed] if options.run and typed != own else [typed]
+    return replace(own, **{key: value for key in keys if (value := getattr(options, key)) is not None})
 
 
 @dataclass(frozen=True)
@@ -67,21 +64,21 @@ class Subject:
 
     Attributes:
         said: description for the user.
+        sampling: how completions are drawn.
         adapter: folder of the adapter; None for the base alone.
         run_seed: the run's seed, which identifies it within its arm even if `seed=` changes the draw. For a model
             alone, the draw's seed.
         arm: settings that identify the run's arm, and the SHA-256 of its training questions; empty for a base alone.
         day: date for chat templates that print one: the day the run started.
-        samplings: ways to sample; each is asked.
     """
 
     said: str
     cfg: RunConfig
+    sampling: HowSampled
     adapter: Path | None
-    run_seed: int = 0
+    run_seed: int
     arm: Mapping[str, str] = field(default_factory=dict)
     day: date = field(default_factory=date.today)
-    samplings: Sequence[HowSampled] = ()
 
     @property
     def adapter_sha256(self) -> str:
@@ -96,66 +93,63 @@ class Subject:
 
 def subject_of(options: AccuracyOptions) -> Subject:
     """Return the subject that the options name. Raises ConfigError if it is missing or does not fit the options."""
-    found = _of_run(options) if options.run else _of_model(options)
-    found = replace(found, samplings=samplings(options, found.cfg))
+    found = _run(options) if options.run else _model(options)
     cfg, rollout = found.cfg, found.cfg.rollout
     cfg.device, cfg.gpus = options.device, 1
+    cfg.seed = cfg.seed if options.seed is None else options.seed
     rollout.engine = options.rollout or rollout.engine
     rollout.batch_size = options.batch_size or rollout.batch_size
     rollout.max_prompt_tokens = options.max_prompt_tokens or rollout.max_prompt_tokens
-    rollout.max_completion_tokens = max(how.max_completion_tokens for how in found.samplings)
-    cfg.seed = cfg.seed if options.seed is None else options.seed
+    rollout.max_completion_tokens = found.sampling.max_completion_tokens
     if options.common and rollout.engine == "vllm_server":
         raise ConfigError(
             "common=true with rollout=vllm_server: the server has the base that it was started with. Type "
             "rollout=transformers or rollout=vllm."
         )
-    if policy.device_of(cfg.device).type == "cpu":  # a run from a GPU may use what a CPU lacks
-        cfg.model.attention = "sdpa" if cfg.model.attention == "flash_attention_2" else cfg.model.attention
-    elif cfg.format.dense_cache == "on":
-        cfg.format.dense_cache = "auto"
     preflight.check_engine(cfg)
     return found
 
 
-def _of_run(options: AccuracyOptions) -> Subject:
+def _run(options: AccuracyOptions) -> Subject:
     """Return a run's base with its final adapter, or the base alone."""
     directory = run_of(options)
     cfg, said, day = directory.config(), f"run {options.run}", directory.sessions().first_day
     on_disk.check_content(cfg)
+    sampling = sampling_of(options, cfg)
     if not options.adapter:
-        return Subject(f"{said}, its base alone", cfg, None, cfg.seed, day=day)
+        return Subject(f"{said}, its base alone", cfg, sampling, None, cfg.seed, day=day)
     arm = of_arm(as_recorded(cfg))
     trained_on = directory.environment().get("data", {}).get(TRAINED_ON)
     arm |= {TRAINED_ON: trained_on} if trained_on else {}
-    return Subject(said, cfg, directory.adapter, cfg.seed, arm, day)
+    return Subject(said, cfg, sampling, directory.adapter, cfg.seed, arm, day)
 
 
-def _of_model(options: AccuracyOptions) -> Subject:
+def _model(options: AccuracyOptions) -> Subject:
     """Return a model without a run, in its stored format or the requested one."""
     cfg, said = RunConfig(), f"model={options.model}"
     folder = local_folder(options.model, options.revision, key="model")
     on_disk.check_files(folder, said)
     on_disk.check_chat_template(folder, said)
-    try:
-        stored = stored_as(folder)
-    except ValueError as error:
-        raise ConfigError(f"{said} cannot be read ({error}). Type another model.") from None
-    if stored is not None and options.format not in (None, packed := stored.weight_format.NAME):
-        raise ConfigError(
-            f"{said} is packed in {packed}, and format={options.format} was given. Leave format out, or type the path "
-            "of the dense model."
-        )
     cfg.model = replace(cfg.model, name=Path(options.model).name, path=options.model, revision=options.revision)
     cfg.format.name = options.format or DENSE_FORMAT
-    if stored is not None and options.format is None:
-        own = {key: value for key, value in vars(stored.weight_format).items() if value is not None}
-        cfg.format = replace(cfg.format, name=stored.weight_format.NAME, ignore=list(stored.ignore), **own)
+    if (stored := stored_as(folder)) is not None:
+        cfg.format = packed_format(stored)
+        if options.format not in (None, cfg.format.name):
+            raise ConfigError(
+                f"{said} is packed in {cfg.format.name}, and format={options.format} was given. Leave format out, or "
+                "type the path of the dense model."
+            )
     context = on_disk.context_tokens(read_json(folder / "config.json"))
     if context is not None:
         cfg.rollout.max_completion_tokens = min(LONGEST, context // 2)
         cfg.rollout.max_prompt_tokens = context - cfg.rollout.max_completion_tokens
-    return Subject(f"{said} in {cfg.format.name}", cfg, None, options.seed or 0)
+    return Subject(f"{said} in {cfg.format.name}", cfg, sampling_of(options, cfg), None, options.seed or 0)
+
+
+def packed_format(stored: PackedAs) -> FormatConfig:
+    """Return the `format` group that loads a packed checkpoint: its format, recorded options and dense layers."""
+    options = {key: value for key, value in vars(stored.weight_format).items() if value is not None}
+    return FormatConfig(name=stored.weight_format.NAME, ignore=list(stored.ignore), **options)
 
 
 def load(subject: Subject) -> Policy:

@@ -1,11 +1,9 @@
 """Split the squared error of quantized weights into parts that add up: scale, dead zone, grid, method.
 
-After "Decomposing MXFP4 quantization error for LLM reinforcement learning" (arXiv 2605.20402). That paper splits
-MXFP4's error into scale bias (a block's scale is rounded to a power of two), dead zone (small values become zero) and
-grid noise (other values move to the nearest 4-bit value), and reports that grid noise raises entropy. Only its abstract
-was available, so the definitions here are this lab's own. For a weight w, let q(w) be its nearest value if block scales
-could be any number (`Format.ideal`), r(w) the nearest value with the format's own scales (round to nearest), and w' the
-stored value. With |x|^2 the sum of squares over all weights,
+After "Decomposing MXFP4 quantization error for LLM reinforcement learning" (arXiv 2605.20402), which reports that grid
+noise raises entropy. Only its abstract was available, so the definitions here are this lab's own. For a weight w, let
+q(w) be its nearest value if block scales could be any number (`Format.ideal`), r(w) the nearest value with the format's
+own scales (round to nearest), and w' the stored value. With |x|^2 the sum of squares over all weights,
 
     |w' - w|^2 = grid + dead + scale + method
 
@@ -83,9 +81,13 @@ def layers(
 def stored_weight(
     weight_format: Format, packed: WeightFiles, name: str, shape: tuple[int, int], device: torch.device
 ) -> Tensor:
-    """Return the dequantized weight of a Linear in a packed checkpoint."""
+    """Return the dequantized weight of a Linear in a packed checkpoint.
+
+    Raises ValueError, naming file and tensor, for one that is not the format's.
+    """
     parts = {key: packed.tensor(f"{name}.{key}", device) for key in weight_format.layout(shape)}
-    return weight_format.dequantize(weight_format.accept(parts, shape, name=name), shape, torch.float32)
+    where = packed.where(f"{name}.{next(iter(parts))}")
+    return weight_format.dequantize(weight_format.accept(parts, shape, name=f"{where}: {name}"), shape, torch.float32)
 
 
 def without_scales(weight: Tensor, other: Tensor) -> Tensor:
@@ -110,9 +112,14 @@ def total(errors: Iterable[LayerError]) -> dict[str, Any]:
         parts = None if parts is None or found is None else {part: parts[part] + found[part] for part in PARTS}
     return {
         "relative": error / signal,
-        "sqnr_db": 10 * math.log10(signal / error) if error and math.isfinite(error) else None,
+        "sqnr_db": decibels(signal, error),
         "parts": {part: value / error for part, value in parts.items()} if parts and error else None,
     }
+
+
+def decibels(signal: float, error: float) -> float | None:
+    """Return 10 log10(signal / error); None without an error, where it would be infinite, and for an infinite one."""
+    return 10 * math.log10(signal / error) if 0 < error < math.inf and signal > 0 else None
 
 
 def energies(layer: LayerError) -> dict[str, float] | None:

@@ -5,7 +5,7 @@ The written entry equals what presets NVFP4A16 and MXFP4A16 of compressed-tensor
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from qerl_lab.formats.format import Format, Layout, PackedAs, layers, unsupporte
 
 # The output layer of a causal LM. It has no parent module, and other tools look for the plain name.
 _HEAD = "lm_head"
+_NO_GLOBAL = ("kv_cache_scheme", "sparsity_config", "transform_config")  # sections that must be empty
 _ANY_PARENT, _END, _BELOW = r"re:(.*\.)?", "$", r"\..*"
 
 
@@ -78,19 +79,22 @@ class CompressedTensors(Format):
         """Parse an entry written by compressed-tensors or llmcompressor; None if it describes another layout."""
         if layout_of(config) != cls.layout_name():
             return None
-        if (status := config.get("quantization_status")) != "compressed":
-            raise unsupported_entry("quantization_status", status, "compressed")
-        for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-            if config.get(key):
-                raise unsupported_entry(key, config[key], "none")
         group = _only_group(config)
-        if group["targets"] != ["Linear"]:
-            raise unsupported_entry("targets", group["targets"], "['Linear'], with exceptions in ignore")
-        for key in ("input_activations", "output_activations"):
-            if group.get(key):
-                raise unsupported_entry(key, group[key], "none: only the weights may be quantized")
-        cls._check_weights(group.get("weights") or {})
-        (unknown_rule,) = cls.variants()
+        weights = group.get("weights") or {}
+        entries = [
+            ("quantization_status", config.get("quantization_status"), ("compressed",)),
+            *((key, config.get(key) or None, (None,)) for key in _NO_GLOBAL),
+            ("targets", group["targets"], (["Linear"],)),  # with exceptions in ignore
+            *((key, group.get(key) or None, (None,)) for key in ("input_activations", "output_activations")),
+            *((f"weights.{key}", weights.get(key), (value,)) for key, value in cls._weights().items()),
+            ("weights.scale_dtype", weights.get("scale_dtype"), (None, str(cls.SCALE_DTYPE))),
+            # With "group" the columns are stored in another order; "weight" reorders while calibrating only.
+            ("weights.actorder", weights.get("actorder"), (None, "weight", "static")),
+        ]
+        for key, given, allowed in entries:
+            if given not in allowed:
+                raise unsupported_entry(key, given, f"{' or '.join(map(str, allowed))} in {cls.NAME}")
+        unknown_rule = cls(*(None for _ in fields(cls)))
         return PackedAs(unknown_rule, tuple(map(_name, layers("ignore", config.get("ignore")))))
 
     @classmethod
@@ -100,17 +104,6 @@ class CompressedTensors(Format):
             "num_bits": 4, "type": "float", "symmetric": True, "group_size": cls.BLOCK, "strategy": cls.STRATEGY,
             "dynamic": False,
         }  # fmt: skip
-
-    @classmethod
-    def _check_weights(cls, weights: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the `weights` section has the required values."""
-        for key, value in cls._weights().items():
-            if weights.get(key) != value:
-                raise unsupported_entry(f"weights.{key}", weights.get(key), f"{value} in {cls.NAME}")
-        if (dtype := weights.get("scale_dtype")) not in (None, str(cls.SCALE_DTYPE)):
-            raise unsupported_entry("weights.scale_dtype", dtype, f"{cls.SCALE_DTYPE} in {cls.NAME}")
-        if weights.get("actorder") == "group":  # "weight" reorders while calibrating only
-            raise unsupported_entry("weights.actorder", "group", "null, weight: the columns must be stored in order")
 
 
 def layout_of(config: Mapping[str, Any]) -> str | None:

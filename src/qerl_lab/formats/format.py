@@ -2,9 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,11 +125,6 @@ class Format(ABC):
         activations or cache, rotated weights, uncompressed weights.
         """
         return None
-
-    @classmethod
-    def variants(cls) -> tuple[Self, ...]:
-        """Return one format per possible set of packed tensors, the usual one first."""
-        return (cls(*(None for _ in fields(cls))),)
 
 
 def checked(weight: Tensor, weight_format: Format, *, name: str) -> Tensor:

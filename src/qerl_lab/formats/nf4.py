@@ -12,7 +12,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -139,11 +139,6 @@ class Nf4(Format):
         skipped = config.get("llm_int8_skip_modules")  # null: transformers leaves lm_head dense
         ignore = ("lm_head",) if skipped is None else layers("llm_int8_skip_modules", skipped)
         return PackedAs(cls(double_quant=bool(config.get("bnb_4bit_use_double_quant", False))), ignore)
-
-    @classmethod
-    def variants(cls) -> tuple[Self, ...]:
-        """Return the formats with scales in 8 bits and in float32."""
-        return cls(double_quant=True), cls(double_quant=False)
 
 
 def _hold_scales_in_8_bits(state: "QuantState") -> None:

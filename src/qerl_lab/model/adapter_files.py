@@ -25,8 +25,7 @@ def check(cfg: RunConfig) -> None:
     """
     assert cfg.lora.start_from is not None
     folder, said = adapter_folder(cfg.lora.start_from), f"lora.start_from={cfg.lora.start_from}"
-    settings = _settings(folder, said)
-    own = cfg.lora
+    settings, own = _settings(folder, said), cfg.lora
     for key, plain in PLAIN.items():
         if settings.get(key) not in (*plain, None):
             allowed = ", ".join(map(str, plain or (None,)))
@@ -35,19 +34,14 @@ def check(cfg: RunConfig) -> None:
                 "PEFT converts one that changed its base by "
                 "save_pretrained(DIR, path_initial_model_for_weight_conversion=ADAPTER_BEFORE_TRAINING)."
             )
-    if settings["r"] != own.rank:
-        raise ConfigError(f"{said} has rank {settings['r']}, and lora.rank={own.rank}. Type lora.rank={settings['r']}.")
-    if settings["lora_alpha"] != (own.alpha or own.rank):
-        raise ConfigError(
-            f"{said} was trained with alpha {settings['lora_alpha']:g}, and this run has {own.alpha or own.rank:g}. "
-            f"Type lora.alpha={float(settings['lora_alpha'])}."
-        )
-    if set(settings["target_modules"]) != set(own.target_modules):
-        given = sorted(settings["target_modules"])
-        raise ConfigError(
-            f"{said} has adapters on {', '.join(given)}, and lora.target_modules={spell_list(own.target_modules)}. "
-            f"Type lora.target_modules={spell_list(given)}."
-        )
+    targets = spell_list(sorted(settings["target_modules"]))
+    for what, held, mine, word in (
+        ("rank", settings["r"], own.rank, f"lora.rank={settings['r']}"),
+        ("alpha", settings["lora_alpha"], own.alpha or own.rank, f"lora.alpha={float(settings['lora_alpha'])}"),
+        ("adapters on", targets, spell_list(sorted(own.target_modules)), f"lora.target_modules={targets}"),
+    ):
+        if held != mine:
+            raise ConfigError(f"{said} has {what} {held}, and this run has {mine}. Type {word}.")
     if own.start_hash not in (None, found := file_hash(folder / WEIGHTS)):
         raise ConfigError(
             f"{said} was another adapter when the run was composed (lora.start_hash={own.start_hash}, now {found}). "
@@ -61,7 +55,6 @@ def _settings(folder: Path, said: str) -> dict[str, Any]:
         settings = parse_json((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{said} has no {SETTINGS} that can be read ({error}). Type an adapter of PEFT.") from None
-    lacking = [key for key in ("r", "lora_alpha", "target_modules") if key not in settings]
-    if settings.get("peft_type") != "LORA" or lacking or not isinstance(settings["target_modules"], list):
+    if settings.get("peft_type") != "LORA" or not isinstance(settings.get("target_modules"), list):
         raise ConfigError(f"{said} is no LoRA adapter with a list of layers ({folder / SETTINGS}). Type another.")
     return settings

@@ -1,12 +1,5 @@
-"""Render questions with a model's chat template, and refuse templates that fail, drop messages or take too long.
+"""Render questions with a model's chat template, save a tokenizer, and choose its padding token."""
 
-Also save a tokenizer, and choose its padding token.
-"""
-
-import multiprocessing
-import os
-import resource
-from collections.abc import Callable
 from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any
@@ -16,14 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.units import GIB
 
 # How a tokenizer was loaded. transformers (5.17) saves this as if it were a property of the tokenizer.
 OF_LOADING = ("is_local", "local_files_only")
-SECONDS = 10  # CPU time allowed for the first chat; usually it takes a millisecond
-WALL_SECONDS = 6 * SECONDS
-MEMORY_BYTES = GIB  # allowed for the first chat
-NO_MEMORY = 3  # exit status of the trial process
 OF_ROLE = {
     "system": ("the instruction", "Type task.instruction='', or another model"),
     "user": ("the question", "Type another model"),
@@ -39,7 +27,7 @@ class Chat:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer, self.day, self.writes_date, self._is_tried = tokenizer, date.today(), False, False
+        self.tokenizer, self.day, self.writes_date = tokenizer, date.today(), False
 
     @property
     def notes(self) -> list[str]:
@@ -49,13 +37,9 @@ class Chat:
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the token ids of a chat, up to where the answer begins.
 
-        Raises ConfigError for a template that raises, leaves a message out, or takes more than SECONDS or MEMORY_BYTES
-        for the first chat.
+        Raises ConfigError for a template that raises or leaves a message out.
         """
         said = f"the chat template of {self.tokenizer.name_or_path}"
-        if not self._is_tried:
-            _try_in_fork(lambda: self._applied(messages, tokenize=False), said)
-            self._is_tried = True
         try:
             text = self._applied(messages, tokenize=False)
             ids = self._applied(messages, return_dict=True)["input_ids"]
@@ -84,39 +68,6 @@ class Chat:
         # mistral-common's tokenizers, used where vLLM is installed, refuse unknown variables.
         dated = {"strftime_now": strftime_now} if "strftime_now" in str(self.tokenizer.chat_template) else {}
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **output, **dated)
-
-
-def _try_in_fork(write: Callable[[], Any], said: str) -> None:
-    """Call `write` in a forked process with limits on time and memory. Raises ConfigError, beginning with `said`.
-
-    Errors that `write` itself raises are ignored, because the caller repeats the call.
-    """
-    trial = multiprocessing.get_context("fork").Process(target=_run_trial, args=(write,))
-    trial.start()
-    trial.join(WALL_SECONDS)
-    if trial.exitcode is None:
-        trial.kill()
-        trial.join()
-    if trial.exitcode == 0:
-        return
-    most = f"{MEMORY_BYTES / GIB:g} GiB of memory" if trial.exitcode == NO_MEMORY else f"{SECONDS} s"
-    raise ConfigError(f"{said} takes more than {most} to write one question. Type another model, or mend the template.")
-
-
-def _run_trial(write: Callable[[], Any]) -> None:
-    """Run the trial. Exits without cleanup, because it shares CUDA and other state with its parent."""
-    status = 0
-    with open("/proc/self/statm", encoding="ascii") as file:
-        held = int(file.read().split()[0]) * resource.getpagesize()
-    for what, most in ((resource.RLIMIT_AS, held + MEMORY_BYTES), (resource.RLIMIT_CPU, SECONDS)):
-        hard = resource.getrlimit(what)[1]
-        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-    try:
-        write()
-    except MemoryError:
-        status = NO_MEMORY
-    finally:  # whatever else it raises
-        os._exit(status)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

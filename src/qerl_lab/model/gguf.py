@@ -13,7 +13,6 @@ import math
 import shutil
 import struct
 import sys
-import uuid
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -139,21 +138,18 @@ def unpack(file: Path) -> Path:
         return folder
     found = header(file)
     cache_folder().mkdir(parents=True, exist_ok=True)
-    with exclusive(cache_folder()) as alone:  # among ranks and jobs of a sweep the first unpacks, the others wait
+    with exclusive(cache_folder()):  # among ranks and jobs of a sweep the first unpacks, the others wait
         if not folder.is_dir():
-            _unpack_to(file, folder, found, alone)
+            _unpack_to(file, folder, found)
     return folder
 
 
-def _unpack_to(file: Path, folder: Path, found: Header, alone: bool) -> None:
-    """Unpack into a temporary directory and rename it, so that a killed process leaves no half directory.
-
-    Without file locks (`alone` false) each process unpacks for itself, and the first to finish wins.
-    """
+def _unpack_to(file: Path, folder: Path, found: Header) -> None:
+    """Unpack into a temporary directory and rename it, so that a killed process leaves no half directory."""
     kinds = ", ".join(f"{kind} ({count})" for kind, count in found.kinds.items())
     said = f"{file.name}: tensors in {kinds}; transformers dequantizes them to {DTYPE}, kept in {folder}"
     print(said, file=sys.stderr, flush=True)
-    partial = folder.with_name(f"{folder.name}.partial{'' if alone else f'-{uuid.uuid4().hex[:8]}'}")
+    partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
@@ -164,12 +160,7 @@ def _unpack_to(file: Path, folder: Path, found: Header, alone: bool) -> None:
             f"transformers cannot read {file} ({type(error).__name__}: {first_line(error)}). "
             "Type the path of the model as safetensors, or a GGUF file of another kind."
         ) from error
-    try:
-        partial.rename(folder)
-    except OSError:  # another process was first
-        shutil.rmtree(partial)
-        if not folder.is_dir():
-            raise
+    partial.rename(folder)
 
 
 def _dequantize(file: Path, folder: Path, found: Header) -> None:
@@ -191,7 +182,12 @@ def _dequantize(file: Path, folder: Path, found: Header) -> None:
     _restore_tokenizer(tokenizer, found)
     model.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
-    (folder / UNPACKED).write_text(json.dumps(_about(file, found), indent=1) + "\n", encoding="utf-8")
+    versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf", "torch")}
+    about = {
+        "file": str(file.resolve()), "sha256": sha256(file), "bytes": file.stat().st_size, "tensors": found.kinds,
+        "parameters": found.parameters, "dequantized_to": DTYPE, "packages": versions,
+    }  # fmt: skip
+    (folder / UNPACKED).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
 def _restore_tokenizer(tokenizer: "PreTrainedTokenizerFast", found: Header) -> None:
@@ -208,12 +204,3 @@ def _restore_tokenizer(tokenizer: "PreTrainedTokenizerFast", found: Header) -> N
     if found.is_byte_level:
         tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     tokenizer.clean_up_tokenization_spaces = False
-
-
-def _about(file: Path, found: Header) -> dict[str, Any]:
-    """Return the record of the file for `gguf.json`."""
-    versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf", "torch")}
-    return {
-        "file": str(file.resolve()), "sha256": sha256(file), "bytes": file.stat().st_size, "tensors": found.kinds,
-        "parameters": found.parameters, "dequantized_to": DTYPE, "packages": versions,
-    }  # fmt: skip

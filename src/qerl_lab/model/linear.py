@@ -45,56 +45,30 @@ class PackedLinear(nn.Linear):
     bits. Moved to another device, the layer gets tensors of its own again.
     """
 
-    def __init__(
-        self,
-        weight_format: Format,
-        packed: Mapping[str, Tensor],
-        shape: tuple[int, int],
-        *,
-        compute_dtype: torch.dtype,
-        bias: Tensor | None = None,
-        dense_cache: bool = False,
-    ) -> None:
-        """Hold `packed` as the weight of `shape` (out_features, in_features).
+    def __init__(self, linear: nn.Linear, weight_format: Format, packed: Mapping[str, Tensor]) -> None:
+        """Take the place of `linear`, which may be on the meta device: its shape, dtype and bias, with weight `packed`.
 
-        Raises ValueError for an unsupported compute dtype.
+        Raises ValueError if a packed Linear cannot compute in this dtype.
         """
         nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
-        self.out_features, self.in_features = shape
+        self.out_features, self.in_features = linear.out_features, linear.in_features
         self.weight_format = weight_format
-        self.compute_dtype = _checked_dtype(compute_dtype)
-        self.dense_cache = dense_cache
+        self.compute_dtype = _checked_dtype(linear.weight.dtype)
+        self.dense_cache = False
+        bias = linear.bias
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone(), False))
-        self._held_names: tuple[str, ...] = ()
-        self._decoder: Decoder | None = None
-        self._dense: dict[torch.dtype, Tensor] = {}
         self.hold(packed)
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, weight_format: Format, *, dense_cache: bool = False) -> Self:
-        """Quantize `linear`; the result computes in the dtype of its weight."""
-        ((_, packed),) = pack_fused(weight_format, {"weight": linear.weight})
-        return cls.like(linear, weight_format, packed, dense_cache=dense_cache)
-
-    @classmethod
-    def like(
-        cls, linear: nn.Linear, weight_format: Format, packed: Mapping[str, Tensor], *, dense_cache: bool = False
-    ) -> Self:
-        """Build a replacement for `linear` (may be on the meta device) with its shape, dtype and bias."""
-        shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
-        return cls(weight_format, packed, shape, compute_dtype=dtype, bias=linear.bias, dense_cache=dense_cache)
 
     def hold(self, tensors: Mapping[str, Tensor], form: Marlin | Tiles | None = None) -> None:
         """Replace the weight's buffers by `tensors`, in checkpoint layout or in the layout that `form` reads.
 
         The caller must ensure that they encode the same weight.
         """
-        for name in self._held_names:
-            del self._buffers[_attribute(name)]
         # Not register_buffer: bitsandbytes calls its packed tensor `weight`, which is a property here.
+        self._buffers.clear()
         self._buffers.update({_attribute(name): tensor for name, tensor in tensors.items()})
         self._held_names, self.form = tuple(tensors), form
-        self._packed_changed(decode=True)
+        self._make_decoder()
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # nn.Linear has a parameter by this name
@@ -115,26 +89,15 @@ class PackedLinear(nn.Linear):
         layout = self.weight_format.layout((self.out_features, self.in_features))
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
 
-    @property
-    def decoder(self) -> Decoder:
-        """The weight's decoder, rebuilt after every change of the packed tensors.
+    def _make_decoder(self) -> None:
+        """Make the decoder of the packed tensors, and drop the cached dense weight.
 
-        Rebuilding reads one or two constants from a GPU.
+        At once, because torch.compile cannot read the decoder's constants from a GPU later.
         """
-        if self._decoder is None:
+        self._dense: dict[torch.dtype, Tensor] = {}
+        if not self.weight.is_meta:
             read = self.form or self.weight_format
-            self._decoder = read.decoder(self.held(), (self.out_features, self.in_features))
-        return self._decoder
-
-    def _packed_changed(self, *, decode: bool = False) -> None:
-        """Drop the cached decoder and dense weight. With `decode` rebuild the decoder at once, for torch.compile.
-
-        torch.compile cannot read the decoder's constants from a GPU later.
-        """
-        self._decoder = None
-        self._dense.clear()
-        if decode and not self.weight.is_meta:
-            self._decoder = self.decoder
+            self.decoder: Decoder = read.decoder(self.held(), (self.out_features, self.in_features))
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """Return W' `[N, K]` in `dtype`."""
@@ -175,9 +138,8 @@ class PackedLinear(nn.Linear):
             got = fn(given)
             return tensor if got is given else got.view(tensor.dtype)  # keep sharing it with other layers
 
-        decoded = self._decoder is not None
         super()._apply(keep_dtype, recurse)
-        self._packed_changed(decode=decoded)
+        self._make_decoder()
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
@@ -185,20 +147,9 @@ class PackedLinear(nn.Linear):
         for name in self._held_names:
             destination[prefix + name] = destination.pop(prefix + _attribute(name))
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        error_msgs: list[str] = args[-1]
-        for name, own in self.held().items():
-            if (tensor := state_dict.pop(prefix + name, None)) is None:
-                continue  # reported as missing below
-            state_dict[prefix + _attribute(name)] = tensor
-            if tensor.dtype is not own.dtype:
-                error_msgs.append(f"dtype mismatch for {prefix}{name}: {tensor.dtype} given, {own.dtype} expected")
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        self._packed_changed()
-
 
 class _PackedProduct(torch.autograd.Function):
-    """x[..., K], bias[N] -> y[..., N] for the frozen packed weight of `layer`; x and bias have one dtype.
+    """x[..., K], bias[N] -> y[..., N] for the frozen weight and bias of `layer`; x and bias have one dtype.
 
     Saves the layer, not a tensor, for the backward pass.
     """
@@ -210,14 +161,10 @@ class _PackedProduct(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            with autocast_off(grad_y):
-                grad_x = scaled_linear(grad_y, ctx.layer.unpack(ctx.dtype).t(), ctx.layer.decoder.alpha)
-        if ctx.needs_input_grad[1]:
-            grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
-        return grad_x, grad_bias, None
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None]:
+        with autocast_off(grad_y):
+            grad_x = scaled_linear(grad_y, ctx.layer.unpack(ctx.dtype).t(), ctx.layer.decoder.alpha)
+        return grad_x, None, None
 
 
 def scaled_linear(x: Tensor, weight: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
@@ -284,7 +231,7 @@ def weight_bytes(model: nn.Module) -> WeightBytes:
     return WeightBytes(linears, sum(tensor.nbytes for tensor in tensors))
 
 
-def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Format, dense_cache: bool) -> None:
+def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Format) -> None:
     """Pack `weights`, the parts of one fused layer by Linear name, into the model, removing them from `weights`.
 
     The weights come in their stored dtype. A layer computes in the dtype of the Linear it replaces, which may be on the
@@ -293,7 +240,7 @@ def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Form
     for name, packed in pack_fused(weight_format, weights):
         linear = cast(nn.Linear, model.get_submodule(name))
         if weight_format.BLOCK is not None:
-            model.set_submodule(name, PackedLinear.like(linear, weight_format, packed, dense_cache=dense_cache))
+            model.set_submodule(name, PackedLinear(linear, weight_format, packed))
             continue
         shape, dtype = (linear.out_features, linear.in_features), linear.weight.dtype
         linear.weight = nn.Parameter(weight_format.dequantize(packed, shape, dtype))

@@ -77,11 +77,11 @@ def refuse_packed(folder: Path, said: str, why: str) -> None:
 
 def load_model(
     config: PretrainedConfig, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device,
-    dtype: torch.dtype, dense_cache: bool = False,
+    dtype: torch.dtype,
 ) -> PreTrainedModel:  # fmt: skip
     """Create an `empty_model` and `fill` it."""
     model = empty_model(config, dtype)
-    fill(model, source, packed_as, is_packed=is_packed, device=device, dense_cache=dense_cache)
+    fill(model, source, packed_as, is_packed=is_packed, device=device)
     return model
 
 
@@ -101,9 +101,8 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str = "
 
 
 def fill(
-    model: PreTrainedModel, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device,
-    dense_cache: bool = False,
-) -> None:  # fmt: skip
+    model: PreTrainedModel, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device
+) -> None:
     """Load the weights into an `empty_model` on `device`, with Linears packed as `packed_as` says, all frozen.
 
     With `is_packed` the source holds packed weights. Otherwise it holds dense ones; each fused layer (q/k/v, gate/up)
@@ -114,38 +113,39 @@ def fill(
         ValueError: a tensor is missing, superfluous, or has the wrong shape or dtype (names it and its file). Or a
             tensor holds NaN or Inf, or the parts of a fused layer do not fit together.
     """
-    linears = packable(model, packed_as.ignore)
-    _check_names(model, source, packed_as, linears if is_packed else ())
+    linears, expected = packable(model, packed_as.ignore), _dense_shapes(model)
     weights = {f"{name}.weight" for name in linears}
+    dense = sorted(expected.keys() - weights)
+    if is_packed:
+        expected = {name: expected[name] for name in dense}
+    _check_names(model, source, expected, packed_as.weight_format, linears if is_packed else ())
     for group in fused_groups(linears):
         if is_packed:
-            _fill_packed(model, source, group, packed_as.weight_format, device, dense_cache)
+            _fill_packed(model, source, group, packed_as.weight_format, device)
         else:
             stored = {name: source.tensor(f"{name}.weight", device) for name in group}
-            pack_group(model, stored, packed_as.weight_format, dense_cache)
-    _fill_dense(model, source, sorted(_dense_shapes(model).keys() - weights), device)
+            pack_group(model, stored, packed_as.weight_format)
+    _fill_dense(model, source, dense, device)
     model.tie_weights()
-    _check_tied_copies(model, source)
     model.to(device).requires_grad_(False)
 
 
-def _check_names(model: PreTrainedModel, source: TensorSource, packed_as: PackedAs, packed: Sequence[str]) -> None:
-    """Raise ValueError unless `source` holds exactly the tensors of the empty `model`, in its shapes.
+def _check_names(
+    model: PreTrainedModel, source: TensorSource, dense: Mapping[str, tuple[int, ...]], weight_format: Format,
+    packed: Sequence[str],
+) -> None:  # fmt: skip
+    """Raise ValueError unless `source` holds the tensors `dense`, in these shapes, and the Linears `packed`.
 
-    The Linears `packed` are stored as `packed_as` says, everything else dense. Tied copies and tensors that the model
-    ignores are allowed besides.
+    Tied copies and tensors that the model ignores are allowed besides.
     """
-    shapes, keys = _dense_shapes(model), packed_as.weight_format.layout((64, 64))
-    for name in packed:
-        del shapes[f"{name}.weight"]
-    expected, stored = shapes.keys() | {f"{name}.{key}" for name in packed for key in keys}, set(source.names)
-    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]
+    expected = dense.keys() | {f"{name}.{key}" for name in packed for key in weight_format.layout((64, 64))}
+    stored, patterns = set(source.names), [*(model._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]
     extra = sorted(
         name for name in stored - expected - set(tied(model))
         if not any(re.search(pattern, name) for pattern in patterns)
     )  # fmt: skip
     if (missing := sorted(expected - stored)) or extra:
-        kind = f"packed in {packed_as.weight_format.NAME}" if packed else "dense"
+        kind = f"packed in {weight_format.NAME}" if packed else "dense"
         found = [f"{some_of(missing, 1)} missing"] if missing else []
         found += [f"{some_of(extra, 1)} in no module"] if extra else []
         file = source.where((extra or sorted(stored))[0])
@@ -153,7 +153,7 @@ def _check_names(model: PreTrainedModel, source: TensorSource, packed_as: Packed
             f"{file}: the tensors are not those of {type(model).__name__}, {kind} according to config.json: "
             f"{', '.join(found)}"
         )
-    for name, shape in shapes.items():
+    for name, shape in dense.items():
         if source.shape(name) != shape:
             raise ValueError(f"{source.where(name)}: {name} is {list(source.shape(name))}, the model has {list(shape)}")
         if (dtype := source.dtype(name)) not in STORED_DTYPES:
@@ -162,35 +162,15 @@ def _check_names(model: PreTrainedModel, source: TensorSource, packed_as: Packed
 
 
 def _dense_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes, by name, of the model's dense parameters (tied ones once) and saved buffers.
-
-    Packed layers count with their bias only.
-    """
-    packed = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
-    kept = model.state_dict()
-    tensors = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in kept)]
-    return {
-        name: tuple(tensor.shape)
-        for name, tensor in tensors
-        if name.rpartition(".")[0] not in packed or name.endswith(".bias")
-    }
+    """Return the shapes of an empty model's parameters (tied ones once) and saved buffers, by name."""
+    again = tied(model)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in again}
 
 
 def tied(model: PreTrainedModel) -> list[str]:
     """List the duplicate names of tied parameters, which a checkpoint may omit."""
     once = dict(model.named_parameters())
     return [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in once]
-
-
-def _check_tied_copies(model: PreTrainedModel, source: TensorSource) -> None:
-    """Raise ValueError if the source holds a tied tensor with values of its own."""
-    for name in set(tied(model)) & set(source.names):
-        own = model.get_parameter(name)
-        if not torch.equal(source.tensor(name, "cpu").to(own.dtype), own.cpu()):
-            raise ValueError(
-                f"{source.where(name)}: {name} is not the embedding, though config.json says tie_word_embeddings; "
-                'allowed: the same values, or "tie_word_embeddings": false'
-            )
 
 
 def _fill_dense(model: PreTrainedModel, source: TensorSource, tensors: Iterable[str], device: torch.device) -> None:
@@ -212,9 +192,8 @@ def check_dense_values(tensor: Tensor, *, name: str) -> None:
 
 
 def _fill_packed(
-    model: PreTrainedModel, source: TensorSource, group: Sequence[str], weight_format: Format, device: torch.device,
-    dense_cache: bool,
-) -> None:  # fmt: skip
+    model: PreTrainedModel, source: TensorSource, group: Sequence[str], weight_format: Format, device: torch.device
+) -> None:
     """Replace the empty Linears of one fused layer by `PackedLinear`s; their biases stay empty."""
     linears = {name: cast(nn.Linear, model.get_submodule(name)) for name in group}
     packed = {}
@@ -227,8 +206,7 @@ def _fill_packed(
         )
     _check_shared(packed, weight_format.SHARED)
     for name, linear in linears.items():
-        layer = PackedLinear.like(linear, weight_format, packed[name], dense_cache=dense_cache)
-        model.set_submodule(name, layer)
+        model.set_submodule(name, PackedLinear(linear, weight_format, packed[name]))
 
 
 def _check_shared(packed: Mapping[str, Mapping[str, Tensor]], key: str | None) -> None:

@@ -6,7 +6,7 @@ So a command refuses an unusable model within a moment: before anything starts, 
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.model_hash import TOKENIZERS, header, model_hash
 from qerl_lab.config.option import ConfigError, did_you_mean, parse_json
 from qerl_lab.config.records import QUALITY
-from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
 from qerl_lab.config.spelling import shell_word, spell_list
 from qerl_lab.model import gguf
@@ -51,16 +50,11 @@ def local_path(path: str, key: str = "model.path") -> Path | None:
         return unpacked if unpacked.is_dir() else None
     if folder.is_dir():
         return folder
-    if folder.is_file():
-        raise ConfigError(
-            f"{key}={path} is a file; allowed: a directory, a hub id, or a GGUF file. Type "
-            f"{shell_word(key, folder.parent)}."
-        )
-    if path.startswith(("/", ".", "~")) or folder.parent.is_file() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
+    if folder.is_file() or path.startswith(("/", ".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
+        example = shell_word(key, folder.parent) if folder.is_file() else f"{key}=DIRECTORY"
         raise ConfigError(
             f"{key}={path} is no directory; allowed: pocket, a directory, FILE.gguf, or a hub id such as "
-            "Qwen/Qwen2.5-7B-Instruct. "
-            f"Type {key}=DIRECTORY."
+            f"Qwen/Qwen2.5-7B-Instruct. Type {example}."
         )
     return None
 
@@ -89,58 +83,37 @@ def check(folder: Path, cfg: RunConfig) -> None:
     found = layers(folder)
     _check_names(found, cfg, said)
     config = read_json(folder / "config.json", said)
-    _check_packed(folder, config, cfg)
     is_dense, is_tied = "quantization_config" not in config, config.get("tie_word_embeddings") is not False
+    name, rules = noted_rounding(folder)
+    if name and not is_dense:  # checkpoints of other programs are compared when they are loaded
+        check_rounding(cfg, name, rules)
     if is_dense and not is_tied and cfg.format.name != DENSE_FORMAT and not is_ignored(HEAD, cfg.format.ignore):
         raise packed_head_refusal(cfg, HEAD)
     _check_context(config, cfg, said)
 
 
-def _check_packed(folder: Path, config: dict[str, Any], cfg: RunConfig) -> None:
-    """Raise ConfigError if the run's format or rounding rule differs from the quantize command's record.
-
-    Checkpoints of other programs are compared when they are loaded.
-    """
-    name, rules = noted_rounding(folder)
-    if "quantization_config" not in config or not name:
-        return
-    if name != cfg.format.name:
-        raise other_format(cfg, name)
-    for key, value in rules.items():
-        if getattr(cfg.format, key) != value:
-            raise other_rule(cfg, name, key, value)
-
-
 def noted_rounding(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return the format and the rounding rules that the quantize command noted in its checkpoint; else "" and {}.
-
-    Raises ConfigError if the record is damaged.
-    """
+    """Return the format and the rounding rules that the quantize command noted in its checkpoint; else "" and {}."""
     file = folder / QUALITY
     about = read_json(file) if file.is_file() else {}
-    rules = about.get("options", {})
-    try:
-        from_dict({"format": rules})
-    except ConfigError as error:
-        raise ConfigError(f"{file} is damaged ({error}). Quantize the model again, or move the file away.") from None
-    return str(about.get("format", "")), rules
+    return about.get("format", ""), about.get("options", {})
 
 
-def other_format(cfg: RunConfig, name: str) -> ConfigError:
-    """Return the error for a directory packed in format `name` when the run asks for another."""
-    arms = f"an experiment with that format, for example +experiment={name}, "
-    return ConfigError(
-        f"model.path={cfg.model.path} is packed in {name}, and format.name={cfg.format.name} was given. Type "
-        f"format={name}, {arms if name in choices_of('experiment') else ''}or the path of the dense model."
-    )
-
-
-def other_rule(cfg: RunConfig, name: str, key: str, value: Any) -> ConfigError:
-    """Return the error for a directory packed with option `key`=`value` when the run asks for another."""
-    return ConfigError(
-        f"model.path={cfg.model.path} is packed in {name} with {key}={value}, and "
-        f"format.{key}={getattr(cfg.format, key)} was given. Type format.{key}={str(value).lower()}."
-    )
+def check_rounding(cfg: RunConfig, name: str, rules: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the run's format or rounding rule differs from the packed directory's."""
+    said = f"model.path={cfg.model.path} is packed in {name}"
+    if name != cfg.format.name:
+        arms = f"an experiment with that format, for example +experiment={name}, "
+        raise ConfigError(
+            f"{said}, and format.name={cfg.format.name} was given. Type format={name}, "
+            f"{arms if name in choices_of('experiment') else ''}or the path of the dense model."
+        )
+    for key, value in rules.items():
+        if (given := getattr(cfg.format, key)) != value:
+            raise ConfigError(
+                f"{said} with {key}={value}, and format.{key}={given} was given. "
+                f"Type format.{key}={str(value).lower()}."
+            )
 
 
 def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:
@@ -176,11 +149,8 @@ def listed_files(folder: Path) -> dict[str, Path] | None:
     if not index.is_file():
         return None
     weight_map = read_json(index, str(folder)).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(f"{index} has no weight_map. Download or save the model again.")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ConfigError(f"{index}: {name} is in {file!r}; allowed: a file of the same folder.")
+    if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
+        raise ConfigError(f"{index} has no weight_map to files of the same folder. Download or save the model again.")
     if (folder / SINGLE).is_file() and {*weight_map.values()} != {SINGLE}:
         raise ConfigError(
             f"{folder} holds {SINGLE}, and {INDEX}, which lists other files: two sets of weights. Remove the set that "
@@ -193,15 +163,15 @@ def read_json(file: Path, said: str | None = None) -> dict[str, Any]:
     """Read a JSON object of the model that `said` names. Raises ConfigError, naming the file, for anything else."""
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return content
     except FileNotFoundError:
         raise ConfigError(
             f"{said or file.parent} holds no {file.name}, so it is no model directory. Type one that has it."
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as JSON ({error}). Download or save the model again.") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} holds no JSON object. Download or save the model again.")
-    return content
+    raise ConfigError(f"{file} holds no JSON object. Download or save the model again.")
 
 
 def check_chat_template(folder: Path, said: str) -> None:
@@ -236,12 +206,13 @@ def _check_context(config: dict[str, Any], cfg: RunConfig, said: str) -> None:
     context = context_tokens(config)
     if context is None or prompt + completion <= context:
         return
-    shorter = min(prompt, completion, context // 2)
-    fits = {"prompt": min(prompt, context - shorter), "completion": min(completion, context - shorter)}
-    remedy = " ".join(
-        f"rollout.max_{name}_tokens={fits[name]}"
-        for name, given in (("prompt", prompt), ("completion", completion)) if given != fits[name]
-    )  # fmt: skip
+    half = context // 2
+    if prompt <= half:
+        remedy = f"rollout.max_completion_tokens={context - prompt}"
+    elif completion <= half:
+        remedy = f"rollout.max_prompt_tokens={context - completion}"
+    else:
+        remedy = f"rollout.max_prompt_tokens={half} rollout.max_completion_tokens={context - half}"
     raise ConfigError(
         f"rollout.max_prompt_tokens={prompt} and rollout.max_completion_tokens={completion} are {prompt + completion} "
         f"tokens, and {said} was made for {context} (its config.json: max_position_embeddings and rope scaling). "

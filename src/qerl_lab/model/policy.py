@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_lab import formats
-from qerl_lab.config.message import first_line, in_one_line
+from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
@@ -25,10 +24,10 @@ from qerl_lab.config.spelling import spell_list
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import loading
 from qerl_lab.model.chat import Chat, pad_id
-from qerl_lab.model.linear import packable, packed_head
+from qerl_lab.model.linear import packable, packed_head, packed_layers
 from qerl_lab.model.lora import register_lora
-from qerl_lab.model.on_disk import other_format, other_rule, packed_head_refusal
-from qerl_lab.model.weight_files import WeightFiles, local_folder
+from qerl_lab.model.on_disk import check_rounding, packed_head_refusal
+from qerl_lab.model.weight_files import WeightFiles, local_folder, not_loaded
 from qerl_lab.system.disk import make_readable
 
 
@@ -152,10 +151,9 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
         ConfigError: the model lacks a module of a name, or it feeds no linear layer.
     """
     found = {name: module for name, module in model.named_modules() if _last(name) in names}
-    if missing := set(names) - {_last(name) for name in found}:
-        raise ConfigError(f"aqn.norms={spell_list(names)}: {path} has no module named {sorted(missing)}.")
     feeding = _norms_before_linears(model)
-    if wrong := [name for name in found if name not in feeding]:
+    missing = sorted(set(names) - {_last(name) for name in found})
+    if wrong := [*missing, *(name for name in found if name not in feeding)]:
         allowed = sorted({_last(name) for name in feeding})
         remedy = f" Type aqn.norms={spell_list(allowed)}." if allowed else ""
         raise ConfigError(
@@ -178,28 +176,13 @@ def _norms_before_linears(model: PreTrainedModel) -> set[str]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             hooks.append(module.register_forward_pre_hook(lambda _, args: read.append(args[0])))
-        elif _is_norm(module):
-
-            def keep(_: nn.Module, __: Any, output: Tensor, name: str = name) -> None:
-                written[name] = output
-
-            hooks.append(module.register_forward_hook(keep))
-    training = model.training
-    try:
-        model.eval()
-        model.base_model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
+        elif isinstance(weight := getattr(module, "weight", None), nn.Parameter) and weight.dim() == 1:
+            hooks.append(module.register_forward_hook(lambda _, __, output, name=name: written.update({name: output})))
+    model.base_model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
+    for hook in hooks:
+        hook.remove()
     addresses = {tensor.data_ptr() for tensor in read}
     return {name for name, output in written.items() if output.data_ptr() in addresses}
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Return whether a module has a one-dimensional weight."""
-    own = dict(module.named_parameters(recurse=False))
-    return "weight" in own and own["weight"].dim() == 1
 
 
 def hold_in_float32(norm: nn.Module) -> nn.Parameter:
@@ -223,10 +206,6 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
     safetensors only and runs no code of the model. Raises ConfigError, naming file and tensor, for a model that cannot
     be loaded.
     """
-    if device.type == "cuda" and cfg.format.dense_cache == "on":
-        raise ConfigError(
-            "format.dense_cache=on is refused on a GPU, which device=auto found. Type format.dense_cache=off."
-        )
     folder = local_folder(cfg.model.path, cfg.model.revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
@@ -234,10 +213,7 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path={cfg.model.path} could not be loaded ({type(error).__name__}: {first_line(error)}). "
-            "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."
-        ) from error
+        raise not_loaded(f"model.path={cfg.model.path}", error) from error
     if pad_id(tokenizer, model.get_input_embeddings().num_embeddings) != tokenizer.pad_token_id:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
@@ -258,10 +234,9 @@ def _load_weights(cfg: RunConfig, folder: Path, device: torch.device) -> PreTrai
         )
     if stored is not None:
         _check_agreement(cfg, stored, model)
-    loading.fill(
-        model, WeightFiles(folder), packed_as, is_packed=stored is not None, device=device,
-        dense_cache=device.type == "cpu" and cfg.format.dense_cache != "off",
-    )  # fmt: skip
+    loading.fill(model, WeightFiles(folder), packed_as, is_packed=stored is not None, device=device)
+    for layer in packed_layers(model).values():
+        layer.dense_cache = device.type == "cpu" and cfg.format.dense_cache != "off"
     # Keep end tokens only: transformers would add the model's sampling defaults (e.g. Qwen2.5's repetition penalty).
     written = folder / "generation_config.json"
     own = GenerationConfig.from_pretrained(folder) if written.is_file() else model.generation_config
@@ -272,18 +247,14 @@ def _load_weights(cfg: RunConfig, folder: Path, device: torch.device) -> PreTrai
 def _check_agreement(cfg: RunConfig, stored: PackedAs, model: PreTrainedModel) -> None:
     """Raise ConfigError if a packed directory's format, options or ignored layers differ from the run's."""
     name = stored.weight_format.NAME
-    said = f"model.path={cfg.model.path} is packed in {name}"
-    if name != cfg.format.name:
-        raise other_format(cfg, name)
-    for key, value in asdict(stored.weight_format).items():
-        if value is not None and getattr(cfg.format, key) != value:
-            raise other_rule(cfg, name, key, value)
+    check_rounding(cfg, name, {key: value for key, value in asdict(stored.weight_format).items() if value is not None})
     here, there = ({*packable(model, ignore)} for ignore in (cfg.format.ignore, stored.ignore))
     if differ := here ^ there:
         remedy = shlex.quote(f"format.ignore={spell_list(stored.ignore)}")
         raise ConfigError(
-            f"{said} with ignore={list(stored.ignore)}, and format.ignore={cfg.format.ignore} was given: they differ "
-            f"in {len(differ)} layers, the first {min(differ)}. Type {remedy}."
+            f"model.path={cfg.model.path} is packed in {name} with ignore={list(stored.ignore)}, and "
+            f"format.ignore={cfg.format.ignore} was given: they differ in {len(differ)} layers, the first "
+            f"{min(differ)}. Type {remedy}."
         )
 
 

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qerl_lab.config.message import first_line, say_hub_is_asked
-from qerl_lab.config.model_hash import header
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import RECORDS
 from qerl_lab.model import gguf, on_disk
@@ -39,7 +38,7 @@ class WeightFiles:
     def __init__(self, folder: Path) -> None:
         """Read the headers.
 
-        Raises ValueError, naming file and tensor, for a folder without weights or with two sets of them, a missing or
+        Raises ValueError, naming the file, for a folder without weights or with two sets of them, a missing or
         truncated file, and an index that disagrees with the files.
         """
         index, listed = folder / INDEX, on_disk.listed_files(folder)
@@ -51,13 +50,14 @@ class WeightFiles:
                     f"{file} is missing; allowed: {SINGLE}, or {index} and the files that it lists (safetensors only: "
                     "other kinds of files can run code)"
                 )
-            for name, stored in _header(file).items():
-                if listed is not None and listed.get(name) != file:
-                    raise ValueError(f"{file} holds {name}, which {index} does not list there: the files do not agree")
-                self._stored[name] = stored
-        for name, file in (listed or {}).items():
-            if name not in self._stored:
-                raise ValueError(f"{file} does not hold {name}, which {index} lists there: the files do not agree")
+            self._stored |= _header(file)
+        held = {name: stored.file for name, stored in self._stored.items()}
+        if listed is not None and held != listed:
+            name = min(name for name, _ in held.items() ^ listed.items())
+            raise ValueError(
+                f"{index} has {name} in {listed.get(name, 'no file')}, and it is in {held.get(name, 'no file')}: the "
+                "files do not agree"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -111,11 +111,15 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
             f"reached. Type {key}=DIR or {key}=FILE.gguf with a copy of the model, or try again with a network."
         ) from error
     except (OSError, ValueError) as error:  # not found, not an id
-        raise ConfigError(
-            f"{key}={path} could not be loaded "
-            f"({type(error).__name__}: {first_line(error)}). "
-            "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."
-        ) from error
+        raise not_loaded(f"{key}={path}", error) from error
+
+
+def not_loaded(said: str, error: Exception) -> ConfigError:
+    """Return the error for a model, given by the word `said`, that could not be loaded."""
+    return ConfigError(
+        f"{said} could not be loaded ({type(error).__name__}: {first_line(error)}). "
+        "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."
+    )
 
 
 def copy_companions(source: Path, target: Path) -> None:
@@ -133,16 +137,15 @@ def lab_records(folder: Path) -> dict[str, Any]:
 
 
 def _header(file: Path) -> dict[str, _Stored]:
-    """Read the tensor entries of one file in stored order. Raises ValueError, naming the first truncated tensor."""
-    entries, begin = header(file)
-    entries.pop("__metadata__", None)
-    size, stored, end = file.stat().st_size, {}, begin
-    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        if (end := begin + entry["data_offsets"][1]) > size:
-            raise ValueError(f"{file} cannot be read: {name} ends at byte {end}, the file at {size} (truncated)")
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{file}: {name} is in {entry['dtype']}; allowed: {', '.join(DTYPES)}")
-        stored[name] = _Stored(file, tuple(entry["shape"]), DTYPES[entry["dtype"]])
-    if end != size:
-        raise ValueError(f"{file} cannot be read: its tensors end at byte {end}, the file at {size}")
-    return stored
+    """Read the tensor entries of one file in stored order. Raises ValueError if the file is damaged or truncated."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            return {
+                name: _Stored(file, tuple(entry.get_shape()), DTYPES[entry.get_dtype()])
+                for name, entry in slices.items()
+            }
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read, or is not whole ({error}); download it again") from None
+    except KeyError as error:
+        raise ValueError(f"{file} has a tensor in {error}; allowed: {', '.join(DTYPES)}") from None

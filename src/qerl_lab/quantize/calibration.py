@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -15,6 +14,7 @@ from qerl_lab.config.option import ConfigError, parse_json
 
 FIELDS = "text; messages or conversations; question and answer"
 SHUFFLED_ROWS = 1000  # shuffle buffer of a hub dataset, which is streamed
+ROLES = {"human": "user", "gpt": "assistant"}  # of `conversations`, which may also have the chat template's
 
 
 def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int, tokens: int, seed: int) -> Tensor:
@@ -23,8 +23,7 @@ def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int,
     Each text ends with an end token, or as the chat template ends a conversation. `dataset` is a .txt file (one text),
     a .jsonl file or a hub id (split train); `seed` shuffles its rows. A row is its `text`, or a conversation rendered
     by the model's chat template: `messages` (role, content), `conversations` (from, value), or GSM8K's `question` and
-    `answer`. Raises ConfigError for an unreadable dataset, a row without these columns or rejected by the template, and
-    too little text.
+    `answer`. Raises ConfigError for an unreadable dataset, a row without these columns, and too little text.
     """
     needed, ids = samples * tokens, list[int]()
     for text in _texts(dataset, tokenizer, seed):
@@ -40,48 +39,35 @@ def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int,
 
 
 def _texts(dataset: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[str]:
-    """Yield the texts of a dataset. Raises ConfigError for a row that cannot be used."""
+    """Yield the texts of a dataset. Raises ConfigError for a row without a known column."""
     path = Path(dataset).expanduser()
     if path.suffix == ".txt" and path.is_file():
         yield path.read_text(encoding="utf-8") + (tokenizer.eos_token or "")
         return
-    rows = _shuffled_lines(path, seed) if path.suffix == ".jsonl" and path.is_file() else _hub_rows(dataset, seed)
-    for number, row in enumerate(rows):
-        try:
-            text = _text_of(row, tokenizer)
-        except TemplateError as error:
-            raise ConfigError(
-                f"dataset={dataset}: the model's chat template refuses row {number}, {str(dict(row))[:60]}... "
-                f"({first_line(error)}). Leave such rows out, give their conversation as text, or type another dataset."
-            ) from error
+    is_file = path.suffix == ".jsonl" and path.is_file()
+    for number, row in enumerate(_shuffled_lines(path, seed) if is_file else _hub_rows(dataset, seed)):
+        text = _text_of(row, tokenizer) if isinstance(row, Mapping) else None
         if text is None:
-            raise ConfigError(f"dataset={dataset}: row {number} has {', '.join(row)}; allowed: {FIELDS}.")
+            raise ConfigError(f"dataset={dataset}: row {number} is {str(row)[:60]}; allowed: {FIELDS}.")
         yield text
 
 
-def _shuffled_lines(path: Path, seed: int) -> Iterator[Mapping[str, Any]]:
+def _shuffled_lines(path: Path, seed: int) -> Iterator[Any]:
     """Yield the rows of a .jsonl file in the order of `seed`."""
     lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     random.Random(seed).shuffle(lines)
     for line in lines:
         try:
-            row = parse_json(line)
+            yield parse_json(line)
         except ValueError as error:
             raise ConfigError(f"dataset={path}: {line[:60]!r} is no JSON ({error}).") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"dataset={path}: {line[:60]!r} is no JSON object; allowed: {FIELDS}.")
-        yield row
 
 
 def _hub_rows(dataset: str, seed: int) -> Iterable[Mapping[str, Any]]:
     """Yield the rows of a hub dataset, shuffled by `seed`."""
     from datasets import load_dataset
 
-    if (
-        Path(dataset).expanduser().is_absolute()
-        or dataset.startswith((".", "~"))
-        or dataset.endswith((".txt", ".jsonl"))
-    ):
+    if dataset.startswith(("/", ".", "~")) or dataset.endswith((".txt", ".jsonl")):
         raise ConfigError(f"dataset={dataset} is no file. Type dataset=FILE.txt, dataset=FILE.jsonl or a hub id.")
     try:
         yield from load_dataset(dataset, split="train", streaming=True).shuffle(seed=seed, buffer_size=SHUFFLED_ROWS)
@@ -93,19 +79,17 @@ def _hub_rows(dataset: str, seed: int) -> Iterable[Mapping[str, Any]]:
 
 
 def _text_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the text of a row; None without a known column. Raises TemplateError if the chat template refuses it."""
+    """Return the text of a row; None without a known column."""
     end = tokenizer.eos_token or ""
-    messages: Any
     if isinstance(row.get("text"), str):
         return row["text"] + end
+    messages: Any = row.get("messages")
     if "conversations" in row:
-        roles = {"human": "user", "gpt": "assistant"}  # ShareGPT's words
-        messages = [
-            {"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in row["conversations"]
-        ]
+        turns = row["conversations"]
+        messages = [{"role": ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
     elif "question" in row and "answer" in row:
         messages = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
-    elif (messages := row.get("messages")) is None:
+    if messages is None:
         return None
     if tokenizer.chat_template is None:
         return "\n".join(message["content"] for message in messages) + end

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
@@ -20,8 +20,6 @@ from qerl_lab.tasks import arithmetic
 from qerl_lab.tasks.answers.completion import without_answer_start
 
 PROBLEMS = 16
-WINDOWS, WINDOW_TOKENS = 4, 192  # cut from a text file
-EVERYTHING = "re:.*"  # `ignore` pattern that leaves every layer dense
 
 
 def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, device: torch.device) -> dict[str, Any]:
@@ -33,11 +31,12 @@ def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, 
     if place is None:
         return {"skipped": f"{weights / 1e9:.1f} billion weights in bfloat16 fit neither the GPU nor the CPU memory"}
     where, dtype = place
-    model, tokenizer = policy.load_base(run_config(options, source, dense=True, dtype=dtype), where)
-    pairs = file_pairs(Path(options.text).expanduser(), tokenizer) if options.text else problem_pairs(tokenizer)
+    dense = FormatConfig(name=DENSE_FORMAT, ignore=["re:.*"])
+    model, tokenizer = policy.load_base(run_config(source, dense, dtype), where)
+    pairs = problem_pairs(tokenizer)
     original = [logprobs(model, pair) for pair in pairs]
     del model
-    model, _ = policy.load_base(run_config(options, folder, dtype=dtype), where)
+    model, _ = policy.load_base(run_config(folder, options.format_config(), dtype), where)
     measured = []  # per text [3, T]: KL and both entropies of each token
     for pair, p in zip(pairs, original, strict=True):
         q = logprobs(model, pair)
@@ -47,25 +46,24 @@ def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, 
     return {
         "nats_per_token": found.nats, "standard_error": found.standard_error,
         "entropy_original": before.nats, "entropy_quantized": after.nats, "tokens": sum(lengths),
-        "text": options.text or "word problems", "device": where.type, "dtype": dtype,
+        "text": "word problems", "device": where.type, "dtype": dtype,
     }  # fmt: skip
 
 
-def run_config(options: QuantizeOptions, folder: Path, *, dense: bool = False, dtype: str = "auto") -> RunConfig:
-    """Return the configuration that loads `folder`: the quantized checkpoint, or with `dense` its original."""
-    chosen = FormatConfig(name=DENSE_FORMAT, ignore=[EVERYTHING]) if dense else options.format_config()
-    return RunConfig(model=ModelConfig(path=str(folder), dtype=dtype), format=chosen)
+def run_config(folder: Path, weight_format: FormatConfig, dtype: str) -> RunConfig:
+    """Return the configuration that loads the model in `folder`."""
+    return RunConfig(model=ModelConfig(path=str(folder), dtype=dtype), format=weight_format)
 
 
 def find_room(weights: int, device: torch.device) -> tuple[torch.device, str] | None:
     """Return device and dtype where a dense model with `weights` weights fits, preferring `device`; None if nowhere."""
-    needed = {dtype: 1.3 * weights * getattr(torch, dtype).itemsize for dtype in ("bfloat16", "float32")}
+    needed = {"float32": 5.2 * weights, "bfloat16": 2.6 * weights}
     if device.type == "cuda":
         torch.cuda.empty_cache()
         if needed["bfloat16"] < torch.cuda.mem_get_info()[0]:
             return device, "bfloat16"
     free = available_bytes()
-    return next(((torch.device("cpu"), dtype) for dtype in ("float32", "bfloat16") if needed[dtype] < free), None)
+    return next(((torch.device("cpu"), dtype) for dtype, size in needed.items() if size < free), None)
 
 
 def available_bytes() -> int:
@@ -78,36 +76,23 @@ def logprobs(model: PreTrainedModel, pair: tuple[list[int], list[int]]) -> Tenso
     return torch.cat([chunk.cpu() for chunk in kl.logprobs(model, kl.hidden_states(model, [pair]))])
 
 
-def problem_pairs(tokenizer: Any) -> kl.Pairs:
+def problem_pairs(tokenizer: PreTrainedTokenizerBase) -> kl.Pairs:
     """Make word problems with worked solutions, which every tokenizer can encode; the solutions are compared."""
     rng, cfg = random.Random(0), tasks.read_task_config("arithmetic")
     pairs, chat = [], Chat(tokenizer)
     for problem in [arithmetic.problem(rng, cfg) for _ in range(PROBLEMS)]:
-        given = _prompt_ids(chat, cfg.instruction, problem.text)
+        given = prompt_ids(chat, cfg.instruction, problem.text)
         solution = without_answer_start(tokenizer.decode(given), arithmetic.worked_solution(rng, problem))
         pairs.append((given, tokenizer(solution, add_special_tokens=False)["input_ids"]))
     return pairs
 
 
-def _prompt_ids(chat: Chat, instruction: str, question: str) -> list[int]:
-    """Return the prompt's token ids, with the instruction as system message if the template allows it."""
+def prompt_ids(chat: Chat, instruction: str, question: str) -> list[int]:
+    """Return the prompt's token ids, with the instruction as system message if the chat template allows it."""
     together = f"{instruction}\n\n{question}"
     if not chat.tokenizer.chat_template:
         return chat.tokenizer(f"{together}\n\n")["input_ids"]
-    user = {"role": "user", "content": question}
     try:
-        return chat.prompt_ids([{"role": "system", "content": instruction}, user])
+        return chat.prompt_ids([{"role": "system", "content": instruction}, {"role": "user", "content": question}])
     except ConfigError:  # the template rejects system messages
-        return chat.prompt_ids([user | {"content": together}])
-
-
-def file_pairs(file: Path, tokenizer: Any) -> kl.Pairs:
-    """Cut the first tokens of a text into windows; every token of a window but the first is compared.
-
-    Raises ConfigError for a text of fewer than two tokens.
-    """
-    ids = tokenizer(file.read_text(encoding="utf-8"))["input_ids"][: WINDOWS * WINDOW_TOKENS]
-    if len(ids) < 2:
-        raise ConfigError(f"text={file} has {len(ids)} tokens; allowed: 2 or more.")
-    windows = [ids[begin : begin + WINDOW_TOKENS] for begin in range(0, len(ids), WINDOW_TOKENS)]
-    return [(window[:1], window[1:]) for window in windows if len(window) > 1]
+        return chat.prompt_ids([{"role": "user", "content": together}])

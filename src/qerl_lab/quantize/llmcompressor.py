@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
@@ -39,27 +38,20 @@ def run(options: QuantizeOptions, source: Path, left_dense: list[str], folder: P
         ValueError: a layer does not divide into blocks; names the layers.
     """
     from llmcompressor import oneshot
+    from loguru import logger
 
-    _show_warnings_only()
+    logger.remove()  # llmcompressor logs a line per layer, its metrics above the level of a warning
+    logger.add(sys.stderr, level="WARNING", filter=lambda record: record["level"].name != "METRIC")
     _check_length(options, AutoConfig.from_pretrained(source, trust_remote_code=False))
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     data = calibration.sequences(
         options.dataset, tokenizer, samples=options.samples, tokens=options.tokens, seed=options.seed
     )
+    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in data]
+    batches = DataLoader(cast(Dataset, rows), batch_size=1)
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True, trust_remote_code=False)
-    oneshot(model=model, processor=tokenizer, recipe=_recipe(options, left_dense), dataset=_batches(data))
+    oneshot(model=model, processor=tokenizer, recipe=_recipe(options, left_dense), dataset=batches)
     model.save_pretrained(folder, save_compressed=True)
-
-
-def _show_warnings_only() -> None:
-    """Silence llmcompressor's log, which on import configures loguru with a line for every layer."""
-    from loguru import logger
-
-    logger.remove()
-    logger.add(
-        sys.stderr, level="WARNING", format="llmcompressor: {message}",
-        filter=lambda record: record["level"].name != "METRIC" and record["function"] != "get_main_device",
-    )  # fmt: skip
 
 
 def check(options: QuantizeOptions) -> None:
@@ -78,6 +70,7 @@ def check(options: QuantizeOptions) -> None:
 
 
 def _check_length(options: QuantizeOptions, config: PretrainedConfig) -> None:
+    """Raise ConfigError if the model's context is shorter than a calibration sequence."""
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and options.tokens > longest:
         raise ConfigError(
@@ -85,13 +78,8 @@ def _check_length(options: QuantizeOptions, config: PretrainedConfig) -> None:
         )
 
 
-def _batches(data: Tensor) -> DataLoader:
-    """Make batches of one sequence each."""
-    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in data]
-    return DataLoader(cast(Dataset, rows), batch_size=1)
-
-
 def _recipe(options: QuantizeOptions, left_dense: list[str]) -> list["Modifier"]:
+    """Return llmcompressor's steps of the method."""
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
 

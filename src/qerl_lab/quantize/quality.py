@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from qerl_lab import formats
 from qerl_lab.config.records import QUALITY
-from qerl_lab.evaluate.weight_error import without_scales
+from qerl_lab.evaluate.weight_error import decibels, stored_weight, without_scales
 from qerl_lab.formats.format import Format
 from qerl_lab.model.weight_files import WeightFiles, lab_records
 from qerl_lab.quantize import divergence
-from qerl_lab.quantize.quantize_options import QuantizeOptions
+from qerl_lab.quantize.quantize_options import CALIBRATION, QuantizeOptions
 from qerl_lab.record.environment import environment
 from qerl_lab.report import plots
 from qerl_lab.system import terminal
@@ -39,15 +39,6 @@ class Layer(NamedTuple):
     weights: int
     bytes: int
 
-    @property
-    def sqnr_db(self) -> float:
-        return decibels(self.signal, self.error)
-
-
-def decibels(signal: float, error: float) -> float:
-    """Return 10 log10(signal / error); infinite without an error."""
-    return 10 * math.log10(signal / error) if error > 0 < signal else math.inf
-
 
 def measure(
     options: QuantizeOptions, source: Path, linears: list[str], folder: Path, device: torch.device
@@ -63,14 +54,14 @@ def measure(
             layers.append(measure_layer(weight_format, dense, packed, name, device, fit_scales=fit_scales))
             bar.advance(sizes[name])
     before, after = (sum(files.bytes(name) for name in files.names) for files in (dense, packed))
-    count = sum(torch.Size(dense.shape(name)).numel() for name in dense.names)
+    count = sum(math.prod(dense.shape(name)) for name in dense.names)
     in_linears = sum(layer.weights for layer in layers)
+    is_calibrated = options.method != "rtn"
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "model": options.model, "revision": options.revision, "format": options.format, "method": options.method,
         "ignore": options.ignore, "options": asdict(weight_format), "began_from": lab_records(source),
-        "calibration": None if options.method == "rtn" else
-        {"dataset": options.dataset, "samples": options.samples, "tokens": options.tokens, "seed": options.seed},
+        "calibration": {key: getattr(options, key) for key in CALIBRATION} if is_calibrated else None,
         "weights": {"all": count, "quantized": in_linears},
         "bytes": {"before": before, "after": after},
         "bits_per_weight": {
@@ -96,30 +87,26 @@ def measure_layer(
     naming file and Linear, if a weight is NaN, infinite, or too large to square in float32.
     """
     weight = dense.tensor(f"{name}.weight", device).float()
-    rows, columns = weight.shape
-    parts = {key: packed.tensor(f"{name}.{key}", device) for key in weight_format.layout((rows, columns))}
-    where = packed.where(f"{name}.{next(iter(parts))}")
-    accepted = weight_format.accept(parts, (rows, columns), name=f"{where}: {name}")
-    other = weight_format.dequantize(accepted, (rows, columns), torch.float32)
-    if fit_scales:
-        other = without_scales(weight, other)
-    signal, error = (part.square().sum(dtype=torch.float64).item() for part in (weight, weight - other))
+    shape = (weight.shape[0], weight.shape[1])
+    stored = stored_weight(weight_format, packed, name, shape, device)
+    stored = without_scales(weight, stored) if fit_scales else stored
+    signal, error = (part.square().sum(dtype=torch.float64).item() for part in (weight, weight - stored))
+    tensors = [f"{name}.{key}" for key in weight_format.layout(shape)]
     if not math.isfinite(error):
-        file = where if math.isfinite(signal) else dense.where(f"{name}.weight")
+        file = packed.where(tensors[0]) if math.isfinite(signal) else dense.where(f"{name}.weight")
         raise ValueError(f"{file}: {name} has weights that are NaN, infinite or above 1e19: it has no SQNR")
-    return Layer(name, signal, error, weight.numel(), sum(part.nbytes for part in parts.values()))
+    return Layer(name, signal, error, weight.numel(), sum(packed.bytes(tensor) for tensor in tensors))
 
 
 def summary(layers: Sequence[Layer], *, fit_scales: bool) -> dict[str, Any]:
-    """Return SQNR of the whole, of every layer, and the lowest layers for quality.json; null means infinite."""
-    values = {layer.name: layer.sqnr_db if math.isfinite(layer.sqnr_db) else None for layer in layers}
-    ranked = sorted(layers, key=lambda layer: layer.sqnr_db)
-    whole = decibels(sum(layer.signal for layer in layers), sum(layer.error for layer in layers))
+    """Return SQNR of the whole, of every layer, and the lowest layers for quality.json; None means infinite."""
+    levels = {layer.name: decibels(layer.signal, layer.error) for layer in layers}
+    ranked = sorted(levels, key=lambda name: math.inf if (level := levels[name]) is None else level)
     return {
-        "all": whole if math.isfinite(whole) else None,
-        "lowest": [{"layer": layer.name, "db": values[layer.name]} for layer in ranked[:LOWEST]],
+        "all": decibels(sum(layer.signal for layer in layers), sum(layer.error for layer in layers)),
+        "lowest": [{"layer": name, "db": levels[name]} for name in ranked[:LOWEST]],
         "scales_fitted": fit_scales,
-        "layers": values,
+        "layers": levels,
     }
 
 
@@ -144,10 +131,9 @@ def _db(value: float | None) -> str:
 
 
 def _kl_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return the lines on KL and entropy, or why they were not measured."""
     if found is None or "skipped" in found:
         return [("KL, entropy", f"not measured: {found['skipped'] if found else 'quality=weights'}")]
-    if not math.isfinite(found["nats_per_token"]):
-        return [("KL to the original", "not finite: logits of the checkpoint are NaN or infinite (null in the file)")]
     error = "" if found["standard_error"] is None else f" +- {found['standard_error']:.5f}"
     return [
         ("KL to the original", f"{found['nats_per_token']:.5f}{error} nats per token over {found['tokens']} tokens"),

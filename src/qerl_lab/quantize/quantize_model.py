@@ -4,9 +4,7 @@ All files are written to OUT.partial, which is renamed to OUT when complete. Aft
 command starts again, or goes on with the measurement if the weights are complete.
 """
 
-import errno
 import json
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import AutoConfig
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qerl_lab import formats
 from qerl_lab.config.conf_folder import choices_of
@@ -22,7 +19,7 @@ from qerl_lab.config.keys import spell_value
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.records import QUALITY
-from qerl_lab.config.schema import FormatConfig
+from qerl_lab.config.schema import POCKET, FormatConfig
 from qerl_lab.config.spelling import shell_line, spell_list, word
 from qerl_lab.model import loading, policy
 from qerl_lab.model.linear import packable, packed_head
@@ -34,7 +31,7 @@ from qerl_lab.record.partial import Unfinished
 from qerl_lab.system import terminal
 from qerl_lab.system.disk import replace_file
 
-NOT_IDENTITY = ("model", "revision", "out", "quality", "text", "overwrite", "device")
+NOT_IDENTITY = ("model", "revision", "out", "quality", "overwrite", "device")
 
 
 class Source(NamedTuple):
@@ -79,13 +76,15 @@ def run(options: QuantizeOptions) -> None:
 def training_words(options: QuantizeOptions) -> list[str]:
     """Return the words to type after `python -m qerl_lab` to train on the checkpoint."""
     arm = f"{options.format}_aqn"
-    words = [f"+experiment={arm}" if arm in choices_of("experiment") else f"format={options.format}"]
-    words.append(f"scale={'pocket' if options.model == 'pocket' else 'custom'}")
-    words.append(word("model.path", terminal.format_path(options.folder)))
-    chosen, defaults = options.format_config(), FormatConfig()
-    if chosen.ignore != defaults.ignore:
+    chosen, usual = options.format_config(), FormatConfig()
+    words = [
+        f"+experiment={arm}" if arm in choices_of("experiment") else f"format={options.format}",
+        f"scale={'pocket' if options.model == POCKET else 'custom'}",
+        word("model.path", terminal.format_path(options.folder)),
+    ]
+    if chosen.ignore != usual.ignore:
         words.append(f"format.ignore={spell_list(chosen.ignore)}")
-    changed = [(key, value) for key, value in asdict(formats.build(chosen)).items() if value != getattr(defaults, key)]
+    changed = [(key, value) for key, value in asdict(formats.build(chosen)).items() if value != getattr(usual, key)]
     return words + [f"format.{key}={spell_value(value)}" for key, value in changed]
 
 
@@ -104,26 +103,27 @@ def read_source(options: QuantizeOptions) -> Source:
             f"({first_line(error)}). Type another model, or install a transformers that knows it."
         ) from error
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    weight_format, said = formats.build(options.format_config()), f"ignore={spell_value(options.ignore)}"
     _check_ignore(options, linears)
-    if head := packed_head(model, formats.build(options.format_config()), options.ignore):
+    if head := packed_head(model, weight_format, options.ignore):
         raise ConfigError(
-            f"ignore={spell_value(options.ignore)} would pack {head}, the output layer, whose dense weight training "
-            f"reads; allowed: lists that name it. Type ignore={spell_value([*options.ignore, head])}."
+            f"{said} would pack {head}, the output layer, whose dense weight training reads; allowed: lists that name "
+            f"it. Type ignore={spell_value([*options.ignore, head])}."
         )
     packed = packable(model, options.ignore)
     if not packed:
-        raise ConfigError(f"model={options.model} has no Linear layer outside of ignore={spell_value(options.ignore)}.")
+        raise ConfigError(f"model={options.model} has no Linear layer outside of {said}.")
     for name in packed:
         _check_tensor(folder, weights, f"{name}.weight", tuple(model.get_parameter(f"{name}.weight").shape))
-    dense = [name for name in linears if name not in set(packed)]
-    beyond = [name for name in dense if not is_ignored(name, options.ignore)]  # tied to an embedding
-    dtype = weights.dtype(f"{packed[0]}.weight")
+    dense = [name for name in linears if name not in packed]
+    tied = [name for name in dense if not is_ignored(name, options.ignore)]  # to an embedding
     try:
-        about = formats.build(options.format_config()).quantization_config([*options.ignore, *beyond], dtype)
+        dtype = weights.dtype(f"{packed[0]}.weight")
+        about = weight_format.quantization_config([*options.ignore, *tied], dtype)
     except ValueError as error:
-        given = f"ignore={spell_value(options.ignore)} with format={options.format}"
-        raise ConfigError(f"{given}: {error}. Type for example ignore=[lm_head,down_proj].") from error
-    _check_skipped(options, about.get("llm_int8_skip_modules", []), packed, dense)
+        raise ConfigError(
+            f"{said} with format={options.format}: {error}. Type for example ignore=[lm_head,down_proj]."
+        ) from error
     return Source(folder, config, weights, packed, dense, about)
 
 
@@ -135,22 +135,6 @@ def _check_ignore(options: QuantizeOptions, linears: list[str]) -> None:
             raise ConfigError(
                 f"ignore={spell_value(options.ignore)}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} "
                 f"Allowed: full names, their last parts ({', '.join(ends)}), modules they are in, re:PATTERN."
-            )
-
-
-def _check_skipped(options: QuantizeOptions, skipped: list[str], packed: list[str], dense: list[str]) -> None:
-    """Raise ConfigError for an `ignore` entry by which transformers would treat a packed layer as dense.
-
-    bitsandbytes matches the start or end of a name without a dot, so that model.layers.1 matches model.layers.10.
-    """
-    for entry in skipped:
-        if other := next((name for name in packed if not should_convert_module(name, [entry])), None):
-            names = [name for name in dense if is_ignored(name, [entry])]
-            fitting = [name for each in options.ignore for name in (names if each == entry else [each])]
-            raise ConfigError(
-                f"ignore={spell_value(options.ignore)} with format={options.format}: transformers would take {other} "
-                f"for dense too, by {entry}; allowed: entries that begin and end no other layer's name. "
-                f"Type ignore={spell_value(fitting)}."
             )
 
 
@@ -174,14 +158,10 @@ def identity(options: QuantizeOptions, source: Source, device: torch.device) -> 
 
 
 def pack(options: QuantizeOptions, source: Source, device: torch.device, folder: Path) -> None:
-    """Round to nearest, file by file; write weights, index and config.json. Raises OSError if the disk is too small."""
+    """Round to nearest, file by file; write weights, index and config.json."""
     weight_format = formats.build(options.format_config())
     shards = rtn.plan(source.weights, source.packed, weight_format, options.shard_gb * 1e9)
-    needed, free = sum(shard.bytes for shard in shards), shutil.disk_usage(folder).free
-    if free < needed:
-        said = f"{needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free. Type an out elsewhere"
-        raise OSError(errno.ENOSPC, said, str(folder))
-    total = sum(rtn.source_bytes(source.weights, shard) for shard in shards)
+    total = sum(source.weights.bytes(name) for name in source.weights.names)
     with terminal.Amount(f"{options.format}, round to nearest", total) as bar:
         for shard in shards:
             rtn.write(shard, folder, source.weights, weight_format, device, bar.advance)

@@ -1,6 +1,6 @@
 """Options of `python -m qerl_lab.quantize`, and rules between them. Imports no torch."""
 
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,7 @@ from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.out import Writes, check_apart, check_free
 from qerl_lab.config.records import METHODS
 from qerl_lab.config.rules import check_patterns
-from qerl_lab.config.schema import DENSE_FORMAT, DEVICES, POCKET, FormatConfig, ModelConfig
-from qerl_lab.config.spelling import shell_word
+from qerl_lab.config.schema import DENSE_FORMAT, DEVICES, FormatConfig, ModelConfig
 from qerl_lab.model import on_disk
 
 CALIBRATION = ("dataset", "samples", "tokens", "seed")  # options for awq and gptq only
@@ -56,7 +55,6 @@ class QuantizeOptions(Writes):
         "what quality.json measures: full, or weights (no KL and entropy, so that no model is run)",
         choices=("full", "weights"),
     )
-    text: str | None = option(None, "UTF-8 file for KL and entropy; null: 16 word problems with worked solutions")
     overwrite: bool = option(False, "replace what is at `out`, and an unfinished directory of another command")
 
     def format_config(self) -> FormatConfig:
@@ -69,15 +67,9 @@ def check(options: QuantizeOptions) -> None:
     """Raise ConfigError at the first invalid combination of options. Checks local paths, loads nothing."""
     if folder := on_disk.local_path(options.model, "model"):
         on_disk.check_files(folder, f"model={options.model}")
-    if options.format == DENSE_FORMAT:
-        raise ConfigError(
-            f"format={DENSE_FORMAT} has nothing to quantize: its weights are the model's own. "
-            f"Type format=nvfp4, or train on the model as it is with {shell_word('model.path', options.model)} "
-            f"format={DENSE_FORMAT}."
-        )
     allowed = [name for name in choices_of("format") if name != DENSE_FORMAT]
     if options.format not in allowed:
-        hint = did_you_mean(options.format, allowed) or f" Type for example format={allowed[0]}."
+        hint = did_you_mean(options.format, allowed) or " Type for example format=nvfp4."
         raise ConfigError(f"format={options.format} is not allowed; allowed: {', '.join(allowed)}.{hint}")
     if options.method != "rtn" and options.format not in SCHEMES:
         raise ConfigError(
@@ -85,64 +77,34 @@ def check(options: QuantizeOptions) -> None:
             f"{' and '.join(SCHEMES)}. Type method=rtn, or format={next(iter(SCHEMES))}."
         )
     _check_inert(options)
-    _check_text(options)
     check_apart(options, options.model)
     check_free(options, options.overwrite, _is_quantized, "is no quantized checkpoint")
     check_patterns("ignore", options.ignore)
 
 
 def _check_inert(options: QuantizeOptions) -> None:
-    """Raise ConfigError for an option that the chosen format, method or model does not read."""
-    changed = {f.name: value for f in fields(options) if (value := getattr(options, f.name)) != _usual(f)}
-    for key, of_format in ((f.name, f.metadata["only"]) for f in fields(FormatConfig)):
-        if of_format is None or key not in changed:
+    """Raise ConfigError for an option that the chosen format or method does not read."""
+    usual = QuantizeOptions()
+    of_format = {f.name: f.metadata["only"] for f in fields(FormatConfig) if f.metadata["only"]}
+    for key, value in vars(options).items():
+        if value == getattr(usual, key):
             continue
-        given = f"{key}={spell_value(changed[key])} is an option of"
-        if options.format != of_format:
+        given = f"{key}={spell_value(value)}"
+        if key in CALIBRATION and options.method == "rtn":
             raise ConfigError(
-                f"{given} {of_format}, and format={options.format} was given. "
-                f"Leave {key} out, or type format={of_format}."
+                f"{given} is an option of method=awq and method=gptq; method=rtn reads no data. Leave {key} out, or "
+                "type method=gptq."
             )
-        if options.method != "rtn":
+        if of_format.get(key, options.format) != options.format:
             raise ConfigError(
-                f"{given} method=rtn; llmcompressor, which does method={options.method}, has its own rule. "
-                f"Leave {key} out."
+                f"{given} is an option of {of_format[key]}, and format={options.format} was given. Leave {key} out, or "
+                f"type format={of_format[key]}."
             )
-    for key in CALIBRATION:
-        if options.method == "rtn" and key in changed:
+        if key in of_format and options.method != "rtn":
             raise ConfigError(
-                f"{key}={spell_value(changed[key])} is an option of method=awq and method=gptq; method=rtn reads no "
-                f"data. Leave {key} out, or type method=gptq."
+                f"{given} is an option of method=rtn; llmcompressor, which does method={options.method}, has its own "
+                f"rule. Leave {key} out."
             )
-    if options.revision is not None and (options.model == POCKET or Path(options.model).expanduser().exists()):
-        raise ConfigError(
-            f"revision={options.revision} is of a model on the hub, and model={options.model} is here. "
-            "Leave revision out."
-        )
-
-
-def _usual(option_field: Field[Any]) -> Any:
-    """Return the default of a field."""
-    return option_field.default if option_field.default is not MISSING else option_field.metadata["default"]
-
-
-def _check_text(options: QuantizeOptions) -> None:
-    """Raise ConfigError unless `text` is None or a text file, and KL is measured."""
-    if options.text is None:
-        return
-    remedy = "Type text=FILE with UTF-8 text in it, or leave text out."
-    if options.quality != "full":
-        raise ConfigError(
-            f"text={options.text} is for KL and entropy, and quality={options.quality} measures neither. "
-            "Leave text out, or type quality=full."
-        )
-    try:
-        content = Path(options.text).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"text={options.text} cannot be read as text ({reason}). {remedy}") from None
-    if not content.strip():
-        raise ConfigError(f"text={options.text} is empty. {remedy}")
 
 
 def _is_quantized(folder: Path) -> bool:

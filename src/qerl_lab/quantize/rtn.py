@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -12,13 +13,12 @@ from torch import Tensor
 from qerl_lab.formats.format import STORED_DTYPES, Format, Layout, pack_fused
 from qerl_lab.model.linear import fused_groups
 from qerl_lab.model.loading import TensorSource, check_dense_values
-from qerl_lab.model.weight_files import SINGLE
 
 
 class Unit(NamedTuple):
-    """Source tensors that are read together: the weights of one fused layer's `modules`, or one copied tensor.
+    """Source tensors that are read together: the weights of one fused layer, or one copied tensor.
 
-    `modules` is empty for a copied tensor. `layout` describes the tensors written.
+    `modules` are the fused layer's Linears; empty for a copied tensor. `layout` describes the tensors written.
     """
 
     names: tuple[str, ...]
@@ -40,7 +40,7 @@ class Shard(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes of its tensors; the file has a header too."""
-        return _layout_bytes(self.layout)
+        return layout_bytes(self.layout)
 
 
 def plan(source: TensorSource, linears: Sequence[str], weight_format: Format, shard_bytes: float) -> list[Shard]:
@@ -49,18 +49,12 @@ def plan(source: TensorSource, linears: Sequence[str], weight_format: Format, sh
     Each file has at most `shard_bytes` of tensors unless a single unit is larger. Depends on names, shapes and dtypes
     only.
     """
-    shards: list[list[Unit]] = []
-    size = 0
-    for unit in _units(source, linears, weight_format):
-        more = _layout_bytes(unit.layout)
-        if not shards or size + more > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(unit)
-        size += more
-    count = len(shards)
-    names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    return [Shard(name, units) for name, units in zip(names, shards, strict=True)]
+    units = {unit.names[0]: unit for unit in _units(source, linears, weight_format)}
+    split = split_state_dict_into_shards_factory(
+        units, get_storage_size=lambda unit: layout_bytes(unit.layout), filename_pattern="model{suffix}.safetensors",
+        max_shard_size=int(shard_bytes),
+    )  # fmt: skip
+    return [Shard(file, [units[name] for name in names]) for file, names in split.filename_to_tensors.items()]
 
 
 def _units(source: TensorSource, linears: Sequence[str], weight_format: Format) -> Iterator[Unit]:
@@ -81,13 +75,9 @@ def _units(source: TensorSource, linears: Sequence[str], weight_format: Format) 
         yield unit
 
 
-def _layout_bytes(layout: Layout) -> int:
+def layout_bytes(layout: Layout) -> int:
+    """Return the bytes of the tensors in a layout."""
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values())
-
-
-def source_bytes(source: TensorSource, shard: Shard) -> int:
-    """Return the bytes of the source tensors in `shard`."""
-    return _layout_bytes({n: (source.shape(n), source.dtype(n)) for unit in shard.units for n in unit.names})
 
 
 def write(
@@ -107,7 +97,7 @@ def write(
     for unit in shard.units:
         made = _tensors(unit, source, weight_format, device)
         packed |= {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in made.items()}
-        advance(source_bytes(source, Shard(shard.file, [unit])))
+        advance(layout_bytes({name: (source.shape(name), source.dtype(name)) for name in unit.names}))
     try:
         save_file(packed, folder / shard.file, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -135,6 +125,8 @@ def _tensors(unit: Unit, source: TensorSource, weight_format: Format, device: to
 
 def index(shards: Sequence[Shard]) -> dict[str, Any]:
     """Return the content of model.safetensors.index.json, which maps tensors to files."""
-    size = sum(_layout_bytes(shard.layout) for shard in shards)
     listed = {name: shard.file for shard in shards for name in shard.layout}
-    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(listed.items()))}
+    return {
+        "metadata": {"total_size": sum(shard.bytes for shard in shards)},
+        "weight_map": dict(sorted(listed.items())),
+    }

@@ -19,9 +19,9 @@ from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.record.metrics import steps_recorded
 
 MANIFEST, STATE = "manifest.json", "lab_state.json"
+ONCE_SAVED = ("run_key", "device", "dtype")  # in older checkpoints; mlflow.json and env.json have them
 
 
 @dataclass(frozen=True)
@@ -31,28 +31,32 @@ class Saved:
     Attributes:
         step: number of steps trained.
         prompts_seen: position in the training data.
-        run_key: the run's name in MLflow.
         config: values of `arm.of_run`, to detect a changed configuration.
-        device, dtype: device type and dtype of training.
         noise: state of `train.noise_level.NoiseLevel`.
     """
 
     path: Path
     step: int
     prompts_seen: int
-    run_key: str
     config: dict[str, Any]
-    device: str
-    dtype: str
     noise: dict[str, Any] = field(default_factory=dict)
 
-    def refuse_other_device(self, device: str, dtype: str) -> None:
-        """Raise ConfigError if the run would resume on another device or in another dtype."""
-        if (self.device, self.dtype) != (device, dtype):
+    def refuse_other_config(self, cfg: RunConfig, where: Path) -> None:
+        """Raise ConfigError if `cfg`, read from `where`, has changed since the checkpoint."""
+        then, now = drop_removed_keys({**ADDED, **self.config}), of_run(cfg)
+        if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension
+            now |= {"steps": then["steps"], "extended": cfg.extended[: cfg.extended.index(then["steps"])]}
+        differ = [key for key in now | then if key not in now or key not in then or now[key] != then[key]]
+        changed = [f"{key}={_value_as_typed(now, key)} (was {_value_as_typed(then, key)})" for key in differ]
+        if changed:
             raise ConfigError(
-                f"{self.path} was trained on {self.device} in {self.dtype}, and here it would go on on {device} in "
-                f"{dtype}: one record of two computations. Resume it where it began, or start a new run."
+                f"{where} is not the configuration that {self.path.name} was trained with: {', '.join(changed)}. "
+                "Put it back as it was, or start a new run."
             )
+
+
+def _value_as_typed(values: dict[str, Any], key: str) -> str:
+    return spell_value(values[key]) if key in values else "nothing"
 
 
 def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], keep: int) -> Path:
@@ -100,12 +104,12 @@ def last_step(folder: Path) -> int:
     return max(map(_step, _step_folders(folder)), default=0)
 
 
-def newest(folder: Path, at_most: int | None = None) -> Saved | None:
-    """Return the newest intact checkpoint, of step `at_most` or before; None if there is none.
+def newest(folder: Path) -> Saved | None:
+    """Return the newest intact checkpoint; None if there is none.
 
     Prints a warning to stderr for each damaged checkpoint it skips.
     """
-    candidates = [path for path in _step_folders(folder) if at_most is None or _step(path) <= at_most]
+    candidates = _step_folders(folder)
     while candidates:
         path = candidates.pop()
         if not (damage := verify(path)):
@@ -122,65 +126,22 @@ def verify(path: Path) -> str:
         if not isinstance(digests, dict) or STATE not in digests:
             return f"{STATE} is not in {MANIFEST}"
         for name, digest in digests.items():
-            if not (path / name).is_file():
-                return f"{name} is missing"
             if sha256(path / name) != digest:
                 return f"{name} does not match its checksum"
-    except FileNotFoundError:
-        return f"no {MANIFEST}"
     except OSError as error:
-        return f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
+        return f"{os.path.relpath(error.filename or path, path)} cannot be read: {error.strerror}"
     except ValueError:
         return f"{MANIFEST} is not JSON"
     try:
         _read_saved(path)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         return f"{STATE} is of another version: {error}"
     return ""
 
 
-def starting_point(run_dir: Path, cfg: RunConfig) -> Saved | None:
-    """Return the newest intact checkpoint with all its steps in metrics.jsonl; None to start from step 0.
-
-    Prints a warning for each checkpoint it skips. Raises ConfigError if no checkpoint precedes a missing step, or the
-    configuration has changed since the checkpoint.
-    """
-    folder, (last, why) = run_dir / "checkpoints", steps_recorded(run_dir)
-    saved = newest(folder)
-    if saved and saved.step > last:
-        path, lost = run_dir / "metrics.jsonl", saved.step
-        saved = newest(folder, at_most=last)
-        if saved is None:
-            raise ConfigError(
-                f"{path} {why}, and no checkpoint is old enough to train step {last + 1} again; the newest is of step "
-                f"{lost}. Put metrics.jsonl back as it was, or move {folder} away to train from the start."
-            )
-        print(f"warning: {path} {why}; training again from step {saved.step}.", file=sys.stderr)
-    if saved:
-        _refuse_other_config(run_dir, saved, cfg)
-    return saved
-
-
-def _refuse_other_config(run_dir: Path, saved: Saved, cfg: RunConfig) -> None:
-    """Raise ConfigError if the configuration has changed since the checkpoint."""
-    then, now = drop_removed_keys({**ADDED, **saved.config}), of_run(cfg)
-    if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension
-        now |= {"steps": then["steps"], "extended": cfg.extended[: cfg.extended.index(then["steps"])]}
-    differ = [key for key in now | then if key not in now or key not in then or now[key] != then[key]]
-    changed = [f"{key}={_value_as_typed(now, key)} (was {_value_as_typed(then, key)})" for key in differ]
-    if changed:
-        raise ConfigError(
-            f"{run_dir / 'resolved.yaml'} is not the configuration that {saved.path.name} was trained with: "
-            f"{', '.join(changed)}. Put it back as it was, or start a new run."
-        )
-
-
-def _value_as_typed(values: dict[str, Any], key: str) -> str:
-    return spell_value(values[key]) if key in values else "nothing"
-
-
 def _read_saved(path: Path) -> Saved:
-    return Saved(path, **parse_json((path / STATE).read_text()))
+    state = parse_json((path / STATE).read_text())
+    return Saved(path, **{name: value for name, value in state.items() if name not in ONCE_SAVED})
 
 
 def _step_folders(folder: Path) -> list[Path]:

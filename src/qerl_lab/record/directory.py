@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
@@ -28,8 +28,8 @@ from qerl_lab.config.spelling import resume_word
 from qerl_lab.record import checkpoint, environment, metrics, resolved, samples_file
 from qerl_lab.record.environment import Typed
 from qerl_lab.record.folders import is_unused, make, remove_empty
-from qerl_lab.record.metrics import MetricsLine
-from qerl_lab.record.samples_file import Sample
+from qerl_lab.record.metrics import METRICS_FILE, MetricsLine
+from qerl_lab.record.samples_file import SAMPLES_FILE, Sample
 from qerl_lab.record.sessions import Sessions
 from qerl_lab.system.disk import lock, read_json, replace_file
 from qerl_lab.system.exits import FAILURE, FULL, INTERRUPTED, OK, SIGNALS, USAGE
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 DONE, FAILED, QUEUED, TYPED = "DONE", "FAILED", "QUEUED", ".typed"
 CONSOLE, MIRROR, EVALUATIONS = "console.txt", "mlflow.json", "eval.parquet"
-ARTIFACTS = (resolved.NAME, "metrics.jsonl", samples_file.NAME, EVALUATIONS, "curves.png")
-WRITTEN_IN_PLACE = ("", resolved.NAME, "metrics.jsonl", samples_file.NAME, "checkpoints", "adapter")
-MARKS = (resolved.NAME, "metrics.jsonl", DONE, FAILED)  # any of them marks a run directory, even a damaged one
+ARTIFACTS = (resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, EVALUATIONS, "curves.png")
+WRITTEN_IN_PLACE = ("", resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, "checkpoints", "adapter")
+MARKS = (resolved.NAME, METRICS_FILE.name, DONE, FAILED)  # any of them marks a run directory, even a damaged one
 LEFT_BY_A_REFUSED_RUN = {
     resolved.NAME, QUEUED, TYPED, FAILED, "env.json", "code.diff", "sessions.json", CONSOLE,
 }  # fmt: skip
@@ -52,8 +52,8 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self.checkpoints, self.adapter, self.curves = (self.path / n for n in ("checkpoints", "adapter", "curves.png"))
-        self.console = self.path / CONSOLE
+        self.checkpoints, self.adapter = self.path / "checkpoints", self.path / "adapter"
+        self.curves, self.console = self.path / "curves.png", self.path / CONSOLE
 
     # --- life cycle
 
@@ -92,13 +92,10 @@ class RunDirectory:
         noted = next((path for name in (QUEUED, TYPED) if (path := self.path / name).exists()), None)
         if noted is None or self.environment():
             return None
-        try:
-            return Typed(**read_json(noted, dict))
-        except TypeError:
-            raise ConfigError(f"{noted} is not what a run writes there. Move it away.") from None
+        return Typed(**read_json(noted, dict))
 
     def words(self) -> list[str]:
-        """Read the words of its command that are this run's; empty where its record has none."""
+        """Return the typed words that concern this run; empty if they are not recorded."""
         typed = self._typed()
         return list(typed.words if typed else self.environment().get("words", []))
 
@@ -206,12 +203,10 @@ class RunDirectory:
         return (self.path / resolved.NAME).read_text(encoding="utf-8")
 
     def device_kind(self) -> str | None:
-        """Return the device the run started on, `cpu` or `cuda`; None before the start. Raises ConfigError."""
+        """Return the device the run started on, `cpu` or `cuda`; None before the start."""
         began = self.environment()
         if not began:
             return None
-        if "gpus" not in began:
-            raise ConfigError(f"{self.path / 'env.json'} does not say on which device the run began. Start a new run.")
         return "cuda" if began["gpus"] and self.settings()["device"] != "cpu" else "cpu"
 
     def check(self) -> None:
@@ -223,8 +218,22 @@ class RunDirectory:
         self._check_evaluations(is_expected=False)
 
     def starting_point(self, cfg: RunConfig) -> checkpoint.Saved | None:
-        """Return the checkpoint to resume from; None to start from step 0."""
-        return checkpoint.starting_point(self.path, cfg)
+        """Return the newest intact checkpoint to resume from; None to start from step 0.
+
+        Raises ConfigError if the configuration has changed since, or metrics.jsonl lacks one of its steps.
+        """
+        saved = checkpoint.newest(self.checkpoints)
+        if saved is None:
+            return None
+        saved.refuse_other_config(cfg, self.path / resolved.NAME)
+        try:
+            metrics.check_steps([line for line in self.metrics() if line["step"] <= saved.step], saved.step)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self.path}: {error}, and {saved.path.name} has trained them. Put metrics.jsonl back as it was, or "
+                "remove the checkpoints of that step and later ones to train again from there."
+            ) from None
+        return saved
 
     def refuse_other_data(self, data: Mapping[str, Any]) -> None:
         """Raise ConfigError if the questions differ from those the run started with. `data` describes them."""
@@ -239,10 +248,7 @@ class RunDirectory:
                 )
 
     def refuse_other_device(self, device: str) -> None:
-        """Raise ConfigError if a run started on `cpu` would resume on `cuda`, or the reverse.
-
-        Checkpoints record the device too. This check covers runs killed before their first checkpoint.
-        """
+        """Raise ConfigError if a run started on `cpu` would resume on `cuda`, or the reverse."""
         if (began_on := self.device_kind()) not in (None, device):
             raise ConfigError(
                 f"{self.path} began on {began_on}, and here it would go on on {device}: one record of two "
@@ -263,13 +269,12 @@ class RunDirectory:
     def environment(self) -> dict[str, Any]:
         """Read env.json; empty if the run has not started."""
         path = self.path / "env.json"
-        return environment.read_environment(path) if path.exists() else {}
+        return read_json(path, dict) if path.exists() else {}
 
     def environments(self) -> list[dict[str, Any]]:
         """Read env.json of every session, in order."""
-        first, later = self.environment(), self.path.glob("env.*.json")
-        numbered = sorted(later, key=lambda path: int(path.name.split(".")[1]))
-        return [first, *map(environment.read_environment, numbered)] if first else []
+        later = sorted(self.path.glob("env.*.json"), key=lambda path: int(path.name.split(".")[1]))
+        return [read_json(path, dict) for path in (self.path / "env.json", *later) if path.exists()]
 
     def sessions(self) -> Sessions:
         """Read sessions.json: when processes worked on the run."""
@@ -282,10 +287,7 @@ class RunDirectory:
         `uri` has *** in place of a password.
         """
         path = self.path / MIRROR
-        values: dict[str, str | None] = read_json(path, dict) if path.exists() else {}
-        if not all(value is None or isinstance(value, str) for value in values.values()):
-            raise ConfigError(f"{path} is not what a run writes there: {values}. Move it away.")
-        return values
+        return read_json(path, dict) if path.exists() else {}
 
     def note_mirror(self, **changes: str | None) -> None:
         """Change values of mlflow.json, which gets a new key if it has none."""
@@ -298,8 +300,29 @@ class RunDirectory:
 
     def metrics_from(self, offset: int) -> tuple[list[MetricsLine], int]:
         """Read the complete lines from byte `offset` on; return them and the next offset."""
-        path = self.path / "metrics.jsonl"
-        return metrics.lines_from(path, offset) if path.exists() else ([], offset)
+        return METRICS_FILE.read(self.path, offset) if (self.path / METRICS_FILE.name).exists() else ([], offset)
+
+    def append_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Append one line to metrics.jsonl. Raises OSError if the disk is full or the directory is gone."""
+        METRICS_FILE.append(self.path, metrics.encode(step, values))
+
+    def samples(self) -> list[Sample]:
+        """Read the completions in samples.jsonl. Raises FileNotFoundError."""
+        return SAMPLES_FILE.read(self.path)[0]
+
+    def append_samples(self, of_step: Iterable[Sample]) -> None:
+        """Append the completions of one step."""
+        SAMPLES_FILE.append(self.path, samples_file.encode(of_step))
+
+    def cut(self, last_step: int) -> None:
+        """Delete metrics and completions of steps after `last_step`: a resumed run writes them again."""
+        METRICS_FILE.cut(self.path, last_step)
+        SAMPLES_FILE.cut(self.path, last_step)
+
+    def flush(self) -> None:
+        """Wait until every line of metrics.jsonl is on the disk and survives a crash of the machine."""
+        with (self.path / METRICS_FILE.name).open("rb") as file:
+            os.fsync(file.fileno())
 
     def whole_metrics(self) -> list[MetricsLine]:
         """Check every file of the record, and read metrics.jsonl. Raises ConfigError for the first damaged file.
@@ -312,28 +335,11 @@ class RunDirectory:
         self.result(), self.environments(), self.sessions(), self.mirror()
         steps = max(int(settings.get("steps", 0)), self.last_saved())  # a key is missing if resolved.yaml is truncated
         lines = self.metrics()  # read after the checkpoints, as a running run adds to both
-        metrics.check_steps(metrics.count_trained_steps(lines), steps)
+        metrics.check_steps(lines, steps)
         self._check_evaluations(is_done and settings.get("eval.questions") != "0")
-        if (self.path / samples_file.NAME).exists():
+        if (self.path / SAMPLES_FILE.name).exists():
             self.samples()
         return lines
-
-    def append_metrics(self, last_step: int) -> BinaryIO:
-        """Cut metrics.jsonl after `last_step` and open it for appending, unbuffered."""
-        metrics.cut_metrics(self.path, last_step)
-        return (self.path / "metrics.jsonl").open("ab", buffering=0)
-
-    def samples(self) -> list[Sample]:
-        """Read the completions in samples.jsonl. Raises FileNotFoundError."""
-        return samples_file.read_samples(self.path)
-
-    def append_samples(self, of_step: Iterable[Sample]) -> None:
-        """Append the completions of one step."""
-        samples_file.append(self.path, of_step)
-
-    def cut_samples(self, last_step: int) -> None:
-        """Delete the completions of steps after `last_step`."""
-        samples_file.cut(self.path, last_step)
 
     def evaluations(self) -> "dict[str, pd.DataFrame]":
         """Read the held-out answers by phase ("before", "after"), a row per question; empty if there are none yet.

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.units import GIB
-from qerl_lab.system.disk import read_json, replace_file
+from qerl_lab.system.disk import replace_file
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 PACKAGES = (
@@ -31,11 +30,6 @@ PACKAGES = (
 )  # fmt: skip
 # Environment variables that pass the typed command to the run's process; WORDS is a JSON list.
 COMMAND, WORDS, SWEEP = "QERL_LAB_COMMAND", "QERL_LAB_WORDS", "QERL_LAB_SWEEP"
-
-# Types of the keys of env.json that are read again.
-KINDS: dict[str, type] = {
-    "time": str, "command": str, "words": list, "git_sha": str, "packages": dict, "gpus": list, "data": dict,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,26 +50,11 @@ def write_environment(run_dir: Path, data: Mapping[str, Any], linear_backend: st
 
     `data` describes the training and held-out questions, `linear_backend` the kernels that `auto` chose.
     """
-    n, number = 1, ""
-    while (run_dir / f"env{number}.json").exists():
-        n += 1
-        number = f".{n}"
+    earlier = len(list(run_dir.glob("env*.json")))
+    number = f".{earlier + 1}" if earlier else ""
     (run_dir / f"code{number}.diff").write_text(redact(code_diff()), encoding="utf-8")
     found = environment() | {"linear_backend": linear_backend, "data": dict(data)}
     replace_file(run_dir / f"env{number}.json", json.dumps(found, indent=1).encode() + b"\n")
-
-
-def read_environment(path: Path) -> dict[str, Any]:
-    """Read env.json. Older versions wrote fewer keys. Raises ConfigError if it is damaged or not a run's."""
-    found = read_json(path, dict)
-    is_ours = all(isinstance(found.get(key, kind()), kind) for key, kind in KINDS.items())
-    if not found.keys() & KINDS.keys() or not is_ours or not all(_is_gpu(gpu) for gpu in found.get("gpus", [])):
-        raise ConfigError(f"{path} is not what a run writes there: {str(found)[:80]}. Move it away.")
-    return found
-
-
-def _is_gpu(found: object) -> bool:
-    return isinstance(found, dict) and isinstance(found.get("name"), str)
 
 
 def environment() -> dict[str, Any]:
@@ -96,8 +75,8 @@ def environment() -> dict[str, Any]:
         "host": platform.node(),
         "cpu": _cpu_model(),
         "cpu_count": os.cpu_count(),
-        "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": _memory_gib(),
+        "cpus_usable": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, 1),
         "packages": versions(PACKAGES),
         "gpus": _gpus(),
     }
@@ -113,23 +92,14 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def _cpu_model() -> str | None:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return found[1] if found else platform.processor() or None
-
-
-def _memory_gib() -> float | None:
-    if "SC_PHYS_PAGES" not in os.sysconf_names:
-        return None
-    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, 1)
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else None
 
 
 def _gpus() -> list[dict[str, Any]]:
     """Return UUID, name, memory and driver of every GPU that torch sees."""
-    try:
-        import torch
-    except ImportError:
-        return []
+    import torch
+
     if not torch.cuda.is_available():
         return []
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")

@@ -1,17 +1,15 @@
-"""Declare every metric of a run (name, unit, meaning), and read and write RUN_DIR/metrics.jsonl."""
+"""Declare every metric of a run (name, unit, meaning), and the lines of RUN_DIR/metrics.jsonl."""
 
 import json
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
-from qerl_lab.config.option import ConfigError, parse_json
-from qerl_lab.system.disk import replace_file
+from qerl_lab.config.option import ConfigError
+from qerl_lab.record.line_file import LineFile
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,7 @@ METRICS: dict[str, Metric] = {
     "reward/unparsed": Metric(
         "fraction", "completions whose answer could not be read, or not compared in time: they count as wrong"
     ),
-    "reward/zero_variance_groups": Metric(
-        "fraction", "groups with equal rewards: their advantages are 0"
-    ),
+    "reward/zero_variance_groups": Metric("fraction", "groups with equal rewards: their advantages are 0"),
     "policy/entropy_nats": Metric(
         "nats",
         "entropy of the trainer's policy at rollout.temperature: exact over the vocabulary, mean over all completion "
@@ -92,9 +88,7 @@ METRICS: dict[str, Metric] = {
     "sampler/logprob_gap_mean": Metric(
         "nats", "mean abs(sampler - trainer) log-prob over all completion tokens, due to kernels and noise together"
     ),
-    "sampler/logprob_gap_max": Metric(
-        "nats", "largest abs(sampler - trainer) log-prob of a completion token"
-    ),
+    "sampler/logprob_gap_max": Metric("nats", "largest abs(sampler - trainer) log-prob of a completion token"),
     "sampler/importance_ratio_mean": Metric(
         "1",
         "mean corrected trainer / sampler probability ratio over all completion tokens (over completions with "
@@ -129,9 +123,6 @@ METRICS: dict[str, Metric] = {
     "rollout/tokens_per_second": Metric("tokens/s", "completion tokens / seconds/rollout"),
     "rollout/completion_tokens": Metric("tokens", "mean length of a completion, truncated ones included"),
     "rollout/truncated_fraction": Metric("fraction", "completions without an end token, cut at max_completion_tokens"),
-    "rollout/engine_restarts": Metric(
-        "1", "how often the step was sampled again with a new engine after a failure: 0 or 1"
-    ),
     "rollout/prompts_drawn": Metric(
         "questions", "questions sampled; with algorithm.dynamic_sampling more than rollout.prompts_per_step"
     ),
@@ -231,6 +222,8 @@ def declared_metrics(parts: Iterable[str] = ()) -> dict[str, Metric]:
 
 
 class MetricsLine(TypedDict):
+    """A line of metrics.jsonl. A step can have several (held-out evaluations). `time` is in unix seconds."""
+
     step: int
     time: float
     metrics: dict[str, float]
@@ -243,97 +236,26 @@ def encode(step: int, metrics: Mapping[str, float]) -> bytes:
     return json.dumps({"step": int(step), "time": time.time(), "metrics": finite}, allow_nan=False).encode() + b"\n"
 
 
-def lines_from(path: Path, offset: int) -> tuple[list[MetricsLine], int]:
-    """Return the lines from byte `offset` on, in file order, and the next offset.
+def _decode(values: Any) -> MetricsLine:
+    """Convert the JSON of a line; null values become NaN. Raises ValueError or TypeError."""
+    match values:
+        case {"step": int(step), "time": int() | float() as when, "metrics": dict(metrics)}:
+            found = {name: math.nan if value is None else float(value) for name, value in metrics.items()}
+            return {"step": step, "time": float(when), "metrics": found}
+    raise ValueError("no step, time and metrics")
 
-    A step can have several lines (held-out evaluation). `time` is in unix seconds; null values become nan. An
-    incomplete last line (the process was killed while writing) is skipped. Raises ConfigError for any other line that
-    is not a record.
+
+METRICS_FILE = LineFile("metrics.jsonl", "a metrics record", _decode)
+
+
+def check_steps(lines: Iterable[MetricsLine], steps: int) -> None:
+    """Raise ConfigError unless each step up to `steps`, and up to the last of `lines`, has exactly one training line.
+
+    Duplicates mean that two processes wrote the file, which can happen on a file system without locks.
     """
-    with path.open("rb") as file:
-        file.seek(offset)
-        data = file.read()
-    whole = data[: data.rfind(b"\n") + 1]
-    lines = [_decode(line, f"{path}, line {n} after byte {offset},") for n, line in enumerate(whole.splitlines(), 1)]
-    return lines, offset + len(whole)
-
-
-def _decode(line: bytes, where: str) -> MetricsLine:
-    try:
-        match parse_json(line):
-            case {"step": int(step), "time": int() | float() as when, "metrics": dict(metrics)} if step >= 0:
-                values = {name: math.nan if value is None else float(value) for name, value in metrics.items()}
-                return {"step": step, "time": float(when), "metrics": values}
-        raise ValueError("no step, time and metrics")
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ConfigError(
-            f"{where} is not a metrics record: {line[:80]!r}. Take the line out, or put the file back as it was."
-        ) from error
-
-
-def count_trained_steps(lines: Iterable[MetricsLine]) -> Counter[int]:
-    """Count the lines of each trained step. Evaluation lines do not count."""
-    return Counter(line["step"] for line in lines if any(not name.startswith("eval/") for name in line["metrics"]))
-
-
-def check_steps(found: Mapping[int, int], steps: int, where: str = "metrics.jsonl") -> None:
-    """Raise ConfigError unless each step up to `steps`, and up to the last of `found`, has exactly one line.
-
-    `found` counts the lines per step. Duplicates mean that two processes wrote the file, which can happen on a file
-    system without locks; a resumed run cuts the steps it trains again.
-    """
+    found = Counter(line["step"] for line in lines if any(not name.startswith("eval/") for name in line["metrics"]))
     steps = max(steps, *found, 0)
-    if missing := sorted(set(range(1, steps + 1)) - set(found)):
-        raise ConfigError(f"{where} lacks {len(missing)} of {steps} steps, the first of them {missing[0]}")
+    if missing := [step for step in range(1, steps + 1) if step not in found]:
+        raise ConfigError(f"{METRICS_FILE.name} lacks {len(missing)} of {steps} steps, the first of them {missing[0]}")
     if twice := sorted(step for step, times in found.items() if times > 1):
-        raise ConfigError(f"{where} has {len(twice)} steps more than once, the first of them {twice[0]}")
-
-
-def steps_recorded(run_dir: Path) -> tuple[int, str]:
-    """Return the last step before the first missing or duplicate one in metrics.jsonl, and a text saying what is wrong.
-
-    Lines that are not records are skipped.
-    """
-    path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return 0, "is missing"
-    whole, broken = _split_lines(path)
-    steps, last = count_trained_steps(line for _, line in whole), 0
-    while steps[last + 1] == 1:
-        last += 1
-    where = f" (line {broken[0][0]} is no metrics record)" if broken else ""
-    return last, f"{'has' if steps[last + 1] else 'lacks'} step {last + 1}{' twice' if steps[last + 1] else ''}{where}"
-
-
-def cut_metrics(run_dir: Path, last_step: int) -> None:
-    """Delete the lines of metrics.jsonl after `last_step`, and a torn last line, atomically. The file may be missing.
-
-    Moves lines that are not records to metrics.damaged.jsonl and prints a warning.
-    """
-    path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return
-    whole, broken = _split_lines(path)
-    if broken:
-        aside = path.with_name("metrics.damaged.jsonl")
-        with aside.open("ab") as file:
-            file.writelines(text for _, text in broken)
-        print(f"warning: {path}, line {broken[0][0]} is no metrics record; moved to {aside.name}.", file=sys.stderr)
-    replace_file(path, b"".join(text for text, line in whole if line["step"] <= last_step))
-
-
-def _split_lines(path: Path) -> tuple[list[tuple[bytes, MetricsLine]], list[tuple[int, bytes]]]:
-    """Return the records with their text, and other lines with their number; skips a torn last line."""
-    whole, broken = [], []
-    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            whole.append((text + b"\n", _decode(text, str(path))))
-        except ConfigError:
-            broken.append((number, text + b"\n"))
-    return whole, broken
-
-
-def last_logged(run_dir: Path) -> float:
-    """Return the unix time of the newest line of metrics.jsonl; 0 without lines."""
-    path = Path(run_dir) / "metrics.jsonl"
-    return max((line["time"] for _, line in _split_lines(path)[0]), default=0.0) if path.exists() else 0.0
+        raise ConfigError(f"{METRICS_FILE.name} has {len(twice)} steps more than once, the first of them {twice[0]}")

@@ -9,7 +9,6 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from qerl_lab.config.keys import spell_value
@@ -31,7 +30,7 @@ class Unfinished:
         self.out, self.folder = out, out.with_name(out.name + ".partial")
         make_directory(self.folder, f"out={out}")
         self._lock = os.open(self.folder, os.O_RDONLY)
-        self._journal: dict[str, Any] = {"identity": dict(identity), "files": {}}
+        self._journal: dict[str, Any] = {"identity": json.loads(json.dumps(dict(identity))), "files": {}}
         try:
             lock(self._lock, f"another process is writing {self.folder} now. Wait for it, or stop it.")
             self._take_over(overwrite)
@@ -42,9 +41,7 @@ class Unfinished:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not self._journal["files"]:  # nothing to continue
             shutil.rmtree(self.folder)
         os.close(self._lock)
@@ -56,16 +53,13 @@ class Unfinished:
                 raise ConfigError(f"{self.folder} is not of this command's making. Type another out, or remove it.")
             return self.clear()
         begun = read_json(self.folder / JOURNAL, dict)
-        if not all(isinstance(begun.get(key), dict) for key in self._journal):
-            raise ConfigError(f"{self.folder / JOURNAL} is not what a command writes there. Remove {self.folder}.")
-        now = json.loads(json.dumps(self._journal["identity"]))
-        differ = [key for key in now | begun["identity"] if now.get(key) != begun["identity"].get(key)]
-        if not differ:
+        then, now = begun.get("identity"), self._journal["identity"]
+        if then == now:
             self._journal = begun
         elif overwrite:
             self.clear()
         else:
-            raise ConfigError(_other_options_message(self.folder, begun["identity"], now, differ))
+            raise ConfigError(_other_options_message(self.folder, then or {}, now))
 
     def clear(self) -> None:
         """Delete all files and start over."""
@@ -99,8 +93,9 @@ class Unfinished:
         shutil.rmtree(before, ignore_errors=True)
 
 
-def _other_options_message(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any], differ: list[str]) -> str:
+def _other_options_message(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the error message for a directory that was started with other options."""
+    differ = [key for key in {**now, **begun} if now.get(key) != begun.get(key)]
     keys = [key for key in differ if not isinstance(now.get(key), dict)]
     if not keys:
         return f"{folder} was begun from other files than {differ[0]} has now. Type overwrite=true to start again."

@@ -4,9 +4,7 @@
 """
 
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +17,6 @@ with exits.starting(__name__):
     from qerl_lab.system.terminal import format_path
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from qerl_lab.report.comparison import Comparison
 
 
@@ -35,47 +31,29 @@ class ReportOptions:
     bench: list[str] = option([], "results of python -m qerl_lab.bench, files or folders, to add to report.html")
     runs_csv: str | None = option(None, "CSV to write, one row per run")
     arms_csv: str | None = option(None, "CSV to write, one row per arm")
-    plot: str | None = option(None, "PNG to write: reward and entropy by step, one color per arm")
 
 
 def report(options: ReportOptions) -> None:
     """Print the table of arms and write the requested files. Raises ConfigError for an option that has no effect."""
-    from qerl_lab.report import comparison, curves  # pandas, scipy and matplotlib take a second
+    from qerl_lab.report import comparison  # pandas and scipy take a second
 
     if options.bench and not options.out:
         raise ConfigError(
             f"bench={','.join(options.bench)} does nothing without out. Type for example out=results/NAME."
         )
-    if options.plot and Path(options.plot).suffix != ".png":
-        raise ConfigError(f"plot={options.plot} is no PNG; allowed: a name that ends in .png. Type plot=arms.png.")
     found = _read(options)
     if options.out:
         _write_results(found, options)
-    if not found.arms and not (options.runs_csv or options.arms_csv or options.plot):
+    if not found.arms and not (options.runs_csv or options.arms_csv):
         return
     found.require_counted()
     baseline = comparison.baseline_of(list(found.arms), options.baseline)
     arms = comparison.by_arm(found, baseline)
-    for path, write in (
-        (options.runs_csv, lambda file: file.write_text(comparison.csv(comparison.by_run(found)))),
-        (options.arms_csv, lambda file: file.write_text(comparison.csv(arms))),
-        (options.plot, lambda file: file.write_bytes(curves.png(_plot(found)))),
-    ):
-        if path:
-            _write(Path(path).expanduser(), write)
+    if options.runs_csv:
+        _write(Path(options.runs_csv).expanduser(), comparison.csv(comparison.by_run(found)))
+    if options.arms_csv:
+        _write(Path(options.arms_csv).expanduser(), comparison.csv(arms))
     print(comparison.text(found, arms, baseline))
-
-
-def _plot(found: "Comparison") -> "Figure":
-    """Draw reward and entropies of all arms, as far as recorded."""
-    from qerl_lab.report import comparison, curves, palette
-
-    points = comparison.curves(found)
-    shown = [
-        curve for curve in curves.recorded_curves(points) if curve.name in ("reward", "entropy", "sampler_entropy")
-    ]
-    styles = palette.styles(palette.formats(found.arms))
-    return curves.side_by_side(points, shown, {arm: arm for arm in found.arms}, styles)
 
 
 def _write_results(found: "Comparison", options: ReportOptions) -> None:
@@ -110,11 +88,8 @@ def verdicts(options: VerdictsOptions) -> None:
         out = Path(options.out).expanduser()
         named = [f"claims={','.join(options.claims)}"] if options.claims else []
         line = f"{VERDICTS} {shlex.join([*options.sweep, *named])}"
-        for name, page in (
-            ("verdicts.json", verdict_tables.as_json(found, rows, line)),
-            ("verdicts.md", verdict_tables.markdown(found, rows, line)),
-        ):
-            _write(out / name, partial(replace_file, data=page.encode()))
+        _write(out / "verdicts.json", verdict_tables.as_json(found, rows, line))
+        _write(out / "verdicts.md", verdict_tables.markdown(found, rows, line))
         print(f"\nwritten: {format_path(out)}  (verdicts.json, verdicts.md)")
 
 
@@ -123,16 +98,16 @@ def _read(options: ReportOptions | VerdictsOptions) -> "Comparison":
 
     Raises ConfigError if there is none, or if none counts and the report is not written to `out`.
     """
-    from qerl_lab.report import comparison
+    from qerl_lab.report import comparison, results
 
-    found = comparison.compare(*comparison.read_all([Path(folder).expanduser() for folder in options.sweep]))
+    found = comparison.compare(*results.read_all([Path(folder).expanduser() for folder in options.sweep]))
     return found if options.out and found.left_out else found.require_counted()
 
 
-def _write(path: Path, write: Callable[[Path], None]) -> None:
+def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
+        replace_file(path, text.encode())
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}. Type another file.") from None
 

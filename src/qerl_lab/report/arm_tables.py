@@ -1,7 +1,7 @@
 """Tables of arms in the layout of the paper's tables: our number, the paper's, and the difference to the baseline."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,12 +11,36 @@ from qerl_lab.report import reference, stats, verdict_tables
 from qerl_lab.report.comparison import BASELINE, Comparison, matrix
 from qerl_lab.report.diagnostics import retention
 from qerl_lab.report.measures import MEASURES, SHARED, Unmeasured, shared_machines
-from qerl_lab.report.printed_arms import growth, in_figure_5, table_1_rows
+from qerl_lab.report.printed_arms import in_figure_5, table_1_rows
 from qerl_lab.report.runs import Record
-from qerl_lab.report.table import NONE, Rows, Table, in_words, number, without_empty_columns
+from qerl_lab.report.speed_tables import printed_rollouts, printed_steps
+from qerl_lab.report.table import NONE, Table, in_words, number, without_empty_columns
 from qerl_lab.report.verdict_tables import cell, seeds_cell
 
-SEVEN = "Qwen2.5-7B-Instruct"
+NO_BASELINE = f"Left out: no arm is {BASELINE}; type baseline=ARM to compare with another."
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measure of `_differences`: `sign` is 1 if more is better, 0 for neither; `ratio` compares logarithms."""
+
+    label: str
+    name: str
+    sign: int = 0
+    ratio: bool = False
+
+
+DIFFERENCES = (
+    Measured("accuracy after", "after", 1),
+    Measured("gain in accuracy", "gain", 1),
+    Measured("reward, last tenth", "reward_last", 1),
+    Measured("entropy, first tenth", "entropy_first"),
+    Measured("entropy, last tenth", "entropy_last"),
+    Measured("rollouts, tokens/s", "rollout_tokens_per_second", 1, ratio=True),
+    Measured("end to end, tokens/s", "tokens_per_second", 1, ratio=True),
+)
+SPEEDS, PHASES = ("rollout_tokens_per_second", "tokens_per_second"), ("rollout", "train", "sync")
+OF_PAPER = ["Figure 1, 7B: rollouts / BF16", "Table 3, 7B: end to end / BF16"]
 
 
 def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
@@ -26,22 +50,16 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
     against = []
     if len(comparison.arms) > 1:
         against = [_differences(comparison, baseline) if baseline else Table("Differences", "", [["arm"]], NO_BASELINE)]
-    entropies, speeds = _entropies(comparison, baseline), _throughput(comparison, baseline)
-    grown = growth(comparison, lambda differences: _difference(differences, ratio=False))
-    return [_accuracies(comparison), *against, *grown, entropies, retention(comparison), speeds]
+    others = [_entropies(comparison, baseline), retention(comparison), _throughput(comparison, baseline)]
+    return [_accuracies(comparison), *against, *others]
 
 
 def _accuracies(comparison: Comparison) -> Table:
     head, *rows = verdict_tables.table_1(comparison)
     beside = verdict_tables.IN_TABLE_1 in head
-    arms = list(comparison.arms.values())
-    more = [
-        ["gain", "pass@n after"],
-        *([seeds_cell(matrix(records, "gain"), (-1, 1)), _pass_cell(records)] for records in arms),
-    ]
-    rows, empty = without_empty_columns(
-        [[*row[:4], *cells, *row[4:]] for row, cells in zip([head, *rows], more, strict=True)], 2
-    )
+    more = [[seeds_cell(matrix(records, "gain"), (-1, 1)), _pass_cell(records)] for records in comparison.arms.values()]
+    rows = [[*row[:4], *cells, *row[4:]] for row, cells in zip(rows, more, strict=True)]
+    rows, empty = without_empty_columns([[*head[:4], "gain", "pass@n after", *head[4:]], *rows], 2)
     why = "no held-out questions were evaluated" if "after" in empty else "eval.samples=1, or no question"
     return Table(
         "Held-out accuracy" + ", as in the paper's Table 1" * beside,
@@ -60,33 +78,12 @@ def _pass_cell(records: Sequence[Record]) -> str:
         return NONE
 
 
-@dataclass(frozen=True)
-class _Measure:
-    """A column of differences: `sign` is 1 or -1 for the better direction, 0 for none; `ratio` compares logarithms."""
-
-    label: str
-    name: str
-    sign: int = 0
-    ratio: bool = False
-
-
-NO_BASELINE = f"Left out: no arm is {BASELINE}; type baseline=ARM to compare with another."
-DIFFERENCES = (
-    _Measure("reward, last tenth", "reward_last", 1),
-    _Measure("entropy, first tenth", "entropy_first"),
-    _Measure("entropy, last tenth", "entropy_last"),
-    _Measure("rollouts, tokens/s", "rollout_tokens_per_second", 1, True),
-    _Measure("end to end, tokens/s", "tokens_per_second", 1, True),
-)
-
-
 def _differences(comparison: Comparison, baseline: str) -> Table:
-    rows, gaps = Rows(), list[Gap]()
-    for arm, records in comparison.arms.items():
-        if arm != baseline:
-            for measure, cells, why in _against_control(records, comparison.arms[baseline]):
-                rows += [[arm, measure, *cells]] if cells else []
-                gaps += [] if cells else [(arm, measure, why)]
+    rows = [
+        [arm, measure.label, *cells]
+        for arm, records in comparison.arms.items() if arm != baseline for measure in DIFFERENCES
+        if (cells := _difference_cells(records, comparison.arms[baseline], measure))
+    ]  # fmt: skip
     return Table(
         f"Differences to {baseline}",
         "Paired by seed, accuracies also by question: mean [95% interval] (shared seeds). Speeds are ratios, given "
@@ -94,60 +91,31 @@ def _differences(comparison: Comparison, baseline: str) -> Table:
         "their logarithms). P(better): share of seed pairs in which the arm is better. Unlike the verdicts, nothing is "
         "corrected for multiple comparisons. Arms may differ in several settings: see the last table.",
         [["arm", "measure", "difference", "effect size", "P(better)"], *rows],
-        _left_out(gaps, len(comparison.arms) - 1),
+        "" if rows else f"Left out: no arm shares a seed with {baseline}.",
     )
 
 
-Gap = tuple[str, str, str]  # arm, measure, and why there is no difference
-
-
-def _against_control(records: Sequence[Record], control: Sequence[Record]) -> Iterator[tuple[str, list[str], str]]:
-    """Yield each measure with its cells, or with no cells and the reason."""
-    if not _share_a_seed(records, control):
-        yield "every measure", [], "the two share no seed"
-        return
-    for phase, label in (("after", "accuracy after"), ("gain", "gain in accuracy")):
-        cells = _difference_cells(matrix(records, phase), matrix(control, phase), 1, False)
-        yield label, cells, "no shared held-out question"
-    for one in DIFFERENCES:
-        if one.ratio and shared_machines(records, control):
-            yield one.label, [], SHARED
-        else:
-            sides = [_values(side, one.name) for side in (records, control)]
-            yield one.label, _difference_cells(sides[0], sides[1], one.sign, one.ratio), "no shared value"
-
-
-def _left_out(gaps: Sequence[Gap], others: int) -> str:
-    """Say which measures have no difference and why, grouping arms and measures that share a reason."""
-    arms_of: dict[tuple[str, str], list[str]] = {}
-    for arm, measure, why in gaps:
-        arms_of.setdefault((measure, why), []).append(arm)
-    measures_of: dict[tuple[str, str], list[str]] = {}
-    for (measure, why), arms in arms_of.items():
-        measures_of.setdefault(("every arm" if len(arms) == others else in_words(arms), why), []).append(measure)
-    parts = [f"{in_words(measures)} of {arms}, since {why}" for (arms, why), measures in measures_of.items()]
-    return f"Left out: {'. '.join(parts)}." if parts else ""
-
-
 def _values(records: Sequence[Record], name: str) -> pd.DataFrame:
-    """Return one number of the summary as a column [seeds, 1]."""
+    """Return accuracies [seeds, questions] or one number of the summary [seeds, 1]."""
+    if name in ("after", "gain"):
+        return matrix(records, name)
     return pd.DataFrame({"run": {record.run.seed: float(record.summary[name]) for record in records}})
 
 
-def _difference_cells(treated: pd.DataFrame, control: pd.DataFrame, sign: int, ratio: bool) -> list[str]:
-    """Return difference, effect size and P(better) of values [seeds, questions] as cells; none if nothing is shared."""
-    one, other = (np.log(values) if ratio else values for values in (treated, control))
+def _difference_cells(records: Sequence[Record], control: Sequence[Record], measure: Measured) -> list[str]:
+    """Return difference, effect size and P(better) as cells; none without a shared value, or for shared machines."""
+    if measure.ratio and shared_machines(records, control):
+        return []
+    one, other = (_values(side, measure.name) for side in (records, control))
+    if measure.ratio:
+        one, other = np.log(one), np.log(other)
     difference = (one - other).dropna(how="all").dropna(axis=1)
     if difference.empty:
         return []
     size = stats.effect_size(difference.mean(axis=1).to_numpy())
-    means = [sign * side.loc[difference.index, difference.columns].mean(axis=1) for side in (one, other)]
-    better = f"{stats.probability_of_improvement(*means):.2f}" if sign else NONE
-    return [_difference(difference, ratio), NONE if math.isnan(size) else f"{size:+.2f}", better]
-
-
-def _cell_or_dash(paired: Sequence[str]) -> str:
-    return paired[0] if paired else NONE
+    means = [measure.sign * side.loc[difference.index, difference.columns].mean(axis=1) for side in (one, other)]
+    better = f"{stats.probability_of_improvement(*means):.2f}" if measure.sign else NONE
+    return [_difference(difference, measure.ratio), NONE if math.isnan(size) else f"{size:+.2f}", better]
 
 
 def _difference(values: pd.DataFrame, ratio: bool) -> str:
@@ -159,18 +127,22 @@ def _difference(values: pd.DataFrame, ratio: bool) -> str:
     return f"{shown(mean)}{'x' * ratio}{interval} ({seeds})"
 
 
+def _difference_to(comparison: Comparison, arm: str, baseline: str | None, name: str) -> str:
+    """Return the difference of an arm to the baseline as one cell; a dash for the baseline itself."""
+    if baseline is None or arm == baseline:
+        return NONE
+    measure = next(measure for measure in DIFFERENCES if measure.name == name)
+    return (_difference_cells(comparison.arms[arm], comparison.arms[baseline], measure) or [NONE])[0]
+
+
 def _entropies(comparison: Comparison, baseline: str | None) -> Table:
     beside = in_figure_5(comparison)
-    theirs = ["Figure 5, 7B"] if beside else []
     against = [f"first tenth - {baseline}"] if baseline else []
-    rows = [["arm", "first tenth of the steps", "last tenth", *against, *theirs]]
+    rows = [["arm", "first tenth of the steps", "last tenth", *against, *["Figure 5, 7B"] * bool(beside)]]
     for arm, records in comparison.arms.items():
-        first = _values(records, "entropy_first")
-        cells = [seeds_cell(first, stats.NATS), seeds_cell(_values(records, "entropy_last"), stats.NATS)]
-        if baseline:
-            control = _values(comparison.arms[baseline], "entropy_first")
-            cells.append(NONE if arm == baseline else _cell_or_dash(_difference_cells(first, control, 0, False)))
-        rows.append([arm, *cells, *([_printed_entropy(beside.get(arm))] if beside else [])])
+        row = [arm, *(seeds_cell(_values(records, f"entropy_{when}"), stats.NATS) for when in ("first", "last"))]
+        row += [_difference_to(comparison, arm, baseline, "entropy_first")] if baseline else []
+        rows.append([*row, *([_printed_entropy(beside.get(arm))] if beside else [])])
     return Table(
         "Entropy of the policy" + ", as in the paper's Figure 5" * bool(beside),
         "Nats per token at rollout.temperature, without noise in the trainer."
@@ -179,44 +151,38 @@ def _entropies(comparison: Comparison, baseline: str | None) -> Table:
     )
 
 
-def _printed_entropy(name: str | None) -> str:
+def _printed_entropy(weight_format: str | None) -> str:
     """Return the mean entropy that Figure 5 of the paper has for a weight format; a dash for None."""
-    if name is None:
+    if weight_format is None:
         return NONE
-    where = {"table": "Figure 5", "model": SEVEN, "weight_format": name, "setting": "mean over steps 0-8"}
-    return f"{reference.value(**where, metric='mean policy entropy (nats/token)'):.3f}"
-
-
-SPEEDS, PHASES = ("rollout_tokens_per_second", "tokens_per_second"), ("rollout", "train", "sync")
-OF_PAPER = ["Figure 1, 7B: rollouts / BF16", "Table 3, 7B: end to end / BF16"]
+    return f"{reference.value(table='Figure 5', weight_format=weight_format, setting=reference.EIGHT_STEPS):.3f}"
 
 
 def _throughput(comparison: Comparison, baseline: str | None) -> Table:
-    beside, why = table_1_rows(comparison), _why_no_ratio(comparison, baseline)
-    ratios = [] if why else [*(f"{what} / {baseline}" for what in ("rollouts", "end to end")), *OF_PAPER]
-    rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", *ratios, "rollout, train, sync", "peak GiB",
-             "seconds a run"]]  # fmt: skip
-    shared = {arm: records for arm, records in comparison.arms.items() if shared_machines(records)}
+    beside = table_1_rows(comparison)
+    rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", f"rollouts / {baseline}", f"end to end / {baseline}",
+             *OF_PAPER, "rollout, train, sync", "peak GiB", "seconds a run"]]  # fmt: skip
     for arm, records in comparison.arms.items():
-        cells = [NONE if arm in shared else _speed(_values(records, name)) for name in SPEEDS]
-        if baseline and not why:
-            cells += [*_ratios(records, comparison.arms[baseline]), *_printed_speeds(beside.get(arm))]
-        seconds = number(np.mean([record.summary["seconds"] for record in records]))
-        phases = (np.mean([record.summary[f"share_{name}"] for record in records]) for name in PHASES)
-        timed = [NONE, NONE] if arm in shared else [", ".join(f"{share:.0%}" for share in phases), seconds]
+        ratios = [_difference_to(comparison, arm, baseline, name) for name in SPEEDS]
+        printed = [NONE, NONE] if ratios == [NONE, NONE] else _printed_speeds(beside.get(arm))
         peaks = [record.summary.get("memory_gpu_peak_gib", record.summary["memory_rss_gib"]) for record in records]
-        rows.append([arm, *cells, timed[0], f"{max(peaks):.2f}", timed[1]])
+        speeds, shares, seconds = [NONE, NONE], NONE, NONE
+        if not shared_machines(records):
+            speeds = [_speed(_values(records, name)) for name in SPEEDS]
+            shares = ", ".join(f"{_values(records, f'share_{name}')['run'].mean():.0%}" for name in PHASES)
+            seconds = number(_values(records, "seconds")["run"].mean())
+        rows.append([arm, *speeds, *ratios, *printed, shares, f"{max(peaks):.2f}", seconds])
     rows, empty = without_empty_columns(rows)
-    left_out = f"Left out: speed ratios between arms, ours and the paper's, since {why}." if why else ""
-    if shared:
-        which = "every arm" if len(shared) == len(comparison.arms) else in_words(list(shared))
-        left_out = f"Left out: seconds and tokens/s of {which}, since {SHARED}."
+    shared = [arm for arm, records in comparison.arms.items() if shared_machines(records)]
+    which = "every arm" if len(shared) == len(comparison.arms) else in_words(shared)
     return Table(
-        "Throughput and memory" + ", as in the paper's Figure 1 and Table 3" * (not why and OF_PAPER[0] not in empty),
+        "Throughput and memory" + ", as in the paper's Figure 1 and Table 3" * (OF_PAPER[0] not in empty),
         "Completion tokens per second, geometric mean over seeds. Memory: largest peak of any seed, on the GPU if "
-        "there is one, else resident." + " Paper: one H100, batch 8 (Figure 1); batch 2, 4, 8 (Table 3)." * (not why),
+        "there is one, else resident."
+        + " Paper: one H100, batch 8 (Figure 1); batch 2, 4, 8 (Table 3)."
+        * (OF_PAPER[0] not in empty),
         rows,
-        left_out or ("Left out: the paper's speeds, since it timed none of these arms." if empty else ""),
+        f"Left out: seconds and tokens/s of {which}, since {SHARED}." if shared else "",
     )
 
 
@@ -228,42 +194,10 @@ def _speed(values: pd.DataFrame) -> str:
     return cell((mean, low, high), len(values))
 
 
-def _why_no_ratio(comparison: Comparison, baseline: str | None) -> str:
-    """Say why no speed is compared with another; empty if at least one is."""
-    if len(comparison.arms) < 2:
-        return "there is only one arm"
-    if baseline is None:
-        return "no arm is the baseline: choose one with baseline=ARM"
-    control = comparison.arms[baseline]
-    others = [
-        records for arm, records in comparison.arms.items() if arm != baseline and _share_a_seed(records, control)
-    ]
-    if not others:
-        return f"no arm shares a seed with {baseline}"
-    return SHARED if all(shared_machines(records, control) for records in others) else ""
-
-
-def _share_a_seed(records: Sequence[Record], control: Sequence[Record]) -> bool:
-    return bool({one.run.seed for one in records} & {one.run.seed for one in control})
-
-
-def _ratios(records: Sequence[Record], control: Sequence[Record]) -> list[str]:
-    """Return both speeds divided by the control's; dashes for the control and for runs that shared a machine."""
-    if records is control or shared_machines(records, control):
-        return [NONE, NONE]
-    return [
-        _cell_or_dash(_difference_cells(_values(records, name), _values(control, name), 1, True)) for name in SPEEDS
-    ]
-
-
 def _printed_speeds(row: tuple[str, str] | None) -> list[str]:
-    method, weight_format = row or ("", "")
-    method = method.partition(" ")[0]  # QeRL with noise and without
-    if (method, weight_format) not in {("QLoRA", "NF4"), ("QeRL", "NVFP4")}:
-        return [NONE, NONE]
-    where = {"model": SEVEN, "method": method, "weight_format": weight_format}
-    bf16 = {"model": SEVEN, "method": "LoRA", "weight_format": "BF16"}
-    rollouts = [reference.value(table="Figure 1", metric="rollout throughput", **row) for row in (where, bf16)]
-    speedup = "end-to-end training speedup vs BF16 LoRA"
-    whole = (reference.value(table="Table 3", metric=speedup, setting=f"batch size {n};", **where) for n in (2, 4, 8))
-    return [f"{rollouts[0] / rollouts[1]:.2f}x", ", ".join(f"{value:.1f}x" for value in whole)]
+    """Return the paper's speeds over BF16 for a row of its Table 1; dashes if it timed no such arm."""
+    weight_format = row[1].lower() if row else ""
+    of_arm = f"model == 'qwen2.5-7b' and format == '{weight_format}'"
+    rollouts = printed_rollouts().query(f"{of_arm} and batch == 8")["of_bf16"].map("{:.2f}x".format)
+    steps = printed_steps().query(of_arm)["table_3"].dropna()
+    return [", ".join(cells) or NONE for cells in (rollouts, steps)]

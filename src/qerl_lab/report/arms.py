@@ -5,8 +5,7 @@ experiment's name does not decide; it only starts the label.
 """
 
 import hashlib
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import yaml
@@ -17,7 +16,6 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import part_of
 
 FINISHED = "finished"
-COPIED = "copied"  # start of the status of a run that is a copy of another record
 PLACE, CONTENT = "model.path", "model.hash"
 QUESTIONS = "task.path"
 ABSENT = "(absent)"  # stands for a setting that a run lacks
@@ -82,7 +80,7 @@ def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float,
 
 
 def fill_in_device(runs: Sequence[Run]) -> list[Run]:
-    """Fill in the device of runs that have not noted it yet, if exactly one otherwise equal arm is known."""
+    """Fill in the device of runs that ended before their first step, if exactly one otherwise equal arm is known."""
     known, found = {run.arm for run in runs}, []
     for run in runs:
         if run.value("device") == "auto":
@@ -109,28 +107,21 @@ def version(git_sha: str | None, dirty: bool | None) -> str:
 def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     """Return the newest finished run of each (arm, seed), sorted by arm and seed, and a line on each run left out."""
     counted: dict[tuple[Arm, int], Run] = {}
-    left_out = [f"{run.name}: {run.status}" for run in runs if run.status != FINISHED]
-    for run in sorted((run for run in runs if run.status == FINISHED), key=lambda run: run.ended):
+    left_out = [f"{run.name}: {run.status}" for run in runs if is_unfinished(run)]
+    for run in sorted((run for run in runs if not is_unfinished(run)), key=lambda run: run.ended):
         if older := counted.get((run.arm, run.seed)):
             left_out.append(f"{older.name}: repeated by {run.name}, with the same settings and seed")
         counted[run.arm, run.seed] = run
     keys = differing(list(counted.values()))
-    return sorted(counted.values(), key=lambda run: _order(run, keys)), left_out
 
+    def place(run: Run) -> tuple[object, ...]:
+        return run.experiment, *(number_first(run.value(key)) for key in keys), run.seed
 
-def counted_or_unfinished(found: Sequence[Run], counted: Sequence[Run]) -> list[Run]:
-    """Return the runs that count or did not finish, without copies and repeated runs."""
-    names = {run.name for run in counted}
-    return [run for run in found if run.name in names or is_unfinished(run)]
+    return sorted(counted.values(), key=place), left_out
 
 
 def is_unfinished(run: Run) -> bool:
-    """Return whether a run did not finish, as far as is known, and is no copy."""
-    return run.status != FINISHED and not is_copy(run)
-
-
-def is_copy(run: Run) -> bool:
-    return run.status.startswith(COPIED)
+    return run.status != FINISHED
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
@@ -159,32 +150,22 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
     and settings that follow from the task's name, such as its instruction. Long values are shortened; the settings of a
     group in `CHOICES` appear as its choice.
     """
-    arms = {run.arm: run for run in runs}
-    shown: dict[Arm, list[str]] = {arm: [] for arm in arms}
+    arms, found = {run.arm: run for run in runs}, {}
     implied, differ = implied_by_task([run.settings for run in runs]), differing(runs)
-    for key in (key for key in differ if key not in implied):
-        for arm in _arms_showing(key, arms, runs):
-            shown[arm].append(key)
-    called = {arm: {run.experiment for run in runs if run.arm == arm} for arm in arms}
-    return {arm: _label(called[arm], _words(run, shown[arm], differ)) for arm, run in arms.items()}
-
-
-def _arms_showing(key: str, arms: Mapping[Arm, Run], runs: Sequence[Run]) -> Iterator[Arm]:
-    """Yield the arms that need `key` in their label: their experiment does not imply it and its value is unusual."""
-    undeclared = Counter(run.value(key) for run in arms.values() if key not in run.declared)
-    usual = next((value for value, count in undeclared.items() if 2 * count > undeclared.total()), None)
     for arm, run in arms.items():
-        if key in run.declared or len(undeclared) == 1:
-            needed = len({other.value(key) for other in runs if other.experiment == run.experiment}) > 1
-        else:
-            needed = run.value(key) != usual
-        if needed:
-            yield arm
+        names = {other.experiment for other in runs if other.arm == arm} - {NO_EXPERIMENT}
+        keys = [key for key in differ if key not in implied and _is_shown(key, run, list(arms.values()), runs)]
+        name, settings = " = ".join(sorted(names)), ", ".join(_words(run, keys, differ))
+        found[arm] = f"{name} ({settings})" if name and settings else name or settings or NO_EXPERIMENT
+    return found
 
 
-def _label(experiments: set[str], words: Sequence[str]) -> str:
-    name, settings = " = ".join(sorted(experiments - {NO_EXPERIMENT})), ", ".join(words)
-    return f"{name} ({settings})" if name and settings else name or settings or NO_EXPERIMENT
+def _is_shown(key: str, run: Run, arms: Sequence[Run], runs: Sequence[Run]) -> bool:
+    """Tell whether a label needs `key`: the experiment does not imply it and at most half of the arms share it."""
+    undeclared = [other.value(key) for other in arms if key not in other.declared]
+    if key in run.declared or len(set(undeclared)) == 1:
+        return len({other.value(key) for other in runs if other.experiment == run.experiment}) > 1
+    return 2 * undeclared.count(run.value(key)) <= len(undeclared)
 
 
 def _words(run: Run, keys: Sequence[str], differ: Sequence[str]) -> list[str]:
@@ -219,11 +200,6 @@ def shorten(value: str) -> str:
         return value
     mark, room = hashlib.sha256(value.encode()).hexdigest()[:6], LONGEST - 12
     return f"{value[:room].rstrip()}... #{mark}" if " " in value else f"...{value[-room:]} #{mark}"
-
-
-def _order(run: Run, keys: Sequence[str]) -> tuple[object, ...]:
-    """Sort by experiment, then by the settings that differ, numbers by size."""
-    return (run.experiment, *(number_first(run.value(key)) for key in keys), run.seed)
 
 
 def number_first(text: str) -> tuple[bool, float, str]:

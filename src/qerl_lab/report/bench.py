@@ -1,32 +1,22 @@
-"""Read results of `python -m qerl_lab.bench`, and format them as tables; bench_figures.py draws them."""
+"""Read results of `python -m qerl_lab.bench` as tables with ratios to a baseline, and format them as text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 
-from qerl_lab.config.option import ConfigError, parse_json
-from qerl_lab.config.spelling import shell_word
+from qerl_lab.config.option import parse_json
 from qerl_lab.record.metrics import PHASES
-from qerl_lab.report import bench_figures, reference
 from qerl_lab.report.arms import version
-from qerl_lab.report.bench_figures import (
-    BASES,
-    Result,
-    alive,
-    decode_times,
-    gpu_of,
-    product_ratios,
-    ratios,
-    step_ratios,
-)
-from qerl_lab.report.curves import png
+from qerl_lab.report.table import NONE
 from qerl_lab.system.terminal import columns
 
+Result = dict[str, Any]
 OF_ARMS = ("rollout", "step")  # benchmarks that run each arm in its own process
-NO_RESULT = (ValueError, LookupError, TypeError, AttributeError)  # raised by reading an invalid or incomplete file
+LAYER = "whole layer"
+AND_ADAPTER = "_and_adapter"  # suffix of a product that is timed together with the adapter
 # Arms that differ in one of these settings are not comparable, so `notes` warns.
 SETTINGS = (
     "gpus", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefix_caching", "async_scheduling", "eager",
@@ -34,64 +24,110 @@ SETTINGS = (
 )  # fmt: skip
 CLOCKS_APART = 0.03
 KERNELS = 12  # most kernels per token that the table lists
-# Columns of the tables: head, name in a row, format.
-OF_BASES = (("of BF16", "of_bf16", ".2f"), ("of QLoRA", "of_qlora", ".2f"))
-GIBS = (("weights", "weights_gib", ".1f"), ("KV", "kv_gib", ".1f"))
-SPEED, USED, ARM = ("tokens/s", "tokens_per_second", ",.0f"), ("used", "used_gib", ".1f"), ("arm", "arm", "")
+Columns = Sequence[tuple[str, str]]  # head of a column, and format of a row
+OF_BASES = (("of BF16", "{of_bf16:.2f}"), ("of QLoRA", "{of_qlora:.2f}"))
+SPEED, ARM = ("tokens/s", "{tokens_per_second:,.0f}"), ("arm", "{arm}")
+ENGINE = (("weights", "{weights_gib:.1f}"), ("KV", "{kv_gib:.1f}"))
 ROLLOUT = (
-    ("rank", "rank", ""), ("batch", "batch", ""), SPEED, ("least", "tokens_per_second_min", ",.0f"),
-    ("most", "tokens_per_second_max", ",.0f"), *OF_BASES, ("token ms", "decode_ms", ".2f"),
-    ("host", "host_share", ".0%"), ("sync ms", "sync_ms", ".1f"), ("start s", "start_seconds", ".0f"), *GIBS, USED, ARM,
+    ("rank", "{rank}"), ("batch", "{batch}"), SPEED, ("least", "{tokens_per_second_min:,.0f}"),
+    ("most", "{tokens_per_second_max:,.0f}"), *OF_BASES, ("token ms", "{decode_ms:.2f}"), ("host", "{host_share:.0%}"),
+    ("sync ms", "{sync_ms:.1f}"), ("start s", "{start_seconds:.0f}"), *ENGINE, ("used", "{used_gib:.1f}"), ARM,
 )  # fmt: skip
 STEP = (
-    ("seconds", "step_seconds", ".2f"), SPEED, *OF_BASES, *((phase, f"{phase}_seconds", ".2f") for phase in PHASES),
-    ("policy", "policy_gib", ".1f"), *GIBS, ("peak", "peak_gib", ".1f"), USED, ARM,
+    ("seconds", "{step_seconds:.2f}"), SPEED, *OF_BASES, *((phase, f"{{{phase}_seconds:.2f}}") for phase in PHASES),
+    ("policy", "{policy_gib:.1f}"), *ENGINE, ("peak", "{peak_gib:.1f}"), ("used", "{used_gib:.1f}"), ARM,
 )  # fmt: skip
 TRAIN_STEP = (
-    ARM, ("loss", "loss", ""), ("micro-batch", "micro_batch_tokens", ",.0f"), SPEED, *OF_BASES,
-    ("peak GB", "peak_gb", ".1f"), ("base GB", "base_gb", ".2f"),
+    ARM, ("loss", "{loss}"), ("micro-batch", "{micro_batch_tokens:,.0f}"), SPEED, *OF_BASES,
+    ("peak GB", "{peak_gb:.1f}"), ("base GB", "{base_gb:.2f}"),
 )  # fmt: skip
-
-
-def read(folder: Path) -> dict[str, Result]:
-    """Read the results of a folder by file name. Raises ConfigError if there is none or a file is invalid."""
-    found = {}
-    for file in sorted(folder.glob("*.json")):
-        try:
-            found[file.stem] = load(file)
-        except NO_RESULT as error:
-            raise ConfigError(f"{file} is no result of python -m qerl_lab.bench ({error!r}). Move it away.") from None
-    if not found:
-        out = shell_word("out", folder / "linear")
-        raise ConfigError(f"{folder} holds no result. Make one: python -m qerl_lab.bench linear {out}.")
-    return found
 
 
 def load(file: Path) -> Result:
-    """Read one result. Raises one of `NO_RESULT`, or OSError."""
+    """Read one result. Raises ValueError or OSError for a file that is none."""
     result: Result = parse_json(file.read_bytes())
-    result["benchmark"], result["environment"]
     return result
+
+
+def gpu_of(result: Result) -> str:
+    """Name the GPU of a result."""
+    gpus = result["environment"]["gpus"]
+    return gpus[0]["name"] if gpus else "no GPU"
+
+
+def code_of(result: Result) -> str:
+    """Name the commit of a result."""
+    about = result["environment"]
+    return version(about["git_sha"], about["dirty"])
 
 
 def origin(result: Result) -> str:
     """Say when, on which GPU and by which code a result was measured."""
     about = result["environment"]
     versions = [f"{name} {about['packages'][name]}" for name in ("torch", "vllm") if about["packages"].get(name)]
-    code = version(about["git_sha"], about["dirty"])
-    return ", ".join([about["time"][:10], gpu_of(result), *versions, f"commit {code}"])
+    return ", ".join([about["time"][:10], gpu_of(result), *versions, f"commit {code_of(result)}"])
 
 
-def figure(result: Result) -> Figure | None:
-    """Draw a result; the caller closes the figure. None if there is nothing to draw, as where every arm died."""
-    draw = bench_figures.DRAWN.get(result["benchmark"])
-    return draw(result) if draw and (result["benchmark"] not in OF_ARMS or alive(result)) else None
+def alive(result: Result) -> list[dict[str, Any]]:
+    """Return the rows of arms that did not die."""
+    return [row for row in result["rows"] if "died" not in row]
 
 
-def draw(result: Result, path: Path) -> None:
-    """Write the figure as a PNG, if there is one."""
-    if drawn := figure(result):
-        path.write_bytes(png(drawn))
+def deaths(result: Result) -> list[str]:
+    """Name the arms that died, and the reason of each."""
+    return [f"{row['arm']}, rank {row['rank']}, died: {row['died']}" for row in result["rows"] if "died" in row]
+
+
+def with_ratios(
+    rows: pd.DataFrame, value: str, key: Sequence[str], baselines: Mapping[str, pd.Series]
+) -> pd.DataFrame:  # fmt: skip
+    """Add a column `of_NAME` per baseline: `value` divided by the baseline's at an equal `key`; nan where it has none.
+
+    `baselines` marks the rows of each.
+    """
+    for name, is_baseline in baselines.items():
+        own = rows[is_baseline].drop_duplicates(key)[[*key, value]].rename(columns={value: f"of_{name}"})
+        rows = rows.merge(own, on=[*key], how="left")
+        rows[f"of_{name}"] = rows[value] / rows[f"of_{name}"]
+    return rows
+
+
+def ratios(result: Result) -> pd.DataFrame:
+    """Return the measured rows of rollouts or steps, with tokens/s also `of_bf16` and `of_qlora`, the stock arms."""
+    rows = pd.DataFrame(alive(result))
+    if rows.empty:
+        return rows
+    key = ["rank", "batch"] if result["benchmark"] == "rollout" else ["rank"]
+    stock = {base: rows["baseline"] & rows["arm"].str.startswith(f"{base}_") for base in ("bf16", "qlora")}
+    return with_ratios(rows, "tokens_per_second", key, stock)
+
+
+def step_ratios(result: Result) -> pd.DataFrame:
+    """Return the rows of the train step, with tokens/s also `of_bf16` and `of_qlora` at equal micro-batches."""
+    rows = pd.DataFrame(result["steps"])
+    bases = {base: (rows["arm"] == base) & (rows["loss"] == "chunked") for base in ("bf16", "qlora")}
+    return with_ratios(rows, "tokens_per_second", ["micro_batch_tokens"], bases)
+
+
+def product_ratios(result: Result) -> pd.DataFrame:
+    """Return `ms` by model, layer, tokens and arm, also `of_bf16` and `of_bitsandbytes`.
+
+    The layer `LAYER` ("whole layer") is the sum over the seven Linears of a decoder layer.
+    """
+    rows = pd.DataFrame(result["products"])
+    total = rows.assign(ms=rows["ms"] * rows["count"])
+    total = total.groupby(["model", "tokens", "arm"], as_index=False, sort=False)["ms"].sum().assign(layer=LAYER)
+    rows = pd.concat([rows, total], ignore_index=True)[["model", "layer", "tokens", "arm", "ms"]]
+    bases = {base: rows["arm"] == base for base in ("bf16", "bitsandbytes")}
+    return with_ratios(rows, "ms", ["model", "layer", "tokens"], bases)
+
+
+def decode_times(result: Result) -> pd.DataFrame:
+    """Return microseconds by (layer, rows) and arm; the layer `LAYER` is the sum of the four products."""
+    rows = pd.DataFrame(result["decode"])
+    total = rows.groupby(["rows", "arm"], as_index=False, sort=False)["us"].sum().assign(layer=LAYER)
+    rows = pd.concat([rows, total])
+    return rows.pivot_table(index=["layer", "rows"], columns="arm", values="us", sort=False)
 
 
 def text(result: Result) -> str:
@@ -104,18 +140,14 @@ def text(result: Result) -> str:
             times = decode_times(result).to_string(float_format=lambda us: f"{us:.1f}", na_rep="-")
             return f"{head}adapter, fp4_tiles: both\n{times}"
         case "train_step":
-            return _table(step_ratios(result), TRAIN_STEP)
+            return columns(table_rows(step_ratios(result), TRAIN_STEP))
         case "rollout" | "step":
-            lines = _rollout_lines if result["benchmark"] == "rollout" else _step_lines
-            parts = lines(result) if alive(result) else []
-            parts += [
-                f"{row['arm']}, rank {row['rank']}: died. {row['died']}" for row in result["rows"] if "died" in row
-            ]
-            return "\n".join([*parts, *(f"note: {note}" for note in notes(alive(result)))])
+            lines = [*_tables_of_arms(result), *deaths(result)]
+            return "\n".join([*lines, *(f"note: {note}" for note in notes(alive(result)))])
     return ", ".join(f"{name} {value:g}" for name, value in result.items() if isinstance(value, int | float))
 
 
-def notes(rows: list[dict[str, Any]]) -> list[str]:
+def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Warn about differences other than the arm: vLLM settings and GPU clocks."""
     found = []
     for name in SETTINGS:
@@ -124,9 +156,8 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
             if name in row:
                 held.setdefault(str(row[name]), []).append(row["arm"])
         if len(held) > 1:
-            found.append(
-                f"{name} differs: " + "; ".join(f"{v} in {', '.join(dict.fromkeys(a))}" for v, a in held.items())
-            )
+            parts = (f"{value} in {', '.join(dict.fromkeys(arms))}" for value, arms in held.items())
+            found.append(f"{name} differs: {'; '.join(parts)}")
     clocks = [row["sm_mhz"] for row in rows if row.get("sm_mhz")]
     if clocks and max(clocks) > (1 + CLOCKS_APART) * min(clocks):
         found.append(f"the GPU's clock was between {min(clocks):,.0f} and {max(clocks):,.0f} MHz (sm_mhz of each row)")
@@ -138,80 +169,50 @@ def _linear_tables(result: Result) -> str:
     products = product_ratios(result)
     products = products[products["arm"] != "bf16"]
     cells = products["of_bf16"].map("{:.2f}".format) + products["of_bitsandbytes"].map(" ({:.2f})".format)
-    timed = (
-        products.assign(cell=cells).set_index(["model", "tokens", "layer", "arm"])["cell"].unstack("arm", sort=False)
-    )
+    timed = products.assign(cell=cells).set_index(["model", "tokens", "layer", "arm"])["cell"]
     return "\n".join([
         "unpacking to bfloat16: speed relative to copying as many bytes", copied.to_string(float_format="%.2f"), "",
-        "forward + input gradient: kernel time relative to BF16 (relative to bitsandbytes)", timed.to_string(),
+        "forward + input gradient: kernel time relative to BF16 (relative to bitsandbytes)",
+        timed.unstack("arm", sort=False).to_string(),
     ])  # fmt: skip
 
 
-def _table(rows: pd.DataFrame, spec: Sequence[tuple[str, str, str]]) -> str:
-    """Format columns of a table, with a dash for what was not measured."""
+def table_rows(rows: pd.DataFrame, spec: Columns) -> list[list[str]]:
+    """Format rows as cells below a head, with a dash for what was not measured."""
+    names = {form: [name for _, name, _, _ in Formatter().parse(form) if name] for _, form in spec}
     cells = [
-        ["-" if pd.isna(row.get(name)) else format(row[name], form) for _, name, form in spec]
+        [NONE if any(pd.isna(row.get(name)) for name in names[form]) else form.format_map(row) for _, form in spec]
         for row in rows.to_dict("records")
     ]
-    return columns([[head for head, _, _ in spec], *cells])
+    return [[head for head, _ in spec], *cells]
 
 
-def _rollout_lines(result: Result) -> list[str]:
-    rows = ratios(result, ("rank", "batch"))
-    lines = [_table(rows, ROLLOUT), "weights, KV, used: GiB on the GPU"]
-    if any(row.get("host_share") is not None for row in alive(result)):
+def _tables_of_arms(result: Result) -> list[str]:
+    """Format rollouts or steps, with a line on the units; empty if no arm is alive."""
+    rows = ratios(result)
+    if rows.empty:
+        return []
+    if result["benchmark"] == "step":
+        units = f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB on the GPU"
+        return [columns(table_rows(rows, STEP)), units]
+    lines = [columns(table_rows(rows, ROLLOUT)), "weights, KV, used: GiB on the GPU"]
+    if "host_share" in rows and rows["host_share"].notna().any():
         lines.append(
             "host: share of a call in which its thread is busy; near 100% the host limits the speed, not the GPU"
         )
-    return [*lines, *_rank_lines(rows), *_kernel_lines(alive(result))]
+    kernels = [line for row in alive(result) if row.get("kernels") for line in _kernel_lines(row)]
+    return [*lines, "", *kernels] if kernels else lines
 
 
-def _step_lines(result: Result) -> list[str]:
-    lines = [_table(ratios(result, ("rank",)), STEP)]
-    lines.append(f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB on the GPU")
-    asked = result["options"]
-    completions = asked["groups"] * asked["group_size"]
-    printed = reference.step_speed(asked["model"], completions, "nvfp4")
-    if printed.endswith("s/step") and asked["new"] == reference.MOST_TOKENS:
-        lines.append(
-            f"the paper (Table 8), NVFP4, batch {completions}, at most {asked['new']:,} new tokens, H100: "
-            f"{printed.removesuffix('/step')}; its completions end by themselves"
-        )
-    return lines
-
-
-def _kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """List the kernels that take most of a token's time, where they were measured."""
-    lines = []
-    for row in rows:
-        if kernels := row.get("kernels"):
-            lines.append(
-                f"{row['arm']}, rank {row['rank']}, batch {row['batch']}: kernels run for {row['busy_us']:,.0f} "
-                f"microseconds of a token's {1e3 * row['decode_ms']:,.0f}"
-            )
-            named, others = kernels[:KERNELS], kernels[KERNELS:]
-            rest = {"name": f"{len(others)} others"} | {key: sum(one[key] for one in others) for key in ("us", "calls")}
-            for kernel in [*named, *([rest] if others else [])]:
-                lines.append(f"{kernel['us']:10,.0f} in {kernel['calls']:5,.0f} launches  {kernel['name']}")
-    return ["", *lines] if lines else []
-
-
-def _rank_lines(rows: pd.DataFrame) -> list[str]:
-    """List the cost of a larger rank for each arm, beside the paper's ratios; empty for a single rank."""
-    if rows["rank"].nunique() < 2:
-        return []
-    lines = [
-        "",
-        "by rank: tokens/s, ratio to the smallest rank; to BF16 and QLoRA, in brackets the paper's NVFP4 (batch 1)",
+def _kernel_lines(row: Mapping[str, Any]) -> list[str]:
+    """List the kernels that take most of a token's time."""
+    about = f"{row['arm']}, rank {row['rank']}, batch {row['batch']}: kernels run for {row['busy_us']:,.0f}"
+    kernels = pd.DataFrame(row["kernels"])
+    others = kernels[KERNELS:]
+    listed = kernels[:KERNELS].to_dict("records")
+    if len(others):
+        listed.append({"name": f"{len(others)} others", "us": others["us"].sum(), "calls": others["calls"].sum()})
+    return [
+        f"{about} microseconds of a token's {1e3 * row['decode_ms']:,.0f}",
+        *(f"{kernel['us']:10,.0f} in {kernel['calls']:5,.0f} launches  {kernel['name']}" for kernel in listed),
     ]
-    for (arm, batch), same in rows.sort_values("rank").groupby(["arm", "batch"], sort=False):
-        first = same["tokens_per_second"].iloc[0]
-        for _, row in same.iterrows():
-            beside = []
-            for base, papers in (("bf16", "bf16"), ("qlora", "nf4")):
-                printed = reference.ratio_by_rank(row["model"], papers).get(row["rank"])
-                said = f" ({printed:.2f})" if printed and row["format"] == "nvfp4" else ""
-                beside.append(f"{row[f'of_{base}']:.2f} of {BASES[base]}{said}".replace("nan", "-"))
-            speed = f"{row['tokens_per_second']:,.0f}, {row['tokens_per_second'] / first:.3f}"
-            lines.append(f"  {arm}, batch {batch}, rank {row['rank']}: {speed}; {'; '.join(beside)}")
-    return lines

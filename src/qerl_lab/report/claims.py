@@ -159,30 +159,28 @@ def _claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Claim:
     known = {one.name for one in fields(Claim)} - {"file"}
     needed = {one.name for one in fields(Claim) if one.default is MISSING} - {"file"}
     own = _fields(values, known, needed, f"claim {values.get('name') if isinstance(values, dict) else values}")
-    name = own["name"]
-    if own["measure"] not in MEASURES:
-        raise ValueError(f"claim {name}: measure {own['measure']} is none of {', '.join(MEASURES)}")
+    where = f"claim {own['name']}"
+    _check_measure(own["measure"], where)
     if own["direction"] not in (-1, 0, 1):
-        raise ValueError(f"claim {name}: direction {own['direction']} is none of -1, 0, 1")
+        raise ValueError(f"{where}: direction {own['direction']} is none of -1, 0, 1")
     least = 1 if MEASURES[own["measure"]].ratio else 0
     if not isinstance(own["smallest"], int | float) or own["smallest"] <= least:
-        raise ValueError(f"claim {name}: smallest {own['smallest']} is no number above {least}")
+        raise ValueError(f"{where}: smallest {own['smallest']} is no number above {least}")
     if own.get("best_of") and own.get("mean_over"):
-        raise ValueError(f"claim {name} has both best_of and mean_over")
+        raise ValueError(f"{where} has both best_of and mean_over")
     for key in (*own["free"], *(own[each] for each in ("best_of", "mean_over") if own.get(each))):
-        _check_key(key, f"claim {name}", KEYS | GROUPS)
-    contrasts = tuple(_contrast(each, arms, f"claim {name}") for each in own["contrasts"])
-    rail = _guardrail(own["guardrail"], f"claim {name}") if own.get("guardrail") else None
-    made = {"contrasts": contrasts, "free": tuple(own["free"]), "guardrail": rail, "added": str(own.get("added", ""))}
-    return Claim(**own | made, file=file)
+        _check_key(key, where, KEYS | GROUPS)
+    own |= {"contrasts": tuple(_contrast(each, arms, where) for each in own["contrasts"]), "free": tuple(own["free"])}
+    if rail := own.get("guardrail"):
+        rail = _fields(rail, {"measure", "margin"}, {"measure", "margin"}, f"{where}, guardrail")
+        _check_measure(rail["measure"], f"{where}, guardrail")
+        own["guardrail"] = Guardrail(rail["measure"], float(rail["margin"]))
+    return Claim(**own | {"added": str(own.get("added", ""))}, file=file)
 
 
-def _guardrail(values: Any, where: str) -> Guardrail:
-    names = {"measure", "margin"}
-    own = _fields(values, names, names, f"{where}, guardrail")
-    if own["measure"] not in MEASURES:
-        raise ValueError(f"{where}, guardrail: measure {own['measure']} is none of {', '.join(MEASURES)}")
-    return Guardrail(own["measure"], float(own["margin"]))
+def _check_measure(name: str, where: str) -> None:
+    if name not in MEASURES:
+        raise ValueError(f"{where}: measure {name} is none of {', '.join(MEASURES)}")
 
 
 def _contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Contrast:
@@ -193,13 +191,12 @@ def _contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Contrast
     printed = []
     for row in own.get("printed", ()):
         row = _fields(row, {"where", "treated", "control"}, {"where", "treated", "control"}, f"{where}, printed")
-        pair = (row["where"] | row["treated"], row["where"] | row["control"])
+        printed.append((row["where"] | row["treated"], row["where"] | row["control"]))
+    for columns in (columns for pair in printed for columns in pair):
         try:
-            for columns in pair:
-                reference.value(**columns)
+            reference.value(**columns)
         except KeyError as error:
             raise ValueError(f"{where}, printed: {error.args[0]}") from None
-        printed.append(pair)
     return Contrast(own["treated"], own["control"], arms[own["treated"]], arms[own["control"]], tuple(printed))
 
 

@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 
 from qerl_lab.config.option import ConfigError, did_you_mean
-from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report import results
 from qerl_lab.report.arms import (
     ABSENT,
@@ -20,16 +19,16 @@ from qerl_lab.report.arms import (
     TASK,
     Run,
     choose_runs,
-    counted_or_unfinished,
     differing,
+    is_unfinished,
     labels,
     shorten,
     task_of,
 )
-from qerl_lab.report.matching import by_questions, count_overlaps, identity, mark_copies
-from qerl_lab.report.runs import DAMAGE, Record, describe_damage, find_runs, has_runs, read_record
-from qerl_lab.report.stats import SHARE, clip_interval, crossed_interval, format_interval, paired_interval
-from qerl_lab.system.terminal import columns, format_path
+from qerl_lab.report.matching import by_questions, count_overlaps, drop_copies
+from qerl_lab.report.runs import Record
+from qerl_lab.report.stats import SHARE, format_interval, mean_of_arm
+from qerl_lab.system.terminal import columns
 
 BASELINE = "bf16"  # the default baseline
 # Conditions under which a verdict holds; a table that mixes values of one says so.
@@ -76,7 +75,7 @@ class Comparison:
     @property
     def started(self) -> list[Run]:
         """Return the runs that count or did not finish."""
-        return counted_or_unfinished(self.all_runs, [record.run for record in self.counted])
+        return [*(record.run for record in self.counted), *filter(is_unfinished, self.all_runs)]
 
     @property
     def alone(self) -> list[str]:
@@ -90,48 +89,12 @@ class Comparison:
 
 def read(folders: Sequence[Path]) -> Comparison:
     """Read and compare every run in `folders`, of runs or of results. Raises ConfigError if none exists or counts."""
-    return compare(*read_all(folders)).require_counted()
-
-
-def read_all(folders: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
-    """Read every run in `folders`: the records, and the damaged runs with the reason, by name.
-
-    A folder that holds both results and runs is read as both, as the runs may be newer. Raises ConfigError for a folder
-    without either.
-    """
-    records, damaged = dict[str, Record](), dict[str, str]()
-    for folder in filter(results.is_results, folders):
-        made, broken = results.read(folder)
-        records, damaged = records | _index_by_name(made, records, folder), damaged | broken
-    for run_dir in find_runs([folder for folder in folders if not results.is_results(folder) or has_runs(folder)]):
-        try:
-            records |= _index_by_name(
-                [read_record(RunDirectory(run_dir), format_path(run_dir))], records, run_dir.parent
-            )
-            if any(results.is_results(folder) and run_dir.is_relative_to(folder) for folder in folders):
-                damaged.pop(format_path(run_dir), None)  # repaired since the results were written
-        except DAMAGE as error:
-            damaged[format_path(run_dir)] = describe_damage(error)
-    return list(records.values()), damaged
-
-
-def _index_by_name(made: Sequence[Record], known: Mapping[str, Record], folder: Path) -> dict[str, Record]:
-    """Index records by name, adding the folder to a name that a different run already has.
-
-    A later reading of the same run replaces an earlier one, which may be from before its end.
-    """
-    named = {}
-    for record in made:
-        other = known.get(record.run.name)
-        if other and identity(other) != identity(record):
-            record = replace(record, run=replace(record.run, name=f"{record.run.name} of {format_path(folder)}"))
-        named[record.run.name] = record
-    return named
+    return compare(*results.read_all(folders)).require_counted()
 
 
 def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
     """Group records into arms; no arms if no run finished."""
-    records = count_overlaps(mark_copies(by_questions(records)))
+    records = count_overlaps(drop_copies(by_questions(records)))
     by_name = {record.run.name: record for record in records}
     counted, left_out = choose_runs([record.run for record in records])
     names, arms = labels(counted), dict[str, list[Record]]()
@@ -143,20 +106,15 @@ def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
 def by_run(comparison: Comparison) -> pd.DataFrame:
     """Return a row per run: arm, settings that differ, seed, accuracies, gain (interval over questions), `OF_A_RUN`."""
     keys, rows = differing([record.run for record in comparison.counted]), []
-    for label, records in comparison.arms.items():
-        for record in records:
-            row: dict[str, Any] = {
-                "arm": label,
-                **{key: record.run.value(key) for key in keys},
-                "seed": record.run.seed,
-            }
-            if record.accuracy:
-                before, after = record.accuracy["before"], record.accuracy["after"]
-                row |= {"questions": len(after), "accuracy_before": before.mean(), "accuracy_after": after.mean()}
-                row |= _interval_columns("gain", paired_interval(before, after))
-            shared = TIMED if record.at_once > 1 else ()
-            own = {name: math.nan if name in shared else record.summary[name] for name in OF_A_RUN}
-            rows.append(row | own | {"code": record.run.code})
+    for record in comparison.counted:
+        run, summary = record.run, record.summary
+        row = {"arm": comparison.arm_of[run.name], **{key: run.value(key) for key in keys}, "seed": run.seed}
+        if record.accuracy:
+            row |= {name: summary[name] for name in ("questions", "accuracy_before", "accuracy_after")}
+            row |= _columns("gain", (summary["accuracy_gain"], *summary["accuracy_gain_interval"]))
+        shared = TIMED if record.at_once > 1 else ()
+        own = {name: math.nan if name in shared else summary[name] for name in OF_A_RUN}
+        rows.append(row | own | {"code": run.code})
     return pd.DataFrame(rows)
 
 
@@ -168,16 +126,18 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
     """
     rows = []
     for label, records in comparison.arms.items():
-        arm = records[0].run.arm
-        row: dict[str, Any] = {"arm": label, "seeds": len(records)}
-        row["runs"] = sum(run.arm == arm for run in comparison.started)
-        row["questions"] = matrix(records, "after").shape[1]
+        row: dict[str, Any] = {
+            "arm": label,
+            "seeds": len(records),
+            "runs": sum(run.arm == records[0].run.arm for run in comparison.started),
+            "questions": matrix(records, "after").shape[1],
+        }
         for phase, name in (("before", "accuracy_before"), ("after", "accuracy_after"), ("gain", "gain")):
-            row |= _over_seeds(name, matrix(records, phase), (-1, 1) if phase == "gain" else SHARE)
+            row |= _columns(name, mean_of_arm(matrix(records, phase), (-1, 1) if phase == "gain" else SHARE))
         if baseline is not None and label != baseline:
             for phase, name in (("after", "difference"), ("gain", "gain_difference")):
                 differences = matrix(records, phase) - matrix(comparison.arms[baseline], phase)
-                row |= _over_seeds(name, differences, (-2, 2) if phase == "gain" else (-1, 1))
+                row |= _columns(name, mean_of_arm(differences, (-2, 2) if phase == "gain" else (-1, 1)))
         for name in ("entropy_first", "entropy_last"):
             row[name] = float(np.mean([record.summary[name] for record in records]))
         rows.append(row | {"code": ", ".join(sorted({record.run.code for record in records}))})
@@ -190,21 +150,10 @@ def matrix(records: Sequence[Record], phase: str) -> pd.DataFrame:
     return pd.DataFrame(of_seed).T.dropna(axis=1)
 
 
-def _over_seeds(name: str, values: pd.DataFrame, bounds: tuple[float, float]) -> dict[str, float]:
-    """Return the mean over seeds and questions with its interval cut to `bounds`; for one seed only the mean.
-
-    Seeds and questions with missing values (one of two subtracted arms lacks them) are dropped.
-    """
-    values = values.dropna(how="all").dropna(axis=1)
-    if values.empty:
-        return {}
-    if min(values.shape) < 2:
-        return {name: float(values.to_numpy().mean())}
-    return _interval_columns(name, clip_interval(crossed_interval(values.to_numpy()), *bounds))
-
-
-def _interval_columns(name: str, interval: tuple[float, float, float]) -> dict[str, float]:
-    return dict(zip((name, f"{name}_low", f"{name}_high"), interval, strict=True))
+def _columns(name: str, interval: Sequence[float]) -> dict[str, float]:
+    """Return mean and ends by column, without those that are not known."""
+    named = zip((name, f"{name}_low", f"{name}_high"), interval, strict=True)
+    return {column: value for column, value in named if not math.isnan(value)}
 
 
 def baseline_of(arms: Sequence[str], wanted: str | None) -> str | None:
@@ -233,20 +182,23 @@ def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> st
         cells += [_mean(row, name, "+.3f") for name in ("gain", *["difference"][: baseline is not None])]
         rows.append([*cells, f"{row['entropy_first']:.3f} -> {row['entropy_last']:.3f}"])
     differ = what_differs(comparison)
-    parts = [columns(rows), HOW_TO_READ, columns(differ) if differ else "", _undeclared(comparison, baseline)]
-    parts.append(_fewer_seeds(comparison, baseline))
+    parts = [columns(rows), HOW_TO_READ, columns(differ) if differ else ""]
+    if baseline is not None:
+        parts += [_undeclared(comparison, baseline), _fewer_seeds(comparison, baseline)]
     parts += notes(comparison)
     if baseline is None and len(comparison.arms) > 1:
         parts.append(f"No arm is {BASELINE}: type baseline=ARM for differences.")
-    if comparison.left_out:
-        parts.append("\n  ".join([f"Left out, {len(comparison.left_out)} in all:", *comparison.left_out]))
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(part for part in [*parts, list_left_out(comparison)] if part)
 
 
-def _undeclared(comparison: Comparison, baseline: str | None) -> str:
+def list_left_out(comparison: Comparison) -> str:
+    """List the runs that do not count, each with the reason; empty if there are none."""
+    lines = comparison.left_out
+    return "\n  ".join([f"Left out, {len(lines)} in all:", *lines]) if lines else ""
+
+
+def _undeclared(comparison: Comparison, baseline: str) -> str:
     """Name settings that differ from the baseline although no experiment declares them; empty if none."""
-    if baseline is None:
-        return ""
     base, arms = comparison.arms[baseline][0].run, Counter[str]()
     for run in (records[0].run for records in comparison.arms.values()):
         arms.update(key for key in differing([run, base]) if key not in run.declared | base.declared)
@@ -254,10 +206,8 @@ def _undeclared(comparison: Comparison, baseline: str | None) -> str:
     return f"after - {baseline} also reflects settings no experiment declares: {listed}." if arms else ""
 
 
-def _fewer_seeds(comparison: Comparison, baseline: str | None) -> str:
+def _fewer_seeds(comparison: Comparison, baseline: str) -> str:
     """Say for arms whose seeds differ from the baseline's how many seeds are shared; empty if all agree."""
-    if baseline is None:
-        return ""
     seeds = {label: {record.run.seed for record in records} for label, records in comparison.arms.items()}
     both = {label: len(own & seeds[baseline]) for label, own in seeds.items() if own != seeds[baseline]}
     listed = ", ".join(f"{label}: {count}" for label, count in both.items())
@@ -336,12 +286,12 @@ def curves(comparison: Comparison) -> pd.DataFrame:
     `seconds` is the time of the run's training steps up to and including this one.
     """
     frames = []
-    for label, records in comparison.arms.items():
-        for record in records:
-            seconds = record.steps["step/seconds"].astype("float64").fillna(0).cumsum()
-            tidy = record.steps.melt(var_name="metric", ignore_index=False).reset_index()
-            tidy = tidy.assign(seconds=tidy["step"].map(seconds), run_id=record.run.name, arm=label)
-            frames.append(tidy[["run_id", "arm", "metric", "step", "seconds", "value"]])
+    for record in comparison.counted:
+        seconds = record.steps["step/seconds"].astype("float64").fillna(0).cumsum()
+        tidy = record.steps.melt(var_name="metric", ignore_index=False).reset_index()
+        name = record.run.name
+        tidy = tidy.assign(seconds=tidy["step"].map(seconds), run_id=name, arm=comparison.arm_of[name])
+        frames.append(tidy[["run_id", "arm", "metric", "step", "seconds", "value"]])
     return pd.concat(frames, ignore_index=True)
 
 

@@ -16,10 +16,10 @@ from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 from scipy import stats as distributions
 
 from qerl_lab.report import palette, stats
-from qerl_lab.report.arms import ABSENT
 from qerl_lab.report.comparison import Comparison, matrix
-from qerl_lab.report.curves import LEGEND_CHARS, STYLE
-from qerl_lab.report.measures import FALLEN, Unmeasured, has_collapsed
+from qerl_lab.report.curves import LEGEND_CHARS
+from qerl_lab.report.measures import FALLEN, Unmeasured, count_right, has_collapsed
+from qerl_lab.report.palette import STYLE
 from qerl_lab.report.runs import Record
 from qerl_lab.report.stats import Interval, pass_at, powers_of_two
 from qerl_lab.report.table import NONE, Table
@@ -34,19 +34,12 @@ def pass_at_each_k(records: Sequence[Record]) -> dict[int, Interval]:
 
     Raises Unmeasured without evaluation, for fewer than two seeds or samples, and for partly right answers.
     """
-    samples = {record.run.value("eval.samples") for record in records}
-    after = matrix(records, "after")
-    if len(samples) != 1 or ABSENT in samples or min(after.shape) < 2 or int(*samples) < 2:
-        raise Unmeasured("pass@k needs two seeds, questions and samples")
-    count = int(*samples)
-    right = after.to_numpy() * count
-    if np.abs(right - right.round()).max() > 0.01:
-        raise Unmeasured("answers that are partly right: a question's mean does not tell which samples were right")
-    right = right.round().astype(int)
+    right, samples = count_right(records)
+    right_S_Q, count = right.dropna(axis=1).to_numpy(int), int(samples.max())
+    if min(right_S_Q.shape) < 2 or samples.nunique() > 1:
+        raise Unmeasured("pass@k needs two seeds and questions, and equally many samples")
     return {
-        k: stats.clip_interval(
-            stats.crossed_interval(np.array([pass_at(k, seed, count) for seed in right])), *stats.SHARE
-        )
+        k: stats.mean_of_arm(pd.DataFrame([pass_at(k, seed, count) for seed in right_S_Q]), stats.SHARE)
         for k in powers_of_two(count)
     }
 

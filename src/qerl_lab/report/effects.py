@@ -1,8 +1,9 @@
 """Find the arms that a contrast compares, and measure their effect by seed and question. Pure."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import pandas as pd
 
 from qerl_lab.report import stats
 from qerl_lab.report.arms import Arm, Run
-from qerl_lab.report.claims import Claim, Contrast, Guardrail, Settings
+from qerl_lab.report.claims import Claim, Contrast, Guardrail
 from qerl_lab.report.measures import MEASURES, Unmeasured, Values
 from qerl_lab.report.runs import Record
 
@@ -35,8 +36,7 @@ class Side:
         return set.intersection(*({record.run.seed for record in records} for records in self.options.values()))
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Two sides that differ only in what may differ; `context` holds the settings that they share."""
 
     treated: Side
@@ -44,73 +44,58 @@ class Pair:
     context: Arm
 
 
-@dataclass(frozen=True)
-class Missing:
-    """The reason why there is no pair."""
+def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Record], started: Sequence[Run]) -> list[Pair]:
+    """Return every pair of arms that tests a contrast. Raises Unmeasured, with the reason, if there is none.
 
-    why: str
-
-
-def find_pairs(
-    claim: Claim, contrast: Contrast, counted: Sequence[Record], found: Sequence[Run]
-) -> list[Pair] | Missing:
-    """Return every pair of arms that tests a contrast, or the reason why there is none.
-
-    `found` also has the runs that do not count. Runs outside the conditions of the claim's file are ignored.
+    `started` also has the unfinished runs. Runs outside the conditions of the claim's file are ignored.
     """
-    counted = [record for record in counted if _has(record.run, claim.file.conditions)]
-    found = [run for run in found if _has(run, claim.file.conditions)]
-    treated, control = (
-        _sides(claim, settings, counted, found) for settings in (contrast.treated_settings, contrast.control_settings)
-    )
+    sides, lacking = [], []
+    named = {contrast.treated: contrast.treated_settings, contrast.control: contrast.control_settings}
+    for name, settings in named.items():
+        wanted = {*settings.items(), *claim.file.conditions.items()}
+        runs = [run for run in started if wanted <= run.settings.items()]
+        sides.append(_sides(claim, [record for record in counted if wanted <= record.run.settings.items()], runs))
+        lacking += [] if sides[-1] else [f"{name} ({len(runs)} started)"]
+    if lacking:
+        raise Unmeasured(f"no finished run of {' and of '.join(lacking)}")
+    treated, control = sides
     pairs = [
         Pair(one, other, context)
         for (context, _), one in treated.items() for (same, _), other in control.items() if context == same
     ]  # fmt: skip
-    if pairs:
-        return pairs
-    settings = {contrast.treated: contrast.treated_settings, contrast.control: contrast.control_settings}
-    lacking = [name for name, sides in ((contrast.treated, treated), (contrast.control, control)) if not sides]
-    if lacking:
-        names = (f"{name} ({sum(_has(run, settings[name]) for run in found)} started)" for name in lacking)
-        return Missing(f"no finished run of {' and of '.join(names)}")
-    return Missing(f"no two arms are equal but for what is compared: {_least_difference(treated, control)}")
+    if not pairs:
+        differ = [sorted({key for key, _ in {*one} ^ {*other}}) for one, _ in treated for other, _ in control]
+        nearest = ", ".join(sorted(differ, key=len)[0])
+        raise Unmeasured(f"no two arms are equal but for what is compared: the nearest two differ in {nearest}")
+    if claim.mean_over:
+        pairs = [Pair(_restrict(one, other), _restrict(other, one), context) for one, other, context in pairs]
+    return pairs
 
 
-def _has(run: Run, settings: Settings) -> bool:
-    return all(run.value(key) == value for key, value in settings.items())
-
-
-def _sides(
-    claim: Claim, settings: Settings, counted: Sequence[Record], found: Sequence[Run]
-) -> dict[tuple[Arm, Arm], Side]:
-    """Group the runs with these settings by (shared settings, free settings) into sides."""
+def _sides(claim: Claim, counted: Sequence[Record], runs: Sequence[Run]) -> dict[tuple[Arm, Arm], Side]:
+    """Group runs by (shared settings, free settings) into sides."""
     options: dict[tuple[Arm, Arm], dict[str, list[Record]]] = {}
-    started: dict[tuple[Arm, Arm], int] = {}
-    for run in (run for run in found if _has(run, settings)):
-        started[_split(run, claim)] = started.get(_split(run, claim), 0) + 1
-    for record in (record for record in counted if _has(record.run, settings)):
+    started = Counter(_split(run, claim) for run in runs)
+    for record in counted:
         at = record.run.value(claim.across) if claim.across else ""
         options.setdefault(_split(record.run, claim), {}).setdefault(at, []).append(record)
-    return {
-        key: Side(values, sum(map(len, values.values())), started[key]) for key, values in options.items()
-    }  # fmt: skip
+    return {key: Side(values, sum(map(len, values.values())), started[key]) for key, values in options.items()}
 
 
 def _split(run: Run, claim: Claim) -> tuple[Arm, Arm]:
     """Split a run's settings into shared and free ones, without the key that the claim spans."""
-    shared = tuple(item for item in run.arm if not is_free(item[0], claim) and item[0] != claim.across)
-    return shared, tuple(item for item in run.arm if is_free(item[0], claim))
+
+    def is_free(key: str) -> bool:
+        return any(key == free or key.startswith(f"{free}.") for free in claim.free)
+
+    shared = tuple((key, value) for key, value in run.arm if not is_free(key) and key != claim.across)
+    return shared, tuple((key, value) for key, value in run.arm if is_free(key))
 
 
-def is_free(key: str, claim: Claim) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in claim.free)
-
-
-def _least_difference(treated: Mapping[tuple[Arm, Arm], Side], control: Mapping[tuple[Arm, Arm], Side]) -> str:
-    """Say in which keys the two nearest candidates differ although they should not."""
-    differ = [sorted({key for key, _ in {*one} ^ {*other}}) for one, _ in treated for other, _ in control]
-    return "the nearest two differ in " + ", ".join(sorted(differ, key=len)[0])
+def _restrict(side: Side, other: Side) -> Side:
+    """Restrict a side to the values of the spanned key that the other has; unchanged if it has none of them."""
+    shared = {at: records for at, records in side.options.items() if at in other.options}
+    return replace(side, options=shared or side.options)
 
 
 class Range(NamedTuple):
@@ -163,8 +148,16 @@ class Numbers:
     seeds_at_any_effect: int | None = None
 
 
-def measure_pair(claim: Claim, pair: Pair, seeds: Sequence[int]) -> Numbers:
-    """Measure a pair over its shared seeds. Raises Unmeasured if the records lack the measure."""
+def measure_pair(claim: Claim, pair: Pair) -> Numbers:
+    """Measure a pair over its shared seeds. Raises Unmeasured if it lacks seeds, values of a key, or the measure."""
+    values = [side.options.keys() for side in (pair.treated, pair.control)]
+    seeds = sorted(pair.treated.seeds & pair.control.seeds)
+    if claim.mean_over and len(values[0] & values[1]) < 2:
+        raise Unmeasured(f"the arms share no two values of {claim.mean_over} to take the mean over")
+    if len(seeds) < claim.file.seeds:
+        raise Unmeasured(f"seeds that both arms have: {len(seeds)}, of {claim.file.seeds} that are needed")
+    if claim.best_of and min(map(len, values)) < 2:
+        raise Unmeasured(f"an arm has one value of {claim.best_of}, so there is no best")
     treated, control = (_values(claim, claim.measure, side, pair, seeds) for side in (pair.treated, pair.control))
     both = sorted(set(treated.low.columns) & set(control.low.columns))
     if not both or (len(both) == 1 and treated.low.shape[1] > 1):
@@ -172,10 +165,8 @@ def measure_pair(claim: Claim, pair: Pair, seeds: Sequence[int]) -> Numbers:
     (low, high), (base_low, base_high) = ([one[both].to_numpy(float) for one in side] for side in (treated, control))
     ratio, sign = MEASURES[claim.measure].ratio, claim.direction or 1
     with np.errstate(invalid="ignore"):  # if both are censored, the difference is unknown
-        least, most = (
-            np.nan_to_num(low - base_high, nan=-np.inf, neginf=-np.inf),
-            np.nan_to_num(high - base_low, nan=np.inf, posinf=np.inf),
-        )
+        least = np.nan_to_num(low - base_high, nan=-np.inf, neginf=-np.inf)
+        most = np.nan_to_num(high - base_low, nan=np.inf, posinf=np.inf)
     oriented, at_most = (least, most) if sign > 0 else (-most, -least)
     censored = int((~np.isfinite(least) | ~np.isfinite(most)).any(axis=1).sum())
     known = low - base_low  # takes censored values at their lower bound
@@ -203,17 +194,12 @@ def _bounded_interval(known: np.ndarray, least: np.ndarray, most: np.ndarray, ra
 def _values(claim: Claim, measure: str, side: Side, pair: Pair, seeds: Sequence[int]) -> Range:
     """Return a measure of one side by seed, averaged or at the best option over the key that the claim spans."""
     options = [_values_of_option(measure, records, pair.control.records, seeds) for records in side.options.values()]
-    if len(options) == 1:
-        return options[0]
     columns = [column for column in options[0].low.columns if all(column in option.low for option in options)]
     if claim.mean_over:
-        low, high = (sum(option[end][columns] for option in options) / len(options) for end in (0, 1))
-        return Range(low, high)
-    best = _best_option(claim, side, pair, seeds)
-    low, high = (
-        pd.DataFrame({seed: options[best[seed]][end].loc[seed] for seed in seeds}).T[columns] for end in (0, 1)
-    )
-    return Range(low, high)
+        return Range(*(sum(option[end][columns] for option in options) / len(options) for end in (0, 1)))
+    best = _best_option(claim, side, pair, seeds) if len(options) > 1 else dict.fromkeys(seeds, 0)
+    by_seed = (pd.DataFrame({seed: options[best[seed]][end].loc[seed, columns] for seed in seeds}).T for end in (0, 1))
+    return Range(*by_seed)
 
 
 def _best_option(claim: Claim, side: Side, pair: Pair, seeds: Sequence[int]) -> dict[int, int]:

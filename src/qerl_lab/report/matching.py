@@ -1,74 +1,63 @@
 """Match records: equal questions in other files, copies of one run, and runs at once on one machine. Pure."""
 
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from qerl_lab.report.arms import COPIED, FINISHED, QUESTIONS, Run, fill_in_device, is_copy
+from qerl_lab.report.arms import FINISHED, QUESTIONS, Run, fill_in_device
 from qerl_lab.report.runs import Record
 
 
 def by_questions(records: Sequence[Record]) -> list[Record]:
-    """Give runs on equal questions one task.path, the first seen, and mark a path where its questions changed.
+    """Give runs on equal questions one task.path, the first seen, and mark a path whose questions changed.
 
-    Questions are equal by their SHA-256. An older record lacks that of the held-out questions, which is then taken from
-    runs on the same training questions, or both, which are then taken from runs with its path; if they agree.
+    Questions are equal by their SHA-256. An older record lacks the SHA-256 of the held-out questions, which is then
+    taken from runs on the same training questions; a run that failed early lacks both, which are then taken from runs
+    with its path. Neither is taken if those runs disagree.
     """
-    heldout, at, first = defaultdict(set), defaultdict(set), dict[tuple[str, str], str]()
-    for origin in (record.origin for record in records):
-        heldout[origin.training_sha256].update({origin.heldout_sha256} - {""})
-    questions = []
-    for record in records:
-        digest, path = record.origin.training_sha256, record.run.value(QUESTIONS)
-        only = min(heldout[digest]) if len(heldout[digest]) == 1 else ""
-        questions.append((digest, record.origin.heldout_sha256 or only) if digest else None)
-        if questions[-1]:
-            first.setdefault(questions[-1], path)
-            at[path].add(questions[-1])
-    runs, of_task = [], defaultdict(set)
-    for run, own in zip((record.run for record in records), questions, strict=True):
-        same = {own} if own else at[run.value(QUESTIONS)]
-        if len(same) == 1 and QUESTIONS in run.settings:
-            run = replace(run, settings={**run.settings, QUESTIONS: first[min(same)]})
-        of_task[_task_settings(run)].update([own] if own else [])
-        runs.append(run)
-    found = []
-    for record, run, own in zip(records, fill_in_device(runs), questions, strict=True):
-        if own and len(of_task[_task_settings(run)]) > 1:
-            mark = hashlib.sha256("/".join(own).encode()).hexdigest()[:6]
-            run = replace(run, settings={**run.settings, QUESTIONS: f"{run.value(QUESTIONS)} #{mark}"})
-        found.append(replace(record, run=run))
-    return found
+    runs, origins = [record.run for record in records], [record.origin for record in records]
+    paths, training = [run.value(QUESTIONS) for run in runs], [origin.training_sha256 for origin in origins]
+    heldout = _fill_blanks(training, [origin.heldout_sha256 for origin in origins])
+    noted = [f"{one}/{other}" if one else "" for one, other in zip(training, heldout, strict=True)]
+    asked, first, changes = _fill_blanks(paths, noted), dict[str, str](), defaultdict[str, set[str]](set)
+    for n, (run, own) in enumerate(zip(runs, asked, strict=True)):
+        if own:
+            path = first.setdefault(own, paths[n])
+            runs[n] = replace(run, settings={**run.settings, QUESTIONS: path})
+            changes[_task_settings(runs[n])].add(own)
+    for n, (run, own) in enumerate(zip(runs, asked, strict=True)):
+        if len(changes[_task_settings(run)]) > 1 and own:
+            mark = hashlib.sha256(own.encode()).hexdigest()[:6]
+            runs[n] = replace(run, settings={**run.settings, QUESTIONS: f"{run.value(QUESTIONS)} #{mark}"})
+    return [replace(record, run=run) for record, run in zip(records, fill_in_device(runs), strict=True)]
 
 
-def _task_settings(run: Run) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted(item for item in run.settings.items() if item[0].startswith("task.")))
+def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
+    """Replace an empty text by the only other text with its key, if there is exactly one."""
+    known = defaultdict[str, set[str]](set)
+    for key, text in zip(keys, texts, strict=True):
+        known[key].update({text} - {""})
+    only = {key: min(found) for key, found in known.items() if len(found) == 1}
+    return [text or only.get(key, "") for key, text in zip(keys, texts, strict=True)]
+
+
+def _task_settings(run: Run) -> str:
+    return str(sorted(item for item in run.settings.items() if item[0].startswith("task.")))
 
 
 def identity(record: Record) -> tuple[object, ...]:
-    """Return what all records of one run share. Only records with a start time can be recognized as copies."""
-    return record.run.arm, record.run.seed, record.origin.began
+    """Return what all records of one run share: arm, seed and start; without a start its name."""
+    return record.run.arm, record.run.seed, record.origin.began or record.run.name
 
 
-def mark_copies(records: Sequence[Record]) -> list[Record]:
-    """Keep the record that got furthest of each run, and mark the others as copies.
-
-    A run that was stopped here and finished elsewhere therefore counts once, as finished.
-    """
-    records = list({(record.run.name, identity(record)): record for record in records}.values())
-    furthest: dict[tuple[object, ...], Record] = {}
-    for record in sorted(records, key=lambda one: (one.run.status != FINISHED, is_copy(one.run), -one.run.ended)):
-        furthest.setdefault(identity(record), record)
-    marked = []
-    for record in records:
-        best = furthest[identity(record)]
-        if record.origin.began and record is not best:
-            status = f"{COPIED} ({best.run.name} is the same run)"
-            record = Record(replace(record.run, status=status), origin=record.origin)
-        marked.append(record)
-    return marked
+def drop_copies(records: Sequence[Record]) -> list[Record]:
+    """Keep the record that got furthest of each run, which may be stopped here and finished on another machine."""
+    by_progress = sorted(records, key=lambda record: (record.run.status == FINISHED, record.run.ended))
+    furthest = {identity(record): record for record in by_progress}
+    return [record for record in records if furthest[identity(record)] is record]
 
 
 def count_overlaps(records: Sequence[Record]) -> list[Record]:
@@ -80,13 +69,20 @@ def count_overlaps(records: Sequence[Record]) -> list[Record]:
     spans = []
     for record in records:
         origin, end = record.origin, record.run.ended
-        places = set(origin.place.split()) or {origin.machine if not record.allowed_at_once else ""} - {""}
+        places = set(origin.place.split()) or {origin.machine if not _allowed_at_once(record) else ""} - {""}
         begin = datetime.fromisoformat(origin.began).timestamp() if origin.began else end
-        spans.append((begin, end - 1, places if not is_copy(record.run) else set()))
+        spans.append((begin, end - 1, places))
     counted = []
     for record, (begin, end, places) in zip(records, spans, strict=True):
-        beside = [other for other in spans if other[0] < end and begin < other[1] and places & other[2]]
-        moments = [max(begin, other[0]) for other in beside]
-        most = max((sum(other[0] <= moment < other[1] for other in beside) for moment in moments), default=1)
-        counted.append(replace(record, at_once=max(most, *record.allowed_at_once, 1)))
+        beside = [(first, last) for first, last, at in spans if first < end and begin < last and places & at]
+        moments = [max(begin, first) for first, _ in beside]
+        most = max((sum(first <= moment < last for first, last in beside) for moment in moments), default=1)
+        counted.append(replace(record, at_once=max(most, *_allowed_at_once(record), 1)))
     return counted
+
+
+def _allowed_at_once(record: Record) -> list[int]:
+    """Return how many jobs of its sweep may share the run's GPU or, without one, its machine, as far as given."""
+    option = "jobs" if record.run.value("device") == "cpu" else "jobs_per_gpu"
+    given = f"{record.origin.command} {record.origin.configured}"
+    return [int(number) for number in re.findall(rf"\b{option}=(\d+)", given)]

@@ -11,6 +11,7 @@ from qerl_lab.report.arms import Arm
 from qerl_lab.report.runs import Record
 
 Values: TypeAlias = pd.DataFrame  # a row per seed, a column per question or a single column
+Of = Callable[[Sequence[Record], Sequence[Record]], Values]  # values of records, beside the records of the control
 
 
 class Unmeasured(ValueError):
@@ -19,7 +20,7 @@ class Unmeasured(ValueError):
 
 @dataclass(frozen=True)
 class Measure:
-    """One measure. `of(records, controls)` returns its values by seed; `controls` are the records of the control arm.
+    """One measure.
 
     A `ratio` is compared by the ratio of geometric means over seeds, other measures by the difference of means.
 
@@ -29,12 +30,12 @@ class Measure:
 
     unit: str
     meaning: str
-    of: Callable[[Sequence[Record], Sequence[Record]], Values]
+    of: Of
     ratio: bool = False
     most: Callable[[Record], float] | None = None
 
 
-def _accuracy(phase: str) -> Callable[[Sequence[Record], Sequence[Record]], Values]:
+def _accuracy(phase: str) -> Of:
     def of(records: Sequence[Record], controls: Sequence[Record]) -> Values:
         if not all(record.accuracy for record in records):
             raise Unmeasured("runs without held-out evaluation (eval.questions=0)")
@@ -43,8 +44,8 @@ def _accuracy(phase: str) -> Callable[[Sequence[Record], Sequence[Record]], Valu
     return of
 
 
-def _passes(records: Sequence[Record], controls: Sequence[Record]) -> Values:
-    """Return 1 for each question with a right answer among its k samples (pass@k), else 0.
+def count_right(records: Sequence[Record]) -> tuple[pd.DataFrame, pd.Series]:
+    """Return the right answers after training [seeds, questions], and by seed the samples per question.
 
     Derived from each question's mean over samples. Raises Unmeasured for a single sample a question, and for tasks that
     grade answers as partly right, where a mean above 0 does not prove a right answer.
@@ -52,11 +53,16 @@ def _passes(records: Sequence[Record], controls: Sequence[Record]) -> Values:
     samples = pd.Series({record.run.seed: _setting(record, "eval.samples") for record in records})
     if (samples < 2).any():
         raise Unmeasured("one sample a question has no pass@k (type eval.samples=2 or more)")
-    shares = _accuracy("after")(records, controls)
-    right = shares.mul(samples, axis=0)
+    right = _accuracy("after")(records, []).mul(samples, axis=0)
     if (right - right.round()).abs().max(axis=None) > 0.01:
         raise Unmeasured("answers that are partly right: a question's mean does not tell whether one sample was right")
-    return (shares > 0).astype(float).where(shares.notna())
+    return right.round(), samples
+
+
+def _passes(records: Sequence[Record], controls: Sequence[Record]) -> Values:
+    """Return 1 for each question with a right answer among its k samples (pass@k), else 0."""
+    right, _ = count_right(records)
+    return (right > 0).astype(float).where(right.notna())
 
 
 def _setting(record: Record, key: str) -> float:
@@ -66,8 +72,16 @@ def _setting(record: Record, key: str) -> float:
     return float(record.run.value(key))
 
 
-def _of_summary(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Values]:
-    return lambda records, controls: _by_seed(records, lambda record: float(record.summary[name]))
+def _by_seed(number: Callable[[Record], float]) -> Of:
+    """Measure each run by one number."""
+
+    def of(records: Sequence[Record], controls: Sequence[Record]) -> Values:
+        values = pd.DataFrame({"run": {record.run.seed: float(number(record)) for record in records}})
+        if not np.isfinite(values.to_numpy()).all():
+            raise Unmeasured("a run's record has no such number, or one that is not finite")
+        return values
+
+    return of
 
 
 def shared_machines(*sides: Sequence[Record]) -> bool:
@@ -78,20 +92,13 @@ def shared_machines(*sides: Sequence[Record]) -> bool:
 SHARED = "runs ran beside others, whose seconds are theirs too"
 
 
-def _speed(name: str) -> Callable[[Sequence[Record], Sequence[Record]], Values]:
+def _speed(name: str) -> Of:
     def of(records: Sequence[Record], controls: Sequence[Record]) -> Values:
         if shared_machines(records, controls):
             raise Unmeasured(f"{SHARED} (start them one after another; in a sweep type jobs=1 jobs_per_gpu=1)")
-        return _of_summary(name)(records, controls)
+        return _by_seed(lambda record: record.summary[name])(records, controls)
 
     return of
-
-
-def _by_seed(records: Sequence[Record], number: Callable[[Record], float]) -> Values:
-    values = pd.DataFrame({"run": {record.run.seed: number(record) for record in records}})
-    if not np.isfinite(values.to_numpy()).all():
-        raise Unmeasured("a run's record has no such number, or one that is not finite")
-    return values
 
 
 def answer_shares(record: Record) -> pd.Series:
@@ -102,6 +109,18 @@ def answer_shares(record: Record) -> pd.Series:
     return record.steps.loc[1:, "reward/answer"].astype("float64") / weight
 
 
+def _tenth(shares: pd.Series) -> int:
+    return max(1, len(shares) // 10)
+
+
+def _first(shares: pd.Series) -> float:
+    return float(shares.head(_tenth(shares)).mean())
+
+
+def _last(shares: pd.Series) -> float:
+    return float(shares.tail(_tenth(shares)).mean())
+
+
 FALLEN = 0.5  # a run has collapsed below this share of its best tenth's right answers
 
 
@@ -110,16 +129,11 @@ def has_collapsed(record: Record) -> bool:
 
     Raises Unmeasured if the task does not reward answers.
     """
-    found = answer_shares(record)
-    tenth = max(1, len(found) // 10)
-    return bool(found.tail(tenth).mean() < FALLEN * found.rolling(tenth).mean().max())
+    shares = answer_shares(record)
+    return bool(_last(shares) < FALLEN * shares.rolling(_tenth(shares)).mean().max())
 
 
-def _tenths(record: Record) -> tuple[float, float]:
-    """Return the share of right answers over the first and over the last tenth of the steps."""
-    found = answer_shares(record)
-    tenth = max(1, len(found) // 10)
-    return float(found.head(tenth).mean()), float(found.tail(tenth).mean())
+LEAST_RISE = 0.05  # in the share of right answers; half of anything smaller is within the noise of a step
 
 
 def _steps_to_half(records: Sequence[Record], controls: Sequence[Record]) -> Values:
@@ -133,38 +147,35 @@ def _steps_to_half(records: Sequence[Record], controls: Sequence[Record]) -> Val
     for record in controls:
         by_arm.setdefault(record.run.arm, []).append(answer_shares(record))
     curves = max(by_arm.values(), key=lambda curves: np.mean([curve.mean() for curve in curves]))
-    tenth = max(1, len(curves[0]) // 10)
-    first = float(np.mean([curve.head(tenth).mean() for curve in curves]))
-    last = float(np.mean([curve.tail(tenth).mean() for curve in curves]))
+    first, last = (float(np.mean([part(curve) for curve in curves])) for part in (_first, _last))
     if last - first < LEAST_RISE:
         raise Unmeasured(f"the control's right answers went from {first:.3f} to {last:.3f}: no rise to be half of")
 
     def steps(record: Record) -> float:
-        trailing = answer_shares(record).rolling(tenth).mean()
+        shares = answer_shares(record)
+        trailing = shares.rolling(_tenth(shares)).mean()
         reached = trailing.index[trailing >= (first + last) / 2]
         return float(reached[0] if len(reached) else trailing.index.max() + 1)
 
-    return _by_seed(records, steps)
+    return _by_seed(steps)(records, controls)
 
-
-LEAST_RISE = 0.05  # in the share of right answers; half of anything smaller is within the noise of a step
 
 MEASURES: dict[str, Measure] = {
     "entropy_first": Measure(
         "nats", "policy entropy, mean over the first tenth of the steps, in which AQN adds no noise",
-        _of_summary("entropy_first"),
+        _by_seed(lambda record: record.summary["entropy_first"]),
     ),
     "answers_mean": Measure(
         "fraction", "right answers among a step's completions, mean over all steps (the area under the curve)",
-        lambda records, controls: _by_seed(records, lambda record: float(answer_shares(record).mean())),
+        _by_seed(lambda record: answer_shares(record).mean()),
     ),
     "answers_last": Measure(
         "fraction", "right answers among a step's completions, mean over the last tenth of the steps",
-        lambda records, controls: _by_seed(records, lambda record: _tenths(record)[1]),
+        _by_seed(lambda record: _last(answer_shares(record))),
     ),
     "answers_gain": Measure(
         "fraction", "right answers among a step's completions, last tenth of the steps less the run's own first tenth",
-        lambda records, controls: _by_seed(records, lambda record: -float(np.subtract(*_tenths(record)))),
+        _by_seed(lambda record: _last(answer_shares(record)) - _first(answer_shares(record))),
     ),
     "steps_to_half": Measure(
         "steps", "steps until right answers, averaged over a tenth of the steps, have made half of the rise that the "

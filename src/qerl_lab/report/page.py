@@ -17,6 +17,7 @@ from jinja2 import Environment, StrictUndefined
 
 from qerl_lab.config.spelling import word
 from qerl_lab.report import (
+    claims,
     comparison,
     curves,
     diagnostics,
@@ -37,10 +38,12 @@ from qerl_lab.system.disk import replace_file
 from qerl_lab.system.terminal import format_path
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
-LONG = re.compile(r"\S{17,}")  # a word too long for the arm column on a phone
 FORMATS = "Weight formats"
 MOST_GROUPS = 4  # most figures of formats on a page
 BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}
+# Files that a report may write, and removes if an earlier one left them.
+OPTIONAL = ("arms.csv", "figures/*-by-*.png", "figures/paper_*.png", "figures/passes.png",
+            "figures/entropy-and-gain.png", "figures/power.png")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,17 +55,23 @@ class Drawn:
     png: bytes
     caption: str = ""
 
+    @property
+    def data(self) -> str:
+        return base64.b64encode(self.png).decode()
+
 
 def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[Path] = ()) -> list[Path]:
     """Write the whole results folder and return its files. `wanted` names the baseline, `bench` benchmark results.
 
-    Raises ConfigError or OSError.
+    A folder with a claims.yaml is judged by it, any other by the paper's claims. Raises ConfigError or OSError.
     """
     speed = speed_tables.tabulate_files(bench)
     made = results.frames(found.records, found.damaged, found.arm_of)
     same = comparison.compare(*results.records_of(made))  # use only what the files hold from here on
     baseline = comparison.baseline_of(list(same.arms), wanted) if same.arms else None
-    rows, drawn = judge(same.counted, same.all_runs), draw_all(same, baseline)
+    own = folder / "claims.yaml"
+    rows = judge(same.counted, same.all_runs, claims.read(own, format_path(own)) if own.exists() else None)
+    drawn = draw_all(same, baseline)
     words = [format_path(folder), word("out", format_path(folder)), *([word("baseline", wanted)] if wanted else [])]
     words += [f"bench={','.join(map(format_path, bench))}"] if bench else []
     line = f"python -m qerl_lab.report {shlex.join(words)}"
@@ -73,11 +82,8 @@ def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[P
         files["arms.csv"] = comparison.csv(comparison.by_arm(same, baseline)).encode()
     files["report.html"] = html(same, rows, baseline, drawn, speed, line, folder.resolve().name).encode()
     results.write(folder, made)
-    names = {f"{curve.name}-{by}" for curve in curves.CURVES for by in BY.values()}
-    names |= {figure.name for figure in paper_curves.FIGURES} | {"passes", "entropy-and-gain", "power"}
-    names |= {_figure_name(number) for number in range(MOST_GROUPS)}
-    for name in {"arms.csv", *(f"figures/{name}.png" for name in names)} - set(files):  # left by an earlier report
-        (folder / name).unlink(missing_ok=True)
+    for old in {old for pattern in OPTIONAL for old in folder.glob(pattern)} - {folder / name for name in files}:
+        old.unlink()
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         replace_file(folder / name, data)
@@ -94,48 +100,45 @@ def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
     points, arms = comparison.curves(found), [records[0].run for records in found.arms.values()]
     styles = palette.styles(palette.formats(found.arms))
     alone = points[points["arm"].isin(found.alone)]
-    drawn = {FORMATS: _of_formats(found, points)}
+    drawn = {FORMATS: _draw_formats(found, points)}
     for curve in curves.recorded_curves(points):
         of_axis = {curves.STEP: alone if curve.is_speed else points, curves.CLOCK: alone}
         drawn[curve.title] = [
             Drawn(f"{curve.name}-{BY[by]}", f"{curve.title}, {curve.label}, {BY[by].replace('-', ' ')}",
-                  curves.png(curves.draw(chosen, curve, by, baseline, styles)))
+                  palette.png(curves.draw(chosen, curve, by, baseline, styles)))
             for by, chosen in of_axis.items() if curve in curves.recorded_curves(chosen)
         ]  # fmt: skip
         drawn[curve.title] += [
-            Drawn(figure.name, figure.about, curves.png(paper_curves.draw(figure)), paper_curves.caption(figure, arms))
+            Drawn(figure.name, figure.about, palette.png(paper_curves.draw(figure)), paper_curves.caption(figure, arms))
             for figure in paper_curves.figures_beside(curve.name, arms)
         ]
     drawn["Diagnostics"] = _draw_diagnostics(found, baseline)
     return {title: figures for title, figures in drawn.items() if figures}
 
 
-def _of_formats(found: Comparison, points: pd.DataFrame) -> list[Drawn]:
+def _draw_formats(found: Comparison, points: pd.DataFrame) -> list[Drawn]:
     """Draw reward, entropy and accuracy of the formats in one figure per group of otherwise equal arms."""
+    groups = list(format_curves.groups(found).items())[:MOST_GROUPS]
     return [
-        Drawn(_figure_name(number), f"Reward, entropy and held-out accuracy of {', '.join(group)}",
-              curves.png(format_curves.draw(points, group, title)))
-        for number, (title, group) in enumerate(list(format_curves.groups(found).items())[:MOST_GROUPS])
+        Drawn(f"formats{f'-{number}' if number > 1 else ''}-by-step",
+              f"Reward, entropy and held-out accuracy of {', '.join(group)}",
+              palette.png(format_curves.draw(points, group, title)))
+        for number, (title, group) in enumerate(groups, 1)
     ]  # fmt: skip
-
-
-def _figure_name(number: int) -> str:
-    return f"formats-{number + 1}-by-step" if number else "formats-by-step"
 
 
 def _draw_diagnostics(found: Comparison, baseline: str | None) -> list[Drawn]:
-    passes, gains = diagnostics.draw_passes(found), diagnostics.draw_gains(found)
-    power = diagnostics.draw_power(found, baseline)
+    gains = diagnostics.draw_gains(found)
     figures = [
-        ("passes", passes, "pass@k after training, by k",
+        ("passes", diagnostics.draw_passes(found), "pass@k after training, by k",
          "95% intervals over seeds and questions, clipped to 0 and 1."),
         ("entropy-and-gain", gains and gains[0], "Initial entropy against gain, one point per run",
          f"One point per run. {gains[1]}" if gains else ""),
-        ("power", power, "Detectable difference by number of seeds",
+        ("power", diagnostics.draw_power(found, baseline), "Detectable difference by number of seeds",
          "From the spread of each arm's paired differences; two-sided 5% test. More seeds do not reduce the error "
          "from the questions."),
     ]  # fmt: skip
-    return [Drawn(name, about, curves.png(figure), caption) for name, figure, about, caption in figures if figure]
+    return [Drawn(name, about, palette.png(figure), caption) for name, figure, about, caption in figures if figure]
 
 
 def html(
@@ -145,33 +148,31 @@ def html(
     """Render the page as one self-contained file."""
     measured, lacking = [row for row in rows if row.numbers], [row for row in rows if not row.numbers]
     differ = comparison.what_differs(found)
-    of_verdict = Counter(row.verdict for row in measured)
-    counts = [(n, f"contrast{'s' * (n != 1)} {verdict}") for verdict in Verdict if (n := of_verdict[verdict])]
+    verdicts = Counter(row.verdict for row in measured)
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {"breakable": breakable}
-    template = environment.from_string(TEMPLATE.read_text("utf-8"))
-    return template.render(
+    environment.filters["breakable"] = breakable
+    return environment.from_string(TEMPLATE.read_text("utf-8")).render(
         title=f"{title}: a report of {len(found.records) + len(found.damaged)} runs", command=line,
-        facts=[*_facts(found), *counts], notes=[*_gaps(found), *comparison.notes(found)],
+        facts=[*_facts(found), *(_count(verdicts[one], "contrast", f" {one}") for one in Verdict if verdicts[one])],
+        notes=[*_gaps(found), *comparison.notes(found)],
         how_to_read_verdicts=verdict_tables.HOW_TO_READ, how_to_read=comparison.HOW_TO_READ,
         families=verdict_tables.families(rows), measured=_claims(measured),
         unmeasured=[(row.claim.name, verdict_tables.name_of(row), row.why) for row in lacking],
         to_make=verdict_tables.missing_arms(rows), tables=tables(found, baseline), speed=speed,
         of_paper=any(figure.name.startswith("paper_") for pair in drawn.values() for figure in pair),
-        figures=[{"title": name, "images": [_image(figure) for figure in pair]} for name, pair in drawn.items()],
+        figures=drawn,
         provenance=_provenance(found), arms_differ=[["arm", *keys[1:]] for keys in differ[:1]] + differ[1:],
     )  # fmt: skip
 
 
 def breakable(text: str) -> str:
-    """Escape a cell for HTML and let long keys break after the group and before the value."""
-    return LONG.sub(lambda word: re.sub(r"(?<=[a-z])\.(?=[a-z])|=", r"\g<0><wbr>", word[0]), escape(text))
+    """Escape a cell for HTML and let long keys break after the group and before the value, as on a phone."""
+    return re.sub(r"\S{17,}", lambda word: re.sub(r"(?<=[a-z])\.(?=[a-z])|=", r"\g<0><wbr>", word[0]), escape(text))
 
 
-def _image(figure: Drawn) -> dict[str, Any]:
-    width, height = (int.from_bytes(figure.png[at : at + 4], "big") for at in (16, 20))  # of the PNG's header
-    return {"data": base64.b64encode(figure.png).decode(), "width": width, "height": height, "alt": figure.about,
-            "caption": figure.caption, "wide": figure.name.startswith("formats-")}  # fmt: skip
+def _count(number: int, noun: str, rest: str = "") -> tuple[int, str]:
+    """Return a number, and what it counts in singular or plural."""
+    return number, f"{noun}{'s' * (number != 1)}{rest}"
 
 
 def _facts(found: Comparison) -> list[tuple[int, str]]:
@@ -179,13 +180,11 @@ def _facts(found: Comparison) -> list[tuple[int, str]]:
     states = Counter("finished" if run.status == FINISHED else run.status.split(" (")[0] for run in found.all_runs)
     states["damaged"] = len(found.damaged)
     again = states["finished"] - len(found.counted)
-    shown = [(count, f"run{'s' * (count != 1)} {state}") for state, count in states.items() if count]
-    shown += [(again, "of these repeated; the newest counts")] if again else []
-    seeds = {record.run.seed for record in found.counted}
     return [
-        *shown,
-        (len(found.arms), f"arm{'s' * (len(found.arms) != 1)}"),
-        (len(seeds), f"seed{'s' * (len(seeds) != 1)}"),
+        *(_count(number, "run", f" {state}") for state, number in states.items() if number),
+        *([(again, "of these repeated; the newest counts")] if again else []),
+        _count(len(found.arms), "arm"),
+        _count(len({record.run.seed for record in found.counted}), "seed"),
     ]
 
 
@@ -193,66 +192,48 @@ def _gaps(found: Comparison) -> list[str]:
     """Say where means cover fewer runs than were started."""
     if not found.arms:
         return ["No run finished, so there is nothing to measure. The runs and their states are at the end."]
-    gaps, short = [], []
+    short = []
     for label, records in found.arms.items():
         lacking = sum(run.arm == records[0].run.arm and is_unfinished(run) for run in found.all_runs)
         short += [f"{lacking} of {len(records) + lacking} of {label}"] if lacking else []
-    if short:
-        gaps.append(f"Means exclude unfinished runs: {'; '.join(short)}.")
-    lost = {run.arm for run in found.all_runs} - {record.run.arm for record in found.counted}
-    if lost:
+    gaps = [f"Means exclude unfinished runs: {'; '.join(short)}."] if short else []
+    if lost := {run.arm for run in found.all_runs} - {record.run.arm for record in found.counted}:
         names = sorted({run.experiment for run in found.all_runs if run.arm in lost})
-        gaps.append(f"{len(lost)} arm{'s' * (len(lost) != 1)} without a finished run: {', '.join(names)}.")
-    if found.damaged:
-        gaps.append(f"Means exclude {len(found.damaged)} damaged run{'s' * (len(found.damaged) != 1)}.")
+        gaps.append(f"Arms without a finished run: {', '.join(names)}.")
     return gaps
 
 
 def _claims(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Group the measured contrasts by claim."""
-    shown = []
-    for claim in {row.claim.name: row.claim for row in rows}.values():
-        own = [row for row in rows if row.claim == claim]
-        texts = [
-            {"verdict": str(row.verdict), "name": verdict_tables.name_of(row), "why": row.why, "details": _details(row)}
-            for row in own
-        ]
-        shown.append({"name": claim.name, "says": claim.says, "where": claim.where, "rows": texts,
-                      "terms": verdict_tables.terms(claim)})  # fmt: skip
-    return shown
+    return [
+        {"name": claim.name, "says": claim.says, "where": claim.where, "terms": verdict_tables.terms(claim),
+         "rows": [{"verdict": str(row.verdict), "name": verdict_tables.name_of(row), "why": row.why,
+                   "details": _details(row)} for row in rows if row.claim == claim]}
+        for claim in {row.claim.name: row.claim for row in rows}.values()
+    ]  # fmt: skip
 
 
 def _details(row: Row) -> list[tuple[str, str]]:
     """List the numbers behind a verdict, each with its name."""
     treated, control, counts, effect, paper, size, better, p_values, guardrail = verdict_tables.measured_cells(row)
     parts = [
-        (row.claim.measure, effect),
-        ("smallest that matters", smallest_as_text(row.claim)),
-        ("the paper's", paper),
-    ]
-    parts += [
-        (row.contrast.treated, treated),
-        (row.contrast.control, control),
-        ("finished", counts),
-        ("effect size", size),
-        ("P(better)", better),
-    ]
-    parts += [("p of no effect, small, reverse (Holm)", p_values), ("guardrail", guardrail)]
-    parts += [("conditions", verdict_tables.in_words(row.conditions)), ("claim", row.registered)]
+        (row.claim.measure, effect), ("smallest that matters", smallest_as_text(row.claim)), ("the paper's", paper),
+        (row.contrast.treated, treated), (row.contrast.control, control), ("finished", counts), ("effect size", size),
+        ("P(better)", better), ("p of no effect, small, reverse (Holm)", p_values), ("guardrail", guardrail),
+        ("conditions", verdict_tables.in_words(row.conditions)), ("claim", row.registered),
+    ]  # fmt: skip
     return [(label, text) for label, text in parts if text != "-"]
 
 
 def _provenance(found: Comparison) -> list[dict[str, Any]]:
     """List commands, code, machines, versions, times, and the runs that were left out."""
     origins = [record.origin for record in found.records]
-    versions = Counter(
-        ", ".join(f"{name} {text}" for name, text in sorted(origin.versions.items())) for origin in origins
-    )
+    versions = [", ".join(f"{name} {text}" for name, text in sorted(origin.versions.items())) for origin in origins]
     listed = (
         ("Commands", _count_equal(origin.command for origin in origins), True),
         ("Code", _count_equal(record.run.code for record in found.records), False),
         ("Machines", _count_equal(origin.machine for origin in origins), False),
-        ("Versions", _count_equal(versions.elements()), False),
+        ("Versions", _count_equal(versions), False),
         ("Time", _times(found.counted), False),
         (f"Left out, {len(found.left_out)} in all", found.left_out, False),
     )
@@ -270,14 +251,9 @@ def _count_equal(texts: Iterable[str]) -> list[str]:
 def _times(records: Sequence[Record]) -> list[str]:
     if not records:
         return []
-    seconds = [record.summary["seconds"] for record in records]
     began = [datetime.fromisoformat(record.origin.began).timestamp() for record in records if record.origin.began]
-    ended = _moment(max(record.run.ended for record in records))
-    span = f"The first began {_moment(min(began))}, the last ended {ended}." if began else f"The last ended {ended}."
-    if any(record.at_once > 1 for record in records):
-        return [f"{len(seconds)} runs on shared machines. {span}"]
-    took = f"{sum(seconds):,.0f} s in all, {min(seconds):,.0f} to {max(seconds):,.0f} s each"
-    return [f"{len(seconds)} runs took {took}. {span}"]
+    first = f"The first began {_moment(min(began))}, the" if began else "The"
+    return [f"{first} last ended {_moment(max(record.run.ended for record in records))}."]
 
 
 def _moment(seconds: float) -> str:

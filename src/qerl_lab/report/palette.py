@@ -1,12 +1,25 @@
-"""Style arms in every figure: a color per weight format, ours and the paper's; dashes and markers separate arms."""
+"""Style every figure: a color per weight format, ours and the paper's; dashes and markers separate arms."""
 
-from collections.abc import Mapping, Sequence
+import io
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib import rc_params_from_file
+from matplotlib.artist import Artist
+from matplotlib.figure import Figure
+from PIL import Image
 
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.schema import DENSE_FORMAT
 from qerl_lab.report.runs import Record
 
+STYLE = Path(__file__).with_name("report.mplstyle")
+DPI = 160  # 704 pixels for a panel: sharp on a phone and at half the width of a page
 # Okabe and Ito's colors, which color-blind readers can distinguish.
 KNOWN = {DENSE_FORMAT: "#000000", "nvfp4": "#0072B2", "mxfp4": "#D55E00", "nf4": "#009E73"}
 OTHERS = ("#56B4E9", "#CC79A7", "#E69F00", "#777777", "#8C564B", "#BCBD22")  # colors that `KNOWN` does not use
@@ -15,10 +28,22 @@ DASHES, MARKERS = ("-", "--", "-.", ":"), "os^Dv" + "PX*"
 PRINTED = {"bf16/float16": DENSE_FORMAT}  # names in the paper's figures that differ from ours
 
 
-def color(weight_format: str) -> str:
-    """Return the color of a format, by our name or the paper's; grey for any other."""
-    name = weight_format.lower()
-    return FORMATS.get(PRINTED.get(name, name), "#777777")
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw in the style of `STYLE`. In a notebook it leaves interactive mode on, which `plt.style.context` resets."""
+    style = rc_params_from_file(STYLE, use_default_template=False)
+    before = {key: plt.rcParams[key] for key in style}
+    plt.rcParams.update(style)
+    try:
+        yield
+    finally:
+        plt.rcParams.update(before)
+
+
+def color(name: str, number: int = OTHERS.index("#777777")) -> str:
+    """Return the color of a weight format, by our name or the paper's; for another name an unused color, or grey."""
+    name = name.lower()
+    return FORMATS.get(PRINTED.get(name, name), OTHERS[number % len(OTHERS)])
 
 
 def formats(arms: Mapping[str, Sequence[Record]]) -> dict[str, str]:
@@ -45,3 +70,28 @@ def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 def format_tick(value: float, _: object = None) -> str:
     """Format a number on an axis without trailing zeros and never with an exponent."""
     return f"{value:g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def add_legend_below(figure: Figure, handles: Mapping[str, Artist]) -> None:
+    """Add one legend below all panels, wrapped to the width of the figure, which becomes higher by its lines."""
+    width = figure.get_figwidth()
+    names = [textwrap.fill(name, int(10 * width), break_on_hyphens=False) for name in handles]
+    columns = max(1, min(len(names), int(width / (0.6 + 0.08 * max(map(len, names))))))  # inches
+    lines = math.ceil(sum(name.count("\n") + 1 for name in names) / columns)
+    figure.set_figheight(figure.get_figheight() + 0.2 * lines)
+    figure.legend(handles.values(), names, loc="outside lower left", ncols=columns)
+
+
+def png(figure: Figure) -> bytes:
+    """Render a figure as a PNG of 64 colors and close it."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=DPI)
+    plt.close(figure)
+    return in_64_colors(drawn.getvalue())
+
+
+def in_64_colors(png: bytes) -> bytes:
+    """Reduce a PNG to 64 colors, a third of its size. Without k-means rounds all thin lines turn grey."""
+    small, drawn = io.BytesIO(), Image.open(io.BytesIO(png)).convert("RGB")
+    drawn.quantize(64, kmeans=3, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+    return small.getvalue()

@@ -1,4 +1,4 @@
-"""Figures of one run, of quantization errors, and of weight formats and noise (evaluate/codec.py, effects.py)."""
+"""Figures of one run, of quantization errors, and of weight formats and noise (evaluate/format_effects.py)."""
 
 import itertools
 import math
@@ -6,15 +6,14 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qerl_lab.report import palette
+from qerl_lab.report.palette import add_legend_below, png, styled
 
 MARKS = "osD^v<>"
 PANELS = (  # title, y label, (metric, label) for each line
@@ -29,6 +28,7 @@ PANELS = (  # title, y label, (metric, label) for each line
 )
 
 
+@styled()
 def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
     """Plot reward, entropy, sigma and throughput of one run by step, from `runs.read_steps`. No smoothing.
 
@@ -40,20 +40,20 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
     panels = [(name, unit, [line for line in lines if line[0] in recorded]) for name, unit, lines in PANELS]
     panels = [panel for panel in panels if panel[2]]
     rows = max(1, math.ceil(len(panels) / 2))
-    figure, axes = plt.subplots(rows, 2, figsize=(10, 3.25 * rows), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(rows, 2, figsize=(10, 3.25 * rows), squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.remove()
     for axis, (name, unit, lines) in zip(axes.flat, panels, strict=False):
-        for n, (metric, label) in enumerate(lines):
-            axis.plot(training.index, training[metric], label=label, lw=1.4, ls="-" if n == 0 else "--")
-        _dress(axis, name, unit)
-        axis.set_ylim(top=1.2 * axis.get_ylim()[1])  # makes room for the legend
-        axis.legend(frameon=False, loc="upper left", ncols=len(lines))
+        for dashes, (metric, label) in zip(["-", "--", ":"], lines, strict=False):
+            axis.plot(training.index, training[metric], label=label, ls=dashes)
+        axis.set(title=name, xlabel="step", ylabel=unit, ylim=(0, 1.2 * axis.get_ylim()[1]))  # makes room for a legend
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 1.5
+        axis.legend(loc="upper left", ncols=len(lines))
     figure.suptitle(textwrap.fill(title, 80))  # as wide as the figure
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    path.write_bytes(png(figure))
 
 
+@styled()
 def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
     """Plot the SQNR of every quantized Linear by layer, with a line per kind of Linear (q_proj ...).
 
@@ -66,21 +66,18 @@ def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
     for name, level in layers.items():
         point = (numbers.get(name, behind), math.nan if level is None else level)
         kinds.setdefault(name.rpartition(".")[2], []).append(point)
-    figure, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9, 4.5))
     for (kind, points), marker in zip(kinds.items(), itertools.cycle(MARKS)):
-        axis.plot(*zip(*sorted(points), strict=True), marker=marker, ms=3.5, lw=1.2, label=kind)
-    axis.set(title=title, xlabel="layer", ylabel="SQNR (dB)")
+        axis.plot(*zip(*sorted(points), strict=True), marker=marker, lw=1.2, label=kind)
     low, high = axis.get_ylim()
-    axis.set_ylim(min(low, (low + high) / 2 - 1), max(high, (low + high) / 2 + 1))  # 2 dB at least: less is no pattern
-    axis.margins(x=0.02)
+    limits = min(low, (low + high) / 2 - 1), max(high, (low + high) / 2 + 1)  # 2 dB at least: less is no pattern
+    axis.set(title=title, xlabel="layer", ylabel="SQNR (dB)", ylim=limits)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(frameon=False, loc="outside right upper")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    figure.legend(loc="outside right upper")
+    path.write_bytes(png(figure))
 
 
+@styled()
 def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, dict[str, float]], path: Path) -> None:
     """Plot the entropy of each arm minus the dense model's with its interval, beside the parts of its weight error.
 
@@ -90,69 +87,53 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, 
             is 0 in all arms is not in the legend.
     """
     names = list(arms)
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 1.6 + 0.34 * len(names)), layout="constrained", sharey=True, width_ratios=(3, 2)
-    )
+    size = (11, 1.6 + 0.34 * len(names))
+    figure, (left, right) = plt.subplots(1, 2, figsize=size, sharey=True, width_ratios=(3, 2))
     for row, (mean, low, high) in enumerate(arms.values()):
         shade = palette.color(names[row].partition(" ")[0])
-        left.errorbar(mean, row, xerr=[[mean - low], [high - mean]], fmt="o", ms=4, capsize=3, color=shade)
+        left.errorbar(mean, row, xerr=[[mean - low], [high - mean]], fmt="o", capsize=3, color=shade)
     left.axvline(0, color="gray", lw=0.8)
+    left.margins(x=0.05)
     left.set(title="Entropy minus the dense model's", xlabel="nats per token, 95% interval over prompts")
+    parts = pd.DataFrame.from_dict(shares, orient="index").reindex(names).fillna(0.0)
+    colors = {part: f"C{number}" for number, part in enumerate(parts)}
+    shown = parts.loc[:, parts.any()]
+    if not shown.empty:
+        shown.plot.barh(stacked=True, ax=right, color=colors, width=0.6, legend=False)
     left.set_yticks(range(len(names)), names)
-    left.invert_yaxis()
-    colors: dict[str, str] = {}
-    for row, name in enumerate(names):
-        ends = {True: 0.0, False: 0.0}  # end of the bar so far, above and below 0
-        for part, share in shares.get(name, {}).items():
-            color = colors.setdefault(part, f"C{len(colors)}")
-            if share:
-                right.barh(row, share, left=ends[share > 0], color=color, label=part, height=0.6)
-                ends[share > 0] += share
-    handles = dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))
+    left.set_ylim(len(names) - 0.5, -0.5)
     right.set(title="Parts of the weights' error", xlabel="share of the squared error")
+    handles, labels = right.get_legend_handles_labels()
     if handles:
-        figure.legend(handles.values(), handles.keys(), loc="outside lower right", ncols=len(handles), frameon=False)
-    for axis in (left, right):
-        axis.grid(alpha=0.25, axis="x")
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+        add_legend_below(figure, dict(zip(labels, handles, strict=True)))
+    path.write_bytes(png(figure))
 
 
-def _dress(axis: Axes, title: str, label: str) -> None:
-    axis.set(title=title, xlabel="step", ylabel=label)
-    axis.margins(x=0.01)
-    axis.set_ylim(bottom=0)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 1.5
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
+@styled()
 def plot_block_values(values: Mapping[str, Sequence[float]]) -> Figure:
     """Plot, a row per format, the values that a weight can take within its block."""
-    figure, axis = plt.subplots(figsize=(8, 0.7 + 0.45 * len(values)), layout="constrained")
+    figure, axis = plt.subplots(figsize=(8, 0.7 + 0.45 * len(values)))
     for row, (name, found) in enumerate(values.items()):
-        axis.plot(found, [row] * len(found), "|", ms=16, mew=1.8, color=_color(name, row))
+        axis.plot(found, [row] * len(found), "|", ms=16, mew=1.8, color=palette.color(name, row))
     axis.set_yticks(range(len(values)), [f"{name}, {len(found)} values" for name, found in values.items()])
-    axis.set_ylim(len(values) - 0.4, -0.6)
-    axis.set_xlabel("weight, in units of the largest of its block")
-    return _style_axis(figure, axis, grid="x")
+    axis.margins(x=0.04)
+    axis.set(xlabel="weight, in units of the largest of its block", ylim=(len(values) - 0.4, -0.6))
+    return figure
 
 
+@styled()
 def plot_block_maxima(stored: Mapping[str, Sequence[float]]) -> Figure:
     """Plot a histogram per format of stored over exact, for the largest weight of each block; 1 is exact."""
-    figure, axes = plt.subplots(
-        1, len(stored), figsize=(3 * len(stored), 2.6), layout="constrained", sharex=True, squeeze=False
-    )
+    figure, axes = plt.subplots(1, len(stored), figsize=(3 * len(stored), 2.6), sharex=True, squeeze=False)
     for number, (axis, (name, found)) in enumerate(zip(axes.flat, stored.items(), strict=True)):
-        axis.hist(found, bins=40, range=(0.75, 1.25), color=_color(name, number))
+        axis.hist(found, bins=40, range=(0.75, 1.25), color=palette.color(name, number))
         axis.axvline(1, color="0.3", lw=0.8)
         axis.set(title=name, xlabel="stored / exact", yticks=[])
-        _style_axis(figure, axis, grid="x")
     axes.flat[0].set_ylabel("blocks")
     return figure
 
 
+@styled()
 def plot_noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure:
     """Compare noise with formats: left KL by sigma, right entropy by KL.
 
@@ -160,41 +141,25 @@ def plot_noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure
     draws of each sigma, and each format with its 95% interval.
 
     Args:
-        noise: from `effects.of_noise`.
-        formats: from `effects.of_formats`, packed formats only.
+        noise: from `format_effects.effects_of_noise`.
+        formats: from `format_effects.effects_of_formats`, packed formats only.
     """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    means = noise.groupby("sigma").mean()
-    for axis, x in ((left, "sigma"), (right, "kl")):
-        y = "kl" if axis is left else "entropy_change"
-        axis.plot(noise[x], noise[y], ".", color="0.6", ms=4, label="noise, each draw")
-        axis.plot(means.index if x == "sigma" else means[x], means[y], "-", color="0.2", lw=1.4, label="noise, mean")
-        axis.set_xscale("log")
-    left.set_xticks(means.index, [f"{sigma:g}" for sigma in means.index])
-    left.set_xticks([], minor=True)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8))
+    means = noise.groupby("sigma", as_index=False).mean()
+    for axis, x, y in ((left, "sigma", "kl"), (right, "kl", "entropy_change")):
+        axis.plot(noise[x], noise[y], ".", color="0.6", label="noise, each draw")
+        axis.plot(means[x], means[y], "-", color="0.2", label="noise, mean")
     for row, (name, effect) in enumerate(formats.iterrows()):
-        style = {"color": _color(str(name), row), "label": name}
-        left.axhline(effect["kl"], ls=("--", ":", "-.")[row % 3], lw=1.4, **style)
-        ends = [[effect["entropy_change"] - effect["change_low"]], [effect["change_high"] - effect["entropy_change"]]]
-        right.errorbar(
-            effect["kl"], effect["entropy_change"], yerr=ends, fmt=MARKS[row % len(MARKS)], capsize=3, **style
-        )
-    left.set(xlabel="sigma", ylabel="KL to the dense policy, nats per token", yscale="log")
+        style = {"color": palette.color(str(name), row), "label": name}
+        left.axhline(effect["kl"], ls=("--", ":", "-.")[row % 3], **style)
+        change = effect["entropy_change"]
+        ends = [[change - effect["change_low"]], [effect["change_high"] - change]]
+        right.errorbar(effect["kl"], change, yerr=ends, fmt=MARKS[row % len(MARKS)], capsize=3, **style)
+    left.set(xlabel="sigma", ylabel="KL to the dense policy, nats per token", xscale="log", yscale="log")
+    left.set_xticks(means["sigma"], [f"{sigma:g}" for sigma in means["sigma"]])
+    left.set_xticks([], minor=True)
     right.axhline(0, color="0.7", lw=0.8)
-    right.set(xlabel="KL to the dense policy, nats per token", ylabel="change of entropy, nats per token")
+    right.set(xlabel="KL to the dense policy, nats per token", ylabel="change of entropy, nats per token", xscale="log")
     for axis in (left, right):
-        axis.legend(frameon=False, fontsize="small", loc="upper left")
-        _style_axis(figure, axis, grid="both")
-    return figure
-
-
-def _color(name: str, number: int) -> str:
-    """Return the color of a format of the lab, or an unused color for another one."""
-    return palette.FORMATS.get(name, palette.OTHERS[number % len(palette.OTHERS)])
-
-
-def _style_axis(figure: Figure, axis: Axes, grid: Literal["both", "x", "y"]) -> Figure:
-    axis.grid(alpha=0.25, axis=grid)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize="small", loc="upper left")
     return figure

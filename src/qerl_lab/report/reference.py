@@ -13,16 +13,7 @@ import pandas as pd
 
 from qerl_lab.config.conf_folder import package_data
 
-EIGHT_STEPS, LAST_TENTH, ALL_STEPS = (
-    "mean over steps 0-8",
-    "mean over the last tenth of the steps",
-    "mean over all steps",
-)
-
-FORMATS = {"bf16": "BF16", "nf4": "NF4", "nvfp4": "NVFP4"}  # our format -> the paper's name in tables of speed
-MODELS = {f"qwen2.5-{size}b": f"Qwen2.5-{size}B-Instruct" for size in (3, 7, 14, 32)}  # our model -> the paper's name
-SPEEDS_OF = dict(zip(MODELS, ("Table 5", "Table 6", "Table 7", "Table 8"), strict=True))
-RANKS, MOST_TOKENS = (16, 32, 64), 2048  # of Table 9; of a completion in all tables of speed
+EIGHT_STEPS, LAST_TENTH = "mean over steps 0-8", "mean over the last tenth of the steps"
 
 
 @dataclass(frozen=True)
@@ -56,10 +47,9 @@ def interpolated(file: str) -> pd.DataFrame:
 
 
 def steps_of_mean(curves: pd.DataFrame, setting: str) -> pd.DataFrame:
-    """Select the steps that a mean covers: `EIGHT_STEPS`, `LAST_TENTH` or `ALL_STEPS`."""
+    """Select the steps that a mean covers: `EIGHT_STEPS` or `LAST_TENTH`."""
     steps = curves.index
-    chosen = {EIGHT_STEPS: steps <= 8, LAST_TENTH: steps > 0.9 * steps[-1], ALL_STEPS: steps >= 0}
-    return curves[chosen[setting]]
+    return curves[steps <= 8 if setting == EIGHT_STEPS else steps > 0.9 * steps[-1]]
 
 
 @cache
@@ -72,7 +62,7 @@ def _means() -> pd.DataFrame:
     """Return the means of every curve as rows of paper.csv, with `file`, `column` and reading `error`."""
     found = []
     for curve in curves().to_dict("records"):
-        for setting in (EIGHT_STEPS, LAST_TENTH, ALL_STEPS):
+        for setting in (EIGHT_STEPS, LAST_TENTH):
             mean = float(steps_of_mean(interpolated(curve["file"]), setting)[curve["column"]].mean())
             own = {"setting": setting, "number": mean, "value": f"{mean:.3f}", "unit": ""}
             found.append(curve | own | {"certainty": f"approx (digitized plot, +-{curve['error']:g})"})
@@ -116,36 +106,3 @@ def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], rat
 def numbers(**where: str) -> dict[str, float]:
     """Return the matching numbers by model; a number that several tables repeat appears once."""
     return {str(model): float(number) for model, number in _where(where).set_index("model")["number"].items()}
-
-
-def printed_text(**where: str) -> str:
-    """Return the value of the single matching row as printed, with its unit; a dash if there is no such row."""
-    rows = _where(where)
-    return f"{rows['value'].iloc[0]} {rows['unit'].iloc[0]}".strip().replace(" x", "x") if len(rows) == 1 else "-"
-
-
-def tokens(model: str, table: str, setting: str) -> dict[str, float]:
-    """Return the paper's rollout tokens/s by our format for one of `MODELS`; empty if it printed none."""
-    rows = _where({"table": table, "model": MODELS.get(model, ""), "metric": "rollout throughput", "setting": setting})
-    printed_of = rows.set_index("weight_format")["number"]
-    return {name: float(printed_of[theirs]) for name, theirs in FORMATS.items() if theirs in printed_of.index}
-
-
-def tokens_of_rank(model: str, rank: int) -> dict[str, float]:
-    """Return the paper's tokens/s at batch 1 by format: BF16 and NVFP4 from Table 9, NF4 from Figure 11."""
-    return {**tokens(model, "Figure 11", f"LoRA rank {rank};"), **tokens(model, "Table 9", f"LoRA rank {rank};")}
-
-
-def ratio_by_rank(model: str, over: str) -> dict[int, float]:
-    """Return the paper's NVFP4 speed over its `over` (bf16 or nf4) by rank; empty if it printed none."""
-    of_rank = {rank: tokens_of_rank(model, rank) for rank in RANKS}
-    return {rank: speeds["nvfp4"] / speeds[over] for rank, speeds in of_rank.items() if over in speeds}
-
-
-def step_speed(model: str, batch: int, weight_format: str, *, checkpointing: bool = True) -> str:
-    """Return the end-to-end speed printed in Tables 5 to 8: over BF16, or seconds per step; a dash if there is none."""
-    metric = "E2E RL w/ gradient checkpointing" if checkpointing else "E2E RL speedup w/o gradient checkpointing"
-    return printed_text(
-        table=SPEEDS_OF.get(model, ""), model=MODELS.get(model, ""), metric=metric, setting=f"BS {batch};",
-        weight_format=FORMATS.get(weight_format, ""),
-    )  # fmt: skip

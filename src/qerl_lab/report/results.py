@@ -1,4 +1,4 @@
-"""Store the records of a report as tidy Parquet, small enough to commit: `write` the files, `read` the records.
+"""Read runs, from their directories or from stored results, and store them as Parquet that is small enough to commit.
 
 runs.parquet       a row per run found: arm, seed, state, origin, a column per setting that differs, the other settings
                    as JSON in `settings`; only name and state for a damaged run
@@ -10,8 +10,9 @@ Steps and questions cover the runs that count. A report on these files equals on
 
 import io
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,20 @@ import pandas as pd
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
+from qerl_lab.record.directory import RunDirectory, is_run
 from qerl_lab.report.arms import FINISHED, RENAMED, Run, differing, normalize
-from qerl_lab.report.runs import NO_STEPS, Origin, Record, check_phases, record_of
+from qerl_lab.report.matching import identity
+from qerl_lab.report.runs import NO_STEPS, Origin, Record, read_record, record_of
 from qerl_lab.system.disk import replace_file
+from qerl_lab.system.terminal import format_path
 
 RUNS, STEPS, QUESTIONS = "runs.parquet", "steps.parquet", "questions.parquet"
+Frames = dict[str, pd.DataFrame]  # the content of the three files, by name
 ORIGIN = tuple(field.name for field in fields(Origin))
-
-
-@dataclass(frozen=True)
-class Frames:
-    """The three tables as stored in the files."""
-
-    runs: pd.DataFrame
-    steps: pd.DataFrame
-    questions: pd.DataFrame
+NOT_SETTINGS = {
+    "run", "arm", "experiment", "seed", "state", "ended", "seconds", "code", "differs_in", "settings", *ORIGIN,
+    "missing", "sessions",  # columns of files that were written before
+}  # fmt: skip
 
 
 def find_folder(path: str) -> Path:
@@ -46,8 +46,59 @@ def find_folder(path: str) -> Path:
     raise ConfigError(f"{path} is no directory, here or in the folder above {Path.cwd()}. Type another in RESULTS.")
 
 
-def is_results(folder: Path) -> bool:
-    """Return whether a folder has the files of `write`."""
+def read_all(folders: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
+    """Read every run in `folders`: the records, and the damaged runs with the reason, by name.
+
+    A folder that holds both results and runs is read as both, as the runs may be newer. Raises ConfigError for a folder
+    without either.
+    """
+    found, damaged = list[tuple[Path, Record]](), dict[str, str]()
+    for folder in filter(_is_results, folders):
+        records, broken = read(folder)
+        found += [(folder, record) for record in records]
+        damaged |= broken
+    for path in _find_runs(folders):
+        try:
+            found.append((path.parent, read_record(RunDirectory(path), format_path(path))))
+        except (OSError, ValueError) as error:
+            damaged[format_path(path)] = f"damaged ({in_one_line(error)})"
+        except KeyError as error:
+            damaged[format_path(path)] = f"damaged (it lacks {error}; another version of the lab wrote it)"
+    records, first = [], dict[str, Record]()
+    for folder, record in found:
+        name = record.run.name
+        if identity(first.setdefault(name, record)) != identity(record):  # two machines call different runs runs/0
+            record = replace(record, run=replace(record.run, name=f"{name} of {format_path(folder)}"))
+        records.append(record)
+    return records, {name: why for name, why in damaged.items() if name not in first}
+
+
+def _find_runs(folders: Sequence[Path]) -> list[Path]:
+    """Find the run directories at or below `folders`, each once. Raises ConfigError for a folder without any."""
+    found: dict[Path, Path] = {}
+    for folder in folders:
+        inside = {path.resolve(): path for path in _walk(folder)}
+        if not inside and not _is_results(folder):
+            what = "holds no run directory" if folder.is_dir() else "is no directory"
+            raise ConfigError(f"{folder} {what}. Type the directory of a run or of a sweep, for example runs.")
+        found |= inside
+    return list(found.values())
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield run directories, following links to other disks but visiting each folder once."""
+    seen = set[str]()
+    for path, folders, files in os.walk(folder, followlinks=True):
+        is_new = os.path.realpath(path) not in seen
+        seen.add(os.path.realpath(path))
+        if is_new and is_run(files):
+            yield Path(path)
+        if not is_new or is_run(files):
+            folders.clear()
+        folders.sort(key=lambda name: (os.path.islink(os.path.join(path, name)), name))
+
+
+def _is_results(folder: Path) -> bool:
     return (folder / RUNS).is_file()
 
 
@@ -62,12 +113,12 @@ def frames(records: Sequence[Record], damaged: Mapping[str, str], arm_of: Mappin
         pd.DataFrame({"run": record.run.name, "phase": phase, "id": values.index, "accuracy": values.to_numpy(float)})
         for record in counted for phase, values in record.accuracy.items() if phase != "gain"
     ]  # fmt: skip
-    columns = ["run", "phase", "id", "accuracy"]
-    return Frames(
-        pd.DataFrame(rows),
-        pd.concat(steps, ignore_index=True) if steps else NO_STEPS.reset_index().assign(run=""),
-        pd.concat(asked, ignore_index=True) if asked else pd.DataFrame(columns=columns),
-    )
+    no_questions = pd.DataFrame(columns=["run", "phase", "id", "accuracy"])
+    return {
+        RUNS: pd.DataFrame(rows),
+        STEPS: pd.concat(steps or [NO_STEPS.reset_index().assign(run="")], ignore_index=True),
+        QUESTIONS: pd.concat(asked or [no_questions], ignore_index=True),
+    }
 
 
 def _run_row(record: Record, arm: str | None, keys: Sequence[str]) -> dict[str, Any]:
@@ -76,37 +127,30 @@ def _run_row(record: Record, arm: str | None, keys: Sequence[str]) -> dict[str, 
     return {
         "run": run.name, "arm": arm, "experiment": run.experiment, "seed": run.seed, "state": run.status,
         "ended": run.ended, "seconds": record.summary["seconds"] if arm else None, "code": run.code,
-        **{name: getattr(origin, name) for name in ORIGIN}, "versions": json.dumps(origin.versions),
-        "differs_in": json.dumps(sorted(run.declared)), **{key: run.settings.get(key) for key in keys},
-        "settings": json.dumps(shared),
+        **vars(origin), "versions": json.dumps(origin.versions), "differs_in": json.dumps(sorted(run.declared)),
+        **{key: run.settings.get(key) for key in keys}, "settings": json.dumps(shared),
     }  # fmt: skip
 
 
 def write(folder: Path, tables: Frames) -> None:
     """Write the files, each atomically. Raises OSError."""
-    for name, table in ((RUNS, tables.runs), (STEPS, tables.steps), (QUESTIONS, tables.questions)):
+    for name, table in tables.items():
         data = io.BytesIO()
         table.to_parquet(data, index=False, compression="zstd", compression_level=19)
         replace_file(folder / name, data.getvalue())
 
 
-def read_frames(folder: Path) -> Frames:
-    """Read the files of `write`. Raises ConfigError for a missing or damaged file."""
-    found = []
+def read(folder: Path) -> tuple[list[Record], dict[str, str]]:
+    """Read a results folder: the records, and the damaged runs with the reason, by name. Raises ConfigError."""
+    tables = {}
     for name in (RUNS, STEPS, QUESTIONS):
         try:
-            found.append(pd.read_parquet(folder / name))
+            tables[name] = pd.read_parquet(folder / name)
         except (OSError, ValueError) as error:  # pyarrow's are ValueErrors
             raise ConfigError(
                 f"{folder / name} cannot be read ({in_one_line(error)}). Make it again: python -m qerl_lab.report RUNS "
                 f"{shell_word('out', folder)}."
             ) from None
-    return Frames(*found)
-
-
-def read(folder: Path) -> tuple[list[Record], dict[str, str]]:
-    """Read a results folder: the records, and the damaged runs with the reason, by name. Raises ConfigError."""
-    tables = read_frames(folder)
     try:
         return records_of(tables)
     except (KeyError, ValueError) as error:
@@ -115,15 +159,13 @@ def read(folder: Path) -> tuple[list[Record], dict[str, str]]:
 
 def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
     """Rebuild the records from the tables of `frames`, and the damaged runs with the reason, by name."""
-    steps = {run: rows.drop(columns="run").set_index("step") for run, rows in tables.steps.groupby("run")}
+    steps = {run: rows.drop(columns="run").set_index("step") for run, rows in tables[STEPS].groupby("run")}
     phases: dict[str, dict[str, pd.DataFrame]] = {}
-    for (run, phase), rows in tables.questions.groupby(["run", "phase"], sort=False):
+    for (run, phase), rows in tables[QUESTIONS].groupby(["run", "phase"], sort=False):
         phases.setdefault(run, {})[phase] = rows[["id", "accuracy"]]
-    records, damaged = [], {}
-    for row in tables.runs.to_dict("records"):
-        if pd.isna(row["experiment"]):
-            damaged[row["run"]] = row["state"]
-            continue
+    is_damaged = tables[RUNS]["experiment"].isna()
+    records = []
+    for row in tables[RUNS][~is_damaged].to_dict("records"):
         row = dict.fromkeys(ORIGIN, "") | row  # older files lack some columns
         origin = Origin(**{name: row[name] for name in ORIGIN} | {"versions": json.loads(row["versions"])})
         settings = {key: value for key, value in row.items() if key not in NOT_SETTINGS and not pd.isna(value)}
@@ -133,16 +175,7 @@ def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
             row["ended"], row["code"],
         )  # fmt: skip
         if run.name in steps and run.status == FINISHED:
-            asked = phases.get(run.name, {})
-            if asked:
-                check_phases(asked)
-            records.append(record_of(run, steps[run.name], asked, row["seconds"], origin))
+            records.append(record_of(run, steps[run.name], phases.get(run.name, {}), row["seconds"], origin))
         else:
             records.append(Record(run, origin=origin))
-    return records, damaged
-
-
-NOT_SETTINGS = {
-    "run", "arm", "experiment", "seed", "state", "ended", "seconds", "code", "differs_in", "settings", *ORIGIN,
-    "missing", "sessions",  # columns of files that were written before
-}  # fmt: skip
+    return records, dict(tables[RUNS][is_damaged].set_index("run")["state"])

@@ -30,7 +30,7 @@ def paired_interval(before: pd.Series, after: pd.Series, level: float = 0.95) ->
 
     Paired, because the same questions are asked twice and their difficulty cancels (Miller, arXiv 2411.00640). Both
     series are indexed by question id. Raises ValueError unless they hold the same questions, at least two. For other
-    seeds use `crossed_interval`.
+    seeds use `over_seeds`.
     """
     if set(before.index) != set(after.index) or len(before) < 2:
         raise ValueError("a paired interval needs the same questions before and after, two at least")
@@ -40,23 +40,24 @@ def paired_interval(before: pd.Series, after: pd.Series, level: float = 0.95) ->
     return float(mean), float(mean - half), float(mean + half)
 
 
-def crossed_interval(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
+def over_seeds(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
     """Return the mean of values[seeds, questions] with its interval when both seeds and questions are sampled.
 
     Two-way random effects: value = mean + seed + question + rest. The squared half width is the sum of two squares:
     Student's t over the means of seeds (which covers seed and rest), and t times the standard error due to questions,
-    which all seeds share. The questions' variance comes from the analysis of variance, at least 0.
+    which all seeds share. The questions' variance comes from the analysis of variance, at least 0. A single column
+    leaves Student's t over seeds.
 
     In simulation (256 questions), 95% intervals covered 0.950 to 0.982 with 2 seeds, up to 0.977 with 3, 0.968 with 5
     and 0.957 with 10, whatever varied most. A bootstrap over seeds and questions covered as little as 0.57, 0.73, 0.85
     and 0.91, because it cannot draw unseen seeds. Student's t over seeds alone, which treats the questions as the whole
     population, covered as little as 0.73, 0.40, 0.23 and 0.14.
 
-    Raises ValueError for fewer than two seeds or questions, and for missing values.
+    Raises ValueError for fewer than two seeds, and for missing values.
     """
     values = np.asarray(values_S_Q, float)
-    if values.ndim != 2 or min(values.shape) < 2 or not np.isfinite(values).all():
-        raise ValueError("an interval over seeds and questions needs two of each at least, and every value")
+    if values.ndim != 2 or len(values) < 2 or not values.size or not np.isfinite(values).all():
+        raise ValueError("an interval over seeds needs two seeds at least, and every value")
     mean, half = values.mean(), half_width(components(values), len(values), values.shape[1], level)
     return float(mean), float(mean - half), float(mean + half)
 
@@ -64,7 +65,7 @@ def crossed_interval(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
 def components(values_S_Q: np.ndarray) -> tuple[float, float]:
     """Return the variance between the means of seeds, and the variance of questions (at least 0).
 
-    From the analysis of variance in `crossed_interval`; for a single column, the variance between seeds and 0.
+    From the analysis of variance in `over_seeds`; for a single column, the variance between seeds and 0.
     """
     values = np.asarray(values_S_Q, float)
     between, rest = float(values.mean(1).var(ddof=1)), _residual_variance(values)
@@ -106,22 +107,21 @@ def _residual_variance(values_S_Q: np.ndarray) -> float:
 
 
 def half_width(variances: tuple[float, float], seeds: int, questions: int, level: float) -> float:
-    """Return half the width of `crossed_interval` for given counts, from `components`."""
+    """Return half the width of `over_seeds` for given counts, from `components`."""
     squares = np.array(variances) / [seeds, questions]
     quantiles = stats.t.ppf(0.5 + level / 2, [seeds - 1, max(questions - 1, 1)])
     return float(np.sqrt((quantiles**2 * squares).sum()))
 
 
-def over_seeds(values_S_Q: np.ndarray) -> Interval:
-    """Return the 95% interval of values[seeds, questions]; with a single column Student's t over seeds.
+def mean_of_arm(values_S_Q: pd.DataFrame, bounds: tuple[float, float]) -> Interval:
+    """Return the mean of values[seeds, questions] with its interval cut to `bounds`, over what every seed has.
 
-    Raises ValueError for fewer than two seeds, and for missing values.
+    The ends are nan for a single seed, and the mean too for none.
     """
-    values = np.asarray(values_S_Q, float)
-    if values.ndim == 2 and values.shape[1] == 1 and len(values) > 1 and np.isfinite(values).all():
-        mean, half = values.mean(), half_width(components(values), len(values), 1, 0.95)
-        return float(mean), float(mean - half), float(mean + half)
-    return crossed_interval(values)
+    values = values_S_Q.dropna(how="all").dropna(axis=1).to_numpy()
+    if not values.size:
+        return math.nan, math.nan, math.nan
+    return clip_interval(over_seeds(values), *bounds) if len(values) > 1 else (float(values.mean()), math.nan, math.nan)
 
 
 def clip_interval(interval: Interval, low: float, high: float) -> Interval:
@@ -182,8 +182,8 @@ def effect_size(differences_S: np.ndarray) -> float:
 
 def probability_of_improvement(treated_S: np.ndarray, control_S: np.ndarray) -> float:
     """Return the share of pairs of seeds in which the treated value is larger, ties half (arXiv 2108.13264)."""
-    difference = np.asarray(treated_S, float)[:, None] - np.asarray(control_S, float)[None]
-    return float(((difference > 0) + 0.5 * (difference == 0)).mean())
+    wins = stats.mannwhitneyu(treated_S, control_S, method="asymptotic").statistic
+    return float(wins) / (len(treated_S) * len(control_S))
 
 
 def fewest_seeds(decide: Callable[[int], bool], least: int) -> int | None:

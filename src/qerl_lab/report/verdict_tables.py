@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -12,7 +13,7 @@ from scipy.stats import fisher_exact
 from qerl_lab.report import reference, stats
 from qerl_lab.report.arms import format_setting
 from qerl_lab.report.claims import Claim, command
-from qerl_lab.report.comparison import Comparison, matrix, notes
+from qerl_lab.report.comparison import Comparison, list_left_out, matrix, notes
 from qerl_lab.report.effects import Numbers
 from qerl_lab.report.measures import FALLEN, MEASURES
 from qerl_lab.report.printed_arms import in_table_1
@@ -36,8 +37,17 @@ TO_MAKE = "To make what was not measured (add what the runs had beside their swe
 
 def cell(interval: stats.Interval, seeds: int) -> str:
     """Format `mean [95% CI] (n)`, or `>= mean [low, no bound] (n)` if the mean has only one bound."""
+    return f"{_interval(interval, number, number)} ({seeds})"
+
+
+def _interval(interval: stats.Interval, spelled: Callable[[float], str], spelled_end: Callable[[float], str]) -> str:
+    """Format `mean [low, high]`; `>= mean [low, no bound]` if the mean is only known to be so large."""
     mean, low, high = interval
-    return f"{_bound(low, high)}{number(mean)} {_between(low, high, number)} ({seeds})"
+    if math.isfinite(low) and math.isfinite(high):
+        return f"{spelled(mean)} {stats.format_interval(low, high, spelled_end)}"
+    bound = "" if math.isinf(low) and math.isinf(high) else ">= " if math.isinf(high) else "<= "
+    ends = ("no bound" if math.isinf(end) else spelled_end(end) for end in (low, high))
+    return f"{bound}{spelled(mean)} [{', '.join(ends)}]"
 
 
 ANY = (-math.inf, math.inf)
@@ -45,46 +55,28 @@ ANY = (-math.inf, math.inf)
 
 def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
     """Format values[seeds, questions] as a cell; without an interval for one seed, a dash for none."""
-    values = values.dropna(how="all").dropna(axis=1)
-    if values.empty:
+    interval = stats.mean_of_arm(values, bounds)
+    if math.isnan(interval[0]):
         return "-"
-    if len(values) < 2:
-        return f"{number(values.to_numpy().mean())} (1)"
-    return cell(stats.clip_interval(stats.over_seeds(values.to_numpy()), *bounds), len(values))
+    return f"{number(interval[0])} (1)" if math.isnan(interval[1]) else cell(interval, len(values.dropna(how="all")))
 
 
 def effect_cell(row: Row) -> str:
     """Format `+0.013 [-0.003, +0.030]`, ratio `1.23x [1.10, 1.37]`, censored `>= 1.95x [1.39, no bound]`, or a dash."""
     if row.numbers is None:
         return "-"
-    spelled = "{:.2f}".format if MEASURES[row.claim.measure].ratio else "{:+.3f}".format
-    mean, low, high = row.numbers.effect
-    return f"{_bound(low, high)}{effect_as_text(row.claim, mean)} {_between(low, high, spelled)}"
-
-
-def _bound(low: float, high: float) -> str:
-    """Return the sign before a mean that only bounds the true one: `>= `, `<= `, or nothing if it is exact."""
-    lowest, highest = low == -math.inf, high == math.inf
-    return "" if lowest == highest else ">= " if highest else "<= "
-
-
-def _between(low: float, high: float, spelled: Callable[[float], str]) -> str:
-    """Format an interval as `stats.format_interval`, with `no bound` for an infinite end."""
-    lowest, highest = low == -math.inf, high == math.inf
-    if not lowest and not highest:
-        return stats.format_interval(low, high, spelled)
-    return f"[{'no bound' if lowest else spelled(low)}, {'no bound' if highest else spelled(high)}]"
+    spelled_end = "{:.2f}".format if MEASURES[row.claim.measure].ratio else "{:+.3f}".format
+    return _interval(row.numbers.effect, partial(effect_as_text, row.claim), spelled_end)
 
 
 def paper_cell(row: Row) -> str:
     """List the paper's effects, each with its source and whether our interval contains it."""
     texts = []
     for where, value in row.printed:
-        inside = ""
         if row.numbers:
             _, low, high = row.numbers.effect
-            inside = ", inside" if low <= value <= high else ", outside"
-        texts.append(f"{effect_as_text(row.claim, value)} ({where}{inside})")
+            where += ", inside" if low <= value <= high else ", outside"
+        texts.append(f"{effect_as_text(row.claim, value)} ({where})")
     return ", ".join(texts) or "-"
 
 
@@ -105,19 +97,17 @@ def text(comparison: Comparison, rows: Sequence[Row]) -> str:
     parts += [COLLAPSED, columns(fallen)] if (fallen := collapses(rows)) else []
     parts.append(missing_arms(rows))
     parts.append(columns(table_1(comparison)))
-    return "\n\n".join(part for part in [*parts, *remarks(comparison)] if part)
+    return "\n\n".join(part for part in [*parts, *notes(comparison), list_left_out(comparison)] if part)
 
 
 def collapses(rows: Sequence[Row]) -> list[list[str]]:
     """Tabulate how many runs of each arm collapsed, with Fisher's exact test; empty if none did."""
-    head = ["claim", "contrast", "collapsed: treated", "collapsed: control", "p, Fisher's exact test"]
-    table = [head]
+    table = [["claim", "contrast", "collapsed: treated", "collapsed: control", "p, Fisher's exact test"]]
     for row in (row for row in rows if any(row.collapsed)):
         counts = list(zip(row.collapsed, row.finished, strict=True))
         p = fisher_exact([[fell, finished - fell] for fell, finished in counts]).pvalue  # two-sided
-        table.append(
-            [row.claim.name, name_of(row), *(f"{fell} of {finished}" for fell, finished in counts), f"{p:.3f}"]
-        )
+        cells = [f"{fell} of {finished}" for fell, finished in counts]
+        table.append([row.claim.name, name_of(row), *cells, f"{p:.3f}"])
     return table if len(table) > 1 else []
 
 
@@ -137,7 +127,7 @@ def sources(rows: Sequence[Row]) -> list[str]:
     texts = []
     for file in {row.claim.file.sha256: row.claim.file for row in rows}.values():
         own = [row for row in rows if row.claim.file == file and row.numbers]
-        before = f"{sum(map(is_registered, own))} of {len(own)} measured contrasts"
+        before = f"{sum(map(_is_registered, own))} of {len(own)} measured contrasts"
         texts.append(
             f"Claims: {file.path}, SHA-256 {file.sha256[:12]}, first committed {file.committed}. Preregistered, which "
             f"means that all of their runs record this hash: {before}."
@@ -148,11 +138,11 @@ def sources(rows: Sequence[Row]) -> list[str]:
     return texts
 
 
-def is_registered(row: Row) -> bool:
+def _is_registered(row: Row) -> bool:
     return row.registered.startswith("preregistered")
 
 
-def assign_letters(rows: Sequence[Row]) -> dict[Conditions, str]:
+def _assign_letters(rows: Sequence[Row]) -> dict[Conditions, str]:
     """Assign a letter to each set of conditions of the measured contrasts: A, B, ..., Z, A1, ..."""
     found = dict.fromkeys(row.conditions for row in rows if row.numbers)
     return {one: chr(65 + n % 26) + (str(n // 26) if n > 25 else "") for n, one in enumerate(found)}
@@ -160,13 +150,11 @@ def assign_letters(rows: Sequence[Row]) -> dict[Conditions, str]:
 
 def conditions(rows: Sequence[Row]) -> str:
     """List the conditions of the measured contrasts, by letter if they differ."""
-    letters = assign_letters(rows)
-    if not letters:
-        return ""
+    letters = _assign_letters(rows)
     head = "Conditions of the runs:"
     if len(letters) > 1:
         head = f"The verdicts are of {len(letters)} sets of conditions; compare those of one letter:"
-    return "\n".join([head, *(f"- {letter}: {in_words(own)}" for own, letter in letters.items())])
+    return "\n".join([head, *(f"- {letter}: {in_words(own)}" for own, letter in letters.items())]) if letters else ""
 
 
 def in_words(own: Conditions) -> str:
@@ -182,13 +170,6 @@ def missing_arms(rows: Sequence[Row]) -> str:
     return "\n    ".join([TO_MAKE, *lines]) if lines else ""
 
 
-def remarks(comparison: Comparison) -> list[str]:
-    """List what makes the runs less comparable than their settings show, and each run left out."""
-    left_out = comparison.left_out
-    head = f"Left out, {len(left_out)} in all:"
-    return [*notes(comparison), *(["\n  ".join([head, *left_out])] if left_out else [])]
-
-
 IN_TABLE_1 = "as in Table 1"
 
 
@@ -197,14 +178,10 @@ def table_1(comparison: Comparison) -> list[list[str]]:
     beside = in_table_1(comparison)
     rows = [["arm", "finished", "before", "after", *([IN_TABLE_1, "3B there", "7B there"] if beside else [])]]
     for label, records in comparison.arms.items():
-        run = records[0].run
-        started = sum(other.arm == run.arm for other in comparison.started)
-        cells = [
-            label,
-            f"{len(records)} of {started}",
-            *(seeds_cell(matrix(records, at), stats.SHARE) for at in ("before", "after")),
-        ]
-        rows.append([*cells, *(_table_1_cells(beside.get(label)) if beside else [])])
+        started = sum(run.arm == records[0].run.arm for run in comparison.started)
+        accuracies = [seeds_cell(matrix(records, at), stats.SHARE) for at in ("before", "after")]
+        theirs = _table_1_cells(beside.get(label)) if beside else []
+        rows.append([label, f"{len(records)} of {started}", *accuracies, *theirs])
     return rows
 
 
@@ -226,34 +203,27 @@ def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
     head = ["claim", "contrast", "conditions", "measure", "treated", "control", "finished / started", "effect",
             "the paper's", "effect size", "P(better)", "p of no effect, small, reverse (Holm)", "family", "guardrail",
             "preregistered", "verdict"]  # fmt: skip
-    letters, sizes = assign_letters(rows), family_sizes(rows)
+    letters, sizes = _assign_letters(rows), family_sizes(rows)
     answered = {row.claim.name: row.claim for row in rows if row.numbers}
-    body = [_cells(row, letters, sizes) for row in rows if row.claim.name in answered]
+    body = []
+    for row in (row for row in rows if row.claim.name in answered):
+        *numbers, guardrail = measured_cells(row)
+        body.append([
+            row.claim.name, name_of(row), letters.get(row.conditions, "-"), row.claim.measure, *numbers,
+            f"{row.claim.family}, {sizes.get(row.claim.family, 0)}", guardrail,
+            "yes" if _is_registered(row) else "no", f"**{row.verdict}**: {row.why}",
+        ])  # fmt: skip
     said = [f"- `{name}`: {claim.says} ({claim.where}). {terms(claim)}" for name, claim in answered.items()]
     table = pipe_table([head, *body]) if body else "No claim was measured."
     parts = ["# Verdicts on the paper's claims", f"By `{typed}`.", "\n".join(said), HOW_TO_READ if body else ""]
     parts += [families(rows), *sources(rows), conditions(rows), table]
     parts += [COLLAPSED, pipe_table(fallen)] if (fallen := collapses(rows)) else []
-    parts += [unmeasured_claims(rows), missing_arms(rows)]
+    rest = ", ".join(dict.fromkeys(f"`{row.claim.name}`" for row in rows if row.claim.name not in answered))
+    parts += [f"These runs say nothing of {rest}; `report verdicts` prints why." if rest else "", missing_arms(rows)]
     accuracies = table_1(comparison)
     title = "Accuracies in the shape of the paper's Table 1" if IN_TABLE_1 in accuracies[0] else "Held-out accuracies"
-    parts += [f"## {title}", pipe_table(accuracies), *remarks(comparison)]
+    parts += [f"## {title}", pipe_table(accuracies), *notes(comparison), list_left_out(comparison)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _cells(row: Row, letters: Mapping[Conditions, str], sizes: Mapping[str, int]) -> list[str]:
-    *numbers, guardrail = measured_cells(row)
-    cells = [row.claim.name, name_of(row), letters.get(row.conditions, "-"), row.claim.measure, *numbers]
-    cells += [f"{row.claim.family}, {sizes.get(row.claim.family, 0)}", guardrail]
-    return [*cells, "yes" if is_registered(row) else "no", f"**{row.verdict}**: {row.why}"]
-
-
-def unmeasured_claims(rows: Sequence[Row]) -> str:
-    """Name the claims without a measured contrast."""
-    answered = {row.claim.name for row in rows if row.numbers}
-    names = dict.fromkeys(row.claim.name for row in rows if row.claim.name not in answered)
-    listed = ", ".join(f"`{name}`" for name in names)
-    return f"These runs say nothing of {listed}; `report verdicts` prints why." if names else ""
 
 
 def terms(claim: Claim) -> str:
@@ -288,7 +258,7 @@ def as_json(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
         "schema": SCHEMA, "command": typed, "level": LEVEL, "families": family_sizes(rows),
         "rows": [_as_data(row) for row in rows], "notes": notes(comparison), "left_out": comparison.left_out,
     }  # fmt: skip
-    return json.dumps(about, indent=1, allow_nan=False) + "\n"
+    return json.dumps(_finite(about), indent=1, allow_nan=False) + "\n"
 
 
 def _as_data(row: Row) -> dict[str, Any]:
@@ -304,13 +274,16 @@ def _as_data(row: Row) -> dict[str, Any]:
 
 
 def _numbers(numbers: Numbers) -> dict[str, Any]:
-    """Return all fields except the matrices, with null for infinite values and nan."""
+    """Return all fields except the matrices."""
     values = {name: value for name, value in vars(numbers).items() if name not in ("oriented", "at_most")}
-    values["p"], values["adjusted"] = numbers.p._asdict(), numbers.adjusted._asdict()
-    values["effect_by_seed"] = [_finite(float(value)) for value in numbers.oriented.mean(1)]
-    intervals = {name: [_finite(end) for end in getattr(numbers, name)] for name in ("treated", "control", "effect")}
-    return values | intervals | {"effect_size": _finite(numbers.effect_size)}
+    by_seed = numbers.oriented.mean(1).tolist()
+    return values | {"p": numbers.p._asdict(), "adjusted": numbers.adjusted._asdict(), "effect_by_seed": by_seed}
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """Replace infinite values and nan by null, as JSON has neither."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

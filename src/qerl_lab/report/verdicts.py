@@ -7,15 +7,16 @@ of its family and uses a variance moderated by the family.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from qerl_lab.report import effects, reference, stats
-from qerl_lab.report.arms import Run, counted_or_unfinished, implied_by_task, number_first
+from qerl_lab.report import reference, stats
+from qerl_lab.report.arms import Run, implied_by_task, is_unfinished, number_first
 from qerl_lab.report.claims import Claim, Contrast, of_paper
 from qerl_lab.report.comparison import CONDITIONS
-from qerl_lab.report.effects import BROKEN, OPEN, Missing, Numbers, P, Pair, find_pairs
+from qerl_lab.report.effects import BROKEN, OPEN, Numbers, P, Pair, find_pairs, measure_pair
 from qerl_lab.report.measures import MEASURES, Unmeasured, has_collapsed
 from qerl_lab.report.runs import Record
 
@@ -55,16 +56,19 @@ class Row:
 
 
 def judge(counted: Sequence[Record], found: Sequence[Run], claims: Sequence[Claim] | None = None) -> list[Row]:
-    """Return a row per contrast and pair of arms, or one if an arm is missing. `claims` defaults to the paper's."""
+    """Return a row per contrast and pair of arms, or one if an arm is missing. `claims` defaults to the paper's.
+
+    `found` has every run, also those that do not count.
+    """
     rows: list[Row] = []
-    found = counted_or_unfinished(found, [record.run for record in counted])
+    started = [*(record.run for record in counted), *filter(is_unfinished, found)]
     for claim in of_paper() if claims is None else claims:
         for contrast in claim.contrasts:
-            pairs = find_pairs(claim, contrast, counted, found)
-            if isinstance(pairs, Missing):
-                rows.append(Row(claim, contrast, Verdict.UNDECIDED, pairs.why, printed=paper_effects(claim, contrast)))
-            else:
-                rows += [_measure_contrast(claim, contrast, pair) for pair in pairs]
+            row = Row(claim, contrast, Verdict.UNDECIDED, "", printed=paper_effects(claim, contrast))
+            try:
+                rows += [_measure(row, pair) for pair in find_pairs(claim, contrast, counted, started)]
+            except Unmeasured as error:
+                rows.append(replace(row, why=str(error)))
     return set_verdicts(pool_variances(_reduce_contexts(rows)))
 
 
@@ -95,39 +99,21 @@ def _reduce_contexts(rows: Sequence[Row]) -> list[Row]:
     return shown
 
 
-def _measure_contrast(claim: Claim, contrast: Contrast, pair: Pair) -> Row:
-    if claim.mean_over:
-        pair = _restrict_to_shared(pair)
-    row = Row(
-        claim, contrast, Verdict.UNDECIDED, "", _context(claim, pair), _conditions(claim, pair),
-        _registered(claim, pair), paper_effects(claim, contrast), (pair.treated.finished, pair.control.finished),
-        (pair.treated.started, pair.control.started),
+def _measure(row: Row, pair: Pair) -> Row:
+    """Add the numbers of a pair to a row, or the reason why there are none."""
+    claim, sides = row.claim, (pair.treated, pair.control)
+    row = replace(
+        row, context=_context(claim, pair), conditions=_conditions(claim, pair), registered=_registered(claim, pair),
+        finished=(pair.treated.finished, pair.control.finished), started=(pair.treated.started, pair.control.started),
     )  # fmt: skip
-    if claim.mean_over and len(pair.treated.options.keys() & pair.control.options.keys()) < 2:
-        return replace(row, why=f"the arms share no two values of {claim.mean_over} to take the mean over")
-    shared = pair.treated.seeds & pair.control.seeds
-    if len(shared) < claim.file.seeds:
-        return replace(row, why=f"seeds that both arms have: {len(shared)}, of {claim.file.seeds} that are needed")
-    if claim.best_of and min(len(pair.treated.options), len(pair.control.options)) < 2:
-        return replace(row, why=f"an arm has one value of {claim.best_of}, so there is no best")
     try:
-        if claim.measure == "answers_last":  # its mean alone does not show how many runs fell
-            fell = (sum(map(has_collapsed, side.records)) for side in (pair.treated, pair.control))
-            row = replace(row, collapsed=(next(fell), next(fell)))
-        return replace(row, numbers=effects.measure_pair(claim, pair, sorted(shared)))
+        row = replace(row, numbers=measure_pair(claim, pair))
     except Unmeasured as error:
         return replace(row, why=str(error))
-
-
-def _restrict_to_shared(pair: Pair) -> Pair:
-    """Restrict a pair to the values of the spanned key that both sides have, in one order; unchanged if none."""
-    both = [at for at in pair.treated.options if at in pair.control.options]
-    if not both:
-        return pair
-    treated, control = (
-        replace(side, options={at: side.options[at] for at in both}) for side in (pair.treated, pair.control)
-    )
-    return replace(pair, treated=treated, control=control)
+    if claim.measure == "answers_last":  # its mean alone does not show how many runs fell
+        fell = [sum(map(has_collapsed, side.records)) for side in sides]
+        row = replace(row, collapsed=(fell[0], fell[1]))
+    return row
 
 
 def _context(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
@@ -219,20 +205,17 @@ def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
 
 def set_verdicts(rows: Sequence[Row]) -> list[Row]:
     """Correct the p-values within families and set the verdicts."""
-    of_family: dict[str, list[tuple[int, P]]] = {}
-    for n, row in enumerate(rows):
-        if row.numbers:
-            of_family.setdefault(row.claim.family, []).append((n, row.numbers.p))
-    return [
-        _decide(row, row.numbers, [p for other, p in of_family[row.claim.family] if other != n]) if row.numbers else row
-        for n, row in enumerate(rows)
-    ]
+    done = []
+    for row in rows:
+        family = [other for other in rows if other.numbers and other.claim.family == row.claim.family]
+        others = [other.numbers.p for other in family if other.numbers and other is not row]
+        done.append(_decide(row, row.numbers, others) if row.numbers else row)
+    return done
 
 
 def family_sizes(rows: Sequence[Row]) -> dict[str, int]:
     """Count the measured contrasts of each family, for which p-values are corrected."""
-    families = [row.claim.family for row in rows if row.numbers]
-    return {family: families.count(family) for family in families}
+    return dict(Counter(row.claim.family for row in rows if row.numbers))
 
 
 def _adjusted(own: P, others: Sequence[P]) -> P:
@@ -252,31 +235,36 @@ def _verdict(claim: Claim, adjusted: P) -> Verdict:
 def _decide(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
     """Set the verdict of a measured contrast; for an open one, say how many seeds would decide it."""
     claim, numbers = row.claim, replace(numbers, adjusted=_adjusted(numbers.p, others))
-    verdict = _verdict(claim, numbers.adjusted)
-    if verdict != Verdict.UNDECIDED:
-        why = _why(claim, verdict)
-        return replace(row, numbers=numbers, verdict=verdict, why=why + _remarks(row, numbers, verdict))
-    as_measured = stats.fewest_seeds(  # by the verdict's own tests, if effect, spread and other contrasts stay
-        lambda seeds: _verdict_at(claim, numbers, others, seeds) != Verdict.UNDECIDED, numbers.seeds + 1
-    )
-    any_effect = _seeds_at_any_effect(claim, numbers, 1 + len(others))
-    found = replace(numbers, seeds_as_measured=as_measured, seeds_at_any_effect=any_effect)
-    then = _verdict_at(claim, found, others, as_measured) if as_measured else verdict
-    return replace(
-        row, numbers=found, verdict=verdict, why=_with_more_seeds(claim, found, then) + _remarks(row, found, then)
-    )
+
+    def verdict_at(seeds: int) -> Verdict:
+        """Return the verdict at `seeds` seeds if effect, spread and the other contrasts stay as measured."""
+        return _verdict(claim, _adjusted(p_values(numbers, claim, seeds), others))
+
+    verdict = then = _verdict(claim, numbers.adjusted)
+    why = _words(claim)[verdict][0]
+    if verdict == Verdict.UNDECIDED:
+        first = stats.fewest_seeds(lambda seeds: verdict_at(seeds) != Verdict.UNDECIDED, numbers.seeds + 1)
+        any_effect = _seeds_at_any_effect(claim, numbers, 1 + len(others))
+        numbers = replace(numbers, seeds_as_measured=first, seeds_at_any_effect=any_effect)
+        then = verdict_at(first) if first else verdict
+        why = _with_more_seeds(claim, numbers, then)
+    return replace(row, numbers=numbers, verdict=verdict, why=why + _remarks(row, numbers, then))
 
 
-def _why(claim: Claim, verdict: Verdict) -> str:
+def _words(claim: Claim) -> dict[Verdict, tuple[str, str]]:
+    """Return what each verdict says of a claim, and what seeds that lead to it would do."""
     size = smallest_as_text(claim)
-    if not claim.direction:
-        return f"within {size} either way" if verdict == Verdict.SUPPORTED else f"the difference is larger than {size}"
+    either_way = {
+        Verdict.SUPPORTED: (f"within {size} either way", "support it"),
+        Verdict.EXCLUDED: (f"the difference is larger than {size}", f"show a difference larger than {size}"),
+    }
     return {
-        Verdict.SUPPORTED: "the effect is there",
-        Verdict.TOO_SMALL: f"the effect is there, and below {size}",
-        Verdict.EXCLUDED: f"an effect of {size} or more is excluded",
-        Verdict.REVERSED: "the effect has the other sign",
-    }[verdict]
+        Verdict.SUPPORTED: ("the effect is there", "support it"),
+        Verdict.TOO_SMALL: (f"the effect is there, and below {size}", f"show it to be there and below {size}"),
+        Verdict.EXCLUDED: (f"an effect of {size} or more is excluded", f"exclude {size} or more"),
+        Verdict.REVERSED: ("the effect has the other sign", "show the other sign"),
+        Verdict.UNDECIDED: ("", ""),
+    } | ({} if claim.direction else either_way)
 
 
 def _remarks(row: Row, found: Numbers, verdict: Verdict) -> str:
@@ -298,11 +286,6 @@ def _remarks(row: Row, found: Numbers, verdict: Verdict) -> str:
     return said
 
 
-def _verdict_at(claim: Claim, found: Numbers, others: Sequence[P], seeds: int) -> Verdict:
-    """Return the verdict at `seeds` seeds if effect, spread and the other contrasts stay as measured."""
-    return _verdict(claim, _adjusted(p_values(found, claim, seeds), others))
-
-
 def _seeds_at_any_effect(claim: Claim, found: Numbers, family: int) -> int | None:
     """Return the fewest seeds that make the interval too narrow to hold both 0 and the smallest effect.
 
@@ -321,16 +304,10 @@ def _seeds_at_any_effect(claim: Claim, found: Numbers, family: int) -> int | Non
 
 def _with_more_seeds(claim: Claim, found: Numbers, then: Verdict) -> str:
     """Say what more seeds would show."""
-    first, any_effect, size = found.seeds_as_measured, found.seeds_at_any_effect, smallest_as_text(claim)
+    first, any_effect = found.seeds_as_measured, found.seeds_at_any_effect
     if first:
-        would = {
-            Verdict.SUPPORTED: "support it", Verdict.TOO_SMALL: f"show it to be there and below {size}",
-            Verdict.EXCLUDED: f"exclude {size} or more", Verdict.REVERSED: "show the other sign",
-        }[then]  # fmt: skip
-        if not claim.direction and then == Verdict.EXCLUDED:
-            would = f"show a difference larger than {size}"
         rest = f", {any_effect} decide whatever it is" if any_effect and any_effect > first else ""
-        return f"about {first} seeds would {would} if the effect is as measured{rest}"
+        return f"about {first} seeds would {_words(claim)[then][1]} if the effect is as measured{rest}"
     if found.censored:
         return "too many runs never got there to tell"
     more = f" with {found.questions} questions: type a larger eval.questions" if found.questions > 1 else ""

@@ -59,8 +59,7 @@ class Rollout:
 class EngineFailed(RuntimeError):
     """The engine died, timed out, or returned less than was asked; the message is one line for the user.
 
-    The run rebuilds the engine and asks once more. So errors that would only repeat (bugs, ConfigError, NaN) must not
-    be raised as EngineFailed.
+    The run saves its state and ends with the command that resumes.
     """
 
 

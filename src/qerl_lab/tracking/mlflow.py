@@ -7,11 +7,10 @@ other parameters, which MLflow cannot change, so it gets a new MLflow run and th
 
 import logging
 import os
-import shutil
 import tempfile
 import time
-import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -19,18 +18,16 @@ from urllib.parse import quote
 from qerl_lab.config.arm import config_hash, values_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sqlite_file, sqlite_uri
-from qerl_lab.config.redact import HIDDEN, redact, url_without_secrets
+from qerl_lab.config.redact import HIDDEN, url_without_secrets
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_word
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import MetricsLine
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 STATUSES: dict[str, Status] = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}  # by status of a run
 METRICS_PER_BATCH, PARAMS_PER_BATCH, PARAM_CHARS, TAG_CHARS, NAME_CHARS = 1000, 100, 6000, 5000, 120  # MLflow's limits
 KIND, DESCRIPTION = "mlflow.experimentKind", "mlflow.note.content"  # MLflow's tags
 RESULT_TABLE = "| result | |\n|---|---|\n"  # how our description of a run begins; a user's own stays
-ANSWER_BYTES, ANSWER_SECONDS = 64 * 2**20, 60.0  # the longest answer of a server that is read
 # By default MLflow retries a dead server for four minutes and sends telemetry.
 MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -42,6 +39,7 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_TRACKING_AUTH": "qerl-lab-bounded-answers",  # `BoundedAnswers`; no word of a message, which `redact` hides
 }
+ANSWER_BYTES, ANSWER_SECONDS = 64 * 2**20, 60.0  # the longest answer of a server that is read
 Point = tuple[str, int, int]  # name, step and unix milliseconds
 
 
@@ -49,6 +47,24 @@ def prepare_mlflow() -> None:
     """Set MLflow's environment variables, unless the user has set them. Call it before trl imports MLflow."""
     for name, value in MLFLOW_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
+    """Return a run's store: tracking.uri, else MLFLOW_TRACKING_URI, else the last one used, else sqlite here.
+
+    Raises ConfigError if the only known store has a password, which the record does not keep.
+    """
+    known = directory.mirror().get("uri")
+    uri = cfg.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or known or "sqlite:///mlflow.db"
+    if HIDDEN in uri:
+        if not (uri.startswith("http") and os.environ.get("MLFLOW_TRACKING_USERNAME")):
+            raise ConfigError(
+                f"the run's MLflow store is {uri}, and no record keeps what is hidden there. "
+                "Type MLFLOW_TRACKING_URI=URL, the whole of it, in front of the command."
+            )
+        uri = uri.replace(f"{HIDDEN}@", "")
+    path = sqlite_file(uri)
+    return sqlite_uri(path.absolute()) if path else uri
 
 
 def client_of(uri: str) -> Any:
@@ -100,32 +116,6 @@ def _bounded(stream: Any) -> Any:
     return bounded
 
 
-def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
-    """Return a run's store: tracking.uri, else MLFLOW_TRACKING_URI, else the last one used, else sqlite here.
-
-    Raises ConfigError if the only known store has a password, which the record does not keep.
-    """
-    known = directory.mirror().get("uri")
-    uri = cfg.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or known or "sqlite:///mlflow.db"
-    if HIDDEN in uri:
-        if not (uri.startswith("http") and os.environ.get("MLFLOW_TRACKING_USERNAME")):
-            raise ConfigError(
-                f"the run's MLflow store is {uri}, and no record keeps what is hidden there. "
-                "Type MLFLOW_TRACKING_URI=URL, the whole of it, in front of the command."
-            )
-        uri = uri.replace(f"{HIDDEN}@", "")
-    path = sqlite_file(uri)
-    return sqlite_uri(path.absolute()) if path else uri
-
-
-def points_of(lines: Iterable[MetricsLine]) -> dict[Point, float]:
-    """Return the value of every point in the lines of a record."""
-    return {
-        (name, line["step"], int(line["time"] * 1000)): value
-        for line in lines for name, value in line["metrics"].items()
-    }  # fmt: skip
-
-
 def params(cfg: RunConfig) -> dict[str, str]:
     """Return the configuration as dotted names and values, without keys that concern one command or place."""
     skip = ("tracking.uri", "resume", "dry_run", "run_dir")  # resolved.yaml has values longer than PARAM_CHARS
@@ -168,7 +158,7 @@ def result_table(result: Mapping[str, Any]) -> str:
 class MlflowMirror:
     """The MLflow run of a run directory, found or created. Calls may block on the store and raise MLflow's exceptions.
 
-    `known` holds the points that the store has, `created` whether it is new, `params_added` how many it lacked.
+    `created` says whether the run is new, `params_added` how many parameters it lacked.
     """
 
     def __init__(self, cfg: RunConfig, directory: RunDirectory) -> None:
@@ -180,18 +170,18 @@ class MlflowMirror:
         directory.note_mirror(uri=url_without_secrets(uri))  # a resumed run needs it, even if the store is down
         create_sqlite(uri)
         self._directory, self._offset, self._client = directory, 0, client_of(uri)
-        experiment_id = self._experiment(cfg.tracking.experiment, uri)
-        found = self._find(experiment_id, config_hash(cfg))
+        experiment_id, key = self._experiment(cfg.tracking.experiment, uri), str(directory.mirror()["key"])
+        wanted = f"tags.run_key = '{key}' and tags.config_hash = '{config_hash(cfg)}'"
+        found = next(iter(self._client.search_runs([experiment_id], wanted)), None)
         self.created = found is None
         if found is None:
             start = next((line["time"] for line in directory.metrics()), time.time())
-            wanted = tags(cfg, directory, str(directory.mirror()["key"]))
-            found = self._client.create_run(experiment_id, int(start * 1000), wanted)
+            found = self._client.create_run(experiment_id, int(start * 1000), tags(cfg, directory, key))
         self.run_id: str = found.info.run_id
         directory.note_mirror(run_id=self.run_id, experiment_id=experiment_id)
         self._client.set_tag(self.run_id, "run_dir", str(directory.path.absolute()))  # it may have moved
         self._client.update_run(self.run_id, status="RUNNING")
-        self.known: set[Point] = {
+        self._known: set[Point] = {
             (name, point.step, point.timestamp)
             for name in found.data.metrics for point in self._client.get_metric_history(self.run_id, name)
         }  # fmt: skip
@@ -201,7 +191,7 @@ class MlflowMirror:
         self.params_added = len(missing)
 
     def _experiment(self, name: str, uri: str) -> str:
-        """Return the id of the experiment, created if missing. Its kind decides which page a plain link opens."""
+        """Return the id of the experiment, created if missing."""
         from mlflow.exceptions import MlflowException
 
         found = self._client.get_experiment_by_name(name)
@@ -212,34 +202,24 @@ class MlflowMirror:
                 if not self._client.get_experiment_by_name(name):
                     raise
             found = self._client.get_experiment_by_name(name)
-        if KIND not in found.tags:
+        if KIND not in found.tags:  # decides which page a plain link opens
             self._client.set_experiment_tag(found.experiment_id, KIND, "custom_model_development")
         return str(found.experiment_id)
-
-    def _find(self, experiment_id: str, arm: str) -> Any:
-        """Return the MLflow run with this directory's key and configuration; None if it has none yet.
-
-        A copied directory has the key of the original, and gets a new one.
-        """
-        key = self._directory.mirror()["key"]
-        found = self._client.search_runs([experiment_id], f"tags.run_key = '{key}'")
-        for noted in (Path(run.data.tags.get("run_dir", "")) for run in found):
-            has_key = noted.is_absolute() and RunDirectory(noted).mirror().get("key") == key
-            if has_key and not noted.samefile(self._directory.path):
-                self._directory.note_mirror(key=uuid.uuid4().hex)
-                return None
-        return next((run for run in found if run.data.tags.get("config_hash") == arm), None)
 
     def update(self) -> int:
         """Send the points that metrics.jsonl has and MLflow lacks; return how many."""
         from mlflow.entities import Metric
 
         lines, offset = self._directory.metrics_from(self._offset)
-        new = {point: value for point, value in points_of(lines).items() if point not in self.known}
+        points = {
+            (name, line["step"], int(line["time"] * 1000)): value
+            for line in lines for name, value in line["metrics"].items()
+        }  # fmt: skip
+        new = {point: value for point, value in points.items() if point not in self._known}
         sent = [Metric(name, value, milliseconds, step) for (name, step, milliseconds), value in new.items()]
         for i in range(0, len(sent), METRICS_PER_BATCH):
             self._client.log_batch(self.run_id, metrics=sent[i : i + METRICS_PER_BATCH])
-        self.known |= new.keys()
+        self._known |= new.keys()
         self._offset = offset
         return len(new)
 
@@ -276,8 +256,8 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
     points = run.update()
     end = lines[-1]["time"] if lines else time.time()
     files = run.close(STATUSES[directory.status], directory.result(), end)
-    did = f"{mlflow_uri(cfg, directory)}: {'created' if run.created else 'found'} run {run.run_id}, added {points}"
-    return redact(f"{did} points and {run.params_added} parameters, stored {files} artifacts")
+    did = f"{directory.mirror()['uri']}: {'created' if run.created else 'found'} run {run.run_id}, added {points}"
+    return f"{did} points and {run.params_added} parameters, stored {files} artifacts"
 
 
 def artifacts_of(experiment: str, uri: str) -> str | None:
@@ -290,20 +270,18 @@ def artifacts_of(experiment: str, uri: str) -> str | None:
 
 
 def create_sqlite(uri: str) -> None:
-    """Create a missing database elsewhere and link it into place: a half-created one could not be opened again."""
+    """Create a missing database under another name and link it into place.
+
+    A database half created by a killed run, or by two runs of a sweep at once, could not be opened again.
+    """
     path = sqlite_file(uri)
     if path is None or path.exists():
         return
     from mlflow import MlflowClient
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        aside = path.with_name(f"{path.name}.{Path(folder).name}")
-        MlflowClient(tracking_uri=sqlite_uri(Path(folder, "mlflow.db"))).search_experiments()
-        shutil.copyfile(f"{folder}/mlflow.db", aside)
-    try:
-        os.link(aside, path)
-    except FileExistsError:
-        pass  # another run of the sweep created it
-    finally:
-        aside.unlink()
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".mlflow-") as folder:
+        aside = Path(folder, "mlflow.db")
+        MlflowClient(tracking_uri=sqlite_uri(aside)).search_experiments()
+        with suppress(FileExistsError):  # another run of the sweep created it
+            os.link(aside, path)

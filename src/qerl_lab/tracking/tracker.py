@@ -4,27 +4,21 @@
 dead store cannot delay or end training. Imports no torch; the threads import MLflow and wandb, which takes seconds.
 """
 
-import errno
-import os
 import shlex
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from qerl_lab.config.message import first_line
-from qerl_lab.config.option import ConfigError, did_you_mean
-from qerl_lab.config.redact import redact, url_without_secrets
+from qerl_lab.config.option import did_you_mean
+from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.spelling import resume_word
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import declared_metrics, encode
-from qerl_lab.tracking import mlflow
-from qerl_lab.tracking.mlflow import MlflowMirror, Status
+from qerl_lab.record.metrics import declared_metrics
+from qerl_lab.tracking.mlflow import MlflowMirror, Status, prepare_mlflow
 from qerl_lab.tracking.wandb import WandbMirror
 
 FLUSH_SECONDS = 2.0  # send lines in batches: one log_batch per step takes twice the CPU time of one per twenty steps
@@ -32,14 +26,10 @@ RETRY_SECONDS = 30.0  # between attempts while the store is unreachable
 FINISH_SECONDS = 20.0  # maximum wait for a store when a run ends
 
 
-class DirectoryLost(Exception):
-    """The run directory was removed or renamed while its run went on."""
-
-
 class Follower:
-    """Keeps a store equal to the record in a thread, opening it anew after every outage.
+    """Keep a store equal to the record in a thread; open it anew after every outage.
 
-    `open_mirror` opens the store, `name` says which it is, and `remedy` what fills it later.
+    `open_mirror` opens the store, `name` returns its name for messages, and `remedy` says how to fill it later.
     """
 
     def __init__(
@@ -91,7 +81,7 @@ class Follower:
 
 @dataclass(frozen=True)
 class Mirrored:
-    """The run's place in MLflow, and whether that has all of the record. The URI has no password."""
+    """The run's place in MLflow, without a password, and whether MLflow has the whole record."""
 
     uri: str
     experiment_id: str | None
@@ -99,51 +89,39 @@ class Mirrored:
 
 
 class Tracker:
-    """Appends to RUN_DIR/metrics.jsonl, and has its stores follow it.
+    """Append to RUN_DIR/metrics.jsonl, and let the run's stores follow it.
 
-    Each reward part in `parts` has its own metric. `last_step` is the step of the loaded checkpoint; later lines are
-    cut, because the resumed run writes them again. `run_key` is the key in that checkpoint, for a directory that lost
-    its mlflow.json. Write env.json first: the tags `git_sha` and `command` come from it.
+    `parts` names the reward parts, which are metrics too. Lines after `last_step` are cut, because a resumed run writes
+    them again. Write env.json first: the tags `git_sha` and `command` come from it.
     """
 
     def __init__(
-        self, cfg: RunConfig, directory: RunDirectory, *, parts: Iterable[str] = (), run_key: str | None = None,
-        last_step: int = 0,
-    ) -> None:  # fmt: skip
-        self._cfg, self._directory, self._declared = cfg, directory, declared_metrics(parts)
-        self._file = directory.append_metrics(last_step)
-        known = directory.mirror() or ({"key": run_key} if run_key else {})
-        directory.note_mirror(**known)
-        self.key = str(directory.mirror()["key"])  # of the run in its stores; checkpoints store it
-        run_dir = directory.path
-        whole = f"{run_dir / 'metrics.jsonl'} is complete."
+        self, cfg: RunConfig, directory: RunDirectory, *, parts: Iterable[str] = (), last_step: int = 0
+    ) -> None:
+        self._directory, self._declared = directory, declared_metrics(parts)
+        directory.cut(last_step)
+        directory.note_mirror()
+        whole = f"{directory.path / 'metrics.jsonl'} is complete."
+        later = f"To fill MLflow later: python -m qerl_lab.tracking resync {shlex.quote(str(directory.path))}"
         self._followers: list[Follower] = []
         self._mlflow: Follower | None = None
         if cfg.tracking.mlflow:
-            mlflow.prepare_mlflow()
-            later = f"To fill MLflow later: python -m qerl_lab.tracking resync {shlex.quote(str(run_dir))}"
+            prepare_mlflow()
             self._mlflow = Follower(
-                lambda: MlflowMirror(cfg, directory), lambda: f"MLflow at {self._shown_uri()}", f"{whole} {later}"
+                lambda: MlflowMirror(cfg, directory),
+                lambda: f"MLflow at {directory.mirror().get('uri')}",
+                f"{whole} {later}",
             )
             self._followers.append(self._mlflow)
         if cfg.tracking.wandb:
             self._followers.append(Follower(lambda: WandbMirror(cfg, directory), lambda: "Weights & Biases", whole))
 
-    def __enter__(self) -> "Tracker":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the record as failed on an exception; otherwise `finish` was called.
-
-        An exception after DONE (such as a second Ctrl-C) leaves the run done. Raises DirectoryLost instead of any
-        other error if the run directory is gone, which is then the cause.
-        """
-        if kind is None or self._directory.status == "done":
-            return
-        try:
-            if not self._file.closed:
-                self._refuse_moved()
-        finally:
+        """End the stores' runs as failed on an exception, unless the run is done; otherwise `finish` was called."""
+        if kind is not None and self._directory.status != "done":
             self.finish("FAILED")
 
     @property
@@ -151,49 +129,18 @@ class Tracker:
         """The run in MLflow; None if it is not mirrored."""
         if self._mlflow is None:
             return None
-        return Mirrored(self._shown_uri(), self._directory.mirror().get("experiment_id"), self._mlflow.is_whole)
+        noted = self._directory.mirror()
+        return Mirrored(str(noted.get("uri")), noted.get("experiment_id"), self._mlflow.is_whole)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line in one write. Raises ValueError for an undeclared metric, OSError if the disk is full.
-
-        Raises DirectoryLost if metrics.jsonl was removed or renamed.
-        """
+        """Append one line. Raises ValueError for an undeclared metric, OSError if the disk is full."""
         for name in metrics:
             if name not in self._declared:
                 hint = did_you_mean(name, list(self._declared))
                 raise ValueError(f"{name!r} is not a metric.{hint} Declare it in metrics.METRICS.")
-        line = encode(step, metrics)
-        if self._file.write(line) != len(line):
-            raise OSError(errno.ENOSPC, f"the line of step {step} was cut; is the disk full?", self._file.name)
-        self._refuse_moved()
-
-    def _refuse_moved(self) -> None:
-        """Raise DirectoryLost unless the run directory still holds the file that this run has opened."""
-        run_dir, own = self._directory.path, os.fstat(self._file.fileno())
-        with suppress(OSError):
-            if os.path.samestat(os.stat(self._file.name), own):
-                return
-        if not own.st_nlink:
-            raise DirectoryLost(f"the run directory {run_dir} was removed while the run went on. Start a new run.")
-        now = Path(os.readlink(f"/proc/self/fd/{self._file.fileno()}")).parent
-        raise DirectoryLost(
-            f"the run directory {run_dir} was renamed to {now} while the run went on. Type python -m qerl_lab "
-            f"{resume_word(now)} to go on there."
-        )
-
-    def flush(self) -> None:
-        """Wait until every line is on the disk and survives a crash of the machine. Raises DirectoryLost."""
-        self._refuse_moved()
-        os.fsync(self._file.fileno())
+        self._directory.append_metrics(step, metrics)
 
     def finish(self, status: Status, result: Mapping[str, Any] | None = None) -> None:
-        """End the record, then wait for the stores. `result` holds the headline numbers of a finished run."""
-        self._file.close()
+        """Wait until the stores have the record and ended their runs. `result` holds the headline numbers."""
         for follower in self._followers:
             follower.finish(status, result or {})
-
-    def _shown_uri(self) -> str:
-        try:
-            return url_without_secrets(mlflow.mlflow_uri(self._cfg, self._directory))
-        except ConfigError:
-            return str(self._directory.mirror().get("uri"))

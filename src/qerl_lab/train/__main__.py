@@ -24,7 +24,6 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits, terminal
 from qerl_lab.system.exits import FAILURE, FULL, USAGE
 from qerl_lab.system.processes import refuse_several
-from qerl_lab.tracking.tracker import DirectoryLost
 from qerl_lab.train.stop import Diverged, Stop
 
 
@@ -80,8 +79,7 @@ def needs_no_traceback(error: Exception) -> bool:
     """Return whether the message is enough and a traceback would add nothing."""
     if isinstance(error, OSError):
         return error.errno in FULL
-    names = ("EngineFailed",)  # lives beside torch
-    return isinstance(error, ConfigError | DirectoryLost | Diverged) or type(error).__name__ in names
+    return isinstance(error, ConfigError | Diverged) or type(error).__name__ == "EngineFailed"  # its file imports torch
 
 
 def read(words: list[str]) -> tuple[RunDirectory, int]:

@@ -7,6 +7,7 @@ import math
 import shlex
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 
 from qerl_lab.config.schema import RunConfig
 
@@ -45,78 +46,77 @@ class Watch:
 
 
 def signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
-    """Return signs of trouble and advice, from the first and the last `WINDOW` steps."""
-    flat = all(metrics["reward/zero_variance_groups"] == 1 for metrics in last)
-    worthless = all(metrics["reward/mean"] == 0 for metrics in last)
-    truncated = all(metrics["rollout/truncated_fraction"] == 1 for metrics in last)
-    longer = f"Type a higher rollout.max_completion_tokens (it is {cfg.rollout.max_completion_tokens})"
-    slower = f"Type a lower optim.learning_rate (it is {cfg.optim.learning_rate:g})"
+    """Return signs of trouble, each with advice, from the first and the last `WINDOW` steps."""
+    began, now = _means(first), _means(last)
+    is_flat, is_truncated = now["reward/zero_variance_groups"] == 1, now["rollout/truncated_fraction"] == 1
+    look = f"Look at the completions: python -m qerl_lab.tools.samples {shlex.quote(cfg.run_dir)}."
+    longer = f"Type a higher rollout.max_completion_tokens (it is {cfg.rollout.max_completion_tokens})."
+    slower = f"Type a lower optim.learning_rate (it is {cfg.optim.learning_rate:g})."
     varied = f"rollout.group_size (it is {cfg.rollout.group_size}), or a task that is neither solved nor hopeless."
     found: dict[str, str] = {}
-    if truncated:
-        found["every completion was cut at the token limit"] = f"{longer}."
-    if _has_fallen(first, last, cfg):
-        found["the policy has collapsed"] = (
-            f"The reward was {_mean('reward/mean', first):.2f} as the run began and is "
-            f"{_mean('reward/mean', last):.2f}. {slower}."
-        )
-    elif worthless:
-        found["no completion has earned anything"] = (
-            f"Look at the completions: python -m qerl_lab.tools.samples {shlex.quote(cfg.run_dir)}. "
-            + (f"{longer}." if truncated else "Type an easier task, or a model that solves some of it.")
-        )
-    elif flat:
+    if is_truncated:
+        found["every completion was cut at the token limit"] = longer
+    if _has_collapsed(began, now, cfg):
+        was, earns = began["reward/mean"], now["reward/mean"]
+        found["the policy has collapsed"] = f"The reward was {was:.2f} as the run began and is {earns:.2f}. {slower}"
+    elif all(metrics["reward/mean"] == 0 for metrics in last):
+        easier = longer if is_truncated else "Type an easier task, or a model that solves some of it."
+        found["no completion has earned anything"] = f"{look} {easier}"
+    elif is_flat:
         found["all completions of every question earned the same"] = (
             "Their advantages are zero and nothing is learned. Type a higher rollout.temperature (it is "
             f"{cfg.rollout.temperature:g}) or {varied}"
         )
-    if not flat and all(metrics.get("rollout/groups_flat", 0) for metrics in last):
+    if not is_flat and all(metrics.get("rollout/groups_flat", 0) for metrics in last):
         found["dynamic sampling fills no batch"] = (
             "In each of the last steps it reached its cap, and questions that say nothing filled the batch. Type a "
             f"higher algorithm.max_resamples (it is {cfg.algorithm.max_resamples}) or {varied}"
         )
-    found |= _signs_of_the_engine(last, cfg)
-    if _shrinks_for_nothing(first, last, cfg):
-        found["completions shrink and right answers do not rise"] = _only_the_format(first, last, cfg)
-    if _mean("policy/entropy_nats", last) < ENTROPY_LEFT * _mean("policy/entropy_nats", first):
+    if _has_shrunk(began, now, cfg):
+        found["completions shrink and right answers do not rise"] = f"{_shrinking(began, now, cfg)} {look}"
+    if now["policy/entropy_nats"] < ENTROPY_LEFT * began["policy/entropy_nats"]:
         found["the policy's entropy has collapsed"] = (
-            f"Under {ENTROPY_LEFT:.0%} of it is left, and nothing is explored any more. {slower}."
+            f"Under {ENTROPY_LEFT:.0%} of it is left, and nothing is explored any more. {slower}"
         )
-    return found
+    return found | _signs_of_the_engine(last, cfg)
 
 
-def _signs_of_the_engine(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
-    found: dict[str, str] = {}
-    sigmas = [metrics.get("noise/sigma", 0.0) for metrics in last]
-    apart = min(metrics.get("sampler/logprob_gap_max", 0.0) for metrics in last)
-    if not any(sigmas) and apart > APART:  # noise causes a gap by design
-        found["sampler and trainer are two policies"] = (
-            f"Without noise each of the last steps had a token whose log-probabilities were {apart:.0f} nats apart or "
-            "more: one of them computes something else. Do not believe this run. "
-        ) + (
-            "Type model.dtype=float32."
-            if cfg.rollout.engine == "transformers"
-            else "Type rollout.vllm.linear_backend=marlin, or rollout=transformers, and compare "
-            "sampler/logprob_gap_max."
-        )
-    held = [metrics.get("noise/std_observed", sigma) for metrics, sigma in zip(last, sigmas, strict=True)]
-    if all(sigma > 0 and abs(std / sigma - 1) > HELD for std, sigma in zip(held, sigmas, strict=True)):
-        found["the engine holds another noise than was asked"] = (
-            f"The last step asked for sigma {sigmas[-1]:.2g}, and the engine's norms differ from clean ones by "
-            f"{held[-1]:.2g}. Do not compare this run by its sigma. "
-            "Type rollout=transformers, or a higher aqn.sigma_end."
-        )
-    return found
+def _means(steps: Sequence[Metrics]) -> Metrics:
+    """Return the mean of each metric that all steps have."""
+    return {name: fmean(step[name] for step in steps) for name in steps[0] if all(name in step for step in steps)}
 
 
-def _only_the_format(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> str:
+def _has_collapsed(began: Metrics, now: Metrics, cfg: RunConfig) -> bool:
+    """Return whether the reward fell below half of its initial value, beyond `SIGMAS` standard errors.
+
+    Completions of one question are correlated, so they count as one sample.
+    """
+    before, after = began["reward/mean"], now["reward/mean"]
+    variance = began["reward/std"] ** 2 + now["reward/std"] ** 2
+    error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))
+    return after < REWARD_LEFT * before and before - after > SIGMAS * error
+
+
+def _has_shrunk(began: Metrics, now: Metrics, cfg: RunConfig) -> bool:
+    """Return whether completions shrank to under a third of their initial length and answers did not improve.
+
+    An improvement is a rise of more than one standard error. Completions of one question count as one sample.
+    """
+    if cfg.task.answer_reward == 0:
+        return False
+    right = [means["reward/answer"] / cfg.task.answer_reward for means in (began, now)]
+    variance = sum(max(0.0, share * (1 - share)) for share in right)  # a rounded share may be above 1
+    error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))
+    is_short = now["rollout/completion_tokens"] < LENGTH_LEFT * began["rollout/completion_tokens"]
+    return is_short and right[1] - right[0] <= error
+
+
+def _shrinking(began: Metrics, now: Metrics, cfg: RunConfig) -> str:
     """Return the advice for completions that shrink while answers do not improve."""
-    tokens, earned = ([_mean(name, steps) for steps in (first, last)]
-                      for name in ("rollout/completion_tokens", "reward/answer"))  # fmt: skip
     said = (
-        f"A completion had {tokens[0]:.0f} tokens as the run began and has {tokens[1]:.0f}; the answers earned "
-        f"{earned[0]:.2f} and earn {earned[1]:.2f}. "
-        f"Look at the completions: python -m qerl_lab.tools.samples {shlex.quote(cfg.run_dir)}."
+        f"A completion had {began['rollout/completion_tokens']:.0f} tokens as the run began and has "
+        f"{now['rollout/completion_tokens']:.0f}; the answers earned {began['reward/answer']:.2f} and earn "
+        f"{now['reward/answer']:.2f}."
     )
     if cfg.task.format_reward == 0 or cfg.task.format_reward_for == "right":
         return said
@@ -126,30 +126,22 @@ def _only_the_format(first: Sequence[Metrics], last: Sequence[Metrics], cfg: Run
     )
 
 
-def _has_fallen(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> bool:
-    """Return whether the reward fell below half of its initial value, beyond `SIGMAS` standard errors.
-
-    Completions of one question are correlated, so they count as one sample.
-    """
-    before, now = _mean("reward/mean", first), _mean("reward/mean", last)
-    variance = sum(_mean("reward/std", steps) ** 2 for steps in (first, last))
-    error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))
-    return now < REWARD_LEFT * before and before - now > SIGMAS * error
-
-
-def _shrinks_for_nothing(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> bool:
-    """Return whether completions shrank to under a third of their initial length and answers did not improve.
-
-    An improvement is a rise of more than one standard error. Completions of one question count as one sample.
-    """
-    if cfg.task.answer_reward == 0:
-        return False
-    right = [_mean("reward/answer", steps) / cfg.task.answer_reward for steps in (first, last)]
-    variance = sum(max(0.0, share * (1 - share)) for share in right)  # a rounded share may be above 1
-    error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))
-    shrunk = _mean("rollout/completion_tokens", last) < LENGTH_LEFT * _mean("rollout/completion_tokens", first)
-    return shrunk and right[1] - right[0] <= error
-
-
-def _mean(name: str, steps: Sequence[Metrics]) -> float:
-    return sum(metrics[name] for metrics in steps) / len(steps)
+def _signs_of_the_engine(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
+    found: dict[str, str] = {}
+    sigmas = [metrics.get("noise/sigma", 0.0) for metrics in last]
+    apart = min(metrics.get("sampler/logprob_gap_max", 0.0) for metrics in last)
+    if not any(sigmas) and apart > APART:  # noise causes a gap by design
+        remedy = "rollout.vllm.linear_backend=marlin, or rollout=transformers, and compare sampler/logprob_gap_max"
+        found["sampler and trainer are two policies"] = (
+            f"Without noise each of the last steps had a token whose log-probabilities were {apart:.0f} nats apart or "
+            "more: one of them computes something else. Do not believe this run. "
+            f"Type {'model.dtype=float32' if cfg.rollout.engine == 'transformers' else remedy}."
+        )
+    held = [metrics.get("noise/std_observed", sigma) for metrics, sigma in zip(last, sigmas, strict=True)]
+    if all(sigma > 0 and abs(std / sigma - 1) > HELD for std, sigma in zip(held, sigmas, strict=True)):
+        found["the engine holds another noise than was asked"] = (
+            f"The last step asked for sigma {sigmas[-1]:.2g}, and the engine's norms differ from clean ones by "
+            f"{held[-1]:.2g}. Do not compare this run by its sigma. "
+            "Type rollout=transformers, or a higher aqn.sigma_end."
+        )
+    return found

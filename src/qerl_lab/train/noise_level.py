@@ -98,12 +98,15 @@ class NoiseLevel:
         target, last, own = self.target(step), self.state, self.aqn
         if abs(math.log(max(last["kl"], 1e-300) / target)) <= math.log1p(own.solver.tolerance):
             return ""
-        said = f"no sigma was found whose KL is {target:.2g} nats: it is {last['kl']:.2g} at sigma {last['sigma']:.2g}"
-        if last["sigma"] >= own.sigma_max and last["kl"] < target:
-            return f"{said}, which is aqn.sigma_max. Type a higher one, or a lower aqn.kl_start."
-        if last["sigma"] <= own.sigma_min and last["kl"] > target:
-            return f"{said}, which is aqn.sigma_min: rounding alone is as much. Type a higher aqn.kl_end."
-        return f"{said}, after {last['probes']} tries. Type a higher aqn.solver.probes, or another aqn.kl_start."
+        why = f"after {last['probes']} tries. Type a higher aqn.solver.probes, or another aqn.kl_start"
+        if last["sigma"] >= own.sigma_max:
+            why = "which is aqn.sigma_max. Type a higher one, or a lower aqn.kl_start"
+        elif last["sigma"] <= own.sigma_min:
+            why = "which is aqn.sigma_min: rounding alone is as much. Type a higher aqn.kl_end"
+        return (
+            f"no sigma was found whose KL is {target:.2g} nats: it is {last['kl']:.2g} at sigma {last['sigma']:.2g}, "
+            f"{why}."
+        )
 
 
 def measure_on_own_texts(

@@ -27,8 +27,7 @@ def bytes_by_owner(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, 
     if policy.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(policy.device)
         reserved = torch.cuda.memory_reserved(policy.device) - held_by_engine.get(ASLEEP, 0)
-        # After a sleeping engine was rebuilt, torch still counts the memory of the first one.
-        own = max(min(reserved, total - free), sum(found.values()))
+        own = max(reserved, sum(found.values()))
         found["activations and the rest"] = own - sum(found.values())
         found |= {OTHERS: max(0, total - free - own), "free": free}
     return found

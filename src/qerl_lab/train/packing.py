@@ -92,16 +92,14 @@ def cannot_pack(model: PreTrainedModel) -> str:
 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, scaling: float,
-    cu_seq_lens_q: Tensor, max_length_q: int, dropout: float = 0.0, **_: Any,
+    cu_seq_lens_q: Tensor, max_length_q: int, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attend causally within each sequence.
+    """Attend causally within each sequence, without dropout, which `cannot_pack` refuses.
 
     Args:
         query: [1, heads, tokens, dim]; key and value are [1, key-value heads, tokens, dim].
         cu_seq_lens_q: start of each sequence, then the end; int32 [sequences + 1].
     """
-    if dropout:
-        raise ValueError(f"attention dropout {dropout} is not possible in packed sequences; allowed: 0")
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling)[None], None

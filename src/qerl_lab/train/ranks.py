@@ -146,9 +146,7 @@ def hide_other_gpus(wanted: int) -> str | None:
     """Hide all but the first `wanted` GPUs from this process; return a line for the user, None if no GPU is left idle.
 
     Otherwise transformers' Trainer would use all of them through DataParallel, which engines and packed layers do not
-    support.
-    Call it before CUDA starts: CUDA reads CUDA_VISIBLE_DEVICES once. Raises ConfigError if CUDA has started already or
-    there are too few GPUs.
+    support. Call it before CUDA starts, which reads CUDA_VISIBLE_DEVICES once. Raises ConfigError for too few GPUs.
     """
     names = visible_gpus()
     count = len(names)
@@ -157,11 +155,6 @@ def hide_other_gpus(wanted: int) -> str | None:
         return None
     taken = ",".join(names[:wanted])
     os.environ[VISIBLE] = taken
-    if torch.cuda.device_count() != wanted:
-        raise ConfigError(
-            f"{count} GPUs are visible, a run with gpus={wanted} takes {wanted}, and the others cannot be hidden from "
-            f"inside the process. Type {VISIBLE}={taken} before the command."
-        )
     idle = count - wanted
     others = "the other visible one stays" if idle == 1 else f"the other {idle} visible ones stay"
     does = f"GPU {taken} ({torch.cuda.get_device_name(0)}) does" if wanted == 1 else f"GPUs {taken} do"

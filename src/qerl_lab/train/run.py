@@ -3,16 +3,16 @@
 A directory with checkpoints resumes from the newest valid one.
 """
 
-import shlex
 import shutil
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 
-from qerl_lab import aqn, formats, preflight, tasks
+from qerl_lab import aqn, formats, preflight, rollout, tasks
 from qerl_lab.config.arm import of_run
+from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import adapter_folder
 from qerl_lab.config.schema import AqnConfig, RunConfig
@@ -27,13 +27,12 @@ from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.sessions import Sessions
 from qerl_lab.report import run_summary, runs
-from qerl_lab.rollout.engine import EngineFailed
+from qerl_lab.rollout.engine import Engine, EngineFailed
 from qerl_lab.system import terminal
 from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train import health, out_of_memory
 from qerl_lab.train.ranks import Ranks, join
-from qerl_lab.train.retry import RunEngine, retry_once
 from qerl_lab.train.step import first_samples
 from qerl_lab.train.stop import Interrupted, Stop
 from qerl_lab.train.trainer import LabTrainer
@@ -42,12 +41,12 @@ from qerl_lab.train.training_data import Cursor, TrainingData, select
 
 @dataclass
 class Session:
-    """What one process of a run works with.
+    """All parts of a run in one process.
 
     Attributes:
         saved: the checkpoint to resume from.
         notes: lines for the user.
-        tracker, times: writers of the record, which only rank 0 has.
+        tracker: writes the metrics; only rank 0 has one.
     """
 
     cfg: RunConfig
@@ -57,10 +56,9 @@ class Session:
     saved: checkpoint.Saved | None
     policy: Policy
     data: TrainingData
-    engine: RunEngine
+    engine: Engine
     notes: list[str]
     tracker: Tracker | None = None
-    times: Sessions | None = None
 
     @property
     def done(self) -> int:
@@ -73,70 +71,62 @@ class Session:
             raise Interrupted
 
 
-@dataclass(frozen=True)
-class Exam:
-    """A held-out evaluation after `step`: the first `questions` questions, `samples` completions each.
-
-    eval.parquet stores the answers under `name`; metrics.jsonl stores the means under keys that start with `prefix`.
-    """
-
-    name: str
-    step: int
-    questions: int
-    samples: int
-    prefix: str = "eval/"
-
-
 def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
     """Build, evaluate, train, evaluate, record. Returns the exit status: 0 done, 130 interrupted.
 
     Raises ConfigError, EngineFailed with the command that resumes, and OutOfMemoryError with memory by owner.
     """
-    started, since = time.time(), time.monotonic()
+    started = time.time()
     session = build(cfg, directory, stop)
-    ranks = session.ranks
-    with closing(session.engine), ExitStack() as recording:
+    ranks, times = session.ranks, directory.sessions()
+    with ExitStack() as closing:
+        closing.callback(close, session.engine)
         stop.can_save = True
         if ranks.any(stop.requested):  # killed while loading: nothing to record
             return INTERRUPTED
         if ranks.is_first:
             directory.write_environment(session.data.task.data, session.engine.linear_backend)
-            session.times = directory.sessions()
-            session.times.begin(started, since)
+            times.begin(started)
             print(opening(session), flush=True)
-            parts, key = session.data.task.weights, session.saved.run_key if session.saved else None
-            session.tracker = recording.enter_context(
-                Tracker(cfg, directory, parts=parts, run_key=key, last_step=session.done)
-            )
-            directory.cut_samples(session.done)
+            tracker = Tracker(cfg, directory, parts=session.data.task.weights, last_step=session.done)
+            session.tracker = closing.enter_context(tracker)
         try:
             session.check()
-            asked = cfg.eval.questions, cfg.eval.samples
-            evaluate_heldout(session, Exam("before", 0, *asked))  # the quantized model: no trained adapter, no noise
+            # the quantized model: no trained adapter, no noise
+            evaluate_heldout(session, "before", 0, cfg.eval.questions, cfg.eval.samples)
             if not session.done:
                 evaluate_subset(session, 0)
             session.check()
             train(session)
             session.check()
-            evaluate_heldout(session, Exam("after", cfg.steps, *asked))  # with the adapter, no noise
-        except Interrupted:
-            ranks.leave()
-            if session.tracker and session.times:
-                session.tracker.finish("KILLED")
-                session.times.end()
-            return INTERRUPTED
+            # with the adapter, no noise
+            evaluate_heldout(session, "after", cfg.steps, cfg.eval.questions, cfg.eval.samples)
+        except (Interrupted, EngineFailed) as error:
+            if isinstance(error, Interrupted) or stop.requested:  # a signal may have killed the engine first
+                ranks.leave()
+                if session.tracker:
+                    session.tracker.finish("KILLED")
+                    times.end()
+                return INTERRUPTED
+            raise EngineFailed(
+                f"{first_line(error).rstrip('.')}. {directory.last_saved()} of {cfg.steps} steps are saved. "
+                f"Type python -m qerl_lab {resume_word(cfg.run_dir)} to go on."
+            ) from error
         except torch.OutOfMemoryError as error:
             held = session.engine.held()
             raise torch.OutOfMemoryError(out_of_memory.in_training(cfg, session.policy, held, error)) from error
-        except EngineFailed as error:
-            raise EngineFailed(
-                f"{error}. {directory.last_saved()} of {cfg.steps} steps are saved. "
-                f"Type python -m qerl_lab {resume_word(cfg.run_dir)} to go on."
-            ) from error
         ranks.leave()
-        if session.tracker and session.times:
-            conclude(session, session.tracker, session.times)
+        if session.tracker:
+            conclude(session, session.tracker, times)
         return OK
+
+
+def close(engine: Engine) -> None:
+    """Close the engine. Print a failure to close, so that it does not hide an error that is being raised."""
+    try:
+        engine.close()
+    except Exception as error:
+        terminal.say(f"warning: the engine could not be closed ({type(error).__name__}: {first_line(error)}).")
 
 
 def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
@@ -159,8 +149,11 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     except torch.OutOfMemoryError as error:
         raise ConfigError(out_of_memory.while_loading(cfg, device, error)) from error
     if saved:
-        saved.refuse_other_device(*device_and_dtype(policy))
-        notes += [extension(cfg)] if saved.step in cfg.extended else []
+        if saved.step in cfg.extended:
+            notes.append(
+                f"extended from {saved.step} to {cfg.steps} steps, over which the schedules of noise and learning rate "
+                f"now stretch: a run of {cfg.steps} from the start is another"
+            )
     elif cfg.lora.start_from:
         notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})")
     lacks_first_exam = cfg.eval.questions > 0 and "before" not in directory.evaluations()
@@ -168,47 +161,40 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
         load_start_adapter(policy.model, adapter_folder(cfg.lora.start_from))
     policy.chat.day = ranks.gather(directory.sessions().first_day)[0]
     data = select(cfg, policy, task)
+    limit = f"rollout.max_prompt_tokens={cfg.rollout.max_prompt_tokens}"
+    for count, which in ((data.left_out, "more questions"), (data.heldout_left_out, "held-out questions")):
+        if count:
+            notes.append(f"{count:,} {which} are longer than {limit}, and left out")
     notes += policy.chat.notes
-    return Session(cfg, directory, stop, ranks, saved, policy, data, RunEngine(cfg, policy), notes)
-
-
-def extension(cfg: RunConfig) -> str:
-    """Say from where a finished run is extended, and which of its schedules stretch to the new number of steps."""
-    noise = ["noise"] if cfg.aqn.schedule not in ("off", "adaptive") else []
-    rate = ["learning rate"] if cfg.optim.schedule != "constant" or cfg.optim.warmup_ratio else []
-    stretched = f"; the schedule of {' and '.join(noise + rate)} is of {cfg.steps} steps now" if noise + rate else ""
-    was = cfg.extended[-1]
-    return f"extended from {was} to {cfg.steps} steps: a run of {cfg.steps} from the start is another{stretched}"
-
-
-def device_and_dtype(policy: Policy) -> tuple[str, str]:
-    """Return the device type and dtype, which must stay the same in all sessions of a run."""
-    return policy.device.type, str(policy.model.dtype)
+    return Session(cfg, directory, stop, ranks, saved, policy, data, rollout.build(cfg, policy), notes)
 
 
 def evaluate_subset(session: Session, step: int) -> None:
     """Run the held-out evaluation during training if one is due after `step`."""
     own = session.cfg.eval
     if own.every and step % own.every == 0:
-        evaluate_heldout(session, Exam(f"step {step}", step, own.subset_questions, own.subset_samples, "eval/subset_"))
+        evaluate_heldout(session, f"step {step}", step, own.subset_questions, own.subset_samples, "eval/subset_")
 
 
-def evaluate_heldout(session: Session, exam: Exam) -> None:
-    """Run an exam unless it is recorded: each rank asks its share, rank 0 records all answers.
+def evaluate_heldout(
+    session: Session, phase: str, step: int, questions: int, samples: int, prefix: str = "eval/"
+) -> None:
+    """Ask the first held-out questions after `step`, unless the answers are recorded. Rank 0 records all answers.
 
-    The metrics line is written last; a resumed run removes it together with later steps. Raises Interrupted and
+    eval.parquet stores the answers under `phase`, metrics.jsonl their means under keys that start with `prefix`. The
+    metrics line is written last; a resumed run removes it together with later steps. Raises Interrupted and
     EngineFailed on every rank.
     """
     cfg, directory, ranks, task = session.cfg, session.directory, session.ranks, session.data.task
     phases, is_logged = {}, False
     if session.tracker:
-        phases, mean = directory.evaluations(), f"{exam.prefix}accuracy"
-        is_logged = any(line["step"] == exam.step and mean in line["metrics"] for line in directory.metrics())
-    if not exam.questions or ranks.gather(is_logged and exam.name in phases)[0]:
+        phases, mean = directory.evaluations(), f"{prefix}accuracy"
+        is_logged = any(line["step"] == step and mean in line["metrics"] for line in directory.metrics())
+    if not questions or ranks.gather(is_logged and phase in phases)[0]:
         return
-    questions = min(exam.questions, len(task.heldout))
-    part, count = ranks.share(questions), questions * exam.samples
-    when = f"{exam.name} training" if exam.prefix == "eval/" else f"after {exam.name}"
+    questions = min(questions, len(task.heldout))
+    part, count = ranks.share(questions), questions * samples
+    when = f"{phase} training" if prefix == "eval/" else f"after {phase}"
 
     def ask_share() -> Evaluation | None:
         if not part:
@@ -221,19 +207,15 @@ def evaluate_heldout(session: Session, exam: Exam) -> None:
                 if asked.now < count:
                     session.stop.check()
 
-            return evaluate(session.engine, session.policy, task, cfg, part, exam.samples, on_done)
+            return evaluate(session.engine, session.policy, task, cfg, part, samples, on_done)
 
-    def rebuild(cause: str) -> None:
-        session.check()  # a signal may have killed the engine
-        session.engine.rebuild(cause)
-
-    own = retry_once(lambda: ranks.run_on_all(ask_share, Interrupted, EngineFailed), rebuild)
+    own = ranks.run_on_all(ask_share, Interrupted, EngineFailed)
     answers = merge_parts([answers for answers in ranks.gather(own) if answers])
     if session.tracker:
-        directory.write_evaluations(phases | {exam.name: answers.rows})
+        directory.write_evaluations(phases | {phase: answers.rows})
         if not is_logged:
-            gain = runs.gain_metrics(directory) if exam.name == "after" else {}
-            session.tracker.log(exam.step, answers.metrics(exam.prefix) | gain)
+            gain = runs.gain_metrics(directory) if phase == "after" else {}
+            session.tracker.log(step, answers.metrics(prefix) | gain)
 
 
 def train(session: Session) -> None:
@@ -270,9 +252,8 @@ def train(session: Session) -> None:
                     terminal.say(f"warning, step {step}: {sign}. {advice}")
 
             def before_save() -> dict[str, object]:
-                tracker.flush()
-                device, dtype = device_and_dtype(policy)
-                return {"run_key": tracker.key, "config": of_run(cfg), "device": device, "dtype": dtype}
+                session.directory.flush()
+                return {"config": of_run(cfg)}
 
             trainer.on_step, trainer.before_save = record, before_save
         if saved:
@@ -295,14 +276,7 @@ def conclude(session: Session, tracker: Tracker, times: Sessions) -> None:
     tracker.finish("FINISHED", result)
     directory.finish(result)
     if cfg.checkpoint.keep == 0:
-        try:
-            shutil.rmtree(directory.checkpoints)
-        except OSError as error:  # the run stays done
-            folder = shlex.quote(terminal.format_path(directory.checkpoints))
-            terminal.say(
-                f"warning: checkpoint.keep=0, and not every checkpoint could be removed ({error.strerror}: "
-                f"{error.filename}). The run is done without them. Type rm -r {folder}"
-            )
+        shutil.rmtree(directory.checkpoints, ignore_errors=True)  # the run stays done, whatever remains
     print(f"\n{run_summary.closing(result)}\n\n{run_summary.where(directory.path, tracker.mirror)}")
     print(run_summary.next_steps(directory.path), flush=True)
 
@@ -336,12 +310,6 @@ def opening(session: Session) -> str:
         f"{cfg.steps} steps of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions of at most "
         f"{cfg.rollout.max_completion_tokens:,} tokens, {cfg.optim.micro_batch_size} at a time, seed {cfg.seed}",
     ]
-    for count, which in ((data.left_out, "more questions"), (data.heldout_left_out, "held-out questions")):
-        if count:
-            lines.append(
-                f"note: {count:,} {which} are longer than rollout.max_prompt_tokens="
-                f"{cfg.rollout.max_prompt_tokens}, and left out"
-            )
     if session.done:
         lines.append(f"continuing after step {session.done}")
     lines += [f"note: {said}" for said in session.notes]

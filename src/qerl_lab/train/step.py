@@ -17,10 +17,10 @@ from qerl_lab.algorithms.groups import Rewards
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.samples_file import PER_STEP, Sample
-from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, Sampling
+from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, Sampling, refuse_incomplete
 from qerl_lab.tasks import UNPARSED, Question, Task
 from qerl_lab.tasks.answers.completion import with_answer_start
-from qerl_lab.train.ranks import Ranks
+from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.stop import Diverged
 from qerl_lab.train.training_data import Cursor
 
@@ -28,41 +28,34 @@ OVERLONG = "overlong"  # reward part that the algorithm adds to the task's rewar
 
 
 class Clock:
-    """Accumulate wall time by phase since the last `clear`.
+    """Accumulate wall time by phase in `seconds`, which the trainer clears after each step.
 
-    `wait` blocks until the device has finished all queued work. `waited` returns the seconds this process has spent
-    waiting for other ranks so far. Phases exclude that time; `end_step` stores it as "wait".
+    `wait` blocks until the device has finished all queued work. Phases exclude the time that this process waits for
+    other ranks; `end_step` stores it as "wait".
     """
 
-    def __init__(self, wait: Callable[[], None], waited: Callable[[], float] = lambda: 0.0) -> None:
-        self.wait, self.waited = wait, waited
+    def __init__(self, wait: Callable[[], None], ranks: Ranks = ALONE) -> None:
+        self.wait, self.ranks = wait, ranks
         self.seconds: dict[str, float] = defaultdict(float)
         self._step_started, self._waited_before = 0.0, 0.0
-
-    def own_time(self) -> float:
-        """Return wall time in seconds, without time spent waiting for other ranks."""
-        return time.perf_counter() - self.waited()
 
     @contextmanager
     def phase(self, name: str, on_device: bool = True) -> Iterator[None]:
         """Time the block and add it to phase `name`. With `on_device`, wait for the device before stopping."""
-        started = self.own_time()
+        started, waited = time.perf_counter(), self.ranks.waited
         yield
         if on_device:
             self.wait()
-        self.seconds[name] += self.own_time() - started
+        self.seconds[name] += time.perf_counter() - started - (self.ranks.waited - waited)
 
     def start_step(self) -> None:
-        self._step_started, self._waited_before = time.perf_counter(), self.waited()
+        self._step_started, self._waited_before = time.perf_counter(), self.ranks.waited
 
     def end_step(self) -> None:
         """Store the seconds of the whole step, including its last backward pass and optimizer update."""
         self.wait()
         self.seconds["step"] = time.perf_counter() - self._step_started
-        self.seconds["wait"] = self.waited() - self._waited_before
-
-    def clear(self) -> None:
-        self.seconds.clear()
+        self.seconds["wait"] = self.ranks.waited - self._waited_before
 
 
 @dataclass(frozen=True)
@@ -129,8 +122,7 @@ def collect(
         questions_P = ranks.deal(cursor.take(sum(missing_R)), missing_R)
         prompt_ids_P = [policy.prompt_ids(task.messages(question)) for question in questions_P]
         how = sampling(cfg, step, attempt, ranks.rank)
-        ask = partial(engine.generate, prompt_ids_P, cfg.rollout.group_size, how) if questions_P else lambda: None
-        rollout = ranks.run_on_all(ask, EngineFailed)
+        rollout = ranks.run_on_all(partial(ask, engine, prompt_ids_P, cfg.rollout.group_size, how), EngineFailed)
         if rollout:
             refuse_nan(rollout, cfg, step)
             with clock.phase("reward", on_device=False):
@@ -143,6 +135,15 @@ def collect(
     batch = [drawn[index] for index in chosen]
     reward_P_G = np.array([group.reward_G for group in batch])
     return Batch(batch, groups.advantage(reward_P_G, cfg.algorithm.normalize_std), drawn, rollouts)
+
+
+def ask(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, how: Sampling) -> Rollout | None:
+    """Sample a group for each prompt; None without prompts. Raises EngineFailed, also for an incomplete rollout."""
+    if not prompt_ids_P:
+        return None
+    rollout = engine.generate(prompt_ids_P, group_size, how)
+    refuse_incomplete(rollout, len(prompt_ids_P), group_size, how)
+    return rollout
 
 
 def sampling(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sampling:
@@ -226,21 +227,17 @@ def resampling_metrics(batch: Batch, ranks: Ranks) -> dict[str, float]:
     dropped = [group for group in batch.drawn if id(group) not in trained]
     flat = groups.is_flat(np.array([group.task_reward_G for group in batch.groups]))
     further = batch.rollouts[1:]
-    counts = ranks.gather((
-        len(batch.drawn), len(dropped), sum(not group.parts["answer"].any() for group in dropped), int(flat.sum()),
-        sum(rollout.tokens for rollout in further),
-    ))  # fmt: skip
-    drawn, lost, unsolved, filling, tokens = (sum(of_ranks) for of_ranks in zip(*counts, strict=True))
-    seconds = ranks.gather((len(further), sum(rollout.seconds for rollout in further)))
-    return {
-        "rollout/prompts_drawn": drawn,
-        "rollout/resamples": max(times for times, _ in seconds),
-        "rollout/resampled_tokens": tokens,
-        "rollout/groups_dropped": lost,
-        "rollout/groups_dropped_unsolved": unsolved,
-        "rollout/groups_flat": filling,
-        "seconds/resample": max(spent for _, spent in seconds),
+    own = {
+        "rollout/prompts_drawn": len(batch.drawn),
+        "rollout/resamples": len(further),
+        "rollout/resampled_tokens": sum(rollout.tokens for rollout in further),
+        "rollout/groups_dropped": len(dropped),
+        "rollout/groups_dropped_unsolved": sum(not group.parts["answer"].any() for group in dropped),
+        "rollout/groups_flat": int(flat.sum()),
+        "seconds/resample": sum(rollout.seconds for rollout in further),
     }
+    of_ranks, slowest = ranks.gather(own), ("rollout/resamples", "seconds/resample")
+    return {name: (max if name in slowest else sum)(rank[name] for rank in of_ranks) for name in own}
 
 
 def first_samples(batch: Batch, step: int) -> list[Sample]:

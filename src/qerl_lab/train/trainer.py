@@ -37,9 +37,8 @@ from qerl_lab.train import packing
 from qerl_lab.train.grpo_config import grpo_config
 from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts, probe
 from qerl_lab.train.ranks import ALONE, Ranks
-from qerl_lab.train.retry import RunEngine, retry_once
 from qerl_lab.train.step import Batch, Clock, collect, completion_metrics
-from qerl_lab.train.stop import Diverged, Interrupted, Stop
+from qerl_lab.train.stop import Diverged, Stop
 from qerl_lab.train.training_data import Cursor
 
 
@@ -55,7 +54,7 @@ class LabTrainer(GRPOTrainer):
         self.before_save: Callable[[], dict[str, Any]] = dict  # extra state to store in a checkpoint
         self.after_step: Callable[[int], None] = lambda step: None  # called on every rank, before the checkpoint
         device_done = torch.cuda.synchronize if policy.device.type == "cuda" else lambda: None
-        self.clock = Clock(device_done, lambda: self.ranks.waited)
+        self.clock = Clock(device_done, ranks)
         self.level = NoiseLevel(cfg)  # sigma of each step
         self.packs = packing.is_wanted(cfg, policy.model.get_base_model())
         self.batch = Batch([], np.zeros((0, 0)), [], [])  # from the last rollout
@@ -133,11 +132,9 @@ class LabTrainer(GRPOTrainer):
             tensors["old_per_token_logps"] = scored
 
     def _collect(self) -> Batch:
-        """Sync the engine, sample, put it to sleep. If it fails, save the state at the step's start and retry."""
-        engine, began_at, started = self.engine, self.cursor.position, self.clock.own_time()
-        self.measured["rollout/engine_restarts"] = 0
-
-        def attempt() -> Batch:
+        """Sync the engine, sample, put it to sleep. If the engine fails, first save the state at the step's start."""
+        engine, began_at = self.engine, self.cursor.position
+        try:
             if self.level.is_due(self.step):
                 with self.clock.phase("probe"):
                     measure = measure_on_own_texts(self.cfg, self.step, self.cursor, self.policy, engine, self.ranks)
@@ -150,22 +147,12 @@ class LabTrainer(GRPOTrainer):
             with self.clock.phase("sync", on_device=False):  # sleeping waits for the device itself
                 self.ranks.run_on_all(engine.sleep, EngineFailed)
             return batch
-
-        if not isinstance(engine, RunEngine):  # a benchmark's: it fails
-            return attempt()
-
-        def start_again(cause: str) -> None:
+        except EngineFailed:
             self.cursor.go_to(began_at)
             if self.ranks.gather(checkpoint.last_step(Path(self.args.output_dir)))[0] < self.steps_done:
-                self._save_checkpoint(self.model, None)  # rebuilding may kill the process
-            if self.ranks.any(self.stop.requested):  # a signal may have killed the engine
-                raise Interrupted
-            engine.rebuild(cause)
-            self.clock.clear()
-            self.clock.seconds["rollout"] = self.clock.own_time() - started
-            self.measured["rollout/engine_restarts"] = 1
-
-        return retry_once(attempt, start_again)
+                self._save_checkpoint(self.model, None)
+                self.ranks.wait()  # for the first one, which completes it
+            raise
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
         """TRL's rollout function: return prompt ids, completion ids and log-probs of each completion."""
@@ -290,7 +277,7 @@ class LabTrainer(GRPOTrainer):
         self.entropies.clear()
         self.mismatch.clear()
         self.measured.clear()
-        self.clock.clear()
+        self.clock.seconds.clear()
         self.after_step(self.steps_done)
 
     def _step_metrics(self, logs: dict[str, float]) -> dict[str, float]:

@@ -7,18 +7,14 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import Qwen2Config
 from trl.trainer.utils import add_fused_lm_head
 
 from packed_layers import NVFP4
 from qerl_lab import formats
 from qerl_lab.bench import __main__ as command
-from qerl_lab.bench import bench_options, shapes, train_step
-from qerl_lab.bench.random_model import RandomWeights
-from qerl_lab.formats.format import PackedAs
+from qerl_lab.bench import bench_options, random_model, train_step
 from qerl_lab.model.linear import PackedLinear
-from qerl_lab.model.loading import load_model
-from qerl_lab.report import bench, bench_figures
+from qerl_lab.report import bench, bench_figures, palette
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,12 +24,8 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def model() -> PeftModel:
-    config = Qwen2Config(**SMALL)
     torch.manual_seed(0)
-    base = load_model(
-        config, RandomWeights(config, torch.device("cpu")), PackedAs(NVFP4, ("lm_head",)), is_packed=False,
-        device=torch.device("cpu"), dtype=torch.float32,
-    )  # fmt: skip
+    base = random_model.build(SMALL, NVFP4, torch.device("cpu")).float()
     add_fused_lm_head(base, outputs=("log_probs", "entropy"))
     return train_step.with_adapters(base, rank=4, plain=False)
 
@@ -72,13 +64,6 @@ def test_micro_batches_give_the_gradient_of_the_batch(model: PeftModel, monkeypa
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-7)
 
 
-def test_shapes_are_those_of_the_architecture() -> None:
-    linears = shapes.linears("qwen2.5-7b")
-    assert linears["k,v_proj"] == (512, 3584, 2)
-    per_layer = sum(rows * columns * count for rows, columns, count in linears.values())
-    assert per_layer * 28 == 6_525_288_448  # Qwen2.5-7B without embeddings, head, norms and biases
-
-
 def products() -> dict[str, Any]:
     """bf16 takes 1, ours 1.5, bitsandbytes 2 in a layer of two kinds of Linears, the first of which is there twice."""
     rows = [
@@ -92,10 +77,10 @@ def products() -> dict[str, Any]:
 
 
 def test_ratios_of_products() -> None:
-    ratios = bench_figures.product_ratios(products()).set_index(["layer", "arm"])
+    ratios = bench.product_ratios(products()).set_index(["layer", "arm"])
     assert ratios.loc[("a", "nvfp4"), "of_bf16"] == 1.5
     assert ratios.loc[("a", "nvfp4"), "of_bitsandbytes"] == 0.75
-    assert ratios.loc[(bench_figures.LAYER, "nvfp4"), "of_bf16"] == pytest.approx((2 * 1.5 + 12) / (2 + 10))
+    assert ratios.loc[(bench.LAYER, "nvfp4"), "of_bf16"] == pytest.approx((2 * 1.5 + 12) / (2 + 10))
     text = bench.text(products())
     assert "0.91" in text
     assert "1.50 (0.75)" in text
@@ -115,11 +100,11 @@ def training_steps() -> list[dict[str, Any]]:
 def test_ratios_of_steps_compare_equal_micro_batches(tmp_path: Path) -> None:
     result = {"benchmark": "train_step", "steps": training_steps(), "environment": {"gpus": []}}
     result["options"] = {"model": "m", "rank": 4}
-    ratios = bench_figures.step_ratios(result)
+    ratios = bench.step_ratios(result)
     assert ratios["of_bf16"].tolist() == [1.0, 0.9, 0.6, 1.0, 0.8, 0.8]
     assert ratios["of_qlora"].tolist()[:3] == [100 / 60, 1.5, 1.0]
     assert " - " in bench.text(result)  # no QLoRA arm at 2 tokens
-    bench.draw(result, tmp_path / "steps.png")
+    bench_figures.draw(result, tmp_path / "steps.png")
     assert (tmp_path / "steps.png").stat().st_size > 10_000
 
 
@@ -130,67 +115,66 @@ def test_decode_adds_up_the_layers_and_leaves_out_what_was_not_timed(tmp_path: P
         for arm in ("marlin", "fp4_tiles") if (arm, number) != ("fp4_tiles", 64)
     ]  # fmt: skip
     result = {"benchmark": "decode", "options": {"model": "m"}, "environment": {"gpus": []}, "decode": rows}
-    times = bench_figures.decode_times(result)
-    assert times.loc[(bench_figures.LAYER, 8)].to_dict() == {"marlin": 24.0, "fp4_tiles": 24.0}
-    assert times.loc[(bench_figures.LAYER, 64), "marlin"] == 192.0
+    times = bench.decode_times(result)
+    assert times.loc[(bench.LAYER, 8)].to_dict() == {"marlin": 24.0, "fp4_tiles": 24.0}
+    assert times.loc[(bench.LAYER, 64), "marlin"] == 192.0
     assert bench.text(result).splitlines()[-1].split()[-1] == "-"
-    bench.draw(result, tmp_path / "decode.png")
+    bench_figures.draw(result, tmp_path / "decode.png")
     assert (tmp_path / "decode.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "bench linear"),
-        (
-            ["lineer"],
-            "lineer is not a command. Did you mean linear? Allowed: linear, decode, train_step, rollout, step.",
-        ),
-        (["linear", "models=[qwen2.5-7c]"], "qwen2.5-7c in models=[qwen2.5-7c] is not allowed; allowed: qwen2.5-0.5b"),
-        (["linear", "tokens=[0]"], "0 in tokens=[0] is not allowed; allowed: at least 1."),
-        (["linear", "tokens=512,x"], "tokens=512,x is not allowed; allowed: a list of whole numbers."),
+        ([], "bench train_step"),
+        (["rolout"], "rolout is not a command. Did you mean rollout? Allowed: train_step, rollout, step."),
+        (["train_step", "model=qwen2.5-7c"], "model=qwen2.5-7c is not allowed; allowed: qwen2.5-0.5b"),
         (["train_step", "arms=[]"], "arms=[] leaves nothing to measure."),
         (["train_step", "arms=[bf61]"], "allowed: bf16, bf16_peft, mxfp4, nf4, nvfp4, qlora. Did you mean bf16?"),
         (["train_step", "length=1"], "length=1"),
-        (["linear", "out="], "error: out= has no file name. Type for example out=results/bench/mine."),
-        (["linear"], "error: The benchmarks need an NVIDIA GPU"),
+        (["train_step", "out="], "error: out= has no file name. Type for example out=results/bench/mine."),
+        (["train_step"], "error: The benchmarks need an NVIDIA GPU"),
     ],
 )
 def test_what_the_command_says(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if words == ["linear"] and torch.cuda.is_available():
+    if words == ["train_step"] and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert command.main(words) == (2 if words else 0)
     assert message in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("name", ["linear", "train_step"])
 def test_a_benchmark_is_printed_row_by_row_and_kept(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "require_gpu", lambda: None)
-    monkeypatch.setattr("qerl_lab.bench.linears.dequantization", lambda models: iter(products()["dequantization"]))
-    monkeypatch.setattr("qerl_lab.bench.linears.products", lambda models, tokens: iter(products()["products"]))
     monkeypatch.setattr(train_step, "steps", lambda options: iter(training_steps()))
-    words = {"linear": ["tokens=[64]"], "train_step": ["arms=[bf16,nvfp4]"]}[name]
-    assert command.main([name, *words, f"out={tmp_path}/new/result"]) == 0
+    assert command.main(["train_step", "arms=[bf16,nvfp4]", f"out={tmp_path}/new/result"]) == 0
     out, err = capsys.readouterr()
     kept = json.loads((tmp_path / "new" / "result.json").read_text())
-    measured = {"linear": products(), "train_step": {"steps": training_steps()}}[name]
-    for key in set(measured) & {"dequantization", "products", "steps"}:
-        assert kept[key] == measured[key]
-    assert kept["benchmark"] == name
+    assert (kept["benchmark"], kept["steps"]) == ("train_step", training_steps())
     assert kept["environment"]["python"]
-    assert kept["options"].get("tokens", [64]) == [64]
+    assert kept["options"]["arms"] == ["bf16", "nvfp4"]
     assert "model m  " in err
-    assert err.count("\n") == sum(len(value) for key, value in kept.items() if isinstance(value, list))
+    assert err.count("\n") == len(training_steps())
     assert out.endswith(f"{tmp_path}/new/result.json  {tmp_path}/new/result.png\n")
     assert (tmp_path / "new" / "result.png").stat().st_size > 10_000
 
 
-def test_every_format_is_an_arm_and_every_arm_has_a_colour() -> None:
+def test_every_format_is_an_arm_and_has_a_colour() -> None:
     assert set(bench_options.FORMATS) == set(formats.FORMATS)
     assert set(bench_options.ARMS) - {"bf16_peft", "qlora"} == set(formats.FORMATS)
-    assert set(bench_options.ARMS) | {*bench_options.VLLM.values(), *bench_options.TRL.values()} <= set(
-        bench_figures.COLORS
-    )
-    assert len({bench_figures.COLORS[name] for name in formats.FORMATS}) == len(formats.FORMATS)
+    assert len({palette.color(name) for name in formats.FORMATS}) == len(formats.FORMATS)
+
+
+def test_the_table_names_the_longest_kernels_of_older_files_and_adds_up_the_others() -> None:
+    about = {
+        "arm": "nvfp4", "format": "nvfp4", "baseline": False, "rank": 4, "batch": 8, "tokens_per_second": 1.0,
+        "tokens_per_second_min": 1.0, "tokens_per_second_max": 1.0, "decode_ms": 0.05, "sync_ms": 1.0,
+        "start_seconds": 1.0, "weights_gib": 1.0, "kv_gib": 1.0, "used_gib": None, "model": "m", "busy_us": 40.0,
+    }  # fmt: skip
+    kernels = [{"name": f"k{number}", "calls": 2.0, "us": 20.0 - number} for number in range(14)]
+    result = {"benchmark": "rollout", "rows": [about | {"kernels": kernels}], "options": {}}
+    lines = bench.text(result).splitlines()
+    assert lines[-14] == "nvfp4, rank 4, batch 8: kernels run for 40 microseconds of a token's 50"
+    assert lines[-13].split() == ["20", "in", "2", "launches", "k0"]
+    assert lines[-1].split() == ["15", "in", "4", "launches", "2", "others"]

@@ -37,12 +37,9 @@ def test_an_arm_is_a_name_and_words() -> None:
         ("nvfp5", r"'nvfp5' in arms is not allowed; allowed: bf16_stock, .*, nvfp4\. Did you mean nvfp4\?"),
         ("bf16_trl", "allowed: bf16_stock"),
         ("", "'' in arms is not allowed"),
-        ("nvfp4 eager", "eager in the arm 'nvfp4 eager' is no KEY=VALUE"),
-        ("nvfp4 rollout.vllm.kv_cach_dtype=fp8", "no key of a run. Did you mean rollout.vllm.kv_cache_dtype?"),
-        ("nvfp4 rollout.vllm.kv_cache_dtype=fp9", "allowed: auto, fp8"),
-        ("nvfp4 lora.rank=many", "lora.rank=many"),
-        ("nvfp4 lora.rank=16,32", r"lora.rank=16,32 in the arm .* has no value that can be read\. Type one"),
-        ("nvfp4 lora.rank={", r"lora.rank=\{ in the arm .* has no value that can be read"),
+        ("nvfp4 eager", "eager in the arm 'nvfp4 eager' is no KEY=VALUE that can be read. Type for example"),
+        ("nvfp4 lora.rank=16,32", "lora.rank=16,32 in the arm .* is no KEY=VALUE that can be read"),
+        ("nvfp4 lora.rank={", r"lora.rank=\{ in the arm .* is no KEY=VALUE that can be read"),
     ],
 )
 def test_a_wrong_arm_is_refused(text: str, message: str) -> None:
@@ -67,11 +64,6 @@ def test_wrong_options_are_refused(options: RolloutOptions | StepOptions, messag
         check(options)
 
 
-def test_arms_of_one_format_come_together() -> None:
-    options = RolloutOptions(arms=["bf16_stock", "qlora_stock", "nvfp4", "bf16", "nf4"])
-    assert [arm.name for arm in arm_processes.arms(options)] == ["bf16_stock", "bf16", "qlora_stock", "nf4", "nvfp4"]
-
-
 def test_a_scratch_without_room_says_how_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=6e9))
@@ -80,9 +72,6 @@ def test_a_scratch_without_room_says_how_much_is_missing(monkeypatch: pytest.Mon
         arm_processes.check(options)
     options.arms = ["nvfp4", "mxfp4"]
     arm_processes.check(options)  # one after the other
-    options.side_by_side = 2
-    with pytest.raises(ConfigError, match=r"qwen2\.5-7b in mxfp4 and nvfp4 takes 11\.\d GB"):
-        arm_processes.check(options)
 
 
 def test_an_arm_sees_the_gpus_that_it_takes_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +100,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     [
         ("rollout", {"arms": ["bf16_stock", "bf16 rollout.vllm.linear_backend=fp4_tiles"]},
          r"the arm 'bf16 rollout\.vllm\.linear_backend=fp4_tiles' with rank 32: .*fp4_tiles"),
+        ("rollout", {"arms": ["nvfp4 rollout.vllm.kv_cach_dtype=fp8"]}, "Did you mean rollout.vllm.kv_cache_dtype?"),
         ("rollout", {"arms": ["nvfp4 rollout.vllm.linear_backend=fp4_tiles"], "ranks": [32, 512]},
          "rank 512: .*fp4_tiles"),
         ("step", {"arms": ["nvfp4 device=cpu gpus=3"]}, r"rollout\.prompts_per_step=8 cannot be split over gpus=3"),
@@ -120,19 +110,16 @@ def test_words_that_do_not_fit_are_refused_before_a_checkpoint_is_written(
     small: dict[str, Any], name: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        command.measure_in_processes((RolloutOptions if name == "rollout" else StepOptions)(**small | options), {})
+        command.measure_arms((RolloutOptions if name == "rollout" else StepOptions)(**small | options))
     assert not list(Path(small["scratch"]).iterdir())
 
 
 def plays(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Run `script` in place of an arm's process; it can use `job`, `write(row)` and `wait_for_turn()`."""
+    """Run `script` in place of an arm's process; it can use `job` and `write(row)`."""
     opening = (
         "import json, os, sys, time; from pathlib import Path; job = json.loads(Path(sys.argv[1]).read_text())\n"
         "def write(row): print(json.dumps({'arm': job['arm']['name'], 'rank': job['rank'], **row}), "
         "file=open(sys.argv[2], 'a'), flush=True)\n"
-        "def wait_for_turn():\n"
-        "    Path(job['turn'], 'ready').touch()\n"
-        "    while not Path(job['turn'], 'go').exists(): time.sleep(0.01)\n"
     )
     real = subprocess.Popen
 
@@ -156,43 +143,18 @@ def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
         " 'method': config.get('quantization_config', {}).get('quant_method'),"
         " 'beside': sorted(p.name for p in Path(job['folder']).parent.iterdir() if p.name[:4] != 'arm-')})",
     )
-    options = RolloutOptions(arms=["bf16_stock", "nvfp4", "qlora_stock"], ranks=[2, 4], **small)
+    options = RolloutOptions(arms=["bf16_stock", "nvfp4", "qlora_stock", "bf16"], ranks=[2, 4], **small)
     rows = list(arm_processes.run(options))
     assert [(row["arm"], row["rank"], row["method"]) for row in rows] == [
-        ("bf16_stock", 2, None), ("bf16_stock", 4, None), ("nvfp4", 2, "compressed-tensors"),
-        ("nvfp4", 4, "compressed-tensors"), ("qlora_stock", 2, "bitsandbytes"), ("qlora_stock", 4, "bitsandbytes"),
+        ("bf16_stock", 2, None), ("bf16_stock", 4, None), ("bf16", 2, None), ("bf16", 4, None),
+        ("nvfp4", 2, "compressed-tensors"), ("nvfp4", 4, "compressed-tensors"),
+        ("qlora_stock", 2, "bitsandbytes"), ("qlora_stock", 4, "bitsandbytes"),
     ]  # fmt: skip
     assert all(row["adapter"] == row["rank"] for row in rows)
-    assert len({row["pid"] for row in rows}) == 6
-    assert [row["beside"] for row in rows][::2] == [["bf16", "rank2", "rank4"], ["nvfp4", "rank2", "rank4"],
-                                                    ["nf4", "rank2", "rank4"]]  # fmt: skip
+    assert len({row["pid"] for row in rows}) == 8
+    kept = [[name, "rank2", "rank4"] for name in ("bf16", "bf16", "nvfp4", "nf4")]
+    assert [row["beside"] for row in rows][::2] == kept, "one checkpoint at a time"
     assert list(Path(small["scratch"]).iterdir()) == []
-
-
-def test_arms_side_by_side_measure_in_turn_once_every_one_is_built_or_dead(
-    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plays(
-        monkeypatch,
-        "name = job['arm']['name']; began = time.time()\n"
-        "if name == 'nvfp4': sys.exit(3)\n"
-        "pid = Path(job['folder'], 'pid of the late arm')\n"
-        "if name == 'bf16': pid.write_text(str(os.getpid())); time.sleep(60)\n"
-        "time.sleep(0.5); built = time.time(); wait_for_turn()\n"
-        "if name == 'nf4': os.kill(os.getpid(), 9)\n"
-        "first = time.time(); time.sleep(0.3)\n"
-        "beside = pid.exists() and Path('/proc', pid.read_text()).exists()\n"
-        "write({'began': began, 'built': built, 'first': first, 'last': time.time(), 'beside': beside})",
-    )
-    names = ["bf16_stock", "bf16", "nvfp4", "nf4", "qlora_stock", "mxfp4"]
-    options = RolloutOptions(arms=names, ranks=[2], side_by_side=5, timeout_minutes=0.08, **small)
-    stock, late, nvfp4, nf4, qlora, mxfp4 = arm_processes.run(options)
-    assert [row["arm"] for row in (stock, late, nvfp4, nf4, qlora, mxfp4)] == names
-    assert (late["died"], stock["beside"]) == ("took longer than timeout_minutes=0.08", False)
-    assert (nvfp4["died"], nf4["died"][:17]) == ("exit status 3, and no row", "ended by signal 9")
-    assert qlora["began"] < stock["built"], "they are built at once"
-    assert max(stock["built"], qlora["built"]) < stock["first"], "none measures while another is built"
-    assert stock["last"] < qlora["first"] < qlora["last"] < mxfp4["began"]
 
 
 @pytest.mark.slow
@@ -303,7 +265,7 @@ def test_a_command_that_is_ended_keeps_its_rows_and_removes_its_checkpoint(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     end = f"os.kill(os.getppid(), {int(number)}); time.sleep(60)"
-    plays(monkeypatch, f"wait_for_turn(); write({{'batch': job['rank']}})\nif job['rank'] == 4: {end}")
+    plays(monkeypatch, f"write({{'batch': job['rank']}})\nif job['rank'] == 4: {end}")
     monkeypatch.setitem(arm_processes.ARCHITECTURES, "qwen2.5-0.5b", ARCHITECTURE)
     given = {"arms": "[bf16]", "ranks": "[2,4]", **small, "model": "qwen2.5-0.5b"}
     heard = {name: signal.getsignal(name) for name in exits.SIGNALS}
@@ -346,7 +308,7 @@ def test_the_process_of_an_arm_writes_each_row_at_once_and_its_reason(
 ) -> None:
     job = {
         "benchmark": "rollout", "arm": {"name": "bf16", "format": "bf16", "is_baseline": False, "words": {}},
-        "rank": 4, "architecture": ARCHITECTURE, "folder": "", "adapter": "", "turn": "",
+        "rank": 4, "architecture": ARCHITECTURE, "folder": "", "adapter": "",
         "options": {"model": "small"},
     }  # fmt: skip
     (tmp_path / "job.json").write_text(json.dumps(job))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bench_jobs import ARCHITECTURE, FakeSampler
-from qerl_lab.bench import arm_processes, gpu, lab, rollout
-from qerl_lab.bench.arm_config import GO, READY, Job
+from qerl_lab.bench import arm_processes, gpu, rollout
+from qerl_lab.bench.arm_config import Job, kv_gib
 from qerl_lab.bench.bench_options import RolloutOptions, arm_of
 
 NATS = math.log(300)
@@ -21,8 +21,8 @@ def options(**changes: Any) -> RolloutOptions:
     return RolloutOptions(**{"batches": [2, 4], "prompt": 12, "new": 8, "repeats": 3, "ranks": [4]} | changes)
 
 
-def job_of(changed: RolloutOptions, turn: str = "") -> Job:
-    return Job("rollout", arm_of("bf16", {}), 4, ARCHITECTURE, "", "", turn, vars(changed))
+def job_of(changed: RolloutOptions) -> Job:
+    return Job("rollout", arm_of("bf16", {}), 4, ARCHITECTURE, "", "", vars(changed))
 
 
 def answer(prompts: list[list[int]], new: int) -> list[list[float]]:
@@ -40,20 +40,6 @@ def test_every_call_is_warmed_up_has_new_prompts_and_the_asked_tokens() -> None:
     assert {len(prompt) for prompt in every} == {12}
     assert len({seed for *_, seed in sampler.asked}) == len(sampler.asked) == sampler.renewals
     assert all(row["nats"] == pytest.approx(NATS) for row in rows)
-
-
-def test_a_built_arm_measures_nothing_before_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = FakeSampler(answer)
-
-    def look_again(_: float) -> None:
-        assert (tmp_path / READY).exists()
-        assert not sampler.asked
-        (tmp_path / GO).touch()
-
-    monkeypatch.setattr(lab, "LabSampler", lambda job: sampler)
-    monkeypatch.setattr(time, "sleep", look_again)
-    assert len(list(rollout.rows(job_of(options(), turn=str(tmp_path))))) == 2
-    assert (tmp_path / GO).exists()
 
 
 def test_speeds_are_medians_and_the_first_calls_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +102,7 @@ def test_what_a_sync_left_to_the_gpu_is_time_of_the_sync(monkeypatch: pytest.Mon
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu.torch.cuda, "synchronize", synchronize)
-    row = rollout.Calls(sampler, job_of(options()), 4).run()
+    row = rollout.time_calls(sampler, job_of(options()), 4)
     assert (row["sync_ms"], row["seconds"]) == (250, 2.0)
 
 
@@ -166,16 +152,14 @@ def test_a_row_says_what_decides_the_speed() -> None:
 
 
 def test_the_clock_is_the_middle_of_whole_lines() -> None:
-    seen = gpu.parse_medians(
+    seen = gpu.parse_clocks(
         "1980, 1980, 650.5, 60\n1500, 1980, 700.0, 71\n1965, 1980, [N/A], 70\n1900, 1980, 690.0, 65\n18"
     )
     assert seen == {"sm_mhz": 1900, "sm_mhz_least": 1500, "sm_mhz_max": 1980, "watts": 690.0, "celsius": 71}
-    assert gpu.parse_medians("No devices were found\n") == {}
+    assert gpu.parse_clocks("No devices were found\n") == {}
 
 
 def test_the_cache_holds_every_sequence_and_a_block_more() -> None:
-    from qerl_lab.bench.arm_config import kv_gib
-
     per_token = 2 * 2 * 2 * 32 * 2  # keys and values, layers, heads, their size, bytes
     assert kv_gib(ARCHITECTURE, 4, 20) * 2**30 == 5 * 256 * per_token
 

@@ -49,18 +49,6 @@ def test_the_lab_loads_it_and_its_logits_say_something(tmp_path: Path, name: str
     assert entropy.min() > 0.5 * math.log(300)
 
 
-def test_files_that_are_written_at_once_hold_what_one_file_would(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = WeightFiles(written(tmp_path / "one", "nvfp4"))
-    monkeypatch.setattr(random_model, "SHARD_BYTES", 2e4)
-    parted = WeightFiles(written(tmp_path / "many", "nvfp4"))
-    assert len(list((tmp_path / "many").glob("*.safetensors"))) > random_model.WRITERS
-    assert set(parted.names) == set(whole.names)
-    for name in whole.names:
-        assert torch.equal(parted.tensor(name).view(torch.uint8), whole.tensor(name).view(torch.uint8)), name
-
-
 @pytest.mark.parametrize("name", PACKED)
 def test_it_is_what_the_quantize_command_makes_of_the_dense_one(tmp_path: Path, name: str) -> None:
     dense, own = written(tmp_path / "bf16", "bf16"), WeightFiles(written(tmp_path / name, name))

@@ -169,7 +169,6 @@ COMMANDS = (
     Typed("qerl_lab", "", "device=cpu"),
     Typed("qerl_lab.quantize", "", "model=pocket out=made"),
     Typed("qerl_lab.evaluate", "sigma", ""),
-    Typed("qerl_lab.bench", "linear", "out=made"),
     Typed("qerl_lab.bench", "train_step", "out=made"),
     Typed("qerl_lab.report", "", "runs"),
     Typed("qerl_lab.tools.samples", "", "run"),
@@ -244,7 +243,7 @@ def test_a_command_of_several_is_picked_by_its_first_word(command: Typed, capsys
         ("quantize.__main__", ["model=pocket"], "out= is missing. Type for example out=checkpoints/pocket-nvfp4."),
         (
             "report.__main__",
-            ["plot=a"],
+            ["baseline=a"],
             "sweep= is missing. Type for example python -m qerl_lab.report runs.",
         ),
         ("tools.samples", ["step=1"], "run_dir= is missing. Type for example python -m qerl_lab.tools.samples runs/"),

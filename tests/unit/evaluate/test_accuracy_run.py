@@ -20,7 +20,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import accuracy_run, benchmarks, subject
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions
-from qerl_lab.evaluate.subject import samplings
+from qerl_lab.evaluate.subject import sampling_of
 from qerl_lab.evaluate.summary import ABOUT, ROWS
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
@@ -72,28 +72,20 @@ def test_a_run_is_asked_with_its_adapter_and_without_noise(run_dir, build_policy
     assert go(f"run={run_dir}", "questions=4", "samples=2", "adapter=false") == 0
     (base,) = (run_dir / "evaluations").iterdir()
     assert read(base)[0]["completion"].tolist() != rows["completion"].tolist()
-    assert "note: adapter=false: the base of the run alone" in capsys.readouterr().out
+    assert ", its base alone is evaluated: nvfp4" in capsys.readouterr().out
     shutil.rmtree(run_dir / "evaluations")
 
 
-def test_a_run_is_asked_as_it_evaluates_itself_and_other_sampling_is_a_row_of_its_own(
-    run_dir, tmp_path, capsys
-) -> None:
+def test_a_run_is_asked_as_it_evaluates_itself_unless_another_sampling_is_typed(run_dir, tmp_path, capsys) -> None:
     assert go(f"run={run_dir}", "questions=2", f"out={tmp_path / 'own'}") == 0
     (own,) = read(tmp_path / "own")[1]["results"]
     assert (own["sampling"], own["samples"]) == ("temperature 1, top-p 1, 16 tokens", 3)
     assert "temperature 1, top-p 1, 16 tokens" in capsys.readouterr().out
-    words = ["temperature=0.6", "max_completion_tokens=20", f"out={tmp_path / 'both'}"]
+    words = ["temperature=0.6", "max_completion_tokens=20", f"out={tmp_path / 'typed'}"]
     assert go(f"run={run_dir}", "questions=2", *words) == 0
-    rows, about = read(tmp_path / "both")
-    assert [one["sampling"] for one in about["results"]] == [own["sampling"], "temperature 0.6, top-p 1, 20 tokens"]
-    assert about["results"][0] == own, "the row of the run's sampling does not depend on the other"
-    assert rows.groupby("sampling")["tokens"].max().tolist() == [20, 16]
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines if line.startswith("arithmetic ")] == [
-        ["arithmetic", "own", "temperature"], ["arithmetic", "own", "temperature"]
-    ]  # fmt: skip
-    assert "note: the run's own evaluations sample as the first row: temperature 1, top-p 1, 16 tokens" in lines
+    rows, about = read(tmp_path / "typed")
+    assert [one["sampling"] for one in about["results"]] == ["temperature 0.6, top-p 1, 20 tokens"]
+    assert rows["tokens"].max() == 20
 
 
 def test_every_configuration_has_its_own_directory_and_is_asked_once(run_dir, capsys) -> None:
@@ -150,15 +142,6 @@ def test_the_common_engine_is_the_dequantized_base_with_the_adapter(run_dir, bui
     assert 0 < (packed - dense).abs().max() < 0.05
     assert (dense - base).abs().max() > 0.5, "the adapter acts"
     assert not Path(common.cfg.model.path).exists(), "the copy is gone"
-
-
-def test_an_adapter_that_is_all_zero_is_said(tiny, tmp_path, capsys, run_dir) -> None:
-    copy = shutil.copytree(run_dir, tmp_path / "run")
-    file = copy / "adapter" / WEIGHTS
-    tensors = load_file(file)
-    save_file({name: t.zero_() if "lora_B" in name else t for name, t in tensors.items()}, file)
-    assert go(f"run={copy}", "questions=2", "samples=1") == 0
-    assert "note: the adapter is all zero: these are the answers of the base alone" in capsys.readouterr().out
 
 
 def drop(copy: Path) -> None:
@@ -255,7 +238,8 @@ def test_a_model_is_its_content_wherever_it_lies_and_whenever_it_was_copied(tmp_
 
 def test_the_base_by_another_rounding_rule_is_another_one(tiny) -> None:
     def identity(**how: Any) -> dict[str, Any]:
-        found = subject.Subject("a run", tiny(format__name="nvfp4", **how), None)
+        cfg = tiny(format__name="nvfp4", **how)
+        found = subject.Subject("a run", cfg, sampling_of(AccuracyOptions(), cfg), None, 0)
         return accuracy_run.identity_of(AccuracyOptions(), found, [])
 
     assert identity() == identity()
@@ -271,7 +255,6 @@ def test_the_base_by_another_rounding_rule_is_another_one(tiny) -> None:
         ("model=pocket", "benchmarks= is missing, and model=pocket has no task."),
         ("model=pocket benchmarks=gsm8", "gsm8 in benchmarks=[gsm8] is no task; allowed: "),
         ("model=pocket benchmarks=gsm8k,gsm8k:x", "gsm8k is in benchmarks 2 times."),
-        ("model=pocket benchmarks=gsm8k temperature=0 samples=4", "samples=4 with temperature=0 would be one answer"),
         ("model=pocket benchmarks=gsm8k adapter=false", "adapter=false is of a run"),
         ("run=a format=nf4", "format=nf4 is of a model, and run=a has its own."),
         ("model=nowhere/at/all benchmarks=gsm8k", "model=nowhere/at/all is no directory"),
@@ -302,11 +285,11 @@ def test_a_set_of_other_columns_is_told_in_words_that_this_command_takes(tmp_pat
 
 
 def test_small_sets_get_more_samples_unless_somebody_says() -> None:
-    def samples(name: str, **words: Any) -> list[int]:
-        return [how.samples_of(name, 3) for how in samplings(AccuracyOptions(run="x", **words), RunConfig())]
+    def samples(name: str, **words: Any) -> int:
+        return sampling_of(AccuracyOptions(run="x", **words), RunConfig()).samples_of(name, 3)
 
-    assert [samples(name) for name in ("gsm8k", "aime24", "aime25", "amc23")] == [[3], [16], [16], [16]]
-    assert [samples("aime24", temperature=0), samples("aime24", samples=2)] == [[16, 1], [2]]
+    assert [samples(name) for name in ("gsm8k", "aime24", "aime25", "amc23")] == [3, 16, 16, 16]
+    assert [samples("aime24", temperature=0), samples("aime24", samples=2)] == [1, 2]
 
 
 def test_an_engine_that_fails_keeps_what_was_answered(run_dir, tmp_path, capsys, monkeypatch) -> None:
@@ -343,9 +326,9 @@ def test_a_run_with_a_task_of_its_own_is_asked_that_or_what_is_named(tmp_path: P
     cfg = tiny(task__module=str(file))
     (own,) = benchmarks.load(AccuracyOptions(run="x"), cfg)
     (named,) = benchmarks.load(AccuracyOptions(run="x", benchmarks=["arithmetic"], questions=3), cfg)
-    assert ([one.id for one in own.questions], own.name) == (["a", "b"], "mine")
-    assert (len(named.questions), named.name) == (3, "arithmetic")
-    assert own.task.instruction == cfg.task.instruction
+    assert ([one.id for one in own.heldout], own.name) == (["a", "b"], "mine")
+    assert (len(named.heldout), named.name) == (3, "arithmetic")
+    assert own.instruction == cfg.task.instruction
 
 
 def test_questions_of_a_run_that_lie_elsewhere_by_now_are_named_as_they_can_be_typed(tmp_path: Path) -> None:

@@ -25,8 +25,6 @@ def test_the_values_of_a_block() -> None:
     assert format_effects.values_of_a_block(NVFP4, 6.0) == pytest.approx([*(-v for v in reversed(e2m1[1:])), *e2m1])
     assert len(format_effects.values_of_a_block(NF4)) == 16
     assert max(format_effects.values_of_a_block(MXFP4, 0.7)) == 0.75  # a power of two, and the code for 6
-    with pytest.raises(ValueError, match="bf16 has no blocks"):
-        format_effects.values_of_a_block(BF16)
 
 
 def test_what_is_stored_of_the_largest_weights() -> None:
@@ -54,7 +52,7 @@ def test_the_errors_of_a_linear_on_its_own_inputs(texts: entropy.Texts) -> None:
 def test_a_format_does_here_what_the_entropy_command_says(texts: entropy.Texts) -> None:
     found = format_effects.effects_of_formats(texts, "pocket", [MXFP4, BF16]).loc["mxfp4"]
     cfg = entropy.run_config(EntropyOptions(), "mxfp4")
-    entropies_T, kl_T = entropy.compare_to_dense(format_effects.policy.load_base(cfg, CPU)[0], texts, 32)
+    entropies_T, kl_T = entropy.compare_to_dense(format_effects.policy.load_base(cfg, CPU)[0], texts)
     expected = entropy.estimates(entropies_T, texts)["entropy_change"]
     assert found[["entropy_change", "change_low", "change_high", "p"]].tolist() == list(expected.values())
     assert found["kl"] == kl_T.mean().item() > 1e-4
@@ -72,8 +70,5 @@ def test_noise_acts_while_it_is_measured_and_no_longer(texts: entropy.Texts) -> 
     assert 0.1 < as_much.loc["x", "sigma"] < 0.2
     with pytest.raises(ValueError, match="x: a KL of 1 is outside those measured"):
         format_effects.effects_at_kl(texts, noise, pd.Series({"x": 1.0}))
-    falling = pd.DataFrame({"sigma": [0.1, 0.2, 0.3], "draw": 1, "kl": [1.0, 3.0, 2.0]})
-    with pytest.raises(ValueError, match="does not rise with sigma"):
-        format_effects.effects_at_kl(texts, falling, pd.Series({"x": 2.5}))
     figure = plots.plot_noise_and_formats(noise, format_effects.effects_of_formats(texts, "pocket", [NVFP4]))
     assert [line.get_label() for line in figure.axes[0].lines] == ["noise, each draw", "noise, mean", "nvfp4"]

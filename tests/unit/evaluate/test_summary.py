@@ -16,7 +16,7 @@ from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import compare
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions
 from qerl_lab.evaluate.summary import ABOUT, ROWS, SCHEMA, answer_entropies, summarize, summarize_each, table
-from qerl_lab.report.stats import crossed_interval
+from qerl_lab.report.stats import over_seeds
 
 HOT, COOL = "temperature 1, top-p 1, 64 tokens", "temperature 0.6, top-p 0.95, 64 tokens"
 IDENTITY = {"format": "bf16", "questions": 0, "seed": 0, "adapter": "x", "max_prompt_tokens": 64}
@@ -148,7 +148,7 @@ def test_seeds_are_paired_and_both_count(tmp_path: Path) -> None:
     assert [one.seed for one, _ in pairs] == [0, 1]
     assert notes == ["seeds [2, 3] are in one of the two only, and left out"]
     accuracy = next(compare.differences(pairs, []))
-    expected = crossed_interval(np.array([(values["b", seed] - values["a", seed]).mean(1) for seed in (0, 1)]))
+    expected = over_seeds(np.array([(values["b", seed] - values["a", seed]).mean(1) for seed in (0, 1)]))
     assert accuracy.interval() == pytest.approx(expected)
 
 
@@ -182,7 +182,7 @@ def test_other_draws_are_said(tmp_path: Path) -> None:
     folders = [write(tmp_path / str(draw), answers(A), run_seed=1, seed=draw) for draw in (1, 5)]
     arms = [compare.read_arm(folder) for folder in folders]
     assert compare.pair_evaluations(*arms)[1] == [
-        "A and B were drawn with seed=1 and 5: they differ in their draws too"
+        "A and B ran with seed=1 and 5: part of the differences is theirs, also in engine=common"
     ]
 
 
@@ -193,7 +193,7 @@ def test_two_engines_or_machines_are_said(tmp_path: Path) -> None:
     a, b, c = (compare.read_arm(folder) for folder in folders)
     assert compare.pair_evaluations(a, c)[1] == []
     (note,) = compare.pair_evaluations(a, b)[1]
-    assert note.startswith("A and B ran with rollout=vllm and transformers, device=cuda and cpu: a part of the diff")
+    assert note.startswith("A and B ran with rollout=vllm and transformers, device=cuda and cpu: part of the diff")
 
 
 def test_a_dense_base_s_own_engine_is_the_common_one(tmp_path: Path) -> None:
@@ -230,20 +230,19 @@ def test_two_dense_bases_are_compared_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "identity", "said"),
+    ("rows", "said"),
     [
-        (answers([*B, [1, 1]]), {}, "1 questions are in one of them only"),
-        (answers(B, "math500"), {}, f"A has gsm8k, own, {COOL} and B math500, own, {COOL}, so that they are no pairs"),
-        (answers(B).assign(answer="2"), {}, "0 questions were asked in other words, 4 with another answer"),
-        (answers(B).assign(prompt_sha256="x"), {}, "4 questions were asked in other words, 0 with"),
-        (answers([[1], [1], [1], [0]]), {}, r"A has \[2\] samples a question and B \[1\]"),
-        (answers(B, sampling=HOT), {}, f"own, {COOL} and B gsm8k, own, {HOT}, so that"),
-        (answers(B), {"max_prompt_tokens": 32}, "max_prompt_tokens=64 and B with max_prompt_tokens=32"),
+        (answers([*B, [1, 1]]), "0 questions are in A only, 1 in B"),
+        (answers(B, "math500"), f"A has gsm8k, own, {COOL} and B math500, own, {COOL}, so that they are no pairs"),
+        (answers(B).assign(answer="2"), "4 questions with that answer are in A only, 4 in B"),
+        (answers(B).assign(prompt_sha256="x"), "4 questions in those words are in A only, 4 in B"),
+        (answers([[1], [1], [1], [0]]), "4 samples are in A only, 0 in B"),
+        (answers(B, sampling=HOT), f"own, {COOL} and B gsm8k, own, {HOT}, so that"),
     ],
 )
-def test_what_is_no_pair_is_refused(rows: pd.DataFrame, identity: dict, said: str, tmp_path: Path) -> None:
+def test_what_is_no_pair_is_refused(rows: pd.DataFrame, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
-        compared(write(tmp_path / "a", answers(A)), write(tmp_path / "b", rows, **identity))
+        compared(write(tmp_path / "a", answers(A)), write(tmp_path / "b", rows))
 
 
 def test_evaluations_that_are_not_the_seeds_of_one_arm_are_refused(tmp_path: Path) -> None:
@@ -271,11 +270,15 @@ def test_of_evaluations_that_differ_in_much_the_first_keys_are_named(tmp_path: P
         compared(str(tmp_path / "a"), str(tmp_path / "a"))
 
 
-def test_the_command_prints_the_table_and_writes_the_questions(tmp_path: Path, capsys) -> None:
+def test_answers_without_completions_have_no_entropy(tmp_path: Path) -> None:
+    """The queue drops the completions."""
+    a, b = write(tmp_path / "a", answers(A)), write(tmp_path / "b", answers(B).drop(columns="completion"))
+    assert [one.measure for one in compared(a, b)] == ["accuracy", "pass@2"]
+
+
+def test_the_command_prints_the_table(tmp_path: Path, capsys) -> None:
     a, b = write(tmp_path / "a", answers(A)), write(tmp_path / "b", answers(B))
-    assert evaluate.main(["compare", a, b, f"csv={tmp_path / 'd.csv'}"]) == 0
-    out = capsys.readouterr().out
-    assert "+0.125 [" in out
-    assert len(pd.read_csv(tmp_path / "d.csv")) == 3 * 4
+    assert evaluate.main(["compare", a, b]) == 0
+    assert "+0.125 [" in capsys.readouterr().out
     assert evaluate.main(["compare", a]) == 2
     assert f"directories are given: {a}; allowed: two, A and B." in capsys.readouterr().err

@@ -53,10 +53,8 @@ class SwallowsNan(Mxfp4):
         return super().quantize(weight.nan_to_num(0.0, 1.0, -1.0), name=name)
 
 
-class HasNoVariants(Mxfp4):
-    @classmethod
-    def variants(cls) -> tuple[Any, ...]:
-        return ()
+class EqualsOnlyItself(Mxfp4):
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
 
 class ForgetsItself(Mxfp4):
@@ -66,7 +64,7 @@ class ForgetsItself(Mxfp4):
 
 
 BROKEN = (
-    OtherLayout, Shrinks, ForgetsAlpha, Boasts, LooksAtEveryRow, Writes, SwallowsNan, HasNoVariants, ForgetsItself
+    OtherLayout, Shrinks, ForgetsAlpha, Boasts, LooksAtEveryRow, Writes, SwallowsNan, EqualsOnlyItself, ForgetsItself
 )  # fmt: skip
 
 

@@ -1,7 +1,5 @@
 """A GGUF file as a model: the values that the file holds, its tokenizer, and what is refused before anything starts."""
 
-import errno
-import fcntl
 import json
 import os
 import subprocess
@@ -124,29 +122,6 @@ def test_it_is_unpacked_once_and_again_when_the_file_changes(
     write_gguf(file, seed=1)
     os.utime(file, ns=(1, 1))
     assert local_folder(str(file), None) != first
-
-
-def test_two_that_unpack_one_file_at_once_where_nothing_can_be_locked_end_with_one_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second begins and ends while the first is at it."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    file, write = tmp_path / "m.gguf", gguf._dequantize
-    write_gguf(file)
-
-    def refuse(*lock: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    def slowly(file: Path, partial: Path, found: gguf.Header) -> None:
-        write(file, partial, found)
-        if len(list(cache_folder().iterdir())) == 1:
-            assert gguf.unpack(file).is_dir()
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    monkeypatch.setattr(gguf, "_dequantize", slowly)
-    assert gguf.unpack(file) == gguf.folder_of(file)
-    assert list(cache_folder().iterdir()) == [gguf.folder_of(file)]
-    assert (gguf.folder_of(file) / "model.safetensors").is_file()
 
 
 def test_one_that_transformers_cannot_read_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

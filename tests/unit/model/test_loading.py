@@ -277,16 +277,13 @@ def test_parts_of_a_fused_layer_have_one_global_scale(tmp_path: Path, part: str)
         load(tmp_path)
 
 
-def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path: Path) -> None:
+def test_a_tied_head_and_rotary_frequencies_may_be_stored(tmp_path: Path) -> None:
     dense = tiny_model(tied=True)
     write_dense(tmp_path, dense)
     rotary = {"model.rotary_emb.inv_freq": torch.ones(8)}  # left over in checkpoints of old
     edit_tensors(tmp_path, lm_head__weight=dense.lm_head.weight.detach().clone(), **rotary)
     model = load(tmp_path, PackedAs(MXFP4, HEAD))
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    edit_tensors(tmp_path, lm_head__weight=torch.zeros(32, 64))
-    with pytest.raises(ValueError, match=r"model\.safetensors: lm_head\.weight is not the embedding"):
-        load(tmp_path, PackedAs(MXFP4, HEAD))
 
 
 # What a run says about it.
@@ -340,7 +337,7 @@ def test_what_cannot_be_loaded_is_a_config_error_that_names_the_file(tmp_path: P
     cfg = tiny(format__name="mxfp4", model__path=str(tmp_path))
     file = write_packed(tmp_path, tiny_model(), MXFP4) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match=rf"model\.path=.*{re.escape(str(file))} cannot be read: .* \(truncated\)"):
+    with pytest.raises(ConfigError, match=rf"model\.path=.*{re.escape(str(file))} cannot be read, or is not whole"):
         policy.load_base(cfg, CPU)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
     with pytest.raises(ConfigError, match=r"could not be loaded \(ValueError: .*no-such-model"):

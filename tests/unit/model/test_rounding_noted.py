@@ -6,17 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model import on_disk, policy
 from qerl_lab.quantize import __main__ as quantize
-
-
-@pytest.mark.parametrize("noted", ["null", "[1]", '"scale_rule"', '{"scale_rule": 5}', '{"scale_rule": "mx"}'])
-def test_a_damaged_note_is_one_sentence(tmp_path: Path, noted: str) -> None:
-    (tmp_path / "quality.json").write_text(f'{{"format": "nvfp4", "options": {noted}}}')
-    with pytest.raises(ConfigError, match=r"quality.json is damaged \(.*\)\. Quantize the model again"):
-        make_plan(["+experiment=nvfp4", f"model.path={tmp_path}", "scale=pocket"], multirun=False)
 
 
 def test_a_run_says_the_rule_of_its_checkpoint(tmp_path: Path, tiny) -> None:

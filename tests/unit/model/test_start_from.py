@@ -95,7 +95,7 @@ def test_it_is_another_arm_by_the_content_of_the_adapter(run: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"r": 8}, r"has rank 8, and lora.rank=4. Type lora.rank=8"),
+        ({"r": 8}, "has rank 8, and this run has 4. Type lora.rank=8"),
         ({"lora_alpha": 16}, r"alpha 16, and this run has 4. Type lora.alpha=16.0"),
         ({"target_modules": ["q_proj", "v_proj"]}, r"Type lora.target_modules=\[q_proj,v_proj\]"),
         ({"target_modules": "all-linear"}, "is no LoRA adapter with a list of layers"),

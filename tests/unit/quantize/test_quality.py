@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packed_layers import NVFP4, tiny_model
 from qerl_lab import tasks
-from qerl_lab.config.option import ConfigError
 from qerl_lab.model.linear import packable
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.weight_files import WeightFiles
@@ -162,19 +161,6 @@ def test_awq_alone_is_compared_after_its_scales(folders, tmp_path):
     assert (levels["awq"]["scales_fitted"], levels["gptq"]["scales_fitted"]) == (True, False)
 
 
-def test_a_text_file_is_cut_into_windows_and_a_file_without_text_refused(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
-    file = tmp_path / "text.txt"
-    file.write_text("Ann has 7 pens. Ann buys 5 more. " * 400)
-    ids = tokenizer(file.read_text())["input_ids"]
-    pairs = divergence.file_pairs(file, tokenizer)
-    assert [given + compared for given, compared in pairs] == [ids[n : n + 192] for n in range(0, 768, 192)]
-    assert all(len(given) == 1 for given, _ in pairs)
-    file.write_text("")
-    with pytest.raises(ConfigError, match=r"text=.* has 0 tokens"):
-        divergence.file_pairs(file, tokenizer)
-
-
 def test_problems_are_asked_through_the_chat_template_or_without_one():
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     (given, compared), *others = divergence.problem_pairs(tokenizer)
@@ -204,13 +190,12 @@ def test_the_models_go_where_there_is_room(monkeypatch, free, place):
     assert divergence.find_room(10**9, CPU) == (None if place is None else (CPU, place))
 
 
-def test_logits_that_are_not_finite_are_told_and_null(folders, monkeypatch):
+def test_logits_that_are_not_finite_are_null(folders, monkeypatch):
     monkeypatch.setattr(divergence, "logprobs", lambda model, pair: torch.full((len(pair[1]), 4), math.nan))
     options = options_for(folders)
     result = quality.measure(options, folders[0], packable(large_enough(), ["lm_head"]), folders[1], CPU)
     assert json.loads((folders[1] / "quality.json").read_text())["kl"]["nats_per_token"] is None
-    assert "KL to the original" in quality.table(options, result)
-    assert "not finite: logits of the checkpoint are NaN or infinite" in quality.table(options, result)
+    assert "KL to the original  nan" in quality.table(options, result)
 
 
 def test_without_room_the_table_says_so_and_the_rest_is_there(folders, monkeypatch):

@@ -78,9 +78,6 @@ def test_the_plan_keeps_to_the_size_and_says_it_exactly(tmp_path, weight_format)
         assert shard.bytes <= limit or len(shard.units) == 1
         with safe_open(file, framework="pt") as opened:
             assert set(opened.keys()) == set(shard.layout)
-    assert sum(rtn.source_bytes(source, shard) for shard in shards) == sum(
-        tensor.nbytes for tensor in tensors_in(tmp_path / "dense").values()
-    )
 
 
 @pytest.mark.parametrize("dtype", sorted(set(DTYPES.values()), key=str))

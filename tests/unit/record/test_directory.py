@@ -1,7 +1,6 @@
 """A run's directory from its claim to its end, file by file."""
 
 import errno
-import json
 import os
 import signal
 from pathlib import Path
@@ -190,7 +189,4 @@ def test_settings_are_read_of_another_version_too(run: RunDirectory) -> None:
 def test_a_queue_that_somebody_broke_is_one_sentence(run: RunDirectory) -> None:
     (run.path / "QUEUED").write_text("[")
     with pytest.raises(ConfigError, match="QUEUED cannot be read"):
-        run.begin()
-    (run.path / "QUEUED").write_text(json.dumps({"nonsense": 1}))
-    with pytest.raises(ConfigError, match="QUEUED is not what a run writes there"):
         run.begin()

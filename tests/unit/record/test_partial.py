@@ -49,12 +49,12 @@ def test_the_same_command_finds_what_is_complete(tmp_path):
         assert not again.has("a")
 
 
-@pytest.mark.parametrize("left", ["x", "{}", '{"identity": {}, "files": []}', "[]"])
+@pytest.mark.parametrize("left", ["x", "[]"])
 def test_a_damaged_journal_is_named(tmp_path, left):
     half_done(tmp_path / "out")
     (tmp_path / "out.partial" / JOURNAL).write_text(left)
     before = files(tmp_path / "out.partial")
-    with pytest.raises(ConfigError, match=r"out\.partial/journal\.json .*(Move it away|Remove .*out\.partial)\.$"):
+    with pytest.raises(ConfigError, match=r"out\.partial/journal\.json .*Move it away\.$"):
         begin(tmp_path / "out")
     assert files(tmp_path / "out.partial") == before
 

@@ -6,12 +6,25 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.record.samples_file import CHARACTERS, Sample, append, cut, read_samples
+from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.samples_file import CHARACTERS, Sample
 from qerl_lab.tools.samples import format_step, main
 
 ONE = Sample(
     1, "7+5", "Ann has 7 pens.\nHow many?", "<think>7+5</think>é", {"format": 0.2, "answer": 1.0}, finished=True
 )
+
+
+def append(run_dir: Path, samples: list[Sample]) -> None:
+    RunDirectory(run_dir).append_samples(samples)
+
+
+def read_samples(run_dir: Path) -> list[Sample]:
+    return RunDirectory(run_dir).samples()
+
+
+def cut(run_dir: Path, last_step: int) -> None:
+    RunDirectory(run_dir).cut(last_step)
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -42,7 +55,7 @@ def test_a_torn_last_line_is_left_out_and_any_other_is_named(run_dir: Path) -> N
             read_samples(run_dir)
     path.write_bytes(b"garbage\n" + whole)
     for use in (read_samples, lambda folder: cut(folder, 2)):
-        with pytest.raises(ConfigError, match=r"samples\.jsonl.* is not a sample: b'garbage.*Move the file away"):
+        with pytest.raises(ConfigError, match=r"samples\.jsonl.* is not a sample: b'garbage.*Take the line out"):
             use(run_dir)
 
 

@@ -1,4 +1,4 @@
-"""When a run ran: sessions that end, are killed, or live through a clock that is set."""
+"""When a run ran: sessions that end or are killed."""
 
 import json
 import time
@@ -15,30 +15,17 @@ def test_the_seconds_of_a_run_are_those_of_all_its_sessions(tmp_path: Path) -> N
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 130.0, "metrics": {}}\n{"st')
     Sessions(tmp_path).begin(200.0)
     third = Sessions(tmp_path)
-    third.begin(time.time() - 5, time.monotonic() - 5)
+    third.begin(time.time() - 5)
     assert third.end() == pytest.approx(30 + 0 + 5, abs=1)
     assert json.loads((tmp_path / "sessions.json").read_text())[:2] == [[100.0, 130.0], [200.0, 200.0]]
 
 
 def test_an_orderly_end_is_the_end_of_a_session(tmp_path: Path) -> None:
     first = Sessions(tmp_path)
-    first.begin(time.time() - 7, time.monotonic() - 7)
+    first.begin(time.time() - 7)
     first.end()
     line = {"step": 1, "time": time.time() + 50, "metrics": {}}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     again = Sessions(tmp_path)
-    again.begin(time.time() - 2, time.monotonic() - 2)
+    again.begin(time.time() - 2)
     assert again.end() == pytest.approx(9, abs=1)
-
-
-@pytest.mark.parametrize("hours", [-1, 1])
-def test_a_clock_that_is_set_during_a_run_changes_no_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
-) -> None:
-    """Neither of the session in which it is set nor, once it is, of a later one."""
-    now = time.time()
-    for before in (0, 5):
-        sessions = Sessions(tmp_path)
-        sessions.begin(now, time.monotonic() - 5)
-        monkeypatch.setattr(time, "time", lambda: now + hours * 3600)
-        assert sessions.end() == pytest.approx(before + 5, abs=1)

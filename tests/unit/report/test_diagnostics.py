@@ -30,7 +30,7 @@ def test_passes_are_those_of_the_samples_with_intervals_that_stay_shares(found: 
     assert list(passes) == [1, 2, 4]
     # C(4 - c, 2) / C(4, 2) of c right ones are 1, 1/2, 1/6, 0, 0
     expected = np.array([[[0, 1 / 2, 5 / 6, 1, 1][count] for count in seed] for seed in RIGHT["bf16"]])
-    mean, low, high = stats.crossed_interval(expected)
+    mean, low, high = stats.over_seeds(expected)
     assert high > 1
     assert passes[2] == pytest.approx((mean, max(low, 0), 1))
     assert passes[1][0] == pytest.approx(np.mean(RIGHT["bf16"]) / 4)

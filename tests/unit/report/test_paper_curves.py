@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from qerl_lab.report import curves, paper_curves, reference
+from qerl_lab.report import palette, paper_curves, reference
 from qerl_lab.report.arms import Run
 
 BASE = {"format.name": "nvfp4", "aqn.schedule": "off", "lora.rank": "16", "optim.learning_rate": "1e-05",
@@ -45,15 +45,15 @@ def test_every_line_is_what_was_read_point_by_point(figure: paper_curves.PaperFi
     drawn, table = paper_curves.draw(figure), reference.digitized(figure.file)
     assert len(drawn.axes) == len(figure.panels)
     for axis, lines in zip(drawn.axes, figure.panels, strict=True):
-        assert [line.get_label() for line in axis.lines] == [label for _, label in lines]
+        assert [line.get_label() for line in axis.lines] == [*lines.values()]
         looks = {(line.get_linestyle(), line.get_marker()) for line in axis.lines}
         assert len(looks) == len(lines)  # told apart in grey
-        for line, (column, _) in zip(axis.lines, lines, strict=True):
+        for line, column in zip(axis.lines, lines, strict=True):
             read = table[column].dropna()
             np.testing.assert_array_equal(line.get_xydata(), np.column_stack([read.index, read]))
     assert figure.model in drawn.axes[0].get_title(loc="left")
     assert figure.task in drawn.axes[0].get_title(loc="left")
-    assert len(curves.png(drawn)) < 50_000
+    assert len(palette.png(drawn)) < 50_000
 
 
 def of_task(task: str, **changes: str) -> list[Run]:

@@ -40,13 +40,12 @@ def of_schedule(name: str, setting: str) -> dict[str, str]:
     return {"table": "Figure 9", "method": f"QeRL +AQN {name} decay", "setting": setting}
 
 
-@pytest.mark.parametrize(
-    ("other", "last", "whole"), [("linear", 0.004, 0.009), ("cosine", 0.010, 0.006), ("logarithmic", 0.028, 0.014)]
-)
-def test_two_lines_of_a_figure_are_compared_where_both_are_known(other: str, last: float, whole: float) -> None:
-    """Linear was not read at steps 145 and 150, nor before 20: the means of each alone would be of other steps."""
-    for setting, expected in ((reference.LAST_TENTH, last), (reference.ALL_STEPS, whole)):
-        found = reference.paper_difference(of_schedule("exponential", setting), of_schedule(other, setting))
-        assert (round(found.value, 3), found.error) == (expected, 0.006)
+@pytest.mark.parametrize(("other", "expected"), [("linear", 0.004), ("cosine", 0.010), ("logarithmic", 0.028)])
+def test_two_lines_of_a_figure_are_compared_where_both_are_known(other: str, expected: float) -> None:
+    """Linear was not read at steps 145 and 150: the means of each alone would be of other steps."""
+    one, two = (of_schedule(name, reference.LAST_TENTH) for name in ("exponential", other))
+    found = reference.paper_difference(one, two)
+    assert (round(found.value, 3), found.error) == (expected, 0.006)
     table = reference.interpolated("fig09_scheduler_3b")[["exponential", other]].dropna()
+    table = table[table.index > 0.9 * 150]
     assert found.value == pytest.approx((table["exponential"] - table[other]).mean())

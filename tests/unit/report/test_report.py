@@ -111,17 +111,18 @@ def test_the_closing_table_says_the_numbers(run_dir: Path) -> None:
 
 def test_curves_have_four_panels_with_the_values_of_the_record(run_dir: Path, monkeypatch) -> None:
     figures = []
-    monkeypatch.setattr(plots.plt, "close", figures.append)
+    monkeypatch.setattr(palette.plt, "close", figures.append)
     title = f"nvfp4_aqn{',optim.learning_rate=3e-05' * 6}: pocket on arithmetic, seed 0"
     plots.save_curves(runs.read_steps(RunDirectory(run_dir)), title, run_dir / "curves.png")
     image = plots.plt.imread(run_dir / "curves.png")
     assert image.shape[0] > 500
     assert image.std() > 0.02  # not blank
     (figure,) = figures
+    figure.draw_without_rendering()
     box = figure.texts[0].get_window_extent()
     assert box.x0 >= 0
     assert box.x1 <= figure.bbox.x1  # a long title is not cut
-    assert [axis.get_title() for axis in figure.axes] == ["Reward", "Entropy", "AQN noise", "Throughput"]
+    assert [axis.get_title(loc="left") for axis in figure.axes] == ["Reward", "Entropy", "AQN noise", "Throughput"]
     assert [len(axis.lines) for axis in figure.axes] == [3, 2, 2, 2]
     assert all(axis.get_ylabel() and axis.get_xlabel() == "step" and axis.get_legend() for axis in figure.axes)
     x, y = figure.axes[1].lines[0].get_data()
@@ -132,9 +133,12 @@ def test_curves_have_four_panels_with_the_values_of_the_record(run_dir: Path, mo
 def test_what_a_run_did_not_record_has_no_panel_and_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine may never see the whole vocabulary; a run may have no noise and a policy that diverged."""
     drawn: list[dict[str, int]] = []
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *_, **__: drawn.append({ax.get_title(): len(ax.lines) for ax in figure.axes})
-    )
+
+    def png(figure: Figure) -> bytes:
+        drawn.append({axis.get_title(loc="left"): len(axis.lines) for axis in figure.axes})
+        return b""
+
+    monkeypatch.setattr(plots, "png", png)
     steps = pd.DataFrame([metrics_of(step) for step in range(1, 4)], index=range(1, 4))
     unseen = steps.drop(columns="sampler/entropy_nats")
     quiet = unseen.assign(**{"noise/sigma": 0.0, "noise/std_observed": 0.0, "policy/entropy_nats": float("nan")})
@@ -154,14 +158,20 @@ def test_the_legend_of_a_long_arm_is_not_cut() -> None:
     assert box.x1 <= figure.bbox.x1
 
 
-def test_a_part_of_the_error_that_no_arm_has_is_not_in_the_legend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_the_error_that_no_arm_has_is_not_in_the_legend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[list[str]] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: told.append(
-        [text.get_text() for legend in figure.legends for text in legend.get_texts()]))  # fmt: skip
+
+    def png(figure: Figure) -> bytes:
+        told.append([text.get_text() for legend in figure.legends for text in legend.get_texts()])
+        return b""
+
+    monkeypatch.setattr(plots, "png", png)
     for method in (0.0, 0.1):
         shares = {"nvfp4 rtn": {"grid": 0.9, "scale": 0.1, "method": 0.0},
                   "nvfp4 gptq": {"grid": 0.9, "scale": 0.1 - method, "method": method}}  # fmt: skip
-        plots.save_entropy(dict.fromkeys(shares, (0.1, 0.0, 0.2)), shares, Path("unused.png"))
+        plots.save_entropy(dict.fromkeys(shares, (0.1, 0.0, 0.2)), shares, tmp_path / "entropy.png")
     assert told == [["grid", "scale"], ["grid", "scale", "method"]]
 
 

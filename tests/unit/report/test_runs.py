@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.record import checkpoint, samples_file
+from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.samples_file import Sample
 from qerl_lab.report import comparison
@@ -29,10 +29,10 @@ def test_report_resync_and_samples_agree_on_what_is_damaged(
 ) -> None:
     """resync would put what is left in the place of a whole mirror."""
     run = make_run(tmp_path / "run", "bf16", 0)
-    samples_file.append(run, [Sample(4, "7+5", "?", "12", {"answer": 1.0}, finished=True)])
+    RunDirectory(run).append_samples([Sample(4, "7+5", "?", "12", {"answer": 1.0}, finished=True)])
     if not is_done:
         (run / "DONE").unlink()
-        state = {"step": 4, "prompts_seen": 4, "run_key": "k", "config": {}, "device": "cpu", "dtype": "f"}
+        state = {"step": 4, "prompts_seen": 4, "config": {}}
         checkpoint.save(run / "checkpoints", state, lambda folder: (folder / "a").touch(), keep=1)
     assert "step 4" in format_step(run, None)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)

@@ -67,7 +67,7 @@ def test_a_batch_of_one_is_held_against_table_9_and_figure_11_at_its_rank(tmp_pa
     speed = made(tmp_path, rollouts("qwen2.5-14b", 1, 64), rollouts("qwen2.5-14b", 1, 128), rollouts(batch=64))
     found = cells(speed, 0, "qwen2.5-14b, 1, 64", "nvfp4")
     assert (found["paper: of BF16"], found["paper: of QLoRA"]) == (f"{86.0 / 61.2:.2f}", f"{86.0 / 42.8:.2f}")
-    assert found["paper: where"] == "Table 9, rank 64; Figure 11"
+    assert found["paper: where"] == "Table 9, Figure 11, rank 64"
     for elsewhere in ("qwen2.5-14b, 1, 128", "qwen2.5-7b, 64, 32"):
         assert cells(speed, 0, elsewhere, "nvfp4")["paper: of BF16"] == "-"
 
@@ -154,11 +154,8 @@ def test_the_dead_and_the_rows_that_lack_are_said(tmp_path: Path) -> None:
     result = rollouts()
     result["rows"][1] = {"arm": "nvfp4", "rank": 32, "died": "OutOfMemoryError: 3 GiB"}
     speed = made(tmp_path, result)
-    assert cells(speed, 0, "qwen2.5-7b, batch not reached", "nvfp4")["tokens/s"] == "died"
     assert "nvfp4, rank 32, died: OutOfMemoryError: 3 GiB; it has 2 of 3 requested rows" in speed.notes[0]
     assert "qwen2.5-7b 1 at 16, 1 at 32, 1 at 64, 2 at 16, 8 at 16;" in speed.tables[0].left_out
-    alone = made(tmp_path, {**steps(), "rows": [{"arm": "nvfp4", "rank": 32, "died": "x"}]})
-    assert cells(alone, 1, "qwen2.5-14b, 8", "nvfp4")["seconds"] == "died"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +166,7 @@ def test_the_dead_and_the_rows_that_lack_are_said(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_file_that_is_no_whole_result_is_left_out_and_said(tmp_path: Path, broken: str) -> None:
     speed = made(tmp_path, broken, rollouts())
-    assert "0.json is left out: no complete result of python -m qerl_lab.bench" in speed.notes[0]
+    assert "0.json: left out, no complete result of python -m qerl_lab.bench" in speed.notes[0]
     assert cells(speed, 0, "qwen2.5-7b, 8, 32", "nvfp4")["of BF16"] == "1.50"
     (tmp_path / "1.json").unlink()
     assert [len(table.rows) for table in made(tmp_path, broken).tables] == [1, 1, 1]
@@ -184,7 +181,8 @@ def test_a_table_without_a_row_is_a_line(tmp_path: Path) -> None:
 
 def test_nothing_given_nothing_there_and_no_result_in_a_folder(tmp_path: Path) -> None:
     assert speed_tables.tabulate_files([]) == Speed([], [speed_tables.WITHOUT])
-    assert "holds no result" in speed_tables.tabulate_files([tmp_path]).notes[0]
+    with pytest.raises(ConfigError, match=r"bench=.* holds no result\. Type a result of python -m"):
+        speed_tables.tabulate_files([tmp_path])
     with pytest.raises(ConfigError, match=r"bench=.*missing\.json is not there\. Type a result of python -m"):
         speed_tables.tabulate_files([tmp_path / "missing.json"])
 

@@ -9,7 +9,6 @@ from scipy.stats import binomtest, ttest_rel
 
 from qerl_lab.report import stats
 from qerl_lab.report.stats import (
-    crossed_interval,
     format_interval,
     over_seeds,
     p_value,
@@ -82,24 +81,24 @@ def test_paired_interval_needs_the_same_questions_two_at_least(before: pd.Series
 # --- of seeds and questions
 
 
-def test_crossed_interval_by_hand() -> None:
+def test_over_seeds_by_hand() -> None:
     """Seed means 0.2 and 0.4, question means 0.1, 0.3, 0.5, no rest: the questions' variance is 0.04 whole."""
     values = np.array([[0.0, 0.2, 0.4], [0.2, 0.4, 0.6]])
     half = math.sqrt((12.7062047 * math.sqrt(0.02 / 2)) ** 2 + 4.3026527**2 * 0.04 / 3)
-    assert crossed_interval(values) == pytest.approx((0.3, 0.3 - half, 0.3 + half), abs=1e-6)
+    assert over_seeds(values) == pytest.approx((0.3, 0.3 - half, 0.3 + half), abs=1e-6)
 
 
 def test_questions_that_differ_by_less_than_the_rest_add_nothing() -> None:
     """Question means are equal, so that Student's t over the seeds is all there is."""
     values = np.array([[0.0, 0.4], [0.6, 0.2]])
     half = 12.7062047 * math.sqrt(0.02 / 2)
-    assert crossed_interval(values) == pytest.approx((0.3, 0.3 - half, 0.3 + half), abs=1e-6)
+    assert over_seeds(values) == pytest.approx((0.3, 0.3 - half, 0.3 + half), abs=1e-6)
 
 
-@pytest.mark.parametrize("values", [np.zeros((1, 8)), np.zeros((8, 1)), np.zeros(8), [[0, math.nan], [0, 0]]])
-def test_crossed_interval_needs_two_seeds_two_questions_and_every_value(values: object) -> None:
-    with pytest.raises(ValueError, match="two of each at least, and every value"):
-        crossed_interval(values)
+@pytest.mark.parametrize("values", [np.zeros((1, 8)), np.zeros((8, 0)), np.zeros(8), [[0, math.nan], [0, 0]]])
+def test_over_seeds_needs_two_seeds_and_every_value(values: object) -> None:
+    with pytest.raises(ValueError, match="two seeds at least, and every value"):
+        over_seeds(values)
 
 
 SHARES = {  # standard deviations over seeds, over questions, of the rest
@@ -110,13 +109,13 @@ SHARES = {  # standard deviations over seeds, over questions, of the rest
 
 @pytest.mark.parametrize("seeds", [2, 3, 5, 10])
 @pytest.mark.parametrize("shares", SHARES)
-def test_crossed_interval_covers_the_truth_as_often_as_it_says(seeds: int, shares: str) -> None:
+def test_over_seeds_covers_the_truth_as_often_as_it_says(seeds: int, shares: str) -> None:
     """At least 95%, and not much more: never over 0.99 (1,000 draws: +-0.014)."""
     rng, (of_seed, of_question, rest) = np.random.default_rng(0), SHARES[shares]
     covered = 0
     for _ in range(1000):
         drawn = rng.normal(0, of_seed, (seeds, 1)) + rng.normal(0, of_question, 256)
-        _, low, high = crossed_interval(0.3 + drawn + rng.normal(0, rest, (seeds, 256)))
+        _, low, high = over_seeds(0.3 + drawn + rng.normal(0, rest, (seeds, 256)))
         covered += low <= 0.3 <= high
     assert 0.936 <= covered / 1000 <= 0.99
 
@@ -172,8 +171,8 @@ def test_the_p_value_and_the_interval_over_seeds_and_questions_agree() -> None:
     rng, seen = np.random.default_rng(0), set()
     for _ in range(200):
         values = rng.normal(0.3, 1, (1, 40)) + rng.normal(0, 0.2, (3, 1)) + rng.normal(0, 1, (3, 40))
-        _, low, high = crossed_interval(values)
-        found = p_value(lambda level, values=values: crossed_interval(values, level), 40)
+        _, low, high = over_seeds(values)
+        found = p_value(lambda level, values=values: over_seeds(values, level), 40)
         assert (found < 0.05) == (not low <= 0 <= high)
         seen.add(found < 0.05)
     assert seen == {True, False}

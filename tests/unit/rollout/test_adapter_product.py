@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Linear
 
 from packed_layers import BY_NAME
 from played_modules import play
@@ -59,7 +60,8 @@ def test_many_rows_by_unpacked_weights_have_weight_bias_and_adapter(name: str, b
     bias = torch.randn(sum(sizes)) if biased else None
     weights = [torch.randn(size, columns) * 10**part for part, size in enumerate(sizes)]
     packed = [(BY_NAME[name].quantize(weight), tuple(weight.shape)) for weight in weights]
-    parts = [PackedLinear(BY_NAME[name], held, shape, compute_dtype=torch.float32) for held, shape in packed]
+    parts = [PackedLinear(Linear(columns, size, bias=False), BY_NAME[name], held)
+             for size, (held, _) in zip(sizes, packed, strict=True)]  # fmt: skip
     dense = torch.cat([BY_NAME[name].dequantize(held, shape, torch.float32) for held, shape in packed]).double()
     start = x.double() @ dense.t() + (0 if bias is None else bias.double())
     y = unpacked_product(x, [part.decoder for part in parts], A, B, sizes, bias)

@@ -64,7 +64,7 @@ def one_adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_few_rows_and_many_have_the_bias_that_was_loaded(one_adapter: Any, rows: int, biased: bool) -> None:
     torch.manual_seed(0)
     packed = NVFP4.quantize(torch.randn(N, K))
-    own = PackedLinear(NVFP4, packed, (N, K), compute_dtype=torch.float32)
+    own = PackedLinear(torch.nn.Linear(K, N, bias=False), NVFP4, packed)
     dense, bias = NVFP4.dequantize(packed, (N, K), torch.float32), torch.randn(N)
     layer = nn.Module()
     layer.bias = nn.Parameter(bias.clone(), requires_grad=False)
@@ -85,7 +85,7 @@ def test_from_dense_rows_on_the_base_s_kernel_is_not_asked(one_adapter: Any, bia
     """The product is the trainer's to the bit: the same weights, and their global scale after the product."""
     torch.manual_seed(0)
     packed = NVFP4.quantize(torch.randn(N, K))
-    own = PackedLinear(NVFP4, packed, (N, K), compute_dtype=torch.float32)
+    own = PackedLinear(torch.nn.Linear(K, N, bias=False), NVFP4, packed)
     layer = nn.Module()
     layer.bias = nn.Parameter(torch.randn(N), requires_grad=False)
     own.bias = nn.Parameter(layer.bias.data.clone()) if biased else None

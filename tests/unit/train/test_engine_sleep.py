@@ -1,6 +1,5 @@
 """When a run lets its engine sleep: the trainer computes beside one that sleeps, and nobody asks it then."""
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from qerl_lab.aqn import Noise
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.rollout.engine import EngineFailed, Rollout
+from qerl_lab.rollout.engine import Rollout
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.system.exits import OK
 from qerl_lab.train import run as run_module
@@ -30,7 +29,7 @@ SETTINGS = {
 class Sleeper(TransformersEngine):
     """Knows whether it sleeps, and whether the trainer computed beside it."""
 
-    asleep, fails_at = False, 0
+    asleep = False
     calls: Counter[str]
 
     def __init__(self, policy: Policy, batch_size: int) -> None:
@@ -57,9 +56,6 @@ class Sleeper(TransformersEngine):
 
     def sleep(self) -> None:
         self.calls["sleep"] += 1
-        if self.calls["sleep"] == self.fails_at:
-            raise EngineFailed("the device is lost")
-        time.sleep(0.2)  # as one that waits for its device
         self.asleep = True
 
     def close(self) -> None:
@@ -88,12 +84,3 @@ def test_the_trainer_computes_only_beside_an_engine_that_sleeps(run: Callable) -
     assert Sleeper.calls["computed awake"] == 0
     assert Sleeper.calls["computed asleep"] > 10
     assert Sleeper.calls["rollout"] > Sleeper.calls["sleep"] == 2 + 2  # of the steps and of their noises' stages
-
-
-def test_an_engine_that_fails_to_sleep_is_built_again(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sleeper, "fails_at", 2)
-    directory = run(aqn__schedule="off", aqn__unit="sigma", eval__questions=0, eval__every=0)
-    restarts = [line["metrics"].get("rollout/engine_restarts") for line in directory.metrics()]
-    assert [count for count in restarts if count is not None] == [0, 1]
-    seconds = [line["metrics"]["seconds/sync"] for line in directory.metrics() if "seconds/sync" in line["metrics"]]
-    assert min(seconds) > 0.2, "sleeping counts among the seconds of the sync"

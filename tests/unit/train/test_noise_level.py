@@ -14,7 +14,7 @@ from qerl_lab.aqn import Noise, level
 from qerl_lab.aqn.solver import adapt_sigma
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import Sampling
+from qerl_lab.rollout.engine import EngineFailed, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts
@@ -23,7 +23,7 @@ from qerl_lab.train.step import sampling
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.training_data import Cursor, select
 from ranks_as_threads import threads
-from repeated import RESTARTS, lines_of
+from repeated import lines_of
 from rollouts import distributions
 
 KL = {
@@ -41,8 +41,8 @@ SETTINGS = {
 
 
 def metrics_of(runs: Runs) -> list[dict[str, float]]:
-    """Of each step, but for what varies and restarts."""
-    return [metrics for _, metrics in lines_of(runs.directory.path, [RESTARTS])]
+    """Of each step, but for what varies."""
+    return [metrics for _, metrics in lines_of(runs.directory.path)]
 
 
 def of(runs: Runs, name: str) -> list[float]:
@@ -145,11 +145,12 @@ def test_a_run_that_is_stopped_after_every_step_is_the_uninterrupted_one(finishe
     assert adapter(runs) == adapter(finished[kind])
 
 
-@pytest.mark.parametrize(("words", "call"), [("die@4", "second texts"), ("sync@2", "sync")])
-def test_an_engine_that_fails_while_sigma_is_found_changes_nothing(finished, new_runs, words: str, call: str) -> None:
+@pytest.mark.parametrize(("words", "saved"), [("die@4", 2), ("sync@2", 0)], ids=["second texts", "sync"])
+def test_an_engine_that_fails_while_sigma_is_found_changes_nothing(finished, new_runs, words: str, saved: int) -> None:
     runs = new_runs(**KL)
-    assert runs.run(words) == OK
-    assert sum(line["metrics"][RESTARTS] for line in runs.directory.metrics()) == 1, call
+    with pytest.raises(EngineFailed, match=f"{saved} of 4 steps are saved"):
+        runs.run(words)
+    assert runs.run() == OK
     assert metrics_of(runs) == metrics_of(finished["kl"])
     assert adapter(runs) == adapter(finished["kl"])
 

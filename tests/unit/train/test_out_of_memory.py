@@ -58,8 +58,6 @@ def test_a_cache_that_sleeps_is_nobodys(tiny, build_policy, monkeypatch) -> None
     assert "kv_cache" not in said
     assert "rollout.vllm.sleep" not in said
     assert "micro_batch_size lower" in said
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 100 * GIB)  # of an engine before this one
-    assert sum(bytes_by_owner(policy, held).values()) == 80 * GIB
 
 
 @pytest.mark.parametrize(

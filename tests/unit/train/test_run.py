@@ -1,6 +1,5 @@
 """The engine of a run, from its building to its closing."""
 
-import errno
 import json
 import shutil
 from pathlib import Path
@@ -70,25 +69,6 @@ def test_the_kernels_that_the_engine_took_are_recorded(
     monkeypatch.setattr(run_module, "conclude", lambda *_: None)
     run_module.run(tiny(eval__questions=0), directory := RunDirectory(tmp_path), Stop())
     assert directory.environment()["linear_backend"] == taken
-
-
-def test_checkpoints_that_cannot_be_removed_leave_a_run_done(tiny, tmp_path: Path, monkeypatch, capsys) -> None:
-    """Its record is whole: FAILED beside DONE would say that it is not."""
-    directory = RunDirectory(tmp_path / "a run")
-    cfg = tiny(steps=1, eval__questions=0, checkpoint__keep=0, run_dir=str(directory.path))
-    directory.claim(cfg, Typed("the command"))
-
-    def busy(path: Path) -> None:
-        raise OSError(errno.EBUSY, "Device or resource busy", f"{path}/step-000001/.nfs01")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", busy)
-        assert run_module.run(cfg, directory, Stop()) == OK
-    assert directory.status == "done"
-    said = capsys.readouterr()
-    assert f"(Device or resource busy: {directory.checkpoints}/step-000001/.nfs01)" in said.err
-    assert f"Type rm -r '{directory.checkpoints}'" in said.err
-    assert "run directory:" in said.out
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def test_a_rank_that_waits_for_the_slowest_books_it_as_waiting(setting) -> None:
 
 
 def clock_of(ranks: Ranks) -> Clock:
-    return Clock(lambda: None, lambda: ranks.waited)
+    return Clock(lambda: None, ranks)
 
 
 class Dies(ScriptedEngine):

@@ -58,7 +58,7 @@ class Run:
         self.steps: list[tuple[int, dict[str, float]]] = []
         cursor = Cursor(self.data, saved.prompts_seen if saved else 0)
         self.trainer = LabTrainer(cfg, policy, self.engine, cursor, folder, lambda *step: self.keep(*step), stop)
-        self.trainer.before_save = lambda: {"run_key": "", "config": {}, "device": "cpu", "dtype": "torch.float32"}
+        self.trainer.before_save = lambda: {"config": {}}
         prepare(self)
         self.trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
 
