@@ -1,6 +1,5 @@
 """Checkpoints on a GPU: loading stays small, packs the bits that a CPU packs, and vLLM computes the same with them."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from qerl_lab.model.linear import PackedLinear, weight_bytes
 from qerl_lab.model.loading import load_model, stored_as
 from qerl_lab.model.weight_files import WeightFiles
 from small_checkpoints import equal, write_dense, write_packed
+from vllm_engines import NEEDS_VLLM
 
 pytestmark = pytest.mark.gpu
 
@@ -126,7 +126,7 @@ def vllm_logprobs(folder: Path, prompts: list[list[int]], scratch: Path) -> Tens
     return torch.tensor(json.loads(out.read_text()))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+@NEEDS_VLLM
 @pytest.mark.parametrize("name", FORMATS)
 def test_vllm_computes_the_same_from_the_same_directory(tmp_path: Path, name: str) -> None:
     model = random_model(vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=4)

@@ -1,6 +1,6 @@
 """The dense products of one adapter in vLLM, on the CPU, against PEFT and against vLLM's own LoRA.
 
-tests/gpu/test_one_adapter_gpu.py has the packed formats.
+tests/gpu/test_vllm_engine.py has the packed formats, and CUDA graphs.
 """
 
 import os
