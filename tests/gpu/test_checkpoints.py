@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+import load_elsewhere
 from packed_layers import BF16, BY_NAME, MXFP4, NF4, NVFP4
 from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.formats.nf4 import Nf4
@@ -117,13 +118,14 @@ def own_logprobs(folder: Path, name: str, prompts: list[list[int]]) -> Tensor:
 
 
 def vllm_logprobs(folder: Path, prompts: list[list[int]], scratch: Path) -> Tensor:
-    asked, out = scratch / "prompts.json", scratch / "logprobs.json"
-    asked.write_text(json.dumps(prompts))
-    script = Path(__file__).with_name("vllm_logprobs.py")
-    command = [sys.executable, str(script), str(folder), str(asked), str(out)]
+    asked, out = scratch / "job.json", scratch / "logprobs.json"
+    # The cache is fixed, so that vLLM need not measure memory that others use too.
+    how = {"dtype": "bfloat16", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**29}
+    asked.write_text(json.dumps({"prompts": prompts, "models": [[str(folder), None]], "vllm": how}))
+    command = [sys.executable, load_elsewhere.__file__, "vllm", str(asked), str(out)]
     ran = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=400)
     assert ran.returncode == 0, f"vLLM could not serve {folder}:\n{ran.stdout[-3000:]}\n{ran.stderr[-6000:]}"
-    return torch.tensor(json.loads(out.read_text()))
+    return torch.tensor(json.loads(out.read_text())[0])
 
 
 @NEEDS_VLLM
