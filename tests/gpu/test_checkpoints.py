@@ -1,6 +1,5 @@
 """Checkpoints on a GPU: loading stays small, packs the bits that a CPU packs, and vLLM computes the same with them."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+import load_elsewhere
 from packed_layers import BF16, BY_NAME, MXFP4, NF4, NVFP4
 from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.formats.nf4 import Nf4
@@ -20,6 +20,7 @@ from qerl_lab.model.linear import PackedLinear, weight_bytes
 from qerl_lab.model.loading import load_model, stored_as
 from qerl_lab.model.weight_files import WeightFiles
 from small_checkpoints import equal, write_dense, write_packed
+from vllm_engines import NEEDS_VLLM
 
 pytestmark = pytest.mark.gpu
 
@@ -117,16 +118,17 @@ def own_logprobs(folder: Path, name: str, prompts: list[list[int]]) -> Tensor:
 
 
 def vllm_logprobs(folder: Path, prompts: list[list[int]], scratch: Path) -> Tensor:
-    asked, out = scratch / "prompts.json", scratch / "logprobs.json"
-    asked.write_text(json.dumps(prompts))
-    script = Path(__file__).with_name("vllm_logprobs.py")
-    command = [sys.executable, str(script), str(folder), str(asked), str(out)]
+    asked, out = scratch / "job.json", scratch / "logprobs.json"
+    # The cache is fixed, so that vLLM need not measure memory that others use too.
+    how = {"dtype": "bfloat16", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**29}
+    asked.write_text(json.dumps({"prompts": prompts, "models": [[str(folder), None]], "vllm": how}))
+    command = [sys.executable, load_elsewhere.__file__, "vllm", str(asked), str(out)]
     ran = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=400)
     assert ran.returncode == 0, f"vLLM could not serve {folder}:\n{ran.stdout[-3000:]}\n{ran.stderr[-6000:]}"
-    return torch.tensor(json.loads(out.read_text()))
+    return torch.tensor(json.loads(out.read_text())[0])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+@NEEDS_VLLM
 @pytest.mark.parametrize("name", FORMATS)
 def test_vllm_computes_the_same_from_the_same_directory(tmp_path: Path, name: str) -> None:
     model = random_model(vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=4)

@@ -1,6 +1,5 @@
 """Correction and mismatch on a GPU, in bfloat16: the one forward against TRL's two, and kernels apart from noise."""
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from qerl_lab import rollout
 from qerl_lab.config.schema import RunConfig
 from trained import Jittered, train
+from vllm_engines import NEEDS_VLLM
 
 pytestmark = pytest.mark.gpu
 
@@ -38,11 +38,7 @@ def test_gradients_are_those_of_trls_correction(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(
-    "engine",
-    ["transformers", pytest.param("vllm", marks=pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="needs vLLM"))],
-)  # fmt: skip
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=NEEDS_VLLM)])
 def test_noise_parts_sampler_and_trainer_and_leaves_the_kernels_gap(
     engine: str, name: str, tiny, build_policy: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -4,7 +4,6 @@ tests/gpu/test_vllm_engine.py holds the engine over a shared base to what it hol
 """
 
 import gc
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from packed_layers import NVFP4
 from qerl_lab import rollout
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.formats.format import Decoder
 from qerl_lab.formats.marlin import CODES, SCALE, Marlin, part
 from qerl_lab.formats.nvfp4 import DIVISOR
 from qerl_lab.formats.tiles import TILES, Tiles, pack
@@ -25,10 +23,9 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, Sampling
 from qerl_lab.rollout.vllm import one_copy
 from small_checkpoints import equal, write_random
+from vllm_engines import NEEDS_VLLM
 
-pytestmark = [
-    pytest.mark.gpu, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
-]  # fmt: skip
+pytestmark = [pytest.mark.gpu, NEEDS_VLLM]
 
 
 def packed_by_vllm(packed: dict[str, Tensor]) -> nn.Module:
@@ -63,41 +60,31 @@ def test_the_tensors_that_vllm_packs_unpack_to_every_bit(shape: tuple[int, int],
         assert equal(form.decoder(held, shape).unpack(dtype), NVFP4.decoder(packed, shape).unpack(dtype))
 
 
-def test_unpacking_a_part_of_marlin_s_form_allocates_the_result_alone() -> None:
-    """Of gate and up of Qwen2.5-7B, one layer of vLLM's: no row-major copy is made on the way to the same bits."""
+@pytest.mark.parametrize("name", ["marlin", "tiles"])
+def test_unpacking_a_part_of_a_layer_allocates_the_result_alone(name: str) -> None:
+    """Of gate and up of Qwen2.5-7B, one layer of vLLM's. Of tiles' 296 blocks of rows up begins within one of five."""
     rows, columns = 18944, 3584
     packed = NVFP4.quantize(torch.randn((2 * rows, columns), device="cuda"))
-    layer = packed_by_vllm(packed)
-    form = Marlin(one_copy.boost(packed[DIVISOR], layer.weight_global_scale))
-    held = {CODES: layer.weight.data, SCALE: layer.weight_scale.data, DIVISOR: packed[DIVISOR]}
+    if name == "marlin":
+        layer = packed_by_vllm(packed)
+        whole = {CODES: layer.weight.data, SCALE: layer.weight_scale.data, DIVISOR: packed[DIVISOR]}
+    else:
+        whole = {TILES: pack(packed["weight_packed"], packed["weight_scale"], 5), DIVISOR: packed[DIVISOR]}
     expected = NVFP4.decoder(packed, (2 * rows, columns)).unpack(torch.bfloat16)
     for first in (0, rows):
-        own = unpacked_alone(form.decoder(part(held, first, rows), (rows, columns)))
+        if name == "marlin":
+            form, held = Marlin(one_copy.boost(packed[DIVISOR], layer.weight_global_scale)), part(whole, first, rows)
+        else:
+            form, held = Tiles(first, rows, columns), whole
+        decoder, before = form.decoder(held, (rows, columns)), torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        own = decoder.unpack(torch.bfloat16)
+        assert torch.cuda.max_memory_allocated() - before == own.nbytes
         assert equal(own, expected[first : first + rows])
-
-
-def test_unpacking_a_part_of_tiles_allocates_the_result_alone() -> None:
-    """Likewise; of 296 blocks of rows up begins within a tile of five."""
-    rows, columns = 18944, 3584
-    packed = NVFP4.quantize(torch.randn((2 * rows, columns), device="cuda"))
-    held = {TILES: pack(packed["weight_packed"], packed["weight_scale"], 5), DIVISOR: packed[DIVISOR]}
-    expected = NVFP4.decoder(packed, (2 * rows, columns)).unpack(torch.bfloat16)
-    for first in (0, rows):
-        form = Tiles(first, rows, columns)
-        own = unpacked_alone(form.decoder(held, (rows, columns)))
-        assert equal(own, expected[first : first + rows])
+        del own
         stored = form.stored(held)
         for key in ("weight_packed", "weight_scale"):
             assert equal(stored[key], packed[key][first : first + rows])
-
-
-def unpacked_alone(decoder: Decoder) -> Tensor:
-    """The weight in bfloat16, for which no other memory was taken than its own."""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    own = decoder.unpack(torch.bfloat16)
-    assert torch.cuda.max_memory_allocated() - before == own.nbytes
-    return own
 
 
 @pytest.fixture(scope="module")

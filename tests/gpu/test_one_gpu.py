@@ -1,7 +1,8 @@
-"""Of several GPUs a run takes one and says which. Needs a machine with two."""
+"""Of several GPUs a run takes one and says which; one that MPS shares is known."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +32,21 @@ def test_the_first_visible_gpu_alone_trains(tmp_path: Path, visible: str | None,
     assert f", on cuda:0 ({name})" in ran.stdout
     assert len(json.loads((tmp_path / "run" / "env.json").read_text())["gpus"]) == 1
     assert json.loads((tmp_path / "run" / "DONE").read_text())["steps"] == 2
+
+
+@pytest.mark.skipif(shutil.which("nvidia-cuda-mps-control") is None, reason="needs NVIDIA's MPS")
+def test_the_driver_says_whether_mps_shares_the_gpu(tmp_path: Path) -> None:
+    """Where it does, `fp4_tiles` is not taken: launches of two processes would wait for each other's blocks."""
+    ask = "from qerl_lab.rollout.vllm import fp4_tiles; print(fp4_tiles.shared_by_mps())"
+    command = [sys.executable, "-c", f"import torch; torch.zeros(1, device='cuda'); {ask}"]
+
+    def told(environment: dict[str, str]) -> str:
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+
+    daemon = os.environ | {f"CUDA_MPS_{what}_DIRECTORY": str(tmp_path / what.lower()) for what in ("PIPE", "LOG")}
+    assert told(dict(os.environ)) == "False"
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], env=daemon, check=True)
+    try:
+        assert told(daemon) == "True"
+    finally:
+        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", env=daemon, text=True)

@@ -20,10 +20,10 @@ PACKED = [NVFP4, MXFP4, Nf4(True), Nf4(False)]
 each_packed = pytest.mark.parametrize("weight_format", PACKED, ids=repr)
 
 
-def layer(weight_format: Format, dtype: torch.dtype, lora: bool) -> nn.Module:
+def layer(weight_format: Format, dtype: torch.dtype, lora: bool, dense: nn.Linear | None = None) -> nn.Module:
     torch.manual_seed(0)
-    packed = packed_from(nn.Linear(K, N).to(dtype), weight_format)
-    model = nn.Sequential(packed, nn.LayerNorm(N, dtype=dtype))
+    packed = packed_from(dense or nn.Linear(K, N).to(dtype), weight_format)
+    model = nn.Sequential(packed, nn.LayerNorm(packed.out_features, dtype=dtype))
     if lora:
         config = LoraConfig(r=8, target_modules=["0"])
         register_lora(config)
@@ -85,14 +85,8 @@ def test_compiled_by_inductor(weight_format: Format, lora: bool, autocast: bool)
 @each_packed
 @pytest.mark.parametrize("lora", [False, True], ids=["linear", "lora"])
 def test_nothing_dense_is_kept_and_checkpointing_changes_nothing(weight_format: Format, lora: bool) -> None:
-    torch.manual_seed(0)
     big = nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16, device="cuda")
-    model = nn.Sequential(packed_from(big, weight_format), nn.LayerNorm(4096))
-    if lora:
-        config = LoraConfig(r=8, target_modules=["0"])
-        register_lora(config)
-        inject_adapter_in_model(config, model)
-    module = model[0].cuda()
+    module = layer(weight_format, torch.bfloat16, lora, big).cuda()
     x = torch.randn(16, 4096, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     expected = gradients(module, x)  # allocates what the libraries keep
     del expected

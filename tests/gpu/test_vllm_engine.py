@@ -2,7 +2,6 @@
 
 import gc
 import hashlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,9 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.rollout.vllm.backends import humming_races
-from small_checkpoints import write_random
-from vllm_engines import config, prompts, told, trainer_logprobs
+from vllm_engines import NEEDS_VLLM, config, prompts, told, trainer_gap, trainer_logprobs
 
-pytestmark = [
-    pytest.mark.gpu, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
-]  # fmt: skip
+pytestmark = [pytest.mark.gpu, NEEDS_VLLM]
 
 FORMATS = ["nvfp4", "mxfp4", "nf4", "bf16"]
 # Nats a token between sampler and trainer, which order their bfloat16 sums differently: mean and largest of 4,096.
@@ -46,11 +42,6 @@ class Built:
     def sample(self, sampling: Sampling = SAMPLING, group_size: int | None = None) -> Rollout:
         """64 completions."""
         return self.engine.generate(self.prompts, group_size or 4, sampling)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random(tmp_path_factory.mktemp("dense"))
 
 
 WAYS = [
@@ -89,10 +80,6 @@ def clean_norms(policy: Policy) -> dict[str, Tensor]:
     return CLEAN.onto_norms(policy.clean_norms)
 
 
-def gap(built: Built, out: Rollout, norms: dict[str, Tensor]) -> Tensor:
-    return (told(out) - trainer_logprobs(built.policy, out, norms)).abs()
-
-
 @pytest.mark.parametrize("noise", [CLEAN, NOISE], ids=["clean", "noisy"])
 def test_sampler_and_trainer_agree_on_the_same_norms(built: Built, noise: Noise) -> None:
     built.engine.sync(noise)
@@ -118,20 +105,22 @@ def test_log_probs_follow_adapter_and_noise_and_return(built: Built) -> None:
     weights = [parameter for name, parameter in policy.model.named_parameters() if "lora_B" in name]
     built.engine.sync(NOISE)
     out = built.sample()
-    right, wrong = (gap(built, out, norms).mean() for norms in (built.engine.norms(), clean_norms(policy)))
+    right, wrong = (
+        trainer_gap(built.policy, out, norms).mean() for norms in (built.engine.norms(), clean_norms(policy))
+    )
     assert right < BAND_MEAN
     assert wrong > 2 * right
     for weight in weights:
         weight.data.mul_(-1)
     built.engine.sync(CLEAN)
     turned = built.sample()
-    right = gap(built, turned, clean_norms(policy)).mean()
+    right = trainer_gap(policy, turned, clean_norms(policy)).mean()
     assert right < BAND_MEAN
     for weight in weights:
         weight.data.mul_(-1)
-    assert gap(built, turned, clean_norms(policy)).mean() > 2 * right
+    assert trainer_gap(policy, turned, clean_norms(policy)).mean() > 2 * right
     built.engine.sync(CLEAN)
-    assert gap(built, built.sample(), clean_norms(policy)).mean() < BAND_MEAN
+    assert trainer_gap(built.policy, built.sample(), clean_norms(policy)).mean() < BAND_MEAN
 
 
 def test_the_noise_is_that_of_the_step_and_never_accumulates(built: Built) -> None:
@@ -205,7 +194,7 @@ def test_many_rows_go_through_unpacked_weights(built: Built, monkeypatch: pytest
         monkeypatch.setattr(module, "unpacked_product", spy)
     built.engine.sync(CLEAN)
     out = built.sample(Sampling(1, seed=1), group_size=1)
-    far = gap(built, out, clean_norms(built.policy))
+    far = trainer_gap(built.policy, out, clean_norms(built.policy))
     assert far.mean() < BAND_MEAN
     assert far.max() < BAND_MAX
     unpacks = built.way != "request" and "dense_rows" not in built.way and built.cfg.format.name != "bf16"

@@ -1,6 +1,5 @@
 """A real server on the GPU, in every format: packed by the command that its line names, near the trainer, led by it."""
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,19 +13,12 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.rollout.engine import Sampling
 from rollouts import distributions, gap
-from small_checkpoints import write_random
+from vllm_engines import NEEDS_VLLM
 
-pytestmark = [
-    pytest.mark.gpu, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
-]  # fmt: skip
+pytestmark = [pytest.mark.gpu, NEEDS_VLLM]
 
 BAND_MAX = 0.15  # nats between the server in bfloat16 and the policy in float64, the largest of 512 tokens
 NOISE = Noise(0.05, seed=0, step=1)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random(tmp_path_factory.mktemp("dense"))
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "bf16"])

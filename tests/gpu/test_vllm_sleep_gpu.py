@@ -1,6 +1,5 @@
 """vLLM's engine before it sleeps, asleep and awake again: the same policy, and a cache that held no memory."""
 
-import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,12 +16,9 @@ from qerl_lab.config.units import GIB
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import ASLEEP, Rollout, Sampling
 from rollouts import rows
-from small_checkpoints import write_random
-from vllm_engines import config, prompts, told, trainer_logprobs
+from vllm_engines import NEEDS_VLLM, config, prompts, trainer_gap
 
-pytestmark = [
-    pytest.mark.gpu, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
-]  # fmt: skip
+pytestmark = [pytest.mark.gpu, NEEDS_VLLM]
 
 CACHE_GIB = 2.0
 BAND_MEAN = 0.06  # nats a token between sampler and trainer, as in test_vllm_engine.py
@@ -44,11 +40,6 @@ class Built:
 
     def lora_B(self) -> list[Tensor]:
         return [weight.data for name, weight in self.policy.model.named_parameters() if "lora_B" in name]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random(tmp_path_factory.mktemp("dense"))
 
 
 @pytest.fixture(scope="module", params=WAYS, ids="_".join)
@@ -91,8 +82,7 @@ def apart(one: Rollout, other: Rollout) -> Tensor:
 
 
 def gap(built: Built, out: Rollout, norms: dict[str, Tensor]) -> float:
-    """Mean nats a token between the sampler and the policy's own modules with these norms."""
-    return (told(out) - trainer_logprobs(built.policy, out, norms)).abs().mean().item()
+    return trainer_gap(built.policy, out, norms).mean().item()
 
 
 def base_sum(built: Built) -> list[float]:
@@ -171,14 +161,6 @@ def test_the_memory_of_the_cache_is_free_meanwhile(built: Built) -> None:
         assert ASLEEP not in built.engine.held()
         built.sample()
     assert abs(free_bytes() - before) < 0.1 * GIB, "it leaks"
-
-
-def test_a_rollout_wakes_it_without_a_sync(built: Built) -> None:
-    built.engine.sync(NOISE)
-    out = built.sample()
-    built.engine.sleep()
-    built.engine.sleep()
-    assert apart(out, built.sample()).mean() < NEAR_MEAN
 
 
 def test_it_is_closed_asleep_and_another_takes_its_place(built: Built) -> None:

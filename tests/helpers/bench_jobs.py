@@ -50,12 +50,9 @@ class FakeSampler:
 def fake_llm(blocks: int = 1000) -> Any:
     """Return the parts of vLLM's object that `bench.rollout` reads."""
     cache = SimpleNamespace(
-        enable_prefix_caching=True,
-        cache_dtype="auto",
-        num_gpu_blocks=blocks,
-        block_size=16,
+        enable_prefix_caching=True, cache_dtype="auto", num_gpu_blocks=blocks, block_size=16,
         kv_cache_memory_bytes=2**30,
-    )
+    )  # fmt: skip
     scheduler = SimpleNamespace(
         max_num_seqs=4, max_num_batched_tokens=2048, enable_chunked_prefill=True, async_scheduling=True
     )

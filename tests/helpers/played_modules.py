@@ -1,7 +1,10 @@
 """Fake modules, for code that imports a package which is not installed."""
 
+import importlib
+import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -13,3 +16,18 @@ def play(monkeypatch: pytest.MonkeyPatch, modules: Mapping[str, Mapping[str, Any
     for name, names in modules.items():
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[name]).update(names)
+
+
+@contextmanager
+def imported_over(
+    monkeypatch: pytest.MonkeyPatch, name: str, modules: Mapping[str, Mapping[str, Any]]
+) -> Iterator[ModuleType]:
+    """Yield the module `name`, imported over vLLM if that is installed, else over these fake modules."""
+    if importlib.util.find_spec("vllm") is not None:
+        yield importlib.import_module(name)
+        return
+    play(monkeypatch, modules)
+    yield importlib.import_module(name)
+    package, _, leaf = name.rpartition(".")
+    del sys.modules[name]
+    vars(sys.modules[package]).pop(leaf, None)

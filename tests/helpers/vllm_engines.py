@@ -1,9 +1,11 @@
 """Shared parts of GPU tests of vLLM's engine: configuration, prompts, and the trainer's log-probs of a rollout."""
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Rollout
 from rollouts import rows
 
+NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 DENSE_ROWS = 16  # below the initial batch and above the last rows of a rollout
 
 BACKENDS = "fp4_tiles", "humming"
@@ -56,3 +59,8 @@ def trainer_logprobs(policy: Policy, out: Rollout, norms: dict[str, Tensor]) -> 
 def told(out: Rollout) -> Tensor:
     """Return the sampler's own log-probs: [tokens]."""
     return torch.tensor([logprob for _, _, logprobs in rows(out) for logprob in logprobs])
+
+
+def trainer_gap(policy: Policy, out: Rollout, norms: dict[str, Tensor]) -> Tensor:
+    """Return the nats between the sampler and the policy's own modules with these norms: [tokens]."""
+    return (told(out) - trainer_logprobs(policy, out, norms)).abs()

@@ -1,5 +1,6 @@
 """Engines that each break the contract in one way; tests/unit/rollout/test_contract.py must detect them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -44,47 +45,29 @@ class ReadsPadding(Wrong):
         return [[self.policy.tokenizer.pad_token_id] * (longest - len(ids)) + ids for ids in prompt_ids_P]
 
 
-class ForgetsTheTemperature(Wrong):
-    def sampling(self, sampling: Sampling) -> Sampling:
-        return replace(sampling, temperature=1.0)
+def asking(name: str, change: Callable[[Sampling], Sampling]) -> type[Wrong]:
+    """Return an engine that samples otherwise than it is asked."""
+    return type(name, (Wrong,), {"sampling": lambda self, sampling: change(sampling)})
 
 
-class DrawsFlatter(Wrong):
-    """Returns the log-probs of another temperature than it samples at."""
-
-    def sampling(self, sampling: Sampling) -> Sampling:
-        return replace(sampling, temperature=1.3 * sampling.temperature)
-
-
-class ForgetsTheNucleus(Wrong):
-    def sampling(self, sampling: Sampling) -> Sampling:
-        return replace(sampling, top_p=1.0)
-
-
-class DrawsWhenGreedy(Wrong):
-    def sampling(self, sampling: Sampling) -> Sampling:
-        return replace(sampling, temperature=sampling.temperature or 1.0)
-
-
-class DrawsASeed(Wrong):
-    def sampling(self, sampling: Sampling) -> Sampling:
-        return replace(sampling, seed=int(torch.randint(1 << 30, ())))
+ForgetsTheTemperature = asking("ForgetsTheTemperature", lambda how: replace(how, temperature=1.0))
+# Tells the log-probs of another temperature than it samples at.
+DrawsFlatter = asking("DrawsFlatter", lambda how: replace(how, temperature=1.3 * how.temperature))
+ForgetsTheNucleus = asking("ForgetsTheNucleus", lambda how: replace(how, top_p=1.0))
+DrawsWhenGreedy = asking("DrawsWhenGreedy", lambda how: replace(how, temperature=how.temperature or 1.0))
+DrawsASeed = asking("DrawsASeed", lambda how: replace(how, seed=int(torch.randint(1 << 30, ()))))
 
 
 class CallsAnEndAtTheLimitALength(TransformersEngine):
-    def generate(
-        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
-    ) -> Rollout:
-        out = super().generate(prompt_ids_P, group_size, sampling, on_done)
+    def generate(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> Rollout:
+        out = super().generate(prompt_ids_P, group_size, sampling)
         reasons = [["length" if len(ids) == sampling.max_tokens else "stop" for ids in group]
                    for group in out.completion_ids_P_G]  # fmt: skip
         return replace(out, finish_reasons_P_G=reasons)
 
 
 class CountsPrompts(TransformersEngine):
-    def generate(
-        self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
-    ) -> Rollout:
+    def generate(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone) -> Rollout:
         on_done(len(prompt_ids_P))
         return super().generate(prompt_ids_P, group_size, sampling)
 

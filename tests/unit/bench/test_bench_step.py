@@ -1,6 +1,5 @@
 """Whole steps of the lab's trainer and of TRL's, at test size on the CPU."""
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ from bench_jobs import ARCHITECTURE, job
 from qerl_lab.bench import arm_processes, grpo_step, lab, one_arm, stock_trl
 from qerl_lab.bench.bench_options import StepOptions
 from qerl_lab.record.metrics import PHASES
+from vllm_engines import NEEDS_VLLM
 
 LAB = "nvfp4 rollout.engine=transformers"
 ON_CPU = "use_vllm=false use_cpu=true bf16=false"  # on a CPU vLLM drops what TRL would write its weights into
 ON_VLLM = "bf16 rollout.vllm.enforce_eager=true model.dtype=bfloat16"
-NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 TRL, QLORA = f"bf16_trl {ON_CPU}", f"qlora_trl {ON_CPU}"
 
 

@@ -1,8 +1,5 @@
 """The operation that adds the adapter's product, against the same in float64, and the scaling it is given."""
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 from unittest.mock import Mock
@@ -13,7 +10,7 @@ from torch import Tensor
 from torch.nn import Linear
 
 from packed_layers import BY_NAME
-from played_modules import play
+from played_modules import imported_over
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.rollout.vllm.product import add_adapter, unpacked_product
 
@@ -70,17 +67,12 @@ def test_many_rows_by_unpacked_weights_have_weight_bias_and_adapter(name: str, b
 
 @pytest.fixture
 def adapter_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """`qerl_lab.rollout.vllm.adapter`, also without vLLM."""
-    name = "qerl_lab.rollout.vllm.adapter"
-    if importlib.util.find_spec("vllm") is not None:
-        yield importlib.import_module(name)
-        return
-    play(monkeypatch, {
+    played = {
         "vllm": {"LLM": object}, "vllm.lora": {}, "vllm.lora.request": {"LoRARequest": object},
         "qerl_lab.rollout.vllm.one_adapter": {"AdapterBuffers": object},
-    })  # fmt: skip
-    yield importlib.import_module(name)
-    del sys.modules[name], sys.modules["qerl_lab.rollout.vllm"].adapter
+    }  # fmt: skip
+    with imported_over(monkeypatch, "qerl_lab.rollout.vllm.adapter", played) as module:
+        yield module
 
 
 @pytest.mark.parametrize(("alpha", "scaling"), [(None, 1.0), (8.0, 2.0)])

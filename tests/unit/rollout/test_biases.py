@@ -3,9 +3,6 @@
 Where vLLM is not installed a few names play it.
 """
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from packed_layers import NVFP4
-from played_modules import play
+from played_modules import imported_over
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats import tiles
 from qerl_lab.model.linear import PackedLinear
@@ -51,12 +48,8 @@ class Kernel:
 
 @pytest.fixture
 def one_adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    installed = importlib.util.find_spec("vllm") is not None
-    if not installed:
-        play(monkeypatch, NAMES)
-    yield importlib.import_module("qerl_lab.rollout.vllm.one_adapter")
-    if not installed:
-        sys.modules.pop("qerl_lab.rollout.vllm.one_adapter", None)
+    with imported_over(monkeypatch, "qerl_lab.rollout.vllm.one_adapter", NAMES) as module:
+        yield module
 
 
 @pytest.mark.parametrize("rows", [3, UNPACK_ROWS])

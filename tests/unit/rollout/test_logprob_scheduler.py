@@ -3,7 +3,6 @@
 test_contract.py has vLLM's own, where vLLM is installed.
 """
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,9 +85,3 @@ def test_it_is_the_scheduler_that_vllm_would_have_taken(kept: Any, is_async: boo
 def test_completions_have_vllms_names() -> None:
     assert logprob_scheduler.completion_names("3-5af0", 1) == ["3-5af0"]
     assert logprob_scheduler.completion_names("3-5af0", 2) == ["0_3-5af0", "1_3-5af0"]
-
-
-def test_vllms_line_about_a_scheduler_of_ones_own_is_left_out_and_no_other() -> None:
-    lines = ["Using custom scheduler class %s. This scheduler interface is not public", "Chunked prefill is off"]
-    records = [logging.LogRecord("vllm", logging.WARNING, "", 0, line, ("x",), None) for line in lines]
-    assert [logprob_scheduler.is_no_custom_class_warning(record) for record in records] == [False, True]

@@ -1,6 +1,6 @@
-"""The dense products of one adapter in vLLM, on the CPU, against PEFT and against vLLM's own LoRA.
+"""The dense products of one adapter in vLLM, on the CPU, against PEFT.
 
-tests/gpu/test_one_adapter_gpu.py has the packed formats.
+tests/gpu/test_vllm_engine.py has the packed formats, and CUDA graphs.
 """
 
 import os
@@ -18,7 +18,6 @@ pytest.importorskip("vllm")
 from vllm import LLM, SamplingParams
 from vllm.config import LoadConfig, ModelConfig
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.weight_utils import get_quant_config
 
 from packed_layers import BY_NAME
@@ -60,10 +59,10 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def logprobs(llm: LLM, request: LoRARequest | None = None) -> Tensor:
+def logprobs(llm: LLM) -> Tensor:
     """Return the log-probs of the tokens of `IDS` after the first."""
     how = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
-    out = llm.generate([{"prompt_token_ids": IDS}], how, use_tqdm=False, lora_request=request)[0]
+    out = llm.generate([{"prompt_token_ids": IDS}], how, use_tqdm=False)[0]
     return torch.tensor([at[token].logprob for at, token in zip(out.prompt_logprobs[1:], IDS[1:], strict=True)])
 
 

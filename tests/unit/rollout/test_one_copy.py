@@ -59,35 +59,25 @@ def storages(model: nn.Module) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("wrapped", "form", "parts"),
+    [(False, in_marlin, [CODES, SCALE]), (True, in_marlin, [CODES, SCALE]), (False, in_tiles, [TILES])],
+)
 def test_a_shared_layer_computes_with_the_same_bits_and_holds_no_weight_of_its_own(
-    policy: Policy, wrapped: bool
+    policy: Policy, wrapped: bool, form: Form, parts: list[str]
 ) -> None:
-    before, engine = gradients(policy), engine_of(policy, wrapped)
+    layers = one_copy.layers_of(policy)
+    before, size = gradients(policy), sum(layer.packed_bytes() for layer in layers.values())
+    engine = engine_of(policy, wrapped, form)
     assert one_copy.share(policy, engine) == []
     after = gradients(policy)
     assert len(before) == len(after) > 20
     assert all(equal(a, b) for a, b in zip(before, after, strict=True))
-    for layer in one_copy.layers_of(policy).values():
+    for layer in layers.values():
         held = layer.held()
-        assert {held[key].untyped_storage().data_ptr() for key in (CODES, SCALE)} <= storages(engine)
-        assert sum(tensor.nbytes for tensor in layer.buffers()) == layer.packed_bytes()
-    own = sum(layer.weight_global_scale.nbytes for layer in one_copy.layers_of(policy).values())
-    engines = sum(tensor.nbytes for tensor in engine.parameters() if tensor.ndim == 2)
-    assert one_copy.shared_bytes(policy) - own == engines
-
-
-def test_a_layer_shared_in_tiles_computes_with_the_same_bits(policy: Policy) -> None:
-    """The parts of a fused layer hold one tensor, and each counts what it has of it."""
-    before, size = gradients(policy), sum(layer.packed_bytes() for layer in one_copy.layers_of(policy).values())
-    engine = engine_of(policy, form=in_tiles)
-    assert one_copy.share(policy, engine) == []
-    assert all(equal(a, b) for a, b in zip(before, gradients(policy), strict=True))
-    layers = one_copy.layers_of(policy)
-    assert {layer.held()[TILES].data_ptr() for layer in layers.values()} <= storages(engine)
-    of_parts = {layers[f"model.layers.0.self_attn.{part}_proj"].held()[TILES].data_ptr() for part in "qkv"}
-    assert len(of_parts) == 1
-    assert one_copy.shared_bytes(policy) == size
+        assert {held[key].untyped_storage().data_ptr() for key in parts} <= storages(engine)
+        assert form is in_tiles or sum(tensor.nbytes for tensor in layer.buffers()) == layer.packed_bytes()
+    assert one_copy.shared_bytes(policy) == size  # a part of a fused layer counts what it has of one tensor
 
 
 @pytest.mark.parametrize(("form", "scale", "kept"), [(in_marlin, 7, True), (in_tiles, 7, False), (in_tiles, 0, True)])

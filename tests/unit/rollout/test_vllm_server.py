@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import torch
 from fake_vllm import DROP, LOSE, FakeVllm, refusal, running
 from packed_layers import BY_NAME
 from qerl_lab import rollout
-from qerl_lab.aqn import Noise
+from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, Sampling
-from qerl_lab.rollout.vllm.transfer import decode_tensor, encode_tensor
-from qerl_lab.rollout.vllm_server import client, server_engine
+from qerl_lab.rollout.vllm.transfer import encode_tensor
+from qerl_lab.rollout.vllm_server import server_engine
 
 PROMPTS = [[3, 4, 5], [6], [7, 8]]
 SAMPLING = Sampling(4, seed=1)
@@ -123,14 +124,6 @@ def test_nan_is_a_logprob(engine, fake: FakeVllm) -> None:
     assert again == first | {"logprobs": None}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensors_travel_bit_for_bit(dtype: torch.dtype) -> None:
-    tensor = torch.tensor([1 / 3, math.nan, -math.inf, 1e-30]).to(dtype)
-    again = decode_tensor(*encode_tensor(tensor))
-    assert again.dtype == dtype
-    assert again.view(torch.uint8).equal(tensor.view(torch.uint8))
-
-
 # --- a server that is away
 
 
@@ -156,12 +149,6 @@ def test_a_server_that_stays_away_is_an_error_with_what_was_tried(policy: Policy
     engine.close()
     with pytest.raises(ConfigError, match="is away"):
         rollout.build(config(rollout__vllm_server__url=gone.url), policy)
-
-
-def test_patience_is_not_cut_by_the_time_for_an_answer(policy: Policy, config, monkeypatch) -> None:
-    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.2)
-    with pytest.raises(ConfigError, match=r"is away .* for 1 s"):
-        rollout.build(config(rollout__vllm_server__url="http://127.0.0.1:9"), policy)
 
 
 def test_a_rollout_has_a_time_limit(fake: FakeVllm, config, policy: Policy) -> None:
@@ -218,38 +205,27 @@ def test_completions_of_a_server_that_changed_hands_are_none(engine, fake: FakeV
 # --- wrong answers
 
 
-def choice(**changes: Any) -> Callable:
-    return lambda said: {"choices": [*said["choices"][:-1], said["choices"][-1] | changes]}
-
-
-@pytest.mark.parametrize(
-    ("fault", "part"),
-    [
-        (lambda said: b"<html>", "what is no JSON"),
-        (choice(finish_reason="abort"), "ended a completion by 'abort'"),
-        (refusal(500, "EngineCore encountered an issue"), "EngineCore encountered an issue"),
-    ],
-)
-def test_an_answer_without_whole_completions_is_an_error(engine, fake: FakeVllm, fault, part: str) -> None:
-    fake.faults[COMPLETIONS] = [fault]
-    with pytest.raises(EngineFailed) as caught:
-        engine.generate(PROMPTS[:1], 2, SAMPLING)
-    assert part in str(caught.value)
+def aborted(said: Any) -> Any:
+    return {"choices": [*said["choices"][:-1], said["choices"][-1] | {"finish_reason": "abort"}]}
 
 
 @pytest.mark.parametrize(
     ("path", "fault", "part"),
     [
+        (COMPLETIONS, lambda said: b"<html>", "what is no JSON"),
+        (COMPLETIONS, aborted, "ended a completion by 'abort'"),
+        (COMPLETIONS, refusal(500, "EngineCore encountered an issue"), "EngineCore encountered an issue"),
         ("/reset_prefix_cache", lambda said: {"success": False}, "kept its prefix cache"),
         (RPC, lambda said: {"results": [[1], [1, 2]]}, r"the adapter with \[1, 2\]; allowed: one id"),
         (RPC, lambda said: {"results": [["ValueError", "no file"]]}, "'no file'"),
         (RPC, refusal(500, "list_loras"), "refuses /collective_rpc"),
     ],
 )
-def test_a_sync_that_failed_is_an_error(engine, fake: FakeVllm, path: str, fault, part: str) -> None:
+def test_a_wrong_answer_to_a_sync_or_a_rollout_is_an_error(engine, fake: FakeVllm, path: str, fault, part: str) -> None:
     fake.faults[path] = [fault]
+    call = partial(engine.generate, PROMPTS[:1], 2, SAMPLING) if path == COMPLETIONS else partial(engine.sync, CLEAN)
     with pytest.raises(EngineFailed, match=part):
-        engine.sync(Noise(0.1, seed=0, step=1))
+        call()
 
 
 def test_workers_that_hold_different_noise_are_an_error(engine, fake: FakeVllm) -> None:
@@ -273,23 +249,16 @@ def described(**changes: Any) -> Callable[[FakeVllm], None]:
     return lambda fake: fake.described.update(changes)
 
 
-def noisy(fake: FakeVllm) -> None:
-    fake.rpc = lambda method, given: None if method == "qerl_noise" else FakeVllm.rpc(fake, method, given)
-    next(iter(fake.norms.values())).add_(0.01)
+def norms(change: Callable[[torch.Tensor], torch.Tensor], most: int | None = None) -> Callable[[FakeVllm], None]:
+    """The server tells of at most so many norms, changed so."""
 
+    def tell(fake: FakeVllm) -> None:
+        fake.rpc = lambda asked, given: (
+            {name: encode_tensor(change(norm)) for name, norm in list(fake.norms.items())[:most]}
+            if asked == "qerl_norms" else FakeVllm.rpc(fake, asked, given)
+        )  # fmt: skip
 
-def answers(method: str, said: Any) -> Callable[[FakeVllm], None]:
-    def change(fake: FakeVllm) -> None:
-        fake.rpc = lambda asked, given: said if asked == method else FakeVllm.rpc(fake, asked, given)
-
-    return change
-
-
-def in_bfloat16(fake: FakeVllm) -> None:
-    fake.rpc = lambda asked, given: (
-        {name: encode_tensor(norm.bfloat16()) for name, norm in fake.norms.items()} if asked == "qerl_norms"
-        else FakeVllm.rpc(fake, asked, given)
-    )  # fmt: skip
+    return tell
 
 
 def off_by(nats: float) -> Callable[[FakeVllm], None]:
@@ -311,10 +280,7 @@ MXFP4 = BY_NAME["mxfp4"].quantization_config(["lm_head"], torch.float32)
     [
         (described(max_model_len=271), ["has max_model_len=271", "at least 272"]),
         (described(dtype="bfloat16"), ["has dtype=bfloat16", "this run: float32"]),
-        (
-            described(quantization="compressed-tensors", quantization_config=MXFP4),
-            ["has format=mxfp4"],
-        ),
+        (described(quantization="compressed-tensors", quantization_config=MXFP4), ["has format=mxfp4"]),
         (described(quantization="fp8"), ["has format=fp8"]),
         (described(logprobs_mode="raw_logprobs"), ["has logprobs_mode=raw_logprobs"]),
         (described(generation_config="auto"), ["has generation_config=auto"]),
@@ -322,9 +288,9 @@ MXFP4 = BY_NAME["mxfp4"].quantization_config(["lm_head"], torch.float32)
         (described(linear_backend="marlin"), ["has linear_backend=marlin"]),
         (described(max_loras=2), ["has max_loras=2"]),
         (described(max_lora_rank=1), ["has max_lora_rank=1", "at least 8"]),
-        (noisy, ["another weight of model.layers.0.input_layernorm"]),
-        (in_bfloat16, ["model.layers.0.input_layernorm in torch.bfloat16", "allowed: torch.float32", "serve_line"]),
-        (answers("qerl_norms", {}), ["has no layer model.layers.0.input_layernorm"]),
+        (norms(lambda norm: norm + 0.01), ["another weight of model.layers.0.input_layernorm"]),
+        (norms(torch.Tensor.bfloat16), ["model.layers.0.input_layernorm in torch.bfloat16", "allowed: torch.float32"]),
+        (norms(torch.Tensor.float, 0), ["has no layer model.layers.0.input_layernorm"]),
         (off_by(0.02), ["0.02 nats a token away", "allowed: 0.01"]),
         (fault(COMPLETIONS, refusal(400, "not JSON compliant: nan")), ["nan nats a token away"]),
         (fault(MODELS, refusal(401, "Unauthorized")), ["wants a key", "VLLM_API_KEY=KEY"]),

@@ -60,11 +60,6 @@ def test_runs_of_another_preregistration_are_named_but_for_the_pilot(queue: Queu
     assert replace(queue, rows=rows).of_another_preregistration() == []
 
 
-def test_seconds_are_those_of_the_ledger_once_it_has_some(queue: Queue) -> None:
-    assert queue.seconds(queue.runs[1]) == 600
-    assert with_rows(queue, DONE).seconds(queue.runs[1]) == 9
-
-
 def test_where_a_machine_keeps_model_and_questions_is_no_part_of_a_key(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +107,7 @@ def test_the_queue_of_qwen_composes() -> None:
 
 def test_hours_are_of_this_queue_else_of_the_bench(queue: Queue) -> None:
     """Other words make other runs: what the ledger has of another scale says nothing of them."""
+    assert queue.seconds(queue.runs[1]) == 600
     made = with_rows(queue, DONE)
     assert made.seconds(made.runs[1]) == 9
     other = queue_file.read(queue.folder / "queue.yaml", ["scale=paper_gsm8k_7b", "rollout=vllm"])

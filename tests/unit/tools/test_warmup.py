@@ -48,9 +48,17 @@ def options(model: Path, tmp_path: Path) -> WarmupOptions:
     )  # fmt: skip
 
 
-def test_only_the_solution_and_its_end_token_are_learned() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
-    task = tasks.load_worked(WarmupOptions(task="arithmetic", questions=3).task_config())
+@pytest.fixture
+def tokenizer() -> AutoTokenizer:
+    return AutoTokenizer.from_pretrained(ASSETS)
+
+
+@pytest.fixture
+def task() -> tasks.Task:
+    return tasks.load_worked(WarmupOptions(task="arithmetic", questions=20).task_config())
+
+
+def test_only_the_solution_and_its_end_token_are_learned(tokenizer: AutoTokenizer, task: tasks.Task) -> None:
     rows, left_out = tokenize(task, tokenizer, 512)
     for row, question in zip(rows, task.train, strict=True):
         learned = [token for token in row["labels"] if token != IGNORED]
@@ -60,18 +68,16 @@ def test_only_the_solution_and_its_end_token_are_learned() -> None:
     assert left_out == 0
 
 
-def test_a_prompt_that_opens_the_thinking_is_not_answered_by_opening_it_again() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
+def test_a_prompt_that_opens_the_thinking_is_not_answered_by_opening_it_again(
+    tokenizer: AutoTokenizer, task: tasks.Task
+) -> None:
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
-    task = tasks.load_worked(WarmupOptions(task="arithmetic", questions=3).task_config())
     for row, question in zip(tokenize(task, tokenizer, 512)[0], task.train, strict=True):
         learned = tokenizer.decode([token for token in row["labels"] if token != IGNORED])
         assert f"<think>{learned}" == question.payload["solution"] + tokenizer.eos_token
 
 
-def test_long_examples_are_counted_and_all_of_them_are_an_error() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
-    task = tasks.load_worked(WarmupOptions(task="arithmetic", questions=20).task_config())
+def test_long_examples_are_counted_and_all_of_them_are_an_error(tokenizer: AutoTokenizer, task: tasks.Task) -> None:
     lengths = sorted(len(row["input_ids"]) for row in tokenize(task, tokenizer, 512)[0])
     kept, left_out = tokenize(task, tokenizer, lengths[9])
     assert (len(kept), left_out) == (sum(n <= lengths[9] for n in lengths), sum(n > lengths[9] for n in lengths))
@@ -135,10 +141,7 @@ def test_a_machine_of_several_gpus_shows_one_to_the_trainer(
         ({"model": "/no/such/place"}, "model=/no/such/place is no directory"),
         ({"task_path": "/no/such/place"}, "task_path=/no/such/place is not there"),
         ({"model": "no.gguf"}, "model=no.gguf is no file"),
-        (
-            {"batch_size": 12, "micro_batch_size": 8},
-            "micro_batch_size=8 does not divide batch_size=12.*micro_batch_size=4",
-        ),
+        ({"batch_size": 12, "micro_batch_size": 8}, "micro_batch_size=8 does not divide batch_size=12.*batch_size=4"),
         ({"out": "MODEL/inside"}, "lie within each other"),
         ({"out": "MODEL", "model": "pocket", "overwrite": True}, "was not made by this command"),
     ],
