@@ -99,7 +99,7 @@ def normalize(settings: Mapping[str, str]) -> dict[str, str]:
     return own
 
 
-def version(git_sha: str | None, dirty: bool | None) -> str:
+def code_version(git_sha: str | None, dirty: bool | None) -> str:
     """Name the code version of a run, from its env.json."""
     return f"{(git_sha or 'unknown')[:7]}{' with changes' if dirty else ''}"
 
@@ -112,19 +112,19 @@ def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
         if older := counted.get((run.arm, run.seed)):
             left_out.append(f"{older.name}: repeated by {run.name}, with the same settings and seed")
         counted[run.arm, run.seed] = run
-    keys = differing(list(counted.values()))
+    keys = differing_keys(list(counted.values()))
 
-    def place(run: Run) -> tuple[object, ...]:
+    def sort_key(run: Run) -> tuple[object, ...]:
         return run.experiment, *(number_first(run.value(key)) for key in keys), run.seed
 
-    return sorted(counted.values(), key=place), left_out
+    return sorted(counted.values(), key=sort_key), left_out
 
 
 def is_unfinished(run: Run) -> bool:
     return run.status != FINISHED
 
 
-def differing(runs: Sequence[Run]) -> list[str]:
+def differing_keys(runs: Sequence[Run]) -> list[str]:
     """Return the keys that differ in value between runs; model.path and model.hash count once if they say the same."""
     known = sorted({key for run in runs for key in run.settings} - {_redundant_key(runs)})
     return [key for key in known if len({run.value(key) for run in runs}) > 1]
@@ -151,16 +151,16 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
     group in `CHOICES` appear as its choice.
     """
     arms, found = {run.arm: run for run in runs}, {}
-    implied, differ = implied_by_task([run.settings for run in runs]), differing(runs)
+    implied, differ = keys_implied_by_task([run.settings for run in runs]), differing_keys(runs)
     for arm, run in arms.items():
         names = {other.experiment for other in runs if other.arm == arm} - {NO_EXPERIMENT}
-        keys = [key for key in differ if key not in implied and _is_shown(key, run, list(arms.values()), runs)]
-        name, settings = " = ".join(sorted(names)), ", ".join(_words(run, keys, differ))
+        keys = [key for key in differ if key not in implied and _belongs_in_label(key, run, list(arms.values()), runs)]
+        name, settings = " = ".join(sorted(names)), ", ".join(_format_settings(run, keys, differ))
         found[arm] = f"{name} ({settings})" if name and settings else name or settings or NO_EXPERIMENT
     return found
 
 
-def _is_shown(key: str, run: Run, arms: Sequence[Run], runs: Sequence[Run]) -> bool:
+def _belongs_in_label(key: str, run: Run, arms: Sequence[Run], runs: Sequence[Run]) -> bool:
     """Tell whether a label needs `key`: the experiment does not imply it and at most half of the arms share it."""
     undeclared = [other.value(key) for other in arms if key not in other.declared]
     if key in run.declared or len(set(undeclared)) == 1:
@@ -168,7 +168,7 @@ def _is_shown(key: str, run: Run, arms: Sequence[Run], runs: Sequence[Run]) -> b
     return 2 * undeclared.count(run.value(key)) <= len(undeclared)
 
 
-def _words(run: Run, keys: Sequence[str], differ: Sequence[str]) -> list[str]:
+def _format_settings(run: Run, keys: Sequence[str], differ: Sequence[str]) -> list[str]:
     """Format the settings of `keys` as typed words, using a group's choice where it covers all that differs."""
     words = {key: format_setting(key, run.value(key)) for key in keys}
     for group in CHOICES:
@@ -179,7 +179,7 @@ def _words(run: Run, keys: Sequence[str], differ: Sequence[str]) -> list[str]:
     return [words[key] for key in sorted(words)]
 
 
-def implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
+def keys_implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
     """Return the task keys that follow from the task's name: each has one value per task."""
     names = {one.get(TASK) for one in settings}
     keys = {key for one in settings for key in one if key.startswith("task.") and key != TASK}

@@ -9,7 +9,7 @@ import pandas as pd
 
 from qerl_lab.config.option import parse_json
 from qerl_lab.record.metrics import PHASES
-from qerl_lab.report.arms import version
+from qerl_lab.report.arms import code_version
 from qerl_lab.report.table import NONE
 from qerl_lab.system.terminal import columns
 
@@ -58,7 +58,7 @@ def gpu_of(result: Result) -> str:
 def code_of(result: Result) -> str:
     """Name the commit of a result."""
     about = result["environment"]
-    return version(about["git_sha"], about["dirty"])
+    return code_version(about["git_sha"], about["dirty"])
 
 
 def origin(result: Result) -> str:
@@ -68,12 +68,12 @@ def origin(result: Result) -> str:
     return ", ".join([about["time"][:10], gpu_of(result), *versions, f"commit {code_of(result)}"])
 
 
-def alive(result: Result) -> list[dict[str, Any]]:
+def measured_rows(result: Result) -> list[dict[str, Any]]:
     """Return the rows of arms that did not die."""
     return [row for row in result["rows"] if "died" not in row]
 
 
-def deaths(result: Result) -> list[str]:
+def list_deaths(result: Result) -> list[str]:
     """Name the arms that died, and the reason of each."""
     return [f"{row['arm']}, rank {row['rank']}, died: {row['died']}" for row in result["rows"] if "died" in row]
 
@@ -92,9 +92,9 @@ def with_ratios(
     return rows
 
 
-def ratios(result: Result) -> pd.DataFrame:
+def speed_ratios(result: Result) -> pd.DataFrame:
     """Return the measured rows of rollouts or steps, with tokens/s also `of_bf16` and `of_qlora`, the stock arms."""
-    rows = pd.DataFrame(alive(result))
+    rows = pd.DataFrame(measured_rows(result))
     if rows.empty:
         return rows
     key = ["rank", "batch"] if result["benchmark"] == "rollout" else ["rank"]
@@ -102,7 +102,7 @@ def ratios(result: Result) -> pd.DataFrame:
     return with_ratios(rows, "tokens_per_second", key, stock)
 
 
-def step_ratios(result: Result) -> pd.DataFrame:
+def train_step_ratios(result: Result) -> pd.DataFrame:
     """Return the rows of the train step, with tokens/s also `of_bf16` and `of_qlora` at equal micro-batches."""
     rows = pd.DataFrame(result["steps"])
     bases = {base: (rows["arm"] == base) & (rows["loss"] == "chunked") for base in ("bf16", "qlora")}
@@ -134,16 +134,16 @@ def text(result: Result) -> str:
     """Format a result as a table, mostly with ratios to a baseline."""
     match result["benchmark"]:
         case "linear":
-            return _linear_tables(result)
+            return _format_linear_tables(result)
         case "decode":
             head = "microseconds per call, weights from memory; adapter_*: adapter alone, *_and_adapter: product, then "
             times = decode_times(result).to_string(float_format=lambda us: f"{us:.1f}", na_rep="-")
             return f"{head}adapter, fp4_tiles: both\n{times}"
         case "train_step":
-            return columns(table_rows(step_ratios(result), TRAIN_STEP))
+            return columns(table_rows(train_step_ratios(result), TRAIN_STEP))
         case "rollout" | "step":
-            lines = [*_tables_of_arms(result), *deaths(result)]
-            return "\n".join([*lines, *(f"note: {note}" for note in notes(alive(result)))])
+            lines = [*_format_arm_tables(result), *list_deaths(result)]
+            return "\n".join([*lines, *(f"note: {note}" for note in notes(measured_rows(result)))])
     return ", ".join(f"{name} {value:g}" for name, value in result.items() if isinstance(value, int | float))
 
 
@@ -164,7 +164,7 @@ def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def _linear_tables(result: Result) -> str:
+def _format_linear_tables(result: Result) -> str:
     copied = pd.DataFrame(result["dequantization"]).pivot_table("of_copy", ["model", "layer"], "format", sort=False)
     products = product_ratios(result)
     products = products[products["arm"] != "bf16"]
@@ -187,9 +187,9 @@ def table_rows(rows: pd.DataFrame, spec: Columns) -> list[list[str]]:
     return [[head for head, _ in spec], *cells]
 
 
-def _tables_of_arms(result: Result) -> list[str]:
+def _format_arm_tables(result: Result) -> list[str]:
     """Format rollouts or steps, with a line on the units; empty if no arm is alive."""
-    rows = ratios(result)
+    rows = speed_ratios(result)
     if rows.empty:
         return []
     if result["benchmark"] == "step":
@@ -200,11 +200,11 @@ def _tables_of_arms(result: Result) -> list[str]:
         lines.append(
             "host: share of a call in which its thread is busy; near 100% the host limits the speed, not the GPU"
         )
-    kernels = [line for row in alive(result) if row.get("kernels") for line in _kernel_lines(row)]
+    kernels = [line for row in measured_rows(result) if row.get("kernels") for line in _format_kernels(row)]
     return [*lines, "", *kernels] if kernels else lines
 
 
-def _kernel_lines(row: Mapping[str, Any]) -> list[str]:
+def _format_kernels(row: Mapping[str, Any]) -> list[str]:
     """List the kernels that take most of a token's time."""
     about = f"{row['arm']}, rank {row['rank']}, batch {row['batch']}: kernels run for {row['busy_us']:,.0f}"
     kernels = pd.DataFrame(row["kernels"])

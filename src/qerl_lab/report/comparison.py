@@ -19,13 +19,13 @@ from qerl_lab.report.arms import (
     TASK,
     Run,
     choose_runs,
-    differing,
+    differing_keys,
     is_unfinished,
     labels,
     shorten,
     task_of,
 )
-from qerl_lab.report.matching import by_questions, count_overlaps, drop_copies
+from qerl_lab.report.matching import count_overlaps, drop_copies, match_questions
 from qerl_lab.report.runs import Record
 from qerl_lab.report.stats import SHARE, format_interval, mean_of_arm
 from qerl_lab.system.terminal import columns
@@ -94,7 +94,7 @@ def read(folders: Sequence[Path]) -> Comparison:
 
 def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
     """Group records into arms; no arms if no run finished."""
-    records = count_overlaps(drop_copies(by_questions(records)))
+    records = count_overlaps(drop_copies(match_questions(records)))
     by_name = {record.run.name: record for record in records}
     counted, left_out = choose_runs([record.run for record in records])
     names, arms = labels(counted), dict[str, list[Record]]()
@@ -105,13 +105,13 @@ def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
 
 def by_run(comparison: Comparison) -> pd.DataFrame:
     """Return a row per run: arm, settings that differ, seed, accuracies, gain (interval over questions), `OF_A_RUN`."""
-    keys, rows = differing([record.run for record in comparison.counted]), []
+    keys, rows = differing_keys([record.run for record in comparison.counted]), []
     for record in comparison.counted:
         run, summary = record.run, record.summary
         row = {"arm": comparison.arm_of[run.name], **{key: run.value(key) for key in keys}, "seed": run.seed}
         if record.accuracy:
             row |= {name: summary[name] for name in ("questions", "accuracy_before", "accuracy_after")}
-            row |= _columns("gain", (summary["accuracy_gain"], *summary["accuracy_gain_interval"]))
+            row |= _interval_columns("gain", (summary["accuracy_gain"], *summary["accuracy_gain_interval"]))
         shared = TIMED if record.at_once > 1 else ()
         own = {name: math.nan if name in shared else summary[name] for name in OF_A_RUN}
         rows.append(row | own | {"code": run.code})
@@ -133,11 +133,11 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
             "questions": matrix(records, "after").shape[1],
         }
         for phase, name in (("before", "accuracy_before"), ("after", "accuracy_after"), ("gain", "gain")):
-            row |= _columns(name, mean_of_arm(matrix(records, phase), (-1, 1) if phase == "gain" else SHARE))
+            row |= _interval_columns(name, mean_of_arm(matrix(records, phase), (-1, 1) if phase == "gain" else SHARE))
         if baseline is not None and label != baseline:
             for phase, name in (("after", "difference"), ("gain", "gain_difference")):
                 differences = matrix(records, phase) - matrix(comparison.arms[baseline], phase)
-                row |= _columns(name, mean_of_arm(differences, (-2, 2) if phase == "gain" else (-1, 1)))
+                row |= _interval_columns(name, mean_of_arm(differences, (-2, 2) if phase == "gain" else (-1, 1)))
         for name in ("entropy_first", "entropy_last"):
             row[name] = float(np.mean([record.summary[name] for record in records]))
         rows.append(row | {"code": ", ".join(sorted({record.run.code for record in records}))})
@@ -150,7 +150,7 @@ def matrix(records: Sequence[Record], phase: str) -> pd.DataFrame:
     return pd.DataFrame(of_seed).T.dropna(axis=1)
 
 
-def _columns(name: str, interval: Sequence[float]) -> dict[str, float]:
+def _interval_columns(name: str, interval: Sequence[float]) -> dict[str, float]:
     """Return mean and ends by column, without those that are not known."""
     named = zip((name, f"{name}_low", f"{name}_high"), interval, strict=True)
     return {column: value for column, value in named if not math.isnan(value)}
@@ -178,13 +178,13 @@ def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> st
     rows = [head if baseline else [*head[:6], head[7]]]
     for row in arms.to_dict("records"):
         cells = [row["arm"], str(row["seeds"]), f"{row['seeds']} of {row['runs']}"]
-        cells += [_mean(row, f"accuracy_{phase}", ".3f") for phase in ("before", "after")]
-        cells += [_mean(row, name, "+.3f") for name in ("gain", *["difference"][: baseline is not None])]
+        cells += [_format_mean(row, f"accuracy_{phase}", ".3f") for phase in ("before", "after")]
+        cells += [_format_mean(row, name, "+.3f") for name in ("gain", *["difference"][: baseline is not None])]
         rows.append([*cells, f"{row['entropy_first']:.3f} -> {row['entropy_last']:.3f}"])
-    differ = what_differs(comparison)
+    differ = tabulate_differing_settings(comparison)
     parts = [columns(rows), HOW_TO_READ, columns(differ) if differ else ""]
     if baseline is not None:
-        parts += [_undeclared(comparison, baseline), _fewer_seeds(comparison, baseline)]
+        parts += [_note_undeclared_settings(comparison, baseline), _note_shared_seeds(comparison, baseline)]
     parts += notes(comparison)
     if baseline is None and len(comparison.arms) > 1:
         parts.append(f"No arm is {BASELINE}: type baseline=ARM for differences.")
@@ -197,16 +197,16 @@ def list_left_out(comparison: Comparison) -> str:
     return "\n  ".join([f"Left out, {len(lines)} in all:", *lines]) if lines else ""
 
 
-def _undeclared(comparison: Comparison, baseline: str) -> str:
+def _note_undeclared_settings(comparison: Comparison, baseline: str) -> str:
     """Name settings that differ from the baseline although no experiment declares them; empty if none."""
     base, arms = comparison.arms[baseline][0].run, Counter[str]()
     for run in (records[0].run for records in comparison.arms.values()):
-        arms.update(key for key in differing([run, base]) if key not in run.declared | base.declared)
+        arms.update(key for key in differing_keys([run, base]) if key not in run.declared | base.declared)
     listed = ", ".join(f"{key} ({count} arm{'s' * (count != 1)})" for key, count in sorted(arms.items()))
     return f"after - {baseline} also reflects settings no experiment declares: {listed}." if arms else ""
 
 
-def _fewer_seeds(comparison: Comparison, baseline: str) -> str:
+def _note_shared_seeds(comparison: Comparison, baseline: str) -> str:
     """Say for arms whose seeds differ from the baseline's how many seeds are shared; empty if all agree."""
     seeds = {label: {record.run.seed for record in records} for label, records in comparison.arms.items()}
     both = {label: len(own & seeds[baseline]) for label, own in seeds.items() if own != seeds[baseline]}
@@ -217,10 +217,10 @@ def _fewer_seeds(comparison: Comparison, baseline: str) -> str:
 def notes(comparison: Comparison) -> list[str]:
     """Warn about differences between runs that their settings do not show."""
     records = comparison.counted
-    notes = _origins(records)
+    notes = _note_origins(records)
     if len(tasks := sorted({record.run.value(TASK) for record in records})) > 1:
         notes.append(f"The runs are of {len(tasks)} tasks, {', '.join(tasks)}: compare arms of one task.")
-    if mixed := [key for key in differing([record.run for record in records]) if key in CONDITIONS]:
+    if mixed := [key for key in differing_keys([record.run for record in records]) if key in CONDITIONS]:
         notes.append(f"The arms differ in conditions ({', '.join(mixed)}): compare arms of one.")
     parts = {task_of(record.run) for record in records if task_of(record.run) != record.run.value(TASK)}
     notes += [f"The questions are of {part}: no accuracy here is that of the whole set." for part in sorted(parts)]
@@ -243,7 +243,7 @@ def notes(comparison: Comparison) -> list[str]:
     return notes
 
 
-def _origins(records: Sequence[Record]) -> list[str]:
+def _note_origins(records: Sequence[Record]) -> list[str]:
     """Warn about several machines, versions, commits and sets of questions."""
     notes = []
     kinds = {"machines": [record.origin.machine for record in records]}
@@ -264,7 +264,7 @@ def _origins(records: Sequence[Record]) -> list[str]:
     return notes
 
 
-def _mean(row: dict[str, Any], name: str, form: str) -> str:
+def _format_mean(row: dict[str, Any], name: str, form: str) -> str:
     """Format `0.768 [0.731, 0.805]`, without the interval if there is none; a dash without a number."""
     mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
     if math.isnan(mean) or math.isnan(high):
@@ -272,10 +272,10 @@ def _mean(row: dict[str, Any], name: str, form: str) -> str:
     return f"{mean:{form}} {format_interval(low, high, f'{{:{form}}}'.format)}"
 
 
-def what_differs(comparison: Comparison) -> list[list[str]]:
+def tabulate_differing_settings(comparison: Comparison) -> list[list[str]]:
     """Tabulate the settings in which arms differ, a row per arm after the head; empty if none differ."""
     firsts = {label: records[0].run for label, records in comparison.arms.items()}
-    keys = differing(list(firsts.values()))
+    keys = differing_keys(list(firsts.values()))
     rows = [[label, *(shorten(run.value(key)) for key in keys)] for label, run in firsts.items()]
     return [["arms differ in", *keys], *rows] if keys else []
 
@@ -295,5 +295,5 @@ def curves(comparison: Comparison) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def csv(table: pd.DataFrame) -> str:
+def format_csv(table: pd.DataFrame) -> str:
     return table.to_csv(index=False, float_format="%.6g")

@@ -97,7 +97,7 @@ def draw_passes(comparison: Comparison) -> Figure | None:
             continue
     if not found:
         return None
-    figure, axis, styles = _one_panel(comparison)
+    figure, axis, styles = _create_panel(comparison)
     for place, (arm, by_k) in enumerate(found.items()):
         k, (mean, low, high) = np.array(list(by_k)), np.array(list(by_k.values())).T
         x = k * (1 + 0.02 * (place - (len(found) - 1) / 2))  # offset, so that intervals do not overlap
@@ -119,7 +119,7 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
     table = pd.DataFrame(rows, columns=["arm", "entropy", "gain"]).replace([np.inf, -np.inf], np.nan).dropna()
     if len(table) < 2:
         return None
-    figure, axis, styles = _one_panel(comparison)
+    figure, axis, styles = _create_panel(comparison)
     axis.locator_params(nbins=5)
     for arm, own in table.groupby("arm", sort=False):
         axis.plot(own["entropy"], own["gain"], label=arm, **styles[str(arm)] | {"linestyle": ""})
@@ -151,7 +151,7 @@ def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
                 found[arm] = [detectable_difference(values, int(seeds)) for seeds in SEEDS]
     if not found:
         return None
-    figure, axis, styles = _one_panel(comparison)
+    figure, axis, styles = _create_panel(comparison)
     for arm, effects in found.items():
         axis.plot(SEEDS, effects, label=arm, markevery=6, **styles[arm])
     axis.set(xscale="log", yscale="log")
@@ -162,7 +162,7 @@ def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
     return _label_figure(figure, f"Detectable difference to {baseline}", "seeds", "held-out accuracy, power 80%")
 
 
-def _one_panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:
+def _create_panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:
     with plt.style.context(STYLE):
         figure, axis = plt.subplots(figsize=(4.4, 3.1))
     axis.margins(0.06)

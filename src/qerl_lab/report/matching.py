@@ -11,7 +11,7 @@ from qerl_lab.report.arms import FINISHED, QUESTIONS, Run, fill_in_device
 from qerl_lab.report.runs import Record
 
 
-def by_questions(records: Sequence[Record]) -> list[Record]:
+def match_questions(records: Sequence[Record]) -> list[Record]:
     """Give runs on equal questions one task.path, the first seen, and mark a path whose questions changed.
 
     Questions are equal by their SHA-256. An older record lacks the SHA-256 of the held-out questions, which is then
@@ -27,9 +27,9 @@ def by_questions(records: Sequence[Record]) -> list[Record]:
         if own:
             path = first.setdefault(own, paths[n])
             runs[n] = replace(run, settings={**run.settings, QUESTIONS: path})
-            changes[_task_settings(runs[n])].add(own)
+            changes[_task_settings_as_text(runs[n])].add(own)
     for n, (run, own) in enumerate(zip(runs, asked, strict=True)):
-        if len(changes[_task_settings(run)]) > 1 and own:
+        if len(changes[_task_settings_as_text(run)]) > 1 and own:
             mark = hashlib.sha256(own.encode()).hexdigest()[:6]
             runs[n] = replace(run, settings={**run.settings, QUESTIONS: f"{run.value(QUESTIONS)} #{mark}"})
     return [replace(record, run=run) for record, run in zip(records, fill_in_device(runs), strict=True)]
@@ -44,11 +44,11 @@ def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
     return [text or only.get(key, "") for key, text in zip(keys, texts, strict=True)]
 
 
-def _task_settings(run: Run) -> str:
+def _task_settings_as_text(run: Run) -> str:
     return str(sorted(item for item in run.settings.items() if item[0].startswith("task.")))
 
 
-def identity(record: Record) -> tuple[object, ...]:
+def run_key(record: Record) -> tuple[object, ...]:
     """Return what all records of one run share: arm, seed and start; without a start its name."""
     return record.run.arm, record.run.seed, record.origin.began or record.run.name
 
@@ -56,8 +56,8 @@ def identity(record: Record) -> tuple[object, ...]:
 def drop_copies(records: Sequence[Record]) -> list[Record]:
     """Keep the record that got furthest of each run, which may be stopped here and finished on another machine."""
     by_progress = sorted(records, key=lambda record: (record.run.status == FINISHED, record.run.ended))
-    furthest = {identity(record): record for record in by_progress}
-    return [record for record in records if furthest[identity(record)] is record]
+    furthest = {run_key(record): record for record in by_progress}
+    return [record for record in records if furthest[run_key(record)] is record]
 
 
 def count_overlaps(records: Sequence[Record]) -> list[Record]:

@@ -29,10 +29,10 @@ class Difference:
 
 @cache
 def printed() -> pd.DataFrame:
-    """Return the rows of paper.csv and `_means`, all columns as text, and `number`: the value as a float or nan."""
+    """Return the rows of paper.csv and `_curve_means`, as text, and `number`: the value as a float or nan."""
     rows = pd.read_csv(package_data("results/reference") / "paper.csv", dtype=str, keep_default_na=False)
     rows = rows.assign(number=pd.to_numeric(rows["value"], errors="coerce"))
-    return pd.concat([rows, _means()], ignore_index=True).fillna({"file": "", "column": "", "error": 0.0})
+    return pd.concat([rows, _curve_means()], ignore_index=True).fillna({"file": "", "column": "", "error": 0.0})
 
 
 @cache
@@ -58,7 +58,7 @@ def curves() -> pd.DataFrame:
     return pd.read_csv(package_data("results/reference") / "curves.csv", keep_default_na=False)
 
 
-def _means() -> pd.DataFrame:
+def _curve_means() -> pd.DataFrame:
     """Return the means of every curve as rows of paper.csv, with `file`, `column` and reading `error`."""
     found = []
     for curve in curves().to_dict("records"):
@@ -69,7 +69,7 @@ def _means() -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def _where(columns: Mapping[str, str]) -> pd.DataFrame:
+def _select_rows(columns: Mapping[str, str]) -> pd.DataFrame:
     """Return the rows with these column values; `setting` matches a part of its text."""
     rows = printed()
     for column, wanted in columns.items():
@@ -78,8 +78,8 @@ def _where(columns: Mapping[str, str]) -> pd.DataFrame:
     return rows
 
 
-def _row(where: Mapping[str, str]) -> pd.Series:
-    rows = _where(where)
+def _select_one_row(where: Mapping[str, str]) -> pd.Series:
+    rows = _select_rows(where)
     if len(rows) != 1 or math.isnan(rows["number"].iloc[0]):
         raise KeyError(f"{len(rows)} numbers of the paper have {where}; one is needed")
     return rows.iloc[0]
@@ -87,7 +87,7 @@ def _row(where: Mapping[str, str]) -> pd.Series:
 
 def value(**where: str) -> float:
     """Return the number of the one row with these values (`setting`: a part of it). Raises KeyError otherwise."""
-    return float(_row(where)["number"])
+    return float(_select_one_row(where)["number"])
 
 
 def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool = False) -> Difference:
@@ -95,7 +95,7 @@ def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], rat
 
     Two lines of one figure are compared over the steps where both are known.
     """
-    one, other = _row(treated), _row(control)
+    one, other = _select_one_row(treated), _select_one_row(control)
     a, b = one["number"], other["number"]
     if one["file"] and one["file"] == other["file"]:
         both = steps_of_mean(interpolated(one["file"]), one["setting"])[[one["column"], other["column"]]].dropna()
@@ -105,4 +105,4 @@ def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], rat
 
 def numbers(**where: str) -> dict[str, float]:
     """Return the matching numbers by model; a number that several tables repeat appears once."""
-    return {str(model): float(number) for model, number in _where(where).set_index("model")["number"].items()}
+    return {str(model): float(number) for model, number in _select_rows(where).set_index("model")["number"].items()}

@@ -43,7 +43,7 @@ def where(run_dir: Path, mirror: Mirrored | None) -> str:
     """Say where the record is, how to open the run in MLflow, and how to fill MLflow if it lacks a part."""
     lines = [f"run directory: {terminal.format_path(run_dir)}  (curves.png, metrics.jsonl, eval.parquet, adapter/)"]
     if mirror and mirror.experiment_id:
-        lines += _open(mirror.uri, f"#/experiments/{mirror.experiment_id}/runs")
+        lines += _explain_opening(mirror.uri, f"#/experiments/{mirror.experiment_id}/runs")
     if mirror and not mirror.is_whole:
         what = f"MLflow at {mirror.uri} lacks a part of this run; metrics.jsonl has all. To fill it:"
         lines += [
@@ -65,7 +65,7 @@ def next_steps(run_dir: Path) -> str:
     )
 
 
-def _open(uri: str, page: str) -> list[str]:
+def _explain_opening(uri: str, page: str) -> list[str]:
     """Say how to open a page: at a server's own address, else through `mlflow ui` at its default address."""
     if uri.startswith(("http://", "https://")):
         return [f"open MLflow:   {uri.replace(f'{HIDDEN}@', '').rstrip('/')}/{page}"]

@@ -58,11 +58,11 @@ def over_seeds(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
     values = np.asarray(values_S_Q, float)
     if values.ndim != 2 or len(values) < 2 or not values.size or not np.isfinite(values).all():
         raise ValueError("an interval over seeds needs two seeds at least, and every value")
-    mean, half = values.mean(), half_width(components(values), len(values), values.shape[1], level)
+    mean, half = values.mean(), half_width(variance_components(values), len(values), values.shape[1], level)
     return float(mean), float(mean - half), float(mean + half)
 
 
-def components(values_S_Q: np.ndarray) -> tuple[float, float]:
+def variance_components(values_S_Q: np.ndarray) -> tuple[float, float]:
     """Return the variance between the means of seeds, and the variance of questions (at least 0).
 
     From the analysis of variance in `over_seeds`; for a single column, the variance between seeds and 0.
@@ -75,12 +75,12 @@ def components(values_S_Q: np.ndarray) -> tuple[float, float]:
 
 
 def floored_components(values_S_Q: np.ndarray) -> tuple[float, float]:
-    """Return `components` with the first at least as large as the answer noise adds to a seed's mean.
+    """Return `variance_components` with the first at least as large as the answer noise adds to a seed's mean.
 
     A few seeds may agree in their means by luck although their answers differ. Verdicts and the estimate of deciding
     seeds both use this.
     """
-    between, of_questions = components(values_S_Q)
+    between, of_questions = variance_components(values_S_Q)
     return max(between, _residual_variance(np.asarray(values_S_Q, float)) / np.shape(values_S_Q)[1]), of_questions
 
 
@@ -107,7 +107,7 @@ def _residual_variance(values_S_Q: np.ndarray) -> float:
 
 
 def half_width(variances: tuple[float, float], seeds: int, questions: int, level: float) -> float:
-    """Return half the width of `over_seeds` for given counts, from `components`."""
+    """Return half the width of `over_seeds` for given counts, from `variance_components`."""
     squares = np.array(variances) / [seeds, questions]
     quantiles = stats.t.ppf(0.5 + level / 2, [seeds - 1, max(questions - 1, 1)])
     return float(np.sqrt((quantiles**2 * squares).sum()))
@@ -229,14 +229,14 @@ def p_value(interval: Callable[[float], Interval], pairs: int) -> float:
     differences; and at least 1e-15, the resolution of `1 - p`.
     """
 
-    def leaves_out(p: float) -> float:
+    def gap_to_zero(p: float) -> float:
         mean, low, high = interval(1 - p)
         return abs(mean) - (high - low) / 2
 
     least = max(2.0 ** (1 - pairs), 1e-15)
     if interval(0.5)[0] == 0 or least >= 1:
         return 1.0
-    return least if leaves_out(least) > 0 else float(optimize.brentq(leaves_out, least, 1.0, xtol=1e-15))
+    return least if gap_to_zero(least) > 0 else float(optimize.brentq(gap_to_zero, least, 1.0, xtol=1e-15))
 
 
 def pass_at(k: int, right_Q: Sequence[int] | np.ndarray, samples: int) -> np.ndarray:

@@ -20,7 +20,7 @@ class Table:
     left_out: str = ""
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format with three decimals below 10, four digits below 1,000, else whole with commas; never with an exponent."""
     if abs(value) < 10:
         return f"{value:.3f}"
