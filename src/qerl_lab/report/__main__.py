@@ -1,6 +1,7 @@
 """`python -m qerl_lab.report DIR ... KEY=VALUE ...`: compare the arms of run directories in one table.
 
 `python -m qerl_lab.report verdicts DIR ...` tests the paper's claims on them. Neither needs MLflow.
+An arm is a set of runs that share every setting but the seed.
 """
 
 import shlex
@@ -34,7 +35,10 @@ class ReportOptions:
 
 
 def report(options: ReportOptions) -> None:
-    """Print the table of arms and write the requested files. Raises ConfigError for an option that has no effect."""
+    """Print a table that compares the arms of run directories, and write the files that the options ask for.
+
+    Raises ConfigError for an option that has no effect.
+    """
     from qerl_lab.report import comparison  # pandas and scipy take a second
 
     if options.bench and not options.out:
@@ -57,6 +61,7 @@ def report(options: ReportOptions) -> None:
 
 
 def _write_results_folder(compared: "Comparison", options: ReportOptions) -> None:
+    """Write report.html, tables, figures and the runs to the folder `out`, and print its size."""
     from qerl_lab.report import page
 
     folder = Path(str(options.out)).expanduser()
@@ -76,7 +81,7 @@ class VerdictsOptions:
 
 
 def verdicts(options: VerdictsOptions) -> None:
-    """Print the verdicts on the claims (default: the paper's) and write the requested files."""
+    """Print the verdicts on the claims (default: the paper's) and write them to the folder `out`, if given."""
     from qerl_lab.report import claims, verdict_tables
     from qerl_lab.report.verdicts import judge
 
@@ -94,7 +99,7 @@ def verdicts(options: VerdictsOptions) -> None:
 
 
 def _compare_runs(options: ReportOptions | VerdictsOptions) -> "Comparison":
-    """Read every run that the options name.
+    """Read every run in the directories that the options name, and group them into arms.
 
     Raises ConfigError if there is none, or if none counts and the report is not written to `out`.
     """
@@ -105,6 +110,7 @@ def _compare_runs(options: ReportOptions | VerdictsOptions) -> "Comparison":
 
 
 def _write_text_file(path: Path, text: str) -> None:
+    """Write a text file, with its folder. Raises ConfigError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode())
@@ -153,7 +159,7 @@ COMMANDS: dict[str, Command[Any]] = {
 
 @exits.command
 def main(arguments: list[str]) -> int:
-    """Run the command and return its exit code."""
+    """Run `python -m qerl_lab.report` with these arguments and return its exit code."""
     if arguments and arguments[0] in COMMANDS:
         return choose(COMMANDS, arguments)
     if arguments and not Path(arguments[0]).exists() and (hint := did_you_mean(arguments[0], list(COMMANDS))):

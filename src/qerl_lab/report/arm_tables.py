@@ -45,7 +45,7 @@ OF_PAPER = ["Figure 1, 7B: rollouts / BF16", "Table 3, 7B: end to end / BF16"]
 
 
 def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
-    """Build every table of a report; an empty list if no run counts."""
+    """Build every table of arms of a report, beside the paper's numbers; an empty list if no run counts."""
     if not comparison.arms:
         return []
     against = []
@@ -73,6 +73,7 @@ def _accuracy_table(comparison: Comparison) -> Table:
 
 
 def _pass_cell(records: Sequence[Record]) -> str:
+    """Format pass@n after training, with its interval over seeds; a dash if it was not measured."""
     try:
         return seeds_cell(MEASURES["pass_after"].of(records, records), stats.SHARE)
     except Unmeasured:  # one sample a question, or no evaluation
@@ -97,14 +98,14 @@ def _difference_table(comparison: Comparison, baseline: str) -> Table:
 
 
 def _seed_values(records: Sequence[Record], name: str) -> pd.DataFrame:
-    """Return accuracies [seeds, questions] or one number of the summary [seeds, 1]."""
+    """Return a measure by seed: accuracies [seeds, questions], or one number of each run's summary [seeds, 1]."""
     if name in ("after", "gain"):
         return matrix(records, name)
     return pd.DataFrame({"run": {record.run.seed: float(record.summary[name]) for record in records}})
 
 
 def _format_comparison_cells(records: Sequence[Record], control: Sequence[Record], measure: Measured) -> list[str]:
-    """Return difference, effect size and P(better) as cells; none without a shared value, or for shared machines."""
+    """Format difference, effect size and P(better) of two arms; none without common values or on shared machines."""
     if measure.ratio and shared_machines(records, control):
         return []
     one, other = (_seed_values(side, measure.name) for side in (records, control))
@@ -129,7 +130,7 @@ def _format_difference(values: pd.DataFrame, ratio: bool) -> str:
 
 
 def _format_difference_to_baseline(comparison: Comparison, arm: str, baseline: str | None, name: str) -> str:
-    """Return the difference of an arm to the baseline as one cell; a dash for the baseline itself."""
+    """Format the difference between an arm and the baseline in one measure; a dash for the baseline itself."""
     if baseline is None or arm == baseline:
         return NONE
     measure = next(measure for measure in DIFFERENCES if measure.name == name)
@@ -153,7 +154,7 @@ def _entropy_table(comparison: Comparison, baseline: str | None) -> Table:
 
 
 def _look_up_paper_entropy(weight_format: str | None) -> str:
-    """Return the mean entropy that Figure 5 of the paper has for a weight format; a dash for None."""
+    """Return the mean entropy of a weight format in the paper's Figure 5, as a cell; a dash for None."""
     if weight_format is None:
         return NONE
     return f"{reference.value(table='Figure 5', weight_format=weight_format, setting=reference.EIGHT_STEPS):.3f}"
@@ -188,7 +189,7 @@ def _speed_table(comparison: Comparison, baseline: str | None) -> Table:
 
 
 def _format_speed(values: pd.DataFrame) -> str:
-    """Format a speed with its interval. Averages logarithms, as verdicts do, so that the interval stays above 0."""
+    """Format the mean of speeds and its interval, from their logarithms, so that the interval stays above 0."""
     if len(values) < 2:
         return seeds_cell(values)
     mean, low, high = np.exp(stats.over_seeds(np.log(values.to_numpy())))
@@ -196,7 +197,7 @@ def _format_speed(values: pd.DataFrame) -> str:
 
 
 def _look_up_paper_speeds(row: tuple[str, str] | None) -> list[str]:
-    """Return the paper's speeds over BF16 for a row of its Table 1; dashes if it timed no such arm."""
+    """Return the paper's speeds of rollouts and steps over BF16 for a row of its Table 1; dashes if not timed."""
     weight_format = row[1].lower() if row else ""
     of_arm = f"model == 'qwen2.5-7b' and format == '{weight_format}'"
     rollouts = printed_rollouts().query(f"{of_arm} and batch == 8")["of_bf16"].map("{:.2f}x".format)

@@ -47,21 +47,22 @@ class Run:
 
     @property
     def arm(self) -> Arm:
+        """Return the settings that define the arm to which the run belongs."""
         return tuple(sorted(model_by_content(self.settings).items()))
 
     def value(self, key: str) -> str:
-        """Return a setting, or `ABSENT`: other versions may lack it, and only local models have model.hash."""
+        """Return a setting, or `ABSENT`, as other versions lack some and only local models have model.hash."""
         return self.settings.get(key, ABSENT)
 
 
 def task_of(run: Run) -> str:
-    """Name the task, and the part of its questions that is read if not all are."""
+    """Return the name of a run's task, and how many of its questions are read if not all are."""
     name, most = run.value("task.name"), run.value("task.gsm8k.max_steps")
     return name + part_of(name, int(most) if most.isdigit() else None)
 
 
 def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float, code: str, metrics: Collection) -> Run:
-    """Build a run from its flattened configuration and the names of its recorded metrics.
+    """Build a Run from the flattened configuration of a run directory and the names of its recorded metrics.
 
     Raises ValueError if the values are no configuration of this lab.
     """
@@ -80,7 +81,7 @@ def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float,
 
 
 def fill_in_device(runs: Sequence[Run]) -> list[Run]:
-    """Fill in the device of runs that ended before their first step, if exactly one otherwise equal arm is known."""
+    """Replace device=auto, in runs that ended before step 1, by the device of the only arm otherwise equal."""
     known, found = {run.arm for run in runs}, []
     for run in runs:
         if run.value("device") == "auto":
@@ -92,7 +93,7 @@ def fill_in_device(runs: Sequence[Run]) -> list[Run]:
 
 
 def normalize(settings: Mapping[str, str]) -> dict[str, str]:
-    """Normalize settings of any version, so that runs of one arm compare equal."""
+    """Return settings of any version in today's form, so that runs of one arm compare equal."""
     own = drop_other_engines(fill_added_keys(settings))
     if own["device"] == "cpu" and own.get("optim.packing") == "off":  # `auto` packs on GPUs only
         own["optim.packing"] = "auto"
@@ -100,12 +101,12 @@ def normalize(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def code_version(git_sha: str | None, dirty: bool | None) -> str:
-    """Name the code version of a run, from its env.json."""
+    """Format the commit of a run's code, from its env.json: `1a2b3c4`, or `1a2b3c4 with changes`."""
     return f"{(git_sha or 'unknown')[:7]}{' with changes' if dirty else ''}"
 
 
 def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """Return the newest finished run of each (arm, seed), sorted by arm and seed, and a line on each run left out."""
+    """Return the newest finished run of each (arm, seed), sorted by both, and the reason for each run left out."""
     counted: dict[tuple[Arm, int], Run] = {}
     left_out = [f"{run.name}: {run.status}" for run in runs if is_unfinished(run)]
     for run in sorted((run for run in runs if not is_unfinished(run)), key=lambda run: run.ended):
@@ -121,17 +122,18 @@ def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
 
 
 def is_unfinished(run: Run) -> bool:
+    """Tell whether a run failed, was interrupted or is still running."""
     return run.status != FINISHED
 
 
 def differing_keys(runs: Sequence[Run]) -> list[str]:
-    """Return the keys that differ in value between runs; model.path and model.hash count once if they say the same."""
+    """Return the setting keys that differ in value between runs; model.path or model.hash if both say the same."""
     known = sorted({key for run in runs for key in run.settings} - {_redundant_key(runs)})
     return [key for key in known if len({run.value(key) for run in runs}) > 1]
 
 
 def _redundant_key(runs: Sequence[Run]) -> str | None:
-    """Return the redundant one of model.path and model.hash; None if both distinguish runs.
+    """Return whichever of model.path and model.hash adds nothing to the other; None if both distinguish runs.
 
     The hash is redundant if paths and hashes pair one to one, as readers know the path; the path if all hashes are
     equal.
@@ -169,7 +171,7 @@ def _belongs_in_label(key: str, run: Run, arms: Sequence[Run], runs: Sequence[Ru
 
 
 def _format_settings(run: Run, keys: Sequence[str], differ: Sequence[str]) -> list[str]:
-    """Format the settings of `keys` as typed words, using a group's choice where it covers all that differs."""
+    """Format settings as `key=value` for a label, or as a group's choice if that covers all that differs."""
     words = {key: format_setting(key, run.value(key)) for key in keys}
     for group in CHOICES:
         own = [key for key in keys if key.startswith(f"{group}.")]
@@ -180,14 +182,14 @@ def _format_settings(run: Run, keys: Sequence[str], differ: Sequence[str]) -> li
 
 
 def keys_implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the task keys that follow from the task's name: each has one value per task."""
+    """Return the `task.*` keys that follow from the task's name: each has one value per task."""
     names = {one.get(TASK) for one in settings}
     keys = {key for one in settings for key in one if key.startswith("task.") and key != TASK}
     return {key for key in keys if len({(one.get(TASK), one.get(key)) for one in settings}) == len(names)}
 
 
 def format_setting(key: str, value: str) -> str:
-    """Format a setting for a label."""
+    """Format a setting as `key=value` for a label, with a long value shortened."""
     return f"{'task' if key == TASK else key}={shorten(value)}"
 
 
@@ -203,7 +205,7 @@ def shorten(value: str) -> str:
 
 
 def number_first(text: str) -> tuple[bool, float, str]:
-    """Return a sort key that puts numbers first, by size."""
+    """Return a sort key for text: numbers come first, by size, then other text by alphabet."""
     try:
         return False, float(text), ""
     except ValueError:

@@ -24,7 +24,7 @@ VISIBLE = 0.002  # share of the longest bar; shorter parts would show only in th
 
 
 def figure(result: Result) -> Figure | None:
-    """Draw a result; the caller closes the figure. None if there is nothing to draw, as where every arm died."""
+    """Draw a benchmark result; None if every arm died or its kind has no figure. The caller closes the figure."""
     draw = DRAWN.get(result["benchmark"])
     if draw is None or (result["benchmark"] in bench.OF_ARMS and not bench.measured_rows(result)):
         return None
@@ -33,7 +33,7 @@ def figure(result: Result) -> Figure | None:
 
 
 def draw(result: Result, path: Path) -> None:
-    """Write the figure as a PNG, if there is one."""
+    """Draw a benchmark result to a PNG file, if there is something to draw."""
     if drawn := figure(result):
         path.write_bytes(png(drawn))
 
@@ -61,7 +61,7 @@ def _draw_line_panels(
 
 
 def _draw_bar_panels(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Draw panels beside each other, a horizontal bar per arm, of as many parts as the panel has columns.
+    """Draw panels of horizontal bars beside each other: a bar per arm, split into a part per column.
 
     `panels` maps an x label to the parts of each arm, `looks` a part to arguments of `barh`.
     """
@@ -88,7 +88,7 @@ def _draw_bar_panels(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapp
     return figure
 
 
-def _draw_linear(result: Result) -> Figure:
+def _draw_linear_times(result: Result) -> Figure:
     shown = bench.product_ratios(result)
     shown = shown[shown["layer"] == LAYER]
     formats = {arm: OTHER_LIBRARIES.get(arm, arm) for arm in shown["arm"].unique()}
@@ -100,7 +100,7 @@ def _draw_linear(result: Result) -> Figure:
     return _draw_line_panels(panels, title, "time, BF16 = 1", palette.styles(formats))
 
 
-def _draw_decode(result: Result) -> Figure:
+def _draw_decode_times(result: Result) -> Figure:
     times, styles = bench.decode_times(result), {}
     adapters = [arm for arm in times if arm.startswith("adapter")]
     products = [arm for arm in times if arm not in adapters and not arm.endswith(AND_ADAPTER)]
@@ -140,7 +140,7 @@ def _draw_rollouts(result: Result) -> Figure:
     return _draw_line_panels(panels, title, "", styles)
 
 
-def _draw_steps(result: Result) -> Figure:
+def _draw_step_times(result: Result) -> Figure:
     rows, about = bench.speed_ratios(result).set_index("arm"), result["options"]
     parts = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).fillna(0.0).set_axis(PHASES, axis=1)
     parts["other"] = (rows["step_seconds"] - parts.sum(axis=1)).clip(lower=0.0)
@@ -151,7 +151,7 @@ def _draw_steps(result: Result) -> Figure:
     return _draw_bar_panels({"seconds of a step": parts}, title, colors)
 
 
-def _draw_train_steps(result: Result) -> Figure:
+def _draw_train_step_costs(result: Result) -> Figure:
     rows, about = pd.DataFrame(result["steps"]), result["options"]
     rows = rows[rows["loss"] == "chunked"]
     arms = rows["arm"].unique()
@@ -170,6 +170,6 @@ def _draw_train_steps(result: Result) -> Figure:
 
 
 DRAWN = {
-    "linear": _draw_linear, "decode": _draw_decode, "train_step": _draw_train_steps, "rollout": _draw_rollouts,
-    "step": _draw_steps,
+    "linear": _draw_linear_times, "decode": _draw_decode_times, "train_step": _draw_train_step_costs,
+    "rollout": _draw_rollouts, "step": _draw_step_times,
 }  # fmt: skip

@@ -45,6 +45,7 @@ class Contrast:
 
     @property
     def name(self) -> str:
+        """Return `TREATED against CONTROL`, the contrast's name in tables."""
         return f"{self.treated} against {self.control}"
 
 
@@ -107,27 +108,28 @@ class Claim:
 
     @property
     def spanned_key(self) -> str:
-        """Return the key that one contrast spans with several values; empty if it spans none."""
+        """Return the key over which the claim takes the mean or the best of each arm; empty if there is none."""
         return self.best_of or self.mean_over
 
 
 def noiseless_settings(name: str) -> Settings:
+    """Return the settings of an arm with this weight format and without AQN noise."""
     return {"format.name": name, "aqn.schedule": "off"}
 
 
 def sweep_command(claim: Claim) -> str:
-    """Return the command that starts the claim's runs and skips those that exist."""
+    """Return the command that starts the runs of a claim's arms, and skips those that exist."""
     return f"python -m qerl_lab +sweeps={claim.sweep}"
 
 
 @cache
 def of_paper() -> tuple[Claim, ...]:
-    """Read the claims of the QeRL paper."""
+    """Read the claims of the QeRL paper from results/reference/claims.yaml."""
     return read(package_data("results/reference") / "claims.yaml", "results/reference/claims.yaml")
 
 
 def read(path: Path, called: str = "") -> tuple[Claim, ...]:
-    """Read a file of claims, shown in verdicts as `called`. Raises ConfigError that names the fault."""
+    """Read a YAML file of claims, shown in verdicts as `called`. Raises ConfigError that names the fault."""
     named = called or str(path)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -141,7 +143,7 @@ def read(path: Path, called: str = "") -> tuple[Claim, ...]:
 
 
 def _parse_claims_file(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
-    """Parse the content of a file. Raises ValueError for an unknown, missing or impossible field."""
+    """Parse the content of a claims file. Raises ValueError for an unknown, missing or impossible field."""
     values = _check_fields(values, OF_FILE, {"committed", "seeds", "claims"}, "the file")
     if type(values["seeds"]) is not int or values["seeds"] < FEWEST_SEEDS:
         raise ValueError(f"seeds={values['seeds']} is no whole number of at least {FEWEST_SEEDS}")
@@ -202,7 +204,7 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Co
 
 
 def _check_fields(values: Any, known: set[str], needed: set[str], where: str) -> dict[str, Any]:
-    """Return the mapping `values`. Raises ValueError if a field is missing or unknown."""
+    """Return the mapping `values` unchanged. Raises ValueError if a field is missing or unknown."""
     if not isinstance(values, dict):
         raise ValueError(f"{where} is no mapping")
     if lacking := sorted(needed - values.keys()):
@@ -223,7 +225,10 @@ def _check_configuration_key(key: str, where: str, known: set[str]) -> None:
 
 
 def _parse_settings(values: Any, where: str) -> dict[str, str]:
-    """Convert settings to text as records spell them; numbers of float keys as Python prints them."""
+    """Convert the settings of an arm to text as run records spell it. Raises ValueError for an unknown key or choice.
+
+    Numbers of float keys are spelled as Python prints them.
+    """
     if not isinstance(values, dict):
         raise ValueError(f"{where} is no mapping of keys to values")
     found = {}

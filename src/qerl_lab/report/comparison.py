@@ -74,26 +74,30 @@ class Comparison:
 
     @property
     def started(self) -> list[Run]:
-        """Return the runs that count or did not finish."""
+        """Return the runs that count and those that did not finish."""
         return [*(record.run for record in self.counted), *filter(is_unfinished, self.all_runs)]
 
     @property
     def alone(self) -> list[str]:
-        """Return the arms without runs that shared a machine; only these have meaningful seconds and tokens/s."""
+        """Return the labels of arms whose runs shared no machine: only these have meaningful seconds and tokens/s."""
         return [arm for arm, records in self.arms.items() if all(record.at_once == 1 for record in records)]
 
     @property
     def counted(self) -> list[Record]:
+        """Return the records of all runs that count, arm by arm."""
         return [record for records in self.arms.values() for record in records]
 
 
 def read(folders: Sequence[Path]) -> Comparison:
-    """Read and compare every run in `folders`, of runs or of results. Raises ConfigError if none exists or counts."""
+    """Read every run in `folders`, of runs or of results, and group them into arms.
+
+    Raises ConfigError if there is none, or if none counts.
+    """
     return compare(*results.read_all(folders)).require_counted()
 
 
 def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
-    """Group records into arms; no arms if no run finished."""
+    """Choose the records that count and group them into arms; no arms if no run finished."""
     records = count_overlaps(drop_copies(match_questions(records)))
     by_name = {record.run.name: record for record in records}
     counted, left_out = choose_runs([record.run for record in records])
@@ -145,13 +149,13 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
 
 
 def matrix(records: Sequence[Record], phase: str) -> pd.DataFrame:
-    """Return accuracies or gains [seeds, questions] on the questions that every seed was asked."""
+    """Return accuracies (before, after) or gains [seeds, questions] on the questions that every seed was asked."""
     of_seed = {record.run.seed: record.accuracy[phase] for record in records if record.accuracy}
     return pd.DataFrame(of_seed).T.dropna(axis=1)
 
 
 def _interval_columns(name: str, interval: Sequence[float]) -> dict[str, float]:
-    """Return mean and ends by column, without those that are not known."""
+    """Return mean and ends of an interval as columns NAME, NAME_low and NAME_high, without those that are nan."""
     named = zip((name, f"{name}_low", f"{name}_high"), interval, strict=True)
     return {column: value for column, value in named if not math.isnan(value)}
 
@@ -173,7 +177,7 @@ def baseline_of(arms: Sequence[str], wanted: str | None) -> str | None:
 
 
 def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> str:
-    """Format the table of arms, the settings in which they differ, and what was left out."""
+    """Format a comparison for the terminal: the arms, the settings in which they differ, and what was left out."""
     head = ["arm", "seeds", "finished", "before", "after", "gain", f"after - {baseline}", "policy entropy, nats"]
     rows = [head if baseline else [*head[:6], head[7]]]
     for row in arms.to_dict("records"):
@@ -207,7 +211,7 @@ def _note_undeclared_settings(comparison: Comparison, baseline: str) -> str:
 
 
 def _note_shared_seeds(comparison: Comparison, baseline: str) -> str:
-    """Say for arms whose seeds differ from the baseline's how many seeds are shared; empty if all agree."""
+    """Say how many seeds each arm shares with the baseline; empty if every arm has the baseline's seeds."""
     seeds = {label: {record.run.seed for record in records} for label, records in comparison.arms.items()}
     both = {label: len(own & seeds[baseline]) for label, own in seeds.items() if own != seeds[baseline]}
     listed = ", ".join(f"{label}: {count}" for label, count in both.items())
@@ -215,7 +219,7 @@ def _note_shared_seeds(comparison: Comparison, baseline: str) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Warn about differences between runs that their settings do not show."""
+    """List warnings about runs that their settings do not show: other machines, code, questions, damaged records."""
     records = comparison.counted
     notes = _note_origins(records)
     if len(tasks := sorted({record.run.value(TASK) for record in records})) > 1:
@@ -244,7 +248,7 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def _note_origins(records: Sequence[Record]) -> list[str]:
-    """Warn about several machines, versions, commits and sets of questions."""
+    """List a warning if runs come from several machines, package versions, commits or sets of questions."""
     notes = []
     kinds = {"machines": [record.origin.machine for record in records]}
     for package in sorted({name for record in records for name in record.origin.versions}):
@@ -265,7 +269,7 @@ def _note_origins(records: Sequence[Record]) -> list[str]:
 
 
 def _format_mean(row: dict[str, Any], name: str, form: str) -> str:
-    """Format `0.768 [0.731, 0.805]`, without the interval if there is none; a dash without a number."""
+    """Format a mean of a row as `0.768 [0.731, 0.805]`, without an interval if there is none; a dash without a mean."""
     mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
     if math.isnan(mean) or math.isnan(high):
         return "-" if math.isnan(mean) else format(mean, form)
@@ -273,7 +277,7 @@ def _format_mean(row: dict[str, Any], name: str, form: str) -> str:
 
 
 def tabulate_differing_settings(comparison: Comparison) -> list[list[str]]:
-    """Tabulate the settings in which arms differ, a row per arm after the head; empty if none differ."""
+    """Tabulate the settings in which arms differ, a row per arm below a head; empty if none differ."""
     firsts = {label: records[0].run for label, records in comparison.arms.items()}
     keys = differing_keys(list(firsts.values()))
     rows = [[label, *(shorten(run.value(key)) for key in keys)] for label, run in firsts.items()]
@@ -296,4 +300,5 @@ def curves(comparison: Comparison) -> pd.DataFrame:
 
 
 def format_csv(table: pd.DataFrame) -> str:
+    """Format a table as CSV text with six significant digits."""
     return table.to_csv(index=False, float_format="%.6g")

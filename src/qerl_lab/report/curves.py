@@ -41,6 +41,7 @@ class Curve:
 
     @property
     def is_speed(self) -> bool:
+        """Tell whether the curve shows tokens per second."""
         return self.metric.endswith("tokens_per_second")
 
 
@@ -70,7 +71,7 @@ def recorded_curves(points: pd.DataFrame) -> list[Curve]:
 
 
 def panels(arms: Sequence[str], baseline: str | None) -> list[list[str]]:
-    """Split the arms into few readable panels, the baseline first in each.
+    """Split arms into groups, one for each panel of a figure, the baseline first in each.
 
     An incomplete panel comes first, so that an arm and the next one, the same with noise, share a panel.
     """
@@ -118,7 +119,7 @@ def side_by_side(
     points: pd.DataFrame, shown: Sequence[Curve], labels: Mapping[str, str], styles: Mapping[str, Mapping[str, Any]],
     title: str = "", *, thin: bool = True,
 ) -> Figure:  # fmt: skip
-    """Draw a panel per curve beside each other, with a line per arm and one legend below; the caller closes the figure.
+    """Draw one panel per curve, beside each other, a line per arm, one legend below; the caller closes the figure.
 
     Args:
         points: tidy, from `comparison.curves`.
@@ -147,7 +148,7 @@ def _select_measured_points(points: pd.DataFrame, curve: Curve) -> pd.DataFrame:
 
 
 def _axis_limits(drawn: tuple[float, float], values: pd.Series, curve: Curve) -> tuple[float, float]:
-    """Return the axis limits of all panels: the data, and intervals up to a quarter of the data's range beyond it.
+    """Return the limits of the y axis: the data, and intervals up to a quarter of the data's range beyond it.
 
     The interval of two seeds spans 12.7 standard errors on either side and would flatten the curves.
     """
@@ -203,7 +204,7 @@ def _align_seeds(seeds: Sequence[pd.Series], by_step: bool) -> tuple[np.ndarray,
 
 
 def style_panel(axis: Axes, label: str, unit: str) -> None:
-    """Set the labels of a panel, plain ticks and a legend below it."""
+    """Set the axis labels of a panel, plain ticks and a legend below it."""
     _set_labels_and_ticks(axis, label, unit)
     axis.tick_params(labelbottom=True)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3.7)  # in font sizes: panels vary in height

@@ -28,6 +28,7 @@ class Side:
 
     @property
     def records(self) -> list[Record]:
+        """Return the records of all options."""
         return [record for records in self.options.values() for record in records]
 
     @property
@@ -73,7 +74,7 @@ def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Record], star
 
 
 def _group_sides(claim: Claim, counted: Sequence[Record], runs: Sequence[Run]) -> dict[tuple[Arm, Arm], Side]:
-    """Group runs by (shared settings, free settings) into sides."""
+    """Group finished runs into sides, by the settings that must be equal and those that may differ."""
     options: dict[tuple[Arm, Arm], dict[str, list[Record]]] = {}
     started = Counter(_split_settings(run, claim) for run in runs)
     for record in counted:
@@ -83,7 +84,7 @@ def _group_sides(claim: Claim, counted: Sequence[Record], runs: Sequence[Run]) -
 
 
 def _split_settings(run: Run, claim: Claim) -> tuple[Arm, Arm]:
-    """Split a run's settings into shared and free ones, without the key that the claim spans."""
+    """Split a run's settings into those that must be equal and those that may differ, without the spanned key."""
 
     def may_differ(key: str) -> bool:
         return any(key == free or key.startswith(f"{free}.") for free in claim.free)
@@ -93,7 +94,7 @@ def _split_settings(run: Run, claim: Claim) -> tuple[Arm, Arm]:
 
 
 def _drop_unshared(side: Side, other: Side) -> Side:
-    """Restrict a side to the values of the spanned key that the other has; unchanged if it has none of them."""
+    """Drop the options of a side that the other side lacks; unchanged if they share none."""
     shared = {at: records for at, records in side.options.items() if at in other.options}
     return replace(side, options=shared or side.options)
 
@@ -182,7 +183,7 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
 
 
 def _bounded_interval(known: np.ndarray, least: np.ndarray, most: np.ndarray, ratio: bool) -> stats.Interval:
-    """Return mean and interval of `known` [seeds, questions], with an infinite end where values are unbounded there."""
+    """Return the mean of `known` [seeds, questions] and its interval; an end is infinite where values have no bound."""
     mean, low, high = stats.over_seeds(known)
     low = low if np.isfinite(least).all() else -math.inf
     high = high if np.isfinite(most).all() else math.inf
@@ -192,7 +193,7 @@ def _bounded_interval(known: np.ndarray, least: np.ndarray, most: np.ndarray, ra
 
 
 def _measure_side(claim: Claim, measure: str, side: Side, pair: Pair, seeds: Sequence[int]) -> Range:
-    """Return a measure of one side by seed, averaged or at the best option over the key that the claim spans."""
+    """Measure one side of a pair by seed: the mean over its options, or the best option if the claim says so."""
     options = [_measure_option(measure, records, pair.control.records, seeds) for records in side.options.values()]
     columns = [column for column in options[0].low.columns if all(column in option.low for option in options)]
     if claim.mean_over:
@@ -217,6 +218,7 @@ def _choose_best_options(claim: Claim, side: Side, pair: Pair, seeds: Sequence[i
 
 
 def _measure_option(measure: str, records: Sequence[Record], controls: Sequence[Record], seeds: Sequence[int]) -> Range:
+    """Return a measure of one option by seed, in logarithms for a ratio."""
     own = MEASURES[measure]
     low = own.of(records, controls).dropna(axis=1).loc[list(seeds)]
     high = low if own.most is None else low.where(low <= own.most(records[0]), np.inf)
@@ -224,7 +226,7 @@ def _measure_option(measure: str, records: Sequence[Record], controls: Sequence[
 
 
 def _check_guardrail(claim: Claim, rail: Guardrail, pair: Pair, seeds: Sequence[int]) -> str:
-    """Test the guardrail: `HELD` if the 95% interval lies above -margin, `BROKEN` if below, else `OPEN`."""
+    """Test the guardrail of a claim: `HELD` if the 95% interval lies above -margin, `BROKEN` if below, else `OPEN`."""
     try:
         treated, control = (
             _measure_side(claim, rail.measure, side, pair, seeds).low for side in (pair.treated, pair.control)

@@ -17,7 +17,7 @@ IS_PLAIN = {"aqn.schedule": "off"} | {key: value for key, value in PLAIN.items()
 
 
 def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
-    """Group arms that differ only in weight format, titled by the settings that set the group apart.
+    """Group arms that differ only in weight format: title of the group -> format -> label of its arm.
 
     The largest groups come first; groups of fewer than `FEWEST` formats are left out. A group maps each format, the
     dense one first, to the label of its arm that meets `IS_PLAIN`.

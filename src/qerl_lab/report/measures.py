@@ -36,16 +36,18 @@ class Measure:
 
 
 def _accuracy_measure(phase: str) -> MeasureFunction:
-    def measure(records: Sequence[Record], controls: Sequence[Record]) -> Values:
+    """Make a measure of held-out accuracy before or after training (`phase`), by seed and question."""
+
+    def measure_accuracy(records: Sequence[Record], controls: Sequence[Record]) -> Values:
         if not all(record.accuracy for record in records):
             raise Unmeasured("runs without held-out evaluation (eval.questions=0)")
         return pd.DataFrame({record.run.seed: record.accuracy[phase] for record in records}).T
 
-    return measure
+    return measure_accuracy
 
 
 def count_right(records: Sequence[Record]) -> tuple[pd.DataFrame, pd.Series]:
-    """Return the right answers after training [seeds, questions], and by seed the samples per question.
+    """Return the number of right answers after training [seeds, questions], and the samples per question by seed.
 
     Derived from each question's mean over samples. Raises Unmeasured for a single sample a question, and for tasks that
     grade answers as partly right, where a mean above 0 does not prove a right answer.
@@ -66,26 +68,26 @@ def _any_right(records: Sequence[Record], controls: Sequence[Record]) -> Values:
 
 
 def _numeric_setting(record: Record, key: str) -> float:
-    """Return a number of the configuration. Raises Unmeasured if the run's version of the lab lacks the key."""
+    """Return a setting of a run as a number. Raises Unmeasured if the run's version of the lab lacks the key."""
     if key not in record.run.settings:
         raise Unmeasured(f"runs of another version of the lab, without {key}")
     return float(record.run.value(key))
 
 
 def _run_measure(number: Callable[[Record], float]) -> MeasureFunction:
-    """Measure each run by one number."""
+    """Make a measure of one number per run, which the function `number` returns."""
 
-    def measure(records: Sequence[Record], controls: Sequence[Record]) -> Values:
+    def measure_runs(records: Sequence[Record], controls: Sequence[Record]) -> Values:
         values = pd.DataFrame({"run": {record.run.seed: float(number(record)) for record in records}})
         if not np.isfinite(values.to_numpy()).all():
             raise Unmeasured("a run's record has no such number, or one that is not finite")
         return values
 
-    return measure
+    return measure_runs
 
 
 def shared_machines(*sides: Sequence[Record]) -> bool:
-    """Return whether any run overlapped with others, so that its seconds cannot be compared."""
+    """Tell whether any run overlapped with others, so that its seconds cannot be compared."""
     return any(record.at_once > 1 for records in sides for record in records)
 
 
@@ -93,16 +95,18 @@ SHARED = "runs ran beside others, whose seconds are theirs too"
 
 
 def _speed_measure(name: str) -> MeasureFunction:
-    def measure(records: Sequence[Record], controls: Sequence[Record]) -> Values:
+    """Make a measure of the speed `summary[name]`; it raises Unmeasured for runs that shared a machine."""
+
+    def measure_speed(records: Sequence[Record], controls: Sequence[Record]) -> Values:
         if shared_machines(records, controls):
             raise Unmeasured(f"{SHARED} (start them one after another; in a sweep type jobs=1 jobs_per_gpu=1)")
         return _run_measure(lambda record: record.summary[name])(records, controls)
 
-    return measure
+    return measure_speed
 
 
 def answer_shares(record: Record) -> pd.Series:
-    """Return the share of right answers at each step (index 1 to steps): `reward/answer` over its weight."""
+    """Return the share of right answers at each training step (index 1 to steps): `reward/answer` over its weight."""
     weight = _numeric_setting(record, "task.answer_reward")
     if weight == 0:
         raise Unmeasured("runs that earn nothing for answers (task.answer_reward=0)")
@@ -125,7 +129,7 @@ FALLEN = 0.5  # a run has collapsed below this share of its best tenth's right a
 
 
 def has_collapsed(record: Record) -> bool:
-    """Return whether right answers in the last tenth of the steps are below `FALLEN` of the run's best tenth.
+    """Tell whether right answers in the last tenth of the steps are below `FALLEN` of the run's best tenth.
 
     Raises Unmeasured if the task does not reward answers.
     """
@@ -137,7 +141,7 @@ LEAST_RISE = 0.05  # in the share of right answers; half of anything smaller is 
 
 
 def _half_rise_steps(records: Sequence[Record], controls: Sequence[Record]) -> Values:
-    """Return the first step at which the trailing mean reaches half of the control's rise, else steps + 1.
+    """Return the first step at which right answers (trailing mean) reach half of the control's rise, else steps + 1.
 
     The trailing mean is over a tenth of the steps. Only full windows count, since one lucky batch would end a shorter
     one. The rise is from the first to the last tenth, averaged over all control runs; for a control at several learning

@@ -57,13 +57,15 @@ class Drawn:
 
     @property
     def data(self) -> str:
+        """Return the PNG in base64, for an `img` of the page."""
         return base64.b64encode(self.png).decode()
 
 
 def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequence[Path] = ()) -> list[Path]:
-    """Write the whole results folder and return its files. `wanted` names the baseline, `bench` benchmark results.
+    """Write runs, tables, figures, verdicts and report.html to a results folder, and return the files.
 
-    A folder with a claims.yaml is judged by it, any other by the paper's claims. Raises ConfigError or OSError.
+    `wanted` names the baseline, `bench` the benchmark results to show. A folder with a claims.yaml is judged by it, any
+    other by the paper's claims. Raises ConfigError or OSError.
     """
     speed = speed_tables.tabulate_files(bench)
     made = results.frames(compared.records, compared.damaged, compared.arm_of)
@@ -91,7 +93,7 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
 
 
 def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
-    """Draw the figures by title: the formats in one, each recorded curve with the paper's beside it, and diagnostics.
+    """Draw the figures of a page, by title: formats, each recorded curve beside the paper's, and diagnostics.
 
     Time and speed are drawn only for arms without a shared machine.
     """
@@ -128,6 +130,7 @@ def _draw_formats(compared: Comparison, points: pd.DataFrame) -> list[Drawn]:
 
 
 def _draw_diagnostics(compared: Comparison, baseline: str | None) -> list[Drawn]:
+    """Draw pass@k, entropy against gain, and detectable difference by seeds, as far as they were measured."""
     gains = diagnostics.draw_gains(compared)
     figures = [
         ("passes", diagnostics.draw_passes(compared), "pass@k after training, by k",
@@ -145,7 +148,7 @@ def html(
     compared: Comparison, rows: Sequence[Row], baseline: str | None, drawn: dict[str, list[Drawn]], speed: Speed,
     line: str, title: str,
 ) -> str:  # fmt: skip
-    """Render the page as one self-contained file."""
+    """Render report.html as one self-contained file."""
     measured, lacking = [row for row in rows if row.numbers], [row for row in rows if not row.numbers]
     differ = comparison.tabulate_differing_settings(compared)
     verdicts = Counter(row.verdict for row in measured)
@@ -167,17 +170,17 @@ def html(
 
 
 def breakable(text: str) -> str:
-    """Escape a cell for HTML and let long keys break after the group and before the value, as on a phone."""
+    """Escape a text for HTML and let long keys break after the group and before the value, as on a phone."""
     return re.sub(r"\S{17,}", lambda word: re.sub(r"(?<=[a-z])\.(?=[a-z])|=", r"\g<0><wbr>", word[0]), escape(text))
 
 
 def _count(number: int, noun: str, rest: str = "") -> tuple[int, str]:
-    """Return a number, and what it counts in singular or plural."""
+    """Return a number and the noun that it counts, in singular or plural."""
     return number, f"{noun}{'s' * (number != 1)}{rest}"
 
 
 def _list_counts(compared: Comparison) -> list[tuple[int, str]]:
-    """Count runs by state, arms and seeds."""
+    """Count runs by state, arms and seeds, for the head of the page."""
     states = Counter("finished" if run.status == FINISHED else run.status.split(" (")[0] for run in compared.all_runs)
     states["damaged"] = len(compared.damaged)
     again = states["finished"] - len(compared.counted)
@@ -190,7 +193,7 @@ def _list_counts(compared: Comparison) -> list[tuple[int, str]]:
 
 
 def _list_gaps(compared: Comparison) -> list[str]:
-    """Say where means cover fewer runs than were started."""
+    """List warnings where means cover fewer runs than were started."""
     if not compared.arms:
         return ["No run finished, so there is nothing to measure. The runs and their states are at the end."]
     short = []
@@ -205,7 +208,7 @@ def _list_gaps(compared: Comparison) -> list[str]:
 
 
 def _group_by_claim(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Group the measured contrasts by claim."""
+    """Group the measured contrasts by claim, as data for the template."""
     return [
         {"name": claim.name, "says": claim.says, "where": claim.where, "terms": verdict_tables.describe_measure(claim),
          "rows": [{"verdict": str(row.verdict), "name": verdict_tables.name_of(row), "why": row.why,
@@ -215,7 +218,7 @@ def _group_by_claim(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _list_details(row: Row) -> list[tuple[str, str]]:
-    """List the numbers behind a verdict, each with its name."""
+    """List the numbers behind a verdict, each with its label."""
     treated, control, counts, effect, paper, size, better, p_values, guardrail = verdict_tables.measured_cells(row)
     parts = [
         (row.claim.measure, effect), ("smallest that matters", smallest_as_text(row.claim)), ("the paper's", paper),

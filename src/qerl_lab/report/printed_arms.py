@@ -25,7 +25,10 @@ TABLE_1: tuple[tuple[Settings, tuple[str, str]], ...] = (
 
 
 def table_1_rows(comparison: Comparison) -> Table1Rows:
-    """Map each matching arm to its row of Table 1; several matches on one model, task and algorithm all drop out."""
+    """Map each of our arms to its row of the paper's Table 1, if its settings match one.
+
+    Several matches on one model, task and algorithm all drop out.
+    """
     firsts = {label: records[0].run for label, records in comparison.arms.items()}
     found = {
         label: row
@@ -41,12 +44,15 @@ def table_1_rows(comparison: Comparison) -> Table1Rows:
 
 
 def in_table_1(comparison: Comparison) -> Table1Rows:
-    """Select the `table_1_rows` under the conditions of Table 1: GSM8K with GRPO."""
+    """Map each of our arms on GSM8K with GRPO, as in the paper's Table 1, to its row there."""
     return _select_table_1_rows(comparison, {"task.name": GSM8K, "algorithm.name": "grpo"})
 
 
 def in_figure_5(comparison: Comparison) -> dict[str, str]:
-    """Map each arm that matches a curve of Figure 5 (GSM8K without noise) to the figure's name of its weight format."""
+    """Map each of our arms that matches a curve of the paper's Figure 5 to the weight format's name there.
+
+    The figure is of GSM8K without noise.
+    """
     found = _select_table_1_rows(comparison, {"task.name": GSM8K, "aqn.schedule": "off"})
     return {label: PRINTED_AS[weight_format.lower()] for label, (_, weight_format) in found.items()}
 

@@ -86,7 +86,7 @@ def _find_run_directories(folders: Sequence[Path]) -> list[Path]:
 
 
 def _walk_run_directories(folder: Path) -> Iterator[Path]:
-    """Yield run directories, following links to other disks but visiting each folder once."""
+    """Yield run directories at or below `folder`, following links to other disks but visiting each folder once."""
     seen = set[str]()
     for path, folders, files in os.walk(folder, followlinks=True):
         is_new = os.path.realpath(path) not in seen
@@ -103,7 +103,10 @@ def _is_results_folder(folder: Path) -> bool:
 
 
 def frames(records: Sequence[Record], damaged: Mapping[str, str], arm_of: Mapping[str, str]) -> Frames:
-    """Build the three tables; `arm_of` maps the name of each run that counts to its arm's label."""
+    """Build the tables of runs, steps and questions that a results folder stores.
+
+    `arm_of` maps the name of each run that counts to its arm's label.
+    """
     keys = differing_keys([record.run for record in records])
     rows = [_build_run_row(record, arm_of.get(record.run.name), keys) for record in records]
     rows += [{"run": name, "experiment": None, "state": why} for name, why in damaged.items()]
@@ -133,7 +136,7 @@ def _build_run_row(record: Record, arm: str | None, keys: Sequence[str]) -> dict
 
 
 def write(folder: Path, tables: Frames) -> None:
-    """Write the files, each atomically. Raises OSError."""
+    """Write the tables of `frames` to a results folder as Parquet, each file atomically. Raises OSError."""
     for name, table in tables.items():
         data = io.BytesIO()
         table.to_parquet(data, index=False, compression="zstd", compression_level=19)

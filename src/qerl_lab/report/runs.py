@@ -27,10 +27,10 @@ REASON = 300  # characters of a failure's reason; FAILED has all
 
 def read_steps(run: RunDirectory) -> pd.DataFrame:
     """Read the metrics of a run: a row per step (index `step`), a column per metric. Step 0 is before training."""
-    return _tabulate_by_step(run.metrics())
+    return _metrics_by_step(run.metrics())
 
 
-def _tabulate_by_step(lines: Sequence[MetricsLine]) -> pd.DataFrame:
+def _metrics_by_step(lines: Sequence[MetricsLine]) -> pd.DataFrame:
     return pd.DataFrame([{"step": line["step"], **line["metrics"]} for line in lines]).groupby("step").last()
 
 
@@ -90,7 +90,7 @@ def read_record(run: RunDirectory, name: str) -> Record:
     if found.status != FINISHED:
         return Record(found, origin=origin)
     phases = run.evaluations() if values["eval.questions"] != "0" else {}
-    return record_of(found, _tabulate_by_step(lines), phases, run.result()["seconds"], origin)
+    return record_of(found, _metrics_by_step(lines), phases, run.result()["seconds"], origin)
 
 
 def record_of(
@@ -113,7 +113,7 @@ def _accuracies_before_and_after(phases: Mapping[str, pd.DataFrame]) -> tuple[pd
 
 
 def _merge_origins(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> Origin:
-    """Merge the env.json of a run's sessions, joining values that differ."""
+    """Merge the env.json of all sessions of a run into one Origin, joining values that differ."""
     data = sessions[0].get("data", {}) if sessions else {}
     gpus = [gpu["uuid"] for each in sessions for gpu in each.get("gpus", []) if "uuid" in gpu]
     is_of_sweep = any(each.get("sweep") for each in sessions)  # a single run has the keys too, without effect
@@ -161,7 +161,7 @@ def _describe_status(run: RunDirectory, reached: str) -> str:
 
 
 def summarize(run: RunDirectory, seconds: float) -> dict[str, Any]:
-    """Summarize a finished run in headline numbers. `seconds` is the wall time of all its sessions.
+    """Summarize a finished run in headline numbers. `seconds` is the wall time of all sessions of the run.
 
     Entropy first and last are means over the first and the last tenth of the steps, since single steps are noisy.
     """
@@ -193,7 +193,10 @@ def _compute_headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], s
 
 
 def gain_metrics(run: RunDirectory) -> dict[str, float]:
-    """Return `eval/gain` and the ends of its interval, as in `summarize`; empty until both evaluations exist."""
+    """Return the metrics `eval/gain`, `eval/gain_low` and `eval/gain_high` of a run, as in `summarize`.
+
+    Empty until both evaluations exist.
+    """
     found = _compute_gain(run.evaluations())
     if not found:
         return {}

@@ -36,7 +36,7 @@ class Speed:
 
 
 def tabulate_files(paths: Sequence[Path]) -> Speed:
-    """Tabulate result files and folders of them. Raises ConfigError for a path without a result.
+    """Tabulate benchmark result files, or folders of them, beside the paper's speed and memory.
 
     Invalid and incomplete files are left out with a note.
     """
@@ -69,7 +69,7 @@ def _find_result_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _describe_result(result: Result) -> str:
-    """Describe a result: what was measured where, which arms died, which rows lack, and what makes it doubtful."""
+    """Describe a result: what was measured where, arms that died, rows that are missing, and what makes it doubtful."""
     options, parts = result["options"], [f"{result['benchmark']}, {bench.origin(result)}"]
     if result["benchmark"] in bench.OF_ARMS:
         rows = bench.measured_rows(result)
@@ -87,7 +87,7 @@ def _describe_result(result: Result) -> str:
 
 
 def _tabulate_speeds(result: Result) -> pd.DataFrame:
-    """Return the measured rows of rollouts or steps; empty for another benchmark."""
+    """Return the measured rows of a rollout or step benchmark with table columns; empty for another benchmark."""
     rows = bench.speed_ratios(result) if result["benchmark"] in bench.OF_ARMS else pd.DataFrame()
     if rows.empty:
         return rows
@@ -128,7 +128,10 @@ def _tabulate_sizes(result: Result) -> pd.DataFrame:
 
 
 def _add_origin(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
-    """Add model, GPU and commit of the result, and shorten `nvfp4 rollout.vllm.lora=dense` to `nvfp4 lora=dense`."""
+    """Add model, GPU and commit of a result to its rows, and shorten the names of arms.
+
+    Thus `nvfp4 rollout.vllm.lora=dense` becomes `nvfp4 lora=dense`.
+    """
     arms = rows["arm"].str.replace(r"(?<= )[\w.]+\.(?=\w+=)", "", regex=True)
     about = {"model": result["options"]["model"], "gpu": bench.gpu_of(result), "commit": bench.code_of(result)}
     return rows.assign(arm=arms, **about)
@@ -150,7 +153,10 @@ def _paper_rows(*metrics: str) -> pd.DataFrame:
 
 
 def printed_rollouts() -> pd.DataFrame:
-    """Return the paper's tokens/s by model, batch, rank and format, also `of_bf16` and `of_nf4`, and `where`."""
+    """Return the paper's tokens/s of rollouts by model, batch, rank and format, with ratios and source.
+
+    The ratios are `of_bf16` and `of_nf4`, the source is `where`.
+    """
     key = ["model", "batch", "rank"]
     rows = _paper_rows("rollout throughput").sort_values("table", ascending=False)  # figures repeat tables, rounded
     where = rows.groupby(key)["table"].agg(lambda tables: ", ".join(tables.unique())).rename("where")
@@ -168,7 +174,7 @@ def printed_steps() -> pd.DataFrame:
 
 
 def _printed_sizes() -> pd.DataFrame:
-    """Return the paper's model sizes in GB by model and format, also `of_bf16`."""
+    """Return the paper's model sizes in GB by model and format, and their ratios `of_bf16`."""
     rows = _paper_rows("model size").drop_duplicates(["model", "format"])[["model", "format", "number"]]
     return with_ratios(rows, "number", ["model"], {"bf16": rows["format"] == "bf16"})
 
@@ -231,7 +237,7 @@ def _join_with_paper(
     title: str, about: str, columns: Columns, ours: Sequence[pd.DataFrame], papers: pd.DataFrame,
     key: list[str], benchmarks: str, setting: str,
 ) -> Table:  # fmt: skip
-    """Join our rows with the paper's at an equal `key`, and list below what the paper has and we did not measure.
+    """Join our rows with the paper's at an equal `key`, and list below what only the paper has.
 
     Args:
         columns: head and format of each column; names of the paper's columns get the prefix `paper_`.

@@ -36,7 +36,7 @@ TO_MAKE = "To make what was not measured (add what the runs had beside their swe
 
 
 def cell(interval: stats.Interval, seeds: int) -> str:
-    """Format `mean [95% CI] (n)`, or `>= mean [low, no bound] (n)` if the mean has only one bound."""
+    """Format an interval as `mean [95% CI] (n)`, or as `>= mean [low, no bound] (n)` with only one bound."""
     return f"{_format_interval(interval, format_number, format_number)} ({seeds})"
 
 
@@ -54,7 +54,10 @@ ANY = (-math.inf, math.inf)
 
 
 def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
-    """Format values[seeds, questions] as a cell; without an interval for one seed, a dash for none."""
+    """Format the mean of values[seeds, questions] with its interval; without one for one seed, a dash for none.
+
+    `bounds` are the possible values.
+    """
     interval = stats.mean_of_arm(values, bounds)
     if math.isnan(interval[0]):
         return "-"
@@ -64,7 +67,7 @@ def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
 
 
 def effect_cell(row: Row) -> str:
-    """Format `+0.013 [-0.003, +0.030]`, ratio `1.23x [1.10, 1.37]`, censored `>= 1.95x [1.39, no bound]`, or a dash."""
+    """Format an effect as `+0.013 [-0.003, +0.030]`, `1.23x [1.10, 1.37]`, `>= 1.9x [1.3, no bound]`, or a dash."""
     if row.numbers is None:
         return "-"
     spell_end = "{:.2f}".format if MEASURES[row.claim.measure].ratio else "{:+.3f}".format
@@ -72,7 +75,7 @@ def effect_cell(row: Row) -> str:
 
 
 def paper_cell(row: Row) -> str:
-    """List the paper's effects, each with its source and whether our interval contains it."""
+    """List the paper's effects in a contrast, each with its source and whether our interval contains it."""
     texts = []
     for where, value in row.printed:
         if row.numbers:
@@ -83,13 +86,13 @@ def paper_cell(row: Row) -> str:
 
 
 def name_of(row: Row) -> str:
-    """Name the contrast, with the settings that distinguish it from others of its name in brackets."""
+    """Return the name of a row's contrast, with the settings that distinguish it from others of its name."""
     context = ", ".join(format_setting(key, value) for key, value in row.context)
     return f"{row.contrast.name} ({context})" if context else row.contrast.name
 
 
 def text(comparison: Comparison, rows: Sequence[Row]) -> str:
-    """Format the tables for the terminal, and what was left out."""
+    """Format verdicts for the terminal: their table, what decided them, and what was left out."""
     table = [["claim", "contrast", "seeds", "effect, 95% interval", "the paper's", "verdict"]]
     for row in rows:
         seeds = str(row.numbers.seeds) if row.numbers else "-"
@@ -119,7 +122,7 @@ COLLAPSED = (
 
 
 def families(rows: Sequence[Row]) -> str:
-    """Say how many contrasts the correction covers."""
+    """Say how many contrasts of each family the correction for multiple tests covers."""
     sizes = family_sizes(rows)
     return "Corrected for: " + ", ".join(f"{n} of {name}" for name, n in sizes.items()) + "." if sizes else ""
 
@@ -160,8 +163,8 @@ def conditions(rows: Sequence[Row]) -> str:
     return "\n".join([head, *lines]) if lines else ""
 
 
-def format_conditions(own: Conditions) -> str:
-    return ", ".join(format_setting(key, value) for key, value in own)
+def format_conditions(settings: Conditions) -> str:
+    return ", ".join(format_setting(key, value) for key, value in settings)
 
 
 def missing_arms(rows: Sequence[Row]) -> str:
@@ -189,6 +192,7 @@ def table_1(comparison: Comparison) -> list[list[str]]:
 
 
 def _format_table_1_cells(row: tuple[str, str] | None) -> list[str]:
+    """Return the name of a row of the paper's Table 1, and its accuracy at 3B and 7B; dashes for None."""
     if row is None:
         return ["-", "-", "-"]
     method, weight_format = row
@@ -199,7 +203,7 @@ def _format_table_1_cells(row: tuple[str, str] | None) -> list[str]:
 
 
 def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> str:
-    """Render a page: a row per contrast with all that decided it, then accuracies, then what was left out.
+    """Render verdicts.md: a row per contrast with all that decided it, then accuracies, then what was left out.
 
     Claims without a measured contrast are only named; `text` and `as_json` give the reasons.
     """
@@ -230,13 +234,14 @@ def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> 
 
 
 def describe_measure(claim: Claim) -> str:
-    """Say how a claim is measured, and what must not fall with it."""
+    """Say how a claim is measured, and which measure must not fall with it (the guardrail)."""
     measure, rail = MEASURES[claim.measure], claim.guardrail
     text = f"{claim.measure} ({measure.unit}): {measure.meaning}."
     return f"{text} Guardrail: {rail.measure} may fall by {rail.margin:g} at most." if rail else text
 
 
 def measured_cells(row: Row) -> list[str]:
+    """Format the numbers of a contrast as cells, in the order of the columns of `markdown`; dashes if unmeasured."""
     counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True) if m) or "-"
     numbers = row.numbers
     if numbers is None:
@@ -250,13 +255,13 @@ def measured_cells(row: Row) -> list[str]:
 
 
 def pipe_table(rows: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table; the first row is its head."""
+    """Format rows of text as a Markdown table; the first row is its head."""
     lines = [f"| {' | '.join(cells)} |" for cells in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
 def as_json(comparison: Comparison, rows: Sequence[Row], command_line: str) -> str:
-    """Export all verdicts as JSON: contrasts, level, family sizes, notes, and what was left out."""
+    """Render verdicts.json: contrasts, level, family sizes, notes, and what was left out."""
     about = {
         "schema": SCHEMA, "command": command_line, "level": LEVEL, "families": family_sizes(rows),
         "rows": [_row_as_data(row) for row in rows], "notes": notes(comparison), "left_out": comparison.left_out,
@@ -277,14 +282,14 @@ def _row_as_data(row: Row) -> dict[str, Any]:
 
 
 def _numbers_as_data(numbers: Numbers) -> dict[str, Any]:
-    """Return all fields except the matrices."""
+    """Return all fields of the numbers except the matrices."""
     values = {name: value for name, value in vars(numbers).items() if name not in ("oriented", "at_most")}
     by_seed = numbers.oriented.mean(1).tolist()
     return values | {"p": numbers.p._asdict(), "adjusted": numbers.adjusted._asdict(), "effect_by_seed": by_seed}
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """Replace infinite values and nan by null, as JSON has neither."""
+    """Replace infinite values and nan by None, at any depth, as JSON has neither."""
     if isinstance(value, dict):
         return {key: _replace_non_finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -56,9 +56,10 @@ class Row:
 
 
 def judge(counted: Sequence[Record], all_runs: Sequence[Run], claims: Sequence[Claim] | None = None) -> list[Row]:
-    """Return a row per contrast and pair of arms, or one if an arm is missing. `claims` defaults to the paper's.
+    """Reach a verdict on each contrast of the claims (default: the paper's), a row per pair of arms that tests it.
 
-    `all_runs` has every run, also those that do not count.
+    A contrast whose arm is missing has one row, without numbers. `all_runs` has every run, also those that do not
+    count.
     """
     rows: list[Row] = []
     started = [*(record.run for record in counted), *filter(is_unfinished, all_runs)]
@@ -73,9 +74,9 @@ def judge(counted: Sequence[Record], all_runs: Sequence[Run], claims: Sequence[C
 
 
 def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
-    """Return the paper's effects of a contrast by source: factors for ratios, else differences; percent as fractions.
+    """Return the paper's effects of a contrast as (source, effect): factors for ratios, else differences.
 
-    The source of an effect read off a figure includes the reading error.
+    Percent are fractions. The source of an effect read off a figure includes the reading error.
     """
     found = []
     for treated, control in contrast.printed:
@@ -100,7 +101,7 @@ def _reduce_contexts(rows: Sequence[Row]) -> list[Row]:
 
 
 def _measure_row(row: Row, pair: Pair) -> Row:
-    """Add the numbers of a pair to a row, or the reason why there are none."""
+    """Add the numbers of a pair of arms to a row, or the reason why there are none."""
     claim, sides = row.claim, (pair.treated, pair.control)
     row = replace(
         row, context=_pair_context(claim, pair), conditions=_pair_conditions(claim, pair),
@@ -127,7 +128,7 @@ def _pair_context(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
 
 
 def _pair_conditions(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
-    """Return the values of `CONDITIONS` in a pair's runs; several values say how the claim combines them."""
+    """Return the values of `CONDITIONS` in a pair's runs, and how the claim combines several values of a key."""
     runs = [record.run for side in (pair.treated, pair.control) for record in side.records]
     found = []
     for key in CONDITIONS:
@@ -139,7 +140,7 @@ def _pair_conditions(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
 
 
 def _describe_registration(claim: Claim, pair: Pair) -> str:
-    """Say whether the runs of a pair record the SHA-256 of the claim's file, so that it existed before they began."""
+    """Say whether a pair's runs record the SHA-256 of the claims file, so that the claim is older than they are."""
     records = [*pair.treated.records, *pair.control.records]
     holding = sum(record.origin.claims_sha256 == claim.file.sha256 for record in records)
     if holding == len(records):
@@ -149,22 +150,22 @@ def _describe_registration(claim: Claim, pair: Pair) -> str:
 
 
 def smallest_effect(claim: Claim) -> float:
-    """Return the smallest effect of interest on the tested scale."""
+    """Return the smallest effect of interest to a claim, as its logarithm if the measure is a ratio."""
     return math.log(claim.smallest) if MEASURES[claim.measure].ratio else claim.smallest
 
 
 def smallest_as_text(claim: Claim) -> str:
-    """Format the smallest effect of interest as stated: `0.02`, or `1.1x` for a ratio."""
+    """Format the smallest effect of interest to a claim as stated: `0.02`, or `1.1x` for a ratio."""
     return f"{claim.smallest:g}x" if MEASURES[claim.measure].ratio else f"{claim.smallest:g}"
 
 
 def effect_as_text(claim: Claim, value: float) -> str:
-    """Format an effect: `+0.013`, or `1.23x` for a ratio."""
+    """Format an effect in the measure of a claim: `+0.013`, or `1.23x` for a ratio."""
     return f"{value:.2f}x" if MEASURES[claim.measure].ratio else f"{value:+.3f}"
 
 
 def pool_variances(rows: Sequence[Row]) -> list[Row]:
-    """Moderate variances over the contrasts of a family and measure, and compute p-values from them.
+    """Raise each contrast's variance to the median of its family and measure, and compute p-values from it.
 
     Censored contrasts take no part, because their variances describe bounds.
     """
@@ -205,7 +206,7 @@ def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
 
 
 def set_verdicts(rows: Sequence[Row]) -> list[Row]:
-    """Correct the p-values within families and set the verdicts."""
+    """Correct the p-values within families and set the verdict of each row."""
     done = []
     for row in rows:
         family = [other for other in rows if other.numbers and other.claim.family == row.claim.family]
@@ -225,6 +226,7 @@ def _adjust_for_family(own: P, others: Sequence[P]) -> P:
 
 
 def _choose_verdict(claim: Claim, adjusted: P) -> Verdict:
+    """Return the verdict that corrected p-values allow on a claim."""
     is_above, is_small, is_below = (p < LEVEL for p in adjusted)
     if is_below:
         return Verdict.REVERSED
@@ -253,7 +255,7 @@ def _decide_row(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
 
 
 def _verdict_phrases(claim: Claim) -> dict[Verdict, tuple[str, str]]:
-    """Return what each verdict says of a claim, and what seeds that lead to it would do."""
+    """Return two phrases for each verdict on a claim: what it says now, and what more seeds would do to reach it."""
     size = smallest_as_text(claim)
     either_way = {
         Verdict.SUPPORTED: (f"within {size} either way", "support it"),
@@ -268,13 +270,13 @@ def _verdict_phrases(claim: Claim) -> dict[Verdict, tuple[str, str]]:
     } | ({} if claim.direction else either_way)
 
 
-def _format_remarks(row: Row, found: Numbers, verdict: Verdict) -> str:
-    """Return remarks that a verdict needs: censored seeds, the guardrail, and how it relates to the paper's value."""
+def _format_remarks(row: Row, numbers: Numbers, verdict: Verdict) -> str:
+    """Format remarks on a verdict: censored seeds, the guardrail, and how it relates to the paper's value."""
     claim, said = row.claim, ""
-    if found.censored:
-        said += f"; censored seeds: {found.censored} of {found.seeds}"
-    if claim.guardrail and found.guardrail in (BROKEN, OPEN):
-        state = f"broken: lower by more than {claim.guardrail.margin:g}" if found.guardrail == BROKEN else "open"
+    if numbers.censored:
+        said += f"; censored seeds: {numbers.censored} of {numbers.seeds}"
+    if claim.guardrail and numbers.guardrail in (BROKEN, OPEN):
+        state = f"broken: lower by more than {claim.guardrail.margin:g}" if numbers.guardrail == BROKEN else "open"
         said += f"; guardrail {claim.guardrail.measure} is {state}"
     is_ratio, sign = MEASURES[claim.measure].ratio, claim.direction or 1
     small = [
@@ -287,29 +289,29 @@ def _format_remarks(row: Row, found: Numbers, verdict: Verdict) -> str:
     return said
 
 
-def _count_seeds_for_any_effect(claim: Claim, found: Numbers, family: int) -> int | None:
+def _count_seeds_for_any_effect(claim: Claim, numbers: Numbers, family: int) -> int | None:
     """Return the fewest seeds that make the interval too narrow to hold both 0 and the smallest effect.
 
     The level is that of the first of a family by Holm. None if `stats.MOST_SEEDS` are too few, for censored contrasts,
     and for claims of no difference, which have a border on each side.
     """
-    if not claim.direction or found.censored:
+    if not claim.direction or numbers.censored:
         return None
     level = 1 - 2 * LEVEL / family
 
     def is_narrow_enough(seeds: int) -> bool:
-        return 2 * stats.half_width(found.variances, seeds, found.questions, level) <= smallest_effect(claim)
+        return 2 * stats.half_width(numbers.variances, seeds, numbers.questions, level) <= smallest_effect(claim)
 
     return stats.fewest_seeds(is_narrow_enough, claim.file.seeds)
 
 
-def _explain_more_seeds(claim: Claim, found: Numbers, then: Verdict) -> str:
-    """Say what more seeds would show."""
-    first, any_effect = found.seeds_as_measured, found.seeds_at_any_effect
+def _explain_more_seeds(claim: Claim, numbers: Numbers, then: Verdict) -> str:
+    """Say which verdict more seeds would reach and how many that takes, or why none would."""
+    first, any_effect = numbers.seeds_as_measured, numbers.seeds_at_any_effect
     if first:
         rest = f", {any_effect} decide whatever it is" if any_effect and any_effect > first else ""
         return f"about {first} seeds would {_verdict_phrases(claim)[then][1]} if the effect is as measured{rest}"
-    if found.censored:
+    if numbers.censored:
         return "too many runs never got there to tell"
-    more = f" with {found.questions} questions: type a larger eval.questions" if found.questions > 1 else ""
+    more = f" with {numbers.questions} questions: type a larger eval.questions" if numbers.questions > 1 else ""
     return f"the measured effect is so near a border that not even {stats.MOST_SEEDS:,} seeds would decide it{more}"
