@@ -1,1 +1,4 @@
-"""Tables and figures of recorded runs. Reads run directories and MLflow only; imports no torch."""
+"""Tables and figures of recorded runs. Reads run directories and MLflow only; imports no torch.
+
+An arm is a set of runs that share every setting but the seed.
+"""

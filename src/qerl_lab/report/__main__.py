@@ -1,6 +1,7 @@
 """`python -m qerl_lab.report DIR ... KEY=VALUE ...`: compare the arms of run directories in one table.
 
 `python -m qerl_lab.report verdicts DIR ...` tests the paper's claims on them. Neither needs MLflow.
+An arm is a set of runs that share every setting but the seed.
 """
 
 import shlex
@@ -34,38 +35,42 @@ class ReportOptions:
 
 
 def report(options: ReportOptions) -> None:
-    """Print the table of arms and write the requested files. Raises ConfigError for an option that has no effect."""
+    """Print a table that compares the arms of run directories, and write the files that the options ask for.
+
+    Raises ConfigError for an option that has no effect.
+    """
     from qerl_lab.report import comparison  # pandas and scipy take a second
 
     if options.bench and not options.out:
         raise ConfigError(
             f"bench={','.join(options.bench)} does nothing without out. Type for example out=results/NAME."
         )
-    found = _read(options)
+    found = _compare_runs(options)
     if options.out:
-        _write_results(found, options)
+        _write_results_folder(found, options)
     if not found.arms and not (options.runs_csv or options.arms_csv):
         return
     found.require_counted()
     baseline = comparison.baseline_of(list(found.arms), options.baseline)
     arms = comparison.by_arm(found, baseline)
     if options.runs_csv:
-        _write(Path(options.runs_csv).expanduser(), comparison.csv(comparison.by_run(found)))
+        _write_text_file(Path(options.runs_csv).expanduser(), comparison.format_csv(comparison.by_run(found)))
     if options.arms_csv:
-        _write(Path(options.arms_csv).expanduser(), comparison.csv(arms))
+        _write_text_file(Path(options.arms_csv).expanduser(), comparison.format_csv(arms))
     print(comparison.text(found, arms, baseline))
 
 
-def _write_results(found: "Comparison", options: ReportOptions) -> None:
+def _write_results_folder(compared: "Comparison", options: ReportOptions) -> None:
+    """Write report.html, tables, figures and the runs to the folder `out`, and print its size."""
     from qerl_lab.report import page
 
     folder = Path(str(options.out)).expanduser()
     make_directory(folder, f"out={folder}")
-    written = page.write(folder, found, options.baseline, [Path(file).expanduser() for file in options.bench])
+    written = page.write(folder, compared, options.baseline, [Path(file).expanduser() for file in options.bench])
     size = sum(path.stat().st_size for path in written)
     print(f"written: {format_path(folder)}  (report.html, {len(written) - 1} other files; {size / 1e6:.1f} MB)\n")
-    if not found.arms:
-        print("\n  ".join(["No run finished:", *found.left_out]))
+    if not compared.arms:
+        print("\n  ".join(["No run finished:", *compared.left_out]))
 
 
 @dataclass
@@ -76,25 +81,25 @@ class VerdictsOptions:
 
 
 def verdicts(options: VerdictsOptions) -> None:
-    """Print the verdicts on the claims (default: the paper's) and write the requested files."""
+    """Print the verdicts on the claims (default: the paper's) and write them to the folder `out`, if given."""
     from qerl_lab.report import claims, verdict_tables
     from qerl_lab.report.verdicts import judge
 
     read = [claim for file in options.claims for claim in claims.read(Path(file).expanduser(), file)]
-    found = _read(options)
+    found = _compare_runs(options)
     rows = judge(found.counted, found.all_runs, read or None)
     print(verdict_tables.text(found, rows))
     if options.out:
         out = Path(options.out).expanduser()
         named = [f"claims={','.join(options.claims)}"] if options.claims else []
         line = f"{VERDICTS} {shlex.join([*options.sweep, *named])}"
-        _write(out / "verdicts.json", verdict_tables.as_json(found, rows, line))
-        _write(out / "verdicts.md", verdict_tables.markdown(found, rows, line))
+        _write_text_file(out / "verdicts.json", verdict_tables.as_json(found, rows, line))
+        _write_text_file(out / "verdicts.md", verdict_tables.markdown(found, rows, line))
         print(f"\nwritten: {format_path(out)}  (verdicts.json, verdicts.md)")
 
 
-def _read(options: ReportOptions | VerdictsOptions) -> "Comparison":
-    """Read every run that the options name.
+def _compare_runs(options: ReportOptions | VerdictsOptions) -> "Comparison":
+    """Read every run in the directories that the options name, and group them into arms.
 
     Raises ConfigError if there is none, or if none counts and the report is not written to `out`.
     """
@@ -104,7 +109,8 @@ def _read(options: ReportOptions | VerdictsOptions) -> "Comparison":
     return found if options.out and found.left_out else found.require_counted()
 
 
-def _write(path: Path, text: str) -> None:
+def _write_text_file(path: Path, text: str) -> None:
+    """Write a text file, with its folder. Raises ConfigError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode())
@@ -152,13 +158,13 @@ COMMANDS: dict[str, Command[Any]] = {
 
 
 @exits.command
-def main(words: list[str]) -> int:
-    """Run the command and return its exit code."""
-    if words and words[0] in COMMANDS:
-        return choose(COMMANDS, words)
-    if words and not Path(words[0]).exists() and (hint := did_you_mean(words[0], list(COMMANDS))):
-        raise ConfigError(f"{words[0]} is no directory and no command.{hint}")
-    return COMMAND.run(words)
+def main(arguments: list[str]) -> int:
+    """Run `python -m qerl_lab.report` with these arguments and return its exit code."""
+    if arguments and arguments[0] in COMMANDS:
+        return choose(COMMANDS, arguments)
+    if arguments and not Path(arguments[0]).exists() and (hint := did_you_mean(arguments[0], list(COMMANDS))):
+        raise ConfigError(f"{arguments[0]} is no directory and no command.{hint}")
+    return COMMAND.run(arguments)
 
 
 if __name__ == "__main__":

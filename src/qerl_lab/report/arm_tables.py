@@ -14,15 +14,16 @@ from qerl_lab.report.measures import MEASURES, SHARED, Unmeasured, shared_machin
 from qerl_lab.report.printed_arms import in_figure_5, table_1_rows
 from qerl_lab.report.runs import Record
 from qerl_lab.report.speed_tables import printed_rollouts, printed_steps
-from qerl_lab.report.table import NONE, Table, in_words, number, without_empty_columns
+from qerl_lab.report.table import NONE, Table, format_number, in_words, without_empty_columns
 from qerl_lab.report.verdict_tables import cell, seeds_cell
 
 NO_BASELINE = f"Left out: no arm is {BASELINE}; type baseline=ARM to compare with another."
+NO_DIFFERENCES = Table("Differences", "", [["arm"]], NO_BASELINE)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A measure of `_differences`: `sign` is 1 if more is better, 0 for neither; `ratio` compares logarithms."""
+    """A measure of `_difference_table`: `sign` is 1 if more is better, 0 for neither; `ratio` compares logarithms."""
 
     label: str
     name: str
@@ -44,17 +45,17 @@ OF_PAPER = ["Figure 1, 7B: rollouts / BF16", "Table 3, 7B: end to end / BF16"]
 
 
 def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
-    """Build every table of a report; an empty list if no run counts."""
+    """Build every table of arms of a report, beside the paper's numbers; an empty list if no run counts."""
     if not comparison.arms:
         return []
     against = []
     if len(comparison.arms) > 1:
-        against = [_differences(comparison, baseline) if baseline else Table("Differences", "", [["arm"]], NO_BASELINE)]
-    others = [_entropies(comparison, baseline), retention(comparison), _throughput(comparison, baseline)]
-    return [_accuracies(comparison), *against, *others]
+        against = [_difference_table(comparison, baseline) if baseline else NO_DIFFERENCES]
+    others = [_entropy_table(comparison, baseline), retention(comparison), _speed_table(comparison, baseline)]
+    return [_accuracy_table(comparison), *against, *others]
 
 
-def _accuracies(comparison: Comparison) -> Table:
+def _accuracy_table(comparison: Comparison) -> Table:
     head, *rows = verdict_tables.table_1(comparison)
     beside = verdict_tables.IN_TABLE_1 in head
     more = [[seeds_cell(matrix(records, "gain"), (-1, 1)), _pass_cell(records)] for records in comparison.arms.values()]
@@ -72,17 +73,18 @@ def _accuracies(comparison: Comparison) -> Table:
 
 
 def _pass_cell(records: Sequence[Record]) -> str:
+    """Format pass@n after training, with its interval over seeds; a dash if it was not measured."""
     try:
         return seeds_cell(MEASURES["pass_after"].of(records, records), stats.SHARE)
     except Unmeasured:  # one sample a question, or no evaluation
         return NONE
 
 
-def _differences(comparison: Comparison, baseline: str) -> Table:
+def _difference_table(comparison: Comparison, baseline: str) -> Table:
     rows = [
         [arm, measure.label, *cells]
         for arm, records in comparison.arms.items() if arm != baseline for measure in DIFFERENCES
-        if (cells := _difference_cells(records, comparison.arms[baseline], measure))
+        if (cells := _format_comparison_cells(records, comparison.arms[baseline], measure))
     ]  # fmt: skip
     return Table(
         f"Differences to {baseline}",
@@ -95,18 +97,18 @@ def _differences(comparison: Comparison, baseline: str) -> Table:
     )
 
 
-def _values(records: Sequence[Record], name: str) -> pd.DataFrame:
-    """Return accuracies [seeds, questions] or one number of the summary [seeds, 1]."""
+def _seed_values(records: Sequence[Record], name: str) -> pd.DataFrame:
+    """Return a measure by seed: accuracies [seeds, questions], or one number of each run's summary [seeds, 1]."""
     if name in ("after", "gain"):
         return matrix(records, name)
     return pd.DataFrame({"run": {record.run.seed: float(record.summary[name]) for record in records}})
 
 
-def _difference_cells(records: Sequence[Record], control: Sequence[Record], measure: Measured) -> list[str]:
-    """Return difference, effect size and P(better) as cells; none without a shared value, or for shared machines."""
+def _format_comparison_cells(records: Sequence[Record], control: Sequence[Record], measure: Measured) -> list[str]:
+    """Format difference, effect size and P(better) of two arms; none without common values or on shared machines."""
     if measure.ratio and shared_machines(records, control):
         return []
-    one, other = (_values(side, measure.name) for side in (records, control))
+    one, other = (_seed_values(side, measure.name) for side in (records, control))
     if measure.ratio:
         one, other = np.log(one), np.log(other)
     difference = (one - other).dropna(how="all").dropna(axis=1)
@@ -115,34 +117,34 @@ def _difference_cells(records: Sequence[Record], control: Sequence[Record], meas
     size = stats.effect_size(difference.mean(axis=1).to_numpy())
     means = [measure.sign * side.loc[difference.index, difference.columns].mean(axis=1) for side in (one, other)]
     better = f"{stats.probability_of_improvement(*means):.2f}" if measure.sign else NONE
-    return [_difference(difference, measure.ratio), NONE if math.isnan(size) else f"{size:+.2f}", better]
+    return [_format_difference(difference, measure.ratio), NONE if math.isnan(size) else f"{size:+.2f}", better]
 
 
-def _difference(values: pd.DataFrame, ratio: bool) -> str:
-    def shown(value: float) -> str:
+def _format_difference(values: pd.DataFrame, ratio: bool) -> str:
+    def format_value(value: float) -> str:
         return f"{math.exp(value):.2f}" if ratio else f"{value:+.3f}"
 
     seeds, mean = len(values), float(values.to_numpy().mean())
-    interval = f" {stats.format_interval(*stats.over_seeds(values.to_numpy())[1:], shown)}" if seeds > 1 else ""
-    return f"{shown(mean)}{'x' * ratio}{interval} ({seeds})"
+    interval = f" {stats.format_interval(*stats.over_seeds(values.to_numpy())[1:], format_value)}" if seeds > 1 else ""
+    return f"{format_value(mean)}{'x' * ratio}{interval} ({seeds})"
 
 
-def _difference_to(comparison: Comparison, arm: str, baseline: str | None, name: str) -> str:
-    """Return the difference of an arm to the baseline as one cell; a dash for the baseline itself."""
+def _format_difference_to_baseline(comparison: Comparison, arm: str, baseline: str | None, name: str) -> str:
+    """Format the difference between an arm and the baseline in one measure; a dash for the baseline itself."""
     if baseline is None or arm == baseline:
         return NONE
     measure = next(measure for measure in DIFFERENCES if measure.name == name)
-    return (_difference_cells(comparison.arms[arm], comparison.arms[baseline], measure) or [NONE])[0]
+    return (_format_comparison_cells(comparison.arms[arm], comparison.arms[baseline], measure) or [NONE])[0]
 
 
-def _entropies(comparison: Comparison, baseline: str | None) -> Table:
+def _entropy_table(comparison: Comparison, baseline: str | None) -> Table:
     beside = in_figure_5(comparison)
     against = [f"first tenth - {baseline}"] if baseline else []
     rows = [["arm", "first tenth of the steps", "last tenth", *against, *["Figure 5, 7B"] * bool(beside)]]
     for arm, records in comparison.arms.items():
-        row = [arm, *(seeds_cell(_values(records, f"entropy_{when}"), stats.NATS) for when in ("first", "last"))]
-        row += [_difference_to(comparison, arm, baseline, "entropy_first")] if baseline else []
-        rows.append([*row, *([_printed_entropy(beside.get(arm))] if beside else [])])
+        row = [arm, *(seeds_cell(_seed_values(records, f"entropy_{when}"), stats.NATS) for when in ("first", "last"))]
+        row += [_format_difference_to_baseline(comparison, arm, baseline, "entropy_first")] if baseline else []
+        rows.append([*row, *([_look_up_paper_entropy(beside.get(arm))] if beside else [])])
     return Table(
         "Entropy of the policy" + ", as in the paper's Figure 5" * bool(beside),
         "Nats per token at rollout.temperature, without noise in the trainer."
@@ -151,26 +153,26 @@ def _entropies(comparison: Comparison, baseline: str | None) -> Table:
     )
 
 
-def _printed_entropy(weight_format: str | None) -> str:
-    """Return the mean entropy that Figure 5 of the paper has for a weight format; a dash for None."""
+def _look_up_paper_entropy(weight_format: str | None) -> str:
+    """Return the mean entropy of a weight format in the paper's Figure 5, as a cell; a dash for None."""
     if weight_format is None:
         return NONE
     return f"{reference.value(table='Figure 5', weight_format=weight_format, setting=reference.EIGHT_STEPS):.3f}"
 
 
-def _throughput(comparison: Comparison, baseline: str | None) -> Table:
+def _speed_table(comparison: Comparison, baseline: str | None) -> Table:
     beside = table_1_rows(comparison)
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", f"rollouts / {baseline}", f"end to end / {baseline}",
              *OF_PAPER, "rollout, train, sync", "peak GiB", "seconds a run"]]  # fmt: skip
     for arm, records in comparison.arms.items():
-        ratios = [_difference_to(comparison, arm, baseline, name) for name in SPEEDS]
-        printed = [NONE, NONE] if ratios == [NONE, NONE] else _printed_speeds(beside.get(arm))
+        ratios = [_format_difference_to_baseline(comparison, arm, baseline, name) for name in SPEEDS]
+        printed = [NONE, NONE] if ratios == [NONE, NONE] else _look_up_paper_speeds(beside.get(arm))
         peaks = [record.summary.get("memory_gpu_peak_gib", record.summary["memory_rss_gib"]) for record in records]
         speeds, shares, seconds = [NONE, NONE], NONE, NONE
         if not shared_machines(records):
-            speeds = [_speed(_values(records, name)) for name in SPEEDS]
-            shares = ", ".join(f"{_values(records, f'share_{name}')['run'].mean():.0%}" for name in PHASES)
-            seconds = number(_values(records, "seconds")["run"].mean())
+            speeds = [_format_speed(_seed_values(records, name)) for name in SPEEDS]
+            shares = ", ".join(f"{_seed_values(records, f'share_{name}')['run'].mean():.0%}" for name in PHASES)
+            seconds = format_number(_seed_values(records, "seconds")["run"].mean())
         rows.append([arm, *speeds, *ratios, *printed, shares, f"{max(peaks):.2f}", seconds])
     rows, empty = without_empty_columns(rows)
     shared = [arm for arm, records in comparison.arms.items() if shared_machines(records)]
@@ -186,16 +188,16 @@ def _throughput(comparison: Comparison, baseline: str | None) -> Table:
     )
 
 
-def _speed(values: pd.DataFrame) -> str:
-    """Format a speed with its interval. Averages logarithms, as verdicts do, so that the interval stays above 0."""
+def _format_speed(values: pd.DataFrame) -> str:
+    """Format the mean of speeds and its interval, from their logarithms, so that the interval stays above 0."""
     if len(values) < 2:
         return seeds_cell(values)
     mean, low, high = np.exp(stats.over_seeds(np.log(values.to_numpy())))
     return cell((mean, low, high), len(values))
 
 
-def _printed_speeds(row: tuple[str, str] | None) -> list[str]:
-    """Return the paper's speeds over BF16 for a row of its Table 1; dashes if it timed no such arm."""
+def _look_up_paper_speeds(row: tuple[str, str] | None) -> list[str]:
+    """Return the paper's speeds of rollouts and steps over BF16 for a row of its Table 1; dashes if not timed."""
     weight_format = row[1].lower() if row else ""
     of_arm = f"model == 'qwen2.5-7b' and format == '{weight_format}'"
     rollouts = printed_rollouts().query(f"{of_arm} and batch == 8")["of_bf16"].map("{:.2f}x".format)

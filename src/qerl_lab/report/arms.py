@@ -47,21 +47,22 @@ class Run:
 
     @property
     def arm(self) -> Arm:
+        """Return the settings that define the arm to which the run belongs."""
         return tuple(sorted(model_by_content(self.settings).items()))
 
     def value(self, key: str) -> str:
-        """Return a setting, or `ABSENT`: other versions may lack it, and only local models have model.hash."""
+        """Return a setting, or `ABSENT`, as other versions lack some and only local models have model.hash."""
         return self.settings.get(key, ABSENT)
 
 
 def task_of(run: Run) -> str:
-    """Name the task, and the part of its questions that is read if not all are."""
+    """Return the name of a run's task, and how many of its questions are read if not all are."""
     name, most = run.value("task.name"), run.value("task.gsm8k.max_steps")
     return name + part_of(name, int(most) if most.isdigit() else None)
 
 
 def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float, code: str, metrics: Collection) -> Run:
-    """Build a run from its flattened configuration and the names of its recorded metrics.
+    """Build a Run from the flattened configuration of a run directory and the names of its recorded metrics.
 
     Raises ValueError if the values are no configuration of this lab.
     """
@@ -80,7 +81,7 @@ def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float,
 
 
 def fill_in_device(runs: Sequence[Run]) -> list[Run]:
-    """Fill in the device of runs that ended before their first step, if exactly one otherwise equal arm is known."""
+    """Replace device=auto, in runs that ended before step 1, by the device of the only arm otherwise equal."""
     known, found = {run.arm for run in runs}, []
     for run in runs:
         if run.value("device") == "auto":
@@ -92,46 +93,47 @@ def fill_in_device(runs: Sequence[Run]) -> list[Run]:
 
 
 def normalize(settings: Mapping[str, str]) -> dict[str, str]:
-    """Normalize settings of any version, so that runs of one arm compare equal."""
+    """Return settings of any version in today's form, so that runs of one arm compare equal."""
     own = drop_other_engines(fill_added_keys(settings))
     if own["device"] == "cpu" and own.get("optim.packing") == "off":  # `auto` packs on GPUs only
         own["optim.packing"] = "auto"
     return own
 
 
-def version(git_sha: str | None, dirty: bool | None) -> str:
-    """Name the code version of a run, from its env.json."""
+def code_version(git_sha: str | None, dirty: bool | None) -> str:
+    """Format the commit of a run's code, from its env.json: `1a2b3c4`, or `1a2b3c4 with changes`."""
     return f"{(git_sha or 'unknown')[:7]}{' with changes' if dirty else ''}"
 
 
 def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """Return the newest finished run of each (arm, seed), sorted by arm and seed, and a line on each run left out."""
+    """Return the newest finished run of each (arm, seed), sorted by both, and the reason for each run left out."""
     counted: dict[tuple[Arm, int], Run] = {}
     left_out = [f"{run.name}: {run.status}" for run in runs if is_unfinished(run)]
     for run in sorted((run for run in runs if not is_unfinished(run)), key=lambda run: run.ended):
         if older := counted.get((run.arm, run.seed)):
             left_out.append(f"{older.name}: repeated by {run.name}, with the same settings and seed")
         counted[run.arm, run.seed] = run
-    keys = differing(list(counted.values()))
+    keys = differing_keys(list(counted.values()))
 
-    def place(run: Run) -> tuple[object, ...]:
+    def sort_key(run: Run) -> tuple[object, ...]:
         return run.experiment, *(number_first(run.value(key)) for key in keys), run.seed
 
-    return sorted(counted.values(), key=place), left_out
+    return sorted(counted.values(), key=sort_key), left_out
 
 
 def is_unfinished(run: Run) -> bool:
+    """Tell whether a run failed, was interrupted or is still running."""
     return run.status != FINISHED
 
 
-def differing(runs: Sequence[Run]) -> list[str]:
-    """Return the keys that differ in value between runs; model.path and model.hash count once if they say the same."""
+def differing_keys(runs: Sequence[Run]) -> list[str]:
+    """Return the setting keys that differ in value between runs; model.path or model.hash if both say the same."""
     known = sorted({key for run in runs for key in run.settings} - {_redundant_key(runs)})
     return [key for key in known if len({run.value(key) for run in runs}) > 1]
 
 
 def _redundant_key(runs: Sequence[Run]) -> str | None:
-    """Return the redundant one of model.path and model.hash; None if both distinguish runs.
+    """Return whichever of model.path and model.hash adds nothing to the other; None if both distinguish runs.
 
     The hash is redundant if paths and hashes pair one to one, as readers know the path; the path if all hashes are
     equal.
@@ -151,16 +153,16 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
     group in `CHOICES` appear as its choice.
     """
     arms, found = {run.arm: run for run in runs}, {}
-    implied, differ = implied_by_task([run.settings for run in runs]), differing(runs)
+    implied, differ = keys_implied_by_task([run.settings for run in runs]), differing_keys(runs)
     for arm, run in arms.items():
         names = {other.experiment for other in runs if other.arm == arm} - {NO_EXPERIMENT}
-        keys = [key for key in differ if key not in implied and _is_shown(key, run, list(arms.values()), runs)]
-        name, settings = " = ".join(sorted(names)), ", ".join(_words(run, keys, differ))
+        keys = [key for key in differ if key not in implied and _belongs_in_label(key, run, list(arms.values()), runs)]
+        name, settings = " = ".join(sorted(names)), ", ".join(_format_settings(run, keys, differ))
         found[arm] = f"{name} ({settings})" if name and settings else name or settings or NO_EXPERIMENT
     return found
 
 
-def _is_shown(key: str, run: Run, arms: Sequence[Run], runs: Sequence[Run]) -> bool:
+def _belongs_in_label(key: str, run: Run, arms: Sequence[Run], runs: Sequence[Run]) -> bool:
     """Tell whether a label needs `key`: the experiment does not imply it and at most half of the arms share it."""
     undeclared = [other.value(key) for other in arms if key not in other.declared]
     if key in run.declared or len(set(undeclared)) == 1:
@@ -168,8 +170,8 @@ def _is_shown(key: str, run: Run, arms: Sequence[Run], runs: Sequence[Run]) -> b
     return 2 * undeclared.count(run.value(key)) <= len(undeclared)
 
 
-def _words(run: Run, keys: Sequence[str], differ: Sequence[str]) -> list[str]:
-    """Format the settings of `keys` as typed words, using a group's choice where it covers all that differs."""
+def _format_settings(run: Run, keys: Sequence[str], differ: Sequence[str]) -> list[str]:
+    """Format settings as `key=value` for a label, or as a group's choice if that covers all that differs."""
     words = {key: format_setting(key, run.value(key)) for key in keys}
     for group in CHOICES:
         own = [key for key in keys if key.startswith(f"{group}.")]
@@ -179,15 +181,15 @@ def _words(run: Run, keys: Sequence[str], differ: Sequence[str]) -> list[str]:
     return [words[key] for key in sorted(words)]
 
 
-def implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the task keys that follow from the task's name: each has one value per task."""
+def keys_implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
+    """Return the `task.*` keys that follow from the task's name: each has one value per task."""
     names = {one.get(TASK) for one in settings}
     keys = {key for one in settings for key in one if key.startswith("task.") and key != TASK}
     return {key for key in keys if len({(one.get(TASK), one.get(key)) for one in settings}) == len(names)}
 
 
 def format_setting(key: str, value: str) -> str:
-    """Format a setting for a label."""
+    """Format a setting as `key=value` for a label, with a long value shortened."""
     return f"{'task' if key == TASK else key}={shorten(value)}"
 
 
@@ -203,7 +205,7 @@ def shorten(value: str) -> str:
 
 
 def number_first(text: str) -> tuple[bool, float, str]:
-    """Return a sort key that puts numbers first, by size."""
+    """Return a sort key for text: numbers come first, by size, then other text by alphabet."""
     try:
         return False, float(text), ""
     except ValueError:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from qerl_lab.config.option import parse_json
 from qerl_lab.record.metrics import PHASES
-from qerl_lab.report.arms import version
+from qerl_lab.report.arms import code_version
 from qerl_lab.report.table import NONE
 from qerl_lab.system.terminal import columns
 
@@ -44,44 +44,44 @@ TRAIN_STEP = (
 
 
 def load(file: Path) -> Result:
-    """Read one result. Raises ValueError or OSError for a file that is none."""
+    """Read the JSON file of a benchmark result. Raises ValueError or OSError for a file that is none."""
     result: Result = parse_json(file.read_bytes())
     return result
 
 
 def gpu_of(result: Result) -> str:
-    """Name the GPU of a result."""
+    """Return the name of the GPU on which a benchmark ran."""
     gpus = result["environment"]["gpus"]
     return gpus[0]["name"] if gpus else "no GPU"
 
 
 def code_of(result: Result) -> str:
-    """Name the commit of a result."""
+    """Return the commit of the code that a benchmark measured."""
     about = result["environment"]
-    return version(about["git_sha"], about["dirty"])
+    return code_version(about["git_sha"], about["dirty"])
 
 
 def origin(result: Result) -> str:
-    """Say when, on which GPU and by which code a result was measured."""
+    """Describe when, on which GPU and by which code a result was measured."""
     about = result["environment"]
     versions = [f"{name} {about['packages'][name]}" for name in ("torch", "vllm") if about["packages"].get(name)]
     return ", ".join([about["time"][:10], gpu_of(result), *versions, f"commit {code_of(result)}"])
 
 
-def alive(result: Result) -> list[dict[str, Any]]:
-    """Return the rows of arms that did not die."""
+def measured_rows(result: Result) -> list[dict[str, Any]]:
+    """Return the rows of a result, without the arms whose process died."""
     return [row for row in result["rows"] if "died" not in row]
 
 
-def deaths(result: Result) -> list[str]:
-    """Name the arms that died, and the reason of each."""
+def list_deaths(result: Result) -> list[str]:
+    """List the arms of a result whose process died, each with the reason."""
     return [f"{row['arm']}, rank {row['rank']}, died: {row['died']}" for row in result["rows"] if "died" in row]
 
 
 def with_ratios(
     rows: pd.DataFrame, value: str, key: Sequence[str], baselines: Mapping[str, pd.Series]
 ) -> pd.DataFrame:  # fmt: skip
-    """Add a column `of_NAME` per baseline: `value` divided by the baseline's at an equal `key`; nan where it has none.
+    """Add a column `of_NAME` per baseline: `value` over the baseline's at an equal `key`, nan where it has none.
 
     `baselines` marks the rows of each.
     """
@@ -92,9 +92,9 @@ def with_ratios(
     return rows
 
 
-def ratios(result: Result) -> pd.DataFrame:
-    """Return the measured rows of rollouts or steps, with tokens/s also `of_bf16` and `of_qlora`, the stock arms."""
-    rows = pd.DataFrame(alive(result))
+def speed_ratios(result: Result) -> pd.DataFrame:
+    """Return the rows of a rollout or step benchmark, with ratios of tokens/s to stock arms (`of_bf16`, `of_qlora`)."""
+    rows = pd.DataFrame(measured_rows(result))
     if rows.empty:
         return rows
     key = ["rank", "batch"] if result["benchmark"] == "rollout" else ["rank"]
@@ -102,17 +102,18 @@ def ratios(result: Result) -> pd.DataFrame:
     return with_ratios(rows, "tokens_per_second", key, stock)
 
 
-def step_ratios(result: Result) -> pd.DataFrame:
-    """Return the rows of the train step, with tokens/s also `of_bf16` and `of_qlora` at equal micro-batches."""
+def train_step_ratios(result: Result) -> pd.DataFrame:
+    """Return the rows of a train_step benchmark, with ratios of tokens/s to bf16 and qlora at equal micro-batches."""
     rows = pd.DataFrame(result["steps"])
     bases = {base: (rows["arm"] == base) & (rows["loss"] == "chunked") for base in ("bf16", "qlora")}
     return with_ratios(rows, "tokens_per_second", ["micro_batch_tokens"], bases)
 
 
 def product_ratios(result: Result) -> pd.DataFrame:
-    """Return `ms` by model, layer, tokens and arm, also `of_bf16` and `of_bitsandbytes`.
+    """Return the `ms` of a linear benchmark by model, layer, tokens and arm, and its ratios to two baselines.
 
-    The layer `LAYER` ("whole layer") is the sum over the seven Linears of a decoder layer.
+    The ratios are `of_bf16` and `of_bitsandbytes`. The layer `LAYER` ("whole layer") is the sum over the seven Linears
+    of a decoder layer.
     """
     rows = pd.DataFrame(result["products"])
     total = rows.assign(ms=rows["ms"] * rows["count"])
@@ -123,7 +124,10 @@ def product_ratios(result: Result) -> pd.DataFrame:
 
 
 def decode_times(result: Result) -> pd.DataFrame:
-    """Return microseconds by (layer, rows) and arm; the layer `LAYER` is the sum of the four products."""
+    """Return the microseconds of a decode benchmark: a row per (layer, rows), a column per arm.
+
+    The layer `LAYER` is the sum of the four products.
+    """
     rows = pd.DataFrame(result["decode"])
     total = rows.groupby(["rows", "arm"], as_index=False, sort=False)["us"].sum().assign(layer=LAYER)
     rows = pd.concat([rows, total])
@@ -131,24 +135,24 @@ def decode_times(result: Result) -> pd.DataFrame:
 
 
 def text(result: Result) -> str:
-    """Format a result as a table, mostly with ratios to a baseline."""
+    """Format a benchmark result for the terminal as a table, mostly with ratios to a baseline."""
     match result["benchmark"]:
         case "linear":
-            return _linear_tables(result)
+            return _format_linear_tables(result)
         case "decode":
             head = "microseconds per call, weights from memory; adapter_*: adapter alone, *_and_adapter: product, then "
             times = decode_times(result).to_string(float_format=lambda us: f"{us:.1f}", na_rep="-")
             return f"{head}adapter, fp4_tiles: both\n{times}"
         case "train_step":
-            return columns(table_rows(step_ratios(result), TRAIN_STEP))
+            return columns(table_rows(train_step_ratios(result), TRAIN_STEP))
         case "rollout" | "step":
-            lines = [*_tables_of_arms(result), *deaths(result)]
-            return "\n".join([*lines, *(f"note: {note}" for note in notes(alive(result)))])
+            lines = [*_format_arm_tables(result), *list_deaths(result)]
+            return "\n".join([*lines, *(f"note: {note}" for note in notes(measured_rows(result)))])
     return ", ".join(f"{name} {value:g}" for name, value in result.items() if isinstance(value, int | float))
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Warn about differences other than the arm: vLLM settings and GPU clocks."""
+    """List the differences between rows that spoil a comparison of arms: vLLM settings and GPU clocks."""
     found = []
     for name in SETTINGS:
         held: dict[str, list[str]] = {}
@@ -164,7 +168,7 @@ def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def _linear_tables(result: Result) -> str:
+def _format_linear_tables(result: Result) -> str:
     copied = pd.DataFrame(result["dequantization"]).pivot_table("of_copy", ["model", "layer"], "format", sort=False)
     products = product_ratios(result)
     products = products[products["arm"] != "bf16"]
@@ -178,7 +182,7 @@ def _linear_tables(result: Result) -> str:
 
 
 def table_rows(rows: pd.DataFrame, spec: Columns) -> list[list[str]]:
-    """Format rows as cells below a head, with a dash for what was not measured."""
+    """Format a data frame as cells below a head, a column per entry of `spec`; a dash for what was not measured."""
     names = {form: [name for _, name, _, _ in Formatter().parse(form) if name] for _, form in spec}
     cells = [
         [NONE if any(pd.isna(row.get(name)) for name in names[form]) else form.format_map(row) for _, form in spec]
@@ -187,9 +191,9 @@ def table_rows(rows: pd.DataFrame, spec: Columns) -> list[list[str]]:
     return [[head for head, _ in spec], *cells]
 
 
-def _tables_of_arms(result: Result) -> list[str]:
-    """Format rollouts or steps, with a line on the units; empty if no arm is alive."""
-    rows = ratios(result)
+def _format_arm_tables(result: Result) -> list[str]:
+    """Format the rows of a rollout or step benchmark, and their units, as text; empty if every arm died."""
+    rows = speed_ratios(result)
     if rows.empty:
         return []
     if result["benchmark"] == "step":
@@ -200,12 +204,12 @@ def _tables_of_arms(result: Result) -> list[str]:
         lines.append(
             "host: share of a call in which its thread is busy; near 100% the host limits the speed, not the GPU"
         )
-    kernels = [line for row in alive(result) if row.get("kernels") for line in _kernel_lines(row)]
+    kernels = [line for row in measured_rows(result) if row.get("kernels") for line in _format_kernels(row)]
     return [*lines, "", *kernels] if kernels else lines
 
 
-def _kernel_lines(row: Mapping[str, Any]) -> list[str]:
-    """List the kernels that take most of a token's time."""
+def _format_kernels(row: Mapping[str, Any]) -> list[str]:
+    """List the GPU kernels that take most of a token's time in one row of a rollout benchmark."""
     about = f"{row['arm']}, rank {row['rank']}, batch {row['batch']}: kernels run for {row['busy_us']:,.0f}"
     kernels = pd.DataFrame(row["kernels"])
     others = kernels[KERNELS:]

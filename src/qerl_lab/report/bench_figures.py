@@ -24,21 +24,21 @@ VISIBLE = 0.002  # share of the longest bar; shorter parts would show only in th
 
 
 def figure(result: Result) -> Figure | None:
-    """Draw a result; the caller closes the figure. None if there is nothing to draw, as where every arm died."""
+    """Draw a benchmark result; None if every arm died or its kind has no figure. The caller closes the figure."""
     draw = DRAWN.get(result["benchmark"])
-    if draw is None or (result["benchmark"] in bench.OF_ARMS and not bench.alive(result)):
+    if draw is None or (result["benchmark"] in bench.OF_ARMS and not bench.measured_rows(result)):
         return None
     with styled():
         return draw(result)
 
 
 def draw(result: Result, path: Path) -> None:
-    """Write the figure as a PNG, if there is one."""
+    """Draw a benchmark result to a PNG file, if there is something to draw."""
     if drawn := figure(result):
         path.write_bytes(png(drawn))
 
 
-def _lines(
+def _draw_line_panels(
     panels: Mapping[tuple[str, str], pd.DataFrame], title: str, label: str, styles: Mapping[str, Mapping[str, Any]]
 ) -> Figure:  # fmt: skip
     """Draw panels beside each other, a line per column over a logarithmic axis, with one legend below.
@@ -47,11 +47,11 @@ def _lines(
     """
     figure, axes = plt.subplots(1, len(panels), figsize=(max(7.5, 3.6 * len(panels)), 3.5), squeeze=False)
     handles: dict[str, Artist] = {}
-    for axis, ((about, x), table) in zip(axes.flat, panels.items(), strict=True):
-        for arm in table:
-            (handles[arm],) = axis.plot(table[arm].dropna(), **styles[arm])
+    for axis, ((about, x), pivot_by_arm) in zip(axes.flat, panels.items(), strict=True):
+        for arm in pivot_by_arm:
+            (handles[arm],) = axis.plot(pivot_by_arm[arm].dropna(), **styles[arm])
         axis.set_xscale("log", base=2)
-        axis.set_xticks(table.index, [f"{value:,}" for value in table.index])
+        axis.set_xticks(pivot_by_arm.index, [f"{value:,}" for value in pivot_by_arm.index])
         axis.set(title=about, xlabel=x, ylim=(0, 1.12 * axis.get_ylim()[1]))
         axis.yaxis.set_major_formatter(format_tick)
     axes.flat[0].set_ylabel(label)
@@ -60,8 +60,8 @@ def _lines(
     return figure
 
 
-def _bars(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Draw panels beside each other, a horizontal bar per arm, of as many parts as the panel has columns.
+def _draw_bar_panels(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Draw panels of horizontal bars beside each other: a bar per arm, split into a part per column.
 
     `panels` maps an x label to the parts of each arm, `looks` a part to arguments of `barh`.
     """
@@ -88,7 +88,7 @@ def _bars(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapping[str, Ma
     return figure
 
 
-def _draw_linear(result: Result) -> Figure:
+def _draw_linear_times(result: Result) -> Figure:
     shown = bench.product_ratios(result)
     shown = shown[shown["layer"] == LAYER]
     formats = {arm: OTHER_LIBRARIES.get(arm, arm) for arm in shown["arm"].unique()}
@@ -97,10 +97,10 @@ def _draw_linear(result: Result) -> Figure:
         (f"{model}, seven Linears of a layer", "tokens"): ratios.loc[model] for model in ratios.index.unique("model")
     }
     title = f"Forward + input gradient of packed Linears, {gpu_of(result)}"
-    return _lines(panels, title, "time, BF16 = 1", palette.styles(formats))
+    return _draw_line_panels(panels, title, "time, BF16 = 1", palette.styles(formats))
 
 
-def _draw_decode(result: Result) -> Figure:
+def _draw_decode_times(result: Result) -> Figure:
     times, styles = bench.decode_times(result), {}
     adapters = [arm for arm in times if arm.startswith("adapter")]
     products = [arm for arm in times if arm not in adapters and not arm.endswith(AND_ADAPTER)]
@@ -111,47 +111,47 @@ def _draw_decode(result: Result) -> Figure:
         styles[arm] = {"color": palette.color(product, number), "linestyle": dashes, "marker": "o", "markersize": 3}
     panels = {(layer, "rows"): times.loc[layer] for layer in times.index.unique("layer")}
     title = f"Linears of decoding, {result['options']['model']}, {gpu_of(result)}"
-    return _lines(panels, title, "microseconds", styles)
+    return _draw_line_panels(panels, title, "microseconds", styles)
 
 
 def _draw_rollouts(result: Result) -> Figure:
     """Draw tokens/s by batch and, where measured, ratios to stock BF16 and ratios by rank beside the paper's."""
-    rows, about = bench.ratios(result), result["options"]
+    rows, about = bench.speed_ratios(result), result["options"]
     formats = rows.drop_duplicates("arm").set_index("arm")["format"].to_dict()
     styles = palette.styles(formats) | {PAPER: {"color": "black", "linestyle": ":"}}
     rank, batch = rows["rank"].iloc[0], rows["batch"].min()
 
-    def table(chosen: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
+    def pivot_by_arm(chosen: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
         lines = chosen.pivot(index=x, columns="arm", values=y)
         return lines[[arm for arm in formats if arm in lines]].dropna(axis=1, how="all")
 
     of_rank = rows[rows["rank"] == rank]
-    panels = {(f"tokens/s, rank {rank}", "completions at once"): table(of_rank, "batch", "tokens_per_second")}
-    of_bf16 = table(of_rank, "batch", "of_bf16")
+    panels = {(f"tokens/s, rank {rank}", "completions at once"): pivot_by_arm(of_rank, "batch", "tokens_per_second")}
+    of_bf16 = pivot_by_arm(of_rank, "batch", "of_bf16")
     if any(not arm.startswith("bf16_") for arm in of_bf16):  # a baseline's ratio to itself is 1
         panels[("ratio to bf16_stock", "completions at once")] = of_bf16
     base = next((base for base in BASES if rows[f"of_{base}"].notna().any()), None)
     if base and rows["rank"].nunique() > 1:
-        by_rank, papers = table(rows[rows["batch"] == batch], "rank", f"of_{base}"), printed_rollouts()
+        by_rank, papers = pivot_by_arm(rows[rows["batch"] == batch], "rank", f"of_{base}"), printed_rollouts()
         papers = papers[(papers["model"] == about["model"]) & (papers["batch"] == 1) & (papers["format"] == "nvfp4")]
         by_rank[PAPER] = papers.set_index("rank")[f"of_{BASES[base]}"]
         panels[(f"ratio to {base}_stock, batch {batch}", "rank")] = by_rank.dropna(axis=1, how="all")
     title = f"Rollouts, {about['model']}, prompt {about['prompt']:,}, {about['new']:,} new tokens, {gpu_of(result)}"
-    return _lines(panels, title, "", styles)
+    return _draw_line_panels(panels, title, "", styles)
 
 
-def _draw_steps(result: Result) -> Figure:
-    rows, about = bench.ratios(result).set_index("arm"), result["options"]
+def _draw_step_times(result: Result) -> Figure:
+    rows, about = bench.speed_ratios(result).set_index("arm"), result["options"]
     parts = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).fillna(0.0).set_axis(PHASES, axis=1)
     parts["other"] = (rows["step_seconds"] - parts.sum(axis=1)).clip(lower=0.0)
     colors = {phase: {"color": f"C{number}"} for number, phase in enumerate(PHASES)} | {"other": {"color": "0.8"}}
     ragged = f", mean_tokens={about['mean_tokens']:g}" if about.get("mean_tokens") else ""
     asked = f"{about['groups']} x {about['group_size']} completions of at most {about['new']:,} tokens{ragged}"
     title = f"GRPO step, {about['model']}, {gpu_of(result)}\n{asked}"
-    return _bars({"seconds of a step": parts}, title, colors)
+    return _draw_bar_panels({"seconds of a step": parts}, title, colors)
 
 
-def _draw_train_steps(result: Result) -> Figure:
+def _draw_train_step_costs(result: Result) -> Figure:
     rows, about = pd.DataFrame(result["steps"]), result["options"]
     rows = rows[rows["loss"] == "chunked"]
     arms = rows["arm"].unique()
@@ -166,10 +166,10 @@ def _draw_train_steps(result: Result) -> Figure:
         "edgecolor": "white",
     }
     title = f"LoRA training step, {about['model']}, rank {about['rank']}, {gpu_of(result)}"
-    return _bars(panels, title, {"tokens_per_second": look, "peak_gb": look})
+    return _draw_bar_panels(panels, title, {"tokens_per_second": look, "peak_gb": look})
 
 
 DRAWN = {
-    "linear": _draw_linear, "decode": _draw_decode, "train_step": _draw_train_steps, "rollout": _draw_rollouts,
-    "step": _draw_steps,
+    "linear": _draw_linear_times, "decode": _draw_decode_times, "train_step": _draw_train_step_costs,
+    "rollout": _draw_rollouts, "step": _draw_step_times,
 }  # fmt: skip

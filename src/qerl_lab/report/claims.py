@@ -45,6 +45,7 @@ class Contrast:
 
     @property
     def name(self) -> str:
+        """Return `TREATED against CONTROL`, the contrast's name in tables."""
         return f"{self.treated} against {self.control}"
 
 
@@ -106,28 +107,29 @@ class Claim:
     added: str = ""
 
     @property
-    def across(self) -> str:
-        """Return the key that one contrast spans with several values; empty if it spans none."""
+    def spanned_key(self) -> str:
+        """Return the key over which the claim takes the mean or the best of each arm; empty if there is none."""
         return self.best_of or self.mean_over
 
 
-def of_format(name: str) -> Settings:
+def noiseless_settings(name: str) -> Settings:
+    """Return the settings of an arm with this weight format and without AQN noise."""
     return {"format.name": name, "aqn.schedule": "off"}
 
 
-def command(claim: Claim) -> str:
-    """Return the command that starts the claim's runs and skips those that exist."""
+def sweep_command(claim: Claim) -> str:
+    """Return the command that starts the runs of a claim's arms, and skips those that exist."""
     return f"python -m qerl_lab +sweeps={claim.sweep}"
 
 
 @cache
 def of_paper() -> tuple[Claim, ...]:
-    """Read the claims of the QeRL paper."""
+    """Read the claims of the QeRL paper from results/reference/claims.yaml."""
     return read(package_data("results/reference") / "claims.yaml", "results/reference/claims.yaml")
 
 
 def read(path: Path, called: str = "") -> tuple[Claim, ...]:
-    """Read a file of claims, shown in verdicts as `called`. Raises ConfigError that names the fault."""
+    """Read a YAML file of claims, shown in verdicts as `called`. Raises ConfigError that names the fault."""
     named = called or str(path)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -135,32 +137,32 @@ def read(path: Path, called: str = "") -> tuple[Claim, ...]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"claims={named} cannot be read: {in_one_line(error)}. Type a YAML file.") from None
     try:
-        return _claims(values, named, digest)
+        return _parse_claims_file(values, named, digest)
     except ValueError as error:
         raise ConfigError(f"claims={named}: {error}{'' if str(error)[-1] in '.?' else '.'} {_HELP}") from None
 
 
-def _claims(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
-    """Parse the content of a file. Raises ValueError for an unknown, missing or impossible field."""
-    values = _fields(values, OF_FILE, {"committed", "seeds", "claims"}, "the file")
+def _parse_claims_file(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
+    """Parse the content of a claims file. Raises ValueError for an unknown, missing or impossible field."""
+    values = _check_fields(values, OF_FILE, {"committed", "seeds", "claims"}, "the file")
     if type(values["seeds"]) is not int or values["seeds"] < FEWEST_SEEDS:
         raise ValueError(f"seeds={values['seeds']} is no whole number of at least {FEWEST_SEEDS}")
-    conditions = _settings(values.get("conditions") or {}, "conditions")
+    conditions = _parse_settings(values.get("conditions") or {}, "conditions")
     analysis = str(values.get("analysis") or "")
     file = Claims(path, digest, str(values["committed"]), values["seeds"], conditions, analysis)
-    arms = {str(name): _settings(own, f"arm {name}") for name, own in (values.get("arms") or {}).items()}
-    claims = tuple(_claim(own, file, arms) for own in values["claims"])
+    arms = {str(name): _parse_settings(own, f"arm {name}") for name, own in (values.get("arms") or {}).items()}
+    claims = tuple(_parse_claim(own, file, arms) for own in values["claims"])
     if twice := {claim.name for claim in claims if sum(other.name == claim.name for other in claims) > 1}:
         raise ValueError(f"two claims are called {min(twice)}")
     return claims
 
 
-def _claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Claim:
+def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Claim:
     known = {one.name for one in fields(Claim)} - {"file"}
     needed = {one.name for one in fields(Claim) if one.default is MISSING} - {"file"}
-    own = _fields(values, known, needed, f"claim {values.get('name') if isinstance(values, dict) else values}")
+    own = _check_fields(values, known, needed, f"claim {values.get('name') if isinstance(values, dict) else values}")
     where = f"claim {own['name']}"
-    _check_measure(own["measure"], where)
+    _check_measure_name(own["measure"], where)
     if own["direction"] not in (-1, 0, 1):
         raise ValueError(f"{where}: direction {own['direction']} is none of -1, 0, 1")
     least = 1 if MEASURES[own["measure"]].ratio else 0
@@ -169,28 +171,29 @@ def _claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Claim:
     if own.get("best_of") and own.get("mean_over"):
         raise ValueError(f"{where} has both best_of and mean_over")
     for key in (*own["free"], *(own[each] for each in ("best_of", "mean_over") if own.get(each))):
-        _check_key(key, where, KEYS | GROUPS)
-    own |= {"contrasts": tuple(_contrast(each, arms, where) for each in own["contrasts"]), "free": tuple(own["free"])}
+        _check_configuration_key(key, where, KEYS | GROUPS)
+    contrasts = tuple(_parse_contrast(each, arms, where) for each in own["contrasts"])
+    own |= {"contrasts": contrasts, "free": tuple(own["free"])}
     if rail := own.get("guardrail"):
-        rail = _fields(rail, {"measure", "margin"}, {"measure", "margin"}, f"{where}, guardrail")
-        _check_measure(rail["measure"], f"{where}, guardrail")
+        rail = _check_fields(rail, {"measure", "margin"}, {"measure", "margin"}, f"{where}, guardrail")
+        _check_measure_name(rail["measure"], f"{where}, guardrail")
         own["guardrail"] = Guardrail(rail["measure"], float(rail["margin"]))
     return Claim(**own | {"added": str(own.get("added", ""))}, file=file)
 
 
-def _check_measure(name: str, where: str) -> None:
+def _check_measure_name(name: str, where: str) -> None:
     if name not in MEASURES:
         raise ValueError(f"{where}: measure {name} is none of {', '.join(MEASURES)}")
 
 
-def _contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Contrast:
-    own = _fields(values, {"treated", "control", "printed"}, {"treated", "control"}, f"{where}, a contrast")
+def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Contrast:
+    own = _check_fields(values, {"treated", "control", "printed"}, {"treated", "control"}, f"{where}, a contrast")
     for name in (own["treated"], own["control"]):
         if name not in arms:
             raise ValueError(f"{where}: {name} is none of the arms.{did_you_mean(str(name), list(arms))}")
     printed = []
     for row in own.get("printed", ()):
-        row = _fields(row, {"where", "treated", "control"}, {"where", "treated", "control"}, f"{where}, printed")
+        row = _check_fields(row, {"where", "treated", "control"}, {"where", "treated", "control"}, f"{where}, printed")
         printed.append((row["where"] | row["treated"], row["where"] | row["control"]))
     for columns in (columns for pair in printed for columns in pair):
         try:
@@ -200,8 +203,8 @@ def _contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Contrast
     return Contrast(own["treated"], own["control"], arms[own["treated"]], arms[own["control"]], tuple(printed))
 
 
-def _fields(values: Any, known: set[str], needed: set[str], where: str) -> dict[str, Any]:
-    """Return the mapping `values`. Raises ValueError if a field is missing or unknown."""
+def _check_fields(values: Any, known: set[str], needed: set[str], where: str) -> dict[str, Any]:
+    """Return the mapping `values` unchanged. Raises ValueError if a field is missing or unknown."""
     if not isinstance(values, dict):
         raise ValueError(f"{where} is no mapping")
     if lacking := sorted(needed - values.keys()):
@@ -216,18 +219,21 @@ KEYS = set(DEFAULTS)
 GROUPS = {name.rpartition(".")[0] for name in KEYS} - {""}
 
 
-def _check_key(key: str, where: str, known: set[str]) -> None:
+def _check_configuration_key(key: str, where: str, known: set[str]) -> None:
     if key not in known:
         raise ValueError(f"{where}: {key} is no key of a run.{did_you_mean(str(key), sorted(known))}")
 
 
-def _settings(values: Any, where: str) -> dict[str, str]:
-    """Convert settings to text as records spell them; numbers of float keys as Python prints them."""
+def _parse_settings(values: Any, where: str) -> dict[str, str]:
+    """Convert the settings of an arm to text as run records spell it. Raises ValueError for an unknown key or choice.
+
+    Numbers of float keys are spelled as Python prints them.
+    """
     if not isinstance(values, dict):
         raise ValueError(f"{where} is no mapping of keys to values")
     found = {}
     for key, value in values.items():
-        _check_key(key, where, KEYS)
+        _check_configuration_key(key, where, KEYS)
         default, choices = DEFAULTS[key]["default"], DEFAULTS[key]["choices"]
         text = str(float(value)) if isinstance(default, float) else str(value)
         if choices and text not in choices:

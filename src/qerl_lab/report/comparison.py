@@ -19,13 +19,13 @@ from qerl_lab.report.arms import (
     TASK,
     Run,
     choose_runs,
-    differing,
+    differing_keys,
     is_unfinished,
     labels,
     shorten,
     task_of,
 )
-from qerl_lab.report.matching import by_questions, count_overlaps, drop_copies
+from qerl_lab.report.matching import count_overlaps, drop_copies, match_questions
 from qerl_lab.report.runs import Record
 from qerl_lab.report.stats import SHARE, format_interval, mean_of_arm
 from qerl_lab.system.terminal import columns
@@ -74,27 +74,31 @@ class Comparison:
 
     @property
     def started(self) -> list[Run]:
-        """Return the runs that count or did not finish."""
+        """Return the runs that count and those that did not finish."""
         return [*(record.run for record in self.counted), *filter(is_unfinished, self.all_runs)]
 
     @property
     def alone(self) -> list[str]:
-        """Return the arms without runs that shared a machine; only these have meaningful seconds and tokens/s."""
+        """Return the labels of arms whose runs shared no machine: only these have meaningful seconds and tokens/s."""
         return [arm for arm, records in self.arms.items() if all(record.at_once == 1 for record in records)]
 
     @property
     def counted(self) -> list[Record]:
+        """Return the records of all runs that count, arm by arm."""
         return [record for records in self.arms.values() for record in records]
 
 
 def read(folders: Sequence[Path]) -> Comparison:
-    """Read and compare every run in `folders`, of runs or of results. Raises ConfigError if none exists or counts."""
+    """Read every run in `folders`, of runs or of results, and group them into arms.
+
+    Raises ConfigError if there is none, or if none counts.
+    """
     return compare(*results.read_all(folders)).require_counted()
 
 
 def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
-    """Group records into arms; no arms if no run finished."""
-    records = count_overlaps(drop_copies(by_questions(records)))
+    """Choose the records that count and group them into arms; no arms if no run finished."""
+    records = count_overlaps(drop_copies(match_questions(records)))
     by_name = {record.run.name: record for record in records}
     counted, left_out = choose_runs([record.run for record in records])
     names, arms = labels(counted), dict[str, list[Record]]()
@@ -105,13 +109,13 @@ def compare(records: list[Record], damaged: dict[str, str]) -> Comparison:
 
 def by_run(comparison: Comparison) -> pd.DataFrame:
     """Return a row per run: arm, settings that differ, seed, accuracies, gain (interval over questions), `OF_A_RUN`."""
-    keys, rows = differing([record.run for record in comparison.counted]), []
+    keys, rows = differing_keys([record.run for record in comparison.counted]), []
     for record in comparison.counted:
         run, summary = record.run, record.summary
         row = {"arm": comparison.arm_of[run.name], **{key: run.value(key) for key in keys}, "seed": run.seed}
         if record.accuracy:
             row |= {name: summary[name] for name in ("questions", "accuracy_before", "accuracy_after")}
-            row |= _columns("gain", (summary["accuracy_gain"], *summary["accuracy_gain_interval"]))
+            row |= _interval_columns("gain", (summary["accuracy_gain"], *summary["accuracy_gain_interval"]))
         shared = TIMED if record.at_once > 1 else ()
         own = {name: math.nan if name in shared else summary[name] for name in OF_A_RUN}
         rows.append(row | own | {"code": run.code})
@@ -133,11 +137,11 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
             "questions": matrix(records, "after").shape[1],
         }
         for phase, name in (("before", "accuracy_before"), ("after", "accuracy_after"), ("gain", "gain")):
-            row |= _columns(name, mean_of_arm(matrix(records, phase), (-1, 1) if phase == "gain" else SHARE))
+            row |= _interval_columns(name, mean_of_arm(matrix(records, phase), (-1, 1) if phase == "gain" else SHARE))
         if baseline is not None and label != baseline:
             for phase, name in (("after", "difference"), ("gain", "gain_difference")):
                 differences = matrix(records, phase) - matrix(comparison.arms[baseline], phase)
-                row |= _columns(name, mean_of_arm(differences, (-2, 2) if phase == "gain" else (-1, 1)))
+                row |= _interval_columns(name, mean_of_arm(differences, (-2, 2) if phase == "gain" else (-1, 1)))
         for name in ("entropy_first", "entropy_last"):
             row[name] = float(np.mean([record.summary[name] for record in records]))
         rows.append(row | {"code": ", ".join(sorted({record.run.code for record in records}))})
@@ -145,13 +149,13 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
 
 
 def matrix(records: Sequence[Record], phase: str) -> pd.DataFrame:
-    """Return accuracies or gains [seeds, questions] on the questions that every seed was asked."""
+    """Return accuracies (before, after) or gains [seeds, questions] on the questions that every seed was asked."""
     of_seed = {record.run.seed: record.accuracy[phase] for record in records if record.accuracy}
     return pd.DataFrame(of_seed).T.dropna(axis=1)
 
 
-def _columns(name: str, interval: Sequence[float]) -> dict[str, float]:
-    """Return mean and ends by column, without those that are not known."""
+def _interval_columns(name: str, interval: Sequence[float]) -> dict[str, float]:
+    """Return mean and ends of an interval as columns NAME, NAME_low and NAME_high, without those that are nan."""
     named = zip((name, f"{name}_low", f"{name}_high"), interval, strict=True)
     return {column: value for column, value in named if not math.isnan(value)}
 
@@ -173,18 +177,18 @@ def baseline_of(arms: Sequence[str], wanted: str | None) -> str | None:
 
 
 def text(comparison: Comparison, arms: pd.DataFrame, baseline: str | None) -> str:
-    """Format the table of arms, the settings in which they differ, and what was left out."""
+    """Format a comparison for the terminal: the arms, the settings in which they differ, and what was left out."""
     head = ["arm", "seeds", "finished", "before", "after", "gain", f"after - {baseline}", "policy entropy, nats"]
     rows = [head if baseline else [*head[:6], head[7]]]
     for row in arms.to_dict("records"):
         cells = [row["arm"], str(row["seeds"]), f"{row['seeds']} of {row['runs']}"]
-        cells += [_mean(row, f"accuracy_{phase}", ".3f") for phase in ("before", "after")]
-        cells += [_mean(row, name, "+.3f") for name in ("gain", *["difference"][: baseline is not None])]
+        cells += [_format_mean(row, f"accuracy_{phase}", ".3f") for phase in ("before", "after")]
+        cells += [_format_mean(row, name, "+.3f") for name in ("gain", *["difference"][: baseline is not None])]
         rows.append([*cells, f"{row['entropy_first']:.3f} -> {row['entropy_last']:.3f}"])
-    differ = what_differs(comparison)
+    differ = tabulate_differing_settings(comparison)
     parts = [columns(rows), HOW_TO_READ, columns(differ) if differ else ""]
     if baseline is not None:
-        parts += [_undeclared(comparison, baseline), _fewer_seeds(comparison, baseline)]
+        parts += [_note_undeclared_settings(comparison, baseline), _note_shared_seeds(comparison, baseline)]
     parts += notes(comparison)
     if baseline is None and len(comparison.arms) > 1:
         parts.append(f"No arm is {BASELINE}: type baseline=ARM for differences.")
@@ -197,17 +201,17 @@ def list_left_out(comparison: Comparison) -> str:
     return "\n  ".join([f"Left out, {len(lines)} in all:", *lines]) if lines else ""
 
 
-def _undeclared(comparison: Comparison, baseline: str) -> str:
+def _note_undeclared_settings(comparison: Comparison, baseline: str) -> str:
     """Name settings that differ from the baseline although no experiment declares them; empty if none."""
     base, arms = comparison.arms[baseline][0].run, Counter[str]()
     for run in (records[0].run for records in comparison.arms.values()):
-        arms.update(key for key in differing([run, base]) if key not in run.declared | base.declared)
+        arms.update(key for key in differing_keys([run, base]) if key not in run.declared | base.declared)
     listed = ", ".join(f"{key} ({count} arm{'s' * (count != 1)})" for key, count in sorted(arms.items()))
     return f"after - {baseline} also reflects settings no experiment declares: {listed}." if arms else ""
 
 
-def _fewer_seeds(comparison: Comparison, baseline: str) -> str:
-    """Say for arms whose seeds differ from the baseline's how many seeds are shared; empty if all agree."""
+def _note_shared_seeds(comparison: Comparison, baseline: str) -> str:
+    """Say how many seeds each arm shares with the baseline; empty if every arm has the baseline's seeds."""
     seeds = {label: {record.run.seed for record in records} for label, records in comparison.arms.items()}
     both = {label: len(own & seeds[baseline]) for label, own in seeds.items() if own != seeds[baseline]}
     listed = ", ".join(f"{label}: {count}" for label, count in both.items())
@@ -215,12 +219,12 @@ def _fewer_seeds(comparison: Comparison, baseline: str) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Warn about differences between runs that their settings do not show."""
+    """List warnings about runs that their settings do not show: other machines, code, questions, damaged records."""
     records = comparison.counted
-    notes = _origins(records)
+    notes = _note_origins(records)
     if len(tasks := sorted({record.run.value(TASK) for record in records})) > 1:
         notes.append(f"The runs are of {len(tasks)} tasks, {', '.join(tasks)}: compare arms of one task.")
-    if mixed := [key for key in differing([record.run for record in records]) if key in CONDITIONS]:
+    if mixed := [key for key in differing_keys([record.run for record in records]) if key in CONDITIONS]:
         notes.append(f"The arms differ in conditions ({', '.join(mixed)}): compare arms of one.")
     parts = {task_of(record.run) for record in records if task_of(record.run) != record.run.value(TASK)}
     notes += [f"The questions are of {part}: no accuracy here is that of the whole set." for part in sorted(parts)]
@@ -243,8 +247,8 @@ def notes(comparison: Comparison) -> list[str]:
     return notes
 
 
-def _origins(records: Sequence[Record]) -> list[str]:
-    """Warn about several machines, versions, commits and sets of questions."""
+def _note_origins(records: Sequence[Record]) -> list[str]:
+    """List a warning if runs come from several machines, package versions, commits or sets of questions."""
     notes = []
     kinds = {"machines": [record.origin.machine for record in records]}
     for package in sorted({name for record in records for name in record.origin.versions}):
@@ -264,18 +268,18 @@ def _origins(records: Sequence[Record]) -> list[str]:
     return notes
 
 
-def _mean(row: dict[str, Any], name: str, form: str) -> str:
-    """Format `0.768 [0.731, 0.805]`, without the interval if there is none; a dash without a number."""
+def _format_mean(row: dict[str, Any], name: str, form: str) -> str:
+    """Format a mean of a row as `0.768 [0.731, 0.805]`, without an interval if there is none; a dash without a mean."""
     mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
     if math.isnan(mean) or math.isnan(high):
         return "-" if math.isnan(mean) else format(mean, form)
     return f"{mean:{form}} {format_interval(low, high, f'{{:{form}}}'.format)}"
 
 
-def what_differs(comparison: Comparison) -> list[list[str]]:
-    """Tabulate the settings in which arms differ, a row per arm after the head; empty if none differ."""
+def tabulate_differing_settings(comparison: Comparison) -> list[list[str]]:
+    """Tabulate the settings in which arms differ, a row per arm below a head; empty if none differ."""
     firsts = {label: records[0].run for label, records in comparison.arms.items()}
-    keys = differing(list(firsts.values()))
+    keys = differing_keys(list(firsts.values()))
     rows = [[label, *(shorten(run.value(key)) for key in keys)] for label, run in firsts.items()]
     return [["arms differ in", *keys], *rows] if keys else []
 
@@ -295,5 +299,6 @@ def curves(comparison: Comparison) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def csv(table: pd.DataFrame) -> str:
+def format_csv(table: pd.DataFrame) -> str:
+    """Format a table as CSV text with six significant digits."""
     return table.to_csv(index=False, float_format="%.6g")

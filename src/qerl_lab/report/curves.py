@@ -41,6 +41,7 @@ class Curve:
 
     @property
     def is_speed(self) -> bool:
+        """Tell whether the curve shows tokens per second."""
         return self.metric.endswith("tokens_per_second")
 
 
@@ -70,7 +71,7 @@ def recorded_curves(points: pd.DataFrame) -> list[Curve]:
 
 
 def panels(arms: Sequence[str], baseline: str | None) -> list[list[str]]:
-    """Split the arms into few readable panels, the baseline first in each.
+    """Split arms into groups, one for each panel of a figure, the baseline first in each.
 
     An incomplete panel comes first, so that an arm and the next one, the same with noise, share a panel.
     """
@@ -92,12 +93,12 @@ def draw(
         by: `STEP`, or `CLOCK`: seconds of training steps, without evaluation and loading.
         styles: the look of each arm, from `palette.styles`.
     """
-    chosen = _points_of(points, curve)
+    chosen = _select_measured_points(points, curve)
     if curve.metric == "noise/sigma":  # a line at 0 says nothing
         chosen = chosen[chosen.groupby("arm")["value"].transform("any")]
     unit = "step"
     if by == CLOCK:
-        name, seconds = _unit_of_time(chosen[by].max())
+        name, seconds = _choose_time_unit(chosen[by].max())
         unit, chosen = f"{name} of training steps", chosen.assign(**{by: chosen[by] / seconds})
     groups = panels(list(chosen["arm"].unique()), baseline)
     runs = chosen.groupby("arm")["run_id"].nunique()
@@ -110,7 +111,7 @@ def draw(
             _draw_arms(axis, chosen, {arm: labels[arm] for arm in group}, curve, styles, by=by)
             style_panel(axis, curve.label, unit)
         axes.flat[0].set_title(curve.title)
-        axes.flat[0].set_ylim(*_limits(axes.flat[0].get_ylim(), chosen["value"], curve))
+        axes.flat[0].set_ylim(*_axis_limits(axes.flat[0].get_ylim(), chosen["value"], curve))
     return figure
 
 
@@ -118,7 +119,7 @@ def side_by_side(
     points: pd.DataFrame, shown: Sequence[Curve], labels: Mapping[str, str], styles: Mapping[str, Mapping[str, Any]],
     title: str = "", *, thin: bool = True,
 ) -> Figure:  # fmt: skip
-    """Draw a panel per curve beside each other, with a line per arm and one legend below; the caller closes the figure.
+    """Draw one panel per curve, beside each other, a line per arm, one legend below; the caller closes the figure.
 
     Args:
         points: tidy, from `comparison.curves`.
@@ -130,24 +131,24 @@ def side_by_side(
     with styled():
         figure, axes = plt.subplots(1, len(shown), figsize=(4.4 * len(shown), 3.7), squeeze=False)
         for axis, curve in zip(axes.flat, shown, strict=True):
-            chosen = _points_of(points, curve)
+            chosen = _select_measured_points(points, curve)
             chosen = chosen[chosen["arm"].isin([*labels])]
             _draw_arms(axis, chosen, texts, curve, styles, thin=thin)
-            _label_panel(axis, curve.label, "step")
+            _set_labels_and_ticks(axis, curve.label, "step")
             axis.set_title(curve.title)
-            axis.set_ylim(*_limits(axis.get_ylim(), chosen["value"], curve))
+            axis.set_ylim(*_axis_limits(axis.get_ylim(), chosen["value"], curve))
         handles, names = axes.flat[0].get_legend_handles_labels()
         add_legend_below(figure, dict(zip(names, handles, strict=True)))
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     return figure
 
 
-def _points_of(points: pd.DataFrame, curve: Curve) -> pd.DataFrame:
+def _select_measured_points(points: pd.DataFrame, curve: Curve) -> pd.DataFrame:
     return points[(points["metric"] == curve.metric) & points["value"].notna()]
 
 
-def _limits(drawn: tuple[float, float], values: pd.Series, curve: Curve) -> tuple[float, float]:
-    """Return the axis limits of all panels: the data, and intervals up to a quarter of the data's range beyond it.
+def _axis_limits(drawn: tuple[float, float], values: pd.Series, curve: Curve) -> tuple[float, float]:
+    """Return the limits of the y axis: the data, and intervals up to a quarter of the data's range beyond it.
 
     The interval of two seeds spans 12.7 standard errors on either side and would flatten the curves.
     """
@@ -156,7 +157,7 @@ def _limits(drawn: tuple[float, float], values: pd.Series, curve: Curve) -> tupl
     return 0 if curve.from_zero else low, high
 
 
-def _unit_of_time(longest: float) -> tuple[str, int]:
+def _choose_time_unit(longest: float) -> tuple[str, int]:
     """Choose the unit for a time in seconds: its name and its length in seconds."""
     if longest >= 2 * 3600:
         return "hours", 3600
@@ -180,7 +181,7 @@ def _draw_arms(
         color = styles[arm]["color"]
         for values in seeds if thin and len(seeds) > 1 else []:
             axis.plot(values.index, values, color=color, ls="-", marker="", lw=0.5, alpha=0.4)
-        x, values_S_T = _align(seeds, by == STEP or len(seeds) == 1)
+        x, values_S_T = _align_seeds(seeds, by == STEP or len(seeds) == 1)
         mean, low, high = band_over_seeds(values_S_T)
         if len(seeds) > 1:
             axis.fill_between(
@@ -190,7 +191,7 @@ def _draw_arms(
         axis.plot(x, mean, label=label, markevery=marks, zorder=3, path_effects=halo, **styles[arm])
 
 
-def _align(seeds: Sequence[pd.Series], by_step: bool) -> tuple[np.ndarray, np.ndarray]:
+def _align_seeds(seeds: Sequence[pd.Series], by_step: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return the places where all seeds have a value, and the values [seeds, places], interpolated by time."""
     if by_step:
         table = pd.concat(seeds, axis=1, join="inner").sort_index()
@@ -203,13 +204,13 @@ def _align(seeds: Sequence[pd.Series], by_step: bool) -> tuple[np.ndarray, np.nd
 
 
 def style_panel(axis: Axes, label: str, unit: str) -> None:
-    """Set the labels of a panel, plain ticks and a legend below it."""
-    _label_panel(axis, label, unit)
+    """Set the axis labels of a panel, plain ticks and a legend below it."""
+    _set_labels_and_ticks(axis, label, unit)
     axis.tick_params(labelbottom=True)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3.7)  # in font sizes: panels vary in height
 
 
-def _label_panel(axis: Axes, label: str, unit: str) -> None:
+def _set_labels_and_ticks(axis: Axes, label: str, unit: str) -> None:
     axis.set(xlabel=unit, ylabel=label)
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=unit in ("step", "stage")))  # there is no step 1.5
     axis.xaxis.set_major_formatter(format_tick)

@@ -56,7 +56,7 @@ def detectable_difference(differences_S_Q: np.ndarray, seeds: int) -> float:
 
 
 def retention(comparison: Comparison) -> Table:
-    """Tabulate per arm the share of entropy retained and the number of collapsed runs."""
+    """Tabulate how much of its entropy each arm retained until the end, and how many of its runs collapsed."""
     rows = [["arm", "entropy, last tenth / first", "runs that collapsed"]]
     rows += [[arm, _retained_cell(records), _collapsed_cell(records)] for arm, records in comparison.arms.items()]
     return Table(
@@ -69,6 +69,7 @@ def retention(comparison: Comparison) -> Table:
 
 
 def _retained_cell(records: Sequence[Record]) -> str:
+    """Format an arm's entropy in the last tenth of the steps over that in the first, with its interval over seeds."""
     ratios = np.array([[record.summary["entropy_last"] / record.summary["entropy_first"]] for record in records])
     if not (np.isfinite(ratios).all() and (ratios > 0).all()):
         return NONE
@@ -79,6 +80,7 @@ def _retained_cell(records: Sequence[Record]) -> str:
 
 
 def _collapsed_cell(records: Sequence[Record]) -> str:
+    """Format how many runs of an arm collapsed, and the interval of their share."""
     try:
         fell = np.array([has_collapsed(record) for record in records], float)
     except Unmeasured:
@@ -97,7 +99,7 @@ def draw_passes(comparison: Comparison) -> Figure | None:
             continue
     if not found:
         return None
-    figure, axis, styles = _one_panel(comparison)
+    figure, axis, styles = _create_panel(comparison)
     for place, (arm, by_k) in enumerate(found.items()):
         k, (mean, low, high) = np.array(list(by_k)), np.array(list(by_k.values())).T
         x = k * (1 + 0.02 * (place - (len(found) - 1) / 2))  # offset, so that intervals do not overlap
@@ -119,7 +121,7 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
     table = pd.DataFrame(rows, columns=["arm", "entropy", "gain"]).replace([np.inf, -np.inf], np.nan).dropna()
     if len(table) < 2:
         return None
-    figure, axis, styles = _one_panel(comparison)
+    figure, axis, styles = _create_panel(comparison)
     axis.locator_params(nbins=5)
     for arm, own in table.groupby("arm", sort=False):
         axis.plot(own["entropy"], own["gain"], label=arm, **styles[str(arm)] | {"linestyle": ""})
@@ -151,7 +153,7 @@ def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
                 found[arm] = [detectable_difference(values, int(seeds)) for seeds in SEEDS]
     if not found:
         return None
-    figure, axis, styles = _one_panel(comparison)
+    figure, axis, styles = _create_panel(comparison)
     for arm, effects in found.items():
         axis.plot(SEEDS, effects, label=arm, markevery=6, **styles[arm])
     axis.set(xscale="log", yscale="log")
@@ -162,7 +164,8 @@ def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
     return _label_figure(figure, f"Detectable difference to {baseline}", "seeds", "held-out accuracy, power 80%")
 
 
-def _one_panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:
+def _create_panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:
+    """Create a figure with one panel, and choose the look of each arm."""
     with plt.style.context(STYLE):
         figure, axis = plt.subplots(figsize=(4.4, 3.1))
     axis.margins(0.06)
@@ -170,7 +173,7 @@ def _one_panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, dict[
 
 
 def _label_figure(figure: Figure, title: str, x: str, y: str) -> Figure:
-    """Label the panel, and add a legend of wrapped names below it, for which the figure becomes higher."""
+    """Set title and axis labels of a panel, and add a legend below it, for which the figure becomes higher."""
     (axis,) = figure.axes
     handles, arms = axis.get_legend_handles_labels()
     names = [textwrap.fill(arm, LEGEND_CHARS) for arm in arms]

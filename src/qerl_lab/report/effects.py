@@ -28,6 +28,7 @@ class Side:
 
     @property
     def records(self) -> list[Record]:
+        """Return the records of all options."""
         return [record for records in self.options.values() for record in records]
 
     @property
@@ -54,7 +55,7 @@ def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Record], star
     for name, settings in named.items():
         wanted = {*settings.items(), *claim.file.conditions.items()}
         runs = [run for run in started if wanted <= run.settings.items()]
-        sides.append(_sides(claim, [record for record in counted if wanted <= record.run.settings.items()], runs))
+        sides.append(_group_sides(claim, [record for record in counted if wanted <= record.run.settings.items()], runs))
         lacking += [] if sides[-1] else [f"{name} ({len(runs)} started)"]
     if lacking:
         raise Unmeasured(f"no finished run of {' and of '.join(lacking)}")
@@ -68,32 +69,32 @@ def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Record], star
         nearest = ", ".join(sorted(differ, key=len)[0])
         raise Unmeasured(f"no two arms are equal but for what is compared: the nearest two differ in {nearest}")
     if claim.mean_over:
-        pairs = [Pair(_restrict(one, other), _restrict(other, one), context) for one, other, context in pairs]
+        pairs = [Pair(_drop_unshared(one, other), _drop_unshared(other, one), context) for one, other, context in pairs]
     return pairs
 
 
-def _sides(claim: Claim, counted: Sequence[Record], runs: Sequence[Run]) -> dict[tuple[Arm, Arm], Side]:
-    """Group runs by (shared settings, free settings) into sides."""
+def _group_sides(claim: Claim, counted: Sequence[Record], runs: Sequence[Run]) -> dict[tuple[Arm, Arm], Side]:
+    """Group finished runs into sides, by the settings that must be equal and those that may differ."""
     options: dict[tuple[Arm, Arm], dict[str, list[Record]]] = {}
-    started = Counter(_split(run, claim) for run in runs)
+    started = Counter(_split_settings(run, claim) for run in runs)
     for record in counted:
-        at = record.run.value(claim.across) if claim.across else ""
-        options.setdefault(_split(record.run, claim), {}).setdefault(at, []).append(record)
+        at = record.run.value(claim.spanned_key) if claim.spanned_key else ""
+        options.setdefault(_split_settings(record.run, claim), {}).setdefault(at, []).append(record)
     return {key: Side(values, sum(map(len, values.values())), started[key]) for key, values in options.items()}
 
 
-def _split(run: Run, claim: Claim) -> tuple[Arm, Arm]:
-    """Split a run's settings into shared and free ones, without the key that the claim spans."""
+def _split_settings(run: Run, claim: Claim) -> tuple[Arm, Arm]:
+    """Split a run's settings into those that must be equal and those that may differ, without the spanned key."""
 
-    def is_free(key: str) -> bool:
+    def may_differ(key: str) -> bool:
         return any(key == free or key.startswith(f"{free}.") for free in claim.free)
 
-    shared = tuple((key, value) for key, value in run.arm if not is_free(key) and key != claim.across)
-    return shared, tuple((key, value) for key, value in run.arm if is_free(key))
+    shared = tuple((key, value) for key, value in run.arm if not may_differ(key) and key != claim.spanned_key)
+    return shared, tuple((key, value) for key, value in run.arm if may_differ(key))
 
 
-def _restrict(side: Side, other: Side) -> Side:
-    """Restrict a side to the values of the spanned key that the other has; unchanged if it has none of them."""
+def _drop_unshared(side: Side, other: Side) -> Side:
+    """Drop the options of a side that the other side lacks; unchanged if they share none."""
     shared = {at: records for at, records in side.options.items() if at in other.options}
     return replace(side, options=shared or side.options)
 
@@ -158,7 +159,7 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
         raise Unmeasured(f"seeds that both arms have: {len(seeds)}, of {claim.file.seeds} that are needed")
     if claim.best_of and min(map(len, values)) < 2:
         raise Unmeasured(f"an arm has one value of {claim.best_of}, so there is no best")
-    treated, control = (_values(claim, claim.measure, side, pair, seeds) for side in (pair.treated, pair.control))
+    treated, control = (_measure_side(claim, claim.measure, side, pair, seeds) for side in (pair.treated, pair.control))
     both = sorted(set(treated.low.columns) & set(control.low.columns))
     if not both or (len(both) == 1 and treated.low.shape[1] > 1):
         raise Unmeasured("the two arms were asked fewer than two of the same questions")
@@ -177,12 +178,12 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
         oriented=oriented, at_most=at_most, variances=stats.floored_components(known),
         effect_size=math.nan if censored else stats.effect_size(oriented.mean(1)),
         probability_of_improvement=stats.probability_of_improvement(sign * low.mean(1), sign * base_low.mean(1)),
-        guardrail=_guardrail(claim, claim.guardrail, pair, seeds) if claim.guardrail else "",
+        guardrail=_check_guardrail(claim, claim.guardrail, pair, seeds) if claim.guardrail else "",
     )  # fmt: skip
 
 
 def _bounded_interval(known: np.ndarray, least: np.ndarray, most: np.ndarray, ratio: bool) -> stats.Interval:
-    """Return mean and interval of `known` [seeds, questions], with an infinite end where values are unbounded there."""
+    """Return the mean of `known` [seeds, questions] and its interval; an end is infinite where values have no bound."""
     mean, low, high = stats.over_seeds(known)
     low = low if np.isfinite(least).all() else -math.inf
     high = high if np.isfinite(most).all() else math.inf
@@ -191,18 +192,18 @@ def _bounded_interval(known: np.ndarray, least: np.ndarray, most: np.ndarray, ra
     return math.exp(mean), math.exp(low) if math.isfinite(low) else low, math.exp(high)
 
 
-def _values(claim: Claim, measure: str, side: Side, pair: Pair, seeds: Sequence[int]) -> Range:
-    """Return a measure of one side by seed, averaged or at the best option over the key that the claim spans."""
-    options = [_values_of_option(measure, records, pair.control.records, seeds) for records in side.options.values()]
+def _measure_side(claim: Claim, measure: str, side: Side, pair: Pair, seeds: Sequence[int]) -> Range:
+    """Measure one side of a pair by seed: the mean over its options, or the best option if the claim says so."""
+    options = [_measure_option(measure, records, pair.control.records, seeds) for records in side.options.values()]
     columns = [column for column in options[0].low.columns if all(column in option.low for option in options)]
     if claim.mean_over:
         return Range(*(sum(option[end][columns] for option in options) / len(options) for end in (0, 1)))
-    best = _best_option(claim, side, pair, seeds) if len(options) > 1 else dict.fromkeys(seeds, 0)
+    best = _choose_best_options(claim, side, pair, seeds) if len(options) > 1 else dict.fromkeys(seeds, 0)
     by_seed = (pd.DataFrame({seed: options[best[seed]][end].loc[seed, columns] for seed in seeds}).T for end in (0, 1))
     return Range(*by_seed)
 
 
-def _best_option(claim: Claim, side: Side, pair: Pair, seeds: Sequence[int]) -> dict[int, int]:
+def _choose_best_options(claim: Claim, side: Side, pair: Pair, seeds: Sequence[int]) -> dict[int, int]:
     """Choose for each seed the option that was best over the other seeds, by the claim's own measure.
 
     No seed chooses for itself, so an arm cannot win by the luck that chose its option. The guardrail uses the same
@@ -210,26 +211,25 @@ def _best_option(claim: Claim, side: Side, pair: Pair, seeds: Sequence[int]) -> 
     """
     sign = claim.direction or 1
     better = [
-        sign * _values_of_option(claim.measure, records, pair.control.records, seeds).low.mean(axis=1)
+        sign * _measure_option(claim.measure, records, pair.control.records, seeds).low.mean(axis=1)
         for records in side.options.values()
     ]
     return {seed: int(np.argmax([option.drop(seed).mean() for option in better])) for seed in seeds}
 
 
-def _values_of_option(
-    measure: str, records: Sequence[Record], controls: Sequence[Record], seeds: Sequence[int]
-) -> Range:
+def _measure_option(measure: str, records: Sequence[Record], controls: Sequence[Record], seeds: Sequence[int]) -> Range:
+    """Return a measure of one option by seed, in logarithms for a ratio."""
     own = MEASURES[measure]
     low = own.of(records, controls).dropna(axis=1).loc[list(seeds)]
     high = low if own.most is None else low.where(low <= own.most(records[0]), np.inf)
     return Range(np.log(low), np.log(high)) if own.ratio else Range(low, high)
 
 
-def _guardrail(claim: Claim, rail: Guardrail, pair: Pair, seeds: Sequence[int]) -> str:
-    """Test the guardrail: `HELD` if the 95% interval lies above -margin, `BROKEN` if below, else `OPEN`."""
+def _check_guardrail(claim: Claim, rail: Guardrail, pair: Pair, seeds: Sequence[int]) -> str:
+    """Test the guardrail of a claim: `HELD` if the 95% interval lies above -margin, `BROKEN` if below, else `OPEN`."""
     try:
         treated, control = (
-            _values(claim, rail.measure, side, pair, seeds).low for side in (pair.treated, pair.control)
+            _measure_side(claim, rail.measure, side, pair, seeds).low for side in (pair.treated, pair.control)
         )
     except Unmeasured:
         return OPEN

@@ -16,8 +16,8 @@ FEWEST = 2  # formats needed for a comparison
 IS_PLAIN = {"aqn.schedule": "off"} | {key: value for key, value in PLAIN.items() if key != "lora.rank"}
 
 
-def groups(comparison: Comparison) -> dict[str, dict[str, str]]:
-    """Group arms that differ only in weight format, titled by the settings that set the group apart.
+def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
+    """Group arms that differ only in weight format: title of the group -> format -> label of its arm.
 
     The largest groups come first; groups of fewer than `FEWEST` formats are left out. A group maps each format, the
     dense one first, to the label of its arm that meets `IS_PLAIN`.
@@ -46,7 +46,7 @@ def draw(points: pd.DataFrame, formats: Mapping[str, str], title: str) -> Figure
 
     Args:
         points: tidy, from `comparison.curves`.
-        formats: the label of each format's arm, from `groups`.
+        formats: the label of each format's arm, from `group_formats`.
     """
     recorded = set(points.loc[points["arm"].isin(formats.values()) & points["value"].notna(), "metric"])
     of = {curve.name: curve for curve in CURVES}

@@ -11,12 +11,12 @@ from qerl_lab.report.arms import FINISHED, QUESTIONS, Run, fill_in_device
 from qerl_lab.report.runs import Record
 
 
-def by_questions(records: Sequence[Record]) -> list[Record]:
-    """Give runs on equal questions one task.path, the first seen, and mark a path whose questions changed.
+def match_questions(records: Sequence[Record]) -> list[Record]:
+    """Return records with equal task.path for equal questions, and a marked path where questions changed.
 
-    Questions are equal by their SHA-256. An older record lacks the SHA-256 of the held-out questions, which is then
-    taken from runs on the same training questions; a run that failed early lacks both, which are then taken from runs
-    with its path. Neither is taken if those runs disagree.
+    Runs on equal questions get the path seen first. Questions are equal by their SHA-256. An older record lacks the
+    SHA-256 of the held-out questions, which is then taken from runs on the same training questions; a run that failed
+    early lacks both, which are then taken from runs with its path. Neither is taken if those runs disagree.
     """
     runs, origins = [record.run for record in records], [record.origin for record in records]
     paths, training = [run.value(QUESTIONS) for run in runs], [origin.training_sha256 for origin in origins]
@@ -27,16 +27,16 @@ def by_questions(records: Sequence[Record]) -> list[Record]:
         if own:
             path = first.setdefault(own, paths[n])
             runs[n] = replace(run, settings={**run.settings, QUESTIONS: path})
-            changes[_task_settings(runs[n])].add(own)
+            changes[_task_settings_as_text(runs[n])].add(own)
     for n, (run, own) in enumerate(zip(runs, asked, strict=True)):
-        if len(changes[_task_settings(run)]) > 1 and own:
+        if len(changes[_task_settings_as_text(run)]) > 1 and own:
             mark = hashlib.sha256(own.encode()).hexdigest()[:6]
             runs[n] = replace(run, settings={**run.settings, QUESTIONS: f"{run.value(QUESTIONS)} #{mark}"})
     return [replace(record, run=run) for record, run in zip(records, fill_in_device(runs), strict=True)]
 
 
 def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
-    """Replace an empty text by the only other text with its key, if there is exactly one."""
+    """Replace an empty text by the only other text with an equal key, if there is exactly one."""
     known = defaultdict[str, set[str]](set)
     for key, text in zip(keys, texts, strict=True):
         known[key].update({text} - {""})
@@ -44,20 +44,20 @@ def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
     return [text or only.get(key, "") for key, text in zip(keys, texts, strict=True)]
 
 
-def _task_settings(run: Run) -> str:
+def _task_settings_as_text(run: Run) -> str:
     return str(sorted(item for item in run.settings.items() if item[0].startswith("task.")))
 
 
-def identity(record: Record) -> tuple[object, ...]:
-    """Return what all records of one run share: arm, seed and start; without a start its name."""
+def run_key(record: Record) -> tuple[object, ...]:
+    """Return what identifies a run on any machine: arm, seed and start; without a start its name."""
     return record.run.arm, record.run.seed, record.origin.began or record.run.name
 
 
 def drop_copies(records: Sequence[Record]) -> list[Record]:
-    """Keep the record that got furthest of each run, which may be stopped here and finished on another machine."""
+    """Keep one record of each run, the one that got furthest: a run may stop here and finish on another machine."""
     by_progress = sorted(records, key=lambda record: (record.run.status == FINISHED, record.run.ended))
-    furthest = {identity(record): record for record in by_progress}
-    return [record for record in records if furthest[identity(record)] is record]
+    furthest = {run_key(record): record for record in by_progress}
+    return [record for record in records if furthest[run_key(record)] is record]
 
 
 def count_overlaps(records: Sequence[Record]) -> list[Record]:
@@ -82,7 +82,7 @@ def count_overlaps(records: Sequence[Record]) -> list[Record]:
 
 
 def _allowed_at_once(record: Record) -> list[int]:
-    """Return how many jobs of its sweep may share the run's GPU or, without one, its machine, as far as given."""
+    """Return how many jobs the record's sweep allows on one GPU or, without a GPU, machine; empty if not given."""
     option = "jobs" if record.run.value("device") == "cpu" else "jobs_per_gpu"
     given = f"{record.origin.command} {record.origin.configured}"
     return [int(number) for number in re.findall(rf"\b{option}=(\d+)", given)]

@@ -57,16 +57,18 @@ class Drawn:
 
     @property
     def data(self) -> str:
+        """Return the PNG in base64, for an `img` of the page."""
         return base64.b64encode(self.png).decode()
 
 
-def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[Path] = ()) -> list[Path]:
-    """Write the whole results folder and return its files. `wanted` names the baseline, `bench` benchmark results.
+def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequence[Path] = ()) -> list[Path]:
+    """Write runs, tables, figures, verdicts and report.html to a results folder, and return the files.
 
-    A folder with a claims.yaml is judged by it, any other by the paper's claims. Raises ConfigError or OSError.
+    `wanted` names the baseline, `bench` the benchmark results to show. A folder with a claims.yaml is judged by it, any
+    other by the paper's claims. Raises ConfigError or OSError.
     """
     speed = speed_tables.tabulate_files(bench)
-    made = results.frames(found.records, found.damaged, found.arm_of)
+    made = results.frames(compared.records, compared.damaged, compared.arm_of)
     same = comparison.compare(*results.records_of(made))  # use only what the files hold from here on
     baseline = comparison.baseline_of(list(same.arms), wanted) if same.arms else None
     own = folder / "claims.yaml"
@@ -79,7 +81,7 @@ def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[P
     files["verdicts.json"] = verdict_tables.as_json(same, rows, line).encode()
     files["verdicts.md"] = verdict_tables.markdown(same, rows, line).encode()
     if same.arms:
-        files["arms.csv"] = comparison.csv(comparison.by_arm(same, baseline)).encode()
+        files["arms.csv"] = comparison.format_csv(comparison.by_arm(same, baseline)).encode()
     files["report.html"] = html(same, rows, baseline, drawn, speed, line, folder.resolve().name).encode()
     results.write(folder, made)
     for old in {old for pattern in OPTIONAL for old in folder.glob(pattern)} - {folder / name for name in files}:
@@ -90,17 +92,17 @@ def write(folder: Path, found: Comparison, wanted: str | None, bench: Sequence[P
     return [folder / name for name in (results.RUNS, results.STEPS, results.QUESTIONS, *files)]
 
 
-def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
-    """Draw the figures by title: the formats in one, each recorded curve with the paper's beside it, and diagnostics.
+def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
+    """Draw the figures of a page, by title: formats, each recorded curve beside the paper's, and diagnostics.
 
     Time and speed are drawn only for arms without a shared machine.
     """
-    if not found.arms:
+    if not compared.arms:
         return {}
-    points, arms = comparison.curves(found), [records[0].run for records in found.arms.values()]
-    styles = palette.styles(palette.formats(found.arms))
-    alone = points[points["arm"].isin(found.alone)]
-    drawn = {FORMATS: _draw_formats(found, points)}
+    points, arms = comparison.curves(compared), [records[0].run for records in compared.arms.values()]
+    styles = palette.styles(palette.formats(compared.arms))
+    alone = points[points["arm"].isin(compared.alone)]
+    drawn = {FORMATS: _draw_formats(compared, points)}
     for curve in curves.recorded_curves(points):
         of_axis = {curves.STEP: alone if curve.is_speed else points, curves.CLOCK: alone}
         drawn[curve.title] = [
@@ -112,13 +114,13 @@ def draw_all(found: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
             Drawn(figure.name, figure.about, palette.png(paper_curves.draw(figure)), paper_curves.caption(figure, arms))
             for figure in paper_curves.figures_beside(curve.name, arms)
         ]
-    drawn["Diagnostics"] = _draw_diagnostics(found, baseline)
+    drawn["Diagnostics"] = _draw_diagnostics(compared, baseline)
     return {title: figures for title, figures in drawn.items() if figures}
 
 
-def _draw_formats(found: Comparison, points: pd.DataFrame) -> list[Drawn]:
+def _draw_formats(compared: Comparison, points: pd.DataFrame) -> list[Drawn]:
     """Draw reward, entropy and accuracy of the formats in one figure per group of otherwise equal arms."""
-    groups = list(format_curves.groups(found).items())[:MOST_GROUPS]
+    groups = list(format_curves.group_formats(compared).items())[:MOST_GROUPS]
     return [
         Drawn(f"formats{f'-{number}' if number > 1 else ''}-by-step",
               f"Reward, entropy and held-out accuracy of {', '.join(group)}",
@@ -127,14 +129,15 @@ def _draw_formats(found: Comparison, points: pd.DataFrame) -> list[Drawn]:
     ]  # fmt: skip
 
 
-def _draw_diagnostics(found: Comparison, baseline: str | None) -> list[Drawn]:
-    gains = diagnostics.draw_gains(found)
+def _draw_diagnostics(compared: Comparison, baseline: str | None) -> list[Drawn]:
+    """Draw pass@k, entropy against gain, and detectable difference by seeds, as far as they were measured."""
+    gains = diagnostics.draw_gains(compared)
     figures = [
-        ("passes", diagnostics.draw_passes(found), "pass@k after training, by k",
+        ("passes", diagnostics.draw_passes(compared), "pass@k after training, by k",
          "95% intervals over seeds and questions, clipped to 0 and 1."),
         ("entropy-and-gain", gains and gains[0], "Initial entropy against gain, one point per run",
          f"One point per run. {gains[1]}" if gains else ""),
-        ("power", diagnostics.draw_power(found, baseline), "Detectable difference by number of seeds",
+        ("power", diagnostics.draw_power(compared, baseline), "Detectable difference by number of seeds",
          "From the spread of each arm's paired differences; two-sided 5% test. More seeds do not reduce the error "
          "from the questions."),
     ]  # fmt: skip
@@ -142,105 +145,106 @@ def _draw_diagnostics(found: Comparison, baseline: str | None) -> list[Drawn]:
 
 
 def html(
-    found: Comparison, rows: Sequence[Row], baseline: str | None, drawn: dict[str, list[Drawn]], speed: Speed,
+    compared: Comparison, rows: Sequence[Row], baseline: str | None, drawn: dict[str, list[Drawn]], speed: Speed,
     line: str, title: str,
 ) -> str:  # fmt: skip
-    """Render the page as one self-contained file."""
+    """Render report.html as one self-contained file."""
     measured, lacking = [row for row in rows if row.numbers], [row for row in rows if not row.numbers]
-    differ = comparison.what_differs(found)
+    differ = comparison.tabulate_differing_settings(compared)
     verdicts = Counter(row.verdict for row in measured)
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters["breakable"] = breakable
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(
-        title=f"{title}: a report of {len(found.records) + len(found.damaged)} runs", command=line,
-        facts=[*_facts(found), *(_count(verdicts[one], "contrast", f" {one}") for one in Verdict if verdicts[one])],
-        notes=[*_gaps(found), *comparison.notes(found)],
+        title=f"{title}: a report of {len(compared.records) + len(compared.damaged)} runs", command=line,
+        facts=[*_list_counts(compared),
+               *(_count(verdicts[one], "contrast", f" {one}") for one in Verdict if verdicts[one])],
+        notes=[*_list_gaps(compared), *comparison.notes(compared)],
         how_to_read_verdicts=verdict_tables.HOW_TO_READ, how_to_read=comparison.HOW_TO_READ,
-        families=verdict_tables.families(rows), measured=_claims(measured),
+        families=verdict_tables.families(rows), measured=_group_by_claim(measured),
         unmeasured=[(row.claim.name, verdict_tables.name_of(row), row.why) for row in lacking],
-        to_make=verdict_tables.missing_arms(rows), tables=tables(found, baseline), speed=speed,
+        to_make=verdict_tables.missing_arms(rows), tables=tables(compared, baseline), speed=speed,
         of_paper=any(figure.name.startswith("paper_") for pair in drawn.values() for figure in pair),
         figures=drawn,
-        provenance=_provenance(found), arms_differ=[["arm", *keys[1:]] for keys in differ[:1]] + differ[1:],
+        provenance=_list_provenance(compared), arms_differ=[["arm", *keys[1:]] for keys in differ[:1]] + differ[1:],
     )  # fmt: skip
 
 
 def breakable(text: str) -> str:
-    """Escape a cell for HTML and let long keys break after the group and before the value, as on a phone."""
+    """Escape a text for HTML and let long keys break after the group and before the value, as on a phone."""
     return re.sub(r"\S{17,}", lambda word: re.sub(r"(?<=[a-z])\.(?=[a-z])|=", r"\g<0><wbr>", word[0]), escape(text))
 
 
 def _count(number: int, noun: str, rest: str = "") -> tuple[int, str]:
-    """Return a number, and what it counts in singular or plural."""
+    """Return a number and the noun that it counts, in singular or plural."""
     return number, f"{noun}{'s' * (number != 1)}{rest}"
 
 
-def _facts(found: Comparison) -> list[tuple[int, str]]:
-    """Count runs by state, arms and seeds."""
-    states = Counter("finished" if run.status == FINISHED else run.status.split(" (")[0] for run in found.all_runs)
-    states["damaged"] = len(found.damaged)
-    again = states["finished"] - len(found.counted)
+def _list_counts(compared: Comparison) -> list[tuple[int, str]]:
+    """Count runs by state, arms and seeds, for the head of the page."""
+    states = Counter("finished" if run.status == FINISHED else run.status.split(" (")[0] for run in compared.all_runs)
+    states["damaged"] = len(compared.damaged)
+    again = states["finished"] - len(compared.counted)
     return [
         *(_count(number, "run", f" {state}") for state, number in states.items() if number),
         *([(again, "of these repeated; the newest counts")] if again else []),
-        _count(len(found.arms), "arm"),
-        _count(len({record.run.seed for record in found.counted}), "seed"),
+        _count(len(compared.arms), "arm"),
+        _count(len({record.run.seed for record in compared.counted}), "seed"),
     ]
 
 
-def _gaps(found: Comparison) -> list[str]:
-    """Say where means cover fewer runs than were started."""
-    if not found.arms:
+def _list_gaps(compared: Comparison) -> list[str]:
+    """List warnings where means cover fewer runs than were started."""
+    if not compared.arms:
         return ["No run finished, so there is nothing to measure. The runs and their states are at the end."]
     short = []
-    for label, records in found.arms.items():
-        lacking = sum(run.arm == records[0].run.arm and is_unfinished(run) for run in found.all_runs)
+    for label, records in compared.arms.items():
+        lacking = sum(run.arm == records[0].run.arm and is_unfinished(run) for run in compared.all_runs)
         short += [f"{lacking} of {len(records) + lacking} of {label}"] if lacking else []
     gaps = [f"Means exclude unfinished runs: {'; '.join(short)}."] if short else []
-    if lost := {run.arm for run in found.all_runs} - {record.run.arm for record in found.counted}:
-        names = sorted({run.experiment for run in found.all_runs if run.arm in lost})
+    if lost := {run.arm for run in compared.all_runs} - {record.run.arm for record in compared.counted}:
+        names = sorted({run.experiment for run in compared.all_runs if run.arm in lost})
         gaps.append(f"Arms without a finished run: {', '.join(names)}.")
     return gaps
 
 
-def _claims(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Group the measured contrasts by claim."""
+def _group_by_claim(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Group the measured contrasts by claim, as data for the template."""
     return [
-        {"name": claim.name, "says": claim.says, "where": claim.where, "terms": verdict_tables.terms(claim),
+        {"name": claim.name, "says": claim.says, "where": claim.where, "terms": verdict_tables.describe_measure(claim),
          "rows": [{"verdict": str(row.verdict), "name": verdict_tables.name_of(row), "why": row.why,
-                   "details": _details(row)} for row in rows if row.claim == claim]}
+                   "details": _list_details(row)} for row in rows if row.claim == claim]}
         for claim in {row.claim.name: row.claim for row in rows}.values()
     ]  # fmt: skip
 
 
-def _details(row: Row) -> list[tuple[str, str]]:
-    """List the numbers behind a verdict, each with its name."""
+def _list_details(row: Row) -> list[tuple[str, str]]:
+    """List the numbers behind a verdict, each with its label."""
     treated, control, counts, effect, paper, size, better, p_values, guardrail = verdict_tables.measured_cells(row)
     parts = [
         (row.claim.measure, effect), ("smallest that matters", smallest_as_text(row.claim)), ("the paper's", paper),
         (row.contrast.treated, treated), (row.contrast.control, control), ("finished", counts), ("effect size", size),
         ("P(better)", better), ("p of no effect, small, reverse (Holm)", p_values), ("guardrail", guardrail),
-        ("conditions", verdict_tables.in_words(row.conditions)), ("claim", row.registered),
+        ("conditions", verdict_tables.format_conditions(row.conditions)), ("claim", row.registered),
     ]  # fmt: skip
     return [(label, text) for label, text in parts if text != "-"]
 
 
-def _provenance(found: Comparison) -> list[dict[str, Any]]:
+def _list_provenance(compared: Comparison) -> list[dict[str, Any]]:
     """List commands, code, machines, versions, times, and the runs that were left out."""
-    origins = [record.origin for record in found.records]
+    origins = [record.origin for record in compared.records]
     versions = [", ".join(f"{name} {text}" for name, text in sorted(origin.versions.items())) for origin in origins]
     listed = (
-        ("Commands", _count_equal(origin.command for origin in origins), True),
-        ("Code", _count_equal(record.run.code for record in found.records), False),
-        ("Machines", _count_equal(origin.machine for origin in origins), False),
-        ("Versions", _count_equal(versions), False),
-        ("Time", _times(found.counted), False),
-        (f"Left out, {len(found.left_out)} in all", found.left_out, False),
+        ("Commands", _list_with_counts(origin.command for origin in origins), True),
+        ("Code", _list_with_counts(record.run.code for record in compared.records), False),
+        ("Machines", _list_with_counts(origin.machine for origin in origins), False),
+        ("Versions", _list_with_counts(versions), False),
+        ("Time", _format_time_span(compared.counted), False),
+        (f"Left out, {len(compared.left_out)} in all", compared.left_out, False),
     )
     return [{"title": title, "texts": texts, "is_code": is_code} for title, texts, is_code in listed if texts]
 
 
-def _count_equal(texts: Iterable[str]) -> list[str]:
+def _list_with_counts(texts: Iterable[str]) -> list[str]:
     """List each text once, with its number of runs unless all agree."""
     counts = Counter(texts)
     if len(counts) == 1:
@@ -248,13 +252,13 @@ def _count_equal(texts: Iterable[str]) -> list[str]:
     return [f"{text or 'not known'}  ({count} run{'s' * (count != 1)})" for text, count in counts.items()]
 
 
-def _times(records: Sequence[Record]) -> list[str]:
+def _format_time_span(records: Sequence[Record]) -> list[str]:
     if not records:
         return []
     began = [datetime.fromisoformat(record.origin.began).timestamp() for record in records if record.origin.began]
-    first = f"The first began {_moment(min(began))}, the" if began else "The"
-    return [f"{first} last ended {_moment(max(record.run.ended for record in records))}."]
+    first = f"The first began {_format_time(min(began))}, the" if began else "The"
+    return [f"{first} last ended {_format_time(max(record.run.ended for record in records))}."]
 
 
-def _moment(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))

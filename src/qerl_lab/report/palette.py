@@ -30,7 +30,10 @@ PRINTED = {"bf16/float16": DENSE_FORMAT}  # names in the paper's figures that di
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw in the style of `STYLE`. In a notebook it leaves interactive mode on, which `plt.style.context` resets."""
+    """Draw figures in the style of `STYLE` within a `with` block, or in the decorated function.
+
+    In a notebook it leaves interactive mode on, which `plt.style.context` resets.
+    """
     style = rc_params_from_file(STYLE, use_default_template=False)
     before = {key: plt.rcParams[key] for key in style}
     plt.rcParams.update(style)
@@ -41,18 +44,18 @@ def styled() -> Iterator[None]:
 
 
 def color(name: str, number: int = OTHERS.index("#777777")) -> str:
-    """Return the color of a weight format, by our name or the paper's; for another name an unused color, or grey."""
+    """Return the color of a weight format, by our name or the paper's; another name gets an unused color, or grey."""
     name = name.lower()
     return FORMATS.get(PRINTED.get(name, name), OTHERS[number % len(OTHERS)])
 
 
 def formats(arms: Mapping[str, Sequence[Record]]) -> dict[str, str]:
-    """Map each arm's label to its weight format."""
+    """Map the label of each arm to its weight format."""
     return {label: records[0].run.value("format.name") for label, records in arms.items()}
 
 
 def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return color, line style and marker of each arm, given the weight format of each.
+    """Return color, line style and marker of each arm, given the weight format of each arm.
 
     With several formats, arms of one format share its color: the first has a solid line and full markers, the others
     dashes and hollow markers. With a single format, the first arm has its color and the others have unused colors.
@@ -73,7 +76,7 @@ def format_tick(value: float, _: object = None) -> str:
 
 
 def add_legend_below(figure: Figure, handles: Mapping[str, Artist]) -> None:
-    """Add one legend below all panels, wrapped to the width of the figure, which becomes higher by its lines."""
+    """Add one legend below all panels of a figure, as wide as the figure, and make the figure higher for it."""
     width = figure.get_figwidth()
     names = [textwrap.fill(name, int(10 * width), break_on_hyphens=False) for name in handles]
     columns = max(1, min(len(names), int(width / (0.6 + 0.08 * max(map(len, names))))))  # inches

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from qerl_lab.config.conf_folder import package_data
 from qerl_lab.report import palette, reference
-from qerl_lab.report.arms import Run, differing, task_of
+from qerl_lab.report.arms import Run, differing_keys, task_of
 from qerl_lab.report.curves import MARKS, style_panel
 
 TASKS = {"gsm8k": "GSM8K", "bigmath": "BigMath"}  # prefix of a figure's `task`, by task.name
@@ -39,15 +39,16 @@ class PaperFigure:
 
     @property
     def name(self) -> str:
-        """Name of its PNG file."""
+        """Return the name of the figure's PNG file, without ending."""
         return f"paper_{self.file.removesuffix('_digitized')}"
 
     @property
     def about(self) -> str:
+        """Describe the figure by number, model and task."""
         return f"The paper's {self.number}: {self.model}, {self.task}"
 
     def is_of(self, tasks: Collection[str]) -> bool:
-        """Return whether the figure is on one of these tasks, or on none, as for a schedule."""
+        """Tell whether the figure is on one of these tasks, or on none, as for a schedule."""
         return not self.task.startswith(tuple(TASKS.values())) or self.task.startswith(tuple(tasks))
 
 
@@ -58,23 +59,26 @@ FIGURES = [
 
 
 def figures_beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
-    """Return the paper's figures for the curve `below` that vary what the arms do, on the arms' task if it has any."""
-    schedules, varied = {run.value("aqn.schedule") for run in runs}, set(differing(runs))
+    """Select the paper's figures to show beside our curve `below`: they vary a setting that the runs vary.
+
+    If the runs are on a task of the paper, the figures are on that task.
+    """
+    schedules, varied = {run.value("aqn.schedule") for run in runs}, set(differing_keys(runs))
     varied |= {"noise"} if "off" in schedules and len(schedules) > 1 else set()
     varied |= {"schedule"} if len(schedules - {"off"}) > 1 else set()
     varied |= {"bigmath"} if "bigmath" in {run.value("task.name") for run in runs} else set()
-    tasks = _tasks(runs) or set(TASKS.values())
+    tasks = _tasks_of_paper(runs) or set(TASKS.values())
     return [figure for figure in FIGURES if figure.below == below and figure.varies in varied and figure.is_of(tasks)]
 
 
-def _tasks(runs: Sequence[Run]) -> set[str]:
+def _tasks_of_paper(runs: Sequence[Run]) -> set[str]:
     """Return the paper's tasks among the arms' tasks."""
     return {TASKS[name] for run in runs if (name := run.value("task.name")) in TASKS}
 
 
 def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
-    """Caption a figure of the paper: its subject, and the model and task of our arms above it."""
-    ours = "Ours above" if figure.is_of(_tasks(runs)) else "Ours above, on another task"
+    """Format the caption of a paper's figure: its subject, and the model and task of our arms above it."""
+    ours = "Ours above" if figure.is_of(_tasks_of_paper(runs)) else "Ours above, on another task"
     models = {PurePath(run.value("model.path")).name for run in runs}
     tasks, algorithms = {task_of(run) for run in runs}, {run.value("algorithm.name") for run in runs}
     named = ", ".join("/".join(sorted(names)) for names in (models, tasks, algorithms))
@@ -85,7 +89,10 @@ def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
 
 @palette.styled()
 def draw(figure: PaperFigure) -> Figure:
-    """Draw the panels below each other with straight lines between digitized points; the caller closes the figure."""
+    """Draw a paper's figure in panels below each other, from digitized points; the caller closes the figure.
+
+    Straight lines join the points.
+    """
     table, curves = reference.digitized(figure.file), reference.curves()
     formats = curves[curves["file"] == figure.file].set_index("column")["weight_format"]
     size = (4.4, sum(2.9 + 0.19 * len(lines) for lines in figure.panels))

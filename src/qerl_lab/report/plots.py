@@ -30,7 +30,7 @@ PANELS = (  # title, y label, (metric, label) for each line
 
 @styled()
 def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
-    """Plot reward, entropy, sigma and throughput of one run by step, from `runs.read_steps`. No smoothing.
+    """Plot reward, entropy, sigma and throughput of one run (`runs.read_steps`) by step to a PNG. No smoothing.
 
     Metrics that were not recorded have no panel; neither has noise that was always 0.
     """
@@ -135,7 +135,7 @@ def plot_block_maxima(stored: Mapping[str, Sequence[float]]) -> Figure:
 
 @styled()
 def plot_noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure:
-    """Compare noise with formats: left KL by sigma, right entropy by KL.
+    """Plot noise beside weight formats: left KL by sigma, right change of entropy by KL.
 
     The left panel has a point per noise draw and a horizontal line per format. The right panel has the mean and the
     draws of each sigma, and each format with its 95% interval.

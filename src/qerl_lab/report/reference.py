@@ -29,25 +29,31 @@ class Difference:
 
 @cache
 def printed() -> pd.DataFrame:
-    """Return the rows of paper.csv and `_means`, all columns as text, and `number`: the value as a float or nan."""
+    """Return the numbers of the paper, a row each: those of paper.csv, and the means of digitized curves.
+
+    All columns of paper.csv are text; `number` is the value as a float or nan.
+    """
     rows = pd.read_csv(package_data("results/reference") / "paper.csv", dtype=str, keep_default_na=False)
     rows = rows.assign(number=pd.to_numeric(rows["value"], errors="coerce"))
-    return pd.concat([rows, _means()], ignore_index=True).fillna({"file": "", "column": "", "error": 0.0})
+    return pd.concat([rows, _curve_means()], ignore_index=True).fillna({"file": "", "column": "", "error": 0.0})
 
 
 @cache
 def digitized(file: str) -> pd.DataFrame:
-    """Return the lines of a figure as columns by step (Figure 15: stage); nan where another line hides them."""
+    """Read the curves of one figure of the paper: a row per step (Figure 15: stage), a column per curve.
+
+    A value is nan where another line hides it.
+    """
     return pd.read_csv(package_data("results/reference") / "digitized" / f"{file}.csv", index_col=0)
 
 
 def interpolated(file: str) -> pd.DataFrame:
-    """Return `digitized` with linear interpolation inside each line; nan outside."""
+    """Return the curves of `digitized`, filled linearly inside each line; nan outside."""
     return digitized(file).interpolate("index", limit_area="inside")
 
 
 def steps_of_mean(curves: pd.DataFrame, setting: str) -> pd.DataFrame:
-    """Select the steps that a mean covers: `EIGHT_STEPS` or `LAST_TENTH`."""
+    """Select the rows of the steps that a mean covers: `EIGHT_STEPS` or `LAST_TENTH`."""
     steps = curves.index
     return curves[steps <= 8 if setting == EIGHT_STEPS else steps > 0.9 * steps[-1]]
 
@@ -58,8 +64,8 @@ def curves() -> pd.DataFrame:
     return pd.read_csv(package_data("results/reference") / "curves.csv", keep_default_na=False)
 
 
-def _means() -> pd.DataFrame:
-    """Return the means of every curve as rows of paper.csv, with `file`, `column` and reading `error`."""
+def _curve_means() -> pd.DataFrame:
+    """Return the means of every digitized curve as rows of paper.csv, with `file`, `column` and reading `error`."""
     found = []
     for curve in curves().to_dict("records"):
         for setting in (EIGHT_STEPS, LAST_TENTH):
@@ -69,8 +75,8 @@ def _means() -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def _where(columns: Mapping[str, str]) -> pd.DataFrame:
-    """Return the rows with these column values; `setting` matches a part of its text."""
+def _select_rows(columns: Mapping[str, str]) -> pd.DataFrame:
+    """Return the rows of `printed` with these column values; `setting` matches a part of its text."""
     rows = printed()
     for column, wanted in columns.items():
         is_it = rows[column].str.contains(wanted, regex=False) if column == "setting" else rows[column] == wanted
@@ -78,24 +84,24 @@ def _where(columns: Mapping[str, str]) -> pd.DataFrame:
     return rows
 
 
-def _row(where: Mapping[str, str]) -> pd.Series:
-    rows = _where(where)
+def _select_one_row(where: Mapping[str, str]) -> pd.Series:
+    rows = _select_rows(where)
     if len(rows) != 1 or math.isnan(rows["number"].iloc[0]):
         raise KeyError(f"{len(rows)} numbers of the paper have {where}; one is needed")
     return rows.iloc[0]
 
 
 def value(**where: str) -> float:
-    """Return the number of the one row with these values (`setting`: a part of it). Raises KeyError otherwise."""
-    return float(_row(where)["number"])
+    """Return the paper's number with these column values (`setting`: a part). Raises KeyError unless there is one."""
+    return float(_select_one_row(where)["number"])
 
 
 def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool = False) -> Difference:
-    """Compare two numbers of the paper, selected as in `value`. Raises KeyError as it does.
+    """Return treated minus control of two numbers of the paper, or their ratio, selected as in `value`.
 
-    Two lines of one figure are compared over the steps where both are known.
+    Two lines of one figure are compared over the steps where both are known. Raises KeyError as `value` does.
     """
-    one, other = _row(treated), _row(control)
+    one, other = _select_one_row(treated), _select_one_row(control)
     a, b = one["number"], other["number"]
     if one["file"] and one["file"] == other["file"]:
         both = steps_of_mean(interpolated(one["file"]), one["setting"])[[one["column"], other["column"]]].dropna()
@@ -104,5 +110,5 @@ def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], rat
 
 
 def numbers(**where: str) -> dict[str, float]:
-    """Return the matching numbers by model; a number that several tables repeat appears once."""
-    return {str(model): float(number) for model, number in _where(where).set_index("model")["number"].items()}
+    """Return the paper's numbers with these column values by model; repetitions in several tables count once."""
+    return {str(model): float(number) for model, number in _select_rows(where).set_index("model")["number"].items()}

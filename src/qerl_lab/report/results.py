@@ -22,8 +22,8 @@ from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_word
 from qerl_lab.record.directory import RunDirectory, is_run
-from qerl_lab.report.arms import FINISHED, RENAMED, Run, differing, normalize
-from qerl_lab.report.matching import identity
+from qerl_lab.report.arms import FINISHED, RENAMED, Run, differing_keys, normalize
+from qerl_lab.report.matching import run_key
 from qerl_lab.report.runs import NO_STEPS, Origin, Record, read_record, record_of
 from qerl_lab.system.disk import replace_file
 from qerl_lab.system.terminal import format_path
@@ -53,11 +53,11 @@ def read_all(folders: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
     without either.
     """
     found, damaged = list[tuple[Path, Record]](), dict[str, str]()
-    for folder in filter(_is_results, folders):
+    for folder in filter(_is_results_folder, folders):
         records, broken = read(folder)
         found += [(folder, record) for record in records]
         damaged |= broken
-    for path in _find_runs(folders):
+    for path in _find_run_directories(folders):
         try:
             found.append((path.parent, read_record(RunDirectory(path), format_path(path))))
         except (OSError, ValueError) as error:
@@ -67,26 +67,26 @@ def read_all(folders: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
     records, first = [], dict[str, Record]()
     for folder, record in found:
         name = record.run.name
-        if identity(first.setdefault(name, record)) != identity(record):  # two machines call different runs runs/0
+        if run_key(first.setdefault(name, record)) != run_key(record):  # two machines call different runs runs/0
             record = replace(record, run=replace(record.run, name=f"{name} of {format_path(folder)}"))
         records.append(record)
     return records, {name: why for name, why in damaged.items() if name not in first}
 
 
-def _find_runs(folders: Sequence[Path]) -> list[Path]:
+def _find_run_directories(folders: Sequence[Path]) -> list[Path]:
     """Find the run directories at or below `folders`, each once. Raises ConfigError for a folder without any."""
     found: dict[Path, Path] = {}
     for folder in folders:
-        inside = {path.resolve(): path for path in _walk(folder)}
-        if not inside and not _is_results(folder):
+        inside = {path.resolve(): path for path in _walk_run_directories(folder)}
+        if not inside and not _is_results_folder(folder):
             what = "holds no run directory" if folder.is_dir() else "is no directory"
             raise ConfigError(f"{folder} {what}. Type the directory of a run or of a sweep, for example runs.")
         found |= inside
     return list(found.values())
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """Yield run directories, following links to other disks but visiting each folder once."""
+def _walk_run_directories(folder: Path) -> Iterator[Path]:
+    """Yield run directories at or below `folder`, following links to other disks but visiting each folder once."""
     seen = set[str]()
     for path, folders, files in os.walk(folder, followlinks=True):
         is_new = os.path.realpath(path) not in seen
@@ -98,14 +98,17 @@ def _walk(folder: Path) -> Iterator[Path]:
         folders.sort(key=lambda name: (os.path.islink(os.path.join(path, name)), name))
 
 
-def _is_results(folder: Path) -> bool:
+def _is_results_folder(folder: Path) -> bool:
     return (folder / RUNS).is_file()
 
 
 def frames(records: Sequence[Record], damaged: Mapping[str, str], arm_of: Mapping[str, str]) -> Frames:
-    """Build the three tables; `arm_of` maps the name of each run that counts to its arm's label."""
-    keys = differing([record.run for record in records])
-    rows = [_run_row(record, arm_of.get(record.run.name), keys) for record in records]
+    """Build the tables of runs, steps and questions that a results folder stores.
+
+    `arm_of` maps the name of each run that counts to its arm's label.
+    """
+    keys = differing_keys([record.run for record in records])
+    rows = [_build_run_row(record, arm_of.get(record.run.name), keys) for record in records]
     rows += [{"run": name, "experiment": None, "state": why} for name, why in damaged.items()]
     counted = [record for record in records if record.run.name in arm_of]
     steps = [record.steps.reset_index().assign(run=record.run.name) for record in counted]
@@ -121,7 +124,7 @@ def frames(records: Sequence[Record], damaged: Mapping[str, str], arm_of: Mappin
     }
 
 
-def _run_row(record: Record, arm: str | None, keys: Sequence[str]) -> dict[str, Any]:
+def _build_run_row(record: Record, arm: str | None, keys: Sequence[str]) -> dict[str, Any]:
     run, origin = record.run, record.origin
     shared = {key: value for key, value in sorted(run.settings.items()) if key not in keys}
     return {
@@ -133,7 +136,7 @@ def _run_row(record: Record, arm: str | None, keys: Sequence[str]) -> dict[str, 
 
 
 def write(folder: Path, tables: Frames) -> None:
-    """Write the files, each atomically. Raises OSError."""
+    """Write the tables of `frames` to a results folder as Parquet, each file atomically. Raises OSError."""
     for name, table in tables.items():
         data = io.BytesIO()
         table.to_parquet(data, index=False, compression="zstd", compression_level=19)

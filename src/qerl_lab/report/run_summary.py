@@ -12,7 +12,7 @@ from qerl_lab.tracking.tracker import Mirrored
 
 
 def closing(result: dict[str, Any]) -> str:
-    """Format the closing table of a run, from `runs.summarize`."""
+    """Format the table that a run prints at its end, from the result of `runs.summarize`."""
     rows: list[tuple[str, str]] = []
     if "accuracy_gain" in result:
         interval = format_interval(*result["accuracy_gain_interval"])
@@ -40,10 +40,10 @@ def closing(result: dict[str, Any]) -> str:
 
 
 def where(run_dir: Path, mirror: Mirrored | None) -> str:
-    """Say where the record is, how to open the run in MLflow, and how to fill MLflow if it lacks a part."""
+    """Format where a run's record is, how to open the run in MLflow, and how to fill MLflow if it lacks a part."""
     lines = [f"run directory: {terminal.format_path(run_dir)}  (curves.png, metrics.jsonl, eval.parquet, adapter/)"]
     if mirror and mirror.experiment_id:
-        lines += _open(mirror.uri, f"#/experiments/{mirror.experiment_id}/runs")
+        lines += _explain_opening(mirror.uri, f"#/experiments/{mirror.experiment_id}/runs")
     if mirror and not mirror.is_whole:
         what = f"MLflow at {mirror.uri} lacks a part of this run; metrics.jsonl has all. To fill it:"
         lines += [
@@ -65,8 +65,8 @@ def next_steps(run_dir: Path) -> str:
     )
 
 
-def _open(uri: str, page: str) -> list[str]:
-    """Say how to open a page: at a server's own address, else through `mlflow ui` at its default address."""
+def _explain_opening(uri: str, page: str) -> list[str]:
+    """Say how to open a page of MLflow: at a server's own address, else through `mlflow ui`."""
     if uri.startswith(("http://", "https://")):
         return [f"open MLflow:   {uri.replace(f'{HIDDEN}@', '').rstrip('/')}/{page}"]
     store = '"$MLFLOW_TRACKING_URI"' if HIDDEN in uri else shlex.quote(uri)

@@ -10,7 +10,7 @@ import pandas as pd
 
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import MetricsLine
-from qerl_lab.report.arms import FINISHED, Run, run_from, version
+from qerl_lab.report.arms import FINISHED, Run, code_version, run_from
 from qerl_lab.report.stats import paired_interval
 
 # Metrics used by tables, verdicts and figures; a report keeps no others.
@@ -27,10 +27,10 @@ REASON = 300  # characters of a failure's reason; FAILED has all
 
 def read_steps(run: RunDirectory) -> pd.DataFrame:
     """Read the metrics of a run: a row per step (index `step`), a column per metric. Step 0 is before training."""
-    return _by_step(run.metrics())
+    return _metrics_by_step(run.metrics())
 
 
-def _by_step(lines: Sequence[MetricsLine]) -> pd.DataFrame:
+def _metrics_by_step(lines: Sequence[MetricsLine]) -> pd.DataFrame:
     return pd.DataFrame([{"step": line["step"], **line["metrics"]} for line in lines]).groupby("step").last()
 
 
@@ -79,17 +79,18 @@ class Record:
 def read_record(run: RunDirectory, name: str) -> Record:
     """Read the record of a run. Raises OSError or ValueError if something is missing or damaged."""
     lines, values, sessions = run.whole_metrics(), run.settings(), run.environments()
-    codes = (version(each.get("git_sha"), each.get("dirty")) for each in sessions or [{}])
+    codes = (code_version(each.get("git_sha"), each.get("dirty")) for each in sessions or [{}])
     last = lines[-1] if lines else {"step": 0, "time": 0.0, "metrics": {}}
     found = run_from(
-        values, name=name, status=_status(run, f"step {last['step']} of {values.get('steps')}"), ended=last["time"],
-        code=_join(codes), metrics={metric for line in lines for metric in line["metrics"]},
+        values, name=name, ended=last["time"], code=_join_distinct(codes),
+        status=_describe_status(run, f"step {last['step']} of {values.get('steps')}"),
+        metrics={metric for line in lines for metric in line["metrics"]},
     )  # fmt: skip
-    origin = _origin(sessions, values)
+    origin = _merge_origins(sessions, values)
     if found.status != FINISHED:
         return Record(found, origin=origin)
     phases = run.evaluations() if values["eval.questions"] != "0" else {}
-    return record_of(found, _by_step(lines), phases, run.result()["seconds"], origin)
+    return record_of(found, _metrics_by_step(lines), phases, run.result()["seconds"], origin)
 
 
 def record_of(
@@ -97,32 +98,32 @@ def record_of(
 ) -> Record:
     """Build the record of a finished run from its metrics by step and its held-out answers by phase, if any."""
     steps = steps[[name for name in KEPT if name in steps]].dropna(axis=1, how="all").astype("float32")
-    headline, accuracy = _headline(steps.astype("float64"), phases, seconds), {}
+    headline, accuracy = _compute_headline(steps.astype("float64"), phases, seconds), {}
     if phases:
-        before, after = _accuracies(phases)
+        before, after = _accuracies_before_and_after(phases)
         after = after.reindex(before.index)
         accuracy = {"before": before, "after": after, "gain": after - before}
     return Record(run, headline, accuracy, steps, origin)
 
 
-def _accuracies(phases: Mapping[str, pd.DataFrame]) -> tuple[pd.Series, pd.Series]:
+def _accuracies_before_and_after(phases: Mapping[str, pd.DataFrame]) -> tuple[pd.Series, pd.Series]:
     """Return accuracy by question, before and after training. Raises KeyError if a phase is missing."""
     before, after = (phases[phase].set_index("id")["accuracy"] for phase in ("before", "after"))
     return before, after
 
 
-def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> Origin:
-    """Merge the env.json of a run's sessions, joining values that differ."""
+def _merge_origins(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> Origin:
+    """Merge the env.json of all sessions of a run into one Origin, joining values that differ."""
     data = sessions[0].get("data", {}) if sessions else {}
     gpus = [gpu["uuid"] for each in sessions for gpu in each.get("gpus", []) if "uuid" in gpu]
     is_of_sweep = any(each.get("sweep") for each in sessions)  # a single run has the keys too, without effect
     at_once = [f"{key}={settings[key]}" for key in ("jobs", "jobs_per_gpu") if key in settings and is_of_sweep]
     return Origin(
-        command=_join(each.get("command", "") for each in sessions),
+        command=_join_distinct(each.get("command", "") for each in sessions),
         configured=" ".join(at_once),
         began=sessions[0].get("time", "") if sessions else "",
-        commit=_join(each.get("git_sha", "") for each in sessions),
-        machine=_join(map(_machine, sessions)),
+        commit=_join_distinct(each.get("git_sha", "") for each in sessions),
+        machine=_join_distinct(map(_describe_machine, sessions)),
         versions={name: text for each in sessions[::-1] for name, text in each.get("packages", {}).items()},
         training_sha256=data.get("training_sha256") or "",
         heldout_sha256=data.get("heldout_sha256") or "",
@@ -131,11 +132,11 @@ def _origin(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) 
     )
 
 
-def _join(texts: Iterable[str]) -> str:
+def _join_distinct(texts: Iterable[str]) -> str:
     return THEN.join(dict.fromkeys(text for text in texts if text))
 
 
-def _machine(environment: Mapping[str, Any]) -> str:
+def _describe_machine(environment: Mapping[str, Any]) -> str:
     """Describe a machine from env.json: `2 x NVIDIA H200 (driver 580.1), 16 CPUs: Intel ...`."""
     cards = Counter((gpu["name"], gpu.get("driver")) for gpu in environment.get("gpus", []))
     parts = [
@@ -148,7 +149,7 @@ def _machine(environment: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _status(run: RunDirectory, reached: str) -> str:
+def _describe_status(run: RunDirectory, reached: str) -> str:
     match run.status:
         case "done":
             return FINISHED
@@ -160,14 +161,14 @@ def _status(run: RunDirectory, reached: str) -> str:
 
 
 def summarize(run: RunDirectory, seconds: float) -> dict[str, Any]:
-    """Summarize a finished run in headline numbers. `seconds` is the wall time of all its sessions.
+    """Summarize a finished run in headline numbers. `seconds` is the wall time of all sessions of the run.
 
     Entropy first and last are means over the first and the last tenth of the steps, since single steps are noisy.
     """
-    return _headline(read_steps(run), run.evaluations(), seconds)
+    return _compute_headline(read_steps(run), run.evaluations(), seconds)
 
 
-def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> dict[str, Any]:
+def _compute_headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> dict[str, Any]:
     steps = steps.loc[1:]
     tenth = max(1, len(steps) // 10)
     spent = steps["step/seconds"].sum()
@@ -188,22 +189,25 @@ def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: 
         result["memory_gpu_peak_gib"] = float(steps["memory/gpu_peak_gib"].max())
     for phase in (name for name, rows in phases.items() if "truncated" in rows):  # older records lack it
         result[f"truncated_{phase}"] = float(phases[phase]["truncated"].mean())
-    return result | _gain(phases)
+    return result | _compute_gain(phases)
 
 
 def gain_metrics(run: RunDirectory) -> dict[str, float]:
-    """Return `eval/gain` and the ends of its interval, as in `summarize`; empty until both evaluations exist."""
-    found = _gain(run.evaluations())
+    """Return the metrics `eval/gain`, `eval/gain_low` and `eval/gain_high` of a run, as in `summarize`.
+
+    Empty until both evaluations exist.
+    """
+    found = _compute_gain(run.evaluations())
     if not found:
         return {}
     low, high = found["accuracy_gain_interval"]
     return {"eval/gain": found["accuracy_gain"], "eval/gain_low": low, "eval/gain_high": high}
 
 
-def _gain(phases: Mapping[str, pd.DataFrame]) -> dict[str, Any]:
+def _compute_gain(phases: Mapping[str, pd.DataFrame]) -> dict[str, Any]:
     if not {"before", "after"} <= set(phases):
         return {}
-    before, after = _accuracies(phases)
+    before, after = _accuracies_before_and_after(phases)
     mean, low, high = paired_interval(before, after)
     return {
         "questions": len(after),

@@ -13,7 +13,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.units import GIB
 from qerl_lab.report import bench, reference
 from qerl_lab.report.bench import Columns, Result, table_rows, with_ratios
-from qerl_lab.report.table import Table, number, without_constant_columns, without_empty_columns
+from qerl_lab.report.table import Table, format_number, without_constant_columns, without_empty_columns
 from qerl_lab.system.terminal import format_path
 
 GB_PER_GIB = GIB / 1e9
@@ -36,27 +36,27 @@ class Speed:
 
 
 def tabulate_files(paths: Sequence[Path]) -> Speed:
-    """Tabulate result files and folders of them. Raises ConfigError for a path without a result.
+    """Tabulate benchmark result files, or folders of them, beside the paper's speed and memory.
 
     Invalid and incomplete files are left out with a note.
     """
     if not paths:
         return Speed([], [WITHOUT])
     notes, rollouts, steps, sizes = list[str](), list[pd.DataFrame](), list[pd.DataFrame](), list[pd.DataFrame]()
-    for file in _files(paths):
+    for file in _find_result_files(paths):
         try:
             result = bench.load(file)
-            about, of_arms, of_sizes = _describe(result), _speeds(result), _sizes(result)
+            about, of_arms, of_sizes = _describe_result(result), _tabulate_speeds(result), _tabulate_sizes(result)
         except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:  # invalid or incomplete
             about = f"left out, no complete result of python -m qerl_lab.bench ({error!r})."
         else:
             (rollouts if result["benchmark"] == "rollout" else steps).append(of_arms)
             sizes.append(of_sizes)
         notes.append(f"{format_path(file)}: {about}")
-    return Speed([_rollout_table(rollouts), _step_table(steps), _memory_table(sizes)], notes)
+    return Speed([_build_rollout_table(rollouts), _build_step_table(steps), _build_memory_table(sizes)], notes)
 
 
-def _files(paths: Sequence[Path]) -> list[Path]:
+def _find_result_files(paths: Sequence[Path]) -> list[Path]:
     """List the result files of the paths, each once. Raises ConfigError for a path without any."""
     files = []
     for path in paths:
@@ -68,13 +68,13 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(files))
 
 
-def _describe(result: Result) -> str:
-    """Describe a result: what was measured where, which arms died, which rows lack, and what makes it doubtful."""
+def _describe_result(result: Result) -> str:
+    """Describe a result: what was measured where, arms that died, rows that are missing, and what makes it doubtful."""
     options, parts = result["options"], [f"{result['benchmark']}, {bench.origin(result)}"]
     if result["benchmark"] in bench.OF_ARMS:
-        rows = bench.alive(result)
+        rows = bench.measured_rows(result)
         parts[0] += f"; prompts of {options['prompt']} tokens, completions of {options['new']}"
-        parts += bench.deaths(result)
+        parts += bench.list_deaths(result)
         asked = len(options["arms"]) * (len(options["ranks"]) * len(options["batches"]) if "batches" in options else 1)
         parts += [f"it has {len(rows)} of {asked} requested rows"] if len(rows) < asked else []
         parts += bench.notes(rows)
@@ -86,25 +86,25 @@ def _describe(result: Result) -> str:
 # --- ours
 
 
-def _speeds(result: Result) -> pd.DataFrame:
-    """Return the measured rows of rollouts or steps; empty for another benchmark."""
-    rows = bench.ratios(result) if result["benchmark"] in bench.OF_ARMS else pd.DataFrame()
+def _tabulate_speeds(result: Result) -> pd.DataFrame:
+    """Return the measured rows of a rollout or step benchmark with table columns; empty for another benchmark."""
+    rows = bench.speed_ratios(result) if result["benchmark"] in bench.OF_ARMS else pd.DataFrame()
     if rows.empty:
         return rows
     options = result["options"]
     ragged = f", mean_tokens={options['mean_tokens']:g}" if options.get("mean_tokens") else ""
     rows["lengths"] = f"prompt {options['prompt']}, new {options['new']:,}{ragged}"
-    rows["speed"] = rows["tokens_per_second"].map(number)
+    rows["speed"] = rows["tokens_per_second"].map(format_number)
     if result["benchmark"] == "step":
         rows["batch"], rows["steps"] = options["groups"] * options["group_size"], options["steps"]
     else:
-        least, most = (rows[f"tokens_per_second_{end}"].map(number) for end in ("min", "max"))
+        least, most = (rows[f"tokens_per_second_{end}"].map(format_number) for end in ("min", "max"))
         rows["speed"] += (" [" + least + ", " + most + "]").where(rows["repeats"] > 1, "")
         rows["printed_rank"] = rows["rank"].where(rows["batch"] == 1, PRINTED_RANK)
-    return _with_origin(rows, result)
+    return _add_origin(rows, result)
 
 
-def _sizes(result: Result) -> pd.DataFrame:
+def _tabulate_sizes(result: Result) -> pd.DataFrame:
     """Return weights and peak memory in GB by arm and rank; the peak is the largest of its batches."""
     kind = result["benchmark"]
     if kind == "train_step":
@@ -112,8 +112,8 @@ def _sizes(result: Result) -> pd.DataFrame:
         rows = rows[rows["loss"] == "chunked"].rename(columns={"base_gb": "weights", "peak_gb": "peak"})
         rows["format"] = rows["arm"].replace({"bf16_peft": "bf16", "qlora": "nf4"})
         rows["baseline"], rows["rank"] = rows["arm"] == "bf16", 0
-    elif kind in bench.OF_ARMS and bench.alive(result):
-        rows = pd.DataFrame(bench.alive(result))
+    elif kind in bench.OF_ARMS and bench.measured_rows(result):
+        rows = pd.DataFrame(bench.measured_rows(result))
         for column, gib in (("weights", "weights_gib" if kind == "rollout" else "policy_gib"), ("peak", "peak_gib")):
             rows[column] = pd.to_numeric(rows.reindex(columns=[gib])[gib]) * GB_PER_GIB
     else:
@@ -121,14 +121,17 @@ def _sizes(result: Result) -> pd.DataFrame:
     sizes = rows.groupby(["arm", "rank"], sort=False).agg(
         format=("format", "last"), baseline=("baseline", "last"), weights=("weights", "last"), peak=("peak", "max")
     ).reset_index()  # fmt: skip
-    sizes = _with_origin(sizes.assign(benchmark=kind), result)
+    sizes = _add_origin(sizes.assign(benchmark=kind), result)
     if sizes["rank"].nunique() > 1:
         sizes["arm"] += ", rank " + sizes["rank"].astype(str)
     return with_ratios(sizes, "weights", ["model"], {"bf16": (sizes["format"] == "bf16") & sizes["baseline"]})
 
 
-def _with_origin(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
-    """Add model, GPU and commit of the result, and shorten `nvfp4 rollout.vllm.lora=dense` to `nvfp4 lora=dense`."""
+def _add_origin(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
+    """Add model, GPU and commit of a result to its rows, and shorten the names of arms.
+
+    Thus `nvfp4 rollout.vllm.lora=dense` becomes `nvfp4 lora=dense`.
+    """
     arms = rows["arm"].str.replace(r"(?<= )[\w.]+\.(?=\w+=)", "", regex=True)
     about = {"model": result["options"]["model"], "gpu": bench.gpu_of(result), "commit": bench.code_of(result)}
     return rows.assign(arm=arms, **about)
@@ -137,7 +140,7 @@ def _with_origin(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
 # --- the paper's
 
 
-def _printed(*metrics: str) -> pd.DataFrame:
+def _paper_rows(*metrics: str) -> pd.DataFrame:
     """Return the paper's rows of these metrics, with our names of models and formats, and with batch and rank."""
     rows = reference.printed()
     rows = rows[rows["metric"].isin(metrics) & rows["weight_format"].isin(["BF16", "NF4", "NVFP4"])]
@@ -150,9 +153,12 @@ def _printed(*metrics: str) -> pd.DataFrame:
 
 
 def printed_rollouts() -> pd.DataFrame:
-    """Return the paper's tokens/s by model, batch, rank and format, also `of_bf16` and `of_nf4`, and `where`."""
+    """Return the paper's tokens/s of rollouts by model, batch, rank and format, with ratios and source.
+
+    The ratios are `of_bf16` and `of_nf4`, the source is `where`.
+    """
     key = ["model", "batch", "rank"]
-    rows = _printed("rollout throughput").sort_values("table", ascending=False)  # figures repeat tables, rounded
+    rows = _paper_rows("rollout throughput").sort_values("table", ascending=False)  # figures repeat tables, rounded
     where = rows.groupby(key)["table"].agg(lambda tables: ", ".join(tables.unique())).rename("where")
     rows = rows.drop_duplicates([*key, "format"])[[*key, "format", "number"]].merge(where, on=key)
     rows["where"] += ", rank " + rows["rank"].astype(str)
@@ -161,26 +167,26 @@ def printed_rollouts() -> pd.DataFrame:
 
 def printed_steps() -> pd.DataFrame:
     """Return the paper's speeds of whole steps as printed, with a column for each of `STEP_METRICS`."""
-    rows = _printed(*STEP_METRICS)
+    rows = _paper_rows(*STEP_METRICS)
     rows["text"] = (rows["value"] + " " + rows["unit"]).str.strip().str.replace(" x", "x")
     wide = rows.pivot(index=["model", "batch", "format"], columns="metric", values="text")
     return wide.rename(columns=STEP_METRICS).reset_index()
 
 
 def _printed_sizes() -> pd.DataFrame:
-    """Return the paper's model sizes in GB by model and format, also `of_bf16`."""
-    rows = _printed("model size").drop_duplicates(["model", "format"])[["model", "format", "number"]]
+    """Return the paper's model sizes in GB by model and format, and their ratios `of_bf16`."""
+    rows = _paper_rows("model size").drop_duplicates(["model", "format"])[["model", "format", "number"]]
     return with_ratios(rows, "number", ["model"], {"bf16": rows["format"] == "bf16"})
 
 
 # --- both
 
 
-def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
+def _build_rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
     papers = printed_rollouts().rename(columns={"rank": "printed_rank"})
     place = papers["batch"].astype(str) + " at " + papers["printed_rank"].astype(str)
-    papers = papers.assign(speed=papers["number"].map(number), place=place.where(papers["format"] == "nvfp4"))
-    return _table(
+    papers = papers.assign(speed=papers["number"].map(format_number), place=place.where(papers["format"] == "nvfp4"))
+    return _join_with_paper(
         "Rollouts, as in the paper's Tables 5 to 9 and Figure 11",
         f"Completion tokens per second with prefill: median of the repeats [least, most]. {ABOUT} Its completions "
         "have at most 2,048 tokens. Tables 5 to 8 state no rank; Table 9 (batch 1) has the same numbers at rank "
@@ -194,10 +200,10 @@ def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
     )  # fmt: skip
 
 
-def _step_table(ours: Sequence[pd.DataFrame]) -> Table:
+def _build_step_table(ours: Sequence[pd.DataFrame]) -> Table:
     papers = printed_steps()
     papers["place"] = papers["batch"].astype(str).where(papers["format"] == "nvfp4")
-    return _table(
+    return _join_with_paper(
         "Steps end to end, as in the paper's Tables 3 and 5 to 8",
         "Medians of the steps after the first, with gradient checkpointing unless the arm says otherwise; "
         f"baselines are TRL's. {ABOUT} Its batch is assumed to count completions. For 7B, Table 3 "
@@ -211,10 +217,10 @@ def _step_table(ours: Sequence[pd.DataFrame]) -> Table:
     )  # fmt: skip
 
 
-def _memory_table(ours: Sequence[pd.DataFrame]) -> Table:
+def _build_memory_table(ours: Sequence[pd.DataFrame]) -> Table:
     papers = _printed_sizes()
     papers["place"] = papers["format"].str.upper()
-    return _table(
+    return _join_with_paper(
         "Memory, as in the paper's Tables 3 and 5 to 8",
         "GB are 1e9 bytes. Weights: vLLM's in rollouts, the trainer's base in steps, the frozen model in "
         "train_step. Peak: torch's maximum; in rollouts it includes the key-value cache and, in the lab's arms, "
@@ -227,11 +233,11 @@ def _memory_table(ours: Sequence[pd.DataFrame]) -> Table:
     )  # fmt: skip
 
 
-def _table(
+def _join_with_paper(
     title: str, about: str, columns: Columns, ours: Sequence[pd.DataFrame], papers: pd.DataFrame,
     key: list[str], benchmarks: str, setting: str,
 ) -> Table:  # fmt: skip
-    """Join our rows with the paper's at an equal `key`, and list below what the paper has and we did not measure.
+    """Join our rows with the paper's at an equal `key`, and list below what only the paper has.
 
     Args:
         columns: head and format of each column; names of the paper's columns get the prefix `paper_`.
@@ -250,12 +256,12 @@ def _table(
     cells, alike = without_constant_columns(cells, ("repeats", "steps", "lengths", "GPU"))
     left_out = [f"Left out: {', '.join(empty)}, empty in every row."] if empty else []
     is_measured = pd.MultiIndex.from_frame(papers[key]).isin(pd.MultiIndex.from_frame(rows[key]))
-    if missing := _list_places(papers[~is_measured].dropna(subset="place")):
+    if missing := _format_places(papers[~is_measured].dropna(subset="place")):
         left_out.append(f"In the paper, but not measured here ({setting}): {missing}.")
     return Table(title, about + alike, cells, " ".join(left_out))
 
 
-def _list_places(missing: pd.DataFrame) -> str:
+def _format_places(missing: pd.DataFrame) -> str:
     """List models with their places, as in `qwen2.5-3b 2, 8; qwen2.5-7b 2`."""
     names = sorted(zip(missing["model"], missing["place"], strict=True), key=lambda pair: _natural_key(" ".join(pair)))
     return "; ".join(f"{model} {', '.join(place for _, place in own)}" for model, own in groupby(names, itemgetter(0)))

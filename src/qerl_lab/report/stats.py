@@ -1,4 +1,7 @@
-"""Confidence intervals over seeds and questions, p-values that agree with them, and pass@k."""
+"""Confidence intervals over seeds and questions, p-values that agree with them, and pass@k.
+
+Suffixes of arrays name their axes: `_S` seeds, `_Q` questions, `_T` steps or times.
+"""
 
 import math
 from bisect import bisect_left
@@ -58,11 +61,11 @@ def over_seeds(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
     values = np.asarray(values_S_Q, float)
     if values.ndim != 2 or len(values) < 2 or not values.size or not np.isfinite(values).all():
         raise ValueError("an interval over seeds needs two seeds at least, and every value")
-    mean, half = values.mean(), half_width(components(values), len(values), values.shape[1], level)
+    mean, half = values.mean(), half_width(variance_components(values), len(values), values.shape[1], level)
     return float(mean), float(mean - half), float(mean + half)
 
 
-def components(values_S_Q: np.ndarray) -> tuple[float, float]:
+def variance_components(values_S_Q: np.ndarray) -> tuple[float, float]:
     """Return the variance between the means of seeds, and the variance of questions (at least 0).
 
     From the analysis of variance in `over_seeds`; for a single column, the variance between seeds and 0.
@@ -75,17 +78,17 @@ def components(values_S_Q: np.ndarray) -> tuple[float, float]:
 
 
 def floored_components(values_S_Q: np.ndarray) -> tuple[float, float]:
-    """Return `components` with the first at least as large as the answer noise adds to a seed's mean.
+    """Return `variance_components`, the first raised to what noise in the answers adds to a seed's mean.
 
     A few seeds may agree in their means by luck although their answers differ. Verdicts and the estimate of deciding
     seeds both use this.
     """
-    between, of_questions = components(values_S_Q)
+    between, of_questions = variance_components(values_S_Q)
     return max(between, _residual_variance(np.asarray(values_S_Q, float)) / np.shape(values_S_Q)[1]), of_questions
 
 
 def moderated_variance(own: float, family: Sequence[float]) -> float:
-    """Return a contrast's variance, raised to the median of its family (which includes it).
+    """Return a contrast's variance, raised to the median of the variances of its family (which includes it).
 
     With few seeds the variance, and with it the p-value, may be small by luck. It is never lowered, so that no verdict
     claims more than the contrast's own interval. The median keeps one noisy arm from affecting the others.
@@ -107,14 +110,14 @@ def _residual_variance(values_S_Q: np.ndarray) -> float:
 
 
 def half_width(variances: tuple[float, float], seeds: int, questions: int, level: float) -> float:
-    """Return half the width of `over_seeds` for given counts, from `components`."""
+    """Return half the width of the interval of `over_seeds`, from `variance_components` and counts."""
     squares = np.array(variances) / [seeds, questions]
     quantiles = stats.t.ppf(0.5 + level / 2, [seeds - 1, max(questions - 1, 1)])
     return float(np.sqrt((quantiles**2 * squares).sum()))
 
 
 def mean_of_arm(values_S_Q: pd.DataFrame, bounds: tuple[float, float]) -> Interval:
-    """Return the mean of values[seeds, questions] with its interval cut to `bounds`, over what every seed has.
+    """Return the mean of values[seeds, questions] and its interval within `bounds`, on questions that all seeds have.
 
     The ends are nan for a single seed, and the mean too for none.
     """
@@ -134,7 +137,7 @@ def clip_interval(interval: Interval, low: float, high: float) -> Interval:
 
 
 def band_over_seeds(values_S_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return mean, low and high [T] of `over_seeds` for each column T; all three are equal for one seed."""
+    """Return mean, low and high [T] over seeds for each column T, as `over_seeds` does; all equal for one seed."""
     values = np.asarray(values_S_T, float)
     mean, seeds = values.mean(0), len(values)
     if seeds == 1:
@@ -157,16 +160,16 @@ def p_above(mean: float, variances: tuple[float, float], seeds: int, questions: 
     if questions == 1:
         return float(stats.t.sf(gap / np.sqrt(variances[0] / seeds), seeds - 1))
 
-    def interval(level: float) -> Interval:
+    def interval_at(level: float) -> Interval:
         half = half_width(variances, seeds, questions, level)
         return gap, gap - half, gap + half
 
-    two_sided = p_value(interval, 64)
+    two_sided = p_value(interval_at, 64)
     return two_sided / 2 if gap > 0 else 1 - two_sided / 2
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Apply Holm's adjustment (1979): the results can each be compared with the level of the whole family."""
+    """Adjust p-values by Holm (1979), so that each can be compared with the level of the whole family."""
     order, adjusted, largest = np.argsort(p_values), [1.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
@@ -187,7 +190,7 @@ def probability_of_improvement(treated_S: np.ndarray, control_S: np.ndarray) -> 
 
 
 def fewest_seeds(decide: Callable[[int], bool], least: int) -> int | None:
-    """Return the smallest number from `least` for which `decide` holds; None if `MOST_SEEDS` are too few.
+    """Return the smallest number of seeds from `least` for which `decide` holds; None if `MOST_SEEDS` are too few.
 
     `decide` must stay true once it is true.
     """
@@ -197,7 +200,7 @@ def fewest_seeds(decide: Callable[[int], bool], least: int) -> int | None:
 
 
 def share_interval(values_Q: np.ndarray, samples: int) -> Interval:
-    """Return the mean of shares in [0, 1] with its interval; each is the mean of `samples` draws on a sampled question.
+    """Return the mean of shares in [0, 1] with its 95% interval; each share is one question's mean over `samples`.
 
     Wilson's score interval (1927) at the effective number of draws: m (1 - m) over the squared standard error of the
     mean m over questions, which lies between the number of questions and the number of all draws. With one sample a
@@ -229,14 +232,15 @@ def p_value(interval: Callable[[float], Interval], pairs: int) -> float:
     differences; and at least 1e-15, the resolution of `1 - p`.
     """
 
-    def leaves_out(p: float) -> float:
+    def gap_to_zero(p: float) -> float:
+        """Return how far the interval at level 1 - p lies from 0; below 0 if it holds 0."""
         mean, low, high = interval(1 - p)
         return abs(mean) - (high - low) / 2
 
     least = max(2.0 ** (1 - pairs), 1e-15)
     if interval(0.5)[0] == 0 or least >= 1:
         return 1.0
-    return least if leaves_out(least) > 0 else float(optimize.brentq(leaves_out, least, 1.0, xtol=1e-15))
+    return least if gap_to_zero(least) > 0 else float(optimize.brentq(gap_to_zero, least, 1.0, xtol=1e-15))
 
 
 def pass_at(k: int, right_Q: Sequence[int] | np.ndarray, samples: int) -> np.ndarray:
@@ -256,6 +260,6 @@ def pass_at(k: int, right_Q: Sequence[int] | np.ndarray, samples: int) -> np.nda
 
 
 def powers_of_two(samples: int) -> list[int]:
-    """Return the k to report pass@k for: 1, 2, 4 ... and `samples` itself."""
+    """Return the k for which to report pass@k: 1, 2, 4 ... and `samples` itself."""
     powers = [2**n for n in range(samples.bit_length()) if 2**n < samples]
     return [*powers, samples]

@@ -20,8 +20,8 @@ class Table:
     left_out: str = ""
 
 
-def number(value: float) -> str:
-    """Format with three decimals below 10, four digits below 1,000, else whole with commas; never with an exponent."""
+def format_number(value: float) -> str:
+    """Format a number: three decimals below 10, four digits below 1,000, else whole with commas; no exponent."""
     if abs(value) < 10:
         return f"{value:.3f}"
     return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
@@ -45,6 +45,6 @@ def without_constant_columns(rows: Rows, heads: Iterable[str]) -> tuple[Rows, st
 
 
 def in_words(texts: Sequence[str]) -> str:
-    """Join texts as `a`, `a and b`, `a, b and c`, with semicolons if a text contains a comma."""
+    """Join texts as in a sentence: `a`, `a and b`, `a, b and c`; with semicolons if a text contains a comma."""
     divider = "; " if any(", " in text for text in texts) else ", "
     return " and ".join([divider.join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)

@@ -12,12 +12,12 @@ from scipy.stats import fisher_exact
 
 from qerl_lab.report import reference, stats
 from qerl_lab.report.arms import format_setting
-from qerl_lab.report.claims import Claim, command
+from qerl_lab.report.claims import Claim, sweep_command
 from qerl_lab.report.comparison import Comparison, list_left_out, matrix, notes
 from qerl_lab.report.effects import Numbers
 from qerl_lab.report.measures import FALLEN, MEASURES
 from qerl_lab.report.printed_arms import in_table_1
-from qerl_lab.report.table import number
+from qerl_lab.report.table import format_number
 from qerl_lab.report.verdicts import LEVEL, Row, effect_as_text, family_sizes
 from qerl_lab.system.terminal import columns
 
@@ -36,41 +36,46 @@ TO_MAKE = "To make what was not measured (add what the runs had beside their swe
 
 
 def cell(interval: stats.Interval, seeds: int) -> str:
-    """Format `mean [95% CI] (n)`, or `>= mean [low, no bound] (n)` if the mean has only one bound."""
-    return f"{_interval(interval, number, number)} ({seeds})"
+    """Format an interval as `mean [95% CI] (n)`, or as `>= mean [low, no bound] (n)` with only one bound."""
+    return f"{_format_interval(interval, format_number, format_number)} ({seeds})"
 
 
-def _interval(interval: stats.Interval, spelled: Callable[[float], str], spelled_end: Callable[[float], str]) -> str:
+def _format_interval(interval: stats.Interval, spell: Callable[[float], str], spell_end: Callable[[float], str]) -> str:
     """Format `mean [low, high]`; `>= mean [low, no bound]` if the mean is only known to be so large."""
     mean, low, high = interval
     if math.isfinite(low) and math.isfinite(high):
-        return f"{spelled(mean)} {stats.format_interval(low, high, spelled_end)}"
+        return f"{spell(mean)} {stats.format_interval(low, high, spell_end)}"
     bound = "" if math.isinf(low) and math.isinf(high) else ">= " if math.isinf(high) else "<= "
-    ends = ("no bound" if math.isinf(end) else spelled_end(end) for end in (low, high))
-    return f"{bound}{spelled(mean)} [{', '.join(ends)}]"
+    ends = ("no bound" if math.isinf(end) else spell_end(end) for end in (low, high))
+    return f"{bound}{spell(mean)} [{', '.join(ends)}]"
 
 
 ANY = (-math.inf, math.inf)
 
 
 def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
-    """Format values[seeds, questions] as a cell; without an interval for one seed, a dash for none."""
+    """Format the mean of values[seeds, questions] with its interval; without one for one seed, a dash for none.
+
+    `bounds` are the possible values.
+    """
     interval = stats.mean_of_arm(values, bounds)
     if math.isnan(interval[0]):
         return "-"
-    return f"{number(interval[0])} (1)" if math.isnan(interval[1]) else cell(interval, len(values.dropna(how="all")))
+    if math.isnan(interval[1]):
+        return f"{format_number(interval[0])} (1)"
+    return cell(interval, len(values.dropna(how="all")))
 
 
 def effect_cell(row: Row) -> str:
-    """Format `+0.013 [-0.003, +0.030]`, ratio `1.23x [1.10, 1.37]`, censored `>= 1.95x [1.39, no bound]`, or a dash."""
+    """Format an effect as `+0.013 [-0.003, +0.030]`, `1.23x [1.10, 1.37]`, `>= 1.9x [1.3, no bound]`, or a dash."""
     if row.numbers is None:
         return "-"
-    spelled_end = "{:.2f}".format if MEASURES[row.claim.measure].ratio else "{:+.3f}".format
-    return _interval(row.numbers.effect, partial(effect_as_text, row.claim), spelled_end)
+    spell_end = "{:.2f}".format if MEASURES[row.claim.measure].ratio else "{:+.3f}".format
+    return _format_interval(row.numbers.effect, partial(effect_as_text, row.claim), spell_end)
 
 
 def paper_cell(row: Row) -> str:
-    """List the paper's effects, each with its source and whether our interval contains it."""
+    """List the paper's effects in a contrast, each with its source and whether our interval contains it."""
     texts = []
     for where, value in row.printed:
         if row.numbers:
@@ -81,13 +86,13 @@ def paper_cell(row: Row) -> str:
 
 
 def name_of(row: Row) -> str:
-    """Name the contrast, with the settings that distinguish it from others of its name in brackets."""
+    """Return the name of a row's contrast, with the settings that distinguish it from others of its name."""
     context = ", ".join(format_setting(key, value) for key, value in row.context)
     return f"{row.contrast.name} ({context})" if context else row.contrast.name
 
 
 def text(comparison: Comparison, rows: Sequence[Row]) -> str:
-    """Format the tables for the terminal, and what was left out."""
+    """Format verdicts for the terminal: their table, what decided them, and what was left out."""
     table = [["claim", "contrast", "seeds", "effect, 95% interval", "the paper's", "verdict"]]
     for row in rows:
         seeds = str(row.numbers.seeds) if row.numbers else "-"
@@ -117,7 +122,7 @@ COLLAPSED = (
 
 
 def families(rows: Sequence[Row]) -> str:
-    """Say how many contrasts the correction covers."""
+    """Say how many contrasts of each family the correction for multiple tests covers."""
     sizes = family_sizes(rows)
     return "Corrected for: " + ", ".join(f"{n} of {name}" for name, n in sizes.items()) + "." if sizes else ""
 
@@ -154,18 +159,19 @@ def conditions(rows: Sequence[Row]) -> str:
     head = "Conditions of the runs:"
     if len(letters) > 1:
         head = f"The verdicts are of {len(letters)} sets of conditions; compare those of one letter:"
-    return "\n".join([head, *(f"- {letter}: {in_words(own)}" for own, letter in letters.items())]) if letters else ""
+    lines = [f"- {letter}: {format_conditions(own)}" for own, letter in letters.items()]
+    return "\n".join([head, *lines]) if lines else ""
 
 
-def in_words(own: Conditions) -> str:
-    return ", ".join(format_setting(key, value) for key, value in own)
+def format_conditions(settings: Conditions) -> str:
+    return ", ".join(format_setting(key, value) for key, value in settings)
 
 
 def missing_arms(rows: Sequence[Row]) -> str:
     """List the commands that make the missing arms, each with the claims that need them."""
     waiting: dict[str, list[str]] = {}
     for row in (row for row in rows if row.numbers is None):
-        waiting.setdefault(command(row.claim), []).append(row.claim.name)
+        waiting.setdefault(sweep_command(row.claim), []).append(row.claim.name)
     lines = [f"{line}  # {', '.join(dict.fromkeys(names))}" for line, names in waiting.items()]
     return "\n    ".join([TO_MAKE, *lines]) if lines else ""
 
@@ -180,12 +186,13 @@ def table_1(comparison: Comparison) -> list[list[str]]:
     for label, records in comparison.arms.items():
         started = sum(run.arm == records[0].run.arm for run in comparison.started)
         accuracies = [seeds_cell(matrix(records, at), stats.SHARE) for at in ("before", "after")]
-        theirs = _table_1_cells(beside.get(label)) if beside else []
+        theirs = _format_table_1_cells(beside.get(label)) if beside else []
         rows.append([label, f"{len(records)} of {started}", *accuracies, *theirs])
     return rows
 
 
-def _table_1_cells(row: tuple[str, str] | None) -> list[str]:
+def _format_table_1_cells(row: tuple[str, str] | None) -> list[str]:
+    """Return the name of a row of the paper's Table 1, and its accuracy at 3B and 7B; dashes for None."""
     if row is None:
         return ["-", "-", "-"]
     method, weight_format = row
@@ -195,8 +202,8 @@ def _table_1_cells(row: tuple[str, str] | None) -> list[str]:
     return [f"{method}, {weight_format}", *("-" if value is None else f"{value / 100:.3f}" for value in there)]
 
 
-def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
-    """Render a page: a row per contrast with all that decided it, then accuracies, then what was left out.
+def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> str:
+    """Render verdicts.md: a row per contrast with all that decided it, then accuracies, then what was left out.
 
     Claims without a measured contrast are only named; `text` and `as_json` give the reasons.
     """
@@ -213,9 +220,9 @@ def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
             f"{row.claim.family}, {sizes.get(row.claim.family, 0)}", guardrail,
             "yes" if _is_registered(row) else "no", f"**{row.verdict}**: {row.why}",
         ])  # fmt: skip
-    said = [f"- `{name}`: {claim.says} ({claim.where}). {terms(claim)}" for name, claim in answered.items()]
+    said = [f"- `{name}`: {claim.says} ({claim.where}). {describe_measure(claim)}" for name, claim in answered.items()]
     table = pipe_table([head, *body]) if body else "No claim was measured."
-    parts = ["# Verdicts on the paper's claims", f"By `{typed}`.", "\n".join(said), HOW_TO_READ if body else ""]
+    parts = ["# Verdicts on the paper's claims", f"By `{command_line}`.", "\n".join(said), HOW_TO_READ if body else ""]
     parts += [families(rows), *sources(rows), conditions(rows), table]
     parts += [COLLAPSED, pipe_table(fallen)] if (fallen := collapses(rows)) else []
     rest = ", ".join(dict.fromkeys(f"`{row.claim.name}`" for row in rows if row.claim.name not in answered))
@@ -226,14 +233,15 @@ def markdown(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def terms(claim: Claim) -> str:
-    """Say how a claim is measured, and what must not fall with it."""
+def describe_measure(claim: Claim) -> str:
+    """Say how a claim is measured, and which measure must not fall with it (the guardrail)."""
     measure, rail = MEASURES[claim.measure], claim.guardrail
     text = f"{claim.measure} ({measure.unit}): {measure.meaning}."
     return f"{text} Guardrail: {rail.measure} may fall by {rail.margin:g} at most." if rail else text
 
 
 def measured_cells(row: Row) -> list[str]:
+    """Format the numbers of a contrast as cells, in the order of the columns of `markdown`; dashes if unmeasured."""
     counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True) if m) or "-"
     numbers = row.numbers
     if numbers is None:
@@ -247,21 +255,21 @@ def measured_cells(row: Row) -> list[str]:
 
 
 def pipe_table(rows: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table; the first row is its head."""
+    """Format rows of text as a Markdown table; the first row is its head."""
     lines = [f"| {' | '.join(cells)} |" for cells in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
-def as_json(comparison: Comparison, rows: Sequence[Row], typed: str) -> str:
-    """Export all verdicts as JSON: contrasts, level, family sizes, notes, and what was left out."""
+def as_json(comparison: Comparison, rows: Sequence[Row], command_line: str) -> str:
+    """Render verdicts.json: contrasts, level, family sizes, notes, and what was left out."""
     about = {
-        "schema": SCHEMA, "command": typed, "level": LEVEL, "families": family_sizes(rows),
-        "rows": [_as_data(row) for row in rows], "notes": notes(comparison), "left_out": comparison.left_out,
+        "schema": SCHEMA, "command": command_line, "level": LEVEL, "families": family_sizes(rows),
+        "rows": [_row_as_data(row) for row in rows], "notes": notes(comparison), "left_out": comparison.left_out,
     }  # fmt: skip
-    return json.dumps(_finite(about), indent=1, allow_nan=False) + "\n"
+    return json.dumps(_replace_non_finite(about), indent=1, allow_nan=False) + "\n"
 
 
-def _as_data(row: Row) -> dict[str, Any]:
+def _row_as_data(row: Row) -> dict[str, Any]:
     claim = {name: value for name, value in asdict(row.claim).items() if name != "contrasts"}
     return {
         "claim": claim, "contrast": row.contrast.name, "treated": dict(row.contrast.treated_settings),
@@ -269,21 +277,21 @@ def _as_data(row: Row) -> dict[str, Any]:
         "conditions": dict(row.conditions), "registered": row.registered, "verdict": str(row.verdict), "why": row.why,
         "finished": row.finished, "started": row.started,
         "printed": [{"where": where, "effect": value} for where, value in row.printed],
-        "numbers": None if row.numbers is None else _numbers(row.numbers),
+        "numbers": None if row.numbers is None else _numbers_as_data(row.numbers),
     }  # fmt: skip
 
 
-def _numbers(numbers: Numbers) -> dict[str, Any]:
-    """Return all fields except the matrices."""
+def _numbers_as_data(numbers: Numbers) -> dict[str, Any]:
+    """Return all fields of the numbers except the matrices."""
     values = {name: value for name, value in vars(numbers).items() if name not in ("oriented", "at_most")}
     by_seed = numbers.oriented.mean(1).tolist()
     return values | {"p": numbers.p._asdict(), "adjusted": numbers.adjusted._asdict(), "effect_by_seed": by_seed}
 
 
-def _finite(value: Any) -> Any:
-    """Replace infinite values and nan by null, as JSON has neither."""
+def _replace_non_finite(value: Any) -> Any:
+    """Replace infinite values and nan by None, at any depth, as JSON has neither."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _replace_non_finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_replace_non_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

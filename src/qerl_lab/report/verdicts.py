@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from qerl_lab.report import reference, stats
-from qerl_lab.report.arms import Run, implied_by_task, is_unfinished, number_first
+from qerl_lab.report.arms import Run, is_unfinished, keys_implied_by_task, number_first
 from qerl_lab.report.claims import Claim, Contrast, of_paper
 from qerl_lab.report.comparison import CONDITIONS
 from qerl_lab.report.effects import BROKEN, OPEN, Numbers, P, Pair, find_pairs, measure_pair
@@ -55,27 +55,28 @@ class Row:
     numbers: Numbers | None = None
 
 
-def judge(counted: Sequence[Record], found: Sequence[Run], claims: Sequence[Claim] | None = None) -> list[Row]:
-    """Return a row per contrast and pair of arms, or one if an arm is missing. `claims` defaults to the paper's.
+def judge(counted: Sequence[Record], all_runs: Sequence[Run], claims: Sequence[Claim] | None = None) -> list[Row]:
+    """Reach a verdict on each contrast of the claims (default: the paper's), a row per pair of arms that tests it.
 
-    `found` has every run, also those that do not count.
+    A contrast whose arm is missing has one row, without numbers. `all_runs` has every run, also those that do not
+    count.
     """
     rows: list[Row] = []
-    started = [*(record.run for record in counted), *filter(is_unfinished, found)]
+    started = [*(record.run for record in counted), *filter(is_unfinished, all_runs)]
     for claim in of_paper() if claims is None else claims:
         for contrast in claim.contrasts:
             row = Row(claim, contrast, Verdict.UNDECIDED, "", printed=paper_effects(claim, contrast))
             try:
-                rows += [_measure(row, pair) for pair in find_pairs(claim, contrast, counted, started)]
+                rows += [_measure_row(row, pair) for pair in find_pairs(claim, contrast, counted, started)]
             except Unmeasured as error:
                 rows.append(replace(row, why=str(error)))
     return set_verdicts(pool_variances(_reduce_contexts(rows)))
 
 
 def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
-    """Return the paper's effects of a contrast by source: factors for ratios, else differences; percent as fractions.
+    """Return the paper's effects of a contrast as (source, effect): factors for ratios, else differences.
 
-    The source of an effect read off a figure includes the reading error.
+    Percent are fractions. The source of an effect read off a figure includes the reading error.
     """
     found = []
     for treated, control in contrast.printed:
@@ -93,17 +94,18 @@ def _reduce_contexts(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         others = [other.context for other in rows if other.claim == row.claim and other.contrast == row.contrast]
         common = set.intersection(*(set(context) for context in others))
-        implied = implied_by_task([dict(context) for context in others])
+        implied = keys_implied_by_task([dict(context) for context in others])
         own = (item for item in row.context if item not in common and item[0] not in implied)
         shown.append(replace(row, context=tuple(own)))
     return shown
 
 
-def _measure(row: Row, pair: Pair) -> Row:
-    """Add the numbers of a pair to a row, or the reason why there are none."""
+def _measure_row(row: Row, pair: Pair) -> Row:
+    """Add the numbers of a pair of arms to a row, or the reason why there are none."""
     claim, sides = row.claim, (pair.treated, pair.control)
     row = replace(
-        row, context=_context(claim, pair), conditions=_conditions(claim, pair), registered=_registered(claim, pair),
+        row, context=_pair_context(claim, pair), conditions=_pair_conditions(claim, pair),
+        registered=_describe_registration(claim, pair),
         finished=(pair.treated.finished, pair.control.finished), started=(pair.treated.started, pair.control.started),
     )  # fmt: skip
     try:
@@ -116,17 +118,17 @@ def _measure(row: Row, pair: Pair) -> Row:
     return row
 
 
-def _context(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
+def _pair_context(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
     """Return the settings of a pair, both values for keys that may differ, without the key that the claim spans."""
     own = [dict(side.records[0].run.arm) for side in (pair.treated, pair.control)]
     shared = dict(pair.context)
-    free = own[0].keys() - shared.keys() - {claim.across}
+    free = own[0].keys() - shared.keys() - {claim.spanned_key}
     differ = {key: f"{own[0][key]} / {own[1].get(key)}" for key in free}
     return tuple(sorted((shared | differ).items()))
 
 
-def _conditions(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
-    """Return the values of `CONDITIONS` in a pair's runs; several values say how the claim combines them."""
+def _pair_conditions(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
+    """Return the values of `CONDITIONS` in a pair's runs, and how the claim combines several values of a key."""
     runs = [record.run for side in (pair.treated, pair.control) for record in side.records]
     found = []
     for key in CONDITIONS:
@@ -137,8 +139,8 @@ def _conditions(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def _registered(claim: Claim, pair: Pair) -> str:
-    """Say whether the runs of a pair record the SHA-256 of the claim's file, so that it existed before they began."""
+def _describe_registration(claim: Claim, pair: Pair) -> str:
+    """Say whether a pair's runs record the SHA-256 of the claims file, so that the claim is older than they are."""
     records = [*pair.treated.records, *pair.control.records]
     holding = sum(record.origin.claims_sha256 == claim.file.sha256 for record in records)
     if holding == len(records):
@@ -147,23 +149,23 @@ def _registered(claim: Claim, pair: Pair) -> str:
     return f"not preregistered: {holding} of {len(records)} runs record this file's hash{later}"
 
 
-def smallest(claim: Claim) -> float:
-    """Return the smallest effect of interest on the tested scale."""
+def smallest_effect(claim: Claim) -> float:
+    """Return the smallest effect of interest to a claim, as its logarithm if the measure is a ratio."""
     return math.log(claim.smallest) if MEASURES[claim.measure].ratio else claim.smallest
 
 
 def smallest_as_text(claim: Claim) -> str:
-    """Format the smallest effect of interest as stated: `0.02`, or `1.1x` for a ratio."""
+    """Format the smallest effect of interest to a claim as stated: `0.02`, or `1.1x` for a ratio."""
     return f"{claim.smallest:g}x" if MEASURES[claim.measure].ratio else f"{claim.smallest:g}"
 
 
 def effect_as_text(claim: Claim, value: float) -> str:
-    """Format an effect: `+0.013`, or `1.23x` for a ratio."""
+    """Format an effect in the measure of a claim: `+0.013`, or `1.23x` for a ratio."""
     return f"{value:.2f}x" if MEASURES[claim.measure].ratio else f"{value:+.3f}"
 
 
 def pool_variances(rows: Sequence[Row]) -> list[Row]:
-    """Moderate variances over the contrasts of a family and measure, and compute p-values from them.
+    """Raise each contrast's variance to the median of its family and measure, and compute p-values from it.
 
     Censored contrasts take no part, because their variances describe bounds.
     """
@@ -190,26 +192,26 @@ def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
     larger p-value of two one-sided tests. `small` rejects a smaller effect: twice the smaller p-value, because either
     side could show it.
     """
-    margin, count = smallest(claim), seeds or numbers.seeds
+    margin, count = smallest_effect(claim), seeds or numbers.seeds
     low, high = float(numbers.oriented.mean()), float(numbers.at_most.mean())
 
-    def above(mean: float, null: float) -> float:
+    def p_above(mean: float, null: float) -> float:
         return stats.p_above(mean, numbers.variances, count, numbers.questions, null)
 
     if claim.direction:
-        return P(above(low, 0.0), above(-high, -margin), above(-high, 0.0))
-    inside = max(above(low, -margin), above(-high, -margin))
-    outside = min(above(low, margin), above(-high, margin))
+        return P(p_above(low, 0.0), p_above(-high, -margin), p_above(-high, 0.0))
+    inside = max(p_above(low, -margin), p_above(-high, -margin))
+    outside = min(p_above(low, margin), p_above(-high, margin))
     return P(inside, min(1.0, 2 * outside), 1.0)
 
 
 def set_verdicts(rows: Sequence[Row]) -> list[Row]:
-    """Correct the p-values within families and set the verdicts."""
+    """Correct the p-values within families and set the verdict of each row."""
     done = []
     for row in rows:
         family = [other for other in rows if other.numbers and other.claim.family == row.claim.family]
         others = [other.numbers.p for other in family if other.numbers and other is not row]
-        done.append(_decide(row, row.numbers, others) if row.numbers else row)
+        done.append(_decide_row(row, row.numbers, others) if row.numbers else row)
     return done
 
 
@@ -218,12 +220,13 @@ def family_sizes(rows: Sequence[Row]) -> dict[str, int]:
     return dict(Counter(row.claim.family for row in rows if row.numbers))
 
 
-def _adjusted(own: P, others: Sequence[P]) -> P:
+def _adjust_for_family(own: P, others: Sequence[P]) -> P:
     """Adjust the p-values of a contrast by Holm, together with the other contrasts of its family."""
     return P(*(stats.holm([p, *(other[n] for other in others)])[0] for n, p in enumerate(own)))
 
 
-def _verdict(claim: Claim, adjusted: P) -> Verdict:
+def _choose_verdict(claim: Claim, adjusted: P) -> Verdict:
+    """Return the verdict that corrected p-values allow on a claim."""
     is_above, is_small, is_below = (p < LEVEL for p in adjusted)
     if is_below:
         return Verdict.REVERSED
@@ -232,27 +235,27 @@ def _verdict(claim: Claim, adjusted: P) -> Verdict:
     return Verdict.EXCLUDED if is_small else Verdict.UNDECIDED
 
 
-def _decide(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
+def _decide_row(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
     """Set the verdict of a measured contrast; for an open one, say how many seeds would decide it."""
-    claim, numbers = row.claim, replace(numbers, adjusted=_adjusted(numbers.p, others))
+    claim, numbers = row.claim, replace(numbers, adjusted=_adjust_for_family(numbers.p, others))
 
     def verdict_at(seeds: int) -> Verdict:
         """Return the verdict at `seeds` seeds if effect, spread and the other contrasts stay as measured."""
-        return _verdict(claim, _adjusted(p_values(numbers, claim, seeds), others))
+        return _choose_verdict(claim, _adjust_for_family(p_values(numbers, claim, seeds), others))
 
-    verdict = then = _verdict(claim, numbers.adjusted)
-    why = _words(claim)[verdict][0]
+    verdict = then = _choose_verdict(claim, numbers.adjusted)
+    why = _verdict_phrases(claim)[verdict][0]
     if verdict == Verdict.UNDECIDED:
         first = stats.fewest_seeds(lambda seeds: verdict_at(seeds) != Verdict.UNDECIDED, numbers.seeds + 1)
-        any_effect = _seeds_at_any_effect(claim, numbers, 1 + len(others))
+        any_effect = _count_seeds_for_any_effect(claim, numbers, 1 + len(others))
         numbers = replace(numbers, seeds_as_measured=first, seeds_at_any_effect=any_effect)
         then = verdict_at(first) if first else verdict
-        why = _with_more_seeds(claim, numbers, then)
-    return replace(row, numbers=numbers, verdict=verdict, why=why + _remarks(row, numbers, then))
+        why = _explain_more_seeds(claim, numbers, then)
+    return replace(row, numbers=numbers, verdict=verdict, why=why + _format_remarks(row, numbers, then))
 
 
-def _words(claim: Claim) -> dict[Verdict, tuple[str, str]]:
-    """Return what each verdict says of a claim, and what seeds that lead to it would do."""
+def _verdict_phrases(claim: Claim) -> dict[Verdict, tuple[str, str]]:
+    """Return two phrases for each verdict on a claim: what it says now, and what more seeds would do to reach it."""
     size = smallest_as_text(claim)
     either_way = {
         Verdict.SUPPORTED: (f"within {size} either way", "support it"),
@@ -267,18 +270,18 @@ def _words(claim: Claim) -> dict[Verdict, tuple[str, str]]:
     } | ({} if claim.direction else either_way)
 
 
-def _remarks(row: Row, found: Numbers, verdict: Verdict) -> str:
-    """Return remarks that a verdict needs: censored seeds, the guardrail, and how it relates to the paper's value."""
+def _format_remarks(row: Row, numbers: Numbers, verdict: Verdict) -> str:
+    """Format remarks on a verdict: censored seeds, the guardrail, and how it relates to the paper's value."""
     claim, said = row.claim, ""
-    if found.censored:
-        said += f"; censored seeds: {found.censored} of {found.seeds}"
-    if claim.guardrail and found.guardrail in (BROKEN, OPEN):
-        state = f"broken: lower by more than {claim.guardrail.margin:g}" if found.guardrail == BROKEN else "open"
+    if numbers.censored:
+        said += f"; censored seeds: {numbers.censored} of {numbers.seeds}"
+    if claim.guardrail and numbers.guardrail in (BROKEN, OPEN):
+        state = f"broken: lower by more than {claim.guardrail.margin:g}" if numbers.guardrail == BROKEN else "open"
         said += f"; guardrail {claim.guardrail.measure} is {state}"
     is_ratio, sign = MEASURES[claim.measure].ratio, claim.direction or 1
     small = [
         (where, value) for where, value in row.printed
-        if sign * (math.log(value) if is_ratio else value) < smallest(claim)
+        if sign * (math.log(value) if is_ratio else value) < smallest_effect(claim)
     ]  # fmt: skip
     if small and claim.direction and verdict in (Verdict.EXCLUDED, Verdict.TOO_SMALL):
         listed = ", ".join(f"{effect_as_text(claim, value)} ({where})" for where, value in small)
@@ -286,29 +289,29 @@ def _remarks(row: Row, found: Numbers, verdict: Verdict) -> str:
     return said
 
 
-def _seeds_at_any_effect(claim: Claim, found: Numbers, family: int) -> int | None:
+def _count_seeds_for_any_effect(claim: Claim, numbers: Numbers, family: int) -> int | None:
     """Return the fewest seeds that make the interval too narrow to hold both 0 and the smallest effect.
 
     The level is that of the first of a family by Holm. None if `stats.MOST_SEEDS` are too few, for censored contrasts,
     and for claims of no difference, which have a border on each side.
     """
-    if not claim.direction or found.censored:
+    if not claim.direction or numbers.censored:
         return None
     level = 1 - 2 * LEVEL / family
 
-    def decide(seeds: int) -> bool:
-        return 2 * stats.half_width(found.variances, seeds, found.questions, level) <= smallest(claim)
+    def is_narrow_enough(seeds: int) -> bool:
+        return 2 * stats.half_width(numbers.variances, seeds, numbers.questions, level) <= smallest_effect(claim)
 
-    return stats.fewest_seeds(decide, claim.file.seeds)
+    return stats.fewest_seeds(is_narrow_enough, claim.file.seeds)
 
 
-def _with_more_seeds(claim: Claim, found: Numbers, then: Verdict) -> str:
-    """Say what more seeds would show."""
-    first, any_effect = found.seeds_as_measured, found.seeds_at_any_effect
+def _explain_more_seeds(claim: Claim, numbers: Numbers, then: Verdict) -> str:
+    """Say which verdict more seeds would reach and how many that takes, or why none would."""
+    first, any_effect = numbers.seeds_as_measured, numbers.seeds_at_any_effect
     if first:
         rest = f", {any_effect} decide whatever it is" if any_effect and any_effect > first else ""
-        return f"about {first} seeds would {_words(claim)[then][1]} if the effect is as measured{rest}"
-    if found.censored:
+        return f"about {first} seeds would {_verdict_phrases(claim)[then][1]} if the effect is as measured{rest}"
+    if numbers.censored:
         return "too many runs never got there to tell"
-    more = f" with {found.questions} questions: type a larger eval.questions" if found.questions > 1 else ""
+    more = f" with {numbers.questions} questions: type a larger eval.questions" if numbers.questions > 1 else ""
     return f"the measured effect is so near a border that not even {stats.MOST_SEEDS:,} seeds would decide it{more}"

@@ -9,7 +9,7 @@ import pytest
 from qerl_lab.report import comparison, stats
 from qerl_lab.report.arm_tables import tables
 from qerl_lab.report.palette import format_tick
-from qerl_lab.report.table import Table, number, without_empty_columns
+from qerl_lab.report.table import Table, format_number, without_empty_columns
 from run_directories import change_metrics, make_run
 
 AFTER = {"bf16": ([0.5, 0.5, 0.75, 1.0], [0.25, 0.5, 0.5, 0.75], [0.5, 0.75, 0.5, 0.75]),
@@ -192,7 +192,7 @@ def test_without_a_baseline_a_line_says_how_to_name_one(tmp_path: Path) -> None:
     [(0.0304, "0.030"), (24.4901, "24.49"), (999.96, "1,000"), (10602.4, "10,602"), (-15350.2, "-15,350")],
 )
 def test_a_number_has_commas_and_no_exponent(value: float, spelled: str) -> None:
-    assert number(value) == spelled
+    assert format_number(value) == spelled
 
 
 @pytest.mark.parametrize(("value", "spelled"), [(0.25, "0.25"), (250, "250"), (2e6, "2,000,000")])

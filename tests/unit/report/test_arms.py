@@ -9,7 +9,7 @@ import pytest
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.report import results
-from qerl_lab.report.arms import FINISHED, Run, choose_runs, differing, fill_in_device, labels, run_from, shorten
+from qerl_lab.report.arms import FINISHED, Run, choose_runs, differing_keys, fill_in_device, labels, run_from, shorten
 
 BASE = {name: str(value) for name, _, value in leaves(RunConfig())}
 ARMS = {  # as conf/experiment declares them
@@ -149,7 +149,7 @@ def test_where_a_run_ran_makes_an_arm_however_it_was_asked_for() -> None:
     gpu = ["memory/gpu_peak_gib"]
     cpu = ["memory/rss_gib"]
     assert on("auto", gpu).arm == on("cuda", gpu).arm != on("auto", cpu).arm == on("cpu", gpu).arm
-    assert differing([on("auto", gpu), on("auto", cpu)]) == ["device"]
+    assert differing_keys([on("auto", gpu), on("auto", cpu)]) == ["device"]
 
 
 def test_a_run_that_failed_before_it_noted_its_device_is_of_the_arm_that_it_equals_otherwise() -> None:
@@ -186,7 +186,7 @@ def test_one_model_under_two_paths_is_one_arm() -> None:
     here, there = (run("bf16", seed, model__path=f"/{seed}/warm", model__hash="a" * 12) for seed in (0, 1))
     assert named(here, there) == ["bf16", "bf16"]
     assert here.arm == there.arm
-    assert differing([here, there]) == []
+    assert differing_keys([here, there]) == []
     other = run("bf16", model__path="/0/warm", model__hash="b" * 12)
     assert named(here, there, other)[2].startswith("bf16 (model.hash=bbbbbbbbbbbb")
 

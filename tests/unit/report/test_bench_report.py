@@ -38,7 +38,7 @@ def several(**changes: Any) -> list[dict[str, Any]]:
 
 def test_ratios_are_of_the_same_batch_and_rank() -> None:
     rows = [*several(), row("bf16_stock", 50.0, rank=64), row("nvfp4", 70.0, rank=64)]
-    ratios = bench.ratios(rollouts(rows)).set_index(["arm", "rank", "batch"])
+    ratios = bench.speed_ratios(rollouts(rows)).set_index(["arm", "rank", "batch"])
     assert ratios.loc[("nvfp4", 32, 8), "of_bf16"] == 1.5
     assert ratios.loc[("nvfp4", 32, 64), "of_qlora"] == 3.75
     assert ratios.loc[("nvfp4", 64, 8), "of_bf16"] == 1.4

@@ -100,7 +100,7 @@ def test_a_legend_of_long_names_is_within_its_figure(found: Comparison) -> None:
 
 
 def test_the_formats_are_in_one_figure_with_reward_entropy_and_accuracy(found: Comparison) -> None:
-    ((title, formats),) = format_curves.groups(found).items()
+    ((title, formats),) = format_curves.group_formats(found).items()
     assert (title, formats) == ("", {"bf16": "bf16", "nvfp4": "nvfp4"})
     figure = format_curves.draw(comparison.curves(found), formats, title)
     assert [axis.get_ylabel() for axis in figure.axes][:2] == ["mean reward of a step", "nats per token"]

@@ -18,12 +18,12 @@ from qerl_lab.report.effects import Pair, find_pairs
 from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import Record, read_record
 from qerl_lab.report.stats import (
-    components,
     floored_components,
     holm,
     moderated_variance,
     p_above,
     probability_of_improvement,
+    variance_components,
 )
 from qerl_lab.report.verdict_tables import paper_cell as of_paper_text
 from qerl_lab.report.verdicts import P, Row, Verdict, judge, pool_variances, set_verdicts
@@ -240,7 +240,7 @@ def test_a_grid_makes_the_arms_of_its_claims(grid: str) -> None:
     for claim in (claim for claim in CLAIMS if claim.sweep == grid):
         for contrast in claim.contrasts:
             (pair,) = find_pairs(claim, contrast, records, runs)
-            assert len(pair.treated.options) == len(pair.control.options) == (3 if claim.across else 1)
+            assert len(pair.treated.options) == len(pair.control.options) == (3 if claim.spanned_key else 1)
 
 
 # --- measures
@@ -350,7 +350,7 @@ def test_seeds_that_agree_by_luck_decide_nothing() -> None:
     assert numbers is not None
     values = numbers.oriented
     alike = values - (values.mean(1)[:, None] - values.mean())  # every seed has one mean
-    assert components(alike)[0] < 1e-20 < floored_components(alike)[0]
+    assert variance_components(alike)[0] < 1e-20 < floored_components(alike)[0]
     lucky = replace(rows[0], numbers=replace(numbers, variances=floored_components(alike)))
     noisy = replace(rows[1], numbers=replace(numbers, variances=(0.04, 0.0)))
     found = [row.numbers.variances[0] for row in pool_variances([lucky, noisy])]
