@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qerl_lab import tasks
-from qerl_lab.aqn import Noise
+from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate.accuracy import seed_of
 from qerl_lab.model.policy import Policy
@@ -91,6 +91,7 @@ def test_each_rank_asks_its_share_and_the_record_has_all(sessions) -> None:
     asked = [prompts for session in two for prompts, _ in session.engine.asked]
     expected = [two[0].policy.prompt_ids(task.messages(question)) for question in task.heldout[:QUESTIONS]]
     assert asked == [expected[:3], expected[3:]]
+    assert [session.engine.synced for session in two] == [[CLEAN], [CLEAN]]
     assert [sampling.first for sampling in how] == [0, 3], "no two questions share a draw"
     assert {sampling.seed for sampling in how} == {seed_of(two[0].cfg.seed)}
     rows = two[0].directory.evaluations()["before"]
