@@ -44,24 +44,18 @@ def test_a_signal_to_the_parent_alone_is_handed_to_the_child_as_sigterm(standin,
     assert json.loads((run_dir / "signals.json").read_text()) == [signal.SIGTERM]
 
 
-def test_a_sweep_goes_on_when_nobody_reads_what_it_prints(standin):
+def test_under_nohup_a_closed_terminal_stops_no_sweep_nor_does_nobody_who_reads(standin):
     """test_console.py has a single run."""
-    parent = background(standin, "-m", f"seed={DONE},{CRASHES_AFTER}", "hydra.sweep.dir=run")
-    parent.stdout.close(), parent.stderr.close()
-    assert parent.wait(timeout=120) == 0
-    assert len(list(Path("run").rglob("DONE"))) == 2
-
-
-def test_under_nohup_a_closed_terminal_stops_nothing(standin):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does; the child of a child inherits it
     try:
         parent = background(standin, "-m", f"seed={DONE},{CRASHES_AFTER}", "hydra.sweep.dir=sweep")
     finally:
         signal.signal(signal.SIGHUP, before)
+    parent.stdout.close(), parent.stderr.close()
     started("sweep/0-*")
     parent.send_signal(signal.SIGHUP)
-    parent.communicate(timeout=120)
-    assert parent.returncode == 0
+    assert parent.wait(timeout=120) == 0
+    assert len(list(Path("sweep").rglob("DONE"))) == 2
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "sigterm", "stop file"])

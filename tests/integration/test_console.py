@@ -163,18 +163,10 @@ def test_a_run_with_umlauts_goes_on_from_elsewhere_after_it_was_moved(start: Sta
     (elsewhere := tmp_path / "anderswö").mkdir()
     run = (tmp_path / "rün").rename(elsewhere / "rün 2")
     done = steps(run)
-    again = subprocess.run(
-        [sys.executable, "-m", "qerl_lab", "resume=rün 2"], cwd=elsewhere, capture_output=True, text=True
-    )
+    resume = [sys.executable, "-m", "qerl_lab", "resume=rün 2"]
+    again = subprocess.run(resume, cwd=elsewhere, capture_output=True, text=True)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"continuing after step {done}" in again.stdout
     assert steps(run) == 4
     assert mlflow_points(f"sqlite:///{tmp_path}/dö.db")["run_id"].nunique() == 1
     assert not list(elsewhere.glob("*.db"))
-
-
-def test_ctrl_c_at_any_line_of_a_command_is_one_line_and_130() -> None:
-    """Python would end by the signal itself, status -2, after an interrupt inside of exec(), as dataclasses use it."""
-    code = "from qerl_lab.system import exits; exits.run(lambda words: exec('raise KeyboardInterrupt'))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (found.returncode, found.stdout, found.stderr) == (130, "", "interrupted\n")

@@ -24,17 +24,13 @@ runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
 """
 ROOMS = "quantize evaluate bench report tracking config"
 TOOLS = "warmup export samples search queue serve_line pretrain"
-MODULES = [
-    "qerl_lab",
-    *(f"qerl_lab.{name}" for name in ROOMS.split()),
-    *(f"qerl_lab.tools.{name}" for name in TOOLS.split()),
-]
+MODULES = ["", *(f".{name}" for name in ROOMS.split()), *(f".tools.{name}" for name in TOOLS.split())]
 
 
 @pytest.mark.parametrize(
     ("module", "words", "package"),
     [
-        *((module, "", "qerl_lab.config.schema") for module in MODULES),
+        *((f"qerl_lab{module}", "", "qerl_lab.config.schema") for module in MODULES),
         ("qerl_lab", "seed=1", "hydra"),
         ("qerl_lab.quantize", "model=pocket out=made", "torch"),
         ("qerl_lab.report", "runs", "pandas"),
@@ -54,9 +50,7 @@ def test_a_closed_pipe_is_no_error(command: str) -> None:
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize(
-    ("words", "given"), [("", "nothing"), ("nowhere", "nowhere"), (".", "."), (". one", ". one"), (". 1 2", ". 1 2")]
-)
+@pytest.mark.parametrize(("words", "given"), [("", "nothing"), ("nowhere", "nowhere"), (". one", ". one")])
 def test_a_run_s_process_says_what_it_is_started_with(words: str, given: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "qerl_lab.train", *words.split()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

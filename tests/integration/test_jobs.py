@@ -36,12 +36,6 @@ def test_a_job_is_told_what_was_typed_for_it(capfd: pytest.CaptureFixture[str]) 
     assert "X" not in os.environ
 
 
-def test_hydra_s_own_settings_act_in_a_single_run_too() -> None:
-    assert main(["run_dir=run", "+hydra.job.env_set.X=3"]) == 0
-    environment = seen(Path("run"))["environment"]
-    assert (environment["X"], environment["QERL_LAB_SWEEP"]) == ("3", "")
-
-
 def test_what_a_stopped_sweep_did_not_begin_is_not_run_and_can_be_continued(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -29,17 +29,10 @@ def test_it_ends_well_and_says_what_a_user_needs(job: tuple[subprocess.Completed
     ran, _ = job
     assert ran.returncode == 0, ran.stdout + ran.stderr
     for words in (
-        "pocket in nvfp4 (4.50 bits a weight",
-        "held-out accuracy",
-        "paired 95% CI",
-        "policy entropy",
-        "tokens/s",
-        "% rollout",
-        "GiB peak resident",
-        "run directory: run",
-        "mlflow ui --backend-store-uri sqlite:///",
+        "pocket in nvfp4 (4.50 bits a weight", "held-out accuracy", "paired 95% CI", "policy entropy", "tokens/s",
+        "% rollout", "GiB peak resident", "run directory: run", "mlflow ui --backend-store-uri sqlite:///",
         "-m qerl_lab.tools.export run out=exports/run",
-    ):
+    ):  # fmt: skip
         assert words in ran.stdout
     assert "ETA" in ran.stderr
     assert "sigma" in ran.stderr
@@ -47,17 +40,13 @@ def test_it_ends_well_and_says_what_a_user_needs(job: tuple[subprocess.Completed
         assert noise not in ran.stdout + ran.stderr
 
 
-def test_it_learns(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+def test_it_learns_in_less_than_3_gb(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     """Seed 0 alone; results/pocket has five seeds."""
     done = json.loads((job[1] / "run" / "DONE").read_text())
     assert 0.40 <= done["accuracy_before"] <= 0.60
     assert 0.15 <= done["entropy_first"] <= 0.40
     assert done["accuracy_gain"] >= 0.15
     assert done["accuracy_gain_interval"][0] > 0
-
-
-def test_its_memory_stays_under_3_gb(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    done = json.loads((job[1] / "run" / "DONE").read_text())
     assert done["memory_rss_gib"] < 3e9 / 2**30
 
 

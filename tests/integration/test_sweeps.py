@@ -66,11 +66,6 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return script
 
 
-def calls() -> dict[str, int]:
-    """How often each run below runs/ was started."""
-    return {str(path.parent.relative_to("runs/sweeps")): len(path.read_text().split()) for path in _calls()}
-
-
 def _calls() -> list[Path]:
     return sorted(Path("runs/sweeps").glob("*/*/*/calls"))
 
@@ -96,6 +91,8 @@ def test_the_same_line_skips_what_is_done_and_goes_on_with_what_failed(capfd: py
     out = capfd.readouterr().out
     assert "2 done" in out
     assert (directory / "table.txt").read_text().strip() in out
+    assert main(["-m", "seed=0,1", "dry_run=true"]) == 0
+    assert "but for 2 that are done" in capfd.readouterr().out
     for words in (["seed=0,3"], ["seed=0,1", "lora.rank=4"], ["seed=0,3", "rerun=true"]):  # another sweep
         before = len(sessions())
         main(["-m", *words])
@@ -162,12 +159,6 @@ def test_a_run_whose_questions_were_in_a_file_that_changed_is_another_run() -> N
     preflight.question_counts._questions.cache_clear()
     assert main(words) == 0  # nothing is left to run
     assert sessions() == [1, 1, 1, 1]
-
-
-def test_a_dry_run_says_what_is_done(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["-m", "seed=0,3"]) == 0
-    assert main(["-m", "seed=0,3", "dry_run=true"]) == 0
-    assert "but for 2 that are done" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("how", ["the same line", "resume", "in a pool"])
@@ -246,16 +237,11 @@ def test_jobs_share_the_gpus_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown == ["3", "3", "5", "5"]
 
 
-def test_a_gpu_is_given_to_no_more_jobs_than_share_it() -> None:
-    cards = scheduler.GpuPool(["0", "1"], 1)
-    with cards.take(1) as first, cards.take(1) as second:
+def test_a_gpu_is_shared_by_so_many_and_only_if_no_other_is_free() -> None:
+    alone = scheduler.GpuPool(["0", "1"], 1)
+    with alone.take(1) as first, alone.take(1) as second:
         assert {*first, *second} == {"0", "1"}
-        assert cards._free.empty()
-    with cards.take(2) as both:
-        assert sorted(both) == ["0", "1"]
-
-
-def test_a_gpu_is_shared_only_if_no_other_is_free() -> None:
+        assert alone._free.empty()
     cards = scheduler.GpuPool(["0", "1"], 2)
     with cards.take(1) as busy:
         for _ in range(4):
@@ -281,6 +267,8 @@ def test_ctrl_c_stops_the_jobs_of_a_pool_and_the_same_line_goes_on(child: Path) 
     (["-m", "seed=0,1", "hydra.sweeper.max_batch_size=3"], "Type jobs=3"),
     (["-m", "seed=0,1", "slurm=--partition=gpu"], "type for example launcher=slurm"),
     (["-m", "jobs=1,2"], "jobs holds for the whole sweep"),
+    (["-m", "seed=0,1", "format=bf16", "rollout=vllm_server", "cpu_threads=1", "jobs=2"],
+     "it has one run at a time. Type jobs=1"),
 ])  # fmt: skip
 def test_words_about_jobs_are_refused_where_they_do_nothing(
     words: list[str], said: str, capfd: pytest.CaptureFixture[str]
@@ -288,13 +276,6 @@ def test_words_about_jobs_are_refused_where_they_do_nothing(
     assert main(words) == 2
     assert said in capfd.readouterr().err
     assert not Path("runs").exists()
-
-
-def test_jobs_at_once_on_one_server_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["-m", "seed=0,1", "format=bf16", "rollout=vllm_server", "cpu_threads=1", "dry_run=true"]
-    assert main([*words, "jobs=2"]) == 2
-    assert "it has one run at a time. Type jobs=1" in capfd.readouterr().err
-    assert main(words) == 0
 
 
 def read(terminal: int) -> str:

@@ -28,9 +28,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def python(site: Path, elsewhere: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(site), "MLFLOW_TRACKING_URI": f"sqlite:///{elsewhere}/mlflow.db"}
-    return subprocess.run(
-        [sys.executable, *words], cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_the_wheel_is_what_is_imported(site: Path, tmp_path: Path) -> None:

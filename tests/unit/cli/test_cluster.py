@@ -22,11 +22,6 @@ def test_a_time_limit_is_read_as_slurm_reads_it(time: str, minutes: int) -> None
     assert cluster.minutes(cluster.flags(f"--time={time}")) == minutes
 
 
-def test_flags_are_those_of_sbatch() -> None:
-    found = cluster.flags("--partition=gpu,cpu --time=60 --exclusive --comment='two words'")
-    assert found == {"partition": "gpu,cpu", "time": "60", "exclusive": True, "comment": "two words"}
-
-
 @pytest.mark.parametrize(("text", "said"), [
     ("-p gpu", "-p is not --NAME=VALUE"),
     ("--time=60 --array=0-3", "array is set for every sweep"),
@@ -40,8 +35,10 @@ def test_other_flags_are_refused(text: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("typed", ["slurm=--time=60 --partition=a,b", "slurm='--time=60 --partition=a,b'"])
-def test_flags_are_one_text_with_and_without_quotes(typed: str) -> None:
+def test_flags_are_one_text_with_and_without_quotes_and_those_of_sbatch(typed: str) -> None:
     assert spell_for_hydra(typed) == "slurm='--time=60 --partition=a,b'"
+    found = cluster.flags("--partition=a,b --time=60 --exclusive --comment='two words'")
+    assert found == {"partition": "a,b", "time": "60", "exclusive": True, "comment": "two words"}
 
 
 @pytest.mark.parametrize(("device", "flags", "needs"), [
@@ -86,16 +83,14 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
 
 def test_a_job_that_its_cluster_starts_again_goes_on(call: Call) -> None:
     run = RunDirectory(call.run_dir)
+    call.stop_file.touch()
+    assert call() == ""
+    assert run.status == "not run", "no job begins after a stop"
+    call.stop_file.unlink()
     for status in ("interrupted", "done", "done"):
         assert call() == ""
         assert run.status == status
     assert call.checkpoint().function is call
-
-
-def test_no_job_begins_after_a_stop(call: Call) -> None:
-    call.stop_file.touch()
-    assert call() == ""
-    assert RunDirectory(call.run_dir).status == "not run"
 
 
 def test_a_job_near_its_time_limit_saves_before_it_is_put_back(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

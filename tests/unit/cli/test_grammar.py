@@ -33,18 +33,15 @@ class Options:
     [
         ("name='b=c'", "name", "b=c"),
         ("name=b=c, d", "name", "b=c, d"),
-        ("name='b' or 'c'", "name", "'b' or 'c'"),
         ("name=true", "name", "true"),
         ("name=1e3", "name", "1e3"),  # a commit
         ("name=", "name", ""),
         ("+name=b", "name", "b"),
-        ("path=~/ä#b", "path", "~/ä#b"),
         ("path=null", "path", None),
         ("path='null'", "path", "null"),
         ("parts=[y, z]", "parts", ["y", "z"]),
         ("parts=['a,b']", "parts", ["a,b"]),
         ("parts=[]", "parts", []),
-        ("parts=y", "parts", ["y"]),
         ("parts='a,b',z", "parts", ["a,b", "z"]),
         ("sizes=1,20", "sizes", [1, 20]),
         ("sigmas=[1,0.5,1e-3]", "sigmas", [1.0, 0.5, 1e-3]),
@@ -68,26 +65,20 @@ def test_a_value_gets_the_type_of_its_key_and_the_others_their_defaults(word: st
         ("model.path=b", ["model.path is not a known key. Did you mean path?"]),
         ("name", ["name has no value. Type name=VALUE."]),
         ("nmae", ["nmae cannot be read. Type KEY=VALUE"]),
-        ("=b", ["=b cannot be read"]),
         ("--name=b", ["--name=b is not a flag", "Type name=VALUE"]),
-        ("--nope", ["--nope is not a flag", "Type --help for what may be typed"]),
         ("--hlep", ["--hlep is not a flag", "Did you mean --help?"]),
         ("name=a name=b", ["name is given 2 times: name=a name=b. Type one of them."]),
         ("name=null", ["name=null", "allowed: text"]),
         ("parts=null", ["parts=null", "a list of names", "parts=[x]"]),
         ("parts=[w]", ["w in parts=[w] is not allowed; allowed: x, y, z, a,b. Type for example parts=[x]."]),
         ("sizes=[1,x]", ["sizes=[1,x]", "a list of whole numbers", "sizes=[1]"]),
-        ("sizes=1,,2", ["sizes=1,,2", "a list of whole numbers"]),
         ("parts=x,", ["parts=x,", "a list of names"]),
-        ("parts='x'y", ["xy in parts=[xy] is not allowed"]),
         ("sigmas=[0]", ["sigmas=[0.0]", "above 0", "sigmas=[1]"]),
         ("number=seven", ["number=seven", "a whole number", "number=3"]),
-        ("number=1.5", ["number=1.5", "a whole number"]),
         ("number=0", ["number=0", "at least 1"]),
         ("number=1,2", ["number=1,2", "a whole number"]),
         ("step=x", ["step=x", "a whole number or null", "step=1"]),
         ("ratio=nan", ["ratio=nan", "finite"]),
-        ("ratio=0", ["ratio=0", "above 0"]),
         ("ratio=2", ["ratio=2", "at most 1"]),
         ("flag=yes", ["flag=yes", "true or false", "flag=false"]),
         ("way=dwon", ["way=dwon", "up, down", "Did you mean down?"]),
@@ -141,9 +132,8 @@ def test_what_is_no_path_is_refused(kind: type, words: list[str], said: str) -> 
 
 
 def test_the_manual_has_every_key_with_default_meaning_and_bounds() -> None:
-    text = grammar.manual(
-        grammar.Command("python -m x", "About.", Options, print, examples=(("python -m x name=b", "an example"),))
-    )
+    examples = (("python -m x name=b", "an example"),)
+    text = grammar.manual(grammar.Command("python -m x", "About.", Options, print, examples=examples))
     words = " ".join(text.split())
     for part in (
         "python -m x KEY=VALUE ...", "name=a a name", "path=null a path", "parts=[x] some parts (x, y, z, a,b)",
@@ -241,12 +231,7 @@ def test_a_command_of_several_is_picked_by_its_first_word(command: Typed, capsys
     [
         ("quantize.__main__", ["seed=1"], "model= is missing. Type for example model=pocket."),
         ("quantize.__main__", ["model=pocket"], "out= is missing. Type for example out=checkpoints/pocket-nvfp4."),
-        (
-            "report.__main__",
-            ["baseline=a"],
-            "sweep= is missing. Type for example python -m qerl_lab.report runs.",
-        ),
-        ("tools.samples", ["step=1"], "run_dir= is missing. Type for example python -m qerl_lab.tools.samples runs/"),
+        ("report.__main__", ["baseline=a"], "sweep= is missing. Type for example python -m qerl_lab.report runs."),
         ("tracking.__main__", ["resync", "uri=a"], "run_dir= is missing. Type for example python -m qerl_lab.tracking"),
         ("tools.pretrain", ["seed=1"], "out= is missing. Type for example out=pocket."),
     ],
@@ -263,8 +248,6 @@ def test_what_a_command_cannot_do_without_is_asked_for(
 
 NOWHERE = (
     ("qerl_lab.evaluate", "accuracy nope"),
-    ("qerl_lab.evaluate", "accuracy model=/nope benchmarks=gsm8k"),
-    ("qerl_lab.evaluate", "entropy model=/nope"),
     ("qerl_lab.evaluate", "sigma model=/nope"),
     ("qerl_lab.tools.export", "nope out=made"),
 )

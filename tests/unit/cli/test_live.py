@@ -95,12 +95,3 @@ def test_a_damaged_record_stops_no_sweep(tmp_path: Path) -> None:
     (run.path / "sessions.json").write_text("{}")
     shown.update()
     assert shown._summary() == "0 of 1 done, 1 running"
-
-
-def test_what_was_stopped_before_it_began_needs_no_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = job(tmp_path, 0), job(tmp_path, 1)
-    shown = SweepProgress([(one, "seed=0"), (other, "seed=1")], 2, tmp_path / "INTERRUPTED")
-    shown.end(one, "")
-    assert capsys.readouterr().err == ""
-    shown.end(other, "error: the reason")
-    assert capsys.readouterr().err.endswith("error: the reason\n")

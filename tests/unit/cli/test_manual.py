@@ -31,11 +31,6 @@ def test_without_a_word_it_lists_the_experiments_and_what_to_type(capsys):
     assert "--help" in text
 
 
-@pytest.mark.parametrize("flag", ["--help", "-h", "--help seed=3"])
-def test_help_is_the_manual_whatever_stands_beside_it(flag, capsys):
-    assert printed(flag, capsys).strip() == manual().strip()
-
-
 def test_the_manual_names_every_option_file_with_its_meaning_and_every_key_with_its_help():
     text, words = manual(), " ".join(manual().split())
     for path in [*package_data("conf").glob("*/*.yaml"), *package_data("sweeps").glob("*.yaml")]:
@@ -44,19 +39,11 @@ def test_the_manual_names_every_option_file_with_its_meaning_and_every_key_with_
     for name, field, _ in leaves(RunConfig()):
         assert f"  {name}=" in text
         assert " ".join(field.metadata["help"].split()) in words
-
-
-def test_the_manual_shows_the_values_of_the_default_run_and_not_of_the_schema() -> None:
-    (job,) = make_plan([], multirun=False).jobs
-    assert job.config.steps != RunConfig().steps
-    assert f"  steps={job.config.steps} " in manual()
-
-
-def test_the_manual_marks_the_defaults_and_fits_100_columns():
-    text = manual()
-    for option in ("pocket*", "nvfp4*", "rank32*", "off*", "grpo*", "arithmetic*", "adamw*", "mlflow*"):
-        assert f"  {option} " in text
+    assert "  pocket* " in text, "a default is marked"
     assert max(map(len, text.splitlines())) <= 100
+    (usual,) = make_plan([], multirun=False).jobs
+    assert usual.config.steps != RunConfig().steps
+    assert f"  steps={usual.config.steps} " in text
 
 
 def test_a_dry_run_shows_the_job_and_makes_nothing(capsys, tmp_path, monkeypatch):
@@ -93,8 +80,7 @@ def test_a_dry_run_of_a_sweep_shows_every_job_and_makes_nothing(capsys, tmp_path
 
 
 def test_a_dry_run_of_a_sweep_shows_the_words_that_no_column_tells(capsys):
-    text = printed("-m +experiment=nvfp4 format.scale_rule=max,four_over_six seed=0,1 lora.rank=8 dry_run=true", capsys)
-    header, *rows = text.splitlines()[:5]
+    text = printed("-m +experiment=nvfp4 format.scale_rule=max,four_over_six lora.rank=8 dry_run=true", capsys)
+    header, *rows = text.splitlines()[:3]
     begin, end = header.index("overrides"), header.index("run directory")
-    rules = ["format.scale_rule=max", "format.scale_rule=four_over_six"]
-    assert [row[begin:end].strip() for row in rows] == [rules[0], rules[0], rules[1], rules[1]]
+    assert [row[begin:end].strip() for row in rows] == ["format.scale_rule=max", "format.scale_rule=four_over_six"]

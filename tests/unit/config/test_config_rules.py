@@ -31,8 +31,6 @@ def refusal(**values: Any) -> str:
 
 
 SERVER = {"rollout__engine": "vllm_server"}
-
-
 TILES = {"format__name": "nvfp4", "rollout__vllm__linear_backend": "fp4_tiles"}
 KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
 
@@ -95,6 +93,8 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         (SERVER | {"rollout__vllm_server__url": "http://127.evil:8000"}, "another host", "adapter_dir=DIR"),
         (SERVER | {"rollout__vllm_server__url": "http://me:pw@127.0.0.1:8000"}, "***@127.0.0.1", "VLLM_API_KEY=KEY"),
         (SERVER | {"gpus": 2}, "gpus=2", "--tensor-parallel-size"),
+        ({"algorithm__overlong_buffer_tokens": 17, "rollout__max_completion_tokens": 16},
+         "overlong_buffer_tokens=17 is more than rollout.max_completion_tokens=16", "Type"),
         ({"algorithm__name": "cispo"}, "algorithm.epsilon_low=0.2", "algorithm.epsilon_low=1"),
         ({"algorithm__name": "gspo", "algorithm__beta": 0.1}, "kl_estimator=k3_ratio", "algorithm.kl_estimator=k3"),
         ({"algorithm__entropy_coef": 2.0, "algorithm__entropy_target": 0.2}, "entropy_coef=2.0", "entropy_coef=1.0"),
@@ -106,12 +106,6 @@ def test_a_bad_value_is_refused_with_what_was_given_and_what_to_type(values, giv
     assert remedy in message
 
 
-@pytest.mark.parametrize("values", [{"lora.rank": 3}, {"lora": {"rank.x": 3}}, {"task": {"arithmetic": 3}}])
-def test_a_name_of_another_shape_is_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"is not a known key|is a node"):
-        from_dict(values)
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -119,7 +113,7 @@ def test_a_name_of_another_shape_is_refused(values: dict[str, Any]) -> None:
         SERVER | {"rollout__vllm_server__url": "https://gpu7", "rollout__vllm_server__adapter_dir": "/shared"},
         {"lora__rank": 1}, {"lora__alpha": None}, {"eval__questions": 0}, {"eval__questions": 2}, {"seed": 2**32 - 1},
         {"format__ignore": ["re:.*q_proj", "lm_head"]}, {"task__format_reward": 0.0},
-        {"eval__top_p": 1.0}, {"optim__learning_rate": 0.0},
+        {"eval__top_p": 1.0}, {"optim__learning_rate": 0.0}, {"lora__alpha": 32}, {"model__revision": None},
         {"aqn__schedule": "off", "aqn__sigma_end": 1.0}, {"aqn__schedule": "linear", "aqn__sigma_end": 0.0},
         {"aqn__schedule": "exponential", "aqn__sigma_end": 1e-2}, {**KL, "aqn__sigma_end": 1.0, "aqn__kl_end": 0.0},
         {**KL, "aqn__schedule": "adaptive", "aqn__kl_end": 1.0, "aqn__adaptive__band": 1.0},
@@ -160,22 +154,18 @@ def test_what_the_batch_message_says_to_type_works(prompts, group, updates, micr
     ("values", "message"),
     [
         ({"lora": {"rank": "16"}}, "lora.rank=16 is not allowed; allowed: a whole number"),
-        ({"lora": {"rank": None}}, "lora.rank=null"),
         ({"lora": {"target_modules": "q_proj"}}, "a list of names"),
         ({"tracking": {"mlflow": "yes"}}, "true or false. Type for example tracking.mlflow=true"),
         ({"lora": {"rnk": 3}}, "Did you mean lora.rank?"),
+        ({"lora": {"rank": 32.0}}, "lora.rank=32.0 is not allowed"),
+        ({"lora": {"rank.x": 3}}, "is not a known key"),
+        ({"task": {"arithmetic": 3}}, "is a node"),
     ],
 )
 def test_a_wrong_type_or_key_in_a_resolved_file_is_refused(values, message):
     with pytest.raises(ConfigError) as caught:
         from_dict(values)
     assert message in str(caught.value)
-
-
-def test_a_whole_number_serves_as_a_number_and_not_the_other_way_round():
-    from_dict({"aqn": {"sigma_start": 0, "sigma_end": 0}, "lora": {"alpha": 32}, "model": {"revision": None}})
-    with pytest.raises(ConfigError, match=r"lora\.rank=32\.0 is not allowed"):
-        from_dict({"lora": {"rank": 32.0}})
 
 
 def test_every_number_of_the_schema_has_a_lowest_and_a_highest_value():

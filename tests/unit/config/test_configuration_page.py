@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.config import __main__ as tables
-from qerl_lab.config.arm import leaves
-from qerl_lab.config.schema import RunConfig
 
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
 COMMAND = "python -m qerl_lab.config tables page=docs/configuration.md"
@@ -16,16 +14,6 @@ def test_the_page_is_what_the_command_writes(capsys: pytest.CaptureFixture[str])
     assert tables.main(["tables"]) == 0
     printed, found = capsys.readouterr().out, PAGE.read_text(encoding="utf-8").split(tables.MARK)[1]
     assert found == printed, f"the schema or conf/ changed: type {COMMAND}"
-
-
-@pytest.mark.parametrize(
-    ("name", "unit"), [("tokens", "tokens"), ("gib", "GiB"), ("mib", "MiB"), ("minutes", "min"), ("seconds", "s")]
-)
-def test_a_unit_that_a_key_names_is_its_unit(name: str, unit: str) -> None:
-    units = {
-        field.metadata["unit"] for key, field, _ in leaves(RunConfig()) if key.split(".")[-1].split("_")[-1] == name
-    }
-    assert units == {unit}
 
 
 def test_the_end_of_a_page_is_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

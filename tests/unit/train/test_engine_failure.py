@@ -3,8 +3,6 @@
 The runs drop out and refill, so that random numbers and the place in the data matter.
 """
 
-import math
-
 import pytest
 
 from failing_engines import Runs
@@ -124,21 +122,3 @@ def test_an_engine_that_a_signal_kills_first_is_no_failure(new_runs, questions: 
 
     assert runs.run(f"timeout@{call}", Signalled()) == INTERRUPTED
     assert [path.name for path in runs.directory.checkpoints.glob("*")] == saved
-
-
-def test_no_engine_is_sent_a_prompt_that_is_too_long(new_runs, whole, capfd) -> None:
-    lengths = sorted(len(ids) for prompts, _ in whole.plan.asked for ids in prompts)
-    limit = lengths[len(lengths) // 2]
-    assert lengths[-1] > limit
-    runs = new_runs(rollout__max_prompt_tokens=limit)
-    assert runs.run() == OK
-    sent = [[len(ids) for ids in prompts] for prompts, _ in runs.plan.asked]
-    assert math.prod(length <= limit for prompts in sent for length in prompts)
-    assert len(sent[0]) == len(sent[-1]) == 4, "others are asked in their place"
-    result, said = runs.directory.result(), capfd.readouterr().out
-    for count, which in (
-        (result["training_questions_left_out"], "more questions"),
-        (result["heldout_questions_left_out"], "held-out questions"),
-    ):
-        assert count > 0
-        assert f"note: {count:,} {which} are longer than rollout.max_prompt_tokens={limit}, and left out" in said

@@ -1,21 +1,15 @@
 """When a run lets its engine sleep: the trainer computes beside one that sleeps, and nobody asks it then."""
 
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from qerl_lab import rollout
+from failing_engines import Plan
 from qerl_lab.aqn import Noise
-from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import Rollout
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.system.exits import OK
-from qerl_lab.train import run as run_module
-from qerl_lab.train.stop import Stop
 
 SETTINGS = {
     "steps": 2, "checkpoint__every": 0, "rollout__prompts_per_step": 2, "rollout__max_completion_tokens": 16,
@@ -63,24 +57,11 @@ class Sleeper(TransformersEngine):
         super().close()
 
 
-@pytest.fixture
-def run(tiny: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunDirectory]:
-    monkeypatch.setattr(Sleeper, "calls", Counter(), raising=False)
-    monkeypatch.setattr(rollout, "build", lambda cfg, policy: Sleeper(policy, cfg.rollout.batch_size))
-
-    def go(**changes: object) -> RunDirectory:
-        folder = tmp_path / "run"
-        folder.mkdir()
-        cfg = tiny(**(SETTINGS | changes), run_dir=str(folder))
-        assert run_module.run(cfg, RunDirectory(folder), Stop()) == OK
-        return RunDirectory(folder)
-
-    return go
-
-
-def test_the_trainer_computes_only_beside_an_engine_that_sleeps(run: Callable) -> None:
+def test_the_trainer_computes_only_beside_an_engine_that_sleeps(new_runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """In steps with further rollouts, a solver of the noise, its probe, and evaluations between."""
-    run()
+    monkeypatch.setattr(Sleeper, "calls", Counter(), raising=False)
+    monkeypatch.setattr(Plan, "build", lambda plan, cfg, policy: Sleeper(policy, cfg.rollout.batch_size))
+    assert new_runs().run() == OK
     assert Sleeper.calls["computed awake"] == 0
     assert Sleeper.calls["computed asleep"] > 10
     assert Sleeper.calls["rollout"] > Sleeper.calls["sleep"] == 2 + 2  # of the steps and of their noises' stages

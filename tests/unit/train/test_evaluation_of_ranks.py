@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from qerl_lab import tasks
-from qerl_lab.aqn import Noise
+from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate.accuracy import seed_of
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling
-from qerl_lab.system import terminal
 from qerl_lab.tracking.tracker import Tracker
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.run import Session, evaluate_heldout
@@ -92,6 +91,7 @@ def test_each_rank_asks_its_share_and_the_record_has_all(sessions) -> None:
     asked = [prompts for session in two for prompts, _ in session.engine.asked]
     expected = [two[0].policy.prompt_ids(task.messages(question)) for question in task.heldout[:QUESTIONS]]
     assert asked == [expected[:3], expected[3:]]
+    assert [session.engine.synced for session in two] == [[CLEAN], [CLEAN]]
     assert [sampling.first for sampling in how] == [0, 3], "no two questions share a draw"
     assert {sampling.seed for sampling in how} == {seed_of(two[0].cfg.seed)}
     rows = two[0].directory.evaluations()["before"]
@@ -115,22 +115,6 @@ def test_the_record_is_that_of_one_rank(sessions, tmp_path: Path) -> None:
         [line] = of_all[0].directory.metrics()
         records.append((of_all[0].directory.evaluations()["before"].to_dict(), line["metrics"]))
     assert records[0] == records[1] == records[2]
-
-
-def test_progress_is_that_of_all_ranks(sessions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shown by rank 0, as far as it is itself with its share."""
-    shown: dict[int, list[tuple[int, int]]] = {}
-    kept = []  # another would get the number of one that is gone
-    advance = terminal.Amount.advance
-
-    def watched(amount: terminal.Amount, count: int, said: str = "") -> None:
-        advance(amount, count, said)
-        kept.append(amount)
-        shown.setdefault(id(amount), []).append((amount.now, amount.total))
-
-    monkeypatch.setattr(terminal.Amount, "advance", watched)
-    [end.result() for end in ask(sessions(*threads(2)))]
-    assert [(4, 10), (8, 10), (10, 10)] in shown.values()
 
 
 def test_nothing_is_asked_twice(sessions) -> None:

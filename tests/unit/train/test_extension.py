@@ -31,9 +31,8 @@ def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
     directory.begin()
     assert run(directory.config(), directory, Stop()) == 0
     first = directory.result()
-    for steps in (1, 2):
-        with pytest.raises(ConfigError, match=r"the run has 2 already\. Type for example steps=4"):
-            extend(directory, steps)
+    with pytest.raises(ConfigError, match=r"the run has 2 already\. Type for example steps=4"):
+        extend(directory, 2)
     metrics = directory.path / "metrics.jsonl"
     whole = metrics.read_text()
     metrics.write_text("".join(line for line in whole.splitlines(True) if '"step": 1,' not in line))
@@ -56,16 +55,14 @@ def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
     assert {line["step"] for line in directory.metrics() if "eval/accuracy" in line["metrics"]} == {0, 2, 4}
     assert (directory.path / "DONE-2").read_text().count('"steps": 2') == 1
     assert (first["steps"], directory.result()["steps"]) == (2, 4)
-    fresh = tiny(steps=4)
-    assert config_hash(longer) != config_hash(fresh)
+    assert config_hash(longer) != config_hash(tiny(steps=4))
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["resume=run", "steps=many"], "steps=many is not a whole number"),
-        (["resume=run", "steps=4", "seed=1"], "so seed=1 cannot stand beside it"),
-        (["resume=a run", "seed=1"], "Type resume='a run' alone, or with steps=N"),
+        (["resume=a run", "steps=4", "seed=1"], "so seed=1 cannot stand beside it. Type resume='a run' alone"),
         (["extended=[3]"], "Leave extended out"),
     ],
 )

@@ -51,6 +51,9 @@ def test_a_sign_is_told_once_when_it_has_held_for_the_window(bad: dict[str, floa
     assert told([GOOD | bad] * (WINDOW - 1) + [GOOD] + [GOOD | bad] * (WINDOW - 1)) == []
     (said,) = told([GOOD | bad] * 3 * WINDOW)
     assert all(word in said for word in words)
+    if "sampler/logprob_gap_max" in bad:
+        (said,) = told([GOOD | bad] * 3 * WINDOW, RunConfig(rollout=RolloutConfig(engine="vllm")))
+        assert "rollout.vllm.linear_backend=marlin, or rollout=transformers" in said
 
 
 @pytest.mark.parametrize("harmless", [
@@ -96,17 +99,9 @@ def test_a_resumed_run_compares_with_its_beginning_and_does_not_repeat_itself() 
     assert not told([low] * WINDOW)
 
 
-SHRUNK = GOOD | {"rollout/completion_tokens": 90.0}
-
-
-@pytest.mark.parametrize(("right", "warns"), [(0.02, True), (0.3, True), (0.6, False)])
+@pytest.mark.parametrize(("right", "warns"), [(0.3, True), (0.6, False)])
 def test_completions_that_shrink_while_right_answers_do_not_rise(right: float, warns: bool) -> None:
     """As on a 0.5B that learned to keep the format in 15 tokens."""
-    said = told([GOOD] * WINDOW + [SHRUNK | {"reward/answer": right}] * 3 * WINDOW)
+    shrunk = GOOD | {"rollout/completion_tokens": 90.0, "reward/answer": right}
+    said = told([GOOD] * WINDOW + [shrunk] * 3 * WINDOW)
     assert ["task.format_reward_for=right" in one and "300 tokens" in one for one in said] == [True] * warns
-
-
-def test_an_engine_that_computes_something_else_is_named() -> None:
-    cfg = RunConfig(rollout=RolloutConfig(engine="vllm"))
-    (said,) = told([GOOD | {"sampler/logprob_gap_max": 24.9}] * 3 * WINDOW, cfg)
-    assert "rollout.vllm.linear_backend=marlin, or rollout=transformers" in said

@@ -1,5 +1,6 @@
 """A run that is out of memory says who holds it, and what to type."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,77 +9,84 @@ import torch
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.units import GIB
 from qerl_lab.model.linear import weight_bytes
+from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import ASLEEP
 from qerl_lab.train import run
 from qerl_lab.train.out_of_memory import bytes_by_owner, in_training
 from qerl_lab.train.stop import Stop
 
+TORCH = "CUDA out of memory. Tried to allocate 36.00 MiB."
+VLLM = {"rollout__engine": "vllm", "format__name": "bf16"}
+WEIGHTS, ON_CPU = "vLLM's weights", "frozen base 0.0"
 
-def test_every_byte_of_the_policy_has_an_owner(tiny, build_policy) -> None:
-    policy = build_policy(tiny())
-    found = bytes_by_owner(policy, {"vLLM's weights": 7})
+
+@pytest.fixture
+def policy(tiny, build_policy) -> Policy:
+    return build_policy(tiny())
+
+
+@pytest.fixture
+def on_gpu(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Puts the policy on a GPU of 80 GiB, of which so many are free and torch has reserved 30."""
+
+    def put(free: int) -> None:
+        monkeypatch.setattr(type(policy), "device", torch.device("cuda"))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * GIB, 80 * GIB))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30 * GIB)
+
+    return put
+
+
+def test_every_byte_of_the_policy_has_an_owner(policy: Policy) -> None:
+    found = bytes_by_owner(policy, {WEIGHTS: 7})
     learned = sum(p.nbytes for p in policy.model.parameters() if p.requires_grad)
     assert found["frozen base"] + learned == weight_bytes(policy.model).total
     assert found["adapter, its gradients and moments"] == 4 * learned > 0
-    assert found["vLLM's weights"] == 7
+    assert found[WEIGHTS] == 7
 
 
-def test_what_torch_holds_besides_is_activations_and_the_rest_others(tiny, build_policy, monkeypatch) -> None:
-    """Of a shared GPU the others' memory is not this run's."""
-    policy = build_policy(tiny())
-    monkeypatch.setattr(type(policy), "device", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30 * GIB)
-    found = bytes_by_owner(policy, {"vLLM's weights": 20 * GIB})
-    assert sum(found.values()) == 80 * GIB
-    assert 9 * GIB < found["activations and the rest"] < 10 * GIB
-    assert found["others"] == 48 * GIB
-    said = in_training(tiny(), policy, {}, Exception("CUDA out of memory. Tried to allocate 36.00 MiB. GPU 0 has a"))
-    assert said.startswith("CUDA out of memory. Tried to allocate 36.00 MiB. In GiB: frozen")
-    assert "others 48.00" in said
-    assert "Type one of: a smaller jobs_per_gpu; " in said
-
-
-def test_a_cache_that_sleeps_is_nobodys(tiny, build_policy, monkeypatch) -> None:
-    """Torch counts it as reserved, and the GPU as free."""
-    policy, cfg = build_policy(tiny()), tiny(rollout__engine="vllm", format__name="bf16")
-    monkeypatch.setattr(type(policy), "device", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (14 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30 * GIB)
-    cfg.rollout.vllm.sleep = True
-    held = {"vLLM's weights": 5 * GIB, ASLEEP: 12 * GIB}
+@pytest.mark.parametrize(("free", "held", "rest"), [
+    (2, {WEIGHTS: 20 * GIB}, 10), (14, {WEIGHTS: 5 * GIB, ASLEEP: 12 * GIB}, 13),
+], ids=["shared", "asleep"])  # fmt: skip
+def test_what_torch_holds_besides_is_activations_and_the_rest_others(
+    policy: Policy, on_gpu: Callable[[int], None], free: int, held: dict[str, int], rest: int
+) -> None:
+    """Of a shared GPU the others' memory is not this run's. Torch counts a sleeping cache as reserved, the GPU free."""
+    on_gpu(free)
     found = bytes_by_owner(policy, held)
     assert ASLEEP not in found
     assert sum(found.values()) == 80 * GIB
-    assert 12 * GIB < found["activations and the rest"] < 13 * GIB
+    assert (rest - 1) * GIB < found["activations and the rest"] < rest * GIB
     assert found["others"] == 48 * GIB
-    said = in_training(cfg, policy, held, Exception("No memory."))
-    assert "(vLLM's key-value cache, 12.00, sleeps and holds none)" in said
-    assert "kv_cache" not in said
-    assert "rollout.vllm.sleep" not in said
-    assert "micro_batch_size lower" in said
 
 
 @pytest.mark.parametrize(
-    ("changes", "parts"),
+    ("changes", "held", "free", "parts", "absent"),
     [
-        ({"optim__micro_batch_size": 16},
-         ["micro_batch_size lower than 16", "gradient_checkpointing=true", "rollout.batch_size lower"]),
-        ({"rollout__engine": "vllm", "format__name": "bf16", "model__gradient_checkpointing": True},
-         ["kv_cache_gib lower", "kv_cache_dtype=fp8", "rollout.vllm.sleep=true"]),
+        ({"optim__micro_batch_size": 16}, {WEIGHTS: 3 * GIB}, None,
+         [ON_CPU, "vLLM's weights 3.00", "micro_batch_size lower than 16", "gradient_checkpointing=true",
+          "rollout.batch_size lower"], "jobs_per_gpu"),
+        (VLLM | {"model__gradient_checkpointing": True}, {}, None,
+         [ON_CPU, "kv_cache_gib lower", "kv_cache_dtype=fp8", "rollout.vllm.sleep=true"], "gradient_checkpointing"),
+        (VLLM | {"rollout__vllm__sleep": True, "device": "auto"}, {ASLEEP: 12 * GIB}, 14,
+         ["others 48.00", "(vLLM's key-value cache, 12.00, sleeps and holds none)"], "rollout.vllm.sleep"),
+        ({"rollout__engine": "vllm_server"}, {}, None, ["Type one of: optim.micro_batch_size"], "rollout."),
+        ({}, {}, 2, ["others 48.00", "Type one of: a smaller jobs_per_gpu; "], "GPU 0"),
     ],
+    ids=["transformers", "vllm", "asleep", "server", "shared"],
 )  # fmt: skip
-def test_the_message_names_shares_and_keys(changes: dict, parts: list[str], tiny, build_policy) -> None:
-    said = in_training(
-        tiny(**changes), build_policy(tiny()), {"vLLM's weights": 3 * GIB}, Exception("No memory.\nMore")
-    )
-    assert said.startswith("No memory. In GiB: frozen base 0.0")
-    assert "vLLM's weights 3.00" in said
-    assert "jobs_per_gpu" not in said
-    for part in parts:
-        assert part in said
-    assert ("gradient_checkpointing" in said) != changes.get("model__gradient_checkpointing", False)
+def test_the_message_names_shares_and_keys(
+    tiny, policy: Policy, on_gpu: Callable[[int], None],
+    changes: dict, held: dict[str, int], free: int | None, parts: list[str], absent: str,
+) -> None:  # fmt: skip
+    cfg = tiny(**changes)
+    if free:
+        on_gpu(free)
+    said = in_training(cfg, policy, held, Exception(f"{TORCH} GPU 0 has a\nMore"))
+    assert said.startswith(f"{TORCH} In GiB: frozen base ")
+    assert [part for part in parts if part not in said] == []
+    assert absent not in said
 
 
 def test_a_run_out_of_memory_ends_with_the_message(tiny, tmp_path: Path, monkeypatch) -> None:
@@ -90,25 +98,17 @@ def test_a_run_out_of_memory_ends_with_the_message(tiny, tmp_path: Path, monkeyp
         run.run(tiny(eval__questions=0), RunDirectory(tmp_path), Stop())
 
 
-def test_a_server_s_batch_is_not_on_the_trainer_s_gpu(tiny, build_policy) -> None:
-    cfg = tiny(rollout__engine="vllm_server")
-    said = in_training(cfg, build_policy(tiny()), {}, Exception("No memory."))
-    assert said.endswith("Type one of: optim.micro_batch_size lower than 4; model.gradient_checkpointing=true.")
-
-
-def test_a_model_that_does_not_fit_while_it_is_loaded_says_who_has_the_gpu(tiny, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(("name", "remedy"), [("bf16", "; format=nvfp4; "), ("nvfp4", "jobs_per_gpu; a smaller model")])
+def test_a_model_that_does_not_fit_while_it_is_loaded_says_who_has_the_gpu(
+    tiny, tmp_path: Path, monkeypatch, on_gpu: Callable[[int], None], name: str, remedy: str
+) -> None:
     def build(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 36.00 MiB. GPU 0 has a total")
+        raise torch.OutOfMemoryError(f"{TORCH} GPU 0 has a total")
 
+    on_gpu(2)
     monkeypatch.setattr(run, "build_policy", build)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30 * GIB)
-    for weight_format, remedy in (
-        ("bf16", "; format=nvfp4; "),
-        ("nvfp4", "jobs_per_gpu; a smaller model.path."),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            run.build(tiny(format__name=weight_format), RunDirectory(tmp_path), Stop())
-        assert "does not fit on cpu (CUDA out of memory. Tried to allocate 36.00 MiB.)" in str(caught.value)
-        assert "In GiB: this run 30.00, others 48.00, free 2.00." in str(caught.value)
-        assert remedy in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        run.build(tiny(format__name=name), RunDirectory(tmp_path), Stop())
+    assert f"does not fit on cpu ({TORCH})" in str(caught.value)
+    assert "In GiB: this run 30.00, others 48.00, free 2.00." in str(caught.value)
+    assert remedy in str(caught.value)

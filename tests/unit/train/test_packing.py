@@ -119,35 +119,34 @@ def test_only_tokens_are_computed() -> None:
     assert seen == [(1, sum(map(sum, LENGTHS)), 64)]
 
 
-@pytest.mark.parametrize(("asked", "done"), [("auto", False), ("on", True), ("off", False)])
-def test_a_cpu_packs_when_it_is_asked_to(asked: str, done: bool, tiny) -> None:
-    assert packing.is_wanted(tiny(optim__packing=asked), tiny_model()) is done
+@pytest.mark.parametrize(("device", "changes", "packs"), [
+    ("cpu", {"optim__packing": "auto"}, False), ("cpu", {"optim__packing": "on"}, True),
+    ("cuda", {"model__attention": "sdpa"}, True), ("cuda", {"model__attention": "eager"}, False),
+])  # fmt: skip
+def test_a_gpu_packs_by_itself_where_it_keeps_the_attention(device: str, changes: dict, packs: bool, tiny) -> None:
+    model = SimpleNamespace(device=torch.device(device), config=tiny_model().config)
+    model._can_set_attn_implementation = lambda: True
+    assert packing.is_wanted(tiny(**changes), model) is packs
 
 
-def test_a_model_with_sliding_windows_is_not_packed(tiny) -> None:
+def sliding():
     shape = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
              "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
-    assert not packing.cannot_pack(tiny_model())
-    assert not packing.cannot_pack(qwen3())
-    sliding = MistralForCausalLM(MistralConfig(**shape, sliding_window=8))
-    assert "windows" in packing.cannot_pack(sliding)
-    with pytest.raises(ConfigError, match=r"optim\.packing=on is not possible for pocket.*Type optim"):
-        packing.is_wanted(tiny(optim__packing="on"), sliding)
+    return MistralForCausalLM(MistralConfig(**shape, sliding_window=8))
 
 
-def test_a_model_with_dropout_in_its_attention_is_not_packed(tiny) -> None:
-    """Found when the run begins: the attention itself would refuse in the first step."""
+def dropping():
     model = tiny_model()
     model.config.attention_dropout = 0.1
-    with pytest.raises(ConfigError, match=r"a dropout of 0\.1.*Type optim\.packing=off"):
-        packing.is_wanted(tiny(optim__packing="on"), model)
+    return model
 
 
-@pytest.mark.parametrize(("chosen", "packs"), [("sdpa", True), ("eager", False)])
-def test_a_gpu_packs_by_itself_where_it_keeps_the_attention(chosen: str, packs: bool, tiny) -> None:
-    on_gpu = SimpleNamespace(device=torch.device("cuda"), config=tiny_model().config)
-    on_gpu._can_set_attn_implementation = lambda: True
-    assert packing.is_wanted(tiny(model__attention=chosen), on_gpu) is packs
+@pytest.mark.parametrize(("make", "said"), [(sliding, "windows"), (dropping, r"a dropout of 0\.1")])
+def test_a_model_that_cannot_be_packed_is_refused_when_the_run_begins(make, said: str, tiny) -> None:
+    """The attention itself would refuse in the first step."""
+    assert not packing.cannot_pack(tiny_model())
+    with pytest.raises(ConfigError, match=rf"optim\.packing=on is not possible for pocket.*{said}.*Type optim"):
+        packing.is_wanted(tiny(optim__packing="on"), make())
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return Watched(policy, cfg.rollout.batch_size)
 
     monkeypatch.setattr(rollout, "build", build)
+    monkeypatch.setattr(run_module, "train", lambda *_: None)
+    monkeypatch.setattr(run_module, "conclude", lambda *_: None)
     return events
 
 
@@ -47,7 +49,6 @@ def test_the_engine_is_closed_however_a_run_ends(tiny, tmp_path: Path, monkeypat
             raise FAILURES[ending](ending)
 
     monkeypatch.setattr(run_module, "train", train)
-    monkeypatch.setattr(run_module, "conclude", lambda *_: None)
     cfg = tiny(eval__questions=0)
     if ending in ("finished", "interrupted"):
         status = run_module.run(cfg, RunDirectory(tmp_path), Stop())
@@ -65,8 +66,6 @@ def test_the_kernels_that_the_engine_took_are_recorded(
     """By another kernel a policy has other numbers. An engine that has no choice says nothing."""
     if taken:
         monkeypatch.setattr(TransformersEngine, "linear_backend", taken, raising=False)
-    monkeypatch.setattr(run_module, "train", lambda *_: None)
-    monkeypatch.setattr(run_module, "conclude", lambda *_: None)
     run_module.run(tiny(eval__questions=0), directory := RunDirectory(tmp_path), Stop())
     assert directory.environment()["linear_backend"] == taken
 

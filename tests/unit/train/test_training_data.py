@@ -39,45 +39,38 @@ def test_the_order_is_one_seeded_permutation_after_another(tiny, data_of) -> Non
 
 def test_questions_that_are_too_long_are_left_out_and_counted(tiny, data_of, policy) -> None:
     task = tasks.load(tiny().task)
-    lengths = {question.id: len(policy.prompt_ids(task.messages(question))) for question in task.train}
+    lengths = {question: len(policy.prompt_ids(task.messages(question))) for question in task.train + task.heldout}
     limit = sorted(lengths.values())[len(lengths) // 2]
     data = data_of(tiny(rollout__max_prompt_tokens=limit))
-    fitting = [name for name, length in lengths.items() if length <= limit]
-    assert [question.id for question in data.questions] == fitting
-    assert data.left_out == len(lengths) - len(fitting) > 0
-    assert data_of(tiny()).left_out == 0
-    longest = max(lengths.values())
+    for given, kept, left_out in (
+        (task.train, data.questions, data.left_out),
+        (task.heldout, data.task.heldout, data.heldout_left_out),
+    ):
+        assert kept == [question for question in given if lengths[question] <= limit]
+        assert left_out == len(given) - len(kept) > 0
+    whole = data_of(tiny())
+    assert (whole.left_out, whole.heldout_left_out, whole.task.heldout) == (0, 0, task.heldout)
+    assert data_of(tiny(rollout__max_prompt_tokens=limit, eval__questions=0)).heldout_left_out == 0
+    longest = max(lengths[question] for question in task.train)
     with pytest.raises(ConfigError, match=rf"leaves out all 64 .* Type rollout\.max_prompt_tokens={longest}\."):
         data_of(tiny(rollout__max_prompt_tokens=3))
-
-
-def test_held_out_questions_obey_the_same_limit(tiny, data_of, policy) -> None:
-    task = tasks.load(tiny().task)
-    lengths = [len(policy.prompt_ids(task.messages(question))) for question in task.heldout]
-    limit = sorted(lengths)[len(lengths) // 2]
-    data = data_of(tiny(rollout__max_prompt_tokens=limit))
-    fitting = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
-    assert data.task.heldout == fitting
-    assert data.heldout_left_out == len(lengths) - len(fitting) > 0
-    assert (data_of(tiny()).heldout_left_out, data_of(tiny()).task.heldout) == (0, task.heldout)
-    assert data_of(tiny(rollout__max_prompt_tokens=limit, eval__questions=0)).heldout_left_out == 0
 
 
 def test_a_limit_that_leaves_too_few_held_out_questions_is_refused(tiny, policy) -> None:
     task = tasks.load(tiny().task)
     lengths = {question: len(policy.prompt_ids(task.messages(question))) for question in task.heldout}
     shortest, longest = (pick(lengths, key=lengths.get) for pick in (min, max))
-    train = [q for q in task.train if len(policy.prompt_ids(task.messages(q))) <= lengths[shortest]]
-    few = replace(task, train=train or [shortest], heldout=[shortest, longest, longest])
+    few = replace(task, train=[shortest], heldout=[shortest, longest, longest])
+    limit = {"rollout__max_prompt_tokens": lengths[shortest]}
     said = (
         rf"rollout\.max_prompt_tokens={lengths[shortest]} leaves 1 of 3 held-out questions, and an evaluation needs "
         rf"two\. Type rollout\.max_prompt_tokens={lengths[longest]}, or eval\.questions=0\."
     )
     with pytest.raises(ConfigError, match=said):
-        select(tiny(rollout__max_prompt_tokens=lengths[shortest]), policy, few)
-    assert select(tiny(rollout__max_prompt_tokens=lengths[shortest], eval__questions=0), policy, few).questions
+        select(tiny(**limit), policy, few)
+    assert select(tiny(**limit, eval__questions=0), policy, few).questions
     with pytest.raises(ConfigError, match=rf"max_prompt_tokens={lengths[longest]}, or eval\.every=0\."):
-        select(tiny(rollout__max_prompt_tokens=lengths[shortest], eval__questions=0, eval__every=1), policy, few)
+        select(tiny(**limit, eval__questions=0, eval__every=1), policy, few)
 
 
 def test_a_cursor_goes_on_from_its_position(tiny, data_of) -> None:
