@@ -128,11 +128,6 @@ def test_the_points_of_figure_15(schedule: str) -> None:
     assert {k: level(cfg, k, 10) for k in FIG_15[schedule]} == pytest.approx(FIG_15[schedule], abs=9e-4)
 
 
-def test_zero_noise_is_zero_under_every_schedule() -> None:
-    for schedule in NOISY:
-        assert values(config(schedule, start=0.0, end=0.0), 4) == [0.0] * 4
-
-
 @pytest.mark.parametrize("step", [-1, 9])
 def test_a_step_outside_the_run_is_refused(step: int) -> None:
     with pytest.raises(ValueError, match=rf"step={step} is outside 0\.\.8"):
