@@ -42,16 +42,6 @@ def test_huge_outlier_survives_and_nothing_overflows(weight_format: Format) -> N
     assert values[3, 5].item() == pytest.approx(1e30, rel=0.25)  # MXFP4: 1e30 is 6.3 of its block's units
 
 
-def test_outlier_costs_only_its_block_where_blocks_stand_alone() -> None:
-    weight = normal(8, 128)
-    clean = {each: roundtrip(weight, each) for each in [MXFP4, Nf4(False)]}
-    weight[3, 5] = 1e30
-    for each in [MXFP4, Nf4(False)]:
-        assert torch.equal(roundtrip(weight, each)[4:], clean[each][4:])
-    assert roundtrip(weight, NVFP4)[4:].count_nonzero() == 0  # below 2**-10 of the largest block: gone
-    assert roundtrip(weight, NF4)[4:].abs().max() > 1e20  # their mean is the outlier's
-
-
 def test_nvfp4_subnormal_block_scales() -> None:
     """Blocks 2**-15 to 2**-17.8 below the largest have E4M3 scales under 2**-6, with fewer bits, down to none."""
     weight = normal(4, 16).clamp(-1, 1)
@@ -104,12 +94,6 @@ def test_largest_magnitudes_do_not_overflow(weight_format: Format) -> None:
 def test_error_on_a_size_that_does_not_fit(name: str, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BY_NAME[name].quantize(torch.ones(shape), name="up")
-
-
-@pytest.mark.parametrize("scale", [torch.zeros(1), torch.tensor([float("inf")]), torch.ones(2), -torch.ones(1)])
-def test_error_on_a_bad_global_scale(scale: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"^up: global_scale must be one positive finite number"):
-        NVFP4.quantize(normal(4, 64), name="up", global_scale=scale)
 
 
 def test_the_table_has_every_format_and_no_other() -> None:

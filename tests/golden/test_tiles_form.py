@@ -77,17 +77,6 @@ def test_the_way_back_gives_every_bit_of_each_part(sizes: list[int], columns: in
         check_same(form.stored(held), packed)
 
 
-def test_each_code_comes_back_with_each_scale() -> None:
-    """In each of the 16 places of a scale."""
-    row = torch.cat([torch.arange(16, dtype=torch.uint8).roll(place) for place in range(16)])
-    rows = (row[0::2] | row[1::2] << 4).repeat(64, 1)
-    for scales in (E4M3[1:65], E4M3[63:]):  # a row each
-        packed = {"weight_packed": rows, "weight_scale": scales[:, None].repeat(1, 16).view(torch.float8_e4m3fn),
-                  DIVISOR: torch.tensor([1.0])}  # fmt: skip
-        held, (form,) = held_in_tiles([packed], 2)
-        check_same(form.stored(held), packed)
-
-
 @pytest.mark.parametrize(
     ("scale", "code", "back"),
     [
