@@ -50,12 +50,6 @@ def test_float32_log_probs_are_summed_in_float64() -> None:
     torch.testing.assert_close(found, kl.per_token(p, q), rtol=1e-5, atol=1e-6)
 
 
-def test_the_mean_is_over_all_tokens() -> None:
-    p, q, lengths = logprobs(5), logprobs(6), [1, 20, 29]
-    expected = kl_div(q, p, log_target=True, reduction="none").sum(-1).mean().item()
-    assert kl.mean(kl.per_token(p, q), lengths).nats == pytest.approx(expected, rel=1e-12)
-
-
 def test_the_standard_error_is_that_of_a_ratio_over_texts() -> None:
     """For texts of equal length it is the textbook error of a mean; 0 where all agree; None for a single one."""
     values = torch.tensor([0.1] * 5 + [0.5] * 10 + [0.5] * 10 + [1.0] * 5)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import marlin_packer
-from packed_layers import NVFP4
+from packed_layers import BITS, E4M3, NVFP4, check_same
 from qerl_lab.formats import marlin
 from qerl_lab.formats.marlin import CODES, SCALE, Marlin
 from qerl_lab.formats.nvfp4 import DIVISOR
@@ -15,8 +15,6 @@ from qerl_lab.formats.nvfp4 import DIVISOR
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SHAPES = [(64, 128), (128, 64), (192, 576), (320, 1152), (64, 2048)]  # N, K: multiples of (64, 128) or (128, 64)
-E4M3 = torch.arange(0x7F, dtype=torch.uint8)  # no sign, no NaN
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 def anything(rows: int, columns: int, scales: Tensor) -> dict[str, Tensor]:
@@ -33,13 +31,6 @@ def held_by_marlin(*parts: dict[str, Tensor]) -> tuple[dict[str, Tensor], Marlin
     divisor = parts[0][DIVISOR]
     boost = (2.0**119 / divisor / layer.weight_global_scale).item()
     return {CODES: layer.weight.data, SCALE: layer.weight_scale.data, DIVISOR: divisor}, Marlin(boost)
-
-
-def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(found) == list(expected)
-    for key, tensor in expected.items():
-        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(found[key].view(torch.uint8), tensor.contiguous().view(torch.uint8)), key
 
 
 @pytest.mark.parametrize("shape", SHAPES)

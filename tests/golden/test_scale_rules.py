@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import reference_formats as reference
-from packed_layers import BY_NAME, MXFP4, NVFP4
+from packed_layers import BY_NAME, NVFP4
 from qerl_lab import formats
 from qerl_lab.config import schema
 from qerl_lab.formats import FORMATS, mxfp4, nvfp4
@@ -17,18 +17,10 @@ from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.weight_files import WeightFiles
+from reference_formats import nibbles, normal
 
 FOUR_OVER_SIX = Nvfp4("four_over_six")
 RULES = ["round", "floor", "ceil"]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return 0.02 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def nibbles(packed: Tensor) -> np.ndarray:
-    array = packed.numpy()
-    return np.stack([array & 15, array >> 4], -1).reshape(len(array), -1)
 
 
 def block_errors(weight: Tensor, packed: dict[str, Tensor]) -> np.ndarray:
@@ -111,12 +103,6 @@ def test_four_over_six_keeps_six_on_a_tie() -> None:
     assert nibbles(packed["weight_packed"])[:, 3].tolist() == [7, 15]
 
 
-def test_four_over_six_never_saturates_a_scale() -> None:
-    for seed in range(20):
-        weight = normal(16, 64, seed=seed)
-        assert FOUR_OVER_SIX.quantize(weight)["weight_scale"].float().max() <= 384
-
-
 def test_four_over_six_shares_one_global_scale() -> None:
     weights = [normal(4, 32), 3 * normal(4, 32)]
     shared = FOUR_OVER_SIX.fused_quantize(weights)(weights[0])
@@ -135,27 +121,6 @@ def test_mxfp4_scale_for_every_exponent(rule: str) -> None:
     packed = Mxfp4(rule).quantize(weight)
     np.testing.assert_array_equal(packed["weight_scale"].numpy(), expected.scale)
     np.testing.assert_array_equal(nibbles(packed["weight_packed"]), expected.codes)
-
-
-@pytest.mark.parametrize(("rule", "low", "high"), [("round", 3.5, 7.0), ("floor", 4.0, 8.0), ("ceil", 3.0, 6.0)])
-def test_where_the_maximum_of_a_block_lands(rule: str, low: float, high: float) -> None:
-    weight = torch.logspace(-3, 3, 4096, dtype=torch.float64).float().unsqueeze(1).repeat(1, 32)
-    scale = torch.exp2(Mxfp4(rule).quantize(weight)["weight_scale"].double() - 127)
-    lands = weight[:, :1].double() / scale
-    assert low <= lands.min() < low + 0.01
-    assert high - 0.01 < lands.max() <= high
-
-
-def test_mxfp4_of_ceil_clips_nothing_and_the_others_do() -> None:
-    weight = normal(128, 256)
-    largest = {
-        rule: (MXFP4.dequantize(Mxfp4(rule).quantize(weight), (128, 256), torch.float32) - weight)
-        .unflatten(1, (-1, 32)).abs().amax(-1) / weight.unflatten(1, (-1, 32)).abs().amax(-1)
-        for rule in RULES
-    }  # fmt: skip
-    assert largest["ceil"].max() <= 1 / 5 + 1e-6  # half the widest gap, 4 to 6, at 5
-    assert largest["round"].max() < 1 / 4.9 + 1e-6
-    assert largest["floor"].max() > 0.23  # 8 becomes 6
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -191,11 +156,3 @@ def test_the_configured_rules_reach_the_weights() -> None:
         packed = model.model.layers[0].mlp.down_proj.packed()
         assert all(torch.equal(packed[key].view(torch.uint8), expected[key].view(torch.uint8)) for key in expected)
         assert not torch.equal(packed["weight_packed"], BY_NAME[weight_format.NAME].quantize(dense)["weight_packed"])
-
-
-def test_error_on_an_unknown_rule() -> None:
-    for scale in (None, torch.ones(1)):
-        with pytest.raises(ValueError, match=r"unknown scale_rule 'min'; allowed: max, four_over_six"):
-            Nvfp4("min").quantize(normal(4, 32), global_scale=scale)
-    with pytest.raises(ValueError, match=r"unknown exponent_rule 'even'; allowed: round, floor, ceil"):
-        Mxfp4("even").quantize(normal(4, 32))

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from qerl_lab.aqn import decay, level, stage
+from qerl_lab.aqn import level, stage
 from qerl_lab.config.schema import READINGS, SCHEDULES, AqnConfig
 
 NOISY = [schedule for schedule in SCHEDULES if schedule not in ("off", "adaptive")]
@@ -126,19 +126,3 @@ def test_released_ends_at_sigma_end_and_algorithm_never_gets_there(schedule: str
 def test_the_points_of_figure_15(schedule: str) -> None:
     cfg = config(schedule, "equation", stages=10, start=5e-2, end=1.2e-5 if schedule == "exponential" else 0.0)
     assert {k: level(cfg, k, 10) for k in FIG_15[schedule]} == pytest.approx(FIG_15[schedule], abs=9e-4)
-
-
-def test_zero_noise_is_zero_under_every_schedule() -> None:
-    for schedule in NOISY:
-        assert values(config(schedule, start=0.0, end=0.0), 4) == [0.0] * 4
-
-
-@pytest.mark.parametrize("step", [-1, 9])
-def test_a_step_outside_the_run_is_refused(step: int) -> None:
-    with pytest.raises(ValueError, match=rf"step={step} is outside 0\.\.8"):
-        level(config("linear"), step, 8)
-
-
-def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"aqn\.schedule=quadratic"):
-        decay(config("quadratic"), 0, 3)

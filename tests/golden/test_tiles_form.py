@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from packed_layers import NVFP4
+from packed_layers import BITS, E4M3, NVFP4, check_same
 from qerl_lab.formats.nvfp4 import DIVISOR
 from qerl_lab.formats.tiles import TILES, Tiles, pack
 from qerl_lab.model.linear import PackedLinear
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-E4M3 = torch.arange(0x7F, dtype=torch.uint8)  # no sign, no NaN
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 EVERY_TILE = range(2, 9)
 each_tile = pytest.mark.parametrize("tile", EVERY_TILE)
 # Rows of the parts, columns, blocks of a tile: parts that begin and end within tiles, or are several; K an odd multiple
@@ -45,13 +43,6 @@ def held_in_tiles(parts: list[dict[str, Tensor]], tile: int) -> tuple[dict[str, 
         forms.append(Tiles(first, rows, 2 * half))
         first += rows
     return {TILES: pack(codes, scale, tile), DIVISOR: parts[0][DIVISOR]}, forms
-
-
-def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(found) == list(expected)
-    for key, tensor in expected.items():
-        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(found[key].view(torch.uint8), tensor.contiguous().view(torch.uint8)), key
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -83,17 +74,6 @@ def test_the_way_back_gives_every_bit_of_each_part(sizes: list[int], columns: in
     parts = [anything(rows, columns, E4M3) for rows in sizes]
     held, forms = held_in_tiles(parts, tile)
     for packed, form in zip(parts, forms, strict=True):
-        check_same(form.stored(held), packed)
-
-
-def test_each_code_comes_back_with_each_scale() -> None:
-    """In each of the 16 places of a scale."""
-    row = torch.cat([torch.arange(16, dtype=torch.uint8).roll(place) for place in range(16)])
-    rows = (row[0::2] | row[1::2] << 4).repeat(64, 1)
-    for scales in (E4M3[1:65], E4M3[63:]):  # a row each
-        packed = {"weight_packed": rows, "weight_scale": scales[:, None].repeat(1, 16).view(torch.float8_e4m3fn),
-                  DIVISOR: torch.tensor([1.0])}  # fmt: skip
-        held, (form,) = held_in_tiles([packed], 2)
         check_same(form.stored(held), packed)
 
 

@@ -21,6 +21,8 @@ BY_NAME = {each.NAME: each for each in (NVFP4, MXFP4, NF4, BF16)}
 PACKED = [NVFP4, MXFP4, NF4, Nf4(double_quant=False)]
 ALL = [*PACKED, BF16]
 LAYER_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+E4M3 = torch.arange(0x7F, dtype=torch.uint8)  # no sign, no NaN
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}  # to compare by
 each_packed = pytest.mark.parametrize("weight_format", PACKED, ids=repr)
 each_format = pytest.mark.parametrize("weight_format", ALL, ids=repr)
 
@@ -77,3 +79,10 @@ def pack_model(model: nn.Module, weight_format: Format, *, ignore: Iterable[str]
     for group in fused_groups(packable(model, ignore)):
         weights: dict[str, Tensor] = {name: model.get_parameter(f"{name}.weight") for name in group}
         pack_group(model, weights, weight_format)
+
+
+def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for key, tensor in expected.items():
+        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[key].view(torch.uint8), tensor.contiguous().view(torch.uint8)), key

@@ -9,9 +9,28 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Array = NDArray[np.float64]
+
+# QLoRA, arXiv 2305.14314, appendix E.
+QLORA_TABLE = [
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+]  # fmt: skip
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return 0.02 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def nibbles(packed: Tensor) -> NDArray[np.uint8]:
+    """Turn [N, K/2] bytes into [N, K] codes, low nibble first."""
+    array = packed.numpy()
+    return np.stack([array & 15, array >> 4], -1).reshape(len(array), -1)
 
 
 class Quantized(NamedTuple):
@@ -171,7 +190,3 @@ def double_quantized(largest: Array, codebook: Array) -> tuple[Array, NDArray[np
     values = codebook[nearest(ratio, codebook)] * scale + offset
     stable = off_midpoints(ratio, codebook, 1e-5)
     return values.reshape(-1)[: len(largest)], stable.reshape(-1)[: len(largest)]
-
-
-def sqnr_db(weight: Array, approximation: Array) -> float:
-    return float(10 * np.log10((weight**2).sum() / ((weight - approximation) ** 2).sum()))

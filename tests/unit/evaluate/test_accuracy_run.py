@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qerl_lab import rollout, tasks
-from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import __main__ as evaluate
@@ -273,17 +271,6 @@ def test_what_cannot_be_is_refused_in_one_line(words: str, said: str, capsys) ->
     assert err.count("\n") == 1
 
 
-def test_a_set_of_other_columns_is_told_in_words_that_this_command_takes(tmp_path, capsys) -> None:
-    """It has no task.path, and no key for columns."""
-    (tmp_path / "test.jsonl").write_text('{"q": "1+1?", "answer": "#### 2"}\n')
-    for words in (["accuracy", "model=pocket", "benchmarks=gsm8k:DIR"], ["entropy", "prompts=gsm8k:DIR"]):
-        assert evaluate.main([word.replace("DIR", str(tmp_path)) for word in words]) == 2
-        err = capsys.readouterr().err
-        assert err.endswith(f"Check {words[-1].replace('DIR', 'PATH')} and the names of its columns.\n")
-        assert "has no 'question'; it has ['answer', 'q']" in err
-        assert "task." not in err
-
-
 def test_small_sets_get_more_samples_unless_somebody_says() -> None:
     def samples(name: str, **words: Any) -> int:
         return sampling_of(AccuracyOptions(run="x", **words), RunConfig()).samples_of(name, 3)
@@ -329,10 +316,3 @@ def test_a_run_with_a_task_of_its_own_is_asked_that_or_what_is_named(tmp_path: P
     assert ([one.id for one in own.heldout], own.name) == (["a", "b"], "mine")
     assert (len(named.heldout), named.name) == (3, "arithmetic")
     assert own.instruction == cfg.task.instruction
-
-
-def test_questions_of_a_run_that_lie_elsewhere_by_now_are_named_as_they_can_be_typed(tmp_path: Path) -> None:
-    cfg = RunConfig()
-    cfg.task = replace(cfg.task, name="gsm8k", path=str(tmp_path / "gone"))
-    with pytest.raises(ConfigError, match=r"gone is not there; .* Type benchmarks=gsm8k:DIRECTORY\."):
-        benchmarks.load(AccuracyOptions(run="mine"), cfg)

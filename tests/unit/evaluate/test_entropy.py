@@ -14,17 +14,9 @@ from scipy import stats as scipy_stats
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import entropy
 from qerl_lab.evaluate.evaluate_options import EntropyOptions
-from qerl_lab.evaluate.weight_error import LayerError, total
 from qerl_lab.quantize import __main__ as quantize
 
-CPU = torch.device("cpu")
 SMALL = ["questions=8", "max_completion_tokens=24", "device=cpu"]
-
-
-@pytest.fixture(scope="module")
-def texts() -> entropy.Texts:
-    torch.set_num_threads(1)
-    return entropy.sample(EntropyOptions(questions=6, max_completion_tokens=16, batch_size=4), CPU)
 
 
 def test_entropy_and_kl_are_those_of_float64(texts: entropy.Texts) -> None:
@@ -115,12 +107,6 @@ def test_a_model_whose_logits_are_not_finite_is_null(tmp_path: Path, monkeypatch
     assert arm["weight_error"]["relative"] > 0
     printed = capsys.readouterr().out
     assert re.search(r"\nmxfp4 rtn( +nan){3} +\+nan \[\+nan, \+nan\] +nan +inf +0\.\d+ ", printed)
-
-
-def test_the_error_of_a_weight_that_is_infinite_has_no_decibels() -> None:
-    weight = torch.ones(2, 2)
-    layer = LayerError("a", weight, None, weight, weight / torch.tensor([1.0, 0.0]))
-    assert total([layer]) == {"relative": math.inf, "sqnr_db": None, "parts": None}
 
 
 @pytest.mark.parametrize(("words", "name", "unrecorded"), [

@@ -14,12 +14,6 @@ CPU = torch.device("cpu")
 LAYER = "model.layers.0.self_attn.q_proj"
 
 
-@pytest.fixture(scope="module")
-def texts() -> entropy.Texts:
-    torch.set_num_threads(1)
-    return entropy.sample(EntropyOptions(questions=6, max_completion_tokens=16, batch_size=4), CPU)
-
-
 def test_the_values_of_a_block() -> None:
     e2m1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     assert format_effects.values_of_a_block(NVFP4, 6.0) == pytest.approx([*(-v for v in reversed(e2m1[1:])), *e2m1])

@@ -49,12 +49,3 @@ def test_only_the_logits_of_a_chunk_are_in_memory(monkeypatch: pytest.MonkeyPatc
     with model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(len(args[0]))):
         torch.testing.assert_close(torch.cat(list(kl.logprobs(model, states))), whole)
     assert seen == [4, 4, 1]
-
-
-def test_nothing_has_a_gradient_and_no_hook_stays() -> None:
-    model = tiny_model().eval()
-    states = kl.hidden_states(model, PAIRS)
-    (found,) = kl.logprobs(model, states)
-    assert not states.requires_grad
-    assert not found.requires_grad
-    assert not model.base_model._forward_hooks

@@ -262,14 +262,6 @@ def test_evaluations_that_are_not_the_seeds_of_one_arm_are_refused(tmp_path: Pat
     assert read(AccuracyOptions, shlex.split(line)).run == str(empty)
 
 
-def test_of_evaluations_that_differ_in_much_the_first_keys_are_named(tmp_path: Path) -> None:
-    """A run's and its base's differ in every key of training."""
-    write(tmp_path / "a" / "one", answers(A), **{f"key{n}": n for n in range(9)})
-    write(tmp_path / "a" / "other", answers(A))
-    with pytest.raises(ConfigError, match="they differ in key0, key1, key2, key3, key4 and 4 more"):
-        compared(str(tmp_path / "a"), str(tmp_path / "a"))
-
-
 def test_answers_without_completions_have_no_entropy(tmp_path: Path) -> None:
     """The queue drops the completions."""
     a, b = write(tmp_path / "a", answers(A)), write(tmp_path / "b", answers(B).drop(columns="completion"))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from packed_layers import BF16, BY_NAME, MXFP4, NF4, NVFP4
+from packed_layers import BY_NAME, MXFP4, NF4, NVFP4
 from qerl_lab.formats import recognize
 from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.formats.mxfp4 import Mxfp4
@@ -124,10 +124,3 @@ def test_what_cannot_be_computed_with_is_refused(change: dict[str, Any], says: s
 def test_other_kinds_of_bitsandbytes_are_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         recognize(NF4.quantization_config([], torch.bfloat16) | change)
-
-
-def test_what_cannot_be_described_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^bf16 has no quantization_config$"):
-        BF16.quantization_config([], torch.bfloat16)
-    with pytest.raises(ValueError, match="no re: patterns"):
-        NF4.quantization_config(["re:.*down_proj"], torch.bfloat16)

@@ -147,14 +147,6 @@ def test_a_file_that_is_not_whole_is_refused_before_a_run_starts(
         preflight.check(cfg, tmp_path / "run")
 
 
-def test_a_damaged_length_in_a_header_is_a_damaged_file(file: Path, tmp_path: Path) -> None:
-    whole, damaged, key = file.read_bytes(), tmp_path / "damaged.gguf", b"general.architecture"
-    at = whole.index(key) + len(key)  # of the value's type, after which the text has its length
-    damaged.write_bytes(whole[: at + 4] + b"\xff" * 8 + whole[at + 12 :])
-    with pytest.raises(ConfigError, match="is no GGUF file, or not whole"):
-        gguf.header(damaged)
-
-
 def test_a_file_is_looked_at_without_torch(file: Path, tmp_path: Path) -> None:
     """Its parameters count for memory and disk before it is unpacked; afterwards its directory is checked."""
     code = f"""

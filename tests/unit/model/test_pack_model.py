@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from packed_layers import (
     LAYER_NAMES,
-    NVFP4,
     dense_twin,
     each_format,
     each_packed,
@@ -70,32 +69,3 @@ def test_lora_sits_on_packed_layers_and_cannot_be_merged(weight_format: Format) 
             merge()
     unloaded = model.unload()
     assert sum(isinstance(module, PackedLinear) for module in unloaded.modules()) == 2 * len(LAYER_NAMES)
-
-
-@each_format
-def test_pack_model_replaces_the_linears_and_nothing_else(weight_format: Format) -> None:
-    model = tiny_model(dtype=torch.bfloat16)
-    others = {key: tensor.clone() for key, tensor in model.state_dict().items() if "_proj.weight" not in key}
-    dense = {path: module.weight.clone() for path, module in model.named_modules() if path.endswith("_proj")}
-    pack_model(model, weight_format)
-    kind = nn.Linear if weight_format.NAME == "bf16" else PackedLinear
-    layers = {path: module for path, module in model.named_modules() if path.endswith("_proj")}
-    assert len(layers) == 2 * len(LAYER_NAMES)
-    for path, layer in layers.items():
-        assert type(layer) is kind
-        assert not any(p.requires_grad for p in layer.parameters())
-        shared = {"global_scale": layer.weight_global_scale} if weight_format == NVFP4 else {}
-        expected = weight_format.quantize(dense[path], **shared)
-        own = {"weight": layer.weight} if weight_format.NAME == "bf16" else layer.packed()
-        assert all(
-            torch.equal(own[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in expected.items()
-        )
-    for key, tensor in others.items():
-        assert torch.equal(model.state_dict()[key], tensor)
-    if weight_format.NAME != "bf16":
-        with pytest.raises(
-            ValueError, match=rf"^model\.layers\.0\.self_attn\.q_proj is packed as {weight_format.NAME}"
-        ):
-            pack_model(model, weight_format)
-    assert type(model.lm_head) is nn.Linear
-    assert model(tokens()).logits.dtype is torch.bfloat16

@@ -100,12 +100,10 @@ def test_it_is_another_arm_by_the_content_of_the_adapter(run: Path, tmp_path: Pa
         ({"target_modules": ["q_proj", "v_proj"]}, r"Type lora.target_modules=\[q_proj,v_proj\]"),
         ({"target_modules": "all-linear"}, "is no LoRA adapter with a list of layers"),
         ({"use_dora": True}, "has use_dora=True; allowed: plain LoRA"),
-        ({"alora_invocation_tokens": [3]}, r"has alora_invocation_tokens=\[3\]; allowed: plain LoRA"),
         (
             {"init_lora_weights": "loftq"},
             "has init_lora_weights=loftq; allowed: .* True, False, gaussian, ",
         ),
-        ({"init_lora_weights": "corda"}, "Type another adapter"),
         ({"init_lora_weights": "lora_ga"}, "path_initial_model_for_weight_conversion"),
         ({"peft_type": "IA3"}, "is no LoRA adapter"),
     ],

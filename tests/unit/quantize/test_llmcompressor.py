@@ -16,7 +16,7 @@ from packed_layers import BY_NAME, pack_model, tiny_model
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats import recognize
 from qerl_lab.formats.format import PackedAs
-from qerl_lab.model.linear import FUSED, PackedLinear
+from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.weight_files import WeightFiles
@@ -27,17 +27,6 @@ from small_checkpoints import load, write_dense
 DATA = Path(__file__).parents[2] / "data"
 # By method=awq of a random Qwen2, llmcompressor 0.14.0.1, compressed-tensors 0.19.0.
 WRITTEN = DATA / "llmcompressor_nvfp4"
-
-
-def assert_fused_layers_share_their_global_scale(folder: Path) -> None:
-    files = WeightFiles(folder)
-    for name in files.names:
-        layer, _, tensor = name.rpartition(".")
-        parent, _, leaf = layer.rpartition(".")
-        others = next((fused for fused in FUSED if leaf in fused), ())
-        if tensor == "weight_global_scale":
-            scales = {files.tensor(f"{parent}.{other}.{tensor}").item() for other in others}
-            assert len(scales) <= 1, f"{name}: {scales}"
 
 
 def test_error_without_llmcompressor_names_the_extra_and_the_command(
@@ -93,7 +82,7 @@ def test_its_checkpoint_gives_the_logits_that_transformers_computes() -> None:
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_a_calibrated_checkpoint(name: str, method: str, tmp_path: Path) -> None:
-    """Loads, shares global scales; GPTQ's layers answer to the calibration text better than rounding does."""
+    """Loads; GPTQ's layers answer to the calibration text better than rounding does."""
     pytest.importorskip("llmcompressor", reason="llmcompressor is not installed: make quantize-env")
     model = tiny_model(dtype=torch.bfloat16)
     model.resize_token_embeddings(AutoConfig.from_pretrained(ASSETS).vocab_size)
@@ -111,8 +100,7 @@ def test_a_calibrated_checkpoint(name: str, method: str, tmp_path: Path) -> None
     llmcompressor.run(options, tmp_path / "dense", ["lm_head"], tmp_path / "out")
     stored = stored_as(tmp_path / "out")
     assert stored == PackedAs(type(BY_NAME[name])(None), ("lm_head",))
-    assert_fused_layers_share_their_global_scale(tmp_path / "out")
-    written = load(tmp_path / "out")
+    written = load(tmp_path / "out")  # which refuses parts of a fused layer that do not share their global scale
     tokens = llmcompressor.calibration.sequences(
         options.dataset, llmcompressor.AutoTokenizer.from_pretrained(ASSETS), samples=8, tokens=32, seed=0
     )

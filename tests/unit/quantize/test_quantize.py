@@ -66,27 +66,22 @@ def refused(capsys, *words: str, code: int = 2) -> str:
     ("words", "parts"),
     [
         ("fromat=nvfp4", ["fromat is not a known key", "Did you mean format?"]),
-        ("format=nvfp4 out=out", ["model= is missing", "Type for example model="]),
         ("model=pocket", ["out= is missing", "Type for example out="]),
         ("model=pocket out=out format=nvfp5", ["format=nvfp5", "mxfp4, nf4, nvfp4", "Did you mean nvfp4?"]),
         (
             "model=pocket out=out format=bf16",
             ["format=bf16 is not allowed; allowed: mxfp4", "Type for example format=nvfp4"],
         ),
-        ("model=pocket out=out method=atq", ["method=atq", "rtn, awq, gptq", "Type for example method=rtn"]),
         ("model=pocket out=out format=nf4 method=gptq", ["method=gptq with format=nf4", "Type method=rtn"]),
         ("model=pocket out=out double_quant=false", ["double_quant=false", "option of nf4", "Leave double_quant out"]),
         ("model=pocket out=out exponent_rule=floor", ["option of mxfp4", "type format=mxfp4"]),
         ("model=pocket out=out scale_rule=four_over_six method=awq", ["option of method=rtn", "method=awq"]),
         ("model=pocket out=out method=awq", ["needs llmcompressor", "extra `quantize`", "Type make quantize-env"]),
         ("model=pocket out=/dev/null/out", ["out=/dev/null/out cannot be written (Not a directory", "Type another"]),
-        ("model=pocket out=/proc/here/out", ["out=/proc/here/out cannot be written (No such file or directory"]),
         ("model=pocket out=out format=nf4 ignore=[lm_head,re:.*down_proj]", ["knows no re: patterns", "ignore=[lm_h"]),
         ("model=pocket out=out samples=5", ["samples=5 is an option of method=awq and", "Leave samples out"]),
-        ("model=pocket out=out dataset=x.jsonl", ["dataset=x.jsonl is an option of", "or type method=gptq"]),
         ("model=pocket out=out shard_gb=0", ["shard_gb=0", "above 0"]),
         ("model=./nowhere out=out", ["model=./nowhere is no directory", "Type model=DIRECTORY"]),
-        ("model=/dev/null out=out", ["model=/dev/null is no directory"]),
         ("model=/dev out=out", ["model=/dev holds no config.json, so it is no model directory"]),
         ("model=pocket out=out ignore=[lm_hed]", ["no Linear layer is called lm_hed", "Did you mean lm_head?", "re:"]),
         ("model=pocket out=out ignore=[re:.*]", ["has no Linear layer outside of ignore=[re:.*]"]),
@@ -104,10 +99,6 @@ def test_where_it_would_overwrite_it_says_so(here, model, capsys):
     assert "is no quantized checkpoint" in refused(capsys, model, "out=out", "overwrite=true")
     for out in ("model", "model/out", "."):
         assert "lie within each other" in refused(capsys, model, f"out={out}", "overwrite=true")
-
-
-def test_a_file_of_weights_in_what_would_be_replaced_is_kept(here, capsys):
-    (here / "out").mkdir()
     (here / "out" / "config.json").write_text('{"quantization_config": {}}')
     (here / "out" / "model.gguf").touch()
     text = refused(capsys, "model=out/model.gguf", "out=out", "overwrite=true")

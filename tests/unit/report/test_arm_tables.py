@@ -1,6 +1,7 @@
 """Tables of arms in the shape of the paper's: the numbers in their cells, and the paper's beside them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from qerl_lab.report import comparison, stats
 from qerl_lab.report.arm_tables import tables
 from qerl_lab.report.palette import format_tick
-from qerl_lab.report.table import Table, format_number, without_empty_columns
+from qerl_lab.report.table import Table, format_number
 from run_directories import change_metrics, make_run
 
 AFTER = {"bf16": ([0.5, 0.5, 0.75, 1.0], [0.25, 0.5, 0.5, 0.75], [0.5, 0.75, 0.5, 0.75]),
@@ -116,23 +117,6 @@ def test_what_no_run_was_asked_has_no_column(tmp_path: Path) -> None:
         "entropy, first tenth",
         "entropy, last tenth",
     ]
-    (tmp_path / "once").mkdir()
-    make_run(tmp_path / "once" / "0", "bf16", 0, eval__samples=1)
-    once, *_ = tables(comparison.read([tmp_path / "once"]), None)
-    assert once.rows[0] == ["arm", "finished", "before", "after", "gain"]
-    assert once.left_out == "Left out: pass@n after, since eval.samples=1, or no question."
-
-
-def test_a_column_is_left_out_where_every_row_has_a_dash() -> None:
-    rows = [["a", "b", "c", "d"], ["-", "-", "1", "-"], ["-", "-", "-", "2"]]
-    assert without_empty_columns(rows) == ([["a", "c", "d"], ["-", "1", "-"], ["-", "-", "2"]], ["b"])
-    assert without_empty_columns(rows[:1]) == (rows[:1], [])
-
-
-def test_entropies_stand_beside_figure_5(made: dict[str, Table]) -> None:
-    table = made["Entropy of the policy"]
-    assert [cells(table, arm)["Figure 5, 7B"] for arm in ("bf16", "nvfp4")] == ["0.227", "0.262"]
-    assert cells(table, "bf16")["first tenth of the steps"] == "0.350 [all alike] (3)"
 
 
 def test_controls_that_the_paper_has_not_stand_beside_no_number_of_it(made: dict[str, Table], tmp_path: Path) -> None:
@@ -187,14 +171,11 @@ def test_without_a_baseline_a_line_says_how_to_name_one(tmp_path: Path) -> None:
     assert table.left_out.startswith("Left out: no arm is bf16; type baseline=ARM")
 
 
-@pytest.mark.parametrize(
-    ("value", "spelled"),
-    [(0.0304, "0.030"), (24.4901, "24.49"), (999.96, "1,000"), (10602.4, "10,602"), (-15350.2, "-15,350")],
-)
-def test_a_number_has_commas_and_no_exponent(value: float, spelled: str) -> None:
-    assert format_number(value) == spelled
-
-
-@pytest.mark.parametrize(("value", "spelled"), [(0.25, "0.25"), (250, "250"), (2e6, "2,000,000")])
-def test_an_axis_has_no_exponent_either(value: float, spelled: str) -> None:
-    assert format_tick(value) == spelled
+@pytest.mark.parametrize(("spell", "value", "spelled"), [
+    (format_number, 0.0304, "0.030"), (format_number, 24.4901, "24.49"), (format_number, 999.96, "1,000"), (format_number, -15350.2, "-15,350"),
+    (format_tick, 0.25, "0.25"), (format_tick, 250, "250"), (format_tick, 2e6, "2,000,000"),
+])  # fmt: skip
+def test_numbers_of_tables_and_axes_have_commas_and_no_exponent(
+    spell: Callable[[float], str], value: float, spelled: str
+) -> None:
+    assert spell(value) == spelled

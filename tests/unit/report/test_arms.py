@@ -32,10 +32,6 @@ def named(*runs: Run) -> list[str]:
     return [of[run.arm] for run in runs]
 
 
-def test_the_arms_of_the_lab_are_called_by_their_names() -> None:
-    assert named(run("bf16"), run("nvfp4"), run("nvfp4_aqn"), run("bf16", 1)) == ["bf16", "nvfp4", "nvfp4_aqn", "bf16"]
-
-
 def test_an_arm_that_was_renamed_has_the_name_of_now() -> None:
     """In run directories and in the recorded files."""
     assert named(run("bf16_hot", rollout__temperature=1.06), run("bf16"))[0].startswith("bf16_temperature")

@@ -19,12 +19,12 @@ PLAIN = "python -m qerl_lab"
 
 
 def ran(
-    begin: float, end: float, place: str = "GPU-1", machine: str = "NVIDIA H200", command: str = PLAIN,
+    begin: float | None, end: float, place: str = "GPU-1", machine: str = "NVIDIA H200", command: str = PLAIN,
     device: str = "cuda",
 ) -> Record:  # fmt: skip
-    """A run from and to so many seconds after noon."""
+    """A run from and to so many seconds after noon. `None`: it did not note its start."""
     one = record({"device": device}, 0, 0.3)
-    began = datetime.fromtimestamp(NOON + begin, UTC).isoformat(timespec="seconds")
+    began = "" if begin is None else datetime.fromtimestamp(NOON + begin, UTC).isoformat(timespec="seconds")
     origin = Origin(command=command, began=began, place=place, machine=machine)
     return replace(one, run=replace(one.run, ended=NOON + end), origin=origin)
 
@@ -43,6 +43,7 @@ SWEEP = f"{PLAIN} +sweeps=weight_formats"
     ([ran(0, 100), ran(10, 20), ran(30, 40), ran(35, 39)], [3, 2, 3, 3]),  # never four
     ([ran(0, 100.4), ran(100, 200), ran(300, 400)], [1, 1, 1]),  # starts are noted in whole seconds
     ([ran(0, 100), ran(98, 200)], [2, 2]),
+    ([ran(None, 100), ran(0, 100)], [1, 1]),
     ([ran(0, 100, "GPU-1"), ran(0, 100, "GPU-2")], [1, 1]),
     ([ran(0, 100, "GPU-1 GPU-2"), ran(0, 100, "GPU-2")], [2, 2]),
     # of older records, runs by themselves share machines that are alike
@@ -58,11 +59,6 @@ SWEEP = f"{PLAIN} +sweeps=weight_formats"
 ])  # fmt: skip
 def test_runs_at_once_on_one_machine_are_counted(records: list[Record], counts: list[int]) -> None:
     assert at_once(*records) == counts
-
-
-def test_a_run_that_did_not_note_its_start_is_beside_none() -> None:
-    silent = ran(0, 100)
-    assert at_once(replace(silent, origin=replace(silent.origin, began="")), ran(0, 100)) == [1, 1]
 
 
 # --- what the command says

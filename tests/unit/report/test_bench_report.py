@@ -5,7 +5,6 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
-from matplotlib.text import Text
 
 from qerl_lab.report import bench, bench_figures
 
@@ -138,25 +137,6 @@ def test_the_table_of_steps() -> None:
     assert "qlora_trl, rank 32, died: ValueError: x" in lines
 
 
-def test_the_legend_of_steps_has_the_parts_that_can_be_seen() -> None:
-    told, apart = steps(), steps()
-    told["rows"] = [step("nvfp4", 4.0, probe_seconds=0.0, train_seconds=1.915)]
-    apart["rows"] = [step("bf16_trl", 4.0)]
-    legends = [[text.get_text() for text in bench_figures.figure(one).legends[0].get_texts()] for one in (told, apart)]
-    assert legends == [["rollout", "reward", "sync", "train"], ["other"]]
-
-
-MANY_KEYS = "nvfp4 " + " ".join(f"rollout.vllm.number_{i}_of_many={i}" for i in range(8))
-
-
-@pytest.mark.parametrize("result", [rollouts([row(MANY_KEYS, 150.0)]), steps() | {"rows": [step(MANY_KEYS, 4.0)]}])
-def test_a_name_of_many_keys_stays_in_the_figure(result: dict[str, Any]) -> None:
-    figure = bench_figures.figure(result)
-    figure.canvas.draw()
-    (name,) = [text for text in figure.findobj(Text) if "number_7" in text.get_text() and text.get_visible()]
-    assert 0 <= name.get_window_extent().x0 < name.get_window_extent().x1 <= figure.bbox.x1
-
-
 def test_every_committed_result_has_a_table_a_figure_and_an_origin() -> None:
     for file in COMMITTED.glob("*.json"):
         result = bench.load(file)
@@ -168,12 +148,3 @@ def test_every_committed_result_has_a_table_a_figure_and_an_origin() -> None:
         figure = bench_figures.figure(result)
         assert figure is not None
         plt.close(figure)
-
-
-def test_the_origin_says_when_on_what_and_by_which_code() -> None:
-    about = {
-        "time": "2026-11-21T11:59:42+0000", "gpus": [{"name": "NVIDIA H200"}], "git_sha": "7d2ebcc92e10", "dirty": True,
-        "packages": {"torch": "2.11.0", "vllm": "0.26.0", "peft": "0.21"},
-    }  # fmt: skip
-    said = bench.origin(rollouts(several()) | {"environment": about})
-    assert said == "2026-11-21, NVIDIA H200, torch 2.11.0, vllm 0.26.0, commit 7d2ebcc with changes"

@@ -213,15 +213,6 @@ def test_one_seed_has_no_interval(here: Path, capsys) -> None:
     assert line.split() == ["bf16", "1", "1", "of", "1", "0.375", "0.625", "+0.250", "0.350", "->", "0.200"]
 
 
-def test_learning_rate_0_gains_exactly_0_of_which_no_interval_is_shown(here: Path, capsys) -> None:
-    for seed in range(3):
-        accuracy = [seed / 4, 0.5, 0.25]
-        make_run(here / "runs" / str(seed), "bf16", seed, before=accuracy, after=accuracy, optim__learning_rate=0.0)
-    assert arms_of(here / "runs").loc["bf16", ["gain", "gain_low", "gain_high"]].tolist() == [0, 0, 0]
-    assert main(["runs"]) == 0
-    assert "+0.000 [all alike]" in capsys.readouterr().out
-
-
 def test_a_run_without_evaluation_has_its_entropy(here: Path, capsys) -> None:
     run = make_run(here / "runs" / "a", "bf16", 0, eval__questions=0)
     (run / "eval.parquet").unlink()

@@ -86,25 +86,6 @@ def test_seconds_are_those_of_the_steps(tmp_path: Path) -> None:
     assert found.loc[found["metric"] == "reward/mean", "seconds"].tolist() == [2, 4, 6, 8]
 
 
-def test_arms_share_panels_that_can_be_read() -> None:
-    names = ["bf16", "bf16_aqn", "mxfp4", "mxfp4_aqn", "nvfp4", "nvfp4_aqn"]
-    assert curves.panels(names[:4], "bf16") == [names[:4]]
-    assert curves.panels(names, "bf16") == [names[:2], ["bf16", *names[2:4]], ["bf16", *names[4:]]]
-    assert curves.panels(names, None) == [names[:2], names[2:4], names[4:]]
-    assert curves.panels(names[1:], None) == [names[1:2], names[2:4], names[4:]]
-
-
-def test_an_arm_looks_alike_in_all_figures_of_a_few_arms() -> None:
-    """Of sigma an arm without noise is not drawn, which leaves its look to no other."""
-    arms = ["bf16", "nvfp4", "nvfp4_aqn"]
-    quiet = points(arms[:2], metric="noise/sigma").assign(value=0.0)
-    both = pd.concat([points(arms), quiet, points(arms[2:], metric="noise/sigma")])
-    sigma = next(curve for curve in curves.CURVES if curve.name == "sigma")
-    (of_reward,), (of_sigma,) = (draw(both, curve, curves.STEP, "bf16").axes for curve in (REWARD, sigma))
-    looks = [{line.get_label(): line.get_color() for line in means(axis)} for axis in (of_reward, of_sigma)]
-    assert looks[1] == {"nvfp4_aqn (n=3)": looks[0]["nvfp4_aqn (n=3)"]}
-
-
 def test_a_format_has_one_color_in_our_figures_and_the_paper_s() -> None:
     """Noise is told by dashes and hollow markers. Arms of one format alone have colors that no format has."""
     looks = palette.styles({"a": "bf16", "nvfp4": "nvfp4", "nvfp4_aqn": "nvfp4", "mxfp4": "mxfp4", "nf4": "nf4"})
@@ -135,13 +116,3 @@ def test_arms_differ_without_color() -> None:
     (axis,) = draw(points(arms), REWARD, curves.STEP, "bf16").axes
     looks = {(line.get_linestyle(), line.get_marker()) for line in means(axis)}
     assert len(looks) == 4
-
-
-def test_an_interval_of_two_seeds_leaves_the_curves_their_room() -> None:
-    """It is 12.7 standard errors wide on either side: 63.5 here, where the values go from 1 to 40."""
-    table = points(["bf16"], seeds=2)
-    table["value"] = table["value"].where(~table["run_id"].str.endswith("1"), table["value"] + 9)
-    low, high = table["value"].min(), table["value"].max()
-    beside = curves.side_by_side(table, [REWARD], {"bf16": "bf16"}, palette.styles({"bf16": "bf16"}))
-    for figure in (draw(table, REWARD, curves.STEP, None), beside):
-        assert figure.axes[0].get_ylim() == pytest.approx((low - (high - low) / 4, high + (high - low) / 4))

@@ -90,15 +90,6 @@ def test_every_figure_is_drawn_of_every_arm_in_the_color_of_its_format(found: Co
     assert diagnostics.draw_power(found, None) is None
 
 
-def test_a_legend_of_long_names_is_within_its_figure(found: Comparison) -> None:
-    long = {f"{arm} ({', '.join(f'optim.some_key_{n}=64' for n in range(6))})": own for arm, own in found.arms.items()}
-    figure, _ = diagnostics.draw_gains(replace(found, arms=long))
-    figure.canvas.draw()
-    box, whole = figure.axes[0].get_legend().get_window_extent(), figure.bbox
-    assert whole.x0 <= box.x0 < box.x1 <= whole.x1
-    assert whole.y0 <= box.y0 < box.y1 <= whole.y1
-
-
 def test_the_formats_are_in_one_figure_with_reward_entropy_and_accuracy(found: Comparison) -> None:
     ((title, formats),) = format_curves.group_formats(found).items()
     assert (title, formats) == ("", {"bf16": "bf16", "nvfp4": "nvfp4"})

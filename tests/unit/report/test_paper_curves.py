@@ -75,14 +75,3 @@ def test_a_caption_says_what_both_are_of_and_whether_ours_are_of_another_task() 
     assert both.startswith("The paper's Figure 7: Qwen2.5-7B, BigMath, DAPO, read to +-0.006. Ours above: model")
     assert both.endswith("bigmath/gsm8k, grpo.")
     assert other.endswith("Ours above, on another task: model pocket, gsm8k, grpo.")
-
-
-def test_the_legend_keeps_its_distance_from_the_label_whatever_the_panel_s_height() -> None:
-    gaps = []
-    for figure in map(paper_curves.draw, paper_curves.FIGURES):
-        figure.draw_without_rendering()
-        for axis in figure.axes:
-            label, legend = axis.xaxis.label.get_window_extent(), axis.get_legend().get_window_extent()
-            gaps.append(72 * (label.y0 - legend.y1) / figure.dpi)  # points
-    assert min(gaps) > 3
-    assert max(gaps) - min(gaps) < 2

@@ -1,4 +1,4 @@
-"""Results as Parquet: the same report as from the run directories, in small files, whatever state the runs are in."""
+"""Results as Parquet: small tidy files, whatever state the runs are in. (test_page.py: the same report from them.)"""
 
 import json
 import shutil
@@ -10,28 +10,19 @@ import pytest
 
 from qerl_lab.config.arm import ADDED, REMOVED, is_of_arm, leaves
 from qerl_lab.config.option import ConfigError
-from qerl_lab.record.metrics import encode
-from qerl_lab.report import comparison, results, verdict_tables
+from qerl_lab.report import comparison, results
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.runs import KEPT, Origin
-from qerl_lab.report.verdicts import judge
-from run_directories import config, make_run, metrics_of
-
-NOISE = np.random.default_rng(0)
+from run_directories import config, make_run
 
 
 @pytest.fixture
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two arms of three seeds with noisy metrics, and one run each that failed, was repeated and is damaged."""
+    """Two arms of three seeds, and one run each that failed, was repeated and is damaged."""
     monkeypatch.chdir(tmp_path)
     for seed in range(3):
         for arm in ("bf16", "nvfp4_aqn"):
-            folder = make_run(tmp_path / "runs" / f"{arm}-{seed}", arm, seed, after=list(NOISE.integers(0, 4, 4) / 3))
-            lines = [
-                {name: value * NOISE.uniform(0.9, 1) for name, value in metrics_of(n, 4).items()} for n in range(5)
-            ]
-            lines[0] = {"eval/accuracy": 0.375}
-            (folder / "metrics.jsonl").write_bytes(b"".join(encode(n, line) for n, line in enumerate(lines)))
+            make_run(tmp_path / "runs" / f"{arm}-{seed}", arm, seed)
     about = {"git_sha": "feedface", "dirty": True, "command": "python -m qerl_lab", "cpus_usable": 2, "cpu": "Xeon"}
     about |= {"packages": {"torch": "2.13.0"}, "gpus": [{"name": "H200", "driver": "580"}] * 2}
     (tmp_path / "runs" / "bf16-0" / "env.json").write_text(json.dumps(about))
@@ -46,26 +37,6 @@ def save(folder: str, out: str) -> None:
     found = comparison.read([Path(folder)])
     Path(out).mkdir(parents=True, exist_ok=True)
     results.write(Path(out), results.frames(found.records, found.damaged, found.arm_of))
-
-
-def told(folder: str) -> list[str]:
-    """Everything that is said of a folder, as text."""
-    found = comparison.read([Path(folder)])
-    tables = [comparison.by_run(found), comparison.by_arm(found, "bf16"), comparison.curves(found)]
-    rows = judge(found.counted, found.all_runs)
-    texts = [comparison.text(found, tables[1], "bf16"), verdict_tables.as_json(found, rows, "-")]
-    return [*(table.to_csv() for table in tables), *texts, verdict_tables.markdown(found, rows, "-")]
-
-
-def test_a_report_is_the_same_from_the_files_as_from_the_runs(sweep: Path) -> None:
-    save("runs", "results/mine")
-    before = told("runs")
-    shutil.rmtree(sweep)
-    assert told("results/mine") == before
-    save("results/mine", "results/again")
-    names = (results.RUNS, results.STEPS, results.QUESTIONS)
-    one, other = ([Path(folder, name).read_bytes() for name in names] for folder in ("results/mine", "results/again"))
-    assert one == other
 
 
 def test_the_files_are_tidy(sweep: Path) -> None:

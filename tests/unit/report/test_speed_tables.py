@@ -96,19 +96,6 @@ def test_columns_of_dashes_are_left_out_and_those_that_do_not_vary_are_a_sentenc
     ]  # fmt: skip
 
 
-def test_rows_of_a_model_and_batch_stand_together_whatever_file_they_are_of(tmp_path: Path) -> None:
-    speed = made(tmp_path, rollouts("qwen2.5-32b"), rollouts(batch=64), rollouts(batch=8), rollouts(batch=64))
-    assert [row[0] for row in speed.tables[0].rows[1::3]] == [
-        "qwen2.5-7b, 8, 32", "qwen2.5-7b, 64, 32", "qwen2.5-7b, 64, 32", "qwen2.5-32b, 8, 32",
-    ]  # fmt: skip
-
-
-def test_the_keys_of_an_arm_lose_their_groups(tmp_path: Path) -> None:
-    result = steps()
-    result["rows"][1]["arm"] = "nvfp4 rollout.vllm.lora=dense optim.micro_batch_size=4 task.path=a.b/c=d"
-    assert cells(made(tmp_path, result), 1, "qwen2.5-14b, 8", "nvfp4 lora=dense micro_batch_size=4 path=a.b/c=d")
-
-
 def test_steps_stand_beside_tables_3_and_7(tmp_path: Path) -> None:
     found = cells(made(tmp_path, steps()), 1, "qwen2.5-14b, 8", "nvfp4")
     assert (found["seconds"], found["tokens/s"], found["of BF16"]) == ("8.00", "1,000", "1.25")
@@ -133,14 +120,6 @@ def test_sizes_are_in_gb_beside_the_paper_s(tmp_path: Path) -> None:
     assert found["weights, GB"] == f"{5 * 2**30 / 1e9:.1f}" == "5.4"
     assert (found["of BF16"], found["peak, GB"]) == (f"{5 / 14:.2f}", "32.2")
     assert (found["paper: GB"], found["paper: of BF16"]) == ("5.9", f"{5.9 / 15.2:.2f}")
-
-
-def test_the_sizes_of_several_ranks_name_theirs(tmp_path: Path) -> None:
-    both = rollouts()
-    both["rows"] += rollouts(rank=64, weights_gib=6.0)["rows"]
-    speed = made(tmp_path, both)
-    sizes = {rank: cells(speed, 2, "qwen2.5-7b, nvfp4", f"nvfp4, rank {rank}")["weights, GB"] for rank in (32, 64)}
-    assert sizes == {32: "5.4", 64: "6.4"}
 
 
 def test_the_committed_training_steps_are_in_the_table_of_memory() -> None:
@@ -170,13 +149,6 @@ def test_a_file_that_is_no_whole_result_is_left_out_and_said(tmp_path: Path, bro
     assert cells(speed, 0, "qwen2.5-7b, 8, 32", "nvfp4")["of BF16"] == "1.50"
     (tmp_path / "1.json").unlink()
     assert [len(table.rows) for table in made(tmp_path, broken).tables] == [1, 1, 1]
-
-
-def test_a_table_without_a_row_is_a_line(tmp_path: Path) -> None:
-    first, *others = made(tmp_path, rollouts()).tables
-    assert len(first.rows) == 4
-    assert others[0].rows == [["model, completions", *others[0].rows[0][1:]]]
-    assert others[0].left_out == "Left out: none of these files is a result of step."
 
 
 def test_nothing_given_nothing_there_and_no_result_in_a_folder(tmp_path: Path) -> None:

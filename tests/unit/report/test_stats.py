@@ -1,6 +1,7 @@
 """The intervals: by hand, and how often they hold the truth."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
@@ -69,13 +70,18 @@ def test_paired_interval_covers_the_truth_as_often_as_it_says() -> None:
     assert np.mean(widths) < 2.5
 
 
-@pytest.mark.parametrize(("before", "after"), [
-    (series([1, 0], "ab"), series([1, 0], "ac")), (series([1], "a"), series([0], "a")),
-    (series([1, 0], "ab"), series([1, 0, 1], "abc")), (series([], ""), series([], "")),
+@pytest.mark.parametrize(("interval", "given", "said"), [
+    (paired_interval, (series([1, 0], "ab"), series([1, 0], "ac")), "the same questions before and after, two"),
+    (paired_interval, (series([1], "a"), series([0], "a")), "the same questions before and after, two at least"),
+    (over_seeds, (np.zeros((1, 8)),), "two seeds at least, and every value"),
+    (over_seeds, ([[0, math.nan], [0, 0]],), "two seeds at least, and every value"),
+    (share_interval, (np.array([]), 1), r"needs a value in \[0, 1\]"),
+    (share_interval, (np.array([0.5, np.nan]), 1), r"needs a value in \[0, 1\]"),
+    (share_interval, (np.array([1.1]), 1), r"needs a value in \[0, 1\]"),
 ])  # fmt: skip
-def test_paired_interval_needs_the_same_questions_two_at_least(before: pd.Series, after: pd.Series) -> None:
-    with pytest.raises(ValueError, match="the same questions before and after, two at least"):
-        paired_interval(before, after)
+def test_what_has_no_interval_is_refused(interval: Callable[..., object], given: tuple[object, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        interval(*given)
 
 
 # --- of seeds and questions
@@ -93,12 +99,6 @@ def test_questions_that_differ_by_less_than_the_rest_add_nothing() -> None:
     values = np.array([[0.0, 0.4], [0.6, 0.2]])
     half = 12.7062047 * math.sqrt(0.02 / 2)
     assert over_seeds(values) == pytest.approx((0.3, 0.3 - half, 0.3 + half), abs=1e-6)
-
-
-@pytest.mark.parametrize("values", [np.zeros((1, 8)), np.zeros((8, 0)), np.zeros(8), [[0, math.nan], [0, 0]]])
-def test_over_seeds_needs_two_seeds_and_every_value(values: object) -> None:
-    with pytest.raises(ValueError, match="two seeds at least, and every value"):
-        over_seeds(values)
 
 
 SHARES = {  # standard deviations over seeds, over questions, of the rest
@@ -147,12 +147,6 @@ def test_a_share_s_interval_covers_the_truth_as_often_as_it_says(questions: int,
         _, low, high = share_interval(shares, samples)
         covered += low <= 0.5 <= high
     assert covered / 2000 == pytest.approx(0.95, abs=off)
-
-
-@pytest.mark.parametrize("values", [[], [1.1], [0.5, -0.1], [np.nan]])
-def test_what_is_no_share_has_no_interval(values: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"needs a value in \[0, 1\]"):
-        share_interval(np.array(values), 1)
 
 
 # --- p-values

@@ -201,16 +201,9 @@ def test_a_page_of_runs_that_answer_nothing_says_so(here: Path) -> None:
 def test_two_tasks_are_told_by_their_names_and_the_page_says_so(
     sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = "Reply with a number, and with nothing else before it or after it, whatever is asked."
     for seed in range(3):
         for arm in ("bf16", "nvfp4_aqn"):
-            make_run(
-                sweep / f"other-{arm}-{seed}",
-                arm,
-                seed,
-                **ON_GSM8K | {"task__name": "arithmetic"},
-                task__instruction=words,
-            )
+            make_run(sweep / f"other-{arm}-{seed}", arm, seed, **ON_GSM8K | {"task__name": "arithmetic"})
     assert main(["verdicts", "runs"]) == exits.OK
     text = capsys.readouterr().out
     assert line_of(text, "final_accuracy", "task=gsm8k").startswith(
@@ -218,11 +211,6 @@ def test_two_tasks_are_told_by_their_names_and_the_page_says_so(
     )
     assert line_of(text, "final_accuracy", "task=arithmetic")
     assert "The runs are of 2 tasks, arithmetic, gsm8k: compare arms of one task." in text
-    assert "Reply with" not in text
-    assert main(["runs"]) == exits.OK
-    text = capsys.readouterr().out
-    assert words not in text
-    assert line_of(text, "Reply with a number, and", "... #", "nvfp4_aqn", "arithmetic")
 
 
 def test_a_ratio_of_the_paper_is_a_ratio_and_a_percentage_a_fraction() -> None:

@@ -14,7 +14,7 @@ from qerl_lab.config.arm import leaves
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report.arms import FINISHED, run_from
 from qerl_lab.report.claims import Claim, Guardrail, of_paper
-from qerl_lab.report.effects import Pair, find_pairs
+from qerl_lab.report.effects import find_pairs
 from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import Record, read_record
 from qerl_lab.report.stats import (
@@ -26,7 +26,7 @@ from qerl_lab.report.stats import (
     variance_components,
 )
 from qerl_lab.report.verdict_tables import paper_cell as of_paper_text
-from qerl_lab.report.verdicts import P, Row, Verdict, judge, pool_variances, set_verdicts
+from qerl_lab.report.verdicts import P, Row, Verdict, pool_variances, set_verdicts
 from run_directories import change_metrics, make_run
 from simulated_runs import BY_NAME, GRADED, HELD_OUT, QUIET, SCALAR, arms, record, shown, verdicts
 
@@ -112,12 +112,6 @@ def test_configurations_that_differ_otherwise_are_never_pooled() -> None:
     assert len(both) == 3  # the arm at another rate has no partner, and is left alone
 
 
-def test_two_settings_are_two_rows_each_with_its_name() -> None:
-    again = [replace(one, run=replace(one.run, settings=one.run.settings | {LEARNING_RATE: "0.1"})) for one in few()]
-    rows = verdicts(SCALAR, few() + again)
-    assert [row.context for row in rows[:2]] == [((LEARNING_RATE, "0.001"),), ((LEARNING_RATE, "0.1"),)]
-
-
 def test_rows_of_arms_at_their_own_best_learning_rate_are_labelled_with_none() -> None:
     def of(rate: str, rank: str) -> list[Record]:
         own = {LEARNING_RATE: rate, "lora.rank": rank}
@@ -127,20 +121,6 @@ def test_rows_of_arms_at_their_own_best_learning_rate_are_labelled_with_none() -
     made = [one for rank, own in rates.items() for rate in own for one in of(rate, rank)]
     rows = verdicts(replace(SCALAR, best_of=LEARNING_RATE), made)
     assert [row.context for row in rows[:2]] == [(("lora.rank", "16"),), (("lora.rank", "32"),)]
-
-
-def test_a_missing_arm_is_undecided_and_says_what_makes_it() -> None:
-    made = few()
-    counted = [one for one in made if one.run.value("format.name") != "nf4"]
-    stopped = [replace(one.run, status="failed (x)") for one in made if one.run.value("format.name") == "nf4"]
-    rows = judge(counted, [one.run for one in counted] + stopped, [SCALAR])
-    (gap,) = (row for row in rows if row.numbers is None)
-    assert gap.why == "no finished run of nf4 (4 started)"
-
-
-def test_two_seeds_are_too_few() -> None:
-    assert {row.verdict for row in verdicts(SCALAR, few(2))} == {Verdict.UNDECIDED}
-    assert verdicts(SCALAR, few(2))[0].why == "seeds that both arms have: 2, of 3 that are needed"
 
 
 def test_only_shared_seeds_and_questions_count() -> None:
@@ -383,13 +363,6 @@ def test_a_question_is_passed_where_one_sample_is_right(tmp_path: Path) -> None:
         MEASURES["pass_after"].of([single], [single])
 
 
-def test_answers_that_are_partly_right_are_no_pass(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", "bf16", 0, after=[0.0, 0.5, 1.0, 0.2], eval__samples=2)
-    found = read_record(RunDirectory(folder), "run")
-    with pytest.raises(Unmeasured, match="partly right: a question's mean does not tell"):
-        MEASURES["pass_after"].of([found], [found])
-
-
 def test_a_question_that_a_seed_was_not_asked_is_missing_and_not_failed(tmp_path: Path) -> None:
     runs = [
         make_run(tmp_path / str(seed), "bf16", seed, before=[1.0] * n, after=[1.0] * n) for seed, n in ((0, 2), (1, 3))
@@ -419,20 +392,6 @@ def test_the_page_has_every_claim_with_its_family_sweep_and_guardrail() -> None:
         assert f"{claim.smallest:g}" in rows[claim.name].split("|")[4]
         margins = [line.split("|")[2].split()[0] for line in guardrails.splitlines() if f"`{claim.name}`" in line]
         assert margins == ([f"{claim.guardrail.margin:g}"] if claim.guardrail else [])
-
-
-def test_throughput_of_a_cpu_decides_nothing() -> None:
-    claim = next(claim for claim in CLAIMS if claim.name == "rollout_throughput")
-    plan = make_plan(["+sweeps=weight_formats", "seed=0"], False)
-    values = [{name: str(value) for name, _, value in leaves(job.config)} for job in plan.jobs]
-
-    def pairs(metrics: list[str]) -> list[Pair]:
-        runs = [run_from(one, name="", status=FINISHED, ended=0, code="", metrics=metrics) for one in values]
-        return find_pairs(claim, claim.contrasts[0], [Record(run) for run in runs], runs)
-
-    with pytest.raises(Unmeasured, match=r"no finished run of nvfp4 on a GPU \(0 started\) and of bf16 on a GPU"):
-        pairs([])
-    assert len(pairs(["memory/gpu_peak_gib"])) == 1
 
 
 @pytest.mark.parametrize("measure", ["rollout_throughput", "step_throughput"])
