@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from qerl_lab.system import exits
 
 with exits.starting(__name__):
-    from qerl_lab.cli.grammar import Command, choose
+    from qerl_lab.cli.grammar import Command, run_subcommand
     from qerl_lab.config.option import ConfigError, did_you_mean, option
     from qerl_lab.system.disk import make_directory, replace_file
     from qerl_lab.system.terminal import format_path
@@ -155,7 +155,7 @@ COMMANDS: dict[str, Command[Any]] = {
 def main(words: list[str]) -> int:
     """Run the command and return its exit code."""
     if words and words[0] in COMMANDS:
-        return choose(COMMANDS, words)
+        return run_subcommand(COMMANDS, words)
     if words and not Path(words[0]).exists() and (hint := did_you_mean(words[0], list(COMMANDS))):
         raise ConfigError(f"{words[0]} is no directory and no command.{hint}")
     return COMMAND.run(words)

@@ -320,7 +320,7 @@ def test_the_process_of_an_arm_writes_each_row_at_once_and_its_reason(
         raise MemoryError("3 GiB\nare missing")
 
     monkeypatch.setattr("qerl_lab.bench.rollout.rows", rows)
-    monkeypatch.setattr(one_arm, "end_with", lambda parent: None)
+    monkeypatch.setattr(one_arm, "end_with_parent", lambda parent: None)
     with pytest.raises(MemoryError):
         one_arm.main([str(tmp_path / "job.json"), str(out), "7"])
     first, last = map(json.loads, out.read_text().splitlines())

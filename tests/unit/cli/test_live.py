@@ -55,7 +55,7 @@ def test_a_line_comes_with_the_start_of_a_job_and_each_tenth(
     assert capsys.readouterr().err == "job 3: step 5/20, ETA 00:30, reward 0.05\n"
     at_step(run, 20)
     run.finish({})
-    shown.end(one, "")
+    shown.end_job(one, "")
     assert capsys.readouterr().err == "job 3: done, reward 0.20, seed=3 (8 of 8 done)\n"
 
 
@@ -100,7 +100,7 @@ def test_a_damaged_record_stops_no_sweep(tmp_path: Path) -> None:
 def test_what_was_stopped_before_it_began_needs_no_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = job(tmp_path, 0), job(tmp_path, 1)
     shown = SweepProgress([(one, "seed=0"), (other, "seed=1")], 2, tmp_path / "INTERRUPTED")
-    shown.end(one, "")
+    shown.end_job(one, "")
     assert capsys.readouterr().err == ""
-    shown.end(other, "error: the reason")
+    shown.end_job(other, "error: the reason")
     assert capsys.readouterr().err.endswith("error: the reason\n")

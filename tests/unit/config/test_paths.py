@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.grammar import read
+from qerl_lab.cli.grammar import parse_options
 from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.arm import config_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256, with_absolute_paths
 from qerl_lab.config.schema import ModelConfig, RunConfig, TaskConfig, TrackingConfig
-from qerl_lab.config.spelling import shell_line, word
+from qerl_lab.config.spelling import hydra_override, shell_line
 from qerl_lab.evaluate.evaluate_options import CompareOptions
 
 
@@ -67,10 +67,10 @@ def test_the_file_of_an_sqlite_store_becomes_absolute(here: Path, given: str | N
 )
 def test_a_word_that_a_command_prints_is_read_as_it_was_meant(text: str) -> None:
     """By the other commands, and as a text of a run."""
-    assert read(CompareOptions, [word("csv", text)]).csv == text
-    (job,) = make_plan([spell_for_hydra(word("task.instruction", text))], False).jobs
+    assert parse_options(CompareOptions, [hydra_override("csv", text)]).csv == text
+    (job,) = make_plan([spell_for_hydra(hydra_override("task.instruction", text))], False).jobs
     assert job.config.task.instruction == text
-    assert word("model", "org/name-7B") == "model=org/name-7B", "no quotes where none are needed"
+    assert hydra_override("model", "org/name-7B") == "model=org/name-7B", "no quotes where none are needed"
 
 
 def plan(line: str, multirun: bool = False):
@@ -86,7 +86,7 @@ def plan(line: str, multirun: bool = False):
     ],
 )
 def test_a_line_to_type_is_what_people_type_where_the_shell_allows_it(path: str, typed: str | None) -> None:
-    words = ["scale=pocket", word("model.path", path)]
+    words = ["scale=pocket", hydra_override("model.path", path)]
     assert shlex.split(shell_line(words)) == words
     assert typed is None or shell_line(words) == f"scale=pocket {typed}"
 

@@ -9,7 +9,7 @@ import pytest
 
 from qerl_lab.cli import grammar, train
 from qerl_lab.config.option import option
-from qerl_lab.config.spelling import quote_text, shell_word
+from qerl_lab.config.spelling import quote_text, shell_override
 
 TEXTS = [
     "läufe/a,b", "läufe/a=b", "läufe/a=b,c", "lä$x,b", "ü (1)", "it's, $HOME", 'ä="b', "a,`b`", "a!,b", "a,b\\", "ä=\\",
@@ -30,7 +30,7 @@ def pasted(line: str) -> list[str]:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_is_read_as_it_was(text: str) -> None:
-    assert grammar.read(Options, pasted(shell_word("run_dir", text))).run_dir == text
+    assert grammar.parse_options(Options, pasted(shell_override("run_dir", text))).run_dir == text
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl_lab.config.arm import ADDED, OF_SWEEPS, leaves, of_arm, of_run
+from qerl_lab.config.arm import ADDED, OF_SWEEPS, leaves, settings_of_arm, settings_of_run
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record import checkpoint
@@ -17,7 +17,7 @@ from qerl_lab.record.directory import RunDirectory
 
 
 def save(run_dir: Path, step: int, cfg: RunConfig) -> Path:
-    state = {"step": step, "prompts_seen": step, "config": of_run(cfg)}
+    state = {"step": step, "prompts_seen": step, "config": settings_of_run(cfg)}
     return checkpoint.save(run_dir / "checkpoints", state, lambda folder: (folder / "a").touch(), keep=9)
 
 
@@ -102,13 +102,13 @@ def test_a_run_of_before_a_key_came_goes_on_and_is_of_the_same_arm(run_dir: Path
     path.write_text(yaml.safe_dump(values))
     younger = RunDirectory(run_dir)
     cfg = younger.config()
-    then = {name: value for name, value in of_run(cfg).items() if name not in ADDED}
+    then = {name: value for name, value in settings_of_run(cfg).items() if name not in ADDED}
     state = {"step": 4, "prompts_seen": 4, "run_key": "k", "config": then, "device": "cpu", "dtype": "f"}
     checkpoint.save(run_dir / "checkpoints", state, lambda folder: (folder / "a").touch(), keep=9)
     saved = younger.starting_point(cfg)
     assert saved is not None
     assert saved.step == 4
-    assert of_arm(younger.settings()) == of_arm({name: str(value) for name, value in known.items()})
+    assert settings_of_arm(younger.settings()) == settings_of_arm({name: str(value) for name, value in known.items()})
     cfg.rollout.vllm.sleep = True
     with pytest.raises(ConfigError, match=r"rollout\.vllm\.sleep=true \(was false\)"):
         younger.starting_point(cfg)
