@@ -91,8 +91,8 @@ def main_of(commands: Mapping[str, Command[Any]]) -> Main:
 def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "") -> Options:
     """Parse command-line arguments (`key=value`) into a flat dataclass. Raises ConfigError.
 
-    Values are written as in Hydra's grammar, but a text needs no quotes. Words without a key are values of the option
-    `bare`: paths from the shell.
+    Values are written as in Hydra's grammar, but a text needs no quotes. Arguments without a key are values of the
+    option `bare`: paths from the shell.
     """
     types, defaults = get_type_hints(kind), kind()
     given: dict[str, Any] = {}

@@ -26,7 +26,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOST = (errno.EPIPE, errno.EIO)  # the pipe has no reader; the terminal is closed
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full; the user's quota is
 STOPS: list[int] = []  # signals received by a sweep of this process; shows a stop even if the sweep ended as done
-Main = Callable[[list[str]], int]  # words of a command line -> exit code
+Main = Callable[[list[str]], int]  # command-line arguments -> exit code
 _left: list[int] = []  # exit code passed to `leave`
 
 
@@ -79,9 +79,9 @@ def command(main: Main) -> Main:
     """
 
     @wraps(main)
-    def main_with_exit_code(words: list[str]) -> int:
+    def main_with_exit_code(arguments: list[str]) -> int:
         try:
-            code = main(words)
+            code = main(arguments)
             sys.stdout.flush()
             return code
         except KeyboardInterrupt as interrupt:
