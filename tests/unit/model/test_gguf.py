@@ -164,7 +164,7 @@ from qerl_lab import preflight
 from qerl_lab.config.schema import RunConfig
 cfg = RunConfig()
 cfg.model.path, cfg.lora.target_modules = {str(file)!r}, ["nothing"]
-print(preflight._parameters(cfg.model.path, None))
+print(preflight._count_parameters(cfg.model.path, None))
 try:
     preflight.check(cfg, Path({str(tmp_path)!r}))
 except ValueError as error:
