@@ -32,7 +32,7 @@ class LabLauncher(Launcher):
         """Run all jobs to their ends. Their directories record the results, so none is returned to Hydra."""
         from qerl_lab.cli import check, jobs, scheduler  # late: other Hydra applications import plug-ins
 
-        plan = jobs.read(Path(self.config.hydra.sweep.dir), self.run_dirs)
+        plan = jobs.read_plan(Path(self.config.hydra.sweep.dir), self.run_dirs)
         variables = {str(name): str(value) for name, value in self.config.hydra.job.env_set.items()}
         scheduler.run(plan, check.command_line(), variables)
         return [JobReturn(overrides=words, status=JobStatus.COMPLETED) for words in job_overrides]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels_on_cpu import every_code, library, pointers
 from packed_layers import NVFP4
-from qerl_lab.config.engine_rules import TILES_MAX_RANK, tiles_take
+from qerl_lab.config.engine_rules import TILES_MAX_RANK, fp4_tiles_takes_rank
 from qerl_lab.formats import tiles
 from qerl_lab.formats.tiles import pack
 from qerl_lab.rollout.vllm import fp4_tiles
@@ -160,7 +160,7 @@ def test_what_it_does_not_take_is_refused() -> None:
 
 def test_a_run_is_refused_the_ranks_that_the_kernel_has_not() -> None:
     ranks = [rank for rank in range(1, 300) if fp4_tiles.supports([64], 128, rank)]
-    assert ranks == [rank for rank in range(1, 300) if tiles_take(rank)]
+    assert ranks == [rank for rank in range(1, 300) if fp4_tiles_takes_rank(rank)]
 
 
 def test_the_kernel_counts_as_its_launch_does() -> None:

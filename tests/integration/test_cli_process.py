@@ -13,7 +13,7 @@ from qerl_lab.cli.train import main
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import LoraConfig, RolloutConfig, RunConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.system.terminal import python
+from qerl_lab.system.terminal import python_command
 from standin import CRASHES_AFTER, DIES, DONE, EMPTY, FAILS, REFUSES, SOURCE, begin, only_run, seen
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("standin")]
@@ -159,8 +159,8 @@ def test_a_sweep_goes_on_after_failures_and_ends_with_a_table_of_all_jobs(capfd)
     assert re.match(r"1 +seed=0 +done +0\.500 -> 0\.750 +0\.300 -> 0\.200 +1234 +95 +1-nvfp4-seed0", table[3])
     assert "SIGKILL" in table[5]
     assert table[-4] == f"3 jobs in {directory}: 2 failed, 1 done"
-    assert table[-3] == f"next: {python()} -m qerl_lab.report {directory} out=results/{directory.name}"
-    assert table[-2] == f"continue one with: {python()} -m qerl_lab resume={directory}/RUN_DIRECTORY"
+    assert table[-3] == f"next: {python_command()} -m qerl_lab.report {directory} out=results/{directory.name}"
+    assert table[-2] == f"continue one with: {python_command()} -m qerl_lab resume={directory}/RUN_DIRECTORY"
     assert "failed: ValueError: the reason" in err  # at once, not in the table only
     assert "Traceback" not in out + err
     names = {path.name for path in directory.iterdir() if path.is_dir()}

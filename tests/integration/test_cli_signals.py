@@ -28,7 +28,7 @@ def test_ctrl_c_reaches_the_child_and_the_parent_outlasts_it_and_says_what_happe
     assert (run_dir / "signals.json").exists(), "the parent left before the child had finished its step"
     assert err == f"{launch.STOPPING}\n"
     assert out.endswith(
-        f"interrupted; 0 of 50 steps are saved. Continue with\n  {terminal.python()} -m qerl_lab resume=run\n"
+        f"interrupted; 0 of 50 steps are saved. Continue with\n  {terminal.python_command()} -m qerl_lab resume=run\n"
     )
     assert json.loads((run_dir / "signals.json").read_text()) == [signal.SIGINT, signal.SIGTERM]
     assert RunDirectory(run_dir).status == "interrupted"

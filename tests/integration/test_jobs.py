@@ -13,7 +13,7 @@ from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.train import main
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits
-from qerl_lab.system.terminal import python
+from qerl_lab.system.terminal import python_command
 from standin import DONE, STOPS, seen
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("standin")]
@@ -44,7 +44,7 @@ def test_what_a_stopped_sweep_did_not_begin_is_not_run_and_can_be_continued(
     assert exits.STOPS == [signal.SIGTERM]
     out = capfd.readouterr().out
     assert "2 jobs in a sweep: 1 interrupted, 1 not run" in out
-    assert f"continue one with: {python()} -m qerl_lab resume='a sweep/RUN_DIRECTORY'" in out
+    assert f"continue one with: {python_command()} -m qerl_lab resume='a sweep/RUN_DIRECTORY'" in out
     run = RunDirectory(Path("a sweep/1-adhoc-seed0"))
     assert run.status == "not run"
     assert main(["resume=a sweep/1-adhoc-seed0"]) == 0
@@ -55,7 +55,7 @@ def test_what_a_stopped_sweep_did_not_begin_is_not_run_and_can_be_continued(
 
 
 def test_a_job_that_somebody_else_runs_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    plan = jobs.claim(make_plan([f"seed={DONE},10", "hydra.sweep.dir=sweep"], True), "the command")
+    plan = jobs.claim_directories(make_plan([f"seed={DONE},10", "hydra.sweep.dir=sweep"], True), "the command")
     second = RunDirectory(Path("sweep/1-adhoc-seed10"))
     with second.locked():
         second.begin()  # by resume=, for example

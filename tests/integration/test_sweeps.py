@@ -152,11 +152,11 @@ def test_a_run_whose_questions_were_in_a_file_that_changed_is_another_run() -> N
     assert sessions() == [1, 1]
     test = (data / "test.jsonl").read_text()
     (data / "test.jsonl").write_text(test.replace("9 + 1?", "9 + 2?"))
-    preflight.question_counts._questions.cache_clear()  # which another command would not have
+    preflight.question_counts._load_task.cache_clear()  # which another command would not have
     assert main(words) == 0
     assert sessions() == [1, 1, 1, 1]
     shutil.rmtree(data)
-    preflight.question_counts._questions.cache_clear()
+    preflight.question_counts._load_task.cache_clear()
     assert main(words) == 0  # nothing is left to run
     assert sessions() == [1, 1, 1, 1]
 

@@ -99,7 +99,7 @@ def test_a_benchmark_is_refused_before_it_measures(
 
 HOLDS: list[Callable[[Path], AbstractContextManager[object]]] = [  # a folder, as each kind that a process holds
     lambda folder: RunDirectory(folder).locked(),
-    jobs.locked,
+    jobs.locked_sweep,
     lambda folder: Unfinished(folder / "out", {"of": "this process"}, overwrite=False),
 ]
 

@@ -284,8 +284,8 @@ def test_what_is_asked_for_beyond_the_questions_that_there_are_is_said() -> None
 
 
 def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.machine, "memory", lambda: 10**15)
-    monkeypatch.setattr(preflight, "_refuse_full", lambda *_: None)
+    monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 10**15)
+    monkeypatch.setattr(preflight, "_refuse_full_disk", lambda *_: None)
     with pytest.raises(ConfigError, match="shows no GPU: a step would take hours"):
         preflight.check(plain(model__path="Qwen/Qwen2.5-7B-Instruct"), Path.cwd() / "run")
     assert preflight.check(plain(model__path="Qwen/Qwen2.5-7B-Instruct", device="cpu"), Path.cwd() / "run") == []
@@ -294,7 +294,7 @@ def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch:
 
 def test_jobs_that_a_launcher_sends_elsewhere_are_not_held_against_this_machine() -> None:
     cfg = plain(model__path="Qwen/Qwen2.5-7B-Instruct", device="cuda")
-    assert preflight.check(cfg, Path.cwd() / "run", here=False) == []
+    assert preflight.check(cfg, Path.cwd() / "run", is_here=False) == []
 
 
 @pytest.mark.parametrize(
@@ -306,17 +306,17 @@ def test_jobs_that_a_launcher_sends_elsewhere_are_not_held_against_this_machine(
     ],
 )  # fmt: skip
 def test_the_size_in_a_name_on_the_hub(name: str, count: int | None) -> None:
-    assert preflight.named_parameters(name) == count
+    assert preflight.parameters_in_name(name) == count
 
 
 def test_a_model_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.machine, "memory", lambda: 3_000_000)
+    monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 3_000_000)
     with pytest.raises(ConfigError, match=r"which take 0\.0 GiB with format=nvfp4, and this machine has 0\.0 GiB"):
         preflight.check(plain(), Path.cwd() / "run")
     assert preflight.check(plain(format__dense_cache="off"), Path.cwd() / "run") == []  # half a byte a weight
     monkeypatch.undo()
     monkeypatch.setattr(preflight.machine, "GPU_NODES", ("/dev/null",))
-    monkeypatch.setattr(preflight.machine, "gpu_memory", lambda: 24 * 2**30)
+    monkeypatch.setattr(preflight.machine, "gpu_memory_bytes", lambda: 24 * 2**30)
     hub = plain(model__path="Qwen/Qwen2.5-32B-Instruct", format__name="bf16")
     with pytest.raises(ConfigError, match=r"59\.6 GiB with format=bf16, and the GPU has 24\.0 GiB.*format=nvfp4"):
         preflight.check(hub, Path.cwd() / "run")

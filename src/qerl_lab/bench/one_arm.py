@@ -9,7 +9,7 @@ from pathlib import Path
 from qerl_lab.bench.arm_config import Job, read_job
 from qerl_lab.bench.bench_options import Row
 from qerl_lab.config.message import in_one_line
-from qerl_lab.system.processes import end_with
+from qerl_lab.system.processes import end_with_parent
 from qerl_lab.system.terminal import quiet_third_parties
 
 LONGEST = 300  # characters of a reason
@@ -18,7 +18,7 @@ LONGEST = 300  # characters of a reason
 def main(words: list[str]) -> None:
     """Measure the job, append each row at once, and end when the process PARENT ends."""
     asked, out, parent = words
-    end_with(int(parent))
+    end_with_parent(int(parent))
     job = read_job(Path(asked))
     quiet_third_parties()
     with Path(out).open("a", encoding="utf-8", buffering=1) as file:

@@ -17,7 +17,7 @@ from qerl_lab.cli.compose import Job, Plan
 from qerl_lab.config.arm import OF_SWEEPS
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
-from qerl_lab.config.spelling import word
+from qerl_lab.config.spelling import hydra_override
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system.exits import OK
 
@@ -31,7 +31,7 @@ class PastHydra(BaseException):
 
 @contextmanager
 def past_hydra() -> Iterator[None]:
-    """Raise an exception as `PastHydra`."""
+    """Context manager: re-raise an exception as `PastHydra`, which Hydra does not log."""
     try:
         yield
     except Exception as error:
@@ -45,8 +45,9 @@ class CheckJobs(Callback):
 
     @past_hydra()
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Override Hydra's hook at the start of a sweep: check its jobs and create their directories."""
         launcher = config.hydra.runtime.choices["hydra/launcher"]
-        plan = compose.sweep(config, GlobalHydra.instance().config_loader())
+        plan = compose.plan_sweep(config, GlobalHydra.instance().config_loader())
         first = plan.jobs[0]
         ours = [typed for typed in first.overrides if typed.partition("=")[0] in OF_SWEEPS]
         if ours and launcher != LAUNCHER:
@@ -58,22 +59,23 @@ class CheckJobs(Callback):
         with read_write(config.hydra), open_dict(config.hydra):
             config.hydra.sweep.dir = str(self.plan.directory)
             # Other launchers compose their jobs again from these words.
-            config.hydra.overrides.hydra.append(word("hydra.sweep.dir", str(self.plan.directory)))
+            config.hydra.overrides.hydra.append(hydra_override("hydra.sweep.dir", str(self.plan.directory)))
             if launcher == LAUNCHER:
                 config.hydra.launcher.run_dirs = [str(job.run_dir) for job in self.plan.jobs]
 
     @past_hydra()
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """Override Hydra's hook at the end of a sweep: print how each job ended, and exit."""
         sys.exit(scheduler.finish(self.plan))
 
 
-def command_line(words: Sequence[str] | None = None) -> str:
-    """Return the command line of these words, or of this process, ready to be typed again, without secrets."""
-    return redact(shlex.join(["python", "-m", "qerl_lab", *(sys.argv[1:] if words is None else words)]))
+def command_line(overrides: Sequence[str] | None = None) -> str:
+    """Return `python -m qerl_lab ...` with these overrides, or as this process was started, with secrets hidden."""
+    return redact(shlex.join(["python", "-m", "qerl_lab", *(sys.argv[1:] if overrides is None else overrides)]))
 
 
 def check_and_claim(plan: Plan, is_here: bool) -> Plan:
-    """Check the jobs, then claim their directories, or print the table of a dry run and exit. Raises ConfigError.
+    """Check all jobs and create their run directories; in a dry run print a table and exit. Raises ConfigError.
 
     `is_here`: the jobs run on this machine.
     """
@@ -87,13 +89,13 @@ def check_and_claim(plan: Plan, is_here: bool) -> Plan:
     if is_dry:
         print(manual.dry_run_table(plan))
         sys.exit(OK)
-    plan = jobs.claim(plan, command_line())
+    plan = jobs.claim_directories(plan, command_line())
     print(manual.opening_lines(plan), flush=True)
     return plan
 
 
 def check_jobs(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
-    """Note in each job what its run will cut. Raises ConfigError for the first job that could not start.
+    """Check that every job could start; return the plan with notes for the user in its jobs. Raises ConfigError.
 
     A dry run notes what this machine lacks instead of raising: the run may be meant for another machine.
     """
@@ -108,14 +110,14 @@ def check_jobs(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
     if is_here and not is_dry:
         scheduler.gpu_pool_of([job.config for job in plan.jobs])
     elif plan.jobs[0].config.launcher != "local":
-        cluster.check(plan.jobs[0].config)
+        cluster.check_slurm_flags(plan.jobs[0].config)
         if not is_dry:
-            cluster.check_machine(plan.jobs[0].config)
+            cluster.check_can_submit(plan.jobs[0].config)
     return replace(plan, jobs=seen)
 
 
 def _preflight_notes(job: Job, is_here: bool, is_dry: bool) -> list[str]:
-    """Check that a run could start; return notes on what it cuts. Raises ConfigError, but see `check_jobs`."""
+    """Check that a job could start; return notes for the user about it. Raises ConfigError, see `check_jobs`."""
     if job.begun and RunDirectory(job.run_dir).status == "done":
         return []
     said = preflight.check(job.config, job.run_dir, is_here and not is_dry)
@@ -124,7 +126,7 @@ def _preflight_notes(job: Job, is_here: bool, is_dry: bool) -> list[str]:
             if is_here:
                 preflight.check_machine(job.config, job.run_dir)
             elif job.config.launcher != "local":
-                cluster.check_machine(job.config)
+                cluster.check_can_submit(job.config)
         except ConfigError as error:
             said.append(f"not on this machine: {error}")
     return said

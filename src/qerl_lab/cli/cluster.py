@@ -35,17 +35,17 @@ GOES_ON = "Nothing was started; the same line, corrected, begins the jobs in the
 TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):(\d+):(\d+)|(\d+))")  # of the formats of Slurm D-H:M:S, H:M:S and M
 
 
-def check(cfg: RunConfig) -> None:
-    """Raise ConfigError if the flags of Slurm leave a job no time to save."""
-    if cfg.launcher == "slurm" and (limit := minutes(flags(cfg.slurm))) < LEAST_MINUTES:
+def check_slurm_flags(cfg: RunConfig) -> None:
+    """Raise ConfigError if the Slurm flags cannot be read, or their time limit leaves a job no time to save."""
+    if cfg.launcher == "slurm" and (limit := time_limit_minutes(parse_sbatch_flags(cfg.slurm))) < LEAST_MINUTES:
         raise ConfigError(
             f"--time of slurm= is {limit} minutes, and {SIGNAL_SECONDS} seconds before that a job stops to save. "
             f"Type --time={LEAST_MINUTES} or more."
         )
 
 
-def check_machine(cfg: RunConfig) -> None:
-    """Raise ConfigError if this machine cannot submit the jobs of a sweep to a cluster."""
+def check_can_submit(cfg: RunConfig) -> None:
+    """Raise ConfigError if this machine lacks what submitting to the cluster needs: a package, or sbatch."""
     package = {"slurm": "submitit", "ray": "ray"}[cfg.launcher]
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
@@ -56,14 +56,14 @@ def check_machine(cfg: RunConfig) -> None:
         raise ConfigError("launcher=slurm, and this machine has no sbatch. Type it on a login node of the cluster.")
 
 
-def flags(text: str) -> dict[str, Any]:
+def parse_sbatch_flags(text: str) -> dict[str, Any]:
     """Parse sbatch flags, `--NAME=VALUE` or `--NAME`, into a dictionary. Raises ConfigError for anything else."""
     found: dict[str, Any] = {}
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise ConfigError(
-            f"slurm={text} cannot be read: {_one_sentence(error)} Close every quotation mark in it."
+            f"slurm={text} cannot be read: {_error_as_sentence(error)} Close every quotation mark in it."
         ) from None
     for word in words:
         name, sign, value = word.removeprefix("--").partition("=")
@@ -77,60 +77,62 @@ def flags(text: str) -> dict[str, Any]:
     return found
 
 
-def minutes(given: dict[str, Any]) -> int:
-    """Return the time limit of a job in minutes, from `--time`. Raises ConfigError."""
-    match = TIME.fullmatch(str(given.get("time", "")))
+def time_limit_minutes(flags: dict[str, Any]) -> int:
+    """Return the time limit of a Slurm job in minutes, from its parsed flags. Raises ConfigError."""
+    match = TIME.fullmatch(str(flags.get("time", "")))
     if match is None:
         raise ConfigError(
-            f"slurm= has {'--time=' + str(given['time']) if 'time' in given else 'no --time'}; allowed: the limit of a "
+            f"slurm= has {'--time=' + str(flags['time']) if 'time' in flags else 'no --time'}; allowed: the limit of a "
             "job as minutes, H:M:S or D-H:M:S. Type for example slurm='--partition=gpu --time=2:00:00'."
         )
     days, hours, mins, seconds, only = (int(part) for part in match.groups(default="0"))
     return only or max(1, (days * 24 + hours) * 60 + mins + (seconds > 0))
 
 
-def resources_of(configs: Sequence[RunConfig], given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the GPUs or CPUs that a job requests beside the given flags, under submitit's names.
+def resources_to_request(configs: Sequence[RunConfig], flags: Mapping[str, Any]) -> dict[str, int]:
+    """Return the GPUs or CPUs to request for a Slurm job unless its flags do, as parameters of submitit.
 
     With a GPU the cluster chooses the CPUs; without one it would give a single CPU to all threads.
     """
     on_gpu = [cfg.gpus for cfg in configs if cfg.device != "cpu"]
     if on_gpu:
-        return {} if GPU_FLAGS & set(given) else {"gpus_per_node": max(on_gpu)}
+        return {} if GPU_FLAGS & set(flags) else {"gpus_per_node": max(on_gpu)}
     threads = max(cfg.gpus * cfg.cpu_threads for cfg in configs)
-    return {} if threads < 1 or CPU_FLAGS & set(given) else {"cpus_per_task": threads}
+    return {} if threads < 1 or CPU_FLAGS & set(flags) else {"cpus_per_task": threads}
 
 
-def _one_sentence(error: BaseException) -> str:
+def _error_as_sentence(error: BaseException) -> str:
     return in_one_line(error).rstrip(".") + "."
 
 
 @contextmanager
-def slurm(configs: Sequence[RunConfig], calls: "Sequence[Call]", folder: Path) -> "Iterator[list[SlurmJob[str]]]":
-    """Submit the calls as one Slurm array; write its scripts and logs into `folder`."""
+def submit_to_slurm(
+    configs: Sequence[RunConfig], calls: "Sequence[Call]", folder: Path
+) -> "Iterator[list[SlurmJob[str]]]":
+    """Context manager: submit the calls as one Slurm array, its scripts and logs in `folder`; yield the Slurm jobs."""
     import submitit
     from submitit.core.utils import FailedJobError
 
     logging.getLogger("submitit").setLevel(logging.ERROR)  # silences its warning about clusters without sacct
-    given = flags(configs[0].slurm)
+    flags = parse_sbatch_flags(configs[0].slurm)
     executor = submitit.SlurmExecutor(folder)
     executor.update_parameters(
-        time=minutes(given), job_name="qerl_lab", array_parallelism=configs[0].jobs, stderr_to_stdout=True,
-        signal_delay_s=SIGNAL_SECONDS, additional_parameters=given, **resources_of(configs, given),
+        time=time_limit_minutes(flags), job_name="qerl_lab", array_parallelism=configs[0].jobs, stderr_to_stdout=True,
+        signal_delay_s=SIGNAL_SECONDS, additional_parameters=flags, **resources_to_request(configs, flags),
     )  # fmt: skip
     try:
         with executor.batch():
             submitted = [executor.submit(call) for call in calls]
     except FailedJobError as error:  # the error of sbatch
         raise ConfigError(
-            f"Slurm takes no jobs with slurm={configs[0].slurm}: {_one_sentence(error)} {GOES_ON}"
+            f"Slurm takes no jobs with slurm={configs[0].slurm}: {_error_as_sentence(error)} {GOES_ON}"
         ) from None
     yield submitted
 
 
 @contextmanager
-def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list[Future[str]]]":
-    """Run the calls on Ray, `jobs` at once, on the cluster at RAY_ADDRESS or else on one started here."""
+def submit_to_ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list[Future[str]]]":
+    """Context manager: run the calls as Ray tasks, `jobs` at once; yield their futures."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
     import ray as library
 
@@ -138,19 +140,19 @@ def ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list
     try:
         library.init(log_to_driver=False, include_dashboard=False)
     except ConnectionError as error:
-        raise ConfigError(f"Ray cannot be reached: {_one_sentence(error.__cause__ or error)} {GOES_ON}") from None
+        raise ConfigError(f"Ray cannot be reached: {_error_as_sentence(error.__cause__ or error)} {GOES_ON}") from None
     for number, handler in before.items():  # Ray's own handlers would end the command
         signal.signal(number, handler)
     has_gpus = library.cluster_resources().get("GPU", 0) > 0
 
-    def one(cfg: RunConfig, call: "Call") -> str:
+    def run_on_ray(cfg: RunConfig, call: "Call") -> str:
         asked = ray_resources(cfg, has_gpus)
         task = library.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"])(type(call).__call__)
         return str(library.get(task.remote(call)))
 
     try:
         with ThreadPoolExecutor(configs[0].jobs) as pool:
-            yield [pool.submit(one, cfg, call) for cfg, call in zip(configs, calls, strict=True)]
+            yield [pool.submit(run_on_ray, cfg, call) for cfg, call in zip(configs, calls, strict=True)]
     finally:
         library.shutdown()
 

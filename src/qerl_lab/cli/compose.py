@@ -1,7 +1,7 @@
 """Compose and check every job of a command before the first one starts. Imports Hydra and no torch.
 
-`single` and `sweep` take what Hydra composed (`@hydra.main` in `train.py`). `make_plan` composes by itself, for callers
-that start no run. Every error is a `ConfigError`.
+`plan_run` and `plan_sweep` take what Hydra composed (`@hydra.main` in `train.py`). `make_plan` composes by itself, for
+callers that start no run. Every error is a `ConfigError`.
 """
 
 import copy
@@ -28,27 +28,27 @@ from omegaconf.errors import OmegaConfBaseException
 from qerl_lab.cli import intent
 from qerl_lab.cli.overrides import (
     as_config_errors,
-    check_words,
     explain,
     groups,
+    parse_overrides,
     spell_for_hydra,
-    without_hydra_words,
+    without_hydra_overrides,
 )
 from qerl_lab.config.arm import OF_SWEEPS, values_of
 from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
-from qerl_lab.config.keys import NUMBERS, schema, spell_value
+from qerl_lab.config.keys import NUMBERS, spell_value, types_by_key
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import with_absolute_paths
-from qerl_lab.config.rules import build, validate
+from qerl_lab.config.rules import build_config, validate
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.spelling import shell_word
+from qerl_lab.config.spelling import shell_override
 
 VERSION_BASE = "1.3"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run to start: its checked configuration, its directory, and the words typed for it."""
+    """A run to start: its checked configuration, its directory, and the overrides (`key=value`) typed for it."""
 
     number: int
     overrides: list[str]
@@ -70,8 +70,8 @@ class Plan:
 
 
 @cache
-def register() -> None:
-    """Register the schema with Hydra, and the folder sweeps/, which lies outside conf/."""
+def register_schema() -> None:
+    """Register with Hydra the schema of a run and the sweep files of sweeps/, which lie outside of conf/."""
     store = ConfigStore.instance()
     store.store("schema", RunConfig)
     for path in sorted(group_folder("sweeps").glob("*.yaml")):
@@ -79,9 +79,9 @@ def register() -> None:
 
 
 def make_plan(overrides: list[str], multirun: bool) -> Plan:
-    """Compose and check every job from words spelled for Hydra. Raises ConfigError."""
-    check_words(overrides)
-    register()
+    """Compose and check every job of a command from its overrides, and start none. Raises ConfigError."""
+    parse_overrides(overrides)
+    register_schema()
     with (
         as_config_errors(),
         initialize_config_dir(str(package_data("conf")), job_name="qerl_lab", version_base=VERSION_BASE),
@@ -89,32 +89,35 @@ def make_plan(overrides: list[str], multirun: bool) -> Plan:
         loader = GlobalHydra.instance().config_loader()
         master = loader.load_configuration("config", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
         if multirun or master.hydra.mode == RunMode.MULTIRUN:
-            return sweep(master, loader)
-        return single(loader.load_configuration("config", overrides, RunMode.RUN), loader)
+            return plan_sweep(master, loader)
+        return plan_run(loader.load_configuration("config", overrides, RunMode.RUN), loader)
 
 
-def single(cfg: DictConfig, loader: ConfigLoader) -> Plan:
-    """Check the run that Hydra composed. Raises ConfigError."""
-    typed, hydra_words = _words_as_typed(cfg.hydra.overrides.task), _words_as_typed(cfg.hydra.overrides.hydra)
+def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
+    """Check the single run that Hydra composed; return it as a plan. Raises ConfigError."""
+    typed, hydra_words = (
+        _unresolved_overrides(cfg.hydra.overrides.task),
+        _unresolved_overrides(cfg.hydra.overrides.hydra),
+    )
     config, words = _checked_job(cfg, typed, loader)
     for key in (key for key in OF_SWEEPS if key in words):
         raise ConfigError(f"{key}={words[key]} is of a sweep, and this command runs one job. Leave {key} out.")
     for word in (word for word in hydra_words if word.lstrip("+").startswith("hydra.sweep.")):
         raise ConfigError(f"{word} is of a sweep, and this command runs one job. Leave it out, or type run_dir=DIR.")
-    intent.check_all_act([(config, words)])
+    intent.refuse_inert_overrides([(config, words)])
     usual = f"runs/{config.experiment}/seed{config.seed}/{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(config.run_dir or usual).expanduser().absolute()
-    notes = intent.notes(config, cfg.optim.micro_batch_size, words)
-    return Plan([Job(0, without_hydra_words(typed), config, run_dir, notes)], run_dir, bool(config.run_dir), False)
+    notes = intent.notes_before_start(config, cfg.optim.micro_batch_size, words)
+    return Plan([Job(0, without_hydra_overrides(typed), config, run_dir, notes)], run_dir, bool(config.run_dir), False)
 
 
-def sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
-    """Compose and check every job of the sweep that Hydra composed. Raises ConfigError."""
-    hydra_words = _words_as_typed(master.hydra.overrides.hydra)
+def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
+    """Compose and check every job of the sweep that Hydra composed; return them as a plan. Raises ConfigError."""
+    hydra_words = _unresolved_overrides(master.hydra.overrides.hydra)
     directory, jobs = Path(str(master.hydra.sweep.dir)).expanduser().absolute(), []
     composed: dict[tuple[str, ...], DictConfig] = {}
-    for number, overrides in enumerate(_expand(master, loader)):
-        own = without_hydra_words(overrides)
+    for number, overrides in enumerate(_expand_sweep(master, loader)):
+        own = without_hydra_overrides(overrides)
         try:
             cfg = _compose_job(master, overrides, loader, composed)
             config, words = _checked_job(cfg, overrides, loader)
@@ -123,25 +126,25 @@ def sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
         if config.run_dir:
             raise ConfigError(
                 f"run_dir={config.run_dir} cannot serve a sweep, whose jobs get a directory each. "
-                f"Type {shell_word('hydra.sweep.dir', config.run_dir)}."
+                f"Type {shell_override('hydra.sweep.dir', config.run_dir)}."
             )
         with open_dict(cfg):
             cfg.hydra.job.num = cfg.hydra.job.id = number
         HydraConfig.instance().set_config(cfg)
-        notes = intent.notes(config, cfg.optim.micro_batch_size, words)
+        notes = intent.notes_before_start(config, cfg.optim.micro_batch_size, words)
         jobs.append(Job(number, own, config, directory / str(cfg.hydra.sweep.subdir), notes))
     _refuse_equal_jobs(jobs)
-    intent.refuse_several_of_sweep([job.config for job in jobs])
-    intent.check_all_act([(job.config, intent.words_by_key(job.overrides)) for job in jobs])
-    return Plan(jobs, directory, "hydra.sweep.dir" in intent.words_by_key(hydra_words), True)
+    intent.refuse_conflicting_jobs([job.config for job in jobs])
+    intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(job.overrides)) for job in jobs])
+    return Plan(jobs, directory, "hydra.sweep.dir" in intent.overrides_by_key(hydra_words), True)
 
 
 def _compose_job(
     master: DictConfig, overrides: list[str], loader: ConfigLoader, known: dict[tuple[str, ...], DictConfig]
 ) -> DictConfig:
-    """Compose a job. Jobs that differ only in plain values share one composition, which takes 0.1 s."""
+    """Compose a job's configuration. Jobs that differ only in plain values share one composition (0.1 s)."""
     is_named_by_words = "override_dirname" in str(OmegaConf.to_container(master.hydra.sweep, resolve=False))
-    values = schema().keys() - set(groups())  # scale and experiment are both a key and a group
+    values = types_by_key().keys() - set(groups())  # scale and experiment are both a key and a group
     plain = [word for word in overrides if word.partition("=")[0] in values and "${" not in word]
     if is_named_by_words or not plain:
         return loader.load_sweep_config(master, overrides)
@@ -155,59 +158,61 @@ def _compose_job(
 
 
 def _checked_job(cfg: DictConfig, overrides: list[str], loader: ConfigLoader) -> tuple[RunConfig, dict[str, str]]:
-    """Return the checked RunConfig of one job, and its words by key. Raises ConfigError."""
-    words = intent.words_by_key(overrides)
+    """Return a job's checked RunConfig, and the typed overrides by key. Raises ConfigError."""
+    words = intent.overrides_by_key(overrides)
     config = job_config(cfg, words)
-    intent.check_words(config, words)
-    _refuse_mislabelled(config, words, cfg, loader)
+    intent.check_overrides(config, words)
+    _refuse_mislabelled_experiment(config, words, cfg, loader)
     return config, words
 
 
-def _refuse_mislabelled(config: RunConfig, words: dict[str, str], cfg: DictConfig, loader: ConfigLoader) -> None:
-    """Raise ConfigError if a word changes a key that defines the experiment, whose name the run would keep."""
-    arm, declared = cfg.hydra.runtime.choices.get("experiment"), sorted(_declared_keys())
-    typed = [key for key in words if key in declared or any(name.startswith(f"{key}.") for name in declared)]
-    if arm is None or not typed:
+def _refuse_mislabelled_experiment(
+    config: RunConfig, typed: dict[str, str], cfg: DictConfig, loader: ConfigLoader
+) -> None:
+    """Raise ConfigError if an override contradicts the named experiment under which the run would be recorded."""
+    arm, declared = cfg.hydra.runtime.choices.get("experiment"), sorted(_experiment_keys())
+    suspects = [key for key in typed if key in declared or any(name.startswith(f"{key}.") for name in declared)]
+    if arm is None or not suspects:
         return
 
-    def defining(config: RunConfig) -> dict[str, Any]:
+    def defining_values(config: RunConfig) -> dict[str, Any]:
         values = values_of(config)
         return {name: values[name] for name in declared}
 
-    def defining_of(name: str) -> dict[str, Any]:
-        paths = [word for word in _words_as_typed(cfg.hydra.overrides.hydra) if "hydra.searchpath=" in word]
+    def defining_values_of_experiment(name: str) -> dict[str, Any]:
+        paths = [word for word in _unresolved_overrides(cfg.hydra.overrides.hydra) if "hydra.searchpath=" in word]
         composed = loader.load_configuration("config", [f"+experiment={name}", *paths], RunMode.RUN)
-        return defining(job_config(composed, {}))
+        return defining_values(job_config(composed, {}))
 
-    own, now, usual = defining_of(arm), defining(config), defining(RunConfig())
+    own, now, usual = defining_values_of_experiment(arm), defining_values(config), defining_values(RunConfig())
     if own == now:
         return
-    same = next((name for name in choices_of("experiment") if defining_of(name) == now), None)
+    same = next((name for name in choices_of("experiment") if defining_values_of_experiment(name) == now), None)
     others = " ".join(f"{key}={spell_value(now[key])}" for key in declared if now[key] != usual[key])
     instead = f"+experiment={same} instead" if same else f"{others} instead, without experiment={arm}"
     changed = ", ".join(f"{key}={spell_value(own[key])}" for key in declared if own[key] != now[key])
     raise ConfigError(
-        f"{' '.join(f'{key}={words[key]}' for key in typed)} changes what experiment={arm} stands for ({changed}), and "
-        f"the run would keep its name. Type {instead}."
+        f"{' '.join(f'{key}={typed[key]}' for key in suspects)} changes what experiment={arm} stands for ({changed}), "
+        f"and the run would keep its name. Type {instead}."
     )
 
 
 @cache
-def _declared_keys() -> frozenset[str]:
-    """List the keys that define the experiments of conf/experiment, without numeric keys, which fit a model."""
-    files, kinds = group_folder("experiment").glob("*.yaml"), schema()
+def _experiment_keys() -> frozenset[str]:
+    """List the keys that define the experiments of conf/experiment, except numbers, which are fitted to a model."""
+    files, kinds = group_folder("experiment").glob("*.yaml"), types_by_key()
     declared = {key for file in files for key in yaml.safe_load(file.read_text(encoding="utf-8"))["differs_in"]}
     return frozenset(key for key in declared if kinds[key] not in NUMBERS)
 
 
-def _words_as_typed(words: ListConfig) -> list[str]:
-    """Return words as they were typed: a list of OmegaConf resolves interpolations, such as `${hydra.job.num}`."""
-    lines: Any = OmegaConf.to_container(words, resolve=False)
+def _unresolved_overrides(overrides: ListConfig) -> list[str]:
+    """Return Hydra's list of overrides as text, without resolving interpolations such as `${hydra.job.num}`."""
+    lines: Any = OmegaConf.to_container(overrides, resolve=False)
     return list(lines)
 
 
-def _expand(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
-    """Return the overrides of every job in the order of Hydra's basic sweeper: the last key varies fastest."""
+def _expand_sweep(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
+    """Return the overrides of each job of a sweep in the order of Hydra's basic sweeper: last key fastest."""
     if (size := master.hydra.sweeper.get("max_batch_size")) is not None:
         raise ConfigError(f"hydra.sweeper.max_batch_size={size} does nothing here. Type jobs={size}.")
     if (name := master.hydra.runtime.choices["hydra/sweeper"]) != "basic":
@@ -219,9 +224,9 @@ def _expand(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
     for line in params:
         if (key := spell_for_hydra(line).partition("=")[0]) != line.partition("=")[0]:
             raise ConfigError(f"hydra.sweeper.params has {line}; write {key} there.")
-    check_words(params)
+    parse_overrides(params)
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(
-        params + _words_as_typed(master.hydra.overrides.task)
+        params + _unresolved_overrides(master.hydra.overrides.task)
     )
     choices: dict[str, list[str]] = {}
     for override in parsed:
@@ -236,7 +241,7 @@ def _expand(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
 
 
 def _refuse_equal_jobs(jobs: list[Job]) -> None:
-    """Raise ConfigError for two jobs of one directory, or of one configuration."""
+    """Raise ConfigError if two jobs have the same run directory or the same configuration."""
     seen: dict[str, int] = {}
     for job in jobs:
         other = seen.setdefault(str(job.run_dir), job.number)
@@ -253,17 +258,17 @@ def _refuse_equal_jobs(jobs: list[Job]) -> None:
             )
 
 
-def job_config(cfg: DictConfig, words: Mapping[str, str]) -> RunConfig:
-    """Build and check the RunConfig of one composed job, with the values that its words imply. Raises ConfigError."""
+def job_config(cfg: DictConfig, typed: Mapping[str, str]) -> RunConfig:
+    """Build and check the RunConfig of a job from what Hydra composed and the user typed. Raises ConfigError."""
     values = {}
     for key in cfg:
         if key != "hydra":
             node = cfg[key]
             values[str(key)] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-    config = build(values)
-    intent.name_model(config, words)
+    config = build_config(values)
+    intent.name_model(config, typed)
     config = with_absolute_paths(config)
-    intent.fit_micro_batch(config, words)
-    intent.take_rounding(config, words)
+    intent.fit_micro_batch(config, typed)
+    intent.take_rounding_of_checkpoint(config, typed)
     validate(config)
     return config

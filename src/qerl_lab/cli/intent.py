@@ -1,4 +1,4 @@
-"""Check the words that a user typed: refuse keys without effect, set implied values, add notes. Imports no torch.
+"""Check the overrides (`key=value`) that a user typed, set implied values, add notes. Imports no torch.
 
 The schema and its rules check values from any source. A typed key must moreover have an effect.
 """
@@ -20,45 +20,45 @@ from qerl_lab.model import on_disk
 CLIPS = ("algorithm.epsilon_low", "algorithm.epsilon_high")
 
 
-def words_by_key(lines: Sequence[str]) -> dict[str, str]:
-    """Map each typed KEY or GROUP to its value."""
-    return {key.lstrip("+"): value for key, _, value in (line.partition("=") for line in lines)}
+def overrides_by_key(overrides: Sequence[str]) -> dict[str, str]:
+    """Map the key or group of each override (`key=value`) to its value."""
+    return {key.lstrip("+"): value for key, _, value in (line.partition("=") for line in overrides)}
 
 
-def fit_micro_batch(cfg: RunConfig, words: Mapping[str, str]) -> None:
-    """Shrink a micro-batch that was not typed to the largest divisor of an update's size, in place."""
+def fit_micro_batch(cfg: RunConfig, typed: Mapping[str, str]) -> None:
+    """Lower optim.micro_batch_size, unless typed, to a divisor of an update's completions. In place."""
     per_update, rest = divmod(cfg.completions_per_gpu, cfg.algorithm.updates_per_rollout)
-    if "optim.micro_batch_size" not in words and rest == 0 and per_update:
+    if "optim.micro_batch_size" not in typed and rest == 0 and per_update:
         cfg.optim.micro_batch_size = largest_divisor(per_update, cfg.optim.micro_batch_size)
 
 
-def name_model(cfg: RunConfig, words: Mapping[str, str]) -> None:
-    """Set model.name from model.path, in place, if the name is an option of conf/model with another path."""
+def name_model(cfg: RunConfig, typed: Mapping[str, str]) -> None:
+    """Name the model after model.path, in place, if model.name is an option of conf/model with another path."""
     option = group_folder("model") / f"{cfg.model.name}.yaml"
-    if "model.name" in words or not option.is_file():
+    if "model.name" in typed or not option.is_file():
         return
     usual = yaml.safe_load(option.read_text(encoding="utf-8")) or {}
     if cfg.model.path != usual.get("path", POCKET):
         cfg.model.name = Path(cfg.model.path).absolute().name.removesuffix(".gguf")
 
 
-def take_rounding(cfg: RunConfig, words: Mapping[str, str]) -> None:
-    """Set the rounding rules recorded in a quantized checkpoint, unless the user typed them. In place."""
+def take_rounding_of_checkpoint(cfg: RunConfig, typed: Mapping[str, str]) -> None:
+    """Set the format's rounding rules, unless typed, to those recorded in a quantized checkpoint. In place."""
     name, rules = on_disk.noted_rounding(Path(cfg.model.path)) if cfg.model.path != POCKET else ("", {})
     for key, value in rules.items() if name == cfg.format.name else ():
-        if getattr(cfg.format, key) == getattr(FormatConfig(), key) and f"format.{key}" not in words:
+        if getattr(cfg.format, key) == getattr(FormatConfig(), key) and f"format.{key}" not in typed:
             setattr(cfg.format, key, value)
 
 
-def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:
-    """Raise ConfigError for a word that is wrong in this job, regardless of the other jobs."""
+def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
+    """Raise ConfigError for an override that is wrong in this job, whatever the other jobs are."""
     for key in ("differs_in", "extended"):
-        if key in words:
+        if key in typed:
             raise ConfigError(f"{key} is set by the lab, not by the command. Leave {key} out.")
     for group, value in (("task", cfg.task.name), ("algorithm", cfg.algorithm.name)):
-        if f"{group}.name" in words:  # an option of these groups sets more than its name
+        if f"{group}.name" in typed:  # an option of these groups sets more than its name
             raise ConfigError(f"{group}.name={value} leaves out what belongs to it. Type {group}={value}.")
-    if cfg.scale == POCKET and "scale" not in words and cfg.model.path != POCKET:
+    if cfg.scale == POCKET and "scale" not in typed and cfg.model.path != POCKET:
         on_disk.local_path(cfg.model.path)  # a path that is not there is the first thing to say
         raise ConfigError(
             f"model.path={cfg.model.path} with scale={POCKET} would train it by the recipe of the embedded policy "
@@ -66,20 +66,20 @@ def check_words(cfg: RunConfig, words: Mapping[str, str]) -> None:
             f"Type scale=custom for the schema's ({RunConfig().optim.learning_rate:g}, "
             f"{RunConfig().rollout.max_completion_tokens}), a paper scale, or scale={POCKET} to mean it."
         )
-    if cfg.aqn.schedule != "off" and "aqn.stages" in words and cfg.aqn.stages > cfg.steps:
+    if cfg.aqn.schedule != "off" and "aqn.stages" in typed and cfg.aqn.stages > cfg.steps:
         raise ConfigError(
             f"aqn.stages={cfg.aqn.stages} is more than steps={cfg.steps}; a stage is one step or more. "
             f"Type for example aqn.stages={cfg.steps}."
         )
-    if "aqn.probe_prompts" in words and cfg.aqn.probe_prompts > cfg.completions_per_step:
+    if "aqn.probe_prompts" in typed and cfg.aqn.probe_prompts > cfg.completions_per_step:
         raise ConfigError(
             f"aqn.probe_prompts={cfg.aqn.probe_prompts} is more than the {cfg.completions_per_step} completions of a "
             f"step. Type for example aqn.probe_prompts={cfg.completions_per_step}."
         )
 
 
-def refuse_several_of_sweep(configs: Sequence[RunConfig]) -> None:
-    """Raise ConfigError if the jobs disagree on how the sweep runs, or share a server at the same time."""
+def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
+    """Raise ConfigError if jobs differ in a setting of the whole sweep, or would share a server at one time."""
     for key in OF_SWEEPS:
         if len({getattr(cfg, key) for cfg in configs}) > 1:
             raise ConfigError(f"{key} holds for the whole sweep; allowed: one value. Type {key}=VALUE, once.")
@@ -92,10 +92,10 @@ def refuse_several_of_sweep(configs: Sequence[RunConfig]) -> None:
         )
 
 
-def check_all_act(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
-    """Raise ConfigError for a word that has no effect in any job that has it.
+def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
+    """Raise ConfigError for an override that has no effect in any job that has it.
 
-    A word that differs between jobs must have an effect in each: else two jobs would be the same run under two names.
+    An override that differs between jobs must act in each: else two jobs would be the same run under two names.
     """
     dead = [{key: variant for key, variant in inert_keys(cfg).items() if key in words} for cfg, words in jobs]
     for number, (cfg, words) in enumerate(jobs):
@@ -112,13 +112,13 @@ def check_all_act(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
             )
 
 
-def notes(cfg: RunConfig, micro_batch_size: int, words: Collection[str]) -> list[str]:
-    """Return notes to print before the start: what was fitted, what is cut, which typed words have little effect.
+def notes_before_start(cfg: RunConfig, micro_batch_size: int, typed: Collection[str]) -> list[str]:
+    """Return notes to print before a job starts: fitted values, skipped noise stages, overrides of little effect.
 
     `micro_batch_size` is the value before it was fitted.
     """
     said = []
-    if cfg.updates_per_step == 1 and (clips := [key for key in CLIPS if key in words]):
+    if cfg.updates_per_step == 1 and (clips := [key for key in CLIPS if key in typed]):
         said.append(
             f"{', '.join(clips)}: with one update per rollout every probability ratio is 1, but for dropout and "
             "rollout.importance_correction=in_ratio, and nothing is clipped"

@@ -8,11 +8,11 @@ from typing import Any
 
 from qerl_lab import preflight
 from qerl_lab.cli.compose import Job, Plan
-from qerl_lab.config.arm import as_recorded, of_arm
+from qerl_lab.config.arm import as_recorded, settings_of_arm
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import validate
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.spelling import resume_word, shell_word
+from qerl_lab.config.spelling import resume_override, shell_override
 from qerl_lab.preflight import machine, question_counts
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
@@ -24,7 +24,7 @@ LOCK = ".lock"  # in a sweep's directory; held by the command that runs it
 
 
 def continue_sweep(plan: Plan) -> Plan:
-    """Point the jobs at the runs that the same line made before: in the directory that it names, or the newest one.
+    """Reuse the run directories of an earlier sweep of the same jobs, in the given directory or the newest one.
 
     A run is a job's if its directory has the job's name, and arm, seed, gpus and the files of the questions are equal.
     Raises ConfigError if another run has a job's directory.
@@ -34,65 +34,67 @@ def continue_sweep(plan: Plan) -> Plan:
     is_new = plan.jobs[0].config.rerun
     if not plan.directory_given:
         for directory in () if is_new else sorted(plan.directory.parent.glob("*"), reverse=True):
-            jobs = [replace(job, run_dir=_moved(job, plan, directory), begun=True) for job in plan.jobs]
-            if all(map(_is_same, jobs)):
+            jobs = [replace(job, run_dir=_run_dir_in(job, plan, directory), begun=True) for job in plan.jobs]
+            if all(map(_has_same_run, jobs)):
                 return replace(plan, jobs=jobs, directory=directory, directory_given=True)
         return plan
     jobs = []
     for job in plan.jobs:
         run = RunDirectory(job.run_dir)
-        if run.is_claimed and (is_new or not _is_same(job)):
+        if run.is_claimed and (is_new or not _has_same_run(job)):
             other = "a run already" if is_new else "a run of another configuration, or of other questions"
             raise ConfigError(f"{run.path} has {other}. Type another hydra.sweep.dir.")
         jobs.append(replace(job, begun=run.is_claimed))
     return replace(plan, jobs=jobs)
 
 
-def _moved(job: Job, plan: Plan, directory: Path) -> Path:
-    """Return the job's directory if the sweep's was another one."""
+def _run_dir_in(job: Job, plan: Plan, directory: Path) -> Path:
+    """Return the run directory that the job would have if the sweep's directory were `directory`."""
     return directory / job.run_dir.relative_to(plan.directory)
 
 
-def _is_same(job: Job) -> bool:
-    """Tell whether the job's directory has a run of its configuration, on the questions that there are now."""
+def _has_same_run(job: Job) -> bool:
+    """Tell whether the job's directory already holds a run of the same configuration and questions."""
     run = RunDirectory(job.run_dir)
     try:
-        if not run.is_claimed or _identity(run.settings()) != _identity(as_recorded(job.config)):
+        if not run.is_claimed or _identifying_settings(run.settings()) != _identifying_settings(
+            as_recorded(job.config)
+        ):
             return False
         return _has_same_questions(run, job.config)
     except (ConfigError, OSError, UnicodeDecodeError):  # damaged: it could not be resumed
         return False
 
 
-def _identity(settings: Mapping[str, str]) -> dict[str, Any]:
-    return of_arm(settings) | {key: settings.get(key) for key in ("seed", "gpus")}
+def _identifying_settings(settings: Mapping[str, str]) -> dict[str, Any]:
+    return settings_of_arm(settings) | {key: settings.get(key) for key in ("seed", "gpus")}
 
 
 def _has_same_questions(run: RunDirectory, config: RunConfig) -> bool:
-    """Tell whether the files of the questions are unchanged since the run began."""
+    """Tell whether the files of questions are unchanged since the run began."""
     try:
         then = run.environment().get("data") or {}
-        now = question_counts.questions(config) if then else {}
+        now = question_counts.recorded_questions(config) if then else {}
     except ConfigError:  # the files are gone: an unfinished run reports that when it resumes
         return True
     return all(then[key] == now[key] for key in ("training_sha256", "heldout_sha256") if key in then and key in now)
 
 
 def sweep_name(directory: Path) -> str:
-    """Return the name of a sweep in the records of its runs."""
+    """Return the name that the records of a sweep's runs give the sweep: the last two parts of its directory."""
     return f"{directory.parent.name}/{directory.name}"
 
 
 def plan_of_sweep(directory: Path) -> Plan | None:
-    """Return the jobs of a sweep's directory with their recorded configurations; None if it is no sweep."""
+    """Return the plan of an existing sweep, read from its directory; None if the directory has no sweep."""
     if not (directory / LOCK).exists():
         return None
     run_dirs = [path.parent for path in directory.rglob("resolved.yaml")]
-    return read(directory, sorted(run_dirs, key=lambda path: by_numbers(str(path))))
+    return read_plan(directory, sorted(run_dirs, key=lambda path: by_numbers(str(path))))
 
 
-def read(directory: Path, run_dirs: list[Path]) -> Plan:
-    """Return the plan of a sweep with claimed directories. Raises ConfigError."""
+def read_plan(directory: Path, run_dirs: list[Path]) -> Plan:
+    """Return the plan of a sweep, read from the run directories of its jobs. Raises ConfigError."""
     jobs = []
     for number, path in enumerate(run_dirs):
         run = RunDirectory(path)
@@ -100,14 +102,14 @@ def read(directory: Path, run_dirs: list[Path]) -> Plan:
     return Plan(jobs, directory, True, True)
 
 
-def claim(plan: Plan, command: str) -> Plan:
-    """Create the directories of the new jobs; return the plan with their paths. Raises ConfigError."""
+def claim_directories(plan: Plan, command: str) -> Plan:
+    """Create the run directories of the new jobs; return the plan with their final paths. Raises ConfigError."""
     made = first_missing(plan.directory)
     directory = plan.directory if plan.directory_given else reserve(plan.directory)
     made = made or (None if plan.directory_given else directory)
-    jobs = [replace(job, run_dir=_moved(job, plan, directory)) for job in plan.jobs]
+    jobs = [replace(job, run_dir=_run_dir_in(job, plan, directory)) for job in plan.jobs]
     sweep = sweep_name(directory) if plan.multirun else None
-    with locked(directory) if plan.multirun else nullcontext():
+    with locked_sweep(directory) if plan.multirun else nullcontext():
         for job in jobs:
             run = RunDirectory(job.run_dir)
             if not run.is_claimed:
@@ -115,8 +117,8 @@ def claim(plan: Plan, command: str) -> Plan:
     return replace(plan, jobs=jobs, directory=directory, made=made)
 
 
-def extend(run: RunDirectory, steps: int) -> None:
-    """Record that the run continues to `steps`. The run itself adapts its schedules.
+def extend_run(run: RunDirectory, steps: int) -> None:
+    """Record that a finished run shall continue to `steps`. The run itself adapts its schedules.
 
     Raises ConfigError unless the run is finished, has fewer steps, and kept the checkpoint of its last step.
     """
@@ -124,14 +126,14 @@ def extend(run: RunDirectory, steps: int) -> None:
     if run.status != "done":
         raise ConfigError(
             f"resume={run.path} steps={steps}: the run is {run.status_in_words}, and only a finished one is extended. "
-            f"Type {resume_word(run.path)} alone first."
+            f"Type {resume_override(run.path)} alone first."
         )
     if steps <= was.steps:
         raise ConfigError(f"steps={steps}: the run has {was.steps} already. Type for example steps={2 * was.steps}.")
     if run.last_saved() != was.steps:
         raise ConfigError(
             f"{run.checkpoints} holds no checkpoint of step {was.steps}, from which the run would go on. "
-            f"Type {shell_word('lora.start_from', run.path)} to begin a new run with its adapter."
+            f"Type {shell_override('lora.start_from', run.path)} to begin a new run with its adapter."
         )
     cfg = replace(was, steps=steps, extended=[*was.extended, was.steps])
     validate(cfg)
@@ -139,20 +141,20 @@ def extend(run: RunDirectory, steps: int) -> None:
     run.starting_point(was)  # raises for a record that lacks a step, while DONE still exists
     preflight.check(cfg, run.path)
     run.refuse_other_device("cuda" if cfg.device != "cpu" and machine.has_gpu() else "cpu")
-    if questions := question_counts.questions(cfg):
+    if questions := question_counts.recorded_questions(cfg):
         run.refuse_other_data(questions)
     with run.locked():
         run.extend(cfg)
 
 
 @contextmanager
-def locked(sweep: Path) -> Iterator[None]:
-    """Lock a sweep's directory, creating it if missing. Raises ConfigError if another command holds it."""
-    make(sweep)
-    with open(sweep / LOCK, "a", encoding="utf-8") as file:  # opened for writing, because NFS locks no other files
+def locked_sweep(directory: Path) -> Iterator[None]:
+    """Context manager: lock a sweep's directory, creating it if missing. Raises ConfigError if it is locked."""
+    make(directory)
+    with open(directory / LOCK, "a", encoding="utf-8") as file:  # opened for writing, because NFS locks no other files
         lock(
             file,
-            f"another command runs the sweep in {sweep}. Wait for it or stop it first. For runs of its own type "
+            f"another command runs the sweep in {directory}. Wait for it or stop it first. For runs of its own type "
             "another hydra.sweep.dir.",
         )
         yield

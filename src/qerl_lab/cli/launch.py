@@ -24,7 +24,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.system import exits, terminal
 from qerl_lab.system.exits import OK, SIGNALS, USAGE, stop_signals
-from qerl_lab.system.processes import rank_variables, refuse_several
+from qerl_lab.system.processes import rank_variables, refuse_several_processes
 
 LOOK_SECONDS = 1.0  # between two checks of the stop file and of the ranks
 GRACE_SECONDS = 60.0  # for the other ranks to end by themselves after one has died
@@ -61,8 +61,10 @@ class SweepJob:
     variables: Mapping[str, str]
 
 
-def start(run: RunDirectory, typed: Typed | None = None, of: SweepJob | None = None, made: Path | None = None) -> int:
-    """Start the run of a claimed directory, or resume it; return its exit code (0, 1 or 130).
+def start(
+    run: RunDirectory, typed: Typed | None = None, sweep_job: SweepJob | None = None, made: Path | None = None
+) -> int:
+    """Start the run of a claimed directory, or resume it, and wait; return its exit code (0, 1 or 130).
 
     `typed` is recorded in a run that resumes. Raises ConfigError if the run cannot use its configuration. A run that
     never began then leaves no directory, nor its parents up to `made`.
@@ -78,24 +80,24 @@ def start(run: RunDirectory, typed: Typed | None = None, of: SweepJob | None = N
                 run.starting_point(config)
         typed = run.begin() or typed
         try:
-            refuse_several(os.environ)  # a job on a cluster has another environment than the command
-            return _run(run, typed, lock, of)
+            refuse_several_processes(os.environ)  # a job on a cluster has another environment than the command
+            return _run_processes(run, typed, lock, sweep_job)
         except ConfigError:
             if before == "not run":
                 run.discard(made)
             raise
 
 
-def _run(run: RunDirectory, typed: Typed | None, lock: TextIO, of: SweepJob | None) -> int:
-    """Run the processes to their end, and return the exit code that the directory then has."""
+def _run_processes(run: RunDirectory, typed: Typed | None, lock: TextIO, sweep_job: SweepJob | None) -> int:
+    """Run the processes of a run to their end; return the run's exit code. Raises ConfigError."""
     config = run.config()
     threads = {"OMP_NUM_THREADS": str(config.cpu_threads)} if config.cpu_threads > 0 else {}
     environment = {
-        **CHILD_ENVIRONMENT, **threads, **os.environ, **(of.variables if of else {}),
-        **(typed.variables() if typed else {}), terminal.JOB: of.label if of else "",
+        **CHILD_ENVIRONMENT, **threads, **os.environ, **(sweep_job.variables if sweep_job else {}),
+        **(typed.variables() if typed else {}), terminal.JOB: sweep_job.label if sweep_job else "",
     }  # fmt: skip
     environments = [environment | variables for variables in rank_variables(config.gpus)]
-    ended_with, rank = _wait(run, environments, lock, of)
+    ended_with, rank = _start_and_wait(run, environments, lock, sweep_job)
     code = run.settle(ended_with, f"rank {rank} of {config.gpus}" if config.gpus > 1 else "")
     if code == USAGE:
         raise ConfigError(run.reason.removeprefix("ConfigError: "))
@@ -103,12 +105,14 @@ def _run(run: RunDirectory, typed: Typed | None, lock: TextIO, of: SweepJob | No
 
 
 def child_command(run_dir: Path) -> list[str]:
-    """Return the command line of a run's process."""
+    """Return the command line that starts a training process of the run."""
     return [sys.executable, "-m", "qerl_lab.train", str(run_dir), str(os.getpid())]
 
 
-def _wait(run: RunDirectory, environments: list[dict[str, str]], lock: TextIO, of: SweepJob | None) -> tuple[int, int]:
-    """Run a process per environment to its end; return the status of the first that failed, and its rank.
+def _start_and_wait(
+    run: RunDirectory, environments: list[dict[str, str]], lock: TextIO, sweep_job: SweepJob | None
+) -> tuple[int, int]:
+    """Run a process per environment to its end; return exit status and rank of the first that failed.
 
     A negative status is a signal number. A signal is forwarded as SIGTERM, upon which the processes finish their step
     and save; the second SIGINT kills them. A terminal also sends SIGINT and SIGHUP to the children, to no effect, so
@@ -118,26 +122,26 @@ def _wait(run: RunDirectory, environments: list[dict[str, str]], lock: TextIO, o
     received: list[int] = []
 
     def is_aborted() -> bool:
-        return received.count(signal.SIGINT) > 1 or _abort_requested(of.stop_file if of else None)
+        return received.count(signal.SIGINT) > 1 or _abort_requested(sweep_job.stop_file if sweep_job else None)
 
-    def forward(number: int, frame: FrameType | None) -> None:
+    def forward_signal(number: int, frame: FrameType | None) -> None:
         received.append(number)
         for child in children:
             child.kill() if is_aborted() else child.terminate()
         if number == signal.SIGINT:
             exits.say_now(ABORTING if is_aborted() else STOPPING)
 
-    with handlers(forward):
-        with run.console.open("ab") if of else nullcontext() as console:
-            children += _started(child_command(run.path), environments, lock, console)
+    with handle_stop_signals(forward_signal):
+        with run.console.open("ab") if sweep_job else nullcontext() as console:
+            children += _start_processes(child_command(run.path), environments, lock, console)
         if received:  # while they started
             for child in children:
                 child.terminate()
-        rank = _wait_for_all(children, of.stop_file if of else None)
+        rank = _wait_for_children(children, sweep_job.stop_file if sweep_job else None)
     return -signal.SIGINT if is_aborted() else children[rank].returncode, rank
 
 
-def _started(
+def _start_processes(
     command: list[str], environments: list[dict[str, str]], lock: TextIO, console: BinaryIO | None
 ) -> list[subprocess.Popen[bytes]]:  # fmt: skip
     """Start a process for each environment. Each inherits the lock of the run's directory."""
@@ -156,7 +160,7 @@ def _started(
 
 
 def stop_children() -> None:
-    """Stop the runs of this process, let them save, and wait for them. Called by a signal handler."""
+    """Stop the processes of all runs, let them save, and wait for them. Called by a signal handler."""
     deadline = time.monotonic() + SAVE_SECONDS
     for child in _children:
         child.terminate()
@@ -165,8 +169,8 @@ def stop_children() -> None:
             child.wait(max(0.1, deadline - time.monotonic()))
 
 
-def _wait_for_all(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int:
-    """Wait for every child; return the first failed rank, or 0. Kill children that outlast it by GRACE_SECONDS."""
+def _wait_for_children(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int:
+    """Wait for every process; return the first failed rank, or 0. Kill the others GRACE_SECONDS after a failure."""
     first, deadline = None, math.inf
     is_single = len(children) == 1 and stop_file is None
     while running := [child for child in children if child.poll() is None]:
@@ -189,17 +193,18 @@ def _abort_requested(stop_file: Path | None) -> bool:
 
 
 def _first_failed(children: list[subprocess.Popen[bytes]]) -> int | None:
-    """Return the rank that failed first; the others failed because of it."""
+    """Return the rank of the process that probably failed first, judged by the exit statuses; None if none failed."""
     codes = {rank: child.returncode for rank, child in enumerate(children) if child.returncode}
     return min(codes, key=lambda rank: (codes[rank] > 0, -codes[rank]), default=None)
 
 
 @contextmanager
-def handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle the signals that stop a run, in the main thread only. Children inherit no handler, unlike SIG_IGN."""
+def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Context manager: let `handler` receive the signals that stop a run, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # Children inherit no handler, unlike SIG_IGN.
     before = {number: signal.signal(number, handler) for number in stop_signals()}
     try:
         yield

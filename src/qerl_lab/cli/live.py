@@ -14,54 +14,55 @@ from pathlib import Path
 from qerl_lab.cli.compose import Job
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.system.terminal import LINES, columns, interval
+from qerl_lab.system.terminal import LINES, columns, estimate_time_left
 
 REDRAW_SECONDS = 1.0
 HEAD = ["job", "step", "reward", "ETA", "words"]
 
 
 class JobProgress:
-    """Progress of a job, read from its record; `words` set it apart. The run itself reports damaged lines."""
+    """Progress of a job, read from its record. `words` are its own overrides. The run reports damaged lines."""
 
     def __init__(self, job: Job, words: str) -> None:
         self.number, self.steps, self.words = job.number, job.config.steps, words
         self.run, self.is_running = RunDirectory(job.run_dir), False
-        self._earlier_sessions = self._sessions() if job.begun else -1
+        self._earlier_sessions = self._count_sessions() if job.begun else -1
         self.step, self.first, self.reward, self.eta = 0, 0, "-", "-"
-        self.read()
+        self.read_progress()
         self.first = self.step
         self.said: int | None = None  # last tenth printed
 
     def refresh(self) -> None:
-        """Set `is_running` (begun by this command, neither done nor failed), and read the record of a running job."""
-        self.is_running = self.run.status == "interrupted" and self._sessions() > self._earlier_sessions
+        """Look whether the job is running; if so, update its progress from the run's record."""
+        self.is_running = self.run.status == "interrupted" and self._count_sessions() > self._earlier_sessions
         if self.is_running:
-            self.read()
+            self.read_progress()
 
-    def read(self) -> None:
-        """Read the last step, its reward, and the time that the steps of this command leave."""
+    def read_progress(self) -> None:
+        """Update step, reward and estimated time left from the run's record."""
         with suppress(ConfigError):
             lines = [line for line in self.run.metrics() if line["step"] > 0 and "reward/mean" in line["metrics"]]
             if lines:
                 self.step, self.reward = lines[-1]["step"], f"{lines[-1]['metrics']['reward/mean']:.2f}"
             times = [line["time"] for line in lines if line["step"] > self.first]
-            self.eta = interval(times[-1] - times[0], len(times) - 1, self.left) if times else "-"
+            self.eta = estimate_time_left(times[-1] - times[0], len(times) - 1, self.steps_left) if times else "-"
 
-    def _sessions(self) -> int:
+    def _count_sessions(self) -> int:
         with suppress(ConfigError):
             return self.run.sessions().count
         return 0
 
     @property
-    def left(self) -> int:
+    def steps_left(self) -> int:
         return self.steps - self.step
 
-    def row(self) -> list[str]:
+    def table_row(self) -> list[str]:
+        """Format the job's row of the table: number, step, reward, time left, overrides."""
         return [str(self.number), f"{self.step}/{self.steps}", self.reward, self.eta, self.words]
 
 
 class SweepProgress:
-    """Show a sweep of `count` jobs, of which `left` are to run; each job comes with the words that set it apart.
+    """Show a sweep of `count` jobs, of which `left` are to run; each job comes with the overrides of this job only.
 
     After `stop_file` appears the table continues below the message that announced the stop.
     """
@@ -74,7 +75,7 @@ class SweepProgress:
         self._count, self._drawn, self._looked = count, 0, -REDRAW_SECONDS
 
     def update(self) -> None:
-        """Print what changed, at most once in REDRAW_SECONDS."""
+        """Print the jobs' progress where it changed, at most once in REDRAW_SECONDS."""
         if time.monotonic() < self._looked + REDRAW_SECONDS:
             return
         self._looked = time.monotonic()
@@ -82,8 +83,8 @@ class SweepProgress:
             seen.refresh()
         running = [seen for seen in self._left.values() if seen.is_running]
         if sys.stderr.isatty():
-            rows = columns([HEAD, *(seen.row() for seen in running)]).splitlines() if running else []
-            self._draw([*rows, self._summary()])
+            rows = columns([HEAD, *(seen.table_row() for seen in running)]).splitlines() if running else []
+            self._draw_table([*rows, self._summary()])
             return
         for seen in running:  # a line at the start of a job, and at each tenth of it
             tenth = seen.step * LINES // seen.steps
@@ -92,43 +93,45 @@ class SweepProgress:
                 said = f"step {seen.step}/{seen.steps}, ETA {seen.eta}, reward {seen.reward}"
                 print(f"job {seen.number}: {said if tenth else f'running, {seen.words}'}", file=sys.stderr, flush=True)
 
-    def end(self, job: Job, said: str) -> None:
-        """Print how a job ended, then `said`."""
+    def end_job(self, job: Job, message: str) -> None:
+        """Take a job out of the table, and print how it ended, then `message`."""
         seen = self._left.pop(job.number)
-        seen.read()
+        seen.read_progress()
         status = seen.run.status
         self._ended[status] += 1
-        self._draw([])
-        if status == "not run" and not said:  # the sweep stopped before this job began
+        self._draw_table([])
+        if status == "not run" and not message:  # the sweep stopped before this job began
             return
         reward = f", reward {seen.reward}" if seen.reward != "-" else ""
         print(f"job {job.number}: {status}{reward}, {seen.words} ({self._summary()})", file=sys.stderr)
-        if said:
-            print(said, file=sys.stderr)
+        if message:
+            print(message, file=sys.stderr)
         sys.stderr.flush()
 
     def is_running(self, job: Job) -> bool:
-        """Tell whether a process was working on the job at the last look."""
+        """Tell whether a process was working on the job at the last update."""
         return self._left[job.number].is_running
 
     def close(self) -> None:
-        """Erase the table."""
-        self._draw([])
+        """Erase the table from the terminal."""
+        self._draw_table([])
 
     def _summary(self) -> str:
-        """Format `12 of 40 done, 1 failed, 2 running, ETA 2:10:00`; the ETA uses this command's pace in steps."""
+        """Format `12 of 40 done, 1 failed, 2 running, ETA 2:10:00`."""
         parts = [f"{self._ended['done']} of {self._count} done"]
         parts += [f"{count} {word}" for word, count in self._ended.items() if word != "done"]
         if running := sum(seen.is_running for seen in self._left.values()):
             parts.append(f"{running} running")
-        left = sum(seen.left for seen in self._left.values())
-        eta = interval(time.monotonic() - self._started, sum(seen.step - seen.first for seen in self._all), left)
+        left = sum(seen.steps_left for seen in self._left.values())
+        eta = estimate_time_left(
+            time.monotonic() - self._started, sum(seen.step - seen.first for seen in self._all), left
+        )
         if left and eta != "-" and not self._stop_file.exists():
             parts.append(f"ETA {eta}")
         return ", ".join(parts)
 
-    def _draw(self, table: list[str]) -> None:
-        """Draw lines over the previous ones; drop from the top those that do not fit."""
+    def _draw_table(self, table: list[str]) -> None:
+        """Draw lines of text over the previous ones on the terminal; drop from the top those that do not fit."""
         if not sys.stderr.isatty():
             return
         if not self._is_stopped and self._stop_file.exists():

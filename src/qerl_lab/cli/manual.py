@@ -10,14 +10,14 @@ from typing import Any
 import yaml
 
 from qerl_lab.cli.compose import Job, Plan, make_plan
-from qerl_lab.cli.grammar import entry, key_entry
+from qerl_lab.cli.grammar import format_entry, format_key_entry
 from qerl_lab.cli.overrides import groups
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.spelling import resume_word, shell_word
+from qerl_lab.config.spelling import resume_override, shell_override
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.system.terminal import by_numbers, columns, format_path, python
+from qerl_lab.system.terminal import by_numbers, columns, format_path, python_command
 
 ABOUT = "qerl-lab: reinforcement learning of language models on 4-bit weights (QeRL, arXiv 2510.11696)"
 GROUPS = {
@@ -58,9 +58,9 @@ FLAGS = (
 
 
 def overview() -> str:
-    """Format what `python -m qerl_lab` alone prints: the experiments and what to type."""
+    """Format what `python -m qerl_lab` prints without arguments: the experiments and what to type."""
     lines = [
-        ABOUT, "", "Experiments:", *_options("experiment"), "",
+        ABOUT, "", "Experiments:", *_format_options("experiment"), "",
         f"Run one: {EXAMPLES[0][0]}",
         "Four formats without and with noise, five seeds each: python -m qerl_lab +sweeps=weight_formats",
         "Every group, option and key: python -m qerl_lab --help",
@@ -68,15 +68,15 @@ def overview() -> str:
     return "\n".join(lines)
 
 
-def manual() -> str:
-    """Return the text of `--help`: examples, every group with its options, every key with its value by default."""
+def help_text() -> str:
+    """Format the text of `python -m qerl_lab --help`: examples, groups with options, keys with defaults."""
     lines = [ABOUT, "", "  python -m qerl_lab [FLAGS] GROUP=OPTION ... KEY=VALUE ...", "", "Examples:"]
     for command, meaning in EXAMPLES:
         lines += [f"  {command}", f"      {meaning}"]
     lines += ["", "Groups and their options (* is the default):"]
-    defaults = default_options()
+    defaults = default_option_by_group()
     for group in sorted(groups(), key=list(GROUPS).index):
-        lines += ["", f"{group}: {GROUPS[group]}", *_options(group, defaults.get(group))]
+        lines += ["", f"{group}: {GROUPS[group]}", *_format_options(group, defaults.get(group))]
     (usual,) = make_plan([], multirun=False).jobs
     lines += ["", "Keys and their values in the default run (a scale or an option may set others; see --cfg job):"]
     node = None
@@ -84,26 +84,26 @@ def manual() -> str:
         if name.rpartition(".")[0] != node:
             node = name.rpartition(".")[0]
             lines.append("")
-        lines += key_entry(name, field, value, 36)
+        lines += format_key_entry(name, field, value, 36)
     return "\n".join([*lines, "", *FLAGS])
 
 
-def describe(path: Path) -> str:
-    """Return the first comment line of a YAML file that is not an instruction to Hydra."""
+def describe_option(path: Path) -> str:
+    """Return the description of an option's YAML file: its first comment that is no instruction to Hydra."""
     comments = (line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
     return next((line for line in comments if not line.startswith("@")), "")
 
 
-def _options(group: str, default: str | None = None) -> list[str]:
+def _format_options(group: str, default: str | None = None) -> list[str]:
     folder, lines = group_folder(group), list[str]()
     names = sorted(choices_of(group), key=by_numbers)
     width = max(map(len, names)) + 4
     for name in names:
-        lines += entry(name + ("*" if name == default else ""), describe(folder / f"{name}.yaml"), width)
+        lines += format_entry(name + ("*" if name == default else ""), describe_option(folder / f"{name}.yaml"), width)
     return lines
 
 
-def default_options() -> dict[str, str]:
+def default_option_by_group() -> dict[str, str]:
     entries = yaml.safe_load((package_data("conf") / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
@@ -112,32 +112,32 @@ _SHOWN = ("experiment=", "seed=", "dry_run=")  # words that other columns of a d
 
 
 def dry_run_table(plan: Plan) -> str:
-    """List the jobs of a command, one per line, with the distinguishing words that no column shows."""
-    rows = [["job", *_facts(RunConfig()), "overrides", "run directory"]]
-    own = split_words(plan.jobs)[1] if plan.multirun else [[]]
+    """Format the table of a dry run: the jobs of a command, one per line, with the overrides in which they differ."""
+    rows = [["job", *_dry_run_columns(RunConfig()), "overrides", "run directory"]]
+    own = split_overrides(plan.jobs)[1] if plan.multirun else [[]]
     for job, words in zip(plan.jobs, own, strict=True):
         where = str(job.run_dir.relative_to(plan.directory)) if plan.multirun else format_path(job.run_dir)
         rest = " ".join(word for word in words if not word.lstrip("+").startswith(_SHOWN))
-        rows.append([str(job.number), *map(str, _facts(job.config).values()), rest, where])
+        rows.append([str(job.number), *map(str, _dry_run_columns(job.config).values()), rest, where])
     if not any(row[-2] for row in rows[1:]):
         rows = [[*row[:-2], row[-1]] for row in rows]
     last = f"in {format_path(plan.directory)}" if plan.multirun else "as above"
     done = [job for job in plan.jobs if job.begun and RunDirectory(job.run_dir).status == "done"]
     skip = f", but for {len(done)} that are done" if done else ""
-    end = f"dry run: would run {count(plan.jobs)} {last}{skip}; nothing was started or written"
-    return "\n".join([columns(rows), *notes(plan.jobs), end])
+    end = f"dry run: would run {count_jobs(plan.jobs)} {last}{skip}; nothing was started or written"
+    return "\n".join([columns(rows), *format_notes(plan.jobs), end])
 
 
 def opening_lines(plan: Plan) -> str:
-    """Format a command's first lines: its directory, the jobs already done, and notes."""
-    what = f"{count(plan.jobs)} in" if plan.multirun else "run directory:"
+    """Format the first lines that a command prints: its directory, how many jobs are done already, and notes."""
+    what = f"{count_jobs(plan.jobs)} in" if plan.multirun else "run directory:"
     begun = [RunDirectory(job.run_dir).status for job in plan.jobs if job.begun]
     earlier = f"{begun.count('done')} are done already, {len(begun) - begun.count('done')} go on (rerun=true: all anew)"
-    return "\n".join([f"{what} {format_path(plan.directory)}", *([earlier] if begun else []), *notes(plan.jobs)])
+    return "\n".join([f"{what} {format_path(plan.directory)}", *([earlier] if begun else []), *format_notes(plan.jobs)])
 
 
-def notes(jobs: list[Job]) -> list[str]:
-    """Format each note once, with the numbers of its jobs unless all have it."""
+def format_notes(jobs: list[Job]) -> list[str]:
+    """Format each note of the jobs once, with the numbers of the jobs that have it."""
     about: dict[str, list[int]] = {}
     for job in jobs:
         for note in job.notes:
@@ -148,7 +148,7 @@ def notes(jobs: list[Job]) -> list[str]:
     ]
 
 
-def _facts(cfg: RunConfig) -> dict[str, Any]:
+def _dry_run_columns(cfg: RunConfig) -> dict[str, Any]:
     return {
         "experiment": cfg.experiment, "scale": cfg.scale, "model": cfg.model.name, "format": cfg.format.name,
         "aqn": cfg.aqn.schedule, "algorithm": cfg.algorithm.name, "rank": cfg.lora.rank, "seed": cfg.seed,
@@ -156,55 +156,58 @@ def _facts(cfg: RunConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def count(jobs: list[Job]) -> str:
-    """Format `1 job`, `2 jobs`."""
+def count_jobs(jobs: list[Job]) -> str:
+    """Format the number of jobs: `1 job`, `2 jobs`."""
     return f"{len(jobs)} {'job' if len(jobs) == 1 else 'jobs'}"
 
 
 def sweep_table(plan: Plan) -> str:
-    """Format how every job of a sweep ended, with headline numbers or the reason of its failure."""
+    """Format the table at a sweep's end: how every job ended, headline numbers or the reason of a failure."""
     jobs, runs = plan.jobs, [RunDirectory(job.run_dir) for job in plan.jobs]
     found = [run.status for run in runs]
-    shared, own = split_words(jobs)
+    shared, own = split_overrides(jobs)
     rows = [["job", "overrides", "status", "accuracy", "entropy", "tokens/s", "seconds", "run directory"]]
     for job, words, run in zip(jobs, own, runs, strict=True):
         where = str(job.run_dir.relative_to(plan.directory))
-        rows.append([str(job.number), " ".join(words), run.status, *_headline(run.result()), where])
+        rows.append([str(job.number), " ".join(words), run.status, *_headline_cells(run.result()), where])
     header, *body = columns(rows).splitlines()
     lines = ["", *([f"all jobs: {' '.join(shared)}"] if shared else []), header]
     for run, line in zip(runs, body, strict=True):
         lines += [line, f"     {run.reason}"] if run.status == "failed" else [line]
     counts = ", ".join(f"{found.count(word)} {word}" for word in dict.fromkeys(found))
-    here, line = format_path(plan.directory), f"{python()} -m qerl_lab"
-    lines.append(f"{count(jobs)} in {here}: {counts}")
+    here, line = format_path(plan.directory), f"{python_command()} -m qerl_lab"
+    lines.append(f"{count_jobs(jobs)} in {here}: {counts}")
     if "done" in found:
-        out = shell_word("out", f"results/{plan.directory.name}")
+        out = shell_override("out", f"results/{plan.directory.name}")
         lines.append(f"next: {line}.report {shlex.quote(here)} {out}")
     if any(run.is_claimed and run.status != "done" for run in runs):
-        lines.append(f"continue one with: {line} {resume_word(f'{here}/RUN_DIRECTORY')}")
-        lines.append(f"all of them with the same line, or: {line} {resume_word(here)}")
+        lines.append(f"continue one with: {line} {resume_override(f'{here}/RUN_DIRECTORY')}")
+        lines.append(f"all of them with the same line, or: {line} {resume_override(here)}")
     return "\n".join(lines)
 
 
-def interrupted(run: RunDirectory) -> str:
-    """Format what a stopped run has saved, and the command that resumes it."""
-    saved = f"{run.last_saved()} of {run.config().steps} steps are saved"
-    return f"interrupted; {saved}. Continue with\n  {python()} -m qerl_lab {resume_word(format_path(run.path))}"
+def interrupted_message(run: RunDirectory) -> str:
+    """Format the message for a stopped run: the steps saved, and the command that resumes it."""
+    saved, resume = f"{run.last_saved()} of {run.config().steps}", resume_override(format_path(run.path))
+    return f"interrupted; {saved} steps are saved. Continue with\n  {python_command()} -m qerl_lab {resume}"
 
 
-def split_words(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
-    """Split the words into those that all jobs share, and the rest of each job."""
+def split_overrides(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
+    """Split the overrides of jobs into those that all jobs share, and the rest of each job."""
     shared = [word for word in jobs[0].overrides if all(word in job.overrides for job in jobs)] if len(jobs) > 1 else []
     return shared, [[word for word in job.overrides if word not in shared] for job in jobs]
 
 
-def _headline(numbers: dict[str, Any]) -> list[str]:
-    """Format accuracy, entropy, tokens/s and seconds of a run's result; a dash for each missing one."""
+def _headline_cells(result: dict[str, Any]) -> list[str]:
+    """Format accuracy, entropy, tokens/s and seconds of a run's result as table cells; a dash for a missing one."""
 
-    def change(first: str, last: str) -> str:
-        known = first in numbers and last in numbers
-        return f"{numbers[first]:.3f} -> {numbers[last]:.3f}" if known else "-"
+    def format_change(first: str, last: str) -> str:
+        known = first in result and last in result
+        return f"{result[first]:.3f} -> {result[last]:.3f}" if known else "-"
 
-    accuracy, entropy = change("accuracy_before", "accuracy_after"), change("entropy_first", "entropy_last")
-    speed, seconds = (f"{numbers[key]:.0f}" if key in numbers else "-" for key in ("tokens_per_second", "seconds"))
+    accuracy, entropy = (
+        format_change("accuracy_before", "accuracy_after"),
+        format_change("entropy_first", "entropy_last"),
+    )
+    speed, seconds = (f"{result[key]:.0f}" if key in result else "-" for key in ("tokens_per_second", "seconds"))
     return [accuracy, entropy, speed, seconds]

@@ -1,4 +1,4 @@
-"""Spell the words of a command line for Hydra, check each, and turn Hydra's errors into messages."""
+"""Spell command-line overrides (`key=value`) for Hydra, check each, and turn Hydra's errors into messages."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,12 @@ from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from qerl_lab.cli.grammar import refuse_repeated_keys, unreadable_word
+from qerl_lab.cli.grammar import refuse_repeated_keys, unreadable_override_error
 from qerl_lab.config.conf_folder import choices_of, package_data
-from qerl_lab.config.keys import TEXT, check_key, check_type, schema, spell_value, type_words
+from qerl_lab.config.keys import TEXT, check_type, describe_type, spell_value, type_of_key, types_by_key
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
-from qerl_lab.config.spelling import quote_text, quoted, shell_word
+from qerl_lab.config.spelling import quote_text, quoted, shell_override
 
 OTHER_LAUNCHERS = "jobs=N runs several at once, launcher=slurm and launcher=ray use a cluster; others are packages."
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
@@ -26,12 +26,12 @@ APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/
 
 
 def groups() -> list[str]:
-    """List every configuration group: the folders of conf/, and sweeps."""
+    """List the names of all configuration groups: the folders of conf/, and sweeps."""
     return [*sorted(path.name for path in package_data("conf").iterdir() if path.is_dir()), "sweeps"]
 
 
 def spell_for_hydra(override: str) -> str:
-    """Spell a word for Hydra: with a plus for groups outside the defaults list (`APPENDED`), else without; quoted.
+    """Spell a typed override (`key=value`) for Hydra: quote it, and put a plus before the groups of `APPENDED`.
 
     `experiment=x` and `+experiment=x` become the same, as do `scale=x` and `+scale=x`. The flags of `slurm` are quoted
     as one text. Hydra's own keys (`hydra.*`, `hydra/*`) keep their plus.
@@ -43,18 +43,18 @@ def spell_for_hydra(override: str) -> str:
         return override if value.isdecimal() else quote_text(override.partition("=")[0], value)
     if key == "slurm" and value[:1] not in ("'", '"'):
         return f"{key}={quoted(value)}"
-    if schema().get(key) in TEXT and key not in groups():
+    if types_by_key().get(key) in TEXT and key not in groups():
         return quote_text(key, value)
     return f"{'+' if key in APPENDED else ''}{key}={value}"
 
 
-def check_words(words: Sequence[str]) -> list[Override]:
-    """Parse words spelled for Hydra. Raises ConfigError for a word that no command could take.
+def parse_overrides(overrides: Sequence[str]) -> list[Override]:
+    """Parse overrides that are spelled for Hydra. Raises ConfigError for one that no command could take.
 
     Hydra itself checks an option against its group, after it has read --config-dir.
     """
     with as_config_errors():
-        parsed = OverridesParser.create().parse_overrides(list(words))
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
     for override in parsed:
         _check_override(override)
     refuse_repeated_keys((override.key_or_group, str(override.input_line)) for override in parsed)
@@ -62,6 +62,7 @@ def check_words(words: Sequence[str]) -> list[Override]:
 
 
 def _check_override(override: Override) -> None:
+    """Raise ConfigError for a parsed override that no command could take."""
     name = override.key_or_group
     if override.is_hydra_override():
         if override.is_sweep_override():
@@ -82,9 +83,9 @@ def _check_override(override: Override) -> None:
     if name in groups():
         value = override.value()
         if isinstance(value, list | dict) or value is None:  # Hydra would accept them
-            raise no_option(name, value, choices_of(name))
+            raise unknown_option_error(name, value, choices_of(name))
         return
-    kind = check_key(name)
+    kind = type_of_key(name)
     for value in override.sweep_iterator() if override.is_sweep_override() else [override.value()]:
         value = value.text if isinstance(value, QuotedString) else value
         if isinstance(value, str) and "${" in value:
@@ -94,15 +95,15 @@ def _check_override(override: Override) -> None:
         check_type(name, kind, value)
 
 
-def no_option(group: str, value: Any, options: list[str]) -> ConfigError:
-    """Return the error for a value that is no option of a group.
+def unknown_option_error(group: str, value: Any, options: list[str]) -> ConfigError:
+    """Return the error for a value that is no option of its configuration group.
 
     A path or a hub id belongs into the group's key `path`, a number of its own (rank256) into the key of that name.
     """
     number = re.fullmatch(r"([a-z_]+)(\d+)", str(value))
-    if "/" in str(value) and f"{group}.path" in schema():
-        hint = f" Type {shell_word(f'{group}.path', value)}."
-    elif number and f"{group}.{number[1]}" in schema():
+    if "/" in str(value) and f"{group}.path" in types_by_key():
+        hint = f" Type {shell_override(f'{group}.path', value)}."
+    elif number and f"{group}.{number[1]}" in types_by_key():
         hint = f" Type {group}.{number[1]}={number[2]}."
     else:
         hint = did_you_mean(str(value), options) or f" Type for example {group}={options[0]}."
@@ -111,13 +112,14 @@ def no_option(group: str, value: Any, options: list[str]) -> ConfigError:
     return ConfigError(f"{group}={spell_value(value)} is not an option; allowed: {', '.join(options)}.{hint}")
 
 
-def without_hydra_words(overrides: list[str]) -> list[str]:
-    """Drop Hydra's own overrides and the sweep's name."""
+def without_hydra_overrides(overrides: list[str]) -> list[str]:
+    """Return the overrides without those of Hydra's own settings and of the group sweeps."""
     return [line for line in overrides if not line.startswith(("hydra.", "hydra/", "+sweeps="))]
 
 
 @contextmanager
 def as_config_errors() -> Iterator[None]:
+    """Context manager: re-raise errors of Hydra, OmegaConf and YAML as ConfigError."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -129,28 +131,28 @@ def as_config_errors() -> Iterator[None]:
 
 
 def explain(error: Exception) -> str:
-    """Turn an error of Hydra, OmegaConf or the YAML reader into a message."""
+    """Return the message to show for an error of Hydra, OmegaConf or the YAML reader."""
     match error:
         case ConfigError():
             return str(error)
         case ConfigCompositionException() if found := SEVERAL.match(str(error)):
             name, _, value = found[1].lstrip("+").partition("=")
-            is_text = schema().get(name) in TEXT and name not in groups()
-            one = f", or {shell_word(name, value)} if the comma is part of it" if is_text else ""
+            is_text = types_by_key().get(name) in TEXT and name not in groups()
+            one = f", or {shell_override(name, value)} if the comma is part of it" if is_text else ""
             return (
                 f"{name}={value} is several values, and this command runs one job. Type -m to run a job for each{one}."
             )
         case OverrideParseException() if error.override in choices_of("experiment"):
             return f"{error.override} cannot be read as KEY=VALUE. Type +experiment={error.override}."
-        case OverrideParseException() if module := _module_of(error.override):
+        case OverrideParseException() if module := _module_of_command(error.override):
             return f"{error.override} is a command of its own. Type python -m {module}."
         case OverrideParseException():
-            return str(unreadable_word(error.override, dict(schema()) | dict.fromkeys(groups())))
+            return str(unreadable_override_error(error.override, dict(types_by_key()) | dict.fromkeys(groups())))
         case MissingConfigException() if error.missing_cfg_file and error.options:
             file = str(error.missing_cfg_file)  # an option that is a path has slashes of its own
             group = next((name for name in groups() if file.startswith(f"{name}/")), file.rpartition("/")[0])
             option = file.removeprefix(f"{group}/")
-            said = str(no_option(group, option, list(error.options)))
+            said = str(unknown_option_error(group, option, list(error.options)))
             return f"{said} {OTHER_LAUNCHERS}" if group == "hydra/launcher" else said
         case ValueError() if str(error).startswith(NO_NAME):
             return (
@@ -164,20 +166,20 @@ def explain(error: Exception) -> str:
     return " ".join((str(error) or str(error.__cause__)).split())
 
 
-def _module_of(word: str) -> str | None:
-    """Return the module of a command beside the main one: evaluate, or queue of tools; None for another word."""
-    files = {f"qerl_lab.{word}": f"{word}/__main__.py", f"qerl_lab.tools.{word}": f"tools/{word}.py"}
-    is_name = word.isidentifier() and word != "train"  # python -m qerl_lab trains
+def _module_of_command(name: str) -> str | None:
+    """Return the module of a command such as `evaluate` or `queue`; None if there is no such command."""
+    files = {f"qerl_lab.{name}": f"{name}/__main__.py", f"qerl_lab.tools.{name}": f"tools/{name}.py"}
+    is_name = name.isidentifier() and name != "train"  # python -m qerl_lab trains
     folder = Path(__file__).parents[1]
     return next((module for module, file in files.items() if is_name and (folder / file).is_file()), None)
 
 
 def _explain_key(error: OmegaConfBaseException, key: str) -> str:
-    """Word the error for a key or value of a YAML file or an interpolation that the schema does not have."""
+    """Return the message for a key or value that a YAML file or an interpolation has and the schema has not."""
     said = f"{key}: {str(error).splitlines()[0].rstrip('.')}"
     if key.startswith("hydra."):
         return f"{said}."
     try:
-        return f"{said}; allowed: {type_words(check_key(key))}, or ${{KEY}} with the name of another key."
+        return f"{said}; allowed: {describe_type(type_of_key(key))}, or ${{KEY}} with the name of another key."
     except ConfigError as unknown:
         return str(unknown)

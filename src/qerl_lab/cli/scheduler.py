@@ -52,10 +52,10 @@ class Call(launch.SweepJob):
             code = launch.start(run, self.typed, of, run.path)
         except ConfigError as error:
             return f"error: {redact(str(error))}"
-        return failure(run) if code == FAILURE else ""
+        return failure_message(run) if code == FAILURE else ""
 
     def checkpoint(self) -> Any:
-        """Save near the job's time limit; return what submitit puts back in the queue: the same call."""
+        """Override submitit's hook near the time limit: stop the run so that it saves; return the call to requeue."""
         from submitit.helpers import DelayedSubmission
 
         launch.stop_children()
@@ -63,12 +63,12 @@ class Call(launch.SweepJob):
 
 
 def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) -> None:
-    """Run every job that is not done, until a signal stops them.
+    """Run every job of a sweep that is not done, until all have ended or a signal stops them.
 
     `variables` are added to the environment of the jobs. Raises ConfigError if another command runs them.
     """
     stop_file, sweep = plan.directory / STOP_FILE, jobs.sweep_name(plan.directory)
-    own_words = manual.split_words(plan.jobs)[1]
+    own_words = manual.split_overrides(plan.jobs)[1]
     left, shown, calls = list[Job](), list[tuple[Job, str]](), list[Call]()
     for job, words in zip(plan.jobs, own_words, strict=True):
         if RunDirectory(job.run_dir).status != "done":
@@ -77,17 +77,17 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
             left.append(job)
             shown.append((job, " ".join(words)))
             calls.append(Call(stop_file, label, variables or {}, job.run_dir, typed))
-    with jobs.locked(plan.directory), suppress(KeyboardInterrupt):  # of the second Ctrl-C
+    with jobs.locked_sweep(plan.directory), suppress(KeyboardInterrupt):  # of the second Ctrl-C
         stop_file.unlink(missing_ok=True)  # under the lock: the stop file of another command stays
         if left:
             with _stop_at_signals(stop_file):
                 progress = SweepProgress(shown, len(plan.jobs), stop_file)
-                with _submit([job.config for job in left], calls, plan.directory) as outcomes:
-                    _follow(dict(zip(outcomes, left, strict=True)), progress, stop_file)
+                with _submit_to_launcher([job.config for job in left], calls, plan.directory) as outcomes:
+                    _show_until_done(dict(zip(outcomes, left, strict=True)), progress, stop_file)
 
 
 def finish(plan: Plan) -> int:
-    """Print how every job of a sweep ended, and save the table.
+    """Print how every job of a sweep ended, save that table, and return the exit code.
 
     Returns the exit code: 0 all done, 1 one failed or never began, 130 interrupted.
     """
@@ -101,20 +101,21 @@ def finish(plan: Plan) -> int:
     return INTERRUPTED if stop_file.exists() or "interrupted" in found else FAILURE
 
 
-def _submit(
+def _submit_to_launcher(
     configs: Sequence[RunConfig], calls: Sequence[Call], directory: Path
 ) -> AbstractContextManager[Sequence[Any]]:
+    """Return a context manager that runs the calls where `launcher` says: on this machine, Slurm or Ray."""
     match configs[0].launcher:
         case "slurm":
-            return cluster.slurm(configs, calls, directory / "slurm")
+            return cluster.submit_to_slurm(configs, calls, directory / "slurm")
         case "ray":
-            return cluster.ray(configs, calls)
+            return cluster.submit_to_ray(configs, calls)
         case _:
-            return local(configs, calls)
+            return run_locally(configs, calls)
 
 
-def _follow(waiting: dict[Any, Job], shown: SweepProgress, stop_file: Path) -> None:
-    """Show the jobs until the last has ended; after a stop do not wait for jobs that have not begun.
+def _show_until_done(waiting: dict[Any, Job], shown: SweepProgress, stop_file: Path) -> None:
+    """Show the jobs' progress until the last has ended; after a stop, until the last that had begun.
 
     The keys of `waiting` are Futures, or jobs of submitit.
     """
@@ -123,7 +124,7 @@ def _follow(waiting: dict[Any, Job], shown: SweepProgress, stop_file: Path) -> N
         for outcome, job in list(waiting.items()):
             if outcome.done():
                 del waiting[outcome]
-                shown.end(job, _message_of(outcome))
+                shown.end_job(job, _end_message(outcome))
             elif stop_file.exists() and not shown.is_running(job):
                 outcome.cancel()
                 del waiting[outcome]
@@ -131,15 +132,15 @@ def _follow(waiting: dict[Any, Job], shown: SweepProgress, stop_file: Path) -> N
     shown.close()
 
 
-def _message_of(outcome: Any) -> str:
-    """Return the message of an ended job, or the traceback of a bug or a failure of the cluster."""
+def _end_message(outcome: Any) -> str:
+    """Return what to print of an ended job: its message, or the traceback of an error in the lab or the cluster."""
     if error := outcome.exception():
         return redact("".join(traceback.format_exception(error)).rstrip())
     return str(outcome.result())
 
 
-def failure(run: RunDirectory) -> str:
-    """Format why a run failed."""
+def failure_message(run: RunDirectory) -> str:
+    """Format why a run failed, and where its traceback is."""
     file = run.path / "FAILED"
     more = f"\n{manual.format_path(file)} has the whole of it" if file.stat().st_size else ""  # empty on a full disk
     return f"failed: {run.reason}{more}"
@@ -147,9 +148,9 @@ def failure(run: RunDirectory) -> str:
 
 @contextmanager
 def _stop_at_signals(stop_file: Path) -> Iterator[None]:
-    """On a signal let running jobs save and start no other; on a second SIGINT stop waiting for them."""
+    """Context manager: on a signal let running jobs save, and start no other; on a second SIGINT stop waiting."""
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    def stop_jobs(number: int, frame: FrameType | None) -> None:
         exits.STOPS.append(number)
         if number == signal.SIGINT:
             if stop_file.exists():
@@ -159,7 +160,7 @@ def _stop_at_signals(stop_file: Path) -> Iterator[None]:
             exits.say_now(launch.STOPPING)
         stop_file.touch()
 
-    with launch.handlers(stop):
+    with launch.handle_stop_signals(stop_jobs):
         yield
 
 
@@ -177,7 +178,7 @@ class GpuPool:
 
     @contextmanager
     def take(self, count: int) -> Iterator[list[str]]:
-        """Wait until `count` GPUs have room, and hold them."""
+        """Context manager: wait until `count` GPUs have room, hold them, and yield their names."""
         with self._one_takes:
             taken = [self._free.get() for _ in range(count)]
         try:
@@ -188,7 +189,7 @@ class GpuPool:
 
 
 def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
-    """Return the GPUs for these jobs; None on a CPU, or for one job at a time. Raises ConfigError if unknown."""
+    """Return the pool of GPUs for these jobs; None if they run on the CPU or one at a time. Raises ConfigError."""
     if configs[0].jobs == 1 or all(cfg.device == "cpu" for cfg in configs) or not machine.has_gpu():
         return None
     names = machine.visible_gpus()
@@ -198,15 +199,15 @@ def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
 
 
 @contextmanager
-def local(configs: Sequence[RunConfig], calls: Sequence[Call]) -> Iterator[list[Future[str]]]:
-    """Start the calls on this machine, `jobs` of the configuration at once, each with its own GPUs."""
+def run_locally(configs: Sequence[RunConfig], calls: Sequence[Call]) -> Iterator[list[Future[str]]]:
+    """Context manager: run the calls on this machine, `jobs` at once, each with its GPUs; yield their futures."""
     cards = gpu_pool_of(configs)
 
-    def one(cfg: RunConfig, call: Call) -> str:
+    def run_on_gpus(cfg: RunConfig, call: Call) -> str:
         if cards is None or cfg.device == "cpu":
             return call()
         with cards.take(cfg.gpus) as taken:
             return call({machine.VISIBLE: ",".join(taken)})
 
     with ThreadPoolExecutor(configs[0].jobs) as pool:
-        yield [pool.submit(one, cfg, call) for cfg, call in zip(configs, calls, strict=True)]
+        yield [pool.submit(run_on_gpus, cfg, call) for cfg, call in zip(configs, calls, strict=True)]

@@ -1,7 +1,7 @@
 """The command line: `python -m qerl_lab [FLAGS] KEY=VALUE ...`. Imports no torch.
 
-    words -> hydra.main -> check (every job checked, its directory claimed) -> launch.start (a run), or
-          -> hydra_plugins.qerl_lab_launcher -> scheduler.run (a process per job) -> table
+    arguments -> hydra.main -> check (every job checked, its directory claimed) -> launch.start (a run), or
+              -> hydra_plugins.qerl_lab_launcher -> scheduler.run (a process per job) -> table
 
 Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.
 """
@@ -20,26 +20,26 @@ from omegaconf import DictConfig, open_dict
 import qerl_lab
 from qerl_lab import preflight
 from qerl_lab.cli import check, compose, jobs, launch, manual, scheduler
-from qerl_lab.cli.compose import VERSION_BASE, register
-from qerl_lab.cli.grammar import refuse_repeated_keys, unknown_flag
-from qerl_lab.cli.intent import words_by_key
+from qerl_lab.cli.compose import VERSION_BASE, register_schema
+from qerl_lab.cli.grammar import refuse_repeated_keys, unknown_flag_error
+from qerl_lab.cli.intent import overrides_by_key
 from qerl_lab.cli.overrides import (
     as_config_errors,
-    check_words,
     groups,
+    parse_overrides,
     spell_for_hydra,
-    without_hydra_words,
+    without_hydra_overrides,
 )
 from qerl_lab.config.conf_folder import package_data
-from qerl_lab.config.keys import FOREIGN_NAMES, schema, to_type
+from qerl_lab.config.keys import FOREIGN_NAMES, types_by_key, what_to_type
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
-from qerl_lab.config.spelling import resume_word, unquoted
+from qerl_lab.config.spelling import resume_override, unquoted
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.system import exits
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
-from qerl_lab.system.processes import refuse_several
+from qerl_lab.system.processes import refuse_several_processes
 
 SCRIPT = "qerl-lab"  # the console script in pyproject.toml
 NO_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--experimental-rerun")  # Hydra flags not offered
@@ -58,65 +58,67 @@ FLAGS: Mapping[str, Sequence[str]] = {
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")
 def run(cfg: DictConfig) -> int:
-    """Make the run that Hydra composed; return its exit code. Jobs of `hydra/launcher=lab` do not come here."""
+    """Start the run that Hydra composed, and return its exit code. Sweeps of `hydra/launcher=lab` do not come here."""
     hydra_config = HydraConfig.get()
     if hydra_config.mode != RunMode.MULTIRUN:
         with check.past_hydra(), open_dict(cfg):
             cfg.hydra = hydra_config
-            plan = check.check_and_claim(compose.single(cfg, GlobalHydra.instance().config_loader()), is_here=True)
+            plan = check.check_and_claim(compose.plan_run(cfg, GlobalHydra.instance().config_loader()), is_here=True)
             directory = RunDirectory(plan.directory)
-            sys.exit(_report(launch.start(directory, made=plan.made), directory))
+            sys.exit(_print_unfinished(launch.start(directory, made=plan.made), directory))
     directory = RunDirectory(Path(hydra_config.runtime.output_dir))
     words = list(hydra_config.overrides.task)
-    typed = Typed(check.command_line(words), without_hydra_words(words), jobs.sweep_name(Path(hydra_config.sweep.dir)))
+    typed = Typed(
+        check.command_line(words), without_hydra_overrides(words), jobs.sweep_name(Path(hydra_config.sweep.dir))
+    )
     try:
-        return _report(launch.start(directory, typed), directory)
+        return _print_unfinished(launch.start(directory, typed), directory)
     except ConfigError as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
         return USAGE
 
 
-def _report(code: int, run: RunDirectory) -> int:
-    """Print how an unfinished run ended; return the exit code."""
+def _print_unfinished(code: int, run: RunDirectory) -> int:
+    """Print how a run ended if it failed or was interrupted; return `code` unchanged."""
     if code == FAILURE:
-        print(scheduler.failure(run), file=sys.stderr)
+        print(scheduler.failure_message(run), file=sys.stderr)
     elif code == INTERRUPTED:
-        print(manual.interrupted(run), flush=True)
+        print(manual.interrupted_message(run), flush=True)
     return code
 
 
 @exits.command
-def main(words: list[str]) -> int:
-    """Run the command and return its exit code."""
-    if not words:
+def main(arguments: list[str]) -> int:
+    """Run the command `python -m qerl_lab` with these arguments; return its exit code."""
+    if not arguments:
         print(manual.overview())
         return OK
-    if "--version" in words:
+    if "--version" in arguments:
         print(f"{SCRIPT} {qerl_lab.__version__}")
         return OK
-    flags, overrides = _parse(words)
+    flags, overrides = _split_flags_from_overrides(arguments)
     if {"--help", "-h"} & set(flags):
-        print(manual.manual())
+        print(manual.help_text())
         return OK
-    refuse_several(os.environ)
+    refuse_several_processes(os.environ)
     if resumed := _parse_resume(flags, overrides):
         return _resume(*resumed)
     if {"--shell-completion", "-sc"} & set(flags):
         _prepare_completion()
-        return _enter_hydra([*flags, *overrides])
+        return _run_hydra([*flags, *overrides])
     if {"--multirun", "-m"} & set(flags) and any(flag.partition("=")[0] in SHOWN for flag in flags):
         raise ConfigError("--cfg and --info show one job. Leave -m out, and give each key one value.")
     overrides = [spell_for_hydra(word) for word in overrides]
-    check_words(overrides)
+    parse_overrides(overrides)
     with as_config_errors():
-        return _enter_hydra([*flags, *overrides])
+        return _run_hydra([*flags, *overrides])
 
 
-def _enter_hydra(words: list[str]) -> int:
-    """Pass the command to Hydra; return its exit code."""
-    register()
+def _run_hydra(arguments: list[str]) -> int:
+    """Start Hydra with these arguments, which calls `run`; return the exit code."""
+    register_schema()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
-    typed, sys.argv = sys.argv, [sys.argv[0], *words]
+    before, sys.argv = sys.argv, [sys.argv[0], *arguments]
     try:
         run()
     except check.PastHydra as left:
@@ -124,13 +126,13 @@ def _enter_hydra(words: list[str]) -> int:
     except SystemExit as ended:
         return int(ended.code or OK)
     finally:
-        sys.argv = typed
+        sys.argv = before
     return OK
 
 
-def _parse(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into Hydra's flags with their values, and overrides. They may be mixed."""
-    flags, overrides, left = list[str](), list[str](), list(words)
+def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Split command-line arguments into Hydra's flags with their values, and overrides (`key=value`)."""
+    flags, overrides, left = list[str](), list[str](), list(arguments)
     while left:
         word = left.pop(0)
         name, sign, value = word.partition("=")
@@ -143,7 +145,7 @@ def _parse(words: list[str]) -> tuple[list[str], list[str]]:
                 "Type --config-dir DIR to add options of your own to the groups."
             )
         if name not in FLAGS or (sign and not FLAGS[name]):
-            raise unknown_flag(word, _keys_by_name(), list(FLAGS))
+            raise unknown_flag_error(word, _hints_by_name(), list(FLAGS))
         allowed = FLAGS[name]
         flags.append(word)
         if not sign and left and (allowed == ANY or left[0] in allowed):
@@ -157,17 +159,19 @@ def _parse(words: list[str]) -> tuple[list[str], list[str]]:
     return flags, overrides
 
 
-def _keys_by_name() -> dict[str, str]:
-    """Map names that people type with dashes by mistake to the word to type: our keys, other programs' keys, groups."""
-    keys = {name.rpartition(".")[2]: to_type(name) for name in reversed(list(schema()))}
-    keys |= {name: to_type(meant) for name, meant in FOREIGN_NAMES.items()} | {name: to_type(name) for name in schema()}
-    keys |= {group: to_type(group) for group in groups()}
+def _hints_by_name() -> dict[str, str]:
+    """Map names that people type with dashes by mistake, such as `lr`, to what to type instead."""
+    keys = {name.rpartition(".")[2]: what_to_type(name) for name in reversed(list(types_by_key()))}
+    keys |= {name: what_to_type(meant) for name, meant in FOREIGN_NAMES.items()} | {
+        name: what_to_type(name) for name in types_by_key()
+    }
+    keys |= {group: what_to_type(group) for group in groups()}
     return keys | {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
 
 
 def _parse_resume(flags: list[str], overrides: list[str]) -> tuple[Path, int | None] | None:
-    """Return the directory of `resume=` and the number of `steps=` beside it; None for another command."""
-    given = words_by_key(overrides)
+    """Return DIR and N of `resume=DIR steps=N`, where N may be missing; None for a command without `resume=`."""
+    given = overrides_by_key(overrides)
     directory, steps = unquoted(given.pop("resume", "null")), given.pop("steps", None)
     if directory == "null":
         return None
@@ -175,8 +179,8 @@ def _parse_resume(flags: list[str], overrides: list[str]) -> tuple[Path, int | N
     if others := [*flags, *(f"{key}={value}" for key, value in given.items())]:
         raise ConfigError(
             f"resume continues a run with its own configuration, so {' '.join(others)} cannot stand beside it. "
-            f"Type {resume_word(directory)} alone, or with steps=N to extend a finished run; of a sweep the line that "
-            "began it takes jobs=N and launcher=NAME."
+            f"Type {resume_override(directory)} alone, or with steps=N to extend a finished run; of a sweep the line "
+            "that began it takes jobs=N and launcher=NAME."
         )
     if not directory:
         raise ConfigError("resume= names no directory. Type resume=RUN_DIR, for example resume=runs/nvfp4/seed0/TIME.")
@@ -196,7 +200,7 @@ def _resume(directory: Path, steps: int | None) -> int:
         scheduler.run(plan, command)
         return scheduler.finish(plan)
     if steps is not None:
-        jobs.extend(run, steps)
+        jobs.extend_run(run, steps)
     elif run.status == "done":
         steps = run.config().steps
         more = f"Type steps={2 * steps} beside it to extend the run, or start a new one."
@@ -206,11 +210,11 @@ def _resume(directory: Path, steps: int | None) -> int:
         )
     else:
         preflight.check(run.config(), directory)
-    return _report(launch.start(run, Typed(command)), run)
+    return _print_unfinished(launch.start(run, Typed(command)), run)
 
 
 def _prepare_completion() -> None:
-    """Spell the words before the one being completed for Hydra's grammar."""
+    """Respell the command line that the shell completes (COMP_LINE) for Hydra's grammar."""
     if not (script := Path(sys.argv[0]).name).startswith(SCRIPT):
         raise ConfigError(f'tab completion is for {SCRIPT}, not {script}. Type: eval "$({SCRIPT} -sc install=bash)"')
     command, *typed = os.environ.get("COMP_LINE", SCRIPT).split(" ")

@@ -1,4 +1,4 @@
-"""Which keys define an arm: two runs belong to one arm if these keys agree."""
+"""Decide which keys define an arm, one condition of a comparison: two runs belong to one arm if these keys agree."""
 
 import hashlib
 import json
@@ -47,7 +47,7 @@ ENGINE_KEYS = {
 
 
 def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Yield (dotted name, dataclass field, value) of every key of a configuration, depth first in schema order."""
+    """List (dotted name, dataclass field, value) of every key of a configuration, depth first in schema order."""
     found: list[tuple[str, Any, Any]] = []
     for f in fields(node):
         value, name = getattr(node, f.name), prefix + f.name
@@ -56,30 +56,30 @@ def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
 
 
 def values_of(cfg: Any) -> dict[str, Any]:
-    """Map the dotted name of every key to its value."""
+    """Map the dotted name of every key of a configuration to its value."""
     return {name: value for name, _, value in leaves(cfg)}
 
 
 def as_recorded(cfg: Any) -> dict[str, str]:
-    """Map the dotted name of every key to its value as text, as `RunDirectory.settings` returns it."""
+    """Map the dotted name of every key of a configuration to its value as text, as run records have it."""
     return {name: str(value) for name, value in values_of(cfg).items()}
 
 
 def is_of_arm(name: str) -> bool:
-    """Tell whether runs that differ in this dotted key belong to different arms: all keys except `NOT_OF_ARM`.
+    """Tell whether a dotted key defines an arm, so that runs that differ in it are different arms.
 
     `model_by_content` decides between model.path and model.hash.
     """
     return name not in NOT_OF_ARM and not name.startswith("tracking.")
 
 
-def of_arm(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the values that define a run's arm. Values may be text, as in records."""
+def settings_of_arm(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Select from a run's settings, by dotted key, those that define its arm. Values may be text, as in records."""
     return model_by_content({name: value for name, value in drop_other_engines(values).items() if is_of_arm(name)})
 
 
 def drop_other_engines(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the keys of engines that the run does not use."""
+    """Drop from a run's settings the keys of rollout engines that the run does not use."""
     idle = [prefix for prefix, engines in ENGINE_KEYS.items() if values.get("rollout.engine") not in engines]
     return {name: value for name, value in values.items() if not name.startswith(tuple(idle))}
 
@@ -95,18 +95,18 @@ def drop_removed_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_by_content(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop model.path if model.hash is set, else drop model.hash."""
+    """Drop model.path from settings if model.hash is set, else drop model.hash: the other identifies the model."""
     idle = "model.hash" if values.get("model.hash") in (None, "None") else "model.path"
     return {name: value for name, value in values.items() if name != idle}
 
 
-def of_run(cfg: RunConfig) -> dict[str, Any]:
-    """Return the values that two sessions of one run must share: the arm, the seed and gpus."""
+def settings_of_run(cfg: RunConfig) -> dict[str, Any]:
+    """Return the settings that all sessions of a run must share: those of its arm, the seed and gpus."""
     shared = {name: value for name, value in values_of(cfg).items() if name in ("seed", "gpus") or is_of_arm(name)}
     return model_by_content(shared)
 
 
 def config_hash(cfg: RunConfig) -> str:
-    """Return 12 hex digits that are equal for runs of one arm on one kind of device."""
-    values = of_arm(values_of(cfg))
+    """Return 12 hex digits that identify a run's arm: equal for runs of one arm on one kind of device."""
+    values = settings_of_arm(values_of(cfg))
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

@@ -10,8 +10,8 @@ from qerl_lab.config.conf_folder import choices_of, group_folder
 from qerl_lab.config.schema import RunConfig
 
 
-def choice_with(group: str, settings: Mapping[str, str], keys: Collection[str]) -> str | None:
-    """Return the option of a group that matches `settings`, for `keys` and for every key that the option changes.
+def matching_option(group: str, settings: Mapping[str, str], keys: Collection[str]) -> str | None:
+    """Return the option of a group in conf/ that has the same values as `settings`; None if there is none.
 
     Args:
         group: a folder of conf/ and a section of the schema, such as `aqn`.
@@ -20,10 +20,10 @@ def choice_with(group: str, settings: Mapping[str, str], keys: Collection[str]) 
 
     If several options match, the one that sets most is returned; None if no option matches.
     """
-    defaults = _values(group, None)
+    defaults = _values_of_option(group, None)
     fit = dict[str, int]()
     for choice in choices_of(group):
-        values = _values(group, choice)
+        values = _values_of_option(group, choice)
         own = {key for key, value in values.items() if value != defaults[key]}
         if all(settings.get(key) == values[key] for key in own.union(keys)):
             fit[choice] = len(own)
@@ -31,8 +31,8 @@ def choice_with(group: str, settings: Mapping[str, str], keys: Collection[str]) 
 
 
 @cache
-def _values(group: str, choice: str | None) -> dict[str, str]:
-    """Return all settings of a group as text, by dotted key: from the option, else the schema's defaults."""
+def _values_of_option(group: str, choice: str | None) -> dict[str, str]:
+    """Map the dotted keys of a group to their values as text: an option's, or the schema's defaults."""
     part = OmegaConf.structured(getattr(RunConfig(), group))
     if choice is not None:
         part = OmegaConf.merge(part, OmegaConf.load(group_folder(group) / f"{choice}.yaml"))

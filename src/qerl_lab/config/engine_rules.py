@@ -11,7 +11,7 @@ TILES_RANKS, TILES_MAX_RANK = 8, 128  # fp4_tiles takes multiples of the first
 
 
 def check(cfg: RunConfig) -> Iterator[str]:
-    """Yield the message of each rule that the run breaks."""
+    """Yield the message of each rule about rollout engines that the run breaks."""
     if cfg.device == "cpu":
         check_engine_on_cpu(cfg, "device=cpu was given")
     at_once, batch = cfg.rollout.vllm.max_num_batched_tokens, cfg.rollout.batch_size
@@ -20,10 +20,10 @@ def check(cfg: RunConfig) -> Iterator[str]:
             f"rollout.vllm.max_num_batched_tokens={at_once} is below rollout.batch_size={batch}, a token of each "
             f"completion. Type rollout.vllm.max_num_batched_tokens={max(2048, batch)}."
         )
-    yield from _kernels(cfg)
-    yield from _memory(cfg)
+    yield from _check_kernels(cfg)
+    yield from _check_memory(cfg)
     if cfg.rollout.engine == "vllm_server":
-        yield from _server(cfg)
+        yield from _check_server(cfg)
 
 
 def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
@@ -39,8 +39,8 @@ def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
         )
 
 
-def _kernels(cfg: RunConfig) -> Iterator[str]:
-    """Check that `linear_backend` suits the format; `fp4_tiles` needs NVFP4 and the adapter inside the kernel."""
+def _check_kernels(cfg: RunConfig) -> Iterator[str]:
+    """Yield the message of each rule about `rollout.vllm.linear_backend` that the run breaks."""
     own, name, dtype = cfg.rollout.vllm, cfg.format.name, cfg.model.dtype
     if own.linear_backend in ("marlin", "humming") and name not in ("nvfp4", "mxfp4"):
         yield (
@@ -59,7 +59,7 @@ def _kernels(cfg: RunConfig) -> Iterator[str]:
             f"rollout.vllm.linear_backend=fp4_tiles with model.dtype={dtype} is not allowed: it computes in bfloat16 "
             "alone. Type model.dtype=bfloat16, or rollout.vllm.linear_backend=auto."
         )
-    if name != "nvfp4" or own.lora != "dense" or not tiles_take(cfg.lora.rank):
+    if name != "nvfp4" or own.lora != "dense" or not fp4_tiles_takes_rank(cfg.lora.rank):
         yield (
             f"rollout.vllm.linear_backend=fp4_tiles with format.name={name}, rollout.vllm.lora={own.lora} and "
             f"lora.rank={cfg.lora.rank} is not allowed; allowed: nvfp4, dense, a rank in multiples of {TILES_RANKS} up "
@@ -67,13 +67,13 @@ def _kernels(cfg: RunConfig) -> Iterator[str]:
         )
 
 
-def tiles_take(lora_rank: int) -> bool:
-    """Tell whether `fp4_tiles` supports this LoRA rank; `fp4_tiles.supports` checks the rest."""
+def fp4_tiles_takes_rank(lora_rank: int) -> bool:
+    """Tell whether the kernel `fp4_tiles` supports this LoRA rank; `fp4_tiles.supports` checks the rest."""
     return lora_rank % TILES_RANKS == 0 and 0 < lora_rank <= TILES_MAX_RANK
 
 
-def _memory(cfg: RunConfig) -> Iterator[str]:
-    """Check the keys that add or share copies of the weights."""
+def _check_memory(cfg: RunConfig) -> Iterator[str]:
+    """Yield the message of each rule about copies of the weights in vLLM that the run breaks."""
     own, name = cfg.rollout.vllm, cfg.format.name
     if own.dense_rows and (name != "nvfp4" or own.lora != "dense"):  # the dense adapter's layers implement it
         yield (
@@ -95,7 +95,8 @@ def _memory(cfg: RunConfig) -> Iterator[str]:
         )
 
 
-def _server(cfg: RunConfig) -> Iterator[str]:
+def _check_server(cfg: RunConfig) -> Iterator[str]:
+    """Yield the message of each rule about `rollout.vllm_server` that the run breaks."""
     own = cfg.rollout.vllm_server
     found = re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?/?", own.url)
     if found is None:

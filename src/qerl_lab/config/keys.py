@@ -54,9 +54,9 @@ TEXT = (str, str | None)
 NUMBERS = (int, float, int | None, float | None)
 
 
-@cache
-def schema() -> Mapping[str, Any]:
-    """Map the dotted name of every key to its type. Cached: it is called for each key of every file read."""
+@cache  # called for each key of every file read
+def types_by_key() -> Mapping[str, Any]:
+    """Map the dotted name of every key to its type. Cached."""
     found = {}
     for name, _, _ in leaves(RunConfig()):
         kind: Any = RunConfig
@@ -66,17 +66,17 @@ def schema() -> Mapping[str, Any]:
     return found
 
 
-def check_key(name: str) -> Any:
+def type_of_key(name: str) -> Any:
     """Return the type of a key. Raises ConfigError if there is no such key."""
-    known = schema()
+    known = types_by_key()
     if name not in known:
-        raise no_key(name)
+        raise unknown_key_error(name)
     return known[name]
 
 
-def no_key(name: str) -> ConfigError:
-    """Return the error for a name that is no key: what to type instead, else the closest keys and all of that place."""
-    known = schema()
+def unknown_key_error(name: str) -> ConfigError:
+    """Return the error for a dotted name that is no key of the schema: what to type instead, or close keys."""
+    known = types_by_key()
     inside = [key for key in known if key.startswith(name + ".")]
     if inside:
         return ConfigError(f"{name} is a node, not a key. Allowed: {', '.join(inside)}.")
@@ -85,82 +85,82 @@ def no_key(name: str) -> ConfigError:
     same_last = [key for key in known if key.rpartition(".")[2] == last]
     begun = [key for key in beside if key.startswith(name) and len(last) > 1]
     meant = begun or [key for key in same_last if key in beside]
-    if not meant and (theirs := by_foreign_name(name)):
-        return ConfigError(f"{name} is not a known key. Type {to_type(theirs)}.")
+    if not meant and (theirs := translate_foreign_name(name)):
+        return ConfigError(f"{name} is not a known key. Type {what_to_type(theirs)}.")
     here = beside or [*dict.fromkeys(key.split(".")[0] for key in known), "sweeps"]
     meant = meant or [key for key in here if key.startswith(name)] or same_last
     hint = f" Did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, [*here, *known])
-    return unknown_key(name, here, hint)
+    return unknown_name_error(name, here, hint)
 
 
-def by_foreign_name(name: str) -> str | None:
-    """Return what `FOREIGN_NAMES` has for a name, by its longest known end; None if nothing.
+def translate_foreign_name(name: str) -> str | None:
+    """Return our key, group or override for another program's name of a setting; None if there is none.
 
     Behind a foreign node a key of ours is itself: actor_rollout_ref.model.path is model.path.
     """
-    meant, parts = {**{key: key for key in schema()}, **FOREIGN_NAMES}, name.split(".")
+    meant, parts = {**{key: key for key in types_by_key()}, **FOREIGN_NAMES}, name.split(".")
     ends = [".".join(parts[start:]) for start in range(len(parts))]
     return next((meant[end] for end in ends if end in meant), None)
 
 
-def to_type(meant: str) -> str:
-    """Return what to type for a value of `FOREIGN_NAMES`: `steps=VALUE`, `task=OPTION (...)`, or the word itself."""
-    if "=" in meant:
-        return meant
-    if meant in schema():
-        return f"{meant}=VALUE"
-    path = f", or {meant}.path=PATH" if f"{meant}.path" in schema() else ""
-    return f"{meant}=OPTION ({', '.join(choices_of(meant))}){path}"
+def what_to_type(target: str) -> str:
+    """Return what to type for a value of `FOREIGN_NAMES`: `steps=VALUE`, `task=OPTION`, or an override as it is."""
+    if "=" in target:
+        return target
+    if target in types_by_key():
+        return f"{target}=VALUE"
+    path = f", or {target}.path=PATH" if f"{target}.path" in types_by_key() else ""
+    return f"{target}=OPTION ({', '.join(choices_of(target))}){path}"
 
 
-def unknown_key(name: str, allowed: Sequence[str], hint: str) -> ConfigError:
-    """Make the error for a key unlike any other; `hint` is ` Did you mean x?` or empty."""
+def unknown_name_error(name: str, allowed: Sequence[str], hint: str) -> ConfigError:
+    """Return the error for a name that is none of the `allowed`; `hint` is ` Did you mean x?` or empty."""
     return ConfigError(f"{name} is not a known key.{hint} Allowed: {', '.join(allowed) or 'none'}.")
 
 
 def check_type(name: str, kind: Any, value: Any) -> None:
-    """Raise ConfigError unless `value` has the key's type; an int is accepted for a float."""
+    """Raise ConfigError unless `value` has the type of the key `name`; an int is accepted for a float."""
     if has_type(value, kind):
         return
     default = values_of(RunConfig())[name]
-    raise ConfigError(wrong_type(name, kind, value, default))
+    raise ConfigError(wrong_type_message(name, kind, value, default))
 
 
-def wrong_type(name: str, kind: Any, value: Any, default: Any) -> str:
-    """Return the message for a value of another type than `kind`.
+def wrong_type_message(name: str, kind: Any, value: Any, default: Any) -> str:
+    """Return the error message for a value that does not have the type `kind` of its key.
 
     Its example is the default, unless that is empty or a long text; for 1e3 as a whole number it is 1000.
     """
-    plain = _without_null(kind)
+    plain = _strip_optional(kind)
     has_example = default not in (None, "", []) and (kind is not str or len(default) <= 40)
     example = default if has_example else TYPE_WORDS[plain][1]
     if plain is int and isinstance(value, float) and value.is_integer():  # 1e3 is meant as 1000
         example = int(value)
     given, advice = f"{name}={spell_value(value)}", f"Type for example {name}={spell_value(example)}."
-    return f"{given} is not allowed; allowed: {type_words(kind)}. {advice}"
+    return f"{given} is not allowed; allowed: {describe_type(kind)}. {advice}"
 
 
-def type_words(kind: Any) -> str:
-    """Describe a type in words."""
-    return TYPE_WORDS[_without_null(kind)][0] + (" or null" if type(None) in get_args(kind) else "")
+def describe_type(kind: Any) -> str:
+    """Describe a key's type in words, such as `a whole number or null`."""
+    return TYPE_WORDS[_strip_optional(kind)][0] + (" or null" if type(None) in get_args(kind) else "")
 
 
-def _without_null(kind: Any) -> Any:
+def _strip_optional(kind: Any) -> Any:
     return get_args(kind)[0] if type(None) in get_args(kind) else kind
 
 
 def has_type(value: Any, kind: Any) -> bool:
-    """Tell whether a value fits a type of `TYPE_WORDS`, or is null where allowed; an int is accepted for a float."""
+    """Tell whether a value has a key's type `kind`, or is null where allowed; an int is accepted for a float."""
     if value is None:
         return type(None) in get_args(kind)
-    kind = _without_null(kind)
+    kind = _strip_optional(kind)
     if get_origin(kind) is list:
         return isinstance(value, list) and all(has_type(item, get_args(kind)[0]) for item in value)
     return type(value) is kind or (kind is float and type(value) is int)
 
 
 def spell_value(value: Any) -> str:
-    """Format a value as it is typed on the command line."""
+    """Format a Python value as it is typed in an override (`key=value`): null, true, [a,b]."""
     if isinstance(value, list):
         return f"[{','.join(spell_value(item) for item in value)}]"
     if value is None or isinstance(value, bool):

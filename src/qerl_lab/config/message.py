@@ -11,18 +11,18 @@ def first_line(error: BaseException) -> str:
 
 
 def some_of(names: Sequence[str], most: int = 5) -> str:
-    """Return the first names, and how many more there are."""
+    """Format the first `most` names and the number of the others: `a, b and 3 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error's text on one line."""
+    """Return an error's text joined to one line."""
     return " ".join(str(error).split())
 
 
 @cache
 def say_hub_is_asked(what: str) -> None:
-    """Print once that `what` is fetched: a download takes minutes, and the hub's library tries five times silently."""
+    """Print, once for each `what`, that it is fetched from the Hugging Face hub, which can take minutes."""
     said = "asking the Hugging Face hub (without a network it gives up within a minute)"
     print(f"{what}: {said}", file=sys.stderr, flush=True)

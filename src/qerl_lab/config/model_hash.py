@@ -20,7 +20,7 @@ OF_A_TENSOR, OF_A_GGUF = 4, 1024  # number of samples
 
 
 def model_hash(path: Path) -> str | None:
-    """Return 12 hex digits for a directory with safetensors or for FILE.gguf; None for anything else.
+    """Return 12 hex digits that identify a local model by content: a safetensors folder or FILE.gguf; else None.
 
     The hash covers the names, sizes and bytes of the weights and of `BESIDE`, not the directory's path or other files.
     `BESIDE` and weight files of up to 4 MiB are read whole. From larger ones it reads the size and samples of 4 KiB at
@@ -59,14 +59,14 @@ def _parts_to_hash(file: Path, size: int) -> Iterator[tuple[int, int]]:
     elif file.suffix == ".gguf":
         yield from _spread_samples(0, size, OF_A_GGUF)
     else:
-        entries, begin = header(file)
+        entries, begin = read_safetensors_header(file)
         yield 0, begin
         for start, end in sorted(entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"):
             yield from _spread_samples(begin + start, begin + end, OF_A_TENSOR)
 
 
 def _spread_samples(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield `count` samples spread from the first to the last byte, or everything if that is less."""
+    """Yield (offset, bytes) of `count` samples spread over a range of a file, or of the whole range if small."""
     if end - start <= SMALL:
         yield start, end - start
         return
@@ -74,7 +74,7 @@ def _spread_samples(start: int, end: int, count: int) -> Iterator[tuple[int, int
     yield from ((start + last * n // (count - 1), PIECE) for n in range(count))
 
 
-def header(file: Path) -> tuple[dict[str, Any], int]:
+def read_safetensors_header(file: Path) -> tuple[dict[str, Any], int]:
     """Read the JSON header of a safetensors file; return it and the offset where it ends.
 
     Raises ConfigError if there is no header, or an entry lacks its dtype, shape or offsets.

@@ -17,7 +17,7 @@ class ConfigError(ValueError):
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse JSON that others may have written. Raises ValueError, also if it is nested too deeply for Python."""
+    """Parse JSON that others may have written. Raises ValueError."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -35,7 +35,7 @@ def option(
     only: str | None = None,
     unit: str = "",
 ) -> Any:
-    """Declare a dataclass field with its meaning and bounds, which `validate` and the generated docs read.
+    """Declare a key of the schema: a dataclass field with default, meaning, bounds and unit.
 
     `only` names the option of the group under which the key has an effect. `unit` is empty for text, pure numbers, and
     counts of what the meaning names.
@@ -58,7 +58,7 @@ def spelled_number(number: float) -> str:
 
 
 def bounds_in_words(metadata: Any) -> str:
-    """Format the bounds of an `option` as `at least 1, at most 4096`; empty if there are none."""
+    """Format the bounds of a key as `at least 1, at most 4096`; empty if there are none."""
     found = ((word, metadata[key]) for key, word in BOUNDS if metadata[key] is not None)
     return ", ".join(f"{word} {spelled_number(bound)}" for word, bound in found)
 
@@ -70,7 +70,7 @@ def did_you_mean(given: str, allowed: list[str]) -> str:
 
 
 def check_bounds(name: str, bounds: Any, value: Any) -> None:
-    """Raise ConfigError if a value, or an item of a list, is outside the bounds of its `option`."""
+    """Raise ConfigError if a key's value, or an item of a list, is outside the bounds of its `option`."""
     if isinstance(value, list):
         for item in value:
             _check_item(f"{item} in {name}=[{','.join(map(str, value))}]", f"{name}=[{{}}]", bounds, item)
@@ -79,28 +79,28 @@ def check_bounds(name: str, bounds: Any, value: Any) -> None:
 
 
 def _check_item(given: str, spelling: str, bounds: Any, value: Any) -> None:
-    """Check one value. In the error `given` names it, and `spelling` shows how to type another."""
+    """Raise ConfigError for one value out of bounds; `given` names it, `spelling` shows how to type another."""
 
     def refuse(allowed: str, remedy: str) -> None:
         raise ConfigError(f"{given} is not allowed; allowed: {allowed}.{remedy}")
 
-    def example(text: Any) -> str:
+    def suggest(text: Any) -> str:
         return f" Type for example {spelling.format(text)}."
 
-    def usual(other: float) -> float:
-        """Return the default if that is a number, else `other`."""
+    def default_or(other: float) -> float:
+        """Return the key's default if that is a number, else `other`."""
         default = bounds.get("default")
         return default if isinstance(default, int | float) else other
 
     if (choices := bounds.get("choices")) and value not in choices:
         # YAML reads an unquoted off as false, which arrives here as the text "False".
         quote = ' In a YAML file write "off" with its quotes.' if value == "False" and "off" in choices else ""
-        refuse(", ".join(choices), quote or did_you_mean(value, list(choices)) or example(choices[0]))
+        refuse(", ".join(choices), quote or did_you_mean(value, list(choices)) or suggest(choices[0]))
     if isinstance(value, float) and not math.isfinite(value):
-        refuse("a finite number", example(usual(1.0)))
+        refuse("a finite number", suggest(default_or(1.0)))
     if (low := bounds.get("at_least")) is not None and value < low:
-        refuse(f"at least {spelled_number(low)}", example(spelled_number(low)))
+        refuse(f"at least {spelled_number(low)}", suggest(spelled_number(low)))
     if (low := bounds.get("above")) is not None and value <= low:
-        refuse(f"above {spelled_number(low)}", example(spelled_number(usual(low + (bounds.get("at_most") or 1)))))
+        refuse(f"above {spelled_number(low)}", suggest(spelled_number(default_or(low + (bounds.get("at_most") or 1)))))
     if (high := bounds.get("at_most")) is not None and value > high:
-        refuse(f"at most {spelled_number(high)}", example(spelled_number(high)))
+        refuse(f"at most {spelled_number(high)}", suggest(spelled_number(high)))

@@ -13,12 +13,12 @@ class Writes:
 
     @property
     def folder(self) -> Path:
-        """Return `out` as an absolute path."""
+        """Return the directory `out`, which the command writes, as an absolute path."""
         return Path(self.out).expanduser().absolute()
 
 
 def check_apart(options: Writes, model: str) -> None:
-    """Raise ConfigError if `model` is a local path and one of it and `out` contains the other."""
+    """Raise ConfigError if the directory `out` contains the local model, or lies in it."""
     source, out = Path(model).expanduser().resolve(), options.folder.resolve()
     if source.exists() and (source.is_relative_to(out) or out.is_relative_to(source)):
         raise ConfigError(f"out={options.out} and model={model} lie within each other. Type an out beside the model.")
@@ -27,7 +27,7 @@ def check_apart(options: Writes, model: str) -> None:
 def check_free(
     options: Writes, overwrite: bool, is_own: Callable[[Path], bool], other: str = "was not made by this command"
 ) -> None:
-    """Raise ConfigError if `out` exists, unless `overwrite` is set and `is_own` accepts the folder.
+    """Raise ConfigError if `out` exists and may not be replaced: no `overwrite`, or `is_own` refuses the folder.
 
     `other` says in the error why a folder was not accepted.
     """

@@ -13,7 +13,7 @@ SQLITE = "sqlite:///"
 
 
 def with_absolute_paths(cfg: RunConfig) -> RunConfig:
-    """Return the run with absolute local paths of model, task and tracking.uri, and with the hashes of their files.
+    """Return the configuration with local paths made absolute and hashes of their files filled in.
 
     run_dir is left to the plan. The hashes are model.hash, lora.start_hash, task.module_hash and
     preregistration_sha256. A hub id gets none: the local copy may differ from the hub. Raises ConfigError if an adapter
@@ -21,17 +21,17 @@ def with_absolute_paths(cfg: RunConfig) -> RunConfig:
     """
     model, lora, task, uri = cfg.model, cfg.lora, cfg.task, cfg.tracking.uri
     if uri is not None and (file := sqlite_file(uri)):
-        uri = sqlite_uri(Path(_absolute(str(file))))
+        uri = sqlite_uri(Path(_absolute_path(str(file))))
     path = _absolute_model_path(model.path)
     found = model_hash(Path(path)) if Path(path).is_absolute() else None
     model = replace(model, path=path, hash=_check_hash("model.hash", model.hash, found, path) if found else model.hash)
     task = replace(task, path=task.path and _absolute_model_path(task.path))
     if task.module is not None:
-        path = _absolute(task.module)
+        path = _absolute_path(task.module)
         found = _check_hash("task.module_hash", task.module_hash, module_hash(path), path)
         task = replace(task, module=path, module_hash=found)
     if lora.start_from is not None:
-        path = _absolute(lora.start_from)
+        path = _absolute_path(lora.start_from)
         if not (file := adapter_folder(path) / WEIGHTS).is_file():
             raise ConfigError(
                 f"lora.start_from={lora.start_from} holds no {WEIGHTS}; allowed: the directory of a finished run, or "
@@ -40,7 +40,7 @@ def with_absolute_paths(cfg: RunConfig) -> RunConfig:
         found = _check_hash("lora.start_hash", lora.start_hash, file_hash(file), str(file))
         lora = replace(lora, start_from=path, start_hash=found)
     if cfg.preregistration is not None:
-        path = _absolute(cfg.preregistration)
+        path = _absolute_path(cfg.preregistration)
         if not Path(path).is_file():
             raise ConfigError(
                 f"preregistration={cfg.preregistration} is no file. Write the claims there and commit them before the "
@@ -52,14 +52,14 @@ def with_absolute_paths(cfg: RunConfig) -> RunConfig:
 
 
 def _check_hash(key: str, given: str | None, found: str, path: str) -> str:
-    """Return the hash found of a file. Raises ConfigError if another was given for it."""
+    """Return `found`, the hash of the file at `path`. Raises ConfigError if another one was given for it."""
     if given not in (None, found):
         raise ConfigError(f"{key}={given} is not that of {path}, which is {found}. Leave {key} out.")
     return found
 
 
 def adapter_folder(path: str) -> Path:
-    """Return the adapter directory for lora.start_from, which may name a run or the adapter itself."""
+    """Return the folder of the adapter that lora.start_from names; it may name a run instead."""
     folder = Path(path).expanduser()
     return folder / "adapter" if (folder / "resolved.yaml").is_file() else folder
 
@@ -76,7 +76,7 @@ def file_hash(file: Path) -> str:
 
 
 def module_hash(file: str) -> str:
-    """Return the first 12 hex digits of the SHA-256 of task.module's file. Raises ConfigError if it is missing."""
+    """Return 12 hex digits of the SHA-256 of task.module's Python file. Raises ConfigError if it is missing."""
     if not file.endswith(".py") or not Path(file).is_file():
         raise ConfigError(f"task.module={file} is no Python file. Type task.module=FILE.py.")
     return file_hash(Path(file))
@@ -94,10 +94,10 @@ def sqlite_uri(file: Path) -> str:
 
 
 def _absolute_model_path(path: str) -> str:
-    """Make a path absolute, except `pocket`, which names the embedded policy, and a hub id, which looks relative."""
+    """Return a local path made absolute; `pocket` (the embedded policy) and a hub id stay as they are."""
     is_local = path.startswith(("/", ".", "~")) or (path not in ("", POCKET) and Path(path).exists())
-    return _absolute(path) if is_local else path
+    return _absolute_path(path) if is_local else path
 
 
-def _absolute(path: str) -> str:
+def _absolute_path(path: str) -> str:
     return str(Path(path).expanduser().absolute())

@@ -33,13 +33,13 @@ def redact(text: str) -> str:
     A variable that holds a path, such as SSH_AUTH_SOCK, is not secret.
     """
     for name, value in os.environ.items():
-        if _is_secret(name) and len(value) >= SHORTEST and not os.path.exists(value):
+        if _is_secret_name(name) and len(value) >= SHORTEST and not os.path.exists(value):
             text = text.replace(value, HIDDEN)
-    for name in filter(_is_secret, set(_NAME.findall(text))):
+    for name in filter(_is_secret_name, set(_NAME.findall(text))):
         text = re.sub(rf"(\b{name}['\"]?(?:=|: ?)['\"]?)[^\s'\"]+", rf"\1{HIDDEN}", text)
     return _TOKEN.sub(HIDDEN, url_without_secrets(_WEBHOOK.sub(rf"\1{HIDDEN}", text)))
 
 
-def _is_secret(name: str) -> bool:
+def _is_secret_name(name: str) -> bool:
     words = name.lower().split("_")
     return not SECRET_WORDS.isdisjoint(words) or "key" in words[1:] or words[-1].endswith(("token", "password"))

@@ -11,38 +11,38 @@ from typing import Any, get_type_hints
 from qerl_lab.config import engine_rules
 from qerl_lab.config.arm import REMOVED, leaves, values_of
 from qerl_lab.config.conf_folder import choices_of
-from qerl_lab.config.keys import check_type, no_key
+from qerl_lab.config.keys import check_type, unknown_key_error
 from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.redact import url_without_secrets
 from qerl_lab.config.schema import RunConfig
 
 
 def from_dict(values: dict[str, Any]) -> RunConfig:
-    """Build and check a RunConfig from plain nested values, e.g. a run's resolved.yaml. Raises ConfigError."""
-    cfg = build(values)
+    """Build and check a RunConfig from nested plain values, such as a run's resolved.yaml. Raises ConfigError."""
+    cfg = build_config(values)
     validate(cfg)
     return cfg
 
 
-def build(values: dict[str, Any]) -> RunConfig:
-    """Build a RunConfig from plain nested values without checking bounds.
+def build_config(values: dict[str, Any]) -> RunConfig:
+    """Build a RunConfig from nested plain values; check names and types, but no bounds. Raises ConfigError.
 
     Drops deleted keys, which older runs recorded. Raises ConfigError for an unknown key and a value of another type.
     """
-    return _build(RunConfig, values, "")
+    return _build_section(RunConfig, values, "")
 
 
-def _build(kind: type, values: Any, prefix: str) -> Any:
+def _build_section(kind: type, values: Any, prefix: str) -> Any:
     if not isinstance(values, dict):
-        raise no_key(prefix.rstrip("."))
+        raise unknown_key_error(prefix.rstrip("."))
     types, arguments = get_type_hints(kind), {}
     for key, value in values.items():
         if f"{prefix}{key}" in REMOVED:
             continue
         if key not in types:
-            raise no_key(f"{prefix}{key}")
+            raise unknown_key_error(f"{prefix}{key}")
         if is_dataclass(types[key]):
-            value = _build(types[key], value, f"{prefix}{key}.")
+            value = _build_section(types[key], value, f"{prefix}{key}.")
         else:
             check_type(f"{prefix}{key}", types[key], value)
         arguments[key] = value
@@ -50,16 +50,26 @@ def _build(kind: type, values: Any, prefix: str) -> Any:
 
 
 def validate(cfg: RunConfig) -> None:
-    """Raise ConfigError for the first value out of bounds or combination of values that cannot run."""
+    """Raise ConfigError for the first value out of bounds, or combination of values that cannot run."""
     for name, f, value in leaves(cfg):
         check_bounds(name, f.metadata, value)
-    for check in (_secrets, _names, _order, _batch, _algorithm, _aqn, _learning, _device, engine_rules.check):
+    for check in (
+        _check_secrets,
+        _check_names,
+        _check_order,
+        _check_batch,
+        _check_algorithm,
+        _check_aqn,
+        _check_learning,
+        _check_device,
+        engine_rules.check,
+    ):
         for message in check(cfg):
             raise ConfigError(message)
 
 
-def _secrets(cfg: RunConfig) -> Iterator[str]:
-    """Check that the configuration, which is recorded and sent to MLflow, holds no secrets."""
+def _check_secrets(cfg: RunConfig) -> Iterator[str]:
+    """Yield a message for each address in the configuration, which is recorded, that holds a secret."""
     store = "MLFLOW_TRACKING_URI=URL, or MLFLOW_TRACKING_USERNAME=NAME MLFLOW_TRACKING_PASSWORD=PASSWORD,"
     for key, url, remedy in (
         ("tracking.uri", cfg.tracking.uri, store),
@@ -74,7 +84,8 @@ def _secrets(cfg: RunConfig) -> Iterator[str]:
             )
 
 
-def _names(cfg: RunConfig) -> Iterator[str]:
+def _check_names(cfg: RunConfig) -> Iterator[str]:
+    """Yield a message for each name or path that is empty or unknown."""
     if cfg.tracking.mlflow and cfg.tracking.uri:
         check_store("tracking.uri", cfg.tracking.uri)
     for name, value, allowed, example in (
@@ -92,7 +103,7 @@ def _names(cfg: RunConfig) -> Iterator[str]:
             )
 
 
-def _order(cfg: RunConfig) -> Iterator[str]:
+def _check_order(cfg: RunConfig) -> Iterator[str]:
     """Check the pairs of keys of which the first may be at most the second."""
     pairs = [("task.arithmetic.min_steps", "task.arithmetic.max_steps")]
     if cfg.algorithm.entropy_target is not None:
@@ -110,7 +121,7 @@ def _order(cfg: RunConfig) -> Iterator[str]:
 
 
 def check_store(key: str, uri: str) -> None:
-    """Raise ConfigError for an address that is no MLflow store, e.g. a folder, which MLflow 3 no longer supports."""
+    """Raise ConfigError for an address that is no MLflow store, such as a folder."""
     if "://" not in uri and uri != "databricks":
         raise ConfigError(
             f"{key}={uri} is no address of an MLflow store; allowed: sqlite:///FILE.db, https://HOST, and databricks. "
@@ -118,7 +129,8 @@ def check_store(key: str, uri: str) -> None:
         )
 
 
-def _batch(cfg: RunConfig) -> Iterator[str]:
+def _check_batch(cfg: RunConfig) -> Iterator[str]:
+    """Yield a message if a step's completions cannot be split over GPUs, updates and micro-batches."""
     prompts, gpus = cfg.rollout.prompts_per_step, cfg.gpus
     if prompts % gpus:
         yield (
@@ -145,7 +157,8 @@ def largest_divisor(number: int, at_most: int) -> int:
     return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
 
 
-def _algorithm(cfg: RunConfig) -> Iterator[str]:
+def _check_algorithm(cfg: RunConfig) -> Iterator[str]:
+    """Yield a message for each setting of the algorithm that has no effect or cannot work."""
     algorithm, longest = cfg.algorithm, cfg.rollout.max_completion_tokens
     if cfg.overlong_buffer > longest:
         yield (
@@ -168,7 +181,8 @@ def _algorithm(cfg: RunConfig) -> Iterator[str]:
         )
 
 
-def _aqn(cfg: RunConfig) -> Iterator[str]:
+def _check_aqn(cfg: RunConfig) -> Iterator[str]:
+    """Yield a message for each setting with which the quantization noise (AQN) could not be added."""
     aqn, unit = cfg.aqn, cfg.aqn.unit
     if not aqn.norms:
         yield (
@@ -205,8 +219,8 @@ def _aqn(cfg: RunConfig) -> Iterator[str]:
         )
 
 
-def _learning(cfg: RunConfig) -> Iterator[str]:
-    """Check what is asked, rewarded, trained and evaluated."""
+def _check_learning(cfg: RunConfig) -> Iterator[str]:
+    """Yield a message for each value of task, LoRA or evaluation with which nothing could be learned or measured."""
     task = cfg.task
     further = task.module is not None or (task.name == "code_io" and task.code_io.tests_reward > 0)
     if task.format_reward == task.answer_reward == 0 and not further:
@@ -229,7 +243,7 @@ def _learning(cfg: RunConfig) -> Iterator[str]:
 
 
 def check_patterns(name: str, entries: list[str]) -> None:
-    """Raise ConfigError for an entry of a list of layers that starts with re: and is no valid regular expression."""
+    """Raise ConfigError for an entry `re:PATTERN` of a list of layers whose pattern is no regular expression."""
     for entry in entries:
         try:
             re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
@@ -240,7 +254,8 @@ def check_patterns(name: str, entries: list[str]) -> None:
             ) from None
 
 
-def _device(cfg: RunConfig) -> Iterator[str]:
+def _check_device(cfg: RunConfig) -> Iterator[str]:
+    """Yield a message for each setting that cannot work on the chosen device."""
     model = cfg.model
     if cfg.optim.name == "adamw_8bit" and cfg.device == "cpu":
         yield "optim.name=adamw_8bit needs a GPU, and device=cpu was given. Type optim=adamw, or device=cuda."

@@ -291,7 +291,7 @@ class CheckpointConfig:
 
     @property
     def kept(self) -> int:
-        """Return how many checkpoints to keep while the run goes on; resuming needs one."""
+        """Return how many checkpoints to keep during the run: `keep`, but at least one to resume from."""
         return max(1, self.keep)
 
 
@@ -344,7 +344,7 @@ class RunConfig:
 
     @property
     def completions_per_gpu(self) -> int:
-        """Return the completions that each process samples and trains on in a step."""
+        """Return the number of completions that each process samples and trains on in a step."""
         return self.completions_per_step // self.gpus
 
     @property
@@ -353,6 +353,6 @@ class RunConfig:
 
     @property
     def overlong_buffer(self) -> int:
-        """Return the length in tokens of DAPO's soft overlong punishment, 0 for none; DAPO uses 4,096 of 20,480."""
+        """Return the length in tokens of DAPO's soft overlong punishment; 0 is none."""
         asked = self.algorithm.overlong_buffer_tokens
         return max(1, self.rollout.max_completion_tokens // 5) if asked is None else asked

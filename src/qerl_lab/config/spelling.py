@@ -1,4 +1,4 @@
-"""Quote words of a command line for Hydra's override grammar and for the shell."""
+"""Quote command-line overrides (`key=value`) for Hydra's grammar and for the shell."""
 
 import re
 import shlex
@@ -11,8 +11,8 @@ _ONE_VALUE = re.compile(r"""[^,=()\[\]{}'"$\\]+""")  # no list, sweep, function,
 
 
 def quote_text(key: str, value: str) -> str:
-    """Format KEY=VALUE for Hydra, quoted if the value is one text that Hydra would read otherwise: ~/x, ä, 7e12345."""
-    return word(key, value) if _ONE_VALUE.fullmatch(value) and value != "null" else f"{key}={value}"
+    """Format an override `key=value` of a text for Hydra, quoted where Hydra would not read one text: ~/x, ä."""
+    return hydra_override(key, value) if _ONE_VALUE.fullmatch(value) and value != "null" else f"{key}={value}"
 
 
 def _is_number(text: str) -> bool:
@@ -24,29 +24,29 @@ def _is_number(text: str) -> bool:
 
 
 def spell_list(values: Sequence[str]) -> str:
-    """Format texts as one list in Hydra's override grammar."""
+    """Format texts as one list `[a,"b c"]` in Hydra's override grammar."""
     parts = (value if value.isidentifier() else '"' + value.replace('"', '\\"') + '"' for value in values)
     return f"[{','.join(parts)}]"
 
 
-def word(key: str, value: str) -> str:
-    """Format KEY=text for Hydra, quoted if Hydra would split it, not read it, or read a number."""
+def hydra_override(key: str, value: str) -> str:
+    """Format an override `key=value` of any text for Hydra, quoted unless Hydra reads the text as it is."""
     return f"{key}={value if _PLAIN.fullmatch(value) and not _is_number(value) else quoted(value)}"
 
 
-def shell_word(key: str, value: str | Path) -> str:
-    """Format KEY=text for the shell."""
-    return shell_line([word(key, str(value))])
+def shell_override(key: str, value: str | Path) -> str:
+    """Format an override `key=value` of any text, quoted for Hydra and for the shell."""
+    return shell_line([hydra_override(key, str(value))])
 
 
-def shell_line(words: Sequence[str]) -> str:
-    """Join words into a shell command as people type it: a word with apostrophes becomes "KEY='a b'"."""
-    in_double = [("'" in one and not set(one.replace("\\'", "")) & set('"$`\\!')) for one in words]
-    return " ".join(f'"{one}"' if so else shlex.quote(one) for one, so in zip(words, in_double, strict=True))
+def shell_line(arguments: Sequence[str]) -> str:
+    """Join command-line arguments into a line for the shell; one with apostrophes becomes "KEY='a b'"."""
+    in_double = [("'" in text and not set(text.replace("\\'", "")) & set('"$`\\!')) for text in arguments]
+    return " ".join(f'"{text}"' if so else shlex.quote(text) for text, so in zip(arguments, in_double, strict=True))
 
 
-def resume_word(path: str | Path) -> str:
-    """Format `resume=DIR` for the shell; Hydra does not read this word."""
+def resume_override(path: str | Path) -> str:
+    """Format `resume=DIR` quoted for the shell; Hydra does not read it."""
     return f"resume={shlex.quote(str(path))}"
 
 
@@ -56,7 +56,7 @@ def quoted(value: str) -> str:
 
 
 def unquoted(value: str) -> str:
-    """Return the text that `quoted` quoted, in single or double quotes; any other text unchanged."""
+    """Return the text inside quotes of Hydra's override grammar; a text without quotes unchanged."""
     if not _QUOTED.fullmatch(value):
         return value
     return re.sub(rf"(\\+)({value[0]}|\Z)", lambda found: found[1][: len(found[1]) // 2] + found[2], value[1:-1])

@@ -37,8 +37,8 @@ class Gsm8kConfig:
                                    at_least=1, at_most=20)  # fmt: skip
 
 
-def part_of(name: str, max_steps: int | None) -> str:
-    """Describe which part of a task's questions is read, to follow the task's name; empty for all."""
+def subset_in_words(name: str, max_steps: int | None) -> str:
+    """Describe the subset of a task's questions that a run reads, as ` with at most 2 steps`; empty for all."""
     return f" with at most {max_steps} steps" if name == "gsm8k" and max_steps else ""
 
 

@@ -25,18 +25,19 @@ class Variant(NamedTuple):
 
     @property
     def deciding_key(self) -> str:
+        """Return the key whose value decides whether the variant's keys have an effect."""
         return self.when.partition("=")[0].rstrip("!")
 
-    def has(self, key: str) -> bool:
-        """Tell whether a key is one of this variant's."""
+    def has_key(self, key: str) -> bool:
+        """Tell whether a dotted key belongs to this variant."""
         names = self.keys.split()
         return key != self.deciding_key and any(
             key == name or (name[-1] == "." and key.startswith(name)) for name in names
         )
 
-    def exists(self, decided: str) -> bool:
-        """Tell whether the keys exist for this value of the deciding key."""
-        found = decided in self.when.partition("=")[2].split("|")
+    def is_active(self, value: str) -> bool:
+        """Tell whether the variant's keys have an effect at this value of the deciding key."""
+        found = value in self.when.partition("=")[2].split("|")
         return found != ("!=" in self.when)
 
 
@@ -73,15 +74,15 @@ ON_HUB = Variant("model.revision", "model.path=HUB_ID", "model.path=HUB_ID")
 
 
 def inert_keys(cfg: RunConfig) -> Mapping[str, Variant]:
-    """Map each key that has no effect in this configuration to the variant that it belongs to.
+    """Map each key without effect in this configuration to the variant that it belongs to.
 
     With task.module no task key is included: the user's file may read any of them.
     """
     values = values_of(cfg)
     found = {
         key: variant
-        for variant in VARIANTS if not variant.exists(spell_value(values[variant.deciding_key]))
-        for key in values if variant.has(key)
+        for variant in VARIANTS if not variant.is_active(spell_value(values[variant.deciding_key]))
+        for key in values if variant.has_key(key)
     }  # fmt: skip
     path = cfg.model.path
     if path == POCKET or path.endswith(".gguf") or Path(path).expanduser().is_dir():

@@ -8,10 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from qerl_lab.config.arm import fill_added_keys, of_arm
+from qerl_lab.config.arm import fill_added_keys, settings_of_arm
 from qerl_lab.config.message import some_of
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.spelling import shell_word
+from qerl_lab.config.spelling import shell_override
 from qerl_lab.evaluate.evaluate_options import CompareOptions
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, answer_entropies, passes_of, shares
 from qerl_lab.report.stats import Interval, format_interval, over_seeds, p_value, paired_interval, powers_of_two
@@ -105,7 +105,7 @@ def read_arm(given: str) -> dict[int, Evaluated]:
     found = [_read(file.parent) for file in files if not file.parent.name.endswith((".partial", ".replaced"))]
     if not found:
         raise ConfigError(
-            f"{folder} holds no evaluation. Type python -m qerl_lab.evaluate accuracy {shell_word('run', folder)} "
+            f"{folder} holds no evaluation. Type python -m qerl_lab.evaluate accuracy {shell_override('run', folder)} "
             "first, or the directory that it wrote."
         )
     first, by_seed = found[0], dict[int, Evaluated]()
@@ -138,7 +138,7 @@ def differing_keys(mine: Mapping[str, str] | None, others: Mapping[str, str] | N
     """
     if mine is None or others is None:
         return []
-    one, other = (of_arm(fill_added_keys(arm)) for arm in (mine, others))
+    one, other = (settings_of_arm(fill_added_keys(arm)) for arm in (mine, others))
     idle = "task.path" if TRAINED_ON in one and TRAINED_ON in other else TRAINED_ON
     return sorted(key for key in {*one, *other} - {idle} if one.get(key) != other.get(key))
 

@@ -7,7 +7,7 @@ from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import DEVICES, ENGINES, POCKET, EvalConfig
-from qerl_lab.config.spelling import resume_word
+from qerl_lab.config.spelling import resume_override
 from qerl_lab.model import on_disk
 from qerl_lab.record.directory import RunDirectory
 
@@ -94,7 +94,7 @@ def run_of(options: AccuracyOptions) -> RunDirectory:
     if options.adapter and (directory.status != "done" or not (directory.adapter / WEIGHTS).is_file()):
         raise ConfigError(
             f"run={options.run} has no final adapter ({directory.status_in_words}); allowed: finished runs. "
-            f"Type python -m qerl_lab {resume_word(options.run)} first, or adapter=false for its base alone."
+            f"Type python -m qerl_lab {resume_override(options.run)} first, or adapter=false for its base alone."
         )
     return directory
 

@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 from qerl_lab import preflight
-from qerl_lab.config.arm import as_recorded, of_arm
+from qerl_lab.config.arm import as_recorded, settings_of_arm
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
@@ -118,7 +118,7 @@ def _run(options: AccuracyOptions) -> Subject:
     sampling = sampling_of(options, cfg)
     if not options.adapter:
         return Subject(f"{said}, its base alone", cfg, sampling, None, cfg.seed, day=day)
-    arm = of_arm(as_recorded(cfg))
+    arm = settings_of_arm(as_recorded(cfg))
     trained_on = directory.environment().get("data", {}).get(TRAINED_ON)
     arm |= {TRAINED_ON: trained_on} if trained_on else {}
     return Subject(said, cfg, sampling, directory.adapter, cfg.seed, arm, day)

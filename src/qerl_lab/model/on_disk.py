@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qerl_lab.config.conf_folder import choices_of
-from qerl_lab.config.model_hash import TOKENIZERS, header, model_hash
+from qerl_lab.config.model_hash import TOKENIZERS, model_hash, read_safetensors_header
 from qerl_lab.config.option import ConfigError, did_you_mean, parse_json
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
-from qerl_lab.config.spelling import shell_word, spell_list
+from qerl_lab.config.spelling import shell_override, spell_list
 from qerl_lab.model import gguf
 
 ASSETS = Path(__file__).with_name("pocket")
@@ -51,7 +51,7 @@ def local_path(path: str, key: str = "model.path") -> Path | None:
     if folder.is_dir():
         return folder
     if folder.is_file() or path.startswith(("/", ".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
-        example = shell_word(key, folder.parent) if folder.is_file() else f"{key}=DIRECTORY"
+        example = shell_override(key, folder.parent) if folder.is_file() else f"{key}=DIRECTORY"
         raise ConfigError(
             f"{key}={path} is no directory; allowed: pocket, a directory, FILE.gguf, or a hub id such as "
             f"Qwen/Qwen2.5-7B-Instruct. Type {example}."
@@ -260,7 +260,7 @@ def layers(folder: Path) -> tuple[Layer, ...]:
     """List all modules with a weight from the file headers. Raises ConfigError for a file without a valid header."""
     found = []
     for file in sorted({*(listed_files(folder) or {SINGLE: folder / SINGLE}).values()}):
-        for name, entry in header(file)[0].items():
+        for name, entry in read_safetensors_header(file)[0].items():
             if name != "__metadata__" and (match := _PACKED.match(name)):
                 shape, per_byte = tuple(entry["shape"]), 2 if entry["dtype"] == "U8" else 1
                 # bitsandbytes' NF4 is one column of bytes; only its number of weights is known

@@ -1,7 +1,7 @@
 """Check a run's model, questions and machine before it starts. Imports no torch.
 
-Composing a command checks the words; this module checks files and hardware. It downloads and writes nothing. If a limit
-is an estimate, the error names the word that lifts it (`device=cpu`).
+Composing a command checks what was typed; this module checks files and hardware. It downloads and writes nothing. If a
+limit is an estimate, the error names the override that lifts it (`device=cpu`).
 """
 
 import importlib.util
@@ -29,12 +29,12 @@ NEEDS_GPU = (  # key, value, package, what to type instead
 )
 
 
-def check(cfg: RunConfig, run_dir: Path, here: bool = True) -> list[str]:
-    """Raise ConfigError for a run that would fail at its start; return notes on what it cuts.
+def check(cfg: RunConfig, run_dir: Path, is_here: bool = True) -> list[str]:
+    """Raise ConfigError for a run that would fail at its start; return notes on questions that it will lack.
 
     Args:
-        here: the run will use this machine. False for a launcher that sends jobs elsewhere; the run then checks its own
-        machine.
+        is_here: the run will use this machine. False for a launcher that sends jobs elsewhere; the run then checks its
+        own machine.
     """
     on_disk.check_content(cfg)
     folder = on_disk.local_path(cfg.model.path)
@@ -43,7 +43,7 @@ def check(cfg: RunConfig, run_dir: Path, here: bool = True) -> list[str]:
     if cfg.lora.start_from is not None:
         adapter_files.check(cfg)
     check_directory(run_dir)
-    if here:
+    if is_here:
         check_machine(cfg, run_dir)
     return question_counts.check(cfg)
 
@@ -52,8 +52,8 @@ def check_machine(cfg: RunConfig, run_dir: Path) -> None:
     """Raise ConfigError if this machine lacks what the run needs: device, packages, memory, disk space."""
     folder = on_disk.local_path(cfg.model.path)
     _check_device(cfg)
-    _check_size(cfg, folder)
-    _check_gpu_only(cfg)
+    _check_model_size(cfg, folder)
+    _check_gpu_only_packages(cfg)
     check_engine(cfg)
     if cfg.tracking.wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
@@ -78,6 +78,7 @@ def check_directory(run_dir: Path) -> None:
 
 
 def _check_device(cfg: RunConfig) -> None:
+    """Raise ConfigError if this machine lacks the GPUs or CPU cores that the run asks for."""
     if cfg.device == "cuda" and not machine.has_gpu():
         raise ConfigError("device=cuda was given, and this machine shows no GPU. Type device=cpu, or device=auto.")
     if cfg.gpus > 1 and cfg.device != "cpu" and not machine.has_gpu():
@@ -100,7 +101,7 @@ def _check_device(cfg: RunConfig) -> None:
         )
 
 
-def _check_gpu_only(cfg: RunConfig) -> None:
+def _check_gpu_only_packages(cfg: RunConfig) -> None:
     values = values_of(cfg)
     for key, value, package, remedy in NEEDS_GPU:
         if values[key] == value and not machine.has_gpu():
@@ -110,7 +111,7 @@ def _check_gpu_only(cfg: RunConfig) -> None:
 
 
 def check_engine(cfg: RunConfig) -> None:
-    """Raise ConfigError if the engine's package or device is missing."""
+    """Raise ConfigError if this machine lacks the package or the GPU that the rollout engine needs."""
     if cfg.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine=vllm needs the package vllm, which is not installed. Type pip install 'qerl-lab[vllm]', "
@@ -120,9 +121,9 @@ def check_engine(cfg: RunConfig) -> None:
         check_engine_on_cpu(cfg, "this machine shows none")
 
 
-def _check_size(cfg: RunConfig, folder: Path | None) -> None:
-    """Raise ConfigError for a model too large for this machine's memory, or one that would take days on it."""
-    count = _parameters(cfg.model.path, folder)
+def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
+    """Raise ConfigError for a model too large for this machine's memory, or too slow on its CPU."""
+    count = _count_parameters(cfg.model.path, folder)
     on_gpu = cfg.device != "cpu" and machine.has_gpu()
     if count is None:
         return
@@ -132,7 +133,10 @@ def _check_size(cfg: RunConfig, folder: Path | None) -> None:
             f"{said}, and this machine shows no GPU: a step would take hours. Type model=qwen2_5_0_5b or another "
             f"small model, or device=cpu to run it all the same."
         )
-    needed, held = count * _bytes_a_parameter(cfg, on_gpu), machine.gpu_memory() if on_gpu else machine.memory()
+    needed, held = (
+        count * _bytes_per_parameter(cfg, on_gpu),
+        machine.gpu_memory_bytes() if on_gpu else machine.memory_bytes(),
+    )
     if held is not None and needed > held:
         raise ConfigError(
             f"{said}, which take {needed / GIB:.1f} GiB with format={cfg.format.name}, and "
@@ -141,50 +145,50 @@ def _check_size(cfg: RunConfig, folder: Path | None) -> None:
         )
 
 
-def _parameters(path: str, folder: Path | None) -> int | None:
-    """Count a model's weights from its files, or from its name on the hub; None if unknown."""
+def _count_parameters(path: str, folder: Path | None) -> int | None:
+    """Return the number of a model's weights, from its files or else its hub name; None if unknown."""
     if folder:
         return on_disk.parameters(folder)
-    return _header(path).parameters if gguf.is_gguf(path) else named_parameters(path)
+    return _gguf_header(path).parameters if gguf.is_gguf(path) else parameters_in_name(path)
 
 
 @cache
-def _header(path: str) -> gguf.Header:
-    """Read a GGUF file's header; its vocabulary takes a second or two."""
+def _gguf_header(path: str) -> gguf.Header:
+    """Read a GGUF file's header. Cached, because its vocabulary takes a second or two."""
     return gguf.header(Path(path).expanduser())
 
 
-def named_parameters(hub_id: str) -> int | None:
-    """Read the parameter count from a hub id such as Qwen2.5-7B or SmolLM2-135M; None if it has none."""
+def parameters_in_name(hub_id: str) -> int | None:
+    """Return the number of weights that a hub id such as Qwen2.5-7B or SmolLM2-135M states; None if it has none."""
     found = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![A-Za-z0-9])", hub_id.rpartition("/")[2], re.IGNORECASE)
     return int(max(float(number) * {"b": 1e9, "m": 1e6}[unit.lower()] for number, unit in found)) if found else None
 
 
-def _bytes_a_parameter(cfg: RunConfig, on_gpu: bool) -> float:
-    """Return the least bytes per weight in training: the dtype's size if dense, half a byte if packed."""
+def _bytes_per_parameter(cfg: RunConfig, on_gpu: bool) -> float:
+    """Return the bytes that a weight takes in training at least: its dtype's if dense, half a byte if packed."""
     dense = 2 if cfg.model.dtype == "bfloat16" or (on_gpu and cfg.model.dtype == "auto") else 4
     cached = not on_gpu and cfg.format.dense_cache != "off"
     return dense if cfg.format.name == DENSE_FORMAT or cached else 0.5
 
 
 def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
-    """Raise ConfigError if the disk lacks room for a download, or for checkpoints (adapter, two moments, one extra)."""
+    """Raise ConfigError if the disk lacks room for the model's download or the run's checkpoints."""
     adapter = on_disk.adapter_parameters(folder, cfg) if folder else 0
     moments = 2 if cfg.optim.name == "adamw_8bit" else 8
     written = cfg.steps // cfg.checkpoint.every + 1 if cfg.checkpoint.every else 1
     needed = RECORD_BYTES + adapter * (4 + moments) * (min(cfg.checkpoint.kept, written) + 1)
-    _refuse_full(run_dir, needed, "its checkpoints", "Type run_dir=DIR on another disk, or checkpoint.keep=1.")
+    _refuse_full_disk(run_dir, needed, "its checkpoints", "Type run_dir=DIR on another disk, or checkpoint.keep=1.")
     store = Path(os.environ.get("HF_HUB_CACHE", hub_home() / "hub")).expanduser()  # by huggingface_hub's rules
     remedy = "Set HF_HOME to a directory on another."
     if folder is None and gguf.is_gguf(cfg.model.path):
-        needed = gguf.BYTES * _header(cfg.model.path).parameters
-        _refuse_full(cache_folder(), needed, f"the weights of {cfg.model.path}", remedy)
+        needed = gguf.BYTES * _gguf_header(cfg.model.path).parameters
+        _refuse_full_disk(cache_folder(), needed, f"the weights of {cfg.model.path}", remedy)
     elif folder is None and not (store / f"models--{cfg.model.path.replace('/', '--')}").is_dir():
-        count = named_parameters(cfg.model.path) or 0
-        _refuse_full(store, 2 * count, f"the download of {cfg.model.path}", remedy)
+        count = parameters_in_name(cfg.model.path) or 0
+        _refuse_full_disk(store, 2 * count, f"the download of {cfg.model.path}", remedy)
 
 
-def _refuse_full(place: Path, needed: int, what: str, remedy: str) -> None:
+def _refuse_full_disk(place: Path, needed: int, what: str, remedy: str) -> None:
     above = next(path for path in (place, *place.parents) if path.is_dir())
     free = shutil.disk_usage(above).free
     if needed > free:

@@ -11,14 +11,14 @@ GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")  # NVI
 
 
 def has_gpu() -> bool:
-    """Tell whether the system shows a GPU to this process; the installed torch may still be a CPU build."""
+    """Tell whether the system shows a GPU to this process; torch may still be a build without GPU support."""
     hidden = os.environ.get(VISIBLE)
     return hidden not in ("", "-1") and any(Path(node).exists() for node in GPU_NODES)
 
 
 @cache
 def visible_gpus() -> list[str] | None:
-    """List the GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES; None if unknown."""
+    """List the names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES; None if unknown."""
     if given := os.environ.get(VISIBLE):
         return given.split(",")
     try:
@@ -28,8 +28,8 @@ def visible_gpus() -> list[str] | None:
     return [str(index) for index, _ in enumerate(line for line in out.splitlines() if line.startswith("GPU "))]
 
 
-def memory() -> int | None:
-    """Return the bytes of memory and swap, or the control group's limit if lower; None if unknown."""
+def memory_bytes() -> int | None:
+    """Return the size of this machine's memory and swap, or its control group's limit if lower; None if unknown."""
     info = Path("/proc/meminfo")
     if not info.is_file():
         return None
@@ -40,8 +40,8 @@ def memory() -> int | None:
 
 
 @cache
-def gpu_memory() -> int | None:
-    """Return the bytes of the largest NVIDIA GPU; None if nvidia-smi gives none within ten seconds."""
+def gpu_memory_bytes() -> int | None:
+    """Return the memory of the largest NVIDIA GPU; None if nvidia-smi does not say within ten seconds."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout

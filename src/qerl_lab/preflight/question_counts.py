@@ -11,51 +11,51 @@ from typing import Any
 
 from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.rules import build
+from qerl_lab.config.rules import build_config
 from qerl_lab.config.schema import RunConfig, TaskConfig
 from qerl_lab.tasks import arithmetic, question_files
 
 
 def check(cfg: RunConfig) -> list[str]:
-    """Return notes on what a run asks beyond the questions here. Raises ConfigError if there are too few."""
+    """Return notes on what a run asks for beyond the available questions. Raises ConfigError if they are too few."""
     tasks.check_trains(cfg.task)
     if cfg.task.path is not None and not cfg.task.path.strip():
         raise ConfigError("task.path= is empty; allowed: a directory, a file or a hub id. Leave task.path out.")
-    if not has_questions(cfg):
+    if not are_questions_here(cfg):
         return []
     if cfg.task == replace(TaskConfig(), instruction=cfg.task.instruction):  # skips a count that takes half a second
         return note_cut_questions(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
-    found = _questions(json.dumps(asdict(cfg.task)))
+    found = _load_task(json.dumps(asdict(cfg.task)))
     return [*found.warnings, *note_cut_questions(cfg, len(found.train), len(found.heldout))]
 
 
-def questions(cfg: RunConfig) -> Mapping[str, Any]:
-    """Return what a run records of question files on this machine; empty for other questions, which never change.
+def recorded_questions(cfg: RunConfig) -> Mapping[str, Any]:
+    """Return what a run records about its local files of questions, such as hashes; empty if it has none.
 
     Raises ConfigError if the files cannot be read.
     """
     lie_here = cfg.task.path is not None and question_files.is_local(cfg.task.path)
-    return _questions(json.dumps(asdict(cfg.task))).data if lie_here else {}
+    return _load_task(json.dumps(asdict(cfg.task))).data if lie_here else {}
 
 
-def has_questions(cfg: RunConfig) -> bool:
-    """Tell whether the questions are on this machine, so that the command can count those left out."""
+def are_questions_here(cfg: RunConfig) -> bool:
+    """Tell whether a run's questions are on this machine, so that they can be counted before it starts."""
     path = cfg.task.path
     return not tasks.is_on_the_hub(cfg.task) if path is None else question_files.is_local(path)
 
 
 @cache
-def _questions(task: str) -> tasks.Task:
-    """Load a task with questions on this machine. Its configuration is passed as JSON, to be a cache key."""
-    return tasks.load(build({"task": json.loads(task)}).task)
+def _load_task(task: str) -> tasks.Task:
+    """Load a task whose questions are on this machine, from its configuration as JSON. Cached."""
+    return tasks.load(build_config({"task": json.loads(task)}).task)
 
 
 def note_cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
-    """Note requests beyond the available questions. Raises ConfigError if there are too few."""
-    source, more = _questions_come_from(cfg.task)
+    """Return notes on numbers of questions above those available. Raises ConfigError if they are too few."""
+    source, more = _source_of_questions(cfg.task)
     if train == 0:
         raise ConfigError(f"{source} has no training question. Type {more}.")
-    if (unasked := no_evaluation(cfg)) and heldout < 2:
+    if (unasked := overrides_without_evaluation(cfg)) and heldout < 2:
         remedy = "Add some to test.jsonl, or type" if cfg.task.path else f"Type {more}, or"
         raise ConfigError(
             f"{source} has {heldout} held-out questions, and an evaluation needs two. {remedy} {unasked}."
@@ -68,7 +68,7 @@ def note_cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
     return said
 
 
-def _questions_come_from(task: TaskConfig) -> tuple[str, str]:
+def _source_of_questions(task: TaskConfig) -> tuple[str, str]:
     """Return the word that selects the source of the questions, and what to type for more of them."""
     more = "a larger task.arithmetic.max_operand" if task.name == "arithmetic" else "another task.path"
     if task.module:
@@ -76,6 +76,6 @@ def _questions_come_from(task: TaskConfig) -> tuple[str, str]:
     return f"task.path={task.path}" if task.path else f"task={task.name} at this difficulty", more
 
 
-def no_evaluation(cfg: RunConfig) -> str:
-    """Return what to type to disable held-out evaluation; empty if the run has none."""
+def overrides_without_evaluation(cfg: RunConfig) -> str:
+    """Return the overrides that switch off held-out evaluation; empty if it is off."""
     return " ".join(f"eval.{key}=0" for key in ("questions", "every") if getattr(cfg.eval, key))

@@ -20,7 +20,7 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import POCKET, FormatConfig
-from qerl_lab.config.spelling import shell_line, spell_list, word
+from qerl_lab.config.spelling import hydra_override, shell_line, spell_list
 from qerl_lab.model import loading, policy
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.on_disk import is_ignored
@@ -70,7 +70,7 @@ def run(options: QuantizeOptions) -> None:
         unfinished.finish()
     print(quality.table(options, result))
     print(f"checkpoint:  {terminal.format_path(options.folder)}  ({QUALITY}, sqnr.png)")
-    print(f"train on it: {terminal.python()} -m qerl_lab {shell_line(training_words(options))}")
+    print(f"train on it: {terminal.python_command()} -m qerl_lab {shell_line(training_words(options))}")
 
 
 def training_words(options: QuantizeOptions) -> list[str]:
@@ -80,7 +80,7 @@ def training_words(options: QuantizeOptions) -> list[str]:
     words = [
         f"+experiment={arm}" if arm in choices_of("experiment") else f"format={options.format}",
         f"scale={'pocket' if options.model == POCKET else 'custom'}",
-        word("model.path", terminal.format_path(options.folder)),
+        hydra_override("model.path", terminal.format_path(options.folder)),
     ]
     if chosen.ignore != usual.ignore:
         words.append(f"format.ignore={spell_list(chosen.ignore)}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qerl_lab.config.arm import ADDED, drop_removed_keys, of_run
+from qerl_lab.config.arm import ADDED, drop_removed_keys, settings_of_run
 from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.paths import sha256
@@ -31,7 +31,7 @@ class Saved:
     Attributes:
         step: number of steps trained.
         prompts_seen: position in the training data.
-        config: values of `arm.of_run`, to detect a changed configuration.
+        config: values of `arm.settings_of_run`, to detect a changed configuration.
         noise: state of `train.noise_level.NoiseLevel`.
     """
 
@@ -43,7 +43,7 @@ class Saved:
 
     def refuse_other_config(self, cfg: RunConfig, where: Path) -> None:
         """Raise ConfigError if `cfg`, read from `where`, has changed since the checkpoint."""
-        then, now = drop_removed_keys({**ADDED, **self.config}), of_run(cfg)
+        then, now = drop_removed_keys({**ADDED, **self.config}), settings_of_run(cfg)
         if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension
             now |= {"steps": then["steps"], "extended": cfg.extended[: cfg.extended.index(then["steps"])]}
         differ = [key for key in now | then if key not in now or key not in then or now[key] != then[key]]

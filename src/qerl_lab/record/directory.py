@@ -24,7 +24,7 @@ from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.spelling import resume_word
+from qerl_lab.config.spelling import resume_override
 from qerl_lab.record import checkpoint, environment, metrics, resolved, samples_file
 from qerl_lab.record.environment import Typed
 from qerl_lab.record.folders import is_unused, make, remove_empty
@@ -66,11 +66,11 @@ class RunDirectory:
         if (self.path / DONE).is_file():
             raise ConfigError(
                 f"the run directory {self.path} has a finished run. Type run_dir=DIR for a new one, or "
-                f"{resume_word(self.path)} steps=N to extend it."
+                f"{resume_override(self.path)} steps=N to extend it."
             )
         raise ConfigError(
             f"the run directory {self.path} is not empty. "
-            f"Type {resume_word(self.path)} alone to continue the run in it, or run_dir=DIR for a new one."
+            f"Type {resume_override(self.path)} alone to continue the run in it, or run_dir=DIR for a new one."
         )
 
     def claim(self, cfg: RunConfig, typed: Typed) -> None:

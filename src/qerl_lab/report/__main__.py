@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from qerl_lab.system import exits
 
 with exits.starting(__name__):
-    from qerl_lab.cli.grammar import Command, choose
+    from qerl_lab.cli.grammar import Command, run_subcommand
     from qerl_lab.config.option import ConfigError, did_you_mean, option
     from qerl_lab.system.disk import make_directory, replace_file
     from qerl_lab.system.terminal import format_path
@@ -161,7 +161,7 @@ COMMANDS: dict[str, Command[Any]] = {
 def main(arguments: list[str]) -> int:
     """Run `python -m qerl_lab.report` with these arguments and return its exit code."""
     if arguments and arguments[0] in COMMANDS:
-        return choose(COMMANDS, arguments)
+        return run_subcommand(COMMANDS, arguments)
     if arguments and not Path(arguments[0]).exists() and (hint := did_you_mean(arguments[0], list(COMMANDS))):
         raise ConfigError(f"{arguments[0]} is no directory and no command.{hint}")
     return COMMAND.run(arguments)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import yaml
 
 from qerl_lab.config.arm import drop_other_engines, fill_added_keys, is_of_arm, model_by_content
-from qerl_lab.config.choices import choice_with
+from qerl_lab.config.choices import matching_option
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.task import part_of
+from qerl_lab.config.task import subset_in_words
 
 FINISHED = "finished"
 PLACE, CONTENT = "model.path", "model.hash"
@@ -58,7 +58,7 @@ class Run:
 def task_of(run: Run) -> str:
     """Return the name of a run's task, and how many of its questions are read if not all are."""
     name, most = run.value("task.name"), run.value("task.gsm8k.max_steps")
-    return name + part_of(name, int(most) if most.isdigit() else None)
+    return name + subset_in_words(name, int(most) if most.isdigit() else None)
 
 
 def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float, code: str, metrics: Collection) -> Run:
@@ -176,7 +176,7 @@ def _format_settings(run: Run, keys: Sequence[str], differ: Sequence[str]) -> li
     for group in CHOICES:
         own = [key for key in keys if key.startswith(f"{group}.")]
         also = [key for key in differ if key.startswith(f"{group}.")]
-        if own and (choice := choice_with(group, run.settings, also)):
+        if own and (choice := matching_option(group, run.settings, also)):
             words = {key: word for key, word in words.items() if key not in own} | {own[0]: f"{group}={choice}"}
     return [words[key] for key in sorted(words)]
 

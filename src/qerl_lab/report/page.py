@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, StrictUndefined
 
-from qerl_lab.config.spelling import word
+from qerl_lab.config.spelling import hydra_override
 from qerl_lab.report import (
     claims,
     comparison,
@@ -74,7 +74,11 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     own = folder / "claims.yaml"
     rows = judge(same.counted, same.all_runs, claims.read(own, format_path(own)) if own.exists() else None)
     drawn = draw_all(same, baseline)
-    words = [format_path(folder), word("out", format_path(folder)), *([word("baseline", wanted)] if wanted else [])]
+    words = [
+        format_path(folder),
+        hydra_override("out", format_path(folder)),
+        *([hydra_override("baseline", wanted)] if wanted else []),
+    ]
     words += [f"bench={','.join(map(format_path, bench))}"] if bench else []
     line = f"python -m qerl_lab.report {shlex.join(words)}"
     files = {f"figures/{figure.name}.png": figure.png for titled in drawn.values() for figure in titled}

@@ -20,7 +20,7 @@ import pandas as pd
 
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.spelling import shell_word
+from qerl_lab.config.spelling import shell_override
 from qerl_lab.record.directory import RunDirectory, is_run
 from qerl_lab.report.arms import FINISHED, RENAMED, Run, differing_keys, normalize
 from qerl_lab.report.matching import run_key
@@ -152,7 +152,7 @@ def read(folder: Path) -> tuple[list[Record], dict[str, str]]:
         except (OSError, ValueError) as error:  # pyarrow's are ValueErrors
             raise ConfigError(
                 f"{folder / name} cannot be read ({in_one_line(error)}). Make it again: python -m qerl_lab.report RUNS "
-                f"{shell_word('out', folder)}."
+                f"{shell_override('out', folder)}."
             ) from None
     try:
         return records_of(tables)

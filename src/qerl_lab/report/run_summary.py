@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.redact import HIDDEN
-from qerl_lab.config.spelling import shell_word
+from qerl_lab.config.spelling import shell_override
 from qerl_lab.report.stats import format_interval
 from qerl_lab.system import terminal
 from qerl_lab.tracking.tracker import Mirrored
@@ -48,19 +48,19 @@ def where(run_dir: Path, mirror: Mirrored | None) -> str:
         what = f"MLflow at {mirror.uri} lacks a part of this run; metrics.jsonl has all. To fill it:"
         lines += [
             what,
-            f"  {terminal.python()} -m qerl_lab.tracking resync {shlex.quote(terminal.format_path(run_dir))}",
+            f"  {terminal.python_command()} -m qerl_lab.tracking resync {shlex.quote(terminal.format_path(run_dir))}",
         ]
     return "\n".join(lines)
 
 
 def next_steps(run_dir: Path) -> str:
     """Return the commands that show, report and export a finished run, a line each."""
-    here, line = shlex.quote(terminal.format_path(run_dir)), f"next: {terminal.python()} -m qerl_lab"
+    here, line = shlex.quote(terminal.format_path(run_dir)), f"next: {terminal.python_command()} -m qerl_lab"
     return "\n".join(
         [
             f"{line}.tools.samples {here}",
-            f"{line}.report {here} {shell_word('out', f'results/{run_dir.name}')}",
-            f"{line}.tools.export {here} {shell_word('out', f'exports/{run_dir.name}')}",
+            f"{line}.report {here} {shell_override('out', f'results/{run_dir.name}')}",
+            f"{line}.tools.export {here} {shell_override('out', f'exports/{run_dir.name}')}",
         ]
     )
 
@@ -70,5 +70,5 @@ def _explain_opening(uri: str, page: str) -> list[str]:
     if uri.startswith(("http://", "https://")):
         return [f"open MLflow:   {uri.replace(f'{HIDDEN}@', '').rstrip('/')}/{page}"]
     store = '"$MLFLOW_TRACKING_URI"' if HIDDEN in uri else shlex.quote(uri)
-    start = f"{terminal.python()} -m mlflow ui --backend-store-uri {store}"
+    start = f"{terminal.python_command()} -m mlflow ui --backend-store-uri {store}"
     return [f"open MLflow:   {start}", f"  then:        http://127.0.0.1:5000/{page}"]

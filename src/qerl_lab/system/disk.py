@@ -19,7 +19,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
 def lock(opened: int | TextIO, refusal: str | None = None) -> bool:
-    """Lock an open file or directory until it is closed. Returns False, without a lock, where locks are unsupported.
+    """Lock an open file or directory until it is closed; return False where the file system has no locks.
 
     If another process holds the lock, wait, or raise ConfigError with the `refusal`. A child that inherits the file
     keeps the lock.
@@ -37,7 +37,7 @@ def lock(opened: int | TextIO, refusal: str | None = None) -> bool:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[bool]:
-    """Wait until no other process of this machine is inside this block for `folder`. Yields False without locks."""
+    """Context manager: lock a folder, waiting for other processes; yield False where there are no locks."""
     held = os.open(folder, os.O_RDONLY)
     try:
         yield lock(held)
@@ -65,26 +65,26 @@ def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
 
 
 def make_readable(files: Iterable[Path]) -> None:
-    """Make weights readable for everyone who can list their folder: safetensors (0.8) lets only the owner read."""
+    """Let everyone who can list a file's folder read the file: safetensors (0.8) lets only the owner."""
     for file in files:
         file.chmod(file.parent.stat().st_mode & 0o666)
 
 
 def strict_json(content: Any) -> bytes:
-    """Encode as strict JSON, which has no NaN or Infinity: non-finite numbers become null."""
+    """Encode content as strict JSON; NaN and Infinity become null."""
 
     def finite_or_null(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: finite_or_null(one) for key, one in value.items()}
+            return {key: finite_or_null(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [finite_or_null(one) for one in value]
+            return [finite_or_null(item) for item in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(finite_or_null(content), indent=1, allow_nan=False).encode() + b"\n"
 
 
 def read_json(path: Path, kind: type) -> Any:
-    """Read a JSON file of a run directory. Raises ConfigError naming the file unless it holds a `kind`."""
+    """Read a JSON file of a run directory. Raises ConfigError unless it holds a value of type `kind`."""
     try:
         values = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -95,17 +95,17 @@ def read_json(path: Path, kind: type) -> Any:
 
 
 def hub_home() -> Path:
-    """Return the home folder of Hugging Face's libraries, by their own rules."""
+    """Return the home folder of Hugging Face's libraries: HF_HOME, or ~/.cache/huggingface."""
     return Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
 
 
 def cache_folder() -> Path:
-    """Return the cache folder, beside the hub's downloads, for unpacked GGUF files and kernel times."""
+    """Return the lab's cache folder, for unpacked GGUF files and kernel times."""
     return hub_home() / "qerl-lab"
 
 
 def make_directory(folder: Path, given: str) -> None:
-    """Create `folder` and check that it is writable. Raises ConfigError, which repeats `given`, if that fails.
+    """Create a folder and check that it is writable. Raises ConfigError, which repeats `given`.
 
     This finds an unwritable directory before the work, not after it. A folder created by a failed check is removed.
     """

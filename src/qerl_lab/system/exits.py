@@ -26,13 +26,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOST = (errno.EPIPE, errno.EIO)  # the pipe has no reader; the terminal is closed
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full; the user's quota is
 STOPS: list[int] = []  # signals received by a sweep of this process; shows a stop even if the sweep ended as done
-Main = Callable[[list[str]], int]  # words of a command line -> exit code
+Main = Callable[[list[str]], int]  # command-line arguments -> exit code
 _left: list[int] = []  # exit code passed to `leave`
 
 
 @contextmanager
 def starting(module: str) -> Iterator[None]:
-    """End with one line if Ctrl-C comes while a command imports. `module` is its `__name__`."""
+    """Context manager around a command's imports: on Ctrl-C print one line and exit. `module` is its `__name__`."""
     try:
         yield
     except KeyboardInterrupt:
@@ -43,7 +43,7 @@ def starting(module: str) -> Iterator[None]:
 
 
 def run(main: Main) -> None:
-    """Run a command as the process, and exit with its code."""
+    """Run a command's `main` on this process's arguments, and exit with its exit code."""
     survive_lost_console()
     sys.excepthook = lambda *about: sys.stderr.write(redact("".join(traceback.format_exception(*about)))) and None
     code = command(main)(sys.argv[1:])
@@ -53,7 +53,7 @@ def run(main: Main) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit like `sys.exit`, without tearing down imported modules: for torch and TRL that takes seconds.
+    """Exit with this code like `sys.exit`, without tearing down imported modules, for which torch takes seconds.
 
     Waits for threads, runs atexit functions, and flushes standard output and error.
     """
@@ -62,7 +62,8 @@ def leave(code: int) -> NoReturn:
 
 
 @atexit.register  # registered before slow imports, because atexit runs the first function last
-def _end_now() -> None:
+def _exit_without_teardown() -> None:
+    """Flush the output and end the process at once, if `leave` was called. Runs after all other atexit functions."""
     if _left:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
@@ -71,16 +72,16 @@ def _end_now() -> None:
 
 
 def command(main: Main) -> Main:
-    """Wrap `main` to turn expected errors into an exit code and one message; other errors keep their traceback.
+    """Wrap a command's `main`: turn expected errors into one printed message and an exit code.
 
     ConfigError is 2. ValueError and OSError, which the work of a command raises, are 1. Ctrl-C is 130; the argument of
     its KeyboardInterrupt, if any, says how to continue.
     """
 
     @wraps(main)
-    def ended(words: list[str]) -> int:
+    def main_with_exit_code(arguments: list[str]) -> int:
         try:
-            code = main(words)
+            code = main(arguments)
             sys.stdout.flush()
             return code
         except KeyboardInterrupt as interrupt:
@@ -95,21 +96,21 @@ def command(main: Main) -> Main:
             print(f"error: {redact(text)}", file=sys.stderr)
             return USAGE if is_usage else FAILURE
 
-    return ended
+    return main_with_exit_code
 
 
 def survive_lost_console() -> None:
-    """Send stdout and stderr to /dev/null once their terminal or reader is gone."""
+    """Make stdout and stderr discard what is written once their terminal or reader is gone."""
     for descriptor in (0, 1, 2):  # a closed descriptor would be reused for the next opened file, e.g. a record
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
+    sys.stdout, sys.stderr = _lasting_stream(sys.stdout, 1), _lasting_stream(sys.stderr, 2)
 
 
-def _lasting(stream: TextIO | None, descriptor: int) -> io.TextIOWrapper:
-    """Return a stream like this one, which is None if it was closed, on a `_LastingFile`."""
+def _lasting_stream(stream: TextIO | None, descriptor: int) -> io.TextIOWrapper:
+    """Return a text stream like `stream` that discards what is written once its terminal or reader is gone."""
     if stream is not None:
         stream.flush()
     encoding, errors = getattr(stream, "encoding", "utf-8"), getattr(stream, "errors", None)
@@ -119,6 +120,7 @@ def _lasting(stream: TextIO | None, descriptor: int) -> io.TextIOWrapper:
 
 class _LastingFile(io.FileIO):
     def write(self, data: Any, /) -> int:
+        """Override the write: once the terminal or reader is gone, send this and all later output to /dev/null."""
         try:
             return super().write(data)
         except OSError as error:
@@ -131,11 +133,11 @@ class _LastingFile(io.FileIO):
 
 
 def say_now(text: str) -> None:
-    """Write a line to standard error, unbuffered, as signal handlers must."""
+    """Write a line to standard error at once, unbuffered, for signal handlers."""
     with suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """List the signals that stop a run: all of `SIGNALS`, but no SIGHUP if it is ignored, as under nohup."""
+    """List the signals that stop a run: all of `SIGNALS`, but SIGHUP only if it is not ignored (nohup)."""
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)

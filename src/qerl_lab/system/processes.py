@@ -18,7 +18,7 @@ SIZES = {
 
 
 def rank_variables(gpus: int) -> list[dict[str, str]]:
-    """Return the environment variables that torchrun would set, by rank; none for a run of one process.
+    """Return the environment variables of each process of a run, by rank, as torchrun would set them.
 
     The processes are children of the command instead of torchrun: they inherit the lock, a signal leaves them time to
     finish a step (torchrun kills after a fixed time), and each reports how it ended.
@@ -35,8 +35,8 @@ def rank_variables(gpus: int) -> list[dict[str, str]]:
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(gpus)]
 
 
-def refuse_several(environment: Mapping[str, str], ranks: int = 1) -> None:
-    """Raise ConfigError if a launcher started several processes: each would train the same run.
+def refuse_several_processes(environment: Mapping[str, str], ranks: int = 1) -> None:
+    """Raise ConfigError if a launcher such as torchrun started several processes of this command.
 
     A run starts its own `ranks`, which are allowed.
     """
@@ -51,15 +51,15 @@ def refuse_several(environment: Mapping[str, str], ranks: int = 1) -> None:
             )
 
 
-def end_with(parent: int) -> None:
-    """End this process soon after the process with id `parent` has ended; at once if it has already.
+def end_with_parent(parent: int) -> None:
+    """End this process within a second of the end of the process `parent`, by a thread that watches it.
 
     A pipe would not do: a fork of the parent may hold its other end open.
     """
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_after_parent, args=(parent,), daemon=True).start()
 
 
-def _watch(parent: int) -> None:
+def _exit_after_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

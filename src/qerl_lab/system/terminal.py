@@ -44,60 +44,61 @@ class Progress(Closing):
 
     def __init__(self, steps: int, done: int) -> None:
         self.steps, self.first, self.started = steps, done, time.monotonic()
-        self.bar = _bar(desc=_label(), total=steps, initial=done, unit="step")
+        self.bar = _make_bar(desc=_with_job_label(), total=steps, initial=done, unit="step")
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
+        """Show the step and its metrics on the bar; without a terminal print a line at every tenth of the run."""
         shown = ", ".join(f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items())
         if self.bar is not None:
             self.bar.set_postfix_str(shown, refresh=False)
             self.bar.update(step - self.bar.n)
         elif step % max(1, self.steps // LINES) == 0 or step in (self.first + 1, self.steps):
-            eta = interval(time.monotonic() - self.started, step - self.first, self.steps - step)
-            print(f"{_label(f'step {step}/{self.steps}')}, ETA {eta}, {shown}", file=sys.stderr, flush=True)
+            eta = estimate_time_left(time.monotonic() - self.started, step - self.first, self.steps - step)
+            print(f"{_with_job_label(f'step {step}/{self.steps}')}, ETA {eta}, {shown}", file=sys.stderr, flush=True)
 
 
 class Amount(Closing):
     """Show amount and ETA of a pass over `total` units, `done` of them completed."""
 
     def __init__(self, label: str, total: int, done: int = 0, unit: str = "B") -> None:
-        self.label, self.total, self.first, self.now, self.unit = _label(label), total, done, done, unit
+        self.label, self.total, self.first, self.now, self.unit = _with_job_label(label), total, done, done, unit
         self.started = self.printed = time.monotonic()
-        self.bar = _bar(desc=self.label, total=total, initial=done, unit=unit, unit_scale=unit == "B")
+        self.bar = _make_bar(desc=self.label, total=total, initial=done, unit=unit, unit_scale=unit == "B")
 
-    def advance(self, count: int, said: str = "") -> None:
-        """Advance by `count`; `said` follows the bar, or the line."""
+    def advance(self, count: int, status: str = "") -> None:
+        """Count `count` more units as done, and show `status` behind the amount."""
         before, self.now = self.now, self.now + count
         is_due = self.now * LINES // self.total > before * LINES // self.total
         if self.bar is not None:
-            self.bar.set_postfix_str(said, refresh=False)
+            self.bar.set_postfix_str(status, refresh=False)
             self.bar.update(count)
         elif is_due and time.monotonic() > self.printed + 1:  # a small model finishes too fast to read lines
             self.printed = time.monotonic()
-            eta = interval(time.monotonic() - self.started, self.now - self.first, self.total - self.now)
+            eta = estimate_time_left(time.monotonic() - self.started, self.now - self.first, self.total - self.now)
             amount = f"{self.now:,}/{self.total:,} {self.unit}s"
             if self.unit == "B":
                 amount = "/".join(tqdm.format_sizeof(size, "B") for size in (self.now, self.total))
-            print(f"{self.label}: {amount}, ETA {eta}{said and f', {said}'}", file=sys.stderr, flush=True)
+            print(f"{self.label}: {amount}, ETA {eta}{status and f', {status}'}", file=sys.stderr, flush=True)
 
 
-def _bar(**about: Any) -> tqdm | None:
-    """Make a bar, on a terminal only. The size is queried here: tqdm draws nothing if the terminal reports 0 x 0."""
-    columns, lines = shutil.get_terminal_size((100, 24))
+def _make_bar(**about: Any) -> tqdm | None:
+    """Return a progress bar on a terminal, else None."""
+    columns, lines = shutil.get_terminal_size((100, 24))  # tqdm draws nothing if the terminal reports 0 x 0
     return tqdm(ncols=columns, nrows=lines, **about) if sys.stderr.isatty() else None
 
 
-def _label(text: str = "") -> str:
-    """Prefix `text` with the label of the sweep's job, if this process is one."""
+def _with_job_label(text: str = "") -> str:
+    """Put the label of the sweep's job, if this process runs one, in front of `text`."""
     return ", ".join(filter(None, (os.environ.get(JOB), text)))
 
 
-def interval(seconds: float, done: int, left: int) -> str:
-    """Format the estimated time of `left` steps from `done` steps in `seconds`; a dash if none is done."""
+def estimate_time_left(seconds: float, done: int, left: int) -> str:
+    """Format the time that `left` steps will take if `done` steps took `seconds`; a dash if none is done."""
     return str(tqdm.format_interval(seconds / done * left)) if done > 0 else "-"
 
 
 def quiet_third_parties() -> None:
-    """Silence third-party noise: loading bars, deprecations between libraries, adapter advice.
+    """Silence loading bars, deprecation warnings and advice of third-party libraries.
 
     Errors and our own warnings still show.
     """
@@ -115,7 +116,7 @@ def quiet_third_parties() -> None:
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Import large packages quietly, with garbage collection off; freeze the imported objects.
+    """Context manager for importing large packages: silence them, and pause garbage collection.
 
     Scanning a million new objects takes a sixth of the import time, and every later `gc.collect()`, which each training
     calls, would scan them again.
@@ -133,33 +134,33 @@ def quiet_imports() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Print a line above any bar."""
+    """Print a line to standard error, above any progress bar."""
     tqdm.write(text, file=sys.stderr)
 
 
 def format_path(path: Path) -> str:
-    """Shorten a path relative to the current directory."""
+    """Format a path, relative to the current directory if it lies in it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def python() -> str:
-    """Return how to type this Python here: `python` if that is the same, else its path."""
+def python_command() -> str:
+    """Return how to type the Python that runs this: `python` if that is the same, else its path."""
     return "python" if shutil.which("python") == sys.executable else format_path(Path(sys.executable))
 
 
 def by_numbers(text: str) -> list[tuple[int, str]]:
-    """Return a sort key that orders texts by the numbers in them: rank16 before rank128."""
+    """Return a sort key that orders names by the numbers in them: rank16 before rank128."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
 def aligned(rows: list[tuple[str, str]]) -> str:
-    """Format names and values in two columns."""
+    """Format rows of (name, value) as lines with the values in one column."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
 def columns(rows: list[list[str]]) -> str:
-    """Format rows of cells, each column as wide as its widest cell."""
+    """Format rows of cells as lines of text, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.units import GIB
-from qerl_lab.system.processes import end_with
+from qerl_lab.system.processes import end_with_parent
 
 MEMORY_BYTES = 2 * GIB  # address space of a worker
 KEPT_BYTES = 2**29  # a worker with more resident memory is not kept
@@ -149,7 +149,7 @@ def serve(module: str, function: str, seconds: str, parent: str) -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     allowed = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (allowed, hard))
-    end_with(int(parent))
+    end_with_parent(int(parent))
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     answers.write(READY.encode() + b"\n")
     nowhere = os.open(os.devnull, os.O_WRONLY)

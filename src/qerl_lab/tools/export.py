@@ -18,8 +18,8 @@ with exits.starting(__name__):
     from qerl_lab.config.paths import WEIGHTS, sha256
     from qerl_lab.config.records import EXPORT
     from qerl_lab.config.schema import DENSE_FORMAT, POCKET, RunConfig
-    from qerl_lab.config.spelling import resume_word
-    from qerl_lab.config.task import part_of
+    from qerl_lab.config.spelling import resume_override
+    from qerl_lab.config.task import subset_in_words
     from qerl_lab.model import gguf, on_disk
     from qerl_lab.record.directory import RunDirectory
     from qerl_lab.record.environment import versions
@@ -50,7 +50,7 @@ def check(options: ExportOptions) -> RunDirectory:
     if run.status != "done":
         raise ConfigError(
             f"run={options.run} is {run.status_in_words}; allowed: a finished run. "
-            f"Type python -m qerl_lab {resume_word(options.run)} first."
+            f"Type python -m qerl_lab {resume_override(options.run)} first."
         )
     if not (run.adapter / WEIGHTS).is_file():
         raise ConfigError(f"run={options.run} has no adapter/{WEIGHTS}. Type another run.")
@@ -154,7 +154,7 @@ def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
         data, template_path=str(Path(__file__).with_name("model_card.md.j2")),
         options=options, run=run, result=result, env=env, data=env.get("data") or {},
         max_rank=next((allowed for allowed in MAX_RANKS if allowed >= run.lora.rank), run.lora.rank),
-        base_in_words=base_in_words(run), part_of_task=part_of(run.task.name, run.task.gsm8k.max_steps),
+        base_in_words=base_in_words(run), part_of_task=subset_in_words(run.task.name, run.task.gsm8k.max_steps),
         interval=f"[{low:+.3f}, {high:+.3f}]" if high > low else "[all alike]",  # questions agree: no interval
         versions=", ".join(f"{name} {made[name]}" for name in PACKAGES if name in made),
     ))  # fmt: skip

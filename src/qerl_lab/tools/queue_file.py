@@ -32,7 +32,7 @@ import yaml
 
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.overrides import spell_for_hydra
-from qerl_lab.config.arm import of_arm, values_of
+from qerl_lab.config.arm import settings_of_arm, values_of
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
@@ -169,7 +169,7 @@ def key_of(config: RunConfig) -> str:
     Keys at their default are left out, so that adding a key to the schema changes no hash.
     """
     usual = values_of(RunConfig())
-    values = of_arm(values_of(config) | {"model.hash": None})
+    values = settings_of_arm(values_of(config) | {"model.hash": None})
     values["model.path"] = str(values["model.path"]).removeprefix(f"{Path.cwd()}/")
     kept = {name: value for name, value in values.items() if name not in WHERE and value != usual[name]}
     digits = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]

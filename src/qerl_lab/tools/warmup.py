@@ -28,7 +28,7 @@ with exits.starting(__name__):
     from qerl_lab.config.records import WARMUP
     from qerl_lab.config.redact import redact
     from qerl_lab.config.schema import DEVICES, POCKET, TaskConfig
-    from qerl_lab.config.spelling import shell_line, word
+    from qerl_lab.config.spelling import hydra_override, shell_line
     from qerl_lab.model import on_disk
     from qerl_lab.record.environment import versions
     from qerl_lab.record.partial import JOURNAL, Unfinished
@@ -134,7 +134,7 @@ def warm_up(options: WarmupOptions) -> None:
         unfinished.finish()
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token, {time.monotonic() - started:.0f} s")
     print(f"model:       {terminal.format_path(options.folder)}  ({WARMUP} says how it was made)")
-    print(f"train on it: {terminal.python()} -m qerl_lab {shell_line(training_words(options))}")
+    print(f"train on it: {terminal.python_command()} -m qerl_lab {shell_line(training_words(options))}")
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
@@ -252,10 +252,14 @@ def train(
 def training_words(options: WarmupOptions) -> list[str]:
     """Return what to type after `python -m qerl_lab` to train on the result."""
     scale = next((scale for name, scale in SCALES.items() if name in options.model), "custom")
-    words = ["+experiment=nvfp4_aqn", f"scale={scale}", word("model.path", terminal.format_path(options.folder))]
+    words = [
+        "+experiment=nvfp4_aqn",
+        f"scale={scale}",
+        hydra_override("model.path", terminal.format_path(options.folder)),
+    ]
     words += [] if options.task == "arithmetic" else [f"task={options.task}"]
     further = {"path": options.task_path, "instruction": options.instruction}
-    return words + [word(f"task.{key}", value) for key, value in further.items() if value is not None]
+    return words + [hydra_override(f"task.{key}", value) for key, value in further.items() if value is not None]
 
 
 COMMAND = Command(

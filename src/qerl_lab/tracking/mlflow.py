@@ -20,7 +20,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sqlite_file, sqlite_uri
 from qerl_lab.config.redact import HIDDEN, url_without_secrets
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.spelling import resume_word
+from qerl_lab.config.spelling import resume_override
 from qerl_lab.record.directory import RunDirectory
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -244,7 +244,7 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
     cfg = directory.config()
     if directory.status == "not run":
         raise ConfigError(
-            f"{directory.path} has no metrics.jsonl yet. Type python -m qerl_lab {resume_word(directory.path)}."
+            f"{directory.path} has no metrics.jsonl yet. Type python -m qerl_lab {resume_override(directory.path)}."
         )
     try:
         lines = directory.whole_metrics()

@@ -23,7 +23,7 @@ from qerl_lab.config.redact import redact
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system import exits, terminal
 from qerl_lab.system.exits import FAILURE, FULL, USAGE
-from qerl_lab.system.processes import refuse_several
+from qerl_lab.system.processes import refuse_several_processes
 from qerl_lab.train.stop import Diverged, Stop
 
 
@@ -32,7 +32,7 @@ def main(directory: RunDirectory, parent: int) -> int:
     stop, is_alone = Stop.on_signals(parent), True
     try:
         cfg = directory.config()
-        refuse_several(os.environ, cfg.gpus)
+        refuse_several_processes(os.environ, cfg.gpus)
         is_alone, speaks = cfg.gpus == 1, os.environ.get("RANK", "0") == "0"  # rank 0 speaks for all
         if not speaks:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115

@@ -16,7 +16,7 @@ from torch import distributed
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.spelling import resume_word
+from qerl_lab.config.spelling import resume_override
 from qerl_lab.preflight.machine import VISIBLE
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ def join(cfg: RunConfig, device: torch.device) -> Ranks:
     if size != cfg.gpus:
         raise ConfigError(
             f"gpus={cfg.gpus} and this is one of {size} processes. Type python -m qerl_lab "
-            f"{resume_word(cfg.run_dir)}, which starts them all."
+            f"{resume_override(cfg.run_dir)}, which starts them all."
         )
     if size == 1:
         return ALONE

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from qerl_lab import aqn, formats, preflight, rollout, tasks
-from qerl_lab.config.arm import of_run
+from qerl_lab.config.arm import settings_of_run
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import adapter_folder
 from qerl_lab.config.schema import AqnConfig, RunConfig
-from qerl_lab.config.spelling import resume_word
+from qerl_lab.config.spelling import resume_override
 from qerl_lab.evaluate.accuracy import Evaluation, evaluate, merge_parts
 from qerl_lab.model import linear, on_disk
 from qerl_lab.model.policy import Policy, device_of, load_adapter, load_start_adapter, save_adapter
@@ -110,7 +110,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
                 return INTERRUPTED
             raise EngineFailed(
                 f"{first_line(error).rstrip('.')}. {directory.last_saved()} of {cfg.steps} steps are saved. "
-                f"Type python -m qerl_lab {resume_word(cfg.run_dir)} to go on."
+                f"Type python -m qerl_lab {resume_override(cfg.run_dir)} to go on."
             ) from error
         except torch.OutOfMemoryError as error:
             held = session.engine.held()
@@ -142,7 +142,7 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     task = tasks.load(cfg.task)
     directory.refuse_other_data(task.data)  # also without a checkpoint: the exam before training may be recorded
     cut = question_counts.note_cut_questions(cfg, len(task.train), len(task.heldout))
-    notes = [] if question_counts.has_questions(cfg) else [*task.warnings, *cut]
+    notes = [] if question_counts.are_questions_here(cfg) else [*task.warnings, *cut]
     directory.refuse_other_device(device.type)
     try:
         policy = build_policy(cfg, device)
@@ -253,7 +253,7 @@ def train(session: Session) -> None:
 
             def before_save() -> dict[str, object]:
                 session.directory.flush()
-                return {"config": of_run(cfg)}
+                return {"config": settings_of_run(cfg)}
 
             trainer.on_step, trainer.before_save = record, before_save
         if saved:

@@ -9,7 +9,7 @@ import torch
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.preflight.question_counts import no_evaluation
+from qerl_lab.preflight.question_counts import overrides_without_evaluation
 from qerl_lab.tasks import Question, Task
 
 
@@ -40,7 +40,7 @@ def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
     Raises ConfigError if no training question fits, or fewer than two held-out questions do in a run that evaluates.
     """
     limit = cfg.rollout.max_prompt_tokens
-    unasked = no_evaluation(cfg)
+    unasked = overrides_without_evaluation(cfg)
     asked = task.heldout if unasked else []
     lengths, heldout_lengths = (
         [len(policy.prompt_ids(task.messages(question))) for question in questions] for questions in (task.train, asked)

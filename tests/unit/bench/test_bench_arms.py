@@ -262,7 +262,7 @@ def test_the_process_of_an_arm_writes_each_row_at_once_and_its_reason(
         raise MemoryError("3 GiB\nare missing")
 
     monkeypatch.setattr("qerl_lab.bench.rollout.rows", rows)
-    monkeypatch.setattr(one_arm, "end_with", parents.append)
+    monkeypatch.setattr(one_arm, "end_with_parent", parents.append)
     with pytest.raises(MemoryError):
         one_arm.main([str(tmp_path / "job.json"), str(out), "7"])
     assert parents == [7]  # a benchmark that is killed leaves no engine on the GPU

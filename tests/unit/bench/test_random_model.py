@@ -11,7 +11,7 @@ import torch
 from bench_jobs import ARCHITECTURE
 from packed_layers import BY_NAME
 from qerl_lab.bench import random_model
-from qerl_lab.config.rules import build as build_config
+from qerl_lab.config.rules import build_config
 from qerl_lab.model import policy
 from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import quantize_model

@@ -19,7 +19,7 @@ from qerl_lab.record.environment import Typed
     ("90", 90), ("2:00:00", 120), ("2:00:30", 121), ("1-12:30:00", 36 * 60 + 30), ("0-0:0:10", 1),
 ])  # fmt: skip
 def test_a_time_limit_is_read_as_slurm_reads_it(time: str, minutes: int) -> None:
-    assert cluster.minutes(cluster.flags(f"--time={time}")) == minutes
+    assert cluster.time_limit_minutes(cluster.parse_sbatch_flags(f"--time={time}")) == minutes
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -31,7 +31,7 @@ def test_a_time_limit_is_read_as_slurm_reads_it(time: str, minutes: int) -> None
 ])  # fmt: skip
 def test_other_flags_are_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        cluster.minutes(cluster.flags(text))
+        cluster.time_limit_minutes(cluster.parse_sbatch_flags(text))
 
 
 @pytest.mark.parametrize("typed", ["slurm=--time=60 --partition=a,b", "slurm='--time=60 --partition=a,b'"])
@@ -51,19 +51,19 @@ def test_flags_are_one_text_with_and_without_quotes_and_those_of_sbatch(typed: s
 ])  # fmt: skip
 def test_a_job_asks_slurm_for_what_it_uses_unless_the_flags_do(device: str, flags: str, needs: dict[str, int]) -> None:
     configs = [RunConfig(device=device, gpus=gpus, cpu_threads=2 * gpus) for gpus in (1, 2)]
-    assert cluster.resources_of(configs, cluster.flags(flags)) == needs
+    assert cluster.resources_to_request(configs, cluster.parse_sbatch_flags(flags)) == needs
 
 
 def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: name == "submitit" or None)
     with pytest.raises(ConfigError, match="this machine has no sbatch"):
-        cluster.check_machine(RunConfig(launcher="slurm"))
+        cluster.check_can_submit(RunConfig(launcher="slurm"))
     monkeypatch.setattr(cluster.shutil, "which", lambda name: f"/bin/{name}")
     with pytest.raises(ConfigError, match="--time of slurm= is 9 minutes"):
-        cluster.check(RunConfig(launcher="slurm", slurm="--time=9"))
+        cluster.check_slurm_flags(RunConfig(launcher="slurm", slurm="--time=9"))
     with pytest.raises(ConfigError, match=r"needs the package ray.*pip install 'qerl-lab\[ray\]'"):
-        cluster.check_machine(RunConfig(launcher="ray"))
+        cluster.check_can_submit(RunConfig(launcher="ray"))
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ class Options:
     ],
 )
 def test_a_value_gets_the_type_of_its_key_and_the_others_their_defaults(word: str, key: str, value: object) -> None:
-    read, defaults = grammar.read(Options, [word]), Options()
+    read, defaults = grammar.parse_options(Options, [word]), Options()
     assert getattr(read, key) == value
     assert repr(getattr(read, key)) == repr(value), "1 is no 1.0"
     assert {f.name for f in fields(Options) if getattr(read, f.name) != getattr(defaults, f.name)} <= {key}
@@ -86,7 +86,7 @@ def test_a_value_gets_the_type_of_its_key_and_the_others_their_defaults(word: st
 )
 def test_what_does_not_fit_is_refused_in_one_line(words: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
-        grammar.read(Options, words.split())
+        grammar.parse_options(Options, words.split())
     assert "\n" not in str(refusal.value)
     for part in parts:
         assert part in str(refusal.value)
@@ -108,11 +108,11 @@ def test_a_path_is_typed_without_its_key(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     Path("seed=1").mkdir()
     Path("step=9").mkdir()
-    read = grammar.read(OnFiles, ["a (b)", "step=2", "seed=1", "~/c"], "files")
+    read = grammar.parse_options(OnFiles, ["a (b)", "step=2", "seed=1", "~/c"], "files")
     assert (read.files, read.step) == (["a (b)", "seed=1", "~/c"], 2)
-    assert grammar.read(OnFiles, ["files=[a,b]"], "files").files == ["a", "b"]
-    assert grammar.read(OnFiles, ["step=9"], "files") == OnFiles(step=9), "the key comes first"
-    assert grammar.read(OnOne, ["step=2", "d"], "file") == OnOne(step=2, file="d")
+    assert grammar.parse_options(OnFiles, ["files=[a,b]"], "files").files == ["a", "b"]
+    assert grammar.parse_options(OnFiles, ["step=9"], "files") == OnFiles(step=9), "the key comes first"
+    assert grammar.parse_options(OnOne, ["step=2", "d"], "file") == OnOne(step=2, file="d")
 
 
 @pytest.mark.parametrize(
@@ -127,13 +127,13 @@ def test_a_path_is_typed_without_its_key(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_what_is_no_path_is_refused(kind: type, words: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        grammar.read(kind, words, "files" if kind is OnFiles else "file")
+        grammar.parse_options(kind, words, "files" if kind is OnFiles else "file")
     assert str(refusal.value) == said
 
 
 def test_the_manual_has_every_key_with_default_meaning_and_bounds() -> None:
     examples = (("python -m x name=b", "an example"),)
-    text = grammar.manual(grammar.Command("python -m x", "About.", Options, print, examples=examples))
+    text = grammar.command_help(grammar.Command("python -m x", "About.", Options, print, examples=examples))
     words = " ".join(text.split())
     for part in (
         "python -m x KEY=VALUE ...", "name=a a name", "path=null a path", "parts=[x] some parts (x, y, z, a,b)",

@@ -55,7 +55,7 @@ def test_a_line_comes_with_the_start_of_a_job_and_each_tenth(
     assert capsys.readouterr().err == "job 3: step 5/20, ETA 00:30, reward 0.05\n"
     at_step(run, 20)
     run.finish({})
-    shown.end(one, "")
+    shown.end_job(one, "")
     assert capsys.readouterr().err == "job 3: done, reward 0.20, seed=3 (8 of 8 done)\n"
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from qerl_lab import preflight
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.manual import describe, manual
+from qerl_lab.cli.manual import describe_option, help_text
 from qerl_lab.cli.train import main
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of, package_data
@@ -24,7 +24,7 @@ def printed(line: str, capsys) -> str:
 def test_without_a_word_it_lists_the_experiments_and_what_to_type(capsys):
     text = printed("", capsys)
     for name in choices_of("experiment"):
-        meaning = describe(package_data("conf") / "experiment" / f"{name}.yaml")
+        meaning = describe_option(package_data("conf") / "experiment" / f"{name}.yaml")
         assert f"{name} " in text
         assert meaning in text
     assert "python -m qerl_lab +experiment=nvfp4_aqn" in text
@@ -32,10 +32,10 @@ def test_without_a_word_it_lists_the_experiments_and_what_to_type(capsys):
 
 
 def test_the_manual_names_every_option_file_with_its_meaning_and_every_key_with_its_help():
-    text, words = manual(), " ".join(manual().split())
+    text, words = help_text(), " ".join(help_text().split())
     for path in [*package_data("conf").glob("*/*.yaml"), *package_data("sweeps").glob("*.yaml")]:
         assert f"  {path.stem}" in text
-        assert describe(path) in words
+        assert describe_option(path) in words
     for name, field, _ in leaves(RunConfig()):
         assert f"  {name}=" in text
         assert " ".join(field.metadata["help"].split()) in words
@@ -48,7 +48,7 @@ def test_the_manual_names_every_option_file_with_its_meaning_and_every_key_with_
 
 def test_a_dry_run_shows_the_job_and_makes_nothing(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(preflight.machine, "GPU_NODES", ("/dev/null",))
-    monkeypatch.setattr(preflight.machine, "gpu_memory", lambda: None)
+    monkeypatch.setattr(preflight.machine, "gpu_memory_bytes", lambda: None)
     text = printed("+experiment=nvfp4_aqn +scale=paper_gsm8k_3b seed=3 lora.rank=8 dry_run=true", capsys)
     header, row, last = text.splitlines()
     assert dict(zip(header.split(), row.split(), strict=False)) | {"run": ""} == {

@@ -12,7 +12,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.system.processes import refuse_several
+from qerl_lab.system.processes import refuse_several_processes
 from qerl_lab.train import ranks
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
@@ -29,7 +29,7 @@ SRUN = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "
 )
 def test_one_of_several_processes_is_refused(environment: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigError, match=f"^{named} is set, .* allowed: one process. Type .* srun --ntasks 1"):
-        refuse_several(environment)
+        refuse_several_processes(environment)
 
 
 @pytest.mark.parametrize(
@@ -44,15 +44,15 @@ def test_one_of_several_processes_is_refused(environment: dict[str, str], named:
     ],
 )
 def test_one_process_stays_allowed(environment: dict[str, str]) -> None:
-    refuse_several(environment)
+    refuse_several_processes(environment)
     with pytest.raises(ConfigError, match="PMI_SIZE=2 is set"):
-        refuse_several(environment | {"PMI_SIZE": "2"})
+        refuse_several_processes(environment | {"PMI_SIZE": "2"})
 
 
 def test_a_rank_that_the_run_has_started_is_allowed_and_no_other() -> None:
-    refuse_several(TORCHRUN, ranks=2)
+    refuse_several_processes(TORCHRUN, ranks=2)
     with pytest.raises(ConfigError, match="WORLD_SIZE=2 is set"):
-        refuse_several(TORCHRUN, ranks=4)
+        refuse_several_processes(TORCHRUN, ranks=4)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.manual import describe
+from qerl_lab.cli.manual import describe_option
 from qerl_lab.config.arm import config_hash, leaves
 from qerl_lab.config.conf_folder import choices_of, package_data
 from qerl_lab.config.schema import RunConfig
@@ -102,7 +102,7 @@ def test_the_paper_scales_hold_table_4(composed):
 
 def test_every_file_says_in_its_first_comment_what_it_is():
     for path in FILES:
-        assert 0 < len(describe(path)) <= 120, path
+        assert 0 < len(describe_option(path)) <= 120, path
 
 
 def test_the_sweep_of_weight_formats_is_8_arms_by_5_seeds_whose_names_are_the_arms():

@@ -6,7 +6,7 @@ import pytest
 
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of
-from qerl_lab.config.keys import FOREIGN_NAMES, schema
+from qerl_lab.config.keys import FOREIGN_NAMES, types_by_key
 from qerl_lab.config.option import ConfigError, spelled_number
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
@@ -173,7 +173,7 @@ def test_every_number_of_the_schema_has_a_lowest_and_a_highest_value():
     unbounded = {"checkpoint.every", "checkpoint.keep", "aqn.probe_prompts"}
     unbounded |= {"eval.questions", "eval.every", "eval.subset_questions"}
     for name, f, _ in leaves(RunConfig()):
-        if schema()[name] in (int, float, float | None):
+        if types_by_key()[name] in (int, float, float | None):
             low, high = (f.metadata[key] for key in ("at_least", "at_most"))
             assert low is not None or f.metadata["above"] is not None, name
             assert high is not None or name in unbounded, name
@@ -197,8 +197,8 @@ def test_a_bound_is_spelled_as_a_person_types_it(bound: float, text: str) -> Non
 
 
 def test_what_others_call_a_key_is_one_of_ours() -> None:
-    assert not set(FOREIGN_NAMES) & set(schema())
+    assert not set(FOREIGN_NAMES) & set(types_by_key())
     for meant in FOREIGN_NAMES.values():
         group, _, option = meant.partition("=")
-        assert meant in schema() or choices_of(group), meant
+        assert meant in types_by_key() or choices_of(group), meant
         assert not option or option in choices_of(group)

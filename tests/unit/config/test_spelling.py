@@ -11,7 +11,7 @@ from qerl_lab.cli import grammar, train
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.option import option
-from qerl_lab.config.spelling import quote_text, shell_word
+from qerl_lab.config.spelling import quote_text, shell_override
 
 TEXTS = [
     "läufe/a,b", "läufe/a=b", "läufe/a=b,c", "lä$x,b", "ü (1)", "it's, $HOME", 'ä="b', "a,`b`", "a!,b", "a,b\\", "ä=\\",
@@ -33,8 +33,8 @@ def pasted(line: str) -> list[str]:
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_is_read_as_it_was(text: str) -> None:
     """By the other commands, and as a text of a run."""
-    assert grammar.read(Options, pasted(shell_word("run_dir", text))).run_dir == text
-    (job,) = make_plan([spell_for_hydra(one) for one in pasted(shell_word("task.instruction", text))], False).jobs
+    assert grammar.parse_options(Options, pasted(shell_override("run_dir", text))).run_dir == text
+    (job,) = make_plan([spell_for_hydra(one) for one in pasted(shell_override("task.instruction", text))], False).jobs
     assert job.config.task.instruction == text
 
 
@@ -42,7 +42,7 @@ def test_a_text_is_read_as_it_was(text: str) -> None:
     ("models/a-7B", "model.path=models/a-7B"), ("Meine Däten", "\"model.path='Meine Däten'\""),
 ])  # fmt: skip
 def test_a_line_to_type_is_what_people_type(path: str, typed: str) -> None:
-    assert shell_word("model.path", path) == typed
+    assert shell_override("model.path", path) == typed
 
 
 @pytest.mark.parametrize(

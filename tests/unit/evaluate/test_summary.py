@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from scipy.stats import ttest_rel
 
-from qerl_lab.cli.grammar import read
+from qerl_lab.cli.grammar import parse_options
 from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import compare
@@ -259,7 +259,7 @@ def test_evaluations_that_are_not_the_seeds_of_one_arm_are_refused(tmp_path: Pat
     with pytest.raises(ConfigError, match="holds no evaluation") as told:
         compared(str(tmp_path / "a"), str(empty))
     line = str(told.value).partition("accuracy ")[2].partition(" first")[0]
-    assert read(AccuracyOptions, shlex.split(line)).run == str(empty)
+    assert parse_options(AccuracyOptions, shlex.split(line)).run == str(empty)
 
 
 def test_answers_without_completions_have_no_entropy(tmp_path: Path) -> None:

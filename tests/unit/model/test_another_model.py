@@ -9,7 +9,7 @@ import pytest
 
 from gguf_files import write_gguf
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.config.arm import config_hash, of_run
+from qerl_lab.config.arm import config_hash, settings_of_run
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS, with_absolute_paths
@@ -50,11 +50,11 @@ def test_the_content_of_a_model_is_of_the_arm_and_its_place_is_not(model: Path, 
     copy = shutil.copytree(model, tmp_path / "copy")
     before, elsewhere = composed(f"model.path={model}"), composed(f"model.path={copy}")
     assert before.model.hash == elsewhere.model.hash == model_hash(model)
-    assert of_run(before) == of_run(elsewhere)
+    assert settings_of_run(before) == settings_of_run(elsewhere)
     train(model)
     after = composed(f"model.path={model}")
     assert config_hash(before) == config_hash(elsewhere) != config_hash(after)
-    assert "model.path" not in of_run(before)
+    assert "model.path" not in settings_of_run(before)
 
 
 def test_a_sweep_takes_no_two_copies_of_a_model(model: Path, tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_what_has_no_hash_counts_by_its_path(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.chdir(tmp_path)
     hub, pocket = composed("model.path=org/name"), composed()
     assert hub.model.hash is pocket.model.hash is None
-    assert (of_run(hub)["model.path"], of_run(pocket)["model.path"]) == ("org/name", "pocket")
+    assert (settings_of_run(hub)["model.path"], settings_of_run(pocket)["model.path"]) == ("org/name", "pocket")
     assert config_hash(hub) != config_hash(composed("model.path=org/other"))
     assert config_hash(hub) != config_hash(composed("model.path=org/name", "model.revision=a1b2c3d"))
 

@@ -17,7 +17,7 @@ from transformers.tokenization_mistral_common import MistralCommonBackend
 from gguf_files import HEADS, KV_HEADS, write_gguf
 from qerl_lab import preflight
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.cli.intent import check_all_act
+from qerl_lab.cli.intent import refuse_inert_overrides
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY, UNPACKED
 from qerl_lab.config.schema import ModelConfig, RunConfig
@@ -156,7 +156,7 @@ from qerl_lab import preflight
 from qerl_lab.config.schema import RunConfig
 cfg = RunConfig()
 cfg.model.path, cfg.lora.target_modules = {str(file)!r}, ["nothing"]
-print(preflight._parameters(cfg.model.path, None))
+print(preflight._count_parameters(cfg.model.path, None))
 try:
     preflight.check(cfg, Path({str(tmp_path)!r}))
 except ValueError as error:
@@ -182,7 +182,7 @@ def test_a_command_takes_it_by_a_relative_path(file: Path, monkeypatch: pytest.M
     (job,) = make_plan(["scale=custom", "model.path=tiny.gguf"], multirun=False).jobs
     assert (job.config.model.path, job.config.model.name) == (str(file), "tiny")
     with pytest.raises(ConfigError, match=r"model\.revision"):
-        check_all_act([(job.config, {"model.revision": "main"})])
+        refuse_inert_overrides([(job.config, {"model.revision": "main"})])
 
 
 def test_vllm_reads_the_unpacked_directory_itself(file: Path, tiny: Callable[..., RunConfig]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from qerl_lab.config.arm import ADDED, OF_SWEEPS, REMOVED, leaves, of_arm, of_run
+from qerl_lab.config.arm import ADDED, OF_SWEEPS, REMOVED, leaves, settings_of_arm, settings_of_run
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record import checkpoint
@@ -20,7 +20,7 @@ from qerl_lab.record.directory import RunDirectory
 
 
 def save(run_dir: Path, step: int, cfg: RunConfig) -> Path:
-    state = {"step": step, "prompts_seen": step, "config": of_run(cfg)}
+    state = {"step": step, "prompts_seen": step, "config": settings_of_run(cfg)}
     return checkpoint.save(run_dir / "checkpoints", state, lambda folder: (folder / "a").touch(), keep=9)
 
 
@@ -102,11 +102,11 @@ def test_a_run_of_before_a_key_came_or_went_goes_on_and_is_of_the_same_arm(run_d
         values["task"]["code_io"]["tests"] = 8  # deleted since, as in REMOVED
 
     cfg, younger = edit(run_dir, age), RunDirectory(run_dir)
-    then = {name: value for name, value in of_run(cfg).items() if name not in ADDED} | {REMOVED[-1]: 8}
+    then = {name: value for name, value in settings_of_run(cfg).items() if name not in ADDED} | {REMOVED[-1]: 8}
     state = {"step": 4, "prompts_seen": 4, "run_key": "k", "config": then, "device": "cpu", "dtype": "f"}
     checkpoint.save(run_dir / "checkpoints", state, lambda folder: (folder / "a").touch(), keep=9)
     assert younger.starting_point(cfg).step == 4
-    assert of_arm(younger.settings()) == of_arm({name: str(value) for name, value in known.items()})
+    assert settings_of_arm(younger.settings()) == settings_of_arm({name: str(value) for name, value in known.items()})
     cfg.rollout.vllm.sleep = True
     with pytest.raises(ConfigError, match=r"rollout\.vllm\.sleep=true \(was false\)"):
         younger.starting_point(cfg)

@@ -10,7 +10,7 @@ import pytest
 import hub_rows
 from qerl_lab import tasks
 from qerl_lab.cli.compose import make_plan
-from qerl_lab.config.arm import config_hash, of_run
+from qerl_lab.config.arm import config_hash, settings_of_run
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import module_hash, with_absolute_paths
 from qerl_lab.config.rules import from_dict
@@ -181,7 +181,7 @@ def test_the_content_of_the_file_is_of_the_arm_and_its_place_is_not(tmp_path: Pa
     elsewhere = composed(f"task.module={file(tmp_path / 'other', REWARD)}")
     changed = composed(f"task.module={file(tmp_path, REWARD + ' ')}")
     assert config_hash(before) == config_hash(elsewhere) != config_hash(changed) != config_hash(RunConfig())
-    assert of_run(before)["task.module_hash"] == before.task.module_hash != changed.task.module_hash
+    assert settings_of_run(before)["task.module_hash"] == before.task.module_hash != changed.task.module_hash
     assert len(before.task.module_hash or "") == 12
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab.config.arm import of_arm, values_of
+from qerl_lab.config.arm import settings_of_arm, values_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.tools import queue_file
 from qerl_lab.tools.queue_file import COLUMNS, DONE, FAILED, Planned, Queue
@@ -66,7 +66,7 @@ def test_where_a_machine_keeps_model_and_questions_is_no_part_of_a_key(
     config = queue.runs[0].config
     moved = replace(config, model=replace(config.model, hash="0123456789ab"), task=replace(config.task, path="/data"))
     assert queue_file.key_of(moved) == queue.runs[0].key
-    monkeypatch.setattr(queue_file, "of_arm", lambda values: of_arm(values) | {"added.later": 1})
+    monkeypatch.setattr(queue_file, "settings_of_arm", lambda values: settings_of_arm(values) | {"added.later": 1})
     monkeypatch.setattr(queue_file, "values_of", lambda config: values_of(config) | {"added.later": 1})
     assert queue_file.key_of(config) == queue.runs[0].key  # of a version with one more key, at its default
     other = replace(config, model=replace(config.model, path="checkpoints/awq"))

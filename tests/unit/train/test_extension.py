@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab.cli.jobs import extend
+from qerl_lab.cli.jobs import extend_run
 from qerl_lab.cli.train import main
 from qerl_lab.config.arm import config_hash
 from qerl_lab.config.option import ConfigError
@@ -27,20 +27,20 @@ def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
     directory = RunDirectory(tmp_path / "run")
     directory.claim(cfg, Typed("first"))
     with pytest.raises(ConfigError, match="only a finished one is extended"):
-        extend(directory, 4)
+        extend_run(directory, 4)
     directory.begin()
     assert run(directory.config(), directory, Stop()) == 0
     first = directory.result()
     with pytest.raises(ConfigError, match=r"the run has 2 already\. Type for example steps=4"):
-        extend(directory, 2)
+        extend_run(directory, 2)
     metrics = directory.path / "metrics.jsonl"
     whole = metrics.read_text()
     metrics.write_text("".join(line for line in whole.splitlines(True) if '"step": 1,' not in line))
     with pytest.raises(ConfigError, match=r"metrics\.jsonl lacks 1 of 2 steps, the first of them 1, and"):
-        extend(directory, 4)
+        extend_run(directory, 4)
     assert directory.status == "done"  # as it was
     metrics.write_text(whole)
-    extend(directory, 4)
+    extend_run(directory, 4)
     longer = directory.config()
     assert (longer.steps, longer.extended, directory.status) == (4, [2], "interrupted")
     assert run(longer, directory, Stop()) == 0

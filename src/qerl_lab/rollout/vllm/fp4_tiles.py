@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qerl_lab.config.engine_rules import TILES_MAX_RANK, TILES_RANKS, tiles_take
+from qerl_lab.config.engine_rules import TILES_MAX_RANK, TILES_RANKS, fp4_tiles_takes_rank
 from qerl_lab.formats.tiles import AT_A_TIME, BLOCK, BLOCK_BYTES, DEPTH, depth_of
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -82,7 +82,7 @@ class Plan:
 def supports(sizes: Sequence[int], columns: int, rank: int) -> bool:
     """Return whether `linear` supports a weight of these part sizes and K `columns`, and an adapter of this rank."""
     whole = columns % DEPTH == 0 and all(size % BLOCK == 0 for size in sizes)
-    return whole and len(sizes) <= 3 and tiles_take(rank)
+    return whole and len(sizes) <= 3 and fp4_tiles_takes_rank(rank)
 
 
 def refusal() -> str:

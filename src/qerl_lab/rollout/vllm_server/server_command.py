@@ -11,7 +11,7 @@ import torch
 
 from qerl_lab import formats
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
-from qerl_lab.config.spelling import spell_list, word
+from qerl_lab.config.spelling import hydra_override, spell_list
 from qerl_lab.config.units import GIB
 from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.loading import stored_as
@@ -42,9 +42,9 @@ def commands(cfg: RunConfig) -> list[str]:
 
 def quantize_line(cfg: RunConfig, out: str) -> str:
     """Return the quantize command that packs the model as the run would."""
-    words = [word("model", cfg.model.path), f"format={cfg.format.name}", word("out", out)]
+    words = [hydra_override("model", cfg.model.path), f"format={cfg.format.name}", hydra_override("out", out)]
     if cfg.model.revision:
-        words.append(word("revision", cfg.model.revision))
+        words.append(hydra_override("revision", cfg.model.revision))
     if cfg.format.ignore != FormatConfig().ignore:
         words.append(f"ignore={spell_list(cfg.format.ignore)}")
     words += [f"{key}={value}" for key, value in unusual(cfg).items()]
