@@ -50,12 +50,12 @@ class Header(NamedTuple):
 
 
 def is_gguf(path: str) -> bool:
-    """Return whether a path ends in .gguf; the file need not exist."""
+    """Tell whether a path ends in .gguf; the file need not exist."""
     return path.endswith(SUFFIX)
 
 
 def existing_file(path: str, key: str) -> Path:
-    """Return the file that `path`, the value of `key`, names. Raises ConfigError if it does not exist."""
+    """Return the GGUF file that `path`, the value of `key`, names. Raises ConfigError if it does not exist."""
     file = Path(path).expanduser()
     if file.is_file():
         return file
@@ -68,14 +68,14 @@ def existing_file(path: str, key: str) -> Path:
 
 
 def folder_of(file: Path) -> Path:
-    """Return the directory that `file` is or will be unpacked to; it changes when the file changes."""
+    """Return the directory that a GGUF file is or will be unpacked to; it changes when the file changes."""
     status, place = file.stat(), file.resolve()
     key = f"{LAYOUT} {place} {status.st_size} {status.st_mtime_ns}"
     return cache_folder() / f"{file.name.removesuffix(SUFFIX)}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def header(file: Path) -> Header:
-    """Read a file's header. Raises ConfigError if the package gguf is missing or the file is damaged.
+    """Read a GGUF file's header. Raises ConfigError if the package gguf is missing or the file is damaged.
 
     gguf's own reader takes 7 s for a vocabulary of 150,000 tokens, this one half a second.
     """
@@ -89,32 +89,32 @@ def header(file: Path) -> Header:
 
 
 def _read_header(opened: BinaryIO, size: int) -> Header:
-    """Read the keys and tensor entries of a file of `size` bytes (https://github.com/ggml-org/ggml, docs/gguf.md)."""
+    """Read keys and tensor entries of a GGUF file of `size` bytes (https://github.com/ggml-org/ggml, docs/gguf.md)."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    def number(form: str) -> Any:
+    def read_number(form: str) -> Any:
         return struct.unpack(f"<{form}", opened.read(struct.calcsize(form)))[0]
 
-    def text() -> str:
-        return opened.read(min(number("Q"), MAX_TEXT_BYTES)).decode()
+    def read_text() -> str:
+        return opened.read(min(read_number("Q"), MAX_TEXT_BYTES)).decode()
 
-    def value(kind: int) -> Any:
+    def read_value(kind: int) -> Any:
         if kind == STRING:
-            return text()
+            return read_text()
         if kind == ARRAY:
-            kind, count = number("I"), number("Q")
-            return [value(kind) for _ in range(count)]
-        return number(NUMBERS[kind])
+            kind, count = read_number("I"), read_number("Q")
+            return [read_value(kind) for _ in range(count)]
+        return read_number(NUMBERS[kind])
 
-    if opened.read(4) != b"GGUF" or number("I") not in (2, 3):
+    if opened.read(4) != b"GGUF" or read_number("I") not in (2, 3):
         raise ValueError("it does not begin with GGUF and version 2 or 3")
-    tensors, keys = number("Q"), number("Q")
-    found = {text(): value(number("I")) for _ in range(keys)}
+    tensors, keys = read_number("Q"), read_number("Q")
+    found = {read_text(): read_value(read_number("I")) for _ in range(keys)}
     parameters, end, kinds = 0, 0, Counter[str]()
     for _ in range(tensors):
-        text()
-        count = math.prod([number("Q") for _ in range(number("I"))])
-        kind, offset = GGMLQuantizationType(number("I")), number("Q")
+        read_text()
+        count = math.prod([read_number("Q") for _ in range(read_number("I"))])
+        kind, offset = GGMLQuantizationType(read_number("I")), read_number("Q")
         per_block, block_bytes = GGML_QUANT_SIZES[kind]
         parameters, end = parameters + count, max(end, offset + count // per_block * block_bytes)
         kinds[kind.name] += 1
@@ -129,7 +129,7 @@ def _read_header(opened: BinaryIO, size: int) -> Header:
 
 
 def unpack(file: Path) -> Path:
-    """Return the directory of a file, unpacking it first if needed; prints a line on stderr then.
+    """Return the directory of an unpacked GGUF file, unpacking it first if needed; prints a line on stderr then.
 
     Raises ConfigError for a file that transformers cannot read.
     """
@@ -145,7 +145,7 @@ def unpack(file: Path) -> Path:
 
 
 def _unpack_to(file: Path, folder: Path, found: Header) -> None:
-    """Unpack into a temporary directory and rename it, so that a killed process leaves no half directory."""
+    """Unpack to a temporary directory and rename it to `folder`, so that a killed process leaves no half of it."""
     kinds = ", ".join(f"{kind} ({count})" for kind, count in found.kinds.items())
     said = f"{file.name}: tensors in {kinds}; transformers dequantizes them to {DTYPE}, kept in {folder}"
     print(said, file=sys.stderr, flush=True)
@@ -191,7 +191,7 @@ def _dequantize(file: Path, folder: Path, found: Header) -> None:
 
 
 def _restore_tokenizer(tokenizer: "PreTrainedTokenizerFast", found: Header) -> None:
-    """Restore tokenizer settings of the file that transformers 5.17 drops for the llama architecture, in place.
+    """Restore in place the file's tokenizer settings that transformers 5.17 drops for the llama architecture.
 
     Without this eos becomes the file's bos, user-defined tokens are split, and decoded text loses a leading space.
     """

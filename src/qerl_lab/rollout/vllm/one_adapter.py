@@ -205,7 +205,7 @@ class OneAdapterMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Override vLLM's hook: create base weights and an empty adapter. Raises ConfigError under tensor parallelism."""
+        """Override vLLM's hook: create base weights and empty adapter. Raises ConfigError under tensor parallelism."""
         if layer.tp_size > 1:
             raise ConfigError(
                 f"tensor_parallel_size={layer.tp_size} is not allowed with the dense products of one adapter; allowed: "
