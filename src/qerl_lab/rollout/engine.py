@@ -1,4 +1,7 @@
-"""The interface of a rollout engine, its inputs and outputs. tests/unit/rollout/test_contract.py tests every engine."""
+"""The interface of a rollout engine, its inputs and outputs. tests/unit/rollout/test_contract.py tests every engine.
+
+Suffixes name the axes of ragged lists: `x_P` is a list by prompt, `x_P_G` by prompt and completion of its group.
+"""
 
 import random
 from collections.abc import Callable, Sequence
