@@ -24,7 +24,7 @@ from qerl_lab.bench.rollout import memory, settings
 from qerl_lab.config.units import GIB
 from qerl_lab.tasks import Question
 
-TRLS_SHARE = 0.3  # TRL's default gpu_share of the GPU for vLLM
+TRLS_SHARE = 0.3  # TRL's default share of the GPU for vLLM
 SPARE_GIB = 8  # for vLLM's activations and CUDA graphs
 
 
@@ -105,7 +105,7 @@ def arguments(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def gpu_share(job: Job) -> float:
-    """Return the gpu_share of GPU memory for vLLM: TRL's default, or what weights and cache need if that is more."""
+    """Return the share of GPU memory for vLLM: TRL's default, or what weights and cache need if that is more."""
     if not torch.cuda.is_available():
         return TRLS_SHARE
     options = job.options
