@@ -221,10 +221,10 @@ def _check_context(config: dict[str, Any], cfg: RunConfig, setting: str) -> None
     )
 
 
-def _check_names(found: Sequence[Layer], cfg: RunConfig, setting: str) -> None:
+def _check_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) -> None:
     """Raise ConfigError if a configured layer name (LoRA targets, noisy norms, ignored layers) is not in the model."""
-    linears = [layer.name for layer in found if layer.is_linear]
-    norms = sorted({layer.name.rpartition(".")[2] for layer in found if len(layer.shape) == 1})
+    linears = [layer.name for layer in in_model if layer.is_linear]
+    norms = sorted({layer.name.rpartition(".")[2] for layer in in_model if len(layer.shape) == 1})
     last_parts = sorted({name.rpartition(".")[2] for name in linears} - {HEAD})
     for entry in cfg.lora.target_modules:
         if not any(name == entry or name.endswith(f".{entry}") for name in linears):

@@ -281,7 +281,7 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
 
 
 def load_start_adapter(model: PeftModel, folder: Path) -> None:
-    """Load an adapter of another run. Raises ConfigError unless its matrices match the model's in name and shape."""
+    """Load another run's adapter into the model. Raises ConfigError unless its matrices match in name and shape."""
     own = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
     held = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(folder).items()}
     if differ := sorted(name for name in own.keys() | held.keys() if own.get(name) != held.get(name)):

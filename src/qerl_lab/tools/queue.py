@@ -321,14 +321,14 @@ def _read_row(packed: tarfile.TarFile, file: Path) -> Row:
     return row
 
 
-def _merge(folder: Path, found: Sequence[Path]) -> None:
-    """Rewrite a folder's results with the run directories `found` added, and copy their evaluations."""
+def _merge(folder: Path, run_dirs: Sequence[Path]) -> None:
+    """Rewrite a folder's results with those of more run directories added, and copy their evaluations."""
     make_directory(folder, f"{folder}")
     known = [str(folder)] if (folder / "runs.parquet").exists() else []
-    line = [sys.executable, "-m", "qerl_lab.report", *known, *map(str, found), f"out={folder}"]
+    line = [sys.executable, "-m", "qerl_lab.report", *known, *map(str, run_dirs), f"out={folder}"]
     if subprocess.run(line, stdout=subprocess.DEVNULL).returncode != OK:
         raise ValueError(f"the report failed: {shlex.join(line[1:])}")
-    for run_dir in found:
+    for run_dir in run_dirs:
         if (made := run_dir / "evaluations").is_dir():
             shutil.copytree(made, folder / "evaluations" / run_dir.name, dirs_exist_ok=True)
 

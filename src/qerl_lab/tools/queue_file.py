@@ -92,7 +92,7 @@ class Queue:
         return [one for one in self.runs if not self.is_done(one.key) and self.failures(one.key) < ATTEMPTS]
 
     def seconds(self, planned: Planned) -> float:
-        """Estimate a run's seconds: the median of its part, else of the queue, else from `results/bench`.
+        """Estimate a run's seconds: the median of its part's runs, else of the queue's, else from `results/bench`.
 
         Other words, such as another scale, make other runs: the ledger then says nothing of them.
         """

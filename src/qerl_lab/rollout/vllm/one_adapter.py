@@ -351,7 +351,7 @@ class AdapterBuffers:
         self.places_of_A, self.places_of_B = ([place[which] for place in places.values()] for which in (0, 1))
 
     def write(self, scaling: float) -> None:
-        """Copy the adapter into the layers' buffers, for use from the next call on.
+        """Copy the policy's adapter into the buffers of vLLM's layers, for use from the next call on.
 
         `scaling` is alpha / rank; it is multiplied into the copy of B, rounded once to the model's dtype.
         """

@@ -65,7 +65,7 @@ def share(policy: Policy, model: nn.Module) -> list[str]:
 
 
 def shared_bytes(policy: Policy) -> int:
-    """Return the bytes of vLLM's tensors that the policy shares."""
+    """Return the bytes of the tensors that the policy shares with vLLM."""
     return sum(layer.packed_bytes() for layer in layers_of(policy).values() if layer.form is not None)
 
 
