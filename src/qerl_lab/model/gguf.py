@@ -144,16 +144,16 @@ def unpack(file: Path) -> Path:
     return folder
 
 
-def _unpack_to(file: Path, folder: Path, about: Header) -> None:
+def _unpack_to(file: Path, folder: Path, file_header: Header) -> None:
     """Unpack to a temporary directory and rename it to `folder`, so that a killed process leaves no half of it."""
-    kinds = ", ".join(f"{kind} ({count})" for kind, count in about.kinds.items())
+    kinds = ", ".join(f"{kind} ({count})" for kind, count in file_header.kinds.items())
     said = f"{file.name}: tensors in {kinds}; transformers dequantizes them to {DTYPE}, kept in {folder}"
     print(said, file=sys.stderr, flush=True)
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        _dequantize(file, partial, about)
+        _dequantize(file, partial, file_header)
     except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
         shutil.rmtree(partial)
         raise ConfigError(
@@ -163,7 +163,7 @@ def _unpack_to(file: Path, folder: Path, about: Header) -> None:
     partial.rename(folder)
 
 
-def _dequantize(file: Path, folder: Path, about: Header) -> None:
+def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
     """Dequantize `file` and write model, tokenizer and `gguf.json` to `folder`."""
     import torch
     from transformers import TOKENIZER_MAPPING, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
@@ -179,28 +179,28 @@ def _dequantize(file: Path, folder: Path, about: Header) -> None:
     if not issubclass(kind, PreTrainedTokenizerFast):  # mistral-common's, where vLLM is installed, reads no GGUF
         kind = AutoTokenizer
     tokenizer = kind.from_pretrained(file.parent, gguf_file=file.name)
-    _restore_tokenizer(tokenizer, about)
+    _restore_tokenizer(tokenizer, file_header)
     model.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf", "torch")}
     about = {
-        "file": str(file.resolve()), "sha256": sha256(file), "bytes": file.stat().st_size, "tensors": about.kinds,
-        "parameters": about.parameters, "dequantized_to": DTYPE, "packages": versions,
+        "file": str(file.resolve()), "sha256": sha256(file), "bytes": file.stat().st_size, "tensors": file_header.kinds,
+        "parameters": file_header.parameters, "dequantized_to": DTYPE, "packages": versions,
     }  # fmt: skip
     (folder / UNPACKED).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
-def _restore_tokenizer(tokenizer: "PreTrainedTokenizerFast", about: Header) -> None:
+def _restore_tokenizer(tokenizer: "PreTrainedTokenizerFast", file_header: Header) -> None:
     """Restore in place the file's tokenizer settings that transformers 5.17 drops for the llama architecture.
 
     Without this eos becomes the file's bos, user-defined tokens are split, and decoded text loses a leading space.
     """
     from tokenizers import AddedToken, decoders
 
-    for name, number in about.special_ids.items():
+    for name, number in file_header.special_ids.items():
         setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
-    unsplit = tokenizer.convert_ids_to_tokens(about.unsplit_ids)
+    unsplit = tokenizer.convert_ids_to_tokens(file_header.unsplit_ids)
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in unsplit])
-    if about.is_byte_level:
+    if file_header.is_byte_level:
         tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     tokenizer.clean_up_tokenization_spaces = False
