@@ -56,7 +56,7 @@ def test_every_worker_holds_the_same_noise_and_samples_as_one(policy_and_engine)
             weight.data.mul_(-1)
         noise = Noise(0.05, seed=0, step=step)
         engine.sync(noise)
-        held = engine._in_workers("qerl_norms", names=[*policy.norms])
+        held = engine._call_workers("qerl_norms", names=[*policy.norms])
         assert len(held) == 2
         assert held[0] == held[1]
         norms, expected = engine.norms(), noise.onto_norms(policy.clean_norms)

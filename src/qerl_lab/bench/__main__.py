@@ -19,7 +19,7 @@ with exits.starting(__name__):
 
 
 def measure_train_step(options: TrainStepOptions) -> None:
-    """Measure arms that alternate in this process; print, write and draw."""
+    """Measure the arms of `train_step`, which alternate in this process; print, write and draw the result."""
     result = start(options)
     from qerl_lab.bench.train_step import steps
 
@@ -27,7 +27,7 @@ def measure_train_step(options: TrainStepOptions) -> None:
 
 
 def measure_arms(options: RolloutOptions | StepOptions) -> None:
-    """Measure each arm in its own process, writing each row at once. Raises ValueError at the end if an arm died."""
+    """Measure each arm in its own process, writing its rows at once. Raises ValueError at the end if an arm died."""
     result = start(options)
     from qerl_lab.bench import arm_processes
 
@@ -44,7 +44,7 @@ def measure_arms(options: RolloutOptions | StepOptions) -> None:
 
 
 def start(options: AnyOptions) -> dict[str, Any]:
-    """Return the head of the result. Raises ConfigError for wrong options, or if torch sees no GPU."""
+    """Check the options and begin the result: benchmark, environment, options. Raises ConfigError without a GPU."""
     check(options)
     require_gpu()
     make_directory(Path(options.out).parent, f"out={options.out}")
@@ -61,7 +61,7 @@ def require_gpu() -> None:
 
 
 def print_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Collect the rows, printing each as soon as it is measured: a whole command takes minutes."""
+    """Collect the rows into a list, printing each as soon as it is measured: a whole command takes minutes."""
     found = []
     for row in rows:
         cells = (
@@ -74,12 +74,12 @@ def print_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write(stem: Path, result: dict[str, Any]) -> None:
-    """Write `stem`.json atomically, so that a killed command leaves a whole file."""
+    """Write the result to `stem`.json atomically, so that a killed command leaves a whole file."""
     replace_file(stem.with_suffix(".json"), json.dumps(result, indent=1).encode() + b"\n")
 
 
 def save(stem: Path, result: dict[str, Any]) -> None:
-    """Write `stem`.json, and `stem`.png if there is something to draw; print the table."""
+    """Write the result to `stem`.json, and `stem`.png if there is something to draw; print its table."""
     from qerl_lab.report import bench, bench_figures
 
     write(stem, result)

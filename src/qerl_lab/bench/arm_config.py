@@ -30,12 +30,12 @@ class Job:
 
     @property
     def config(self) -> RunConfig:
-        """Return the configuration of the lab's run."""
+        """Return the configuration of the run that measures a lab arm."""
         return arm_config(self.benchmark, self.arm, self.options, self.rank, self.architecture, self.folder)
 
     @property
     def about(self) -> Row:
-        """Return the columns common to all rows of the arm."""
+        """Return the columns that all rows of the arm share."""
         return {
             "model": self.options["model"], "arm": self.arm.name, "format": self.arm.format,
             "baseline": self.arm.is_baseline, "rank": self.rank, "gpus": self.arm.gpus,
@@ -49,7 +49,7 @@ def read_job(file: Path) -> Job:
 
 
 def arm_config(benchmark: str, arm: Arm, options: Options, rank: int, architecture: Options, folder: str) -> RunConfig:
-    """Return the checked configuration of a run on the checkpoint in `folder`. Raises ConfigError for wrong words."""
+    """Build the checked configuration of a lab arm's run on the checkpoint in `folder`. Raises ConfigError."""
     given = {
         "model.path": folder, "model.name": options["model"], "format.name": arm.format, "lora.rank": rank,
         "rollout.engine": "vllm", "rollout.max_prompt_tokens": options["prompt"],
@@ -77,7 +77,7 @@ def arm_config(benchmark: str, arm: Arm, options: Options, rank: int, architectu
 
 
 def kv_gib(architecture: Options, sequences: int, longest: int) -> float:
-    """Return the GiB of bfloat16 keys and values for `sequences` of `longest` tokens, plus one block each."""
+    """Return the GiB of a bfloat16 key-value cache for `sequences` of `longest` tokens, plus one block each."""
     head_dim = architecture["hidden_size"] // architecture["num_attention_heads"]
     per_token = 4 * architecture["num_hidden_layers"] * architecture["num_key_value_heads"] * head_dim
     return float((sequences + 1) * (math.ceil(longest / BLOCK) + 1) * BLOCK * per_token / GIB)

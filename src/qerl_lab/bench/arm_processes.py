@@ -62,7 +62,7 @@ def check(options: RolloutOptions | StepOptions) -> None:
 
 
 def run(options: RolloutOptions | StepOptions) -> Iterator[Row]:
-    """Yield the rows of every arm and rank, grouped by format. The last row of a dead arm has the reason as `died`."""
+    """Measure all arms; yield the rows of each arm and rank. The last row of a dead arm has the reason as `died`."""
     architecture, arms = ARCHITECTURES[options.model], options.read_arms()
     with named_folder(SCRATCH, Path(options.scratch)) as scratch:
         for rank in options.ranks:
@@ -78,7 +78,7 @@ def run(options: RolloutOptions | StepOptions) -> Iterator[Row]:
 
 
 def write_checkpoint(folder: Path, weight_format: str, options: RolloutOptions | StepOptions) -> None:
-    """Write the checkpoint for all arms of one format, on the GPU if there is one; free its memory."""
+    """Write the random checkpoint for all arms of one format, on the GPU if there is one; free its memory."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mean_tokens = options.mean_tokens if isinstance(options, StepOptions) else 0.0
     built = formats.build(FormatConfig(name=weight_format))
@@ -89,7 +89,7 @@ def write_checkpoint(folder: Path, weight_format: str, options: RolloutOptions |
 
 
 def environments(arm: Arm) -> list[dict[str, str]]:
-    """Return the environment variables of each rank of an arm, which show it only the arm's GPUs.
+    """Return the environment variables for each rank's process of an arm, which show it only its GPUs.
 
     The process could not hide GPUs itself: its imports may initialize CUDA.
     """
@@ -98,7 +98,7 @@ def environments(arm: Arm) -> list[dict[str, str]]:
 
 
 def measure(job: Job, folder: str) -> Iterator[Row]:
-    """Run the processes of an arm, with `gpus=N` its N ranks, and yield its rows; `folder` holds its files meanwhile.
+    """Run the processes of an arm (N with `gpus=N`) and yield its rows; `folder` holds its files meanwhile.
 
     Ctrl-C yields the rows so far, then is raised.
     """
@@ -130,7 +130,7 @@ def measure(job: Job, folder: str) -> Iterator[Row]:
 
 
 def wait(processes: Sequence[Process], deadline: float) -> int | None:
-    """Wait for all processes or the first that fails; return the exit status of the failed one, else 0.
+    """Wait until all processes end or one fails; return the exit status of the failed one, else 0.
 
     Return None after `deadline`, a time of `time.monotonic`.
     """
@@ -143,13 +143,13 @@ def wait(processes: Sequence[Process], deadline: float) -> int | None:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Read the rows that an arm wrote, without an incomplete last line."""
+    """Read the rows that an arm's process wrote to `file`, without an incomplete last line."""
     whole, _, _ = file.read_text(encoding="utf-8").rpartition("\n")
     return [json.loads(line) for line in whole.splitlines()]
 
 
 def explain_end(status: int | None, timeout_minutes: float, has_rows: bool) -> str:
-    """Explain the end of a process that wrote no reason: too slow, a signal, or an exit status."""
+    """Explain why a process ended that wrote no reason: too slow, a signal, or an exit status."""
     if status is None:
         return f"took longer than timeout_minutes={timeout_minutes:g}"
     if status < 0:
@@ -158,5 +158,5 @@ def explain_end(status: int | None, timeout_minutes: float, has_rows: bool) -> s
 
 
 def dead_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of arms that died."""
+    """Return those rows that report the death of their arm."""
     return [row for row in rows if "died" in row]

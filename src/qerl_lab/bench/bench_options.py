@@ -1,4 +1,4 @@
-"""Options of the benchmarks, and the parser of arm names. Imports no torch."""
+"""Options of the benchmarks, and the parser of arms: a weight format or a baseline, and overrides. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,17 +38,17 @@ class Arm:
 
     @property
     def gpus(self) -> int:
-        """Return the number of processes of the arm, each with its own GPU."""
+        """Return the number of GPUs of the arm, each with its own process."""
         return 1 if self.is_baseline else self.words.get("gpus", 1)
 
     @property
     def is_on_cpu(self) -> bool:
-        """Tell whether the arm's words select the CPU."""
+        """Tell whether the arm's overrides select the CPU."""
         return self.words.get("device") == "cpu"
 
 
 def arm_of(text: str, baselines: Mapping[str, str]) -> Arm:
-    """Parse an arm: a name, then KEY=VALUE words. Raises ConfigError for an unknown name or a word without a value."""
+    """Parse an arm: its name, then overrides (`key=value`). Raises ConfigError if a part cannot be read."""
     name, *words = text.split() or [""]
     allowed = [*baselines, *FORMATS]
     if name not in allowed:
@@ -97,7 +97,7 @@ class ProcessOptions:
     timeout_minutes: float = option(60, "an arm that takes longer is ended", above=0, at_most=100_000)
 
     def read_arms(self) -> list[Arm]:
-        """Parse the arms. Raises ConfigError as `arm_of` does."""
+        """Parse the option `arms`. Raises ConfigError as `arm_of` does."""
         return [arm_of(text, self.BASELINES) for text in self.arms]
 
 
@@ -141,6 +141,7 @@ class StepOptions(ProcessOptions):
 
     @property
     def ranks(self) -> list[int]:
+        """Return the adapter's rank as a list, as `RolloutOptions` has it."""
         return [self.rank]
 
 

@@ -15,7 +15,7 @@ READ = "clocks.sm,clocks.max.sm,power.draw,temperature.gpu"
 
 @contextmanager
 def clocks() -> Iterator[dict[str, float | None]]:
-    """Sample nvidia-smi while a block runs. The row gets clock, watts and temperature at its end, else stays None."""
+    """Context manager: sample nvidia-smi; at the end its dict gets clock, watts and temperature, else None."""
     row: dict[str, float | None] = dict.fromkeys(("sm_mhz", "sm_mhz_least", "sm_mhz_max", "watts", "celsius"))
     program = shutil.which("nvidia-smi")
     if program is None or not torch.cuda.is_available():
@@ -32,7 +32,7 @@ def clocks() -> Iterator[dict[str, float | None]]:
 
 
 def parse_clocks(lines: str) -> dict[str, float | None]:
-    """Return medians and extremes of nvidia-smi's output, skipping incomplete lines and [N/A]."""
+    """Parse nvidia-smi's output to medians and extremes, skipping incomplete lines and [N/A]."""
     rows: list[list[float]] = []
     for line in lines.splitlines():
         with suppress(ValueError):
@@ -48,7 +48,7 @@ def parse_clocks(lines: str) -> dict[str, float | None]:
 
 
 def wait() -> None:
-    """Wait until the GPU has finished all queued work."""
+    """Wait until the GPU has finished all queued work, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -32,7 +32,7 @@ Step = dict[str, float]  # measured values of one step
 
 
 def rows(job: Job) -> Iterator[Row]:
-    """Train the lab's policy, and yield one row over the steps after the first; only the first rank yields."""
+    """Train the lab's policy, and yield one row of measurements of the steps after the first, on the first rank."""
     cfg, found = job.config, list[Step]()
     ranks = join(cfg, device_of(cfg.device))
     policy, engine, about = lab.build(job)
@@ -57,7 +57,7 @@ def rows(job: Job) -> Iterator[Row]:
 
 
 def task(job: Job) -> Task:
-    """Make a task of random questions with `prompt` tokens each, rewarded by `coin`."""
+    """Make the task of a job: random questions of `prompt` tokens, rewarded by `coin`."""
     options = job.options
     texts = random_model.prompt_texts(options["groups"] * (options["steps"] + 1), options["prompt"])
     questions = [Question(str(index), text, "0") for index, text in enumerate(texts)]
@@ -65,7 +65,7 @@ def task(job: Job) -> Task:
 
 
 def coin(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
-    """Run GSM8K's grader, then replace the answer score by the lowest bit of the text's CRC-32."""
+    """Score texts by GSM8K's grader, then replace the answer score by the lowest bit of the text's CRC-32."""
     scores = grade_math(texts, questions)
     return scores | {"answer": np.array([zlib.crc32(text.encode()) % 2 for text in texts], dtype=np.float64)}
 
@@ -78,12 +78,12 @@ def step_values(metrics: dict[str, float]) -> Step:
     return step | {"nats": metrics["policy/entropy_nats"], "grad_norm": metrics["policy/grad_norm"]}
 
 
-def row_of(job: Job, found: list[Step]) -> Row:
-    """Return the row of a run: medians over the steps after the first, and their total tokens per second.
+def row_of(job: Job, steps: list[Step]) -> Row:
+    """Sum up a run in a row: medians over the steps after the first, and their total tokens per second.
 
     Raises RuntimeError if steps or tokens are missing, or if nothing was learned.
     """
-    options, timed = job.options, found[1:]
+    options, timed = job.options, steps[1:]
     completions = options["groups"] * options["group_size"]
     if len(timed) != options["steps"]:
         raise RuntimeError(f"asked for {options['steps']} steps after the first, and got {len(timed)}")

@@ -16,7 +16,7 @@ LONGEST = 300  # characters of a reason
 
 
 def main(words: list[str]) -> None:
-    """Measure the job, append each row at once, and end when the process PARENT ends."""
+    """Measure the job in a file, append each row to another at once, and end when the process PARENT ends."""
     asked, out, parent = words
     end_with_parent(int(parent))
     job = read_job(Path(asked))
@@ -32,7 +32,7 @@ def main(words: list[str]) -> None:
 
 
 def rows_of(job: Job) -> Iterator[Row]:
-    """Measure the job by the module of its benchmark and trainer; import vLLM and TRL only if needed."""
+    """Measure a job with the module for its benchmark and trainer; import vLLM and TRL only if needed."""
     if job.benchmark == "rollout":
         from qerl_lab.bench import rollout
 

@@ -44,18 +44,23 @@ class RandomWeights:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Return the names of all tensors."""
         return tuple(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the tensor `name`."""
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
+        """Return bfloat16, the dtype of all tensors."""
         return torch.bfloat16
 
     def where(self, name: str) -> str:
+        """Return where tensors come from, for messages."""
         return "random weights"
 
     def tensor(self, name: str, device: torch.device | str) -> Tensor:
+        """Make the tensor `name` with random values, seeded by the name."""
         tensor = torch.empty(self._shapes[name], dtype=torch.bfloat16, device=self.device)
         if tensor.ndim == 1:
             return tensor.fill_(0.0 if name.endswith("bias") else 1.0).to(device)
@@ -64,7 +69,7 @@ class RandomWeights:
 
 
 def config_of(architecture: dict[str, Any]) -> Qwen2Config:
-    """Return a Qwen2.5 configuration without an end token: `end_ids` says what ends a completion."""
+    """Return the Qwen2.5 configuration of an architecture, without an end token, which `end_ids` chooses."""
     return Qwen2Config(
         **architecture, architectures=["Qwen2ForCausalLM"], max_position_embeddings=32_768, rope_theta=1e6,
         bos_token_id=None, pad_token_id=0, eos_token_id=None, dtype=torch.bfloat16,
@@ -80,7 +85,7 @@ def build(architecture: dict[str, Any], weight_format: Format, device: torch.dev
 
 
 def size_of(architecture: dict[str, Any], weight_format: Format) -> int:
-    """Return the bytes of a checkpoint's tensors. Allocates none."""
+    """Return the bytes of a checkpoint of `architecture` in `weight_format`. Allocates none."""
     source = RandomWeights(config_of(architecture), torch.device("cpu"))
     total = 2 * sum(math.prod(source.shape(name)) for name in source.names)
     for linear in source.linears:
@@ -93,7 +98,7 @@ def size_of(architecture: dict[str, Any], weight_format: Format) -> int:
 def write(
     folder: Path, architecture: dict[str, Any], weight_format: Format, device: torch.device, mean_tokens: float = 0
 ) -> None:
-    """Write a checkpoint of `architecture` in `weight_format`; weights are made and packed on `device`.
+    """Write a random checkpoint of `architecture` in `weight_format`; weights are made and packed on `device`.
 
     Args:
         mean_tokens: mean length of completions, see `end_ids`; 0: they never end.
@@ -112,7 +117,7 @@ def write(
 
 
 def end_ids(vocabulary: int, mean_tokens: float) -> list[int]:
-    """Return the end tokens: one that is never sampled, and with `mean_tokens` a random share of the vocabulary.
+    """Choose the end tokens: one that is never sampled, and with `mean_tokens` a random share of the vocabulary.
 
     Random logits are nearly uniform, so each token ends its completion with probability 1 / `mean_tokens`, and lengths
     are geometric.
@@ -150,7 +155,7 @@ def prompt_texts(count: int, length: int) -> list[str]:
 
 
 def plain_lora(rank: int) -> LoraConfig:
-    """Return PEFT's configuration of an adapter on the schema's layers, with scaling 1."""
+    """Return PEFT's configuration of an adapter on the lab's default layers, with scaling 1."""
     targets = list(RunConfig().lora.target_modules)
     return LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, task_type="CAUSAL_LM")
 

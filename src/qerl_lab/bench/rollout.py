@@ -21,13 +21,15 @@ class Sampler(Protocol):
     """An engine under test. `llm` is vLLM's LLM; `row` holds measurements from the build."""
 
     @property
-    def llm(self) -> Any: ...
+    def llm(self) -> Any:
+        """Return vLLM's `LLM` object."""
 
     @property
-    def row(self) -> Row: ...
+    def row(self) -> Row:
+        """Return the measurements of building the engine."""
 
     def renew(self) -> None:
-        """Reload the adapter, and clear the prefix cache."""
+        """Reload the adapter and clear the prefix cache, as before every rollout."""
 
     def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
         """Sample one completion of `new` tokens per prompt; return its log-probs."""
@@ -43,7 +45,7 @@ class Call(NamedTuple):
 
 
 def rows(job: Job) -> Iterator[Row]:
-    """Build the arm's engine, and yield a row per batch size."""
+    """Build the arm's engine, and yield a row of measurements per batch size."""
     if job.arm.is_baseline:
         from qerl_lab.bench.stock_vllm import StockSampler
 
@@ -55,7 +57,7 @@ def rows(job: Job) -> Iterator[Row]:
 
 
 def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
-    """Yield a row per batch size. Raises RuntimeError if the numbers would not be comparable."""
+    """Measure an engine and yield a row per batch size. Raises RuntimeError if the numbers would not be comparable."""
     options = job.options
     held, about = memory(sampler.llm), settings(sampler.llm)
     need = max(options["batches"]) * (options["prompt"] + options["new"])
@@ -73,7 +75,7 @@ def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
 
 
 def time_calls(sampler: Sampler, job: Job, batch: int) -> Row:
-    """Time whole and short calls alternately, after one warm-up of each. Their difference is decoding alone."""
+    """Time whole and short calls alternately, after a warm-up of each; their difference is decoding alone."""
     new, seeds = job.options["new"], itertools.count(1_000_000 * batch)
     short_new = max(1, new // 4)
     pairs = [
@@ -95,7 +97,7 @@ def time_calls(sampler: Sampler, job: Job, batch: int) -> Row:
 
 
 def time_call(sampler: Sampler, job: Job, batch: int, new: int, seed: int) -> Call:
-    """Sample `new` tokens for each of `batch` fresh prompts. Raises RuntimeError as `mean_nats` does."""
+    """Time a call that samples `new` tokens for each of `batch` fresh prompts. Raises RuntimeError like `mean_nats`."""
     prompts = random_model.prompt_ids(batch, job.options["prompt"], job.architecture["vocab_size"], seed)
     started = time.perf_counter()
     sampler.renew()
@@ -107,7 +109,7 @@ def time_call(sampler: Sampler, job: Job, batch: int, new: int, seed: int) -> Ca
 
 
 def mean_nats(logprobs_P: list[list[float]], batch: int, new: int) -> float:
-    """Return the mean surprisal of the tokens in nats.
+    """Return the sampled tokens' mean surprisal in nats. Raises RuntimeError unless all are there and finite.
 
     Raises RuntimeError if completions or tokens are missing, or if log-probs are NaN or all certain.
     """
@@ -123,14 +125,14 @@ def mean_nats(logprobs_P: list[list[float]], batch: int, new: int) -> float:
 
 
 def memory(llm: Any) -> Row:
-    """Return GiB of vLLM's weights (with the lab's dense adapter, without vLLM's LoRA buffers) and of its cache."""
+    """Return the GiB of vLLM's weights (with the lab's dense adapter, without vLLM's LoRA buffers) and of its cache."""
     weights = llm.apply_model(model_bytes)[0]
     cache = llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes  # null if a share of the GPU was requested
     return {"weights_gib": weights / GIB, "kv_gib": cache and cache / GIB}
 
 
 def model_bytes(model: Any) -> int:
-    """Return the bytes of a model's parameters and buffers; shared ones count once."""
+    """Return the bytes of a model's parameters and buffers, counting shared ones once."""
     tensors = {tensor.data_ptr(): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return sum(tensor.nbytes for tensor in tensors.values())
 

@@ -35,13 +35,16 @@ class Watch(TrainerCallback):
         self.completions, self.found, self._started, self._seconds = completions, list[Step](), 0.0, 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Override TRL's hook: start the clock."""
         self._started = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Override TRL's hook: stop the clock, once the GPU is done."""
         wait()
         self._seconds = time.perf_counter() - self._started
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        """Override TRL's hook: keep the step's seconds, tokens, entropy and gradient norm."""
         if "completions/mean_length" in logs:
             tokens = self.completions * logs["completions/mean_length"]
             self.found.append(
@@ -51,7 +54,7 @@ class Watch(TrainerCallback):
 
 
 def rows(job: Job) -> Iterator[Row]:
-    """Train with TRL, and yield one row over the steps after the first, without phases."""
+    """Train with TRL, and yield one row of measurements of the steps after the first, without phases."""
     watch = Watch(job.options["groups"] * job.options["group_size"])
     with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
         started = time.perf_counter()
@@ -74,24 +77,24 @@ def rows(job: Job) -> Iterator[Row]:
 
 
 def bytes_of_weight(parameter: torch.nn.Parameter) -> int:
-    """Return the bytes of a weight, including scales if bitsandbytes packed it."""
+    """Return the bytes of a weight, with its scales if bitsandbytes packed it."""
     packed = getattr(parameter, "quant_state", None)
     scales = packed.as_dict(packed=True).values() if packed is not None else ()
     return parameter.nbytes + sum(tensor.nbytes for tensor in scales)
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """Score completions for TRL as the lab's arms are scored."""
+    """Reward completions in TRL's trainer as the lab's arms are rewarded, by `grpo_step.coin`."""
     return coin(completions, [Question("", "", "0")] * len(completions))["answer"].tolist()
 
 
 def arguments(job: Job, folder: Path) -> dict[str, Any]:
-    """Return GRPOConfig's arguments: sizes of the lab's arms, TRL's defaults for the rest."""
+    """Return the arguments of GRPOConfig: sizes of the lab's arms, TRL's defaults for the rest."""
     options = job.options
     completions = options["groups"] * options["group_size"]
     return {
         "output_dir": str(folder), "use_vllm": True, "vllm_mode": "colocate",
-        "vllm_gpu_memory_utilization": share(job), "vllm_max_model_length": options["prompt"] + options["new"],
+        "vllm_gpu_memory_utilization": gpu_share(job), "vllm_max_model_length": options["prompt"] + options["new"],
         "model_init_kwargs": {"dtype": "bfloat16"}, "per_device_train_batch_size": options["micro_batch"],
         "gradient_accumulation_steps": completions // options["micro_batch"],
         "steps_per_generation": completions // options["micro_batch"], "num_generations": options["group_size"],
@@ -101,8 +104,8 @@ def arguments(job: Job, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def share(job: Job) -> float:
-    """Return vLLM's share of the GPU: TRL's default, or what weights and key-value cache need if that is more."""
+def gpu_share(job: Job) -> float:
+    """Return the share of GPU memory for vLLM: TRL's default, or what weights and cache need if that is more."""
     if not torch.cuda.is_available():
         return TRLS_SHARE
     options = job.options

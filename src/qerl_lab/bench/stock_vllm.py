@@ -26,7 +26,7 @@ class StockSampler:
         self.row = {"start_seconds": time.perf_counter() - started}
 
     def renew(self) -> None:
-        """Reload the adapter, and clear the prefix cache."""
+        """Reload the adapter and clear the prefix cache, as before every rollout."""
         self.llm.llm_engine.add_lora(LoRARequest("policy", 1, self.request.lora_path, load_inplace=True))
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache")
@@ -42,7 +42,7 @@ class StockSampler:
 
 
 def arguments(job: Job) -> dict[str, Any]:
-    """Return the arguments of `LLM`: sizes of the lab's engine, vLLM's defaults for the rest."""
+    """Return the arguments of vLLM's `LLM`: sizes of the lab's engine, vLLM's defaults for the rest."""
     options = job.options
     batch, longest = max(options["batches"]), options["prompt"] + options["new"]
     return {

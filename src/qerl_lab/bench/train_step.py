@@ -56,14 +56,14 @@ def build(options: TrainStepOptions, arm: str) -> TrainedArm:
 
 
 def with_adapters(base: PreTrainedModel, rank: int, *, plain: bool) -> PeftModel:
-    """Attach the lab's adapters, or with `plain` PEFT's own modules, to the same layers."""
+    """Attach the lab's adapters to a base, or with `plain` PEFT's own modules to the same layers."""
     if plain:
         return get_peft_model(base, random_model.plain_lora(rank))
     return policy.attach_adapters(base, RunConfig(lora=LoraConfig(rank=rank)))
 
 
 def to_linear4bit(base: nn.Module) -> None:
-    """Replace the Linears of the decoder layers in place, one by one."""
+    """Replace the Linears of the decoder layers by bitsandbytes' Linear4bit in place, one by one."""
     for name, module in list(base.named_modules()):
         if isinstance(module, nn.Linear) and not name.endswith("lm_head"):
             base.set_submodule(name, linear4bit(module))
@@ -71,7 +71,7 @@ def to_linear4bit(base: nn.Module) -> None:
 
 
 def linear4bit(dense: nn.Linear) -> nn.Module:
-    """Make NF4 with double quantization on the GPU, as QLoRA's `BitsAndBytesConfig(load_in_4bit=True, ...)` does."""
+    """Convert a Linear to NF4 with double quantization, as QLoRA's `BitsAndBytesConfig(load_in_4bit=True, ...)`."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     layer = Linear4bit(
@@ -90,13 +90,13 @@ def chunked_loss(model: PeftModel, ids: Tensor) -> Tensor:
 
 
 def full_logits_loss(model: PeftModel, ids: Tensor) -> Tensor:
-    """Compute the same from full float32 logits, to show what `chunked_loss` saves."""
+    """Compute `chunked_loss` from full float32 logits, to show what the chunks save."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     return -torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).mean()
 
 
 def train_step(arm: TrainedArm, ids: Tensor, micro: int, loss: Callable[[PeftModel, Tensor], Tensor]) -> None:
-    """Make one optimizer update on `ids[sequences, length]`, `micro` sequences at a time."""
+    """Train one optimizer update on `ids[sequences, length]`, `micro` sequences at a time."""
     for part in ids.split(micro):
         with torch.autocast("cuda", torch.bfloat16):
             value = loss(arm.model, part)
@@ -106,7 +106,7 @@ def train_step(arm: TrainedArm, ids: Tensor, micro: int, loss: Callable[[PeftMod
 
 
 def steps(options: TrainStepOptions) -> Iterator[Row]:
-    """Yield tokens per second (median of `steps`) and peak GB (1e9 bytes) for each micro-batch size and arm."""
+    """Measure and yield tokens per second (median of `steps`) and peak GB (1e9 bytes) by micro-batch size and arm."""
     arms = {name: build(options, name) for name in options.arms}
     vocabulary = ARCHITECTURES[options.model]["vocab_size"]
     ids = torch.randint(vocabulary, (options.sequences, options.length), device="cuda")
@@ -119,6 +119,7 @@ def steps(options: TrainStepOptions) -> Iterator[Row]:
 def _measure_in_turn(
     options: TrainStepOptions, arms: dict[str, TrainedArm], ids: Tensor, micro: int, loss_name: str, loss: Any
 ) -> Iterator[Row]:
+    """Time a step of each arm in turn, several times; yield a row per arm."""
     measured: dict[str, list[tuple[float, int]]] = {name: [] for name in arms}
     for turn in range(options.steps + 1):
         for name, arm in arms.items():
@@ -143,7 +144,7 @@ def _count_bytes(arm: TrainedArm) -> int:
 
 
 def _seconds_and_peak(work: Callable[[], None]) -> tuple[float, int]:
-    """Run `work`; return its seconds and the peak of allocated bytes."""
+    """Run `work` once; return its seconds and the peak of allocated bytes."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -29,7 +29,7 @@ def build(chosen: Chosen) -> Format:
 
 
 def recognize(config: Mapping[str, Any]) -> PackedAs:
-    """Parse the `quantization_config` of a config.json; the inverse of `Format.quantization_config`.
+    """Parse the `quantization_config` of a config.json to the format and its ignored layers.
 
     Reads the ones that llmcompressor and transformers write, too. Raises ValueError for a layout that no format
     supports.

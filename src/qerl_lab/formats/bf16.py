@@ -30,9 +30,9 @@ class Bf16(Format):
         return packed["weight"].to(dtype).reshape(shape)
 
     def ideal(self, weight: Tensor) -> Tensor:
-        """Return the weight rounded to bfloat16; there are no scales."""
+        """Return the weight rounded to bfloat16, because there are no block scales."""
         return weight.to(torch.bfloat16).float()
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return the layout: one dense tensor."""
+        """Return shape and dtype of the one dense tensor."""
         return {"weight": (shape, torch.bfloat16)}

@@ -36,7 +36,7 @@ class CompressedTensors(Format):
         return 4 + 8 / self.BLOCK
 
     def ideal(self, weight: Tensor) -> Tensor:
-        """Round to the nearest E2M1 values under an unrounded scale that maps each block's maximum to 6."""
+        """Round a weight to the nearest E2M1 values under exact block scales, which map each block's maximum to 6."""
         assert self.BLOCK is not None
         blocks = weight.float().unflatten(1, (-1, self.BLOCK))
         scale = blocks.abs().amax(-1, keepdim=True) / e2m1.MAX
@@ -45,7 +45,7 @@ class CompressedTensors(Format):
         return (rounded.view_as(blocks) * scale).flatten(1)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return the layout of codes and block scales."""
+        """Return shape and dtype of the tensors of codes and of block scales."""
         assert self.BLOCK is not None
         rows, columns = shape
         return {
@@ -55,15 +55,15 @@ class CompressedTensors(Format):
 
     @classmethod
     def layout_name(cls) -> str:
-        """Return the layout's name in config.json."""
+        """Return the name that config.json gives the checkpoint layout of this format."""
         return f"{cls.NAME}-pack-quantized"
 
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
-        """Build the entry that the library would write; `dtype` is not recorded.
+        """Build the `quantization_config` that the library would write; `dtype` is not recorded.
 
         An entry of `ignore` may be `re:` and a pattern. A plain entry becomes a pattern that matches the end of a name.
         """
-        weights = self._weights() | {
+        weights = self._weights_section() | {
             "block_structure": None, "actorder": None, "scale_dtype": str(self.SCALE_DTYPE), "zp_dtype": None,
             "observer": "memoryless_minmax", "observer_kwargs": {},
         }  # fmt: skip
@@ -71,12 +71,12 @@ class CompressedTensors(Format):
         return {
             "config_groups": {"group_0": group | {"format": self.layout_name()}}, "quant_method": self.QUANT_METHOD,
             "kv_cache_scheme": None, "format": self.layout_name(), "quantization_status": "compressed",
-            "global_compression_ratio": None, "ignore": [_pattern(entry) for entry in ignore],
+            "global_compression_ratio": None, "ignore": [_ignore_pattern(entry) for entry in ignore],
         }  # fmt: skip
 
     @classmethod
     def recognize(cls, config: Mapping[str, Any]) -> PackedAs | None:
-        """Parse an entry written by compressed-tensors or llmcompressor; None if it describes another layout."""
+        """Parse a `quantization_config` of compressed-tensors or llmcompressor; None if it describes another layout."""
         if layout_of(config) != cls.layout_name():
             return None
         group = _only_group(config)
@@ -86,7 +86,7 @@ class CompressedTensors(Format):
             *((key, config.get(key) or None, (None,)) for key in _NO_GLOBAL),
             ("targets", group["targets"], (["Linear"],)),  # with exceptions in ignore
             *((key, group.get(key) or None, (None,)) for key in ("input_activations", "output_activations")),
-            *((f"weights.{key}", weights.get(key), (value,)) for key, value in cls._weights().items()),
+            *((f"weights.{key}", weights.get(key), (value,)) for key, value in cls._weights_section().items()),
             ("weights.scale_dtype", weights.get("scale_dtype"), (None, str(cls.SCALE_DTYPE))),
             # With "group" the columns are stored in another order; "weight" reorders while calibrating only.
             ("weights.actorder", weights.get("actorder"), (None, "weight", "static")),
@@ -95,11 +95,11 @@ class CompressedTensors(Format):
             if given not in allowed:
                 raise unsupported_entry(key, given, f"{' or '.join(map(str, allowed))} in {cls.NAME}")
         unknown_rule = cls(*(None for _ in fields(cls)))
-        return PackedAs(unknown_rule, tuple(map(_name, layers("ignore", config.get("ignore")))))
+        return PackedAs(unknown_rule, tuple(map(_ignore_entry, layers("ignore", config.get("ignore")))))
 
     @classmethod
-    def _weights(cls) -> dict[str, Any]:
-        """Return the required values of the `weights` section."""
+    def _weights_section(cls) -> dict[str, Any]:
+        """Return the `weights` section of the `quantization_config` that this format requires."""
         return {
             "num_bits": 4, "type": "float", "symmetric": True, "group_size": cls.BLOCK, "strategy": cls.STRATEGY,
             "dynamic": False,
@@ -107,19 +107,19 @@ class CompressedTensors(Format):
 
 
 def layout_of(config: Mapping[str, Any]) -> str | None:
-    """Return the layout's name in `config`. Raises ValueError unless all layers share one."""
+    """Return the checkpoint layout's name in a `quantization_config`. Raises ValueError unless all layers share one."""
     return _only_group(config).get("format") or config.get("format")
 
 
 def _only_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the single config group. Raises ValueError if there are several."""
+    """Return the single entry of `config_groups`. Raises ValueError if there are several."""
     groups = config.get("config_groups") or {}
     if len(groups) != 1:
         raise unsupported_entry("config_groups", sorted(groups), "one group, in which all layers have the same format")
     return next(iter(groups.values()))
 
 
-def _pattern(entry: str) -> str:
+def _ignore_pattern(entry: str) -> str:
     """Turn an entry of `ignore` into a compressed-tensors pattern.
 
     compressed-tensors reads a plain entry as a full layer name, never as the end of one or as a module around layers.
@@ -130,7 +130,7 @@ def _pattern(entry: str) -> str:
     return f"{_ANY_PARENT}{name}{_END}|{name}{_BELOW}"
 
 
-def _name(pattern: str) -> str:
-    """Invert `_pattern`; also accept the older form, which ended after the name."""
+def _ignore_entry(pattern: str) -> str:
+    """Turn a compressed-tensors pattern, or its older form that ended after the name, back into an `ignore` entry."""
     name = pattern.removeprefix(_ANY_PARENT).partition(_END)[0].replace("\\", "")
-    return name if pattern in (_pattern(name), _ANY_PARENT + re.escape(name) + _END) else pattern
+    return name if pattern in (_ignore_pattern(name), _ANY_PARENT + re.escape(name) + _END) else pattern

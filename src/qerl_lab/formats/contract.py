@@ -19,7 +19,7 @@ SHAPE = (_ROWS, _COLUMNS)
 
 
 def broken_laws(weight_format: Format) -> dict[str, str]:
-    """Check all laws on `weight_format`; return the message of each broken one by the law's name, empty if none."""
+    """Check all laws on a format; return each broken law's message by the law's name, empty if none is broken."""
     found = {}
     for law in LAWS:
         try:
@@ -30,19 +30,19 @@ def broken_laws(weight_format: Format) -> dict[str, str]:
 
 
 def packs_what_its_layout_says(weight_format: Format) -> None:
-    """`quantize` returns the names, shapes and dtypes of `layout`, and `accept` takes exactly these."""
-    packed, layout = weight_format.quantize(_weight()), weight_format.layout(SHAPE)
+    """Law: `quantize` returns the names, shapes and dtypes of `layout`, and `accept` takes exactly these."""
+    packed, layout = weight_format.quantize(_test_weight()), weight_format.layout(SHAPE)
     found = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in packed.items()}
     assert found == layout, f"quantize makes {found}, layout says {layout}"
     assert list(weight_format.accept(packed, SHAPE, name="q_proj")) == list(layout), "accept drops or adds tensors"
     for key, tensor in packed.items():
         wrong = packed | {key: torch.cat([tensor, tensor])}
-        _refused(partial(weight_format.accept, wrong, SHAPE, name="q_proj"), f"{key} of twice the size")
+        _require_refusal(partial(weight_format.accept, wrong, SHAPE, name="q_proj"), f"{key} of twice the size")
 
 
 def gives_weights_back(weight_format: Format) -> None:
-    """`dequantize` returns `[N, K]` near the weight, rounded once to the dtype; zeros stay zeros."""
-    weight = _weight()
+    """Law: `dequantize` returns `[N, K]` near the weight, rounded once to the dtype; zeros stay zeros."""
+    weight = _test_weight()
     packed = weight_format.quantize(weight)
     exact = weight_format.dequantize(packed, SHAPE, torch.float32)
     assert (exact.shape, exact.dtype) == (SHAPE, torch.float32), f"float32 {list(exact.shape)} expected"
@@ -55,8 +55,8 @@ def gives_weights_back(weight_format: Format) -> None:
 
 
 def decodes_what_it_stores(weight_format: Format) -> None:
-    """alpha * W' of `decoder` equals `dequantize`, and W' in bfloat16 is W' in float32, rounded."""
-    packed = weight_format.quantize(_weight())
+    """Law: alpha * W' of `decoder` equals `dequantize`, and W' in bfloat16 is W' in float32, rounded."""
+    packed = weight_format.quantize(_test_weight())
     unpack, alpha = weight_format.decoder(packed, SHAPE)
     exact = weight_format.dequantize(packed, SHAPE, torch.float32)
     same = torch.allclose(unpack(torch.float32) * alpha, exact, rtol=1e-6, atol=0)
@@ -65,55 +65,55 @@ def decodes_what_it_stores(weight_format: Format) -> None:
 
 
 def stores_its_bits(weight_format: Format) -> None:
-    """The packed tensors take `bits_per_weight`, plus at most 2 KiB of constants."""
-    stored = sum(tensor.nbytes for tensor in weight_format.quantize(_weight()).values())
+    """Law: the packed tensors take `bits_per_weight`, plus at most 2 KiB of constants."""
+    stored = sum(tensor.nbytes for tensor in weight_format.quantize(_test_weight()).values())
     beyond = stored - _ROWS * _COLUMNS * weight_format.bits_per_weight / 8
     assert -1 < beyond <= CONSTANT_BYTES, f"{stored} bytes are stored, {beyond:+.0f} beyond bits_per_weight"
 
 
 def packs_rows_apart(weight_format: Format) -> None:
-    """With BY_ROWS, packing five rows at a time gives the same bytes as packing the whole weight."""
+    """Law, with BY_ROWS: packing five rows at a time gives the same bytes as packing the whole weight."""
     if not weight_format.BY_ROWS:
         return
-    weight = _weight()
+    weight = _test_weight()
     quantize = weight_format.fused_quantize([weight])
     whole, apart = quantize(weight), quantized_by_rows(quantize, weight, 5, name="weight")
-    assert _equal(whole, apart), "rows packed five at a time are other bytes than the whole"
+    assert _same_bytes(whole, apart), "rows packed five at a time are other bytes than the whole"
 
 
 def packs_a_value_alike(weight_format: Format) -> None:
-    """float64 and memory order do not change the bytes, and `quantize` leaves its input unchanged."""
-    weight = _weight().bfloat16().float()
+    """Law: float64 and memory order do not change the bytes, and `quantize` leaves its input unchanged."""
+    weight = _test_weight().bfloat16().float()
     before, usual = weight.clone(), weight_format.quantize(weight)
     assert torch.equal(weight, before), "quantize changes the weight that it is given"
-    assert _equal(weight_format.quantize(weight.double()), usual), "float64 is packed otherwise than float32"
+    assert _same_bytes(weight_format.quantize(weight.double()), usual), "float64 is packed otherwise than float32"
     sliced = torch.stack([weight, weight], -1)[..., 0]
-    assert _equal(weight_format.quantize(sliced), usual), "a weight that is not contiguous is packed otherwise"
+    assert _same_bytes(weight_format.quantize(sliced), usual), "a weight that is not contiguous is packed otherwise"
     ((_, alone),) = pack_fused(weight_format, {"q_proj": weight})
-    assert _equal(alone, usual), "a layer packed by pack_fused is other bytes than by quantize"
+    assert _same_bytes(alone, usual), "a layer packed by pack_fused is other bytes than by quantize"
 
 
 def refuses_what_it_cannot_hold(weight_format: Format) -> None:
-    """NaN, Inf, vectors, integers and an indivisible K raise a ValueError that names the layer."""
-    weight = _weight()
+    """Law: NaN, Inf, vectors, integers and an indivisible K raise a ValueError that names the layer."""
+    weight = _test_weight()
     for value in (float("nan"), float("inf")):
         bad = weight.clone()
         bad[3, 5] = value
-        _refused(partial(weight_format.quantize, bad, name="q_proj"), f"a weight with {value}")
-    _refused(partial(weight_format.quantize, weight[0], name="q_proj"), "a vector")
-    _refused(partial(weight_format.quantize, weight.int(), name="q_proj"), "whole numbers")
+        _require_refusal(partial(weight_format.quantize, bad, name="q_proj"), f"a weight with {value}")
+    _require_refusal(partial(weight_format.quantize, weight[0], name="q_proj"), "a vector")
+    _require_refusal(partial(weight_format.quantize, weight.int(), name="q_proj"), "whole numbers")
     if weight_format.BY_ROWS:
-        _refused(partial(weight_format.quantize, weight[:, :-1], name="q_proj"), f"K={_COLUMNS - 1}")
+        _require_refusal(partial(weight_format.quantize, weight[:, :-1], name="q_proj"), f"K={_COLUMNS - 1}")
 
 
 def is_a_value(weight_format: Format) -> None:
-    """Two formats with equal options are equal and hash alike."""
+    """Law: two formats with equal options are equal and hash alike."""
     twin: Any = replace(weight_format)
     assert {twin} == {weight_format}, "a copy of it is not equal to it"
 
 
 def is_recognized(weight_format: Format) -> None:
-    """With QUANT_METHOD: check that `recognize` parses what `quantization_config` writes, ignored layers included."""
+    """Law, with QUANT_METHOD: `recognize` parses what `quantization_config` writes, ignored layers included."""
     if weight_format.QUANT_METHOD is None:
         return
     written = weight_format.quantization_config(["lm_head"], torch.bfloat16)
@@ -130,15 +130,15 @@ LAWS: tuple[Callable[[Format], None], ...] = (
 )  # fmt: skip
 
 
-def _weight() -> Tensor:
-    """Return normal weights with one outlier and one row of zeros."""
+def _test_weight() -> Tensor:
+    """Make a test weight: normal values with one outlier and one row of zeros."""
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).mul_(0.02)
     weight[1, 7], weight[2] = 0.7, 0.0
     return weight
 
 
-def _refused(call: Callable[[], object], what: str) -> None:
-    """Require that `call` raises a ValueError that names the layer."""
+def _require_refusal(call: Callable[[], object], what: str) -> None:
+    """Raise AssertionError unless `call` raises a ValueError that names the layer."""
     refusal = None
     try:
         call()
@@ -148,8 +148,8 @@ def _refused(call: Callable[[], object], what: str) -> None:
     assert "q_proj" in refusal, f"the error for {what} does not name the layer: {refusal}"
 
 
-def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Return whether two sets of packed tensors have the same bytes."""
+def _same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Tell whether two sets of packed tensors have the same bytes."""
     return one.keys() == other.keys() and all(
         one[key].dtype == other[key].dtype
         and torch.equal(one[key].contiguous().view(torch.uint8), other[key].contiguous().view(torch.uint8))

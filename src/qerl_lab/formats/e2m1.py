@@ -13,7 +13,7 @@ _MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(MAGNITUDES))
 
 
 def encode(values: Tensor) -> Tensor:
-    """Round to E2M1 codes (uint8, 0 to 15, same shape): nearest, ties to the even code, above 6 to 6.
+    """Round values to E2M1 codes (uint8, 0 to 15, same shape): nearest, ties to the even code, above 6 to 6.
 
     Bit 3 is the sign. A negative value that rounds to zero gets code 8, an input of -0.0 gets code 0, as in
     `FP4_E2M1_DATA.cast_to_fp4` of compressed-tensors 0.17.
@@ -32,7 +32,7 @@ def pack(codes: Tensor) -> Tensor:
 
 def decode(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """Unpack bytes `[N, K/2]` to E2M1 values `[N, K]` in `dtype` (exact in every float dtype)."""
-    return F.embedding(packed.to(torch.int32), _pairs(packed.device, dtype)).flatten(1)
+    return F.embedding(packed.to(torch.int32), _value_pairs(packed.device, dtype)).flatten(1)
 
 
 def scaled(packed: Tensor, scale: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def scaled(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Unpack to E2M1 value * block scale, `[N, K]` in `dtype`; on a GPU with a Triton kernel that gives the same bits.
+    """Unpack bytes to E2M1 value * block scale, `[N, K]` in `dtype`; a GPU's Triton kernel gives the same bits.
 
     `scale` is float8_e4m3fn (NVFP4) or E8M0 as uint8 (MXFP4).
     """
@@ -54,7 +54,7 @@ def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the table of the two values of each byte, `[256, 2]`."""
+def _value_pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a table of the two E2M1 values that each byte packs, `[256, 2]`."""
     values = [sign * magnitude for sign in (1.0, -1.0) for magnitude in MAGNITUDES]
     return torch.tensor([[values[byte & 15], values[byte >> 4]] for byte in range(256)], dtype=dtype, device=device)

@@ -61,7 +61,7 @@ class Format(ABC):
     @property
     @abstractmethod
     def bits_per_weight(self) -> float:
-        """Stored bits per weight with scales, without per-tensor constants (at most 2 KiB)."""
+        """Return the stored bits per weight with scales, without per-tensor constants (at most 2 KiB)."""
 
     @abstractmethod
     def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ class Format(ABC):
 
     @abstractmethod
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Unpack to a weight `[N, K]`, rounded once to `dtype`."""
+        """Unpack packed tensors to a weight `[N, K]`, rounded once to `dtype`."""
 
     def ideal(self, weight: Tensor) -> Tensor | None:
         """Round `weight[N, K]` as this format would if block scales were exact: float32 `[N, K]`.
@@ -91,7 +91,7 @@ class Format(ABC):
         return self.quantize
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return the decoder of a Linear's weight. A GPU gives the same bits as the CPU."""
+        """Return the decoder of a Linear's packed weight. A GPU gives the same bits as the CPU."""
         return Decoder(partial(self.dequantize, packed, shape))
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
@@ -191,7 +191,7 @@ def pack_fused(weight_format: Format, weights: dict[str, Tensor]) -> Iterator[tu
 
 
 def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, name: str) -> dict[str, Tensor]:
-    """Quantize `rows` rows at a time (None: all at once): the same tensors in a fraction of the memory.
+    """Quantize a weight `rows` rows at a time (None: all at once): the same tensors with a fraction of the memory.
 
     `quantize` must come from `Format.fused_quantize`, so that it knows what the rows share.
     """
@@ -205,7 +205,7 @@ def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, n
 
 
 def layers(key: str, listed: Any) -> tuple[str, ...]:
-    """Validate and return the layers left dense, an entry `key` of a `quantization_config`; null means none.
+    """Validate a `quantization_config`'s list of layers left dense, its entry `key`, and return it; null means none.
 
     Raises ValueError unless it is a list of names and patterns.
     """
@@ -216,5 +216,5 @@ def layers(key: str, listed: Any) -> tuple[str, ...]:
 
 
 def unsupported_entry(key: str, given: Any, allowed: str) -> ValueError:
-    """Return the error for an unsupported entry of a `quantization_config`."""
+    """Return the ValueError for an unsupported entry of a `quantization_config`."""
     return ValueError(f"quantization_config: {key}={given!r} cannot be loaded; allowed: {allowed}")

@@ -36,7 +36,7 @@ class Marlin:
     boost: float
 
     def stored(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert back to checkpoint tensors, bit-equal to `Nvfp4.quantize` except for lost scales."""
+        """Convert held tensors back to checkpoint tensors, bit-equal to `Nvfp4.quantize` except for lost scales."""
         return {
             "weight_packed": packed_codes(held[CODES]),
             "weight_scale": block_scales(held[SCALE], self.boost),
@@ -44,10 +44,11 @@ class Marlin:
         }
 
     def decoder(self, held: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return the decoder of a Linear's weight, with the bits of `Nvfp4.decoder` on `stored(held)`."""
-        return Decoder(partial(self._unpack, held, shape), held[DIVISOR].reciprocal().item())
+        """Return the decoder of a Linear's held weight, with the bits of `Nvfp4.decoder` on `stored(held)`."""
+        return Decoder(partial(self._unpack_weight, held, shape), held[DIVISOR].reciprocal().item())
 
-    def _unpack(self, held: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def _unpack_weight(self, held: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Unpack a weight to `[N, K]` in `dtype`, on a GPU with a Triton kernel."""
         if held[CODES].is_cuda:
             from qerl_lab.formats.unpack_kernels import dequantize_marlin
 
@@ -56,7 +57,7 @@ class Marlin:
 
 
 def part(held: Mapping[str, Tensor], first: int, rows: int) -> dict[str, Tensor]:
-    """Return views of `rows` rows from `first` on, e.g. one of q, k and v. Both must be multiples of `ROWS`."""
+    """Return views of `rows` rows of a held weight from `first` on, e.g. of q, k or v; multiples of `ROWS`."""
     return {
         CODES: held[CODES].narrow(1, 2 * first, 2 * rows),
         SCALE: held[SCALE].narrow(1, first, rows),
@@ -86,5 +87,5 @@ def block_scales(scale: Tensor, boost: float) -> Tensor:
 
 
 def unit(boost: float) -> float:
-    """Return the block scale that a float16 of 1 encodes."""
+    """Return the block scale that Marlin's float16 of 1 encodes."""
     return 2.0**-7 / boost

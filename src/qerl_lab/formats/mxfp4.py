@@ -59,16 +59,16 @@ class Mxfp4(CompressedTensors):
         return {"weight_packed": e2m1.pack(codes), "weight_scale": scale}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Unpack to a weight `[N, K]`; exact in bfloat16 and float32."""
+        """Unpack packed tensors to a weight `[N, K]`; exact in bfloat16 and float32."""
         return e2m1.dequantize(packed["weight_packed"], packed["weight_scale"], dtype)
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return the decoder of a Linear's weight; there is no tensor scale, so alpha is 1."""
+        """Return the decoder of a Linear's packed weight; there is no tensor scale, so alpha is 1."""
         return Decoder(partial(e2m1.dequantize, packed["weight_packed"], packed["weight_scale"]))
 
 
 def _scale_bytes(largest: Tensor, exponent_rule: str) -> Tensor:
-    """Compute E8M0 bytes from float32 block maxima."""
+    """Compute the E8M0 scale byte of each block from the largest magnitude in it."""
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2**exponent, mantissa in [0.5, 1)
     exponent = exponent - 1 + (mantissa >= _NEXT_EXPONENT_FROM[exponent_rule]).int()
     scale = (exponent - _E2M1_EMAX + _BIAS).clamp(min=0)

@@ -39,7 +39,7 @@ class Nf4(Format):
 
     @property
     def bits_per_weight(self) -> float:
-        """Return 4.5 (a float32 per block of 64), or 4.127 (a byte per block and a float32 per 256 blocks)."""
+        """Return the stored bits per weight: 4.5 (a float32 per block of 64), or 4.127 with double quantization."""
         block_bits = 8 + 32 / _NESTED_BLOCK if self.double_quant else 32
         return 4 + block_bits / self.BLOCK
 
@@ -79,10 +79,10 @@ class Nf4(Format):
         states = {dtype: copy.copy(state) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
         for dtype, own in states.items():
             own.dtype = dtype
-        return Decoder(partial(_unpack, codes, states, shape))
+        return Decoder(partial(_unpack_weight, codes, states, shape))
 
     def ideal(self, weight: Tensor) -> Tensor:
-        """Round as NF4 with float32 scales, which are the exact block maxima."""
+        """Round a weight as NF4 with float32 scales, which are the exact block maxima."""
         single = replace(self, double_quant=False)
         shape = (weight.shape[0], weight.shape[1])
         return single.dequantize(single.quantize(weight), shape, torch.float32)
@@ -109,7 +109,7 @@ class Nf4(Format):
         return super().accept({**packed, _HEADER: header}, shape, name=name)
 
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
-        """Build the entry that `transformers.BitsAndBytesConfig` would write.
+        """Build the `quantization_config` that `transformers.BitsAndBytesConfig` would write.
 
         vLLM reads only full names and last parts in `ignore`.
 
@@ -130,7 +130,7 @@ class Nf4(Format):
 
     @classmethod
     def recognize(cls, config: Mapping[str, Any]) -> PackedAs:
-        """Parse an entry written by `quantization_config` or transformers."""
+        """Parse a `quantization_config` that this class or transformers wrote."""
         for key, value in {"load_in_4bit": True, "bnb_4bit_quant_type": cls.NAME}.items():
             if config.get(key) != value:
                 raise unsupported_entry(key, config.get(key), str(value))
@@ -142,7 +142,7 @@ class Nf4(Format):
 
 
 def _hold_scales_in_8_bits(state: "QuantState") -> None:
-    """Quantize the scales as `compress_statistics` does, but on the CPU and with a mean summed in float64.
+    """Quantize a state's scales as `compress_statistics` does, but on the CPU and with a mean summed in float64.
 
     The last bits of bitsandbytes' float32 sum depend on the device and on the number of threads.
     """
@@ -154,9 +154,10 @@ def _hold_scales_in_8_bits(state: "QuantState") -> None:
     state.nested = True
 
 
-def _unpack(
+def _unpack_weight(
     codes: Tensor, states: "dict[torch.dtype, QuantState]", shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
+    """Unpack NF4 codes to a weight of `shape`, rounded once to `dtype`."""
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(codes, states[dtype]).reshape(shape)

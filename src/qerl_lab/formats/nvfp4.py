@@ -80,11 +80,11 @@ class Nvfp4(CompressedTensors):
         }
 
     def fused_quantize(self, weights: Sequence[Tensor]) -> Quantize:
-        """Return a `quantize` with one global scale for all parts, because engines keep one per fused layer."""
+        """Return a `quantize` that gives all parts of a fused layer one global scale, because engines keep one."""
         return partial(self.quantize, global_scale=self.global_scale(weights))
 
     def global_scale(self, weights: Sequence[Tensor]) -> Tensor:
-        """Compute the divisor, float32 `[1]`, that maps the largest magnitude of all `weights` to 448 * 6.
+        """Compute the global scale, a divisor `[1]` that maps the largest magnitude of all `weights` to 448 * 6.
 
         For `four_over_six` it maps to 256 * 6.
 
@@ -99,17 +99,18 @@ class Nvfp4(CompressedTensors):
         return torch.nan_to_num(divisor, nan=1.0, posinf=1.0).float().reshape(1)
 
     def _check_rule(self) -> str:
+        """Return the scale rule. Raises ValueError if it is unknown."""
         if self.scale_rule not in SCALE_RULES:
             raise ValueError(f"unknown scale_rule {self.scale_rule!r}; allowed: {', '.join(SCALE_RULES)}")
         return self.scale_rule
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Unpack to `[N, K]`: value * (scale / global scale) in float32, rounded once to `dtype`."""
+        """Unpack packed tensors to `[N, K]`: value * (scale / global scale) in float32, rounded once to `dtype`."""
         scale = packed["weight_scale"].float() / packed[DIVISOR]
         return e2m1.scaled(packed["weight_packed"], scale).to(dtype)
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return W' = value * block scale and alpha = 1 / global scale, as the engines' kernels (Marlin) compute.
+        """Return the decoder W' = value * block scale, alpha = 1 / global scale, as the engines' kernels compute.
 
         W' has at most six significant bits and is 0 or within 2**-10 and 2688: exact in bfloat16, float16 and float32.
         """
@@ -117,11 +118,11 @@ class Nvfp4(CompressedTensors):
         return Decoder(partial(e2m1.dequantize, packed["weight_packed"], packed["weight_scale"]), alpha)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return the layout of codes, block scales and global scale."""
+        """Return shape and dtype of the tensors of codes, block scales and global scale."""
         return super().layout(shape) | {DIVISOR: ((1,), torch.float32)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Check packed tensors. Raises ValueError for another layout, and for negative or NaN scales.
+        """Check packed tensors of another program. Raises ValueError for another layout, negative or NaN scales.
 
         The engines' kernels ignore the sign of a block scale; the trainer would not.
         """
@@ -145,7 +146,7 @@ def _divide_by_scales(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
 
 
 def _error(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
-    """Compute each block's squared error `[N, K/16]`, times divisor squared so that nothing overflows float32.
+    """Compute each block's squared rounding error `[N, K/16]`, times divisor squared so that nothing overflows float32.
 
     Summed in float64, so that the order in which a device adds sixteen float32 squares does not matter.
     """

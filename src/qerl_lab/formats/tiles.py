@@ -48,10 +48,10 @@ class Tiles:
     columns: int
 
     def stored(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert back to checkpoint tensors, bit-equal to `Nvfp4.quantize` except where a scale is 0 (see above)."""
-        blocks = self._part(held[TILES]).unflatten(-1, (4, -1))  # N/64 K/64 w
+        """Convert held tensors to checkpoint tensors, bit-equal to `Nvfp4.quantize` except where a scale is 0."""
+        blocks = self._blocks_of_part(held[TILES]).unflatten(-1, (4, -1))  # N/64 K/64 w
         words = blocks.view(torch.int32)[..., :_CODE_WORDS]
-        codes, wide = _packed_codes(words), _in_rows(blocks[..., 4 * _CODE_WORDS :])
+        codes, wide = _packed_codes(words), _scales_in_rows(blocks[..., 4 * _CODE_WORDS :])
         scale = ((wide.int() << 20) + (118 << 23)).view(torch.float32)
         empty = (wide == 0) & (codes.view(torch.int64) == 0)  # eight bytes hold the codes of one scale
         return {
@@ -61,21 +61,22 @@ class Tiles:
         }
 
     def decoder(self, held: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return the decoder of a Linear's weight, with the bits of `Nvfp4.decoder` on `stored(held)`.
+        """Return the decoder of a Linear's held weight, with the bits of `Nvfp4.decoder` on `stored(held)`.
 
         Raises ValueError if `held` lacks these rows and columns, or if the layer's shape differs.
         """
-        self._check(held[TILES], shape)
-        return Decoder(partial(self._unpack, held), held[DIVISOR].reciprocal().item())
+        self._check_shapes(held[TILES], shape)
+        return Decoder(partial(self._unpack_part, held), held[DIVISOR].reciprocal().item())
 
-    def _unpack(self, held: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    def _unpack_part(self, held: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Unpack this part to `[rows, columns]` in `dtype`, on a GPU with a Triton kernel."""
         if held[TILES].is_cuda:
             from qerl_lab.formats.unpack_kernels import dequantize_tiles
 
             return dequantize_tiles(held[TILES], self.first, self.rows, self.columns, dtype)
         return Nvfp4(None).decoder(self.stored(held), (self.rows, self.columns)).unpack(dtype)
 
-    def _check(self, packed: Tensor, shape: tuple[int, int]) -> None:
+    def _check_shapes(self, packed: Tensor, shape: tuple[int, int]) -> None:
         """Raise ValueError unless `packed` contains this part, and the layer has its shape."""
         tiles, depth, _, tile, _ = packed.shape
         whole = self.first % BLOCK == self.rows % BLOCK == self.columns % DEPTH == 0
@@ -87,8 +88,8 @@ class Tiles:
                 f"{depth} x {AT_A_TIME * DEPTH}"
             )
 
-    def _part(self, packed: Tensor) -> Tensor:
-        """Return this part's blocks `[rows/64, columns/64, 2304]`; copies only the tiles it lies in."""
+    def _blocks_of_part(self, packed: Tensor) -> Tensor:
+        """Return the blocks of this part, `[rows/64, columns/64, 2304]`; copies only the tiles it lies in."""
         tile, first, end = packed.shape[3], self.first // BLOCK, (self.first + self.rows) // BLOCK
         before = first // tile
         blocks = packed[before : -(-end // tile)].permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
@@ -96,19 +97,19 @@ class Tiles:
 
 
 def decoders(held: Mapping[str, Tensor], sizes: Sequence[int], columns: int) -> list[Decoder]:
-    """Return one decoder per part of a fused layer (q, k, v); `sizes` are their rows, from top to bottom."""
+    """Return a decoder for each part of a fused layer (q, k, v); `sizes` are their rows, from top to bottom."""
     firsts = [sum(sizes[:part]) for part in range(len(sizes))]
     return [Tiles(first, size, columns).decoder(held, (size, columns))
             for first, size in zip(firsts, sizes, strict=True)]  # fmt: skip
 
 
 def depth_of(columns: int) -> int:
-    """Return the number of `AT_A_TIME` block pairs that cover `columns`."""
+    """Return how many pairs of 64-column blocks cover `columns`."""
     return -(-columns // (DEPTH * AT_A_TIME))
 
 
 def pack(codes: Tensor, scale: Tensor, tile: int) -> Tensor:
-    """Convert a weight to this layout, uint8 `[tiles, K/128, 2, tile, 2304]`.
+    """Convert an NVFP4 weight to the layout of `fp4_tiles`, uint8 `[tiles, K/128, 2, tile, 2304]`.
 
     Args:
         codes: uint8 `[N, K/2]`, low nibble = even column; N and K are multiples of 64.
@@ -119,13 +120,13 @@ def pack(codes: Tensor, scale: Tensor, tile: int) -> Tensor:
     shape = (tiles * tile, depth * AT_A_TIME, BLOCK_BYTES)
     blocks, first = torch.zeros(shape, dtype=torch.uint8, device=codes.device), 0
     for some, of_some in zip(codes.split(_ROWS_AT_ONCE), scale.split(_ROWS_AT_ONCE), strict=True):
-        found = _blocks(some, of_some)
+        found = _to_blocks(some, of_some)
         blocks[first : first + len(found), : found.shape[1]] = found
         first += len(found)
     return blocks.view(tiles, tile, depth, AT_A_TIME, BLOCK_BYTES).permute(0, 2, 3, 1, 4).contiguous()
 
 
-def _blocks(codes: Tensor, scale: Tensor) -> Tensor:
+def _to_blocks(codes: Tensor, scale: Tensor) -> Tensor:
     """Convert codes and scales to blocks `[N/64, K/64, 2304]`."""
     N, K = len(codes), 2 * codes.shape[1]
     code = torch.stack([codes & 15, codes >> 4], dim=-1).view(N, K // 16, 16).int()
@@ -144,7 +145,7 @@ def _blocks(codes: Tensor, scale: Tensor) -> Tensor:
 
 @cache
 def _wider_exponents() -> Tensor:
-    """Return a table from the bits of an E4M3 number > 0 to 5-bit exponent and 3-bit mantissa; 0 means 2^-9."""
+    """Return a table from E4M3 bytes > 0 to bytes of 5-bit exponent and 3-bit mantissa; 0 means 2^-9."""
     table = torch.zeros(256, dtype=torch.uint8)
     for bits in range(1, 127):
         mantissa, exponent = math.frexp(torch.tensor(bits, dtype=torch.uint8).view(torch.float8_e4m3fn).item())
@@ -153,25 +154,25 @@ def _wider_exponents() -> Tensor:
 
 
 def _packed_codes(words: Tensor) -> Tensor:
-    """Convert int32 `[N/64, K/64, 4, 128]` to bytes `[N, K/2]`, low nibble = even column."""
+    """Convert code words, int32 `[N/64, K/64, 4, 128]`, to bytes `[N, K/2]`, low nibble = even column."""
     words = words.unflatten(3, (8, 4, 4)).permute(0, 2, 3, 1, 5, 4)  # N/64 w g K/64 s t
     rows, _, _, columns, _, _ = words.shape
     out = torch.empty(rows, 4, 2, 8, columns, 4, 2, 4, dtype=torch.uint8, device=words.device)  # w h g K/64 s b t
-    for h, b, placed in _placed(words):
+    for h, b, placed in _shifted_words(words):
         pairs = placed >> 12 & 0x00080008 | placed >> 6 & 0x00070007
         out[:, :, h, :, :, :, b] = (pairs | pairs >> 12) & 0xFF
     return out.view(rows * BLOCK, columns * DEPTH // 2)
 
 
-def _placed(words: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield h, b and the words shifted so that their codes lie at bits 15 and 8, 7, 6 of both halves."""
+def _shifted_words(words: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield h, b and the words shifted so that the codes of (h, b) lie at bits 15 and 8, 7, 6 of both halves."""
     yield 0, 0, words
     yield 1, 0, words << 3
     yield 0, 1, words << 6
     yield 1, 1, words << 1 & SIGNS | words >> 4 & 0x00C000C0 | words >> 5 & 0x01000100
 
 
-def _in_rows(scales: Tensor) -> Tensor:
+def _scales_in_rows(scales: Tensor) -> Tensor:
     """Reorder scale bytes `[N/64, K/64, 4, 64]` to `[N, K/16]`."""
     rows, columns = scales.shape[:2]
     return scales.unflatten(3, (8, 2, 4)).permute(0, 2, 4, 3, 1, 5).reshape(rows * BLOCK, columns * DEPTH // 16)

@@ -36,7 +36,7 @@ def dequantize_e2m1(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype:
 
 @triton.jit
 def _unpack(codes, scale, out, blocks, WIDTH: tl.constexpr, E8M0: tl.constexpr):
-    """Unpack `_BLOCKS` blocks of `WIDTH` weights per program."""
+    """Triton kernel of `dequantize_e2m1`: each program unpacks `_BLOCKS` blocks of `WIDTH` weights."""
     first = tl.program_id(0).to(tl.int64) * _BLOCKS
     block = tl.arange(0, _BLOCKS)
     inside = first + block < blocks
@@ -69,13 +69,13 @@ def dequantize_marlin(codes: Tensor, scale: Tensor, boost: float, dtype: torch.d
 
 @triton.jit
 def _unpack_marlin(codes, scale, out, lines, code_line, scale_line, factor):
-    """Unpack 64 rows x 16 `_LINES` columns per program. Letters as in `marlin.py`."""
+    """Triton kernel of `dequantize_marlin`: a program unpacks 64 rows x 16 `_LINES` columns. See `marlin.py`."""
     tile, first = tl.program_id(0), tl.program_id(1) * _LINES
     w, c = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 8)[None, :, None, None]
     line, r = first + tl.arange(0, _LINES)[None, None, :, None], tl.arange(0, 4)[None, None, None, :]
     at = line.to(tl.int64) * code_line + tile * 128 + 16 * c + 4 * r + w
     words = tl.load(codes + at, mask=line < lines, other=0)
-    values = tl.join(_of_half(words, 0), _of_half(words, 2))  # w c S r b a h
+    values = tl.join(_decode_nibbles(words, 0), _decode_nibbles(words, 2))  # w c S r b a h
     values = tl.permute(values, (0, 6, 1, 2, 4, 3, 5))  # w h c S b r a
     values = tl.reshape(values, (64, _LINES, 16))
 
@@ -93,8 +93,8 @@ def _unpack_marlin(codes, scale, out, lines, code_line, scale_line, factor):
 
 
 @triton.jit
-def _of_half(words, NIBBLE: tl.constexpr):
-    """Decode nibbles 4 a + 2 h + b of one h, with b and a as two more axes. NIBBLE is 2 h."""
+def _decode_nibbles(words, NIBBLE: tl.constexpr):
+    """Decode to float32 the nibbles 4 a + 2 h + b of one h in Marlin's words, b and a as more axes. NIBBLE is 2 h."""
     even = tl.join(from_e2m1(words >> 4 * NIBBLE), from_e2m1(words >> 4 * (NIBBLE + 1)))
     odd = tl.join(from_e2m1(words >> 4 * (NIBBLE + 4)), from_e2m1(words >> 4 * (NIBBLE + 5)))
     return tl.join(even, odd)
@@ -115,7 +115,7 @@ def dequantize_tiles(packed: Tensor, first: int, rows: int, columns: int, dtype:
 
 @triton.jit
 def _unpack_tiles(codes, scale, out, block, tile, columns):
-    """Unpack 64 rows x 128 columns, two blocks, per program. Letters as in `tiles.py`."""
+    """Triton kernel of `dequantize_tiles`: each program unpacks 64 rows x 128 columns. Letters as in `tiles.py`."""
     d, depth, block = tl.program_id(0), tl.num_programs(0), block + tl.program_id(1)
     place = ((block // tile).to(tl.int64) * depth + d) * 2 * tile + block % tile
     i, w = tl.arange(0, 2)[:, None, None, None, None], tl.arange(0, 4)[None, :, None, None, None]
@@ -123,11 +123,11 @@ def _unpack_tiles(codes, scale, out, block, tile, columns):
     s = tl.arange(0, 4)[None, None, None, None, :]
     words = tl.load(codes + place * 576 + i * tile * 576 + w * 144 + 16 * g + 4 * t + s)
     scales = scale + place * 2304 + i * tile * 2304 + w * 576 + 512 + 8 * g + 0 * t + s  # 0 * t: layout as of words
-    upper = tl.join(_pair(words), _pair(words << 6))  # i w g t s a b
+    upper = tl.join(_decode_pair(words), _decode_pair(words << 6))  # i w g t s a b
     last = words << 1 & _SIGNS | words >> 4 & 0x00C000C0 | words >> 5 & 0x01000100
-    lower = tl.join(_pair(words << 3), _pair(last))
-    upper *= _wide(tl.load(scales))[:, :, :, :, :, None, None]
-    lower *= _wide(tl.load(scales + 4))[:, :, :, :, :, None, None]
+    lower = tl.join(_decode_pair(words << 3), _decode_pair(last))
+    upper *= _decode_scale_byte(tl.load(scales))[:, :, :, :, :, None, None]
+    lower *= _decode_scale_byte(tl.load(scales + 4))[:, :, :, :, :, None, None]
     values = tl.join(upper, lower).to(out.dtype.element_ty)  # i w g t s a b h
     dense = tl.reshape(tl.permute(values, (1, 7, 2, 0, 4, 6, 3, 5)), (64, 128))  # w h g i s b t a
 
@@ -136,26 +136,26 @@ def _unpack_tiles(codes, scale, out, block, tile, columns):
 
 
 @triton.jit
-def _pair(words):
-    """Decode the first code of both halves of a word to float32, as one more axis."""
-    return tl.join(_placed(words), _placed(words >> 16))
+def _decode_pair(words):
+    """Decode the first E2M1 code of both halves of a `tiles.py` word to float32, as one more axis."""
+    return tl.join(_decode_code(words), _decode_code(words >> 16))
 
 
 @triton.jit
-def _placed(half):
-    """Decode a code with sign at bit 15 and magnitude at bits 8 to 6 to float32, as `from_e2m1` does."""
+def _decode_code(half):
+    """Decode an E2M1 code with sign at bit 15 and magnitude at bits 8 to 6 to float32."""
     return ((half & 0x81C0) << 16).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
 
 
 @triton.jit
-def _wide(byte):
-    """Decode a scale of `tiles.py` to float32: bias 127 in place of 9."""
+def _decode_scale_byte(byte):
+    """Decode a scale byte of `tiles.py` to float32: exponent bias 127 in place of 9."""
     return ((byte.to(tl.int32) << 20) + (118 << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def from_e2m1(code):
-    """Decode the low four bits to float32: exponent bias 127 in place of 1, subnormals included."""
+    """Decode the E2M1 code in the low four bits to float32: exponent bias 127 in place of 1, subnormals included."""
     return (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
 
 

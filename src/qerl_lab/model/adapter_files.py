@@ -18,20 +18,20 @@ PLAIN = {
 
 
 def check(cfg: RunConfig) -> None:
-    """Check that this run can start from the adapter of lora.start_from.
+    """Raise ConfigError unless this run can start from the adapter of lora.start_from.
 
     Raises ConfigError unless kind, rank, scaling and target modules match, and the file has not changed since the run
     was composed.
     """
     assert cfg.lora.start_from is not None
-    folder, said = adapter_folder(cfg.lora.start_from), f"lora.start_from={cfg.lora.start_from}"
-    settings, own = _settings(folder, said), cfg.lora
+    folder, setting = adapter_folder(cfg.lora.start_from), f"lora.start_from={cfg.lora.start_from}"
+    settings, own = _read_settings(folder, setting), cfg.lora
     for key, plain in PLAIN.items():
         if settings.get(key) not in (*plain, None):
             allowed = ", ".join(map(str, plain or (None,)))
             raise ConfigError(
-                f"{said} has {key}={settings[key]}; allowed: plain LoRA, {key} one of {allowed}. Type another adapter. "
-                "PEFT converts one that changed its base by "
+                f"{setting} has {key}={settings[key]}; allowed: plain LoRA, {key} one of {allowed}. "
+                "Type another adapter. PEFT converts one that changed its base by "
                 "save_pretrained(DIR, path_initial_model_for_weight_conversion=ADAPTER_BEFORE_TRAINING)."
             )
     targets = spell_list(sorted(settings["target_modules"]))
@@ -41,20 +41,20 @@ def check(cfg: RunConfig) -> None:
         ("adapters on", targets, spell_list(sorted(own.target_modules)), f"lora.target_modules={targets}"),
     ):
         if held != mine:
-            raise ConfigError(f"{said} has {what} {held}, and this run has {mine}. Type {word}.")
+            raise ConfigError(f"{setting} has {what} {held}, and this run has {mine}. Type {word}.")
     if own.start_hash not in (None, found := file_hash(folder / WEIGHTS)):
         raise ConfigError(
-            f"{said} was another adapter when the run was composed (lora.start_hash={own.start_hash}, now {found}). "
+            f"{setting} was another adapter when the run was composed (lora.start_hash={own.start_hash}, now {found}). "
             "Put it back as it was, or start a new run."
         )
 
 
-def _settings(folder: Path, said: str) -> dict[str, Any]:
+def _read_settings(folder: Path, setting: str) -> dict[str, Any]:
     """Read the adapter's settings. Raises ConfigError unless it is a LoRA adapter of PEFT with a list of layers."""
     try:
         settings = parse_json((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{said} has no {SETTINGS} that can be read ({error}). Type an adapter of PEFT.") from None
+        raise ConfigError(f"{setting} has no {SETTINGS} that can be read ({error}). Type an adapter of PEFT.") from None
     if settings.get("peft_type") != "LORA" or not isinstance(settings.get("target_modules"), list):
-        raise ConfigError(f"{said} is no LoRA adapter with a list of layers ({folder / SETTINGS}). Type another.")
+        raise ConfigError(f"{setting} is no LoRA adapter with a list of layers ({folder / SETTINGS}). Type another.")
     return settings

@@ -31,7 +31,7 @@ class Chat:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the user about the template; complete once chats were rendered."""
+        """Return notes for the user about the chat template; complete once chats were rendered."""
         return [f"the chat template writes a date into each prompt, here always {self.day}"] if self.writes_date else []
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
@@ -41,8 +41,8 @@ class Chat:
         """
         said = f"the chat template of {self.tokenizer.name_or_path}"
         try:
-            text = self._applied(messages, tokenize=False)
-            ids = self._applied(messages, return_dict=True)["input_ids"]
+            text = self._apply_template(messages, tokenize=False)
+            ids = self._apply_template(messages, return_dict=True)["input_ids"]
         except Exception as error:  # a template is a program and may raise anything
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ConfigError(
@@ -58,7 +58,7 @@ class Chat:
                 )
         return ids
 
-    def _applied(self, messages: list[dict[str, str]], **output: bool) -> Any:
+    def _apply_template(self, messages: list[dict[str, str]], **output: bool) -> Any:
         """Apply the template: text with tokenize=False, a dict of token ids with return_dict=True."""
 
         def strftime_now(form: str) -> str:  # replaces transformers' own, by which templates ask for the date
@@ -81,7 +81,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> int:
-    """Return the padding token's id: the tokenizer's own if the model has an embedding for it, else the end token's.
+    """Return the padding token's id: the tokenizer's if the model has an embedding for it, else the end token's.
 
     Any token would do, because padding is masked. Raises ConfigError if neither id is below `embeddings`.
     """

@@ -10,7 +10,7 @@ from qerl_lab.model.policy import Policy
 
 
 def base_tensors(policy: Policy) -> dict[str, Tensor]:
-    """Return the frozen tensors by checkpoint name, without PEFT's wrapper layers and the adapter.
+    """Return the frozen tensors of a policy's base by checkpoint name, without PEFT's wrapper layers and the adapter.
 
     Norms are converted back from float32 to the model's dtype, in which they were loaded.
     """
@@ -30,7 +30,7 @@ def base_tensors(policy: Policy) -> dict[str, Tensor]:
 
 
 def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -> dict[str, Tensor]:
-    """Return `base_tensors` with every packed Linear dequantized to `dtype`; dense layers stay as loaded.
+    """Return the policy's `base_tensors` with each packed Linear dequantized to `dtype`; dense layers stay as loaded.
 
     With `merged` a layer with an adapter becomes W + scaling * B A, added in float32 and rounded once.
     """

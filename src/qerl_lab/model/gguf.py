@@ -50,12 +50,12 @@ class Header(NamedTuple):
 
 
 def is_gguf(path: str) -> bool:
-    """Return whether a path ends in .gguf; the file need not exist."""
+    """Tell whether a path ends in .gguf; the file need not exist."""
     return path.endswith(SUFFIX)
 
 
 def existing_file(path: str, key: str) -> Path:
-    """Return the file that `path`, the value of `key`, names. Raises ConfigError if it does not exist."""
+    """Return the GGUF file that `path`, the value of `key`, names. Raises ConfigError if it does not exist."""
     file = Path(path).expanduser()
     if file.is_file():
         return file
@@ -68,14 +68,14 @@ def existing_file(path: str, key: str) -> Path:
 
 
 def folder_of(file: Path) -> Path:
-    """Return the directory that `file` is or will be unpacked to; it changes when the file changes."""
+    """Return the directory that a GGUF file is or will be unpacked to; it changes when the file changes."""
     status, place = file.stat(), file.resolve()
     key = f"{LAYOUT} {place} {status.st_size} {status.st_mtime_ns}"
     return cache_folder() / f"{file.name.removesuffix(SUFFIX)}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def header(file: Path) -> Header:
-    """Read a file's header. Raises ConfigError if the package gguf is missing or the file is damaged.
+    """Read a GGUF file's header. Raises ConfigError if the package gguf is missing or the file is damaged.
 
     gguf's own reader takes 7 s for a vocabulary of 150,000 tokens, this one half a second.
     """
@@ -89,32 +89,32 @@ def header(file: Path) -> Header:
 
 
 def _read_header(opened: BinaryIO, size: int) -> Header:
-    """Read the keys and tensor entries of a file of `size` bytes (https://github.com/ggml-org/ggml, docs/gguf.md)."""
+    """Read keys and tensor entries of a GGUF file of `size` bytes (https://github.com/ggml-org/ggml, docs/gguf.md)."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    def number(form: str) -> Any:
+    def read_number(form: str) -> Any:
         return struct.unpack(f"<{form}", opened.read(struct.calcsize(form)))[0]
 
-    def text() -> str:
-        return opened.read(min(number("Q"), MAX_TEXT_BYTES)).decode()
+    def read_text() -> str:
+        return opened.read(min(read_number("Q"), MAX_TEXT_BYTES)).decode()
 
-    def value(kind: int) -> Any:
+    def read_value(kind: int) -> Any:
         if kind == STRING:
-            return text()
+            return read_text()
         if kind == ARRAY:
-            kind, count = number("I"), number("Q")
-            return [value(kind) for _ in range(count)]
-        return number(NUMBERS[kind])
+            kind, count = read_number("I"), read_number("Q")
+            return [read_value(kind) for _ in range(count)]
+        return read_number(NUMBERS[kind])
 
-    if opened.read(4) != b"GGUF" or number("I") not in (2, 3):
+    if opened.read(4) != b"GGUF" or read_number("I") not in (2, 3):
         raise ValueError("it does not begin with GGUF and version 2 or 3")
-    tensors, keys = number("Q"), number("Q")
-    found = {text(): value(number("I")) for _ in range(keys)}
+    tensors, keys = read_number("Q"), read_number("Q")
+    found = {read_text(): read_value(read_number("I")) for _ in range(keys)}
     parameters, end, kinds = 0, 0, Counter[str]()
     for _ in range(tensors):
-        text()
-        count = math.prod([number("Q") for _ in range(number("I"))])
-        kind, offset = GGMLQuantizationType(number("I")), number("Q")
+        read_text()
+        count = math.prod([read_number("Q") for _ in range(read_number("I"))])
+        kind, offset = GGMLQuantizationType(read_number("I")), read_number("Q")
         per_block, block_bytes = GGML_QUANT_SIZES[kind]
         parameters, end = parameters + count, max(end, offset + count // per_block * block_bytes)
         kinds[kind.name] += 1
@@ -129,7 +129,7 @@ def _read_header(opened: BinaryIO, size: int) -> Header:
 
 
 def unpack(file: Path) -> Path:
-    """Return the directory of a file, unpacking it first if needed; prints a line on stderr then.
+    """Return the directory of an unpacked GGUF file, unpacking it first if needed; prints a line on stderr then.
 
     Raises ConfigError for a file that transformers cannot read.
     """
@@ -144,16 +144,16 @@ def unpack(file: Path) -> Path:
     return folder
 
 
-def _unpack_to(file: Path, folder: Path, found: Header) -> None:
-    """Unpack into a temporary directory and rename it, so that a killed process leaves no half directory."""
-    kinds = ", ".join(f"{kind} ({count})" for kind, count in found.kinds.items())
+def _unpack_to(file: Path, folder: Path, file_header: Header) -> None:
+    """Unpack to a temporary directory and rename it to `folder`, so that a killed process leaves no half of it."""
+    kinds = ", ".join(f"{kind} ({count})" for kind, count in file_header.kinds.items())
     said = f"{file.name}: tensors in {kinds}; transformers dequantizes them to {DTYPE}, kept in {folder}"
     print(said, file=sys.stderr, flush=True)
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        _dequantize(file, partial, found)
+        _dequantize(file, partial, file_header)
     except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
         shutil.rmtree(partial)
         raise ConfigError(
@@ -163,7 +163,7 @@ def _unpack_to(file: Path, folder: Path, found: Header) -> None:
     partial.rename(folder)
 
 
-def _dequantize(file: Path, folder: Path, found: Header) -> None:
+def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
     """Dequantize `file` and write model, tokenizer and `gguf.json` to `folder`."""
     import torch
     from transformers import TOKENIZER_MAPPING, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
@@ -179,28 +179,28 @@ def _dequantize(file: Path, folder: Path, found: Header) -> None:
     if not issubclass(kind, PreTrainedTokenizerFast):  # mistral-common's, where vLLM is installed, reads no GGUF
         kind = AutoTokenizer
     tokenizer = kind.from_pretrained(file.parent, gguf_file=file.name)
-    _restore_tokenizer(tokenizer, found)
+    _restore_tokenizer(tokenizer, file_header)
     model.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf", "torch")}
     about = {
-        "file": str(file.resolve()), "sha256": sha256(file), "bytes": file.stat().st_size, "tensors": found.kinds,
-        "parameters": found.parameters, "dequantized_to": DTYPE, "packages": versions,
+        "file": str(file.resolve()), "sha256": sha256(file), "bytes": file.stat().st_size, "tensors": file_header.kinds,
+        "parameters": file_header.parameters, "dequantized_to": DTYPE, "packages": versions,
     }  # fmt: skip
     (folder / UNPACKED).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
-def _restore_tokenizer(tokenizer: "PreTrainedTokenizerFast", found: Header) -> None:
-    """Restore tokenizer settings of the file that transformers 5.17 drops for the llama architecture, in place.
+def _restore_tokenizer(tokenizer: "PreTrainedTokenizerFast", file_header: Header) -> None:
+    """Restore in place the file's tokenizer settings that transformers 5.17 drops for the llama architecture.
 
     Without this eos becomes the file's bos, user-defined tokens are split, and decoded text loses a leading space.
     """
     from tokenizers import AddedToken, decoders
 
-    for name, number in found.special_ids.items():
+    for name, number in file_header.special_ids.items():
         setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
-    unsplit = tokenizer.convert_ids_to_tokens(found.unsplit_ids)
+    unsplit = tokenizer.convert_ids_to_tokens(file_header.unsplit_ids)
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in unsplit])
-    if found.is_byte_level:
+    if file_header.is_byte_level:
         tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     tokenizer.clean_up_tokenization_spaces = False

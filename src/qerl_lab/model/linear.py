@@ -66,23 +66,23 @@ class PackedLinear(nn.Linear):
         """
         # Not register_buffer: bitsandbytes calls its packed tensor `weight`, which is a property here.
         self._buffers.clear()
-        self._buffers.update({_attribute(name): tensor for name, tensor in tensors.items()})
+        self._buffers.update({_buffer_name(name): tensor for name, tensor in tensors.items()})
         self._held_names, self.form = tuple(tensors), form
         self._make_decoder()
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # nn.Linear has a parameter by this name
-        """The packed codes. PEFT reads the device here, and the adapter's dtype from `compute_dtype`."""
+        """Return the packed codes, because PEFT reads the device here (and the dtype from `compute_dtype`)."""
         return next(iter(self.held().values()))
 
     def packed(self) -> dict[str, Tensor]:
-        """Return the packed tensors by checkpoint name, converted from the engine's layout if needed."""
+        """Return the weight's packed tensors by checkpoint name, converted from an engine's layout if needed."""
         return self.held() if self.form is None else self.form.stored(self.held())
 
     def held(self) -> dict[str, Tensor]:
-        """Return the buffers that hold the weight."""
+        """Return the buffers that hold the weight, by name, in the layout in which they are held."""
         # Not get_buffer: it would find the property `weight` instead of NF4's tensor of that name.
-        return {name: cast(Tensor, self._buffers[_attribute(name)]) for name in self._held_names}
+        return {name: cast(Tensor, self._buffers[_buffer_name(name)]) for name in self._held_names}
 
     def packed_bytes(self) -> int:
         """Return the bytes of this layer's packed tensors, without bias and dense cache."""
@@ -90,7 +90,7 @@ class PackedLinear(nn.Linear):
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
 
     def _make_decoder(self) -> None:
-        """Make the decoder of the packed tensors, and drop the cached dense weight.
+        """Make the decoder of the held tensors, and drop the cached dense weight.
 
         At once, because torch.compile cannot read the decoder's constants from a GPU later.
         """
@@ -100,7 +100,7 @@ class PackedLinear(nn.Linear):
             self.decoder: Decoder = read.decoder(self.held(), (self.out_features, self.in_features))
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
-        """Return W' `[N, K]` in `dtype`."""
+        """Return the dense weight W' `[N, K]` in `dtype`, without alpha."""
         if dtype in self._dense:
             return self._dense[dtype]
         dense = self.decoder.unpack(_checked_dtype(dtype))
@@ -109,7 +109,7 @@ class PackedLinear(nn.Linear):
         return dense
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply by the packed weight: `[..., K]` to `[..., N]`.
+        """Compute y[..., N] from `input` [..., K] with the packed weight and the bias.
 
         Under autocast: computed and returned in its dtype. Otherwise computed in `compute_dtype`, returned in the
         input's dtype.
@@ -121,10 +121,11 @@ class PackedLinear(nn.Linear):
         return output if dtype else output.to(input.dtype)
 
     def extra_repr(self) -> str:
+        """Override torch's hook: describe the layer in a printed model."""
         return f"{super().extra_repr()}, weight_format={self.weight_format.NAME}, dense_cache={self.dense_cache}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move with the model. A change of dtype affects only `compute_dtype` and the bias."""
+        """Override torch's hook: move with the model; a change of dtype affects only `compute_dtype` and the bias."""
         probe = fn(torch.empty(1, dtype=self.compute_dtype, device=self.weight.device))
         self.compute_dtype = _checked_dtype(probe.dtype)
         if self.form is not None and probe.device != self.weight.device:
@@ -143,9 +144,10 @@ class PackedLinear(nn.Linear):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        """Override torch's hook: save the packed tensors under checkpoint names."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self._held_names:
-            destination[prefix + name] = destination.pop(prefix + _attribute(name))
+            destination[prefix + name] = destination.pop(prefix + _buffer_name(name))
 
 
 class _PackedProduct(torch.autograd.Function):
@@ -156,12 +158,14 @@ class _PackedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: PackedLinear) -> Tensor:
+        """Compute y[..., N] from x[..., K] for autograd, saving the layer instead of a dense weight."""
         ctx.layer, ctx.dtype = layer, x.dtype
         return scaled_linear(x, layer.unpack(x.dtype), layer.decoder.alpha, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None]:
+        """Compute the gradient of x from that of y, unpacking the weight again."""
         with autocast_off(grad_y):
             grad_x = scaled_linear(grad_y, ctx.layer.unpack(ctx.dtype).t(), ctx.layer.decoder.alpha)
         return grad_x, None, None
@@ -183,13 +187,13 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
-    """Switch autocast off for a backward pass if its forward pass ran without it."""
+    """Context manager: switch autocast off for a backward pass if its forward pass ran without it."""
     on = autocast_dtype(x.device) not in (None, x.dtype)
     return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
 
 
 def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
-    """List the Linears that a format packs; the model may be on the meta device.
+    """List the names of the Linears that a format packs; the model may be on the meta device.
 
     Raises ValueError if one is packed already.
     """
@@ -205,14 +209,14 @@ def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
 
 
 def packed_head(model: "PreTrainedModel", weight_format: Format, ignore: Iterable[str]) -> str | None:
-    """Return the output layer's name if it would be packed, which is an error: the loss needs its dense weight."""
+    """Return the output layer's name if it would be packed, else None; packed is an error: the loss needs it dense."""
     head = model.get_output_embeddings()
     names = packable(model, ignore) if weight_format.BLOCK is not None else []
     return next((name for name in names if model.get_submodule(name) is head), None)
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
-    """Return the packed layers by checkpoint name, without PEFT's `.base_layer`."""
+    """Return a model's packed layers by checkpoint name, without PEFT's `.base_layer`."""
     return {
         name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()
         if isinstance(layer, PackedLinear)
@@ -232,7 +236,7 @@ def weight_bytes(model: nn.Module) -> WeightBytes:
 
 
 def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Format) -> None:
-    """Pack `weights`, the parts of one fused layer by Linear name, into the model, removing them from `weights`.
+    """Pack one fused layer into the model; `weights`, its parts by Linear name, are removed from the dict.
 
     The weights come in their stored dtype. A layer computes in the dtype of the Linear it replaces, which may be on the
     meta device. No dense weight stays referenced. Under a dense format the Linear stays, with its weight rounded.
@@ -249,7 +253,7 @@ def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Form
 
 
 def fused_groups(names: list[str]) -> Iterator[list[str]]:
-    """Group layer names, in order, by parent and fused layer."""
+    """Yield layer names grouped by the fused layer that engines make of them (q/k/v, gate/up), in order."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
         parent, _, leaf = name.rpartition(".")
@@ -258,8 +262,8 @@ def fused_groups(names: list[str]) -> Iterator[list[str]]:
     yield from groups.values()
 
 
-def _attribute(checkpoint_name: str) -> str:
-    """Return the buffer name of a checkpoint tensor, because torch allows no dot in it."""
+def _buffer_name(checkpoint_name: str) -> str:
+    """Return the attribute name of a checkpoint tensor's buffer, because torch allows no dot in it."""
     return checkpoint_name.replace(".", "__")
 
 

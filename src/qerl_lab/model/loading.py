@@ -31,21 +31,24 @@ class TensorSource(Protocol):
     """Tensors by checkpoint name; `weight_files.WeightFiles` implements it."""
 
     @property
-    def names(self) -> Collection[str]: ...
+    def names(self) -> Collection[str]:
+        """Return the names of all tensors."""
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the tensor `name`."""
 
-    def dtype(self, name: str) -> torch.dtype: ...
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of the tensor `name`."""
 
     def tensor(self, name: str, device: torch.device | str) -> Tensor:
-        """Return the tensor on `device`, keeping no reference to it."""
+        """Return the tensor `name` on `device`, keeping no reference to it."""
 
     def where(self, name: str) -> str:
-        """Say where the tensor comes from, for messages."""
+        """Return where the tensor `name` comes from, for messages."""
 
 
 def stored_as(folder: Path) -> PackedAs | None:
-    """Return how the weights in `folder` are packed according to config.json, None if they are dense.
+    """Return how the weights in `folder` are packed according to its config.json, None if they are dense.
 
     The rounding rule (scale_rule, exponent_rule) comes from quality.json, which only the lab's checkpoints have. Raises
     ValueError, naming the file, if config.json is missing or describes an unsupported layout.
@@ -64,22 +67,22 @@ def stored_as(folder: Path) -> PackedAs | None:
     return packed_as._replace(weight_format=replace(own, **unknown))
 
 
-def refuse_packed(folder: Path, said: str, why: str) -> None:
-    """Raise ConfigError, beginning with `said`, unless `folder` holds a dense model with a chat template.
+def refuse_packed(folder: Path, setting: str, why: str) -> None:
+    """Raise ConfigError, beginning with `setting`, unless `folder` holds a dense model with a chat template.
 
     `why` says what the dense model is needed for and what to type.
     """
-    on_disk.check_files(folder, said)
-    on_disk.check_chat_template(folder, said)
+    on_disk.check_files(folder, setting)
+    on_disk.check_chat_template(folder, setting)
     if stored_as(folder) is not None:
-        raise ConfigError(f"{said} is packed; allowed: the dense model, {why}")
+        raise ConfigError(f"{setting} is packed; allowed: the dense model, {why}")
 
 
 def load_model(
     config: PretrainedConfig, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device,
     dtype: torch.dtype,
 ) -> PreTrainedModel:  # fmt: skip
-    """Create an `empty_model` and `fill` it."""
+    """Create a model on the meta device (`empty_model`) and load its weights (`fill`)."""
     model = empty_model(config, dtype)
     fill(model, source, packed_as, is_packed=is_packed, device=device)
     return model
@@ -168,7 +171,7 @@ def _dense_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 
 
 def tied(model: PreTrainedModel) -> list[str]:
-    """List the duplicate names of tied parameters, which a checkpoint may omit."""
+    """List the duplicate names of a model's tied parameters, which a checkpoint may omit."""
     once = dict(model.named_parameters())
     return [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in once]
 

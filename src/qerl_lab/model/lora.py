@@ -22,6 +22,7 @@ class LoraLinear(Linear):
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Override PEFT's hook: compute base and adapter, as one operation if the adapter is plain."""
         active = self.active_adapters
         if args or kwargs or len(active) != 1 or not self._is_plain(active[0]):
             return super().forward(x, *args, **kwargs)
@@ -35,7 +36,7 @@ class LoraLinear(Linear):
         return y if dtype else y.to(x.dtype)
 
     def _is_plain(self, adapter: str) -> bool:
-        """Return whether `_LoraProduct` computes this adapter: plain LoRA, active, no dropout, frozen plain base."""
+        """Tell whether `_LoraProduct` computes this adapter: plain LoRA, active, no dropout, frozen plain base."""
         return not (
             adapter not in self.lora_A
             or adapter in self.lora_variant
@@ -52,7 +53,7 @@ class PackedLoraLinear(LoraLinear):
     """LoRA on a packed base, into which it cannot be merged."""
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
-        """Raise ValueError, because the sum of base and adapter cannot be stored in the format."""
+        """Override PEFT's hook: raise ValueError, because the format cannot store the sum of base and adapter."""
         raise ValueError(
             f"cannot merge LoRA into a {self.get_base_layer().weight_format.NAME} weight: keep the adapter apart "
             "(save_pretrained), or merge it into a dense model"
@@ -68,7 +69,8 @@ class _LoraProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, A: Tensor, B: Tensor, scaling: float, base: nn.Linear) -> Tensor:
-        weight, alpha = _operand(base, x.dtype)
+        """Compute y[M, N] from x[M, K] for autograd, base and adapter together."""
+        weight, alpha = _scaled_weight(base, x.dtype)
         bias = None if base.bias is None else base.bias.to(x.dtype)
         inner = x @ A.t()
         ctx.save_for_backward(x, inner, A, B)
@@ -78,6 +80,7 @@ class _LoraProduct(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
+        """Compute the gradients of x, A and B from that of y."""
         x, inner, A, B = ctx.saved_tensors
         with autocast_off(grad_y):
             grad_inner = scaled_linear(grad_y, B.t(), ctx.scaling)
@@ -85,7 +88,7 @@ class _LoraProduct(torch.autograd.Function):
             grad_B = scaled_linear(grad_y.t(), inner.t(), ctx.scaling)
             if not ctx.needs_input_grad[0]:
                 return None, grad_A, grad_B, None, None
-            weight, alpha = _operand(ctx.base, x.dtype)
+            weight, alpha = _scaled_weight(ctx.base, x.dtype)
             grad_x = _add_product(scaled_linear(grad_y, weight.t(), alpha), grad_inner, A)
         return grad_x, grad_A, grad_B, None, None
 
@@ -100,8 +103,8 @@ def _add_product(y: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0) -> Tenso
     return y.addmm_(a, b, alpha=scaling)
 
 
-def _operand(base: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """Return `(W', alpha)` with W = alpha * W'."""
+def _scaled_weight(base: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """Return `(W', alpha)` of a base layer, dense or packed, with W = alpha * W'."""
     if isinstance(base, PackedLinear):
         return base.unpack(dtype), base.decoder.alpha
     return base.weight.to(dtype), 1.0

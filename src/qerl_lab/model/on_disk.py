@@ -34,6 +34,7 @@ class Layer(NamedTuple):
 
     @property
     def is_linear(self) -> bool:
+        """Tell whether the layer is a Linear."""
         return len(self.shape) == 2 and not re.search(r"embed|\bwte\b|\bwpe\b", self.name)
 
 
@@ -72,35 +73,35 @@ def check_content(cfg: RunConfig) -> None:
 
 
 def check(folder: Path, cfg: RunConfig) -> None:
-    """Raise ConfigError if the model in `folder` cannot serve this run.
+    """Raise ConfigError if the model in `folder` cannot serve this run, judged by its files alone.
 
     Reasons: a missing file, no layer of a configured name, an output layer that would be packed, texts longer than the
     model's context.
     """
-    said = f"model.path={cfg.model.path}"
-    check_files(folder, said)
-    check_chat_template(folder, said)
+    setting = f"model.path={cfg.model.path}"
+    check_files(folder, setting)
+    check_chat_template(folder, setting)
     found = layers(folder)
-    _check_names(found, cfg, said)
-    config = read_json(folder / "config.json", said)
+    _check_names(found, cfg, setting)
+    config = read_json(folder / "config.json", setting)
     is_dense, is_tied = "quantization_config" not in config, config.get("tie_word_embeddings") is not False
     name, rules = noted_rounding(folder)
     if name and not is_dense:  # checkpoints of other programs are compared when they are loaded
         check_rounding(cfg, name, rules)
     if is_dense and not is_tied and cfg.format.name != DENSE_FORMAT and not is_ignored(HEAD, cfg.format.ignore):
         raise packed_head_refusal(cfg, HEAD)
-    _check_context(config, cfg, said)
+    _check_context(config, cfg, setting)
 
 
 def noted_rounding(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return the format and the rounding rules that the quantize command noted in its checkpoint; else "" and {}."""
+    """Return format name and rounding rules from the quantize command's note in its checkpoint, else "" and {}."""
     file = folder / QUALITY
     about = read_json(file) if file.is_file() else {}
     return about.get("format", ""), about.get("options", {})
 
 
 def check_rounding(cfg: RunConfig, name: str, rules: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the run's format or rounding rule differs from the packed directory's."""
+    """Raise ConfigError if the run's format or rounding rule differs from those of the packed directory."""
     said = f"model.path={cfg.model.path} is packed in {name}"
     if name != cfg.format.name:
         arms = f"an experiment with that format, for example +experiment={name}, "
@@ -117,7 +118,7 @@ def check_rounding(cfg: RunConfig, name: str, rules: Mapping[str, Any]) -> None:
 
 
 def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:
-    """Return the error for a format that would pack the output layer `head`, which is not tied to the embedding."""
+    """Return the ConfigError for a format that would pack the output layer `head`, not tied to the embedding."""
     remedy = shlex.quote(f"format.ignore={spell_list([*cfg.format.ignore, head])}")
     return ConfigError(
         f"format.ignore={cfg.format.ignore} would pack {head} in {cfg.format.name}, and the loss reads the dense "
@@ -125,22 +126,22 @@ def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:
     )
 
 
-def check_files(folder: Path, said: str) -> None:
+def check_files(folder: Path, setting: str) -> None:
     """Raise ConfigError if config.json, weights or tokenizer are missing, or there are two sets of weights."""
-    read_json(folder / "config.json", said)
+    read_json(folder / "config.json", setting)
     names = {path.name for path in folder.iterdir()}
     listed_files(folder)
     if not names & {INDEX, SINGLE}:
         raise ConfigError(
-            f"{said} holds no weights in safetensors; allowed: {SINGLE}, or {INDEX} and its files (other kinds can "
+            f"{setting} holds no weights in safetensors; allowed: {SINGLE}, or {INDEX} and its files (other kinds can "
             "run code). Type the path of a model that was saved as safetensors."
         )
     if not names & set(TOKENIZERS):
-        raise ConfigError(f"{said} holds no tokenizer; allowed: tokenizer.json beside the weights. Copy it there.")
+        raise ConfigError(f"{setting} holds no tokenizer; allowed: tokenizer.json beside the weights. Copy it there.")
 
 
 def listed_files(folder: Path) -> dict[str, Path] | None:
-    """Return the file of each tensor from the index of `folder`; None without an index (all weights in one file).
+    """Return each tensor's file from the weight index of `folder`; None without one (all weights in one file).
 
     Raises ConfigError for an unreadable index, and for a folder with both kinds of weights, where the lab would read
     the shards and transformers the single file. An index that lists only that file is allowed.
@@ -159,29 +160,29 @@ def listed_files(folder: Path) -> dict[str, Path] | None:
     return {name: folder / file for name, file in weight_map.items()}
 
 
-def read_json(file: Path, said: str | None = None) -> dict[str, Any]:
-    """Read a JSON object of the model that `said` names. Raises ConfigError, naming the file, for anything else."""
+def read_json(file: Path, setting: str | None = None) -> dict[str, Any]:
+    """Read a JSON object of a model. Raises ConfigError, naming `setting` or the file, for anything else."""
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
         if isinstance(content, dict):
             return content
     except FileNotFoundError:
         raise ConfigError(
-            f"{said or file.parent} holds no {file.name}, so it is no model directory. Type one that has it."
+            f"{setting or file.parent} holds no {file.name}, so it is no model directory. Type one that has it."
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as JSON ({error}). Download or save the model again.") from None
     raise ConfigError(f"{file} holds no JSON object. Download or save the model again.")
 
 
-def check_chat_template(folder: Path, said: str) -> None:
-    """Raise ConfigError, beginning with `said`, if `folder` has no chat template."""
+def check_chat_template(folder: Path, setting: str) -> None:
+    """Raise ConfigError, beginning with `setting`, if `folder` has no chat template."""
     if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return
     settings = folder / "tokenizer_config.json"
-    if not settings.is_file() or not read_json(settings, said).get("chat_template"):
+    if not settings.is_file() or not read_json(settings, setting).get("chat_template"):
         raise ConfigError(
-            f"{said} has no chat template, and questions are asked as a chat; allowed: chat_template.jinja, or "
+            f"{setting} has no chat template, and questions are asked as a chat; allowed: chat_template.jinja, or "
             "chat_template in tokenizer_config.json. Type an instruction-tuned model, or put a template beside it."
         )
 
@@ -200,7 +201,7 @@ def context_tokens(config: dict[str, Any]) -> int | None:
     return max(positions, int(unstretched * (rope.get("factor") or 1)))
 
 
-def _check_context(config: dict[str, Any], cfg: RunConfig, said: str) -> None:
+def _check_context(config: dict[str, Any], cfg: RunConfig, setting: str) -> None:
     """Raise ConfigError if prompt and completion can exceed the model's context."""
     prompt, completion = cfg.rollout.max_prompt_tokens, cfg.rollout.max_completion_tokens
     context = context_tokens(config)
@@ -215,34 +216,35 @@ def _check_context(config: dict[str, Any], cfg: RunConfig, said: str) -> None:
         remedy = f"rollout.max_prompt_tokens={half} rollout.max_completion_tokens={context - half}"
     raise ConfigError(
         f"rollout.max_prompt_tokens={prompt} and rollout.max_completion_tokens={completion} are {prompt + completion} "
-        f"tokens, and {said} was made for {context} (its config.json: max_position_embeddings and rope scaling). "
+        f"tokens, and {setting} was made for {context} (its config.json: max_position_embeddings and rope scaling). "
         f"Type {remedy}."
     )
 
 
-def _check_names(found: Sequence[Layer], cfg: RunConfig, said: str) -> None:
+def _check_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) -> None:
     """Raise ConfigError if a configured layer name (LoRA targets, noisy norms, ignored layers) is not in the model."""
-    linears = [layer.name for layer in found if layer.is_linear]
-    norms = sorted({layer.name.rpartition(".")[2] for layer in found if len(layer.shape) == 1})
+    linears = [layer.name for layer in in_model if layer.is_linear]
+    norms = sorted({layer.name.rpartition(".")[2] for layer in in_model if len(layer.shape) == 1})
     last_parts = sorted({name.rpartition(".")[2] for name in linears} - {HEAD})
     for entry in cfg.lora.target_modules:
         if not any(name == entry or name.endswith(f".{entry}") for name in linears):
-            _refuse("lora.target_modules", entry, said, "Linear layer", last_parts)
+            _refuse_layer_name("lora.target_modules", entry, setting, "Linear layer", last_parts)
     for entry in cfg.aqn.norms:
         if entry not in norms:
-            _refuse("aqn.norms", entry, said, "norm", norms)
+            _refuse_layer_name("aqn.norms", entry, setting, "norm", norms)
     for entry in cfg.format.ignore:
         if entry != HEAD and not any(is_ignored(name, [entry]) for name in linears):
-            _refuse("format.ignore", entry, said, "Linear layer", [*last_parts, "re:PATTERN"])
+            _refuse_layer_name("format.ignore", entry, setting, "Linear layer", [*last_parts, "re:PATTERN"])
 
 
-def _refuse(key: str, entry: str, said: str, kind: str, allowed: list[str]) -> None:
+def _refuse_layer_name(key: str, entry: str, setting: str, kind: str, allowed: list[str]) -> None:
+    """Raise ConfigError for an entry of `key` that names no layer of the model."""
     hint = did_you_mean(entry, allowed) or f" Type for example {key}=[{allowed[0]}]." if allowed else ""
-    raise ConfigError(f"{key}: {entry!r} is no {kind} of {said}; allowed: {', '.join(allowed)}.{hint}")
+    raise ConfigError(f"{key}: {entry!r} is no {kind} of {setting}; allowed: {', '.join(allowed)}.{hint}")
 
 
 def is_ignored(name: str, ignore: Sequence[str]) -> bool:
-    """Return whether the module `name` is left dense.
+    """Tell whether the module `name` is left dense.
 
     An entry is a full name, the last parts of a name, a parent module, or `re:` and a pattern that matches from the
     beginning, as in compressed-tensors.
@@ -257,7 +259,7 @@ def is_ignored(name: str, ignore: Sequence[str]) -> bool:
 
 @cache
 def layers(folder: Path) -> tuple[Layer, ...]:
-    """List all modules with a weight from the file headers. Raises ConfigError for a file without a valid header."""
+    """List a model's modules with a weight from the file headers. Raises ConfigError for an invalid header."""
     found = []
     for file in sorted({*(listed_files(folder) or {SINGLE: folder / SINGLE}).values()}):
         for name, entry in read_safetensors_header(file)[0].items():

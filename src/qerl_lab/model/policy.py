@@ -45,6 +45,7 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
+        """Return the device that holds the policy."""
         return next(iter(self.clean_norms.values())).device
 
     @property
@@ -59,7 +60,7 @@ class Policy:
 
     @contextmanager
     def norms_as(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """Use other norm weights (by name) within the context. Swaps pointers, copies nothing."""
+        """Context manager: use other norm weights (by name). Swaps pointers, copies nothing."""
         own = {name: norm.data for name, norm in self.norms.items()}
         try:
             for name, norm in self.norms.items():
@@ -71,7 +72,7 @@ class Policy:
 
     @contextmanager
     def as_sampler(self, norms: dict[str, Tensor]) -> Iterator[None]:
-        """Evaluate with these norm weights (by name) within the context: no dropout, no gradients."""
+        """Context manager: evaluate with these norm weights (by name), without dropout and gradients."""
         training = self.model.training
         self.model.eval()
         try:
@@ -82,6 +83,7 @@ class Policy:
 
     @cached_property
     def chat(self) -> Chat:
+        """Return the renderer of chats with the tokenizer's template."""
         return Chat(self.tokenizer)
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
@@ -89,18 +91,18 @@ class Policy:
         return self.chat.prompt_ids(messages)
 
     def prompt(self, prompt_ids: list[int]) -> str:
-        """Decode a prompt, special tokens included."""
+        """Decode a prompt to text, special tokens included."""
         return self.tokenizer.decode(prompt_ids)
 
     def decode(self, completion_ids: list[int]) -> str:
-        """Decode a completion without end and padding tokens.
+        """Decode a completion to text, without end and padding tokens.
 
         Other special tokens stay, because some tokenizers hold words such as `<think>` as one.
         """
-        return self.tokenizer.decode([token for token in completion_ids if token not in self._dropped_ids])
+        return self.tokenizer.decode([token for token in completion_ids if token not in self._end_and_padding_ids])
 
     @cached_property
-    def _dropped_ids(self) -> frozenset[int]:
+    def _end_and_padding_ids(self) -> frozenset[int]:
         return frozenset({*self.end_ids(), self.tokenizer.pad_token_id})
 
     def end_ids(self) -> list[int]:
@@ -111,14 +113,14 @@ class Policy:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device for `device=`. Raises ConfigError if it is not available."""
+    """Return the torch device for the setting `device=`. Raises ConfigError if it is not available."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda was given and torch sees no GPU here. Type device=cpu, or device=auto.")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def compute_dtype(cfg: RunConfig, device: torch.device) -> torch.dtype:
-    """Return the compute dtype of the base from `model.dtype`; auto is bfloat16 on a GPU, float32 on a CPU."""
+    """Return the base's compute dtype for `model.dtype`; auto is bfloat16 on a GPU, float32 on a CPU."""
     if cfg.model.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, cfg.model.dtype)
@@ -139,7 +141,7 @@ def build(cfg: RunConfig, device: torch.device) -> Policy:
 
 
 def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict[str, nn.Module]:
-    """Return the norms of `model` named in `names` (last part of the layer name), by full name.
+    """Find the norms of `model` that get noise: those named in `names` (last part), by full name.
 
     The paper adds noise to norms that feed linear layers: q, k, v, and gate, up. Their names differ between models: in
     Gemma 2 `post_attention_layernorm` follows the attention, and `pre_feedforward_layernorm` feeds gate and up.
@@ -150,11 +152,11 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
     Raises:
         ConfigError: the model lacks a module of a name, or it feeds no linear layer.
     """
-    found = {name: module for name, module in model.named_modules() if _last(name) in names}
+    found = {name: module for name, module in model.named_modules() if _last_part(name) in names}
     feeding = _norms_before_linears(model)
-    missing = sorted(set(names) - {_last(name) for name in found})
+    missing = sorted(set(names) - {_last_part(name) for name in found})
     if wrong := [*missing, *(name for name in found if name not in feeding)]:
-        allowed = sorted({_last(name) for name in feeding})
+        allowed = sorted({_last_part(name) for name in feeding})
         remedy = f" Type aqn.norms={spell_list(allowed)}." if allowed else ""
         raise ConfigError(
             f"aqn.norms={spell_list(names)}: in {path} {wrong[0]} feeds no linear layer, and noise belongs on the "
@@ -163,7 +165,7 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
     return found
 
 
-def _last(name: str) -> str:
+def _last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
@@ -245,7 +247,7 @@ def _load_weights(cfg: RunConfig, folder: Path, device: torch.device) -> PreTrai
 
 
 def _check_agreement(cfg: RunConfig, stored: PackedAs, model: PreTrainedModel) -> None:
-    """Raise ConfigError if a packed directory's format, options or ignored layers differ from the run's."""
+    """Raise ConfigError if the format, options or ignored layers of a packed directory differ from the run's."""
     name = stored.weight_format.NAME
     check_rounding(cfg, name, {key: value for key, value in asdict(stored.weight_format).items() if value is not None})
     here, there = ({*packable(model, ignore)} for ignore in (cfg.format.ignore, stored.ignore))
@@ -259,7 +261,7 @@ def _check_agreement(cfg: RunConfig, stored: PackedAs, model: PreTrainedModel) -
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:
-    """Write the adapter in PEFT's layout."""
+    """Write the model's adapter to `folder` in PEFT's layout."""
     model.save_pretrained(folder)
     make_readable([folder / WEIGHTS])
 
@@ -279,7 +281,7 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
 
 
 def load_start_adapter(model: PeftModel, folder: Path) -> None:
-    """Load an adapter of another run. Raises ConfigError unless its matrices match the model's in name and shape."""
+    """Load another run's adapter into the model. Raises ConfigError unless its matrices match in name and shape."""
     own = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
     held = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(folder).items()}
     if differ := sorted(name for name in own.keys() | held.keys() if own.get(name) != held.get(name)):

@@ -50,7 +50,7 @@ class WeightFiles:
                     f"{file} is missing; allowed: {SINGLE}, or {index} and the files that it lists (safetensors only: "
                     "other kinds of files can run code)"
                 )
-            self._stored |= _header(file)
+            self._stored |= _read_header(file)
         held = {name: stored.file for name, stored in self._stored.items()}
         if listed is not None and held != listed:
             name = min(name for name, _ in held.items() ^ listed.items())
@@ -61,16 +61,19 @@ class WeightFiles:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensor names, file by file, in stored order."""
+        """Return all tensor names, file by file, in stored order."""
         return tuple(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the tensor `name`."""
         return self._stored[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of the tensor `name`."""
         return self._stored[name].dtype
 
     def bytes(self, name: str) -> int:
+        """Return the size of the tensor `name` in bytes."""
         return torch.Size(self.shape(name)).numel() * self.dtype(name).itemsize
 
     def where(self, name: str) -> str:
@@ -79,12 +82,12 @@ class WeightFiles:
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """Read one tensor into its own memory, so that later changes of the file do not change it."""
-        with safe_open(self._stored[name].file, framework="pt", device=_numbered(torch.device(device))) as opened:
+        with safe_open(self._stored[name].file, framework="pt", device=_device_name(torch.device(device))) as opened:
             tensor = opened.get_tensor(name)
         return tensor.clone() if tensor.device.type == "cpu" else tensor  # on a CPU it is a view of the mapped file
 
 
-def _numbered(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     """Return the device in safetensors' notation, where plain cuda means the first GPU, not the current one."""
     return f"cuda:{torch.cuda.current_device()}" if device == torch.device("cuda") else str(device)
 
@@ -114,16 +117,16 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
         raise not_loaded(f"{key}={path}", error) from error
 
 
-def not_loaded(said: str, error: Exception) -> ConfigError:
-    """Return the error for a model, given by the word `said`, that could not be loaded."""
+def not_loaded(setting: str, error: Exception) -> ConfigError:
+    """Return the ConfigError for a model, given by the override `setting`, that could not be loaded."""
     return ConfigError(
-        f"{said} could not be loaded ({type(error).__name__}: {first_line(error)}). "
+        f"{setting} could not be loaded ({type(error).__name__}: {first_line(error)}). "
         "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."
     )
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy tokenizer, chat template, licence and generation config; not weights, config.json or the lab's records."""
+    """Copy tokenizer, chat template, licence and generation config; not weights, config.json or lab records."""
     for file in sorted(source.iterdir()):
         is_wanted = file.suffix in _COMPANIONS or file.name.startswith(("LICENSE", "NOTICE"))
         is_wanted = is_wanted and file.name not in ("config.json", *RECORDS)
@@ -136,7 +139,7 @@ def lab_records(folder: Path) -> dict[str, Any]:
     return {name: read_json(folder / name) for name in RECORDS if (folder / name).is_file()}
 
 
-def _header(file: Path) -> dict[str, _Stored]:
+def _read_header(file: Path) -> dict[str, _Stored]:
     """Read the tensor entries of one file in stored order. Raises ValueError if the file is damaged or truncated."""
     try:
         with safe_open(file, framework="pt") as opened:

@@ -6,7 +6,7 @@ from qerl_lab.rollout.engine import Engine
 
 
 def build(cfg: RunConfig, policy: Policy) -> Engine:
-    """Build the engine named by `rollout.engine`, synced to `policy` without noise.
+    """Build the engine that `rollout.engine` names, with the weights of `policy` and no noise.
 
     Imports only that engine. Raises ValueError for an unknown name.
     """

@@ -1,4 +1,7 @@
-"""The interface of a rollout engine, its inputs and outputs. tests/unit/rollout/test_contract.py tests every engine."""
+"""The interface of a rollout engine, its inputs and outputs. tests/unit/rollout/test_contract.py tests every engine.
+
+Suffixes name the axes of ragged lists: `x_P` is a list by prompt, `x_P_G` by prompt and completion of its group.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -25,7 +28,7 @@ class Sampling:
     first: int = 0
 
     def seeds(self, prompts: int) -> list[int]:
-        """Return a seed for each prompt by its global index, so that any engine draws the same for it."""
+        """Return a sampling seed for each prompt, derived from its global index, so that any engine draws the same."""
         generator = random.Random(self.seed)
         return [generator.getrandbits(62) for _ in range(self.first + prompts)][self.first :]
 
@@ -53,6 +56,7 @@ class Rollout:
 
     @property
     def tokens(self) -> int:
+        """Return the number of completion tokens."""
         return sum(len(ids) for group in self.completion_ids_P_G for ids in group)
 
 
@@ -89,7 +93,7 @@ OnDone = Callable[[int], None]
 
 
 def do_nothing(count: int) -> None:
-    """Do nothing; the default of `on_done`."""
+    """Do nothing: the default `on_done` callback of `Engine.generate`."""
 
 
 class Engine(Protocol):
@@ -97,7 +101,7 @@ class Engine(Protocol):
 
     @property
     def linear_backend(self) -> str | None:
-        """Name of the kernel for 4-bit products, as in `rollout.vllm`; None if there is no choice."""
+        """Return the name of the kernel for 4-bit products, as in `rollout.vllm`; None if there is no choice."""
 
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
@@ -108,7 +112,7 @@ class Engine(Protocol):
         """
 
     def sync(self, noise: Noise) -> None:
-        """Take over the policy's adapter and its clean norms plus `noise` (`aqn.CLEAN` for none).
+        """Copy the policy's current adapter, and its clean norms plus `noise` (`aqn.CLEAN` for none), to the engine.
 
         Raises EngineFailed.
         """

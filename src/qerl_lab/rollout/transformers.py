@@ -24,17 +24,18 @@ class TransformersEngine:
         self.sync(CLEAN)
 
     def sync(self, noise: Noise) -> None:
-        """Draw the noisy norms. The adapter is shared with the policy and needs no transfer."""
+        """Draw the noisy norms; nothing is copied, because the adapter is shared with the policy."""
         self._norms = noise.onto_norms(self.policy.clean_norms)
 
     def sleep(self) -> None:
-        """Do nothing; no memory is held between rollouts."""
+        """Do nothing, because no memory is held between rollouts."""
 
     def norms(self) -> dict[str, Tensor]:
+        """Return the noisy norm weights by full layer name."""
         return self._norms
 
     def held(self) -> dict[str, int]:
-        """Return nothing: weights belong to the policy, the cache lives only during a rollout."""
+        """Return no bytes, because the weights are the policy's and the cache lives only during a rollout."""
         return {}
 
     def close(self) -> None:
@@ -52,7 +53,7 @@ class TransformersEngine:
             torch.manual_seed(sampling.seed + sampling.first)  # `first`: engines that share prompts draw apart
             rows = []
             for at in range(0, len(flat), self.batch_size):
-                part = self._batch(flat[at : at + self.batch_size], sampling)
+                part = self._generate_batch(flat[at : at + self.batch_size], sampling)
                 rows += part
                 on_done(len(part))
         grouped = [rows[at : at + group_size] for at in range(0, len(rows), group_size)]
@@ -66,7 +67,9 @@ class TransformersEngine:
             seconds=time.perf_counter() - started,
         )
 
-    def _batch(self, prompts: list[list[int]], sampling: Sampling) -> list[tuple[list[int], list[float], str, float]]:
+    def _generate_batch(
+        self, prompts: list[list[int]], sampling: Sampling
+    ) -> list[tuple[list[int], list[float], str, float]]:
         """Generate one batch. Returns each prompt's completion ids, log-probs, finish reason and summed entropy."""
         ids, mask = left_padded(prompts, self.policy.tokenizer.pad_token_id, self.policy.device)
         is_drawn, ends = sampling.temperature > 0, self.policy.end_ids()
@@ -105,25 +108,25 @@ class Recorder(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Record this step's entropy, and the log-prob of the token that was sampled in the last step."""
-        self._take(input_ids[:, -1])
+        self._record_logprobs(input_ids[:, -1])
         self._scores = (scores.float() / self.temperature).log_softmax(-1)
         self.entropies.append(-(self._scores.exp() * self._scores).sum(-1))
         # A NaN makes a whole row NaN, and sampling from it would kill a GPU process. The NaN entropy tells the caller.
         return scores.masked_fill_(self._scores[:, :1].isnan(), 0.0)
 
-    def _take(self, sampled: Tensor) -> None:
-        """Append the log-probs of the tokens `sampled` from the last step's scores."""
+    def _record_logprobs(self, sampled: Tensor) -> None:
+        """Append the log-probs of the tokens `sampled`, from the last step's scores."""
         if self._scores is not None:
             self.logprobs.append(self._scores.gather(-1, sampled[:, None])[:, 0])
 
     def finish(self, completions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies, each [batch, tokens] like `completions`."""
-        self._take(completions[:, -1])
+        """Record the last token; return the log-probs and entropies of all, each [batch, tokens] like `completions`."""
+        self._record_logprobs(completions[:, -1])
         return torch.stack(self.logprobs, 1), torch.stack(self.entropies, 1)
 
 
 def left_padded(rows: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return token ids and attention mask [N, longest], padded on the left."""
+    """Pad lists of token ids on the left to one length; return ids and attention mask, each [N, longest]."""
     longest = max(map(len, rows))
     ids = torch.tensor([[pad_id] * (longest - len(row)) + row for row in rows], device=device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)

@@ -44,7 +44,7 @@ class ExportOptions(Writes):
 
 
 def check(options: ExportOptions) -> RunDirectory:
-    """Return the run's directory. Raises ConfigError unless the run is done, has an adapter, and OUT is free."""
+    """Return the directory of the run to export. Raises ConfigError unless done, with an adapter, and OUT is free."""
     run = RunDirectory(Path(options.run).expanduser().absolute())
     run.config()
     if run.status != "done":
@@ -59,7 +59,7 @@ def check(options: ExportOptions) -> RunDirectory:
 
 
 def export(options: ExportOptions) -> None:
-    """Check the options, then write adapter or merged model, model card, configuration and export.json.
+    """Write a run's adapter or merged model, model card, configuration and export.json to OUT, after checks.
 
     Raises:
         ConfigError: an option cannot work, the run's base cannot be loaded or has changed, or the adapter is damaged.
@@ -98,7 +98,7 @@ def export(options: ExportOptions) -> None:
 
 
 def write_adapter(run: RunConfig, adapter: Path, out: Path, base: str) -> None:
-    """Write PEFT's two files, with `base` as their model. Raises ConfigError if the weights are damaged."""
+    """Write an adapter's two files, with `base` as their model. Raises ConfigError if the weights are damaged."""
     from peft import LoraConfig
 
     from qerl_lab.model import policy
@@ -112,7 +112,7 @@ def write_adapter(run: RunConfig, adapter: Path, out: Path, base: str) -> None:
 
 
 def write_dense(run: RunConfig, adapter: Path, base: Path, out: Path, dtype_name: str, *, merged: bool) -> None:
-    """Write a model that transformers loads: weights in `dtype_name`, config, tokenizer, chat template."""
+    """Write a dense model for transformers: weights in `dtype_name`, config, tokenizer, chat template."""
     import torch
     from huggingface_hub import save_torch_state_dict
 
@@ -136,7 +136,7 @@ def write_dense(run: RunConfig, adapter: Path, base: Path, out: Path, dtype_name
 
 
 def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
-    """Fill model_card.md.j2: what the run learned, from what, with what result, and how to load it."""
+    """Return the exported model's card (model_card.md.j2): what was learned, from what, the result, how to load it."""
     from huggingface_hub import ModelCard, ModelCardData
 
     from qerl_lab.rollout.vllm.transfer import MAX_RANKS
@@ -161,7 +161,7 @@ def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
 
 
 def base_in_words(run: RunConfig) -> str:
-    """Say which weights the adapter belongs to, and the command that makes them where they are packed by the run."""
+    """Return the model card's words on the adapter's base, and the command that makes it if the run packed it."""
     from qerl_lab.model.loading import stored_as
     from qerl_lab.model.weight_files import local_folder
     from qerl_lab.rollout.vllm_server.server_command import quantize_line

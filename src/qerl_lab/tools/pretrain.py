@@ -69,7 +69,7 @@ class PretrainOptions:
 
 
 def make(options: PretrainOptions) -> None:
-    """Train and write the policy. Raises ConfigError unless OUT is writable, and empty or missing."""
+    """Train the pocket policy and write it to OUT. Raises ConfigError unless OUT is writable, and empty or missing."""
     out = Path(options.out).expanduser()
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"out={options.out} is not empty. Type another directory.")
@@ -124,7 +124,7 @@ def train(recipe: Recipe, cfg: TaskConfig) -> tuple["Qwen2ForCausalLM", "PreTrai
 
 
 def examples(cfg: TaskConfig, rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Yield (question, worked solution) without end; none is from the held-out set."""
+    """Yield pairs of question and worked solution without end, none from the held-out set."""
     while True:
         drawn = arithmetic.problem(rng, cfg)
         if not drawn.is_heldout:
@@ -172,7 +172,7 @@ def make_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "Qwen2Fo
 def batch_of(
     task: tasks.Task, tokenizer: "PreTrainedTokenizerFast", pairs: list[tuple[str, str]]
 ) -> dict[str, "Tensor"]:
-    """Return input_ids, attention_mask and labels [pairs, longest]; only solution and end token are labelled."""
+    """Tokenize pairs: input_ids, attention_mask, labels [pairs, longest]; only solution and end token are labelled."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     rows = []

@@ -41,7 +41,7 @@ with exits.starting(__name__):
         Planned,
         Queue,
         Row,
-        join_words,
+        join_overrides,
         missing_evaluations,
         read,
         write_ledger,
@@ -88,11 +88,11 @@ class CollectOptions:
 
 
 def plan(options: PlanOptions) -> None:
-    """Print the parts with their remaining hours, the runs that failed twice, and the next command lines."""
+    """Print the queue's parts with their remaining hours, the runs that failed twice, and the next command lines."""
     queue = read(Path(options.queue), shlex.split(options.words))
     at_once = options.jobs * options.gpus
     rows = [["part", "runs", "done", "left", "min a run", "hours left"]]
-    for part in _chosen(queue, options):
+    for part in _chosen_parts(queue, options):
         runs, left = ([one for one in some if one.part is part] for some in (queue.runs, queue.left()))
         done = sum(queue.is_done(one.key) for one in runs)
         hours = sum(queue.seconds(one) for one in left) / at_once / 3600
@@ -105,14 +105,14 @@ def plan(options: PlanOptions) -> None:
     for row in queue.of_another_preregistration():
         print(f"made under another {PREREGISTRATION}: {row['run']}")
     spent = 0.0
-    for one in _next(queue, options):
+    for one in _next_runs(queue, options):
         spent += queue.seconds(one) / at_once
         if spent > options.minutes * 60:
             break
         print(f"python -m qerl_lab {shlex.join(one.words)}")
 
 
-def _chosen(queue: Queue, options: PlanOptions) -> list[Part]:
+def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:
     known = [part.name for part in queue.parts]
     for name in options.parts:
         if name not in known:
@@ -120,23 +120,25 @@ def _chosen(queue: Queue, options: PlanOptions) -> list[Part]:
     return [part for part in queue.parts if not options.parts or part.name in options.parts]
 
 
-def _next(queue: Queue, options: PlanOptions) -> list[Planned]:
-    chosen = _chosen(queue, options)
+def _next_runs(queue: Queue, options: PlanOptions) -> list[Planned]:
+    chosen = _chosen_parts(queue, options)
     return [one for one in queue.left() if one.part in chosen]
 
 
 def run(options: RunOptions) -> None:
-    """Make the next runs that fit into the minutes, and pack each that ends. Raises ConfigError for a refused one.
+    """Make the queue's next runs that fit into the minutes; pack each that ends. Raises ConfigError for a refused run.
 
     A run, or an evaluation, that is not done by then is stopped; the same command on the same machine continues it.
     """
     queue, pack = read(Path(options.queue), shlex.split(options.words)), Path(options.pack)
     make_directory(pack, f"pack={pack}")
-    waiting = _next(queue, options)
+    waiting = _next_runs(queue, options)
     queue.refuse_unregistered(waiting)
     seen = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
     machine = Machine(queue, options, GpuPool(seen[: options.gpus], options.jobs), time.monotonic())
-    for one in [one for one in waiting if (machine.folder(one) / ROW).exists() and not machine.lacks_evaluations(one)]:
+    for one in [
+        one for one in waiting if (machine.run_folder(one) / ROW).exists() and not machine.lacks_evaluations(one)
+    ]:
         machine.pack(one)  # again, because its pack may have been lost
         waiting.remove(one)
     waiting = [*(one for one in queue.runs if queue.is_done(one.key) and machine.lacks_evaluations(one)), *waiting]
@@ -164,64 +166,66 @@ class Machine:
         """Return when this command must end, by the monotonic clock."""
         return self.began + 60 * self.options.minutes
 
-    def folder(self, one: Planned) -> Path:
-        return Path(self.options.runs).absolute() / one.key
+    def run_folder(self, planned: Planned) -> Path:
+        """Return the directory of a run on this machine."""
+        return Path(self.options.runs).absolute() / planned.key
 
-    def lacks_evaluations(self, one: Planned) -> bool:
+    def lacks_evaluations(self, planned: Planned) -> bool:
         """Tell whether an earlier command made the run here, but not all of its evaluations."""
-        file = self.folder(one) / ROW
+        file = self.run_folder(planned) / ROW
         row = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
         return row is not None and row["state"] == DONE and missing_evaluations(row) > 0
 
-    def make(self, one: Planned, number: int) -> bool:
+    def make(self, planned: Planned, number: int) -> bool:
         """Wait for a free place on a GPU and make a run on it; tell whether the run ended."""
         if number < self.options.jobs * self.options.gpus:
             time.sleep(STAGGER_SECONDS * (number // self.options.gpus))
         with self.gpus.take(1) as (gpu,):
-            return self.make_on(one, {"CUDA_VISIBLE_DEVICES": gpu} if self.options.gpus > 1 else {})
+            return self.make_on(planned, {"CUDA_VISIBLE_DEVICES": gpu} if self.options.gpus > 1 else {})
 
-    def make_on(self, one: Planned, visible: Mapping[str, str]) -> bool:
+    def make_on(self, planned: Planned, visible: Mapping[str, str]) -> bool:
         """Train, pack, evaluate and pack again; tell whether the run ended. A run that does not fit is not started.
 
         The first pack is for the case that the time ends, or the machine is lost, during an evaluation.
         """
-        run, now = RunDirectory(self.folder(one)), time.monotonic()
-        fits = now + self.queue.seconds(one) < self.began + 60 * (self.options.lease or self.options.minutes)
+        run, now = RunDirectory(self.run_folder(planned)), time.monotonic()
+        fits = now + self.queue.seconds(planned) < self.began + 60 * (self.options.lease or self.options.minutes)
         if now > self.until - START_SECONDS or not (fits or run.is_claimed):
             return False
         start = time.time()
         if run.status != DONE:
-            self._train(one, run, visible)
+            self._train_run(planned, run, visible)
         if run.status not in (DONE, FAILED):
             return False
         earlier = run.result().get("seconds", 0.0)  # of all sessions of the run
         trained = time.time()
-        self._note(one, run, max(trained - start, earlier), 0)
-        self.pack(one)
-        if run.status == DONE and one.part.after:
-            evaluated = sum([self._evaluate(one, line, visible) for line in one.part.after])
-            self._note(one, run, time.time() - trained + max(trained - start, earlier), evaluated)
-            self.pack(one)
+        self._write_row(planned, run, max(trained - start, earlier), 0)
+        self.pack(planned)
+        if run.status == DONE and planned.part.after:
+            evaluated = sum([self._evaluate_run(planned, line, visible) for line in planned.part.after])
+            self._write_row(planned, run, time.time() - trained + max(trained - start, earlier), evaluated)
+            self.pack(planned)
         return True
 
-    def _train(self, one: Planned, run: RunDirectory, visible: Mapping[str, str]) -> None:
+    def _train_run(self, planned: Planned, run: RunDirectory, visible: Mapping[str, str]) -> None:
         words = [f"resume={run.path}"]
         if not run.is_claimed:
-            words = [*join_words(shlex.split(self.options.here), one.words), f"run_dir={run.path}"]
-        code = self._call(one, ["-m", "qerl_lab", *words], visible)
+            words = [*join_overrides(shlex.split(self.options.here), planned.words), f"run_dir={run.path}"]
+        code = self._call(planned, ["-m", "qerl_lab", *words], visible)
         if code == USAGE and not run.is_claimed:
-            said = self._console(one).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            raise ConfigError(f"{one.key} was refused: {said[-1] if said else 'it says nothing'}")
+            said = self._console_file(planned).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            raise ConfigError(f"{planned.key} was refused: {said[-1] if said else 'it says nothing'}")
 
-    def _evaluate(self, one: Planned, line: str, visible: Mapping[str, str]) -> bool:
-        """Evaluate a finished run; tell whether that succeeded. An existing evaluation only prints its table."""
+    def _evaluate_run(self, planned: Planned, line: str, visible: Mapping[str, str]) -> bool:
+        """Make an evaluation of a finished run; tell whether it succeeded. An earlier one only prints its table."""
         command, *words = shlex.split(os.path.expandvars(line))
-        return self._call(one, ["-m", "qerl_lab.evaluate", command, f"run={self.folder(one)}", *words], visible) == OK
+        arguments = ["-m", "qerl_lab.evaluate", command, f"run={self.run_folder(planned)}", *words]
+        return self._call(planned, arguments, visible) == OK
 
-    def _call(self, one: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
-        """Call Python and return its exit code, or None if the time was up. Output goes to the run's console."""
-        make_directory(self._console(one).parent, f"runs={self.options.runs}")
-        with self._console(one).open("ab") as console:
+    def _call(self, planned: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
+        """Call Python for a run, with output to its console; return the exit code, or None if the time was up."""
+        make_directory(self._console_file(planned).parent, f"runs={self.options.runs}")
+        with self._console_file(planned).open("ab") as console:
             line, seen = [sys.executable, *words], os.environ | visible
             process = subprocess.Popen(line, stdout=console, stderr=console, env=seen)
             try:
@@ -234,17 +238,17 @@ class Machine:
                 process.kill()
             return None
 
-    def _console(self, one: Planned) -> Path:
-        return self.folder(one).with_suffix(".txt")
+    def _console_file(self, planned: Planned) -> Path:
+        return self.run_folder(planned).with_suffix(".txt")
 
-    def _note(self, one: Planned, run: RunDirectory, seconds: float, evaluated: int) -> None:
+    def _write_row(self, planned: Planned, run: RunDirectory, seconds: float, evaluated: int) -> None:
         """Write the run's ledger row into its directory, and drop the completions from its evaluations."""
         for file in run.path.glob("evaluations/*/eval.parquet"):
             pd.read_parquet(file).drop(columns="completion", errors="ignore").to_parquet(file, index=False)
         where: dict[str, Any] = run.environment()
         adapter = run.adapter / WEIGHTS
         row = {
-            "run": one.key, "seed": str(one.seed), "part": one.part.name, "state": run.status,
+            "run": planned.key, "seed": str(planned.seed), "part": planned.part.name, "state": run.status,
             "host": where.get("host", os.uname().nodename),
             "card": " ".join(f"{gpu['name']} {gpu['uuid']}" for gpu in where.get("gpus", [])) or "none",
             "start": where.get("time", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
@@ -252,23 +256,24 @@ class Machine:
             "commit": self.options.commit or where.get("git_sha", "unknown"),
             "preregistration": self.queue.preregistration(),
             "adapter_sha256": sha256(adapter) if adapter.exists() else "",
-            "evaluations": f"{evaluated} of {len(one.part.after)}", "words": shlex.join(one.words),
+            "evaluations": f"{evaluated} of {len(planned.part.after)}", "words": shlex.join(planned.words),
         }  # fmt: skip
         replace_file(run.path / ROW, json.dumps(row, indent=1).encode())
-        shutil.copy(self._console(one), run.path / "queue.txt")
+        shutil.copy(self._console_file(planned), run.path / "queue.txt")
 
-    def pack(self, one: Planned) -> None:
-        """Pack the record of a run atomically, without unfinished evaluations."""
-        file = Path(self.options.pack) / f"{one.key}.tar.gz"
+    def pack(self, planned: Planned) -> None:
+        """Pack a run's record into an archive atomically, without unfinished evaluations."""
+        file = Path(self.options.pack) / f"{planned.key}.tar.gz"
         with tarfile.open(file.with_suffix(".tmp"), "w:gz") as packed:
-            for path in sorted(self.folder(one).iterdir()):
+            for path in sorted(self.run_folder(planned).iterdir()):
                 if path.name not in LEFT_THERE:
-                    packed.add(path, f"{one.key}/{path.name}", filter=lambda at: None if ".partial" in at.name else at)
+                    name = f"{planned.key}/{path.name}"
+                    packed.add(path, name, filter=lambda at: None if ".partial" in at.name else at)
         file.with_suffix(".tmp").replace(file)
 
 
 def collect(options: CollectOptions) -> None:
-    """Merge packed records into results and ledger beside QUEUE.yaml. Runs already done there stay.
+    """Merge packed records into results and ledger beside QUEUE.yaml; runs already done there stay.
 
     Of two packs of one run the one with more evaluations counts. The ledger is written last, so that the same command
     continues after a stop.
@@ -278,9 +283,9 @@ def collect(options: CollectOptions) -> None:
     rows = {(row["run"], row["start"]): row for row in queue.rows}
     into = {part.name: queue.folder / part.into for part in queue.parts}
     new: dict[str, Path] = {}  # run -> folder of its results
-    for file in _files(options.packs):
+    for file in _packed_files(options.packs):
         with tarfile.open(file) as packed:
-            row = _row(packed, file)
+            row = _read_row(packed, file)
             attempt = row["run"], row["start"]
             if attempt in rows and missing_evaluations(row) >= missing_evaluations(rows[attempt]):
                 print(f"{row['run']}: there already")
@@ -301,14 +306,14 @@ def collect(options: CollectOptions) -> None:
     print(f"{len(rows) - len(queue.rows)} rows are new in {format_path(queue.folder)}/ledger.csv")
 
 
-def _files(packs: Sequence[str]) -> list[Path]:
+def _packed_files(packs: Sequence[str]) -> list[Path]:
     found = [each for pack in map(Path, packs) for each in (sorted(pack.glob("*.tar.gz")) if pack.is_dir() else [pack])]
     if missing := [file for file in found if not file.exists()]:
         raise ConfigError(f"{missing[0]} is not there. Type packs=[FILE.tar.gz] or packs=[DIR].")
     return found
 
 
-def _row(packed: tarfile.TarFile, file: Path) -> Row:
+def _read_row(packed: tarfile.TarFile, file: Path) -> Row:
     names = [name for name in packed.getnames() if name.endswith(f"/{ROW}")]
     if len(names) != 1 or (found := packed.extractfile(names[0])) is None:
         raise ConfigError(f"{file} is no packed record: it has no {ROW}. Type what `run` packed.")
@@ -316,14 +321,14 @@ def _row(packed: tarfile.TarFile, file: Path) -> Row:
     return row
 
 
-def _merge(folder: Path, found: Sequence[Path]) -> None:
-    """Rewrite the results of a folder with the new runs added, and copy their evaluations."""
+def _merge(folder: Path, run_dirs: Sequence[Path]) -> None:
+    """Rewrite a folder's results with those of more run directories added, and copy their evaluations."""
     make_directory(folder, f"{folder}")
     known = [str(folder)] if (folder / "runs.parquet").exists() else []
-    line = [sys.executable, "-m", "qerl_lab.report", *known, *map(str, found), f"out={folder}"]
+    line = [sys.executable, "-m", "qerl_lab.report", *known, *map(str, run_dirs), f"out={folder}"]
     if subprocess.run(line, stdout=subprocess.DEVNULL).returncode != OK:
         raise ValueError(f"the report failed: {shlex.join(line[1:])}")
-    for run_dir in found:
+    for run_dir in run_dirs:
         if (made := run_dir / "evaluations").is_dir():
             shutil.copytree(made, folder / "evaluations" / run_dir.name, dirs_exist_ok=True)
 

@@ -80,26 +80,28 @@ class Queue:
     seconds_at_first: float
 
     def is_done(self, key: str) -> bool:
+        """Tell whether the ledger has a finished run with this key."""
         return any(row["run"] == key and row["state"] == DONE for row in self.rows)
 
     def failures(self, key: str) -> int:
+        """Count the failed attempts at the run with this key."""
         return sum(row["run"] == key and row["state"] == FAILED for row in self.rows)
 
     def left(self) -> list[Planned]:
-        """Return the runs to make: not done, and not failed twice."""
+        """Return the runs still to make: not done, and not failed twice."""
         return [one for one in self.runs if not self.is_done(one.key) and self.failures(one.key) < ATTEMPTS]
 
-    def seconds(self, one: Planned) -> float:
-        """Estimate a run's seconds: the median of its part, else of the queue, else from `results/bench`.
+    def seconds(self, planned: Planned) -> float:
+        """Estimate a run's seconds: the median of its part's runs, else of the queue's, else from `results/bench`.
 
         Other words, such as another scale, make other runs: the ledger then says nothing of them.
         """
-        keys = {planned.key for planned in self.runs}
+        keys = {run.key for run in self.runs}
         own = [row for row in self.rows if row["run"] in keys]
         done = [row for row in own if row["state"] == DONE and not missing_evaluations(row)]
-        taken = [float(row["seconds"]) for row in done if row["part"] == one.part.name]
+        taken = [float(row["seconds"]) for row in done if row["part"] == planned.part.name]
         taken = taken or [float(row["seconds"]) for row in done]
-        return statistics.median(taken) if taken else estimate_from_bench(one.config) or self.seconds_at_first
+        return statistics.median(taken) if taken else estimate_from_bench(planned.config) or self.seconds_at_first
 
     def preregistration(self) -> str:
         """Return 12 hex digits of the preregistration's SHA-256; empty without one."""
@@ -107,7 +109,7 @@ class Queue:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.exists() else ""
 
     def of_another_preregistration(self) -> list[Row]:
-        """Return the rows of preregistered runs that were made under another version of the preregistration."""
+        """Return the ledger rows of preregistered runs made under another version of the preregistration."""
         counting = {part.name for part in self.parts if part.preregistered}
         now = self.preregistration()
         return [row for row in self.rows if row["part"] in counting and row["preregistration"] != now]
@@ -125,7 +127,7 @@ class Queue:
 
 
 def read(path: Path, extra: Sequence[str] = ()) -> Queue:
-    """Read a queue file; `extra` words override its own. Raises ConfigError if the file or a line in it is invalid."""
+    """Read a queue file; overrides in `extra` replace its own. Raises ConfigError if the file is invalid."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         parts = [Part(**each) for each in content["parts"]]
@@ -138,33 +140,33 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
     folder, words = path.parent, content.get("words", [])
     claims = [f"preregistration={folder / CLAIMS}"] if (folder / CLAIMS).exists() else []
     for part in parts:
-        for one in _of_part(part, [*words, *claims] if part.preregistered else words, extra):
+        for one in _runs_of_part(part, [*words, *claims] if part.preregistered else words, extra):
             runs.setdefault(one.key, one)  # an earlier part already makes it
     return Queue(folder, parts, list(runs.values()), read_ledger(folder), float(content.get("seconds", 600)))
 
 
-def _of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> list[Planned]:
-    """Return the runs of a part, seed by seed. Each arm is composed once for all of its seeds."""
+def _runs_of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> list[Planned]:
+    """List a part's runs, seed by seed. Each arm is composed once for all of its seeds."""
     found = []
     for line in part.lines:
-        grid = join_words(words, shlex.split(line), extra, [f"seed={part.seeds[0]}"])
+        grid = join_overrides(words, shlex.split(line), extra, [f"seed={part.seeds[0]}"])
         try:
             jobs = make_plan([spell_for_hydra(word) for word in grid], multirun=True).jobs
         except ConfigError as error:
             raise ConfigError(f"part {part.name}, line `{line}`: {error}") from None
         for job, seed in itertools.product(jobs, part.seeds):
-            config, of_seed = replace(job.config, seed=seed), tuple(join_words(job.overrides, [f"seed={seed}"]))
+            config, of_seed = replace(job.config, seed=seed), tuple(join_overrides(job.overrides, [f"seed={seed}"]))
             found.append(Planned(key_of(config), part, seed, of_seed, config))
     return sorted(found, key=lambda one: one.seed)
 
 
-def join_words(*words: Sequence[str]) -> list[str]:
-    """Join word lists, keeping the last word for each key."""
+def join_overrides(*words: Sequence[str]) -> list[str]:
+    """Join lists of command-line overrides (`key=value`), keeping the last override for each key."""
     return list({word.lstrip("+").partition("=")[0]: word for each in words for word in each}.values())
 
 
 def key_of(config: RunConfig) -> str:
-    """Return ARM-seedN-HASH. The hash covers the arm's keys, except paths that differ between machines.
+    """Return a run's key ARM-seedN-HASH. The hash covers the arm's keys, except paths that differ between machines.
 
     Keys at their default are left out, so that adding a key to the schema changes no hash.
     """
@@ -191,11 +193,12 @@ def estimate_from_bench(config: RunConfig, folder: Path = Path("results/bench"))
 
 
 def _letters(name: str) -> str:
+    """Return a model's name as its letters and digits, which are alike in all spellings."""
     return "".join(filter(str.isalnum, name))
 
 
 def missing_evaluations(row: Row) -> int:
-    """Return how many evaluations a run lacks by its row, in which they are written as `1 of 2`."""
+    """Return how many evaluations a run lacks by its ledger row, which has them as `1 of 2`."""
     made, _, wanted = row["evaluations"].partition(" of ")
     return int(wanted) - int(made)
 
@@ -207,7 +210,7 @@ def read_ledger(folder: Path) -> list[Row]:
 
 
 def write_ledger(folder: Path, rows: Sequence[Row]) -> None:
-    """Write ledger.csv, one row per attempt."""
+    """Write ledger.csv, one row per attempt at a run."""
     out = csv.DictWriter(text := io.StringIO(), COLUMNS, lineterminator="\n")
     out.writeheader()
     out.writerows(rows)

@@ -19,7 +19,7 @@ class SamplesOptions:
 
 
 def format_step(run_dir: Path, step: int | None) -> str:
-    """Format the samples of a step. Raises ConfigError if there are none, or if the record is damaged."""
+    """Format a step's sampled completions as text. Raises ConfigError without any, or if the record is damaged."""
     run = RunDirectory(run_dir)
     run.whole_metrics()  # raises for a damaged record, as `report` and `resync` do
     samples = run.samples() if (run_dir / NAME).is_file() else []
@@ -33,7 +33,7 @@ def format_step(run_dir: Path, step: int | None) -> str:
 
 
 def format_sample(sample: Sample) -> str:
-    """Format a sample with control characters escaped, so that no completion controls the terminal."""
+    """Format a sampled completion, with control characters escaped so that it cannot control the terminal."""
     parts = ", ".join(f"{name} {value:g}" for name, value in sample.rewards.items())
     end = "" if sample.finished else ", cut at the token limit"
     head = f"step {sample.step}, {sample.question_id}: reward {sum(sample.rewards.values()):g} ({parts}){end}"

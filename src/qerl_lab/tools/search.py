@@ -52,12 +52,12 @@ class SearchOptions(Writes):
 
 
 def is_own(word: str) -> bool:
-    """Tell whether a word is an option of the search; all others are for the main command."""
+    """Tell whether an override is an option of the search; all others are for the main command."""
     return word.lstrip("+").partition("=")[0] in (*(f.name for f in fields(SearchOptions)), *HELP)
 
 
 def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ranges]:
-    """Split words into those that all trials share and the range of each searched key; check them on one trial.
+    """Split overrides (`key=value`) into those that all trials share and the ranges to search; check them on one trial.
 
     Turns the evaluation off if the objective needs none, unless the words ask for one. Raises ConfigError for words
     that no trial can run with.
@@ -91,7 +91,7 @@ def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ran
 
 
 def _read_range(value: str) -> tuple[float, float] | None:
-    """Read LOW..HIGH; None for any other value, such as a path with two dots."""
+    """Parse LOW..HIGH; None for any other value, such as a path with two dots."""
     low, dots, high = value.partition("..")
     try:
         return (float(low), float(high)) if dots else None
@@ -100,6 +100,7 @@ def _read_range(value: str) -> tuple[float, float] | None:
 
 
 def _seed(options: SearchOptions) -> str:
+    """Return the override `seed=A,B,...` of a trial's sweep."""
     return f"seed={','.join(map(str, options.seeds))}"
 
 
@@ -118,9 +119,9 @@ def search(options: SearchOptions, words: list[str]) -> None:
         )
     make_directory(options.folder, f"out={options.out}")
     study = _open_study(options, [*shared, *(f"{key}={low:g}..{high:g}" for key, (low, high) in ranges.items())])
-    while trial := _next(study, options, ranges):
+    while trial := _next_trial(study, options, ranges):
         _run_trial(study, trial, options, shared)
-    table = _table(study, options, shared)
+    table = _format_table(study, options, shared)
     (options.folder / TABLE).write_text(f"{table}\n", encoding="utf-8")
     print(f"\n{table}")
     if all(trial.value is None for trial in study.trials):
@@ -128,7 +129,7 @@ def search(options: SearchOptions, words: list[str]) -> None:
 
 
 def _open_study(options: SearchOptions, words: list[str]) -> "Study":
-    """Open or create the study in OUT. Raises ConfigError if it was begun with other words or options."""
+    """Open or create the study in OUT. Raises ConfigError if it was begun with other overrides or options."""
     import optuna
     from optuna.storages.journal import JournalFileBackend, JournalStorage
 
@@ -147,8 +148,8 @@ def _open_study(options: SearchOptions, words: list[str]) -> "Study":
     return study
 
 
-def _next(study: "Study", options: SearchOptions, ranges: Ranges) -> "FrozenTrial | None":
-    """Return the trial that an earlier command began, else a new one; None if there are enough."""
+def _next_trial(study: "Study", options: SearchOptions, ranges: Ranges) -> "FrozenTrial | None":
+    """Return the unfinished trial of an earlier command, else a new one; None if the study has enough."""
     from optuna.distributions import FloatDistribution
     from optuna.samplers import TPESampler
     from optuna.trial import TrialState
@@ -171,14 +172,14 @@ def _run_trial(study: "Study", trial: "FrozenTrial", options: SearchOptions, sha
 
     from qerl_lab.cli import train
 
-    print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_values(trial))}", flush=True)
-    sweep = f"hydra.sweep.dir={_directory(trial, options)}"
-    code = train.main(["-m", *shared, *_values(trial), _seed(options), sweep])
+    print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_overrides(trial))}", flush=True)
+    sweep = f"hydra.sweep.dir={_trial_folder(trial, options)}"
+    code = train.main(["-m", *shared, *_overrides(trial), _seed(options), sweep])
     if code == exits.INTERRUPTED:
         raise KeyboardInterrupt("the same command goes on with this trial")
     if code == exits.USAGE:
         raise ConfigError(f"the runs of trial {trial.number} were refused, see above.")
-    value = _mean_over_runs(_directory(trial, options), options)
+    value = _mean_over_runs(_trial_folder(trial, options), options)
     if value is None:
         study.tell(trial.number, state=TrialState.FAIL)
     else:
@@ -187,12 +188,12 @@ def _run_trial(study: "Study", trial: "FrozenTrial", options: SearchOptions, sha
         raise KeyboardInterrupt("the same command goes on with the next trial")
 
 
-def _values(trial: "FrozenTrial") -> list[str]:
-    """Return a trial's values as words with three digits, as its runs get them."""
+def _overrides(trial: "FrozenTrial") -> list[str]:
+    """Return a trial's values as overrides (`key=value`) with three digits, as its runs get them."""
     return [f"{key}={value:.3g}" for key, value in sorted(trial.params.items())]
 
 
-def _directory(trial: "FrozenTrial", options: SearchOptions) -> Path:
+def _trial_folder(trial: "FrozenTrial", options: SearchOptions) -> Path:
     return options.folder / f"trial-{trial.number:04}"
 
 
@@ -211,15 +212,15 @@ def _mean_over_runs(directory: Path, options: SearchOptions) -> float | None:
     return statistics.fmean(values) if is_whole else None
 
 
-def _table(study: "Study", options: SearchOptions, shared: list[str]) -> str:
-    """Format the trials, best first, and the sweep to report on the best."""
+def _format_table(study: "Study", options: SearchOptions, shared: list[str]) -> str:
+    """Format a table of the trials, best first, and the sweep to report on the best."""
     trials = sorted(study.trials, key=lambda trial: -math.inf if trial.value is None else trial.value, reverse=True)
     best = trials[0]
     rows = [["trial", options.objective, "values", "directory"]]
     for trial in trials:
         value = "failed" if trial.value is None else f"{trial.value:.4f}"
-        rows.append([str(trial.number), value, " ".join(_values(trial)), format_path(_directory(trial, options))])
-    words = [*(word for word in shared if word != "eval.questions=0"), *_values(best), "seed=0,1,2,3,4"]
+        rows.append([str(trial.number), value, " ".join(_overrides(trial)), format_path(_trial_folder(trial, options))])
+    words = [*(word for word in shared if word != "eval.questions=0"), *_overrides(best), "seed=0,1,2,3,4"]
     lines = [columns(rows), f"mean of seeds {', '.join(map(str, options.seeds))}."]
     lines += [f"Report on others: python -m qerl_lab -m {shlex.join(words)}"] if best.value is not None else []
     return "\n".join(lines)
@@ -235,7 +236,7 @@ EXAMPLES = (
 
 @exits.command
 def main(words: list[str]) -> int:
-    """Run the command on its own options; all other words are for the main command. Return the exit code."""
+    """Run the command on its own options, and give all other overrides to the main command; return the exit code."""
     own = [word for word in words if is_own(word)]
     if words and not own:
         own = ["out="]  # then the error names `out` as missing; the manual is only for an empty command

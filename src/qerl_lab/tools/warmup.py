@@ -74,13 +74,13 @@ class WarmupOptions(Writes):
     overwrite: bool = option(False, "replace what is at `out`")
 
     def task_config(self) -> TaskConfig:
-        """Return the `task` section that a run on the result has: same questions, same instruction."""
+        """Return the `task` section of a run on the result: same questions, same instruction."""
         given = {"path": self.task_path, "train_questions": self.questions, "instruction": self.instruction}
         return tasks.read_task_config(self.task, **{key: value for key, value in given.items() if value is not None})
 
 
 def check(options: WarmupOptions) -> None:
-    """Raise ConfigError at the first option that cannot work. Looks at local paths, loads nothing."""
+    """Raise ConfigError at the first option that cannot work, without loading anything."""
     if folder := on_disk.local_path(options.model, "model"):
         on_disk.check_files(folder, f"model={options.model}")
         on_disk.check_chat_template(folder, f"model={options.model}")
@@ -96,7 +96,7 @@ def check(options: WarmupOptions) -> None:
 
 
 def warm_up(options: WarmupOptions) -> None:
-    """Check the options, train, and write the model to OUT with warmup.json: command, data, losses, packages, SHA-256.
+    """Check the options, train, and write the model with its record warmup.json to OUT.
 
     Raises:
         ConfigError: an option cannot work, or model or task cannot be loaded.
@@ -138,7 +138,7 @@ def warm_up(options: WarmupOptions) -> None:
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write `record`, the versions of packages and the SHA-256 of each file to warmup.json."""
+    """Write warmup.json: `record`, the versions of packages and the SHA-256 of each file in `folder`."""
     files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != JOURNAL)
     record["packages"] = versions(("qerl-lab", "torch", "transformers", "trl"))
     record["sha256"] = {file.name: sha256(file) for file in files}
@@ -146,7 +146,7 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 
 
 def load_task(options: WarmupOptions) -> tasks.Task:
-    """Load the task with worked solutions, and print its warnings. Errors (ConfigError) name this command's keys."""
+    """Load the task with worked solutions, and print its warnings. Raises ConfigError with this command's keys."""
     try:
         task = tasks.load_worked(options.task_config())
     except ConfigError as error:
@@ -175,7 +175,7 @@ def load(options: WarmupOptions, folder: Path) -> tuple["PreTrainedModel", "PreT
 
 
 def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[Rows, int]:
-    """Return the examples of at most `max_tokens` as input_ids and labels, and how many are longer.
+    """Return the task's examples of at most `max_tokens` as input_ids and labels, and how many are longer.
 
     The question has the chat format of a run. Only tokens of the solution and its end are labelled. Raises ConfigError
     if no example is left.
@@ -203,7 +203,7 @@ def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens:
 
 
 def sft_config(options: WarmupOptions, count: int, folder: Path, *, on_gpu: bool) -> "SFTConfig":
-    """Return TRL's settings of a warm-up on `count` examples. `max_steps` is its number of updates."""
+    """Return TRL's settings for a warm-up on `count` examples; `max_steps` is its number of updates."""
     from trl import SFTConfig
 
     updates = math.ceil(options.epochs * count / options.batch_size)
@@ -250,7 +250,7 @@ def train(
 
 
 def training_words(options: WarmupOptions) -> list[str]:
-    """Return what to type after `python -m qerl_lab` to train on the result."""
+    """Return the command-line overrides (`key=value`) with which the main command trains on the result."""
     scale = next((scale for name, scale in SCALES.items() if name in options.model), "custom")
     words = [
         "+experiment=nvfp4_aqn",

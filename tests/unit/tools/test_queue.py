@@ -58,7 +58,7 @@ class Calls:
         self.cfg, self.has_time, self.made = cfg, False, list[str]()
 
     def __call__(self, machine: Machine, one: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
-        folder = machine.folder(one)
+        folder = machine.run_folder(one)
         self.made.append(words[1])
         if words[1] == "qerl_lab":
             directory = RunDirectory(folder)

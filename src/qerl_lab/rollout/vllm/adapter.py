@@ -31,12 +31,12 @@ class DenseAdapter:
         self.model, self.lora, self.cfg = model, cfg.lora, cfg
 
     def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
-        """Return arguments of `vllm.LLM`. `backend` is the result of `backends.choose_backend`."""
+        """Return the arguments of `vllm.LLM` for this adapter. `backend` is the result of `backends.choose_backend`."""
         routes = one_adapter.Routes(backend == FP4_TILES, self.cfg.rollout.vllm.dense_rows)
         return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, routes)
 
     def begin(self, llm: LLM) -> None:
-        """Find the adapter's buffers, and let vLLM's layers read the policy's packed weights."""
+        """Prepare a started vLLM: find the adapter's buffers, and let its layers read the policy's packed weights."""
         layers, adapter = packed_layers(self.model.get_base_model()), one_adapter.adapter_of(self.model)
         llm.apply_model(lambda model: one_adapter.use_packed_layers(model, layers))
         self.buffers: AdapterBuffers = llm.apply_model(lambda model: AdapterBuffers(model, adapter))[0]
@@ -65,15 +65,15 @@ class AdapterFile:
 
     @property
     def request(self) -> LoRARequest:
-        """The LoRARequest of a prompt, without `load_inplace`, which would read the files again at every token."""
+        """Return a prompt's LoRARequest, without `load_inplace`, which would read the files again at every token."""
         return LoRARequest(NAME, ID, str(self.folder))
 
     def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
-        """Return arguments of `vllm.LLM`. Raises ConfigError for a rank that vLLM does not support."""
+        """Return the arguments of `vllm.LLM` for this adapter. Raises ConfigError for an unsupported rank."""
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(self.rank)}
 
     def begin(self, llm: LLM) -> None:
-        """Do nothing; vLLM reads the files at `sync`."""
+        """Do nothing when vLLM has started, because it reads the adapter's files at `sync`."""
 
     def sync(self, llm: LLM) -> None:
         """Write the policy's current adapter and have vLLM reload it."""
@@ -83,4 +83,5 @@ class AdapterFile:
             raise AssertionError(f"vLLM holds the adapters {held}; allowed: the one")
 
     def close(self) -> None:
+        """Remove the adapter's files."""
         self._open.close()

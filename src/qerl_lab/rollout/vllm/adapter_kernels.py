@@ -38,7 +38,7 @@ WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # the interpret
 
 
 def shrink(x: Tensor, A: Tensor) -> Tensor:
-    """Compute the sums of t = x A^T over equal pieces of K, float32 `[S, M, R]`; t is their sum over S.
+    """Compute t = x A^T in parts: sums over equal pieces of K, float32 `[S, M, R]`; t is their sum over S.
 
     Args:
         x: `[M, K]` in bfloat16, float16 or float32, columns contiguous.
@@ -87,12 +87,12 @@ def expand(
 
 
 def block_k_of(rows: int) -> int:
-    """Return how many columns of x the shrink kernel loads at once."""
+    """Choose how many columns of x the kernel `_shrink` loads at once, for a call with this many rows."""
     return 256 if rows <= SHRINK_M else 128
 
 
 def blocks_of(rows: int, columns: int) -> tuple[int, int, int]:
-    """Return rows and columns of y per program of expand, and its warps.
+    """Choose for the kernel `_expand` the rows and columns of y per program, and its number of warps.
 
     Every program adds up the sums of its rows again. So a wide y gets wide programs, as long as there are two per
     multiprocessor: for gate/up of 7B at 64 rows narrow ones would read 68 MB of sums for 10 MB of y.
@@ -105,19 +105,19 @@ def blocks_of(rows: int, columns: int) -> tuple[int, int, int]:
 
 
 def launch_options(tensor: Tensor) -> dict[str, bool]:
-    """Return launch arguments: whether the kernel may begin before the previous one has ended."""
+    """Return Triton's launch arguments on this tensor's GPU: whether a kernel may begin before the last one ends."""
     able = tensor.is_cuda and _capability(tensor.device) >= (9, 0)
     return {"AHEAD": able, "launch_pdl": able}
 
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability, cached because a pass of 7B makes 224 launches."""
+    """Return the GPU's compute capability, cached because a pass of 7B makes 224 launches."""
     return torch.cuda.get_device_capability(device)
 
 
 def tiles_of(sizes: list[int], block: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-    """Count the tiles of `block` columns over all parts; for each part give first tile, first column and end column."""
+    """Cut parts of `sizes` columns into tiles; return their number and each part's first tile, first and end column."""
     tiles = [triton.cdiv(size, block) for size in sizes]
     return sum(tiles), tuple((sum(tiles[:p]), sum(sizes[:p]), sum(sizes[: p + 1])) for p in range(len(sizes)))
 
@@ -128,7 +128,7 @@ def _shrink(
     x, A, sums, rows, R, K, chunk, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (split, tile of R, tile of M): store the sum of x A^T over one piece of K."""
+    """Triton kernel of `shrink`: each program stores the sum of x A^T over one piece of K, for a tile of R and of M."""
     if AHEAD:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -153,7 +153,7 @@ def _expand(
     PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of one part's columns, tile of M): out = alpha y + bias + t B^T; t is the sum of `sums` over S."""
+    """Triton kernel of `expand`: a program writes alpha y + bias + t B^T to a tile; t is the sum of `sums` over S."""
     part, first, end = place(tl.program_id(0), PARTS, BLOCK_N)
     n, r = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     b = tl.load(B + n[:, None] * RANK + r[None, :], mask=(n[:, None] < end) & (r[None, :] < RANK), other=0.0)
@@ -176,7 +176,7 @@ def _expand(
 
 @triton.jit
 def place(tile, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the part of a tile of columns, the tile's first column and the part's end."""
+    """Find a tile's place: return the part that it belongs to, its first column and the part's end column."""
     part, first, end = 0, tile * BLOCK_N, PARTS[0][2]
     for p in tl.static_range(1, len(PARTS)):
         if tile >= PARTS[p][0]:

@@ -42,7 +42,7 @@ def choose_backend(cfg: RunConfig, model: nn.Module) -> str:
 
 
 def tiles_fit(model: nn.Module, lora_rank: int) -> bool:
-    """Return whether the lab's bfloat16 kernel supports the packed layers of `model`, fused as in engines."""
+    """Tell whether the kernel `fp4_tiles` supports the packed layers of `model`, fused as in engines."""
     layers = packed_layers(model)
     groups = [[layers[name] for name in group] for group in fused_groups(list(layers))]
     return all(
@@ -54,5 +54,5 @@ def tiles_fit(model: nn.Module, lora_rank: int) -> bool:
 
 
 def humming_races() -> bool:
-    """Return whether this GPU is a Hopper and the installed Humming is older than `ORDERED_HUMMING`."""
+    """Tell whether the kernel Humming has a race here: a Hopper GPU, and a version before `ORDERED_HUMMING`."""
     return torch.cuda.get_device_capability()[0] == 9 and Version(version("humming-kernels")) < ORDERED_HUMMING

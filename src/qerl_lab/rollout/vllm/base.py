@@ -29,7 +29,7 @@ OF_RUNS = f"qerl-lab-{12 * '[0-9a-f]'}-*"  # folders of runs; each process holds
 
 @contextmanager
 def folder_of(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
-    """Yield the model's directory if it holds exactly the policy's weights, else a temporary copy."""
+    """Context manager: yield a directory of exactly the policy's base weights, the model's own or a temporary copy."""
     own = local_folder(cfg.model.path, cfg.model.revision)
     if stored_as(own) is not None or (cfg.format.name == DENSE_FORMAT and is_bfloat16(WeightFiles(own))):
         yield own
@@ -47,25 +47,25 @@ def folder_of(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
 
 
 def is_bfloat16(files: WeightFiles) -> bool:
-    """Return whether all weights are stored in bfloat16, so that the policy did not round them."""
+    """Tell whether all weights in these files are bfloat16, so that the policy did not round them."""
     return all(files.dtype(name) is torch.bfloat16 for name in files.names)
 
 
 def size_of(tensors: Mapping[str, Tensor]) -> int:
-    """Return the bytes of all tensors."""
+    """Return the size of all tensors together in bytes."""
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 @contextmanager
 def scratch_folder(size: int, name: str | None = None) -> Iterator[Path]:
-    """Yield a temporary folder for `size` bytes, in RAM if there is room. `name` is 12 hexadecimal digits."""
+    """Context manager: yield a temporary folder for `size` bytes, in RAM if there is room. `name` is 12 hex digits."""
     with named_folder(f"qerl-lab-{name or secrets.token_hex(6)}", place_for(size)) as folder:
         yield folder
 
 
 @contextmanager
 def named_folder(name: str, place: Path) -> Iterator[Path]:
-    """Yield a temporary folder NAME-0 in `place`, or with the first number that no other process holds.
+    """Context manager: yield a temporary folder NAME-0 in `place`, or with the first number that is not in use.
 
     vLLM's cache of compiled code depends on the model's path, so a random path would make every run compile.
     """
@@ -79,7 +79,7 @@ def named_folder(name: str, place: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(place: Path, pattern: str) -> None:
-    """Remove folders in `place` that match a glob and are not locked, left by killed processes."""
+    """Remove the folders of killed processes: those in `place` that match a glob and are not locked."""
     for path in place.glob(pattern):
         if (held := lock_folder(path)) is not None:
             path.rmdir()
@@ -107,7 +107,7 @@ def lock_folder(path: Path) -> int | None:
 
 
 def place_for(size: int) -> Path:
-    """Return the folder for temporary files of `size` bytes: RAM if it has room after clearing leftovers, else disk."""
+    """Choose the parent of temporary files of `size` bytes: RAM if it has room after clearing leftovers, else disk."""
     remove_leftovers(IN_MEMORY, OF_RUNS)
     if not IN_MEMORY.is_dir():
         return Path(tempfile.gettempdir())

@@ -80,13 +80,13 @@ class Plan:
 
 
 def supports(sizes: Sequence[int], columns: int, rank: int) -> bool:
-    """Return whether `linear` supports a weight of these part sizes and K `columns`, and an adapter of this rank."""
+    """Tell whether `linear` supports a weight of these part sizes and K `columns`, with an adapter of this rank."""
     whole = columns % DEPTH == 0 and all(size % BLOCK == 0 for size in sizes)
     return whole and len(sizes) <= 3 and fp4_tiles_takes_rank(rank)
 
 
 def refusal() -> str:
-    """Return why this GPU cannot run the kernel; empty if it can."""
+    """Return why this GPU cannot run the kernel `fp4_tiles`; empty if it can."""
     if (found := torch.cuda.get_device_capability()) != CAPABILITY:
         return f"needs a GPU of compute capability 9.0 (H100, H200), and this one has {found}"
     if shared_by_mps():
@@ -98,44 +98,44 @@ def refusal() -> str:
 
 
 def shared_by_mps() -> bool:
-    """Return whether other processes may use part of this GPU at the same time."""
+    """Tell whether other processes may use part of this GPU at the same time, through NVIDIA's MPS."""
     from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
 
     return nvrtc.shared_by_mps(torch.cuda.current_device())
 
 
 def counters(rows: int, device: torch.device) -> Tensor:
-    """Make a layer's counters, int64 zeros, at which thread blocks synchronize. Only the kernel writes them."""
+    """Allocate a layer's counters, int64 zeros by which thread blocks synchronize; only the kernel writes them."""
     return torch.zeros(2 + rows // BLOCK, dtype=torch.int64, device=device)
 
 
 def tile_of(N: int, columns: int, multiprocessors: int) -> int:
-    """Choose the blocks of W per tile for a weight [N, K], to minimize the stages of the busiest multiprocessor.
+    """Choose how many 64-row blocks of a weight [N, K] form a tile, for the least work of the busiest multiprocessor.
 
     Small tiles for few rows leave multiprocessors idle; large tiles make a long end.
     """
 
-    def stages(tile: int) -> int:
+    def stages_of_busiest(tile: int) -> int:
         tiles = -(-N // (tile * BLOCK))
-        pieces = _pieces(tiles, columns, multiprocessors)
+        pieces = _blocks_per_tile(tiles, columns, multiprocessors)
         rounds = -(-tiles * pieces // multiprocessors)
         return tile * (rounds * -(-depth_of(columns) // pieces) + _STEP)
 
-    return min(TILES, key=stages)
+    return min(TILES, key=stages_of_busiest)
 
 
 def tile_of_device(N: int, columns: int, device: torch.device) -> int:
-    """Return `tile_of` for this GPU."""
+    """Choose the blocks of W per tile, as `tile_of` does, for the GPU `device`."""
     return tile_of(N, columns, machine_of(device).multiprocessors)
 
 
 def groups_of(tile: int) -> int:
-    """Return the number of multiplying warpgroups: three if each gets a block."""
+    """Return how many warpgroups multiply a tile of this many blocks: three if each gets a block, else two."""
     return 2 if tile == 2 or tile > 6 else 3
 
 
-def _pieces(tiles: int, columns: int, multiprocessors: int) -> int:
-    """Return the number of thread blocks that share a tile."""
+def _blocks_per_tile(tiles: int, columns: int, multiprocessors: int) -> int:
+    """Return how many thread blocks share the work on each tile."""
     return max(1, min(multiprocessors // tiles, depth_of(columns)))
 
 
@@ -143,7 +143,7 @@ def linear(
     x: Tensor, packed: Tensor, divisor: Tensor, A: Tensor, B: Tensor, sizes: list[int], meeting: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute y `[M, N]` in bfloat16, with one launch per `MAX_ROWS` rows.
+    """Compute y = x W^T + bias + (x A^T) B^T, bfloat16 `[M, N]`, with one launch per `MAX_ROWS` rows.
 
     The thread blocks of a launch wait for each other. So no other stream, and no other process with a part of the GPU
     (`refusal`), may start such a launch at the same time.
@@ -172,7 +172,7 @@ def _multiply(
     y: Tensor, x: Tensor, packed: Tensor, divisor: Tensor, A: Tensor, B: Tensor, sizes: list[int], meeting: Tensor,
     bias: Tensor | None,
 ) -> None:  # fmt: skip
-    """Write y `[M, N]` as in `linear`, with one launch for at most `MAX_ROWS` rows."""
+    """Write y for at most `MAX_ROWS` rows of x with one launch; arguments as in `linear`."""
     (rows, columns), (N, rank) = x.shape, B.shape
     how = plan(rows, packed.shape, len(sizes), rank, machine_of(x.device))
     depth, t_columns = packed.shape[1], len(sizes) * how.width
@@ -183,7 +183,7 @@ def _multiply(
     stride = x.stride(0) if rows > 1 else columns  # torch may report any stride for a single row
     shape = Shape(rows, N, columns, stride, len(A), rank, how.width, t_columns, *ends, how.splits, how.of_split, depth,
                   how.pieces, depth // how.pieces, depth % how.pieces, how.stages)  # fmt: skip
-    _launch(how, x, B, [packed, divisor, A, B, bias, y, sums, t, partial, meeting], shape)
+    _launch_kernel(how, x, B, [packed, divisor, A, B, bias, y, sums, t, partial, meeting], shape)
 
 
 def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machine) -> Plan:
@@ -194,7 +194,7 @@ def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machi
     variant = next(most for most in VARIANTS if rows <= most)
     tiles, depth, _, tile, _ = packed
     groups, columns = groups_of(tile), depth * AT_A_TIME * DEPTH
-    pieces = _pieces(tiles, columns, machine.multiprocessors)
+    pieces = _blocks_per_tile(tiles, columns, machine.multiprocessors)
     blocks, width = min(tiles * pieces, machine.multiprocessors), -(-rank // _RANKS) * _RANKS
     of_split = split_of(columns, -(-rows // 16) * (parts * width // 16), _MAKERS * blocks)
     slabs = -(-parts * width // DEPTH)
@@ -211,29 +211,29 @@ def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machi
 
 @cache
 def split_of(columns: int, tiles: int, warps: int) -> int:
-    """Choose the columns of x per split of x A^T that minimize the sequential trips to memory.
+    """Choose how many columns of x each split of x A^T covers, for the fewest sequential count_trips to memory.
 
     A warp makes one trip per 64 columns of a tile, and one per sums of 16 splits.
     """
 
-    def trips(of_split: int) -> int:
+    def count_trips(of_split: int) -> int:
         splits = -(-columns // of_split)
         return -(-splits * tiles // warps) * of_split // _STEP_OF_SPLIT + -(-splits // _SUMS_AT_ONCE)
 
-    return min(range(_STEP_OF_SPLIT, columns + 1, _STEP_OF_SPLIT), key=trips)
+    return min(range(_STEP_OF_SPLIT, columns + 1, _STEP_OF_SPLIT), key=count_trips)
 
 
 @cache
 def machine_of(device: torch.device) -> Machine:
-    """Return the GPU's properties, cached."""
+    """Return the GPU's multiprocessors and shared memory, cached."""
     from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
 
     number = torch.cuda.current_device() if device.index is None else device.index
     return Machine(torch.cuda.get_device_properties(number).multi_processor_count, nvrtc.shared_bytes(number))
 
 
-def _launch(how: Plan, x: Tensor, B: Tensor, tensors: Sequence[Tensor | None], shape: Shape) -> None:
-    """Start the kernel on the current stream, which a CUDA graph may be capturing."""
+def _launch_kernel(how: Plan, x: Tensor, B: Tensor, tensors: Sequence[Tensor | None], shape: Shape) -> None:
+    """Start the planned kernel on the current stream, which a CUDA graph may be capturing."""
     from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
 
     name, line = instance(how.rows, how.tile, how.groups, how.pieces > 1)
@@ -244,6 +244,6 @@ def _launch(how: Plan, x: Tensor, B: Tensor, tensors: Sequence[Tensor | None], s
 
 
 def instance(rows: int, tile: int, groups: int, shared: bool) -> tuple[str, str]:
-    """Return a variant's kernel name and the source line that instantiates it."""
+    """Return a kernel variant's name and the line of CUDA source that instantiates it."""
     of_variant = rows, tile, groups, int(shared)
     return "_".join(["fp4_tiles", *map(str, of_variant)]), f"FP4_TILES({', '.join(map(str, of_variant))})"

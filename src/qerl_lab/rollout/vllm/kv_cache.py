@@ -22,14 +22,14 @@ def free_bytes(device: torch.device) -> int:
 
 
 def bytes_per_token(config: dict[str, Any], element_bytes: int) -> int:
-    """Return the bytes of one token's keys and values in all layers. `config` is the model's config.json."""
+    """Return the bytes of a token's keys and values in all layers. `config` is the model's config.json."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim * element_bytes
 
 
 def kv_cache_bytes(cfg: RunConfig, per_token: int, free: int) -> int:
-    """Return the cache's size: `rollout.vllm.kv_cache_gib`, else enough for a full batch, at most SHARE of `free`.
+    """Choose the cache's bytes: `rollout.vllm.kv_cache_gib`, else enough for a full batch, at most SHARE of `free`.
 
     Args:
         per_token: bytes of one token.

@@ -18,7 +18,7 @@ LOGPROBS: dict[str, list[float]] = {}
 
 
 def build_scheduler(vllm_config: Any, **given: Any) -> Any:
-    """Return vLLM's usual scheduler with `StoresLogprobs` mixed in."""
+    """Build the scheduler that vLLM would use, with `StoresLogprobs` mixed in; vLLM calls it as a class."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -30,7 +30,7 @@ class StoresLogprobs:
     """Mixin for a scheduler that changes only where log-probs go."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Store the log-prob of each token that vLLM accepts in `LOGPROBS`, and hide log-probs from vLLM."""
+        """Override vLLM's hook: store each accepted token's log-prob in `LOGPROBS`, and hide log-probs from vLLM."""
         sampled, model_runner_output.logprobs = model_runner_output.logprobs, None
         outputs_of_clients = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         if sampled is not None:
@@ -43,10 +43,10 @@ class StoresLogprobs:
 
 
 def completion_names(request: str, group_size: int) -> list[str]:
-    """Return vLLM's names of the completions of `request`."""
+    """Return the ids that vLLM gives the completions of the request `request`."""
     return [request] if group_size == 1 else [f"{index}_{request}" for index in range(group_size)]
 
 
 def is_no_custom_class_warning(record: LogRecord) -> bool:
-    """Log filter: drop vLLM's warning about a custom scheduler."""
+    """Filter a log: return False, which drops it, for vLLM's warning about a custom scheduler."""
     return "custom scheduler class" not in str(record.msg)

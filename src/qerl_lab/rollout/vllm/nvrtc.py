@@ -33,24 +33,24 @@ def load_kernel(source: Path, name: str, device: int, variant: str = "", registe
 
 
 def architecture(major: int, minor: int) -> str:
-    """Return NVRTC's target, with the instructions specific to this capability."""
+    """Return NVRTC's name of a GPU architecture, with the instructions specific to this compute capability."""
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
 def shared_bytes(device: int) -> int:
-    """Return the shared memory in bytes that a thread block may use."""
+    """Return the shared memory in bytes that a thread block may use on this GPU."""
     asked = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     return check_status(driver.cuDeviceGetAttribute(asked, device))
 
 
 def shared_by_mps(device: int) -> bool:
-    """Return whether other processes may compute on the GPU at the same time, through NVIDIA's MPS."""
+    """Tell whether other processes may compute on the GPU at the same time, through NVIDIA's MPS."""
     asked = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
     return bool(check_status(driver.cuDeviceGetAttribute(asked, device)))
 
 
 def compile_source(source: Path, architecture: str, variant: str = "") -> tuple[bytes, str]:
-    """Compile a file plus a `variant` line for an architecture such as "sm_90". Needs no GPU.
+    """Compile a CUDA file plus a `variant` line for an architecture such as "sm_90". Needs no GPU.
 
     Returns machine code and log.
 
@@ -94,12 +94,12 @@ def launch(
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
     config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
     if early:
-        config.attrs, config.numAttrs = [_early()], 1
+        config.attrs, config.numAttrs = [_early_start_attribute()], 1
     check_status(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
 
 
 @cache
-def _early() -> Any:
+def _early_start_attribute() -> Any:
     """Return the launch attribute for programmatic dependent launch."""
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -108,21 +108,25 @@ def _early() -> Any:
 
 
 def tiles_map(x: Tensor, stride: int, rows: int, blocks: int) -> Any:
-    """Return a swizzled tensor map that copies `rows` rows x `blocks` * 64 columns of x, bfloat16 `[M, K]`, at once.
+    """Build a swizzled tensor map, for copies of `rows` rows x `blocks` * 64 columns of x, bfloat16 `[M, K]`.
 
     `stride` is x's row stride in elements.
     """
     sizes = (64, x.shape[0], -(-x.shape[1] // 64))
-    return _map(x, sizes, (2 * stride, 128), (64, rows, blocks), driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B)
+    return _build_tensor_map(
+        x, sizes, (2 * stride, 128), (64, rows, blocks), driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+    )
 
 
 def rows_map(B: Tensor, rows: int, columns: int) -> Any:
-    """Return a tensor map that copies `rows` x `columns` of B, bfloat16 `[N, rank]`, at once, without swizzle."""
+    """Build a tensor map without swizzle, for copies of `rows` x `columns` of B, bfloat16 `[N, rank]`."""
     (N, rank), none = B.shape, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
-    return _map(B, (rank, N), (2 * rank,), (columns, rows), none)
+    return _build_tensor_map(B, (rank, N), (2 * rank,), (columns, rows), none)
 
 
-def _map(matrix: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: Any) -> Any:
+def _build_tensor_map(
+    matrix: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: Any
+) -> Any:
     """Build a bfloat16 CUtensorMap: innermost size first, strides in bytes, zeros beyond the last element."""
     made = check_status(
         driver.cuTensorMapEncodeTiled(
@@ -137,7 +141,7 @@ def _map(matrix: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequ
 
 
 def check_status(result: tuple[Any, ...]) -> Any:
-    """Return the value of a cuda.bindings call. Raises RuntimeError unless its status is success."""
+    """Return the value in the result of a cuda.bindings call. Raises RuntimeError unless its status is success."""
     status, *values = result
     if status.value:
         raise RuntimeError(f"CUDA: {status.name}")

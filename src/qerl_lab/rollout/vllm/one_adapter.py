@@ -88,11 +88,12 @@ class OneAdapterConfig(QuantizationConfig):
 
     @property
     def packed_modules_mapping(self) -> dict[str, list[str]]:
-        """The parts of fused layers. vLLM's model fills this table in; it is shared with the base."""
+        """Override vLLM's property: return the parts of fused layers, as vLLM's model filled them in for the base."""
         return self._parts if self.base is None else self.base.packed_modules_mapping
 
     @packed_modules_mapping.setter
     def packed_modules_mapping(self, parts: dict[str, list[str]]) -> None:
+        """Override vLLM's property: set the parts of fused layers, for the base too."""
         if self.base is None:
             self._parts = parts
         else:
@@ -100,7 +101,7 @@ class OneAdapterConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "OneAdapterConfig":
-        """Build from a `quantization_config` with the entry that `llm_arguments` added."""
+        """Override vLLM's hook: build from a `quantization_config` with the entry that `llm_arguments` added."""
         stored = dict(config)
         own = stored.pop(_OWN_KEY)
         name = stored["quant_method"]
@@ -111,36 +112,43 @@ class OneAdapterConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Take over a quantized directory if `llm_arguments` asked for it."""
+        """Override vLLM's hook: claim a quantized directory if `llm_arguments` asked for it."""
         return NAME if user_quant == NAME else None
 
     def get_name(self) -> str:
+        """Override vLLM's hook: return this method's name."""
         return NAME
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Override vLLM's hook: return the dtypes that the base computes in."""
         every = [torch.float32, torch.float16, torch.bfloat16]
         return every if self.base is None else self.base.get_supported_act_dtypes()
 
     def get_min_capability(self) -> int:
+        """Override vLLM's hook: return the compute capability that the base needs."""
         return 0 if self.base is None else self.base.get_min_capability()
 
     @staticmethod
     def get_config_filenames() -> list[str]:
+        """Override vLLM's hook: name no further configuration files."""
         return []
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Override vLLM's hook: let the base rename its layers."""
         if self.base is not None:
             self.base.apply_vllm_mapper(hf_to_vllm_mapper)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Override vLLM's hook: let the base read the model's configuration."""
         if self.base is not None:
             self.base.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
 
     def get_cache_scale_mapper(self) -> Any:
+        """Override vLLM's hook: return the base's mapper of cache scales."""
         return super().get_cache_scale_mapper() if self.base is None else self.base.get_cache_scale_mapper()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Return the base's method, wrapped in `OneAdapterMethod` for a linear layer with an adapter."""
+        """Override vLLM's hook: return the base's method, wrapped in `OneAdapterMethod` if the layer has an adapter."""
         method = None if self.base is None else self.base.get_quant_method(layer, prefix)
         if not isinstance(layer, LinearBase):
             return method
@@ -158,13 +166,14 @@ _BY_ADAPTER: WeakValueDictionary[int, LinearBase] = WeakValueDictionary()
 
 @torch.library.custom_op("qerl_lab::linear_with_adapter", mutates_args=())
 def linear_with_adapter(x: Tensor, adapter: Tensor, bias: Tensor | None, columns: int) -> Tensor:
-    """Compute the layer whose `adapter_A` is `adapter`, adapter included: x[M, K] -> y[M, columns]."""
+    """Custom operation: compute x[M, K] -> y[M, columns] by the layer that owns `adapter`, base plus adapter."""
     layer = _BY_ADAPTER[adapter.data_ptr()]
     return layer.quant_method.routed(layer, x, bias)
 
 
 @linear_with_adapter.register_fake
-def _(x: Tensor, adapter: Tensor, bias: Tensor | None, columns: int) -> Tensor:
+def _empty_result(x: Tensor, adapter: Tensor, bias: Tensor | None, columns: int) -> Tensor:
+    """Return an empty y, for torch.compile's shapes."""
     return x.new_empty(x.shape[0], columns)
 
 
@@ -196,7 +205,7 @@ class OneAdapterMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Create the base's weights and the empty adapter. Raises ConfigError under tensor parallelism."""
+        """Override vLLM's hook: create base weights and empty adapter. Raises ConfigError under tensor parallelism."""
         if layer.tp_size > 1:
             raise ConfigError(
                 f"tensor_parallel_size={layer.tp_size} is not allowed with the dense products of one adapter; allowed: "
@@ -216,7 +225,7 @@ class OneAdapterMethod(LinearMethodBase):
         layer.register_buffer("adapter_B", B, persistent=False)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        """Lay the weights out for `fp4_tiles`, or let the base do so for its kernel. Keep a copy for `dense_rows`.
+        """Override vLLM's hook: lay the weights out for `fp4_tiles` or the base's kernel; keep a copy for `dense_rows`.
 
         Keeps the bias in stored order, because Marlin and Humming reorder `layer.bias`.
         """
@@ -233,7 +242,7 @@ class OneAdapterMethod(LinearMethodBase):
         _BY_ADAPTER[layer.adapter_A.data_ptr()] = layer
 
     def _lay_in_tiles(self, layer: LinearBase) -> None:
-        """Replace the loaded weights by the buffers `OF_TILES`."""
+        """Replace the layer's loaded weights by buffers in the layout of `fp4_tiles`."""
         self._check_tiles(layer)
         codes, scale, divisor = (layer.weight_packed.data, layer.weight_scale.data,
                                  layer.weight_global_scale.data[:1].clone())  # fmt: skip
@@ -246,7 +255,7 @@ class OneAdapterMethod(LinearMethodBase):
         self.decoders = decoders({TILES: packed, DIVISOR: divisor}, self.sizes, columns)
 
     def _keep_dense(self, layer: LinearBase) -> None:
-        """Unpack the weight as the trainer does and stack A below it: `stacked` [N + P * r, K].
+        """Add to the layer its weight, unpacked as by the trainer, with A stacked below it: `stacked` [N + P * r, K].
 
         Sets `alpha`, the weight's factor.
         """
@@ -269,7 +278,7 @@ class OneAdapterMethod(LinearMethodBase):
             raise ConfigError(f"rollout.vllm.linear_backend=fp4_tiles {why}. Type rollout.vllm.linear_backend=vllm.")
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute x W^T + bias and the adapter; on a GPU as one operation opaque to torch.compile."""
+        """Override vLLM's hook: compute x W^T + bias and the adapter; on a GPU torch.compile sees one operation."""
         rows, columns = x.view(-1, x.shape[-1]), sum(self.sizes)
         if x.is_cuda:
             return linear_with_adapter(rows, layer.adapter_A, bias, columns).view(*x.shape[:-1], columns)
@@ -278,7 +287,7 @@ class OneAdapterMethod(LinearMethodBase):
         return y
 
     def routed(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute x[M, K] W^T + bias and the adapter. The rows choose the lab's kernel, the base's or cuBLAS."""
+        """Compute x[M, K] W^T + bias and the adapter; the rows choose the lab's kernel, the base's or cuBLAS."""
         rows, dense_rows = len(x), self.routes.dense_rows
         A, B = layer.adapter_A, layer.adapter_B
         plain = None if bias is None else layer.plain_bias
@@ -294,7 +303,7 @@ class OneAdapterMethod(LinearMethodBase):
         return y
 
     def places(self, layer: LinearBase) -> dict[str, Pair]:
-        """Return the buffers A[r, K] and B[n, r] of each part with an adapter, by the part's name."""
+        """Return the layer's adapter buffers, A[r, K] and B[n, r] of each part with an adapter, by the part's name."""
         blocks = zip(self.parts, self.own, layer.adapter_A.split(self.rank), layer.adapter_B.split(self.sizes),
                      strict=True)  # fmt: skip
         return {part: (A, B) for part, own, A, B in blocks if own}
@@ -309,7 +318,7 @@ def use_packed_layers(model: nn.Module, layers: Mapping[str, PackedLinear]) -> N
 
 
 def lora_modules(model: PeftModel) -> dict[str, tuple[nn.Linear, nn.Linear]]:
-    """Return the modules that hold the policy's A and B, by full name of the base layer."""
+    """Return PEFT's modules of the policy's A and B, by full name of the base layer."""
     return {
         name: (layer.lora_A["default"], layer.lora_B["default"])
         for name, layer in model.get_base_model().named_modules() if isinstance(layer, LoraLayer)
@@ -317,7 +326,7 @@ def lora_modules(model: PeftModel) -> dict[str, tuple[nn.Linear, nn.Linear]]:
 
 
 def adapter_of(model: PeftModel) -> dict[str, Pair]:
-    """Return the policy's A and B themselves, no copies, by full name of the base layer."""
+    """Return the policy's adapter matrices A and B, without copying them, by full name of the base layer."""
     return {name: (a.weight, b.weight) for name, (a, b) in lora_modules(model).items()}
 
 
@@ -337,12 +346,12 @@ class AdapterBuffers:
             if isinstance(method := getattr(layer, "quant_method", None), OneAdapterMethod)
             for part, place in method.places(layer).items()
         }  # fmt: skip
-        _check(places, adapter)
+        _check_same_shapes(places, adapter)
         self.A, self.B = ([adapter[name][which] for name in places] for which in (0, 1))
         self.places_of_A, self.places_of_B = ([place[which] for place in places.values()] for which in (0, 1))
 
     def write(self, scaling: float) -> None:
-        """Copy the adapter into the layers' buffers, for use from the next call on.
+        """Copy the policy's adapter into the buffers of vLLM's layers, for use from the next call on.
 
         `scaling` is alpha / rank; it is multiplied into the copy of B, rounded once to the model's dtype.
         """
@@ -353,8 +362,8 @@ class AdapterBuffers:
             torch._foreach_copy_(self.places_of_B, torch._foreach_mul(self.B, scaling))
 
 
-def _check(places: Mapping[str, Pair], adapter: Mapping[str, Pair]) -> None:
-    """Raise ConfigError if adapter and buffers differ in layers or shapes."""
+def _check_same_shapes(places: Mapping[str, Pair], adapter: Mapping[str, Pair]) -> None:
+    """Raise ConfigError if the policy's adapter and vLLM's buffers differ in layers or shapes."""
     given, built = ({name: [tuple(tensor.shape) for tensor in pair] for name, pair in pairs.items()}
                     for pairs in (adapter, places))  # fmt: skip
     differing = sorted(name for name in given.keys() | built.keys() if given.get(name) != built.get(name))

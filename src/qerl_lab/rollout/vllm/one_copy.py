@@ -36,7 +36,7 @@ def layers_of(policy: Policy) -> Layers:
 
 @contextmanager
 def packed_on_host(policy: Policy) -> Iterator[None]:
-    """Move the packed weights to host memory within the context; afterwards move back those that are not shared."""
+    """Context manager: hold the packed weights in host memory; afterwards move back those that are not shared."""
     layers, device = layers_of(policy).values(), policy.device
     for layer in layers:
         layer.hold({name: tensor.cpu() for name, tensor in layer.packed().items()})
@@ -49,12 +49,12 @@ def packed_on_host(policy: Policy) -> Iterator[None]:
 
 
 def share(policy: Policy, model: nn.Module) -> list[str]:
-    """Let the layers of `policy` hold the tensors of vLLM's `model`. Returns the layers that keep their own.
+    """Let the layers of `policy` hold the tensors of vLLM's `model`; return the layers that keep their own.
 
     Raises ConfigError, before any layer changes, if a weight exists in neither layout.
     """
     layers = layers_of(policy)
-    pairs = list(_pairs(layers, model))
+    pairs = list(_fused_pairs(layers, model))
     found = {name for _, parts in pairs for name in parts}
     if missing := [name for name in layers if name not in found]:
         raise cannot_share(f"finds no layer in vLLM's model that holds {missing[0]}")
@@ -65,16 +65,16 @@ def share(policy: Policy, model: nn.Module) -> list[str]:
 
 
 def shared_bytes(policy: Policy) -> int:
-    """Return the bytes of vLLM's tensors that the policy shares."""
+    """Return the bytes of the tensors that the policy shares with vLLM."""
     return sum(layer.packed_bytes() for layer in layers_of(policy).values() if layer.form is not None)
 
 
 def cannot_share(why: str) -> ConfigError:
-    """Return the error for a base that cannot be shared."""
+    """Return the ConfigError that says why engine and policy cannot share a base."""
     return ConfigError(f"rollout.vllm.share_base=true {why}. Type rollout.vllm.share_base=false.")
 
 
-def _pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, Layers]]:
+def _fused_pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, Layers]]:
     """Yield each vLLM layer with the policy's layers that it fuses, in order."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     # A `.base_layer` comes after its wrapper in named_modules, and so replaces it.
@@ -87,7 +87,7 @@ def _pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, Layers
 
 
 def _is_in_tiles(theirs: nn.Module) -> bool:
-    """Return whether vLLM's layer holds its weight in the layout of `fp4_tiles`."""
+    """Tell whether vLLM's layer holds its weight in the layout of `fp4_tiles`."""
     return TILES in dict(theirs.named_buffers(recurse=False))
 
 
@@ -106,9 +106,9 @@ def _check_marlin(theirs: nn.Module, parts: Layers) -> None:
 
 
 def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
-    """Share one layer; return the parts that keep their own tensors because the engine's differ."""
+    """Let the parts of a fused layer hold vLLM's tensors; return the parts that keep their own because they differ."""
     keep, first = [], 0
-    held_of = _of_tiles if _is_in_tiles(theirs) else _of_marlin
+    held_of = _tiles_tensors if _is_in_tiles(theirs) else _marlin_tensors
     for name, layer in parts.items():
         packed = layer.packed()
         held, form = held_of(theirs, packed[DIVISOR], first, layer)
@@ -122,13 +122,17 @@ def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
     return keep
 
 
-def _of_tiles(theirs: nn.Module, divisor: Tensor, first: int, layer: PackedLinear) -> tuple[dict[str, Tensor], Tiles]:
+def _tiles_tensors(
+    theirs: nn.Module, divisor: Tensor, first: int, layer: PackedLinear
+) -> tuple[dict[str, Tensor], Tiles]:
     """Return the engine's tensors for this layer, from row `first` on, and their `Tiles` reader."""
     tiles = theirs.get_buffer(TILES)
     return {TILES: tiles, DIVISOR: divisor.to(tiles.device)}, Tiles(first, layer.out_features, layer.in_features)
 
 
-def _of_marlin(theirs: nn.Module, divisor: Tensor, first: int, layer: PackedLinear) -> tuple[dict[str, Tensor], Marlin]:
+def _marlin_tensors(
+    theirs: nn.Module, divisor: Tensor, first: int, layer: PackedLinear
+) -> tuple[dict[str, Tensor], Marlin]:
     """Return views of the engine's tensors for this layer, and their `Marlin` reader."""
     codes, scale = (theirs.get_parameter(name).data for name in ("weight", "weight_scale"))
     whole = {CODES: codes, SCALE: scale, DIVISOR: divisor.to(codes.device)}

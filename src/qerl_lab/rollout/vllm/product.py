@@ -20,7 +20,7 @@ TILES_ROWS = 320  # up to here five launches of `fp4_tiles` beat unpacking, 7B a
 
 @torch.library.custom_op("qerl_lab::add_adapter", mutates_args={"y"})
 def add_adapter(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
-    """Add (x A_p^T) B_p^T to the columns of part p of `y`, in place, for the P parts of a layer.
+    """Add an adapter's product (x A_p^T) B_p^T to the columns of each part p of a fused layer's `y`, in place.
 
     Opaque to torch.compile, so that the rows of a call choose the route and a CUDA graph captures that route's
     launches. A and B are read when it runs, so later writes to them take effect in the next replay.
@@ -36,7 +36,7 @@ def add_adapter(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) ->
 
 
 def add_products(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
-    """Compute `add_adapter` with torch's products."""
+    """Add an adapter's product to `y` in place by torch's matrix products, as `add_adapter` documents."""
     rank, at = B.shape[1], 0
     inner = x @ A.t()
     for part, size in enumerate(sizes):
@@ -47,7 +47,7 @@ def add_products(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -
 
 @add_adapter.register_kernel("cuda")
 def add_on_gpu(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
-    """Compute `add_adapter` with the lab's kernels where they are expected to beat cuBLAS."""
+    """Add an adapter's product to `y` in place by the lab's kernels, or by cuBLAS where it should be faster."""
     from qerl_lab.rollout.vllm import adapter_kernels  # needs triton
 
     rows = x.shape[0]
@@ -60,7 +60,7 @@ def add_on_gpu(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> 
 
 
 def expand_is_faster(rows: int, rank: int) -> bool:
-    """Return whether `adapter_kernels.expand` is expected to beat cuBLAS."""
+    """Tell whether `adapter_kernels.expand` is expected to beat cuBLAS at this number of rows and rank."""
     return rank <= MAX_RANK and rows * rank <= EXPAND_WORK
 
 
@@ -94,7 +94,7 @@ def stacked_product(
 def unpacked_product(
     x: Tensor, decoders: Sequence[Decoder], A: Tensor, B: Tensor, sizes: list[int], bias: Tensor | None = None
 ) -> Tensor:
-    """Return x W^T + bias plus the adapter's product, y `[M, N]`, with each weight unpacked whole for cuBLAS.
+    """Return x W^T + bias plus the adapter's product, y `[M, N]`; unpacks each weight whole for cuBLAS.
 
     The adapter's product comes first and the large product adds to it in its epilogue: y is written twice and read
     once.
@@ -121,12 +121,13 @@ def tiles_product(
     x: Tensor, packed: Tensor, divisor: Tensor, meeting: Tensor, decoders: Sequence[Decoder], A: Tensor, B: Tensor,
     sizes: list[int], bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute `unpacked_product`; up to `TILES_ROWS` rows with `fp4_tiles.linear`, which documents the arguments."""
+    """Return x W^T + bias plus the adapter's product, up to `TILES_ROWS` rows by `fp4_tiles.linear`."""
     if len(x) > TILES_ROWS:
         return unpacked_product(x, decoders, A, B, sizes, bias)
     return fp4_tiles.linear(x, packed, divisor, A, B, sizes, meeting, bias)
 
 
 @add_adapter.register_fake
-def _(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
+def _change_no_shape(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
+    """Return nothing: `y` keeps its shape under torch.compile."""
     return None

@@ -25,22 +25,23 @@ class CacheAlone(CuMemBackend):
     """Unmaps the cache only. Tracks each part, so that a failed wake-up can be continued."""
 
     def suspend(self, level: int = 1) -> None:
-        """Unmap the cache."""
-        for part in _cache():
+        """Override vLLM's hook: unmap the key-value cache."""
+        for part in _cache_allocations():
             if not part.is_asleep:
                 unmap_and_release(part.handle)
                 part.is_asleep = True
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Map the cache again and zero it, because others wrote there. Raises OutOfMemoryError if memory is taken."""
-        for part in _cache():
+        """Override vLLM's hook: map the cache again, and zero it. Raises OutOfMemoryError if others hold the memory."""
+        for part in _cache_allocations():
             if part.is_asleep:
                 _, size, address, _ = part.handle
-                _map(part.handle)
+                _map_again(part.handle)
                 part.is_asleep = False
                 libcudart.cudaMemset(address, 0, size)
 
     def state(self) -> str:
+        """Override vLLM's hook: tell whether the cache is unmapped, as SUSPENDED or RUNNING."""
         return "SUSPENDED" if asleep_bytes() else "RUNNING"
 
 
@@ -48,18 +49,18 @@ SleepModeBackendFactory.register_backend(NAME, __name__, CacheAlone.__name__)
 
 
 def install(llm: LLM) -> None:
-    """Make `llm`, built with `enable_sleep_mode`, use this backend."""
+    """Let `llm`, built with `enable_sleep_mode`, release only the key-value cache when it sleeps."""
 
-    def choose(worker: Any) -> None:
+    def choose_backend(worker: Any) -> None:
         worker.vllm_config.model_config.sleep_mode_backend = NAME  # `LLM` has no argument for it
 
-    llm.collective_rpc(choose)
+    llm.collective_rpc(choose_backend)
     pools = list(CuMemAllocator.get_instance().allocator_and_pools.values())
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(pools))  # never released, because torch frees an unreferenced pool
 
 
 def release() -> None:
-    """Release all memory of an `llm` that was shut down."""
+    """Release all GPU memory that vLLM's allocator still holds for an `llm` that was shut down."""
     parts = CuMemAllocator.get_instance().pointer_to_data
     torch.cuda.synchronize()
     while parts:
@@ -69,16 +70,16 @@ def release() -> None:
 
 
 def asleep_bytes() -> int:
-    """Return the bytes of the cache that are unmapped now."""
-    return sum(part.handle[1] for part in _cache() if part.is_asleep)
+    """Return the bytes of the key-value cache that are unmapped now."""
+    return sum(part.handle[1] for part in _cache_allocations() if part.is_asleep)
 
 
-def _cache() -> list[Any]:
-    """Return vLLM's allocations that belong to the cache."""
+def _cache_allocations() -> list[Any]:
+    """Return vLLM's memory allocations that belong to the key-value cache."""
     return [part for part in CuMemAllocator.get_instance().pointer_to_data.values() if part.tag == TAG]
 
 
-def _map(handle: tuple[int, ...]) -> None:
+def _map_again(handle: tuple[int, ...]) -> None:
     """Map an allocation again. Raises torch.OutOfMemoryError if no memory is left."""
     try:
         create_and_map(handle)

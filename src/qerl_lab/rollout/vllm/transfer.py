@@ -26,7 +26,7 @@ MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # allowed by vLLM's LoRAConf
 
 
 def serving_arguments(cfg: RunConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Return what a run needs of any vLLM: arguments of `vllm.LLM`, which are flags of `vllm serve` too.
+    """Return the arguments that a run needs of any vLLM, for `vllm.LLM` and as flags of `vllm serve`.
 
     `NormWorker` holds the norms of `aqn.norms` in float32. `additional_config` carries their names because it is part
     of vLLM's key for compiled code. Otherwise a graph compiled for bfloat16 norms would read float32 ones.
@@ -51,7 +51,7 @@ def serving_arguments(cfg: RunConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def sampling_arguments(sampling: Sampling, group_size: int, seed: int, end_ids: list[int]) -> dict[str, Any]:
-    """Return arguments of `vllm.SamplingParams`, which are keys of a /v1/completions request too, for one prompt."""
+    """Return the sampling arguments of a prompt, for `vllm.SamplingParams` and as keys of a /v1/completions request."""
     return {
         "n": group_size,
         "seed": seed,  # completion g uses seed + g
@@ -82,7 +82,7 @@ def check_norms(held: Mapping[str, Tensor], clean: Mapping[str, Tensor], holder:
 
 
 def encode_tensor(tensor: Tensor) -> list[str]:
-    """Encode a tensor as dtype and base64, bit for bit. Decimal numbers take four times the space and cannot be NaN."""
+    """Encode a tensor as [dtype, base64], bit for bit. Decimal numbers take four times the space and cannot be NaN."""
     held = tensor.detach().cpu().contiguous()
     return [str(held.dtype).removeprefix("torch."), base64.b64encode(held.view(torch.uint8).numpy().tobytes()).decode()]
 
@@ -108,12 +108,12 @@ def adapter_bytes(model: PeftModel) -> int:
 
 
 def write_settings(model: PeftModel, folder: Path) -> None:
-    """Write adapter_config.json, which does not change during a run."""
+    """Write the adapter's adapter_config.json, which does not change during a run, to `folder`."""
     model.peft_config["default"].save_pretrained(folder)
 
 
 def write_weights(model: PeftModel, folder: Path) -> None:
-    """Write the current adapter weights atomically, so that a reader sees the old file or the new one, whole."""
+    """Write the current adapter weights to `folder` atomically, so that a reader sees the old file or the new one."""
     own = get_peft_model_state_dict(model, adapter_name="default")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
     aside = folder / "adapter_model.new"

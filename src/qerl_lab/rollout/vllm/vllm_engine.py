@@ -83,33 +83,33 @@ class VllmEngine:
 
     @property
     def llm(self) -> LLM:
-        """vLLM's `LLM` object, e.g. for `apply_model`."""
+        """Return vLLM's `LLM` object, e.g. for `apply_model`."""
         if self._llm is None:
             raise RuntimeError("the engine is closed")
         return self._llm
 
     def sync(self, noise: Noise) -> None:
-        """Update adapter and norms, and reset the prefix cache of the old weights.
+        """Copy the policy's adapter and noisy norms into vLLM, and reset the prefix cache of the old weights.
 
         Raises EngineFailed if vLLM refuses.
         """
         self._wake()
         noisy = noise.onto_norms(self.policy.clean_norms)
 
-        def write(model: nn.Module) -> None:
+        def write_norms(model: nn.Module) -> None:
             for name, weight in noisy.items():
                 self._norms[name].data.copy_(weight)  # in place, because CUDA graphs read this address
 
         with raising_engine_failed("sync"):
             self._adapter.sync(self.llm)
-            self.llm.apply_model(write)
+            self.llm.apply_model(write_norms)
             if not self.llm.reset_prefix_cache():
                 raise EngineFailed("vLLM kept its prefix cache at a sync: requests of the last rollout still run")
             if self.policy.device.type == "cuda":  # vLLM may sample on another stream than this one
                 torch.cuda.synchronize(self.policy.device)
 
     def sleep(self) -> None:
-        """With rollout.vllm.sleep release the key-value cache's memory until `sync` or `generate`.
+        """Release the key-value cache's memory until `sync` or `generate`, if rollout.vllm.sleep is set.
 
         Raises EngineFailed.
         """
@@ -126,7 +126,7 @@ class VllmEngine:
                     raise
 
     def _wake(self) -> None:
-        """Take the cache's memory again, empty. Raises EngineFailed, and stays asleep, if others hold it by now."""
+        """Take the cache's memory again, empty. Raises EngineFailed, and stays asleep, if another program holds it."""
         if not self._asleep:
             return
         with raising_engine_failed("wake_up"):
@@ -137,7 +137,7 @@ class VllmEngine:
         self._asleep = False
 
     def _share_base(self) -> None:
-        """Let the policy use vLLM's weights. Raises ConfigError if it cannot."""
+        """Let the policy use vLLM's copy of the base weights. Raises ConfigError if it cannot."""
         torch.cuda.synchronize(self.policy.device)  # vLLM may have loaded on another stream
         keep = self.llm.apply_model(lambda model: one_copy.share(self.policy, model))[0]
         if keep:
@@ -148,17 +148,17 @@ class VllmEngine:
             )
 
     def norms(self) -> dict[str, Tensor]:
-        """Read the norms back from vLLM's modules."""
+        """Read the noisy norm weights back from vLLM's modules, by full layer name."""
         return {name: weight.detach().clone() for name, weight in self._find_norms().items()}
 
     def _find_norms(self) -> dict[str, nn.Parameter]:
         """Return the norm weights of vLLM's model by full layer name, without those that it does not have."""
 
-        def find(model: nn.Module) -> dict[str, nn.Parameter]:
+        def find_norms(model: nn.Module) -> dict[str, nn.Parameter]:
             weights = dict(model.named_parameters())
             return {name: weights[key] for name in self.policy.norms if (key := f"{name}.weight") in weights}
 
-        return self.llm.apply_model(find)[0]
+        return self.llm.apply_model(find_norms)[0]
 
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
@@ -170,8 +170,8 @@ class VllmEngine:
         started = time.perf_counter()
         self._wake()
         with random_state_restored(self.policy.device):
-            names_P_G = self._send(prompt_ids_P, group_size, sampling)
-            found = self._receive(len(prompt_ids_P), on_done)
+            names_P_G = self._send_requests(prompt_ids_P, group_size, sampling)
+            found = self._receive_outputs(len(prompt_ids_P), on_done)
         outputs_P = [sorted(found[str(p)].outputs, key=lambda output: output.index) for p in range(len(prompt_ids_P))]
         return Rollout(
             prompt_ids_P=prompt_ids_P,
@@ -182,7 +182,7 @@ class VllmEngine:
             seconds=time.perf_counter() - started,
         )
 
-    def _send(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> list[list[str]]:
+    def _send_requests(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> list[list[str]]:
         """Queue the requests; return vLLM's names of the completions."""
         logprob_scheduler.LOGPROBS.clear()  # leftovers of a failed rollout
         seeds, names_P_G = sampling.seeds(len(prompt_ids_P)), []
@@ -196,7 +196,7 @@ class VllmEngine:
                 names_P_G.append(logprob_scheduler.completion_names(request, group_size))
         return names_P_G
 
-    def _receive(self, count: int, on_done: OnDone) -> dict[str, RequestOutput]:
+    def _receive_outputs(self, count: int, on_done: OnDone) -> dict[str, RequestOutput]:
         """Run vLLM until all requests finish; return their outputs by request id. Raises EngineFailed on a timeout."""
         engine, found = self.llm.llm_engine, dict[str, RequestOutput]()
         minutes = self.cfg.rollout.vllm.timeout_minutes
@@ -221,13 +221,13 @@ class VllmEngine:
         return found
 
     def held(self) -> dict[str, int]:
-        """Return the bytes of vLLM's weights, without those shared with the policy, and of its cache."""
+        """Return the bytes of vLLM's weights (without those shared with the policy) and of its key-value cache."""
 
-        def size(model: nn.Module) -> int:
+        def sum_bytes(model: nn.Module) -> int:
             tensors = (*model.parameters(), *model.buffers())  # including the copy for `dense_rows`
             return sum(tensor.nbytes for tensor in tensors)
 
-        weights = self.llm.apply_model(size)[0]
+        weights = self.llm.apply_model(sum_bytes)[0]
         weights -= one_copy.shared_bytes(self.policy)
         cache = self.llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes
         return {"vLLM's weights": weights, ASLEEP if self._asleep else "vLLM's key-value cache": cache}
@@ -288,7 +288,7 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
 
 @contextmanager
 def raising_engine_failed(what: str) -> Iterator[None]:
-    """Turn errors of a broken vLLM into EngineFailed; let errors of wrong calls pass."""
+    """Context manager: turn errors of a broken vLLM into EngineFailed; let errors of wrong calls pass."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -304,7 +304,7 @@ def raising_engine_failed(what: str) -> Iterator[None]:
 
 @contextmanager
 def random_state_restored(device: torch.device) -> Iterator[None]:
-    """Restore all random generators afterwards, because vLLM seeds them in the trainer's process."""
+    """Context manager: restore all random generators at the end, because vLLM seeds them in the trainer's process."""
     states = random.getstate(), np.random.get_state()  # noqa: NPY002 - vLLM seeds the legacy generator
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -25,7 +25,7 @@ class NormWorker(Worker):
     """vLLM's worker plus float32 norms, noise on them, and reloading of a server's one adapter."""
 
     def load_model(self, **options: Any) -> None:
-        """Load the model, then convert the norms listed by `transfer.serving_arguments` to float32.
+        """Override vLLM's hook: load the model, then convert the norms of `transfer.serving_arguments` to float32.
 
         This happens before vLLM compiles the model and captures CUDA graphs, which fix a weight's dtype and address.
         vLLM's RMSNorm multiplies in the dtype of its weight and returns the dtype of its input.
@@ -37,7 +37,7 @@ class NormWorker(Worker):
                 module.weight.data = module.weight.data.float()
 
     def qerl_describe(self) -> dict[str, Any]:
-        """Return the settings that a run compares with its own (`server_command.settings`), and the format."""
+        """Return the server's settings that a run compares with its own (`server_command.settings`), and the format."""
         own = self.vllm_config
         model, lora = own.model_config, own.lora_config
         return {
@@ -54,7 +54,7 @@ class NormWorker(Worker):
         }
 
     def qerl_clear(self) -> None:
-        """Zero the key-value cache, as at the start. The prefix cache is then wrong and must be reset.
+        """Zero the key-value cache, as at the start; the caller must then reset the prefix cache.
 
         A run whose weights became NaN leaves NaN in the cache. Attention of later runs multiplies it by zero, which
         gives NaN again. `kv_caches` is undocumented; tests/unit/rollout/test_contract.py fails without it
@@ -65,7 +65,7 @@ class NormWorker(Worker):
                 tensor.zero_()
 
     def qerl_adapter(self, name: str, folder: str) -> list[Any]:
-        """Replace the loaded adapter by the one in `folder`.
+        """Replace the server's loaded adapter by the one in `folder`.
 
         Not through /v1/load_lora_adapter with load_inplace: vLLM keeps that request and would read the files again at
         every token.
@@ -82,14 +82,14 @@ class NormWorker(Worker):
         return sorted(self.list_loras())
 
     def qerl_noise(self, names: list[str], sigma: str, seed: int, step: int, relative: bool) -> None:
-        """Write clean weights + noise into the norms `names`, and clean weights into the norms of earlier calls.
+        """Write clean weights + noise into the norms `names`, and clean weights into the norms that had noise before.
 
         Every worker draws the same noise. Layers of other pipeline stages are skipped.
 
         Args:
             sigma: a float as text, because JSON has no NaN. Together with the rest it makes the `aqn.Noise`.
         """
-        weights = self._qerl_norms()
+        weights = self._qerl_parameters()
         clean: dict[str, Tensor] = self.__dict__.setdefault("qerl_clean", {})  # as loaded
         for name in weights.keys() & set(names) - clean.keys():
             clean[name] = weights[name].detach().float().clone()
@@ -101,11 +101,11 @@ class NormWorker(Worker):
             torch.cuda.synchronize()
 
     def qerl_norms(self, names: list[str]) -> dict[str, list[str]]:
-        """Return [dtype, base64] of the norms in `names` that this worker holds."""
-        weights = self._qerl_norms()
+        """Return [dtype, base64] of the norms in `names` that this worker holds, by name."""
+        weights = self._qerl_parameters()
         return {name: encode_tensor(weights[name]) for name in names if name in weights}
 
-    def _qerl_norms(self) -> dict[str, Tensor]:
+    def _qerl_parameters(self) -> dict[str, Tensor]:
         """Return all parameters of the model, by layer name without `.weight`."""
         model = self.get_model()
         return {name.removesuffix(".weight"): weight for name, weight in model.named_parameters()}

@@ -26,7 +26,7 @@ NEAR = {torch.float32: 0.01, torch.bfloat16: 0.1}
 
 
 def check_settings(server: Server, cfg: RunConfig, policy: Policy) -> None:
-    """Raise ConfigError if there is no server, or its settings differ from those that `serve_line` prints."""
+    """Raise ConfigError if there is no server, or if its settings differ from those that `serve_line` prints."""
     try:
         workers = server.ask("POST", "/collective_rpc", {"method": "qerl_describe"})["results"]
     except (Refused, Unanswered) as error:
@@ -44,7 +44,7 @@ def check_settings(server: Server, cfg: RunConfig, policy: Policy) -> None:
 
 
 def format_of(name: str | None, config: dict[str, Any] | None) -> str:
-    """Return the format of the server's base, or what vLLM calls it if the lab does not know it."""
+    """Return the weight format of the server's base, or vLLM's name of it if the lab does not know it."""
     try:
         return formats.recognize(config).weight_format.NAME if config is not None else name or DENSE_FORMAT
     except ValueError as error:

@@ -39,7 +39,7 @@ class Server:
         )
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS) -> Any:
-        """Send a request and return the parsed JSON answer, or None for an empty one.
+        """Send an HTTP request and return the parsed JSON answer, or None for an empty one.
 
         The request must be safe to repeat, because an answer may be lost.
 
@@ -49,7 +49,7 @@ class Server:
             EngineFailed: there is no server, or its answer is not JSON.
             ConfigError: the server wants a key.
         """
-        response = self._response(method, path, body, seconds)
+        response = self._wait_for_response(method, path, body, seconds)
         if response.status_code in (401, 403):
             raise ConfigError(f"{self.name} wants a key. Type {API_KEY}=KEY in front of the command, the server's own.")
         if response.is_error:
@@ -60,7 +60,7 @@ class Server:
         except ValueError as error:
             raise EngineFailed(f"{self.name} answered {path} with what is no JSON ({error})") from error
 
-    def _response(self, method: str, path: str, body: dict[str, Any] | None, seconds: float) -> httpx.Response:
+    def _wait_for_response(self, method: str, path: str, body: dict[str, Any] | None, seconds: float) -> httpx.Response:
         """Send until there is an answer, for `patience` seconds from the first lost connection on."""
         timeout, lost = httpx.Timeout(seconds, connect=CONNECT_SECONDS), None
         while True:
@@ -83,4 +83,5 @@ class Server:
             time.sleep(min(PAUSE_SECONDS, self.patience))
 
     def close(self) -> None:
+        """Close the connections to the server."""
         self._client.close()

@@ -23,13 +23,13 @@ ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": 
 
 
 def commands(cfg: RunConfig) -> list[str]:
-    """Return shell lines: the server's command, preceded by a quantize command if the model must be packed first."""
+    """Return the shell lines that start a run's server, with a quantize command first if the model must be packed."""
     path = cfg.model.path
     folder = gguf.unpack(gguf.existing_file(path, "model.path")) if gguf.is_gguf(path) else on_disk.local_path(path)
     packed = folder is not None and stored_as(folder) is not None  # take a hub model as dense without a download
     lines, revision = list[str](), list[str]()
     if cfg.format.name != DENSE_FORMAT and not packed:
-        how = [cfg.format.name, *(f"{key}_{value}" for key, value in unusual(cfg).items())]
+        how = [cfg.format.name, *(f"{key}_{value}" for key, value in changed_format_options(cfg).items())]
         served = f"packed/{Path(path).name.removesuffix(gguf.SUFFIX)}-{'-'.join(how)}"
         lines.append(quantize_line(cfg, served))
     elif folder is None:
@@ -47,18 +47,18 @@ def quantize_line(cfg: RunConfig, out: str) -> str:
         words.append(hydra_override("revision", cfg.model.revision))
     if cfg.format.ignore != FormatConfig().ignore:
         words.append(f"ignore={spell_list(cfg.format.ignore)}")
-    words += [f"{key}={value}" for key, value in unusual(cfg).items()]
+    words += [f"{key}={value}" for key, value in changed_format_options(cfg).items()]
     return shlex.join(["python", "-m", "qerl_lab.quantize", *words])
 
 
-def unusual(cfg: RunConfig) -> dict[str, str]:
-    """Return the run's format options that differ from the defaults, as command-line values."""
+def changed_format_options(cfg: RunConfig) -> dict[str, str]:
+    """Return the run's format options that differ from the defaults, spelled for the command line, by name."""
     own, usual = asdict(cfg.format), asdict(FormatConfig())
     return {key: str(own[key]).lower() for key in asdict(formats.build(cfg.format)) if own[key] != usual[key]}
 
 
 def settings(cfg: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the settings that a server must have for the run, by the names of vLLM's arguments."""
+    """Return the settings that a server must have for a run, by the names of vLLM's arguments."""
     backend = cfg.rollout.vllm.linear_backend
     return serving_arguments(cfg, dtype, device_of(cfg.device)) | {
         "enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(cfg.lora.rank),
@@ -67,7 +67,7 @@ def settings(cfg: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def flags(cfg: RunConfig) -> list[str]:
-    """Return the flags of `vllm serve`, without the model."""
+    """Return the command-line flags of `vllm serve` for a run, without the model."""
     url, cache_gib = urlsplit(cfg.rollout.vllm_server.url), cfg.rollout.vllm.kv_cache_gib
     words: dict[str, Any] = {"host": url.hostname, "port": url.port or (443 if url.scheme == "https" else 80)}
     words |= settings(cfg, compute_dtype(cfg, device_of(cfg.device)))

@@ -78,12 +78,12 @@ class VllmServerEngine:
         Raises EngineFailed if this process used the server before and another run has it now. The last run to start
         keeps the server; otherwise two runs would take it from each other in the middle of completions.
         """
-        held = self._adapters()
+        held = self._adapter_names()
         if self._server.name in HAD and any(not name.startswith(f"{PROCESS}-") for name in held):
             raise EngineFailed(f"{self._server.name} was taken by another run")
         HAD.add(self._server.name)
         self._server.ask("POST", "/abort_requests", {})  # running requests would keep the prefix cache
-        self._in_workers("qerl_clear")  # the first sync resets the prefix cache
+        self._call_workers("qerl_clear")  # the first sync resets the prefix cache
         for name in held:
             with suppress(Refused):  # already gone
                 self._server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
@@ -98,41 +98,41 @@ class VllmServerEngine:
                     f"path, if it does not see them. {agreement.LINE}"
                 ) from error
 
-    def _adapters(self) -> list[str]:
-        """Return the names of the server's adapters, the models that have a parent."""
+    def _adapter_names(self) -> list[str]:
+        """Return the names of the adapters on the server: models that have a parent."""
         cards = self._server.ask("GET", "/v1/models")["data"]
         return [card["id"] for card in cards if card["parent"]]
 
-    def _require_own(self) -> None:
+    def _require_only_adapter(self) -> None:
         """Raise EngineFailed unless this engine's adapter is the only one on the server."""
-        if (held := self._adapters()) != [self._name]:
+        if (held := self._adapter_names()) != [self._name]:
             what = "was taken by another run" if held else "was started again"
             raise EngineFailed(f"{self._server.name} {what}")
 
     def sync(self, noise: Noise) -> None:
-        """Send adapter and noise parameters to the server's workers and reset the prefix cache."""
-        self._require_own()
+        """Send the policy's adapter and the noise's parameters to the server's workers, and reset the prefix cache."""
+        self._require_only_adapter()
         write_weights(self.policy.model, self._folder)
-        held = self._in_workers("qerl_adapter", name=self._name, folder=str(self._folder))
+        held = self._call_workers("qerl_adapter", name=self._name, folder=str(self._folder))
         if wrong := [ids for ids in held if len(ids) != 1]:
             raise EngineFailed(f"{self._server.name} answered the adapter with {wrong[0]}; allowed: one id")
         names = list(self.policy.norms)
-        self._in_workers("qerl_noise", names=names, **(asdict(noise) | {"sigma": str(noise.sigma)}))
+        self._call_workers("qerl_noise", names=names, **(asdict(noise) | {"sigma": str(noise.sigma)}))
         if not self._server.ask("POST", "/reset_prefix_cache")["success"]:
             raise EngineFailed(f"{self._server.name} kept its prefix cache at a sync: it still serves other requests")
 
     def sleep(self) -> None:
-        """Do nothing; the server has its own memory."""
+        """Do nothing, because the server has its own memory."""
 
     def norms(self) -> dict[str, Tensor]:
-        """Read the norms back from the server's modules. Raises EngineFailed if its workers hold different ones."""
+        """Read the noisy norms back from the server. Raises EngineFailed if its workers hold different ones."""
         found: dict[str, list[str]] = {}
-        for held in self._in_workers("qerl_norms", names=list(self.policy.norms)):
+        for held in self._call_workers("qerl_norms", names=list(self.policy.norms)):
             if differ := [name for name, weight in held.items() if found.setdefault(name, weight) != weight]:
                 raise EngineFailed(f"the workers of {self._server.name} hold different weights of {differ[0]}")
         return {name: decode_tensor(*found[name]).to(self.policy.device) for name in self.policy.norms if name in found}
 
-    def _in_workers(self, method: str, **arguments: Any) -> list[Any]:
+    def _call_workers(self, method: str, **arguments: Any) -> list[Any]:
         """Call a method of `NormWorker` in every worker; return the results."""
         return self._server.ask("POST", "/collective_rpc", {"method": method, "kwargs": arguments})["results"]
 
@@ -150,8 +150,8 @@ class VllmServerEngine:
             fixed | {"prompt": ids} | sampling_arguments(sampling, group_size, seed, self.policy.end_ids())
             for ids, seed in zip(prompt_ids_P, seeds, strict=True)
         ]
-        groups = self._groups(bodies, group_size, on_done)
-        self._require_own()  # so it was during the whole rollout
+        groups = self._complete_all(bodies, group_size, on_done)
+        self._require_only_adapter()  # so it was during the whole rollout
         return Rollout(
             prompt_ids_P=prompt_ids_P,
             completion_ids_P_G=[[ids for ids, _, _ in group] for group in groups],
@@ -161,8 +161,8 @@ class VllmServerEngine:
             seconds=time.perf_counter() - started,
         )
 
-    def _groups(self, bodies: list[dict[str, Any]], group_size: int, on_done: OnDone) -> list[list[Completion]]:
-        """Send all requests, as many at once as the batch holds; return the completions of each."""
+    def _complete_all(self, bodies: list[dict[str, Any]], group_size: int, on_done: OnDone) -> list[list[Completion]]:
+        """Send all requests, as many at once as the batch holds; return the completions of each prompt."""
         minutes = self.cfg.rollout.vllm.timeout_minutes
         deadline = time.monotonic() + 60 * minutes
         pool = ThreadPoolExecutor(max(1, self.cfg.rollout.batch_size // group_size))  # one thread per group
@@ -195,7 +195,7 @@ class VllmServerEngine:
         return completions(answer, self._server.name)
 
     def held(self) -> dict[str, int]:
-        """Return nothing; the server has its own memory."""
+        """Return no bytes, because the server has its own memory."""
         return {}
 
     def close(self) -> None:
