@@ -14,7 +14,7 @@ from scipy import stats as scipy_stats
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import entropy
 from qerl_lab.evaluate.evaluate_options import EntropyOptions
-from qerl_lab.evaluate.weight_error import LayerError, total
+from qerl_lab.evaluate.weight_error import LayerError, sum_errors
 from qerl_lab.quantize import __main__ as quantize
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ SMALL = ["questions=8", "max_completion_tokens=24", "device=cpu"]
 @pytest.fixture(scope="module")
 def texts() -> entropy.Texts:
     torch.set_num_threads(1)
-    return entropy.sample(EntropyOptions(questions=6, max_completion_tokens=16, batch_size=4), CPU)
+    return entropy.sample_texts(EntropyOptions(questions=6, max_completion_tokens=16, batch_size=4), CPU)
 
 
 def test_entropy_and_kl_are_those_of_float64(texts: entropy.Texts) -> None:
@@ -55,16 +55,16 @@ def test_the_interval_is_student_s_over_texts() -> None:
     low, high = expected.confidence_interval()
     assert entropy.interval(values, [5] * 8) == pytest.approx((of_texts.mean(), low, high))
     fake = entropy.Texts(None, [([1], [1] * 5)] * 8, values, torch.zeros(40), 8)  # type: ignore[arg-type]
-    assert entropy.change(values, fake)["p"] == pytest.approx(expected.pvalue)
+    assert entropy.mean_change(values, fake)["p"] == pytest.approx(expected.pvalue)
 
 
 def test_forking_tokens_are_the_fifth_with_the_highest_entropy(texts: entropy.Texts) -> None:
     """By hand in float64: 3 of 11 tokens."""
     values = torch.tensor([0.1, 2.0, 0.0, 1.5, 0.3, 0.2, 0.4, 0.5, 1.0, 0.6, 0.7], dtype=torch.float64)
-    assert entropy.forking(values) == pytest.approx((4.5 / 3, 2.8 / 8), abs=1e-12)
+    assert entropy.forking_entropies(values) == pytest.approx((4.5 / 3, 2.8 / 8), abs=1e-12)
     ranked = sorted(texts.entropies_T.tolist(), reverse=True)
     count = -(-len(ranked) // 5)
-    top, rest = entropy.forking(texts.entropies_T)
+    top, rest = entropy.forking_entropies(texts.entropies_T)
     assert top == pytest.approx(math.fsum(ranked[:count]) / count)
     assert (count * top + (len(ranked) - count) * rest) / len(ranked) == pytest.approx(texts.entropies_T.mean().item())
 
@@ -120,7 +120,7 @@ def test_a_model_whose_logits_are_not_finite_is_null(tmp_path: Path, monkeypatch
 def test_the_error_of_a_weight_that_is_infinite_has_no_decibels() -> None:
     weight = torch.ones(2, 2)
     layer = LayerError("a", weight, None, weight, weight / torch.tensor([1.0, 0.0]))
-    assert total([layer]) == {"relative": math.inf, "sqnr_db": None, "parts": None}
+    assert sum_errors([layer]) == {"relative": math.inf, "sqnr_db": None, "parts": None}
 
 
 @pytest.mark.parametrize(("words", "name", "unrecorded"), [
@@ -132,19 +132,19 @@ def test_a_checkpoint_is_named_by_its_own_record(tmp_path: Path, words: str, nam
     packed = tmp_path / "packed"
     line = ["model=pocket", *words.split(), "quality=weights", "device=cpu", f"out={packed}"]
     assert quantize.main(line) == 0
-    (arm,) = entropy.arms_of(EntropyOptions(formats=[], checkpoints=[str(packed)]))
+    (arm,) = entropy.arms_to_measure(EntropyOptions(formats=[], checkpoints=[str(packed)]))
     assert arm.name == name
     (packed / "quality.json").unlink()  # as another program's, whose config.json tells neither method nor rule
-    (arm,) = entropy.arms_of(EntropyOptions(formats=[], checkpoints=[str(packed)]))
+    (arm,) = entropy.arms_to_measure(EntropyOptions(formats=[], checkpoints=[str(packed)]))
     assert arm.name == unrecorded
 
 
 def test_each_configuration_has_its_own_directory() -> None:
     folders = {
-        entropy.folder_of(EntropyOptions(seed=seed, formats=[name])) for seed in (0, 1) for name in ("all", "nf4")
+        entropy.results_folder(EntropyOptions(seed=seed, formats=[name])) for seed in (0, 1) for name in ("all", "nf4")
     }
     assert len(folders) == 4
-    assert entropy.folder_of(EntropyOptions(overwrite=True)) == entropy.folder_of(EntropyOptions())
+    assert entropy.results_folder(EntropyOptions(overwrite=True)) == entropy.results_folder(EntropyOptions())
 
 
 def test_results_are_replaced_only_when_told(tmp_path: Path, capsys) -> None:

@@ -17,7 +17,7 @@ LAYER = "model.layers.0.self_attn.q_proj"
 @pytest.fixture(scope="module")
 def texts() -> entropy.Texts:
     torch.set_num_threads(1)
-    return entropy.sample(EntropyOptions(questions=6, max_completion_tokens=16, batch_size=4), CPU)
+    return entropy.sample_texts(EntropyOptions(questions=6, max_completion_tokens=16, batch_size=4), CPU)
 
 
 def test_the_values_of_a_block() -> None:
