@@ -21,7 +21,7 @@ from qerl_lab.preflight import check
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.tools.export import ExportOptions, export
-from qerl_lab.train.run import build
+from qerl_lab.train.run import build_session
 from qerl_lab.train.stop import Stop
 
 Tiny = Callable[..., RunConfig]
@@ -111,7 +111,7 @@ def begin(run: RunDirectory) -> object:
 
 
 def go_on(run: RunDirectory) -> object:
-    return build(run.config(), run, Stop())
+    return build_session(run.config(), run, Stop())
 
 
 def take_out(run: RunDirectory) -> None:

@@ -24,7 +24,7 @@ def read_samples(run_dir: Path) -> list[Sample]:
 
 
 def cut(run_dir: Path, last_step: int) -> None:
-    RunDirectory(run_dir).cut(last_step)
+    RunDirectory(run_dir).cut_records(last_step)
 
 
 def steps(run_dir: Path) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 
 from qerl_lab.config.arm import ADDED, is_of_arm, leaves
 from qerl_lab.config.option import ConfigError
-from qerl_lab.record.metrics import encode
+from qerl_lab.record.metrics import encode_line
 from qerl_lab.report import comparison, results, verdict_tables
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.runs import KEPT, Origin
@@ -31,7 +31,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 {name: value * NOISE.uniform(0.9, 1) for name, value in metrics_of(n, 4).items()} for n in range(5)
             ]
             lines[0] = {"eval/accuracy": 0.375}
-            (folder / "metrics.jsonl").write_bytes(b"".join(encode(n, line) for n, line in enumerate(lines)))
+            (folder / "metrics.jsonl").write_bytes(b"".join(encode_line(n, line) for n, line in enumerate(lines)))
     about = {"git_sha": "feedface", "dirty": True, "command": "python -m qerl_lab", "cpus_usable": 2, "cpu": "Xeon"}
     about |= {"packages": {"torch": "2.13.0"}, "gpus": [{"name": "H200", "driver": "580"}] * 2}
     (tmp_path / "runs" / "bf16-0" / "env.json").write_text(json.dumps(about))

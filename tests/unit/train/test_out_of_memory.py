@@ -108,7 +108,7 @@ def test_a_model_that_does_not_fit_while_it_is_loaded_says_who_has_the_gpu(tiny,
         ("nvfp4", "jobs_per_gpu; a smaller model.path."),
     ):
         with pytest.raises(ConfigError) as caught:
-            run.build(tiny(format__name=weight_format), RunDirectory(tmp_path), Stop())
+            run.build_session(tiny(format__name=weight_format), RunDirectory(tmp_path), Stop())
         assert "does not fit on cpu (CUDA out of memory. Tried to allocate 36.00 MiB.)" in str(caught.value)
         assert "In GiB: this run 30.00, others 48.00, free 2.00." in str(caught.value)
         assert remedy in str(caught.value)

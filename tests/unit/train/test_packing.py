@@ -66,7 +66,7 @@ def scored(model, packed: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Log-probs and entropies of the completions, 0 in the padding, and the gradients of a weighted sum of both."""
     ids, mask, labels = padded()
     call = packing.without_padding(model) if packed else model
-    with packing.attention(model.get_base_model()) if packed else torch.enable_grad():
+    with packing.packed_attention(model.get_base_model()) if packed else torch.enable_grad():
         out = call(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
         held = mask[:, PROMPT:]
         logps, entropies = (value[:, -COMPLETION:] * held for value in (out.log_probs, out.entropy))
@@ -121,18 +121,18 @@ def test_only_tokens_are_computed() -> None:
 
 @pytest.mark.parametrize(("asked", "done"), [("auto", False), ("on", True), ("off", False)])
 def test_a_cpu_packs_when_it_is_asked_to(asked: str, done: bool, tiny) -> None:
-    assert packing.is_wanted(tiny(optim__packing=asked), tiny_model()) is done
+    assert packing.should_pack(tiny(optim__packing=asked), tiny_model()) is done
 
 
 def test_a_model_with_sliding_windows_is_not_packed(tiny) -> None:
     shape = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
              "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
-    assert not packing.cannot_pack(tiny_model())
-    assert not packing.cannot_pack(qwen3())
+    assert not packing.why_not_packable(tiny_model())
+    assert not packing.why_not_packable(qwen3())
     sliding = MistralForCausalLM(MistralConfig(**shape, sliding_window=8))
-    assert "windows" in packing.cannot_pack(sliding)
+    assert "windows" in packing.why_not_packable(sliding)
     with pytest.raises(ConfigError, match=r"optim\.packing=on is not possible for pocket.*Type optim"):
-        packing.is_wanted(tiny(optim__packing="on"), sliding)
+        packing.should_pack(tiny(optim__packing="on"), sliding)
 
 
 def test_a_model_with_dropout_in_its_attention_is_not_packed(tiny) -> None:
@@ -140,14 +140,14 @@ def test_a_model_with_dropout_in_its_attention_is_not_packed(tiny) -> None:
     model = tiny_model()
     model.config.attention_dropout = 0.1
     with pytest.raises(ConfigError, match=r"a dropout of 0\.1.*Type optim\.packing=off"):
-        packing.is_wanted(tiny(optim__packing="on"), model)
+        packing.should_pack(tiny(optim__packing="on"), model)
 
 
 @pytest.mark.parametrize(("chosen", "packs"), [("sdpa", True), ("eager", False)])
 def test_a_gpu_packs_by_itself_where_it_keeps_the_attention(chosen: str, packs: bool, tiny) -> None:
     on_gpu = SimpleNamespace(device=torch.device("cuda"), config=tiny_model().config)
     on_gpu._can_set_attn_implementation = lambda: True
-    assert packing.is_wanted(tiny(model__attention=chosen), on_gpu) is packs
+    assert packing.should_pack(tiny(model__attention=chosen), on_gpu) is packs
 
 
 @pytest.mark.parametrize(
