@@ -79,7 +79,7 @@ def test_mismatch_over_the_tokens_of_several_micro_batches(name: str) -> None:
     rows = []
     for trainer, sampler in batches:
         of_tokens = tensors(trainer, sampler)
-        rows.append(correction.sums(correction.weights(name, CLIP_MAX, *of_tokens), *of_tokens))
+        rows.append(correction.term_sums(correction.weights(name, CLIP_MAX, *of_tokens), *of_tokens))
     assert all(row.dtype == torch.float64 for row in rows)
     p, q = (flat([row for batch in batches for row in batch[side]]) for side in (0, 1))
     log_ratios = [a - b for a, b in zip(p, q, strict=True)]
@@ -104,7 +104,7 @@ def test_k3_keeps_its_digits_where_the_two_hardly_differ() -> None:
     """r - 1 - log r of d = log r is d^2 / 2 there, of which the plain formula would leave nothing."""
     trainer = torch.full((1, 2), -1.0, dtype=torch.float64)
     of_tokens = trainer, trainer - 1e-9, torch.ones(1, 2)
-    found = correction.mismatch([correction.sums(correction.weights("off", 3.0, *of_tokens), *of_tokens).tolist()])
+    found = correction.mismatch([correction.term_sums(correction.weights("off", 3.0, *of_tokens), *of_tokens).tolist()])
     assert found["sampler/kl_k3_nats"] == pytest.approx(0.5e-18, rel=1e-3, abs=0)
 
 
@@ -112,7 +112,7 @@ def test_a_logprob_that_is_nan_is_not_hidden() -> None:
     trainer, sampler = drawn(6)
     trainer[0][0] = math.nan
     of_tokens = tensors(trainer, sampler)
-    found = correction.sums(correction.weights("token_truncate", CLIP_MAX, *of_tokens), *of_tokens)
+    found = correction.term_sums(correction.weights("token_truncate", CLIP_MAX, *of_tokens), *of_tokens)
     measured = correction.mismatch([found.tolist()])
     assert math.isnan(measured["sampler/kl_k1_nats"])
     assert math.isnan(measured["sampler/logprob_gap_mean"])

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from qerl_lab.algorithms.groups import advantage, is_flat, keep, overlong
+from qerl_lab.algorithms.groups import advantage, has_signal, is_flat, overlong_penalty
 
 
 def test_the_advantages_by_hand() -> None:
@@ -50,14 +50,14 @@ def test_a_reward_a_hundred_times_smaller_still_tells_completions_apart() -> Non
 
 def test_a_group_is_kept_unless_all_its_completions_earned_the_same() -> None:
     rewards = np.array([[0.0, 0, 0], [0.2, 0.2, 1.2], [0.1 + 0.2, 0.3, 0.3], [1.2, 1.2, 1.2], [0, 0, 1e-6]])
-    assert keep(rewards).tolist() == [False, True, False, False, True]
+    assert has_signal(rewards).tolist() == [False, True, False, False, True]
 
 
 def test_the_overlong_punishment_by_hand() -> None:
     """DAPO, Eq. 13, with its own numbers: 20,480 tokens at most, the last 4,096 of them punished."""
     lengths = [[1, 16_383, 16_384, 16_385], [17_408, 18_432, 20_479, 20_480]]
     expected = [[0, 0, 0, -1 / 4096], [-0.25, -0.5, -4095 / 4096, -1]]
-    found = overlong(lengths, max_tokens=20_480, buffer_tokens=4096)
+    found = overlong_penalty(lengths, max_tokens=20_480, buffer_tokens=4096)
     assert found.dtype == np.float64
     np.testing.assert_array_equal(found, expected)
 
@@ -67,4 +67,4 @@ def test_the_overlong_punishment_in_exact_arithmetic(buffer: int) -> None:
     """At every length of 24 tokens and a few more, which no engine gives."""
     allowed, lengths = 24 - buffer, range(1, 30)
     exact = [max(Fraction(-1), min(Fraction(0), Fraction(allowed - length, buffer))) for length in lengths]
-    np.testing.assert_allclose(overlong(list(lengths), 24, buffer), [float(part) for part in exact], rtol=1e-15)
+    np.testing.assert_allclose(overlong_penalty(list(lengths), 24, buffer), [float(part) for part in exact], rtol=1e-15)

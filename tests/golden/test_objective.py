@@ -79,7 +79,7 @@ def trained(trainer: LabTrainer, batch: Ragged, cfg: RunConfig) -> tuple[float, 
     inputs = as_trl_has_it(batch, cfg)
     if cfg.updates_per_step == 1:
         del inputs["old_per_token_logps"]
-    trainer._choose_old(inputs)
+    trainer._set_old_logprobs(inputs)
     table, total = Table(batch.logits_N_T_V.clone()), 0.0
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     for start in range(0, len(batch.tokens_N_T), MICRO):

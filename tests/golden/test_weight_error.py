@@ -48,7 +48,7 @@ def test_the_parts_are_those_of_a_direct_computation(weight_format) -> None:
     grid = ((ideal - weight)[~dead] ** 2).sum()
     expected = {"grid": grid, "dead": (weight[dead] ** 2).sum(), "method": 0.0}
     expected["scale"] = (error**2).sum() - expected["grid"] - expected["dead"]
-    found = weight_error.energies(layer)
+    found = weight_error.error_parts(layer)
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6 * (error**2).sum())
     assert (layer.dead + layer.grid).numpy() == pytest.approx(ideal - weight, abs=1e-6)
 
@@ -57,7 +57,7 @@ def test_the_parts_are_those_of_a_direct_computation(weight_format) -> None:
 def test_shares_add_up_to_one(weight_format) -> None:
     noise = 1e-4 * torch.randn(64, 128, generator=torch.Generator().manual_seed(9))
     layers = [made(weight_format), made(weight_format, 1, stored=made(weight_format, 1).nearest + noise)]
-    found = weight_error.total(layers)
+    found = weight_error.sum_errors(layers)
     assert tuple(found["parts"]) == PARTS
     assert sum(found["parts"].values()) == pytest.approx(1, abs=1e-12)
     whole = torch.cat([layer.stored - layer.weight for layer in layers]).double().square().sum()
@@ -73,7 +73,7 @@ def test_what_is_all_dead_is_all_dead() -> None:
     weight[0, 0] = 6.0
     weight_format = Nvfp4("max")
     nearest = weight_format.dequantize(weight_format.quantize(weight), (1, 16), torch.float32)
-    found = weight_error.total([LayerError("a", weight, weight_format.ideal(weight), nearest, nearest)])
+    found = weight_error.sum_errors([LayerError("a", weight, weight_format.ideal(weight), nearest, nearest)])
     assert found["parts"]["dead"] == pytest.approx(1, abs=1e-6)
     assert weight_format.ideal(torch.zeros(1, 16)).eq(0).all()
 
@@ -89,11 +89,11 @@ class Silent(Bf16):
 
 
 def test_without_an_ideal_and_without_an_error_there_are_no_parts() -> None:
-    found = weight_error.total([made(Silent())])
+    found = weight_error.sum_errors([made(Silent())])
     assert found["parts"] is None
     assert found["relative"] > 0
     layer = made(Nvfp4("max"))
-    same = weight_error.total([replace(layer, nearest=layer.weight, stored=layer.weight)])
+    same = weight_error.sum_errors([replace(layer, nearest=layer.weight, stored=layer.weight)])
     assert (same["relative"], same["sqnr_db"], same["parts"]) == (0, None, None)
 
 

@@ -10,7 +10,7 @@ class Threads(Ranks):
     shelf: dict[int, Any]
     meeting: Barrier
 
-    def _exchange(self, value: Any) -> list[Any]:
+    def _gather_over_network(self, value: Any) -> list[Any]:
         self.shelf[self.rank] = value
         self.meeting.wait(30)
         told = [self.shelf[rank] for rank in range(self.size)]

@@ -14,7 +14,7 @@ import pandas as pd
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import encode
+from qerl_lab.record.metrics import encode_line
 from qerl_lab.record.resolved import write_config
 
 STEPS = 4
@@ -56,7 +56,7 @@ def make_run(
     folder.mkdir(parents=True)
     cfg = config(experiment, seed, **changes)
     write_config(folder, cfg)
-    lines = [json.loads(encode(step, metrics_of(step, STEPS))) for step in range(1, STEPS + 1)]
+    lines = [json.loads(encode_line(step, metrics_of(step, STEPS))) for step in range(1, STEPS + 1)]
     if ended is not None:
         lines = [line | {"time": ended} for line in lines]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

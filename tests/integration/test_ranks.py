@@ -27,7 +27,7 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import PHASES
 from qerl_lab.record.resolved import write_config
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
-from qerl_lab.train.step import sampling
+from qerl_lab.train.step import sampling_settings
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
 from qerl_lab.train.training_data import Cursor, select
@@ -56,7 +56,7 @@ class BothRanks:
         step, share = how.seed - self.cfg.seed * 1_000_003, len(prompt_ids_P) // RANKS
         parts = [
             self.engine.generate(
-                prompt_ids_P[rank * share : (rank + 1) * share], group_size, sampling(self.cfg, step, 0, rank)
+                prompt_ids_P[rank * share : (rank + 1) * share], group_size, sampling_settings(self.cfg, step, 0, rank)
             )
             for rank in range(RANKS)
         ]

@@ -35,6 +35,6 @@ def loss_settings(cfg: AlgorithmConfig) -> dict[str, Any]:
     }
 
 
-def has_bonus(cfg: AlgorithmConfig) -> bool:
+def has_entropy_bonus(cfg: AlgorithmConfig) -> bool:
     """Return whether the objective has an entropy bonus in any update."""
     return cfg.entropy_coef > 0 or cfg.entropy_target is not None

@@ -1,5 +1,7 @@
 """Importance weights for sampling from another policy than the trainer's, and metrics of the mismatch.
 
+Axes: B completions of the batch, T tokens of a completion, N micro-batches of all ranks.
+
 The sampler draws a token with its own probability; the trainer's differs by noise and kernels. The ratio trainer /
 sampler, truncated at `rollout.importance_clip_max`, weighs the token's loss (truncated importance sampling). The
 weights equal TRL's (`GRPOTrainer._generate_and_score_completions`); tests/unit/train/test_one_forward.py checks it.
@@ -25,7 +27,7 @@ class Weights(NamedTuple):
 
 
 def weights(correction: str, clip_max: float, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor) -> Weights:
-    """Compute importance weights, trainer / sampler, by one of `schema.CORRECTIONS`.
+    """Compute the importance weights trainer / sampler of tokens or completions, by one of `schema.CORRECTIONS`.
 
     Args:
         trainer_B_T: log-probs in nats, without gradients. NaN on either side gives a ratio of 1, as in TRL.
@@ -42,8 +44,8 @@ def weights(correction: str, clip_max: float, trainer_B_T: Tensor, sampler_B_T: 
     return Weights(ratio.masked_fill(is_cut, clip_max if correction.endswith("truncate") else 0.0), is_cut)
 
 
-def sums(weights: Weights, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
-    """Sum the terms of `mismatch` over completion tokens, in float64; the last entry is the largest gap.
+def term_sums(weights: Weights, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+    """Sum what `mismatch` averages, over a micro-batch's completion tokens; the last entry is a maximum.
 
     Returns a tensor [10].
     """
@@ -59,7 +61,7 @@ def sums(weights: Weights, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: T
 
 
 def mismatch(sums_N: list[list[float]]) -> dict[str, float]:
-    """Compute mismatch metrics from the `sums` of all micro-batches and ranks. A NaN log-prob gives NaN."""
+    """Compute metrics of the mismatch from the `term_sums` of all micro-batches and ranks. NaN stays NaN."""
     *added, largest = zip(*sums_N, strict=True)
     tokens, gap, k1, k3, ratio, ratio_squared, cut, weight, counted = map(math.fsum, added)
     return {

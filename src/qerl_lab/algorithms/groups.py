@@ -1,4 +1,4 @@
-"""Advantages within groups. A group is the set of completions of one prompt.
+"""Advantages within groups. A group is the set of completions of one prompt. Axes: P prompts (groups), G completions.
 
 Pure functions in float64. TRL sums and averages rewards in float32, where 0.2 and 1.2 are inexact: the mean of eight
 equal rewards is then off by 1e-8 to 1e-7, and Adam turns that difference into full steps.
@@ -12,11 +12,11 @@ SAME = 1e-9  # relative: equal rewards summed from different parts differ by rou
 
 
 def is_flat(reward_P_G: Rewards) -> NDArray[np.bool_]:
-    """Return, for each group [P], whether all its completions earned the same reward. Advantages are then zero."""
+    """Return, for each group [P], whether all its completions earned the same reward (its advantages are then 0)."""
     return np.ptp(reward_P_G, axis=1) <= SAME * np.abs(reward_P_G).max(axis=1)
 
 
-def keep(reward_P_G: Rewards) -> NDArray[np.bool_]:
+def has_signal(reward_P_G: Rewards) -> NDArray[np.bool_]:
     """Return, for each group [P], whether its rewards differ. Dynamic sampling replaces the other groups.
 
     DAPO (arXiv 2503.14476, Eq. 11) compares right and wrong answers only; here every part of the task's reward counts,
@@ -26,7 +26,7 @@ def keep(reward_P_G: Rewards) -> NDArray[np.bool_]:
 
 
 def advantage(reward_P_G: Rewards, normalize_std: bool) -> Rewards:
-    """Compute advantages [P, G]: reward minus the group's mean (Eq. 4), zero in a flat group.
+    """Compute the advantage of each completion, [P, G]: reward minus mean of its group (Eq. 4), 0 in a flat group.
 
     With `normalize_std` they are divided by the group's unbiased standard deviation + 1e-4.
     """
@@ -36,8 +36,8 @@ def advantage(reward_P_G: Rewards, normalize_std: bool) -> Rewards:
     return np.where(is_flat(reward_P_G)[:, None], 0.0, centred)
 
 
-def overlong(lengths: ArrayLike, max_tokens: int, buffer_tokens: int) -> Rewards:
-    """Compute DAPO's soft overlong punishment, in [-1, 0] and the shape of `lengths` (tokens).
+def overlong_penalty(lengths: ArrayLike, max_tokens: int, buffer_tokens: int) -> Rewards:
+    """Compute the penalty of long completions (DAPO's soft overlong punishment), in [-1, 0], from `lengths` in tokens.
 
     Zero up to max_tokens - buffer_tokens, then linear to -1 at max_tokens (arXiv 2503.14476, Eq. 13).
     """

@@ -23,7 +23,7 @@ class Noise:
     relative: bool = False
 
     def onto_norms(self, clean: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return clean + sigma * Z for every norm, as new float32 tensors, with Z ~ N(0, 1).
+        """Return the norms with noise: clean + sigma * Z as new float32 tensors, with Z ~ N(0, 1).
 
         Z is drawn from (seed, step, layer).
 
@@ -55,7 +55,7 @@ CLEAN = Noise(sigma=0.0, seed=0, step=0)
 
 
 def rms_per_entry(clean: Mapping[str, Tensor]) -> Tensor:
-    """Return, for each entry of the concatenated norms, its norm's root mean square in float32.
+    """Return the root mean square of each norm, repeated for each of its entries: float32, norms concatenated.
 
     Summed in float64, so that the order in which a device sums does not show in float32.
     """
@@ -65,7 +65,7 @@ def rms_per_entry(clean: Mapping[str, Tensor]) -> Tensor:
 
 
 def observed_std(norms: dict[str, Tensor], clean: dict[str, Tensor], relative: bool = False) -> float:
-    """Measure the standard deviation of (held - clean) over all entries of the norms, keyed by layer name.
+    """Measure the noise in norms: the standard deviation of (norms - clean) over all entries.
 
     With `relative` each difference is first divided by its norm's root mean square, so that the result equals sigma
     either way. A norm of zeros is not divided.

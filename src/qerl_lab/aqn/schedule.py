@@ -6,7 +6,7 @@ from qerl_lab.config.schema import AqnConfig
 
 
 def stage(step: int, total_steps: int, stages: int) -> int:
-    """Return the stage (from 0) of a step (from 1). Stages are `stages` equal parts of the run.
+    """Return the stage (from 0) that a step (from 1) belongs to. Stages are `stages` equal parts of the run.
 
     With more stages than steps some stages are skipped, evenly.
     """
@@ -47,7 +47,7 @@ def level(cfg: AqnConfig, step: int, total_steps: int) -> float:
 
 
 def decay(cfg: AqnConfig, index: int, last: int) -> float:
-    """Return value `index` of the sequence 0..last from start to end (Eq. 8; Fig. 15 for the other shapes)."""
+    """Return the noise level at `index` of 0..last between start and end, by Eq. 8 or another shape (Fig. 15)."""
     share = index / last if last > 0 else 0.0
     start, end = (cfg.kl_start, cfg.kl_end) if cfg.unit == "kl" else (cfg.sigma_start, cfg.sigma_end)
     match cfg.schedule:

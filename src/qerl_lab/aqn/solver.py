@@ -35,7 +35,7 @@ class Solution:
 
 
 def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, guess: float) -> Solution:
-    """Search sigma in sigma_min..sigma_max for a KL of `target`. Pure: depends only on what `measure` returns.
+    """Search in sigma_min..sigma_max for a sigma with a KL of `target`. Pure: depends only on what `measure` returns.
 
     Stops within solver.tolerance of the target, or after solver.probes with the nearest sigma tried, or at a bound if
     the target lies beyond it. A NaN KL counts as infinite, a KL of 0 or less as 0.
@@ -55,7 +55,7 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
     at: float | None = math.log(guess)
     while at is not None and len(tried) < cfg.solver.probes:
         at = min(max(at, low), high)
-        kl = measure(_sigma(cfg, at))
+        kl = measure(_exp_within_bounds(cfg, at))
         gap = _log_gap(kl, target)
         kls.append(kl)
         tried.append((at, gap))
@@ -63,14 +63,14 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
             break
         if (gap < 0 and at == high) or (gap > 0 and at == low):
             # Return the bound, not the nearest: below the KL of rounding all KLs are alike, so a large sigma may win.
-            return Solution(_sigma(cfg, at), kl, len(tried))
-        at = _next(tried, near)
+            return Solution(_exp_within_bounds(cfg, at), kl, len(tried))
+        at = _next_log_sigma(tried, near)
     best = min(reversed(range(len(tried))), key=lambda index: abs(tried[index][1]))  # the last of equals
-    return Solution(_sigma(cfg, tried[best][0]), kls[best], len(tried))
+    return Solution(_exp_within_bounds(cfg, tried[best][0]), kls[best], len(tried))
 
 
-def _sigma(cfg: AqnConfig, at: float) -> float:
-    """Return exp(at), but the exact bound at a bound, which exp misses by a rounding."""
+def _exp_within_bounds(cfg: AqnConfig, at: float) -> float:
+    """Return the sigma exp(at); at a bound the exact bound, which exp misses by a rounding."""
     bounds = {math.log(bound): bound for bound in (cfg.sigma_min, cfg.sigma_max)}
     return bounds.get(at, math.exp(at))
 
@@ -85,15 +85,15 @@ def _log_gap(kl: float, target: float) -> float:
 Point = tuple[float, float]  # log sigma, log(KL / target)
 
 
-def _next(tried: list[Point], near: float) -> float | None:
-    """Return the next log sigma to try: by the secant within the bracket, by `_extrapolate` without one.
+def _next_log_sigma(tried: list[Point], near: float) -> float | None:
+    """Return the next log sigma to try: by the secant within a bracket, by extrapolation without one.
 
     None if the bracket is too narrow to hold more than a jump of the KL.
     """
     above = min((point for point in tried if point[1] > 0), default=None)
     below = max((point for point in tried if point[1] < 0 and (above is None or point[0] < above[0])), default=None)
     if above is None or below is None:
-        return _extrapolate(tried)
+        return _extrapolate_log_sigma(tried)
     (left, under), (right, over) = below, above
     if right - left < near / 10:
         return None
@@ -103,8 +103,8 @@ def _next(tried: list[Point], near: float) -> float | None:
     return left + -under / (over - under) * (right - left)
 
 
-def _extrapolate(tried: list[Point]) -> float:
-    """Extrapolate from the last point with SLOPE, or less if the last two points show less.
+def _extrapolate_log_sigma(tried: list[Point]) -> float:
+    """Extrapolate from the last point with SLOPE, or with less if the last two points show less.
 
     A smaller slope overshoots, which makes a bracket; undershooting does not.
     """

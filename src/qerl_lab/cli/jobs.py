@@ -16,7 +16,7 @@ from qerl_lab.config.spelling import resume_override, shell_override
 from qerl_lab.preflight import machine, question_counts
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.record.folders import first_missing, make, reserve
+from qerl_lab.record.folders import first_missing, make_run_directory, reserve_directory
 from qerl_lab.system.disk import lock
 from qerl_lab.system.terminal import by_numbers
 
@@ -98,14 +98,14 @@ def read_plan(directory: Path, run_dirs: list[Path]) -> Plan:
     jobs = []
     for number, path in enumerate(run_dirs):
         run = RunDirectory(path)
-        jobs.append(Job(number, run.words(), run.config(), path, begun=run.status != "not run"))
+        jobs.append(Job(number, run.overrides(), run.config(), path, begun=run.status != "not run"))
     return Plan(jobs, directory, True, True)
 
 
 def claim_directories(plan: Plan, command: str) -> Plan:
     """Create the run directories of the new jobs; return the plan with their final paths. Raises ConfigError."""
     made = first_missing(plan.directory)
-    directory = plan.directory if plan.directory_given else reserve(plan.directory)
+    directory = plan.directory if plan.directory_given else reserve_directory(plan.directory)
     made = made or (None if plan.directory_given else directory)
     jobs = [replace(job, run_dir=_run_dir_in(job, plan, directory)) for job in plan.jobs]
     sweep = sweep_name(directory) if plan.multirun else None
@@ -150,7 +150,7 @@ def extend_run(run: RunDirectory, steps: int) -> None:
 @contextmanager
 def locked_sweep(directory: Path) -> Iterator[None]:
     """Context manager: lock a sweep's directory, creating it if missing. Raises ConfigError if it is locked."""
-    make(directory)
+    make_run_directory(directory)
     with open(directory / LOCK, "a", encoding="utf-8") as file:  # opened for writing, because NFS locks no other files
         lock(
             file,

@@ -41,7 +41,7 @@ class AccuracyCommand(Command[AccuracyOptions]):
     """The command `accuracy`; after the word `and` further evaluations of the same run or model, by the same engine."""
 
     def run(self, words: list[str]) -> int:
-        """Run all evaluations. The keys in OF_SUBJECT are the first one's where another does not give them."""
+        """Run the evaluations separated by `and`. Later ones take unset keys of OF_SUBJECT from the first."""
         groups = [list(group) for is_and, group in itertools.groupby(words, lambda word: word == "and") if not is_and]
         if len(groups) < 2:
             return super().run(words)

@@ -29,11 +29,11 @@ class Answers:
     entropy: float | None
 
 
-def ask(
+def ask_questions(
     engine: Engine, policy: Policy, task: Task, questions: Sequence[Question], samples: int, sampling: Sampling,
     on_done: OnDone = do_nothing,
 ) -> Answers:  # fmt: skip
-    """Sample each question `samples` times from the engine as synced, and grade the completions.
+    """Sample each question `samples` times with the weights that the engine has, and grade the completions.
 
     Calls `on_done` with the number of newly finished completions. Raises EngineFailed.
     """
@@ -72,7 +72,7 @@ class Evaluation:
     entropy: float | None
 
     def metrics(self, prefix: str = "eval/") -> dict[str, float]:
-        """Return the means over questions, under the names in `record.metrics`."""
+        """Return the means over questions, under the names of metrics.jsonl."""
         entropy = {} if self.entropy is None else {f"{prefix}entropy_nats": self.entropy}
         return {
             f"{prefix}accuracy": float(self.rows["accuracy"].mean()),
@@ -85,15 +85,15 @@ class Evaluation:
 def evaluate(
     engine: Engine, policy: Policy, task: Task, cfg: RunConfig, part: range, samples: int, on_done: OnDone = do_nothing
 ) -> Evaluation:
-    """Ask the held-out questions with indices `part`, from the engine as synced.
+    """Evaluate a training run on its held-out questions with indices `part`, with the weights that the engine has.
 
     The draw depends on the run's seed, with the transformers engine also on `part`. All evaluations and all arms with
     the same seed share it.
     """
     asked = task.heldout[part.start : part.stop]
-    how = cfg.rollout.max_completion_tokens, seed_of(cfg.seed), cfg.eval.temperature, cfg.eval.top_p
+    how = cfg.rollout.max_completion_tokens, evaluation_seed(cfg.seed), cfg.eval.temperature, cfg.eval.top_p
     sampling = Sampling(*how, first=part.start)
-    found = ask(engine, policy, task, asked, samples, sampling, on_done)
+    found = ask_questions(engine, policy, task, asked, samples, sampling, on_done)
     shape = len(asked), samples
     measured = ("accuracy", "format", "tokens", "truncated")
     means = {name: found.rows[name].to_numpy(float).reshape(shape).mean(1) for name in measured}
@@ -103,7 +103,7 @@ def evaluate(
 
 
 def merge_parts(parts: Sequence[Evaluation]) -> Evaluation:
-    """Merge evaluations of consecutive parts, with the same number of samples per question."""
+    """Merge evaluations of consecutive parts of the questions, with the same number of samples per question."""
     tokens = [float(part.rows["tokens"].sum()) for part in parts]
     shares = [own / sum(tokens) for own in tokens]
     entropies = [p.entropy * share for p, share in zip(parts, shares, strict=True) if p.entropy is not None]
@@ -111,7 +111,7 @@ def merge_parts(parts: Sequence[Evaluation]) -> Evaluation:
     return Evaluation(rows, sum(entropies) if entropies else None)
 
 
-def seed_of(*parts: int | str) -> int:
-    """Hash the run's seed and other parts to a 32-bit seed that no rollout uses."""
+def evaluation_seed(*parts: int | str) -> int:
+    """Hash the run's seed and other parts to a 32-bit sampling seed that no rollout uses."""
     text = "/".join(map(str, ("evaluation", *parts)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")

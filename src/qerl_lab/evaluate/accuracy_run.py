@@ -1,7 +1,8 @@
 """`python -m qerl_lab.evaluate accuracy`: ask benchmarks part by part, so that a stopped command can continue.
 
 The files of an evaluation are written to OUT.partial, which is renamed to OUT when complete: eval.parquet with a row
-per completion, evaluation.json with settings and results. Several evaluations of one run or model share its engines.
+per completion, evaluation.json with settings and results. Several evaluations of one run or model share its engines:
+its own, which loads the base as stored, and with common=true the common one, which loads it dequantized to bfloat16.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.evaluate import benchmarks, subject, summary
-from qerl_lab.evaluate.accuracy import ask, seed_of
+from qerl_lab.evaluate.accuracy import ask_questions, evaluation_seed
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions
 from qerl_lab.evaluate.subject import Subject
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA
@@ -52,10 +53,10 @@ class Job:
 
     def __init__(self, options: AccuracyOptions) -> None:
         """Load the questions. Raises ConfigError if the subject or a benchmark cannot be read, or `out` is taken."""
-        self.options, self.subject = options, subject.subject_of(options)
-        self.asked = benchmarks.load(options, self.subject.cfg)
-        self.identity = identity_of(options, self.subject, self.asked)
-        self.out = folder_of(options, self.subject, self.identity, self.asked)
+        self.options, self.subject = options, subject.resolve_subject(options)
+        self.asked = benchmarks.load_benchmarks(options, self.subject.cfg)
+        self.identity = identifying_settings(options, self.subject, self.asked)
+        self.out = results_folder(options, self.subject, self.identity, self.asked)
         self.too_long: dict[str, int] = {}  # number of questions left out, by benchmark
         self.seconds = 0.0
         about = self.out / ABOUT
@@ -67,7 +68,7 @@ class Job:
 
     @property
     def engines(self) -> list[str]:
-        """The engines to ask: the subject's own, and the common one if requested and different."""
+        """Engines to ask: the subject's own, and the common one if requested and different."""
         return [OWN, COMMON] if self.options.common and not self.subject.is_common else [OWN]
 
     def parts(self, engine: str, fitting: dict[str, list[Question]]) -> Iterator[Part]:
@@ -76,7 +77,7 @@ class Job:
         at_once = cfg.rollout.batch_size * (1 if cfg.rollout.engine == "transformers" else 4)
         for task in self.asked:
             questions = fitting[task.name]
-            samples = how.samples_of(task.name, cfg.eval.samples)
+            samples = how.samples_per_question(task.name, cfg.eval.samples)
             size = max(1, at_once // samples)
             for number, begin in enumerate(range(0, len(questions), size)):
                 file = f"{engine}-{task.name}-{number:05d}.parquet"
@@ -84,7 +85,7 @@ class Job:
 
 
 def run(*evaluations: AccuracyOptions) -> None:
-    """Ask, grade, write and print. Evaluations that are there already are printed.
+    """Run evaluations on benchmarks: ask, grade, write and print. One that is complete already is only printed.
 
     Raises:
         ConfigError: the run or model cannot be evaluated, a benchmark cannot be read, or `out` has other settings.
@@ -100,76 +101,76 @@ def run(*evaluations: AccuracyOptions) -> None:
         }
         for group, engine in itertools.product(groups, (OWN, COMMON)):
             if asked := [job for job in group if engine in job.engines]:
-                with sampler_of(group[0].subject, engine) as (loaded, sampler):
+                with loaded_sampler(group[0].subject, engine) as (loaded, sampler):
                     for job in asked:
-                        answer(job, engine, loaded, sampler, folders[job.out])
+                        answer_missing_parts(job, engine, loaded, sampler, folders[job.out])
         for job in left:
-            write(job, folders[job.out])
+            write_results(job, folders[job.out])
     for job in jobs:
-        show(job.out, "was evaluated before" if job.is_done else "is evaluated")
+        print_results(job.out, "was evaluated before" if job.is_done else "is evaluated")
 
 
 @contextmanager
-def sampler_of(found: Subject, engine: str) -> Iterator[tuple[Policy, Engine]]:
-    """Load the subject, dequantized for the common engine, and build its sampler without noise."""
+def loaded_sampler(chosen: Subject, engine: str) -> Iterator[tuple[Policy, Engine]]:
+    """Context manager: load the subject, for the common engine dequantized; yield policy and engine without noise."""
     with ExitStack() as stack:
-        one = found if engine == OWN else stack.enter_context(subject.dequantized(found))
-        loaded = subject.load(one)
+        one = chosen if engine == OWN else stack.enter_context(subject.dequantized_subject(chosen))
+        loaded = subject.load_policy(one)
         yield loaded, stack.enter_context(closing(rollout.build(one.cfg, loaded)))
 
 
-def identity_of(options: AccuracyOptions, found: Subject, asked: Sequence[Task]) -> dict[str, Any]:
-    """Return the settings that determine the answers, by option name."""
-    cfg, how, device = found.cfg, found.sampling, policy.device_of(found.cfg.device)
+def identifying_settings(options: AccuracyOptions, chosen: Subject, asked: Sequence[Task]) -> dict[str, Any]:
+    """Return the settings of an evaluation that determine its answers, by option name."""
+    cfg, how, device = chosen.cfg, chosen.sampling, policy.device_of(chosen.cfg.device)
     return {
         "weights": {"hash": model_hash(local_folder(cfg.model.path, cfg.model.revision))},  # wherever it was copied to
         "format": cfg.format.name,
         "format_options": asdict(formats.build(cfg.format)) | {"ignore": cfg.format.ignore},
-        "lora": [cfg.lora.rank, cfg.lora.alpha], "adapter": found.adapter_sha256,
+        "lora": [cfg.lora.rank, cfg.lora.alpha], "adapter": chosen.adapter_sha256,
         "rollout": cfg.rollout.engine, "device": device.type, "dtype": str(policy.compute_dtype(cfg, device)),
         "batch_size": cfg.rollout.batch_size, "common": options.common,
         "benchmarks": {task.name: benchmarks.about(task) for task in asked}, "questions": options.questions,
         "seed": cfg.seed, "max_prompt_tokens": cfg.rollout.max_prompt_tokens,
-        "samplings": {how.name: {task.name: how.samples_of(task.name, cfg.eval.samples) for task in asked}},
+        "samplings": {how.name: {task.name: how.samples_per_question(task.name, cfg.eval.samples) for task in asked}},
     }  # fmt: skip
 
 
-def folder_of(options: AccuracyOptions, found: Subject, identity: Any, asked: Sequence[Task]) -> Path:
-    """Return `out`, or a folder named by a hash of the settings below the run or below ./evaluations."""
+def results_folder(options: AccuracyOptions, chosen: Subject, identity: Any, asked: Sequence[Task]) -> Path:
+    """Return `out`, or a folder named by a hash of the settings, below the run or below ./evaluations."""
     if options.out:
         return Path(options.out).expanduser().absolute()
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     above = Path(options.run).expanduser() if options.run else Path()
-    below = Path("evaluations") if options.run else Path("evaluations") / found.cfg.model.name
+    below = Path("evaluations") if options.run else Path("evaluations") / chosen.cfg.model.name
     return (above / below / f"{'+'.join(task.name for task in asked)}-{key}").absolute()
 
 
-def answer(job: Job, engine: str, loaded: Policy, sampler: Engine, unfinished: Unfinished) -> None:
-    """Answer the missing parts of an evaluation with one engine."""
+def answer_missing_parts(job: Job, engine: str, loaded: Policy, sampler: Engine, unfinished: Unfinished) -> None:
+    """Ask one engine the parts of an evaluation that are not answered yet, and store the answers."""
     started = time.time()
     limit = job.subject.cfg.rollout.max_prompt_tokens
-    fitting = {task.name: benchmarks.fitting(task, loaded, limit) for task in job.asked}
+    fitting = {task.name: benchmarks.fitting_questions(task, loaded, limit) for task in job.asked}
     job.too_long = {task.name: len(task.heldout) - len(fitting[task.name]) for task in job.asked}
     parts = list(job.parts(engine, fitting))
     left = [part for part in parts if not unfinished.has(part.file)]
     total, ahead = (sum(len(part.questions) * part.samples for part in some) for some in (parts, left))
     with terminal.Amount(f"{engine} engine", total, total - ahead, unit="completion") as bar:
         for part in left:
-            rows = answers(job.subject, part, engine, loaded, sampler, bar)
+            rows = ask_part(job.subject, part, engine, loaded, sampler, bar)
             replace_file(unfinished.folder / part.file, rows.to_parquet(index=False))
             unfinished.note(part.file)
     job.seconds += time.time() - started
 
 
-def answers(
-    found: Subject, part: Part, engine: str, loaded: Policy, sampler: Engine, bar: terminal.Amount
+def ask_part(
+    chosen: Subject, part: Part, engine: str, loaded: Policy, sampler: Engine, bar: terminal.Amount
 ) -> pd.DataFrame:
-    """Ask one part. The draw depends on seed, benchmark and part, so that all arms and engines share it."""
-    task, how = part.task, found.sampling
-    seed = seed_of(found.cfg.seed, task.name, part.number)
+    """Ask an engine one part; return a row per completion. All arms and engines share the draw's seed."""
+    task, how = part.task, chosen.sampling
+    seed = evaluation_seed(chosen.cfg.seed, task.name, part.number)
     sampling = Sampling(how.max_completion_tokens, seed, how.temperature, how.top_p)
     try:
-        rows = ask(sampler, loaded, task, part.questions, part.samples, sampling, bar.advance).rows
+        rows = ask_questions(sampler, loaded, task, part.questions, part.samples, sampling, bar.advance).rows
     except EngineFailed as error:
         raise ValueError(f"{first_line(error)} The same command goes on where it stopped.") from error
     prompts = [hashlib.sha256(json.dumps(task.messages(one)).encode()).hexdigest()[:16] for one in part.questions]
@@ -180,8 +181,8 @@ def answers(
     return pd.concat([pd.DataFrame(columns, index=rows.index), rows], axis=1)
 
 
-def write(job: Job, unfinished: Unfinished) -> None:
-    """Join the parts, own engine before common; write both result files and rename the folder."""
+def write_results(job: Job, unfinished: Unfinished) -> None:
+    """Join the parts, own engine before common; write both result files; rename the folder to its final name."""
     found, folder = job.subject, unfinished.folder
     files = sorted(folder.glob("*-*-*.parquet"))
     rows = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
@@ -194,7 +195,7 @@ def write(job: Job, unfinished: Unfinished) -> None:
         "run_seed": found.run_seed,
         "arm": found.arm,
         "own_is_common": found.is_common,
-        "notes": list(notes(job)),
+        "notes": list(notes_below_table(job)),
         "benchmarks": {task.name: benchmarks.about(task) | {"too_long": job.too_long[task.name]} for task in job.asked},
         "results": summary.summarize_each(rows),
         "seconds": round(job.seconds, 1),
@@ -207,7 +208,7 @@ def write(job: Job, unfinished: Unfinished) -> None:
     unfinished.finish()
 
 
-def notes(job: Job) -> Iterator[str]:
+def notes_below_table(job: Job) -> Iterator[str]:
     """Yield the notes to print below the table."""
     found, cfg = job.subject, job.subject.cfg
     for task in job.asked:
@@ -219,13 +220,13 @@ def notes(job: Job) -> Iterator[str]:
         yield f"its own engine is the common one: {cfg.format.name} is dense"
 
 
-def show(out: Path, what: str) -> None:
-    """Print the table, the notes and the folder with the answers."""
-    about = read_json(out / ABOUT, dict)
+def print_results(folder: Path, state: str) -> None:
+    """Print the table and notes of a finished evaluation, and the folder with its answers."""
+    about = read_json(folder / ABOUT, dict)
     identity = about["identity"]
-    print(f"{about['subject']} {what}: {identity['format']}, {identity['rollout']}, no noise, seed {identity['seed']}")
+    print(f"{about['subject']} {state}: {identity['format']}, {identity['rollout']}, no noise, seed {identity['seed']}")
     print(f"sampling: {'; '.join(identity['samplings'])}\n")
     print(summary.table(about["results"]))
     for note in about["notes"]:
         print(f"note: {note}")
-    print(f"\nanswers: {terminal.format_path(out)}  ({ROWS}, {ABOUT})")
+    print(f"\nanswers: {terminal.format_path(folder)}  ({ROWS}, {ABOUT})")

@@ -5,48 +5,48 @@ from dataclasses import replace
 from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig, TaskConfig
-from qerl_lab.evaluate.evaluate_options import AccuracyOptions, name_and_path
+from qerl_lab.evaluate.evaluate_options import AccuracyOptions, split_name_and_path
 from qerl_lab.model.policy import Policy
 from qerl_lab.tasks import Question, Task
 from qerl_lab.tasks.question_files import reword_path_error
 
 
-def load(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
-    """Load every benchmark, with the questions to ask as `heldout`.
+def load_benchmarks(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
+    """Load every requested benchmark as a task whose `heldout` are the questions to ask.
 
     Raises ConfigError if one cannot be read or has no questions.
     """
     found, own = [], cfg.task if options.run else None
-    for chosen in [task_config(own, *name_and_path(spec)) for spec in options.benchmarks] or [cfg.task]:
+    for chosen in [task_config(own, *split_name_and_path(spec)) for spec in options.benchmarks] or [cfg.task]:
         if options.instruction is not None:
             chosen = replace(chosen, instruction=options.instruction)
-        task = questions_of(chosen, f"benchmarks={chosen.name}:")
+        task = load_questions(chosen, f"benchmarks={chosen.name}:")
         if not task.heldout:
             raise ConfigError(f"{task.name} has no question to ask. Type benchmarks=NAME:PATH of a set that has.")
         found.append(replace(task, heldout=task.heldout[: options.questions or None]))
     return found
 
 
-def questions_of(cfg: TaskConfig, before: str) -> Task:
-    """Load the task's questions. Raises ConfigError that names the path as typed, after `before`."""
+def load_questions(cfg: TaskConfig, before: str) -> Task:
+    """Load the questions of a task. A ConfigError quotes the path as typed: `before` (`benchmarks=NAME:`) and path."""
     try:
         return tasks.load_benchmark(cfg)
     except ConfigError as error:
         raise error if cfg.module else reword_path_error(error, before) from error
 
 
-def task_config(own: TaskConfig | None, name: str, path: str | None) -> TaskConfig:
-    """Return the configuration of a task: the run's own, or the task's YAML with the run's instruction."""
-    if own is not None and name == own.name and not own.module:
-        return replace(own, path=path or own.path)
+def task_config(run_task: TaskConfig | None, name: str, path: str | None) -> TaskConfig:
+    """Return the configuration of a benchmark: the run's own task, or the task's YAML with the run's instruction."""
+    if run_task is not None and name == run_task.name and not run_task.module:
+        return replace(run_task, path=path or run_task.path)
     cfg = replace(tasks.read_task_config(name), path=path)
-    if own is not None and cfg.instruction == TaskConfig().instruction:  # the YAML has none
-        cfg.instruction = own.instruction
+    if run_task is not None and cfg.instruction == TaskConfig().instruction:  # the YAML has none
+        cfg.instruction = run_task.instruction
     return cfg
 
 
-def fitting(task: Task, policy: Policy, limit: int) -> list[Question]:
-    """Return the questions with a chat prompt of at most `limit` tokens. Raises ConfigError if there are none."""
+def fitting_questions(task: Task, policy: Policy, limit: int) -> list[Question]:
+    """Return the task's questions with a chat prompt of at most `limit` tokens. Raises ConfigError if none fits."""
     lengths = [len(policy.prompt_ids(task.messages(question))) for question in task.heldout]
     found = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
     if not found:
@@ -58,5 +58,5 @@ def fitting(task: Task, policy: Policy, limit: int) -> list[Question]:
 
 
 def about(task: Task) -> dict[str, object]:
-    """Return what the record stores about a benchmark: instruction, and number and hash of the questions."""
+    """Describe a benchmark for evaluation.json: its instruction, and number and hash of its questions."""
     return {"instruction": task.instruction, **task.data}

@@ -1,4 +1,7 @@
-"""`python -m qerl_lab.evaluate compare A B`: compare two evaluations, paired by question and by seed."""
+"""`python -m qerl_lab.evaluate compare A B`: compare two evaluations, paired by question and by seed.
+
+An arm is one configuration with all of its seeds. `summary` explains the own and the common engine.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +16,7 @@ from qerl_lab.config.message import some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_override
 from qerl_lab.evaluate.evaluate_options import CompareOptions
-from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, answer_entropies, passes_of, shares
+from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, answer_entropies, pass_rates, scores
 from qerl_lab.report.stats import Interval, format_interval, over_seeds, p_value, paired_interval, powers_of_two
 from qerl_lab.system.disk import read_json
 from qerl_lab.system.terminal import columns, format_path
@@ -40,11 +43,12 @@ class Evaluated:
 
     @property
     def seed(self) -> int:
+        """Seed of the run that was evaluated."""
         return int(self.about["run_seed"])
 
     @property
-    def answers(self) -> dict[tuple[str, ...], pd.DataFrame]:
-        """Group the rows by benchmark, engine and sampling. A dense base's rows stand for both engines."""
+    def rows_by_setting(self) -> dict[tuple[str, ...], pd.DataFrame]:
+        """Rows by (benchmark, engine, sampling). If the base is dense, the same rows stand for both engines."""
         found = {tuple(map(str, name)): rows for name, rows in self.rows.groupby(GROUP, sort=False)}
         if self.about["own_is_common"]:
             found |= {(name[0], COMMON, name[2]): rows for name, rows in found.items()}
@@ -75,6 +79,7 @@ class Difference:
 
     @property
     def p(self) -> float:
+        """p-value of the mean of B - A against 0."""
         return p_value(self.interval, self.by_question.shape[1])
 
 
@@ -82,7 +87,7 @@ Pairs = Sequence[tuple[Evaluated, Evaluated]]
 
 
 def run(options: CompareOptions) -> None:
-    """Print the table of differences. Raises ConfigError if A and B cannot be paired."""
+    """Print the table of differences between two evaluations. Raises ConfigError if A and B cannot be paired."""
     arms = [read_arm(folder) for folder in options.directories]
     pairs, notes = pair_evaluations(*arms)
     found = list(differences(pairs, notes))
@@ -94,15 +99,15 @@ def run(options: CompareOptions) -> None:
         print(f"note: {note}")
 
 
-def read_arm(given: str) -> dict[int, Evaluated]:
-    """Read the evaluation in a folder, or all below it, by seed of the run.
+def read_arm(path: str) -> dict[int, Evaluated]:
+    """Read the evaluation in a folder, or all evaluations below it; return them by seed of their run.
 
     Raises ConfigError if there is none, or if two share a seed, or were asked or trained differently. Evaluations by an
     older version do not say how their runs were trained.
     """
-    folder = Path(given).expanduser()
+    folder = Path(path).expanduser()
     files = [folder / ABOUT] if (folder / ABOUT).is_file() else sorted(folder.rglob(ABOUT))
-    found = [_read(file.parent) for file in files if not file.parent.name.endswith((".partial", ".replaced"))]
+    found = [_read_results(file.parent) for file in files if not file.parent.name.endswith((".partial", ".replaced"))]
     if not found:
         raise ConfigError(
             f"{folder} holds no evaluation. Type python -m qerl_lab.evaluate accuracy {shell_override('run', folder)} "
@@ -116,15 +121,15 @@ def read_arm(given: str) -> dict[int, Evaluated]:
         if one.seed in by_seed or differ:
             why = f"they differ in {some_of(differ)}" if differ else f"both are of seed {one.seed}, as the run has it"
             raise ConfigError(
-                f"{given} holds several evaluations that are not the seeds of one arm: {format_path(first.folder)} and "
+                f"{path} holds several evaluations that are not the seeds of one arm: {format_path(first.folder)} and "
                 f"{format_path(one.folder)}, {why}. Type the directory of one."
             )
         by_seed[one.seed] = one
     return by_seed
 
 
-def _read(folder: Path) -> Evaluated:
-    """Read one evaluation. Raises ConfigError for one by another version of the lab."""
+def _read_results(folder: Path) -> Evaluated:
+    """Read one evaluation. Raises ConfigError if another version of the lab wrote it."""
     about = read_json(folder / ABOUT, dict)
     if about.get("schema") != SCHEMA:
         raise ConfigError(f"{folder / ABOUT} is of another version of the lab. Evaluate again.")
@@ -171,12 +176,12 @@ def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[
 
 
 def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
-    """Yield the differences in each measure for every benchmark, engine and sampling that all evaluations have.
+    """Yield B - A in each measure, for every benchmark, engine and sampling that all evaluations have.
 
     Appends to `notes` what some lack, and that two dense bases are compared once. Raises ConfigError if nothing is in
     all, or questions, prompts or sample counts differ.
     """
-    answers = [[one.answers for one in pair] for pair in pairs]
+    answers = [[one.rows_by_setting for one in pair] for pair in pairs]
     every = [of_one for of_pair in answers for of_one in of_pair]
     names = list(dict.fromkeys(name for of_one in every for name in of_one))
     if all(one.about["own_is_common"] for pair in pairs for one in pair):
@@ -195,29 +200,29 @@ def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
         rows = [[of_one[name] for of_one in of_pair] for of_pair in answers]
         for a_rows, b_rows in rows:
             check_pair(name[0], a_rows, b_rows)
-        for measure, of in measures_of([one for pair in rows for one in pair]).items():
+        for measure, of in measures_per_question([one for pair in rows for one in pair]).items():
             a, b = (pd.DataFrame([of(pair[side]) for pair in rows]) for side in (0, 1))
             by_question = (b[a.columns] - a).reset_index(drop=True)
             means = float(a.to_numpy().mean()), float(b.to_numpy().mean())
             yield Difference(name[0], name[1], name[2], measure, *means, by_question)
 
 
-def measures_of(evaluations: Sequence[pd.DataFrame]) -> dict[str, Callable[[pd.DataFrame], pd.Series]]:
-    """Return functions from rows to a value per question: accuracy, and for several samples pass@k and answer entropy.
+def measures_per_question(evaluations: Sequence[pd.DataFrame]) -> dict[str, Callable[[pd.DataFrame], pd.Series]]:
+    """Return measures by name: accuracy, and for several samples pass@k and answer entropy, per question.
 
     The entropy (nats) needs the completions, which the queue drops.
     """
     samples = int(evaluations[0]["draw"].max()) + 1
-    measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {"accuracy": shares}
+    measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {"accuracy": scores}
     if samples > 1:
-        measures |= {f"pass@{k}": partial(passes_of, k=k) for k in powers_of_two(samples) if k > 1}
+        measures |= {f"pass@{k}": partial(pass_rates, k=k) for k in powers_of_two(samples) if k > 1}
         if all("completion" in rows for rows in evaluations):
             measures["answer entropy"] = answer_entropies
     return measures
 
 
 def check_pair(benchmark: str, a: pd.DataFrame, b: pd.DataFrame) -> None:
-    """Raise ConfigError unless both have the same questions, prompts, answers and number of samples."""
+    """Raise ConfigError unless two evaluations have the same questions, prompts, answers and number of samples."""
     for what, keys in PAIRED.items():
         one, other = (set(rows[keys].itertuples(index=False, name=None)) for rows in (a, b))
         if one != other:
@@ -227,12 +232,12 @@ def check_pair(benchmark: str, a: pd.DataFrame, b: pd.DataFrame) -> None:
             )
 
 
-def table(found: Sequence[Difference]) -> str:
+def table(compared: Sequence[Difference]) -> str:
     """Format the differences: a row per benchmark, engine, sampling (named if several) and measure."""
-    several = len({one.sampling for one in found}) > 1
+    several = len({one.sampling for one in compared}) > 1
     head = ["benchmark", "engine", *["sampling"] * several, "measure", "questions", "A", "B"]
     rows = [[*head, "B - A, 95% interval", "p"]]
-    for one in found:
+    for one in compared:
         mean, low, high = one.interval()
         cells = [one.benchmark, one.engine, *[one.sampling] * several, one.measure, f"{one.by_question.shape[1]:,}"]
         cells += [f"{one.mean_a:.3f}", f"{one.mean_b:.3f}", f"{mean:+.3f} {format_interval(low, high)}"]

@@ -2,7 +2,7 @@
 
 The dense model (its Linears in bfloat16) samples one completion per prompt at temperature 1. Every other model is
 evaluated on the same tokens: entropy and KL(quantized || dense) over the whole vocabulary, in nats per token. Entropy
-differences are paired by token; their intervals are over prompts.
+differences are paired by token; their intervals are over prompts. An arm is a format with its method.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.records import QUALITY
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
 from qerl_lab.evaluate import benchmarks, kl, weight_error
-from qerl_lab.evaluate.evaluate_options import EntropyOptions, name_and_path
+from qerl_lab.evaluate.evaluate_options import EntropyOptions, split_name_and_path
 from qerl_lab.evaluate.subject import packed_format
 from qerl_lab.formats.format import Format
 from qerl_lab.model import loading, policy
@@ -52,7 +52,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Format, non-default options that are recorded, and method."""
+        """Name of the row: format, non-default options that are recorded, and method."""
         usual, own = FormatConfig(), asdict(self.weight_format)
         changed = {key: value for key, value in own.items() if value not in (None, getattr(usual, key))}
         options = [f"{key}={spell_value(value)}" for key, value in changed.items()]
@@ -74,28 +74,30 @@ class Texts:
 
     @property
     def model(self) -> PreTrainedModel:
+        """Dense model that sampled the texts."""
         return self.policy.model.get_base_model()
 
     @property
     def lengths(self) -> list[int]:
+        """Number of completion tokens of each text."""
         return [len(completion) for _, completion in self.pairs]
 
 
 def run(options: EntropyOptions) -> None:
-    """Measure every arm, print the table and write the results.
+    """Measure entropy and KL of every arm, print the table and write the results.
 
     Raises ConfigError for a model that is packed or cannot be loaded, and an `out` with results.
     """
     folder = local_folder(options.model, options.revision, key="model")
     remedy = f"Type it, and checkpoints=[{options.model}]."
     loading.refuse_packed(folder, f"model={options.model}", f"which the others are compared with. {remedy}")
-    out = folder_of(options)
+    out = results_folder(options)
     if options.out and (out / ABOUT).is_file() and not options.overwrite:
         raise ConfigError(f"out={options.out} holds results. Type another out, or overwrite=true to replace them.")
     make_directory(out, f"out={out}")
     device = policy.device_of(options.device)
-    arms = list(arms_of(options))
-    texts = sample(options, device)
+    arms = list(arms_to_measure(options))
+    texts = sample_texts(options, device)
     print(f"{len(texts.pairs)} completions of {options.prompts}, {len(texts.states)} tokens, on {device}")
     rows = [{"arm": "dense", "part": "", **estimates(texts.entropies_T, texts)}]
     with terminal.Amount("models", len(arms), unit="model") as bar:
@@ -108,11 +110,11 @@ def run(options: EntropyOptions) -> None:
     }  # fmt: skip
     replace_file(out / ABOUT, strict_json(about))
     replace_file(out / "entropy.csv", pd.json_normalize(rows).to_csv(index=False, float_format="%.6g").encode())
-    draw(rows, out / "entropy.png")
+    draw_results(rows, out / "entropy.png")
     print(f"\n{table(rows)}\n\nwritten: {terminal.format_path(out)}  ({ABOUT}, entropy.csv, entropy.png)")
 
 
-def folder_of(options: EntropyOptions) -> Path:
+def results_folder(options: EntropyOptions) -> Path:
     """Return `out`, or a folder below evaluations/ named by a hash of the options."""
     if options.out:
         return Path(options.out).expanduser().absolute()
@@ -121,8 +123,8 @@ def folder_of(options: EntropyOptions) -> Path:
     return (Path("evaluations") / Path(options.model).name / f"entropy-{key}").absolute()
 
 
-def arms_of(options: EntropyOptions) -> Iterator[Arm]:
-    """Yield an arm for every packed format, rounded to nearest, then for the given checkpoints."""
+def arms_to_measure(options: EntropyOptions) -> Iterator[Arm]:
+    """Yield an arm for every packed format, rounded to nearest, then one for each given checkpoint."""
     names = choices_of("format") if "all" in options.formats else dict.fromkeys(options.formats)
     for name in names:
         if name != DENSE_FORMAT:
@@ -140,10 +142,10 @@ def arms_of(options: EntropyOptions) -> Iterator[Arm]:
         yield Arm(cfg, stored.weight_format, method or "unknown", folder)
 
 
-def sample(options: EntropyOptions, device: torch.device) -> Texts:
+def sample_texts(options: EntropyOptions, device: torch.device) -> Texts:
     """Sample one completion per prompt from the dense model at temperature 1."""
-    name, path = name_and_path(options.prompts)
-    task = benchmarks.questions_of(benchmarks.task_config(None, name, path), f"prompts={name}:")
+    name, path = split_name_and_path(options.prompts)
+    task = benchmarks.load_questions(benchmarks.task_config(None, name, path), f"prompts={name}:")
     cfg = run_config(options, DENSE_FORMAT)
     dense = policy.build(cfg, device)
     prompts = [dense.prompt_ids(task.messages(question)) for question in task.heldout[: options.questions]]
@@ -158,14 +160,14 @@ def sample(options: EntropyOptions, device: torch.device) -> Texts:
 
 
 def run_config(options: EntropyOptions, name: str) -> RunConfig:
-    """Return the configuration that loads the model in the format `name`."""
+    """Return the configuration that loads the model in the weight format `name`."""
     cfg = RunConfig()
     cfg.model.path, cfg.model.revision, cfg.format.name = options.model, options.revision, name
     return cfg
 
 
 def measure_arm(options: EntropyOptions, arm: Arm, texts: Texts, folder: Path) -> list[dict[str, Any]]:
-    """Return the row of an arm, and for round to nearest also one row per part of its error.
+    """Measure a packed model; return its row, and for round to nearest also one row per part of its error.
 
     Args:
         folder: of the dense model.
@@ -180,7 +182,7 @@ def measure_arm(options: EntropyOptions, arm: Arm, texts: Texts, folder: Path) -
     errors = weight_error.layers(arm.weight_format, dense, packed, linears, device, fit_scales=arm.method == "awq")
     row = {"arm": arm.name, "part": "", **estimates(entropies_T, texts), "kl": mean_and_interval(kl_T, texts)}
     row |= {} if arm.folder is None else {"checkpoint": terminal.format_path(arm.folder)}
-    row["weight_error"] = weight_error.total(errors)
+    row["weight_error"] = weight_error.sum_errors(errors)
     if not options.parts or arm.folder is not None or row["weight_error"]["parts"] is None:
         return [row]
     return [row, *measure_error_parts(options, arm, texts, dense, linears, entropies_T)]
@@ -203,7 +205,7 @@ def measure_error_parts(
             weight.data.copy_(layer.weight + sum(added[one] for one in part.split(" and ")))
         entropies_T, kl_T = compare_to_dense(model, texts)
         yield {"arm": arm.name, "part": part, **estimates(entropies_T, texts), "kl": mean_and_interval(kl_T, texts)}
-    yield {"arm": arm.name, "part": "scale", "entropy_change": change(whole_T - entropies_T, texts)}
+    yield {"arm": arm.name, "part": "scale", "entropy_change": mean_change(whole_T - entropies_T, texts)}
 
 
 def compare_to_dense(model: PreTrainedModel, texts: Texts) -> tuple[Tensor, Tensor]:
@@ -216,17 +218,17 @@ def compare_to_dense(model: PreTrainedModel, texts: Texts) -> tuple[Tensor, Tens
 
 
 def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
-    """Return mean entropy and its change from the dense model, each with interval, and the two means of `forking`."""
-    top, rest = forking(entropies_T)
+    """Return mean entropy and its change from the dense model, with intervals, and means by `forking_entropies`."""
+    top, rest = forking_entropies(entropies_T)
     return {
         "entropy": mean_and_interval(entropies_T, texts),
         "entropy_forking": top,
         "entropy_rest": rest,
-        "entropy_change": change(entropies_T - texts.entropies_T, texts),
+        "entropy_change": mean_change(entropies_T - texts.entropies_T, texts),
     }
 
 
-def forking(entropies_T: Tensor) -> tuple[float, float]:
+def forking_entropies(entropies_T: Tensor) -> tuple[float, float]:
     """Return mean entropy in nats of a model's forking tokens and of the rest.
 
     Forking tokens are the fifth with the highest entropy under the model itself (arXiv 2506.01939), rounded up.
@@ -236,20 +238,20 @@ def forking(entropies_T: Tensor) -> tuple[float, float]:
     return ranked[:count].mean().item(), ranked[count:].mean().item()
 
 
-def change(values_T: Tensor, texts: Texts) -> dict[str, float]:
-    """Return a mean difference with interval and p-value; the p-value is NaN if a value is not finite."""
+def mean_change(values_T: Tensor, texts: Texts) -> dict[str, float]:
+    """Return the mean of token differences with interval and p-value; p is NaN if a difference is not finite."""
     is_finite = bool(values_T.isfinite().all())
     p = p_value(lambda level: interval(values_T, texts.lengths, level), len(texts.lengths)) if is_finite else math.nan
     return mean_and_interval(values_T, texts) | {"p": p}
 
 
 def mean_and_interval(values_T: Tensor, texts: Texts) -> dict[str, float]:
-    """Return mean and interval of token values as a dict."""
+    """Return mean and interval of token values as a dict, for a row of the results."""
     return dict(zip(("mean", "low", "high"), interval(values_T, texts.lengths), strict=True))
 
 
 def interval(values_T: Tensor, lengths: list[int], level: float = 0.95) -> Interval:
-    """Return mean over tokens with Student's t interval over texts, because tokens of one text are correlated."""
+    """Return the mean over tokens with Student's t interval over texts, because tokens of one text are correlated."""
     found = kl.mean(values_T, lengths)
     assert found.standard_error is not None, "two texts at least"
     half = float(stats.t.ppf(0.5 + level / 2, len(lengths) - 1)) * found.standard_error
@@ -257,13 +259,13 @@ def interval(values_T: Tensor, lengths: list[int], level: float = 0.95) -> Inter
 
 
 def row_name(row: dict[str, Any]) -> str:
-    """Name a row by model and part, a checkpoint also by its directory."""
+    """Return the name of a row: model and part, for a checkpoint also its directory."""
     part = f", by {row['part']}" if row["part"] else ""
     return row["arm"] + part + (f" in {row['checkpoint']}" if "checkpoint" in row else "")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Format the rows: one per model, and one per error part added alone to the dense weights."""
+    """Format the rows as the printed table: one per model, and one per error part added alone to dense weights."""
     head = ["weights", "entropy", "forking", "rest", "change, 95% interval", "p", "KL to dense", "error"]
     lines = [[*head, *weight_error.PARTS]]
     for row in rows:
@@ -281,8 +283,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     return terminal.columns(lines)
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot the entropy changes and the shares of the weight error."""
+def draw_results(rows: list[dict[str, Any]], path: Path) -> None:
+    """Plot the entropy changes and the shares of the weight error to `path`."""
     from qerl_lab.report import plots  # matplotlib takes a second
 
     changes, shares = {}, {}

@@ -63,7 +63,7 @@ class AccuracyOptions:
 
 
 def check_accuracy(options: AccuracyOptions) -> None:
-    """Raise ConfigError at the first invalid combination of options, or if run or model is not there."""
+    """Raise ConfigError at the first invalid combination of options, or if the run or model does not exist."""
     run, model = options.run, options.model
     if bool(run) == bool(model):
         given = f"run={run} and model={model} are given" if run else "neither run= nor model= is"
@@ -75,19 +75,19 @@ def check_accuracy(options: AccuracyOptions) -> None:
             raise ConfigError(f"{key}={value} is of a model, and run={run} has its own. Leave {key} out.")
     if model and not options.adapter:
         raise ConfigError(f"adapter=false is of a run, and model={model} has no adapter. Leave adapter out.")
-    names = [name_and_path(spec)[0] for spec in options.benchmarks]
+    names = [split_name_and_path(spec)[0] for spec in options.benchmarks]
     for name in names:
         check_task(name, f"{name} in benchmarks=[{','.join(options.benchmarks)}]", "benchmarks=gsm8k")
         if names.count(name) > 1:
             raise ConfigError(f"{name} is in benchmarks {names.count(name)} times. Type it once, another after `and`.")
     if run:
-        run_of(options)
+        requested_run(options)
     else:
         check_model(model)
 
 
-def run_of(options: AccuracyOptions) -> RunDirectory:
-    """Return the directory of the run. Raises ConfigError if it is none, or has no adapter where one is asked for."""
+def requested_run(options: AccuracyOptions) -> RunDirectory:
+    """Return the directory of `run=`. Raises ConfigError if it is no run, or lacks the adapter to evaluate."""
     directory = RunDirectory(Path(options.run).expanduser())
     if not directory.is_claimed:
         raise ConfigError(f"run={options.run} is no directory of a run. Type one that holds resolved.yaml.")
@@ -100,13 +100,13 @@ def run_of(options: AccuracyOptions) -> RunDirectory:
 
 
 def check_model(model: str) -> None:
-    """Raise ConfigError if `model` is a local path without a model. A hub id is looked up when it is loaded."""
+    """Raise ConfigError if `model` is a local path without a model. A hub id is checked when it is loaded."""
     if folder := on_disk.local_path(model, "model"):
         on_disk.check_files(folder, f"model={model}")
 
 
 def check_task(name: str, given: str, example: str) -> None:
-    """Raise ConfigError unless `name` is a task; `given` is how it was typed, `example` what to type."""
+    """Raise ConfigError unless `name` is a task. The message quotes `given`, as typed, and proposes `example`."""
     allowed = choices_of("task")
     if name not in allowed:
         hint = did_you_mean(name, allowed)
@@ -116,8 +116,8 @@ def check_task(name: str, given: str, example: str) -> None:
         )
 
 
-def name_and_path(spec: str) -> tuple[str, str | None]:
-    """Split `NAME:PATH` or `NAME` into name and path."""
+def split_name_and_path(spec: str) -> tuple[str, str | None]:
+    """Split the benchmark `NAME:PATH` or `NAME` into name and path."""
     name, sign, path = spec.partition(":")
     return name, path if sign else None
 
@@ -128,7 +128,7 @@ class CompareOptions:
 
 
 def check_compare(options: CompareOptions) -> None:
-    """Raise ConfigError unless two directories are given."""
+    """Raise ConfigError unless two directories to compare are given."""
     if len(options.directories) != 2:
         raise ConfigError(
             f"directories are given: {', '.join(options.directories) or 'none'}; allowed: two, A and B. "
@@ -154,7 +154,7 @@ class EntropyOptions:
 
 
 def check_entropy(options: EntropyOptions) -> None:
-    """Raise ConfigError for a model that is not there, or an unknown format or task."""
+    """Raise ConfigError if the model does not exist, or a format or task is unknown."""
     check_model(options.model)
     allowed = choices_of("format")
     for name in options.formats:
@@ -164,7 +164,7 @@ def check_entropy(options: EntropyOptions) -> None:
                 f"{name} in formats=[{','.join(options.formats)}] is no weight format; allowed: all, "
                 f"{', '.join(allowed)}.{hint} Type for example formats=all."
             )
-    check_task(name_and_path(options.prompts)[0], f"prompts={options.prompts}", "prompts=gsm8k:DIR")
+    check_task(split_name_and_path(options.prompts)[0], f"prompts={options.prompts}", "prompts=gsm8k:DIR")
 
 
 @dataclass

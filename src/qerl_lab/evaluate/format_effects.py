@@ -1,6 +1,6 @@
 """Tables of what weight formats and noise do to a block, a Linear and the next-token distribution, for notebooks/.
 
-`entropy.sample` samples the texts from the dense policy. Every other policy is evaluated on the same tokens. Any
+`entropy.sample_texts` samples the texts from the dense policy. Every other policy is evaluated on the same tokens. Any
 `Format` works, including one that is not in `FORMATS`.
 """
 
@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from qerl_lab.aqn import Noise
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import kl, weight_error
-from qerl_lab.evaluate.entropy import Texts, change, compare_to_dense, interval
+from qerl_lab.evaluate.entropy import Texts, compare_to_dense, interval, mean_change
 from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.model import loading, policy
 from qerl_lab.model.dense import base_tensors
@@ -26,7 +26,7 @@ _RAMP = 4096  # weights from -largest to largest that are rounded to list a bloc
 
 
 def values_of_a_block(weight_format: Format, largest: float = 1.0) -> list[float]:
-    """Return, in order, every value that a weight can take in a block with largest magnitude `largest`."""
+    """Return, sorted, every value that a format can store in a block with largest magnitude `largest`."""
     assert weight_format.BLOCK is not None, f"{weight_format.NAME} has no blocks"
     others = weight_format.BLOCK - 1
     ramp = torch.linspace(-largest, largest, others * math.ceil(_RAMP / others)).view(-1, others)
@@ -35,7 +35,7 @@ def values_of_a_block(weight_format: Format, largest: float = 1.0) -> list[float
 
 
 def largest_of_blocks(weight_format: Format, weight: Tensor) -> Tensor:
-    """Return stored / exact value of the largest weight in each block of `weight[N, K]`: float32 [N * K / block]."""
+    """Return the ratio stored / exact of the largest weight of each block of `weight[N, K]`: [N * K / block]."""
     assert weight_format.BLOCK is not None, f"{weight_format.NAME} has no blocks"
     exact = weight.float().reshape(-1, weight_format.BLOCK)
     stored = rounded(weight_format, weight).reshape(-1, weight_format.BLOCK)
@@ -59,7 +59,7 @@ def errors(weight_formats: Iterable[Format], weight: Tensor, inputs: Tensor) -> 
     for weight_format in weight_formats:
         nearest = rounded(weight_format, weight)
         whole = weight_error.LayerError("", weight, weight_format.ideal(weight), nearest, nearest)
-        total = weight_error.total([whole])
+        total = weight_error.sum_errors([whole])
         rows.append({
             "format": weight_format.NAME, "bits": weight_format.bits_per_weight,
             "weight error": math.sqrt(total["relative"]),
@@ -70,13 +70,14 @@ def errors(weight_formats: Iterable[Format], weight: Tensor, inputs: Tensor) -> 
 
 
 def linear_of(texts: Texts, layer: str) -> tuple[Tensor, Tensor]:
-    """Return weight [N, K] and inputs [T, K], both float32, of the dense policy's Linear with full name `layer`."""
+    """Return weight [N, K] and inputs [T, K], float32, of the dense policy's Linear with full name `layer`."""
     seen: list[Tensor] = []
 
-    def keep(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def keep_inputs(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Hook of torch: keep the Linear's inputs, one row per token."""
         seen.append(args[0].flatten(0, 1).float())
 
-    with texts.model.get_submodule(layer).register_forward_pre_hook(keep):
+    with texts.model.get_submodule(layer).register_forward_pre_hook(keep_inputs):
         kl.hidden_states(texts.model, texts.pairs, batch_size=1)  # without padding
     return base_tensors(texts.policy)[f"{layer}.weight"].float(), torch.cat(seen)
 
@@ -95,7 +96,7 @@ def packed_model(model: str, weight_format: Format, device: torch.device) -> Pre
 
 
 def effects_of_formats(texts: Texts, model: str, weight_formats: Iterable[Format]) -> pd.DataFrame:
-    """Tabulate bits per weight and `_effect` for each format of `model`, which sampled the texts."""
+    """Tabulate for each format of `model`: bits, KL to the dense policy, and entropy. `model` sampled the texts."""
     rows = []
     for weight_format in weight_formats:
         packed = packed_model(model, weight_format, texts.states.device)
@@ -105,7 +106,7 @@ def effects_of_formats(texts: Texts, model: str, weight_formats: Iterable[Format
 
 
 def effects_of_noise(texts: Texts, sigmas: Sequence[float], draws: int) -> pd.DataFrame:
-    """Tabulate `_effect` of the dense policy for each AQN sigma and noise draw."""
+    """Tabulate the KL and entropy that AQN causes in the dense policy, for each sigma and noise draw."""
     return pd.DataFrame(
         {"sigma": sigma, "draw": draw} | _effect(texts, *with_noise(texts, Noise(sigma, seed=0, step=draw)))
         for sigma in sigmas
@@ -114,7 +115,7 @@ def effects_of_noise(texts: Texts, sigmas: Sequence[float], draws: int) -> pd.Da
 
 
 def effects_at_kl(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.DataFrame:
-    """Find the sigma with each KL in `kls`, by interpolating the means of `noise`, and tabulate its effect.
+    """Tabulate the effect of noise at each KL in `kls`, at a sigma interpolated between the means of `noise`.
 
     Args:
         noise: result of `effects_of_noise`. As many draws are measured again at the new sigma.
@@ -133,7 +134,7 @@ def effects_at_kl(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.DataF
 
 
 def with_noise(texts: Texts, noise: Noise) -> tuple[Tensor, Tensor]:
-    """Return entropy of the noisy dense policy and KL(noisy || clean) at each token: float64 [T] each."""
+    """Return entropy of the dense policy with noise and KL(noisy || clean) at each token: float64 [T] each."""
     dense = texts.policy
     with dense.as_sampler(noise.onto_norms(dense.clean_norms)):
         return compare_to_dense(texts.model, texts)
@@ -144,7 +145,7 @@ def _effect(texts: Texts, entropies_T: Tensor, kl_T: Tensor) -> dict[str, float]
 
     Keys ending in _low and _high are 95% intervals over texts.
     """
-    changed = change(entropies_T - texts.entropies_T, texts)
+    changed = mean_change(entropies_T - texts.entropies_T, texts)
     nats, low, high = interval(kl_T, texts.lengths)
     return {
         "kl": nats, "kl_low": low, "kl_high": high, "entropy": entropies_T.mean().item(),

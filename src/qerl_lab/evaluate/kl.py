@@ -1,4 +1,4 @@
-"""KL between two models over the whole vocabulary, in nats per token, computed `CHUNK` tokens at a time."""
+"""KL between two models over the whole vocabulary, in nats per token (_T), computed `CHUNK` tokens at a time."""
 
 import math
 from collections.abc import Iterator
@@ -27,17 +27,17 @@ class Estimate:
 
 
 def per_token(p: Tensor, q: Tensor) -> Tensor:
-    """Return KL(p || q) of each token in nats, float64 [T], from log-probs [T, vocabulary]. Terms with p = 0 are 0."""
+    """Return KL(p || q) at each token in nats, float64 [T], from log-probs [T, vocabulary]. Terms with p = 0 are 0."""
     return (p.exp() * (p - q).masked_fill_(p.isneginf(), 0.0)).sum(-1, dtype=torch.float64)
 
 
 def entropy_per_token(p: Tensor) -> Tensor:
-    """Return the entropy of each token in nats, float64 [T], from log-probs [T, vocabulary]."""
+    """Return the entropy at each token in nats, float64 [T], from log-probs [T, vocabulary]."""
     return -(p.exp() * p.masked_fill(p.isneginf(), 0.0)).sum(-1, dtype=torch.float64)
 
 
 def mean(values_T: Tensor, lengths: list[int]) -> Estimate:
-    """Return the mean of `values_T` with the standard error of a ratio estimator over texts of `lengths` tokens."""
+    """Return the mean over tokens, with the standard error of a ratio estimator over texts of `lengths` tokens."""
     values_T, texts = values_T.double(), len(lengths)
     average = values_T.mean().item()
     if texts < 2:
@@ -65,7 +65,7 @@ def hidden_states(model: PreTrainedModel, pairs: Pairs, batch_size: int | None =
 
 
 def logprobs(model: PreTrainedModel, states: Tensor, temperature: float = 1.0) -> Iterator[Tensor]:
-    """Yield float32 log-probs [at most CHUNK, vocabulary] that `model` computes from `hidden_states`.
+    """Yield float32 log-probs [at most CHUNK, vocabulary] of `model`, computed from its `hidden_states`.
 
     The model's own forward computes the logits, because some models scale them after the output layer (Granite) or cap
     them (Gemma 2). It runs on one token, and a hook replaces its backbone's output by `states`.
@@ -74,6 +74,7 @@ def logprobs(model: PreTrainedModel, states: Tensor, temperature: float = 1.0) -
     for chunk in states.split(CHUNK):
 
         def put_states(_module: nn.Module, _args: Any, output: Any, chunk: Tensor = chunk) -> Any:
+            """Hook of torch: replace the output of the model's backbone by `chunk`."""
             output.last_hidden_state = chunk.unsqueeze(1)
             return output
 

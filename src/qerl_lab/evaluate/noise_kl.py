@@ -25,10 +25,11 @@ class Texts:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens at which the KL is measured."""
         return sum(len(states) for states in self.clean_N)
 
     def nats(self, noises: Sequence[Noise]) -> float:
-        """Return the KL summed over tokens; 0 without texts. Batches take the noises in turn.
+        """Return the KL that noise causes, summed over tokens; 0 without texts. Batches take the noises in turn.
 
         Each text gets one noise draw: KL varies more between texts, a few of which dominate it, than between draws.
         """
@@ -41,13 +42,13 @@ class Texts:
 
 
 def texts(policy: Policy, pairs: kl.Pairs, temperature: float, batch_size: int) -> Texts:
-    """Batch the texts and compute their hidden states without noise. Leaves the policy unchanged."""
+    """Batch the texts and compute their hidden states without noise, for `Texts.nats`."""
     pairs_N = [pairs[at : at + batch_size] for at in range(0, len(pairs), batch_size)]
     return Texts(policy, pairs_N, temperature, [states(policy, CLEAN, part) for part in pairs_N])
 
 
 @torch.no_grad()
 def states(policy: Policy, noise: Noise, pairs: kl.Pairs) -> Tensor:
-    """Return `kl.hidden_states` of the policy with noise."""
+    """Return the hidden states (`kl.hidden_states`) of the policy with noise."""
     with policy.as_sampler(noise.onto_norms(policy.clean_norms)):
         return kl.hidden_states(policy.model.get_base_model(), pairs)

@@ -9,7 +9,7 @@ from qerl_lab.aqn import Noise
 from qerl_lab.aqn.solver import solve
 from qerl_lab.config.schema import AqnConfig
 from qerl_lab.evaluate import kl
-from qerl_lab.evaluate.entropy import compare_to_dense, run_config, sample
+from qerl_lab.evaluate.entropy import compare_to_dense, run_config, sample_texts
 from qerl_lab.evaluate.evaluate_options import EntropyOptions, SigmaOptions
 from qerl_lab.evaluate.format_effects import with_noise
 from qerl_lab.formats import FORMATS
@@ -21,26 +21,27 @@ QUESTIONS, DRAWS = 64, 8
 
 
 def run(options: SigmaOptions) -> None:
-    """Print the tables. Raises ConfigError for a model that is packed or cannot be loaded."""
+    """Print the KL of each format and sigma, and the sigma of each KL. Raises ConfigError for a packed model."""
     folder = local_folder(options.model, None, key="model")
     refuse_packed(folder, f"model={options.model}", "against which the KL is measured. Type its path.")
     device = policy.device_of("auto")
     texts_options = EntropyOptions(model=options.model, questions=QUESTIONS, max_completion_tokens=64)
-    texts = sample(texts_options, device)
+    texts = sample_texts(texts_options, device)
     print(f"{len(texts.pairs)} completions, {len(texts.states)} tokens, on {device}")
     for name in FORMATS:
         model, _ = policy.load_base(run_config(texts_options, name), device)
         found = kl.mean(compare_to_dense(model, texts)[1], texts.lengths)
         print(f"format {name:6}  KL to bf16   {found.nats:.5f} +- {found.standard_error:.5f} nats")
 
-    def of_draws(sigma: float) -> list[float]:
+    def kl_of_draws(sigma: float) -> list[float]:
+        """Return the KL of each of DRAWS noise draws with this sigma."""
         draws = [Noise(sigma, seed=0, step=step, relative=options.relative) for step in range(1, DRAWS + 1)]
         return [with_noise(texts, draw)[1].mean().item() for draw in draws]
 
     for sigma in options.sigmas:
-        drawn = of_draws(sigma)
+        drawn = kl_of_draws(sigma)
         mean, spread = sum(drawn) / DRAWS, f"{min(drawn):.5f} to {max(drawn):.5f} over {DRAWS} draws"
         print(f"sigma {sigma:<7g}  KL to clean  {mean:.5f} nats, {spread}")
     for target in options.kls:
-        solved = solve(AqnConfig(), lambda sigma: sum(of_draws(sigma)) / DRAWS, target, AqnConfig().sigma_start)
+        solved = solve(AqnConfig(), lambda sigma: sum(kl_of_draws(sigma)) / DRAWS, target, AqnConfig().sigma_start)
         print(f"KL {target:<10g}  sigma        {solved.sigma:.3g}, of {solved.kl:.3g} nats, {solved.probes} tried")

@@ -15,7 +15,7 @@ from qerl_lab.config.arm import as_recorded, settings_of_arm
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
-from qerl_lab.evaluate.evaluate_options import SMALL, SMALL_SAMPLES, AccuracyOptions, run_of
+from qerl_lab.evaluate.evaluate_options import SMALL, SMALL_SAMPLES, AccuracyOptions, requested_run
 from qerl_lab.evaluate.summary import TRAINED_ON
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import on_disk, policy
@@ -31,7 +31,7 @@ LONGEST = 4096  # completion tokens for a model without a run, if its context al
 
 @dataclass(frozen=True)
 class HowSampled:
-    """One way of sampling. `samples` is per question; None means that the benchmark decides (`samples_of`)."""
+    """One way of sampling. `samples` is per question; with None the benchmark decides (`samples_per_question`)."""
 
     temperature: float
     top_p: float
@@ -40,19 +40,19 @@ class HowSampled:
 
     @property
     def name(self) -> str:
-        """Name of its row in the table."""
+        """Name of this sampling in tables and rows."""
         drawn = f"temperature {self.temperature:g}, top-p {self.top_p:g}" if self.temperature else "greedy"
         return f"{drawn}, {self.max_completion_tokens:,} tokens"
 
-    def samples_of(self, benchmark: str, default: int) -> int:
-        """Return the number of samples per question of a benchmark; `default` is the run's `eval.samples`."""
+    def samples_per_question(self, benchmark: str, default: int) -> int:
+        """Return how often to ask each question of a benchmark; `default` is the run's `eval.samples`."""
         if self.temperature == 0:
             return 1
         return self.samples or (SMALL_SAMPLES if benchmark in SMALL else default)
 
 
-def sampling_of(options: AccuracyOptions, cfg: RunConfig) -> HowSampled:
-    """Return the sampling that the options type; what they leave out is the run's own."""
+def requested_sampling(options: AccuracyOptions, cfg: RunConfig) -> HowSampled:
+    """Return how to sample: as the options say, otherwise as the run's configuration says."""
     own = HowSampled(cfg.eval.temperature, cfg.eval.top_p, cfg.rollout.max_completion_tokens, options.samples)
     keys = ("temperature", "top_p", "max_completion_tokens")
     return replace(own, **{key: value for key in keys if (value := getattr(options, key)) is not None})
@@ -87,13 +87,13 @@ class Subject:
 
     @property
     def is_common(self) -> bool:
-        """Whether the base is dense, so that its own engine is the common one."""
+        """Tell whether the base is dense, so that its own engine is the common one."""
         return self.cfg.format.name == DENSE_FORMAT
 
 
-def subject_of(options: AccuracyOptions) -> Subject:
-    """Return the subject that the options name. Raises ConfigError if it is missing or does not fit the options."""
-    found = _run(options) if options.run else _model(options)
+def resolve_subject(options: AccuracyOptions) -> Subject:
+    """Return the subject that `run=` or `model=` names. Raises ConfigError if missing or unfit for the options."""
+    found = _resolve_run(options) if options.run else _resolve_model(options)
     cfg, rollout = found.cfg, found.cfg.rollout
     cfg.device, cfg.gpus = options.device, 1
     cfg.seed = cfg.seed if options.seed is None else options.seed
@@ -110,12 +110,12 @@ def subject_of(options: AccuracyOptions) -> Subject:
     return found
 
 
-def _run(options: AccuracyOptions) -> Subject:
-    """Return a run's base with its final adapter, or the base alone."""
-    directory = run_of(options)
+def _resolve_run(options: AccuracyOptions) -> Subject:
+    """Return the subject of `run=`: the run's base with its final adapter, or the base alone."""
+    directory = requested_run(options)
     cfg, said, day = directory.config(), f"run {options.run}", directory.sessions().first_day
     on_disk.check_content(cfg)
-    sampling = sampling_of(options, cfg)
+    sampling = requested_sampling(options, cfg)
     if not options.adapter:
         return Subject(f"{said}, its base alone", cfg, sampling, None, cfg.seed, day=day)
     arm = settings_of_arm(as_recorded(cfg))
@@ -124,8 +124,8 @@ def _run(options: AccuracyOptions) -> Subject:
     return Subject(said, cfg, sampling, directory.adapter, cfg.seed, arm, day)
 
 
-def _model(options: AccuracyOptions) -> Subject:
-    """Return a model without a run, in its stored format or the requested one."""
+def _resolve_model(options: AccuracyOptions) -> Subject:
+    """Return the subject of `model=`: a model without a run, in its stored format or the requested one."""
     cfg, said = RunConfig(), f"model={options.model}"
     folder = local_folder(options.model, options.revision, key="model")
     on_disk.check_files(folder, said)
@@ -143,7 +143,7 @@ def _model(options: AccuracyOptions) -> Subject:
     if context is not None:
         cfg.rollout.max_completion_tokens = min(LONGEST, context // 2)
         cfg.rollout.max_prompt_tokens = context - cfg.rollout.max_completion_tokens
-    return Subject(f"{said} in {cfg.format.name}", cfg, sampling_of(options, cfg), None, options.seed or 0)
+    return Subject(f"{said} in {cfg.format.name}", cfg, requested_sampling(options, cfg), None, options.seed or 0)
 
 
 def packed_format(stored: PackedAs) -> FormatConfig:
@@ -152,8 +152,8 @@ def packed_format(stored: PackedAs) -> FormatConfig:
     return FormatConfig(name=stored.weight_format.NAME, ignore=list(stored.ignore), **options)
 
 
-def load(subject: Subject) -> Policy:
-    """Load base and adapter. Raises ConfigError if the model cannot be loaded or the adapter does not fit it."""
+def load_policy(subject: Subject) -> Policy:
+    """Load a subject's base and adapter. Raises ConfigError if either cannot be loaded or they do not fit."""
     cfg = subject.cfg
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
@@ -165,8 +165,8 @@ def load(subject: Subject) -> Policy:
 
 
 @contextmanager
-def dequantized(subject: Subject) -> Iterator[Subject]:
-    """Yield the subject with its base dequantized to bfloat16, as a temporary checkpoint in memory or on disk.
+def dequantized_subject(subject: Subject) -> Iterator[Subject]:
+    """Context manager: yield the subject with its base dequantized to bfloat16, as a temporary checkpoint.
 
     Layers that the format leaves dense are unchanged.
     """

@@ -1,4 +1,7 @@
-"""Summarize the answers of an evaluation by benchmark and engine, as data and as a table."""
+"""Summarize the answers of an evaluation by benchmark and engine, as data and as a table.
+
+The own engine loads the base as the run does; the common engine, alike for all arms, loads it dequantized to bfloat16.
+"""
 
 import math
 from collections import Counter
@@ -23,12 +26,12 @@ TRAINED_ON = "training_sha256"  # key for the hash of a run's training questions
 ROWS, ABOUT = "eval.parquet", "evaluation.json"
 
 
-def shares(rows: pd.DataFrame) -> pd.Series:
+def scores(rows: pd.DataFrame) -> pd.Series:
     """Return the mean accuracy of each question over its samples, by question id, in the order asked."""
     return rows.groupby("id", sort=False)["accuracy"].mean()
 
 
-def passes_of(rows: pd.DataFrame, k: int) -> pd.Series:
+def pass_rates(rows: pd.DataFrame, k: int) -> pd.Series:
     """Return pass@k of each question by id. A sample is right if its accuracy is 1."""
     right = (rows["accuracy"] >= 1).groupby(rows["id"], sort=False).sum()
     return pd.Series(pass_at(k, right.to_numpy(), int(rows["draw"].max()) + 1), right.index)
@@ -44,7 +47,7 @@ def answer_entropies(rows: pd.DataFrame) -> pd.Series:
 
 
 def _answer(completion: str) -> Decimal | str:
-    """Return the final answer: a number, or a text in one spelling; empty without one."""
+    """Return the completion's final answer: a number, or a text in one spelling; empty without one."""
     text = final_answer(completion) or ""
     value = number(text)
     if value is None:
@@ -60,9 +63,9 @@ def summarize(rows: pd.DataFrame) -> Summary:
     same questions again. `answer_entropy`, in nats, is null with one sample. `unparsed` is omitted if the task does not
     report it (NaN in `rows`).
     """
-    samples, of_questions = int(rows["draw"].max()) + 1, shares(rows)
+    samples, of_questions = int(rows["draw"].max()) + 1, scores(rows)
     mean, low, high = share_interval(of_questions.to_numpy(), samples)
-    passes = {k: share_interval(passes_of(rows, k).to_numpy(), samples) for k in powers_of_two(samples)}
+    passes = {k: share_interval(pass_rates(rows, k).to_numpy(), samples) for k in powers_of_two(samples)}
     draws = rows.groupby("id", sort=False)["accuracy"].var(ddof=1) if samples > 1 else None
     count = len(of_questions)
     return {
@@ -82,7 +85,7 @@ def summarize(rows: pd.DataFrame) -> Summary:
 
 
 def summarize_each(rows: pd.DataFrame) -> list[Summary]:
-    """Apply `summarize` to each benchmark, engine and sampling."""
+    """Summarize each benchmark, engine and sampling in `rows` by `summarize`."""
     names = ["benchmark", "engine", "sampling"]
     return [
         dict(zip(names, group, strict=True)) | summarize(part) for group, part in rows.groupby(names, sort=False)

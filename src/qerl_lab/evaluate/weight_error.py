@@ -47,13 +47,13 @@ class LayerError:
 
     @property
     def dead(self) -> Tensor:
-        """Error of the weights with q(w) = 0 under ideal scales; 0 elsewhere."""
+        """Error by the dead zone, [N, K]: -w where q(w) = 0, and 0 elsewhere."""
         assert self.ideal is not None
         return torch.where(self.ideal == 0, -self.weight, 0.0)
 
     @property
     def grid(self) -> Tensor:
-        """Error of the weights with q(w) != 0 under ideal scales; 0 elsewhere."""
+        """Error by the grid, [N, K]: q(w) - w where q(w) != 0, and 0 elsewhere."""
         assert self.ideal is not None
         return torch.where(self.ideal == 0, 0.0, self.ideal - self.weight)
 
@@ -62,7 +62,7 @@ def layers(
     weight_format: Format, dense: WeightFiles, packed: WeightFiles | None, linears: list[str], device: torch.device,
     *, fit_scales: bool = False,
 ) -> Iterator[LayerError]:  # fmt: skip
-    """Yield the error of each Linear. `packed` is a method's checkpoint; None means round to nearest.
+    """Yield each Linear's exact, rounded and stored weights. `packed` is a method's checkpoint; None: round to nearest.
 
     AWQ moves scales from a layer to the one before it. `fit_scales` fits and removes them first.
     """
@@ -74,7 +74,7 @@ def layers(
             shape = (weight.shape[0], weight.shape[1])
             nearest = weight_format.dequantize(tensors, shape, torch.float32)
             stored = nearest if packed is None else stored_weight(weight_format, packed, name, shape, device)
-            stored = without_scales(weight, stored) if fit_scales else stored
+            stored = remove_scales(weight, stored) if fit_scales else stored
             yield LayerError(name, weight, weight_format.ideal(weight), nearest, stored)
 
 
@@ -90,16 +90,16 @@ def stored_weight(
     return weight_format.dequantize(weight_format.accept(parts, shape, name=f"{where}: {name}"), shape, torch.float32)
 
 
-def without_scales(weight: Tensor, other: Tensor) -> Tensor:
-    """Alternately scale columns and rows of `other[N, K]` to fit `weight` in least squares."""
+def remove_scales(weight: Tensor, other: Tensor) -> Tensor:
+    """Scale columns and rows of `other[N, K]` in turn so that it fits `weight` in least squares; return it."""
     for dim in (0, 1) * FIT_ROUNDS:
         product, square = (weight * other).sum(dim, keepdim=True), other.square().sum(dim, keepdim=True)
         other = other * torch.where(square > 0, product / square, 1.0)
     return other
 
 
-def total(errors: Iterable[LayerError]) -> dict[str, Any]:
-    """Sum over the layers, in float64.
+def sum_errors(errors: Iterable[LayerError]) -> dict[str, Any]:
+    """Sum the weight errors of the layers, in float64: total and parts.
 
     Returns `relative` = |w' - w|^2 / |w|^2, `sqnr_db`, and `parts`: the share of each of PARTS in |w' - w|^2, adding up
     to 1. `parts` is None if nothing changed or the format has no ideal.
@@ -107,8 +107,8 @@ def total(errors: Iterable[LayerError]) -> dict[str, Any]:
     signal = error = 0.0
     parts: dict[str, float] | None = dict.fromkeys(PARTS, 0.0)
     for layer in errors:
-        signal, error = signal + square(layer.weight), error + square(layer.stored - layer.weight)
-        found = energies(layer)
+        signal, error = signal + sum_of_squares(layer.weight), error + sum_of_squares(layer.stored - layer.weight)
+        found = error_parts(layer)
         parts = None if parts is None or found is None else {part: parts[part] + found[part] for part in PARTS}
     return {
         "relative": error / signal,
@@ -118,19 +118,19 @@ def total(errors: Iterable[LayerError]) -> dict[str, Any]:
 
 
 def decibels(signal: float, error: float) -> float | None:
-    """Return 10 log10(signal / error); None without an error, where it would be infinite, and for an infinite one."""
+    """Return 10 log10(signal / error); None if the error is 0 or infinite, or the signal is 0."""
     return 10 * math.log10(signal / error) if 0 < error < math.inf and signal > 0 else None
 
 
-def energies(layer: LayerError) -> dict[str, float] | None:
-    """Return the parts of |w' - w|^2 of one Linear; None without an ideal."""
+def error_parts(layer: LayerError) -> dict[str, float] | None:
+    """Return the parts (grid, dead, scale, method) of one Linear's squared error; None if the format has no ideal."""
     if layer.ideal is None:
         return None
-    grid, dead = square(layer.grid), square(layer.dead)
-    nearest, stored = square(layer.nearest - layer.weight), square(layer.stored - layer.weight)
+    grid, dead = sum_of_squares(layer.grid), sum_of_squares(layer.dead)
+    nearest, stored = sum_of_squares(layer.nearest - layer.weight), sum_of_squares(layer.stored - layer.weight)
     return {"grid": grid, "dead": dead, "scale": nearest - grid - dead, "method": stored - nearest}
 
 
-def square(values: Tensor) -> float:
-    """Return the sum of squares in float64."""
+def sum_of_squares(values: Tensor) -> float:
+    """Return the sum of squares of a tensor in float64."""
     return values.double().square().sum().item()

@@ -16,7 +16,7 @@ with exits.starting(__name__):
 
 
 def quantize(options: QuantizeOptions) -> None:
-    """Write the checkpoint. Raises ConfigError for invalid options, and what `run` raises."""
+    """Check the options and quantize a model. Raises ConfigError for invalid options, and what `run` raises."""
     check(options)
     # llmcompressor draws hundreds of progress bars, each update a new line in a log file.
     calm = {} if sys.stderr.isatty() else {"TQDM_MININTERVAL": "30"}

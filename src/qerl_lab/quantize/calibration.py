@@ -18,7 +18,7 @@ ROLES = {"human": "user", "gpt": "assistant"}  # of `conversations`, which may a
 
 
 def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int, tokens: int, seed: int) -> Tensor:
-    """Return token ids `[samples, tokens]`, int64: consecutive texts without padding.
+    """Return token ids `[samples, tokens]`, int64, to calibrate on: consecutive texts without padding.
 
     Each text ends with an end token, or as the chat template ends a conversation. `dataset` is a .txt file (one text),
     a .jsonl file or a hub id (split train); `seed` shuffles its rows. A row is its `text`, or a conversation rendered

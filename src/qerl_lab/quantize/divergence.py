@@ -27,13 +27,13 @@ def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, 
 
     The models are loaded one after the other; only log-probs of the first are kept (float32, on the CPU).
     """
-    place = find_room(weights, device)
+    place = find_device_and_dtype(weights, device)
     if place is None:
         return {"skipped": f"{weights / 1e9:.1f} billion weights in bfloat16 fit neither the GPU nor the CPU memory"}
     where, dtype = place
     dense = FormatConfig(name=DENSE_FORMAT, ignore=["re:.*"])
     model, tokenizer = policy.load_base(run_config(source, dense, dtype), where)
-    pairs = problem_pairs(tokenizer)
+    pairs = word_problem_pairs(tokenizer)
     original = [logprobs(model, pair) for pair in pairs]
     del model
     model, _ = policy.load_base(run_config(folder, options.format_config(), dtype), where)
@@ -51,12 +51,12 @@ def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, 
 
 
 def run_config(folder: Path, weight_format: FormatConfig, dtype: str) -> RunConfig:
-    """Return the configuration that loads the model in `folder`."""
+    """Return the configuration that loads the model in `folder` with this format and dtype."""
     return RunConfig(model=ModelConfig(path=str(folder), dtype=dtype), format=weight_format)
 
 
-def find_room(weights: int, device: torch.device) -> tuple[torch.device, str] | None:
-    """Return device and dtype where a dense model with `weights` weights fits, preferring `device`; None if nowhere."""
+def find_device_and_dtype(weights: int, device: torch.device) -> tuple[torch.device, str] | None:
+    """Return a device, preferring `device`, and a dtype in which a dense model of `weights` weights fits, or None."""
     needed = {"float32": 5.2 * weights, "bfloat16": 2.6 * weights}
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -67,17 +67,17 @@ def find_room(weights: int, device: torch.device) -> tuple[torch.device, str] | 
 
 
 def available_bytes() -> int:
-    """Return the bytes that a process can allocate without swapping. The page cache counts as free."""
+    """Return the bytes of CPU memory that a process can allocate without swapping. The page cache counts as free."""
     return int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024
 
 
 def logprobs(model: PreTrainedModel, pair: tuple[list[int], list[int]]) -> Tensor:
-    """Return log-probs `[tokens, vocabulary]` at the compared tokens; float32, on the CPU."""
+    """Return the model's log-probs `[tokens, vocabulary]` at the compared tokens; float32, on the CPU."""
     return torch.cat([chunk.cpu() for chunk in kl.logprobs(model, kl.hidden_states(model, [pair]))])
 
 
-def problem_pairs(tokenizer: PreTrainedTokenizerBase) -> kl.Pairs:
-    """Make word problems with worked solutions, which every tokenizer can encode; the solutions are compared."""
+def word_problem_pairs(tokenizer: PreTrainedTokenizerBase) -> kl.Pairs:
+    """Make pairs to compare models on: word problems, and worked solutions, whose tokens are compared."""
     rng, cfg = random.Random(0), tasks.read_task_config("arithmetic")
     pairs, chat = [], Chat(tokenizer)
     for problem in [arithmetic.problem(rng, cfg) for _ in range(PROBLEMS)]:

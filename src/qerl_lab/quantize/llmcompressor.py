@@ -50,7 +50,7 @@ def run(options: QuantizeOptions, source: Path, left_dense: list[str], folder: P
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in data]
     batches = DataLoader(cast(Dataset, rows), batch_size=1)
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True, trust_remote_code=False)
-    oneshot(model=model, processor=tokenizer, recipe=_recipe(options, left_dense), dataset=batches)
+    oneshot(model=model, processor=tokenizer, recipe=_build_recipe(options, left_dense), dataset=batches)
     model.save_pretrained(folder, save_compressed=True)
 
 
@@ -78,16 +78,16 @@ def _check_length(options: QuantizeOptions, config: PretrainedConfig) -> None:
         )
 
 
-def _recipe(options: QuantizeOptions, left_dense: list[str]) -> list["Modifier"]:
-    """Return llmcompressor's steps of the method."""
+def _build_recipe(options: QuantizeOptions, left_dense: list[str]) -> list["Modifier"]:
+    """Return llmcompressor's modifiers for `options.method`."""
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
     which: dict[str, Any] = {"targets": "Linear", "scheme": SCHEMES[options.format], "ignore": left_dense}
-    return [GPTQModifier(**which)] if options.method == "gptq" else [_awq(), QuantizationModifier(**which)]
+    return [GPTQModifier(**which)] if options.method == "gptq" else [_awq_modifier(), QuantizationModifier(**which)]
 
 
-def _awq() -> "Modifier":
+def _awq_modifier() -> "Modifier":
     """Return llmcompressor's AWQ modifier, with unpinned caches if there is no accelerator."""
     from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.pipelines.cache import IntermediatesCache
@@ -97,10 +97,11 @@ def _awq() -> "Modifier":
 
     class UnpinnedCache(IntermediatesCache):
         def pin_memory(self, batch_index: int, input_names: list[str] | None = None) -> None:
-            """Do nothing: pinned memory only speeds copies to an accelerator."""
+            """Override llmcompressor's hook: do nothing, because pinned memory only speeds copies to an accelerator."""
 
     class AWQWithoutAccelerator(AWQModifier):
         def on_calibration_start(self, state: Any, event: Any, **kwargs: Any) -> None:
+            """Override llmcompressor's hook: start, then replace its caches by unpinned ones."""
             super().on_calibration_start(state, event, **kwargs)
             for parent in self._parent_args_cache:
                 self._parent_args_cache[parent] = UnpinnedCache(None, self.offload_device)

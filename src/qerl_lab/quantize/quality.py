@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from qerl_lab import formats
 from qerl_lab.config.records import QUALITY
-from qerl_lab.evaluate.weight_error import decibels, stored_weight, without_scales
+from qerl_lab.evaluate.weight_error import decibels, remove_scales, stored_weight
 from qerl_lab.formats.format import Format
 from qerl_lab.model.weight_files import WeightFiles, lab_records
 from qerl_lab.quantize import divergence
@@ -43,7 +43,7 @@ class Layer(NamedTuple):
 def measure(
     options: QuantizeOptions, source: Path, linears: list[str], folder: Path, device: torch.device
 ) -> dict[str, Any]:
-    """Compare the checkpoint in `folder` with the dense `source`; write quality.json and sqnr.png there."""
+    """Compare the checkpoint in `folder` with the dense `source`; write quality.json and sqnr.png to `folder`."""
     started = time.time()
     dense, packed, fit_scales = WeightFiles(source), WeightFiles(folder), options.method == "awq"
     weight_format = formats.build(options.format_config())
@@ -67,7 +67,7 @@ def measure(
         "bits_per_weight": {
             "quantized": sum(layer.bytes for layer in layers) * 8 / in_linears, "model": after * 8 / count,
         },
-        "sqnr_db": summary(layers, fit_scales=fit_scales),
+        "sqnr_db": sqnr_summary(layers, fit_scales=fit_scales),
         "kl": divergence.compare(options, source, folder, count, device) if options.quality == "full" else None,
     }  # fmt: skip
     result |= {"device": device.type, "seconds": round(time.time() - started, 1), "environment": environment()}
@@ -81,7 +81,7 @@ def measure_layer(
     weight_format: Format, dense: WeightFiles, packed: WeightFiles, name: str, device: torch.device,
     *, fit_scales: bool,
 ) -> Layer:  # fmt: skip
-    """Compare one Linear: differences in float32, sums in float64.
+    """Measure one Linear's weight and rounding error: differences in float32, sums in float64.
 
     AWQ moves scales from a layer to the one before it. `fit_scales` fits and removes them first. Raises ValueError,
     naming file and Linear, if a weight is NaN, infinite, or too large to square in float32.
@@ -89,7 +89,7 @@ def measure_layer(
     weight = dense.tensor(f"{name}.weight", device).float()
     shape = (weight.shape[0], weight.shape[1])
     stored = stored_weight(weight_format, packed, name, shape, device)
-    stored = without_scales(weight, stored) if fit_scales else stored
+    stored = remove_scales(weight, stored) if fit_scales else stored
     signal, error = (part.square().sum(dtype=torch.float64).item() for part in (weight, weight - stored))
     tensors = [f"{name}.{key}" for key in weight_format.layout(shape)]
     if not math.isfinite(error):
@@ -98,8 +98,8 @@ def measure_layer(
     return Layer(name, signal, error, weight.numel(), sum(packed.bytes(tensor) for tensor in tensors))
 
 
-def summary(layers: Sequence[Layer], *, fit_scales: bool) -> dict[str, Any]:
-    """Return SQNR of the whole, of every layer, and the lowest layers for quality.json; None means infinite."""
+def sqnr_summary(layers: Sequence[Layer], *, fit_scales: bool) -> dict[str, Any]:
+    """Return the SQNR of all weights, of every layer, and the lowest layers, in dB; None means infinite."""
     levels = {layer.name: decibels(layer.signal, layer.error) for layer in layers}
     ranked = sorted(levels, key=lambda name: math.inf if (level := levels[name]) is None else level)
     return {
@@ -111,7 +111,7 @@ def summary(layers: Sequence[Layer], *, fit_scales: bool) -> dict[str, Any]:
 
 
 def table(options: QuantizeOptions, result: dict[str, Any]) -> str:
-    """Return the lines that the command prints at its end."""
+    """Return the printed table of a checkpoint's quality."""
     weights, sizes, bits, levels = (result[key] for key in ("weights", "bytes", "bits_per_weight", "sqnr_db"))
     fitted = ", after the scales that AWQ moves" if levels["scales_fitted"] else ""
     how = f"to {options.format} by {options.method}"
@@ -119,23 +119,23 @@ def table(options: QuantizeOptions, result: dict[str, Any]) -> str:
         ("quantized", f"{weights['quantized']:,} of {weights['all']:,} weights {how}"),
         ("bits per weight", f"{bits['quantized']:.3f} where quantized, {bits['model']:.3f} over the whole model"),
         ("size", " -> ".join(tqdm.format_sizeof(size, "B") for size in sizes.values())),
-        ("SQNR", f"{_db(levels['all'])} over all weights{fitted}; the lowest:"),
-        *((f"  {_db(layer['db'])}", layer["layer"]) for layer in levels["lowest"]),
+        ("SQNR", f"{_format_db(levels['all'])} over all weights{fitted}; the lowest:"),
+        *((f"  {_format_db(layer['db'])}", layer["layer"]) for layer in levels["lowest"]),
         *_kl_rows(result["kl"]),
     ]
     return terminal.aligned(rows)
 
 
-def _db(value: float | None) -> str:
+def _format_db(value: float | None) -> str:
     return "inf dB" if value is None else f"{value:.2f} dB"
 
 
-def _kl_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Return the lines on KL and entropy, or why they were not measured."""
-    if found is None or "skipped" in found:
-        return [("KL, entropy", f"not measured: {found['skipped'] if found else 'quality=weights'}")]
-    error = "" if found["standard_error"] is None else f" +- {found['standard_error']:.5f}"
+def _kl_rows(result: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return the table's rows on KL and entropy, or why they were not measured."""
+    if result is None or "skipped" in result:
+        return [("KL, entropy", f"not measured: {result['skipped'] if result else 'quality=weights'}")]
+    error = "" if result["standard_error"] is None else f" +- {result['standard_error']:.5f}"
     return [
-        ("KL to the original", f"{found['nats_per_token']:.5f}{error} nats per token over {found['tokens']} tokens"),
-        ("entropy", f"{found['entropy_original']:.4f} -> {found['entropy_quantized']:.4f} nats per token"),
+        ("KL to the original", f"{result['nats_per_token']:.5f}{error} nats per token over {result['tokens']} tokens"),
+        ("entropy", f"{result['entropy_original']:.4f} -> {result['entropy_quantized']:.4f} nats per token"),
     ]

@@ -46,7 +46,7 @@ class Source(NamedTuple):
 
 
 def run(options: QuantizeOptions) -> None:
-    """Write the checkpoint and print its quality.
+    """Quantize a model: write the checkpoint and print its quality.
 
     Raises:
         ConfigError: the model cannot be loaded, or OUT.partial has other options.
@@ -57,7 +57,7 @@ def run(options: QuantizeOptions) -> None:
     if options.method != "rtn":
         llmcompressor.check(options)
     source = read_source(options)
-    with Unfinished(options.folder, identity(options, source, device), options.overwrite) as unfinished:
+    with Unfinished(options.folder, identifying_options(options, source, device), options.overwrite) as unfinished:
         if not unfinished.has("config.json"):
             unfinished.clear()
             if options.method == "rtn":
@@ -70,11 +70,11 @@ def run(options: QuantizeOptions) -> None:
         unfinished.finish()
     print(quality.table(options, result))
     print(f"checkpoint:  {terminal.format_path(options.folder)}  ({QUALITY}, sqnr.png)")
-    print(f"train on it: {terminal.python_command()} -m qerl_lab {shell_line(training_words(options))}")
+    print(f"train on it: {terminal.python_command()} -m qerl_lab {shell_line(training_overrides(options))}")
 
 
-def training_words(options: QuantizeOptions) -> list[str]:
-    """Return the words to type after `python -m qerl_lab` to train on the checkpoint."""
+def training_overrides(options: QuantizeOptions) -> list[str]:
+    """Return the command-line overrides (`key=value`) that train on the checkpoint, after `python -m qerl_lab`."""
     arm = f"{options.format}_aqn"
     chosen, usual = options.format_config(), FormatConfig()
     words = [
@@ -148,8 +148,8 @@ def _check_tensor(folder: Path, weights: WeightFiles, name: str, shape: tuple[in
         )
 
 
-def identity(options: QuantizeOptions, source: Source, device: torch.device) -> dict[str, Any]:
-    """Return the options and files that determine the output bytes."""
+def identifying_options(options: QuantizeOptions, source: Source, device: torch.device) -> dict[str, Any]:
+    """Return the options and file stamps that determine the checkpoint's bytes."""
     left_out = NOT_IDENTITY + (CALIBRATION if options.method == "rtn" else ())
     chosen = {key: value for key, value in asdict(options).items() if key not in left_out}
     files = {file: file.stat() for file in (*source.weights.files, source.folder / "config.json")}
@@ -158,15 +158,15 @@ def identity(options: QuantizeOptions, source: Source, device: torch.device) -> 
 
 
 def pack(options: QuantizeOptions, source: Source, device: torch.device, folder: Path) -> None:
-    """Round to nearest, file by file; write weights, index and config.json."""
+    """Quantize the model by rounding to nearest, file by file; write weights, index and config.json to `folder`."""
     weight_format = formats.build(options.format_config())
-    shards = rtn.plan(source.weights, source.packed, weight_format, options.shard_gb * 1e9)
+    shards = rtn.plan_shards(source.weights, source.packed, weight_format, options.shard_gb * 1e9)
     total = sum(source.weights.bytes(name) for name in source.weights.names)
     with terminal.Amount(f"{options.format}, round to nearest", total) as bar:
         for shard in shards:
-            rtn.write(shard, folder, source.weights, weight_format, device, bar.advance)
+            rtn.write_shard(shard, folder, source.weights, weight_format, device, bar.advance)
     if len(shards) > 1:
-        _write_json(folder / INDEX, rtn.index(shards))
+        _write_json(folder / INDEX, rtn.weight_index(shards))
     _write_json(folder / "config.json", source.config | {"quantization_config": source.quantization_config})
 
 

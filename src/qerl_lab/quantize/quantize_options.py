@@ -19,7 +19,7 @@ SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
 
 
 def same_as(schema: type, name: str) -> Any:
-    """Return a field with the default, help text and bounds of `schema`'s field `name`."""
+    """Return a dataclass field with the default, help text and bounds of the field `name` of `schema`."""
     known = next(f for f in fields(schema) if f.name == name)
     if known.default_factory is not MISSING:
         return field(default_factory=known.default_factory, metadata=known.metadata)
@@ -78,7 +78,7 @@ def check(options: QuantizeOptions) -> None:
         )
     _check_inert(options)
     check_apart(options, options.model)
-    check_free(options, options.overwrite, _is_quantized, "is no quantized checkpoint")
+    check_free(options, options.overwrite, _holds_quantized_model, "is no quantized checkpoint")
     check_patterns("ignore", options.ignore)
 
 
@@ -107,6 +107,7 @@ def _check_inert(options: QuantizeOptions) -> None:
             )
 
 
-def _is_quantized(folder: Path) -> bool:
+def _holds_quantized_model(folder: Path) -> bool:
+    """Return whether the folder holds a quantized model."""
     config = folder / "config.json"
     return config.is_file() and '"quantization_config"' in config.read_text(encoding="utf-8")

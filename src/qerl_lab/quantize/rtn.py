@@ -34,22 +34,22 @@ class Shard(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """Layout of all its tensors."""
+        """Layout (shape and dtype by name) of all tensors in this output file."""
         return {name: about for unit in self.units for name, about in unit.layout.items()}
 
     @property
     def bytes(self) -> int:
-        """Bytes of its tensors; the file has a header too."""
+        """Bytes of all tensors in this output file, which has a header too."""
         return layout_bytes(self.layout)
 
 
-def plan(source: TensorSource, linears: Sequence[str], weight_format: Format, shard_bytes: float) -> list[Shard]:
-    """Assign tensors to output files in source order, keeping fused layers together.
+def plan_shards(source: TensorSource, linears: Sequence[str], weight_format: Format, shard_bytes: float) -> list[Shard]:
+    """Assign all tensors to output files in source order, keeping fused layers together.
 
     Each file has at most `shard_bytes` of tensors unless a single unit is larger. Depends on names, shapes and dtypes
     only.
     """
-    units = {unit.names[0]: unit for unit in _units(source, linears, weight_format)}
+    units = {unit.names[0]: unit for unit in _list_units(source, linears, weight_format)}
     split = split_state_dict_into_shards_factory(
         units, get_storage_size=lambda unit: layout_bytes(unit.layout), filename_pattern="model{suffix}.safetensors",
         max_shard_size=int(shard_bytes),
@@ -57,8 +57,8 @@ def plan(source: TensorSource, linears: Sequence[str], weight_format: Format, sh
     return [Shard(file, [units[name] for name in names]) for file, names in split.filename_to_tensors.items()]
 
 
-def _units(source: TensorSource, linears: Sequence[str], weight_format: Format) -> Iterator[Unit]:
-    """Yield the units of the source, in its order."""
+def _list_units(source: TensorSource, linears: Sequence[str], weight_format: Format) -> Iterator[Unit]:
+    """Yield the units of the source, in its order: each fused layer, and each tensor to copy."""
     groups = {f"{name}.weight": tuple(group) for group in fused_groups(list(linears)) for name in group}
     done: set[str] = set()
     for name in source.names:
@@ -76,11 +76,11 @@ def _units(source: TensorSource, linears: Sequence[str], weight_format: Format) 
 
 
 def layout_bytes(layout: Layout) -> int:
-    """Return the bytes of the tensors in a layout."""
+    """Return the number of bytes of the tensors in a layout."""
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values())
 
 
-def write(
+def write_shard(
     shard: Shard,
     folder: Path,
     source: TensorSource,
@@ -88,14 +88,14 @@ def write(
     device: torch.device,
     advance: Callable[[int], None],
 ) -> None:
-    """Write one output file. Copied tensors keep their dtype. Calls `advance` with the source bytes done.
+    """Pack and write one output file. Copied tensors keep their dtype. Calls `advance` with the source bytes done.
 
     Raises ValueError for a weight that the format cannot store, or NaN in a copied one, naming file and tensor; and
     OSError, naming the file, if writing fails.
     """
     packed: dict[str, Tensor] = {}
     for unit in shard.units:
-        made = _tensors(unit, source, weight_format, device)
+        made = _output_tensors(unit, source, weight_format, device)
         packed |= {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in made.items()}
         advance(layout_bytes({name: (source.shape(name), source.dtype(name)) for name in unit.names}))
     try:
@@ -104,8 +104,8 @@ def write(
         raise OSError(f"{folder / shard.file} cannot be written: {error}") from error
 
 
-def _tensors(unit: Unit, source: TensorSource, weight_format: Format, device: torch.device) -> dict[str, Tensor]:
-    """Return the output tensors of one unit."""
+def _output_tensors(unit: Unit, source: TensorSource, weight_format: Format, device: torch.device) -> dict[str, Tensor]:
+    """Return the output tensors of one unit by name: packed, or copied."""
     if not unit.modules:
         (name,) = unit.names
         copied = source.tensor(name, "cpu")
@@ -123,7 +123,7 @@ def _tensors(unit: Unit, source: TensorSource, weight_format: Format, device: to
         raise ValueError(f"{source.where(unit.names[0])}: {error}") from error
 
 
-def index(shards: Sequence[Shard]) -> dict[str, Any]:
+def weight_index(shards: Sequence[Shard]) -> dict[str, Any]:
     """Return the content of model.safetensors.index.json, which maps tensors to files."""
     listed = {name: shard.file for shard in shards for name in shard.layout}
     return {

@@ -47,7 +47,7 @@ class Saved:
         if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension
             now |= {"steps": then["steps"], "extended": cfg.extended[: cfg.extended.index(then["steps"])]}
         differ = [key for key in now | then if key not in now or key not in then or now[key] != then[key]]
-        changed = [f"{key}={_value_as_typed(now, key)} (was {_value_as_typed(then, key)})" for key in differ]
+        changed = [f"{key}={_spell_or_nothing(now, key)} (was {_spell_or_nothing(then, key)})" for key in differ]
         if changed:
             raise ConfigError(
                 f"{where} is not the configuration that {self.path.name} was trained with: {', '.join(changed)}. "
@@ -55,12 +55,13 @@ class Saved:
             )
 
 
-def _value_as_typed(values: dict[str, Any], key: str) -> str:
+def _spell_or_nothing(values: dict[str, Any], key: str) -> str:
+    """Return the key's value as typed on the command line; "nothing" without the key."""
     return spell_value(values[key]) if key in values else "nothing"
 
 
 def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], keep: int) -> Path:
-    """Write the checkpoint of `state["step"]` atomically, then delete all but the newest `keep`.
+    """Write the checkpoint of `state["step"]` below `folder` atomically, then delete all but the newest `keep`.
 
     Checkpoints of later steps are deleted too: they are damaged, or this run would have resumed from them.
 
@@ -75,7 +76,7 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
         shutil.rmtree(leftover)
     aside.mkdir(parents=True)
     try:
-        _fill(aside, state, write)
+        _write_files_and_checksums(aside, state, write)
     except Exception:  # a partial checkpoint would keep a full disk full
         shutil.rmtree(aside)
         raise
@@ -83,29 +84,29 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
         shutil.rmtree(final)
     aside.rename(final)
     _flush_to_disk(folder)
-    kept = [path for path in _step_folders(folder) if _step(path) <= _step(final)][-keep:]
+    kept = [path for path in _step_folders(folder) if _step_of(path) <= _step_of(final)][-keep:]
     for other in set(_step_folders(folder)) - set(kept):
         shutil.rmtree(other)
     return final
 
 
-def _fill(aside: Path, state: Mapping[str, Any], write: Callable[[Path], None]) -> None:
+def _write_files_and_checksums(aside: Path, state: Mapping[str, Any], write: Callable[[Path], None]) -> None:
     """Write all files of a checkpoint, then its checksums, and sync them to disk."""
     write(aside)
     (aside / STATE).write_text(json.dumps(state))
-    digests = {str(path.relative_to(aside)): sha256(path) for path in _files(aside)}
+    digests = {str(path.relative_to(aside)): sha256(path) for path in _files_below(aside)}
     (aside / MANIFEST).write_text(json.dumps(digests, indent=1))
-    for path in [*_files(aside), aside]:
+    for path in [*_files_below(aside), aside]:
         _flush_to_disk(path)
 
 
 def last_step(folder: Path) -> int:
     """Return the step of the newest checkpoint, without verifying it; 0 if there is none."""
-    return max(map(_step, _step_folders(folder)), default=0)
+    return max(map(_step_of, _step_folders(folder)), default=0)
 
 
 def newest(folder: Path) -> Saved | None:
-    """Return the newest intact checkpoint; None if there is none.
+    """Return the newest intact checkpoint in `checkpoints/`; None if there is none.
 
     Prints a warning to stderr for each damaged checkpoint it skips.
     """
@@ -113,14 +114,14 @@ def newest(folder: Path) -> Saved | None:
     while candidates:
         path = candidates.pop()
         if not (damage := verify(path)):
-            return _read_saved(path)
+            return _read_state(path)
         instead = "using the one before it" if candidates else "there is none before it, and training begins anew"
         print(f"warning: checkpoint {path} is damaged ({damage}); {instead}.", file=sys.stderr)
     return None
 
 
 def verify(path: Path) -> str:
-    """Return what is wrong with a checkpoint folder; empty if nothing."""
+    """Check a checkpoint's files against their checksums; return what is wrong, or an empty string."""
     try:
         digests = parse_json((path / MANIFEST).read_text())
         if not isinstance(digests, dict) or STATE not in digests:
@@ -133,27 +134,28 @@ def verify(path: Path) -> str:
     except ValueError:
         return f"{MANIFEST} is not JSON"
     try:
-        _read_saved(path)
+        _read_state(path)
     except (ValueError, TypeError, AttributeError) as error:
         return f"{STATE} is of another version: {error}"
     return ""
 
 
-def _read_saved(path: Path) -> Saved:
+def _read_state(path: Path) -> Saved:
     state = parse_json((path / STATE).read_text())
     return Saved(path, **{name: value for name, value in state.items() if name not in ONCE_SAVED})
 
 
 def _step_folders(folder: Path) -> list[Path]:
     """Return the folders step-N, sorted by step. Other files are ignored."""
-    return sorted((path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdecimal()), key=_step)
+    return sorted((path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdecimal()), key=_step_of)
 
 
-def _step(path: Path) -> int:
+def _step_of(path: Path) -> int:
+    """Return the step of a folder step-N."""
     return int(path.name.removeprefix("step-"))
 
 
-def _files(folder: Path) -> list[Path]:
+def _files_below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 

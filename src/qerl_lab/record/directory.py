@@ -27,7 +27,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_override
 from qerl_lab.record import checkpoint, environment, metrics, resolved, samples_file
 from qerl_lab.record.environment import Typed
-from qerl_lab.record.folders import is_unused, make, remove_empty
+from qerl_lab.record.folders import is_unused, make_run_directory, remove_empty_directories
 from qerl_lab.record.metrics import METRICS_FILE, MetricsLine
 from qerl_lab.record.samples_file import SAMPLES_FILE, Sample
 from qerl_lab.record.sessions import Sessions
@@ -76,38 +76,39 @@ class RunDirectory:
     def claim(self, cfg: RunConfig, typed: Typed) -> None:
         """Create the directory and write the configuration. Raises ConfigError if it is used or cannot be created."""
         self.refuse_used()
-        make(self.path)
+        make_run_directory(self.path)
         resolved.write_config(self.path, cfg)
         replace_file(self.path / QUEUED, redact(json.dumps(asdict(typed))).encode())
 
     def begin(self) -> Typed | None:
-        """Mark the run as started; return the typed command, kept until env.json records it, else None."""
-        typed = self._typed()
+        """Mark the run as started. Return the typed command, or None if env.json has recorded it already."""
+        typed = self._read_typed_command()
         if (self.path / QUEUED).exists():
             (self.path / QUEUED).replace(self.path / TYPED)
         (self.path / FAILED).unlink(missing_ok=True)
         return typed
 
-    def _typed(self) -> Typed | None:
+    def _read_typed_command(self) -> Typed | None:
         noted = next((path for name in (QUEUED, TYPED) if (path := self.path / name).exists()), None)
         if noted is None or self.environment():
             return None
         return Typed(**read_json(noted, dict))
 
-    def words(self) -> list[str]:
-        """Return the typed words that concern this run; empty if they are not recorded."""
-        typed = self._typed()
+    def overrides(self) -> list[str]:
+        """Return the command-line overrides (`key=value`) that concern this run; empty if not recorded."""
+        typed = self._read_typed_command()
         return list(typed.words if typed else self.environment().get("words", []))
 
     @contextmanager
     def locked(self) -> Iterator[TextIO]:
-        """Lock resolved.yaml. A child process inherits the lock, so that it stays locked if the parent is killed."""
+        """Context manager: lock resolved.yaml. A child inherits the lock and holds it if the parent is killed."""
         with open(self.path / resolved.NAME, "r+", encoding="utf-8") as file:  # NFS locks only writable files
             lock(file, f"another process is running in {self.path}. Wait for it or stop it first.")
             yield file
 
     @property
     def is_claimed(self) -> bool:
+        """Tell whether the directory has a resolved.yaml."""
         return (self.path / resolved.NAME).exists()
 
     @property
@@ -120,12 +121,12 @@ class RunDirectory:
 
     @property
     def status_in_words(self) -> str:
-        """The status for users. A run without DONE or FAILED may be interrupted or still running."""
+        """Status of the run as users read it. Without DONE or FAILED it may be interrupted or still running."""
         return {"interrupted": "interrupted, or still running"}.get(self.status, self.status)
 
     @property
     def reason(self) -> str:
-        """The first line of FAILED: why the run failed."""
+        """Why the run failed: the first line of FAILED."""
         text = (self.path / FAILED).read_text(encoding="utf-8")
         return next(iter(text.splitlines()), f"the disk of {self.path} was full, and has no room for the reason")
 
@@ -153,7 +154,7 @@ class RunDirectory:
             print(text.partition("\n")[0], file=sys.stderr)
 
     def settle(self, ended_with: int, rank: str = "") -> int:
-        """Return the run's exit code from its process's exit status (negative: a signal). Write FAILED if missing.
+        """Return the run's exit code, given how its process ended (negative: a signal); write FAILED if missing.
 
         With several processes `rank` names this one. If a signal killed it, its FAILED replaces those of other ranks,
         whose errors only followed from it.
@@ -164,7 +165,7 @@ class RunDirectory:
             (self.path / FAILED).unlink(missing_ok=True)  # another rank may have written it
             return INTERRUPTED
         if self.status != "failed" or (rank and ended_with < 0):
-            self.fail(_describe_end(ended_with, rank or "the process") + "\n")
+            self.fail(_explain_exit_status(ended_with, rank or "the process") + "\n")
             return FAILURE
         return USAGE if ended_with == USAGE else FAILURE
 
@@ -177,8 +178,8 @@ class RunDirectory:
         (self.path / DONE).rename(self.path / f"{DONE}-{cfg.extended[-1]}")
         resolved.replace_config(self.path, cfg)
 
-    def discard(self, made: Path | None) -> None:
-        """Delete the files of a run that never started, then its empty directories up to `made`.
+    def discard(self, topmost: Path | None) -> None:
+        """Delete the files of a run that never started, then its empty directories up to `topmost`.
 
         Does nothing if the directory contains other files.
         """
@@ -186,19 +187,19 @@ class RunDirectory:
             return
         for path in self.path.iterdir():
             path.unlink()
-        remove_empty(self.path, made)
+        remove_empty_directories(self.path, topmost)
 
     # --- configuration and resuming
 
     def config(self) -> RunConfig:
-        """Read and check the whole configuration; sets `run_dir` to the directory's current place."""
+        """Read and check the whole configuration; set its `run_dir` to where the directory is now."""
         return resolved.read_config(self.path)
 
     def settings(self) -> dict[str, str]:
-        """Read every dotted key with its value as text, also from another version of the lab."""
+        """Read the configuration as dotted keys with values as text, also from another version of the lab."""
         return resolved.read_settings(self.path)
 
-    def text(self) -> str:
+    def config_text(self) -> str:
         """Read resolved.yaml as text. Raises OSError."""
         return (self.path / resolved.NAME).read_text(encoding="utf-8")
 
@@ -210,7 +211,7 @@ class RunDirectory:
         return "cuda" if began["gpus"] and self.settings()["device"] != "cpu" else "cpu"
 
     def check(self) -> None:
-        """Raise ConfigError if the directory is not writable or its files are not a run's. Fast: reads little."""
+        """Raise ConfigError if the directory is not writable or its small files are damaged. Fast: reads little."""
         for path in (self.path / name for name in WRITTEN_IN_PLACE):
             if path.exists() and not os.access(path, os.W_OK):
                 raise ConfigError(f"{path} cannot be written. Make it writable, or copy {self.path} to where it is.")
@@ -290,7 +291,7 @@ class RunDirectory:
         return read_json(path, dict) if path.exists() else {}
 
     def note_mirror(self, **changes: str | None) -> None:
-        """Change values of mlflow.json, which gets a new key if it has none."""
+        """Change these values in mlflow.json; a new file also gets a new random `key`."""
         values = {"key": uuid.uuid4().hex} | self.mirror() | changes
         replace_file(self.path / MIRROR, json.dumps(values, indent=1).encode())
 
@@ -299,33 +300,33 @@ class RunDirectory:
         return self.metrics_from(0)[0]
 
     def metrics_from(self, offset: int) -> tuple[list[MetricsLine], int]:
-        """Read the complete lines from byte `offset` on; return them and the next offset."""
+        """Read the complete lines of metrics.jsonl from byte `offset` on; return them and the next offset."""
         return METRICS_FILE.read(self.path, offset) if (self.path / METRICS_FILE.name).exists() else ([], offset)
 
     def append_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl. Raises OSError if the disk is full or the directory is gone."""
-        METRICS_FILE.append(self.path, metrics.encode(step, values))
+        METRICS_FILE.append(self.path, metrics.encode_line(step, values))
 
     def samples(self) -> list[Sample]:
         """Read the completions in samples.jsonl. Raises FileNotFoundError."""
         return SAMPLES_FILE.read(self.path)[0]
 
     def append_samples(self, of_step: Iterable[Sample]) -> None:
-        """Append the completions of one step."""
-        SAMPLES_FILE.append(self.path, samples_file.encode(of_step))
+        """Append the completions of one step to samples.jsonl."""
+        SAMPLES_FILE.append(self.path, samples_file.encode_samples(of_step))
 
-    def cut(self, last_step: int) -> None:
-        """Delete metrics and completions of steps after `last_step`: a resumed run writes them again."""
+    def cut_records(self, last_step: int) -> None:
+        """Delete metrics and completions of steps after `last_step`, which a resumed run records again."""
         METRICS_FILE.cut(self.path, last_step)
         SAMPLES_FILE.cut(self.path, last_step)
 
-    def flush(self) -> None:
+    def flush_metrics(self) -> None:
         """Wait until every line of metrics.jsonl is on the disk and survives a crash of the machine."""
         with (self.path / METRICS_FILE.name).open("rb") as file:
             os.fsync(file.fileno())
 
-    def whole_metrics(self) -> list[MetricsLine]:
-        """Check every file of the record, and read metrics.jsonl. Raises ConfigError for the first damaged file.
+    def checked_metrics(self) -> list[MetricsLine]:
+        """Check every file of the record; return the lines of metrics.jsonl. Raises ConfigError if one is damaged.
 
         A finished run trained all configured steps, any other run at least those up to its newest checkpoint. Reports,
         sweeps, `resync` and `samples` call this, so that they agree on which runs are damaged.
@@ -381,13 +382,13 @@ class RunDirectory:
 
 
 def is_run(files: Iterable[str]) -> bool:
-    """Return whether a folder with these files is a run directory."""
+    """Return whether a folder with files of these names is a run directory."""
     return not set(files).isdisjoint(MARKS)
 
 
-def _describe_end(code: int, who: str) -> str:
+def _explain_exit_status(code: int, process: str) -> str:
     if code == -signal.SIGKILL:
-        return f"Killed: signal 9 (SIGKILL) ended {who}, as the system does when memory runs out"
+        return f"Killed: signal 9 (SIGKILL) ended {process}, as the system does when memory runs out"
     if code < 0:
-        return f"Killed: signal {-code} ({signal.strsignal(-code)}) ended {who}"
-    return f"NoRecord: {who} ended with status {code} without writing DONE or FAILED; see its messages"
+        return f"Killed: signal {-code} ({signal.strsignal(-code)}) ended {process}"
+    return f"NoRecord: {process} ended with status {code} without writing DONE or FAILED; see its messages"

@@ -34,14 +34,14 @@ COMMAND, WORDS, SWEEP = "QERL_LAB_COMMAND", "QERL_LAB_WORDS", "QERL_LAB_SWEEP"
 
 @dataclass(frozen=True)
 class Typed:
-    """The command that started a run, its words that concern this run, and its sweep if it belongs to one."""
+    """The command that started a run, its overrides (`key=value`) for this run, and its sweep if it belongs to one."""
 
     command: str
     words: Sequence[str] = ()
     sweep: str | None = None
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that pass these values to the run's process."""
+        """Return the environment variables that pass the typed command to the run's process."""
         return {COMMAND: self.command, WORDS: json.dumps(list(self.words)), SWEEP: self.sweep or ""}
 
 
@@ -58,9 +58,9 @@ def write_environment(run_dir: Path, data: Mapping[str, Any], linear_backend: st
 
 
 def environment() -> dict[str, Any]:
-    """Describe where this process runs, as plain values; null for what cannot be determined.
+    """Describe where this process runs, for env.json; null for what cannot be determined.
 
-    `command` is the typed command, `words` its words that concern this run, `sweep` the sweep it belongs to.
+    `command` is the typed command, `words` its overrides (`key=value`) for this run, `sweep` the sweep it belongs to.
     """
     sha, dirty = git_state()
     return {
@@ -73,17 +73,17 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
-        "cpu": _cpu_model(),
+        "cpu": _read_cpu_model(),
         "cpu_count": os.cpu_count(),
         "cpus_usable": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, 1),
-        "packages": versions(PACKAGES),
-        "gpus": _gpus(),
+        "packages": installed_versions(PACKAGES),
+        "gpus": _describe_gpus(),
     }
 
 
-def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of the installed packages. A checkout on PYTHONPATH does not count as installed."""
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed. A checkout on PYTHONPATH does not count."""
     found = {}
     for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -91,18 +91,18 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _cpu_model() -> str | None:
+def _read_cpu_model() -> str | None:
     found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return found[1] if found else None
 
 
-def _gpus() -> list[dict[str, Any]]:
+def _describe_gpus() -> list[dict[str, Any]]:
     """Return UUID, name, memory and driver of every GPU that torch sees."""
     import torch
 
     if not torch.cuda.is_available():
         return []
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = _command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     about = {"driver": driver.split()[0] if driver else None, "cuda": torch.version.cuda}
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return [
@@ -112,37 +112,37 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def git_state() -> tuple[str, bool]:
-    """Return the commit of this package's checkout and whether files differ from it, untracked ones included.
+    """Return the commit of this package's checkout, and whether its files differ from the commit or are untracked.
 
     Returns ("unknown", False) without checkout or git, ("unknown", True) before the first commit.
     """
     if not _is_checkout():
         return "unknown", False
-    return (_git("rev-parse", "HEAD") or "unknown").strip(), bool(_git("status", "--porcelain"))
+    return (_git_output("rev-parse", "HEAD") or "unknown").strip(), bool(_git_output("status", "--porcelain"))
 
 
 def code_diff() -> str:
     """Return the untracked files and `git diff HEAD` of the checkout; a note if there is no checkout."""
     if not _is_checkout():
-        version = versions(["qerl-lab"]).get("qerl-lab", "of unknown version")
+        version = installed_versions(["qerl-lab"]).get("qerl-lab", "of unknown version")
         return f"# no checkout: the installed package qerl-lab {version}\n"
-    untracked = (_git("ls-files", "--others", "--exclude-standard") or "").splitlines()
+    untracked = (_git_output("ls-files", "--others", "--exclude-standard") or "").splitlines()
     note = "".join(f"# untracked: {name}\n" for name in untracked)
-    return note + (_git("diff", "--no-ext-diff", "--no-color", "HEAD") or "")
+    return note + (_git_output("diff", "--no-ext-diff", "--no-color", "HEAD") or "")
 
 
 def _is_checkout() -> bool:
     """Return whether the package runs from its own checkout, not from an environment inside another repository."""
-    top = _git("rev-parse", "--show-toplevel")
+    top = _git_output("rev-parse", "--show-toplevel")
     return top is not None and Path(top.strip()) == CHECKOUT and (CHECKOUT / "src").is_dir()
 
 
-def _git(*args: str) -> str | None:
-    return _output("git", "-C", str(CHECKOUT), *args)
+def _git_output(*args: str) -> str | None:
+    return _command_output("git", "-C", str(CHECKOUT), *args)
 
 
-def _output(*command: str) -> str | None:
-    """Return what a command prints; None if it is missing, fails or takes over 30 s."""
+def _command_output(*command: str) -> str | None:
+    """Run a command and return what it prints; None if it is missing, fails or takes over 30 s."""
     # Drop a git hook's GIT_DIR, which points elsewhere. Disable optional locks, which could block the user's own git.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env["GIT_OPTIONAL_LOCKS"] = "0"

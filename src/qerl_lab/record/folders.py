@@ -9,7 +9,7 @@ from pathlib import Path
 from qerl_lab.config.option import ConfigError
 
 
-def make(wanted: Path, exist_ok: bool = True) -> None:
+def make_run_directory(wanted: Path, exist_ok: bool = True) -> None:
     """Create a run's directory. Raises FileExistsError if it must not exist, ConfigError if creating fails."""
     try:
         wanted.mkdir(parents=True, exist_ok=exist_ok)
@@ -22,13 +22,13 @@ def make(wanted: Path, exist_ok: bool = True) -> None:
         ) from None
 
 
-def reserve(wanted: Path) -> Path:
+def reserve_directory(wanted: Path) -> Path:
     """Create a new directory of this name, or with the next free number if it exists; return its path."""
-    candidates = numbered(wanted)
+    candidates = numbered_paths(wanted)
     while True:
         candidate = next(candidates)
         with suppress(FileExistsError):
-            make(candidate, exist_ok=False)
+            make_run_directory(candidate, exist_ok=False)
             return candidate
 
 
@@ -39,7 +39,7 @@ def is_unused(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-def numbered(wanted: Path) -> Iterator[Path]:
+def numbered_paths(wanted: Path) -> Iterator[Path]:
     """Yield NAME, NAME-2, NAME-3 ... without end."""
     yield wanted
     yield from (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
@@ -51,11 +51,11 @@ def first_missing(wanted: Path) -> Path | None:
     return missing[-1] if missing else None
 
 
-def remove_empty(folder: Path, made: Path | None) -> None:
-    """Remove a directory and its parents up to `made`, as long as they are empty."""
-    for path in (folder, *folder.parents) if made else ():
+def remove_empty_directories(folder: Path, topmost: Path | None) -> None:
+    """Remove a directory and its parents up to `topmost`, as long as they are empty."""
+    for path in (folder, *folder.parents) if topmost else ():
         if any(path.iterdir()):
             return
         path.rmdir()
-        if path == made:
+        if path == topmost:
             return

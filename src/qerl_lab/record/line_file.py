@@ -36,9 +36,9 @@ class LineFile(Generic[T]):
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         lines = enumerate(whole.splitlines(), 1)
-        return [self._decode(line, run_dir, number) for number, line in lines], offset + len(whole)
+        return [self._decode_line(line, run_dir, number) for number, line in lines], offset + len(whole)
 
-    def _decode(self, line: bytes, run_dir: Path, number: int) -> T:
+    def _decode_line(self, line: bytes, run_dir: Path, number: int) -> T:
         try:
             return self.decode(parse_json(line))
         except (ValueError, TypeError, OverflowError) as error:

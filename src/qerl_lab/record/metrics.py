@@ -204,14 +204,14 @@ METRICS: dict[str, Metric] = {
 }  # fmt: skip
 
 
-def table() -> str:
+def metrics_table() -> str:
     """Return METRICS as a Markdown table, the body of docs/metrics.md."""
     rows = [f"| `{name}` | {m.unit} | {m.meaning} | {f'`{m.trl}`' if m.trl else ''} |" for name, m in METRICS.items()]
     return "\n".join(["| metric | unit | meaning | in TRL |", "|---|---|---|---|", *rows]) + "\n"
 
 
 def declared_metrics(parts: Iterable[str] = ()) -> dict[str, Metric]:
-    """Return METRICS with one metric per reward part in `parts`.
+    """Return METRICS with the entry `reward/<part>` replaced by one metric per reward part in `parts`.
 
     Raises ValueError if a part has the name of another metric.
     """
@@ -229,15 +229,15 @@ class MetricsLine(TypedDict):
     metrics: dict[str, float]
 
 
-def encode(step: int, metrics: Mapping[str, float]) -> bytes:
-    """Encode one line of strict JSON. NaN and infinite values become null, because JSON has neither."""
+def encode_line(step: int, metrics: Mapping[str, float]) -> bytes:
+    """Encode one line of metrics.jsonl as strict JSON: NaN and infinite values, which JSON lacks, become null."""
     values = {name: float(value) for name, value in metrics.items()}
     finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
     return json.dumps({"step": int(step), "time": time.time(), "metrics": finite}, allow_nan=False).encode() + b"\n"
 
 
-def _decode(values: Any) -> MetricsLine:
-    """Convert the JSON of a line; null values become NaN. Raises ValueError or TypeError."""
+def _decode_line(values: Any) -> MetricsLine:
+    """Convert the parsed JSON of a line; null values become NaN. Raises ValueError or TypeError."""
     match values:
         case {"step": int(step), "time": int() | float() as when, "metrics": dict(metrics)}:
             found = {name: math.nan if value is None else float(value) for name, value in metrics.items()}
@@ -245,7 +245,7 @@ def _decode(values: Any) -> MetricsLine:
     raise ValueError("no step, time and metrics")
 
 
-METRICS_FILE = LineFile("metrics.jsonl", "a metrics record", _decode)
+METRICS_FILE = LineFile("metrics.jsonl", "a metrics record", _decode_line)
 
 
 def check_steps(lines: Iterable[MetricsLine], steps: int) -> None:

@@ -33,7 +33,7 @@ class Unfinished:
         self._journal: dict[str, Any] = {"identity": json.loads(json.dumps(dict(identity))), "files": {}}
         try:
             lock(self._lock, f"another process is writing {self.folder} now. Wait for it, or stop it.")
-            self._take_over(overwrite)
+            self._continue_or_start(overwrite)
         except BaseException:
             os.close(self._lock)
             raise
@@ -46,8 +46,8 @@ class Unfinished:
             shutil.rmtree(self.folder)
         os.close(self._lock)
 
-    def _take_over(self, overwrite: bool) -> None:
-        """Continue the work of an earlier process with the same identity, or start."""
+    def _continue_or_start(self, overwrite: bool) -> None:
+        """Continue the work of an earlier process with the same identity, or start anew."""
         if not (self.folder / JOURNAL).exists():
             if any(self.folder.iterdir()):
                 raise ConfigError(f"{self.folder} is not of this command's making. Type another out, or remove it.")
@@ -62,23 +62,23 @@ class Unfinished:
             raise ConfigError(_other_options_message(self.folder, then or {}, now))
 
     def clear(self) -> None:
-        """Delete all files and start over."""
+        """Delete all files of the unfinished directory and start anew."""
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._journal["files"] = {}
-        self._write()
+        self._write_journal()
 
     def has(self, file: str) -> bool:
-        """Return whether `file` is complete."""
+        """Return whether `file` is recorded as complete and still has its size."""
         path = self.folder / file
         return path.exists() and self._journal["files"].get(file) == path.stat().st_size
 
     def note(self, *files: str) -> None:
-        """Record files as complete."""
+        """Record in the journal that these files are complete."""
         self._journal["files"] |= {file: (self.folder / file).stat().st_size for file in files}
-        self._write()
+        self._write_journal()
 
-    def _write(self) -> None:
+    def _write_journal(self) -> None:
         replace_file(self.folder / JOURNAL, json.dumps(self._journal, indent=1).encode() + b"\n")
 
     def finish(self) -> None:

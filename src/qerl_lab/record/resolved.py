@@ -31,13 +31,13 @@ def replace_config(run_dir: Path, cfg: RunConfig) -> None:
 
 
 def read_config(run_dir: Path) -> RunConfig:
-    """Read and check the configuration; sets `run_dir` to the directory's current place. Raises ConfigError."""
-    path, values = run_dir / NAME, _values(run_dir)
+    """Read and check the configuration; set its `run_dir` to where the directory is now. Raises ConfigError."""
+    path, values = run_dir / NAME, _parse_values(run_dir)
     try:
         cfg = from_dict(values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    _refuse_lacking(path, values)
+    _refuse_missing_keys(path, values)
     if cfg.task.module is not None and cfg.task.module_hash is None:  # without the hash any file could run as this user
         raise ConfigError(
             f"{path} has task.module={cfg.task.module} without task.module_hash, which every run notes of the file "
@@ -48,14 +48,14 @@ def read_config(run_dir: Path) -> RunConfig:
 
 
 def read_settings(run_dir: Path) -> dict[str, str]:
-    """Return every dotted key with its value as text, as in MLflow, written by any version of the lab.
+    """Return every dotted key with its value as text, as in MLflow, whatever version of the lab wrote the file.
 
     Raises ConfigError if the file contains no configuration.
     """
-    return fill_added_keys(dict(_flat(_values(run_dir))))
+    return fill_added_keys(dict(_flatten_values(_parse_values(run_dir))))
 
 
-def _values(run_dir: Path) -> dict[str, Any]:
+def _parse_values(run_dir: Path) -> dict[str, Any]:
     """Parse resolved.yaml. Raises ConfigError if it is missing or unreadable."""
     path = run_dir / NAME
     if not os.path.isfile(path):  # Path.is_file raises if the name is too long
@@ -73,21 +73,21 @@ def _values(run_dir: Path) -> dict[str, Any]:
     return values
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flatten_values(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield every dotted key with its value as text."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten_values(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", str(value)
 
 
-def _refuse_lacking(path: Path, values: dict[str, Any]) -> None:
+def _refuse_missing_keys(path: Path, values: dict[str, Any]) -> None:
     """Raise ConfigError if a key is missing, because its default could differ from the value the run started with.
 
     Exceptions: keys of sweeps, tracking and the preregistration, keys added later, and model.hash (null: unknown).
     """
-    known = {*dict(_flat(values)), *OF_SWEEPS, *ADDED, *REGISTERED, "model.hash"}
+    known = {*dict(_flatten_values(values)), *OF_SWEEPS, *ADDED, *REGISTERED, "model.hash"}
     lacking = [name for name, _, _ in leaves(RunConfig()) if name not in known and not name.startswith("tracking.")]
     if lacking:
         raise ConfigError(f"{path} lacks {some_of(lacking)}: it was cut off, or another version wrote it. {_REPLACE}")

@@ -24,22 +24,22 @@ class Sample:
     finished: bool
 
 
-def encode(samples: Iterable[Sample]) -> bytes:
-    """Encode completions as lines; cut out the middle of long ones."""
-    lines = [json.dumps(asdict(sample) | {"completion": _shorten(sample.completion)}) for sample in samples]
+def encode_samples(samples: Iterable[Sample]) -> bytes:
+    """Encode completions as lines of samples.jsonl; cut out the middle of long ones."""
+    lines = [json.dumps(asdict(sample) | {"completion": _cut_out_middle(sample.completion)}) for sample in samples]
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-def _shorten(text: str) -> str:
+def _cut_out_middle(text: str) -> str:
     left_out = len(text) - CHARACTERS
     half = CHARACTERS // 2
     return text if left_out <= 0 else f"{text[:half]}\n[... {left_out:,} characters ...]\n{text[-half:]}"
 
 
-def _decode(values: Any) -> Sample:
+def _decode_sample(values: Any) -> Sample:
     sample = Sample(**values)
     float(sum(sample.rewards.values()))  # raises for anything but numbers
     return sample
 
 
-SAMPLES_FILE = LineFile(NAME, "a sample", _decode)
+SAMPLES_FILE = LineFile(NAME, "a sample", _decode_sample)

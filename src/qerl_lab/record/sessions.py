@@ -31,18 +31,18 @@ class Sessions:
         return date.fromtimestamp(self._times[0][0]) if self._times else date.today()
 
     def begin(self, start: float) -> None:
-        """Record a session started at `start`. Call it before metrics.jsonl is cut: its last line ends a killed one."""
+        """Record a session from `start` on. Call it before metrics.jsonl is cut, whose last line dates a killed one."""
         if self._times and self._times[-1][1] is None:
             logged = METRICS_FILE.read(self._run_dir)[0] if (self._run_dir / METRICS_FILE.name).exists() else []
             self._times[-1][1] = max([self._times[-1][0], *(line["time"] for line in logged)])
         self._times.append([start, None])
-        self._write()
+        self._write_sessions()
 
     def end(self) -> float:
         """Record the end of the current session; return the seconds of all sessions. A later call moves the end."""
         self._times[-1][1] = time.time()
-        self._write()
+        self._write_sessions()
         return sum(end - start for start, end in self._times)
 
-    def _write(self) -> None:
+    def _write_sessions(self) -> None:
         replace_file(self._path, json.dumps(self._times).encode())

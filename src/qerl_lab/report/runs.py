@@ -78,7 +78,7 @@ class Record:
 
 def read_record(run: RunDirectory, name: str) -> Record:
     """Read the record of a run. Raises OSError or ValueError if something is missing or damaged."""
-    lines, values, sessions = run.whole_metrics(), run.settings(), run.environments()
+    lines, values, sessions = run.checked_metrics(), run.settings(), run.environments()
     codes = (code_version(each.get("git_sha"), each.get("dirty")) for each in sessions or [{}])
     last = lines[-1] if lines else {"step": 0, "time": 0.0, "metrics": {}}
     found = run_from(

@@ -22,7 +22,7 @@ with exits.starting(__name__):
     from qerl_lab.config.task import subset_in_words
     from qerl_lab.model import gguf, on_disk
     from qerl_lab.record.directory import RunDirectory
-    from qerl_lab.record.environment import versions
+    from qerl_lab.record.environment import installed_versions
     from qerl_lab.record.partial import JOURNAL, Unfinished
     from qerl_lab.system import terminal
 
@@ -74,14 +74,14 @@ def export(options: ExportOptions) -> None:
     path, base = run.model.path, local_folder(run.model.path, run.model.revision)
     is_on_hub = on_disk.local_path(path) is None and not gguf.is_gguf(path)
     about = {
-        "options": asdict(options), "run": str(record.path), "packages": versions(PACKAGES),
+        "options": asdict(options), "run": str(record.path), "packages": installed_versions(PACKAGES),
         "began_from": {"path": path, "revision": run.model.revision, "hash": run.model.hash, **lab_records(base)},
     }  # fmt: skip
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:
         unfinished.clear()
         out = unfinished.folder
         (out / "README.md").write_text(card(options, run, record), encoding="utf-8")
-        (out / "run.yaml").write_text(record.text(), encoding="utf-8")
+        (out / "run.yaml").write_text(record.config_text(), encoding="utf-8")
         if options.merged:
             write_dense(run, record.adapter, base, out, options.dtype, merged=True)
         else:

@@ -21,7 +21,7 @@ class SamplesOptions:
 def format_step(run_dir: Path, step: int | None) -> str:
     """Format a step's sampled completions as text. Raises ConfigError without any, or if the record is damaged."""
     run = RunDirectory(run_dir)
-    run.whole_metrics()  # raises for a damaged record, as `report` and `resync` do
+    run.checked_metrics()  # raises for a damaged record, as `report` and `resync` do
     samples = run.samples() if (run_dir / NAME).is_file() else []
     if not samples:
         raise ConfigError(f"{run_dir} has no {NAME} with a sample. Type the directory of a run that has ended a step.")

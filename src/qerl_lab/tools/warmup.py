@@ -30,7 +30,7 @@ with exits.starting(__name__):
     from qerl_lab.config.schema import DEVICES, POCKET, TaskConfig
     from qerl_lab.config.spelling import hydra_override, shell_line
     from qerl_lab.model import on_disk
-    from qerl_lab.record.environment import versions
+    from qerl_lab.record.environment import installed_versions
     from qerl_lab.record.partial import JOURNAL, Unfinished
     from qerl_lab.system import terminal
     from qerl_lab.tasks.answers.completion import without_answer_start
@@ -140,7 +140,7 @@ def warm_up(options: WarmupOptions) -> None:
 def write_record(folder: Path, record: dict[str, Any]) -> None:
     """Write warmup.json: `record`, the versions of packages and the SHA-256 of each file in `folder`."""
     files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != JOURNAL)
-    record["packages"] = versions(("qerl-lab", "torch", "transformers", "trl"))
+    record["packages"] = installed_versions(("qerl-lab", "torch", "transformers", "trl"))
     record["sha256"] = {file.name: sha256(file) for file in files}
     (folder / WARMUP).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

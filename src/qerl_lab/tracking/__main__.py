@@ -11,7 +11,7 @@ with exits.starting(__name__):
     from qerl_lab.config.option import option
     from qerl_lab.config.rules import check_store
     from qerl_lab.record.directory import RunDirectory
-    from qerl_lab.record.metrics import table
+    from qerl_lab.record.metrics import metrics_table
     from qerl_lab.tracking.mlflow import prepare_mlflow, resync
 
 
@@ -26,7 +26,7 @@ class TableOptions:
     """No options."""
 
 
-def fill(options: ResyncOptions) -> None:
+def fill_mlflow(options: ResyncOptions) -> None:
     """Fill MLflow from a run's record. Raises ConfigError without a record, ConnectionError if MLflow is down."""
     if options.uri:
         check_store("uri", options.uri)
@@ -40,8 +40,8 @@ def fill(options: ResyncOptions) -> None:
 
 
 def print_table(options: TableOptions) -> None:
-    """Print the table of metrics."""
-    print(table(), end="")
+    """Print the table of all metrics with units and meanings."""
+    print(metrics_table(), end="")
 
 
 COMMANDS: dict[str, Command[Any]] = {
@@ -49,7 +49,7 @@ COMMANDS: dict[str, Command[Any]] = {
         "python -m qerl_lab.tracking resync RUN_DIR",
         "Fill MLflow from a run directory, without duplicates.",
         ResyncOptions,
-        fill,
+        fill_mlflow,
         examples=(
             ("python -m qerl_lab.tracking resync runs/nvfp4_aqn/seed0/20260131-120000", "into the run's own store"),
             (

@@ -50,7 +50,7 @@ def prepare_mlflow() -> None:
 
 
 def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
-    """Return a run's store: tracking.uri, else MLFLOW_TRACKING_URI, else the last one used, else sqlite here.
+    """Return the store of a run: tracking.uri, else MLFLOW_TRACKING_URI, else the last one used, else sqlite here.
 
     Raises ConfigError if the only known store has a password, which the record does not keep.
     """
@@ -67,8 +67,8 @@ def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
     return sqlite_uri(path.absolute()) if path else uri
 
 
-def client_of(uri: str) -> Any:
-    """Return MLflow's client, which reads at most `ANSWER_BYTES` of an answer unless the user has set another auth."""
+def build_client(uri: str) -> Any:
+    """Build MLflow's client. It reads at most `ANSWER_BYTES` of an answer unless the user has set another auth."""
     from mlflow import MlflowClient
     from mlflow.tracking.request_auth import registry
 
@@ -82,9 +82,11 @@ class BoundedAnswers:
     """An auth provider of MLflow's that bounds the answer to each request; credentials stay as requests finds them."""
 
     def get_name(self) -> str:
+        """Override MLflow's hook: return the name that selects this auth provider."""
         return MLFLOW_ENVIRONMENT["MLFLOW_TRACKING_AUTH"]
 
     def get_auth(self) -> "BoundedAnswers":
+        """Override MLflow's hook: return the object that MLflow calls on each request."""
         return self
 
     def __call__(self, request: Any) -> Any:
@@ -92,20 +94,21 @@ class BoundedAnswers:
 
         of_url = utils.get_auth_from_url(request.url)
         found = of_url if any(of_url) else utils.get_netrc_auth(request.url)
-        request.register_hook("response", self._bound)
+        request.register_hook("response", self._bound_answer)
         return auth.HTTPBasicAuth(*found)(request) if found and "Authorization" not in request.headers else request
 
     @staticmethod
-    def _bound(response: Any, stream: bool = False, **_: Any) -> Any:
+    def _bound_answer(response: Any, stream: bool = False, **_: Any) -> Any:
+        """Hook of requests: bound the length and time of an answer, except for streamed artifacts."""
         if not stream:  # MLflow streams artifacts to a file
-            response.raw.stream = _bounded(response.raw.stream)
+            response.raw.stream = _bound_stream(response.raw.stream)
         return response
 
 
-def _bounded(stream: Any) -> Any:
-    """Return urllib3's `stream`, ended by an OSError once an answer is too long or takes too long."""
+def _bound_stream(stream: Any) -> Any:
+    """Wrap the `stream` of a urllib3 response: raise OSError once an answer is too long or takes too long."""
 
-    def bounded(*args: Any, **keywords: Any) -> Iterator[bytes]:
+    def read_within_bounds(*args: Any, **keywords: Any) -> Iterator[bytes]:
         read, deadline = 0, time.monotonic() + ANSWER_SECONDS
         for part in stream(*args, **keywords):
             read += len(part)
@@ -113,17 +116,17 @@ def _bounded(stream: Any) -> Any:
                 raise OSError(f"the server's answer has not ended after {read / 2**20:.0f} MiB")
             yield part
 
-    return bounded
+    return read_within_bounds
 
 
 def params(cfg: RunConfig) -> dict[str, str]:
-    """Return the configuration as dotted names and values, without keys that concern one command or place."""
+    """Return the configuration for MLflow: dotted keys and values, without keys of one command or place."""
     skip = ("tracking.uri", "resume", "dry_run", "run_dir")  # resolved.yaml has values longer than PARAM_CHARS
     return {name: str(value)[:PARAM_CHARS] for name, value in values_of(cfg).items() if name not in skip}
 
 
 def tags(cfg: RunConfig, directory: RunDirectory, key: str) -> dict[str, str]:
-    """Return the tags that identify the run; `run_dir` and `command` link MLflow to the record."""
+    """Return the MLflow tags that identify the run; `run_dir` and `command` lead back to its record."""
     began = directory.environment()
     found = {
         "mlflow.runName": run_name(cfg, began.get("words") or []),
@@ -142,15 +145,15 @@ def tags(cfg: RunConfig, directory: RunDirectory, key: str) -> dict[str, str]:
     return found | ({"sweep": began["sweep"]} if began.get("sweep") else {})
 
 
-def run_name(cfg: RunConfig, words: Sequence[str]) -> str:
-    """Return arm, seed, other typed words, and the configuration's hash, which distinguishes runs with equal words."""
+def run_name(cfg: RunConfig, overrides: Sequence[str]) -> str:
+    """Return the run's name in MLflow: arm, seed, other command-line overrides, and hash of the configuration."""
     apart = ("experiment=", "seed=", "run_dir=", "tracking", "hydra", "sweeps=", "cpu_threads=", "checkpoint.")
-    said = " ".join(word for word in words if not word.lstrip("+").startswith(apart))
+    said = " ".join(override for override in overrides if not override.lstrip("+").startswith(apart))
     return f"{' '.join([f'{cfg.experiment}-seed{cfg.seed}', said]).strip()[:NAME_CHARS]} [{config_hash(cfg)[:6]}]"
 
 
 def result_table(result: Mapping[str, Any]) -> str:
-    """Return a run's headline numbers as a Markdown table."""
+    """Return a run's headline numbers (the content of DONE) as a Markdown table."""
     shown = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in result.items()}
     return RESULT_TABLE + "".join(f"| {name.replace('_', ' ')} | {value} |\n" for name, value in shown.items())
 
@@ -169,8 +172,8 @@ class MlflowMirror:
         uri = mlflow_uri(cfg, directory)
         directory.note_mirror(uri=url_without_secrets(uri))  # a resumed run needs it, even if the store is down
         create_sqlite(uri)
-        self._directory, self._offset, self._client = directory, 0, client_of(uri)
-        experiment_id, key = self._experiment(cfg.tracking.experiment, uri), str(directory.mirror()["key"])
+        self._directory, self._offset, self._client = directory, 0, build_client(uri)
+        experiment_id, key = self._experiment_id(cfg.tracking.experiment, uri), str(directory.mirror()["key"])
         wanted = f"tags.run_key = '{key}' and tags.config_hash = '{config_hash(cfg)}'"
         found = next(iter(self._client.search_runs([experiment_id], wanted)), None)
         self.created = found is None
@@ -190,14 +193,14 @@ class MlflowMirror:
             self._client.log_batch(self.run_id, params=missing[i : i + PARAMS_PER_BATCH])
         self.params_added = len(missing)
 
-    def _experiment(self, name: str, uri: str) -> str:
-        """Return the id of the experiment, created if missing."""
+    def _experiment_id(self, name: str, uri: str) -> str:
+        """Return the id of the MLflow experiment of this name, created if missing."""
         from mlflow.exceptions import MlflowException
 
         found = self._client.get_experiment_by_name(name)
         if found is None:
             try:
-                self._client.create_experiment(name, artifact_location=artifacts_of(name, uri))
+                self._client.create_experiment(name, artifact_location=artifact_location(name, uri))
             except MlflowException:  # another run of the sweep may have created it
                 if not self._client.get_experiment_by_name(name):
                     raise
@@ -224,7 +227,7 @@ class MlflowMirror:
         return len(new)
 
     def close(self, status: Status, result: Mapping[str, Any], end_time: float) -> int:
-        """Upload the artifacts, describe the run by its `result` and end it; return the number of artifacts."""
+        """Upload the artifacts, describe the MLflow run by `result` and end it; return the number of artifacts."""
         artifacts = self._directory.artifacts()
         for path in artifacts:
             self._client.log_artifact(self.run_id, str(path))
@@ -236,7 +239,7 @@ class MlflowMirror:
 
 
 def resync(directory: RunDirectory, uri: str | None = None) -> str:
-    """Fill MLflow from a run directory; return a line describing what was done.
+    """Fill MLflow from the record in a run directory; return a line describing what was added.
 
     A run still going counts as killed until it ends. Raises ConfigError for a damaged record, and MLflow's exceptions
     if it is down.
@@ -247,7 +250,7 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
             f"{directory.path} has no metrics.jsonl yet. Type python -m qerl_lab {resume_override(directory.path)}."
         )
     try:
-        lines = directory.whole_metrics()
+        lines = directory.checked_metrics()
     except ConfigError as error:
         raise ConfigError(f"{directory.path} is damaged, and its mirror stays as it is. {error}") from None
     cfg.tracking.uri = uri or cfg.tracking.uri
@@ -260,8 +263,8 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
     return f"{did} points and {run.params_added} parameters, stored {files} artifacts"
 
 
-def artifacts_of(experiment: str, uri: str) -> str | None:
-    """Return the artifact location of a new experiment: beside an sqlite file, else the store's default (None).
+def artifact_location(experiment: str, uri: str) -> str | None:
+    """Return where a new experiment stores artifacts: beside an sqlite file, else at the default (None).
 
     MLflow's default for sqlite would be a folder in the working directory of the first command.
     """
@@ -270,7 +273,7 @@ def artifacts_of(experiment: str, uri: str) -> str | None:
 
 
 def create_sqlite(uri: str) -> None:
-    """Create a missing database under another name and link it into place.
+    """Create the sqlite database of `uri` if missing: under another name, then linked into place.
 
     A database half created by a killed run, or by two runs of a sweep at once, could not be opened again.
     """

@@ -38,25 +38,26 @@ class Follower:
         self._open, self._name, self._remedy = open_mirror, name, remedy
         self._ending: tuple[Status, Mapping[str, Any], float] = ("KILLED", {}, 0.0)
         self._stop, self._is_away, self.is_whole = threading.Event(), False, False
-        self.thread = threading.Thread(target=self._follow, daemon=True)
+        self.thread = threading.Thread(target=self._follow_record, daemon=True)
         self.thread.start()
 
     def finish(self, status: Status, result: Mapping[str, Any]) -> None:
-        """Send the rest and end the store's run; wait up to FINISH_SECONDS."""
+        """Send the rest of the record and end the store's run; wait at most FINISH_SECONDS."""
         self._ending = (status, result, time.time())
         self._stop.set()
         self.thread.join(FINISH_SECONDS)
         if self.thread.is_alive() and not self._is_away:
             self._report_outage(f"gave no answer within {FINISH_SECONDS:.0f} s")
 
-    def _follow(self) -> None:
+    def _follow_record(self) -> None:
+        """Thread: open the mirror and keep it equal to the record until `finish`; after an error open it again."""
         while not self.is_whole:
             is_last = self._stop.is_set()
             try:
                 mirror = self._open()
                 while not self._stop.is_set():
                     mirror.update()
-                    self._report_recovery()
+                    self._report_end_of_outage()
                     self._stop.wait(FLUSH_SECONDS)
                 mirror.update()
                 mirror.close(*self._ending)
@@ -68,12 +69,12 @@ class Follower:
                 self._stop.wait(RETRY_SECONDS)
 
     def _report_outage(self, what: str) -> None:
-        """Print the failure once per outage; `_follow` retries silently."""
+        """Print the failure once per outage; `_follow_record` retries silently."""
         if not self._is_away:
             self._is_away = True
             print(redact(f"qerl-lab: {self._name()} {what}; training goes on and {self._remedy}"), file=sys.stderr)
 
-    def _report_recovery(self) -> None:
+    def _report_end_of_outage(self) -> None:
         if self._is_away:
             self._is_away = False
             print(f"qerl-lab: {self._name()} is back and has every line.", file=sys.stderr)
@@ -99,7 +100,7 @@ class Tracker:
         self, cfg: RunConfig, directory: RunDirectory, *, parts: Iterable[str] = (), last_step: int = 0
     ) -> None:
         self._directory, self._declared = directory, declared_metrics(parts)
-        directory.cut(last_step)
+        directory.cut_records(last_step)
         directory.note_mirror()
         whole = f"{directory.path / 'metrics.jsonl'} is complete."
         later = f"To fill MLflow later: python -m qerl_lab.tracking resync {shlex.quote(str(directory.path))}"
@@ -126,14 +127,14 @@ class Tracker:
 
     @property
     def mirror(self) -> Mirrored | None:
-        """The run in MLflow; None if it is not mirrored."""
+        """Place of the run in MLflow; None if MLflow does not mirror it."""
         if self._mlflow is None:
             return None
         noted = self._directory.mirror()
         return Mirrored(str(noted.get("uri")), noted.get("experiment_id"), self._mlflow.is_whole)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line. Raises ValueError for an undeclared metric, OSError if the disk is full."""
+        """Append a line to metrics.jsonl. Raises ValueError for an undeclared metric, OSError if the disk is full."""
         for name in metrics:
             if name not in self._declared:
                 hint = did_you_mean(name, list(self._declared))
@@ -141,6 +142,6 @@ class Tracker:
         self._directory.append_metrics(step, metrics)
 
     def finish(self, status: Status, result: Mapping[str, Any] | None = None) -> None:
-        """Wait until the stores have the record and ended their runs. `result` holds the headline numbers."""
+        """Wait until every store has the record and ended its run. `result` holds the headline numbers."""
         for follower in self._followers:
             follower.finish(status, result or {})

@@ -62,7 +62,7 @@ class WandbMirror:
 
 
 def _is_logged_in() -> bool:
-    """Return whether the client has a key; without one it would ask on the terminal."""
+    """Return whether the wandb client has a key; without one it would ask on the terminal."""
     from requests.utils import get_netrc_auth
 
     return "WANDB_API_KEY" in os.environ or bool(

@@ -76,19 +76,19 @@ def check_vllm() -> None:
 
 
 def needs_no_traceback(error: Exception) -> bool:
-    """Return whether the message is enough and a traceback would add nothing."""
+    """Return whether an error's message says enough, so that its traceback is not printed."""
     if isinstance(error, OSError):
         return error.errno in FULL
     return isinstance(error, ConfigError | Diverged) or type(error).__name__ == "EngineFailed"  # its file imports torch
 
 
-def read(words: list[str]) -> tuple[RunDirectory, int]:
-    """Parse RUN_DIR and PARENT (default: the parent process). Raises ConfigError for other arguments."""
-    path, parent = (*words, str(os.getppid()))[:2] if words else ("", "")
-    if len(words) not in (1, 2) or not parent.isdecimal() or not RunDirectory(Path(path)).is_claimed:
+def read_arguments(arguments: list[str]) -> tuple[RunDirectory, int]:
+    """Parse RUN_DIR and PARENT (default: the parent process's id). Raises ConfigError for other arguments."""
+    path, parent = (*arguments, str(os.getppid()))[:2] if arguments else ("", "")
+    if len(arguments) not in (1, 2) or not parent.isdecimal() or not RunDirectory(Path(path)).is_claimed:
         raise ConfigError(
             "python -m qerl_lab.train takes RUN_DIR, a directory with resolved.yaml, and maybe PARENT, the id of a "
-            f"process; {' '.join(words) or 'nothing'} was given. "
+            f"process; {' '.join(arguments) or 'nothing'} was given. "
             "Type python -m qerl_lab resume=RUN_DIR, which starts it."
         )
     return RunDirectory(Path(path)), int(parent)
@@ -98,7 +98,7 @@ if __name__ == "__main__":
     exits.survive_lost_console()
     held = ExitStack()
     try:
-        given = read(sys.argv[1:])
+        given = read_arguments(sys.argv[1:])
         if len(sys.argv) == 2:  # started by hand: no parent command holds the lock
             held.enter_context(given[0].locked())
     except ConfigError as error:

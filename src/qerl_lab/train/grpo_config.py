@@ -14,7 +14,7 @@ from qerl_lab.train.ranks import PATIENCE
 
 
 def is_on_policy(cfg: RunConfig, policy: Policy) -> bool:
-    """Return whether the training forward computes the same policy that sampled the completions.
+    """Return whether the training forward uses the same policy (weights, noise) that sampled the completions.
 
     True with one update per rollout and no dropout. The training forward's log-probs then serve as the rollout's.
     """
@@ -22,7 +22,7 @@ def is_on_policy(cfg: RunConfig, policy: Policy) -> bool:
 
 
 def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
-    """Build TRL's configuration. `max_steps` and `logging_steps` count optimizer updates, not steps."""
+    """Build TRL's configuration of a run. `max_steps` and `logging_steps` count optimizer updates, not steps."""
     micro, updates = cfg.optim.micro_batch_size, cfg.algorithm.updates_per_rollout
     return GRPOConfig(
         output_dir=str(run_dir / "checkpoints"),
@@ -65,7 +65,7 @@ def correction_settings(cfg: RunConfig, policy: Policy) -> dict[str, Any]:
     correction = cfg.rollout.importance_correction
     is_off = correction in ("off", "in_ratio")
     return {
-        # Off-policy TRL computes the rollout's log-probs before the first update and corrects. Else `_weigh` corrects.
+        # Off-policy TRL scores the rollout before the first update and corrects. Else `_importance_weights` corrects.
         "vllm_importance_sampling_correction": not is_on_policy(cfg, policy),
         # A clip of [1, 1] turns the correction off, while TRL still measures the gap between sampler and trainer.
         # TRL requires two different bounds; in float32 these two are equal.

@@ -30,24 +30,24 @@ class Watch:
         self.first: list[Metrics] = []
         self.last: deque[Metrics] = deque(maxlen=WINDOW)
         for metrics in earlier:
-            self.see(metrics)
+            self.add_step(metrics)
 
-    def see(self, metrics: Metrics) -> dict[str, str]:
-        """Add one step's metrics; return new signs, each with advice."""
+    def add_step(self, metrics: Metrics) -> dict[str, str]:
+        """Add one step's metrics; return the signs of trouble that are new, each with advice."""
         if "reward/mean" not in metrics:  # held-out evaluation
             return {}
         if len(self.first) < WINDOW:
             self.first.append(metrics)
         self.last.append(metrics)
-        found = signs(self.first, list(self.last), self.cfg) if len(self.last) == WINDOW else {}
+        found = trouble_signs(self.first, list(self.last), self.cfg) if len(self.last) == WINDOW else {}
         new = {sign: advice for sign, advice in found.items() if sign not in self.told}
         self.told |= new.keys()
         return new
 
 
-def signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
-    """Return signs of trouble, each with advice, from the first and the last `WINDOW` steps."""
-    began, now = _means(first), _means(last)
+def trouble_signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
+    """Return signs of trouble, each with advice, by comparing the first `WINDOW` steps with the last `WINDOW`."""
+    began, now = _mean_metrics(first), _mean_metrics(last)
     is_flat, is_truncated = now["reward/zero_variance_groups"] == 1, now["rollout/truncated_fraction"] == 1
     look = f"Look at the completions: python -m qerl_lab.tools.samples {shlex.quote(cfg.run_dir)}."
     longer = f"Type a higher rollout.max_completion_tokens (it is {cfg.rollout.max_completion_tokens})."
@@ -73,15 +73,15 @@ def signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> 
             f"higher algorithm.max_resamples (it is {cfg.algorithm.max_resamples}) or {varied}"
         )
     if _has_shrunk(began, now, cfg):
-        found["completions shrink and right answers do not rise"] = f"{_shrinking(began, now, cfg)} {look}"
+        found["completions shrink and right answers do not rise"] = f"{_advice_on_shrinking(began, now, cfg)} {look}"
     if now["policy/entropy_nats"] < ENTROPY_LEFT * began["policy/entropy_nats"]:
         found["the policy's entropy has collapsed"] = (
             f"Under {ENTROPY_LEFT:.0%} of it is left, and nothing is explored any more. {slower}"
         )
-    return found | _signs_of_the_engine(last, cfg)
+    return found | _engine_signs(last, cfg)
 
 
-def _means(steps: Sequence[Metrics]) -> Metrics:
+def _mean_metrics(steps: Sequence[Metrics]) -> Metrics:
     """Return the mean of each metric that all steps have."""
     return {name: fmean(step[name] for step in steps) for name in steps[0] if all(name in step for step in steps)}
 
@@ -111,7 +111,7 @@ def _has_shrunk(began: Metrics, now: Metrics, cfg: RunConfig) -> bool:
     return is_short and right[1] - right[0] <= error
 
 
-def _shrinking(began: Metrics, now: Metrics, cfg: RunConfig) -> str:
+def _advice_on_shrinking(began: Metrics, now: Metrics, cfg: RunConfig) -> str:
     """Return the advice for completions that shrink while answers do not improve."""
     said = (
         f"A completion had {began['rollout/completion_tokens']:.0f} tokens as the run began and has "
@@ -126,7 +126,8 @@ def _shrinking(began: Metrics, now: Metrics, cfg: RunConfig) -> str:
     )
 
 
-def _signs_of_the_engine(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
+def _engine_signs(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
+    """Return signs that the sampler computes another policy than the trainer, or has other noise, each with advice."""
     found: dict[str, str] = {}
     sigmas = [metrics.get("noise/sigma", 0.0) for metrics in last]
     apart = min(metrics.get("sampler/logprob_gap_max", 0.0) for metrics in last)

@@ -20,7 +20,7 @@ from qerl_lab.evaluate import kl, noise_kl
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
 from qerl_lab.train.ranks import Ranks
-from qerl_lab.train.step import sampling
+from qerl_lab.train.step import sampling_settings
 from qerl_lab.train.training_data import Cursor
 
 LONGEST = 1024  # tokens per text when solving for sigma: longer texts delay every rank and add little information
@@ -43,30 +43,30 @@ class NoiseLevel:
         self.kl = math.nan  # in nats per token, measured with the noise of the current step
 
     def target(self, step: int) -> float:
-        """Return the scheduled level of a step, in units of aqn.unit."""
+        """Return the scheduled noise level of a step, in units of aqn.unit: a sigma, or a KL in nats per token."""
         return aqn.level(self.aqn, step, self.cfg.steps)
 
     def noise(self, step: int) -> aqn.Noise:
-        """Return the noise of the current step. With unit=kl its stage must be solved already."""
+        """Return the noise to sample a step with. With unit=kl the sigma of its stage must be solved already."""
         sigma = self.target(step)
         if sigma > 0 and (self.solves or self.follows):
             sigma = self.state["sigma"]
         return aqn.Noise(sigma, self.cfg.seed, step, self.aqn.relative)
 
-    def is_due(self, step: int) -> bool:
-        """Return whether the step belongs to a noisy stage without a solved sigma."""
-        return self.solves and self.target(step) > 0 and self.state.get("stage") != self._stage(step)
+    def needs_solving(self, step: int) -> bool:
+        """Return whether sigma must be solved before the step: its stage has noise and no solved sigma yet."""
+        return self.solves and self.target(step) > 0 and self.state.get("stage") != self._stage_of_step(step)
 
-    def _stage(self, step: int) -> int:
+    def _stage_of_step(self, step: int) -> int:
         return schedule.stage(step, self.cfg.steps, self.aqn.stages)
 
     def solve(self, step: int, nats_per_token: Callable[[list[aqn.Noise]], float]) -> Solution:
-        """Find the sigma with a KL equal to the target of the step's stage.
+        """Find the sigma whose KL equals the target of the step's stage; keep it in `state` for the stage.
 
         The KL is averaged over noise draws of the stage's own steps, evenly spread, so that it fits the noise actually
         used.
         """
-        stage, target, last = self._stage(step), self.target(step), self.state
+        stage, target, last = self._stage_of_step(step), self.target(step), self.state
         steps = schedule.steps_of(stage, self.cfg.steps, self.aqn.stages)
         count = min(self.aqn.solver.draws, len(steps))
         draws = [aqn.Noise(0.0, self.cfg.seed, steps[n * len(steps) // count], self.aqn.relative) for n in range(count)]
@@ -84,7 +84,7 @@ class NoiseLevel:
             self.state = {"sigma": solver.adapt_sigma(self.aqn, self.state["sigma"], self.kl)}
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the step's noise metrics that need no measurement: sigma, target KL, and how sigma was solved."""
+        """Return the noise metrics of a step that need no measurement: sigma, target KL, and how sigma was solved."""
         target, sigma = self.target(step), self.noise(step).sigma
         metrics = {"noise/sigma": sigma}
         if self.aqn.unit == "kl" and self.aqn.schedule != "off":
@@ -93,8 +93,8 @@ class NoiseLevel:
             metrics |= {"noise/kl_solved": self.state["kl"], "noise/probes": self.state["probes"]}
         return metrics
 
-    def missed(self, step: int) -> str:
-        """Return a warning if the solved KL misses the stage's target, else an empty string."""
+    def warning_if_missed(self, step: int) -> str:
+        """Return a warning if the solved KL misses the target of the step's stage, else an empty string."""
         target, last, own = self.target(step), self.state, self.aqn
         if abs(math.log(max(last["kl"], 1e-300) / target)) <= math.log1p(own.solver.tolerance):
             return ""
@@ -109,10 +109,10 @@ class NoiseLevel:
         )
 
 
-def measure_on_own_texts(
+def build_kl_measure(
     cfg: RunConfig, step: int, cursor: Cursor, policy: Policy, engine: Engine, ranks: Ranks
 ) -> Callable[[list[aqn.Noise]], float]:
-    """Sample clean completions; return a function that measures the mean KL (nats per token) of given noises.
+    """Sample completions without noise; return a function from noises to their mean KL on them, in nats per token.
 
     The completions answer the step's upcoming questions, split over ranks; each noise is measured on a share of them.
     The engine is left without noise. Raises EngineFailed on every rank if any rank fails.
@@ -120,10 +120,11 @@ def measure_on_own_texts(
     share = ranks.share(cfg.aqn.solver.prompts)
     questions = cursor.peek(share.stop)[share.start :]
     prompts = [policy.prompt_ids(cursor.data.task.messages(question)) for question in questions]
-    how = sampling(cfg, step, PROBING, ranks.rank)
+    how = sampling_settings(cfg, step, PROBING, ranks.rank)
     how = replace(how, max_tokens=min(how.max_tokens, LONGEST))
 
-    def ask() -> kl.Pairs:
+    def sample_own_texts() -> kl.Pairs:
+        """Return this rank's prompts with one completion each, sampled without noise."""
         engine.sync(aqn.CLEAN)
         if not prompts:
             return []
@@ -131,16 +132,17 @@ def measure_on_own_texts(
         engine.sleep()  # free memory for the trainer, which runs next
         return [(prompt, ids) for prompt, (ids,) in zip(out.prompt_ids_P, out.completion_ids_P_G, strict=True)]
 
-    pairs = ranks.run_on_all(ask, EngineFailed)
+    pairs = ranks.run_on_all(sample_own_texts, EngineFailed)
     batch_size = max(1, min(cfg.optim.micro_batch_size, len(pairs) // cfg.aqn.solver.draws))
     texts = noise_kl.texts(policy, pairs, cfg.rollout.temperature, batch_size)
     tokens = sum(ranks.gather(texts.tokens))
 
-    def nats_per_token(noises: list[aqn.Noise]) -> float:
+    def mean_kl_of_noises(noises: list[aqn.Noise]) -> float:
+        """Return the mean KL over all ranks' completions, in nats per token; each noise gets a share of them."""
         first = ranks.rank % len(noises)  # start each rank at another noise, so that ranks with few texts cover all
         return sum(ranks.gather(texts.nats(noises[first:] + noises[:first]))) / tokens
 
-    return nats_per_token
+    return mean_kl_of_noises
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class Probed:
 
 
 def probe(policy: Policy, norms: dict[str, Tensor], rollout: Rollout, completions: int, temperature: float) -> Probed:
-    """Compare the sampler, the policy with the sampler's norms, and the policy without noise.
+    """Measure on a rollout the KL that noise causes, and the gap between the sampler's and the trainer's log-probs.
 
     Args:
         completions: number of the rollout's completions to compare, spread over its prompts.

@@ -34,7 +34,7 @@ def bytes_by_owner(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, 
 
 
 def while_loading(cfg: RunConfig, device: torch.device, error: Exception) -> str:
-    """Return the error message for a model that does not fit on the device while loading."""
+    """Return the error message for a model that does not fit on the device when it is loaded."""
     free, total = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
     shares = {"this run": own, OTHERS: max(0, total - free - own), "free": free}
@@ -42,11 +42,11 @@ def while_loading(cfg: RunConfig, device: torch.device, error: Exception) -> str
     remedies += ["format=nvfp4"] if cfg.format.name == DENSE_FORMAT else []
     return (
         f"model.path={cfg.model.path} in {cfg.format.name} does not fit on {device} ({_first_line(error)}). In GiB: "
-        f"{_format_shares(shares)}. Type one of: {'; '.join(remedies)}; a smaller model.path."
+        f"{_format_gib_by_owner(shares)}. Type one of: {'; '.join(remedies)}; a smaller model.path."
     )
 
 
-def _format_shares(shares: Mapping[str, int]) -> str:
+def _format_gib_by_owner(shares: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size / GIB:.2f}" for name, size in shares.items())
 
 
@@ -56,9 +56,9 @@ def _first_line(error: Exception) -> str:
 
 
 def in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], error: Exception) -> str:
-    """Return the error message for a run out of memory: bytes by owner, and config keys that lower them."""
+    """Return the error message for training out of memory: bytes by owner, and config keys that lower them."""
     found = bytes_by_owner(policy, held_by_engine)
-    shares = _format_shares(found)
+    shares = _format_gib_by_owner(found)
     if asleep := held_by_engine.get(ASLEEP, 0):
         shares += f" (vLLM's key-value cache, {asleep / GIB:.2f}, sleeps and holds none)"
     remedies = ["a smaller jobs_per_gpu"] if found.get(OTHERS, 0) > MUCH else []

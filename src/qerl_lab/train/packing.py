@@ -23,12 +23,13 @@ NAME = "qerl_lab_packed"
 
 
 def without_padding(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `model`, which returns log-probs through TRL's head, to compute a padded batch as one packed row.
+    """Wrap a model that returns log-probs through TRL's head, so that it computes a padded batch as one packed row.
 
     Inputs and results keep the padded shape; padded positions are 0. Call the result inside `attention`.
     """
 
-    def forward(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **kwargs: Any) -> SimpleNamespace:
+    def forward_packed(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **kwargs: Any) -> SimpleNamespace:
+        """Compute log-probs and entropies of the padded batch as one packed row."""
         held = attention_mask.bool()
         lengths = held.sum(1)
         out = model(
@@ -41,19 +42,19 @@ def without_padding(model: Callable[..., Any]) -> Callable[..., Any]:
             use_cache=False,
             **kwargs,
         )
-        return SimpleNamespace(log_probs=_spread(out.log_probs, held), entropy=_spread(out.entropy, held))
+        return SimpleNamespace(log_probs=_unpack(out.log_probs, held), entropy=_unpack(out.entropy, held))
 
-    return forward
+    return forward_packed
 
 
-def _spread(row: Tensor, held: Tensor) -> Tensor:
+def _unpack(row: Tensor, held: Tensor) -> Tensor:
     """Scatter the packed log-probs [1, tokens - 1] back to the padded shape [B, T]."""
     return row.new_zeros(held.shape).masked_scatter(held, F.pad(row, (1, 0)))
 
 
 @contextmanager
-def attention(model: PreTrainedModel) -> Iterator[None]:
-    """Switch the model to packed attention. Keep it on during the backward pass, which may recompute the forward."""
+def packed_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Context manager: let the model use packed attention, also in the backward pass, which may recompute it."""
     before = model.config._attn_implementation  # transformers has a public setter and no getter
     model.set_attn_implementation(NAME)
     try:
@@ -62,12 +63,12 @@ def attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def is_wanted(cfg: RunConfig, model: PreTrainedModel) -> bool:
+def should_pack(cfg: RunConfig, model: PreTrainedModel) -> bool:
     """Return whether the run packs sequences. Raises ConfigError if optim.packing=on is impossible.
 
     optim.packing=auto packs on a GPU when model.attention=sdpa and the model allows it.
     """
-    why = cannot_pack(model)
+    why = why_not_packable(model)
     if cfg.optim.packing == "on" and why:
         raise ConfigError(
             f"optim.packing=on is not possible for {cfg.model.path}: {why}; allowed: models whose layers attend to all "
@@ -77,8 +78,8 @@ def is_wanted(cfg: RunConfig, model: PreTrainedModel) -> bool:
     return cfg.optim.packing == "on" or (cfg.optim.packing == "auto" and by_itself)
 
 
-def cannot_pack(model: PreTrainedModel) -> str:
-    """Return why the model's attention cannot be packed; empty if it can."""
+def why_not_packable(model: PreTrainedModel) -> str:
+    """Return the reason why the model's attention cannot be packed; an empty string if it can."""
     config = model.config.get_text_config()
     everywhere = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
     if set(getattr(config, "layer_types", None) or [everywhere]) != {"full_attention"}:
@@ -94,7 +95,7 @@ def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, scaling: float,
     cu_seq_lens_q: Tensor, max_length_q: int, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attend causally within each sequence, without dropout, which `cannot_pack` refuses.
+    """Compute causal attention within each packed sequence, without dropout. transformers calls it by `NAME`.
 
     Args:
         query: [1, heads, tokens, dim]; key and value are [1, key-value heads, tokens, dim].
@@ -102,14 +103,14 @@ def attend(
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling)[None], None
+        return _flash_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling)[None], None
     sizes = cu_seq_lens_q.diff().tolist()
     parts = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
     out = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True) for q, k, v in parts]
     return torch.cat(out, dim=2).transpose(1, 2), None
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float) -> Tensor:
+def _flash_attention(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float) -> Tensor:
     """Run FlashAttention-2 on packed tensors; query, key, value and result are [tokens, heads, dim]."""
     from torch.nn.attention.varlen import varlen_attn
 

@@ -1,7 +1,7 @@
 """Communicate between the processes (ranks) of a run, and limit a run to its GPUs.
 
 `cli.launch` starts one process per GPU with torchrun's environment variables. In the core only this file reads them and
-calls torch.distributed. Each rank samples and trains on whole groups; rank 0 writes the record.
+calls torch.distributed. Each rank samples and trains on whole groups; rank 0 writes the record. Suffix _R: by rank.
 """
 
 import os
@@ -36,39 +36,40 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
+        """Tell whether this process is rank 0, which writes the record."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order, on every rank."""
+        """Exchange `value` with all ranks; return everybody's values, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         started = time.perf_counter()
-        values = self._exchange(value)
+        values = self._gather_over_network(value)
         self.waited += time.perf_counter() - started
         return values
 
-    def _exchange(self, value: T) -> list[T]:
+    def _gather_over_network(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.size
         distributed.all_gather_object(values, value)
         return values
 
     def pool(self, items: list[T]) -> list[T]:
-        """Return the concatenated items of all ranks, in rank order, on every rank."""
+        """Exchange lists with all ranks; return them concatenated, in rank order, on every rank."""
         return [item for of_rank in self.gather(items) for item in of_rank]
 
     def mean(self, value: float, weight: float) -> float:
-        """Return the weighted mean over ranks, the same on every rank."""
+        """Return the mean of all ranks' values, weighted by their weights, the same on every rank."""
         if self.size == 1:
             return value
         parts = self.gather((value, weight))
         return sum(value * weight for value, weight in parts) / sum(weight for _, weight in parts)
 
     def wait(self) -> None:
-        """Block until every rank gets here."""
+        """Block until every rank has called this."""
         self.gather(None)
 
     def leave(self) -> None:
-        """Leave the process group. Call it after the last exchange."""
+        """Leave torch's process group. Call it after the last exchange between ranks."""
         if self.size > 1:
             distributed.destroy_process_group()
 
@@ -77,7 +78,7 @@ class Ranks:
         return any(self.gather(flag))
 
     def run_on_all(self, act: Callable[[], T], *endings: type[Exception]) -> T:
-        """Run `act` on every rank; return its result. If it raises one of `endings` on any rank, raise it on all."""
+        """Call `act`, as every rank does; return its result. An error in `endings` on any rank is raised on all."""
         if self.size == 1:
             return act()
         done, own = None, None
@@ -91,13 +92,13 @@ class Ranks:
         return cast(T, done)
 
     def share(self, count: int) -> range:
-        """Return this rank's indices of `count` items, split evenly and in rank order."""
+        """Return the indices of this rank's share of `count` items, split evenly and in rank order."""
         each, rest = divmod(count, self.size)
         start = self.rank * each + min(self.rank, rest)
         return range(start, start + each + (self.rank < rest))
 
     def deal(self, items: Sequence[T], count_R: Sequence[int]) -> list[T]:
-        """Return this rank's slice of `items`: the first `count_R[0]` go to rank 0, and so on."""
+        """Return this rank's slice of `items`: the first `count_R[0]` are rank 0's, the next `count_R[1]` rank 1's."""
         start = sum(count_R[: self.rank])
         return list(items[start : start + count_R[self.rank]])
 
@@ -106,7 +107,7 @@ ALONE = Ranks()
 
 
 def join(cfg: RunConfig, device: torch.device) -> Ranks:
-    """Join the process group, with NCCL on GPUs and Gloo on the CPU; return `ALONE` for a single process.
+    """Join torch's process group, with NCCL on GPUs and Gloo on the CPU; return `ALONE` for a single process.
 
     Raises ConfigError if the number of processes differs from `gpus`.
     """

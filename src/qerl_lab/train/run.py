@@ -62,7 +62,7 @@ class Session:
 
     @property
     def done(self) -> int:
-        """Number of steps trained in earlier sessions."""
+        """Number of steps that earlier sessions trained, by the checkpoint that this one resumes from."""
         return self.saved.step if self.saved else 0
 
     def check(self) -> None:
@@ -72,22 +72,22 @@ class Session:
 
 
 def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
-    """Build, evaluate, train, evaluate, record. Returns the exit status: 0 done, 130 interrupted.
+    """Do a whole run: build, evaluate, train, evaluate, record. Return the exit status: 0 done, 130 interrupted.
 
     Raises ConfigError, EngineFailed with the command that resumes, and OutOfMemoryError with memory by owner.
     """
     started = time.time()
-    session = build(cfg, directory, stop)
+    session = build_session(cfg, directory, stop)
     ranks, times = session.ranks, directory.sessions()
     with ExitStack() as closing:
-        closing.callback(close, session.engine)
+        closing.callback(close_engine, session.engine)
         stop.can_save = True
         if ranks.any(stop.requested):  # killed while loading: nothing to record
             return INTERRUPTED
         if ranks.is_first:
             directory.write_environment(session.data.task.data, session.engine.linear_backend)
             times.begin(started)
-            print(opening(session), flush=True)
+            print(opening_lines(session), flush=True)
             tracker = Tracker(cfg, directory, parts=session.data.task.weights, last_step=session.done)
             session.tracker = closing.enter_context(tracker)
         try:
@@ -121,16 +121,16 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
         return OK
 
 
-def close(engine: Engine) -> None:
-    """Close the engine. Print a failure to close, so that it does not hide an error that is being raised."""
+def close_engine(engine: Engine) -> None:
+    """Close the engine. If that fails, print the error, so that it does not hide one that is being raised."""
     try:
         engine.close()
     except Exception as error:
         terminal.say(f"warning: the engine could not be closed ({type(error).__name__}: {first_line(error)}).")
 
 
-def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
-    """Build the session of a new or resumed run. Raises ConfigError."""
+def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
+    """Build the policy, engine and data of a new or resumed run. Raises ConfigError."""
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
     device = device_of(cfg.device)
@@ -170,7 +170,7 @@ def build(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
 
 
 def evaluate_subset(session: Session, step: int) -> None:
-    """Run the held-out evaluation during training if one is due after `step`."""
+    """Evaluate on a subset of the held-out questions if `step` is a multiple of eval.every."""
     own = session.cfg.eval
     if own.every and step % own.every == 0:
         evaluate_heldout(session, f"step {step}", step, own.subset_questions, own.subset_samples, "eval/subset_")
@@ -179,7 +179,7 @@ def evaluate_subset(session: Session, step: int) -> None:
 def evaluate_heldout(
     session: Session, phase: str, step: int, questions: int, samples: int, prefix: str = "eval/"
 ) -> None:
-    """Ask the first held-out questions after `step`, unless the answers are recorded. Rank 0 records all answers.
+    """Ask the first `questions` held-out questions after `step`, unless recorded. Rank 0 records all answers.
 
     eval.parquet stores the answers under `phase`, metrics.jsonl their means under keys that start with `prefix`. The
     metrics line is written last; a resumed run removes it together with later steps. Raises Interrupted and
@@ -196,20 +196,20 @@ def evaluate_heldout(
     part, count = ranks.share(questions), questions * samples
     when = f"{phase} training" if prefix == "eval/" else f"after {phase}"
 
-    def ask_share() -> Evaluation | None:
+    def ask_questions_of_this_rank() -> Evaluation | None:
         if not part:
             return None
         session.engine.sync(aqn.CLEAN)
         with terminal.Amount(f"held-out questions {when}", count, unit="completion") as asked:
 
-            def on_done(completions: int) -> None:  # rank 0's progress bar extrapolates to all ranks
+            def advance_progress_bar(completions: int) -> None:  # rank 0's progress bar extrapolates to all ranks
                 asked.advance(min(completions * ranks.size, count - asked.now))
                 if asked.now < count:
                     session.stop.check()
 
-            return evaluate(session.engine, session.policy, task, cfg, part, samples, on_done)
+            return evaluate(session.engine, session.policy, task, cfg, part, samples, advance_progress_bar)
 
-    own = ranks.run_on_all(ask_share, Interrupted, EngineFailed)
+    own = ranks.run_on_all(ask_questions_of_this_rank, Interrupted, EngineFailed)
     answers = merge_parts([answers for answers in ranks.gather(own) if answers])
     if session.tracker:
         directory.write_evaluations(phases | {phase: answers.rows})
@@ -232,30 +232,30 @@ def train(session: Session) -> None:
     if saved:
         trainer.level.state = dict(saved.noise)
 
-    def after_step(step: int) -> None:
+    def evaluate_after_step(step: int) -> None:
         try:
             evaluate_subset(session, step)
         except Interrupted:  # save the finished step; resuming repeats the evaluation
             trainer.control.should_save = trainer.control.should_training_stop = True
 
-    trainer.after_step = after_step
+    trainer.after_step = evaluate_after_step
     with ExitStack() as shown:
         if tracker:
             bar = shown.enter_context(terminal.Progress(cfg.steps, session.done))
             watch = health.Watch(cfg, [line["metrics"] for line in session.directory.metrics()])
 
-            def record(step: int, metrics: dict[str, float]) -> None:
+            def record_step(step: int, metrics: dict[str, float]) -> None:
                 tracker.log(step, metrics)
                 session.directory.append_samples(first_samples(trainer.batch, step))
                 bar.show(step, metrics)
-                for sign, advice in watch.see(metrics).items():
+                for sign, advice in watch.add_step(metrics).items():
                     terminal.say(f"warning, step {step}: {sign}. {advice}")
 
-            def before_save() -> dict[str, object]:
-                session.directory.flush()
+            def flush_and_describe_config() -> dict[str, object]:
+                session.directory.flush_metrics()
                 return {"config": settings_of_run(cfg)}
 
-            trainer.on_step, trainer.before_save = record, before_save
+            trainer.on_step, trainer.before_save = record_step, flush_and_describe_config
         if saved:
             load_adapter(policy.model, saved.path)  # only now: the trainer may copy the initial adapter as KL reference
             evaluate_subset(session, session.done)
@@ -281,21 +281,21 @@ def conclude(session: Session, tracker: Tracker, times: Sessions) -> None:
     print(run_summary.next_steps(directory.path), flush=True)
 
 
-def noise_of(own: AqnConfig) -> str:
-    """Describe the noise of a run in a few words."""
-    of_norms = " of each norm's size" if own.relative else ""
-    match own.schedule, own.unit:
+def describe_noise(config: AqnConfig) -> str:
+    """Describe the noise settings of a run in a few words."""
+    of_norms = " of each norm's size" if config.relative else ""
+    match config.schedule, config.unit:
         case "off", _:
             return "no AQN"
         case "adaptive", _:
-            return f"AQN adaptive, KL {own.kl_start:g} nats, from sigma {own.sigma_start:g}{of_norms}"
+            return f"AQN adaptive, KL {config.kl_start:g} nats, from sigma {config.sigma_start:g}{of_norms}"
         case shape, "kl":
-            return f"AQN {shape}, KL {own.kl_start:g} -> {own.kl_end:g} nats"
+            return f"AQN {shape}, KL {config.kl_start:g} -> {config.kl_end:g} nats"
         case shape, _:
-            return f"AQN {shape} {own.sigma_start:g} -> {own.sigma_end:g}{of_norms}"
+            return f"AQN {shape} {config.sigma_start:g} -> {config.sigma_end:g}{of_norms}"
 
 
-def opening(session: Session) -> str:
+def opening_lines(session: Session) -> str:
     """Return the lines printed before training: model, algorithm, task and sizes."""
     cfg, policy, data = session.cfg, session.policy, session.data
     bits = formats.build(cfg.format).bits_per_weight
@@ -304,7 +304,7 @@ def opening(session: Session) -> str:
     name = f" ({torch.cuda.get_device_name(policy.device)})" if policy.device.type == "cuda" else ""
     lines = [
         f"{cfg.experiment} at scale {cfg.scale}: {cfg.model.name} in {cfg.format.name} ({weights}), "
-        f"{noise_of(cfg.aqn)}, on {policy.device}{name}{f', {cfg.gpus} processes' if cfg.gpus > 1 else ''}",
+        f"{describe_noise(cfg.aqn)}, on {policy.device}{name}{f', {cfg.gpus} processes' if cfg.gpus > 1 else ''}",
         f"{cfg.algorithm.name}, LoRA rank {cfg.lora.rank} ({trainable:,} parameters), "
         f"learning rate {cfg.optim.learning_rate:g}, {data.task.name} with {len(data.questions):,} questions",
         f"{cfg.steps} steps of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions of at most "

@@ -1,4 +1,7 @@
-"""One step as data: prompts -> rollout -> grade -> keep -> refill -> batch."""
+"""One step as data: prompts -> rollout -> grade -> keep -> refill -> batch.
+
+Suffixes of names say the axes of arrays and lists: P prompts, G completions of a prompt (a group), D drawn groups.
+"""
 
 import hashlib
 import math
@@ -41,7 +44,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str, on_device: bool = True) -> Iterator[None]:
-        """Time the block and add it to phase `name`. With `on_device`, wait for the device before stopping."""
+        """Context manager: add the block's time to phase `name`; with `on_device` until the device has finished."""
         started, waited = time.perf_counter(), self.ranks.waited
         yield
         if on_device:
@@ -49,10 +52,11 @@ class Clock:
         self.seconds[name] += time.perf_counter() - started - (self.ranks.waited - waited)
 
     def start_step(self) -> None:
+        """Start the clock of a whole step."""
         self._step_started, self._waited_before = time.perf_counter(), self.ranks.waited
 
     def end_step(self) -> None:
-        """Store the seconds of the whole step, including its last backward pass and optimizer update."""
+        """Store the seconds of the whole step, including the last backward pass and optimizer update."""
         self.wait()
         self.seconds["step"] = time.perf_counter() - self._step_started
         self.seconds["wait"] = self.ranks.waited - self._waited_before
@@ -78,11 +82,12 @@ class Group:
 
     @property
     def reward_G(self) -> Rewards:
+        """Rewards of the group's completions, all parts added."""
         return np.sum(list(self.parts.values()), axis=0)
 
     @property
     def task_reward_G(self) -> Rewards:
-        """Reward of the task alone, without the algorithm's overlong part."""
+        """Rewards by the task alone, without the part that the algorithm adds for overlong completions."""
         return np.sum([part for name, part in self.parts.items() if name != OVERLONG], axis=0)
 
 
@@ -106,7 +111,7 @@ class Batch:
 def collect(
     cfg: RunConfig, step: int, cursor: Cursor, policy: Policy, engine: Engine, clock: Clock, ranks: Ranks
 ) -> Batch:
-    """Sample and grade the next questions; with dynamic sampling, resample to replace groups without signal.
+    """Sample and grade completions of the next questions; dynamic sampling replaces groups with equal rewards.
 
     Each rank asks its share. If groups are still missing after algorithm.max_resamples further rollouts, flat groups
     fill the batch. Raises Diverged if the sampler's logits are NaN, and EngineFailed on every rank if any rank fails.
@@ -121,14 +126,14 @@ def collect(
             break
         questions_P = ranks.deal(cursor.take(sum(missing_R)), missing_R)
         prompt_ids_P = [policy.prompt_ids(task.messages(question)) for question in questions_P]
-        how = sampling(cfg, step, attempt, ranks.rank)
-        rollout = ranks.run_on_all(partial(ask, engine, prompt_ids_P, cfg.rollout.group_size, how), EngineFailed)
+        how = sampling_settings(cfg, step, attempt, ranks.rank)
+        rollout = ranks.run_on_all(partial(ask_engine, engine, prompt_ids_P, cfg.rollout.group_size, how), EngineFailed)
         if rollout:
-            refuse_nan(rollout, cfg, step)
+            refuse_nan_logprobs(rollout, cfg, step)
             with clock.phase("reward", on_device=False):
                 drawn += grade(cfg, task, policy, questions_P, rollout)
             rollouts.append(rollout)
-        kept = groups.keep(np.array([group.task_reward_G for group in drawn]))
+        kept = groups.has_signal(np.array([group.task_reward_G for group in drawn]))
         missing = wanted - int(kept.sum())
     clock.seconds["rollout"] += sum(rollout.seconds for rollout in rollouts)
     chosen = sorted([*np.flatnonzero(kept), *np.flatnonzero(~kept)[:missing]])
@@ -137,8 +142,8 @@ def collect(
     return Batch(batch, groups.advantage(reward_P_G, cfg.algorithm.normalize_std), drawn, rollouts)
 
 
-def ask(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, how: Sampling) -> Rollout | None:
-    """Sample a group for each prompt; None without prompts. Raises EngineFailed, also for an incomplete rollout."""
+def ask_engine(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, how: Sampling) -> Rollout | None:
+    """Sample `group_size` completions per prompt; None without prompts. Raises EngineFailed, also if incomplete."""
     if not prompt_ids_P:
         return None
     rollout = engine.generate(prompt_ids_P, group_size, how)
@@ -146,8 +151,8 @@ def ask(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, how: Sam
     return rollout
 
 
-def sampling(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sampling:
-    """Return the sampling settings of an attempt (from 0) on a rank.
+def sampling_settings(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sampling:
+    """Return how to sample at a step: the settings of one attempt (from 0) on one rank, with its seed.
 
     The seed differs by step, attempt and rank, and is the same in a resumed run.
     """
@@ -158,8 +163,8 @@ def sampling(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sampling:
     return Sampling(cfg.rollout.max_completion_tokens, seed=seed, temperature=cfg.rollout.temperature)
 
 
-def refuse_nan(rollout: Rollout, cfg: RunConfig, step: int) -> None:
-    """Raise Diverged if a log-prob is NaN."""
+def refuse_nan_logprobs(rollout: Rollout, cfg: RunConfig, step: int) -> None:
+    """Raise Diverged if a log-prob of the sampler is NaN."""
     if any(math.isnan(logprob) for group in rollout.logprobs_P_G for row in group for logprob in row):
         level, key = aqn.level(cfg.aqn, step, cfg.steps), "kl" if cfg.aqn.unit == "kl" else "sigma"
         raise Diverged(
@@ -169,7 +174,7 @@ def refuse_nan(rollout: Rollout, cfg: RunConfig, step: int) -> None:
 
 
 def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question], rollout: Rollout) -> list[Group]:
-    """Grade a rollout and return its groups, in the rollout's order."""
+    """Grade the completions of a rollout; return a group per question, in the rollout's order."""
     asked_P = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, strict=True)
     texts_P_G = [
         with_answer_start(policy.prompt(prompt), [policy.decode(ids) for ids in group]) for prompt, group in asked_P
@@ -180,7 +185,7 @@ def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question
     parts = task.weighted(scores, texts)
     if buffer := cfg.overlong_buffer:
         lengths = [len(ids) for group in rollout.completion_ids_P_G for ids in group]
-        parts[OVERLONG] = groups.overlong(lengths, cfg.rollout.max_completion_tokens, buffer)
+        parts[OVERLONG] = groups.overlong_penalty(lengths, cfg.rollout.max_completion_tokens, buffer)
     parts_P_G = {name: part.reshape(len(questions_P), -1) for name, part in parts.items()}
     unparsed_P_G = scores[UNPARSED].reshape(len(questions_P), -1) if UNPARSED in scores else [None] * len(questions_P)
     return [
@@ -222,7 +227,7 @@ def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, 
 
 
 def resampling_metrics(batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """Return metrics of dynamic sampling: groups drawn and dropped, extra tokens and seconds."""
+    """Return metrics of a step's dynamic sampling: groups drawn and dropped, extra tokens and seconds."""
     trained = {id(group) for group in batch.groups}
     dropped = [group for group in batch.drawn if id(group) not in trained]
     flat = groups.is_flat(np.array([group.task_reward_G for group in batch.groups]))
@@ -241,7 +246,7 @@ def resampling_metrics(batch: Batch, ranks: Ranks) -> dict[str, float]:
 
 
 def first_samples(batch: Batch, step: int) -> list[Sample]:
-    """Return the first completion of each of the batch's first questions."""
+    """Return the completions to record: the first one of each of the batch's first questions."""
     return [
         Sample(
             step=step, question_id=group.question.id, question=group.question.prompt, completion=group.texts_G[0],

@@ -33,7 +33,7 @@ class Stop:
 
     @classmethod
     def on_signals(cls, parent: int) -> Self:
-        """Handle SIGINT, SIGTERM and SIGHUP from now on, including signals that the parent blocked until here."""
+        """Create a Stop that SIGINT, SIGTERM and SIGHUP set from now on, including those that the parent blocked."""
         stop = cls(parent=parent)
         for number in stop_signals():
             signal.signal(number, lambda *_: stop._handle_signal())
@@ -42,14 +42,14 @@ class Stop:
         return stop
 
     def _watch_parent(self) -> None:
-        """End the process if `parent` dies at start-up: imports and vLLM take minutes, in which no step looks."""
+        """Thread: end the process if `parent` dies at start-up, before there are steps that check `requested`."""
         while not self.can_save:
             if self.requested:
                 os._exit(INTERRUPTED)
             time.sleep(1)
 
     def _handle_signal(self) -> None:
-        """Handle a signal: exit at once if there is nothing to save, else stop after the step."""
+        """Handle a signal: exit at once if there is nothing to save, else ask the run to stop after the step."""
         if not self.can_save:
             os._exit(INTERRUPTED)
         self.signalled = True
@@ -61,4 +61,5 @@ class Stop:
 
     @property
     def requested(self) -> bool:
+        """Tell whether a signal or the parent's death asks the run to stop."""
         return self.signalled or self.parent not in (None, os.getppid())

@@ -5,7 +5,7 @@ patched: TRL's rollout and reward functions return what `collect` stored, TRL's 
 log-probs, and overridden methods add correction, clocks, noise and atomic checkpoints.
 
 The correction needs the trainer's log-probs of the rollout. On-policy (`grpo_config.is_on_policy`) the training forward
-yields them and `_weigh` corrects. Otherwise TRL computes them in an earlier forward and corrects itself.
+yields them and `_importance_weights` corrects. Otherwise TRL computes them in an earlier forward and corrects itself.
 """
 
 import math
@@ -35,7 +35,7 @@ from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
 from qerl_lab.system import terminal
 from qerl_lab.train import packing
 from qerl_lab.train.grpo_config import grpo_config
-from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts, probe
+from qerl_lab.train.noise_level import NoiseLevel, build_kl_measure, probe
 from qerl_lab.train.ranks import ALONE, Ranks
 from qerl_lab.train.step import Batch, Clock, collect, completion_metrics
 from qerl_lab.train.stop import Diverged, Stop
@@ -56,12 +56,12 @@ class LabTrainer(GRPOTrainer):
         device_done = torch.cuda.synchronize if policy.device.type == "cuda" else lambda: None
         self.clock = Clock(device_done, ranks)
         self.level = NoiseLevel(cfg)  # sigma of each step
-        self.packs = packing.is_wanted(cfg, policy.model.get_base_model())
+        self.packs = packing.should_pack(cfg, policy.model.get_base_model())
         self.batch = Batch([], np.zeros((0, 0)), [], [])  # from the last rollout
         self.measured: dict[str, float] = {}
         self.loss_tokens: list[float] = []  # per micro-batch
         self.entropies: list[tuple[Tensor, Tensor]] = []  # (sum, count) over completion tokens, per micro-batch
-        self.mismatch: list[Tensor] = []  # `correction.sums`, per micro-batch
+        self.mismatch: list[Tensor] = []  # `correction.term_sums`, per micro-batch
         self.until_backward = ExitStack()  # contexts open from a loss to the end of its backward pass
         self.micro_batch: dict[str, Tensor] = {}  # the one that the loss is computed on
         self.scored_before = False  # whether a forward before the updates computed the rollout's log-probs
@@ -81,29 +81,31 @@ class LabTrainer(GRPOTrainer):
 
     @property
     def steps_done(self) -> int:
+        """Number of steps whose updates are all done."""
         return self.state.global_step // self.cfg.updates_per_step
 
     @property
     def step(self) -> int:
-        """The current step, from 1; between steps, the next one."""
+        """Number of the current step, from 1; between steps, of the next one."""
         return self.steps_done + 1
 
     @property
     def noise(self) -> aqn.Noise:
+        """Noise of the current step."""
         return self.level.noise(self.step)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return an empty batch for every micro-batch, because the cursor draws the questions."""
+        """Override the Trainer's hook: an empty batch per micro-batch, because the cursor draws the questions."""
         count = self.args.max_steps * self.args.gradient_accumulation_steps
         return DataLoader(range(count), collate_fn=lambda _: {})  # type: ignore[arg-type]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Replace TRL's `inputs`, which are placeholders, by a batch from `collect`, and compute its tensors.
+        """Override TRL's hook: collect a batch, which replaces TRL's placeholder `inputs`; return its tensors.
 
         Sets the advantages, and keeps masked completions in the attention but out of the loss. Overrides a private
         method, because TRL has no public one between grading and loss.
         """
-        self.batch = batch = self._collect()
+        self.batch = batch = self._collect_batch()
         with self.clock.phase("probe"):
             self._measure_noise(batch.rollouts[0])  # every rank has one
         self.measured |= completion_metrics(self.cfg, batch, self.ranks)
@@ -117,29 +119,29 @@ class LabTrainer(GRPOTrainer):
             finished = torch.tensor(is_finished, device=tensors["completion_mask"].device)
             tensors["tool_mask"] = tensors["completion_mask"] * finished[:, None]  # TRL: tokens that are in the loss
             tensors["num_items_in_batch"] = self.accelerator.gather(tensors["tool_mask"].sum()).sum()
-        self._choose_old(tensors)
+        self._set_old_logprobs(tensors)
         return tensors
 
-    def _choose_old(self, tensors: dict[str, Any]) -> None:
-        """Set the ratio's denominator: the sampler's log-probs, the trainer's, or none with one update (ratio 1)."""
+    def _set_old_logprobs(self, tensors: dict[str, Any]) -> None:
+        """Set the ratio's denominator: log-probs of the sampler, of the trainer, or none with one update (ratio 1)."""
         scored = tensors.pop("old_per_token_logps", None)
         self.scored_before = scored is not None
         if scored is not None:
-            self._weigh(scored, tensors)  # only to measure: TRL has applied the weights already
+            self._importance_weights(scored, tensors)  # only to measure: TRL has applied the weights already
         if self.cfg.rollout.importance_correction == "in_ratio":
             tensors["old_per_token_logps"] = tensors["sampling_per_token_logps"]
         elif scored is not None and self.cfg.updates_per_step > 1:
             tensors["old_per_token_logps"] = scored
 
-    def _collect(self) -> Batch:
-        """Sync the engine, sample, put it to sleep. If the engine fails, first save the state at the step's start."""
+    def _collect_batch(self) -> Batch:
+        """Sync the engine, sample a batch, let the engine sleep. If it fails, save the state at the step's start."""
         engine, began_at = self.engine, self.cursor.position
         try:
-            if self.level.is_due(self.step):
+            if self.level.needs_solving(self.step):
                 with self.clock.phase("probe"):
-                    measure = measure_on_own_texts(self.cfg, self.step, self.cursor, self.policy, engine, self.ranks)
+                    measure = build_kl_measure(self.cfg, self.step, self.cursor, self.policy, engine, self.ranks)
                     self.level.solve(self.step, measure)
-                if self.ranks.is_first and (said := self.level.missed(self.step)):
+                if self.ranks.is_first and (said := self.level.warning_if_missed(self.step)):
                     terminal.say(f"warning, step {self.step}: {said}")
             with self.clock.phase("sync"):
                 self.ranks.run_on_all(lambda: engine.sync(self.noise), EngineFailed)
@@ -155,7 +157,7 @@ class LabTrainer(GRPOTrainer):
             raise
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
-        """TRL's rollout function: return prompt ids, completion ids and log-probs of each completion."""
+        """Serve as TRL's rollout function: return prompt ids, completion ids and log-probs of the collected batch."""
         self.use_vllm = True  # again, so that TRL keeps these log-probs
         groups = self.batch.groups
         return {
@@ -165,19 +167,19 @@ class LabTrainer(GRPOTrainer):
         }
 
     def _collected_reward(self, **_: object) -> list[float]:
-        """TRL's reward function, for TRL's log only: the advantages do not use these rewards."""
+        """Serve as TRL's reward function, for its log only: the advantages do not use these rewards."""
         return [float(reward) for group in self.batch.groups for reward in group.reward_G]
 
-    def _weigh(self, logps_B_T: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    def _importance_weights(self, logps_B_T: Tensor, batch: dict[str, Tensor]) -> Tensor:
         """Return the importance weights, [B, T] or [B, 1], from the trainer's log-probs; store the mismatch."""
         rollout = self.cfg.rollout
         of_tokens = logps_B_T, batch["sampling_per_token_logps"], batch["completion_mask"]
         found = correction.weights(rollout.importance_correction, rollout.importance_clip_max, *of_tokens)
-        self.mismatch.append(correction.sums(found, *of_tokens))
+        self.mismatch.append(correction.term_sums(found, *of_tokens))
         return found.value
 
     def _measure_noise(self, rollout: Rollout) -> None:
-        """Record the noise's metrics and, with aqn.probe_prompts, the KL and kernel gap that it causes."""
+        """Record the noise metrics of a rollout; with aqn.probe_prompts also its KL and kernel gap."""
         self.measured |= self.level.metrics(self.step)
         norms, temperature = self.engine.norms(), self.cfg.rollout.temperature
         self.measured["noise/std_observed"] = aqn.observed_std(norms, self.policy.clean_norms, self.cfg.aqn.relative)
@@ -197,7 +199,7 @@ class LabTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model: torch.nn.Module, ids: Tensor, attention_mask: Tensor, keep: int, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Compute log-probs and entropies as TRL does, packed if the run packs.
+        """Override TRL's hook: compute log-probs and entropies as TRL does, packed if the run packs.
 
         TRL calls this without gradients for the rollout's and the reference's log-probs, and with gradients for the
         loss. In the latter case the correction weights multiply the advantages here, because every loss is linear in
@@ -205,7 +207,7 @@ class LabTrainer(GRPOTrainer):
         """
         call = packing.without_padding(model) if self.packs else model
         if not torch.is_grad_enabled():
-            with self._scoring(), self._attention():
+            with self._scoring_mode(), self._packed_attention():
                 return super()._get_per_token_logps_and_entropies(call, ids, attention_mask, keep, **kwargs)
         logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
             call, ids, attention_mask, keep, **kwargs
@@ -214,30 +216,32 @@ class LabTrainer(GRPOTrainer):
         self.micro_batch["entropies"] = entropies
         self.entropies.append(((entropies.detach() * is_completion).sum(), is_completion.sum()))
         if not self.scored_before:
-            weights = self._weigh(logps.detach(), self.micro_batch)
+            weights = self._importance_weights(logps.detach(), self.micro_batch)
             self.micro_batch["advantages"] = self.micro_batch["advantages"][:, None] * weights
         return logps, entropies, aux_loss
 
-    def _scoring(self) -> AbstractContextManager[None]:
-        """Disable dropout. For the reference, for which TRL disables the adapter, remove the noise too."""
+    def _scoring_mode(self) -> AbstractContextManager[None]:
+        """Return a context manager that turns dropout off, and for the reference (adapter off) the noise too."""
         is_reference = not self.policy.model.get_model_status().enabled
         held = {name: norm.data for name, norm in self.policy.norms.items()}
         return self.policy.as_sampler(self.policy.clean_norms if is_reference else held)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Override the Trainer's hook: keep noise and attention of `compute_loss` until the backward pass ends."""
         with ExitStack() as self.until_backward:
             return super().training_step(*args, **kwargs)
 
     def _noise_in_trainer(self) -> AbstractContextManager[None]:
-        """Apply the rollout's noise to the policy with aqn.scope=rollout_and_train. Its sigma is known once sampled."""
+        """Return a context manager that gives the policy the rollout's noise if aqn.scope=rollout_and_train."""
         noisy = self.cfg.aqn.scope == "rollout_and_train" and self.noise.sigma > 0
         return self.policy.norms_as(self.noise.onto_norms(self.policy.clean_norms)) if noisy else nullcontext()
 
-    def _attention(self) -> AbstractContextManager[None]:
-        return packing.attention(self.policy.model.get_base_model()) if self.packs else nullcontext()
+    def _packed_attention(self) -> AbstractContextManager[None]:
+        """Return a context manager that lets the policy use packed attention if the run packs."""
+        return packing.packed_attention(self.policy.model.get_base_model()) if self.packs else nullcontext()
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Compute TRL's loss with the noise and attention of the run, and correct its entropy bonus.
+        """Override TRL's hook: compute its loss with noise and attention of the run, and correct its entropy bonus.
 
         TRL averages the bonus's entropy per micro-batch. The correction replaces that by the micro-batch's share of the
         mean over all tokens of the update, as in the loss of DAPO, so that the split into micro-batches does not count.
@@ -248,7 +252,7 @@ class LabTrainer(GRPOTrainer):
         # Enter only here, because TRL also samples inside a training step. Stay until the backward pass ends, because
         # autograd keeps a reference to the norm parameter, not a copy.
         self.until_backward.enter_context(self._noise_in_trainer())
-        self.until_backward.enter_context(self._attention())
+        self.until_backward.enter_context(self._packed_attention())
         target = self.cfg.algorithm.entropy_target  # an adaptive bonus is 0 above it
         applied = self.entropy_coef if target is None or self._last_world_entropy <= target else 0.0  # TRL adapts it
         loss = super().compute_loss(model, batch, *args, **kwargs)
@@ -259,6 +263,7 @@ class LabTrainer(GRPOTrainer):
         return loss + applied * (share / self.current_gradient_accumulation_steps)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Override the Trainer's hook: record the metrics of a finished step, check them, and start collecting anew."""
         if "train_runtime" in logs:  # the Trainer's closing summary of the whole run
             return
         recorded = self._metrics["train"]
@@ -290,7 +295,7 @@ class LabTrainer(GRPOTrainer):
         metrics |= correction.mismatch(self.ranks.pool(torch.stack(self.mismatch).tolist()))
         if self.measured.get("noise/kl_nats") == 0:  # without noise only the kernels cause a gap
             metrics |= {f"sampler/kernel_gap_{of}": metrics[f"sampler/logprob_gap_{of}"] for of in ("mean", "max")}
-        if algorithms.has_bonus(self.cfg.algorithm):
+        if algorithms.has_entropy_bonus(self.cfg.algorithm):
             metrics["policy/entropy_coef"] = self.entropy_coef
         seconds = self.clock.seconds["step"]
         waiting = ["wait"] if self.ranks.size > 1 else []
@@ -319,18 +324,18 @@ class LabTrainer(GRPOTrainer):
                 )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write no model card, because the run directory is the record."""
+        """Override the Trainer's hook: write no model card, because the run directory is the record."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the adapter alone: the base and the tokenizer do not change."""
+        """Override the Trainer's hook: write the adapter alone, because base and tokenizer do not change."""
         if self.ranks.is_first:
             save_adapter(self.policy.model, Path(str(output_dir)))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
-        """Write TRL's files and the run's own state atomically, into one folder that all ranks share."""
+        """Override the Trainer's hook: write TRL's files and the run's own state atomically, into one folder."""
         own = self.args.output_dir
 
-        def write(folder: Path) -> None:
+        def write_trainer_files(folder: Path) -> None:
             self.args.output_dir = self.ranks.gather(str(folder))[0]
             try:
                 super(LabTrainer, self)._save_checkpoint(model, trial)
@@ -343,10 +348,10 @@ class LabTrainer(GRPOTrainer):
                 made.rmdir()
 
         if not self.ranks.is_first:
-            write(Path(own))
+            write_trainer_files(Path(own))
             return
         state = {"step": self.steps_done, "prompts_seen": self.cursor.position, "noise": self.level.state}
-        checkpoint.save(Path(own), state | self.before_save(), write, self.cfg.checkpoint.kept)
+        checkpoint.save(Path(own), state | self.before_save(), write_trainer_files, self.cfg.checkpoint.kept)
 
 
 class _Steps(TrainerCallback):
@@ -358,7 +363,7 @@ class _Steps(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, lr_scheduler: LambdaLR, **_: Any
     ) -> None:
-        """Set the learning rate of an extended run: its checkpoint holds the next rate of the shorter schedule."""
+        """Override the hook: set the learning rate of an extended run, because its checkpoint holds a shorter run's."""
         extended = [steps * self.trainer.cfg.updates_per_step for steps in self.trainer.cfg.extended]
         if state.global_step not in extended:
             return
@@ -367,10 +372,12 @@ class _Steps(TrainerCallback):
             group["lr"] = peak * share(lr_scheduler.last_epoch)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Override the hook, which runs before each update: start the clock if the update is a step's first."""
         if state.global_step % self.trainer.cfg.updates_per_step == 0:
             self.trainer.clock.start_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Override the hook, which runs after each update: after a step's last one decide whether to save and stop."""
         trainer = self.trainer
         step, updates_left = divmod(state.global_step, trainer.cfg.updates_per_step)
         if updates_left:

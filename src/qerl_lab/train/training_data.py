@@ -28,14 +28,14 @@ class TrainingData:
     seed: int
 
     def order(self) -> Iterator[int]:
-        """Yield indices into `questions` without end: one seeded permutation after another."""
+        """Yield the order of the run: indices into `questions` without end, one seeded permutation after another."""
         generator = torch.Generator().manual_seed(self.seed)
         while True:
             yield from torch.randperm(len(self.questions), generator=generator).tolist()
 
 
 def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
-    """Keep the questions with a chat prompt of at most rollout.max_prompt_tokens tokens.
+    """Select the task's questions with a chat prompt of at most rollout.max_prompt_tokens tokens.
 
     Raises ConfigError if no training question fits, or fewer than two held-out questions do in a run that evaluates.
     """
@@ -70,7 +70,7 @@ class Cursor:
         self.go_to(position)
 
     def go_to(self, position: int) -> None:
-        """Move to `position`, forwards or backwards."""
+        """Move the cursor to `position`, forwards or backwards."""
         self.position = position
         self._order = islice(self.data.order(), position, None)
 

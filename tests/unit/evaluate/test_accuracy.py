@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from qerl_lab import tasks
-from qerl_lab.evaluate.accuracy import ask, evaluate
+from qerl_lab.evaluate.accuracy import ask_questions, evaluate
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import OnDone, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
@@ -115,7 +115,7 @@ def test_thinking_that_the_prompt_has_opened_is_part_of_what_is_graded(policy, t
             ids = [[opening(text.format(q.answer))["input_ids"] for text in texts] for q in task.heldout[:2]]
             return replace(super().generate(prompts, group_size, *how), completion_ids_P_G=ids)
 
-    rows = ask(Thinking(), learner, task, task.heldout[:2], 2, Sampling(9, seed=0)).rows
+    rows = ask_questions(Thinking(), learner, task, task.heldout[:2], 2, Sampling(9, seed=0)).rows
     assert rows["format"].tolist() == rows["accuracy"].tolist() == [1.0, 0.0] * 2
 
 

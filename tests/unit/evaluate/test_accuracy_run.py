@@ -18,7 +18,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import accuracy_run, benchmarks, subject
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions
-from qerl_lab.evaluate.subject import sampling_of
+from qerl_lab.evaluate.subject import requested_sampling
 from qerl_lab.evaluate.summary import ABOUT, ROWS
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
@@ -60,7 +60,7 @@ def test_a_run_is_asked_with_its_adapter_and_without_noise(run_dir, build_policy
     learner = build_policy(cfg)  # draws the same adapter as the run's
     task = tasks.load(cfg.task)
     prompts = [learner.prompt_ids(task.messages(question)) for question in task.heldout[:4]]
-    sampling = Sampling(16, accuracy_run.seed_of(0, "arithmetic", 0), 1.0, 1.0)
+    sampling = Sampling(16, accuracy_run.evaluation_seed(0, "arithmetic", 0), 1.0, 1.0)
     ids = rollout.build(cfg, learner).generate(prompts, 2, sampling).completion_ids_P_G
     assert rows["completion"].tolist() == [learner.decode(one) for group in ids for one in group]
     assert rows["id"].tolist() == [question.id for question in task.heldout[:4] for _ in range(2)]
@@ -125,11 +125,11 @@ def test_several_evaluations_in_one_command_share_each_engine(run_dir, tmp_path,
 
 def test_the_common_engine_is_the_dequantized_base_with_the_adapter(run_dir, build_policy, tmp_path) -> None:
     """Its logits are those of the packed base to rounding in bfloat16, and not to the bit."""
-    found = subject.subject_of(AccuracyOptions(run=str(run_dir), device="cpu"))
-    own = subject.load(found)
+    found = subject.resolve_subject(AccuracyOptions(run=str(run_dir), device="cpu"))
+    own = subject.load_policy(found)
     ids = torch.tensor([own.prompt_ids([{"role": "user", "content": "Ann has 2 pens."}])])
-    with torch.no_grad(), subject.dequantized(found) as common:
-        other = subject.load(common)
+    with torch.no_grad(), subject.dequantized_subject(found) as common:
+        other = subject.load_policy(common)
         assert common.is_common
         assert not found.is_common
         assert other.end_ids() == own.end_ids()
@@ -237,8 +237,8 @@ def test_a_model_is_its_content_wherever_it_lies_and_whenever_it_was_copied(tmp_
 def test_the_base_by_another_rounding_rule_is_another_one(tiny) -> None:
     def identity(**how: Any) -> dict[str, Any]:
         cfg = tiny(format__name="nvfp4", **how)
-        found = subject.Subject("a run", cfg, sampling_of(AccuracyOptions(), cfg), None, 0)
-        return accuracy_run.identity_of(AccuracyOptions(), found, [])
+        found = subject.Subject("a run", cfg, requested_sampling(AccuracyOptions(), cfg), None, 0)
+        return accuracy_run.identifying_settings(AccuracyOptions(), found, [])
 
     assert identity() == identity()
     assert identity() != identity(format__scale_rule="four_over_six")
@@ -273,7 +273,7 @@ def test_what_cannot_be_is_refused_in_one_line(words: str, said: str, capsys) ->
 
 def test_small_sets_get_more_samples_unless_somebody_says() -> None:
     def samples(name: str, **words: Any) -> int:
-        return sampling_of(AccuracyOptions(run="x", **words), RunConfig()).samples_of(name, 3)
+        return requested_sampling(AccuracyOptions(run="x", **words), RunConfig()).samples_per_question(name, 3)
 
     assert [samples(name) for name in ("gsm8k", "aime24", "aime25", "amc23")] == [3, 16, 16, 16]
     assert [samples("aime24", temperature=0), samples("aime24", samples=2)] == [1, 2]
@@ -283,19 +283,19 @@ def test_an_engine_that_fails_keeps_what_was_answered(run_dir, tmp_path, capsys,
     """And the command that goes on ends as one that nothing stopped, byte for byte."""
     words = [f"run={run_dir}", "questions=8", "samples=2", "temperature=1.0"]
     assert go(*words, f"out={tmp_path / 'whole'}") == 0
-    ask, calls = accuracy_run.ask, iter(range(1, 10))
+    ask, calls = accuracy_run.ask_questions, iter(range(1, 10))
 
     def failing(*args: Any) -> Any:
         if next(calls) == 2:
             raise EngineFailed("the engine died.")
         return ask(*args)
 
-    monkeypatch.setattr(accuracy_run, "ask", failing)
+    monkeypatch.setattr(accuracy_run, "ask_questions", failing)
     assert go(*words, f"out={tmp_path / 'out'}") == 1
     assert "error: the engine died. The same command goes on where it stopped." in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     asked = []
-    monkeypatch.setattr(accuracy_run, "ask", lambda *args: asked.append(args) or ask(*args))
+    monkeypatch.setattr(accuracy_run, "ask_questions", lambda *args: asked.append(args) or ask(*args))
     assert go(*words, f"out={tmp_path / 'out'}") == 0
     assert len(asked) == 1, "two parts of four questions, the first was kept"
     assert (tmp_path / "out" / ROWS).read_bytes() == (tmp_path / "whole" / ROWS).read_bytes()
@@ -311,8 +311,8 @@ def test_a_run_with_a_task_of_its_own_is_asked_that_or_what_is_named(tmp_path: P
         "def heldout(cfg): return [Question('a', 'Two?', '2'), Question('b', 'Three?', '3')]\n"
     )
     cfg = tiny(task__module=str(file))
-    (own,) = benchmarks.load(AccuracyOptions(run="x"), cfg)
-    (named,) = benchmarks.load(AccuracyOptions(run="x", benchmarks=["arithmetic"], questions=3), cfg)
+    (own,) = benchmarks.load_benchmarks(AccuracyOptions(run="x"), cfg)
+    (named,) = benchmarks.load_benchmarks(AccuracyOptions(run="x", benchmarks=["arithmetic"], questions=3), cfg)
     assert ([one.id for one in own.heldout], own.name) == (["a", "b"], "mine")
     assert (len(named.heldout), named.name) == (3, "arithmetic")
     assert own.instruction == cfg.task.instruction

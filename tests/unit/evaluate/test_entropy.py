@@ -47,16 +47,16 @@ def test_the_interval_is_student_s_over_texts() -> None:
     low, high = expected.confidence_interval()
     assert entropy.interval(values, [5] * 8) == pytest.approx((of_texts.mean(), low, high))
     fake = entropy.Texts(None, [([1], [1] * 5)] * 8, values, torch.zeros(40), 8)  # type: ignore[arg-type]
-    assert entropy.change(values, fake)["p"] == pytest.approx(expected.pvalue)
+    assert entropy.mean_change(values, fake)["p"] == pytest.approx(expected.pvalue)
 
 
 def test_forking_tokens_are_the_fifth_with_the_highest_entropy(texts: entropy.Texts) -> None:
     """By hand in float64: 3 of 11 tokens."""
     values = torch.tensor([0.1, 2.0, 0.0, 1.5, 0.3, 0.2, 0.4, 0.5, 1.0, 0.6, 0.7], dtype=torch.float64)
-    assert entropy.forking(values) == pytest.approx((4.5 / 3, 2.8 / 8), abs=1e-12)
+    assert entropy.forking_entropies(values) == pytest.approx((4.5 / 3, 2.8 / 8), abs=1e-12)
     ranked = sorted(texts.entropies_T.tolist(), reverse=True)
     count = -(-len(ranked) // 5)
-    top, rest = entropy.forking(texts.entropies_T)
+    top, rest = entropy.forking_entropies(texts.entropies_T)
     assert top == pytest.approx(math.fsum(ranked[:count]) / count)
     assert (count * top + (len(ranked) - count) * rest) / len(ranked) == pytest.approx(texts.entropies_T.mean().item())
 
@@ -118,19 +118,19 @@ def test_a_checkpoint_is_named_by_its_own_record(tmp_path: Path, words: str, nam
     packed = tmp_path / "packed"
     line = ["model=pocket", *words.split(), "quality=weights", "device=cpu", f"out={packed}"]
     assert quantize.main(line) == 0
-    (arm,) = entropy.arms_of(EntropyOptions(formats=[], checkpoints=[str(packed)]))
+    (arm,) = entropy.arms_to_measure(EntropyOptions(formats=[], checkpoints=[str(packed)]))
     assert arm.name == name
     (packed / "quality.json").unlink()  # as another program's, whose config.json tells neither method nor rule
-    (arm,) = entropy.arms_of(EntropyOptions(formats=[], checkpoints=[str(packed)]))
+    (arm,) = entropy.arms_to_measure(EntropyOptions(formats=[], checkpoints=[str(packed)]))
     assert arm.name == unrecorded
 
 
 def test_each_configuration_has_its_own_directory() -> None:
     folders = {
-        entropy.folder_of(EntropyOptions(seed=seed, formats=[name])) for seed in (0, 1) for name in ("all", "nf4")
+        entropy.results_folder(EntropyOptions(seed=seed, formats=[name])) for seed in (0, 1) for name in ("all", "nf4")
     }
     assert len(folders) == 4
-    assert entropy.folder_of(EntropyOptions(overwrite=True)) == entropy.folder_of(EntropyOptions())
+    assert entropy.results_folder(EntropyOptions(overwrite=True)) == entropy.results_folder(EntropyOptions())
 
 
 def test_results_are_replaced_only_when_told(tmp_path: Path, capsys) -> None:

@@ -21,7 +21,7 @@ from qerl_lab.preflight import check
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.tools.export import ExportOptions, export
-from qerl_lab.train.run import build
+from qerl_lab.train.run import build_session
 from qerl_lab.train.stop import Stop
 
 Tiny = Callable[..., RunConfig]
@@ -103,7 +103,7 @@ def run(tiny: Tiny, model: Path, tmp_path: Path) -> RunDirectory:
 
 
 def evaluate(run: RunDirectory) -> object:
-    return subject.subject_of(AccuracyOptions(run=str(run.path), adapter=False, device="cpu"))
+    return subject.resolve_subject(AccuracyOptions(run=str(run.path), adapter=False, device="cpu"))
 
 
 def begin(run: RunDirectory) -> object:
@@ -111,7 +111,7 @@ def begin(run: RunDirectory) -> object:
 
 
 def go_on(run: RunDirectory) -> object:
-    return build(run.config(), run, Stop())
+    return build_session(run.config(), run, Stop())
 
 
 def take_out(run: RunDirectory) -> None:
@@ -142,8 +142,8 @@ def test_a_link_to_where_the_model_lies_now_will_do(run: RunDirectory, model: Pa
 
 
 def test_a_base_that_is_dequantized_for_an_evaluation_has_no_hash(run: RunDirectory) -> None:
-    found = subject.subject_of(AccuracyOptions(run=str(run.path), adapter=False, device="cpu"))
-    with subject.dequantized(found) as common:
+    found = subject.resolve_subject(AccuracyOptions(run=str(run.path), adapter=False, device="cpu"))
+    with subject.dequantized_subject(found) as common:
         check_content(common.cfg)
         assert re.fullmatch(r"\w{12}", str(found.cfg.model.hash))
 

@@ -25,7 +25,7 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.preflight import check
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.train.run import build
+from qerl_lab.train.run import build_session
 from qerl_lab.train.run import run as train
 from qerl_lab.train.stop import Stop
 
@@ -57,7 +57,7 @@ def test_a_run_begins_with_the_weights_of_another(run: Path, tmp_path: Path, tin
     check(cfg, tmp_path / "second")
     directory = RunDirectory(tmp_path / "second")
     directory.claim(cfg, Typed("second"))
-    session = build(directory.config(), directory, Stop())
+    session = build_session(directory.config(), directory, Stop())
     held = load_file(run / "adapter" / "adapter_model.safetensors")
     own = get_peft_model_state_dict(session.policy.model)
     assert own.keys() == held.keys()

@@ -87,7 +87,7 @@ def test_kl_and_entropy(folders):
     for name in packable(other, ["lm_head"]):
         other.get_parameter(f"{name}.weight").data = torch.from_numpy(nvfp4_by_hand(packed, name))
     kl, entropies = [], []
-    for given, compared in divergence.problem_pairs(tokenizer):
+    for given, compared in divergence.word_problem_pairs(tokenizer):
         ids = torch.tensor([given + compared])
         with torch.no_grad():
             p, q = (np.exp(log(each(ids).logits)) for each in (model, other))
@@ -109,7 +109,7 @@ def test_a_model_against_itself_has_no_kl_and_infinite_sqnr(folders):
     options = options_for(folders, format="bf16", quality="full")
     assert divergence.compare(options, folders[0], folders[0], 10**5, CPU)["nats_per_token"] == 0
     layers = [quality.Layer("a", 4.0, 0.0, 1, 1), quality.Layer("b", 4.0, 1.0, 1, 1)]
-    levels = quality.summary(layers, fit_scales=False)
+    levels = quality.sqnr_summary(layers, fit_scales=False)
     assert levels["layers"] == {"a": None, "b": pytest.approx(6.0206)}
     assert levels["lowest"][0]["layer"] == "b"
     assert levels["all"] == pytest.approx(10 * math.log10(8))
@@ -139,12 +139,12 @@ def test_the_scales_that_awq_moves_are_undone_and_nothing_else():
     rows, columns = torch.rand(256, 1) * 3 + 0.2, torch.rand(1, 192) * 3 + 0.2
     moved = rows * (weight + noise) * columns
     plain = (noise**2).sum().item()
-    assert ((quality.without_scales(weight, moved) - weight) ** 2).sum() == pytest.approx(plain, rel=0.02)
-    assert ((quality.without_scales(weight, weight + noise) - weight) ** 2).sum() == pytest.approx(plain, rel=0.02)
+    assert ((quality.remove_scales(weight, moved) - weight) ** 2).sum() == pytest.approx(plain, rel=0.02)
+    assert ((quality.remove_scales(weight, weight + noise) - weight) ** 2).sum() == pytest.approx(plain, rel=0.02)
     assert ((moved - weight) ** 2).sum() > 100 * plain
     dead = moved.clone()
     dead[:, 3] = 0
-    assert quality.without_scales(weight, dead).isfinite().all()
+    assert quality.remove_scales(weight, dead).isfinite().all()
 
 
 def test_awq_alone_is_compared_after_its_scales(folders, tmp_path):
@@ -163,7 +163,7 @@ def test_awq_alone_is_compared_after_its_scales(folders, tmp_path):
 
 def test_problems_are_asked_through_the_chat_template_or_without_one():
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
-    (given, compared), *others = divergence.problem_pairs(tokenizer)
+    (given, compared), *others = divergence.word_problem_pairs(tokenizer)
     assert len(others) == 15
     cfg = tasks.read_task_config("arithmetic")
     question = arithmetic.problem(random.Random(0), cfg).text
@@ -174,10 +174,10 @@ def test_problems_are_asked_through_the_chat_template_or_without_one():
         "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
         "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
     )  # as Gemma 2's
-    alone = tokenizer.decode(divergence.problem_pairs(tokenizer)[0][0])
+    alone = tokenizer.decode(divergence.word_problem_pairs(tokenizer)[0][0])
     assert alone == f"<user>{cfg.instruction}\n\n{question}"
     tokenizer.chat_template = None
-    plain = tokenizer.decode(divergence.problem_pairs(tokenizer)[0][0])
+    plain = tokenizer.decode(divergence.word_problem_pairs(tokenizer)[0][0])
     assert plain == f"{cfg.instruction}\n\n{question}\n\n"
 
 
@@ -187,7 +187,7 @@ def test_problems_are_asked_through_the_chat_template_or_without_one():
 )
 def test_the_models_go_where_there_is_room(monkeypatch, free, place):
     monkeypatch.setattr(divergence, "available_bytes", lambda: free)
-    assert divergence.find_room(10**9, CPU) == (None if place is None else (CPU, place))
+    assert divergence.find_device_and_dtype(10**9, CPU) == (None if place is None else (CPU, place))
 
 
 def test_logits_that_are_not_finite_are_null(folders, monkeypatch):

@@ -26,9 +26,9 @@ def model_of(hidden: int = 64, dtype: torch.dtype = torch.bfloat16) -> nn.Module
 
 def write_all(source: WeightFiles, folder: Path, weight_format: Format, shard_bytes: float = 1e9) -> list:
     folder.mkdir()
-    shards = rtn.plan(source, packable(model_of(), ["lm_head"]), weight_format, shard_bytes)
+    shards = rtn.plan_shards(source, packable(model_of(), ["lm_head"]), weight_format, shard_bytes)
     for shard in shards:
-        rtn.write(shard, folder, source, weight_format, CPU, lambda count: None)
+        rtn.write_shard(shard, folder, source, weight_format, CPU, lambda count: None)
     return shards
 
 

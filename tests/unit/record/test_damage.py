@@ -39,10 +39,10 @@ def cut(path: Path) -> None:
 def test_damage_is_named(name: str, harm: Callable[[Path], object], said: str, tmp_path: Path) -> None:
     """By a reader of the whole record, and what a resume needs by its quick check."""
     run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
-    run.whole_metrics(), run.check()
+    run.checked_metrics(), run.check()
     harm(run.path / name)
     with pytest.raises(ConfigError, match=said):
-        run.whole_metrics()
+        run.checked_metrics()
     if name in ("mlflow.json", "sessions.json") or (name, harm) == ("eval.parquet", cut):
         with pytest.raises(ConfigError, match=said):
             run.check()
@@ -51,6 +51,6 @@ def test_damage_is_named(name: str, harm: Callable[[Path], object], said: str, t
 def test_a_run_without_evaluation_has_no_answers(tmp_path: Path) -> None:
     run = RunDirectory(make_run(tmp_path / "run", "bf16", 0, eval__questions=0))
     (run.path / "eval.parquet").unlink()
-    run.whole_metrics()
+    run.checked_metrics()
     assert run.status == "done"
     assert run.evaluations() == {}

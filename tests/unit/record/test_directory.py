@@ -11,7 +11,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from qerl_lab.record.folders import reserve
+from qerl_lab.record.folders import reserve_directory
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
 
 TYPED = Typed("python -m qerl_lab seed=3", ["seed=3", "task.path=https://***@host/a"], "adhoc/time")
@@ -75,7 +75,7 @@ def test_a_directory_with_too_long_a_name_is_one_sentence(tmp_path: Path, name: 
 
 def test_two_processes_never_get_the_same_directory(tmp_path: Path) -> None:
     wanted = tmp_path / "runs" / "20260131-120000"
-    assert [reserve(wanted).name for _ in range(3)] == [wanted.name, f"{wanted.name}-2", f"{wanted.name}-3"]
+    assert [reserve_directory(wanted).name for _ in range(3)] == [wanted.name, f"{wanted.name}-2", f"{wanted.name}-3"]
 
 
 @pytest.mark.parametrize(

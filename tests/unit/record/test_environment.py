@@ -141,4 +141,4 @@ def test_gpus_are_named_with_their_driver(tmp_path: Path, monkeypatch: pytest.Mo
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     gpu = {"uuid": "c0-ffee", "name": "NVIDIA H200", "memory_gib": 141.0, "driver": "570.1", "cuda": "12.9"}
-    assert environment._gpus() == [gpu, gpu]
+    assert environment._describe_gpus() == [gpu, gpu]

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import encode
+from qerl_lab.record.metrics import encode_line
 from qerl_lab.report import palette, plots, run_summary, runs
 from qerl_lab.report.__main__ import COMMAND as report_command
 from qerl_lab.report.__main__ import ReportOptions
@@ -35,8 +35,8 @@ def metrics_of(step: int) -> dict[str, float]:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    lines = [encode(0, {"eval/accuracy": 0.25}), *(encode(step, metrics_of(step)) for step in range(1, 21))]
-    (tmp_path / "metrics.jsonl").write_bytes(b"".join([*lines, encode(20, {"eval/accuracy": 0.5})]))
+    lines = [encode_line(0, {"eval/accuracy": 0.25}), *(encode_line(step, metrics_of(step)) for step in range(1, 21))]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join([*lines, encode_line(20, {"eval/accuracy": 0.5})]))
     before = pd.DataFrame({"id": list("abcd"), "accuracy": [0.0, 0.5, 1.0, 0.25], "sample": ["x", "", "ü", "\n"]})
     after = before.assign(accuracy=[0.5, 0.5, 1.0, 0.75])
     RunDirectory(tmp_path).write_evaluations({"before": before, "after": after})
@@ -81,7 +81,7 @@ def test_summarize(run_dir: Path) -> None:
 def test_summarize_without_evaluation_has_no_gain_and_a_gpu_shows_its_memory(run_dir: Path) -> None:
     (run_dir / "eval.parquet").unlink()
     with (run_dir / "metrics.jsonl").open("ab") as file:
-        file.write(encode(20, {"memory/gpu_peak_gib": 3.5}))
+        file.write(encode_line(20, {"memory/gpu_peak_gib": 3.5}))
     result = runs.summarize(RunDirectory(run_dir), seconds=1.0)
     assert "accuracy_gain" not in result
     assert result["memory_gpu_peak_gib"] == 3.5

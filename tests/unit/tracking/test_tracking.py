@@ -110,7 +110,7 @@ def test_cut_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        RunDirectory(tmp_path).cut(1)
+        RunDirectory(tmp_path).cut_records(1)
     assert path.read_bytes() == before
 
 

@@ -9,7 +9,7 @@ from failing_engines import Runs
 from qerl_lab.record import checkpoint
 from qerl_lab.rollout.engine import EngineFailed
 from qerl_lab.system.exits import INTERRUPTED, OK
-from qerl_lab.train.step import sampling
+from qerl_lab.train.step import sampling_settings
 from qerl_lab.train.stop import Diverged, Stop
 from repeated import files_of, lines_of
 
@@ -34,7 +34,7 @@ def whole(new_runs) -> Runs:
 def first_call(whole: Runs, step: int) -> int:
     """Which call of `generate` samples first in a step; the evaluation before is 1."""
     seeds = [how.seed for _, how in whole.plan.asked]
-    return 1 + seeds.index(sampling(whole.cfg, step, 0, 0).seed)
+    return 1 + seeds.index(sampling_settings(whole.cfg, step, 0, 0).seed)
 
 
 def check_same(runs: Runs, whole: Runs) -> None:

@@ -10,7 +10,7 @@ import pytest
 from qerl_lab import tasks
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.evaluate.accuracy import seed_of
+from qerl_lab.evaluate.accuracy import evaluation_seed
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling
@@ -93,7 +93,7 @@ def test_each_rank_asks_its_share_and_the_record_has_all(sessions) -> None:
     assert asked == [expected[:3], expected[3:]]
     assert [session.engine.synced for session in two] == [[CLEAN], [CLEAN]]
     assert [sampling.first for sampling in how] == [0, 3], "no two questions share a draw"
-    assert {sampling.seed for sampling in how} == {seed_of(two[0].cfg.seed)}
+    assert {sampling.seed for sampling in how} == {evaluation_seed(two[0].cfg.seed)}
     rows = two[0].directory.evaluations()["before"]
     assert rows["id"].tolist() == [question.id for question in task.heldout[:QUESTIONS]]
     assert rows["tokens"].tolist() == [1, 2, 3, 4, 5], "each row has the answers to its own question"

@@ -83,7 +83,7 @@ def test_a_refused_extension_leaves_the_run_finished(
     assert run(directory.config(), directory, Stop()) == 0
     environment = json.loads((directory.path / "env.json").read_text())
     (directory.path / "env.json").write_text(json.dumps(environment | {"gpus": [{"name": "a GPU"}]}))
-    (directory.path / "resolved.yaml").write_text(directory.text().replace("device: cpu", "device: auto"))
+    (directory.path / "resolved.yaml").write_text(directory.config_text().replace("device: cpu", "device: auto"))
     was, before = directory.config(), contents(directory)
     assert main([f"resume={directory.path}", "steps=2"]) == 2
     assert "cuda" in capsys.readouterr().err

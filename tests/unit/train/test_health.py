@@ -21,7 +21,7 @@ def told(
 ) -> list[str]:
     """Sign and advice of every warning, in order."""
     watch = Watch(cfg or RunConfig(run_dir="runs/a b"), earlier)
-    return [f"{sign}: {advice}" for metrics in steps for sign, advice in watch.see(metrics).items()]
+    return [f"{sign}: {advice}" for metrics in steps for sign, advice in watch.add_step(metrics).items()]
 
 
 @pytest.mark.parametrize("run", sorted(path.name for path in RECORD.iterdir()))

@@ -17,9 +17,9 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.system.exits import INTERRUPTED, OK
-from qerl_lab.train.noise_level import NoiseLevel, measure_on_own_texts
+from qerl_lab.train.noise_level import NoiseLevel, build_kl_measure
 from qerl_lab.train.ranks import ALONE, Ranks
-from qerl_lab.train.step import sampling
+from qerl_lab.train.step import sampling_settings
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.training_data import Cursor, select
 from ranks_as_threads import threads
@@ -160,9 +160,9 @@ def test_the_sigma_solved_gives_the_noises_of_the_stages_steps_the_kl_asked_for(
     cfg, policy, cursor = parts
     cfg = replace(cfg, aqn=replace(cfg.aqn, relative=relative, solver=replace(cfg.aqn.solver, draws=3)))
     engine, found = TransformersEngine(policy, 8), NoiseLevel(cfg)
-    result = found.solve(4, measure_on_own_texts(cfg, 4, cursor, policy, engine, ALONE))
+    result = found.solve(4, build_kl_measure(cfg, 4, cursor, policy, engine, ALONE))
     assert cursor.position == 0
-    how = replace(sampling(cfg, 4, -1, 0), max_tokens=24)
+    how = replace(sampling_settings(cfg, 4, -1, 0), max_tokens=24)
     prompts = [policy.prompt_ids(cursor.data.task.messages(question)) for question in cursor.peek(6)]
     out = engine.generate(prompts, 1, how)
     clean, nats, count = distributions(policy, out, temperature=0.7), 0.0, 0
@@ -174,7 +174,7 @@ def test_the_sigma_solved_gives_the_noises_of_the_stages_steps_the_kl_asked_for(
     assert nats / count == pytest.approx(result.kl, rel=1e-3)
     assert result.kl == pytest.approx(0.004, rel=0.05)
     assert found.noise(6) == Noise(result.sigma, cfg.seed, 6, relative)
-    assert not found.is_due(6)
+    assert not found.needs_solving(6)
 
 
 def test_two_ranks_come_to_the_same_sigma_over_the_texts_of_both(tiny, build_policy) -> None:
@@ -194,7 +194,7 @@ def test_two_ranks_come_to_the_same_sigma_over_the_texts_of_both(tiny, build_pol
     def be(ranks: Ranks) -> None:
         policy = policies[ranks.rank]
         cursor = Cursor(select(cfg, policy, tasks.load(cfg.task)))
-        measure = measure_on_own_texts(cfg, 1, cursor, policy, Keeps(policy, 8), ranks)
+        measure = build_kl_measure(cfg, 1, cursor, policy, Keeps(policy, 8), ranks)
         found[ranks.rank] = (NoiseLevel(cfg).solve(1, measure), measure([Noise(0.1, 0, 1)]))
 
     running = [threading.Thread(target=be, args=[ranks]) for ranks in threads(2)]
@@ -217,7 +217,7 @@ def test_fewer_texts_than_ranks_leave_a_rank_without(tiny, build_policy) -> None
         def gather(self, value: Any) -> list[Any]:
             return [4 if isinstance(value, int) else None if value is None else 0.5, value]
 
-    measure = measure_on_own_texts(cfg, 1, cursor, policy, TransformersEngine(policy, 8), Second(1, 2))
+    measure = build_kl_measure(cfg, 1, cursor, policy, TransformersEngine(policy, 8), Second(1, 2))
     assert measure([Noise(0.1, 0, 1)]) == 0.5 / 4
 
 
@@ -234,7 +234,7 @@ def test_fewer_texts_than_ranks_leave_a_rank_without(tiny, build_policy) -> None
 def test_a_kl_that_no_sigma_has_is_said(tiny, state: dict[str, float], said: str) -> None:
     found = NoiseLevel(tiny(**(SETTINGS | KL)))
     found.state = {"stage": 0, **state}
-    message = found.missed(1)
+    message = found.warning_if_missed(1)
     assert said in message
     assert bool(said) == bool(message)
 
@@ -251,7 +251,7 @@ def test_a_clean_stage_is_not_solved(tiny) -> None:
     cfg = tiny(**(SETTINGS | KL | {"aqn__reading": "released"}))
     found = NoiseLevel(cfg)
     assert [level(cfg.aqn, step, 4) for step in range(1, 5)] == [0, 0, 0.02, 0.02]
-    assert [found.is_due(step) for step in range(1, 5)] == [False, False, True, True]
+    assert [found.needs_solving(step) for step in range(1, 5)] == [False, False, True, True]
     assert found.noise(2).sigma == 0
     assert found.metrics(2) == {"noise/sigma": 0, "noise/kl_target": 0}
 

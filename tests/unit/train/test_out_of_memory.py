@@ -108,7 +108,7 @@ def test_a_model_that_does_not_fit_while_it_is_loaded_says_who_has_the_gpu(
     on_gpu(2)
     monkeypatch.setattr(run, "build_policy", build)
     with pytest.raises(ConfigError) as caught:
-        run.build(tiny(format__name=name), RunDirectory(tmp_path), Stop())
+        run.build_session(tiny(format__name=name), RunDirectory(tmp_path), Stop())
     assert f"does not fit on cpu ({TORCH})" in str(caught.value)
     assert "In GiB: this run 30.00, others 48.00, free 2.00." in str(caught.value)
     assert remedy in str(caught.value)

@@ -66,7 +66,7 @@ def scored(model, packed: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Log-probs and entropies of the completions, 0 in the padding, and the gradients of a weighted sum of both."""
     ids, mask, labels = padded()
     call = packing.without_padding(model) if packed else model
-    with packing.attention(model.get_base_model()) if packed else torch.enable_grad():
+    with packing.packed_attention(model.get_base_model()) if packed else torch.enable_grad():
         out = call(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
         held = mask[:, PROMPT:]
         logps, entropies = (value[:, -COMPLETION:] * held for value in (out.log_probs, out.entropy))
@@ -126,7 +126,7 @@ def test_only_tokens_are_computed() -> None:
 def test_a_gpu_packs_by_itself_where_it_keeps_the_attention(device: str, changes: dict, packs: bool, tiny) -> None:
     model = SimpleNamespace(device=torch.device(device), config=tiny_model().config)
     model._can_set_attn_implementation = lambda: True
-    assert packing.is_wanted(tiny(**changes), model) is packs
+    assert packing.should_pack(tiny(**changes), model) is packs
 
 
 def sliding():
@@ -144,9 +144,9 @@ def dropping():
 @pytest.mark.parametrize(("make", "said"), [(sliding, "windows"), (dropping, r"a dropout of 0\.1")])
 def test_a_model_that_cannot_be_packed_is_refused_when_the_run_begins(make, said: str, tiny) -> None:
     """The attention itself would refuse in the first step."""
-    assert not packing.cannot_pack(tiny_model())
+    assert not packing.why_not_packable(tiny_model())
     with pytest.raises(ConfigError, match=rf"optim\.packing=on is not possible for pocket.*{said}.*Type optim"):
-        packing.is_wanted(tiny(optim__packing="on"), make())
+        packing.should_pack(tiny(optim__packing="on"), make())
 
 
 @pytest.mark.parametrize(

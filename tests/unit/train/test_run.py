@@ -89,7 +89,7 @@ def test_a_run_without_a_checkpoint_goes_on_with_its_questions_on_its_device_or_
     directory.claim(cfg, Typed("the command"))
     (directory.path / "env.json").write_text(json.dumps(began))
     with pytest.raises(ConfigError, match=said):
-        run_module.build(cfg, directory, Stop())
+        run_module.build_session(cfg, directory, Stop())
 
 
 def test_a_template_that_writes_the_date_keeps_the_day_on_which_the_run_began(tiny, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_template_that_writes_the_date_keeps_the_day_on_which_the_run_began(ti
     cfg, directory = tiny(model__path=str(model)), RunDirectory(tmp_path / "run")
     directory.claim(cfg, Typed("the command"))
     directory.sessions().begin(1721995200.0)  # 2024-07-26, noon
-    session = run_module.build(cfg, directory, Stop())
+    session = run_module.build_session(cfg, directory, Stop())
     prompt = session.policy.prompt_ids(session.data.task.messages(session.data.questions[0]))
     assert session.policy.prompt(prompt).startswith("26 Jul 2024")
     assert any("2024-07-26" in note for note in session.notes)

@@ -15,7 +15,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.rollout.engine import EngineFailed, Rollout, Sampling
 from qerl_lab.tasks import UNPARSED, Question
 from qerl_lab.train.ranks import ALONE, Ranks
-from qerl_lab.train.step import Batch, Clock, collect, completion_metrics, sampling
+from qerl_lab.train.step import Batch, Clock, collect, completion_metrics, sampling_settings
 from qerl_lab.train.stop import Diverged
 from qerl_lab.train.training_data import Cursor, TrainingData
 from ranks_as_threads import threads
@@ -164,13 +164,13 @@ def test_after_the_last_attempt_flat_groups_fill_the_batch_in_the_order_of_their
 
 def test_every_attempt_has_a_seed_of_its_own_and_the_first_that_of_other_versions(tiny) -> None:
     cfg = tiny(seed=3)
-    assert sampling(cfg, 5, 0, 0) == Sampling(
+    assert sampling_settings(cfg, 5, 0, 0) == Sampling(
         cfg.rollout.max_completion_tokens, seed=3 * 1_000_003 + 5, temperature=1.0
     )
     cases = product((tiny(seed=0), tiny(seed=1)), (1, 2), range(4), (0, 1))
-    seeds = {sampling(*case).seed for case in cases}
+    seeds = {sampling_settings(*case).seed for case in cases}
     assert len(seeds) == 32
-    assert sampling(cfg, 5, 2, 1) == sampling(cfg, 5, 2, 1)
+    assert sampling_settings(cfg, 5, 2, 1) == sampling_settings(cfg, 5, 2, 1)
 
 
 def test_two_ranks_ask_what_one_asks_also_where_one_of_them_refills(setting) -> None:
@@ -259,7 +259,7 @@ def test_the_overlong_punishment_is_a_part_of_the_reward_but_keeps_no_group(sett
     assert batch.drawn[0].question.id not in [group.question.id for group in batch.groups]
     for group in batch.groups:
         lengths = [len(ids) for ids in group.completion_ids_G]
-        assert group.parts["overlong"].tolist() == groups.overlong(lengths, 4, 2).tolist() != [0.0] * 4
+        assert group.parts["overlong"].tolist() == groups.overlong_penalty(lengths, 4, 2).tolist() != [0.0] * 4
     rewards = np.array([sum(group.parts.values()) for group in batch.groups])
     np.testing.assert_array_equal(batch.advantage_P_G, groups.advantage(rewards, True))
     assert completion_metrics(run.cfg, batch, ALONE)["reward/overlong"] == pytest.approx(-1.5 / 4)
