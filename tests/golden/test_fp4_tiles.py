@@ -72,7 +72,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             ctypes.byref(shape),
         )
 
-    monkeypatch.setattr(fp4_tiles, "_launch", launch)
+    monkeypatch.setattr(fp4_tiles, "_launch_kernel", launch)
     monkeypatch.setattr(fp4_tiles, "machine_of", lambda device: SMALL)
 
 

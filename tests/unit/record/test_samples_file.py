@@ -40,13 +40,13 @@ def test_a_torn_last_line_is_left_out_and_any_other_is_named(run_dir: Path) -> N
             RunDirectory(run_dir).samples()
     path.write_bytes(b"garbage\n" + whole)
     with pytest.raises(ConfigError, match=r"samples\.jsonl.* is not a sample: b'garbage.*Take the line out"):
-        RunDirectory(run_dir).cut(2)
+        RunDirectory(run_dir).cut_records(2)
 
 
 def test_a_resumed_run_cuts_what_it_samples_again(run_dir: Path) -> None:
     path = run_dir / "samples.jsonl"
     path.write_bytes(path.read_bytes() + b'{"step": 3, "que')
-    RunDirectory(run_dir).cut(2)
+    RunDirectory(run_dir).cut_records(2)
     assert steps(run_dir) == [1, 1, 2, 2]
     RunDirectory(run_dir).append_samples([replace(ONE, step=3)])
     assert steps(run_dir) == [1, 1, 2, 2, 3]
