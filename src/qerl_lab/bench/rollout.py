@@ -26,7 +26,7 @@ class Sampler(Protocol):
 
     @property
     def row(self) -> Row:
-        """Return the measurements of building the engine."""
+        """Return the table row of the engine's start: its seconds and memory."""
 
     def renew(self) -> None:
         """Reload the adapter and clear the prefix cache, as before every rollout."""

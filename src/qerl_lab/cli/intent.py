@@ -33,7 +33,7 @@ def fit_micro_batch(cfg: RunConfig, typed: Mapping[str, str]) -> None:
 
 
 def name_model(cfg: RunConfig, typed: Mapping[str, str]) -> None:
-    """Name the model after model.path, in place, if model.name is an option of conf/model with another path."""
+    """Set model.name from model.path if the name still stands for another path in conf/model."""
     option = group_folder("model") / f"{cfg.model.name}.yaml"
     if "model.name" in typed or not option.is_file():
         return

@@ -165,7 +165,10 @@ def answer_missing_parts(job: Job, engine: str, loaded: Policy, sampler: Engine,
 def ask_part(
     chosen: Subject, part: Part, engine: str, loaded: Policy, sampler: Engine, bar: terminal.Amount
 ) -> pd.DataFrame:
-    """Ask an engine one part; return a row per completion. All arms and engines share the draw's seed."""
+    """Sample and grade the completions of one part of the questions; return a row per completion.
+
+    The sampling seed is the same for all arms and engines.
+    """
     task, how = part.task, chosen.sampling
     seed = evaluation_seed(chosen.cfg.seed, task.name, part.number)
     sampling = Sampling(how.max_completion_tokens, seed, how.temperature, how.top_p)

@@ -218,7 +218,7 @@ def compare_to_dense(model: PreTrainedModel, texts: Texts) -> tuple[Tensor, Tens
 
 
 def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
-    """Return mean entropy and its change from the dense model, with intervals, and means by `forking_entropies`."""
+    """Return the mean token entropy, its change from the dense model, and the means over forking tokens and others."""
     top, rest = forking_entropies(entropies_T)
     return {
         "entropy": mean_and_interval(entropies_T, texts),

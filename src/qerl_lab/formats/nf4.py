@@ -82,7 +82,7 @@ class Nf4(Format):
         return Decoder(partial(_unpack_weight, codes, states, shape))
 
     def ideal(self, weight: Tensor) -> Tensor:
-        """Round a weight as NF4 with float32 scales, which are the exact block maxima."""
+        """Round a weight to NF4 with exact float32 scales and dequantize it."""
         single = replace(self, double_quant=False)
         shape = (weight.shape[0], weight.shape[1])
         return single.dequantize(single.quantize(weight), shape, torch.float32)

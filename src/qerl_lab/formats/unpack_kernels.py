@@ -137,7 +137,7 @@ def _unpack_tiles(codes, scale, out, block, tile, columns):
 
 @triton.jit
 def _decode_pair(words):
-    """Decode the first E2M1 code of both halves of a `tiles.py` word to float32, as one more axis."""
+    """Decode the lowest E2M1 code of each 16-bit half of a `tiles.py` word to float32, along a new last axis of 2."""
     return tl.join(_decode_code(words), _decode_code(words >> 16))
 
 

@@ -89,6 +89,7 @@ class RunDirectory:
         return typed
 
     def _read_typed_command(self) -> Typed | None:
+        """Read the command line of a run that has not started; None once env.json has it, or if it was not noted."""
         noted = next((path for name in (QUEUED, TYPED) if (path := self.path / name).exists()), None)
         if noted is None or self.environment():
             return None
@@ -377,7 +378,7 @@ class RunDirectory:
         replace_file(self.path / EVALUATIONS, data)
 
     def artifacts(self) -> list[Path]:
-        """Return the existing files that a mirror stores whole."""
+        """Return the existing files that a mirror such as MLflow uploads unchanged."""
         return [path for name in ARTIFACTS if (path := self.path / name).exists()]
 
 

@@ -193,7 +193,7 @@ def _bounded_interval(known: np.ndarray, least: np.ndarray, most: np.ndarray, ra
 
 
 def _measure_side(claim: Claim, measure: str, side: Side, pair: Pair, seeds: Sequence[int]) -> Range:
-    """Measure one side of a pair by seed: the mean over its options, or the best option if the claim says so."""
+    """Return a measure by seed on one side of a pair: the mean of its arms, or the best if the claim says so."""
     options = [_measure_option(measure, records, pair.control.records, seeds) for records in side.options.values()]
     columns = [column for column in options[0].low.columns if all(column in option.low for option in options)]
     if claim.mean_over:

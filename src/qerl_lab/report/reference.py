@@ -76,7 +76,7 @@ def _curve_means() -> pd.DataFrame:
 
 
 def _select_rows(columns: Mapping[str, str]) -> pd.DataFrame:
-    """Return the rows of `printed` with these column values; `setting` matches a part of its text."""
+    """Return the rows of the paper's printed results with these column values; `setting` matches a part of its text."""
     rows = printed()
     for column, wanted in columns.items():
         is_it = rows[column].str.contains(wanted, regex=False) if column == "setting" else rows[column] == wanted

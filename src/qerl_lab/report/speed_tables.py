@@ -262,7 +262,7 @@ def _join_with_paper(
 
 
 def _format_places(missing: pd.DataFrame) -> str:
-    """List models with their places, as in `qwen2.5-3b 2, 8; qwen2.5-7b 2`."""
+    """List the cells without a measurement by model and batch size, as in `qwen2.5-3b 2, 8; qwen2.5-7b 2`."""
     names = sorted(zip(missing["model"], missing["place"], strict=True), key=lambda pair: _natural_key(" ".join(pair)))
     return "; ".join(f"{model} {', '.join(place for _, place in own)}" for model, own in groupby(names, itemgetter(0)))
 

@@ -196,6 +196,7 @@ def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
     low, high = float(numbers.oriented.mean()), float(numbers.at_most.mean())
 
     def p_above(mean: float, null: float) -> float:
+        """Return the one-sided p-value of a mean effect above `null`."""
         return stats.p_above(mean, numbers.variances, count, numbers.questions, null)
 
     if claim.direction:

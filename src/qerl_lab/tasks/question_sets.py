@@ -114,7 +114,7 @@ def _read_bigmath(cfg: TaskConfig, of_heldout: bool) -> Questions:
         nonlocal without
         without += "level" not in row.values
         chosen = levels == "all" or "level" not in row.values or _level(row.values["level"]) >= int(levels[0])
-        return _latex(id, row) if chosen else None
+        return _question_with_latex_answer(id, row) if chosen else None
 
     found = read(cfg, replace(SOURCES["bigmath"], hub_config=BIGMATH_CONFIGS[levels]), of_heldout, make)
     if without and levels != "all" and cfg.path is not None:
@@ -144,7 +144,7 @@ def _dapo_math(id: str, row: Row) -> Question:
     return Question(id, as_text(prompt, column), _number(row))
 
 
-def _latex(id: str, row: Row) -> Question:
+def _question_with_latex_answer(id: str, row: Row) -> Question:
     return Question(id, row.text("question"), row.number_or_text("answer"))
 
 
@@ -168,5 +168,5 @@ def _number(row: Row) -> str:
 
 
 _MAKERS: dict[str, Make] = {
-    "dapo_math": _dapo_math, "math500": _latex, "aime24": _aime, "aime25": _aime, "amc23": _amc,
+    "dapo_math": _dapo_math, "math500": _question_with_latex_answer, "aime24": _aime, "aime25": _aime, "amc23": _amc,
 }  # fmt: skip

@@ -254,7 +254,7 @@ class Machine:
             "start": where.get("time", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
             "seconds": f"{seconds:.0f}",
             "commit": self.options.commit or where.get("git_sha", "unknown"),
-            "preregistration": self.queue.preregistration(),
+            "preregistration": self.queue.preregistration_hash(),
             "adapter_sha256": sha256(adapter) if adapter.exists() else "",
             "evaluations": f"{evaluated} of {len(planned.part.after)}", "words": shlex.join(planned.words),
         }  # fmt: skip

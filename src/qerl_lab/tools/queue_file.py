@@ -103,15 +103,15 @@ class Queue:
         taken = taken or [float(row["seconds"]) for row in done]
         return statistics.median(taken) if taken else estimate_from_bench(planned.config) or self.seconds_at_first
 
-    def preregistration(self) -> str:
-        """Return 12 hex digits of the preregistration's SHA-256; empty without one."""
+    def preregistration_hash(self) -> str:
+        """Return the first 12 hex digits of the SHA-256 of PREREGISTRATION.md; empty if the file is missing."""
         file = self.folder / PREREGISTRATION
         return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.exists() else ""
 
     def of_another_preregistration(self) -> list[Row]:
         """Return the ledger rows of preregistered runs made under another version of the preregistration."""
         counting = {part.name for part in self.parts if part.preregistered}
-        now = self.preregistration()
+        now = self.preregistration_hash()
         return [row for row in self.rows if row["part"] in counting and row["preregistration"] != now]
 
     def refuse_unregistered(self, runs: Sequence[Planned]) -> None:

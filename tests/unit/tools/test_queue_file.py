@@ -56,7 +56,7 @@ def test_runs_of_another_preregistration_are_named_but_for_the_pilot(queue: Queu
     rows = [{"run": one.key, "part": one.part.name, "preregistration": "0" * 12} for one in queue.runs[:2]]
     assert [row["part"] for row in replace(queue, rows=rows).of_another_preregistration()] == ["formats"]
     (queue.folder / queue_file.PREREGISTRATION).write_text("now")
-    rows[1]["preregistration"] = queue.preregistration()
+    rows[1]["preregistration"] = queue.preregistration_hash()
     assert replace(queue, rows=rows).of_another_preregistration() == []
 
 

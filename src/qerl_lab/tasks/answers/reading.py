@@ -65,7 +65,10 @@ def read(text: str) -> Form:
 
 
 def _read(text: str, nesting: int, listed: bool = False) -> Form:
-    """Parse one level of nesting. `listed`: the text stands in brackets, where `1,800` is two numbers."""
+    """Parse an answer's text at bracket depth `nesting` to a form.
+
+    `listed`: the text stands in brackets, where `1,800` is two numbers.
+    """
     text = text.strip()
     if not text or nesting > MAX_NESTING:
         raise Unreadable(text)

@@ -72,6 +72,7 @@ def close(left: Value, right: Value) -> bool:
 
 
 def is_real(given: Value) -> bool:
+    """Tell whether a value has no imaginary part."""
     return isinstance(given, Fraction) or not isinstance(given, _CTX.mpc) or abs(given.imag) <= _ZERO
 
 
@@ -118,7 +119,7 @@ def _apply(name: str, args: list[Value]) -> Value:
 
 
 def _fold(operation: Callable[[Any, Any], Any]) -> Callable[..., Value]:
-    """Make an operation on any number of arguments: exact on two exact ones, bounded after each."""
+    """Extend a two-argument operation to any number of values, exact if all are; refuse too large results."""
 
     def apply(left: Value, right: Value) -> Value:
         exact = isinstance(left, Fraction) and isinstance(right, Fraction)
