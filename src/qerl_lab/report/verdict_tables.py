@@ -1,6 +1,5 @@
 """Format verdicts as text, Markdown and JSON, and accuracies in the layout of the paper's Table 1."""
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from qerl_lab.report.measures import FALLEN, MEASURES
 from qerl_lab.report.printed_arms import in_table_1
 from qerl_lab.report.table import format_number
 from qerl_lab.report.verdicts import LEVEL, Row, effect_as_text, family_sizes
+from qerl_lab.system.disk import strict_json
 from qerl_lab.system.terminal import columns
 
 SCHEMA = 3
@@ -266,7 +266,7 @@ def as_json(comparison: Comparison, rows: Sequence[Row], command_line: str) -> s
         "schema": SCHEMA, "command": command_line, "level": LEVEL, "families": family_sizes(rows),
         "rows": [_row_as_data(row) for row in rows], "notes": notes(comparison), "left_out": comparison.left_out,
     }  # fmt: skip
-    return json.dumps(_replace_non_finite(about), indent=1, allow_nan=False) + "\n"
+    return strict_json(about).decode()
 
 
 def _row_as_data(row: Row) -> dict[str, Any]:
@@ -286,12 +286,3 @@ def _numbers_as_data(numbers: Numbers) -> dict[str, Any]:
     values = {name: value for name, value in vars(numbers).items() if name not in ("oriented", "at_most")}
     by_seed = numbers.oriented.mean(1).tolist()
     return values | {"p": numbers.p._asdict(), "adjusted": numbers.adjusted._asdict(), "effect_by_seed": by_seed}
-
-
-def _replace_non_finite(value: Any) -> Any:
-    """Replace infinite values and nan by None, at any depth, as JSON has neither."""
-    if isinstance(value, dict):
-        return {key: _replace_non_finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_replace_non_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
