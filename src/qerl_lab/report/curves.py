@@ -117,14 +117,13 @@ def draw(
 
 def side_by_side(
     points: pd.DataFrame, shown: Sequence[Curve], labels: Mapping[str, str], styles: Mapping[str, Mapping[str, Any]],
-    title: str = "", *, thin: bool = True,
+    title: str = "",
 ) -> Figure:  # fmt: skip
-    """Draw one panel per curve, beside each other, a line per arm, one legend below; the caller closes the figure.
+    """Draw one panel per curve, in a row: the mean of each arm, one legend below. The caller closes the figure.
 
     Args:
         points: tidy, from `comparison.curves`.
         labels: the text of each arm in the legend.
-        thin: whether to draw the line of each seed, too.
     """
     runs = points.groupby("arm")["run_id"].nunique()
     texts = {arm: f"{label} (n={runs[arm]})" for arm, label in labels.items()}
@@ -133,7 +132,7 @@ def side_by_side(
         for axis, curve in zip(axes.flat, shown, strict=True):
             chosen = _select_measured_points(points, curve)
             chosen = chosen[chosen["arm"].isin([*labels])]
-            _draw_arms(axis, chosen, texts, curve, styles, thin=thin)
+            _draw_arms(axis, chosen, texts, curve, styles, thin=False)
             _set_labels_and_ticks(axis, curve.label, "step")
             axis.set_title(curve.title)
             axis.set_ylim(*_axis_limits(axis.get_ylim(), chosen["value"], curve))

@@ -53,4 +53,4 @@ def draw(points: pd.DataFrame, formats: Mapping[str, str], title: str) -> Figure
     accuracy = "subset_accuracy" if of["subset_accuracy"].metric in recorded else "accuracy"
     shown = [of[name] for name in ("reward", "entropy", accuracy) if of[name].metric in recorded]
     labels = {label: name for name, label in formats.items()}
-    return side_by_side(points, shown, labels, palette.styles(labels), title, thin=False)
+    return side_by_side(points, shown, labels, palette.styles(labels), title)
