@@ -218,3 +218,15 @@ def test_a_ratio_of_the_paper_is_a_ratio_and_a_percentage_a_fraction() -> None:
     speed = claims["rollout_throughput"]
     assert paper_effects(speed, speed.contrasts[0]) == (("Figure 1 7B", pytest.approx(2092 / 1641)),)
     assert pipe_table([["a", "b"], ["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"
+
+
+def test_the_page_has_every_claim_with_its_family_sweep_and_guardrail() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "verdicts.md").read_text(encoding="utf-8")
+    claims, guardrails = page.partition("## The claims")[2].split("Guardrails, of the treated arm")
+    rows = {line.split("`")[1]: line for line in claims.splitlines() if line.startswith("| `")}
+    assert list(rows) == [claim.name for claim in CLAIMS]
+    for claim in CLAIMS:
+        assert rows[claim.name].endswith(f"| {claim.family} | `{claim.sweep.removesuffix(' scale=smollm2')}` |")
+        assert f"{claim.smallest:g}" in rows[claim.name].split("|")[4]
+        margins = [line.split("|")[2].split()[0] for line in guardrails.splitlines() if f"`{claim.name}`" in line]
+        assert margins == ([f"{claim.guardrail.margin:g}"] if claim.guardrail else [])
