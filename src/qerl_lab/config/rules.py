@@ -104,7 +104,7 @@ def _check_names(cfg: RunConfig) -> Iterator[str]:
 
 
 def _check_order(cfg: RunConfig) -> Iterator[str]:
-    """Check the pairs of keys of which the first may be at most the second."""
+    """Yield a message for each pair of keys, such as a minimum and a maximum, that is in the wrong order."""
     pairs = [("task.arithmetic.min_steps", "task.arithmetic.max_steps")]
     if cfg.algorithm.entropy_target is not None:
         pairs.append(("algorithm.entropy_coef", "algorithm.entropy_coef_max"))

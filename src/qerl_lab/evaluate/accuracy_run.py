@@ -136,7 +136,7 @@ def identifying_settings(options: AccuracyOptions, chosen: Subject, asked: Seque
 
 
 def results_folder(options: AccuracyOptions, chosen: Subject, identity: Any, asked: Sequence[Task]) -> Path:
-    """Return `out`, or a folder named by a hash of the settings, below the run or below ./evaluations."""
+    """Return where results go: `out`, else a folder named by a hash of the settings, below the run or ./evaluations."""
     if options.out:
         return Path(options.out).expanduser().absolute()
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]

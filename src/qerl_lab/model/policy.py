@@ -27,7 +27,7 @@ from qerl_lab.model.chat import Chat, pad_id
 from qerl_lab.model.linear import packable, packed_head, packed_layers
 from qerl_lab.model.lora import register_lora
 from qerl_lab.model.on_disk import check_rounding, packed_head_refusal
-from qerl_lab.model.weight_files import WeightFiles, local_folder, not_loaded
+from qerl_lab.model.weight_files import WeightFiles, loading_error, local_folder
 from qerl_lab.system.disk import make_readable
 
 
@@ -215,7 +215,7 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        raise not_loaded(f"model.path={cfg.model.path}", error) from error
+        raise loading_error(f"model.path={cfg.model.path}", error) from error
     if pad_id(tokenizer, model.get_input_embeddings().num_embeddings) != tokenizer.pad_token_id:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer

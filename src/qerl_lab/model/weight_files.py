@@ -114,11 +114,11 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
             f"reached. Type {key}=DIR or {key}=FILE.gguf with a copy of the model, or try again with a network."
         ) from error
     except (OSError, ValueError) as error:  # not found, not an id
-        raise not_loaded(f"{key}={path}", error) from error
+        raise loading_error(f"{key}={path}", error) from error
 
 
-def not_loaded(setting: str, error: Exception) -> ConfigError:
-    """Return the ConfigError for a model, given by the override `setting`, that could not be loaded."""
+def loading_error(setting: str, error: Exception) -> ConfigError:
+    """Return the error to raise if a model cannot be loaded; `setting` is the override (`key=value`) that names it."""
     return ConfigError(
         f"{setting} could not be loaded ({type(error).__name__}: {first_line(error)}). "
         "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."

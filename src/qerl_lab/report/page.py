@@ -56,8 +56,8 @@ class Drawn:
     caption: str = ""
 
     @property
-    def data(self) -> str:
-        """Return the PNG in base64, for an `img` of the page."""
+    def png_base64(self) -> str:
+        """Return the PNG in base64, for the `src` of an `img` on the page."""
         return base64.b64encode(self.png).decode()
 
 

@@ -166,7 +166,7 @@ def printed_rollouts() -> pd.DataFrame:
 
 
 def printed_steps() -> pd.DataFrame:
-    """Return the paper's speeds of whole steps as printed, with a column for each of `STEP_METRICS`."""
+    """Return what the paper prints of whole steps: a row per model, batch and format, a column per `STEP_METRICS`."""
     rows = _paper_rows(*STEP_METRICS)
     rows["text"] = (rows["value"] + " " + rows["unit"]).str.strip().str.replace(" x", "x")
     wide = rows.pivot(index=["model", "batch", "format"], columns="metric", values="text")
@@ -218,6 +218,7 @@ def _build_step_table(ours: Sequence[pd.DataFrame]) -> Table:
 
 
 def _build_memory_table(ours: Sequence[pd.DataFrame]) -> Table:
+    """Build the table of memory: measured weights and peaks beside the paper's model sizes."""
     papers = _printed_sizes()
     papers["place"] = papers["format"].str.upper()
     return _join_with_paper(

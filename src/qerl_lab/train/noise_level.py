@@ -112,7 +112,7 @@ class NoiseLevel:
 def build_kl_measure(
     cfg: RunConfig, step: int, cursor: Cursor, policy: Policy, engine: Engine, ranks: Ranks
 ) -> Callable[[list[aqn.Noise]], float]:
-    """Sample completions without noise; return a function from noises to their mean KL on them, in nats per token.
+    """Sample clean completions; return a function that gives the mean KL of each noise on them, in nats per token.
 
     The completions answer the step's upcoming questions, split over ranks; each noise is measured on a share of them.
     The engine is left without noise. Raises EngineFailed on every rank if any rank fails.

@@ -5,8 +5,7 @@ An engine reorders every weight for its kernel, so the trainer reads that layout
 
 Each layer's engine tensors are compared with its own, bit for bit, before the own ones are dropped. A layer that
 differs keeps its own, because Marlin drops block scales below 2^-6. While vLLM starts, the policy's packed tensors lie
-in host memory, so that the GPU never holds two copies. When an engine is rebuilt, they are converted back from the old
-engine's tensors first.
+in host memory, so that the GPU never holds two copies.
 """
 
 from collections.abc import Iterator
