@@ -35,15 +35,16 @@ class LineFile(Generic[T]):
             file.seek(offset)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
-        lines = enumerate(whole.splitlines(), 1)
-        return [self._decode_line(line, run_dir, number) for number, line in lines], offset + len(whole)
+        after = f" after byte {offset}" if offset else ""
+        lines = ((line, f"line {number}{after}") for number, line in enumerate(whole.splitlines(), 1))
+        return [self._decode_line(line, run_dir, where) for line, where in lines], offset + len(whole)
 
-    def _decode_line(self, line: bytes, run_dir: Path, number: int) -> T:
+    def _decode_line(self, line: bytes, run_dir: Path, where: str) -> T:
         try:
             return self.decode(parse_json(line))
         except (ValueError, TypeError, OverflowError) as error:
             raise ConfigError(
-                f"{run_dir / self.name}, line {number}, is not {self.kind}: {line[:80]!r}. "
+                f"{run_dir / self.name}, {where}, is not {self.kind}: {line[:80]!r}. "
                 "Take the line out, or put the file back as it was."
             ) from error
 
