@@ -49,7 +49,7 @@ class JobProgress:
 
     def _count_sessions(self) -> int:
         with suppress(ConfigError):
-            return self.run.sessions().count
+            return len(self.run.sessions())
         return 0
 
     @property

@@ -113,7 +113,7 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
 def _resolve_run(options: AccuracyOptions) -> Subject:
     """Return the subject of `run=`: the run's base with its final adapter, or the base alone."""
     directory = requested_run(options)
-    cfg, said, day = directory.config(), f"run {options.run}", directory.sessions().first_day
+    cfg, said, day = directory.config(), f"run {options.run}", directory.first_day()
     on_disk.check_content(cfg)
     sampling = requested_sampling(options, cfg)
     if not options.adapter:

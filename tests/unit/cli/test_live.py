@@ -34,7 +34,7 @@ def at_step(run: RunDirectory, step: int) -> None:
 def start(job: Job, step: int = 0) -> RunDirectory:
     run = RunDirectory(job.run_dir)
     run.begin()
-    run.sessions().begin(1.0)
+    run.begin_session(1.0)
     at_step(run, step)
     return run
 
@@ -66,7 +66,7 @@ def test_a_job_that_waits_to_go_on_is_not_running(tmp_path: Path, capsys: pytest
     shown.update()
     assert not shown.is_running(before)
     assert capsys.readouterr().err == ""
-    run.sessions().begin(2.0)
+    run.begin_session(2.0)
     shown.update()
     assert shown.is_running(before)
     assert capsys.readouterr().err.startswith("job 0: step 4/20")

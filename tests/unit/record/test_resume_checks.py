@@ -38,7 +38,7 @@ def run_dir(tmp_path: Path) -> Path:
     (run_dir / "resolved.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
     log(run_dir, 1, 2, 3, 4)
     RunDirectory(run_dir).note_mirror()
-    RunDirectory(run_dir).sessions().begin(1.0)
+    RunDirectory(run_dir).begin_session(1.0)
     for step in (2, 4):
         save(run_dir, step, cfg)
     (run_dir / "eval.parquet").write_bytes(b"PAR1....PAR1")
