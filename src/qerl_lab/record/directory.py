@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 DONE, FAILED, QUEUED, TYPED = "DONE", "FAILED", "QUEUED", ".typed"
 CONSOLE, MIRROR, SESSIONS, EVALUATIONS = "console.txt", "mlflow.json", "sessions.json", "eval.parquet"
 ARTIFACTS = (resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, EVALUATIONS, "curves.png")
-WRITTEN_IN_PLACE = ("", resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, "checkpoints", "adapter")
 MARKS = (resolved.NAME, METRICS_FILE.name, DONE, FAILED)  # any of them marks a run directory, even a damaged one
 LEFT_BY_A_REFUSED_RUN = {
     resolved.NAME, QUEUED, TYPED, FAILED, "env.json", "code.diff", SESSIONS, CONSOLE,
@@ -225,10 +224,7 @@ class RunDirectory:
         return (self.path / resolved.NAME).read_text(encoding="utf-8")
 
     def check(self) -> None:
-        """Raise ConfigError if the directory is not writable or its small files are damaged. Fast: reads little."""
-        for path in (self.path / name for name in WRITTEN_IN_PLACE):
-            if path.exists() and not os.access(path, os.W_OK):
-                raise ConfigError(f"{path} cannot be written. Make it writable, or copy {self.path} to where it is.")
+        """Raise ConfigError if small files that a resumed run needs are damaged. Fast: reads little."""
         self.sessions(), self.mirror()
         self._check_evaluations(is_expected=False)
 
