@@ -138,7 +138,7 @@ def collect(
             with clock.phase("reward", on_device=False):
                 drawn += grade(cfg, task, policy, questions_P, rollout)
             rollouts.append(rollout)
-        kept = groups.has_signal(np.array([group.task_reward_G for group in drawn]))
+        kept = ~groups.is_flat(np.array([group.task_reward_G for group in drawn]))
         missing = wanted - int(kept.sum())
     clock.seconds["rollout"] += sum(rollout.seconds for rollout in rollouts)
     chosen = sorted([*np.flatnonzero(kept), *np.flatnonzero(~kept)[:missing]])
