@@ -50,7 +50,7 @@ def check_same(runs: Runs, whole: Runs) -> None:
         ("die@{0}", "the worker died"),
         ("timeout@{1}", "no answer in 0.2 s"),
         ("sync@3", "the adapter did not arrive"),  # sync 1 is that of the evaluation
-        ("group@{0}", "the engine gave completions for 1 of 2 prompts"),
+        ("group@{0}", "the engine gave 4 completions for 1 prompts; asked: 4 for each of 2"),
         ("logprobs@{1}", "the engine gave 0 log-probs for a completion of "),
     ],
 )
