@@ -1,5 +1,4 @@
-"""Who may import whom, what stays free of torch, and what no module does: patch a library, run code from a file, or
-have a function of more than 40 lines.
+"""Who may import whom, what stays free of torch, and what no module does: patch a library or run code from a file.
 
 Each rule is a function of source text, tried on the whole package and on a line that breaks it.
 """
@@ -126,12 +125,6 @@ def gibs(tree: ast.AST) -> list[str]:
     return [text for node in ast.walk(tree) if isinstance(node, ast.BinOp) and (text := ast.unparse(node)) in written]
 
 
-def too_long(tree: ast.AST) -> list[str]:
-    """Functions of more than 40 lines."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return [node.name for node in functions if (node.end_lineno or 0) - node.lineno >= 40]
-
-
 def violations(rule: Callable[[ast.AST], list]) -> dict[str, list]:
     found = {str(path.relative_to(SOURCE)): rule(ast.parse(path.read_text(encoding="utf-8"))) for path in MODULES}
     return {path: bad for path, bad in found.items() if bad}
@@ -206,16 +199,6 @@ def test_what_is_ours_or_pythons_may_be_assigned_to() -> None:
 )
 def test_what_could_run_code_is_found(line: str) -> None:
     assert unsafe(ast.parse(line))
-
-
-def test_no_function_is_longer_than_40_lines_but_for_those_of_a_run_and_a_step() -> None:
-    """They are read from top to bottom, as a script."""
-    assert set(violations(too_long)) <= {"train/run.py", "train/step.py"}
-
-
-def test_a_function_of_41_lines_is_found() -> None:
-    assert too_long(ast.parse("def f():" + "\n    pass" * 40)) == ["f"]
-    assert not too_long(ast.parse("def f():" + "\n    pass" * 39))
 
 
 def test_the_bytes_of_a_gib_are_written_once() -> None:
