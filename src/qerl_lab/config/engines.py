@@ -40,8 +40,7 @@ class VllmConfig:
         "only in short runs",
     )
     sleep: bool = option(
-        False,
-        "free the key-value cache's GPU memory while the trainer computes; cost not measured yet",
+        False, "free the key-value cache's GPU memory while the trainer computes; cost not measured yet"
     )
     enforce_eager: bool = option(False, "run without torch.compile and CUDA graphs: faster start, slower tokens")
     timeout_minutes: float = option(
@@ -56,6 +55,5 @@ class VllmServerConfig:
         None, "folder for the adapter, at the same path for server and trainer; null: this machine's memory"
     )
     patience_seconds: float = option(
-        60.0, "how long to retry a lost connection, every half second", at_least=0, at_most=86_400,
-        unit="s",
-    )  # fmt: skip
+        60.0, "how long to retry a lost connection, every half second", at_least=0, at_most=86_400, unit="s"
+    )

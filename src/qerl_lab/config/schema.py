@@ -87,9 +87,8 @@ class LoraConfig:
 @dataclass
 class AqnSolverConfig:
     prompts: int = option(
-        64, "completions without noise on which sigma is solved, on the next questions", at_least=1,
-        at_most=4096,
-    )  # fmt: skip
+        64, "completions without noise on which sigma is solved, on the next questions", at_least=1, at_most=4096
+    )
     draws: int = option(
         8, "draws of the noise, from steps of the stage, on the same completions", at_least=1, at_most=64
     )
@@ -183,9 +182,8 @@ class AlgorithmConfig:
     mask_truncated: bool = option(False, "leave completions without an end token out of the loss")
     dynamic_sampling: bool = option(False, "replace groups with equal rewards by new questions (DAPO, Eq. 11)")
     max_resamples: int = option(
-        10, "most extra rollouts of a step; then groups with equal rewards fill the batch",
-        at_least=1, at_most=1000,
-    )  # fmt: skip
+        10, "most extra rollouts of a step; then groups with equal rewards fill the batch", at_least=1, at_most=1000
+    )
     overlong_buffer_tokens: int | None = option(
         0, "last tokens before rollout.max_completion_tokens over which the reward falls by 1 (DAPO, Eq. 13); 0: "
         "none; null: a fifth of them, as in DAPO", at_least=0, at_most=1_048_576, unit="tokens",
@@ -199,9 +197,8 @@ class AlgorithmConfig:
         above=0, at_most=100, unit="nats per token",
     )  # fmt: skip
     entropy_coef_step: float = option(
-        0.005, "added to the adaptive weight per update at or below the target, subtracted above",
-        above=0, at_most=1,
-    )  # fmt: skip
+        0.005, "added to the adaptive weight per update at or below the target, subtracted above", above=0, at_most=1
+    )
     entropy_coef_max: float = option(1.0, "largest adaptive weight", above=0, at_most=10)
 
 
@@ -284,9 +281,7 @@ class CheckpointConfig:
         25, "steps between checkpoints; 0 saves only on interruption and at the end", at_least=0, unit="steps"
     )
     keep: int = option(
-        2,
-        "newest checkpoints kept; 0: one until the run is done, then none, so it cannot be extended",
-        at_least=0,
+        2, "newest checkpoints kept; 0: one until the run is done, then none, so it cannot be extended", at_least=0
     )
 
     @property
