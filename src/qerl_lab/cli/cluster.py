@@ -105,9 +105,9 @@ def _error_as_sentence(error: BaseException) -> str:
 
 @contextmanager
 def submit_to_slurm(
-    configs: Sequence[RunConfig], calls: Sequence[SweepJob], folder: Path
+    configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob], folder: Path
 ) -> "Iterator[list[SlurmJob[str]]]":
-    """Context manager: submit the calls as one Slurm array, its scripts and logs in `folder`; yield the Slurm jobs."""
+    """Context manager: submit the jobs as one Slurm array, its scripts and logs in `folder`; yield the Slurm jobs."""
     import submitit
     from submitit.core.utils import FailedJobError
 
@@ -120,7 +120,7 @@ def submit_to_slurm(
     )  # fmt: skip
     try:
         with executor.batch():
-            submitted = [executor.submit(call) for call in calls]
+            submitted = [executor.submit(sweep_job) for sweep_job in sweep_jobs]
     except FailedJobError as error:  # the error of sbatch
         raise ConfigError(
             f"Slurm takes no jobs with slurm={configs[0].slurm}: {_error_as_sentence(error)} {GOES_ON}"
@@ -129,8 +129,8 @@ def submit_to_slurm(
 
 
 @contextmanager
-def submit_to_ray(configs: Sequence[RunConfig], calls: Sequence[SweepJob]) -> "Iterator[list[Future[str]]]":
-    """Context manager: run the calls as Ray tasks, `jobs` at once; yield their futures."""
+def submit_to_ray(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) -> "Iterator[list[Future[str]]]":
+    """Context manager: run the jobs as Ray tasks, `jobs` at once; yield their futures."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
     import ray as library
 
@@ -143,14 +143,14 @@ def submit_to_ray(configs: Sequence[RunConfig], calls: Sequence[SweepJob]) -> "I
         signal.signal(number, handler)
     has_gpus = library.cluster_resources().get("GPU", 0) > 0
 
-    def run_on_ray(cfg: RunConfig, call: SweepJob) -> str:
+    def run_on_ray(cfg: RunConfig, sweep_job: SweepJob) -> str:
         asked = ray_resources(cfg, has_gpus)
-        task = library.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"])(type(call).__call__)
-        return str(library.get(task.remote(call)))
+        task = library.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"])(SweepJob.__call__)
+        return str(library.get(task.remote(sweep_job)))
 
     try:
         with ThreadPoolExecutor(configs[0].jobs) as pool:
-            yield [pool.submit(run_on_ray, cfg, call) for cfg, call in zip(configs, calls, strict=True)]
+            yield [pool.submit(run_on_ray, cfg, sweep_job) for cfg, sweep_job in zip(configs, sweep_jobs, strict=True)]
     finally:
         library.shutdown()
 

@@ -43,11 +43,11 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
     """
     stop_file, sweep = plan.directory / STOP_FILE, jobs.sweep_name(plan.directory)
     left = [job for job in plan.jobs if RunDirectory(job.run_dir).status != "done"]
-    calls, configs = list[SweepJob](), [job.config for job in left]
+    sweep_jobs, configs = list[SweepJob](), [job.config for job in left]
     for job in left:
         label = f"job {job.number} ({job.number + 1} of {len(plan.jobs)})"
         typed = Typed(command, job.overrides, sweep)
-        calls.append(SweepJob(job.run_dir, typed, stop_file, label, variables or {}))
+        sweep_jobs.append(SweepJob(job.run_dir, typed, stop_file, label, variables or {}))
     with jobs.locked_sweep(plan.directory), suppress(KeyboardInterrupt):  # of the second Ctrl-C
         stop_file.unlink(missing_ok=True)  # under the lock: the stop file of another command stays
         if not left:
@@ -55,11 +55,11 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
         submitted: AbstractContextManager[Sequence[Any]]
         match configs[0].launcher:
             case "slurm":
-                submitted = cluster.submit_to_slurm(configs, calls, plan.directory / "slurm")
+                submitted = cluster.submit_to_slurm(configs, sweep_jobs, plan.directory / "slurm")
             case "ray":
-                submitted = cluster.submit_to_ray(configs, calls)
+                submitted = cluster.submit_to_ray(configs, sweep_jobs)
             case _:
-                submitted = run_locally(configs, calls)
+                submitted = run_locally(configs, sweep_jobs)
         with _stop_at_signals(stop_file):
             progress = SweepProgress(plan.jobs, left, stop_file)
             with submitted as outcomes:
@@ -155,15 +155,15 @@ def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
 
 
 @contextmanager
-def run_locally(configs: Sequence[RunConfig], calls: Sequence[SweepJob]) -> Iterator[list[Future[str]]]:
-    """Context manager: run the calls on this machine, `jobs` at once, each with its GPUs; yield their futures."""
+def run_locally(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) -> Iterator[list[Future[str]]]:
+    """Context manager: run the jobs on this machine, `jobs` at once, each with its GPUs; yield their futures."""
     cards = gpu_pool_of(configs)
 
-    def run_on_gpus(cfg: RunConfig, call: SweepJob) -> str:
+    def run_on_gpus(cfg: RunConfig, sweep_job: SweepJob) -> str:
         if cards is None or cfg.device == "cpu":
-            return call()
+            return sweep_job()
         with cards.take(cfg.gpus) as taken:
-            return call({machine.VISIBLE: ",".join(taken)})
+            return sweep_job({machine.VISIBLE: ",".join(taken)})
 
     with ThreadPoolExecutor(configs[0].jobs) as pool:
-        yield [pool.submit(run_on_gpus, cfg, call) for cfg, call in zip(configs, calls, strict=True)]
+        yield [pool.submit(run_on_gpus, cfg, sweep_job) for cfg, sweep_job in zip(configs, sweep_jobs, strict=True)]

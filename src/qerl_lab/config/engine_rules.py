@@ -3,9 +3,8 @@
 import re
 from collections.abc import Iterator
 
-from qerl_lab.config.engines import VllmServerConfig
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, VllmServerConfig
 
 TILES_RANKS, TILES_MAX_RANK = 8, 128  # fp4_tiles takes multiples of the first
 
