@@ -161,18 +161,33 @@ def test_no_module_runs_code_from_a_file() -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("rule", "line"),
     [
-        "import trl; trl.GRPOTrainer.log = None",
-        "import transformers.trainer as t; t.Trainer.x += 1",
-        "from vllm import lora; del lora.models.f",
-        "def f():\n    from peft import tuners\n    tuners.REGISTRY['a'] = 1",
-        "from trl import GRPOTrainer; setattr(GRPOTrainer, 'log', None)",
-        "import torch; a, torch.load = 1, None",
+        (patches, "import trl; trl.GRPOTrainer.log = None"),
+        (patches, "import transformers.trainer as t; t.Trainer.x += 1"),
+        (patches, "from vllm import lora; del lora.models.f"),
+        (patches, "def f():\n    from peft import tuners\n    tuners.REGISTRY['a'] = 1"),
+        (patches, "from trl import GRPOTrainer; setattr(GRPOTrainer, 'log', None)"),
+        (patches, "import torch; a, torch.load = 1, None"),
+        (unsafe, "import pickle"),
+        (unsafe, "from joblib import load"),
+        (unsafe, "torch.load(path)"),
+        (unsafe, "torch.load(path, weights_only=False)"),
+        (unsafe, "AutoTokenizer.from_pretrained(path)"),
+        (unsafe, "AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)"),
+        (unsafe, "AutoConfig.from_pretrained(path, trust_remote_code=True)"),
+        (unsafe, "load_dataset(path, trust_remote_code=flag)"),
+        (unsafe, "eval(text)"),
+        (unsafe, "yaml.load(text)"),
+        (unsafe, "np.load(path, allow_pickle=True)"),
+        (gibs, "GIB = 2**30"),
+        (gibs, "x / 2**30"),
+        (gibs, "1 << 30"),
+        (gibs, "1024**3"),
     ],
 )
-def test_a_patch_is_found(line: str) -> None:
-    assert patches(ast.parse(line))
+def test_a_line_that_breaks_a_rule_is_found(rule: Callable[[ast.AST], list], line: str) -> None:
+    assert rule(ast.parse(line))
 
 
 def test_what_is_ours_or_pythons_may_be_assigned_to() -> None:
@@ -181,33 +196,8 @@ def test_what_is_ours_or_pythons_may_be_assigned_to() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import pickle",
-        "from joblib import load",
-        "torch.load(path)",
-        "torch.load(path, weights_only=False)",
-        "AutoTokenizer.from_pretrained(path)",
-        "AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)",
-        "AutoConfig.from_pretrained(path, trust_remote_code=True)",
-        "load_dataset(path, trust_remote_code=flag)",
-        "eval(text)",
-        "yaml.load(text)",
-        "np.load(path, allow_pickle=True)",
-    ],
-)
-def test_what_could_run_code_is_found(line: str) -> None:
-    assert unsafe(ast.parse(line))
-
-
 def test_the_bytes_of_a_gib_are_written_once() -> None:
     assert violations(gibs) == {"config/units.py": ["2 ** 30"]}
-
-
-@pytest.mark.parametrize("line", ["GIB = 2**30", "x / 2**30", "1 << 30", "1024**3"])
-def test_the_bytes_of_a_gib_are_found(line: str) -> None:
-    assert gibs(ast.parse(line))
 
 
 @pytest.mark.parametrize(
