@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qerl_lab.report import palette, paper_curves, reference
-from qerl_lab.report.arms import Run
+from qerl_lab.report.runs import Run
 
 BASE = {"format.name": "nvfp4", "aqn.schedule": "off", "lora.rank": "16", "optim.learning_rate": "1e-05",
         "task.name": "gsm8k", "model.path": "models/pocket", "algorithm.name": "grpo"}  # fmt: skip
