@@ -202,7 +202,11 @@ class Machine:
         self._write_row(planned, run, max(trained - start, earlier), 0)
         self.pack(planned)
         if run.status == DONE and planned.part.after:
-            evaluated = sum([self._evaluate_run(planned, line, visible) for line in planned.part.after])
+            evaluated = 0
+            for line in planned.part.after:  # an evaluation that is there only prints its table
+                command, *words = shlex.split(os.path.expandvars(line))
+                arguments = ["-m", "qerl_lab.evaluate", command, f"run={run.path}", *words]
+                evaluated += self._call(planned, arguments, visible) == OK
             self._write_row(planned, run, time.time() - trained + max(trained - start, earlier), evaluated)
             self.pack(planned)
         return True
@@ -215,12 +219,6 @@ class Machine:
         if code == USAGE and not run.is_claimed:
             said = self._console_file(planned).read_text(encoding="utf-8", errors="replace").strip().splitlines()
             raise ConfigError(f"{planned.key} was refused: {said[-1] if said else 'it says nothing'}")
-
-    def _evaluate_run(self, planned: Planned, line: str, visible: Mapping[str, str]) -> bool:
-        """Make an evaluation of a finished run; tell whether it succeeded. An earlier one only prints its table."""
-        command, *words = shlex.split(os.path.expandvars(line))
-        arguments = ["-m", "qerl_lab.evaluate", command, f"run={self.run_folder(planned)}", *words]
-        return self._call(planned, arguments, visible) == OK
 
     def _call(self, planned: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
         """Call Python for a run, with output to its console; return the exit code, or None if the time was up."""
