@@ -50,7 +50,11 @@ def _compare_named(left: Form, right: Form) -> bool:
     if all(isinstance(side, Relation) for side in sides):
         return _compare_relations(*sides)
     named, other = (left, right) if isinstance(left, Named) else (right, left)
-    return isinstance(named, Named) and not isinstance(other, Named) and equal(named.form, other)
+    if not isinstance(named, Named) or isinstance(other, Named):
+        return False
+    variables = frozenset().union(*map(names, other.sides)) if isinstance(other, Relation) else frozenset()
+    name = re.sub("[{}]", "", named.name)
+    return (not variables or any(variable in name for variable in variables)) and equal(named.form, other)
 
 
 def _same_name(left: str, right: str) -> bool:
@@ -136,9 +140,11 @@ def _places(node: Node) -> int | None:
     """Return the decimal places of a written decimal that has enough digits, else None."""
     while isinstance(node, Op) and node.name == "neg":
         node = node.args[0]
-    if isinstance(node, Op) and node.name == "*" and len(node.args) == 2 and node.args[1] == HUNDREDTH:
-        places = _places(node.args[0])
-        return None if places is None else places + 2
+    if isinstance(node, Op) and node.name == "*" and len(node.args) == 2 and not names(node.args[1]):
+        if (places := _places(node.args[0])) is None:
+            return None
+        power = value(Op("log", (Op("abs", (node.args[1],)),)), {})  # of ten, as in 2.5 \times 10^{-3}
+        return places - int(power) if isinstance(power, Fraction) and power.denominator == 1 else None
     return node.places if isinstance(node, Num) and node.digits >= ENOUGH_DIGITS else None
 
 
@@ -191,14 +197,13 @@ def _compare_relations(left: Form, right: Form) -> bool:
         found = interval(relation)
         return found is not None and found.brackets == other.brackets and equal(found, other)
     if isinstance(other, Amount) and set(relation.signs) == {"="}:  # 9+9=18 is 18; 5=18 is nothing
-        return any(_is_calculation(sides, other) for sides in (relation.sides, relation.crossed) if sides)
+        for sides in filter(None, (relation.sides, relation.crossed)):
+            steps = sides[1:] if len(sides) > 2 and names(sides[0]) else sides  # m+n in m+n=9+9=18 names the quantity
+            if any(isinstance(side, Op) for side in steps) and all(
+                _compare_nodes(side, _scaled(other)) for side in steps
+            ):
+                return True
     return False
-
-
-def _is_calculation(sides: tuple[Node, ...], amount: Amount) -> bool:
-    """Tell whether a calculation has this result: 9+9=18; m+n=9+9=18, where the first side names the quantity."""
-    sides = sides[1:] if len(sides) > 2 and names(sides[0]) else sides
-    return any(isinstance(side, Op) for side in sides) and all(_compare_nodes(side, _scaled(amount)) for side in sides)
 
 
 def _same_relation(left: Relation, right: Relation) -> bool:
