@@ -73,6 +73,7 @@ def _as_relation(form: Form) -> Form:
 
 
 def _compare_amounts(left: Amount, right: Amount) -> bool:
+    """Compare two quantities by value; a unit counts only if both have one."""
     if left.letters is not None and right.letters is not None:
         return _compare_nodes(left.letters, right.letters)
     if _is_product_of_letters(left, right) or _is_product_of_letters(right, left):
@@ -131,7 +132,8 @@ def _is_rounding_of(left: Node, right: Node) -> bool:
         places = _places(decimal)
         if places is not None and _places(exact) is None and not names(exact):
             number, exactly = value(decimal, {}), value(exact, {})
-            if not (_is_finite_decimal(exactly) or not is_finite(exactly)):
+            ends = isinstance(exactly, Fraction) and pow(10, exactly.denominator.bit_length(), exactly.denominator) == 0
+            if not ends and is_finite(exactly):
                 return is_real(exactly) and values.is_rounded(number, exactly, places)
     return False
 
@@ -148,17 +150,8 @@ def _places(node: Node) -> int | None:
     return node.places if isinstance(node, Num) and node.digits >= ENOUGH_DIGITS else None
 
 
-def _is_finite_decimal(number: Value) -> bool:
-    if not isinstance(number, Fraction):
-        return False
-    denominator = number.denominator
-    for prime in (2, 5):
-        while denominator % prime == 0:
-            denominator //= prime
-    return denominator == 1
-
-
 def _compare_several(left: Several, right: Several) -> bool:
+    """Compare part by part, in order unless both are lists, sets or unions."""
     shapes = {left.brackets, right.brackets}
     if shapes == {"[]", "()"}:
         left, right = _column(left), _column(right)  # of the matrix; a point stays
@@ -189,6 +182,7 @@ def _column(form: Several) -> Several:
 
 
 def _compare_relations(left: Form, right: Form) -> bool:
+    """Compare a relation with another, with the interval that it describes, or with the result of its calculation."""
     if isinstance(left, Relation) and isinstance(right, Relation):
         return _same_relation(left, right)
     relation, other = (left, right) if isinstance(left, Relation) else (right, left)

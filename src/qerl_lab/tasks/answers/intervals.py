@@ -77,6 +77,7 @@ def _ends(form: Form) -> list[Value]:
 
 @lru_cache(maxsize=1024)  # called again for each test point
 def _number(form: Form) -> Value:
+    """Return the value of an end point. Raises Unreadable for one that is no real number."""
     if isinstance(form, Amount) and not names(form.node) and not form.percent and form.scale == 1:
         number = real(value(form.node, {}))
         if is_real(number):
