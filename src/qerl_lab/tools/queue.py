@@ -281,9 +281,19 @@ def collect(options: CollectOptions) -> None:
     rows = {(row["run"], row["start"]): row for row in queue.rows}
     into = {part.name: queue.folder / part.into for part in queue.parts}
     new: dict[str, Path] = {}  # run -> folder of its results
-    for file in _packed_files(options.packs):
+    files = [
+        file
+        for pack in map(Path, options.packs)
+        for file in (sorted(pack.glob("*.tar.gz")) if pack.is_dir() else [pack])
+    ]
+    if missing := [file for file in files if not file.exists()]:
+        raise ConfigError(f"{missing[0]} is not there. Type packs=[FILE.tar.gz] or packs=[DIR].")
+    for file in files:
         with tarfile.open(file) as packed:
-            row = _read_row(packed, file)
+            names = [name for name in packed.getnames() if name.endswith(f"/{ROW}")]
+            if len(names) != 1 or (found := packed.extractfile(names[0])) is None:
+                raise ConfigError(f"{file} is no packed record: it has no {ROW}. Type what `run` packed.")
+            row: Row = json.load(found)
             attempt = row["run"], row["start"]
             if attempt in rows and missing_evaluations(row) >= missing_evaluations(rows[attempt]):
                 print(f"{row['run']}: there already")
@@ -302,21 +312,6 @@ def collect(options: CollectOptions) -> None:
         _merge(folder, [runs / run for run in new if new[run] == folder])
     write_ledger(queue.folder, list(rows.values()))
     print(f"{len(rows) - len(queue.rows)} rows are new in {format_path(queue.folder)}/ledger.csv")
-
-
-def _packed_files(packs: Sequence[str]) -> list[Path]:
-    found = [each for pack in map(Path, packs) for each in (sorted(pack.glob("*.tar.gz")) if pack.is_dir() else [pack])]
-    if missing := [file for file in found if not file.exists()]:
-        raise ConfigError(f"{missing[0]} is not there. Type packs=[FILE.tar.gz] or packs=[DIR].")
-    return found
-
-
-def _read_row(packed: tarfile.TarFile, file: Path) -> Row:
-    names = [name for name in packed.getnames() if name.endswith(f"/{ROW}")]
-    if len(names) != 1 or (found := packed.extractfile(names[0])) is None:
-        raise ConfigError(f"{file} is no packed record: it has no {ROW}. Type what `run` packed.")
-    row: Row = json.load(found)
-    return row
 
 
 def _merge(folder: Path, run_dirs: Sequence[Path]) -> None:
