@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from qerl_lab.cli import launch
 from qerl_lab.cli.train import main
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import LoraConfig, RolloutConfig, RunConfig
@@ -35,8 +36,8 @@ def test_a_run_gets_a_directory_with_its_whole_configuration_and_a_process_of_it
 
 
 def test_the_child_s_environment_is_set_where_the_user_s_is_not(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for name in (*launch.CHILD_ENVIRONMENT, "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     assert begin(RunConfig(cpu_threads=3), "a") == 0
     environment = seen(Path("a"))["environment"]

@@ -1,12 +1,12 @@
 """No password and no token reaches a file of a run, its MLflow store or the screen, however the run ends."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+
+from processes import run_module
 
 pytestmark = pytest.mark.integration
 
@@ -19,10 +19,8 @@ SMALL = [
 
 
 def lab(here: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW", "OMP_"))}
-    environment = clean | {"HF_TOKEN": SECRETS[1], "MLFLOW_TRACKING_TOKEN": SECRETS[2]} | variables
-    command = [sys.executable, "-m", *words]
-    return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=300)
+    secret = {"HF_TOKEN": SECRETS[1], "MLFLOW_TRACKING_TOKEN": SECRETS[2]}
+    return run_module(*words, cwd=here, **secret | variables)
 
 
 def find_secrets(here: Path, *texts: str) -> list[str]:

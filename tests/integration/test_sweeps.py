@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,13 @@ def _calls() -> list[Path]:
 
 def sessions() -> list[int]:
     return [len(path.read_text().split()) for path in _calls()]
+
+
+def is_free(run_dir: Path) -> bool:
+    """Whether no process runs in the directory."""
+    with suppress(ConfigError), RunDirectory(run_dir).locked():
+        return True
+    return False
 
 
 def made(pattern: str) -> Path:
@@ -171,13 +179,7 @@ def test_a_sweep_that_was_killed_with_minus_9_goes_on(child: Path, how: str, cap
     assert "another command runs the sweep in" in capfd.readouterr().err
     parent.kill()
     parent.communicate()
-    deadline = time.time() + 30
-    while time.time() < deadline:  # the child ends by itself
-        try:
-            with RunDirectory(waiting).locked():
-                break
-        except ConfigError:
-            time.sleep(0.05)
+    wait_for(lambda: is_free(waiting))  # the child ends by itself
     assert main([f"resume={waiting.parent}"] if how == "resume" else words) == 0
     statuses = {path.name: RunDirectory(path).status for path in waiting.parent.iterdir() if path.is_dir()}
     assert set(statuses.values()) == {"done"}
