@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import random
+from itertools import islice
 
 import pytest
 import torch
@@ -53,13 +54,10 @@ def test_its_teacher_scores_the_solution_and_its_end_alone() -> None:
 
 
 def test_its_teacher_never_sees_a_heldout_problem() -> None:
-    source = examples(tasks.read_task_config("arithmetic"), random.Random(0))
-    taught = {text for text, _ in (next(source) for _ in range(2000))}
-    rng, held = random.Random(1), set()
-    for _ in range(4000):
-        drawn = arithmetic.problem(rng, tasks.read_task_config("arithmetic"))
-        if drawn.is_heldout:
-            held.add(drawn.text)
+    cfg, rng = tasks.read_task_config("arithmetic"), random.Random(1)
+    taught = {text for text, _ in islice(examples(cfg, random.Random(0)), 2000)}
+    drawn = [arithmetic.problem(rng, cfg) for _ in range(4000)]
+    held = {problem.text for problem in drawn if problem.is_heldout}
     assert len(held) > 300
     assert not taught & held
 
