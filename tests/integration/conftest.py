@@ -9,6 +9,7 @@ import pytest
 
 from killed_runs import SETTINGS, Reference, uninterrupted
 from qerl_lab.cli import launch
+from qerl_lab.preflight import machine
 from qerl_lab.record.resolved import write_config
 from qerl_lab.tracking import tracker
 from qerl_lab.tracking.mlflow import create_sqlite
@@ -51,6 +52,7 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     monkeypatch.setattr(launch, "child_command", lambda run_dir: [sys.executable, "-S", str(script), str(run_dir)])
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return script
