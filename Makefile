@@ -13,7 +13,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TEST_JOBS ?= 2
 BIN := $(VENV)/bin
-PYTEST := OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 SMOLLM2 := SmolLM2-135M-Instruct.Q4_1.gguf
 QWEN ?= 1.5b

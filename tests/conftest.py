@@ -1,4 +1,8 @@
-"""What several files share: small configurations, the pocket policy, and the rule for tests that need a GPU."""
+"""What several files share: small configurations, the pocket policy, and the rule for tests that need a GPU.
+
+Tests must depend neither on the machine nor on what ran before: the first lines set the environment of every test, and
+`process_restored` and `globals_unchanged` watch over what a test leaves in the process.
+"""
 
 import gc
 import os
@@ -6,17 +10,29 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from qerl_lab.cli import launch
+from qerl_lab.config.message import say_hub_is_asked
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.preflight import machine
+from qerl_lab.system import exits
+from qerl_lab.tracking.mlflow import MLFLOW_ENVIRONMENT
 
 if TYPE_CHECKING:
     from qerl_lab.model.policy import Policy
 
 gc.disable()  # until all is collected, which imports a million objects that stay
+
+# The user's own stores, trackers, clusters and jobs are none of the tests'.
+for name in [name for name in os.environ if name.startswith(("MLFLOW", "WANDB", "SLURM", "HYDRA", "QERL_LAB"))]:
+    del os.environ[name]
+os.environ |= launch.CHILD_ENVIRONMENT | MLFLOW_ENVIRONMENT  # as for a run; libraries read these when they are imported
+os.environ["OMP_NUM_THREADS"] = "1"  # one core for each process; several run at once
 
 # Before anything imports triton: without a GPU its interpreter runs the kernels.
 if not Path("/dev/nvidiactl").exists():
@@ -31,6 +47,8 @@ if "PYTHONPATH" in os.environ:
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, usual)
+
+pytest.register_assert_rewrite(*(path.stem for path in Path(__file__).parent.glob("helpers/*.py")))
 
 # The parts of a run, as small as they still mean something.
 TINY = {
@@ -80,12 +98,42 @@ def process_restored() -> Iterator[None]:
     The command line tells its children things through the environment. `warmup` turns on torch's deterministic mode,
     which fills every empty tensor: planning a model of 7B without memory then takes half a minute.
     """
-    before = dict(os.environ)
+    environment, folder = dict(os.environ), Path.cwd()
+    handlers = {number: signal.getsignal(number) for number in exits.SIGNALS}
     yield
     os.environ.clear()
-    os.environ.update(before)
+    os.environ.update(environment)
+    os.chdir(folder)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    exits.STOPS.clear(), launch._children.clear()
+    for answer in (machine.visible_gpus, machine.gpu_memory_bytes, say_hub_is_asked):
+        answer.cache_clear()
+    gc.enable()
     if torch := sys.modules.get("torch"):
         torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def globals_unchanged() -> Iterator[None]:
+    """Fail the file after which a module of the lab holds other objects or other entries than before it."""
+    before = module_globals()
+    yield
+    after = module_globals()
+    assert {name for name in before if before[name] != after.get(name, before[name])} == set()
+
+
+def module_globals() -> dict[str, tuple[int, ...]]:
+    """Return the identity of each module's functions and constants, and of the entries of its lists, sets and dicts."""
+    found = {}
+    for module, content in list(sys.modules.items()):
+        if module.startswith("qerl_lab") and isinstance(content, ModuleType):
+            for name, value in vars(content).items():
+                if not name.startswith("__"):
+                    entries = [*value.values()] if isinstance(value, dict) else value
+                    found[f"{module}.{name}"] = id(value), *map(id, entries if isinstance(entries, list | set) else ())
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -111,8 +159,6 @@ def build_policy() -> "Callable[[RunConfig], Policy]":
     import torch
 
     from qerl_lab.model import policy
-
-    torch.set_num_threads(1)
 
     def build(cfg: RunConfig) -> policy.Policy:
         built = policy.build(cfg, policy.device_of(cfg.device))

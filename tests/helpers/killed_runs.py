@@ -8,14 +8,13 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forked import SERVER
-from mlflow_points import mlflow_points
+from mlflow_store import latest, mirrored, recorded, runs
 from qerl_lab.record.directory import RunDirectory
 from repeated import files_of, lines_of
 
@@ -92,13 +91,6 @@ def finish(run_dir: Path) -> None:
 # --- runs and their records
 
 
-def create_database(path: Path) -> None:
-    from qerl_lab.tracking import mlflow
-
-    mlflow.prepare_mlflow()
-    mlflow.create_sqlite(f"sqlite:///{path}")
-
-
 @dataclass(frozen=True)
 class Reference:
     """Record of an uninterrupted run."""
@@ -128,23 +120,8 @@ def check(run_dir: Path, reference: Reference) -> None:
 
 def check_mlflow(run_dir: Path, reference: Reference) -> None:
     """Assert that MLflow has one finished run, and as the last value of each point that of metrics.jsonl."""
-    frame = mlflow_points(f"sqlite:///{run_dir.parent}/mlflow.db")
-    assert frame["run_id"].nunique() == 1
-    points = {(row.metric, row.step): row.value for row in frame.sort_values("timestamp").itertuples()}
-    lines = RunDirectory(run_dir).metrics()
-    assert points == {(name, line["step"]): value for line in lines for name, value in line["metrics"].items()}
-    assert {at[0] for at in points} >= {name for _, metrics in reference.lines for name in metrics}
-
-
-def steps_logged(run_dir: Path) -> int:
-    return max((step for step, _ in lines_of(run_dir)), default=-1) if (run_dir / "metrics.jsonl").exists() else -1
-
-
-def wait_while_alive(condition: Callable[[], object], alive: Callable[[], bool], seconds: float = 300) -> bool:
-    """Return whether the condition came true before the process ended."""
-    deadline = time.monotonic() + seconds
-    while alive() and time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.001)
-    return False
+    uri = f"sqlite:///{run_dir.parent}/mlflow.db"
+    assert [run.info.status for run in runs(uri)] == ["FINISHED"]
+    points = latest(mirrored(uri))
+    assert points == latest(recorded(run_dir))
+    assert {name for name, _ in points} >= {name for _, metrics in reference.lines for name in metrics}

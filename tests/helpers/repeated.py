@@ -20,5 +20,10 @@ def lines_of(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
     ]
 
 
+def last_step(run_dir: Path) -> int:
+    """Return the last step that is logged; -1 before any."""
+    return max((line["step"] for line in RunDirectory(run_dir).metrics()), default=-1)
+
+
 def files_of(run_dir: Path) -> list[bytes]:
     return [(run_dir / name).read_bytes() for name in FILES]

@@ -1,6 +1,7 @@
 """A stand-in for a run's process without torch, to test how the command line handles its end.
 
-The run's seed selects its behaviour. It writes what it saw to RUN_DIR/seen.json.
+The run's seed selects its behaviour, in its first session or in all; seeds that have none are done, those from `SLOW`
+on after a second. It writes what it saw to RUN_DIR/seen.json, with the number of its sessions.
 """
 
 import contextlib
@@ -17,19 +18,20 @@ from qerl_lab.record.environment import Typed
 from waiting import wait_for
 
 SOURCE = str(Path(launch.__file__).parents[2])
-DONE, FAILS, DIES, SIGNALLED, SILENT, EMPTY, CRASHES_AFTER, REFUSES, STOPS = range(9)  # further seeds are done too
+DONE, FAILS, DIES, SIGNALLED, WAITS, EMPTY, CRASHES_AFTER, REFUSES, STOPS = range(9)
+SLOW = 20
 CHILD = '''
 import json, os, re, signal, sys, time
 if os.environ.get("RANK", "0") != "0": sys.exit()  # the first of several processes writes the run's files
-run_dir = sys.argv[1]
+run_dir, parent, began = sys.argv[1], os.getppid(), time.time()
 path = lambda name: os.path.join(run_dir, name)
 def write(name, text):
     with open(path(name), "w") as f: f.write(text)
 resolved = open(path("resolved.yaml")).read()
 seed, steps = (int(re.search(rf"^{key}: (\\d+)", resolved, re.M)[1]) for key in ("seed", "steps"))
+line = lambda step: json.dumps({"step": step, "time": began, "metrics": {"reward/mean": 0.5}}) + "\\n"
 def done(numbers):
-    lines = ({"step": step, "time": 0.0, "metrics": {"reward/mean": 0.5}} for step in range(1, steps + 1))
-    write("metrics.jsonl", "".join(json.dumps(line) + "\\n" for line in lines))
+    write("metrics.jsonl", "".join(map(line, range(1, steps + 1))))
     write("eval.parquet", "PAR1")  # as much as a sweep looks at
     write("DONE", json.dumps(numbers))
 signals = []
@@ -38,30 +40,37 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 sweep = os.path.dirname(os.path.abspath(run_dir))
 claimed = [name for name in sorted(os.listdir(sweep)) if os.path.exists(os.path.join(sweep, name, "resolved.yaml"))]
+sessions = 1 + (json.load(open(path("seen.json")))["sessions"] if os.path.exists(path("seen.json")) else 0)
 seen = {"environment": dict(os.environ), "files": sorted(os.listdir(run_dir)), "pid": os.getpid(), "claimed": claimed}
+seen |= {"sessions": sessions, "began": began}
 write("seen.json", json.dumps(seen))
 numbers = {"accuracy_before": 0.5, "accuracy_after": 0.75, "entropy_first": 0.3, "entropy_last": 0.2}
 numbers |= {"tokens_per_second": 1234.4, "seconds": 95.2}
 match seed:
-    case 1: write("FAILED", "ValueError: the reason\\n\\nTraceback ..."); sys.exit(1)
+    case 1 if sessions == 1: write("FAILED", "ValueError: the reason\\n\\nTraceback ..."); sys.exit(1)
     case 2: os.kill(os.getpid(), signal.SIGKILL)
-    case 3:
-        deadline = time.time() + 90
-        while not signals and time.time() < deadline: time.sleep(0.01)
+    case 3 if sessions == 1:
+        while not signals and time.time() < began + 90: time.sleep(0.01)
         time.sleep(0.5)  # finishing the step
         write("signals.json", json.dumps(sorted(set(signals))))
         sys.exit(130)
-    case 4: sys.exit(3)
+    case 4 if sessions == 1:
+        write("metrics.jsonl", line(25))
+        while not signals and os.getppid() == parent: time.sleep(0.02)
+        sys.exit(130)
     case 5: pass
     case 6: done({}); os.kill(os.getpid(), signal.SIGKILL)
     case 7:
         os.remove(path("seen.json"))
         write("FAILED", "ConfigError: what is wrong. Type this.\\n\\nTraceback ..."); sys.exit(2)
-    case 8:
+    case 8 if sessions == 1:
         os.kill(os.getppid(), signal.SIGTERM)
         while not os.path.exists(os.path.join(sweep, "INTERRUPTED")): time.sleep(0.01)  # or the next job may begin
         sys.exit(130)
-    case _: done(numbers)
+    case _:
+        if seed >= 20: print("the console of", seed, flush=True); write("metrics.jsonl", line(25)); time.sleep(1)
+        write("seen.json", json.dumps(seen | {"ended": time.time()}))
+        done(numbers)
 '''  # fmt: skip
 
 

@@ -8,10 +8,16 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def wait_for(condition: Callable[[], T], seconds: float = 120, pause: float = 0.02) -> T:
-    """Return the first true value of `condition`. Raises AssertionError after `seconds`."""
+def wait_for(
+    condition: Callable[[], T], seconds: float = 300, pause: float = 0.02, alive: Callable[[], bool] = lambda: True
+) -> T:
+    """Return the first true value of `condition`.
+
+    Raises AssertionError after `seconds`, or once the process that should make it true is no longer `alive`.
+    """
     end = time.monotonic() + seconds
     while not (found := condition()):
+        assert alive(), "the process ended before"
         assert time.monotonic() < end, f"it did not happen within {seconds:g} s"
         time.sleep(pause)
     return found

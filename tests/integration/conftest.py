@@ -1,4 +1,4 @@
-"""Runs that may be killed, and one that was not; a stand-in for a run's process."""
+"""Runs that may be killed, and one that was not; a stand-in for a run's process; an MLflow store without runs."""
 
 import shutil
 import sys
@@ -7,31 +7,35 @@ from pathlib import Path
 
 import pytest
 
-from killed_runs import SETTINGS, Reference, create_database, ended, start, uninterrupted
+from killed_runs import SETTINGS, Reference, uninterrupted
 from qerl_lab.cli import launch
+from qerl_lab.preflight import machine
 from qerl_lab.record.resolved import write_config
+from qerl_lab.tracking import tracker
+from qerl_lab.tracking.mlflow import create_sqlite
 from standin import CHILD
 
 
 @pytest.fixture(scope="session")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An MLflow database without runs."""
-    path = tmp_path_factory.mktemp("database") / "mlflow.db"
-    assert ended(start(create_database, path)) == 0
-    return path
+def new_run(tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a run directory with its resolved.yaml, as the command line leaves it for the child."""
+
+    def make(**changes: object) -> Path:
+        run_dir = tmp_path_factory.mktemp("new") / "run"
+        run_dir.mkdir()
+        write_config(run_dir, tiny(**changes, run_dir=str(run_dir)))
+        return run_dir
+
+    return make
 
 
 @pytest.fixture(scope="session")
-def killable(tiny, database: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A run directory with its resolved.yaml, as the command line leaves it for the child."""
+def killable(new_run, empty_db: Path) -> Callable[..., Path]:
+    """Makes the directory of a run that every part of SETTINGS acts in, with an MLflow store beside it."""
 
     def make(**changes: object) -> Path:
-        run_dir = tmp_path_factory.mktemp("resume") / "run"
-        run_dir.mkdir()
-        store = run_dir.parent / "mlflow.db"
-        shutil.copyfile(database, store)
-        cfg = tiny(**(SETTINGS | {"tracking__uri": f"sqlite:///{store}", "run_dir": str(run_dir)} | changes))
-        write_config(run_dir, cfg)
+        run_dir = new_run(**(SETTINGS | changes))
+        shutil.copyfile(empty_db, run_dir.parent / "mlflow.db")
         return run_dir
 
     return make
@@ -48,6 +52,37 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     monkeypatch.setattr(launch, "child_command", lambda run_dir: [sys.executable, "-S", str(script), str(run_dir)])
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return script
+
+
+@pytest.fixture(scope="session")
+def empty_db(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database without runs, to copy: creating one takes seconds."""
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    create_sqlite(f"sqlite:///{path}")
+    assert [entry.name for entry in path.parent.iterdir()] == ["mlflow.db"]
+    return path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The test's own directory, in which it is, where MLflow puts artifacts; flushes and retries come soon."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tracker, "FLUSH_SECONDS", 0.02)
+    monkeypatch.setattr(tracker, "RETRY_SECONDS", 0.1)
+    return tmp_path
+
+
+@pytest.fixture
+def db(empty_db: Path, here: Path) -> str:
+    shutil.copy(empty_db, here / "mlflow.db")
+    return f"sqlite:///{here}/mlflow.db"
+
+
+@pytest.fixture
+def run_dir(here: Path) -> Path:
+    (here / "run").mkdir()
+    return here / "run"

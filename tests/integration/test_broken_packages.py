@@ -3,12 +3,11 @@
 import importlib
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from processes import run_module
 from qerl_lab.config.option import ConfigError
 from qerl_lab.train.__main__ import check_vllm
 
@@ -29,12 +28,9 @@ def half_installed(site: Path, code: str) -> Path:
 
 def test_a_half_installed_vllm_is_named_in_one_line(tmp_path: Path) -> None:
     package = half_installed(tmp_path / "site", f"raise ImportError({LOADER!r})")
-    before = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*before, str(tmp_path / "site")])}
-    command = [
-        sys.executable, "-m", "qerl_lab", "+experiment=bf16", "rollout=transformers", "tracking=none", "run_dir=run",
-    ]  # fmt: skip
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(tmp_path / "site")]))
+    words = ["+experiment=bf16", "rollout=transformers", "tracking=none", "run_dir=run"]
+    ran = run_module("qerl_lab", *words, cwd=tmp_path, PYTHONPATH=paths)
     assert ran.returncode == 2, ran.stdout + ran.stderr
     said = f"vLLM is installed ({package}) and cannot be imported (ImportError: {LOADER}"
     (line,) = [line for line in (ran.stdout + ran.stderr).splitlines() if said in line]

@@ -1,12 +1,11 @@
 """The jobs of a sweep on clusters: really run, by submitit through the sbatch of a one-machine cluster, and by Ray."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from processes import run_module
 from qerl_lab.record.directory import RunDirectory
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -17,12 +16,6 @@ WORDS = [
 ]  # fmt: skip
 
 
-def sweep(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "qerl_lab", *WORDS, *words]
-    environment = {**os.environ, "PATH": f"{SLURM}{os.pathsep}{os.environ['PATH']}"}
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.parametrize(("launcher", "package", "words"), [
     ("slurm", "submitit", ["slurm=--partition=cpu --time=10"]),
     ("ray", "ray", []),
@@ -31,14 +24,15 @@ def test_two_jobs_run_on_a_cluster_into_one_sweep_and_are_skipped_after(
     launcher: str, package: str, words: list[str], tmp_path: Path
 ) -> None:
     pytest.importorskip(package)
-    ran = sweep(tmp_path, f"launcher={launcher}", *words)
+    path = f"{SLURM}{os.pathsep}{os.environ['PATH']}"
+    ran = run_module("qerl_lab", *WORDS, f"launcher={launcher}", *words, cwd=tmp_path, PATH=path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "2 done" in ran.stdout
     (directory,) = tmp_path.glob("runs/sweeps/adhoc/*")
     runs = [RunDirectory(directory / f"{seed}-bf16-seed{seed}") for seed in (0, 1)]
     assert [(run.status, run.config().seed) for run in runs] == [("done", 0), ("done", 1)]
     assert all("step 1/1" in run.console.read_text() for run in runs)
-    again = sweep(tmp_path)  # on this machine: where it runs is not what it is
+    again = run_module("qerl_lab", *WORDS, cwd=tmp_path)  # on this machine: where it runs is not what it is
     assert "2 are done already, 0 go on" in again.stdout
     if launcher == "slurm":
         (script,) = directory.glob("slurm/*.submitted")

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from mlflow_points import mlflow_points
+from mlflow_store import runs
+from processes import run_module
 from qerl_lab.cli import launch
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.record.directory import RunDirectory
+from repeated import last_step
 from waiting import wait_for
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -64,10 +66,6 @@ def child_of(process: subprocess.Popen[str]) -> int:
     return found[0]
 
 
-def steps(run_dir: Path) -> int:
-    return max((line["step"] for line in RunDirectory(run_dir).metrics()), default=0)
-
-
 def has_ended(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
@@ -81,7 +79,7 @@ def test_a_run_goes_on_to_its_end_when_nobody_reads_it(start: Start, tmp_path: P
     process.stdout.close(), process.stderr.close()
     assert process.wait(timeout=300) == 0
     assert RunDirectory(tmp_path / "run").status == "done"
-    assert steps(tmp_path / "run") == 2
+    assert last_step(tmp_path / "run") == 2
 
 
 @pytest.mark.parametrize("to_group", [False, True])
@@ -135,13 +133,13 @@ def test_a_lost_terminal_saves_the_step_under_way(start: Start, tmp_path: Path) 
     own = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # noqa: E731
     process = start("steps=500", stdin=slave, stdout=slave, stderr=slave, preexec_fn=own)
     os.close(slave)
-    wait_for(lambda: steps(run) >= 1)
+    wait_for(lambda: last_step(run) >= 1)
     child = child_of(process)
     os.close(master)
     assert process.wait(timeout=300) == 130
     assert has_ended(child)
     assert RunDirectory(run).status == "interrupted"
-    assert (run / "checkpoints" / f"step-{steps(run):06d}" / "manifest.json").exists()
+    assert (run / "checkpoints" / f"step-{last_step(run):06d}" / "manifest.json").exists()
 
 
 def test_a_closed_standard_output_is_not_given_to_a_record(tmp_path: Path) -> None:
@@ -156,17 +154,16 @@ def test_a_run_with_umlauts_goes_on_from_elsewhere_after_it_was_moved(start: Sta
     shutil.copytree(ASSETS, tmp_path / "mödel")
     words = ("scale=custom", "model.path=mödel", "tracking.mlflow=true", "tracking.uri=sqlite:///dö.db", "steps=4")
     process = start(*words, "run_dir=rün")
-    wait_for(lambda: steps(tmp_path / "rün") >= 1)
+    wait_for(lambda: last_step(tmp_path / "rün") >= 1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130, out + err
     (elsewhere := tmp_path / "anderswö").mkdir()
     run = (tmp_path / "rün").rename(elsewhere / "rün 2")
-    done = steps(run)
-    resume = [sys.executable, "-m", "qerl_lab", "resume=rün 2"]
-    again = subprocess.run(resume, cwd=elsewhere, capture_output=True, text=True)
+    done = last_step(run)
+    again = run_module("qerl_lab", "resume=rün 2", cwd=elsewhere)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"continuing after step {done}" in again.stdout
-    assert steps(run) == 4
-    assert mlflow_points(f"sqlite:///{tmp_path}/dö.db")["run_id"].nunique() == 1
+    assert last_step(run) == 4
+    assert [mirror.info.status for mirror in runs(f"sqlite:///{tmp_path}/dö.db")] == ["FINISHED"]
     assert not list(elsewhere.glob("*.db"))

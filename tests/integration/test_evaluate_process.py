@@ -6,7 +6,6 @@ Starting Python costs seconds, so the ones that are to be killed are forked (for
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from forked import SERVER
+from processes import run_module
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 WORDS = [
@@ -63,8 +63,8 @@ def test_an_evaluation_that_is_killed_goes_on_and_ends_the_same(tmp_path: Path) 
 
 
 def test_the_command_prints_a_table_and_writes_what_it_says(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "qerl_lab.evaluate", *WORDS[:5], "max_completion_tokens=24", "device=cpu"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    words = [word for word in WORDS if not word.startswith(("batch_size", "common", "format", "out"))]
+    done = run_module("qerl_lab.evaluate", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     head, row = done.stdout.split("\n\n")[1].splitlines()
     assert head.split()[:4] == ["benchmark", "engine", "questions", "samples"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from processes import run_module
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
@@ -52,8 +53,7 @@ def test_a_closed_pipe_is_no_error(command: str) -> None:
 
 @pytest.mark.parametrize(("words", "given"), [("", "nothing"), ("nowhere", "nowhere"), (". one", ". one")])
 def test_a_run_s_process_says_what_it_is_started_with(words: str, given: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "qerl_lab.train", *words.split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = run_module("qerl_lab.train", *words.split(), cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("error: python -m qerl_lab.train takes RUN_DIR")
     assert f"; {given} was given. Type python -m qerl_lab resume=RUN_DIR" in done.stderr
@@ -65,8 +65,7 @@ def test_a_run_s_process_that_is_typed_by_hand_writes_in_no_directory_of_another
     run.claim(RunConfig(), Typed("the command"))
     before = sorted(run.path.iterdir())
     with run.locked():
-        command = [sys.executable, "-m", "qerl_lab.train", str(run.path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = run_module("qerl_lab.train", str(run.path), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: another process is running in {run.path}. Wait for it or stop it")
     assert sorted(run.path.iterdir()) == before

@@ -5,13 +5,11 @@ The command and its processes are as ever; Python itself puts the failing engine
 
 import json
 import re
-from collections.abc import Callable
 
 import pytest
 
 from failing_engines import command
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.resolved import write_config
 from qerl_lab.system.exits import OK
 from qerl_lab.train import run as run_module
 from qerl_lab.train.stop import Stop
@@ -26,21 +24,9 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def new_run(tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunDirectory]:
-    def make(**changes: object) -> RunDirectory:
-        run_dir = tmp_path_factory.mktemp("failing") / "run"
-        run_dir.mkdir()
-        cfg = tiny(**(SETTINGS | changes), run_dir=str(run_dir))
-        write_config(run_dir, cfg)
-        return RunDirectory(run_dir)
-
-    return make
-
-
 def test_a_run_whose_engine_fails_goes_on_as_printed(new_run) -> None:
     """It fails again and is killed besides, when the checkpoint is there and FAILED is not."""
-    whole, run = new_run(), new_run()
+    whole, run = (RunDirectory(new_run(**SETTINGS)) for _ in range(2))
     assert run_module.run(whole.config(), whole, Stop()) == OK
 
     code, output, errors = command(run, "die@3")

@@ -9,10 +9,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mlflow_points import mlflow_points
+from mlflow_store import mirrored, recorded, runs
+from qerl_lab.cli.launch import CHILD_ENVIRONMENT
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import declared_metrics
-from qerl_lab.report import runs
+from qerl_lab.report.runs import read_steps
+from qerl_lab.tracking.mlflow import MLFLOW_ENVIRONMENT
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -20,7 +22,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     here = tmp_path_factory.mktemp("main_job")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MLFLOW", "OMP_"))}
+    of_tests = {*CHILD_ENVIRONMENT, *MLFLOW_ENVIRONMENT, "OMP_NUM_THREADS"}
+    environment = {name: value for name, value in os.environ.items() if name not in of_tests}
     command = [sys.executable, "-m", "qerl_lab", "+experiment=nvfp4_aqn", "run_dir=run"]
     return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=560), here
 
@@ -52,7 +55,7 @@ def test_it_learns_in_less_than_3_gb(job: tuple[subprocess.CompletedProcess[str]
 
 def test_its_record_is_complete(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     run = job[1] / "run"
-    steps = runs.read_steps(RunDirectory(run))
+    steps = read_steps(RunDirectory(run))
     assert list(steps.index) == list(range(51))
     absent = set(declared_metrics(["format", "answer"])) - set(steps.columns)
     of_others = {"kl_reference", "weight_cut_fraction", "entropy_coef"}
@@ -78,7 +81,6 @@ def test_its_record_is_complete(job: tuple[subprocess.CompletedProcess[str], Pat
 
 
 def test_mlflow_mirrors_it(job: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    curves = mlflow_points(f"sqlite:///{job[1]}/mlflow.db")
-    assert not curves.duplicated(["metric", "step"]).any()
-    reward = curves[curves["metric"] == "reward/mean"].set_index("step")["value"].sort_index()
-    assert reward.tolist() == runs.read_steps(RunDirectory(job[1] / "run"))["reward/mean"].loc[1:].tolist()
+    uri = f"sqlite:///{job[1]}/mlflow.db"
+    assert [mirror.info.status for mirror in runs(uri)] == ["FINISHED"]
+    assert mirrored(uri) == recorded(job[1] / "run")

@@ -20,10 +20,10 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from forked import SERVER
+from processes import run_module
 from small_checkpoints import write_dense
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
-COMMAND = [sys.executable, "-m", "qerl_lab.quantize"]
 WORDS = ["model=model", "format=nvfp4", "quality=weights", "shard_gb=2e-5", "out=out"]
 
 
@@ -38,10 +38,6 @@ def model(tmp_path, monkeypatch) -> Path:
     )  # fmt: skip
     (tmp_path / "model").mkdir()
     return write_dense(tmp_path / "model", Qwen2ForCausalLM(config).bfloat16(), max_shard_size="30KB")
-
-
-def command(*words: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=120, **options)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -100,7 +96,7 @@ def uninterrupted(model) -> dict[str, bytes]:
 
 
 def test_the_embedded_policy_becomes_a_checkpoint_with_its_quality_beside_it(tmp_path):
-    done = command("model=pocket", "out=checkpoint", cwd=tmp_path)
+    done = run_module("qerl_lab.quantize", "model=pocket", "out=checkpoint", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     report = json.loads((tmp_path / "checkpoint" / "quality.json").read_text())
@@ -116,8 +112,7 @@ def test_the_embedded_policy_becomes_a_checkpoint_with_its_quality_beside_it(tmp
     assert report["environment"]["packages"]["torch"] == torch.__version__
     assert report["environment"]["command"].endswith("-m qerl_lab.quantize model=pocket out=checkpoint")
     words = shlex.split(done.stdout.splitlines()[-1].split("-m qerl_lab ")[1])
-    again = [sys.executable, "-m", "qerl_lab", *words, "dry_run=true"]
-    assert "would run 1 job" in subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert "would run 1 job" in run_module("qerl_lab", *words, "dry_run=true", cwd=tmp_path).stdout
 
 
 @pytest.mark.parametrize(
@@ -149,7 +144,9 @@ def test_ctrl_c_is_answered_in_one_line_and_leaves_nothing(model):
 
 def test_a_full_disk_is_named_with_the_file(model):
     """A limit on the size of files stands for the disk; the embedding alone is above it."""
-    limited = command(*WORDS, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)))
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))  # noqa: E731
+    command = [sys.executable, "-m", "qerl_lab.quantize", *WORDS]
+    limited = subprocess.run(command, capture_output=True, text=True, timeout=120, preexec_fn=limit)
     assert limited.returncode == 1
     assert re.fullmatch(
         r"error: \S+/out\.partial/model-\d+-of-\d+\.safetensors cannot be written: .*File too large.*\n",

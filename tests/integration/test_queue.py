@@ -1,13 +1,12 @@
 """A queue of two tiny runs on the CPU: made, packed, one pack lost, merged, and the lost one planned again."""
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
+
+from processes import run_module
 
 QUEUE = """
 words: [scale=pocket, steps=1, rollout.prompts_per_step=2, eval.questions=2, eval.samples=1, cpu_threads=1, device=cpu,
@@ -22,8 +21,7 @@ parts:
 
 
 def queue(folder: Path, *words: str) -> str:
-    line = [sys.executable, "-m", "qerl_lab.tools.queue", *words]
-    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = run_module("qerl_lab.tools.queue", *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,13 +24,13 @@ from qerl_lab.model import policy
 from qerl_lab.model.policy import save_adapter
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import PHASES
-from qerl_lab.record.resolved import write_config
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
 from qerl_lab.train.step import sampling_settings
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
 from qerl_lab.train.training_data import Cursor, select
-from repeated import files_of, lines_of
+from repeated import files_of, last_step, lines_of
+from waiting import wait_for
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -86,10 +85,7 @@ def finish(run_dir: Path) -> None:
 def stop_after(run_dir: Path, step: int, stop: Callable[[subprocess.Popen[str]], object]) -> tuple[int, str]:
     """Start, and stop once the step is logged; the exit code and what was said."""
     process = command(run_dir)
-    deadline = time.monotonic() + 300
-    while process.poll() is None and time.monotonic() < deadline and steps_logged(run_dir) < step:
-        time.sleep(0.01)
-    assert process.poll() is None, process.communicate()
+    wait_for(lambda: last_step(run_dir) >= step, alive=lambda: process.poll() is None)
     ranks = psutil.Process(process.pid).children(recursive=True)  # asked now: an orphan is nobody's child
     assert len(ranks) >= RANKS
     stop(process)
@@ -105,28 +101,10 @@ def kill_rank_1(process: subprocess.Popen[str]) -> None:
     second.kill()
 
 
-def steps_logged(run_dir: Path) -> int:
-    return max((line["step"] for line in RunDirectory(run_dir).metrics()), default=-1)
-
-
-@pytest.fixture(scope="module")
-def new_run(tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A claimed run directory of two ranks."""
-
-    def make(**changes: object) -> Path:
-        run_dir = tmp_path_factory.mktemp("ranks") / "run"
-        run_dir.mkdir()
-        cfg = tiny(**(SETTINGS | changes), gpus=RANKS, run_dir=str(run_dir))
-        write_config(run_dir, cfg)
-        return run_dir
-
-    return make
-
-
 @pytest.fixture(scope="module")
 def two(new_run) -> Path:
     """The directory of a finished run of two ranks that nobody interrupted."""
-    run_dir = new_run()
+    run_dir = new_run(**SETTINGS, gpus=RANKS)
     finish(run_dir)
     return run_dir
 
@@ -177,11 +155,11 @@ def test_the_record_is_that_of_one_process(two: Path) -> None:
 
 
 def test_a_signal_stops_all_ranks_at_one_step_a_dead_rank_ends_all_and_the_run_goes_on(new_run, two: Path) -> None:
-    run_dir = new_run()
+    run_dir = new_run(**SETTINGS, gpus=RANKS)
     code, said = stop_after(run_dir, 1, lambda process: process.send_signal(signal.SIGTERM))
     assert code == 130, said
     assert "Traceback" not in said
-    done = steps_logged(run_dir)
+    done = last_step(run_dir)
     assert 1 <= done < STEPS
     assert max((run_dir / "checkpoints").iterdir()).name == f"step-{done:06d}"
     assert not (run_dir / "FAILED").exists()
@@ -197,7 +175,7 @@ def test_a_signal_stops_all_ranks_at_one_step_a_dead_rank_ends_all_and_the_run_g
 
 def test_every_rank_learns_of_a_failure_and_none_waits_for_another(new_run, two: Path) -> None:
     """Of rank 0's in the evaluation; of rank 1's there, in a sync, and in a rollout of the next step."""
-    run = RunDirectory(new_run(checkpoint__every=0))
+    run = RunDirectory(new_run(**SETTINGS | {"checkpoint__every": 0}, gpus=RANKS))
     for plan, cause, saved in (
         ("die@1@0", "rank 0: the worker died", 0),
         ("die@1@1", "rank 1: the worker died", 0),

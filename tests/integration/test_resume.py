@@ -16,23 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from killed_runs import (
-    STEPS,
-    Reference,
-    check,
-    ended,
-    finish,
-    run_to_the_end,
-    run_until,
-    start,
-    steps_logged,
-    wait_while_alive,
-)
+from killed_runs import STEPS, Reference, check, ended, finish, run_to_the_end, run_until, start
+from processes import run_module
 from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
-from repeated import lines_of
+from repeated import last_step, lines_of
+from waiting import wait_for
 
 pytestmark = pytest.mark.integration
 
@@ -57,7 +48,7 @@ def stopped(words: list[str], run_dir: Path, step: int, number: signal.Signals) 
     """Output, errors and exit code of a command that gets a signal once the step is logged."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, *words[1:]], cwd=run_dir.parent, **pipes)
-    assert wait_while_alive(lambda: steps_logged(run_dir) >= step, lambda: process.poll() is None)
+    wait_for(lambda: last_step(run_dir) >= step, pause=0.001, alive=lambda: process.poll() is None)
     (child,) = psutil.Process(process.pid).children()
     process.send_signal(number)
     output, errors = process.communicate(timeout=300)
@@ -76,7 +67,7 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_continue(killable, referen
         assert "Traceback" not in errors
 
         (said,) = re.findall(r"interrupted; (\d) of 6 steps are saved. Continue with\n +(.+)", output)
-        before, done = done, steps_logged(run_dir)
+        before, done = done, last_step(run_dir)
         assert said[0] == str(done)
         assert before + 1 <= done < STEPS
         assert max((run_dir / "checkpoints").iterdir()).name == f"step-{done:06d}"
@@ -135,7 +126,7 @@ def test_damaged_checkpoints_are_passed_over_with_a_warning(killable, reference)
     def killed_at(step: int) -> list[Path]:
         """Checkpoints of a run that is killed when it has this one, the newest first."""
         process = start(run_to_the_end, run_dir)
-        assert wait_while_alive(lambda: (folder / f"step-{step:06d}").exists(), process.is_alive)
+        wait_for((folder / f"step-{step:06d}").exists, pause=0.001, alive=process.is_alive)
         process.kill()
         ended(process)
         return sorted(folder.glob("step-*"), reverse=True)
@@ -160,12 +151,12 @@ def test_a_run_does_not_go_on_with_another_model_in_the_place_of_its_own(tiny, t
     model, directory = shutil.copytree(ASSETS, tmp_path / "model"), RunDirectory(tmp_path / "run")
     directory.claim(with_absolute_paths(tiny(model__path=str(model))), Typed("the command"))
     flip(model / "model.safetensors")
-    for words in (["qerl_lab", f"resume={directory.path}"], ["qerl_lab.train", str(directory.path)]):
-        done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=300)
+    for words in (("qerl_lab", f"resume={directory.path}"), ("qerl_lab.train", str(directory.path))):
+        done = run_module(*words, cwd=tmp_path)
         assert done.returncode == 2, done.stderr
         refusal = done.stderr + (directory.reason if directory.status == "failed" else "")
         assert re.search(rf"model\.path={model} was the model of model\.hash=\w{{12}} when .+ is now that of", refusal)
         assert not list(directory.path.glob("checkpoints/*"))
     flip(model / "model.safetensors")
-    done = subprocess.run([sys.executable, "-m", "qerl_lab", f"resume={directory.path}"], timeout=300)
+    done = run_module("qerl_lab", f"resume={directory.path}", cwd=tmp_path)
     assert (done.returncode, directory.status) == (0, "done")

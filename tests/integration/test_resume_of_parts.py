@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from killed_runs import check, ended, finish, run_until, start, steps_logged, uninterrupted
-from repeated import lines_of
+from killed_runs import check, ended, finish, run_until, start, uninterrupted
+from repeated import last_step, lines_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 REFILLS = {
@@ -69,9 +69,9 @@ def test_kill_9_amid_refills(killable) -> None:
         ("qerl_lab.train.step", "grade", 2, True),
         ("qerl_lab.train.step", "sampling_settings", between + 2, True),
     ):
-        before = steps_logged(run_dir)
+        before = last_step(run_dir)
         assert ended(start(run_until, run_dir, module, function, call, after)) == -signal.SIGKILL
-        assert steps_logged(run_dir) in (before, first, second)
-    assert steps_logged(run_dir) == second
+        assert last_step(run_dir) in (before, first, second)
+    assert last_step(run_dir) == second
     finish(run_dir)
     check(run_dir, whole)

@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from processes import run_module
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.line_files import PER_STEP
 
@@ -15,12 +14,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def test_questions_left_out_a_collapse_and_completions_are_said_and_kept(tmp_path: Path) -> None:
-    command = [
-        sys.executable, "-m", "qerl_lab", "+experiment=nvfp4", "steps=7", "rollout.prompts_per_step=8",
-        "rollout.max_prompt_tokens=55", "optim.learning_rate=1", "eval.questions=0", "tracking=none", "device=cpu",
-        "run_dir=run",
+    words = [
+        "+experiment=nvfp4", "steps=7", "rollout.prompts_per_step=8", "rollout.max_prompt_tokens=55",
+        "optim.learning_rate=1", "eval.questions=0", "tracking=none", "device=cpu", "run_dir=run",
     ]  # fmt: skip
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    ran = run_module("qerl_lab", *words, cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     done = json.loads((tmp_path / "run" / "DONE").read_text())
     (said,) = re.findall(r"note: ([\d,]+) more questions are longer than rollout\.max_prompt_tokens=55", ran.stdout)
@@ -42,9 +40,7 @@ def test_what_is_left_out_of_the_questions_is_said_once(tmp_path: Path) -> None:
         "task=bigmath", "task.path=mine.jsonl", "steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2",
         "eval.samples=1", "tracking=none", "device=cpu",
     ]  # fmt: skip
-    ran = subprocess.run(
-        [sys.executable, "-m", "qerl_lab", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    ran = run_module("qerl_lab", *words, cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     notes = [line for line in ran.stdout.splitlines() if "rows are bad" in line or "eval.questions=" in line]
     assert len(notes) == len(set(notes)) == 2, notes

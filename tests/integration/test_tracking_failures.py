@@ -16,16 +16,14 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from mlflow_store import config, log, mirrored, recorded, runs
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.tracking.__main__ import main
 from qerl_lab.tracking.mlflow import resync
 from qerl_lab.tracking.tracker import Tracker
+from waiting import wait_for
 
-pytest_plugins = ["mlflow_store"]
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
-pytest.register_assert_rewrite("mlflow_store")
-from mlflow_store import config, log, mirrored, recorded, runs  # noqa: E402
-from waiting import wait_for  # noqa: E402
 
 
 def test_no_mlflow_at_the_start_is_said_once_and_filled_later(

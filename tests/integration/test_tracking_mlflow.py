@@ -9,6 +9,7 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
+from mlflow_store import config, doubles, latest, log, mirrored, points, recorded, runs, track
 from qerl_lab.config.arm import config_hash, leaves
 from qerl_lab.config.paths import sqlite_uri
 from qerl_lab.config.schema import EvalConfig
@@ -19,12 +20,9 @@ from qerl_lab.tracking import tracker as tracker_module
 from qerl_lab.tracking.__main__ import main
 from qerl_lab.tracking.mlflow import resync
 from qerl_lab.tracking.tracker import Tracker
+from waiting import wait_for
 
-pytest_plugins = ["mlflow_store"]
 pytestmark = pytest.mark.integration
-pytest.register_assert_rewrite("mlflow_store")
-from mlflow_store import config, doubles, log, mirrored, points, recorded, runs, track  # noqa: E402
-from waiting import wait_for  # noqa: E402
 
 
 def test_mlflow_receives_everything(run_dir: Path, db: str) -> None:
@@ -118,8 +116,7 @@ def test_a_step_that_is_trained_again_keeps_the_run_and_its_last_point_counts(ru
     track(run_dir, db, range(6, 9), last_step=5, shift=0.5)
     (run,) = runs(db)
     assert run.info.run_id == before.info.run_id
-    latest = {(name, step): value for name, step, value, _ in sorted(mirrored(db), key=lambda point: point[3])}
-    assert latest == {(name, step): value for name, step, value, _ in recorded(run_dir)}
+    assert latest(mirrored(db)) == latest(recorded(run_dir))
     assert {step for _, step in doubles(db, run.info.run_id)} == {6, 7}
 
 

@@ -80,7 +80,7 @@ def register_schema() -> None:
 
 def make_plan(overrides: list[str], multirun: bool) -> Plan:
     """Compose and check every job of a command from its overrides, and start none. Raises ConfigError."""
-    parse_overrides(overrides)
+    parsed = parse_overrides(overrides)
     register_schema()
     with (
         as_config_errors(),
@@ -90,7 +90,8 @@ def make_plan(overrides: list[str], multirun: bool) -> Plan:
         master = loader.load_configuration("config", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
         if multirun or master.hydra.mode == RunMode.MULTIRUN:
             return plan_sweep(master, loader)
-        return plan_run(loader.load_configuration("config", overrides, RunMode.RUN), loader)
+        loader.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=True)
+        return plan_run(master, loader)
 
 
 def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:

@@ -37,49 +37,38 @@ def first_call(whole: Runs, step: int) -> int:
     return 1 + seeds.index(sampling_settings(whole.cfg, step, 0, 0).seed)
 
 
-def check_same(runs: Runs, whole: Runs) -> None:
+DIED = "the worker died"
+
+
+@pytest.mark.parametrize(
+    "failures",  # one after another, of one run that is resumed each time; with the steps that are saved then
+    [
+        [("die@2", DIED, 0), ("die@{0}", DIED, 1), ("sync@1", "the adapter did not arrive", 1),
+         ("group@1", "the engine gave ", 1)],
+        [("die@1", DIED, 0), ("timeout@{1}", "no answer in 0.2 s", 1),
+         ("logprobs@2", "the engine gave 0 log-probs for a completion of ", 1), ("die@{2}", DIED, 3)],
+    ],
+    ids=["before a step", "within a step, and in the evaluations"],
+)  # fmt: skip
+def test_a_failure_saves_the_state_before_the_step_and_says_how_to_go_on(new_runs, whole, failures: list) -> None:
+    runs, step_2 = new_runs(), first_call(whole, 2)
+    calls = step_2, step_2 + 1, 1 + len(whole.plan.asked) - step_2  # first try of step 2, its refill; the last of all
+    assert first_call(whole, 3) - step_2 > 1, "step 2 refills nothing"
+    drawn = whole.directory.metrics()[1]["metrics"]["rollout/prompts_drawn"]
+    for words, cause, saved in failures:
+        with pytest.raises(EngineFailed) as raised:
+            runs.run(words.format(*calls))
+        remedy = f"{saved} of 3 steps are saved. Type python -m qerl_lab resume={runs.cfg.run_dir} to go on."
+        assert str(raised.value).startswith(cause)
+        assert str(raised.value).endswith(remedy)
+        newest = checkpoint.newest(runs.directory.checkpoints)
+        assert (newest.step if newest else 0) == saved
+        assert saved != 1 or newest.prompts_seen == drawn
+    assert runs.run() == OK
     one, other = runs.directory.path, whole.directory.path
     assert lines_of(one) == lines_of(other)
     assert files_of(one) == files_of(other)
     assert runs.directory.status == "done"
-
-
-@pytest.mark.parametrize(
-    ("words", "cause"),
-    [  # {0} is the first try of step 2, {1} its refill
-        ("die@{0}", "the worker died"),
-        ("timeout@{1}", "no answer in 0.2 s"),
-        ("sync@3", "the adapter did not arrive"),  # sync 1 is that of the evaluation
-        ("group@{0}", "the engine gave 4 completions for 1 prompts; asked: 4 for each of 2"),
-        ("logprobs@{1}", "the engine gave 0 log-probs for a completion of "),
-    ],
-)
-def test_a_failure_saves_the_state_before_the_step_and_says_how_to_go_on(
-    new_runs, whole, words: str, cause: str
-) -> None:
-    runs, call = new_runs(), first_call(whole, 2)
-    assert first_call(whole, 3) - call > 1, "step 2 refills nothing"
-    with pytest.raises(EngineFailed) as raised:
-        runs.run(words.format(call, call + 1))
-    remedy = f"1 of 3 steps are saved. Type python -m qerl_lab resume={runs.cfg.run_dir} to go on."
-    assert str(raised.value).startswith(cause)
-    assert str(raised.value).endswith(remedy)
-    saved = checkpoint.newest(runs.directory.checkpoints)
-    drawn = whole.directory.metrics()[1]["metrics"]["rollout/prompts_drawn"]
-    assert (saved.step, saved.prompts_seen) == (1, drawn)
-    assert runs.run() == OK
-    check_same(runs, whole)
-
-
-@pytest.mark.parametrize(("step", "saved"), [("before", 0), (1, 0), ("after", 3)])
-def test_where_no_step_is_to_be_saved_none_is(new_runs, whole, step: str | int, saved: int) -> None:
-    call = {"before": 1, 1: 2, "after": len(whole.plan.asked)}[step]
-    runs = new_runs()
-    with pytest.raises(EngineFailed, match=rf"{saved} of 3 steps are saved\. Type"):
-        runs.run(f"die@{call}")
-    assert [path.name for path in runs.directory.checkpoints.glob("*")] == [f"step-{saved:06d}"] * bool(saved)
-    assert runs.run() == OK
-    check_same(runs, whole)
 
 
 def test_a_checkpoint_that_is_there_is_not_written_again(new_runs, whole, monkeypatch) -> None:

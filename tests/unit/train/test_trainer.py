@@ -113,12 +113,11 @@ def test_dropout_parts_neither_sampler_and_trainer_nor_an_update_and_its_rollout
     assert metrics["policy/clip_fraction"] == 0
 
 
-@pytest.mark.parametrize("group", [8, 16])
-@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
+@pytest.mark.parametrize(("algorithm", "group"), [("grpo", 16), ("dapo", 8)])
 def test_equal_rewards_change_not_one_bit_of_the_adapter(train, tiny, build_policy, algorithm: str, group: int) -> None:
     policy = build_policy(tiny())
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters() if p.requires_grad}
-    run = train(policy, earn=0.2, steps=3, rollout__group_size=group, algorithm__name=algorithm)
+    run = train(policy, earn=0.2, steps=2, rollout__group_size=group, algorithm__name=algorithm)
     for _, metrics in run.steps:
         assert metrics["reward/zero_variance_groups"] == 1
         assert metrics["reward/mean"] == pytest.approx(0.2, abs=1e-15)
@@ -187,7 +186,8 @@ def test_a_weight_that_is_nan_ends_the_run_before_it_is_saved(train, tmp_path) -
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_engine_holds_the_noise_of_the_seed_and_step(train, dtype: str) -> None:
     """Its last sigma is 5e-4, where bfloat16 weights of 1 have steps of 16 sigma."""
-    run = train(steps=3, seed=7, model__dtype=dtype, algorithm__updates_per_rollout=2, **NOISE)
+    small = {"rollout__prompts_per_step": 2, "rollout__max_completion_tokens": 8}
+    run = train(steps=3, seed=7, model__dtype=dtype, algorithm__updates_per_rollout=2, **small, **NOISE)
     assert len(run.engine.held) == 3
     for step, (held, (_, metrics)) in enumerate(zip(run.engine.held, run.steps, strict=True), start=1):
         noise = Noise(metrics["noise/sigma"], seed=7, step=step)
