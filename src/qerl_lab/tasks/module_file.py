@@ -117,13 +117,9 @@ def _checked_grade(
         if not isinstance(given, dict) or not {"format", "answer"} <= set(given):
             raise ConfigError(f"{said} must return a dict of scores with the keys format and answer.")
         if unknown := set(given) - {*PARTS, *allowed}:
-            raise ConfigError(
-                f"{said} returned {_join(unknown)}, for which weights(cfg) of the file has no weight."
-            )
+            raise ConfigError(f"{said} returned {_join(unknown)}, for which weights(cfg) of the file has no weight.")
         if missing := required - set(given):
-            raise ConfigError(
-                f"{said} did not return {_join(missing)}, for which weights(cfg) has a weight."
-            )
+            raise ConfigError(f"{said} did not return {_join(missing)}, for which weights(cfg) has a weight.")
         scores: Scores = {}
         for part, values in given.items():
             try:
