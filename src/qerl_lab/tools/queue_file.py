@@ -3,7 +3,7 @@
 QUEUE.yaml, in a folder of results:
 
     words: [scale=qwen1_5b, tracking=none]            # for every line; a line's own words take precedence
-    seconds: 480                                      # per run, until the ledger has measurements
+    seconds: 480                                      # per run, until the ledger or results/bench has measurements
     parts:                                            # in the order in which they are made
       - name: formats
         lines: ["+experiment=bf16,nvfp4"]             # each a grid of the main command, without seeds
@@ -26,6 +26,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -91,7 +92,7 @@ class Queue:
         return [one for one in self.runs if not self.is_done(one.key) and self.failures(one.key) < ATTEMPTS]
 
     def seconds(self, planned: Planned) -> float:
-        """Estimate a run's seconds: the median of its part's runs, else of the queue's, else the file's `seconds`.
+        """Estimate a run's seconds: the median of its part's runs, else of the queue's, else from `results/bench`.
 
         Other words, such as another scale, make other runs: the ledger then says nothing of them.
         """
@@ -100,7 +101,7 @@ class Queue:
         done = [row for row in own if row["state"] == DONE and not missing_evaluations(row)]
         taken = [float(row["seconds"]) for row in done if row["part"] == planned.part.name]
         taken = taken or [float(row["seconds"]) for row in done]
-        return statistics.median(taken) if taken else self.seconds_at_first
+        return statistics.median(taken) if taken else estimate_from_bench(planned.config) or self.seconds_at_first
 
     def preregistration_hash(self) -> str:
         """Return the first 12 hex digits of the SHA-256 of PREREGISTRATION.md; empty if the file is missing."""
@@ -175,6 +176,25 @@ def key_of(config: RunConfig) -> str:
     kept = {name: value for name, value in values.items() if name not in WHERE and value != usual[name]}
     digits = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
     return f"{config.experiment}-seed{config.seed}-{digits}"
+
+
+def estimate_from_bench(config: RunConfig, folder: Path = Path("results/bench")) -> float | None:
+    """Estimate a run's seconds from the fastest measured step of its model, at full length; None if unmeasured.
+
+    The steps were measured at 1,024 or 2,048 completion tokens, so a run with longer ones takes longer.
+    """
+    rows: list[dict[str, Any]] = []
+    for file in sorted(folder.glob("step_*.json")):
+        rows += json.loads(file.read_text(encoding="utf-8"))["rows"]
+    of_model = [row for row in rows if _letters(row["model"]) == _letters(config.model.name) and row["gpus"] == 1]
+    speeds = [row["tokens_per_second"] for row in of_model if not row["baseline"]]
+    tokens = config.steps * config.completions_per_step * config.rollout.max_completion_tokens
+    return tokens / max(speeds) if speeds else None
+
+
+def _letters(name: str) -> str:
+    """Return a model's name as its letters and digits, which are alike in all spellings."""
+    return "".join(filter(str.isalnum, name))
 
 
 def missing_evaluations(row: Row) -> int:

@@ -105,11 +105,12 @@ def test_the_queue_of_qwen_composes() -> None:
     )
 
 
-def test_hours_are_of_this_queue_else_of_its_file(queue: Queue) -> None:
+def test_hours_are_of_this_queue_else_of_the_bench(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other words make other runs: what the ledger has of another scale says nothing of them."""
     assert queue.seconds(queue.runs[1]) == 600
+    monkeypatch.chdir(FILE.parents[2])
     made = with_rows(queue, DONE)
     assert made.seconds(made.runs[1]) == 9
     other = queue_file.read(queue.folder / "queue.yaml", ["scale=paper_gsm8k_7b", "rollout=vllm"])
     assert len(other.rows) == 1
-    assert other.seconds(other.runs[1]) == 600
+    assert other.seconds(other.runs[1]) > 3600  # from results/bench
