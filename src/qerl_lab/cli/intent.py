@@ -113,13 +113,13 @@ def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
             f"Type scale=custom for the schema's ({RunConfig().optim.learning_rate:g}, "
             f"{RunConfig().rollout.max_completion_tokens}), a paper scale, or scale={POCKET} to mean it."
         )
-    for key, value, most, limit in (
+    for key, given, most, limit in (
         ("aqn.stages", cfg.aqn.stages, cfg.steps, f"steps={cfg.steps}; a stage is one step or more"),
         ("aqn.probe_prompts", cfg.aqn.probe_prompts, cfg.completions_per_step,
          f"the {cfg.completions_per_step} completions of a step"),
     ):  # fmt: skip
-        if key in typed and value > most and cfg.aqn.schedule != "off":
-            raise ConfigError(f"{key}={value} is more than {limit}. Type for example {key}={most}.")
+        if key in typed and given > most and cfg.aqn.schedule != "off":
+            raise ConfigError(f"{key}={given} is more than {limit}. Type for example {key}={most}.")
 
 
 def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
