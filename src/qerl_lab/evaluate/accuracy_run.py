@@ -22,7 +22,7 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS, sha256
-from qerl_lab.config.schema import EvalConfig, RunConfig
+from qerl_lab.config.schema import EvalConfig
 from qerl_lab.evaluate import benchmarks, subject, summary
 from qerl_lab.evaluate.accuracy import ask_questions, evaluation_seed
 from qerl_lab.evaluate.evaluate_options import SMALL, SMALL_SAMPLES, AccuracyOptions
@@ -69,7 +69,9 @@ def run(*evaluations: AccuracyOptions) -> None:
     """
     jobs = list({job.out: job for job in map(plan, evaluations)}.values())
     left = [job for job in jobs if not job.is_done]
-    groups = [list(group) for _, group in itertools.groupby(left, loaded_settings)]
+    # Evaluations that differ only in the sampling share policy and engine.
+    alike = itertools.groupby(left, lambda job: (replace(job.subject.cfg, eval=EvalConfig()), job.subject.adapter))
+    groups = [list(group) for _, group in alike]
     with ExitStack() as stack:
         folders = {
             job.out: stack.enter_context(Unfinished(job.out, job.identity, job.options.overwrite)) for job in left
@@ -111,11 +113,6 @@ def plan(options: AccuracyOptions) -> Job:
     if out.exists() and not is_done and not options.overwrite:
         raise ConfigError(f"out={out} holds something else. Type another out, or overwrite=true to replace it.")
     return Job(options, found, tasks, identity, out, is_done)
-
-
-def loaded_settings(job: Job) -> tuple[RunConfig, Path | None]:
-    """Return the settings of policy and engine, which evaluations with other samplings share."""
-    return replace(job.subject.cfg, eval=EvalConfig()), job.subject.adapter
 
 
 def identifying_settings(options: AccuracyOptions, chosen: Subject, tasks: Sequence[Task]) -> dict[str, Any]:

@@ -30,6 +30,11 @@ class Unit(NamedTuple):
     modules: tuple[str, ...]
     layout: Layout
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensors written."""
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.layout.values())
+
 
 def write(
     source: WeightFiles, linears: Sequence[str], weight_format: Format, device: torch.device, folder: Path,
@@ -43,7 +48,7 @@ def write(
     """
     units = list_units(source, linears, weight_format)
     split = split_state_dict_into_shards_factory(
-        units, get_storage_size=lambda unit: layout_bytes(unit.layout), filename_pattern="model{suffix}.safetensors",
+        units, get_storage_size=lambda unit: unit.bytes, filename_pattern="model{suffix}.safetensors",
         max_shard_size=int(shard_bytes),
     )  # fmt: skip
     total = sum(source.bytes(name) for name in source.names)
@@ -81,11 +86,6 @@ def list_units(source: WeightFiles, linears: Sequence[str], weight_format: Forma
         units[name] = Unit(tuple(f"{module}.weight" for module in modules) or (name,), modules, layout)
         done.update(units[name].names)
     return units
-
-
-def layout_bytes(layout: Layout) -> int:
-    """Return the number of bytes of the tensors in a layout."""
-    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values())
 
 
 def output_tensors(unit: Unit, source: WeightFiles, weight_format: Format, device: torch.device) -> dict[str, Tensor]:
