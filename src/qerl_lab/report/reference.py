@@ -140,12 +140,13 @@ def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str])
     Arms without such a row are left out. So are several arms of one model, task and algorithm with the same row, as it
     is not known which of them the paper has.
     """
+    keys = ("model.path", "task.name", "algorithm.name")
     found = {
-        label: (row, *(runs[0].value(key) for key in ("model.path", "task.name", "algorithm.name")))
+        label: (row, tuple(runs[0].value(key) for key in keys))
         for label, runs in arms.items() for settings, row in TABLE_1 if settings.items() <= runs[0].settings.items()
     }  # fmt: skip
     counts = Counter(found.values())
     return {
-        label: place[0] for label, place in found.items()
-        if counts[place] == 1 and where.items() <= arms[label][0].settings.items()
+        label: row for label, (row, place) in found.items()
+        if counts[row, place] == 1 and where.items() <= arms[label][0].settings.items()
     }  # fmt: skip

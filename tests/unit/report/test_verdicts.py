@@ -79,7 +79,6 @@ def test_the_best_learning_rate_is_not_chosen_by_the_seed_that_it_is_used_for() 
     runs += [of(dict(contrast.treated_settings), "1", seed, 0.3 + seed / 100) for seed in range(3)]
     runs += [of(dict(contrast.treated_settings), "2", seed, (0.9, 0.2, 0.2)[seed]) for seed in range(3)]
     (row,) = verdicts(claim, runs)
-    assert row.numbers is not None
     # Seed 0's own luck at rate 2 is not taken for it; the others see it, and take rate 2.
     assert row.numbers.oriented[:, 0] == pytest.approx([0.0, 0.2 - 0.31, 0.2 - 0.32])
     (row,) = verdicts(claim, [run for run in runs if run.value(LEARNING_RATE) == "1"])
@@ -126,46 +125,36 @@ def test_only_shared_seeds_and_questions_count() -> None:
     made = HELD_OUT.arms(GRADED, 0.2, 4, np.random.default_rng(0))
     short = replace(made[0], accuracy={name: values.iloc[:100] for name, values in made[0].accuracy.items()})
     (row,) = verdicts(GRADED, [short, *made[1:-1]])  # the control's seed 3 is missing
-    assert row.numbers is not None
     assert (row.numbers.seeds, row.numbers.questions, row.finished) == (3, 100, (4, 3))
 
 
 # --- what is said
 
 
-def one(rows: list[Row]) -> Row:
-    return rows[0]
+def less_accurate(made: Run, lost: float) -> pd.Series:
+    lost *= 1 + (made.seed - 1.5) / 10
+    return made.accuracy["after"] + 0.5 - (lost if made.value("format.name") == "nvfp4" else 0)
 
 
-def test_a_broken_guardrail_is_said_beside_the_verdict() -> None:
-    railed = replace(SCALAR, guardrail=Guardrail("accuracy_after", 0.02), contrasts=SCALAR.contrasts[:1])
-
-    def with_accuracy(made: Run, lost: float) -> Run:
-        lost *= 1 + (made.seed - 1.5) / 10
-        values = made.accuracy["after"] + 0.5 - (lost if made.value("format.name") == "nvfp4" else 0)
-        return replace(made, accuracy={"after": values})
-
-    for lost, state in ((0.0, "held"), (0.1, "broken"), (0.02, "open")):
-        row = one(verdicts(railed, [with_accuracy(made, lost) for made in few(claim=railed)]))
-        assert row.numbers is not None
-        assert (row.verdict, row.numbers.guardrail) == ("supported", state)
-        assert (f"guardrail accuracy_after is {state}" in row.why) == (state != "held")
-
-
-def test_a_guardrail_of_other_questions_is_open() -> None:
+def asked_others(made: Run, shared: int) -> pd.Series:
     """The data changed between the two arms: nothing is paired, and the claim's own measure still is."""
+    values = made.accuracy["after"]
+    if made.value("format.name") != "nvfp4":
+        return values
+    return values.rename(index=lambda name: name if name in values.index[:shared] else f"new {name}")
+
+
+@pytest.mark.parametrize(("change", "amount", "state"), [
+    (less_accurate, 0.0, "held"), (less_accurate, 0.1, "broken"), (less_accurate, 0.02, "open"),
+    (asked_others, 0, "open"), (asked_others, 1, "open"),
+])  # fmt: skip
+def test_a_guardrail_is_said_beside_the_verdict(
+    change: Callable[[Run, float], pd.Series], amount: float, state: str
+) -> None:
     railed = replace(SCALAR, guardrail=Guardrail("accuracy_after", 0.02), contrasts=SCALAR.contrasts[:1])
-    for shared in (0, 1):
-
-        def moved(made: Run, shared: int = shared) -> Run:
-            values = made.accuracy["after"]
-            if made.value("format.name") == "nvfp4":
-                values = values.rename(index=lambda name: name if name in values.index[:shared] else f"new {name}")
-            return replace(made, accuracy={"after": values})
-
-        row = one(verdicts(railed, [moved(made) for made in few(claim=railed)]))
-        assert row.numbers is not None
-        assert (row.verdict, row.numbers.guardrail) == ("supported", "open")
+    (row,) = verdicts(railed, [replace(made, accuracy={"after": change(made, amount)}) for made in few(claim=railed)])
+    assert (row.verdict, row.numbers.guardrail) == ("supported", state)
+    assert (f"guardrail accuracy_after is {state}" in row.why) == (state != "held")
 
 
 def test_a_contrast_is_held_against_the_level_of_its_family() -> None:
@@ -181,20 +170,20 @@ def test_a_contrast_is_held_against_the_level_of_its_family() -> None:
     (0.1, "supported"), (0.008, "too small to matter"), (0.0, "excluded"), (-0.1, "reversed"),
 ])  # fmt: skip
 def test_a_verdict_says_whether_the_effect_is_there_matters_or_has_the_other_sign(effect: float, verdict: str) -> None:
-    assert one(verdicts(SCALAR, few(8, effect=effect))).verdict == verdict
+    assert verdicts(SCALAR, few(8, effect=effect))[0].verdict == verdict
 
 
 def test_an_effect_smaller_than_the_smallest_that_matters_cannot_contradict_the_paper() -> None:
     """The paper has +0.034 for this contrast: below the smallest effect its exclusion says nothing of the paper."""
     for smallest, cannot in ((0.05, True), (0.02, False)):
-        row = one(verdicts(replace(SCALAR, smallest=smallest), few(8, effect=0.0)))
+        row = verdicts(replace(SCALAR, smallest=smallest), few(8, effect=0.0))[0]
         assert row.verdict == "excluded"
         assert ("cannot contradict the paper's +0.034 (Figure 5 7B, +-0.004)" in row.why) == cannot
 
 
 def test_a_row_says_whether_its_interval_holds_the_papers_value() -> None:
     for effect, said in ((0.1, "outside"), (0.035, "inside")):
-        assert of_paper_text(one(verdicts(SCALAR, few(8, effect=effect)))) == f"+0.034 (Figure 5 7B, +-0.004, {said})"
+        assert of_paper_text(verdicts(SCALAR, few(8, effect=effect))[0]) == f"+0.034 (Figure 5 7B, +-0.004, {said})"
 
 
 def test_seeds_that_agree_to_the_digit_are_judged_by_their_number() -> None:
@@ -278,13 +267,12 @@ def steps_claim(treated: list[int], control: list[int]) -> Row:
         return [curve(name, seed, [0.0] * n + [1.0] * (10 - n)) for seed, n in enumerate(steps)]
 
     rise = curve("bf16", 99, [0.0] * 5 + [1.0] * 5)
-    return one(verdicts(claim, [*of("nvfp4", treated), *of("bf16", control), rise]))
+    return verdicts(claim, [*of("nvfp4", treated), *of("bf16", control), rise])[0]
 
 
 def test_a_run_that_never_gets_there_is_a_bound_and_no_number() -> None:
     exact = [1, 2, 1, 2, 1]
     never = steps_claim([10] * 5, exact).numbers
-    assert never is not None
     assert (never.censored, never.effect[2]) == (5, math.inf)
     assert never.effect[1] > 1
     assert never.p.below < 0.025  # at least so much slower
@@ -307,11 +295,10 @@ def test_an_effect_is_averaged_over_the_learning_rates_that_both_arms_have() -> 
         for rate, factor in (("1", 1), ("2", 3), *((("3", 9),) if effect else ()))
         for seed in range(3)
     ]
-    row = one(verdicts(claim, runs))
-    assert row.numbers is not None
+    row = verdicts(claim, runs)[0]
     assert row.numbers.oriented[:, 0] == pytest.approx([0.2, 0.4, 0.6])  # by seed the mean of 1 and 3 times 0.1
     assert dict(row.conditions)[LEARNING_RATE] == "mean over 1, 2"
-    single = one(verdicts(claim, [run for run in runs if run.value(LEARNING_RATE) == "1"]))
+    single = verdicts(claim, [run for run in runs if run.value(LEARNING_RATE) == "1"])[0]
     assert single.why == "the arms share no two values of optim.learning_rate to take the mean over"
 
 
@@ -325,7 +312,6 @@ def test_seeds_that_agree_by_luck_decide_nothing() -> None:
     claim = replace(GRADED, contrasts=GRADED.contrasts * 2)
     rows = verdicts(claim, HELD_OUT.arms(GRADED, 0.05, 4, np.random.default_rng(0)))
     numbers = rows[0].numbers
-    assert numbers is not None
     values = numbers.oriented
     alike = values - (values.mean(1)[:, None] - values.mean())  # every seed has one mean
     assert variance_components(alike)[0] < 1e-20 < floored_components(alike)[0]
