@@ -16,8 +16,17 @@ from qerl_lab.config.schema import RunConfig
 RECORD = Path(__file__).with_name("resolved_configs.yaml")
 
 
+def compose() -> dict[tuple[str, str], RunConfig]:
+    """Compose every arm at the pocket scale and two arms at every scale, by (arm, scale), as the command does."""
+    lines = (
+        [f"+experiment={','.join(choices_of('experiment'))}", "scale=pocket"],
+        ["+experiment=bf16,nvfp4_aqn", f"scale={','.join(choices_of('scale'))}"],
+    )
+    jobs = [job for line in lines for job in make_plan(line, multirun=True).jobs]
+    return {(job.config.experiment, job.config.scale): job.config for job in jobs}
+
+
 def differences(composed: dict[tuple[str, str], RunConfig]) -> dict[str, Any]:
-    """`composed` is every arm at every scale, by (arm, scale)."""
     scales, arms = sorted({scale for _, scale in composed}), sorted({arm for arm, _ in composed})
     schema = _flat(RunConfig())
     return {
@@ -40,7 +49,4 @@ def _changes(base: dict[str, Any], config: RunConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    line = [f"+experiment={','.join(choices_of('experiment'))}", f"scale={','.join(choices_of('scale'))}"]
-    jobs = make_plan(line, multirun=True).jobs
-    record = differences({(job.config.experiment, job.config.scale): job.config for job in jobs})
-    RECORD.write_text(yaml.safe_dump(record, sort_keys=False, width=120), encoding="utf-8")
+    RECORD.write_text(yaml.safe_dump(differences(compose()), sort_keys=False, width=120), encoding="utf-8")

@@ -297,7 +297,7 @@ def test_a_wrong_word_is_answered_with_what_to_type(sweep: Path, capsys, words: 
 
 def test_the_command_runs_without_torch_and_mlflow(sweep: Path) -> None:
     code = (
-        "import sys, json; from qerl_lab.report.__main__ import main; main(['sweep', 'out=a']);"
+        "import sys, json; from qerl_lab.report.__main__ import main; main(['sweep/bf16-0', 'out=a']);"
         "main(['verdicts', 'sweep']);"
         "print(json.dumps(sorted({'torch', 'mlflow', 'transformers'} & set(sys.modules))))"
     )
