@@ -62,7 +62,7 @@ VARIANTS = (
     Variant("algorithm.kl_estimator", "algorithm.beta!=0", "algorithm.beta=0.001"),
     Variant("algorithm.entropy_coef_step algorithm.entropy_coef_max", "algorithm.entropy_target!=null",
             "algorithm.entropy_target=0.2"),
-    Variant("eval.samples eval.temperature eval.top_p", "eval.questions!=0", "eval.questions=256"),
+    Variant("eval.samples eval.samples_before eval.temperature eval.top_p", "eval.questions!=0", "eval.questions=256"),
     Variant("eval.subset_questions eval.subset_samples", "eval.every!=0", "eval.every=50"),
 )  # fmt: skip
 

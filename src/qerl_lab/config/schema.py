@@ -319,6 +319,9 @@ class EvalConfig:
         256, "held-out questions before and after training, at least 2; 0: no evaluation", at_least=0
     )
     samples: int = option(4, "sampled completions per question; accuracy is their mean", at_least=1, at_most=4096)
+    samples_before: int | None = option(
+        None, "the same before training, where fewer save time; null: eval.samples", at_least=1, at_most=4096
+    )
     temperature: float = option(0.6, "sampling temperature (Sec. 4.1: 0.6)", at_least=0.01, at_most=100)
     top_p: float = option(0.95, "nucleus sampling (Sec. 4.1: 0.95)", above=0, at_most=1)
     every: int = option(

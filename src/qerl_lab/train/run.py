@@ -92,7 +92,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
         try:
             session.check()
             # the quantized model: no trained adapter, no noise
-            evaluate_heldout(session, "before", 0, cfg.eval.questions, cfg.eval.samples)
+            evaluate_heldout(session, "before", 0, cfg.eval.questions, cfg.eval.samples_before or cfg.eval.samples)
             if not session.done:
                 evaluate_subset(session, 0)
             session.check()
