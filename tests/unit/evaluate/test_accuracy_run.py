@@ -251,7 +251,8 @@ def test_the_base_by_another_rounding_rule_is_another_one(tiny) -> None:
 
 def test_small_sets_get_more_samples_unless_somebody_says(tiny) -> None:
     def samples(temperature: float = 1.0, **options: Any) -> list[int]:
-        cfg = tiny(eval__samples=3, eval__temperature=temperature)
+        cfg = tiny(eval__samples=3)
+        cfg.eval.temperature = temperature  # 0 is for this command alone
         (counted,) = identity(cfg, ["gsm8k", "aime24", "aime25", "amc23"], **options)["samplings"].values()
         return list(counted.values())
 
