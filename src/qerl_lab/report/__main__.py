@@ -35,9 +35,10 @@ class ReportOptions:
 
 
 def report(options: ReportOptions) -> None:
-    """Print a table that compares the arms of run directories, and write the files that the options ask for.
+    """Run the command `report`: print a table that compares arms, and write the files that `options` names.
 
-    Raises ConfigError for an option that has no effect.
+    Raises ConfigError for `bench` without `out`. If no run counts it raises too, unless `out` is the only thing to
+    write.
     """
     from qerl_lab.report import comparison  # pandas and scipy take a second
 
@@ -61,7 +62,10 @@ def report(options: ReportOptions) -> None:
 
 
 def _write_results_folder(compared: "Comparison", options: ReportOptions) -> None:
-    """Write report.html, tables, figures and the runs to the folder `out`, and print its size."""
+    """Write page, tables, figures and runs of a comparison to the folder `options.out`, and print its path and size.
+
+    If no run finished, also prints why each run was left out.
+    """
     from qerl_lab.report import page
 
     folder = Path(str(options.out)).expanduser()
@@ -81,7 +85,10 @@ class VerdictsOptions:
 
 
 def verdicts(options: VerdictsOptions) -> None:
-    """Print the verdicts on the claims (default: the paper's) and write them to the folder `out`, if given."""
+    """Run the command `verdicts`: judge the claims in `options.claims` (default: the paper's), and print the verdicts.
+
+    Writes verdicts.json and verdicts.md too if `options.out` is given.
+    """
     from qerl_lab.report import claims, verdict_tables
     from qerl_lab.report.verdicts import judge
 
@@ -99,9 +106,9 @@ def verdicts(options: VerdictsOptions) -> None:
 
 
 def _compare_runs(options: ReportOptions | VerdictsOptions) -> "Comparison":
-    """Read every run in the directories that the options name, and group them into arms.
+    """Read every run in the directories `options.sweep`, and group the runs into arms.
 
-    Raises ConfigError if there is none, or if none counts and the report is not written to `out`.
+    Raises ConfigError if a directory holds no run. If no run counts it raises too, unless `out` is given.
     """
     from qerl_lab.report import comparison, results
 
@@ -110,7 +117,7 @@ def _compare_runs(options: ReportOptions | VerdictsOptions) -> "Comparison":
 
 
 def _write_text_file(path: Path, text: str) -> None:
-    """Write a text file, with its folder. Raises ConfigError if that fails."""
+    """Write `text` to `path` atomically, and create its folder if needed. Raises ConfigError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode())

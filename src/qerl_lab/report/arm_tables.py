@@ -48,7 +48,10 @@ OF_PAPER = ["Figure 1, 7B: rollouts / BF16", "Table 3, 7B: end to end / BF16"]
 
 
 def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
-    """Build every table of arms of a report, beside the paper's numbers; an empty list if no run counts."""
+    """Build the tables of report.html that compare arms; an empty list if no run counts.
+
+    `baseline` is the label of an arm. If it is None, a note replaces the table of differences.
+    """
     if not comparison.arms:
         return []
     against = []
@@ -60,7 +63,10 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
 
 
 def _accuracy_table(comparison: Comparison) -> Table:
-    """Tabulate held-out accuracy before and after training, gain and pass@n, beside the paper's Table 1."""
+    """Tabulate held-out accuracy before and after training, gain, and pass@n (n = eval.samples), a row per arm.
+
+    The paper's Table 1 is beside it if it has a row for an arm.
+    """
     (head, *rows), cells = verdict_tables.table_1(comparison), []
     beside = verdict_tables.IN_TABLE_1 in head
     for row, runs in zip(rows, comparison.arms.values(), strict=True):
@@ -82,7 +88,7 @@ def _accuracy_table(comparison: Comparison) -> Table:
 
 
 def _difference_table(comparison: Comparison, baseline: str) -> Table:
-    """Tabulate the differences of every arm to the baseline in all `DIFFERENCES` that both have."""
+    """Tabulate the differences to the arm `baseline`: a row per other arm and key of `DIFFERENCES` with values."""
     rows = [
         [arm, compared.label, *cells]
         for arm, runs in comparison.arms.items() if arm != baseline for name, compared in DIFFERENCES.items()
@@ -100,12 +106,16 @@ def _difference_table(comparison: Comparison, baseline: str) -> Table:
 
 
 def _by_seed(runs: Sequence[Run], name: str) -> pd.Series:
-    """Return one number of each run's summary by seed."""
+    """Return the headline number `summary[name]` of each run, indexed by seed."""
     return pd.Series({run.seed: float(run.summary[name]) for run in runs})
 
 
 def _difference_cells(runs: Sequence[Run], control: Sequence[Run], name: str) -> list[str]:
-    """Format difference, effect size and P(better) of two arms; none without common values or on shared machines."""
+    """Format how `runs` differ from `control` in `name`, a key of `DIFFERENCES`: difference, effect size, P(better).
+
+    Returns an empty list if the two arms share no seed with values. Does so too for tokens/s if a run shared its
+    machine.
+    """
     _, sign, ratio = DIFFERENCES[name]
     if ratio and shared_machines(runs, control):
         return []
@@ -132,14 +142,18 @@ def _difference_cells(runs: Sequence[Run], control: Sequence[Run], name: str) ->
 
 
 def _difference_to_baseline(comparison: Comparison, arm: str, baseline: str | None, name: str) -> str:
-    """Format the difference between an arm and the baseline in one number; a dash for the baseline itself."""
+    """Format the difference in `name`, a key of `DIFFERENCES`: `+0.013 [-0.003, +0.030] (5)`, or `1.23x ...`.
+
+    `arm` and `baseline` are labels. A dash for the baseline itself, without a baseline, and if the two cannot be
+    compared.
+    """
     if baseline is None or arm == baseline:
         return NONE
     return (_difference_cells(comparison.arms[arm], comparison.arms[baseline], name) or [NONE])[0]
 
 
 def _entropy_table(comparison: Comparison, baseline: str | None) -> Table:
-    """Tabulate the policy's entropy at both ends of training, beside the paper's Figure 5."""
+    """Tabulate the policy's entropy in the first and the last tenth of the steps, beside the paper's Figure 5."""
     beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "aqn.schedule": "off"})
     against = [f"first tenth - {baseline}"] if baseline else []
     rows = [["arm", "first tenth of the steps", "last tenth", *against, *["Figure 5, 7B"] * bool(beside)]]
@@ -161,7 +175,7 @@ def _entropy_table(comparison: Comparison, baseline: str | None) -> Table:
 
 
 def _speed_table(comparison: Comparison, baseline: str | None) -> Table:
-    """Tabulate speed, time by phase and peak memory, beside the paper's speeds over BF16 (Figure 1, Table 3)."""
+    """Tabulate tokens/s, time by phase and peak memory, beside the paper's speeds over BF16 (Figure 1, Table 3)."""
     beside = reference.rows_of_table_1(comparison.arms, {})
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", f"rollouts / {baseline}", f"end to end / {baseline}",
              *OF_PAPER, "rollout, train, sync", "peak GiB", "seconds a run"]]  # fmt: skip

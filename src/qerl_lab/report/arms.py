@@ -25,11 +25,11 @@ LONGEST = 48  # characters of a value in a label; the pocket model's longest pat
 
 
 def match_questions(runs: Sequence[Run]) -> list[Run]:
-    """Return runs with equal task.path for equal questions, and a marked path where questions changed.
+    """Set task.path: equal for runs on equal questions (by SHA-256), unequal where questions changed; return the runs.
 
-    Runs on equal questions get the path seen first. Questions are equal by their SHA-256. An older record lacks the
-    SHA-256 of the held-out questions, which is then taken from runs on the same training questions; a run that failed
-    early lacks both, which are then taken from runs with its path. Neither is taken if those runs disagree.
+    Equal questions get the path seen first. If runs with equal `task.*` settings had different questions, a hash is
+    added to the path. A SHA-256 that an older record lacks is taken from runs on the same training questions; if it
+    lacks both, from runs with the same path. Neither is taken if those runs disagree.
     """
     training = [run.origin.training_sha256 for run in runs]
     heldout = _fill_blanks(training, [run.origin.heldout_sha256 for run in runs])
@@ -49,7 +49,10 @@ def match_questions(runs: Sequence[Run]) -> list[Run]:
 
 
 def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
-    """Replace an empty text by the only other text with an equal key, if there is exactly one."""
+    """Fill each empty text from the non-empty texts with an equal key; leave it empty unless those are all equal.
+
+    `keys[n]` belongs to `texts[n]`. Returns the new texts.
+    """
     known = defaultdict[str, set[str]](set)
     for key, text in zip(keys, texts, strict=True):
         known[key].update({text} - {""})
@@ -58,12 +61,15 @@ def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
 
 
 def _task_settings_as_text(run: Run) -> str:
-    """Return a run's settings of its task as one text, equal for equal settings."""
+    """Return the `task.*` settings of a run as one text, equal for equal settings."""
     return str(sorted(item for item in run.settings.items() if item[0].startswith("task.")))
 
 
 def fill_in_device(runs: Sequence[Run]) -> list[Run]:
-    """Replace device=auto, in runs that ended before step 1, by the device of the only arm otherwise equal."""
+    """Replace device=auto by cpu or cuda if exactly one of the two makes the run's arm equal to an arm among `runs`.
+
+    Only runs that ended before their first metric have device=auto.
+    """
     known, found = {run.arm for run in runs}, []
     for run in runs:
         if run.value("device") == "auto":
@@ -75,21 +81,25 @@ def fill_in_device(runs: Sequence[Run]) -> list[Run]:
 
 
 def run_key(run: Run) -> tuple[object, ...]:
-    """Return what identifies a run on any machine: arm, seed and start; without a start its name."""
+    """Return what identifies a run on any machine: arm, seed and time of start; its name if that is not recorded."""
     return run.arm, run.seed, run.origin.began or run.name
 
 
 def drop_copies(runs: Sequence[Run]) -> list[Run]:
-    """Keep one record of each run, the one that got furthest: a run may stop here and finish on another machine."""
+    """Keep one record of each run (`run_key`): a finished one before others, then the one that ended last.
+
+    A run may stop on one machine and finish on another.
+    """
     furthest = {run_key(run): run for run in sorted(runs, key=lambda run: (run.is_finished, run.ended))}
     return [run for run in runs if furthest[run_key(run)] is run]
 
 
 def count_overlaps(runs: Sequence[Run]) -> list[Run]:
-    """Set `at_once` of each run: the most runs at once on its machine, by start and end times or by its options.
+    """Set `at_once` in each run: how many runs were on its machine at the same time, itself included.
 
-    A machine is the GPUs or, without one, the host; older records know only its kind. Starts are in whole seconds.
-    A resumed run counts from its first start to its end.
+    It is the larger of two numbers: overlaps by start and end times, and jobs=N or jobs_per_gpu=N of the run's command.
+    A machine is the GPUs or, without one, the host; older records know only its kind. Starts are in whole seconds. A
+    resumed run counts from its first start to its end.
     """
     spans, allowed = [], []
     for run in runs:
@@ -109,7 +119,10 @@ def count_overlaps(runs: Sequence[Run]) -> list[Run]:
 
 
 def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """Return the newest finished run of each (arm, seed), sorted by both, and the reason for each run left out."""
+    """Choose the runs that count: the newest finished run of each arm and seed, by experiment, settings and seed.
+
+    Also returns a line `NAME: REASON` for each other run.
+    """
     counted: dict[tuple[Arm, int], Run] = {}
     left_out = [f"{run.name}: {run.status}" for run in runs if not run.is_finished]
     for run in sorted((run for run in runs if run.is_finished), key=lambda run: run.ended):
@@ -125,10 +138,10 @@ def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
 
 
 def differing_keys(runs: Sequence[Run]) -> list[str]:
-    """Return the setting keys that differ in value between runs; of model.path and model.hash only what adds something.
+    """List the keys of settings in which the runs differ, sorted, without a redundant model.path or model.hash.
 
-    The hash is redundant if paths and hashes pair one to one, as readers know the path; the path if all hashes are
-    equal.
+    The hash is redundant if paths and hashes pair one to one, because readers know the path. Otherwise the path is
+    redundant if all hashes are known and equal.
     """
     pairs = {(run.value(PLACE), run.value(CONTENT)) for run in runs}
     places, contents = ({pair[n] for pair in pairs} for n in (0, 1))
@@ -143,11 +156,11 @@ def differing_keys(runs: Sequence[Run]) -> list[str]:
 
 
 def labels(runs: Sequence[Run]) -> dict[Arm, str]:
-    """Label each arm with its experiment, if any, and the settings that the experiment's name does not imply.
+    """Map each arm to a label: its experiment, if any, and the settings that the experiment's name does not imply.
 
-    A label omits a setting that the arm's experiment does not declare if more than half of such arms share its value,
-    and settings that follow from the task's name, such as its instruction. Long values are shortened; the settings of a
-    group in `CHOICES` appear as its choice.
+    A label omits settings that follow from the task's name, such as its instruction. It omits settings outside
+    `Run.declared` if more than half of the arms that do not declare them share the value. Long values are shortened;
+    the settings of a group in `CHOICES` appear as its choice.
     """
     arms, found = {run.arm: run for run in runs}, {}
     implied, differ = keys_implied_by_task([run.settings for run in runs]), differing_keys(runs)
@@ -173,25 +186,28 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
 
 
 def keys_implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the `task.*` keys that follow from the task's name: each has one value per task."""
+    """Return the `task.*` keys that follow from task.name: each has one value per task.
+
+    `settings` has a mapping per run.
+    """
     names = {one.get(TASK) for one in settings}
     keys = {key for one in settings for key in one if key.startswith("task.") and key != TASK}
     return {key for key in keys if len({(one.get(TASK), one.get(key)) for one in settings}) == len(names)}
 
 
 def task_of(run: Run) -> str:
-    """Return the name of a run's task, and how many of its questions are read if not all are."""
+    """Return the name of a run's task, such as `gsm8k`; for a subset of questions `gsm8k with at most 2 steps`."""
     name, most = run.value(TASK), run.value("task.gsm8k.max_steps")
     return name + subset_in_words(name, int(most) if most.isdigit() else None)
 
 
 def format_setting(key: str, value: str) -> str:
-    """Format a setting as `key=value` for a label, with a long value shortened."""
+    """Format a setting as `key=value` for a label. A long value is shortened, and the key task.name becomes `task`."""
     return f"{'task' if key == TASK else key}={shorten(value)}"
 
 
 def shorten(value: str) -> str:
-    """Shorten a long value: keep the beginning of a text or the end of a path, and add a hash.
+    """Shorten a value longer than `LONGEST` and add a hash: keep the beginning if it has blanks, else the end (a path).
 
     The hash keeps labels unique, since a report identifies arms by label.
     """

@@ -44,46 +44,47 @@ TRAIN_STEP = (
 
 
 def load(file: Path) -> Result:
-    """Read the JSON file of a benchmark result. Raises ValueError or OSError for a file that is none."""
+    """Read a benchmark result from a JSON file. Raises ValueError if it is no JSON, OSError if it cannot be read."""
     result: Result = parse_json(file.read_bytes())
     return result
 
 
 def gpu_of(result: Result) -> str:
-    """Return the name of the GPU on which a benchmark ran."""
+    """Return the name of the first GPU on the machine that measured a result; `no GPU` if it had none."""
     gpus = result["environment"]["gpus"]
     return gpus[0]["name"] if gpus else "no GPU"
 
 
 def code_of(result: Result) -> str:
-    """Return the commit of the code that a benchmark measured."""
+    """Return the commit of the code that a benchmark measured, as `1a2b3c4` or `1a2b3c4 with changes`."""
     about = result["environment"]
     return code_version(about["git_sha"], about["dirty"])
 
 
 def origin(result: Result) -> str:
-    """Describe when, on which GPU and by which code a result was measured."""
+    """Describe the origin of a result in one line: date, GPU, versions of torch and vLLM, commit."""
     about = result["environment"]
     versions = [f"{name} {about['packages'][name]}" for name in ("torch", "vllm") if about["packages"].get(name)]
     return ", ".join([about["time"][:10], gpu_of(result), *versions, f"commit {code_of(result)}"])
 
 
 def measured_rows(result: Result) -> list[dict[str, Any]]:
-    """Return the rows of a result, without the arms whose process died."""
+    """Return the rows of a rollout or step benchmark with numbers, without the rows that only report a dead process."""
     return [row for row in result["rows"] if "died" not in row]
 
 
 def list_deaths(result: Result) -> list[str]:
-    """List the arms of a result whose process died, each with the reason."""
+    """Return a line per arm and rank at which the process of the arm died, with the reason."""
     return [f"{row['arm']}, rank {row['rank']}, died: {row['died']}" for row in result["rows"] if "died" in row]
 
 
 def with_ratios(
     rows: pd.DataFrame, value: str, key: Sequence[str], baselines: Mapping[str, pd.Series]
 ) -> pd.DataFrame:  # fmt: skip
-    """Add a column `of_NAME` per baseline: `value` over the baseline's at an equal `key`, nan where it has none.
+    """Add a column `of_NAME` per baseline: `value` divided by the baseline's `value` at an equal `key`.
 
-    `baselines` marks the rows of each.
+    `value` and `key` name columns. `baselines` maps NAME to a boolean Series that marks the rows of the baseline. A
+    ratio is nan where the baseline has no such row.
     """
     for name, is_baseline in baselines.items():
         own = rows[is_baseline].drop_duplicates(key)[[*key, value]].rename(columns={value: f"of_{name}"})
@@ -93,7 +94,11 @@ def with_ratios(
 
 
 def speed_ratios(result: Result) -> pd.DataFrame:
-    """Return the rows of a rollout or step benchmark, with ratios of tokens/s to stock arms (`of_bf16`, `of_qlora`)."""
+    """Return the rows of a rollout or step benchmark with ratios of tokens/s to stock arms: `of_bf16`, `of_qlora`.
+
+    Stock arms are vLLM or TRL as they are. Ratios are at an equal rank and, for rollouts, batch. Empty if every arm
+    died.
+    """
     rows = pd.DataFrame(measured_rows(result))
     if rows.empty:
         return rows
@@ -103,14 +108,17 @@ def speed_ratios(result: Result) -> pd.DataFrame:
 
 
 def train_step_ratios(result: Result) -> pd.DataFrame:
-    """Return the rows of a train_step benchmark, with ratios of tokens/s to bf16 and qlora at equal micro-batches."""
+    """Return the rows of a train_step benchmark with ratios of tokens/s to bf16 and qlora: `of_bf16`, `of_qlora`.
+
+    Each ratio is to the baseline with chunked loss and micro-batches of the same size.
+    """
     rows = pd.DataFrame(result["steps"])
     bases = {base: (rows["arm"] == base) & (rows["loss"] == "chunked") for base in ("bf16", "qlora")}
     return with_ratios(rows, "tokens_per_second", ["micro_batch_tokens"], bases)
 
 
 def product_ratios(result: Result) -> pd.DataFrame:
-    """Return the `ms` of a linear benchmark by model, layer, tokens and arm, and its ratios to two baselines.
+    """Return a row per model, layer, tokens and arm of a linear benchmark: `ms` and its ratios to two baselines.
 
     The ratios are `of_bf16` and `of_bitsandbytes`. The layer `LAYER` ("whole layer") is the sum over the seven Linears
     of a decoder layer.
@@ -124,9 +132,9 @@ def product_ratios(result: Result) -> pd.DataFrame:
 
 
 def decode_times(result: Result) -> pd.DataFrame:
-    """Return the microseconds of a decode benchmark: a row per (layer, rows), a column per arm.
+    """Return the microseconds per call of a decode benchmark: a row per (layer, rows of input), a column per arm.
 
-    The layer `LAYER` is the sum of the four products.
+    The layer `LAYER` is the sum over the Linears of a decoder layer.
     """
     rows = pd.DataFrame(result["decode"])
     total = rows.groupby(["rows", "arm"], as_index=False, sort=False)["us"].sum().assign(layer=LAYER)
@@ -135,7 +143,10 @@ def decode_times(result: Result) -> pd.DataFrame:
 
 
 def text(result: Result) -> str:
-    """Format a benchmark result for the terminal as a table, mostly with ratios to a baseline."""
+    """Format a benchmark result for the terminal: a table for the kinds that have one, else its numbers in one line.
+
+    All tables but decode's have ratios to a baseline.
+    """
     match result["benchmark"]:
         case "linear":
             copied = pd.DataFrame(result["dequantization"]).pivot_table(
@@ -163,7 +174,10 @@ def text(result: Result) -> str:
 
 
 def _format_arms(result: Result) -> list[str]:
-    """Format the rows of a rollout or step benchmark, their units and GPU kernels, as lines; none if every arm died."""
+    """Format the result of a rollout or step benchmark as lines: a table, its units and, for rollouts, the GPU kernels.
+
+    Empty if every arm died. Kernels are listed only for profiled rows.
+    """
     rows = speed_ratios(result)
     if rows.empty:
         return []
@@ -189,7 +203,10 @@ def _format_arms(result: Result) -> list[str]:
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """List the differences between rows that spoil a comparison of arms: vLLM settings and GPU clocks."""
+    """List, as sentences, what makes arms incomparable: `SETTINGS` that differ, and different GPU clocks.
+
+    `rows` come from `measured_rows`. Clocks may differ by the share `CLOCKS_APART`.
+    """
     found = []
     for name in SETTINGS:
         held: dict[str, list[str]] = {}
@@ -206,7 +223,10 @@ def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def table_rows(rows: pd.DataFrame, spec: Columns) -> list[list[str]]:
-    """Format a data frame as cells below a head, a column per entry of `spec`; a dash for what was not measured."""
+    """Format a data frame as rows of cells below a head; `spec` has (head, format string) for each column of cells.
+
+    A format string names columns of the data frame. The cell is a dash if one of them is missing or nan.
+    """
     names = {form: [name for _, name, _, _ in Formatter().parse(form) if name] for _, form in spec}
     cells = [
         [NONE if any(pd.isna(row.get(name)) for name in names[form]) else form.format_map(row) for _, form in spec]

@@ -24,7 +24,7 @@ VISIBLE = 0.002  # share of the longest bar; shorter parts would show only in th
 
 
 def figure(result: Result) -> Figure | None:
-    """Draw a benchmark result; None if every arm died or its kind has no figure. The caller closes the figure."""
+    """Draw a benchmark result; None if every arm died or `DRAWN` lacks the benchmark. The caller closes the figure."""
     draw = DRAWN.get(result["benchmark"])
     if draw is None or (result["benchmark"] in bench.OF_ARMS and not bench.measured_rows(result)):
         return None
@@ -33,7 +33,7 @@ def figure(result: Result) -> Figure | None:
 
 
 def draw(result: Result, path: Path) -> None:
-    """Draw a benchmark result to a PNG file, if there is something to draw."""
+    """Draw a benchmark result to the PNG file `path`; write no file if `figure` returns None."""
     if drawn := figure(result):
         path.write_bytes(png(drawn))
 
@@ -41,9 +41,10 @@ def draw(result: Result, path: Path) -> None:
 def _draw_line_panels(
     panels: Mapping[tuple[str, str], pd.DataFrame], title: str, label: str, styles: Mapping[str, Mapping[str, Any]]
 ) -> Figure:  # fmt: skip
-    """Draw panels beside each other, a line per column over a logarithmic axis, with one legend below.
+    """Draw panels side by side with one legend below: a line per column, over the index on a logarithmic axis.
 
-    `panels` maps (title, x label) to its lines, `label` is the y axis of the first panel.
+    `panels` maps (title, x label) to a table of lines. `label` is the y label of the first panel. `styles` maps a
+    column to arguments of `plot`.
     """
     figure, axes = plt.subplots(1, len(panels), figsize=(max(7.5, 3.6 * len(panels)), 3.5), squeeze=False)
     handles: dict[str, Artist] = {}
@@ -61,9 +62,10 @@ def _draw_line_panels(
 
 
 def _draw_bar_panels(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Draw panels of horizontal bars beside each other: a bar per arm, split into a part per column.
+    """Draw panels side by side: a horizontal bar per row (an arm), stacked from a part per column, with its total.
 
-    `panels` maps an x label to the parts of each arm, `looks` a part to arguments of `barh`.
+    `panels` maps an x label to a table of parts, and all tables have the same arms. `looks` maps a part to arguments of
+    `barh`.
     """
     arms = [textwrap.fill(arm, 40, break_long_words=False) for arm in next(iter(panels.values())).index]
     size = max(7.5, 3.2 * len(panels)), 1.4 + 0.22 * sum(arm.count("\n") + 2 for arm in arms)
@@ -89,7 +91,7 @@ def _draw_bar_panels(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapp
 
 
 def _draw_linear_times(result: Result) -> Figure:
-    """Draw the time of a layer's Linears over BF16's by tokens, a panel per model."""
+    """Draw the time of the seven Linears of a layer, relative to BF16, by number of tokens; a panel per model."""
     shown = bench.product_ratios(result)
     shown = shown[shown["layer"] == LAYER]
     formats = {arm: OTHER_LIBRARIES.get(arm, arm) for arm in shown["arm"].unique()}
@@ -102,7 +104,10 @@ def _draw_linear_times(result: Result) -> Figure:
 
 
 def _draw_decode_times(result: Result) -> Figure:
-    """Draw the microseconds of decoding products by rows, a panel per layer; dashes tell adapters from products."""
+    """Draw the microseconds of the Linears in decoding by rows of input, a panel per layer.
+
+    Lines of products are solid, lines of adapters dotted, and lines of a product with its adapter dashed.
+    """
     times, styles = bench.decode_times(result), {}
     adapters = [arm for arm in times if arm.startswith("adapter")]
     products = [arm for arm in times if arm not in adapters and not arm.endswith(AND_ADAPTER)]
@@ -117,7 +122,11 @@ def _draw_decode_times(result: Result) -> Figure:
 
 
 def _draw_rollouts(result: Result) -> Figure:
-    """Draw tokens/s by batch and, where measured, ratios to stock BF16 and ratios by rank beside the paper's."""
+    """Draw tokens/s of each arm by batch, at the first rank of the result.
+
+    If measured, further panels show ratios to stock BF16 by batch, and, for several ranks, ratios to a stock arm by
+    rank with the paper's Figure 11.
+    """
     rows, about = bench.speed_ratios(result), result["options"]
     formats = rows.drop_duplicates("arm").set_index("arm")["format"].to_dict()
     styles = palette.styles(formats) | {PAPER: {"color": "black", "linestyle": ":"}}
@@ -143,7 +152,7 @@ def _draw_rollouts(result: Result) -> Figure:
 
 
 def _draw_step_times(result: Result) -> Figure:
-    """Draw the seconds of a step as bars, split by phase."""
+    """Draw the seconds of a step as a bar per arm, split by phase; what no phase covers is `other`."""
     rows, about = bench.speed_ratios(result).set_index("arm"), result["options"]
     parts = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).fillna(0.0).set_axis(PHASES, axis=1)
     parts["other"] = (rows["step_seconds"] - parts.sum(axis=1)).clip(lower=0.0)
@@ -155,7 +164,10 @@ def _draw_step_times(result: Result) -> Figure:
 
 
 def _draw_train_step_costs(result: Result) -> Figure:
-    """Draw tokens/s and peak memory of training steps as bars, a panel per size of micro-batch."""
+    """Draw tokens/s and peak memory of training steps with chunked loss, a bar per arm.
+
+    Each of the two has a panel per size of micro-batch.
+    """
     rows, about = pd.DataFrame(result["steps"]), result["options"]
     rows = rows[rows["loss"] == "chunked"]
     arms = rows["arm"].unique()

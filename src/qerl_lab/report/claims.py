@@ -106,17 +106,17 @@ class Claim:
 
     @property
     def spanned_key(self) -> str:
-        """Return the key over which the claim takes the mean or the best of each arm; empty if there is none."""
+        """Return the key in `best_of` or `mean_over`, which has several values in each arm; empty text if none."""
         return self.best_of or self.mean_over
 
     @property
     def is_ratio(self) -> bool:
-        """Tell whether effects are factors; they are then compared by their logarithms."""
+        """Tell whether effects are factors, not differences. Factors are compared by their logarithms."""
         return MEASURES[self.measure].ratio
 
     @property
     def margin(self) -> float:
-        """Return the smallest effect that matters, as its logarithm for a ratio."""
+        """Return the smallest effect that matters, in the measure's unit or, for a ratio, as a logarithm."""
         return math.log(self.smallest) if self.is_ratio else self.smallest
 
     @property
@@ -125,7 +125,7 @@ class Claim:
         return f"{self.smallest:g}x" if self.is_ratio else f"{self.smallest:g}"
 
     def spell(self, effect: float) -> str:
-        """Format an effect: `+0.013`, or `1.23x` for a ratio."""
+        """Format an effect for readers: `+0.013` for a difference, `1.23x` for a factor."""
         return f"{effect:.2f}x" if self.is_ratio else f"{effect:+.3f}"
 
 
@@ -136,7 +136,10 @@ def of_paper() -> tuple[Claim, ...]:
 
 
 def read(path: Path, called: str) -> tuple[Claim, ...]:
-    """Read a YAML file of claims, shown in verdicts as `called`. Raises ConfigError that names the fault."""
+    """Read the claims of a YAML file. Raises ConfigError, which says what is wrong, if it is no valid file of claims.
+
+    `called` is the name of the file in messages and verdicts.
+    """
     try:
         values, digest = yaml.safe_load(path.read_text(encoding="utf-8")), sha256(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -149,7 +152,10 @@ def read(path: Path, called: str) -> tuple[Claim, ...]:
 
 
 def _parse_file(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
-    """Parse the content of a claims file. Raises ValueError for an unknown, missing or impossible field."""
+    """Build the claims from `values`, the parsed YAML of a claims file.
+
+    The claims keep its `path` and `digest` (SHA-256). Raises ValueError for an unknown, missing or impossible field.
+    """
     needed, optional = ("committed", "seeds", "claims"), ("conditions", "analysis", "arms")
     values = _checked(values, needed, optional, "the file")
     if type(values["seeds"]) is not int or values["seeds"] < FEWEST_SEEDS:
@@ -167,7 +173,10 @@ def _parse_file(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
 
 
 def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Claim:
-    """Parse one claim and its contrasts. Raises ValueError as `_parse_file` does."""
+    """Build one claim from `values`, its entry in the parsed YAML; `arms` maps the names of arms to their settings.
+
+    Raises ValueError as `_parse_file` does.
+    """
     own_fields = [one for one in fields(Claim) if one.name != "file"]
     needed = [one.name for one in own_fields if one.default is MISSING]
     where = f"claim {values.get('name') if isinstance(values, dict) else values}"
@@ -194,7 +203,10 @@ def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Cla
 
 
 def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Contrast:
-    """Parse one contrast, and check that the paper has its printed numbers. Raises ValueError as `_parse_file` does."""
+    """Build one contrast from `values`, its entry in the parsed YAML; `arms` maps the names of arms to their settings.
+
+    Raises ValueError, which begins with `where`, as `_parse_file` does, and if the paper lacks a number in `printed`.
+    """
     own = _checked(values, ("treated", "control"), ("printed",), f"{where}, a contrast")
     for name in (own["treated"], own["control"]):
         if name not in arms:
@@ -212,7 +224,10 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Co
 
 
 def _checked(values: Any, needed: Collection[str], optional: Collection[str], where: str) -> dict[str, Any]:
-    """Return the mapping `values` unchanged. Raises ValueError if a field is missing or unknown."""
+    """Return `values` unchanged if it is a dict with all `needed` fields and, beyond them, only `optional` ones.
+
+    Otherwise raises ValueError, which begins with `where`.
+    """
     if not isinstance(values, dict):
         raise ValueError(f"{where} is no mapping")
     if lacking := sorted({*needed} - values.keys()):
@@ -223,15 +238,15 @@ def _checked(values: Any, needed: Collection[str], optional: Collection[str], wh
 
 
 def _check_key(key: str, where: str, known: Collection[str]) -> None:
-    """Raise ValueError unless a key is among the `known` keys of a run."""
+    """Raise ValueError, which begins with `where`, if `key` is not one of the keys `known`."""
     if key not in known:
         raise ValueError(f"{where}: {key} is no key of a run.{did_you_mean(str(key), sorted(known))}")
 
 
 def _parse_settings(values: Any, where: str) -> dict[str, str]:
-    """Convert the settings of an arm to text as run records spell it. Raises ValueError for an unknown key or choice.
+    """Convert settings from the parsed YAML to text, spelled as run records spell it: 1 becomes `1.0` for a float key.
 
-    Numbers of float keys are spelled as Python prints them.
+    Raises ValueError, which begins with `where`, for an unknown key or choice.
     """
     if not isinstance(values, dict):
         raise ValueError(f"{where} is no mapping of keys to values")

@@ -45,7 +45,7 @@ class Comparison:
 
     @property
     def counted(self) -> list[Run]:
-        """Return all runs that count, arm by arm."""
+        """Return the runs that count (the newest finished run of each arm and seed), arm by arm."""
         return [run for runs in self.arms.values() for run in runs]
 
     @property
@@ -60,7 +60,7 @@ class Comparison:
 
     @property
     def alone(self) -> list[str]:
-        """Return the labels of arms whose runs shared no machine: only these have meaningful seconds and tokens/s."""
+        """Return the labels of arms in which no run shared its machine: only their seconds and tokens/s count."""
         return [label for label, runs in self.arms.items() if all(run.at_once == 1 for run in runs)]
 
     def require_counted(self) -> "Comparison":
@@ -71,15 +71,18 @@ class Comparison:
 
 
 def read(folders: Sequence[Path]) -> Comparison:
-    """Read every run in `folders`, of runs or of results, and group them into arms.
+    """Read every run in `folders`, and group the runs into arms. A folder holds run directories or stored results.
 
-    Raises ConfigError if there is none, or if none counts.
+    Raises ConfigError if a folder holds no run, or if no run counts.
     """
     return compare(*results.read_all(folders)).require_counted()
 
 
 def compare(runs: list[Run], damaged: dict[str, str]) -> Comparison:
-    """Choose the runs that count and group them into arms; no arms if no run finished."""
+    """Choose the runs that count and group them into arms; no arms if no run finished.
+
+    `damaged` maps the name of each unreadable run to the reason.
+    """
     runs = arms.count_overlaps(arms.drop_copies(arms.fill_in_device(arms.match_questions(runs))))
     counted, left_out = arms.choose_runs(runs)
     labels, by_arm = arms.labels(counted), dict[str, list[Run]]()
@@ -92,7 +95,10 @@ def compare(runs: list[Run], damaged: dict[str, str]) -> Comparison:
 
 
 def by_run(comparison: Comparison) -> pd.DataFrame:
-    """Return a row per run: arm, settings that differ, seed, accuracies, gain (interval over questions), `OF_A_RUN`."""
+    """Return a row per run that counts: arm, settings that differ, seed, accuracies, gain, `OF_A_RUN`, code.
+
+    The gain has an interval over questions. `TIMED` numbers are nan if the run shared its machine.
+    """
     keys, rows = differing_keys(comparison.counted), []
     for run in comparison.counted:
         row = {"arm": comparison.arm_of[run.name], **{key: run.value(key) for key in keys}, "seed": run.seed}
@@ -106,10 +112,10 @@ def by_run(comparison: Comparison) -> pd.DataFrame:
 
 
 def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
-    """Return a row per arm: means over seeds, and accuracies with intervals over seeds and questions (`_low`, `_high`).
+    """Return a row per arm: counts, means over seeds, and code. Accuracies and gain have intervals (`_low`, `_high`).
 
-    `difference` and `gain_difference` compare accuracy after training and gain with the arm `baseline`, over the seeds
-    that both have.
+    Intervals are over seeds and questions. `difference` and `gain_difference` compare accuracy after training and gain
+    with the arm `baseline`, over the seeds that both have.
     """
     rows = []
     for label, runs in comparison.arms.items():
@@ -132,18 +138,21 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
 
 
 def matrix(runs: Sequence[Run], phase: str) -> pd.DataFrame:
-    """Return accuracies (before, after) or gains [seeds, questions] on the questions that every seed was asked."""
+    """Return held-out accuracies or gains of an arm [seeds, questions], on the questions that every seed was asked.
+
+    `phase` is "before", "after" or "gain". Runs without evaluation have no row.
+    """
     return pd.DataFrame({run.seed: run.accuracy[phase] for run in runs if run.accuracy}).T.dropna(axis=1)
 
 
 def _interval_columns(name: str, interval: Sequence[float]) -> dict[str, float]:
-    """Return mean and ends of an interval as columns NAME, NAME_low and NAME_high, without those that are nan."""
+    """Map (mean, low, high) to the columns NAME, NAME_low and NAME_high, without those that are nan."""
     named = zip((name, f"{name}_low", f"{name}_high"), interval, strict=True)
     return {column: value for column, value in named if not math.isnan(value)}
 
 
 def curves(comparison: Comparison) -> pd.DataFrame:
-    """Return all kept metrics of the runs that count as tidy rows: run_id, arm, metric, step, seconds, value.
+    """Return the metrics by step of all runs that count as tidy rows: run_id, arm, metric, step, seconds, value.
 
     `seconds` is the time of the run's training steps up to and including this one.
     """
@@ -157,7 +166,7 @@ def curves(comparison: Comparison) -> pd.DataFrame:
 
 
 def tabulate_differing_settings(comparison: Comparison) -> list[list[str]]:
-    """Tabulate the settings in which arms differ, a row per arm below a head; empty if none differ."""
+    """Tabulate the settings in which arms differ as rows of cells: a row per arm below a head. Empty if none differ."""
     firsts = {label: runs[0] for label, runs in comparison.arms.items()}
     keys = differing_keys(list(firsts.values()))
     rows = [[label, *(arms.shorten(run.value(key)) for key in keys)] for label, run in firsts.items()]
@@ -173,9 +182,10 @@ def format_csv(table: pd.DataFrame) -> str:
 
 
 def baseline_of(labels: Sequence[str], wanted: str | None) -> str | None:
-    """Find the baseline among arms by full label or by experiment; by default `BASELINE`, if it is one of several arms.
+    """Find the label of the baseline in `labels`; `wanted` is a full label or the name of an experiment.
 
-    Raises ConfigError if `wanted` names no arm or several.
+    If `wanted` is None, returns the arm called `BASELINE` if it is one of several arms, else None. Raises ConfigError
+    if `wanted` names no arm or several.
     """
     name = wanted or BASELINE
     fits = [arm for arm in labels if arm == name] or [arm for arm in labels if arm.partition(" (")[0] == name]
@@ -189,9 +199,9 @@ def baseline_of(labels: Sequence[str], wanted: str | None) -> str | None:
 
 
 def text(comparison: Comparison, table: pd.DataFrame, baseline: str | None) -> str:
-    """Format a comparison for the terminal: the arms, the settings in which they differ, and what was left out.
+    """Format a comparison for the terminal: arms, settings in which they differ, warnings, and runs left out.
 
-    `table` comes from `by_arm`.
+    `table` comes from `by_arm` with the same `baseline`.
     """
     head = ["arm", "seeds", "finished", "before", "after", "gain", f"after - {baseline}", "policy entropy, nats"]
     rows = [head if baseline else [*head[:6], head[7]]]
@@ -221,7 +231,10 @@ def text(comparison: Comparison, table: pd.DataFrame, baseline: str | None) -> s
 
 
 def _format_mean(row: dict[str, Any], name: str, form: str) -> str:
-    """Format a mean of a row as `0.768 [0.731, 0.805]`, without an interval if there is none; a dash without a mean."""
+    """Format the mean `row[name]` with its interval as `0.768 [0.731, 0.805]`; only the mean if it has no interval.
+
+    A dash if there is no mean. `form` is a format specification, such as `.3f`.
+    """
     mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
     if math.isnan(mean) or math.isnan(high):
         return "-" if math.isnan(mean) else format(mean, form)
@@ -229,13 +242,16 @@ def _format_mean(row: dict[str, Any], name: str, form: str) -> str:
 
 
 def list_left_out(comparison: Comparison) -> str:
-    """List the runs that do not count, each with the reason; empty if there are none."""
+    """Format the runs that do not count as lines, each with the reason; empty text if there are none."""
     lines = comparison.left_out
     return "\n  ".join([f"Left out, {len(lines)} in all:", *lines]) if lines else ""
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """List warnings about runs that their settings do not show: other machines, code, questions, damaged records."""
+    """List, as sentences, what may spoil a comparison: mixed machines, versions, questions, tasks or conditions.
+
+    Also lists subsets of a task, shared machines, models without a hash, and damaged records.
+    """
     runs, notes = comparison.counted, []
     kinds = {"machines": [run.origin.machine for run in runs]}
     for package in sorted({name for run in runs for name in run.origin.versions}):

@@ -64,16 +64,17 @@ CURVES = (
 
 
 def recorded_curves(points: pd.DataFrame) -> list[Curve]:
-    """Return the `CURVES` that some run recorded; sigma only if it was ever not 0."""
+    """Return the `CURVES` with a value in `points` (from `comparison.curves`); sigma only if it was ever not 0."""
     points = points[points["value"].notna()]
     used = set(points.loc[(points["metric"] != "noise/sigma") | (points["value"] != 0), "metric"])
     return [curve for curve in CURVES if curve.metric in used]
 
 
 def panels(arms: Sequence[str], baseline: str | None) -> list[list[str]]:
-    """Split arms into groups, one for each panel of a figure, the baseline first in each.
+    """Split the labels of arms into groups, one for each panel of a figure; the baseline, if any, is first in each.
 
-    An incomplete panel comes first, so that an arm and the next one, the same with noise, share a panel.
+    Up to `ARMS_A_PANEL` arms are one group; more are split into groups of `BESIDE` beside the baseline. An incomplete
+    group comes first, so that an arm and the next one, the same with noise, share a panel.
     """
     first = [arm for arm in arms if arm == baseline]
     others = [arm for arm in arms if arm != baseline]
@@ -91,6 +92,7 @@ def draw(
     Args:
         points: tidy, from `comparison.curves`.
         by: `STEP`, or `CLOCK`: seconds of training steps, without evaluation and loading.
+        baseline: the label of the arm that every panel shows; None if there is none.
         styles: the look of each arm, from `palette.styles`.
     """
     chosen = points[(points["metric"] == curve.metric) & points["value"].notna()]
@@ -120,8 +122,8 @@ def draw(
 def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
     """Group arms that differ only in weight format: title of the group -> format -> label of its arm.
 
-    Only plain arms take part: without noise, other exploration and another scale rule. The largest groups come first;
-    groups of fewer than `FEWEST` formats are left out. The dense format is first in each.
+    Only arms without noise and with the settings `PLAIN` (at any rank) take part. The largest groups come first; groups
+    of fewer than `FEWEST` formats are left out. The dense format is first in each.
     """
     plain = QUIET | {key: value for key, value in PLAIN.items() if key != "lora.rank"}
     found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
@@ -143,13 +145,15 @@ def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
 
 @styled()
 def draw_formats(points: pd.DataFrame, formats: Mapping[str, str], title: str) -> Figure:
-    """Draw reward, the trainer's entropy and held-out accuracy in a row, a line per format; the caller closes it.
+    """Draw panels of reward, trainer's entropy and held-out accuracy, a line per format; the caller closes the figure.
 
-    Metrics that no run recorded have no panel. Accuracy is that during training if it was measured, else at both ends.
+    Metrics that no run recorded have no panel. Held-out accuracy on the first questions, measured during training, is
+    preferred; without it, the panel shows accuracy on all questions.
 
     Args:
         points: tidy, from `comparison.curves`.
         formats: the label of each format's arm, from `group_formats`.
+        title: the title of the figure.
     """
     points = points[points["arm"].isin(formats.values()) & points["value"].notna()]
     of, recorded = {curve.name: curve for curve in CURVES}, set(points["metric"])
@@ -172,9 +176,10 @@ def draw_formats(points: pd.DataFrame, formats: Mapping[str, str], title: str) -
 
 
 def _axis_limits(drawn: tuple[float, float], values: pd.Series, curve: Curve) -> tuple[float, float]:
-    """Return the limits of the y axis: the data, and intervals up to a quarter of the data's range beyond it.
+    """Return (low, high) of the y axis: the data, and intervals only up to a quarter of the data's range beyond it.
 
-    The interval of two seeds spans 12.7 standard errors on either side and would flatten the curves.
+    `drawn` holds matplotlib's own limits. The interval of two seeds spans 12.7 standard errors on either side and would
+    flatten the curves.
     """
     room = (values.max() - values.min()) / 4 or abs(values.max()) or 1.0
     low, high = max(drawn[0], values.min() - room, curve.bounds[0]), min(drawn[1], values.max() + room, curve.bounds[1])
@@ -185,10 +190,10 @@ def _draw_arms(
     axis: Axes, points: pd.DataFrame, labels: Mapping[str, str], curve: Curve,
     styles: Mapping[str, Mapping[str, Any]], *, by: str = STEP, thin: bool = True,
 ) -> None:  # fmt: skip
-    """Draw each arm of `labels`: its seeds thin, their mean thick, and the 95% interval over seeds.
+    """Draw each arm of `labels` (arm -> legend text): a thin line per seed, a thick mean, its 95% interval over seeds.
 
-    By step the mean is taken at the steps that all seeds share; by time at measured times while all seeds run, with
-    linear interpolation. The interval is cut at the curve's bounds. `thin=False` omits the seeds' own lines.
+    By `STEP` the mean is taken at the steps that all seeds share; by `CLOCK` at measured times while all seeds run,
+    with linear interpolation. The interval is cut at the curve's bounds. `thin=False` omits the lines of seeds.
     """
     halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]  # sets the mean off from the seeds, in grey too
     for arm, label in labels.items():
@@ -215,7 +220,7 @@ def _draw_arms(
 
 
 def style_panel(axis: Axes, label: str, unit: str) -> None:
-    """Set the axis labels of a panel, and plain ticks."""
+    """Label the x axis `unit` and the y axis `label`. Ticks are plain, and whole if the unit is step or stage."""
     axis.set(xlabel=unit, ylabel=label)
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=unit in ("step", "stage")))  # there is no step 1.5
     axis.xaxis.set_major_formatter(format_tick)
@@ -223,6 +228,6 @@ def style_panel(axis: Axes, label: str, unit: str) -> None:
 
 
 def add_panel_legend(axis: Axes) -> None:
-    """Add a legend below a panel and its tick labels, at a distance in font sizes, since panels vary in height."""
+    """Add a legend below the tick labels of a panel. The distance is in font sizes, since panels vary in height."""
     axis.tick_params(labelbottom=True)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3.7)

@@ -29,9 +29,10 @@ SEEDS = np.unique(np.geomspace(2, 100, 40).round().astype(int))  # x axis of the
 
 
 def pass_at_each_k(runs: Sequence[Run]) -> dict[int, Interval]:
-    """Return pass@k after training by k, over seeds and questions, within [0, 1].
+    """Map k to pass@k after training, with an interval over seeds and questions within [0, 1], for k = 1, 2, 4 ...
 
-    Raises Unmeasured without evaluation, for fewer than two seeds or samples, and for partly right answers.
+    Raises Unmeasured for runs without evaluation, for fewer than two seeds, questions or samples, for unequal numbers
+    of samples, and for partly right answers.
     """
     right, samples = count_right(runs)
     right_S_Q, count = right.dropna(axis=1).to_numpy(int), int(samples.max())
@@ -44,10 +45,10 @@ def pass_at_each_k(runs: Sequence[Run]) -> dict[int, Interval]:
 
 
 def detectable_difference(differences_S_Q: np.ndarray, seeds: int) -> float:
-    """Return the true difference that `seeds` seeds detect with `POWER` in a two-sided 5% test.
+    """Return the true difference that `seeds` seeds detect with power `POWER` in a two-sided 5% test.
 
-    Computed from the variances of the measured differences [seeds, questions] (`stats.floored_components`) as (t at
-    97.5% + t at 80%) standard errors. More seeds do not reduce the questions' part.
+    It is the sum of the half widths of the 95% and the 60% interval (t at 97.5% and at 80%), from the variances of
+    measured differences [seeds, questions] (`stats.floored_components`). More seeds do not reduce the questions' part.
     """
     variances, questions = stats.floored_components(differences_S_Q), np.shape(differences_S_Q)[1]
     levels = (0.95, 2 * POWER - 1)
@@ -55,7 +56,7 @@ def detectable_difference(differences_S_Q: np.ndarray, seeds: int) -> float:
 
 
 def retention(comparison: Comparison) -> Table:
-    """Tabulate how much of its entropy each arm retained until the end, and how many of its runs collapsed."""
+    """Tabulate, by arm, entropy in the last tenth of the steps / in the first, and how many runs collapsed."""
     rows = [["arm", "entropy, last tenth / first", "runs that collapsed"]]
     for arm, runs in comparison.arms.items():
         ratios = pd.Series([run.summary["entropy_last"] / run.summary["entropy_first"] for run in runs])
@@ -78,7 +79,10 @@ def retention(comparison: Comparison) -> Table:
 
 @styled()
 def draw_passes(comparison: Comparison) -> Figure | None:
-    """Draw pass@k by k for every arm that has it; None if none has. The caller closes the figure."""
+    """Draw pass@k after training by k, a line per arm; None if `pass_at_each_k` fails for every arm.
+
+    The caller closes the figure.
+    """
     found: dict[str, dict[int, Interval]] = {}
     for arm, runs in comparison.arms.items():
         try:
@@ -101,9 +105,9 @@ def draw_passes(comparison: Comparison) -> Figure | None:
 
 @styled()
 def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
-    """Plot entropy at the start against gain in held-out accuracy, a point per run, and describe the correlation.
+    """Plot initial entropy against gain in held-out accuracy, a point per run; also return the correlation in words.
 
-    None if no run was evaluated. The caller closes the figure.
+    None if fewer than two runs were evaluated. The caller closes the figure.
     """
     rows = [
         {"arm": arm, "entropy": run.summary["entropy_first"], "gain": run.accuracy["gain"].mean()}
@@ -131,9 +135,10 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
 
 @styled()
 def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
-    """Plot the detectable difference to the baseline in held-out accuracy against the number of seeds.
+    """Plot the detectable difference to the baseline in held-out accuracy by number of seeds, a line per arm.
 
-    One line per arm, from the spread of its paired differences; None if no arm has two seeds and two questions.
+    Uses the spread of differences paired with the baseline. None without a baseline, or if no arm shares two seeds and
+    two questions with it. The caller closes the figure.
     """
     found = {}
     for arm, runs in comparison.arms.items():
@@ -158,7 +163,7 @@ def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
 
 
 def _create_panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:
-    """Create a figure with one panel, and choose look and label of each arm."""
+    """Create a figure with one panel. Also returns, for each arm, arguments of `plot`: look and legend label."""
     labels = {arm: textwrap.fill(arm, LEGEND_CHARS) for arm in comparison.arms}
     lines = sum(label.count("\n") + 1 for label in labels.values())
     figure, axis = plt.subplots(figsize=(4.4, 3.1 + 0.19 * lines))

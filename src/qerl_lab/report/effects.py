@@ -27,12 +27,12 @@ class Side:
 
     @property
     def runs(self) -> list[Run]:
-        """Return the runs of all options."""
+        """Return the runs at all values of the spanned key."""
         return [run for runs in self.options.values() for run in runs]
 
     @property
     def seeds(self) -> set[int]:
-        """Return the seeds that every option has."""
+        """Return the seeds that have a run at every value of the spanned key."""
         return set.intersection(*({run.seed for run in runs} for runs in self.options.values()))
 
 
@@ -45,9 +45,10 @@ class Pair(NamedTuple):
 
 
 def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Run], started: Sequence[Run]) -> list[Pair]:
-    """Return every pair of arms that tests a contrast. Raises Unmeasured, with the reason, if there is none.
+    """Return every pair of arms that tests a contrast. The two differ only in what the claim allows (`free`).
 
-    `started` also has the unfinished runs. Runs outside the conditions of the claim's file are ignored.
+    `counted` holds the runs that count; `started` adds the unfinished runs, which are only counted. Runs outside the
+    conditions of the claim's file are ignored. Raises Unmeasured, with the reason, if there is no pair.
     """
 
     def split_settings(run: Run) -> tuple[Arm, Arm]:
@@ -85,7 +86,7 @@ def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Run], started
 
 
 def _drop_unshared(side: Side, other: Side) -> Side:
-    """Drop the options of a side that the other side lacks; unchanged if they share none."""
+    """Return `side` without values of the spanned key that `other` lacks; unchanged if they share no value."""
     shared = {at: runs for at, runs in side.options.items() if at in other.options}
     return replace(side, options=shared or side.options)
 
@@ -141,7 +142,10 @@ class Numbers:
 
 
 def measure_pair(claim: Claim, pair: Pair) -> Numbers:
-    """Measure a pair over its shared seeds. Raises Unmeasured if it lacks seeds, values of a key, or the measure."""
+    """Measure the effect of a pair of arms over the seeds that both have. P-values are filled in later.
+
+    Raises Unmeasured for too few shared seeds, questions or values of the spanned key, and if runs lack the measure.
+    """
     values = [side.options.keys() for side in (pair.treated, pair.control)]
     seeds = sorted(pair.treated.seeds & pair.control.seeds)
     if claim.mean_over and len(values[0] & values[1]) < 2:
@@ -183,11 +187,11 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
 
 
 def _measure_side(claim: Claim, measure: str, side: Side, pair: Pair, seeds: Sequence[int]) -> Range:
-    """Return a measure by seed on one side of a pair, in logarithms for a ratio.
+    """Return `measure` [seeds, questions] on one side of a pair, as lower and upper bounds, in logarithms for a ratio.
 
-    With several options it is their mean (`mean_over`), or for each seed the option that was best over the other seeds,
-    by the claim's own measure (`best_of`). No seed chooses for itself, so an arm cannot win by the luck that chose its
-    option. The guardrail uses the same choice.
+    With several values of the spanned key it is their mean (`mean_over`), or for each seed the value that was best over
+    the other seeds, by the claim's own measure (`best_of`), also for a guardrail. No seed chooses for itself, so an arm
+    cannot win by the luck that chose its value.
     """
 
     def measure_option(measure: str, runs: Sequence[Run]) -> Range:
@@ -210,7 +214,10 @@ def _measure_side(claim: Claim, measure: str, side: Side, pair: Pair, seeds: Seq
 
 
 def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
-    """Test a claim's guardrail, if any: `HELD` if the 95% interval is above -margin, `BROKEN` if below, else `OPEN`."""
+    """Tell whether the treated arm keeps the claim's guardrail; empty text if the claim has none.
+
+    `HELD` if the 95% interval of the difference is above -margin, `BROKEN` if below, `OPEN` if neither or unmeasured.
+    """
     if claim.guardrail is None:
         return ""
     rail = claim.guardrail

@@ -38,7 +38,10 @@ class Measure:
 
 
 def _accuracies(runs: Sequence[Run], phase: str) -> Values:
-    """Return held-out accuracy before or after training (`phase`), by seed and question."""
+    """Return held-out accuracy [seeds, questions] in `phase` ("before" or "after" training).
+
+    Raises Unmeasured if a run was not evaluated.
+    """
     if not all(run.accuracy for run in runs):
         raise Unmeasured("runs without held-out evaluation (eval.questions=0)")
     return pd.DataFrame({run.seed: run.accuracy[phase] for run in runs}).T
@@ -47,8 +50,8 @@ def _accuracies(runs: Sequence[Run], phase: str) -> Values:
 def count_right(runs: Sequence[Run]) -> tuple[pd.DataFrame, pd.Series]:
     """Return the number of right answers after training [seeds, questions], and the samples per question by seed.
 
-    Derived from each question's mean over samples. Raises Unmeasured for a single sample a question, and for tasks that
-    grade answers as partly right, where a mean above 0 does not prove a right answer.
+    Derived from each question's mean over samples. Raises Unmeasured for runs without evaluation, for a single sample a
+    question, and for answers graded as partly right, where a mean above 0 does not prove a right answer.
     """
     samples = pd.Series({run.seed: _numeric_setting(run, "eval.samples") for run in runs})
     if (samples < 2).any():
@@ -60,20 +63,26 @@ def count_right(runs: Sequence[Run]) -> tuple[pd.DataFrame, pd.Series]:
 
 
 def _any_right(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
-    """Return 1 for each question with a right answer among its k samples (pass@k), else 0."""
+    """Return 1 for each question with a right answer among its eval.samples samples after training, else 0.
+
+    The result is [seeds, questions]; `controls` is unused. Raises Unmeasured as `count_right` does.
+    """
     right, _ = count_right(runs)
     return (right > 0).astype(float).where(right.notna())
 
 
 def _numeric_setting(run: Run, key: str) -> float:
-    """Return a setting of a run as a number. Raises Unmeasured if the run's version of the lab lacks the key."""
+    """Return a setting of a run as a number. Raises Unmeasured if the run, of another version, lacks the key."""
     if key not in run.settings:
         raise Unmeasured(f"runs of another version of the lab, without {key}")
     return float(run.value(key))
 
 
 def _per_run(number: Callable[[Run], float]) -> MeasureFunction:
-    """Make a measure of one number per run, which the function `number` returns."""
+    """Turn `number`, a function of one run, into a measure with one number per seed.
+
+    The measure raises Unmeasured if a number is not finite.
+    """
 
     def measure_runs(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
         values = pd.DataFrame({"run": {run.seed: float(number(run)) for run in runs}})
@@ -85,12 +94,12 @@ def _per_run(number: Callable[[Run], float]) -> MeasureFunction:
 
 
 def shared_machines(*sides: Sequence[Run]) -> bool:
-    """Tell whether any run overlapped with others, so that its seconds cannot be compared."""
+    """Tell whether any run shared its machine with another run, so that seconds and tokens/s cannot be compared."""
     return any(run.at_once > 1 for runs in sides for run in runs)
 
 
 def _speed(name: str) -> MeasureFunction:
-    """Make a measure of the speed `summary[name]`; it raises Unmeasured for runs that shared a machine."""
+    """Make a measure of `summary[name]`, a number of tokens/s. It raises Unmeasured if a run shared its machine."""
 
     def measure_speed(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
         if shared_machines(runs, controls):
@@ -101,7 +110,10 @@ def _speed(name: str) -> MeasureFunction:
 
 
 def answer_shares(run: Run) -> pd.Series:
-    """Return the share of right answers at each training step (index 1 to steps): `reward/answer` over its weight."""
+    """Return the share of right answers at each training step, indexed by step from 1.
+
+    It is the metric `reward/answer` divided by task.answer_reward. Raises Unmeasured if that is 0 or not recorded.
+    """
     weight = _numeric_setting(run, "task.answer_reward")
     if weight == 0:
         raise Unmeasured("runs that earn nothing for answers (task.answer_reward=0)")
@@ -109,12 +121,15 @@ def answer_shares(run: Run) -> pd.Series:
 
 
 def _trailing_means(shares: pd.Series) -> pd.Series:
-    """Return the mean over a tenth of the steps up to each step; nan before the first whole window."""
+    """Return, for each step, the mean over a tenth of all steps that ends with it; nan before the first full window.
+
+    A shorter window could be decided by one lucky batch.
+    """
     return shares.rolling(max(1, len(shares) // 10)).mean()
 
 
 def has_collapsed(run: Run) -> bool:
-    """Tell whether right answers in the last tenth of the steps are below `FALLEN` of the run's best tenth.
+    """Tell whether right answers in the last tenth of the steps are below `FALLEN` times those in the best tenth.
 
     Raises Unmeasured if the task does not reward answers.
     """
@@ -123,11 +138,11 @@ def has_collapsed(run: Run) -> bool:
 
 
 def _half_rise_steps(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
-    """Return the first step at which right answers (trailing mean) reach half of the control's rise, else steps + 1.
+    """Return, by seed, the first step at which right answers have made half of the control's rise, else steps + 1.
 
-    The trailing mean is over a tenth of the steps. Only full windows count, since one lucky batch would end a shorter
-    one. The rise is from the first to the last tenth, averaged over all control runs; for a control at several learning
-    rates, over those at the best one by right answers. Raises Unmeasured if the control does not rise.
+    Right answers are `_trailing_means`. The rise is from the first to the last tenth of the steps, averaged over the
+    runs of the control or, at several learning rates, over those at the rate with most right answers. Raises Unmeasured
+    if it is below `LEAST_RISE`.
     """
     by_arm: dict[Arm, list[pd.Series]] = {}
     for run in controls:
@@ -146,7 +161,7 @@ def _half_rise_steps(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
 
 
 def _answers_gain(run: Run) -> float:
-    """Return the rise of right answers from the first to the last tenth of the steps."""
+    """Return the share of right answers in the last tenth of the steps minus the share in the first tenth."""
     shares = answer_shares(run)
     return float(last_tenth(shares).mean()) - float(first_tenth(shares).mean())
 

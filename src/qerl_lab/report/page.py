@@ -57,10 +57,10 @@ class Drawn:
 
 
 def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequence[Path] = ()) -> list[Path]:
-    """Write runs, tables, figures, verdicts and report.html to a results folder, and return the files.
+    """Write runs, tables, figures, verdicts and report.html to `folder`, delete outdated files, return the new ones.
 
-    `wanted` names the baseline, `bench` the benchmark results to show. A folder with a claims.yaml is judged by it, any
-    other by the paper's claims. Raises ConfigError or OSError.
+    `wanted` names the baseline as in `comparison.baseline_of`. `bench` lists files or folders of benchmark results. The
+    claims are from claims.yaml in the folder if there is one, else the paper's. Raises ConfigError or OSError.
     """
     speed = speed_tables.tabulate_files(bench)
     made = results.frames(compared.runs, compared.damaged, compared.arm_of)
@@ -89,9 +89,9 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
 
 
 def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
-    """Draw the figures of a page, by title: formats, each recorded curve beside the paper's, and diagnostics.
+    """Draw the figures of a page, by title of section: formats, recorded curves with the paper's, and diagnostics.
 
-    Time and speed are drawn only for arms without a shared machine.
+    Figures of speed, and those by time, have only arms in which no run shared its machine. Empty if no run counts.
     """
     if not compared.arms:
         return {}
@@ -134,7 +134,10 @@ def html(
     compared: Comparison, rows: Sequence[Row], baseline: str | None, drawn: dict[str, list[Drawn]], speed: Speed,
     line: str, title: str,
 ) -> str:  # fmt: skip
-    """Render report.html as one self-contained file."""
+    """Render report.html, with the figures inside. `line` is the command that makes it, `title` its folder's name.
+
+    `rows` come from `judge`, `drawn` from `draw_all`, and `speed` from `speed_tables.tabulate_files`.
+    """
     measured, lacking = [row for row in rows if row.numbers], [row for row in rows if not row.numbers]
     differ = comparison.tabulate_differing_settings(compared)
     verdicts = Counter(row.verdict for row in measured)
@@ -163,17 +166,20 @@ def html(
 
 
 def breakable(text: str) -> str:
-    """Escape a text for HTML and let long keys break after the group and before the value, as on a phone."""
+    """Escape a text for HTML, and let words of 17 characters or more break on narrow screens.
+
+    They may break behind a dot between letters and behind `=`, as in `rollout.<wbr>engine=<wbr>vllm`.
+    """
     return re.sub(r"\S{17,}", lambda word: re.sub(r"(?<=[a-z])\.(?=[a-z])|=", r"\g<0><wbr>", word[0]), escape(text))
 
 
 def _count(number: int, noun: str, rest: str = "") -> tuple[int, str]:
-    """Return a number and the noun that it counts, in singular or plural."""
+    """Return (number, noun) with the noun in the plural unless the number is 1, and with `rest` behind it."""
     return number, f"{noun}{'s' * (number != 1)}{rest}"
 
 
 def _list_counts(compared: Comparison) -> list[tuple[int, str]]:
-    """Count runs by state, arms and seeds, for the head of the page."""
+    """Count runs by state, arms, and seeds, as (number, what is counted), for the head of the page."""
     states = Counter("finished" if run.is_finished else run.status.split(" (")[0] for run in compared.runs)
     states["damaged"] = len(compared.damaged)
     again = states["finished"] - len(compared.counted)
@@ -186,7 +192,7 @@ def _list_counts(compared: Comparison) -> list[tuple[int, str]]:
 
 
 def _list_gaps(compared: Comparison) -> list[str]:
-    """List warnings where means cover fewer runs than were started."""
+    """List, as sentences, which arms have unfinished runs, which means exclude, and which have no finished run."""
     if not compared.arms:
         return ["No run finished, so there is nothing to measure. The runs and their states are at the end."]
     short = []
@@ -201,7 +207,7 @@ def _list_gaps(compared: Comparison) -> list[str]:
 
 
 def _list_details(row: Row) -> list[tuple[str, str]]:
-    """List the numbers behind a verdict, each with its label."""
+    """List the numbers behind a verdict as (label, text), without those that are missing."""
     treated, control, counts, effect, paper, size, better, p_values, guardrail = verdict_tables.measured_cells(row)
     parts = [
         (row.claim.measure, effect), ("smallest that matters", row.claim.smallest_as_text), ("the paper's", paper),
@@ -213,7 +219,10 @@ def _list_details(row: Row) -> list[tuple[str, str]]:
 
 
 def _list_provenance(compared: Comparison) -> list[dict[str, Any]]:
-    """List commands, code, machines, versions, times, and the runs that were left out."""
+    """List commands, code, machines, versions, times, and runs that were left out.
+
+    Each entry is a dict with `title`, `texts` and `is_code` (whether the texts are commands).
+    """
 
     def with_counts(texts: Iterable[str]) -> list[str]:
         """List each text once, with its number of runs unless all agree."""

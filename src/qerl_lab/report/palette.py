@@ -30,7 +30,7 @@ PRINTED = {"bf16/float16": DENSE_FORMAT}  # names in the paper's figures that di
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw figures in the style of `STYLE` within a `with` block, or in the decorated function.
+    """Context manager and decorator: draw figures in the style of the file `STYLE`, then restore matplotlib's settings.
 
     In a notebook it leaves interactive mode on, which `plt.style.context` resets.
     """
@@ -44,7 +44,10 @@ def styled() -> Iterator[None]:
 
 
 def color(name: str, number: int = OTHERS.index("#777777")) -> str:
-    """Return the color of a weight format, by our name or the paper's; another name gets an unused color, or grey."""
+    """Return the hex color of a weight format, by our name or the paper's.
+
+    Another name gets color `number` of `OTHERS`, by default grey.
+    """
     name = name.lower()
     return FORMATS.get(PRINTED.get(name, name), OTHERS[number % len(OTHERS)])
 
@@ -55,7 +58,7 @@ def formats(arms: Mapping[str, Sequence[Run]]) -> dict[str, str]:
 
 
 def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return color, line style and marker of each arm, given the weight format of each arm.
+    """Return color, line style and marker of each arm as arguments of `plot`; `formats` maps arms to weight formats.
 
     With several formats, arms of one format share its color: the first has a solid line and full markers, the others
     dashes and hollow markers. With a single format, the first arm has its color and the others have unused colors.
@@ -71,12 +74,18 @@ def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def format_tick(value: float, _: object = None) -> str:
-    """Format a number on an axis without trailing zeros and never with an exponent."""
+    """Format the number of a tick without trailing zeros; from 1,000 on as a whole number with commas, not an exponent.
+
+    Matplotlib also passes the position of the tick, which is unused.
+    """
     return f"{value:g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def add_legend_below(figure: Figure, handles: Mapping[str, Artist]) -> None:
-    """Add one legend below all panels of a figure, as wide as the figure, and make the figure higher for it."""
+    """Add one legend below all panels of a figure, as wide as the figure, and make the figure higher for it.
+
+    `handles` maps the text of each entry to its artist.
+    """
     width = figure.get_figwidth()
     names = [textwrap.fill(name, int(10 * width), break_on_hyphens=False) for name in handles]
     columns = max(1, min(len(names), int(width / (0.6 + 0.08 * max(map(len, names))))))  # inches
@@ -94,7 +103,10 @@ def png(figure: Figure) -> bytes:
 
 
 def in_64_colors(png: bytes) -> bytes:
-    """Reduce a PNG to 64 colors, a third of its size. Without k-means rounds all thin lines turn grey."""
+    """Reduce a PNG to 64 colors, which leaves a third of its size.
+
+    The palette is refined by k-means, because without it all thin lines turn grey.
+    """
     small, drawn = io.BytesIO(), Image.open(io.BytesIO(png)).convert("RGB")
     drawn.quantize(64, kmeans=3, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
     return small.getvalue()

@@ -40,7 +40,7 @@ class PaperFigure:
 
     @property
     def name(self) -> str:
-        """Return the name of the figure's PNG file, without ending."""
+        """Return the name of the figure's PNG file, without `.png`."""
         return f"paper_{self.file.removesuffix('_digitized')}"
 
     @property
@@ -49,7 +49,7 @@ class PaperFigure:
         return f"The paper's {self.number}: {self.model}, {self.task}"
 
     def is_of(self, tasks: Collection[str]) -> bool:
-        """Tell whether the figure is on one of these tasks, or on none, as for a schedule."""
+        """Tell whether the figure is on one of `tasks` (GSM8K, BigMath), or on no task, as for a schedule."""
         return not self.task.startswith(tuple(TASKS.values())) or self.task.startswith(tuple(tasks))
 
 
@@ -60,9 +60,10 @@ FIGURES = [
 
 
 def figures_beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
-    """Select the paper's figures to show beside our curve `below`: they vary a setting that the runs vary.
+    """Select the paper's figures to show beside our curve `below`, the name of one of `curves.CURVES`.
 
-    If the runs are on a task of the paper, the figures are on that task.
+    They vary a setting that `runs` (one per arm) vary, or show BigMath if a run is on it. If the runs are on a task of
+    the paper, the figures are on that task.
     """
     schedules, varied = {run.value("aqn.schedule") for run in runs}, set(differing_keys(runs))
     varied |= {"noise"} if "off" in schedules and len(schedules) > 1 else set()
@@ -73,12 +74,15 @@ def figures_beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
 
 
 def _tasks_of_paper(runs: Sequence[Run]) -> set[str]:
-    """Return the paper's tasks among the arms' tasks."""
+    """Return the tasks of the runs that the paper has too, named as in the paper (GSM8K, BigMath)."""
     return {TASKS[name] for run in runs if (name := run.value("task.name")) in TASKS}
 
 
 def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
-    """Format the caption of a paper's figure: its subject, and the model and task of our arms above it."""
+    """Format the caption of a paper's figure: its subject, reading error and remark.
+
+    It also names model, task and algorithm of our runs, which the page shows above the figure.
+    """
     ours = "Ours above" if figure.is_of(_tasks_of_paper(runs)) else "Ours above, on another task"
     models = {PurePath(run.value("model.path")).name for run in runs}
     tasks, algorithms = {task_of(run) for run in runs}, {run.value("algorithm.name") for run in runs}

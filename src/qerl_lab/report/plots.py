@@ -30,9 +30,10 @@ PANELS = (  # title, y label, (metric, label) for each line
 
 @styled()
 def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
-    """Plot reward, entropy, sigma and throughput of one run (`runs.read_steps`) by step to a PNG. No smoothing.
+    """Plot reward, entropy, noise and throughput of one run by step to the PNG file `path`. No smoothing.
 
-    Metrics that were not recorded have no panel; neither has noise that was always 0.
+    `steps` comes from `runs.read_steps`. Metrics that were not recorded have no panel; neither has noise that was
+    always 0.
     """
     training = steps.loc[1:].dropna(axis=1, how="all")
     quiet = [metric for metric in training if metric.startswith("noise/") and not training[metric].any()]
@@ -55,7 +56,7 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
 
 @styled()
 def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
-    """Plot the SQNR of every quantized Linear by layer, with a line per kind of Linear (q_proj ...).
+    """Plot the SQNR of every quantized Linear by layer to a PNG file, with a line per kind of Linear (q_proj ...).
 
     Args:
         layers: dB by full module name (model.layers.3.self_attn.q_proj); None for a lossless Linear.
@@ -79,12 +80,12 @@ def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
 
 @styled()
 def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, dict[str, float]], path: Path) -> None:
-    """Plot the entropy of each arm minus the dense model's with its interval, beside the parts of its weight error.
+    """Plot each arm's entropy minus the dense model's to a PNG file, beside the parts of the error of its weights.
 
     Args:
-        arms: arm -> (mean, low, high) in nats per token, in drawing order.
-        shares: arm -> share of each part of the error, for some arms; below 0 where a part cancels others. A part that
-            is 0 in all arms is not in the legend.
+        arms: arm -> (mean, low, high) of that difference in nats per token, in drawing order.
+        shares: arm -> name of a part -> its share of the squared error, for some arms. A share is below 0 where a part
+            cancels others. A part that is 0 in all arms is not in the legend.
     """
     names = list(arms)
     size = (11, 1.6 + 0.34 * len(names))
@@ -111,7 +112,10 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, 
 
 @styled()
 def plot_block_values(values: Mapping[str, Sequence[float]]) -> Figure:
-    """Plot, a row per format, the values that a weight can take within its block."""
+    """Plot, in a row per format, the values that a weight can take within its block; the caller closes the figure.
+
+    `values` maps a format to these values, in units of the largest of the block.
+    """
     figure, axis = plt.subplots(figsize=(8, 0.7 + 0.45 * len(values)))
     for row, (name, found) in enumerate(values.items()):
         axis.plot(found, [row] * len(found), "|", ms=16, mew=1.8, color=palette.color(name, row))
@@ -123,7 +127,10 @@ def plot_block_values(values: Mapping[str, Sequence[float]]) -> Figure:
 
 @styled()
 def plot_block_maxima(stored: Mapping[str, Sequence[float]]) -> Figure:
-    """Plot a histogram per format of stored over exact, for the largest weight of each block; 1 is exact."""
+    """Plot a histogram per format of stored / exact for the largest weight of each block; the caller closes the figure.
+
+    `stored` maps a format to these ratios, one per block; 1 is exact.
+    """
     figure, axes = plt.subplots(1, len(stored), figsize=(3 * len(stored), 2.6), sharex=True, squeeze=False)
     for number, (axis, (name, found)) in enumerate(zip(axes.flat, stored.items(), strict=True)):
         axis.hist(found, bins=40, range=(0.75, 1.25), color=palette.color(name, number))

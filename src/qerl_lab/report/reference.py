@@ -48,9 +48,9 @@ class Difference:
 
 @cache
 def printed() -> pd.DataFrame:
-    """Return the numbers of the paper, a row each: those of paper.csv, and the means of digitized curves.
+    """Return the numbers of the paper, a row each: the rows of paper.csv, and the means of digitized curves.
 
-    All columns of paper.csv are text; `number` is the value as a float or nan.
+    Columns of paper.csv are text; `number` is `value` as a float, nan if it is none.
     """
     rows = pd.read_csv(package_data("results/reference") / "paper.csv", dtype=str, keep_default_na=False)
     rows = rows.assign(number=pd.to_numeric(rows["value"], errors="coerce"))
@@ -59,32 +59,38 @@ def printed() -> pd.DataFrame:
 
 @cache
 def digitized(file: str) -> pd.DataFrame:
-    """Read the curves of one figure of the paper: a row per step (Figure 15: stage), a column per curve.
+    """Read digitized/`file`.csv, the curves of a figure: a row per step (Figure 15: stage), a column per curve.
 
-    A value is nan where another line hides it.
+    A value is nan where another line hides the curve.
     """
     return pd.read_csv(package_data("results/reference") / "digitized" / f"{file}.csv", index_col=0)
 
 
 def interpolated(file: str) -> pd.DataFrame:
-    """Return the curves of `digitized`, filled linearly inside each line; nan outside."""
+    """Return the curves of `digitized` with gaps filled linearly; nan before the first and after the last point."""
     return digitized(file).interpolate("index", limit_area="inside")
 
 
 def steps_of_mean(curves: pd.DataFrame, setting: str) -> pd.DataFrame:
-    """Select the rows of the steps that a mean covers: `EIGHT_STEPS` or `LAST_TENTH`."""
+    """Select the rows of a mean: up to step 8 if `setting` is `EIGHT_STEPS`, the last tenth if it is `LAST_TENTH`.
+
+    The index of `curves` is the step.
+    """
     steps = curves.index
     return curves[steps <= 8 if setting == EIGHT_STEPS else steps > 0.9 * steps[-1]]
 
 
 @cache
 def curves() -> pd.DataFrame:
-    """Read curves.csv: a row for each digitized curve, with its subject and reading `error`."""
+    """Read curves.csv: a row for each digitized curve, with file, column, model, format, metric and reading `error`."""
     return pd.read_csv(package_data("results/reference") / "curves.csv", keep_default_na=False)
 
 
 def _curve_means() -> pd.DataFrame:
-    """Return the means of every digitized curve as rows of paper.csv, with `file`, `column` and reading `error`."""
+    """Return two means of every digitized curve (`EIGHT_STEPS`, `LAST_TENTH`) as rows with the columns of paper.csv.
+
+    Further columns are `number`, `file`, `column` and the reading `error`.
+    """
     found = []
     for curve in curves().to_dict("records"):
         for setting in (EIGHT_STEPS, LAST_TENTH):
@@ -95,7 +101,7 @@ def _curve_means() -> pd.DataFrame:
 
 
 def _select_rows(columns: Mapping[str, str]) -> pd.DataFrame:
-    """Return the rows of the paper's printed results with these column values; `setting` matches a part of its text."""
+    """Return the rows of `printed` with these values by column. For the column `setting`, a part is enough."""
     rows = printed()
     for column, wanted in columns.items():
         is_it = rows[column].str.contains(wanted, regex=False) if column == "setting" else rows[column] == wanted
@@ -104,7 +110,7 @@ def _select_rows(columns: Mapping[str, str]) -> pd.DataFrame:
 
 
 def _select_one_row(where: Mapping[str, str]) -> pd.Series:
-    """Return the only row of the paper's printed results with these column values. Raises KeyError unless it is one."""
+    """Return the row that `_select_rows` finds. Raises KeyError unless it finds exactly one, with a number."""
     rows = _select_rows(where)
     if len(rows) != 1 or math.isnan(rows["number"].iloc[0]):
         raise KeyError(f"{len(rows)} numbers of the paper have {where}; one is needed")
@@ -112,14 +118,18 @@ def _select_one_row(where: Mapping[str, str]) -> pd.Series:
 
 
 def value(**where: str) -> float:
-    """Return the paper's number with these column values (`setting`: a part). Raises KeyError unless there is one."""
+    """Return the paper's number with these column values (`metric="accuracy"`); a part of `setting` is enough.
+
+    Raises KeyError unless exactly one row has them, and holds a number.
+    """
     return float(_select_one_row(where)["number"])
 
 
 def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool = False) -> Difference:
-    """Return treated minus control of two numbers of the paper, or their ratio, selected as in `value`.
+    """Return the number `treated` of the paper minus its number `control`, or with `ratio` their quotient.
 
-    Two lines of one figure are compared over the steps where both are known. Raises KeyError as `value` does.
+    Each is given by column values as in `value`. Two curves of one figure are compared over the steps where both are
+    known. Raises KeyError as `value` does.
     """
     one, other = _select_one_row(treated), _select_one_row(control)
     a, b = one["number"], other["number"]
@@ -130,15 +140,18 @@ def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], rat
 
 
 def numbers(**where: str) -> dict[str, float]:
-    """Return the paper's numbers with these column values by model; repetitions in several tables count once."""
+    """Map each model to the number of the paper with these column values; if several rows have them, to the last.
+
+    A part of `setting` is enough.
+    """
     return {str(model): float(number) for model, number in _select_rows(where).set_index("model")["number"].items()}
 
 
 def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Map the labels of our arms with the settings `where` to (method, weight format) of their row in Table 1.
+    """Map the labels of our arms to (method, weight format) of the row in the paper's Table 1 with the same settings.
 
-    Arms without such a row are left out. So are several arms of one model, task and algorithm with the same row, as it
-    is not known which of them the paper has.
+    Arms that lack such a row, or one of the settings `where`, are left out. So are several arms of one model, task and
+    algorithm with the same row, as it is not known which of them the paper has.
     """
     keys = ("model.path", "task.name", "algorithm.name")
     found = {

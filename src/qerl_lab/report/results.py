@@ -36,7 +36,7 @@ NOT_SETTINGS = {
 
 
 def find_folder(path: str) -> Path:
-    """Find a folder of results or of runs, here or in the folder above. Raises ConfigError if there is none."""
+    """Find the folder `path` here or, for notebooks, in the folder above. Raises ConfigError if neither has it."""
     given = Path(path).expanduser()
     for folder in (given, Path.cwd().parent / given):
         if folder.is_dir():
@@ -45,10 +45,10 @@ def find_folder(path: str) -> Path:
 
 
 def read_all(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
-    """Read every run in `folders`: the runs, and the damaged ones with the reason, by name.
+    """Read every run in `folders`: return the runs, and a dict from the name of each damaged run to the reason.
 
-    A folder that holds both results and run directories is read as both, as the directories may be newer. Raises
-    ConfigError for a folder without either.
+    A folder that holds both results and run directories is read as both, as the directories may be newer. If two runs
+    have one name, the second gets its folder added. Raises ConfigError for a folder that holds neither.
     """
     found, damaged, directories = list[tuple[Path, Run]](), dict[str, str](), dict[Path, Path]()
     for folder in folders:
@@ -91,9 +91,10 @@ def _walk_run_directories(folder: Path) -> Iterator[Path]:
 
 
 def frames(runs: Sequence[Run], damaged: Mapping[str, str], arm_of: Mapping[str, str]) -> Frames:
-    """Build the tables of runs, steps and questions that a results folder stores.
+    """Build the tables of runs, steps and questions that a results folder stores, by file name.
 
-    `arm_of` maps the name of each run that counts to its arm's label.
+    `damaged` maps names of unreadable runs to reasons, and `arm_of` the name of each run that counts to its arm's
+    label.
     """
     keys, rows = differing_keys(runs), []
     for run in runs:
@@ -130,7 +131,10 @@ def write(folder: Path, tables: Frames) -> None:
 
 
 def read(folder: Path) -> tuple[list[Run], dict[str, str]]:
-    """Read a results folder: the runs, and the damaged ones with the reason, by name. Raises ConfigError."""
+    """Read a results folder: return the runs, and a dict from the name of each damaged run to the reason.
+
+    Raises ConfigError if a file is missing or is not what a report writes.
+    """
     tables = {}
     for name in (RUNS, STEPS, QUESTIONS):
         try:
@@ -147,7 +151,10 @@ def read(folder: Path) -> tuple[list[Run], dict[str, str]]:
 
 
 def runs_of(tables: Frames) -> tuple[list[Run], dict[str, str]]:
-    """Rebuild the runs from the tables of `frames`, and the damaged ones with the reason, by name."""
+    """Rebuild the runs from the tables of `frames`; also return a dict from the name of each damaged run to the reason.
+
+    Raises KeyError or ValueError for tables that `frames` did not build.
+    """
     steps = {run: rows.drop(columns="run").set_index("step") for run, rows in tables[STEPS].groupby("run")}
     phases: dict[str, dict[str, pd.DataFrame]] = {}
     for (run, phase), rows in tables[QUESTIONS].groupby(["run", "phase"], sort=False):

@@ -40,7 +40,11 @@ def closing(result: dict[str, Any]) -> str:
 
 
 def where(run_dir: Path, mirror: Mirrored | None) -> str:
-    """Format where a run's record is, how to open the run in MLflow, and how to fill MLflow if it lacks a part."""
+    """Format where a run's record is, and how to open the run in MLflow.
+
+    `mirror` tells what MLflow has of the run; None if it is not used. If it lacks a part, the command to fill it is
+    added.
+    """
     lines = [f"run directory: {terminal.format_path(run_dir)}  (curves.png, metrics.jsonl, eval.parquet, adapter/)"]
     if mirror and mirror.experiment_id:
         lines += _explain_opening(mirror.uri, f"#/experiments/{mirror.experiment_id}/runs")
@@ -66,7 +70,10 @@ def next_steps(run_dir: Path) -> str:
 
 
 def _explain_opening(uri: str, page: str) -> list[str]:
-    """Say how to open a page of MLflow: at a server's own address, else through `mlflow ui`."""
+    """Return lines that say how to open a page of MLflow: at a server's own address, else through `mlflow ui`.
+
+    `uri` is the tracking URI, and `page` the end of the address (`#/experiments/...`).
+    """
     if uri.startswith(("http://", "https://")):
         return [f"open MLflow:   {uri.replace(f'{HIDDEN}@', '').rstrip('/')}/{page}"]
     store = '"$MLFLOW_TRACKING_URI"' if HIDDEN in uri else shlex.quote(uri)

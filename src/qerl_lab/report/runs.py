@@ -85,7 +85,7 @@ class Run:
 
     @property
     def arm(self) -> Arm:
-        """Return the settings that define the arm to which the run belongs."""
+        """Return the settings that define the arm to which the run belongs, as sorted (key, value) pairs."""
         return tuple(sorted(model_by_content(self.settings).items()))
 
     @property
@@ -94,12 +94,16 @@ class Run:
         return self.status == FINISHED
 
     def value(self, key: str) -> str:
-        """Return a setting, or `ABSENT`, as other versions lack some and only local models have model.hash."""
+        """Return the setting `key` as text, or `ABSENT` if the run lacks it.
+
+        Runs of other versions lack some settings, and only local models have model.hash.
+        """
         return self.settings.get(key, ABSENT)
 
     def measured(self, steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> "Run":
-        """Return the run with its metrics by step, held-out answers by phase (if any) and headline numbers.
+        """Return a copy of the run with `steps`, `accuracy` and `summary` set.
 
+        `steps` has metrics by step, and `phases` the held-out answers "before" and "after" (empty without evaluation).
         `seconds` is the wall time of all sessions. Raises KeyError if a metric or one of the two phases is missing.
         """
         steps = steps[[name for name in KEPT if name in steps]].dropna(axis=1, how="all").astype("float32")
@@ -115,9 +119,10 @@ def run_from(
     values: Mapping[str, str], *, name: str, status: str, ended: float, code: str, metrics: Collection[str],
     origin: Origin = Origin(),
 ) -> Run:  # fmt: skip
-    """Build a Run from the flattened configuration of a run directory and the names of its recorded metrics.
+    """Build a Run, without measurements, from the flattened configuration `values` of a run directory.
 
-    Raises ValueError if the values are no configuration of this lab.
+    `metrics` names the recorded metrics, which show the device behind device=auto. Raises ValueError if `values` are no
+    configuration of this lab.
     """
     try:
         device, seed, declared = values["device"], int(values["seed"]), yaml.safe_load(values["differs_in"])
@@ -134,7 +139,10 @@ def run_from(
 
 
 def normalize(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return settings of any version in today's form, so that runs of one arm compare equal."""
+    """Return settings of any version with the keys that today's version has, so that runs of one arm compare equal.
+
+    Drops keys of unused rollout engines. On a CPU, optim.packing=off becomes auto, which means the same there.
+    """
     own = drop_other_engines(fill_added_keys(settings))
     if own["device"] == "cpu" and own.get("optim.packing") == "off":  # `auto` packs on GPUs only
         own["optim.packing"] = "auto"
@@ -147,7 +155,10 @@ def code_version(git_sha: str | None, dirty: bool | None) -> str:
 
 
 def read_run(directory: RunDirectory, name: str) -> Run:
-    """Read a run directory. Raises OSError, ValueError or KeyError if something is missing or damaged."""
+    """Read a run directory as a Run called `name`, with measurements if the run is finished.
+
+    Raises OSError, ValueError or KeyError if something is missing or damaged.
+    """
     lines, values, sessions = directory.checked_metrics(), directory.settings(), directory.environments()
     last = lines[-1] if lines else {"step": 0, "time": 0.0}
     status = {"done": FINISHED}.get(directory.status, directory.status_in_words)
@@ -181,7 +192,7 @@ def read_run(directory: RunDirectory, name: str) -> Run:
 
 
 def _join_distinct(texts: Iterable[str]) -> str:
-    """Join the values of a run's sessions, each once: `A then B`."""
+    """Join texts, one per session of a run, each once and without empty ones: `A then B`."""
     return " then ".join(dict.fromkeys(text for text in texts if text))
 
 
@@ -205,25 +216,29 @@ def read_steps(directory: RunDirectory) -> pd.DataFrame:
 
 
 def summarize(directory: RunDirectory, seconds: float) -> dict[str, Any]:
-    """Summarize a finished run in headline numbers. `seconds` is the wall time of all sessions of the run.
+    """Return a finished run's headline numbers by name: entropy, reward, speed, time, memory, held-out accuracy.
 
-    Entropy first and last are means over the first and the last tenth of the steps, since single steps are noisy.
+    `seconds` is the wall time of all sessions of the run. Entropy and reward, first and last, are means over the first
+    and the last tenth of the steps, since single steps are noisy.
     """
     return _headline(read_steps(directory), directory.evaluations(), seconds)
 
 
 def first_tenth(steps: pd.Series) -> pd.Series:
-    """Return the first tenth of a metric's steps, at least one."""
+    """Return the first tenth of a series by step, at least one step."""
     return steps.head(max(1, len(steps) // 10))
 
 
 def last_tenth(steps: pd.Series) -> pd.Series:
-    """Return the last tenth of a metric's steps, at least one."""
+    """Return the last tenth of a series by step, at least one step."""
     return steps.tail(max(1, len(steps) // 10))
 
 
 def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> dict[str, Any]:
-    """Compute the numbers of `summarize` from metrics by step and held-out answers by phase."""
+    """Compute the numbers of `summarize` from metrics by step and held-out answers by phase.
+
+    Without both phases the numbers on accuracy are missing.
+    """
     steps = steps.loc[1:]
     spent = steps["step/seconds"].sum()
     tokens = (steps["step/tokens_per_second"] * steps["step/seconds"]).sum()
@@ -257,7 +272,10 @@ def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: 
 
 
 def gain_metrics(directory: RunDirectory) -> dict[str, float]:
-    """Return the metrics `eval/gain`, `eval/gain_low` and `eval/gain_high` of a run that was evaluated at both ends."""
+    """Return the gain in held-out accuracy, with its 95% interval: `eval/gain`, `eval/gain_low`, `eval/gain_high`.
+
+    Raises KeyError unless the run was evaluated before and after training.
+    """
     interval = paired_interval(*_accuracies(directory.evaluations()))
     return dict(zip(("eval/gain", "eval/gain_low", "eval/gain_high"), interval, strict=True))
 

@@ -33,7 +33,7 @@ class Speed(NamedTuple):
 
 
 def tabulate_files(paths: Sequence[Path]) -> Speed:
-    """Tabulate benchmark result files, or folders of them, beside the paper's speed and memory.
+    """Tabulate benchmark results beside the paper's speed and memory; `paths` are result files, or folders of them.
 
     Invalid and incomplete files are left out with a note. Raises ConfigError for a path without any file.
     """
@@ -61,7 +61,7 @@ def tabulate_files(paths: Sequence[Path]) -> Speed:
 
 
 def _describe_result(result: Result) -> str:
-    """Describe a result: what was measured where, arms that died, rows that are missing, and what makes it doubtful."""
+    """Describe a result in one line: benchmark, origin, dead arms, missing rows, what spoils a comparison of arms."""
     options, parts = result["options"], [f"{result['benchmark']}, {bench.origin(result)}"]
     if result["benchmark"] in bench.OF_ARMS:
         rows = bench.measured_rows(result)
@@ -79,7 +79,7 @@ def _describe_result(result: Result) -> str:
 
 
 def _tabulate_speeds(result: Result) -> pd.DataFrame:
-    """Return the measured rows of a rollout or step benchmark with table columns; empty for another benchmark."""
+    """Return the measured rows of a rollout or step benchmark, with all columns of its table; empty for others."""
     rows = bench.speed_ratios(result) if result["benchmark"] in bench.OF_ARMS else pd.DataFrame()
     if rows.empty:
         return rows
@@ -97,7 +97,10 @@ def _tabulate_speeds(result: Result) -> pd.DataFrame:
 
 
 def _tabulate_sizes(result: Result) -> pd.DataFrame:
-    """Return weights and peak memory in GB by arm and rank; the peak is the largest of its batches."""
+    """Return weights and peak memory in GB by arm and rank; the peak is the largest over rows, such as batches.
+
+    Empty if the benchmark is not rollout, step or train_step.
+    """
     kind = result["benchmark"]
     if kind == "train_step":
         rows = pd.DataFrame(result["steps"])
@@ -120,7 +123,7 @@ def _tabulate_sizes(result: Result) -> pd.DataFrame:
 
 
 def _add_origin(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
-    """Add model, GPU and commit of a result to its rows, and shorten the names of arms.
+    """Add the columns `model`, `gpu` and `commit` to rows of a result, and shorten the names of arms.
 
     Thus `nvfp4 rollout.vllm.lora=dense` becomes `nvfp4 lora=dense`.
     """
@@ -133,7 +136,10 @@ def _add_origin(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
 
 
 def _paper_rows(*metrics: str) -> pd.DataFrame:
-    """Return the paper's rows of these metrics, with our names of models and formats, and with batch and rank."""
+    """Return the paper's rows of these metrics for BF16, NF4 and NVFP4, with our names of models and formats.
+
+    Adds `batch` (0 if the paper states none) and `rank` (`PRINTED_RANK` if it states none).
+    """
     rows = reference.printed()
     rows = rows[rows["metric"].isin(metrics) & rows["weight_format"].isin(["BF16", "NF4", "NVFP4"])]
     batch = rows["setting"].str.extract(r"(?:BS |batch=|batch size )(\d+)", expand=False)
@@ -145,9 +151,9 @@ def _paper_rows(*metrics: str) -> pd.DataFrame:
 
 
 def printed_rollouts() -> pd.DataFrame:
-    """Return the paper's tokens/s of rollouts by model, batch, rank and format, with ratios and source.
+    """Return the paper's tokens/s of rollouts (`number`), a row per model, batch, rank and format.
 
-    The ratios are `of_bf16` and `of_nf4`, the source is `where`.
+    `of_bf16` and `of_nf4` are ratios to these formats. `where` names the paper's tables and the rank.
     """
     key = ["model", "batch", "rank"]
     rows = _paper_rows("rollout throughput").sort_values("table", ascending=False)  # figures repeat tables, rounded
@@ -158,7 +164,7 @@ def printed_rollouts() -> pd.DataFrame:
 
 
 def printed_steps() -> pd.DataFrame:
-    """Return what the paper prints of whole steps: a row per model, batch and format, a column per `STEP_METRICS`."""
+    """Return the paper's speeds of whole steps as text: a row per model, batch, format; a column per `STEP_METRICS`."""
     rows = _paper_rows(*STEP_METRICS)
     rows["text"] = (rows["value"] + " " + rows["unit"]).str.strip().str.replace(" x", "x")
     wide = rows.pivot(index=["model", "batch", "format"], columns="metric", values="text")
@@ -169,7 +175,10 @@ def printed_steps() -> pd.DataFrame:
 
 
 def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
-    """Build the table of rollouts beside the paper's tokens/s at the same model, batch and rank."""
+    """Build the table of rollouts: our tokens/s beside the paper's at the same model, format and batch.
+
+    The paper's rank equals ours only at batch 1, elsewhere it is `PRINTED_RANK`. `ours` comes from `_tabulate_speeds`.
+    """
     papers = printed_rollouts().rename(columns={"rank": "printed_rank"})
     place = papers["batch"].astype(str) + " at " + papers["printed_rank"].astype(str)
     papers = papers.assign(speed=papers["number"].map(format_number), place=place.where(papers["format"] == "nvfp4"))
@@ -188,7 +197,10 @@ def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
 
 
 def _step_table(ours: Sequence[pd.DataFrame]) -> Table:
-    """Build the table of whole steps beside the paper's speedups at the same model and batch."""
+    """Build the table of whole steps: our speed beside the paper's speedups at the same model, format and batch.
+
+    `ours` comes from `_tabulate_speeds`.
+    """
     papers = printed_steps()
     papers["place"] = papers["batch"].astype(str).where(papers["format"] == "nvfp4")
     return _join_with_paper(
@@ -206,7 +218,10 @@ def _step_table(ours: Sequence[pd.DataFrame]) -> Table:
 
 
 def _memory_table(ours: Sequence[pd.DataFrame]) -> Table:
-    """Build the table of memory: measured weights and peaks beside the paper's model sizes in GB."""
+    """Build the table of memory: measured weights and peaks beside the paper's model sizes in GB.
+
+    `ours` comes from `_tabulate_sizes`.
+    """
     papers = _paper_rows("model size").drop_duplicates(["model", "format"])[["model", "format", "number"]]
     papers = with_ratios(papers, "number", ["model"], {"bf16": papers["format"] == "bf16"})
     papers["place"] = papers["format"].str.upper()
@@ -227,13 +242,14 @@ def _join_with_paper(
     title: str, about: str, columns: Columns, ours: Sequence[pd.DataFrame], papers: pd.DataFrame,
     key: list[str], benchmarks: str, setting: str,
 ) -> Table:  # fmt: skip
-    """Join our rows with the paper's at an equal `key`, and list below what only the paper has.
+    """Build a table of our rows, each beside the paper's row with an equal `key`; name below what only the paper has.
 
     Args:
         columns: head and format of each column; names of the paper's columns get the prefix `paper_`.
-        papers: the paper's rows; `place` names a row in that list, nan keeps it out.
-        benchmarks: the benchmarks that make such rows.
-        setting: what `place` says.
+        ours: our rows, a frame per result.
+        papers: the paper's rows. Column `place` names a row that we lack, such as "8 at 16"; nan keeps it out.
+        benchmarks: the benchmarks that make such rows, for the note if there are none.
+        setting: what `place` means, such as "batch at rank".
     """
     ours = [rows for rows in ours if not rows.empty]
     if not ours:

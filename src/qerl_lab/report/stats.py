@@ -21,7 +21,7 @@ MOST_SEEDS = 1000  # upper limit of the search for enough seeds
 
 
 def format_interval(low: float, high: float, spelled: Callable[[float], str] = "{:+.3f}".format) -> str:
-    """Format an interval as `[-0.010, +0.250]`, or as `[all alike]` if it has no width.
+    """Format an interval as `[-0.010, +0.250]`, or as `[all alike]` if it has no width; `spelled` formats each end.
 
     Identical values say nothing about how far others would differ, so a zero-width interval would mislead.
     """
@@ -29,10 +29,10 @@ def format_interval(low: float, high: float, spelled: Callable[[float], str] = "
 
 
 def paired_interval(before: pd.Series, after: pd.Series, level: float = 0.95) -> Interval:
-    """Return the mean per-question difference `after - before` of one run, with Student's t over questions.
+    """Return the mean per-question difference `after - before` of one run, with Student's t interval over questions.
 
     Paired, because the same questions are asked twice and their difficulty cancels (Miller, arXiv 2411.00640). Both
-    series are indexed by question id. Raises ValueError unless they hold the same questions, at least two. For other
+    series are indexed by question id. Raises ValueError unless they hold the same questions, at least two. For several
     seeds use `over_seeds`.
     """
     if set(before.index) != set(after.index) or len(before) < 2:
@@ -78,7 +78,7 @@ def variance_components(values_S_Q: np.ndarray) -> tuple[float, float]:
 
 
 def floored_components(values_S_Q: np.ndarray) -> tuple[float, float]:
-    """Return `variance_components`, the first raised to what noise in the answers adds to a seed's mean.
+    """Return `variance_components`, the first raised to what noise in answers adds: residual variance / questions.
 
     A few seeds may agree in their means by luck although their answers differ. Verdicts and the estimate of deciding
     seeds both use this.
@@ -88,7 +88,7 @@ def floored_components(values_S_Q: np.ndarray) -> tuple[float, float]:
 
 
 def moderated_variance(own: float, family: Sequence[float]) -> float:
-    """Return a contrast's variance, raised to the median of the variances of its family (which includes it).
+    """Return the variance `own` of a contrast, raised to the median of `family`, which includes it.
 
     With few seeds the variance, and with it the p-value, may be small by luck. It is never lowered, so that no verdict
     claims more than the contrast's own interval. The median keeps one noisy arm from affecting the others.
@@ -110,16 +110,19 @@ def _residual_variance(values_S_Q: np.ndarray) -> float:
 
 
 def half_width(variances: tuple[float, float], seeds: int, questions: int, level: float) -> float:
-    """Return half the width of the interval of `over_seeds`, from `variance_components` and counts."""
+    """Return half the width of the interval of `over_seeds` at the confidence `level`, such as 0.95.
+
+    `variances` come from `variance_components`; `seeds` and `questions` are numbers of them.
+    """
     squares = np.array(variances) / [seeds, questions]
     quantiles = stats.t.ppf(0.5 + level / 2, [seeds - 1, max(questions - 1, 1)])
     return float(np.sqrt((quantiles**2 * squares).sum()))
 
 
 def mean_of_arm(values_S_Q: pd.DataFrame, bounds: tuple[float, float]) -> Interval:
-    """Return the mean of values[seeds, questions] and its interval within `bounds`, on questions that all seeds have.
+    """Return the mean of values[seeds, questions] and its 95% interval, on the questions that all seeds have.
 
-    The ends are nan for a single seed, and the mean too for none.
+    The interval is cut at `bounds`. Its ends are nan for a single seed; without any value the mean is nan too.
     """
     values = values_S_Q.dropna(how="all").dropna(axis=1).to_numpy()
     if not values.size:
@@ -128,7 +131,7 @@ def mean_of_arm(values_S_Q: pd.DataFrame, bounds: tuple[float, float]) -> Interv
 
 
 def clip_interval(interval: Interval, low: float, high: float) -> Interval:
-    """Cut an interval to the possible range of its mean, such as [0, 1] for fractions.
+    """Cut the ends of an interval to the possible range of its mean, such as [0, 1] for fractions.
 
     The coverage stays the same, as the mean cannot lie in the part that is cut. Student's t on few seeds reaches far
     beyond.
@@ -137,7 +140,10 @@ def clip_interval(interval: Interval, low: float, high: float) -> Interval:
 
 
 def band_over_seeds(values_S_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return mean, low and high [T] over seeds for each column T, as `over_seeds` does; all equal for one seed."""
+    """Return mean, low and high [T] of values[seeds, T]: a 95% interval by Student's t over seeds for each column.
+
+    For one seed all three are its values.
+    """
     values = np.asarray(values_S_T, float)
     mean, seeds = values.mean(0), len(values)
     if seeds == 1:
@@ -178,19 +184,22 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def effect_size(differences_S: np.ndarray) -> float:
-    """Return the mean over the standard deviation of the seeds' differences; nan if they differ at most by rounding."""
+    """Return the mean of the differences divided by their standard deviation; nan if they are equal up to rounding."""
     spread = float(np.std(differences_S, ddof=1)) if len(differences_S) > 1 else 0.0
     return float(np.mean(differences_S)) / spread if spread > NO_WIDTH else np.nan
 
 
 def probability_of_improvement(treated_S: np.ndarray, control_S: np.ndarray) -> float:
-    """Return the share of pairs of seeds in which the treated value is larger, ties half (arXiv 2108.13264)."""
+    """Return the share of pairs (treated seed, control seed) in which the treated value is larger (arXiv 2108.13264).
+
+    Ties count half.
+    """
     wins = stats.mannwhitneyu(treated_S, control_S, method="asymptotic").statistic
     return float(wins) / (len(treated_S) * len(control_S))
 
 
 def fewest_seeds(decide: Callable[[int], bool], least: int) -> int | None:
-    """Return the smallest number of seeds from `least` for which `decide` holds; None if `MOST_SEEDS` are too few.
+    """Return the smallest number of seeds, from `least` on, for which `decide` is true; None if above `MOST_SEEDS`.
 
     `decide` must stay true once it is true.
     """
@@ -228,8 +237,8 @@ def p_value(interval: Callable[[float], Interval], pairs: int) -> float:
     """Return the two-sided p-value of an interval: 1 minus the level at which `interval(level)` reaches 0.
 
     It is below 0.05 exactly if the 95% interval excludes 0. For `paired_interval` it is the p-value of the paired
-    t-test. It is at least 2 / 2**pairs, the minimum of a sign test, since Student's t would give 0 for equal
-    differences; and at least 1e-15, the resolution of `1 - p`.
+    t-test. It is at least 2 / 2**pairs, the minimum of a sign test on `pairs` differences, since Student's t would give
+    0 for equal differences; and at least 1e-15, the resolution of `1 - p`.
     """
 
     def gap_to_zero(p: float) -> float:

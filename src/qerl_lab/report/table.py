@@ -39,7 +39,11 @@ def mean_and_interval(
     spell: Callable[[float], str] = format_number,
     spell_end: Callable[[float], str] = format_number,
 ) -> str:
-    """Format `mean [low, high]`; `>= mean [low, no bound]` if the mean is only known to be so large."""
+    """Format (mean, low, high) as `mean [low, high]`; `spell` formats the mean, `spell_end` each end.
+
+    An infinite end is written `no bound`. If only the upper end is infinite, `>=` precedes the mean; if the lower,
+    `<=`.
+    """
     mean, low, high = interval
     if math.isfinite(low) and math.isfinite(high):
         return f"{spell(mean)} {stats.format_interval(low, high, spell_end)}"
@@ -49,7 +53,7 @@ def mean_and_interval(
 
 
 def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
-    """Format the mean of values[seeds, questions] as `mean [95% CI] (n)`. `bounds` are the possible values.
+    """Format the mean of values[seeds, questions] as `mean [95% CI] (seeds)`, with the interval cut at `bounds`.
 
     One seed has no interval; without any value the cell is a dash.
     """
@@ -62,7 +66,10 @@ def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
 
 
 def geometric_cell(values_S: pd.Series) -> str:
-    """Format the geometric mean of positive values as `seeds_cell` does; its interval stays above 0."""
+    """Format the geometric mean over seeds of positive values as `mean [95% CI] (seeds)`. One seed has no interval.
+
+    The interval is computed from logarithms, so it stays above 0.
+    """
     if len(values_S) < 2:
         return seeds_cell(values_S.to_frame())
     mean, low, high = np.exp(stats.over_seeds(np.log(values_S.to_frame().to_numpy())))

@@ -35,7 +35,7 @@ IN_TABLE_1 = "as in Table 1"
 
 
 def effect_cell(row: Row) -> str:
-    """Format an effect as `+0.013 [-0.003, +0.030]`, `1.23x [1.10, 1.37]`, `>= 1.9x [1.3, no bound]`, or a dash."""
+    """Format our effect as `+0.013 [-0.003, +0.030]` or `>= 1.9x [1.3, no bound]`; a dash if it was not measured."""
     if row.numbers is None:
         return NONE
     spell_end = "{:.2f}".format if row.claim.is_ratio else "{:+.3f}".format
@@ -43,7 +43,10 @@ def effect_cell(row: Row) -> str:
 
 
 def paper_cell(row: Row) -> str:
-    """List the paper's effects in a contrast, each with its source and whether our interval contains it."""
+    """List the paper's effects in a contrast as `+0.049 (Table 1 7B, inside)`; a dash if it prints none.
+
+    `inside` or `outside` tells whether our interval contains the effect.
+    """
     texts = []
     for where, value in row.printed:
         if row.numbers:
@@ -72,7 +75,10 @@ def describe_measure(claim: Claim) -> str:
 
 
 def measured_cells(row: Row) -> list[str]:
-    """Format the numbers of a contrast as cells, in the order of the columns of `markdown`; dashes if unmeasured."""
+    """Format the numbers of a contrast as nine cells; a dash for what was not measured.
+
+    They are treated, control, finished of started, effect, the paper's, effect size, P(better), p-values, guardrail.
+    """
     counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True) if m) or NONE
     numbers = row.numbers
     if numbers is None:
@@ -89,13 +95,16 @@ def measured_cells(row: Row) -> list[str]:
 
 
 def families(rows: Sequence[Row]) -> str:
-    """Say how many contrasts of each family the correction for multiple tests covers."""
+    """Say for how many measured contrasts of each family p-values are corrected; empty text if none was measured."""
     sizes = family_sizes(rows)
     return "Corrected for: " + ", ".join(f"{n} of {name}" for name, n in sizes.items()) + "." if sizes else ""
 
 
 def missing_arms(rows: Sequence[Row]) -> str:
-    """List the commands that make the missing arms, each with the claims that need them."""
+    """List the sweeps that would make what was not measured, a command a line, each with the names of its claims.
+
+    Empty text if every contrast was measured.
+    """
     waiting: dict[str, list[str]] = {}
     for row in (row for row in rows if row.numbers is None):
         waiting.setdefault(f"python -m qerl_lab +sweeps={row.claim.sweep}", []).append(row.claim.name)
@@ -105,7 +114,10 @@ def missing_arms(rows: Sequence[Row]) -> str:
 
 
 def collapses(rows: Sequence[Row]) -> list[list[str]]:
-    """Tabulate how many runs of each arm collapsed, with Fisher's exact test; empty if none did."""
+    """Tabulate contrasts with collapsed runs as rows of cells: counts of both arms, p-value of Fisher's exact test.
+
+    Empty if no run collapsed.
+    """
     table = [["claim", "contrast", "collapsed: treated", "collapsed: control", "p, Fisher's exact test"]]
     for row in (row for row in rows if any(row.collapsed)):
         counts = list(zip(row.collapsed, row.finished, strict=True))
@@ -121,13 +133,13 @@ def _is_registered(row: Row) -> bool:
 
 
 def _letters(rows: Sequence[Row]) -> dict[Conditions, str]:
-    """Assign a letter to each set of conditions of the measured contrasts: A, B, ..., Z, A1, ..."""
+    """Map each distinct set of conditions of measured contrasts to a letter: A, B, ..., Z, A1, ..."""
     found = dict.fromkeys(row.conditions for row in rows if row.numbers)
     return {one: chr(65 + n % 26) + (str(n // 26) if n > 25 else "") for n, one in enumerate(found)}
 
 
 def _basis(rows: Sequence[Row]) -> list[str]:
-    """List what the verdicts rest on: corrections, files of claims with their hash, and conditions of the runs."""
+    """Return paragraphs on the basis of verdicts: corrections, claims files with their hash, conditions of the runs."""
     texts = [families(rows)]
     for file in {row.claim.file.sha256: row.claim.file for row in rows}.values():
         own = [row for row in rows if row.claim.file == file and row.numbers]
@@ -148,7 +160,10 @@ def _basis(rows: Sequence[Row]) -> list[str]:
 
 
 def table_1(comparison: Comparison) -> list[list[str]]:
-    """Tabulate held-out accuracy of every arm, beside the matching row of the paper's Table 1 if there is one."""
+    """Tabulate held-out accuracy as rows of cells: a row per arm below a head, beside its row in the paper's Table 1.
+
+    Columns of the paper are missing if its table has no row for any arm.
+    """
     beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "algorithm.name": "grpo"})
     rows = [["arm", "finished", "before", "after", *([IN_TABLE_1, "3B there", "7B there"] if beside else [])]]
     for label, runs in comparison.arms.items():
@@ -165,7 +180,7 @@ def table_1(comparison: Comparison) -> list[list[str]]:
 
 
 def text(comparison: Comparison, rows: Sequence[Row]) -> str:
-    """Format verdicts for the terminal: their table, what decided them, and what was left out."""
+    """Format verdicts for the terminal: their table, what they rest on, accuracies, warnings, and runs left out."""
     table = [["claim", "contrast", "seeds", "effect, 95% interval", "the paper's", "verdict"]]
     for row in rows:
         seeds = str(row.numbers.seeds) if row.numbers else NONE
@@ -180,7 +195,8 @@ def text(comparison: Comparison, rows: Sequence[Row]) -> str:
 def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> str:
     """Render verdicts.md: a row per contrast with all that decided it, then accuracies, then what was left out.
 
-    Claims without a measured contrast are only named; `text` and `as_json` give the reasons.
+    `command_line` is the command that made it. Claims without a measured contrast are only named; `text` and `as_json`
+    give the reasons.
     """
     head = ["claim", "contrast", "conditions", "measure", "treated", "control", "finished / started", "effect",
             "the paper's", "effect size", "P(better)", "p of no effect, small, reverse (Holm)", "family", "guardrail",
@@ -215,7 +231,10 @@ def pipe_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def as_json(comparison: Comparison, rows: Sequence[Row], command_line: str) -> str:
-    """Render verdicts.json: contrasts, level, family sizes, notes, and what was left out."""
+    """Render verdicts.json: contrasts, level, family sizes, notes, and what was left out.
+
+    `command_line` is the command that made it.
+    """
 
     def as_data(row: Row) -> dict[str, Any]:
         claim, numbers = asdict(row.claim), None

@@ -58,7 +58,8 @@ class Row:
 def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] | None = None) -> list[Row]:
     """Reach a verdict on each contrast of the claims (default: the paper's), a row per pair of arms that tests it.
 
-    A contrast whose arm is missing has one row, without numbers. `runs` has every run, also those that do not count.
+    `counted` holds the runs that count, `runs` every run. A contrast without a pair has one row, without numbers, with
+    the reason in `why`.
     """
     rows: list[Row] = []
     started = [*counted, *(run for run in runs if not run.is_finished)]
@@ -75,7 +76,8 @@ def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] |
 def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
     """Return the paper's effects of a contrast as (source, effect): factors for ratios, else differences.
 
-    Percent are fractions. The source of an effect read off a figure includes the reading error.
+    Accuracies printed in percent become fractions. The source of an effect read off a figure includes the reading
+    error.
     """
     found = []
     for treated, control in contrast.printed:
@@ -88,7 +90,10 @@ def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], 
 
 
 def _measure_row(row: Row, pair: Pair) -> Row:
-    """Add the settings and numbers of a pair of arms to a row, or the reason why there are no numbers."""
+    """Return the row with settings, conditions, counts of runs and numbers of a pair of arms.
+
+    If the pair cannot be measured, `why` has the reason and there are no numbers.
+    """
     claim, sides = row.claim, (pair.treated, pair.control)
     # settings: both values for keys that may differ, without the key that the claim spans
     treated, control = (dict(side.runs[0].arm) for side in sides)
@@ -119,7 +124,10 @@ def _measure_row(row: Row, pair: Pair) -> Row:
 
 
 def _reduce_contexts(rows: Sequence[Row]) -> list[Row]:
-    """Reduce each row's context to what differs within its contrast and does not follow from the task's name."""
+    """Keep in each row's `context` only settings that differ between the rows of its contrast.
+
+    Settings that follow from the task's name are dropped too.
+    """
     shown = []
     for row in rows:
         others = [other.context for other in rows if other.claim == row.claim and other.contrast == row.contrast]
@@ -131,9 +139,9 @@ def _reduce_contexts(rows: Sequence[Row]) -> list[Row]:
 
 
 def pool_variances(rows: Sequence[Row]) -> list[Row]:
-    """Raise each contrast's variance to the median of its family and measure, and compute p-values from it.
+    """Raise each contrast's variance between seeds to the median of its family and measure, and compute p-values.
 
-    Censored contrasts take no part, because their variances describe bounds.
+    Censored contrasts keep their variance and do not count in the median, because their variances describe bounds.
     """
     family: dict[tuple[str, str], list[float]] = {}
     for row in rows:
@@ -152,11 +160,11 @@ def pool_variances(rows: Sequence[Row]) -> list[Row]:
 
 
 def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
-    """Compute the p-values of a contrast, at its own number of seeds or at `seeds` with the same mean and variances.
+    """Compute the uncorrected p-values of a contrast; `seeds` replaces its number of seeds, all else equal.
 
-    A claim of no difference is tested for equivalence. `above` rejects an effect of at least the smallest size: the
-    larger p-value of two one-sided tests. `small` rejects a smaller effect: twice the smaller p-value, because either
-    side could show it.
+    For a claim of no difference the tests are of equivalence. A small `above` rejects effects of at least the smallest
+    size that matters: the larger p-value of two one-sided tests. A small `small` rejects smaller effects: twice the
+    smaller p-value, because either side could show it.
     """
     low, high = float(numbers.oriented.mean()), float(numbers.at_most.mean())
 
@@ -172,12 +180,12 @@ def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
 
 
 def family_sizes(rows: Sequence[Row]) -> dict[str, int]:
-    """Count the measured contrasts of each family, for which p-values are corrected."""
+    """Map each family to its number of measured contrasts, for which p-values are corrected."""
     return dict(Counter(row.claim.family for row in rows if row.numbers))
 
 
 def set_verdicts(rows: Sequence[Row]) -> list[Row]:
-    """Correct the p-values within families and set the verdict of each row."""
+    """Correct p-values within families and set the verdict of each row with numbers; other rows stay as they are."""
     done = []
     for row in rows:
         family = [other for other in rows if other.numbers and other.claim.family == row.claim.family]
@@ -187,9 +195,10 @@ def set_verdicts(rows: Sequence[Row]) -> list[Row]:
 
 
 def _decide(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
-    """Set the verdict of a measured contrast, given the p-values of the others of its family.
+    """Return the row of a measured contrast with verdict, reason and corrected p-values.
 
-    For an open contrast, say how many seeds would decide it.
+    `others` holds the p-values of the other contrasts of its family. If the verdict is open, the reason says how many
+    seeds would decide it.
     """
     claim = row.claim
 
@@ -242,7 +251,7 @@ def _decide(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
 
 
 def _phrases(claim: Claim) -> dict[Verdict, tuple[str, str]]:
-    """Return two phrases for each verdict on a claim: what it says now, and what more seeds would do to reach it."""
+    """Map each verdict on a claim to two phrases: what it says now, and what more seeds would do to reach it."""
     size = claim.smallest_as_text
     either_way = {
         Verdict.SUPPORTED: (f"within {size} either way", "support it"),
@@ -258,10 +267,10 @@ def _phrases(claim: Claim) -> dict[Verdict, tuple[str, str]]:
 
 
 def _seeds_at_any_effect(claim: Claim, numbers: Numbers, family: int) -> int | None:
-    """Return the fewest seeds that make the interval too narrow to hold both 0 and the smallest effect.
+    """Return the fewest seeds with an interval too narrow to hold both 0 and the smallest effect that matters.
 
-    The level is that of the first of a family by Holm. None if `stats.MOST_SEEDS` are too few, for censored contrasts,
-    and for claims of no difference, which have a border on each side.
+    The level is the strictest by Holm in a family of `family` contrasts. None if `stats.MOST_SEEDS` are too few, for
+    censored contrasts, and for claims of no difference, which have a border on each side.
     """
     if not claim.direction or numbers.censored:
         return None
