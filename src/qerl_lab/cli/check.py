@@ -31,7 +31,10 @@ class PastHydra(BaseException):
 
 @contextmanager
 def past_hydra() -> Iterator[None]:
-    """Context manager: re-raise an exception as `PastHydra`, which Hydra does not log."""
+    """Context manager, also a decorator: re-raise an exception as `PastHydra`, so that Hydra does not log it.
+
+    The exception is the cause of the `PastHydra`, and `train._run_hydra` raises it again.
+    """
     try:
         yield
     except Exception as error:
@@ -45,7 +48,10 @@ class CheckJobs(Callback):
 
     @past_hydra()
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Override Hydra's hook at the start of a sweep: check its jobs and create their directories."""
+        """Override Hydra's hook before the first job of a sweep: check its jobs and create their directories.
+
+        Puts these directories into `config`, the sweep's composed configuration, in place. Raises PastHydra.
+        """
         launcher = config.hydra.runtime.choices["hydra/launcher"]
         plan = compose.plan_sweep(config, GlobalHydra.instance().config_loader())
         first = plan.jobs[0]
@@ -65,19 +71,23 @@ class CheckJobs(Callback):
 
     @past_hydra()
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Override Hydra's hook at the end of a sweep: print how each job ended, and exit."""
+        """Override Hydra's hook after a sweep's last job: print how each job ended; exit with the sweep's exit code."""
         sys.exit(scheduler.finish(self.plan))
 
 
 def command_line(overrides: Sequence[str] | None = None) -> str:
-    """Return `python -m qerl_lab ...` with these overrides, or as this process was started, with secrets hidden."""
+    """Return the typed line `python -m qerl_lab ARGUMENTS` with secrets hidden.
+
+    The arguments are `overrides`, or those of this process if None.
+    """
     return redact(shlex.join(["python", "-m", "qerl_lab", *(sys.argv[1:] if overrides is None else overrides)]))
 
 
 def check_and_claim(plan: Plan, is_here: bool) -> Plan:
-    """Check all jobs and create their run directories; in a dry run print a table and exit. Raises ConfigError.
+    """Check all jobs, create their directories, and print the command's first lines; return the plan with these paths.
 
-    `is_here`: the jobs run on this machine.
+    A dry run prints a table and exits instead. `is_here` says that the jobs run on this machine. Reuses the directories
+    of an earlier sweep of the same jobs (`jobs.continue_sweep`). Raises ConfigError.
     """
     plan = jobs.continue_sweep(plan)
     is_dry = any(job.config.dry_run for job in plan.jobs)
@@ -95,9 +105,11 @@ def check_and_claim(plan: Plan, is_here: bool) -> Plan:
 
 
 def check_jobs(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
-    """Check that every job could start; return the plan with notes for the user in its jobs. Raises ConfigError.
+    """Check that every unfinished job could start; return the plan with notes for the user in its jobs.
 
-    A dry run notes what this machine lacks instead of raising: the run may be meant for another machine.
+    If the jobs run here (`is_here`), checks this machine's hardware; for a cluster, the flags and that this machine can
+    submit jobs. A dry run (`is_dry`) notes what this machine lacks, because the run may be meant for another. Raises
+    ConfigError.
     """
     checked, first = [], plan.jobs[0].config
     for job in plan.jobs:

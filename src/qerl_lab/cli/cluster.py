@@ -35,7 +35,10 @@ TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):(\d+):(\d+)|(\d+))")  # of the formats o
 
 
 def check_slurm_flags(cfg: RunConfig) -> None:
-    """Raise ConfigError if the Slurm flags cannot be read, or their time limit leaves a job no time to save."""
+    """Raise ConfigError if the flags in `cfg.slurm` are unreadable, or lack a time limit of LEAST_MINUTES or more.
+
+    A job needs that time to save. Checks nothing unless launcher=slurm.
+    """
     if cfg.launcher == "slurm" and (limit := time_limit_minutes(parse_sbatch_flags(cfg.slurm))) < LEAST_MINUTES:
         raise ConfigError(
             f"--time of slurm= is {limit} minutes, and {SIGNAL_SECONDS} seconds before that a job stops to save. "
@@ -44,7 +47,7 @@ def check_slurm_flags(cfg: RunConfig) -> None:
 
 
 def check_can_submit(cfg: RunConfig) -> None:
-    """Raise ConfigError if this machine lacks what submitting to the cluster needs: a package, or sbatch."""
+    """Raise ConfigError if this machine lacks the package of launcher=slurm or ray, or for Slurm sbatch or srun."""
     package = {"slurm": "submitit", "ray": "ray"}[cfg.launcher]
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
@@ -56,7 +59,10 @@ def check_can_submit(cfg: RunConfig) -> None:
 
 
 def parse_sbatch_flags(text: str) -> dict[str, Any]:
-    """Parse sbatch flags, `--NAME=VALUE` or `--NAME`, into a dictionary. Raises ConfigError for anything else."""
+    """Parse sbatch flags, `--NAME=VALUE` or `--NAME`, into a dict from NAME to VALUE or True.
+
+    Raises ConfigError for anything else, and for a flag that submitit sets.
+    """
     found: dict[str, Any] = {}
     try:
         words = shlex.split(text)
@@ -75,7 +81,10 @@ def parse_sbatch_flags(text: str) -> dict[str, Any]:
 
 
 def time_limit_minutes(flags: Mapping[str, Any]) -> int:
-    """Return the time limit of a Slurm job in minutes, from its parsed flags. Raises ConfigError."""
+    """Return the time limit of a Slurm job in minutes, rounded up. `flags` come from `parse_sbatch_flags`.
+
+    Raises ConfigError if the limit is missing or unreadable.
+    """
     match = TIME.fullmatch(str(flags.get("time", "")))
     if match is None:
         raise ConfigError(
@@ -87,9 +96,10 @@ def time_limit_minutes(flags: Mapping[str, Any]) -> int:
 
 
 def resources_to_request(configs: Sequence[RunConfig], flags: Mapping[str, Any]) -> dict[str, int]:
-    """Return the GPUs or CPUs to request for a Slurm job unless its flags do, as parameters of submitit.
+    """Return as parameters of submitit what each Slurm job gets: the most GPUs of any job, or CPUs if none uses a GPU.
 
-    With a GPU the cluster chooses the CPUs; without one it would give a single CPU to all threads.
+    Empty if `flags`, from `parse_sbatch_flags`, request them already, or on the CPU if cpu_threads is 0. With a GPU the
+    cluster chooses the CPUs; without one it would give a single CPU to all threads.
     """
     on_gpu = [cfg.gpus for cfg in configs if cfg.device != "cpu"]
     if on_gpu:
@@ -99,7 +109,7 @@ def resources_to_request(configs: Sequence[RunConfig], flags: Mapping[str, Any])
 
 
 def _error_as_sentence(error: BaseException) -> str:
-    """Return an error's text as one sentence."""
+    """Return an error's text in one line that ends with a full stop."""
     return in_one_line(error).rstrip(".") + "."
 
 
@@ -107,7 +117,11 @@ def _error_as_sentence(error: BaseException) -> str:
 def submit_to_slurm(
     configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob], folder: Path
 ) -> "Iterator[list[SlurmJob[str]]]":
-    """Context manager: submit the jobs as one Slurm array, its scripts and logs in `folder`; yield the Slurm jobs."""
+    """Context manager: submit the jobs as one Slurm array, its scripts and logs in `folder`; yield the Slurm jobs.
+
+    `configs` and `sweep_jobs` have one entry per job, in the same order. The flags and the number of jobs at once are
+    in `configs[0]`. Raises ConfigError if sbatch refuses. Leaving the context waits for nothing.
+    """
     import submitit
     from submitit.core.utils import FailedJobError
 
@@ -130,7 +144,11 @@ def submit_to_slurm(
 
 @contextmanager
 def submit_to_ray(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) -> "Iterator[list[Future[str]]]":
-    """Context manager: run the jobs as Ray tasks, `jobs` at once; yield their futures."""
+    """Context manager: run the jobs as Ray tasks, `configs[0].jobs` at once; yield their futures, in order.
+
+    A future returns why its job was refused or failed, or "". Leaving the context waits for all jobs and shuts Ray
+    down. Raises ConfigError if Ray cannot be reached.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
     import ray as library
 
@@ -156,6 +174,9 @@ def submit_to_ray(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) 
 
 
 def ray_resources(cfg: RunConfig, has_gpus: bool) -> dict[str, float]:
-    """Return the CPUs that a job requests from Ray, and GPUs if the cluster has any."""
+    """Return the CPUs ("CPU") and GPUs ("GPU") that a job requests from Ray; a GPU can be a fraction.
+
+    `has_gpus` says that the Ray cluster has GPUs. Without them, or with device=cpu, "GPU" is 0.
+    """
     share = 1 / cfg.jobs_per_gpu if cfg.gpus == 1 else cfg.gpus  # Ray gives several GPUs only whole
     return {"CPU": max(1, cfg.cpu_threads), "GPU": share if has_gpus and cfg.device != "cpu" else 0}

@@ -71,7 +71,7 @@ class Plan:
 
 @cache
 def register_schema() -> None:
-    """Register with Hydra the schema of a run and the sweep files of sweeps/, which lie outside of conf/."""
+    """Register with Hydra the schema of a run (RunConfig) and the files of sweeps/, which lie outside of conf/."""
     store = ConfigStore.instance()
     store.store("schema", RunConfig)
     for path in sorted(group_folder("sweeps").glob("*.yaml")):
@@ -79,7 +79,11 @@ def register_schema() -> None:
 
 
 def make_plan(overrides: list[str], multirun: bool) -> Plan:
-    """Compose and check every job of a command from its overrides, and start none. Raises ConfigError."""
+    """Compose and check every job of a command, and start none; return the plan. Raises ConfigError.
+
+    `overrides` are spelled for Hydra (`overrides.spell_for_hydra`). `multirun` plans a sweep, as the flag -m does; an
+    override such as +sweeps=NAME plans one without it.
+    """
     parsed = parse_overrides(overrides)
     register_schema()
     with (
@@ -95,7 +99,10 @@ def make_plan(overrides: list[str], multirun: bool) -> Plan:
 
 
 def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
-    """Check the single run that Hydra composed; return it as a plan. Raises ConfigError."""
+    """Check the single run that Hydra composed as `cfg`; return a plan with this job and its directory.
+
+    Creates nothing. `loader` is Hydra's. Raises ConfigError, also for an override that only sweeps take.
+    """
     typed, words = _typed_words(cfg.hydra.overrides.task), _typed_words(cfg.hydra.overrides.hydra)
     job = _checked_job(0, cfg, typed, loader)
     of_sweeps = [word for word in job.overrides if word.partition("=")[0] in OF_SWEEPS]
@@ -110,7 +117,10 @@ def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
 
 
 def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
-    """Compose and check every job of the sweep that Hydra composed; return them as a plan. Raises ConfigError."""
+    """Expand the sweep that Hydra composed as `master` into jobs; compose and check each; return the plan.
+
+    Creates nothing. `loader` is Hydra's. Raises ConfigError.
+    """
     directory, jobs = Path(str(master.hydra.sweep.dir)).expanduser().absolute(), list[Job]()
     composed: dict[tuple[str, ...], DictConfig] = {}
     for number, overrides in enumerate(_expand_sweep(master, loader)):
@@ -139,7 +149,10 @@ def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
 def _compose_job(
     master: DictConfig, overrides: list[str], loader: ConfigLoader, known: dict[tuple[str, ...], DictConfig]
 ) -> DictConfig:
-    """Compose a job's configuration. Jobs that differ only in plain values share one composition (0.1 s)."""
+    """Compose the configuration of one job of the sweep `master` from the job's overrides.
+
+    Jobs that differ only in plain values share one composition (0.1 s), which `known` caches for the sweep.
+    """
     is_named_by_words = "override_dirname" in str(OmegaConf.to_container(master.hydra.sweep, resolve=False))
     values = types_by_key().keys() - set(groups())  # scale and experiment are both a key and a group
     plain = [word for word in overrides if word.partition("=")[0] in values and "${" not in word]
@@ -155,7 +168,7 @@ def _compose_job(
 
 
 def _checked_job(number: int, cfg: DictConfig, overrides: list[str], loader: ConfigLoader) -> Job:
-    """Return a job, still without its directory, from its composed configuration. Raises ConfigError."""
+    """Build and check job `number` from `cfg`, which Hydra composed; `run_dir` is not set yet. Raises ConfigError."""
     typed = intent.overrides_by_key(overrides)
     config = job_config(cfg, typed)
     intent.check_overrides(config, typed)
@@ -167,7 +180,10 @@ def _checked_job(number: int, cfg: DictConfig, overrides: list[str], loader: Con
 def _refuse_mislabelled_experiment(
     config: RunConfig, typed: Mapping[str, str], cfg: DictConfig, loader: ConfigLoader
 ) -> None:
-    """Raise ConfigError if an override contradicts the named experiment under which the run would be recorded."""
+    """Raise ConfigError if a typed override changes what experiment=NAME stands for: the run would keep that name.
+
+    `config` was built from `cfg`, which Hydra composed. `typed` maps each typed key or group to its value.
+    """
     arm, declared = cfg.hydra.runtime.choices.get("experiment"), sorted(_experiment_keys())
     suspects = [key for key in typed if key in declared or any(name.startswith(f"{key}.") for name in declared)]
     if arm is None or not suspects:
@@ -195,7 +211,7 @@ def _refuse_mislabelled_experiment(
 
 @cache
 def _experiment_keys() -> frozenset[str]:
-    """List the keys that define the experiments of conf/experiment, except numbers, which are fitted to a model."""
+    """Return all keys that conf/experiment/*.yaml list in `differs_in`, except numbers, which are fitted to a model."""
     files, kinds = group_folder("experiment").glob("*.yaml"), types_by_key()
     declared = {key for file in files for key in yaml.safe_load(file.read_text(encoding="utf-8"))["differs_in"]}
     return frozenset(key for key in declared if kinds[key] not in NUMBERS)
@@ -208,7 +224,10 @@ def _typed_words(overrides: ListConfig) -> list[str]:
 
 
 def _expand_sweep(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
-    """Return the overrides of each job of a sweep in the order of Hydra's basic sweeper: last key fastest."""
+    """List the overrides of each job of the sweep that Hydra composed as `master`. Raises ConfigError.
+
+    The order is Hydra's: the last key varies fastest.
+    """
     if (size := master.hydra.sweeper.get("max_batch_size")) is not None:
         raise ConfigError(f"hydra.sweeper.max_batch_size={size} does nothing here. Type jobs={size}.")
     if (name := master.hydra.runtime.choices["hydra/sweeper"]) != "basic":
@@ -254,7 +273,11 @@ def _refuse_equal_jobs(jobs: list[Job]) -> None:
 
 
 def job_config(cfg: DictConfig, typed: Mapping[str, str]) -> RunConfig:
-    """Build and check the RunConfig of a job from what Hydra composed and the user typed. Raises ConfigError."""
+    """Build the RunConfig of a job from `cfg`, which Hydra composed; set implied values; check it. Raises ConfigError.
+
+    Implied are the model's name, absolute paths, hashes, micro-batch size, and a checkpoint's rounding rules. `typed`
+    maps each typed key to its value; only untyped names, sizes and rules are replaced.
+    """
     nodes = {str(key): cfg[key] for key in cfg if key != "hydra"}
     values = {
         key: OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node

@@ -44,7 +44,11 @@ class Command(Generic[Options]):
     alone: bool = False  # runs in one process: each of several would repeat the whole work
 
     def run(self, arguments: list[str]) -> int:
-        """Run the command on its command-line arguments, or print its help; return the exit code."""
+        """Run the command on its command-line arguments, or print its help if asked; return exit code 0.
+
+        Also prints the help if no argument is given although an option is required. Raises ConfigError for wrong
+        arguments, and the errors of `work`.
+        """
         if set(HELP) & set(arguments) or (self.required and not arguments):
             print(command_help(self))
             return OK
@@ -54,7 +58,10 @@ class Command(Generic[Options]):
         return OK
 
     def read(self, arguments: Sequence[str]) -> Options:
-        """Parse command-line arguments (`key=value`) into the command's options. Raises ConfigError."""
+        """Parse command-line arguments (`key=value`) into the command's options.
+
+        Raises ConfigError, also if a required option is missing.
+        """
         options = parse_options(self.options, arguments, self.bare)
         for name in self.required:
             if not any(getattr(options, each) for each in name.split("|")):
@@ -65,7 +72,10 @@ class Command(Generic[Options]):
 
 
 def run_subcommand(commands: Mapping[str, Command[Any]], arguments: list[str]) -> int:
-    """Run the subcommand that the first argument names, or list the subcommands; return the exit code."""
+    """Run the subcommand that the first argument names, or list the subcommands; return the exit code.
+
+    `commands` maps each name to its command. Raises ConfigError for an unknown name.
+    """
     name, *rest = arguments or HELP
     if name in HELP:
         width = max(len(command.usage) for command in commands.values()) + 2
@@ -79,15 +89,18 @@ def run_subcommand(commands: Mapping[str, Command[Any]], arguments: list[str]) -
 
 
 def main_of(commands: Mapping[str, Command[Any]]) -> Main:
-    """Return the function `main(arguments)` of a module with these subcommands; it returns the exit code."""
+    """Build the function `main(arguments)` of a module with these subcommands.
+
+    It runs one, prints an error instead of raising it, and returns the exit code (see `exits.command`).
+    """
     return command(partial(run_subcommand, commands))
 
 
 def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "") -> Options:
-    """Parse command-line arguments (`key=value`) into a flat dataclass. Raises ConfigError.
+    """Parse command-line arguments (`key=value`) into the flat dataclass `kind`. Raises ConfigError.
 
     Values are written as in Hydra's grammar, but a text needs no quotes. Arguments without a key are values of the
-    option `bare`: paths from the shell.
+    option named `bare`: paths from the shell.
     """
     types, defaults = get_type_hints(kind), kind()
     given: dict[str, Any] = {}
@@ -122,7 +135,10 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
 
 
 def _parse_value(key: str, kind: Any, text: str, default: Any) -> Any:
-    """Parse the text of a value as type `kind`; `a,b` is the list `[a,b]`. Raises ConfigError for another type."""
+    """Parse the text of a key's value as type `kind`; `a,b` is the list `[a,b]`.
+
+    Raises ConfigError for another type; the message may suggest `default`.
+    """
     if get_origin(kind) is list:
         inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         quote = '"' if '"' in inner else "'"
@@ -136,7 +152,10 @@ def _parse_value(key: str, kind: Any, text: str, default: Any) -> Any:
 
 
 def _parse_scalar(text: str, kind: Any) -> Any:
-    """Parse a text as null, a truth value or a number; text that is none of these stays as it is."""
+    """Parse a text as null, a truth value or a number; any other text stays as it is.
+
+    If `kind` is text, only null is parsed, and quotes are removed.
+    """
     if kind in TEXT:
         return None if text == "null" else unquoted(text)
     for number in (float,) if kind in (float, float | None) else (int, float):
@@ -148,7 +167,10 @@ def _parse_scalar(text: str, kind: Any) -> Any:
 
 
 def unknown_flag_error(argument: str, keys: Mapping[str, str], flags: Sequence[str]) -> ConfigError:
-    """Return the error for an unknown flag; `keys` maps each key to what to type for it."""
+    """Return the error for an argument with dashes that is no flag, with a hint.
+
+    `keys` maps each key to what to type for it, such as `seed=VALUE`; `flags` lists the flags that exist.
+    """
     key, sign, _ = argument.lstrip("-").replace("-", "_").partition("=")
     close = did_you_mean(key, list(keys)) if sign else did_you_mean(argument, list(flags))
     hint = f" Type {keys[key]}." if key in keys else close or " Type --help for what may be typed."
@@ -193,7 +215,7 @@ def command_help(command: Command[Any]) -> str:
 
 
 def format_key_entry(name: str, field: Any, default: Any, width: int) -> list[str]:
-    """Format the lines of a `--help` text for one key: name, default, meaning and bounds."""
+    """Format one key of a `--help` text as lines: `NAME=DEFAULT` in `width` columns, then meaning and bounds."""
     shown = spell_value(default)
     shown = shown if len(shown) <= 40 else shown[:37] + "..."
     allowed = ", ".join(field.metadata["choices"] or ()) or bounds_in_words(field.metadata)
@@ -201,7 +223,10 @@ def format_key_entry(name: str, field: Any, default: Any, width: int) -> list[st
 
 
 def format_entry(name: str, text: str, width: int) -> list[str]:
-    """Format lines `  name    text` of a `--help` text, with `text` wrapped in its column."""
+    """Format one entry of a `--help` text as lines: `name` padded to `width` columns, then `text` wrapped beside it.
+
+    A name of `width` characters or more gets its own line. The text wraps at column WIDTH.
+    """
     lines = textwrap.wrap(text, WIDTH - width - 2, break_on_hyphens=False) or [""]
     head = [f"  {name}"] if len(name) >= width else [f"  {name:<{width}}{lines.pop(0)}"]
     return head + [" " * (width + 2) + line for line in lines]

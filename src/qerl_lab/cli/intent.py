@@ -32,7 +32,7 @@ class Variant(NamedTuple):
     arm: str = ""  # what to type instead of the remedy in a run that names its experiment
 
     def has_key(self, key: str) -> bool:
-        """Tell whether a dotted key belongs to this variant."""
+        """Tell whether `keys` lists this dotted key, by its full name or by a prefix that ends with a dot."""
         return any(key == name or (name[-1] == "." and key.startswith(name)) for name in self.keys.split())
 
 
@@ -68,19 +68,25 @@ VARIANTS = (
 
 
 def overrides_by_key(overrides: Sequence[str]) -> dict[str, str]:
-    """Map the key or group of each override (`key=value`) to its value."""
+    """Map the key or group of each override (`key=value`), without a leading plus, to its value as text."""
     return {key.lstrip("+"): value for key, _, value in (line.partition("=") for line in overrides)}
 
 
 def fit_micro_batch(cfg: RunConfig, typed: Mapping[str, str]) -> None:
-    """Lower optim.micro_batch_size, unless typed, to a divisor of an update's completions. In place."""
+    """Lower optim.micro_batch_size, unless typed, to a divisor of the completions per update and GPU. In place.
+
+    Changes nothing if these completions cannot be split into updates, which `rules.validate` refuses.
+    """
     per_update, rest = divmod(cfg.completions_per_gpu, cfg.algorithm.updates_per_rollout)
     if "optim.micro_batch_size" not in typed and rest == 0 and per_update:
         cfg.optim.micro_batch_size = largest_divisor(per_update, cfg.optim.micro_batch_size)
 
 
 def name_model(cfg: RunConfig, typed: Mapping[str, str]) -> None:
-    """Set model.name from model.path if the name still stands for another path in conf/model."""
+    """Set model.name to the last part of model.path if it still names an option of conf/model with another path.
+
+    In place. A typed name stays.
+    """
     option = group_folder("model") / f"{cfg.model.name}.yaml"
     if "model.name" in typed or not option.is_file():
         return
@@ -90,7 +96,10 @@ def name_model(cfg: RunConfig, typed: Mapping[str, str]) -> None:
 
 
 def take_rounding_of_checkpoint(cfg: RunConfig, typed: Mapping[str, str]) -> None:
-    """Set the format's rounding rules, unless typed, to those recorded in a quantized checkpoint. In place."""
+    """Set the format's rounding rules to those recorded in the quantized checkpoint at model.path. In place.
+
+    Leaves a typed rule, or one that is not the default. Does nothing if the checkpoint has another format.
+    """
     name, rules = on_disk.noted_rounding(Path(cfg.model.path)) if cfg.model.path != POCKET else ("", {})
     for key, value in rules.items() if name == cfg.format.name else ():
         if getattr(cfg.format, key) == getattr(FormatConfig(), key) and f"format.{key}" not in typed:
@@ -98,7 +107,11 @@ def take_rounding_of_checkpoint(cfg: RunConfig, typed: Mapping[str, str]) -> Non
 
 
 def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
-    """Raise ConfigError for an override that is wrong in this job, whatever the other jobs are."""
+    """Raise ConfigError for a typed override that this job cannot have, whatever the sweep's other jobs are.
+
+    Refuses keys that the lab sets, task.name or algorithm.name instead of the group, a model of one's own with the
+    scale of the embedded policy, and more noise stages or probe prompts than fit.
+    """
     for key in ("differs_in", "extended"):
         if key in typed:
             raise ConfigError(f"{key} is set by the lab, not by the command. Leave {key} out.")
@@ -123,7 +136,7 @@ def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
 
 
 def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
-    """Raise ConfigError if jobs differ in a setting of the whole sweep, or would share a server at one time."""
+    """Raise ConfigError if a sweep's jobs differ in a key of `OF_SWEEPS`, or would share a vLLM server at one time."""
     for key in OF_SWEEPS:
         if len({getattr(cfg, key) for cfg in configs}) > 1:
             raise ConfigError(f"{key} holds for the whole sweep; allowed: one value. Type {key}=VALUE, once.")
@@ -137,7 +150,7 @@ def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
 
 
 def inert_keys(cfg: RunConfig) -> dict[str, Variant]:
-    """Map each key without effect in this configuration to the variant that it belongs to.
+    """Map each key without effect in this configuration to its `Variant`, which tells when it has one.
 
     With task.module no task key is included: the user's file may read any of them.
     """
@@ -156,7 +169,8 @@ def inert_keys(cfg: RunConfig) -> dict[str, Variant]:
 def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
     """Raise ConfigError for an override that has no effect in any job that has it.
 
-    An override that differs between jobs must act in each: else two jobs would be the same run under two names.
+    `jobs` pairs each configuration with its overrides, as a dict from key to value. An override that differs between
+    jobs must act in each: else two jobs would be the same run under two names.
     """
     inert = [inert_keys(cfg) for cfg, _ in jobs]
     for number, (cfg, words) in enumerate(jobs):
@@ -176,7 +190,7 @@ def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) 
 def notes_before_start(cfg: RunConfig, micro_batch_size: int, typed: Collection[str]) -> list[str]:
     """Return notes to print before a job starts: fitted values, skipped noise stages, overrides of little effect.
 
-    `micro_batch_size` is the value before it was fitted.
+    `micro_batch_size` is the value before `fit_micro_batch`; `typed` are the keys that the user typed.
     """
     said = []
     if cfg.updates_per_step == 1 and (clips := [key for key in CLIPS if key in typed]):

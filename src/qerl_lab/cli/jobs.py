@@ -23,10 +23,11 @@ LOCK = ".lock"  # in a sweep's directory; held by the command that runs it
 
 
 def continue_sweep(plan: Plan) -> Plan:
-    """Reuse the run directories of an earlier sweep of the same jobs, in the given directory or the newest one.
+    """Find an earlier sweep of the same jobs; return the plan with its run directories, to continue the runs there.
 
-    A run is a job's if its directory has the job's name, and arm, seed, gpus and the files of the questions are equal.
-    Raises ConfigError if another run has a job's directory.
+    Looks in a typed hydra.sweep.dir, else in all directories beside the planned one, newest first. Jobs are the same if
+    directory name, arm, seed, gpus and question files agree. If none is found, or with rerun=true, returns the plan
+    unchanged. Raises ConfigError if another run has a job's directory.
     """
     if not plan.multirun:
         return plan
@@ -48,12 +49,12 @@ def continue_sweep(plan: Plan) -> Plan:
 
 
 def _move_jobs(plan: Plan, directory: Path) -> list[Job]:
-    """Return the plan's jobs with the run directories that they would have in another sweep directory."""
+    """Return the plan's jobs with the run directories that they would have in the sweep directory `directory`."""
     return [replace(job, run_dir=directory / job.run_dir.relative_to(plan.directory)) for job in plan.jobs]
 
 
 def _has_same_run(job: Job) -> bool:
-    """Tell whether the job's directory already holds a run of the same configuration and questions."""
+    """Tell whether the job's directory holds a run of the same arm, seed, gpus and questions. False if damaged."""
     run, own = RunDirectory(job.run_dir), as_recorded(job.config)
     try:
         if not run.is_claimed:
@@ -67,7 +68,7 @@ def _has_same_run(job: Job) -> bool:
 
 
 def _has_same_questions(run: RunDirectory, config: RunConfig) -> bool:
-    """Tell whether the files of questions are unchanged since the run began."""
+    """Tell whether the files of questions are unchanged since the run began. True if they are gone or unrecorded."""
     try:
         then = run.environment().get("data") or {}
         now = question_counts.recorded_questions(config) if then else {}
@@ -77,12 +78,15 @@ def _has_same_questions(run: RunDirectory, config: RunConfig) -> bool:
 
 
 def sweep_name(directory: Path) -> str:
-    """Return the name that the records of a sweep's runs give the sweep: the last two parts of its directory."""
+    """Return a sweep's name, which the records of its runs hold: the last two parts of its directory, as `a/b`."""
     return f"{directory.parent.name}/{directory.name}"
 
 
 def plan_of_sweep(directory: Path) -> Plan | None:
-    """Return the plan of an existing sweep, read from its directory; None if the directory has no sweep."""
+    """Return the plan of an existing sweep, read from its directory; None if the directory has no sweep.
+
+    Raises ConfigError if a run's record is damaged.
+    """
     if not (directory / LOCK).exists():
         return None
     run_dirs = [path.parent for path in directory.rglob("resolved.yaml")]
@@ -90,7 +94,7 @@ def plan_of_sweep(directory: Path) -> Plan | None:
 
 
 def read_plan(directory: Path, run_dirs: list[Path]) -> Plan:
-    """Return the plan of a sweep, read from the run directories of its jobs. Raises ConfigError."""
+    """Build the plan of the sweep in `directory`, with a job read from each of `run_dirs`. Raises ConfigError."""
     jobs = []
     for number, path in enumerate(run_dirs):
         run = RunDirectory(path)
@@ -99,7 +103,11 @@ def read_plan(directory: Path, run_dirs: list[Path]) -> Plan:
 
 
 def claim_directories(plan: Plan, command: str) -> Plan:
-    """Create the run directories of the new jobs; return the plan with their final paths. Raises ConfigError."""
+    """Create the run directories that do not exist yet; return the plan with the final paths.
+
+    If the planned directory was not typed and exists, takes the next free name (NAME-2). Each new directory records
+    `command`, the typed line. Raises ConfigError if a directory is in use or cannot be created.
+    """
     made = first_missing(plan.directory)
     directory = plan.directory if plan.directory_given else reserve_directory(plan.directory)
     made = made or (None if plan.directory_given else directory)
@@ -114,9 +122,10 @@ def claim_directories(plan: Plan, command: str) -> Plan:
 
 
 def extend_run(run: RunDirectory, steps: int) -> None:
-    """Record that a finished run shall continue to `steps`. The run itself adapts its schedules.
+    """Record that a finished run shall continue up to step `steps`. The run itself adapts its schedules.
 
-    Raises ConfigError unless the run is finished, has fewer steps, and kept the checkpoint of its last step.
+    Raises ConfigError unless the run is finished, has fewer steps, kept the checkpoint of its last step, and could
+    resume on this machine with the same questions.
     """
     was = run.config()
     if run.status != "done":
@@ -145,7 +154,10 @@ def extend_run(run: RunDirectory, steps: int) -> None:
 
 @contextmanager
 def locked_sweep(directory: Path) -> Iterator[None]:
-    """Context manager: lock a sweep's directory, creating it if missing. Raises ConfigError if it is locked."""
+    """Context manager: lock a sweep's directory, creating it if missing.
+
+    Raises ConfigError if another command holds the lock.
+    """
     make_run_directory(directory)
     with open(directory / LOCK, "a", encoding="utf-8") as file:  # opened for writing, because NFS locks no other files
         lock(

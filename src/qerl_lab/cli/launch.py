@@ -74,7 +74,10 @@ class SweepJob:
             return f"error: {redact(str(error))}"
 
     def checkpoint(self) -> Any:
-        """Override submitit's hook near the time limit: stop the run so that it saves; return the job to requeue."""
+        """Override submitit's hook near the time limit: stop the run so that it saves; return the job to requeue.
+
+        Waits at most SAVE_SECONDS.
+        """
         from submitit.helpers import DelayedSubmission
 
         deadline = time.monotonic() + SAVE_SECONDS
@@ -87,7 +90,7 @@ class SweepJob:
 
 
 def failure_message(run: RunDirectory) -> str:
-    """Format why a run failed, and where its traceback is."""
+    """Format the message for a failed run: the reason, and which file has its traceback."""
     file = run.path / "FAILED"
     more = f"\n{terminal.format_path(file)} has the whole of it" if file.stat().st_size else ""  # empty: a full disk
     return f"failed: {run.reason}{more}"
@@ -96,10 +99,11 @@ def failure_message(run: RunDirectory) -> str:
 def start(
     run: RunDirectory, typed: Typed | None = None, sweep_job: SweepJob | None = None, made: Path | None = None
 ) -> int:
-    """Start the run of a claimed directory, or resume it, and wait; return its exit code (0, 1 or 130).
+    """Start the run in its created directory, or resume it, and wait; return 0 (done), 1 (failed) or 130 (interrupted).
 
-    `typed` is recorded in a run that resumes. Raises ConfigError if the run cannot use its configuration. A run that
-    never began then leaves no directory, nor its parents up to `made`.
+    `typed` is the command to record if the run resumes. `sweep_job` adds its variables and sends output to console.txt.
+    Raises ConfigError if the run cannot use its configuration. If it never began, its directory is deleted, with the
+    empty parents up to `made`.
     """
     config = run.config()
     with run.locked() as lock:
@@ -138,11 +142,11 @@ def child_command(run_dir: Path) -> list[str]:
 def _run_processes(
     run: RunDirectory, environments: list[dict[str, str]], lock: TextIO, sweep_job: SweepJob | None
 ) -> tuple[int, int]:
-    """Run a process per environment to its end; return exit status and rank of the first that failed.
+    """Run one process per environment, in order of rank; return exit status and rank of the first that failed.
 
-    A negative status is a signal number. A signal is forwarded as SIGTERM, upon which the processes finish their step
-    and save; the second SIGINT kills them. A terminal also sends SIGINT and SIGHUP to the children, to no effect, so
-    the parent alone counts signals.
+    If none failed, the rank is 0. A negative status is a signal number. Every process inherits the open file `lock`. A
+    signal is forwarded as SIGTERM, upon which the processes finish their step and save; the second SIGINT kills them. A
+    terminal also sends SIGINT and SIGHUP to the children, to no effect, so the parent alone counts signals.
     """
     children: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
@@ -178,7 +182,11 @@ def _run_processes(
 
 
 def _wait_for_children(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int:
-    """Wait for every process; return the first failed rank, or 0. Kill the others GRACE_SECONDS after a failure."""
+    """Wait for every process; return the rank of the first that failed, or 0.
+
+    Kills the others GRACE_SECONDS after a failure. Once `stop_file` exists, terminates all, or kills them if it
+    contains ABORT.
+    """
     first, deadline = None, math.inf
     is_single = len(children) == 1 and stop_file is None
     while running := [child for child in children if child.poll() is None]:
@@ -196,19 +204,25 @@ def _wait_for_children(children: list[subprocess.Popen[bytes]], stop_file: Path 
 
 
 def _abort_requested(stop_file: Path | None) -> bool:
-    """Tell whether the second Ctrl-C of a sweep asked to end at once."""
+    """Tell whether a second Ctrl-C wrote ABORT into the sweep's stop file. False without a stop file."""
     return stop_file is not None and stop_file.exists() and stop_file.read_text(encoding="utf-8") == ABORT
 
 
 def _first_failed(children: list[subprocess.Popen[bytes]]) -> int | None:
-    """Return the rank of the process that probably failed first, judged by the exit statuses; None if none failed."""
+    """Return the rank of the process that probably failed first; None if none failed.
+
+    A process that a signal ended counts as earlier than one with an error status.
+    """
     codes = {rank: child.returncode for rank, child in enumerate(children) if child.returncode}
     return min(codes, key=lambda rank: (codes[rank] > 0, -codes[rank]), default=None)
 
 
 @contextmanager
 def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Context manager: let `handler` receive the signals that stop a run, if this is the main thread."""
+    """Context manager: let `handler` receive the signals that stop a run (`exits.stop_signals`).
+
+    Does nothing outside the main thread. Restores the earlier handlers at the end.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -40,7 +40,7 @@ class JobProgress:
             self.read_progress()
 
     def read_progress(self) -> None:
-        """Update step, reward and estimated time left from the run's record."""
+        """Update step, reward and estimated time left from the run's record; keep them if the record is damaged."""
         with suppress(ConfigError):
             lines = [line for line in self.run.metrics() if line["step"] > 0 and "reward/mean" in line["metrics"]]
             if lines:
@@ -50,7 +50,7 @@ class JobProgress:
             self.eta = estimate_time_left(times[-1] - times[0], len(times) - 1, left) if times else "-"
 
     def _count_sessions(self) -> int:
-        """Return how often the run was started; 0 if its record does not say."""
+        """Return how often the run was started or resumed; 0 if its record is damaged or says nothing."""
         with suppress(ConfigError):
             return len(self.run.sessions())
         return 0
@@ -71,7 +71,10 @@ class SweepProgress:
         self._drawn, self._looked = 0, -REDRAW_SECONDS
 
     def update(self) -> None:
-        """Print the jobs' progress where it changed, at most once in REDRAW_SECONDS."""
+        """Show the progress of running jobs, at most once in REDRAW_SECONDS.
+
+        Redraws the table on a terminal; elsewhere prints a line at a job's start and at each tenth of it.
+        """
         if time.monotonic() < self._looked + REDRAW_SECONDS:
             return
         self._looked = time.monotonic()
@@ -90,7 +93,10 @@ class SweepProgress:
                 print(f"job {seen.number}: {said if tenth else f'running, {seen.words}'}", file=sys.stderr, flush=True)
 
     def end_job(self, job: Job, message: str) -> None:
-        """Take a job out of the table, and print how it ended, then `message`."""
+        """Take an ended job out of the table; print its status, then `message`, which says why it failed or is empty.
+
+        Prints nothing for a job that never began, unless there is a message.
+        """
         seen = self._left.pop(job.number)
         seen.read_progress()
         status = seen.run.status
@@ -107,11 +113,11 @@ class SweepProgress:
         return self._left[job.number].is_running
 
     def close(self) -> None:
-        """Erase the table from the terminal."""
+        """Erase the table from the terminal, if there is one."""
         self._draw_table([])
 
     def _summary(self) -> str:
-        """Format `12 of 40 done, 1 failed, 2 running, ETA 2:10:00`."""
+        """Format the sweep's state as `12 of 40 done, 1 failed, 2 running, ETA 2:10:00`."""
         parts = [f"{self._ended['done']} of {self._count} done"]
         parts += [f"{count} {word}" for word, count in self._ended.items() if word != "done"]
         if running := sum(seen.is_running for seen in self._left.values()):
@@ -123,7 +129,10 @@ class SweepProgress:
         return ", ".join(parts)
 
     def _draw_table(self, table: list[str]) -> None:
-        """Draw lines of text over the previous ones on the terminal; drop from the top those that do not fit."""
+        """Draw lines of text over the previous ones on the terminal; drop from the top those that do not fit.
+
+        Does nothing without a terminal.
+        """
         if not sys.stderr.isatty():
             return
         if not self._is_stopped and self._stop_file.exists():

@@ -57,7 +57,7 @@ FLAGS = (
 
 
 def overview() -> str:
-    """Format what `python -m qerl_lab` prints without arguments: the experiments and what to type."""
+    """Format the text that `python -m qerl_lab` prints without arguments: the experiments and what to type."""
     return "\n".join([
         ABOUT, "", "Experiments:", *_format_options("experiment"), "",
         f"Run one: {EXAMPLES[0][0]}",
@@ -85,13 +85,13 @@ def help_text() -> str:
 
 
 def describe_option(path: Path) -> str:
-    """Return the description of an option's YAML file: its first comment that is no instruction to Hydra."""
+    """Return the description of an option's YAML file: its first comment that is no instruction to Hydra, or ""."""
     comments = (line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
     return next((line for line in comments if not line.startswith("@")), "")
 
 
 def _format_options(group: str, default: str | None = None) -> list[str]:
-    """Format the lines of a group's options with their descriptions; a star marks the default."""
+    """Format all options of a group with their descriptions, as lines; a star marks `default`."""
     folder, lines = group_folder(group), list[str]()
     names = sorted(choices_of(group), key=by_numbers)
     width = max(map(len, names)) + 4
@@ -131,7 +131,7 @@ def dry_run_table(plan: Plan) -> str:
 
 
 def opening_lines(plan: Plan) -> str:
-    """Format the first lines that a command prints: its directory, how many jobs are done already, and notes."""
+    """Format the first lines that a command prints: its run's or sweep's directory, jobs done already, and notes."""
     what = f"{count_jobs(plan.jobs)} in" if plan.multirun else "run directory:"
     begun = [RunDirectory(job.run_dir).status for job in plan.jobs if job.begun]
     earlier = f"{begun.count('done')} are done already, {len(begun) - begun.count('done')} go on (rerun=true: all anew)"
@@ -139,7 +139,7 @@ def opening_lines(plan: Plan) -> str:
 
 
 def format_notes(jobs: list[Job]) -> list[str]:
-    """Format each note of the jobs once, with the numbers of the jobs that have it."""
+    """Format each note of the jobs once, with the numbers of the jobs that have it unless all have."""
     about: dict[str, list[int]] = {}
     for job in jobs:
         for note in job.notes:
@@ -156,7 +156,7 @@ def count_jobs(jobs: list[Job]) -> str:
 
 
 def sweep_table(plan: Plan) -> str:
-    """Format the table at a sweep's end: how every job ended, headline numbers or the reason of a failure."""
+    """Format the table at a sweep's end: each job's status with headline numbers, or the reason of its failure."""
     runs = [RunDirectory(job.run_dir) for job in plan.jobs]
     found = [run.status for run in runs]
     shared, own = split_overrides(plan.jobs)
@@ -181,13 +181,13 @@ def sweep_table(plan: Plan) -> str:
 
 
 def interrupted_message(run: RunDirectory) -> str:
-    """Format the message for a stopped run: the steps saved, and the command that resumes it."""
+    """Format the message for an interrupted run: the steps saved, and the command that resumes it."""
     saved, resume = f"{run.last_saved()} of {run.config().steps}", resume_override(format_path(run.path))
     return f"interrupted; {saved} steps are saved. Continue with\n  {python_command()} -m qerl_lab {resume}"
 
 
 def split_overrides(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
-    """Split the overrides of jobs into those that all jobs share, and the rest of each job."""
+    """Return the overrides that all jobs share, and for each job the rest. A single job shares none."""
     shared = [word for word in jobs[0].overrides if all(word in job.overrides for job in jobs)] if len(jobs) > 1 else []
     return shared, [[word for word in job.overrides if word not in shared] for job in jobs]
 

@@ -31,7 +31,7 @@ def groups() -> list[str]:
 
 
 def spell_for_hydra(override: str) -> str:
-    """Spell a typed override (`key=value`) for Hydra: quote it, and put a plus before the groups of `APPENDED`.
+    """Spell a typed override (`key=value`) for Hydra: quote a text, and put a plus before the groups of `APPENDED`.
 
     `experiment=x` and `+experiment=x` become the same, as do `scale=x` and `+scale=x`. The flags of `slurm` are quoted
     as one text. Hydra's own keys (`hydra.*`, `hydra/*`) keep their plus.
@@ -49,9 +49,11 @@ def spell_for_hydra(override: str) -> str:
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Parse overrides that are spelled for Hydra. Raises ConfigError for one that no command could take.
+    """Parse overrides that are spelled for Hydra (see `spell_for_hydra`).
 
-    Hydra itself checks an option against its group, after it has read --config-dir.
+    Raises ConfigError for one that cannot be read, a key given twice, an unknown key, a value of another type, or a
+    feature of Hydra that no run can use, such as ~key. Hydra itself checks an option against its group, after it has
+    read --config-dir.
     """
     with as_config_errors():
         parsed = OverridesParser.create().parse_overrides(list(overrides))
@@ -62,7 +64,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
 
 def _check_override(override: Override) -> None:
-    """Raise ConfigError for a parsed override that no command could take."""
+    """Raise ConfigError for an unknown key, a value of another type, or a feature of Hydra that no run can use."""
     name, line = override.key_or_group, override.input_line
     if override.is_hydra_override():
         if override.is_sweep_override():
@@ -93,9 +95,9 @@ def _check_override(override: Override) -> None:
 
 
 def unknown_option_error(group: str, value: Any, options: list[str]) -> ConfigError:
-    """Return the error for a value that is no option of its configuration group.
+    """Return the error for a value that is none of the `options` of a configuration group, with what to type instead.
 
-    A path or a hub id belongs into the group's key `path`, a number of its own (rank256) into the key of that name.
+    It suggests GROUP.path=VALUE for a path or a hub id, and lora.rank=256 for lora=rank256.
     """
     number = re.fullmatch(r"([a-z_]+)(\d+)", str(value))
     if "/" in str(value) and f"{group}.path" in types_by_key():
@@ -110,7 +112,7 @@ def unknown_option_error(group: str, value: Any, options: list[str]) -> ConfigEr
 
 
 def without_hydra_overrides(overrides: list[str]) -> list[str]:
-    """Return the overrides without those of Hydra's own settings and of the group sweeps."""
+    """Return the overrides without those for Hydra's own settings and for the group `sweeps`."""
     return [line for line in overrides if not line.startswith(("hydra.", "hydra/", "+sweeps="))]
 
 
@@ -164,7 +166,7 @@ def explain(error: Exception) -> str:
 
 
 def _module_of_command(name: str) -> str | None:
-    """Return the module of a command such as `evaluate` or `queue`; None if there is no such command."""
+    """Return the module of another command, such as qerl_lab.evaluate for `evaluate`; None if there is none."""
     folder = Path(__file__).parents[1]
     files = {f"qerl_lab.{name}": f"{name}/__main__.py", f"qerl_lab.tools.{name}": f"tools/{name}.py"}
     found = [module for module, file in files.items() if (folder / file).is_file()]
@@ -172,7 +174,7 @@ def _module_of_command(name: str) -> str | None:
 
 
 def _explain_key(error: OmegaConfBaseException, key: str) -> str:
-    """Return the message for a key or value that a YAML file or an interpolation has and the schema has not."""
+    """Return the message for OmegaConf's error about `key`, set in a YAML file or by an interpolation."""
     said = f"{key}: {str(error).splitlines()[0].rstrip('.')}"
     if key.startswith("hydra."):
         return f"{said}."

@@ -37,9 +37,10 @@ LOOK_SECONDS = {"local": 0.1, "ray": 0.1, "slurm": 2.0}  # between two checks fo
 
 
 def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) -> None:
-    """Run every job of a sweep that is not done, until all have ended or a signal stops them.
+    """Run every job of a sweep that is not done; return when all have ended or a signal has stopped the sweep.
 
-    `variables` are added to the environment of the jobs. Raises ConfigError if another command runs them.
+    `command` is the typed line, recorded in runs that resume. `variables` are added to the environment of the jobs.
+    Raises ConfigError if another command runs this sweep.
     """
     stop_file, sweep = plan.directory / STOP_FILE, jobs.sweep_name(plan.directory)
     left = [job for job in plan.jobs if RunDirectory(job.run_dir).status != "done"]
@@ -67,9 +68,9 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
 
 
 def _show_until_done(waiting: dict[Any, Job], shown: SweepProgress, stop_file: Path) -> None:
-    """Show the jobs' progress until the last has ended; after a stop, until the last that had begun.
+    """Show the jobs' progress until all have ended. Once `stop_file` exists, cancel the jobs that have not begun.
 
-    The keys of `waiting` are Futures, or jobs of submitit.
+    `waiting` maps the future of each job, or submitit's job, to the job. It is empty at the end.
     """
     while waiting:
         shown.update()
@@ -89,7 +90,10 @@ def _show_until_done(waiting: dict[Any, Job], shown: SweepProgress, stop_file: P
 
 @contextmanager
 def _stop_at_signals(stop_file: Path) -> Iterator[None]:
-    """Context manager: on a signal let running jobs save, and start no other; on a second SIGINT stop waiting."""
+    """Context manager: on a signal create `stop_file`, upon which running jobs save and no other starts.
+
+    A second SIGINT writes ABORT into it, upon which running jobs are killed, and raises KeyboardInterrupt.
+    """
 
     def stop_jobs(number: int, frame: FrameType | None) -> None:
         exits.STOPS.append(number)
@@ -106,9 +110,9 @@ def _stop_at_signals(stop_file: Path) -> Iterator[None]:
 
 
 def finish(plan: Plan) -> int:
-    """Print how every job of a sweep ended, save that table, and return the exit code.
+    """Print how every job of a sweep ended, and save that table in its directory; return the exit code.
 
-    Returns the exit code: 0 all done, 1 one failed or never began, 130 interrupted.
+    0: all done; 1: one failed or never began; 130: interrupted.
     """
     table, stop_file = manual.sweep_table(plan), plan.directory / STOP_FILE
     replace_file(plan.directory / TABLE, f"{table.lstrip()}\n".encode())
@@ -145,7 +149,10 @@ class GpuPool:
 
 
 def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
-    """Return the pool of GPUs for these jobs; None if they run on the CPU or one at a time. Raises ConfigError."""
+    """Return the pool of this machine's GPUs for these jobs; None if they run on the CPU or one at a time.
+
+    Raises ConfigError if the GPUs cannot be listed.
+    """
     if configs[0].jobs == 1 or all(cfg.device == "cpu" for cfg in configs) or not machine.has_gpu():
         return None
     names = machine.visible_gpus()
@@ -156,7 +163,11 @@ def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
 
 @contextmanager
 def run_locally(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) -> Iterator[list[Future[str]]]:
-    """Context manager: run the jobs on this machine, `jobs` at once, each with its GPUs; yield their futures."""
+    """Context manager: run the jobs on this machine, `configs[0].jobs` at once; yield their futures, in order.
+
+    A future returns why its job was refused or failed, or "". If several run at once, a job waits until `cfg.gpus` GPUs
+    have room and sees only those, unless it runs on the CPU. Leaving the context waits for all jobs.
+    """
     cards = gpu_pool_of(configs)
 
     def run_on_gpus(cfg: RunConfig, sweep_job: SweepJob) -> str:

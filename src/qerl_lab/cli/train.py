@@ -58,7 +58,11 @@ NO_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--experimental-reru
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")
 def run(cfg: DictConfig) -> int:
-    """Start the run that Hydra composed, and return its exit code. Sweeps of `hydra/launcher=lab` do not come here."""
+    """Start the run that Hydra composed as `cfg`, and wait. Hydra calls this once per run.
+
+    A single run exits the process with its exit code. A job of a sweep returns it; sweeps of hydra/launcher=lab do not
+    come here.
+    """
     hydra_config = HydraConfig.get()
     if hydra_config.mode != RunMode.MULTIRUN:
         with check.past_hydra(), open_dict(cfg):
@@ -89,7 +93,7 @@ def _print_unfinished(code: int, run: RunDirectory) -> int:
 
 @exits.command
 def main(arguments: list[str]) -> int:
-    """Run the command `python -m qerl_lab` with these arguments; return its exit code."""
+    """Run the command `python -m qerl_lab` with these arguments; print an error; return the exit code."""
     if not arguments:
         print(manual.overview())
         return OK
@@ -115,7 +119,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _run_hydra(arguments: list[str]) -> int:
-    """Start Hydra with these arguments, which calls `run`; return the exit code."""
+    """Start Hydra with these arguments; Hydra then calls `run`. Return the exit code."""
     register_schema()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
     before, sys.argv = sys.argv, [sys.argv[0], *arguments]
@@ -131,7 +135,10 @@ def _run_hydra(arguments: list[str]) -> int:
 
 
 def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split command-line arguments into Hydra's flags with their values, and overrides (`key=value`)."""
+    """Split command-line arguments into Hydra's flags with their values, and overrides (`key=value`).
+
+    Raises ConfigError for a flag that is unknown or not offered, or has a wrong value.
+    """
     flags, overrides, left = list[str](), list[str](), list(arguments)
     while left:
         word = left.pop(0)
@@ -169,7 +176,10 @@ def _hints_by_name() -> dict[str, str]:
 
 
 def _parse_resume(flags: list[str], overrides: list[str]) -> tuple[Path, int | None] | None:
-    """Return DIR and N of `resume=DIR steps=N`, where N may be missing; None for a command without `resume=`."""
+    """Return (DIR, N) of `resume=DIR steps=N`, with N None if missing; return None for a command without `resume=`.
+
+    Raises ConfigError if anything else was typed.
+    """
     given = overrides_by_key(overrides)
     directory, steps = unquoted(given.pop("resume", "null")), given.pop("steps", None)
     if directory == "null":
@@ -189,7 +199,10 @@ def _parse_resume(flags: list[str], overrides: list[str]) -> tuple[Path, int | N
 
 
 def _resume(directory: Path, steps: int | None) -> int:
-    """Resume the run or the sweep in a directory; with `steps` extend the finished run."""
+    """Resume the run or the sweep in a directory, or extend the finished run to `steps`; return the exit code.
+
+    Raises ConfigError if it cannot continue.
+    """
     run, command = RunDirectory(directory), check.command_line()
     if plan := jobs.plan_of_sweep(directory):
         if steps is not None:
@@ -213,7 +226,10 @@ def _resume(directory: Path, steps: int | None) -> int:
 
 
 def _prepare_completion() -> None:
-    """Respell the command line that the shell completes (COMP_LINE) for Hydra's grammar."""
+    """Respell the command line that the shell completes (COMP_LINE) for Hydra's grammar.
+
+    Raises ConfigError unless the console script `qerl-lab` runs.
+    """
     if not (script := Path(sys.argv[0]).name).startswith(SCRIPT):
         raise ConfigError(f'tab completion is for {SCRIPT}, not {script}. Type: eval "$({SCRIPT} -sc install=bash)"')
     command, *typed = os.environ.get("COMP_LINE", SCRIPT).split(" ")

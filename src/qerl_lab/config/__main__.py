@@ -29,7 +29,10 @@ class TablesOptions:
 
 
 def write_tables(options: TablesOptions) -> None:
-    """Print the tables of options and keys, or write them into a Markdown page. Raises ConfigError."""
+    """Print the tables of options and keys, or write them into the Markdown file `options.page`, after its mark.
+
+    Raises ConfigError if the file has no mark.
+    """
     if options.page is None:
         print(format_tables(), end="")
         return
@@ -67,7 +70,7 @@ def format_tables() -> str:
 
 
 def _settings_of_option(path: Path, group: str) -> list[str]:
-    """List the settings in an option's YAML file as overrides (`key=value`), without its own name."""
+    """List the settings in an option's YAML file as overrides (`key=value`), without the keys that label it."""
     content, words = yaml.safe_load(path.read_text(encoding="utf-8")) or {}, []
     for entry in content.pop("defaults", []):
         named = entry if isinstance(entry, dict) else {group: entry}

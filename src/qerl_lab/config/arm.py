@@ -48,7 +48,10 @@ ENGINE_KEYS = {
 
 
 def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """List (dotted name, dataclass field, value) of every key of a configuration, depth first in schema order."""
+    """List (dotted name, dataclass field, value) of every key of a configuration, depth first in schema order.
+
+    `node` can be one section of it; then `prefix` is the section's dotted name with a final dot.
+    """
     found: list[tuple[str, Any, Any]] = []
     for f in fields(node):
         value, name = getattr(node, f.name), prefix + f.name
@@ -67,9 +70,9 @@ def as_recorded(cfg: Any) -> dict[str, str]:
 
 
 def is_of_arm(name: str) -> bool:
-    """Tell whether a dotted key defines an arm, so that runs that differ in it are different arms.
+    """Tell whether a dotted key defines an arm: runs that differ in it belong to different arms.
 
-    `model_by_content` decides between model.path and model.hash.
+    True for both model.path and model.hash, of which `model_by_content` keeps one.
     """
     return name not in NOT_OF_ARM and not name.startswith("tracking.")
 
@@ -80,34 +83,37 @@ def settings_of_arm(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drop_other_engines(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop from a run's settings the keys of rollout engines that the run does not use."""
+    """Drop from settings, by dotted key, the options of rollout engines that their rollout.engine does not use."""
     idle = [prefix for prefix, engines in ENGINE_KEYS.items() if values.get("rollout.engine") not in engines]
     return {name: value for name, value in values.items() if not name.startswith(tuple(idle))}
 
 
 def fill_added_keys(settings: Mapping[str, str]) -> dict[str, str]:
-    """Add the keys of `ADDED` that recorded settings (as text) lack, and drop those of `REMOVED`."""
+    """Complete settings of an older record: add the keys of `ADDED` that it lacks, and drop those of `REMOVED`.
+
+    Keys are dotted, values are text.
+    """
     return drop_removed_keys({name: str(value) for name, value in ADDED.items()} | dict(settings))
 
 
 def drop_removed_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the keys of `REMOVED`."""
+    """Drop from settings, by dotted key, those that older runs recorded and the schema no longer has (`REMOVED`)."""
     return {name: value for name, value in values.items() if name not in REMOVED}
 
 
 def model_by_content(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop model.path from settings if model.hash is set, else drop model.hash: the other identifies the model."""
+    """Keep the one setting that identifies the model: model.hash if it is set, else model.path. Drop the other."""
     idle = "model.hash" if values.get("model.hash") in (None, "None") else "model.path"
     return {name: value for name, value in values.items() if name != idle}
 
 
 def settings_of_run(cfg: RunConfig) -> dict[str, Any]:
-    """Return the settings that all sessions of a run must share: those of its arm, the seed and gpus."""
+    """Return the settings, by dotted key, that all sessions of a run must share: those of its arm, seed and gpus."""
     shared = {name: value for name, value in values_of(cfg).items() if name in ("seed", "gpus") or is_of_arm(name)}
     return model_by_content(shared)
 
 
 def config_hash(cfg: RunConfig) -> str:
-    """Return 12 hex digits that identify a run's arm: equal for runs of one arm on one kind of device."""
+    """Return the first 12 hex digits of the SHA-256 of a run's `settings_of_arm`: equal for all runs of one arm."""
     values = settings_of_arm(values_of(cfg))
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

@@ -11,14 +11,14 @@ from qerl_lab.config.schema import RunConfig
 
 
 def matching_option(group: str, settings: Mapping[str, str], keys: Collection[str]) -> str | None:
-    """Return the option of a group in conf/ that has the same values as `settings`; None if there is none.
+    """Return the option of a group in conf/ that agrees with `settings`; None if none does.
 
     Args:
         group: a folder of conf/ and a section of the schema, such as `aqn`.
-        settings: values as text by dotted key. An option that sets a key missing here does not match.
-        keys: dotted, of the group.
+        settings: values as text by dotted key. An option that sets a key missing here does not agree.
+        keys: dotted keys of the group that must agree too, even if the option leaves them at the schema's default.
 
-    If several options match, the one that sets most is returned; None if no option matches.
+    If several options agree, the one that sets most is returned.
     """
     defaults = _values_of_option(group, None)
     fit = dict[str, int]()
@@ -32,7 +32,7 @@ def matching_option(group: str, settings: Mapping[str, str], keys: Collection[st
 
 @cache
 def _values_of_option(group: str, choice: str | None) -> dict[str, str]:
-    """Map the dotted keys of a group to their values as text: an option's, or the schema's defaults."""
+    """Map the dotted keys of a group to their values as text in the option `choice`; None: in the schema's defaults."""
     part = OmegaConf.structured(getattr(RunConfig(), group))
     if choice is not None:
         part = OmegaConf.merge(part, OmegaConf.load(group_folder(group) / f"{choice}.yaml"))

@@ -10,7 +10,10 @@ TILES_RANKS, TILES_MAX_RANK = 8, 128  # fp4_tiles takes multiples of the first
 
 
 def check(cfg: RunConfig) -> Iterator[str]:
-    """Yield the message of each rule about rollout engines that the run breaks."""
+    """Yield a message for each rule about rollout engines that the run breaks.
+
+    Raises ConfigError if the engine cannot run with device=cpu.
+    """
     own, rollout, rank = cfg.rollout.vllm, cfg.rollout, cfg.lora.rank
     if cfg.device == "cpu":
         check_engine_on_cpu(cfg, "device=cpu was given")
@@ -38,12 +41,15 @@ def check(cfg: RunConfig) -> Iterator[str]:
 
 
 def fp4_tiles_takes_rank(lora_rank: int) -> bool:
-    """Tell whether the kernel `fp4_tiles` supports this LoRA rank; `fp4_tiles.supports` checks the rest."""
+    """Tell whether the kernel `fp4_tiles` supports this LoRA rank. `fp4_tiles.supports` checks its other conditions."""
     return lora_rank % TILES_RANKS == 0 and 0 < lora_rank <= TILES_MAX_RANK
 
 
 def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
-    """Raise ConfigError if the run's engine cannot run its format on a CPU; `why` says why a CPU is used."""
+    """Raise ConfigError if the engine is vLLM in this process and cannot run the configuration on a CPU.
+
+    `why` says in the error why a CPU is used.
+    """
     if cfg.rollout.engine == "vllm" and cfg.format.name != DENSE_FORMAT:
         raise ConfigError(
             f"rollout.engine=vllm computes format.name={cfg.format.name} on a GPU only, and {why}; "

@@ -94,9 +94,9 @@ def unknown_key_error(name: str) -> ConfigError:
 
 
 def translate_foreign_name(name: str) -> str | None:
-    """Return our key, group or override for another program's name of a setting; None if there is none.
+    """Return our key, group or override for a setting's dotted name in TRL, verl, vLLM and others; None if unknown.
 
-    Behind a foreign node a key of ours is itself: actor_rollout_ref.model.path is model.path.
+    The longest known ending decides: actor_rollout_ref.model.path is our model.path.
     """
     meant, parts = {**{key: key for key in types_by_key()}, **FOREIGN_NAMES}, name.split(".")
     ends = [".".join(parts[start:]) for start in range(len(parts))]
@@ -104,7 +104,10 @@ def translate_foreign_name(name: str) -> str | None:
 
 
 def what_to_type(target: str) -> str:
-    """Return what to type for a value of `FOREIGN_NAMES`: `steps=VALUE`, `task=OPTION`, or an override as it is."""
+    """Return how to type a key, a group, or an override as it is: `steps=VALUE`, `task=OPTION (gsm8k, ...)`.
+
+    `target` is a key, a group, or a value of `FOREIGN_NAMES`.
+    """
     if "=" in target:
         return target
     if target in types_by_key():
@@ -119,15 +122,15 @@ def unknown_name_error(name: str, allowed: Sequence[str], hint: str) -> ConfigEr
 
 
 def check_type(name: str, kind: Any, value: Any) -> None:
-    """Raise ConfigError unless `value` has the type of the key `name`; an int is accepted for a float."""
+    """Raise ConfigError unless `value` has the type `kind` of the key `name`; an int is accepted for a float."""
     if not has_type(value, kind):
         raise ConfigError(wrong_type_message(name, kind, value, values_of(RunConfig())[name]))
 
 
 def wrong_type_message(name: str, kind: Any, value: Any, default: Any) -> str:
-    """Return the error message for a value that does not have the type `kind` of its key.
+    """Return the error message for a value of the key `name` that is not of its type `kind`.
 
-    Its example is the default, unless that is empty or a long text; for 1e3 as a whole number it is 1000.
+    The message suggests `default`, unless that is empty or a long text. For 1e3 as a whole number it suggests 1000.
     """
     plain = _strip_optional(kind)
     has_example = default not in (None, "", []) and (kind is not str or len(default) <= 40)
@@ -151,7 +154,7 @@ def _strip_optional(kind: Any) -> Any:
 
 
 def is_met(condition: str, values: Mapping[str, Any]) -> bool:
-    """Tell whether values by key meet a condition: `KEY=VALUE|VALUE`, or `KEY!=VALUE|VALUE` for any other value."""
+    """Tell whether values by key meet a condition: `KEY=A|B` (one of these) or `KEY!=A|B` (none of these)."""
     key, _, listed = condition.partition("=")
     value = values[key.rstrip("!")]
     text = f"{value:g}" if isinstance(value, float) else spell_value(value)

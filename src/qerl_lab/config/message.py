@@ -6,7 +6,7 @@ from functools import cache
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text."""
+    """Return the first line of an error's text, or "no message" if it has none."""
     return next(iter(str(error).strip().splitlines()), "no message")
 
 

@@ -54,7 +54,7 @@ def _hash_file(file: Path) -> str:
 
 
 def _parts_to_hash(file: Path, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (offset, bytes) of each part of a file to hash."""
+    """Yield (offset, length) in bytes of each part of a file to hash; `size` is the file's."""
     if size <= WHOLE or file.suffix not in (".safetensors", ".gguf"):
         yield 0, size
     elif file.suffix == ".gguf":
@@ -67,7 +67,10 @@ def _parts_to_hash(file: Path, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _spread_samples(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield (offset, bytes) of `count` samples spread over a range of a file, or of the whole range if small."""
+    """Yield (offset, length) in bytes of `count` samples spread over a range of a file.
+
+    A range of up to SMALL bytes is yielded whole.
+    """
     if end - start <= SMALL:
         yield start, end - start
         return

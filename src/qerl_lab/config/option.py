@@ -17,7 +17,7 @@ class ConfigError(ValueError):
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse JSON that others may have written. Raises ValueError."""
+    """Parse JSON. Raises ValueError if it is invalid, or nested too deeply for Python."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -37,8 +37,8 @@ def option(
 ) -> Any:
     """Declare a key of the schema: a dataclass field with default, meaning, bounds and unit.
 
-    `only` names the option of the group under which the key has an effect. `unit` is empty for text, pure numbers, and
-    counts of what the meaning names.
+    `only` names the option of the key's group, such as nvfp4 of `format`, under which alone the key has an effect.
+    `unit` is empty for text, pure numbers, and counts of what the meaning names.
     """
     metadata = {
         "help": help, "choices": choices, "at_least": at_least, "above": above, "at_most": at_most, "only": only,
@@ -50,7 +50,7 @@ def option(
 
 
 def spelled_number(number: float) -> str:
-    """Format a bound as a person types it: 1e12 for 1000000000000.0, 1000 for 1000.0."""
+    """Format a number as a person types it: 1e12 for 1000000000000.0, 1000 for 1000.0."""
     if isinstance(number, int):
         return str(number)
     digits, _, exponent = f"{number:.9g}".partition("e")
@@ -58,7 +58,7 @@ def spelled_number(number: float) -> str:
 
 
 def bounds_in_words(metadata: Any) -> str:
-    """Format the bounds of a key as `at least 1, at most 4096`; empty if there are none."""
+    """Format the bounds in a field's `metadata` (see `option`) as `at least 1, at most 4096`; empty if it has none."""
     found = ((word, metadata[key]) for key, word in BOUNDS if metadata[key] is not None)
     return ", ".join(f"{word} {spelled_number(bound)}" for word, bound in found)
 
@@ -70,7 +70,10 @@ def did_you_mean(given: str, allowed: list[str]) -> str:
 
 
 def check_bounds(name: str, bounds: Any, value: Any) -> None:
-    """Raise ConfigError if a key's value, or an item of a list, is outside the bounds of its `option`."""
+    """Raise ConfigError if the value of key `name`, or an item of its list, is outside the bounds. Null is inside.
+
+    `bounds` is the metadata of the key's field (see `option`).
+    """
     is_list = isinstance(value, list)
     for item in value if is_list else [value]:
         if item is None or (found := _find_violation(bounds, item)) is None:
@@ -87,7 +90,7 @@ def check_bounds(name: str, bounds: Any, value: Any) -> None:
 
 
 def _find_violation(bounds: Any, value: Any) -> tuple[str, str] | None:
-    """Return what is allowed instead of a value out of bounds, and an example; None if it is allowed."""
+    """Return (allowed values in words, an example) if a value is outside `bounds`; None if it is inside."""
     low, above, high = (bounds[key] for key, _ in BOUNDS)
     usual = bounds["default"] if isinstance(bounds["default"], int | float) else None
     if bounds["choices"] and value not in bounds["choices"]:

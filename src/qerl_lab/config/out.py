@@ -18,7 +18,7 @@ class Writes:
 
 
 def check_apart(options: Writes, model: str) -> None:
-    """Raise ConfigError if the directory `out` contains the local model, or lies in it."""
+    """Raise ConfigError if the directory `out` contains the local path `model` or lies in it. A hub id passes."""
     source, out = Path(model).expanduser().resolve(), options.folder.resolve()
     if source.exists() and (source.is_relative_to(out) or out.is_relative_to(source)):
         raise ConfigError(f"out={options.out} and model={model} lie within each other. Type an out beside the model.")
@@ -27,9 +27,9 @@ def check_apart(options: Writes, model: str) -> None:
 def check_free(
     options: Writes, overwrite: bool, is_own: Callable[[Path], bool], other: str = "was not made by this command"
 ) -> None:
-    """Raise ConfigError if `out` exists and may not be replaced: no `overwrite`, or `is_own` refuses the folder.
+    """Raise ConfigError if `out` exists, unless `overwrite` is set and `is_own` recognises it as this command's output.
 
-    `other` says in the error why a folder was not accepted.
+    `other` says in the error what is wrong with a folder that `is_own` refuses.
     """
     if not options.folder.exists():
         return

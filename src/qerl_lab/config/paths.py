@@ -15,7 +15,7 @@ SQLITE = "sqlite:///"
 def with_absolute_paths(cfg: RunConfig) -> RunConfig:
     """Return the configuration with local paths made absolute and hashes of their files filled in.
 
-    run_dir is left to the plan. The hashes are model.hash, lora.start_hash, task.module_hash and
+    Leaves run_dir, which the plan sets. The hashes are model.hash, lora.start_hash, task.module_hash and
     preregistration_sha256. A hub id gets none: the local copy may differ from the hub. Raises ConfigError if an adapter
     or file is missing, or if a given hash does not match.
     """
@@ -52,14 +52,14 @@ def with_absolute_paths(cfg: RunConfig) -> RunConfig:
 
 
 def _check_hash(key: str, given: str | None, found: str, path: str) -> str:
-    """Return `found`, the hash of the file at `path`. Raises ConfigError if another one was given for it."""
+    """Return `found`, the hash of the file at `path`. Raises ConfigError if `given`, the value of `key`, is another."""
     if given not in (None, found):
         raise ConfigError(f"{key}={given} is not that of {path}, which is {found}. Leave {key} out.")
     return found
 
 
 def adapter_folder(path: str) -> Path:
-    """Return the folder of the adapter that lora.start_from names; it may name a run instead."""
+    """Return the folder of the adapter for lora.start_from: `adapter/` in a run's directory, else the path itself."""
     folder = Path(path).expanduser()
     return folder / "adapter" if (folder / "resolved.yaml").is_file() else folder
 
@@ -83,7 +83,7 @@ def module_hash(file: str) -> str:
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """Return the database file of an sqlite URI; None for any other URI."""
+    """Return the database file of a URI sqlite:///FILE; None for any other URI, and for one with parameters."""
     name = uri.removeprefix(SQLITE)
     return None if name in (uri, "") or "?" in name else Path(name)
 

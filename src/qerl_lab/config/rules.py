@@ -75,15 +75,18 @@ def from_dict(values: dict[str, Any]) -> RunConfig:
 
 
 def build_config(values: dict[str, Any]) -> RunConfig:
-    """Build a RunConfig from nested plain values; check names and types, but no bounds. Raises ConfigError.
+    """Build a RunConfig from nested plain values; check names and types, but no bounds.
 
-    Drops deleted keys, which older runs recorded. Raises ConfigError for an unknown key and a value of another type.
+    Drops deleted keys, which older runs recorded. Raises ConfigError for an unknown key or a value of another type.
     """
     return _build_section(RunConfig, values, "")
 
 
 def _build_section(kind: type, values: Any, prefix: str) -> Any:
-    """Build the dataclass `kind` of one section; `prefix` is the section's dotted name with a final dot."""
+    """Build the dataclass `kind` of a section from nested values; `prefix` is its dotted name with a final dot.
+
+    Raises ConfigError for an unknown key or a value of another type.
+    """
     if not isinstance(values, dict):
         raise unknown_key_error(prefix.rstrip("."))
     types, arguments = get_type_hints(kind), {}
@@ -111,7 +114,7 @@ def validate(cfg: RunConfig) -> None:
 
 
 def _check_needs(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each row of `NEEDS` that the configuration breaks."""
+    """Yield a message for each row of `NEEDS` that the configuration breaks: two values that do not go together."""
     values = values_of(cfg)
     for needs in NEEDS:
         if not is_met(needs.given, values) or is_met(needs.allowed, values):
@@ -125,7 +128,7 @@ def _check_needs(cfg: RunConfig) -> Iterator[str]:
 
 
 def _check_addresses(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each address in the configuration, which is recorded, that holds a secret."""
+    """Yield a message for each URL or path with a password or token in it, because the run's records would keep it."""
     store = "MLFLOW_TRACKING_URI=URL, or MLFLOW_TRACKING_USERNAME=NAME MLFLOW_TRACKING_PASSWORD=PASSWORD,"
     for key, url, remedy in (
         ("tracking.uri", cfg.tracking.uri, store),
@@ -141,7 +144,7 @@ def _check_addresses(cfg: RunConfig) -> Iterator[str]:
 
 
 def _check_names(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each name or path that is empty or unknown."""
+    """Yield a message for each name or path that is empty or unknown. Raises ConfigError for a bad tracking.uri."""
     if cfg.tracking.mlflow and cfg.tracking.uri:
         check_store("tracking.uri", cfg.tracking.uri)
     for name, value, allowed, example in (
@@ -180,7 +183,7 @@ def _check_order(cfg: RunConfig) -> Iterator[str]:
 
 
 def check_store(key: str, uri: str) -> None:
-    """Raise ConfigError for an address that is no MLflow store, such as a folder."""
+    """Raise ConfigError if `uri`, the value of `key`, is no address of an MLflow store, such as a plain folder."""
     if "://" not in uri and uri != "databricks":
         raise ConfigError(
             f"{key}={uri} is no address of an MLflow store; allowed: sqlite:///FILE.db, https://HOST, and databricks. "
@@ -246,7 +249,10 @@ def _check_aqn(cfg: RunConfig) -> Iterator[str]:
 
 
 def _check_learning(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each value with which nothing could be learned or measured."""
+    """Yield a message for each setting with which nothing could be learned or measured, such as rewards that are all 0.
+
+    Raises ConfigError for a bad pattern in format.ignore.
+    """
     algorithm, task = cfg.algorithm, cfg.task
     # The KL of a token times the ratio of its completion estimates no KL.
     if algorithm.name == "gspo" and algorithm.beta > 0 and algorithm.kl_estimator != "k3":
@@ -276,7 +282,7 @@ def _check_learning(cfg: RunConfig) -> Iterator[str]:
 
 
 def check_patterns(name: str, entries: list[str]) -> None:
-    """Raise ConfigError for an entry `re:PATTERN` of a list of layers whose pattern is no regular expression."""
+    """Raise ConfigError if `entries`, the value of key `name`, has an `re:PATTERN` that is no regular expression."""
     for entry in entries:
         try:
             re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")

@@ -391,19 +391,24 @@ class RunConfig:
 
     @property
     def completions_per_step(self) -> int:
+        """Return the number of completions that all GPUs together sample in a step."""
         return self.rollout.prompts_per_step * self.rollout.group_size
 
     @property
     def completions_per_gpu(self) -> int:
-        """Return the number of completions that each process samples and trains on in a step."""
+        """Return the number of completions that each process (one per GPU) samples and trains on in a step."""
         return self.completions_per_step // self.gpus
 
     @property
     def updates_per_step(self) -> int:
+        """Return the number of optimizer updates in a step."""
         return self.algorithm.updates_per_rollout * self.algorithm.num_iterations
 
     @property
     def overlong_buffer(self) -> int:
-        """Return the length in tokens of DAPO's soft overlong punishment; 0 is none."""
+        """Return the length in tokens of DAPO's soft overlong punishment; 0 is none.
+
+        Unless set, it is a fifth of rollout.max_completion_tokens.
+        """
         asked = self.algorithm.overlong_buffer_tokens
         return max(1, self.rollout.max_completion_tokens // 5) if asked is None else asked

@@ -11,11 +11,15 @@ _ONE_VALUE = re.compile(r"""[^,=()\[\]{}'"$\\]+""")  # no list, sweep, function,
 
 
 def quote_text(key: str, value: str) -> str:
-    """Format an override `key=value` of a text for Hydra, quoted where Hydra would not read one text: ~/x, ä."""
+    """Format an override `key=value` of a text for Hydra; quote a value that Hydra cannot read unquoted: ~/x, ä.
+
+    A list, sweep, interpolation, quoted text or null stays as typed.
+    """
     return hydra_override(key, value) if _ONE_VALUE.fullmatch(value) and value != "null" else f"{key}={value}"
 
 
 def _is_number(text: str) -> bool:
+    """Tell whether `float` can read the text."""
     try:
         float(text)
     except ValueError:
@@ -40,7 +44,10 @@ def shell_override(key: str, value: str | Path) -> str:
 
 
 def shell_line(arguments: Sequence[str]) -> str:
-    """Join command-line arguments into a line for the shell; one with apostrophes becomes "KEY='a b'"."""
+    """Join command-line arguments into a line for the shell, each quoted if needed.
+
+    An argument with apostrophes is put in double quotes where these are safe: "KEY='a b'".
+    """
     in_double = [("'" in text and not set(text.replace("\\'", "")) & set('"$`\\!')) for text in arguments]
     return " ".join(f'"{text}"' if so else shlex.quote(text) for text, so in zip(arguments, in_double, strict=True))
 
@@ -51,7 +58,7 @@ def resume_override(path: str | Path) -> str:
 
 
 def quoted(value: str) -> str:
-    """Quote a text for Hydra's override grammar, which halves backslashes before a quote."""
+    """Quote a text for Hydra's override grammar. Doubles backslashes before a quote, because Hydra halves them."""
     return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value) + "'"
 
 

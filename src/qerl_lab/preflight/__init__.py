@@ -30,11 +30,10 @@ NEEDS_GPU = (  # key, value, package, what to type instead
 
 
 def check(cfg: RunConfig, run_dir: Path, is_here: bool = True) -> list[str]:
-    """Raise ConfigError for a run that would fail at its start; return notes on questions that it will lack.
+    """Check a run's model, questions and directory before its start; return notes on questions that it will lack.
 
-    Args:
-        is_here: the run will use this machine. False for a launcher that sends jobs elsewhere; the run then checks its
-        own machine.
+    `is_here` says that the run will use this machine, which is then checked too; elsewhere the run checks its own
+    machine. Raises ConfigError for a run that would fail at its start.
     """
     on_disk.check_content(cfg)
     folder = on_disk.local_path(cfg.model.path)
@@ -65,7 +64,10 @@ def check_machine(cfg: RunConfig, run_dir: Path) -> None:
 
 
 def _require_package(asked: str, package: str, remedy: str) -> None:
-    """Raise ConfigError unless the package that the setting `asked` needs is installed."""
+    """Raise ConfigError unless `package` is installed, which the typed setting `asked` needs.
+
+    `remedy` is what the error tells to type.
+    """
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{asked} needs the package {package}, which is not installed. Type {remedy}.")
 
@@ -85,7 +87,10 @@ def check_directory(run_dir: Path) -> None:
 
 
 def _check_device(cfg: RunConfig) -> None:
-    """Raise ConfigError if this machine lacks the GPUs or CPU cores that the run asks for."""
+    """Raise ConfigError if this machine lacks the GPUs or CPU cores that the run asks for.
+
+    Also refuses format.dense_cache=on if device=auto takes a GPU here.
+    """
     if cfg.device == "cuda" and not machine.has_gpu():
         raise ConfigError("device=cuda was given, and this machine shows no GPU. Type device=cpu, or device=auto.")
     if cfg.gpus > 1 and cfg.device != "cpu" and not machine.has_gpu():
@@ -117,7 +122,10 @@ def check_engine(cfg: RunConfig) -> None:
 
 
 def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
-    """Raise ConfigError for a model too large for this machine's memory, or too slow on its CPU."""
+    """Raise ConfigError for a model too large for this machine's memory, or too slow on its CPU.
+
+    `folder` is the model's local directory; it is None for a hub id, or for a GGUF file not yet unpacked.
+    """
     count = _count_parameters(cfg.model.path, folder)
     if count is None:
         return
@@ -141,7 +149,10 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
 
 
 def _count_parameters(path: str, folder: Path | None) -> int | None:
-    """Return the number of a model's weights, from its files or else its hub name; None if unknown."""
+    """Return the number of a model's weights; None if unknown.
+
+    Reads its local `folder`, else the GGUF file at `path`, else the number in the hub id `path`.
+    """
     if folder:
         return on_disk.parameters(folder)
     return _gguf_header(path).parameters if gguf.is_gguf(path) else parameters_in_name(path)
@@ -154,13 +165,16 @@ def _gguf_header(path: str) -> gguf.Header:
 
 
 def parameters_in_name(hub_id: str) -> int | None:
-    """Return the number of weights that a hub id such as Qwen2.5-7B or SmolLM2-135M states; None if it has none."""
+    """Return the number of weights that a hub id such as Qwen2.5-7B or SmolLM2-135M states; None if it states none."""
     found = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![A-Za-z0-9])", hub_id.rpartition("/")[2], re.IGNORECASE)
     return int(max(float(number) * {"b": 1e9, "m": 1e6}[unit.lower()] for number, unit in found)) if found else None
 
 
 def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
-    """Raise ConfigError if the disk lacks room for the model's download or the run's checkpoints."""
+    """Raise ConfigError if the disk lacks room for the model's download or the run's checkpoints.
+
+    `folder` is the model's local directory; it is None for a hub id, or for a GGUF file not yet unpacked.
+    """
     adapter = on_disk.adapter_parameters(folder, cfg) if folder else 0
     moments = 2 if cfg.optim.name == "adamw_8bit" else 8
     written = cfg.steps // cfg.checkpoint.every + 1 if cfg.checkpoint.every else 1
@@ -177,7 +191,10 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
 
 
 def _refuse_full_disk(place: Path, needed: int, what: str, remedy: str) -> None:
-    """Raise ConfigError if the disk of `place` has less than `needed` bytes free for `what`."""
+    """Raise ConfigError if the disk of `place` has less than `needed` bytes free for `what`.
+
+    `place` need not exist yet. `remedy` ends the error.
+    """
     above = next(path for path in (place, *place.parents) if path.is_dir())
     free = shutil.disk_usage(above).free
     if needed > free:

@@ -17,7 +17,7 @@ def has_gpu() -> bool:
 
 
 def _ask_nvidia_smi(*arguments: str) -> list[str]:
-    """Return the lines that nvidia-smi prints; none if it is missing, fails or takes more than 30 seconds."""
+    """Return the lines that nvidia-smi prints; an empty list if it is missing, fails or takes over 30 seconds."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
@@ -35,7 +35,7 @@ def visible_gpus() -> list[str] | None:
 
 
 def memory_bytes() -> int | None:
-    """Return the size of this machine's memory and swap, or its control group's limit if lower; None if unknown."""
+    """Return the bytes of this machine's memory and swap, or its control group's limit if lower; None if unknown."""
     info = Path("/proc/meminfo")
     if not info.is_file():
         return None
@@ -47,6 +47,6 @@ def memory_bytes() -> int | None:
 
 @cache
 def gpu_memory_bytes() -> int | None:
-    """Return the memory of the largest NVIDIA GPU; None if unknown."""
+    """Return the memory in bytes of the largest NVIDIA GPU; None if unknown."""
     lines = _ask_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     return max((int(line) for line in lines if line.isdigit()), default=0) * 2**20 or None

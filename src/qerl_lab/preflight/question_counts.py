@@ -17,7 +17,11 @@ from qerl_lab.tasks import arithmetic, question_files
 
 
 def check(cfg: RunConfig) -> list[str]:
-    """Return notes on what a run asks for beyond the available questions. Raises ConfigError if they are too few."""
+    """Return the task's warnings, and notes where the run asks for more questions than there are.
+
+    Raises ConfigError if there are too few to train on or to evaluate. Questions that are not on this machine are not
+    counted.
+    """
     tasks.check_trains(cfg.task)
     if cfg.task.path is not None and not cfg.task.path.strip():
         raise ConfigError("task.path= is empty; allowed: a directory, a file or a hub id. Leave task.path out.")
@@ -30,7 +34,7 @@ def check(cfg: RunConfig) -> list[str]:
 
 
 def recorded_questions(cfg: RunConfig) -> Mapping[str, Any]:
-    """Return what a run records about its local files of questions, such as hashes; empty if it has none.
+    """Return the data that a run records about its local files of questions, such as hashes; empty if it has none.
 
     Raises ConfigError if the files cannot be read.
     """
@@ -51,7 +55,10 @@ def _load_task(task: str) -> tasks.Task:
 
 
 def note_cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
-    """Return notes on numbers of questions above those available. Raises ConfigError if they are too few."""
+    """Return a note for each number of questions above those available: `train` to train on, `heldout` to evaluate on.
+
+    Raises ConfigError if there is none to train on, or fewer than two for an evaluation.
+    """
     more = "a larger task.arithmetic.max_operand" if cfg.task.name == "arithmetic" else "another task.path"
     keys = [f"task.{key}={given}" for key in ("module", "path") if (given := getattr(cfg.task, key))]
     source = keys[0] if keys else f"task={cfg.task.name} at this difficulty"
@@ -71,5 +78,5 @@ def note_cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
 
 
 def overrides_without_evaluation(cfg: RunConfig) -> str:
-    """Return the overrides that switch off held-out evaluation; empty if it is off."""
+    """Return the overrides that switch off held-out evaluation, in one text; empty if it is off."""
     return " ".join(f"eval.{key}=0" for key in ("questions", "every") if getattr(cfg.eval, key))

@@ -42,7 +42,10 @@ class Saved:
     noise: dict[str, Any] = field(default_factory=dict)
 
     def refuse_other_config(self, cfg: RunConfig, where: Path) -> None:
-        """Raise ConfigError if `cfg`, read from `where`, has changed since the checkpoint."""
+        """Raise ConfigError if `cfg` differs from the configuration that the checkpoint was trained with.
+
+        `where` is the file of `cfg`, for the error. An extension of the run since then is allowed.
+        """
         then, now = drop_removed_keys({**ADDED, **self.config}), settings_of_run(cfg)
         if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension
             now |= {"steps": then["steps"], "extended": cfg.extended[: cfg.extended.index(then["steps"])]}
@@ -143,10 +146,12 @@ def _step_folders(folder: Path) -> list[Path]:
 
 
 def _step_of(path: Path) -> int:
+    """Return the step of a folder named step-N."""
     return int(path.name.removeprefix("step-"))
 
 
 def _flush_to_disk(path: Path) -> None:
+    """Wait until a file or directory is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

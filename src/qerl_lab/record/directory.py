@@ -56,7 +56,7 @@ class RunDirectory:
         self.curves, self.console = self.path / "curves.png", self.path / CONSOLE
 
     def _read_json(self, name: str, kind: type) -> Any:
-        """Read a JSON file that holds a `kind` (dict or list); empty if it does not exist."""
+        """Read a JSON file that holds a `kind` (dict or list); return an empty one if the file does not exist."""
         path = self.path / name
         return read_json(path, kind) if path.exists() else kind()
 
@@ -81,14 +81,17 @@ class RunDirectory:
         )
 
     def claim(self, cfg: RunConfig, typed: Typed) -> None:
-        """Create the directory and write the configuration. Raises ConfigError if it is used or cannot be created."""
+        """Create the directory; write the configuration and the typed command.
+
+        Raises ConfigError if the directory is in use or cannot be created.
+        """
         self.refuse_used()
         make_run_directory(self.path)
         resolved.write_config(self.path, cfg)
         replace_file(self.path / QUEUED, redact(json.dumps(asdict(typed))).encode())
 
     def begin(self) -> Typed | None:
-        """Mark the run as started. Return the typed command, or None if env.json has recorded it already."""
+        """Mark the run as started; delete FAILED. Return the typed command, or None if env.json has it already."""
         typed = self._read_typed_command()
         if (self.path / QUEUED).exists():
             (self.path / QUEUED).replace(self.path / TYPED)
@@ -109,19 +112,22 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[TextIO]:
-        """Context manager: lock resolved.yaml. A child inherits the lock and holds it if the parent is killed."""
+        """Context manager: lock resolved.yaml and yield it. Raises ConfigError if another process holds the lock.
+
+        A child process that inherits the file holds the lock on if its parent is killed.
+        """
         with open(self.path / resolved.NAME, "r+", encoding="utf-8") as file:  # NFS locks only writable files
             lock(file, f"another process is running in {self.path}. Wait for it or stop it first.")
             yield file
 
     @property
     def is_claimed(self) -> bool:
-        """Tell whether the directory has a resolved.yaml."""
+        """Tell whether the directory has a resolved.yaml, and so belongs to a run."""
         return (self.path / resolved.NAME).exists()
 
     @property
     def status(self) -> str:
-        """Status of the run: `done`, `failed`, `interrupted` or `not run`."""
+        """Return the run's status: `done`, `failed`, `interrupted` (also while it runs) or `not run`."""
         for name, word in ((DONE, "done"), (FAILED, "failed"), (QUEUED, "not run"), (resolved.NAME, "interrupted")):
             if (self.path / name).exists():
                 return word
@@ -129,12 +135,12 @@ class RunDirectory:
 
     @property
     def status_in_words(self) -> str:
-        """Status of the run as users read it. Without DONE or FAILED it may be interrupted or still running."""
+        """Return `status` for users: without DONE or FAILED a run is `interrupted, or still running`."""
         return {"interrupted": "interrupted, or still running"}.get(self.status, self.status)
 
     @property
     def reason(self) -> str:
-        """Why the run failed: the first line of FAILED."""
+        """Return why the run failed: the first line of FAILED, which must exist."""
         text = (self.path / FAILED).read_text(encoding="utf-8")
         return next(iter(text.splitlines()), f"the disk of {self.path} was full, and has no room for the reason")
 
@@ -147,9 +153,10 @@ class RunDirectory:
         return self._read_json(DONE, dict)
 
     def fail(self, text: str) -> None:
-        """Write FAILED, the reason in its first line. On a full disk FAILED is empty, and the line is printed.
+        """Write `text`, with the reason in its first line, into FAILED.
 
-        A directory that was removed or renamed is created again for it.
+        On a full disk FAILED is empty, and that line is printed. A directory that was removed or renamed is created
+        again for it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         try:
@@ -161,10 +168,11 @@ class RunDirectory:
             print(text.partition("\n")[0], file=sys.stderr)
 
     def settle(self, ended_with: int, rank: str = "") -> int:
-        """Return the run's exit code, given how its process ended (negative: a signal); write FAILED if missing.
+        """Return the run's exit code, 0, 1, 2 or 130; write FAILED if a failed process has not.
 
-        With several processes `rank` names this one. If a signal killed it, its FAILED replaces those of other ranks,
-        whose errors only followed from it.
+        `ended_with` is the process's exit status, or minus a signal number. With several processes `rank` names the
+        first that failed, e.g. "rank 1 of 2"; if a signal killed it, its FAILED replaces those of other ranks, which
+        only followed.
         """
         if self.status == "done":
             return OK
@@ -185,7 +193,7 @@ class RunDirectory:
         return USAGE if ended_with == USAGE else FAILURE
 
     def extend(self, cfg: RunConfig) -> None:
-        """Extend a finished run to the steps of `cfg`; resuming continues it. DONE is renamed DONE-STEPS.
+        """Extend a finished run to the steps of `cfg`, so that resuming continues it. Renames DONE to DONE-STEPS.
 
         If the process is killed between the two writes, the old configuration stays and resuming finishes the run
         again.
@@ -194,9 +202,9 @@ class RunDirectory:
         resolved.replace_config(self.path, cfg)
 
     def discard(self, topmost: Path | None) -> None:
-        """Delete the files of a run that never started, then its empty directories up to `topmost`.
+        """Delete the files of a run that never started, then its directory and empty parents up to `topmost`.
 
-        Does nothing if the directory contains other files.
+        If `topmost` is None, all directories stay. Does nothing if the directory contains other files.
         """
         if {path.name for path in self.path.iterdir()} - LEFT_BY_A_REFUSED_RUN:
             return
@@ -212,7 +220,7 @@ class RunDirectory:
     # --- configuration and resuming
 
     def config(self) -> RunConfig:
-        """Read and check the whole configuration; set its `run_dir` to where the directory is now."""
+        """Read and check the whole configuration; set `run_dir` to where the directory is now. Raises ConfigError."""
         return resolved.read_config(self.path)
 
     def settings(self) -> dict[str, str]:
@@ -224,14 +232,15 @@ class RunDirectory:
         return (self.path / resolved.NAME).read_text(encoding="utf-8")
 
     def check(self) -> None:
-        """Raise ConfigError if small files that a resumed run needs are damaged. Fast: reads little."""
+        """Raise ConfigError if sessions.json, mlflow.json or eval.parquet is damaged: a resumed run needs them."""
         self.sessions(), self.mirror()
         self._check_evaluations(is_expected=False)
 
     def starting_point(self, cfg: RunConfig) -> checkpoint.Saved | None:
         """Return the newest intact checkpoint to resume from; None to start from step 0.
 
-        Raises ConfigError if the configuration has changed since, or metrics.jsonl lacks one of its steps.
+        Raises ConfigError if `cfg` differs from the checkpoint's configuration, or metrics.jsonl lacks one of its
+        steps.
         """
         saved = checkpoint.newest(self.checkpoints)
         if saved is None:
@@ -247,7 +256,10 @@ class RunDirectory:
         return saved
 
     def refuse_other_data(self, data: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the questions differ from those the run started with. `data` describes them."""
+        """Raise ConfigError if the questions differ from those that the run started with.
+
+        `data` holds their numbers and SHA-256, as env.json records them.
+        """
         then = self.environment().get("data") or {}  # older versions of the lab do not record the questions
         for role in ("training", "heldout"):
             count, digest = f"{role}_questions", f"{role}_sha256"
@@ -259,7 +271,7 @@ class RunDirectory:
                 )
 
     def refuse_other_device(self, device: str) -> None:
-        """Raise ConfigError if a run started on `cpu` would resume on `cuda`, or the reverse."""
+        """Raise ConfigError if the run started on another device than `device`, which is `cpu` or `cuda`."""
         if not (began := self.environment()):
             return
         began_on = "cuda" if began["gpus"] and self.settings()["device"] != "cpu" else "cpu"
@@ -294,9 +306,10 @@ class RunDirectory:
         return self._read_json(SESSIONS, list)
 
     def begin_session(self, start: float) -> None:
-        """Record that a process works on the run from `start` on; a killed one before it ended at its last logged line.
+        """Record that a process works on the run from `start` (unix seconds) on.
 
-        Call it before metrics.jsonl is cut, which may remove that line.
+        An earlier session without an end, of a killed process, gets the time of the last line in metrics.jsonl. So call
+        this before that file is cut.
         """
         sessions = self.sessions()
         if sessions and sessions[-1][1] is None:
@@ -304,7 +317,7 @@ class RunDirectory:
         replace_file(self.path / SESSIONS, json.dumps([*sessions, [start, None]]).encode())
 
     def end_session(self) -> float:
-        """Record the end of the current session; return the seconds of all sessions. A later call moves the end."""
+        """Set the end of the current session to now; return the seconds of all sessions. A later call moves the end."""
         sessions = self.sessions()
         sessions[-1][1] = time.time()
         replace_file(self.path / SESSIONS, json.dumps(sessions).encode())
@@ -318,13 +331,13 @@ class RunDirectory:
     def mirror(self) -> dict[str, str | None]:
         """Read mlflow.json: the MLflow run that mirrors this one; empty if there is none.
 
-        `key` is a tag of the MLflow run and finds it, because `run_id` may belong to another store or be missing.
-        `uri` has *** in place of a password. `run_dir` is where the directory was.
+        `key` is a tag of the MLflow run and finds it, because `run_id` may belong to another store or be missing. `uri`
+        has *** in place of a password. `run_dir` is where the directory was when the file was last written.
         """
         return self._read_json(MIRROR, dict)
 
     def note_mirror(self, **changes: str | None) -> None:
-        """Change these values in mlflow.json; a new file also gets a new random `key`.
+        """Change these values in mlflow.json (see `mirror`); a new file also gets a new random `key`.
 
         A copied directory whose original still exists gets a new key too, so that both have an MLflow run.
         """
@@ -383,7 +396,7 @@ class RunDirectory:
         return lines
 
     def evaluations(self) -> "dict[str, pd.DataFrame]":
-        """Read the held-out answers by phase ("before", "after"), a row per question; empty if there are none yet.
+        """Read the held-out answers: a table per phase ("before", "after"), a row per question; empty if none.
 
         Raises ConfigError for a damaged file.
         """
@@ -410,7 +423,7 @@ class RunDirectory:
             raise ConfigError(f"{path} is no Parquet file. Move it away; a resumed run asks the questions again.")
 
     def write_evaluations(self, phases: "dict[str, pd.DataFrame]") -> None:
-        """Write the held-out answers of all phases atomically, a row per question."""
+        """Write eval.parquet atomically: the held-out answers by phase ("before", "after"), a row per question."""
         import pandas as pd
 
         data = pd.concat([rows.assign(phase=phase) for phase, rows in phases.items()]).to_parquet(index=False)

@@ -58,7 +58,7 @@ def write_environment(run_dir: Path, data: Mapping[str, Any], linear_backend: st
 
 
 def environment() -> dict[str, Any]:
-    """Describe where this process runs, for env.json; null for what cannot be determined.
+    """Describe where this process runs, as a dict for env.json; null for what cannot be determined.
 
     `command` is the typed command, `words` its overrides (`key=value`) for this run, `sweep` the sweep it belongs to.
     """
@@ -93,7 +93,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def _describe_gpus() -> list[dict[str, Any]]:
-    """Return UUID, name, memory and driver of every GPU that torch sees."""
+    """Return UUID, name, memory (GiB), driver and CUDA version of every GPU that torch sees."""
     import torch
 
     if not torch.cuda.is_available():
@@ -108,7 +108,7 @@ def _describe_gpus() -> list[dict[str, Any]]:
 
 
 def git_state() -> tuple[str, bool]:
-    """Return the commit of this package's checkout, and whether its files differ from the commit or are untracked.
+    """Return the commit of this package's checkout, and whether it has changed or untracked files.
 
     Returns ("unknown", False) without checkout or git, ("unknown", True) before the first commit.
     """
@@ -118,7 +118,7 @@ def git_state() -> tuple[str, bool]:
 
 
 def code_diff() -> str:
-    """Return the untracked files and `git diff HEAD` of the checkout; a note if there is no checkout."""
+    """Return the names of untracked files and the text of `git diff HEAD`; a note if there is no checkout."""
     if not _is_checkout():
         version = installed_versions(["qerl-lab"]).get("qerl-lab", "of unknown version")
         return f"# no checkout: the installed package qerl-lab {version}\n"
@@ -134,11 +134,12 @@ def _is_checkout() -> bool:
 
 
 def _git(*args: str) -> str | None:
+    """Run git on the checkout and return what it prints; None if it fails (see `_command_output`)."""
     return _command_output("git", "-C", str(CHECKOUT), *args)
 
 
 def _command_output(*command: str) -> str | None:
-    """Run a command and return what it prints; None if it is missing, fails or takes over 30 s."""
+    """Run a command and return its standard output; None if it is missing, fails or takes over 30 s."""
     # Drop a git hook's GIT_DIR, which points elsewhere. Disable optional locks, which could block the user's own git.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env["GIT_OPTIONAL_LOCKS"] = "0"

@@ -8,7 +8,10 @@ from qerl_lab.config.option import ConfigError
 
 
 def make_run_directory(wanted: Path, exist_ok: bool = True) -> None:
-    """Create a run's directory. Raises FileExistsError if it must not exist, ConfigError if creating fails."""
+    """Create a run's directory and its parents. Raises ConfigError if that fails.
+
+    Raises FileExistsError if a file has this name, or without `exist_ok` also a directory.
+    """
     try:
         wanted.mkdir(parents=True, exist_ok=exist_ok)
     except FileExistsError:
@@ -32,6 +35,6 @@ def reserve_directory(wanted: Path) -> Path:
 
 
 def first_missing(wanted: Path) -> Path | None:
-    """Return the topmost missing directory on the path; None if the path exists."""
+    """Return the topmost directory on the path that does not exist; None if the whole path exists."""
     missing = [path for path in (wanted, *wanted.parents) if not os.path.exists(path)]
     return missing[-1] if missing else None

@@ -42,7 +42,10 @@ class LineFile(Generic[T]):
             replace_file(run_dir / self.name, b"".join(kept))
 
     def _parse(self, run_dir: Path, offset: int = 0) -> list[tuple[bytes, int, T]]:
-        """Parse the complete lines from byte `offset` on: each line, its step and its record."""
+        """Parse the complete lines from byte `offset` on; return each line with its step and its record.
+
+        Raises ConfigError for a line that is not a record.
+        """
         path, parsed = run_dir / self.name, list[tuple[bytes, int, T]]()
         if not path.exists():
             return parsed
@@ -90,7 +93,7 @@ class Sample:
 
 
 def encode_samples(samples: Iterable[Sample]) -> bytes:
-    """Encode completions as lines of samples.jsonl; cut out the middle of long ones."""
+    """Encode completions as lines of samples.jsonl; cut out the middle of those above CHARACTERS."""
     half, lines = CHARACTERS // 2, list[str]()
     for sample in samples:
         text, left_out = sample.completion, len(sample.completion) - CHARACTERS
@@ -101,6 +104,7 @@ def encode_samples(samples: Iterable[Sample]) -> bytes:
 
 
 def _decode_sample(values: Any) -> Sample:
+    """Convert the parsed JSON of a line of samples.jsonl. Raises ValueError or TypeError if it is no sample."""
     sample = Sample(**values)
     float(sum(sample.rewards.values()))  # raises for anything but numbers
     return sample

@@ -237,7 +237,7 @@ def encode_line(step: int, metrics: Mapping[str, float]) -> bytes:
 
 
 def _decode_line(values: Any) -> MetricsLine:
-    """Convert the parsed JSON of a line; null values become NaN. Raises ValueError or TypeError."""
+    """Convert the parsed JSON of a line of metrics.jsonl; null values become NaN. Raises ValueError or TypeError."""
     match values:
         case {"step": int(step), "time": int() | float() as when, "metrics": dict(metrics)}:
             found = {name: math.nan if value is None else float(value) for name, value in metrics.items()}

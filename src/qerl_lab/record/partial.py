@@ -57,14 +57,14 @@ class Unfinished:
         os.close(self._lock)
 
     def clear(self) -> None:
-        """Delete all files of the unfinished directory and start anew."""
+        """Delete everything in the unfinished directory, then write a new journal that lists no complete files."""
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._journal["files"] = {}
         self.note()
 
     def has(self, file: str) -> bool:
-        """Return whether `file` is recorded as complete and still has its size."""
+        """Tell whether the journal has `file` as complete, and the file still has the size recorded there."""
         path = self.folder / file
         return path.exists() and self._journal["files"].get(file) == path.stat().st_size
 
@@ -74,7 +74,10 @@ class Unfinished:
         replace_file(self.folder / JOURNAL, json.dumps(self._journal, indent=1).encode() + b"\n")
 
     def finish(self) -> None:
-        """Rename the directory to its final name, replacing an old one (only with `overwrite`)."""
+        """Rename the directory to its final name `out`, replacing an existing one; make its safetensors files readable.
+
+        Callers refuse an existing `out` before, unless `overwrite` is set.
+        """
         make_readable(self.folder.glob("*.safetensors"))
         before = self.out.with_name(self.out.name + ".replaced")
         if self.out.exists():
@@ -86,7 +89,7 @@ class Unfinished:
 
 
 def _other_options_error(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> ConfigError:
-    """Return the error for a directory that was started with other options."""
+    """Return the error for a directory begun with other options; `begun` and `now` map each option to its value."""
     differ = [key for key in {**now, **begun} if now.get(key) != begun.get(key)]
     keys = [key for key in differ if not isinstance(now.get(key), dict)]
     if not keys:

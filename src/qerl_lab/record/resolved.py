@@ -26,7 +26,7 @@ def write_config(run_dir: Path, cfg: RunConfig) -> None:
 
 
 def replace_config(run_dir: Path, cfg: RunConfig) -> None:
-    """Replace the existing resolved.yaml."""
+    """Replace the existing resolved.yaml atomically."""
     replace_file(run_dir / NAME, yaml.safe_dump(asdict(cfg), sort_keys=False).encode())
 
 
@@ -55,7 +55,7 @@ def read_config(run_dir: Path) -> RunConfig:
 
 
 def read_settings(run_dir: Path) -> dict[str, str]:
-    """Return every dotted key with its value as text, as in MLflow, whatever version of the lab wrote the file.
+    """Return the value of every dotted key as text, whatever version of the lab wrote the file.
 
     Raises ConfigError if the file contains no configuration.
     """
@@ -81,7 +81,7 @@ def _parse_values(run_dir: Path) -> dict[str, Any]:
 
 
 def _flatten_values(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every dotted key with its value as text."""
+    """Yield (dotted key, value as text) of every value in nested dictionaries; `prefix` is put before each key."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _flatten_values(value, f"{prefix}{key}.")

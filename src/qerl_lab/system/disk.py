@@ -19,10 +19,10 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
 def lock(opened: int | TextIO, refusal: str | None = None) -> bool:
-    """Lock an open file or directory until it is closed; return False where the file system has no locks.
+    """Lock an open file or directory until it is closed; return True, or False where the file system has no locks.
 
-    If another process holds the lock, wait, or raise ConfigError with the `refusal`. A child that inherits the file
-    keeps the lock.
+    If another process holds the lock, wait, or with `refusal` raise ConfigError with that text. A child process that
+    inherits the file keeps the lock.
     """
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | (fcntl.LOCK_NB if refusal else 0))
@@ -37,7 +37,7 @@ def lock(opened: int | TextIO, refusal: str | None = None) -> bool:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[bool]:
-    """Context manager: lock a folder, waiting for other processes; yield False where there are no locks."""
+    """Context manager: lock a folder, waiting for other processes; yield True, or False where there are no locks."""
     held = os.open(folder, os.O_RDONLY)
     try:
         yield lock(held)
@@ -46,7 +46,7 @@ def exclusive(folder: Path) -> Iterator[bool]:
 
 
 def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
-    """Write a file atomically: write to a temporary name, then rename.
+    """Write a file atomically: write to a temporary name, then rename. Raises OSError with the file's name.
 
     `aside` is the ending of the temporary name; use one per process if several may write the file at once.
     """
@@ -65,7 +65,10 @@ def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
 
 
 def make_readable(files: Iterable[Path]) -> None:
-    """Let everyone who can list a file's folder read the file: safetensors (0.8) lets only the owner."""
+    """Let everyone who may read or write a file's folder do the same with the file.
+
+    safetensors (0.8) writes files that only their owner can read.
+    """
     for file in files:
         file.chmod(file.parent.stat().st_mode & 0o666)
 
@@ -84,7 +87,7 @@ def strict_json(content: Any) -> bytes:
 
 
 def read_json(path: Path, kind: type) -> Any:
-    """Read a JSON file of a run directory. Raises ConfigError unless it holds a value of type `kind`."""
+    """Read a JSON file. Raises ConfigError if it is missing or damaged, or holds no value of type `kind`."""
     try:
         values = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -105,9 +108,9 @@ def cache_folder() -> Path:
 
 
 def make_directory(folder: Path, given: str) -> None:
-    """Create a folder and check that it is writable. Raises ConfigError, which repeats `given`.
+    """Create a folder and check that it is writable, before a command's work starts. Raises ConfigError.
 
-    This finds an unwritable directory before the work, not after it. A folder created by a failed check is removed.
+    `given` is the option as typed, such as `out=x`, for the error. A folder created by a failed check is removed.
     """
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:

@@ -32,7 +32,10 @@ _left: list[int] = []  # exit code passed to `leave`
 
 @contextmanager
 def starting(module: str) -> Iterator[None]:
-    """Context manager around a command's imports: on Ctrl-C print one line and exit. `module` is its `__name__`."""
+    """Context manager around a command's imports: on Ctrl-C print one line and exit.
+
+    `module` is the caller's `__name__`; unless it is `__main__`, the KeyboardInterrupt passes.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -74,8 +77,8 @@ def _exit_without_teardown() -> None:
 def command(main: Main) -> Main:
     """Wrap a command's `main`: turn expected errors into one printed message and an exit code.
 
-    ConfigError is 2. ValueError and OSError, which the work of a command raises, are 1. Ctrl-C is 130; the argument of
-    its KeyboardInterrupt, if any, says how to continue.
+    ConfigError gives 2; ValueError and OSError, which the work of a command raises, give 1. Ctrl-C gives 130; an
+    argument of the KeyboardInterrupt, which says how to continue, is printed.
     """
 
     @wraps(main)
@@ -100,7 +103,7 @@ def command(main: Main) -> Main:
 
 
 def survive_lost_console() -> None:
-    """Make stdout and stderr discard what is written once their terminal or reader is gone."""
+    """Replace stdout and stderr by streams that discard what is written once their terminal or reader is gone."""
     for descriptor in (0, 1, 2):  # a closed descriptor would be reused for the next opened file, e.g. a record
         try:
             os.fstat(descriptor)
@@ -110,7 +113,10 @@ def survive_lost_console() -> None:
 
 
 def _lasting_stream(stream: TextIO | None, descriptor: int) -> io.TextIOWrapper:
-    """Return a text stream like `stream` that discards what is written once its terminal or reader is gone."""
+    """Return a text stream to `descriptor` that discards what is written once its terminal or reader is gone.
+
+    It takes the encoding of `stream`, which is None if the descriptor was closed.
+    """
     if stream is not None:
         stream.flush()
     encoding, errors = getattr(stream, "encoding", "utf-8"), getattr(stream, "errors", None)

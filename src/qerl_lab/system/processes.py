@@ -20,8 +20,8 @@ SIZES = {
 def rank_variables(gpus: int) -> list[dict[str, str]]:
     """Return the environment variables of each process of a run, by rank, as torchrun would set them.
 
-    The processes are children of the command instead of torchrun: they inherit the lock, a signal leaves them time to
-    finish a step (torchrun kills after a fixed time), and each reports how it ended.
+    One process needs none. The processes are children of the command instead of torchrun: they inherit the lock, a
+    signal leaves them time to finish a step (torchrun kills after a fixed time), and each reports how it ended.
     """
     if gpus == 1:
         return [{}]
@@ -36,9 +36,9 @@ def rank_variables(gpus: int) -> list[dict[str, str]]:
 
 
 def refuse_several_processes(environment: Mapping[str, str], ranks: int = 1) -> None:
-    """Raise ConfigError if a launcher such as torchrun started several processes of this command.
+    """Raise ConfigError if `environment` shows that a launcher such as torchrun started several of this process.
 
-    A run starts its own `ranks`, which are allowed.
+    A WORLD_SIZE of `ranks` is allowed: the run's own command starts that many.
     """
     for name, launcher in SIZES.items():
         given = environment.get(name, "")

@@ -45,7 +45,10 @@ class Amount:
             self.bar.close()
 
     def advance(self, count: int, status: str = "") -> None:
-        """Count `count` more units as done, and show `status` behind the amount; without a terminal at each tenth."""
+        """Count `count` more units as done, and show `status` behind the amount on the bar.
+
+        Without a terminal print a line at each tenth, at most one a second.
+        """
         before, self.now = self.now, self.now + count
         is_due = self.now * LINES // self.total > before * LINES // self.total
         if self.bar is not None:
@@ -59,7 +62,7 @@ class Amount:
             self._print_line(f"{self.label}: {amount}", status)
 
     def _print_line(self, amount: str, status: str) -> None:
-        """Print the amount, the estimated time left and the status on standard error."""
+        """Print the amount, the estimated time left and the status as one line on standard error."""
         eta = estimate_time_left(time.monotonic() - self.started, self.now - self.first, self.total - self.now)
         print(", ".join(filter(None, (amount, f"ETA {eta}", status))), file=sys.stderr, flush=True)
 
@@ -87,7 +90,7 @@ def _with_job_label(text: str = "") -> str:
 
 
 def estimate_time_left(seconds: float, done: int, left: int) -> str:
-    """Format the time that `left` steps will take if `done` steps took `seconds`; a dash if none is done."""
+    """Format the time that `left` units will take if `done` units took `seconds`; a dash if none is done."""
     return str(tqdm.format_interval(seconds / done * left)) if done > 0 else "-"
 
 
@@ -138,7 +141,7 @@ def format_path(path: Path) -> str:
 
 
 def python_command() -> str:
-    """Return how to type the Python that runs this: `python` if that is the same, else its path."""
+    """Return how to type the Python that runs this process: `python` if the shell finds the same, else its path."""
     return "python" if shutil.which("python") == sys.executable else format_path(Path(sys.executable))
 
 
@@ -148,7 +151,7 @@ def by_numbers(text: str) -> list[tuple[int, str]]:
 
 
 def aligned(rows: list[tuple[str, str]]) -> str:
-    """Format rows of (name, value) as lines with the values in one column."""
+    """Format rows of (name, value) as indented lines with the values in one column."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 

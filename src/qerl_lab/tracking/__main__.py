@@ -27,7 +27,10 @@ class TableOptions:
 
 
 def fill_mlflow(options: ResyncOptions) -> None:
-    """Fill MLflow from a run's record. Raises ConfigError without a record, ConnectionError if MLflow is down."""
+    """Fill MLflow from the record in `options.run_dir`, and print what was added.
+
+    Raises ConfigError without an intact record, ConnectionError if MLflow is down.
+    """
     if options.uri:
         check_store("uri", options.uri)
     prepare_mlflow()

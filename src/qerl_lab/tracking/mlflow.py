@@ -48,7 +48,7 @@ def prepare_mlflow() -> None:
 
 
 def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
-    """Return the store of a run: tracking.uri, else MLFLOW_TRACKING_URI, else the last one used, else sqlite here.
+    """Return the store's URI: tracking.uri, else MLFLOW_TRACKING_URI, else the last one used, else sqlite here.
 
     Raises ConfigError if the only known store has a password, which the record does not keep.
     """
@@ -66,13 +66,16 @@ def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
 
 
 def params(cfg: RunConfig) -> dict[str, str]:
-    """Return the configuration for MLflow: dotted keys and values, without keys of one command or place."""
+    """Return MLflow's parameters: all settings, dotted key to text, but tracking.uri, resume, dry_run and run_dir."""
     skip = ("tracking.uri", "resume", "dry_run", "run_dir")  # resolved.yaml has values longer than PARAM_CHARS
     return {name: str(value)[:PARAM_CHARS] for name, value in values_of(cfg).items() if name not in skip}
 
 
 def tags(cfg: RunConfig, directory: RunDirectory, key: str) -> dict[str, str]:
-    """Return the MLflow tags that identify the run; `run_dir` and `command` lead back to its record."""
+    """Return the MLflow tags that identify the run; `run_dir` and `command` lead back to its record.
+
+    `key` is the run's, from mlflow.json.
+    """
     began = directory.environment()
     found = {
         "mlflow.runName": run_name(cfg, began.get("words") or []),
@@ -92,7 +95,7 @@ def tags(cfg: RunConfig, directory: RunDirectory, key: str) -> dict[str, str]:
 
 
 def run_name(cfg: RunConfig, overrides: Sequence[str]) -> str:
-    """Return the run's name in MLflow: arm, seed, other command-line overrides, and hash of the configuration."""
+    """Return the run's name in MLflow: arm, seed, other command-line overrides, and 6 digits of `config_hash`."""
     apart = ("experiment=", "seed=", "run_dir=", "tracking", "hydra", "sweeps=", "cpu_threads=", "checkpoint.")
     said = " ".join(override for override in overrides if not override.lstrip("+").startswith(apart))
     return f"{' '.join([f'{cfg.experiment}-seed{cfg.seed}', said]).strip()[:NAME_CHARS]} [{config_hash(cfg)[:6]}]"
@@ -134,7 +137,10 @@ class MlflowMirror:
         self.params_added = len(missing)
 
     def _experiment_id(self, name: str, uri: str) -> str:
-        """Return the id of the MLflow experiment of this name, created if missing: beside an sqlite file."""
+        """Return the id of the MLflow experiment `name`; create it if missing.
+
+        If `uri` is an sqlite file, the new experiment's artifacts go beside that file.
+        """
         from mlflow.exceptions import MlflowException
 
         found = self._client.get_experiment_by_name(name)
@@ -153,7 +159,7 @@ class MlflowMirror:
         return str(found.experiment_id)
 
     def update(self) -> int:
-        """Send the points that metrics.jsonl has and MLflow lacks; return how many."""
+        """Send the metric points that metrics.jsonl has and MLflow lacks; return how many."""
         from mlflow.entities import Metric
 
         lines, offset = self._directory.metrics_from(self._offset)
@@ -171,7 +177,8 @@ class MlflowMirror:
     def close(self, status: Status, result: Mapping[str, Any], end_time: float) -> int:
         """Upload the artifacts, describe the MLflow run by `result` and end it; return the number of artifacts.
 
-        The description is a Markdown table of `result`, a run's headline numbers (the content of DONE).
+        The description is a Markdown table of `result`, a run's headline numbers (the content of DONE). `end_time` is
+        in unix seconds.
         """
         artifacts = self._directory.artifacts()
         for path in artifacts:
@@ -211,9 +218,10 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
 
 
 def create_sqlite(uri: str) -> None:
-    """Create the sqlite database of `uri` if missing: under another name, then linked into place.
+    """Create the sqlite database of `uri` under another name, then link it into place. Does nothing for another URI.
 
-    A database half created by a killed run, or by two runs of a sweep at once, could not be opened again.
+    A database half created by a killed run, or by two runs of a sweep at once, could not be opened again. An existing
+    one stays.
     """
     path = sqlite_file(uri)
     if path is None or path.exists():

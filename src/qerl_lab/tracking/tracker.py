@@ -42,7 +42,10 @@ class Follower:
         self.thread.start()
 
     def finish(self, status: Status, result: Mapping[str, Any]) -> None:
-        """Send the rest of the record and end the store's run; wait at most FINISH_SECONDS."""
+        """Send the rest of the record and end the store's run as `status`; wait at most FINISH_SECONDS.
+
+        `result` holds the headline numbers.
+        """
         self._ending = (status, result, time.time())
         self._stop.set()
         self.thread.join(FINISH_SECONDS)
@@ -50,7 +53,7 @@ class Follower:
             self._report_outage(f"gave no answer within {FINISH_SECONDS:.0f} s")
 
     def _follow_record(self) -> None:
-        """Thread: open the mirror and keep it equal to the record until `finish`; after an error open it again."""
+        """Run as the thread: open the store; keep it equal to the record until `finish`; reopen it after an error."""
         while not self.is_whole:
             is_last = self._stop.is_set()
             try:
@@ -69,12 +72,13 @@ class Follower:
                 self._stop.wait(RETRY_SECONDS)
 
     def _report_outage(self, what: str) -> None:
-        """Print the failure once per outage; `_follow_record` retries silently."""
+        """Print that the store is away and `what` happened, once per outage. `_follow_record` retries silently."""
         if not self._is_away:
             self._is_away = True
             print(redact(f"qerl-lab: {self._name()} {what}; training goes on and {self._remedy}"), file=sys.stderr)
 
     def _report_end_of_outage(self) -> None:
+        """Print that the store is back, once after an outage."""
         if self._is_away:
             self._is_away = False
             print(f"qerl-lab: {self._name()} is back and has every line.", file=sys.stderr)
@@ -127,14 +131,14 @@ class Tracker:
 
     @property
     def mirror(self) -> Mirrored | None:
-        """Place of the run in MLflow; None if MLflow does not mirror it."""
+        """Return the run's place in MLflow; None if MLflow does not mirror it."""
         if self._mlflow is None:
             return None
         noted = self._directory.mirror()
         return Mirrored(str(noted.get("uri")), noted.get("experiment_id"), self._mlflow.is_whole)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line to metrics.jsonl. Raises ValueError for an undeclared metric, OSError if the disk is full."""
+        """Append a step's metrics to metrics.jsonl. Raises ValueError for an undeclared one, OSError on a full disk."""
         for name in metrics:
             if name not in self._declared:
                 hint = did_you_mean(name, list(self._declared))
@@ -142,6 +146,9 @@ class Tracker:
         self._directory.append_metrics(step, metrics)
 
     def finish(self, status: Status, result: Mapping[str, Any] | None = None) -> None:
-        """Wait until every store has the record and ended its run. `result` holds the headline numbers."""
+        """Wait until every store has the record and ended its run, at most FINISH_SECONDS each.
+
+        `result` holds the headline numbers.
+        """
         for follower in self._followers:
             follower.finish(status, result or {})

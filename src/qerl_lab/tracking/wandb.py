@@ -40,7 +40,10 @@ class WandbMirror:
         self._first = self._run.step  # 0, or the one after the last that W&B has
 
     def update(self) -> int:
-        """Log the lines that metrics.jsonl got since the last call; return how many."""
+        """Log the lines that metrics.jsonl got since the last call, except of steps that W&B has.
+
+        Returns the number of all these lines.
+        """
         lines, self._offset = self._directory.metrics_from(self._offset)
         for line in lines:
             if line["step"] >= self._first:
@@ -48,7 +51,10 @@ class WandbMirror:
         return len(lines)
 
     def close(self, status: Status, result: Mapping[str, Any], end_time: float) -> int:
-        """Store the artifacts and the headline numbers, and end the run; return the number of artifacts."""
+        """Store the artifacts and the headline numbers `result`, and end the run; return the number of artifacts.
+
+        `end_time` is not used.
+        """
         import wandb
 
         artifacts = self._directory.artifacts()
@@ -62,7 +68,7 @@ class WandbMirror:
 
 
 def _is_logged_in() -> bool:
-    """Return whether the wandb client has a key; without one it would ask on the terminal."""
+    """Tell whether the wandb client has a key; without one it would ask on the terminal."""
     from requests.utils import get_netrc_auth
 
     return "WANDB_API_KEY" in os.environ or bool(
