@@ -162,6 +162,13 @@ def test_the_next_layer_is_read_when_the_one_before_is_packed(weight_format: For
     assert max(map(len, source.alive.values())) == 2
 
 
+@each_format
+def test_a_part_of_a_fused_layer_is_let_go_when_it_is_packed(weight_format: Format) -> None:
+    weights = {name: torch.randn(64, 64) for name in FUSED[0]}
+    for name, _ in machinery.pack_fused(weight_format, weights):
+        assert name not in weights
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "bf16"])
 def test_memory_stays_below_the_packed_size_and_one_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every allocation counted, those within `quantize` too. (bitsandbytes' NF4 copies to float32 on a CPU.)"""
