@@ -67,13 +67,17 @@ class Task:
         return [*system, {"role": "user", "content": question.prompt}]
 
     def rewards(self, texts: Sequence[str], questions: Sequence[Question]) -> Scores:
-        """Grade the texts and return weighted scores by part, shape [len(texts)]; their sum is the reward."""
+        """Grade completions `texts`, one per question; return a dict from part to weight x score, shape [len(texts)].
+
+        The parts are "format", "answer" and further ones of the task. Their sum is the reward.
+        """
         return self.weighted(self.grade(texts, questions), texts)
 
     def weighted(self, scores: Scores, texts: Sequence[str]) -> Scores:
-        """Return weight x score by part, shape [len(texts)], without UNPARSED.
+        """Multiply `scores`, the result of `grade` for `texts`, by the weight of each part; leave UNPARSED out.
 
-        "format" is 0 for completions that task.format_reward_for excludes.
+        Each array has shape [len(texts)]. "format" becomes 0 for a text without a thought if task.format_reward_for is
+        "thought", and for a wrong answer if it is "right".
         """
         parts = {part: self.weights[part] * score for part, score in scores.items() if part != UNPARSED}
         if self.format_reward_for == "thought":
@@ -84,19 +88,20 @@ class Task:
 
 
 def load(cfg: TaskConfig) -> Task:
-    """Build the task named by `cfg.name`.
+    """Build the task `cfg.name` to train on. Training questions that are held out too are removed.
 
-    Raises ConfigError if its data cannot be read, it is for evaluation only, or over 1% of its training questions are
-    held out too; fewer are removed from training.
+    Raises ConfigError if they are over 1% of the training questions, if the questions cannot be read, or if the task is
+    for evaluation only.
     """
     check_trains(cfg)
     return _task(cfg, _functions(cfg), "train")
 
 
 def load_worked(cfg: TaskConfig) -> Task:
-    """Build the task with worked solutions, payload["solution"], in `train`.
+    """Build the task with a worked solution in `payload["solution"]` of each question in `Task.train`.
 
-    Raises ConfigError as `load` does, and if the task has no solutions.
+    Raises ConfigError if the task has no solutions, if its data cannot be read, or if over 1% of the training questions
+    are held out too.
     """
     functions = _functions(cfg)
     if not hasattr(functions, "worked"):
@@ -107,21 +112,24 @@ def load_worked(cfg: TaskConfig) -> Task:
 
 
 def load_benchmark(cfg: TaskConfig) -> Task:
-    """Build the task for evaluation only: `train` is empty and no training question is read.
+    """Build any task to evaluate on: `Task.train` is empty, because no training question is read.
 
-    Raises ConfigError if its data cannot be read.
+    Raises ConfigError if the held-out questions cannot be read.
     """
     return _task(cfg, _functions(cfg), None)
 
 
 def read_task_config(name: str, **given: Any) -> TaskConfig:
-    """Read conf/task/NAME.yaml as the group `task`, with `given` keys over it. Raises ConfigError for a wrong value."""
+    """Read conf/task/NAME.yaml as a TaskConfig; keys in `given` replace keys of the file.
+
+    Raises ConfigError for a wrong value.
+    """
     written = OmegaConf.to_container(OmegaConf.load(group_folder("task") / f"{name}.yaml"))
     return from_dict({"task": {**written, **given}}).task  # type: ignore[dict-item]
 
 
 def check_trains(cfg: TaskConfig) -> None:
-    """Raise ConfigError for a task that is for evaluation only. Reads no data."""
+    """Raise ConfigError if the task has no function `train`, because it is for evaluation only. Reads no questions."""
     if not hasattr(_functions(cfg), "train"):
         raise ConfigError(
             f"task={cfg.name} is for evaluation only: a policy trained on it could not be judged by it. "
@@ -131,16 +139,23 @@ def check_trains(cfg: TaskConfig) -> None:
 
 
 def is_on_the_hub(cfg: TaskConfig) -> bool:
-    """Return whether the task reads its questions from the hub unless task.path is set."""
+    """Tell whether the task reads its questions from the hub if task.path is not set. Does not ask the hub.
+
+    False if the file `task.module` defines both `train` and `heldout`.
+    """
     return cfg.name in question_sets.SOURCES and not {"train", "heldout"} <= _functions(cfg).of_file
 
 
 def _names_with(function: str) -> list[str]:
+    """List the tasks in conf/task that have the task function named `function`, e.g. "train" or "worked"."""
     return [name for name in choices_of("task") if hasattr(_functions(TaskConfig(name=name)), function)]
 
 
 def _functions(cfg: TaskConfig) -> SimpleNamespace:
-    """Return the task's functions, with functions of the user's file in their place; `of_file` lists the latter."""
+    """Return the task's functions (train, heldout, grade, ...) as attributes; functions in `task.module` replace them.
+
+    The attribute `of_file` is the set of the names that the file `task.module` defines.
+    """
     if cfg.name in question_sets.SOURCES:
         functions = question_sets.functions(cfg.name)
     else:
@@ -151,7 +166,10 @@ def _functions(cfg: TaskConfig) -> SimpleNamespace:
 
 
 def _task(cfg: TaskConfig, functions: SimpleNamespace, training: str | None) -> Task:
-    """Bind the task to a configuration; the function named `training`, if any, gives the training questions."""
+    """Build a Task from its configuration and functions; load and check its questions. Raises ConfigError.
+
+    `training` names the function that returns the training questions, "train" or "worked"; None: there are none.
+    """
     asked = getattr(functions, training)(cfg) if training else []
     heldout = functions.heldout(cfg)
     sets = {
@@ -178,7 +196,7 @@ def _task(cfg: TaskConfig, functions: SimpleNamespace, training: str | None) -> 
 
 
 def _summary(questions: Questions) -> dict[str, Any]:
-    """Return what the record stores about questions: number, rows left out, and SHA-256 of their content."""
+    """Describe questions for the run's record: their number, the number of rows left out, SHA-256 of the contents."""
     digest = hashlib.sha256()
     for question in questions:
         content = [question.id, question.prompt, question.answer, dict(question.payload)]

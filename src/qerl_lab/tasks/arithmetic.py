@@ -33,24 +33,27 @@ class Problem:
 
     @property
     def id(self) -> str:
+        """Return the problem's numbers as text, e.g. "7+5-3"."""
         return f"{self.start}" + "".join(f"{change:+d}" for change in self.changes)
 
     @property
     def is_heldout(self) -> bool:
-        """Whether the problem is held out, decided by the numbers in its text, sorted and without signs."""
+        """Tell whether the problem is held out, by a hash of its numbers, sorted and without signs."""
         return is_heldout(" ".join(map(str, sorted((self.start, *map(abs, self.changes))))))
 
     @property
     def answer(self) -> int:
+        """Return the number of things at the end."""
         return self.start + sum(self.changes)
 
     @property
     def question(self) -> Question:
+        """Return the problem as a Question: its id, its text, and the answer as text."""
         return Question(self.id, self.text, str(self.answer))
 
     @property
     def text(self) -> str:
-        """The question in words, e.g. "Ann has 7 pens. Ann buys 5 more. Then Ann loses 3. How many pens now?"."""
+        """Return the question in words, e.g. "Ann has 7 pens. Ann buys 5 more. How many pens does Ann have?"."""
         pick = random.Random(hashlib.sha256(self.id.encode()).digest())
         name, thing = pick.choice(NAMES), pick.choice(THINGS)
         happens = [pick.choice(GAINS if change > 0 else LOSSES).format(abs(change)) for change in self.changes]
@@ -60,7 +63,10 @@ class Problem:
 
 
 def problem(rng: random.Random, cfg: TaskConfig) -> Problem:
-    """Draw a problem, uniform over the number of steps; totals stay between 0 and twice the largest operand."""
+    """Draw a problem within `cfg.arithmetic`, uniform over the number of changes.
+
+    The total stays between 0 and twice the largest operand.
+    """
     largest, steps = cfg.arithmetic.max_operand, (cfg.arithmetic.min_steps, cfg.arithmetic.max_steps)
     start = rng.randint(2, largest)
     total, changes = start, []
@@ -74,7 +80,7 @@ def problem(rng: random.Random, cfg: TaskConfig) -> Problem:
 
 
 def train(cfg: TaskConfig) -> list[Question]:
-    """Return `cfg.train_questions` (0: 4096) distinct problems outside the held-out set."""
+    """Return `cfg.train_questions` (0: 4096) distinct problems that are not held out; fewer if there are no more."""
     return [of.question for of in _train_problems(cfg)]
 
 
@@ -84,17 +90,18 @@ def heldout(cfg: TaskConfig) -> list[Question]:
 
 
 def worked(cfg: TaskConfig) -> list[Question]:
-    """Return the training problems, each with one worked solution."""
+    """Return the training problems, each with a worked solution in `payload["solution"]`."""
     rng = random.Random(0)
     return [replace(of.question, payload={"solution": worked_solution(rng, of)}) for of in _train_problems(cfg)]
 
 
 def _train_problems(cfg: TaskConfig) -> list[Problem]:
+    """Draw `cfg.train_questions` distinct training problems, TRAIN_QUESTIONS of them if it is 0."""
     return _distinct(cfg, cfg.train_questions or TRAIN_QUESTIONS, of_heldout=False)
 
 
 def _distinct(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Problem]:
-    """Return `count` distinct problems, or all there are at a low difficulty."""
+    """Draw `count` distinct problems, all held out or none, with a fixed seed; fewer if the difficulty has no more."""
     rng, found, since_new = random.Random(2510_11696), dict[Problem, None](), 0
     for _ in range(50 * count):
         drawn, since_new = problem(rng, cfg), since_new + 1
@@ -106,11 +113,10 @@ def _distinct(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Problem]:
 
 
 def worked_solution(rng: random.Random, of: Problem) -> str:
-    """Return one of many correct solutions, in the paper's format.
+    """Write one of many correct solutions of the problem `of`, as `<think>..</think><answer>..</answer>`.
 
-    As in human solutions there are alternatives at every turn: the order of the changes, whether gains and losses are
-    summed first, how a sum is written, and how much is written down. They give a policy trained on them the entropy of
-    a real model, and something to explore: shorter solutions go wrong more often.
+    `rng` picks the order of the changes, the wording, and how much is written. The variety gives a policy trained on it
+    the entropy of a real model, and something to explore: shorter solutions go wrong more often.
     """
     way = rng.choices(WAYS, WEIGHTS)[0]
     if way == "in the head":
@@ -123,7 +129,7 @@ def worked_solution(rng: random.Random, of: Problem) -> str:
 
 
 def _ordered(rng: random.Random, of: Problem) -> list[int]:
-    """Return the changes in a random order that keeps the total at zero or above."""
+    """Return the changes of the problem `of` in a random order in which the total never falls below zero."""
     while True:
         order = rng.sample(of.changes, len(of.changes))
         if all(of.start + sum(order[: n + 1]) >= 0 for n in range(len(order))):
@@ -131,14 +137,17 @@ def _ordered(rng: random.Random, of: Problem) -> list[int]:
 
 
 def _together(rng: random.Random, of: Problem) -> str:
-    """Sum gains and losses separately, then apply both."""
+    """Write the work of a solution that sums gains and losses separately, then applies both sums to the start.
+
+    `rng` picks the wording.
+    """
     gains, losses = [c for c in of.changes if c > 0], [-c for c in of.changes if c < 0]
     sums = [_chain(rng, part[0], part[1:]) for part in (gains, losses) if len(part) > 1]
     return " ".join([*sums, _chain(rng, of.start, [c for c in (sum(gains), -sum(losses)) if c])])
 
 
 def _chain(rng: random.Random, start: int, changes: list[int]) -> str:
-    """Write a chain of sums from `start` over `changes`."""
+    """Write the sums that apply `changes` to `start` in turn, e.g. "7+5=12. 12-3=9."; `rng` picks the wording."""
     total, lines = start, []
     for change in changes:
         lines.append(_sum(rng, total, change))
@@ -147,7 +156,7 @@ def _chain(rng: random.Random, start: int, changes: list[int]) -> str:
 
 
 def _sum(rng: random.Random, total: int, change: int) -> str:
-    """Write one sum or difference in a random style."""
+    """Write `total` plus a signed `change`, e.g. "7+5=12" or "12 minus 3 is 9"; `rng` picks the wording."""
     if change > 0:
         left, right = rng.sample((total, change), 2)
         return rng.choice([f"{left}+{right}={left + right}", f"{left} plus {right} is {left + right}"])

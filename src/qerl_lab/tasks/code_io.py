@@ -29,21 +29,25 @@ _BLOCK = re.compile(
 
 
 def train(cfg: TaskConfig) -> Questions:
-    """Return the training problems in `task.path`."""
+    """Return the training problems in `task.path`. Raises ConfigError if they cannot be read, or run in the sandbox."""
     return _read(cfg, of_heldout=False)
 
 
 def heldout(cfg: TaskConfig) -> Questions:
-    """Return the held-out problems in `task.path`."""
+    """Return the held-out problems in `task.path`. Raises ConfigError if they cannot be read, or run in the sandbox."""
     return _read(cfg, of_heldout=True)
 
 
 def weights(cfg: TaskConfig) -> dict[str, float]:
-    """Return the weight of the share of tests passed."""
+    """Return the reward weight of "tests", the share of tests passed: `task.code_io.tests_reward`."""
     return {"tests": cfg.code_io.tests_reward}
 
 
 def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
+    """Read the training or held-out problems; their payload has the tests' "inputs" and "outputs", and the limits.
+
+    Raises ConfigError.
+    """
     if cfg.path is None:
         raise ConfigError(
             "task=code_io reads its problems from task.path, which is not set. Type task.path=DIRECTORY with "
@@ -63,7 +67,10 @@ def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
 
 
 def _tests(row: Row) -> list[dict[str, str]]:
-    """Return the tests of a row. Raises BadRow."""
+    """Return the tests of a row, each a dict with text under "input" and "output".
+
+    Raises BadRow if the row has no test, or one without both texts or with an empty output.
+    """
     tests = row.value("tests")
     if not isinstance(tests, list) or not tests:
         raise BadRow(f"has no list of tests in {row.columns['tests']!r}")
@@ -75,9 +82,9 @@ def _tests(row: Row) -> list[dict[str, str]]:
 
 
 def program(completion: str) -> str | None:
-    """Extract the program from a completion's final answer: the last ``` block, or the whole answer without one.
+    """Return the program in a completion's final answer: its last ``` block, or the whole answer if it has no block.
 
-    Returns None without an answer or if it is too long.
+    None if the completion has no final answer, or one of over MAX_PROGRAM_CHARACTERS.
     """
     text = final_answer(completion)
     if text is None or len(text) > MAX_PROGRAM_CHARACTERS:
@@ -87,9 +94,9 @@ def program(completion: str) -> str | None:
 
 
 def grade(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
-    """Return scores "format", "answer" (every test passed) and "tests" (the share passed).
+    """Return scores "format", "answer" (every test passed: 0 or 1) and "tests" (the share passed), shape [len(texts)].
 
-    A program that several completions give to one question runs once.
+    If several completions give one program to one question, it runs once.
     """
     import numpy as np  # imported here, because checking a command does not need it
 
@@ -106,11 +113,15 @@ def grade(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
 
 
 def _passed_share(outputs: Sequence[str | None], question: Question) -> float:
-    """Return the share of the question's tests with the expected output, ignoring space at the end of lines."""
+    """Return the share of tests passed, 0 to 1. `outputs` has one text per test, None if it failed; empty: no program.
+
+    Spaces at the end of lines and empty lines at the end do not matter.
+    """
     expected = question.payload["outputs"]
     pairs = zip(outputs, expected, strict=False)  # no outputs for a completion without a program
     return sum(output is not None and _lines(output) == _lines(known) for output, known in pairs) / len(expected)
 
 
 def _lines(text: str) -> list[str]:
+    """Split a text into lines, without spaces at the end of lines and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]

@@ -62,7 +62,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(what: str, *arguments: int | bytes) -> int:
-    """Make a system call by number. Raises OSError."""
+    """Make the system call with number `arguments[0]`, and return its result.
+
+    Raises OSError, with `what` at the start of its message.
+    """
     result = _libc.syscall(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
@@ -70,12 +73,16 @@ def _call(what: str, *arguments: int | bytes) -> int:
 
 
 def _prctl(option: int, *arguments: object) -> None:
+    """Call prctl for this process. Raises OSError if it fails."""
     if _libc.prctl(option, *arguments, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
 
 
 def limit(seconds: int, memory_bytes: int, output_bytes: int) -> None:
-    """Limit this process: CPU time, address space, file size, open files, no core dump."""
+    """Limit this process: seconds of CPU time, bytes of address space and of each file, 64 open files, no core dump.
+
+    A hard limit that is lower stays.
+    """
     for what, most in (
         (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, output_bytes),
         (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0),
@@ -86,7 +93,10 @@ def limit(seconds: int, memory_bytes: int, output_bytes: int) -> None:
 
 
 def allow_reading(files: list[str], listed: list[str]) -> None:
-    """Allow reading `files` and folders and listing `listed`, and no other file access. Raises OSError."""
+    """Refuse this process access to files, irrevocably, except reading `files` and listing folders in `listed`.
+
+    Both hold paths; a folder in `files` stands for all below it. Raises OSError if the kernel cannot.
+    """
     abi = _call("Landlock", CREATE_RULESET, 0, 0, 1)
     handled = ABI_1 | sum(1 << bit for bit, since in ((13, 2), (14, 3), (15, 5)) if abi >= since)
     attribute = pack("QQQ", handled, 3 * (abi >= WITHOUT_NETWORK), 3 * (abi >= WITHOUT_SCOPE))
@@ -100,13 +110,17 @@ def allow_reading(files: list[str], listed: list[str]) -> None:
 
 
 def _add_rule(ruleset: int, path: str, rights: int) -> None:
+    """Allow `rights` (bits such as READ_FILE) at `path` and below it, in a Landlock ruleset. Raises OSError."""
     beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
     _call(f"Landlock {path}", ADD_RULE, ruleset, 1, pack("=Qi", rights, beneath), 0)
     os.close(beneath)
 
 
 def allow_calls(machine: str) -> None:
-    """Allow the system calls in CALLS and no others, irrevocably. Raises OSError."""
+    """Refuse all system calls, irrevocably, but those in CALLS and, with some arguments only, OPEN to MADVISE.
+
+    `machine` is a key of ARCHITECTURES. Raises OSError.
+    """
     column, audit = ARCHITECTURES[machine]
     lines = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     if machine == "x86_64":  # refuse the numbers of its x32 variant
@@ -125,12 +139,18 @@ def allow_calls(machine: str) -> None:
 
 
 def _argument(place: int, high: bool = False) -> int:
-    """Return the offset of half an argument in seccomp's data; both architectures are little-endian."""
+    """Return the offset in seccomp's data, in bytes, of the low or `high` half of a call's argument; `place` is from 0.
+
+    Both architectures are little-endian.
+    """
     return 16 + 8 * place + 4 * high
 
 
 def _allow_without_bits(number: int, place: int, bits: int, both_halves: bool = False) -> list[Line]:
-    """Return BPF lines that allow system call `number` only if its argument at `place` has none of `bits`."""
+    """Return BPF lines that allow system call `number` only if its argument at `place` (from 0) has none of `bits`.
+
+    `both_halves` tests the upper 32 bits of the argument too.
+    """
     halves = [(LOAD, 0, 0, _argument(place)), (ANY_BIT, 0, 1, bits), (RETURN, 0, 0, REFUSE)]
     if both_halves:
         halves += [(LOAD, 0, 0, _argument(place, high=True)), (ANY_BIT, 0, 1, bits), (RETURN, 0, 0, REFUSE)]
@@ -138,18 +158,24 @@ def _allow_without_bits(number: int, place: int, bits: int, both_halves: bool = 
 
 
 def _allow_one_of(number: int, place: int, values: tuple[int, ...]) -> list[Line]:
-    """Return BPF lines that allow system call `number` only if its argument at `place` is one of `values`."""
+    """Return BPF lines that allow system call `number` only if its argument at `place` (from 0) is one of `values`."""
     tests = [line for value in values for line in ((EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
     return _for_call(number, [(LOAD, 0, 0, _argument(place)), *tests, (RETURN, 0, 0, REFUSE)])
 
 
 def _for_call(number: int, lines: list[Line]) -> list[Line]:
-    """Return `lines`, each ending in a verdict, applied to one system call; empty if it has no number here."""
+    """Return BPF lines that apply `lines` to system call `number` only; none if it is -1: no such call on this machine.
+
+    `lines` must end in a verdict for every case.
+    """
     return [(EQUAL, 0, len(lines), number), *lines] if number >= 0 else []
 
 
 def confine(parent: int, limits: list[int], readable: list[str], listed: list[str]) -> None:
-    """Apply all restrictions, in this order. Raises OSError if the kernel cannot."""
+    """Restrict this process to `limits` (arguments of `limit`), the paths `readable` and the folders `listed`.
+
+    If the process with id `parent` ends, the kernel ends this one too. Raises OSError if the kernel cannot do all this.
+    """
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
         raise OSError(f"a machine {machine}; allowed: {', '.join(ARCHITECTURES)}")
@@ -166,7 +192,9 @@ def main(program: str, numbers: str, readable: str, listed: str) -> None:
     """Restrict this process, report success or the reason to the parent, and run the program as a script.
 
     Args:
-        numbers: the parent's process id, the file descriptor to report to, and the arguments of `limit`.
+        program: path of the program's file.
+        numbers: the parent's process id, the file descriptor to report to, and the arguments of `limit`, with spaces
+            between.
         readable, listed: paths, one per line.
     """
     parent, report_end, *limits = map(int, numbers.split())
@@ -182,7 +210,7 @@ def main(program: str, numbers: str, readable: str, listed: str) -> None:
 
 
 def run(program: str) -> None:
-    """Execute the program as `__main__` with its own arguments."""
+    """Run the file at path `program` in this process, as `__main__`, with nothing but that path in `sys.argv`."""
     module = type(sys)("__main__")
     module.__file__ = program
     builtins.exit, builtins.quit = Quitter("exit", ""), Quitter("quit", "")  # site, which defines them, is not loaded

@@ -28,7 +28,10 @@ def grade_math(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
 
 
 def answers_equal(pairs: Sequence[Pair]) -> list[bool | None]:
-    """Return for each pair whether its answers are equal; None if it cannot be decided, or not within SECONDS."""
+    """Return for each pair of final and reference answer whether they are equal.
+
+    None if that cannot be decided, or not within SECONDS.
+    """
     from qerl_lab.tasks.answers.judge import Verdict, judge  # imported here, because it imports mpmath
     from qerl_lab.tasks.answers.surface import plain
     from qerl_lab.tasks.sandbox import call_each

@@ -25,11 +25,11 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
     """Return the functions defined in the file `cfg.module`, by name, wrapped to check their results.
 
     Args:
-        of_task: functions of the task itself, which remain for what the file does not define.
+        of_task: the task's own functions by name. Its `weights` count if the file defines `grade` without `weights`.
 
     Raises:
-        ConfigError: the file cannot be imported, defines no task function or weights without grade, or has changed
-            since the run was composed.
+        ConfigError: the file cannot be imported, defines no task function, weights without grade or wrong weights, or
+            has changed since the run was composed.
     """
     assert cfg.module is not None
     if cfg.module_hash not in (None, found := module_hash(cfg.module)):
@@ -63,11 +63,15 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
 
 
 def _join(parts: set[str]) -> str:
+    """Return the names, sorted and joined by commas."""
     return ", ".join(sorted(parts))
 
 
 def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
-    """Return the parts named in the file's weights. Raises ConfigError."""
+    """Return the parts of the reward in `given`, the result of weights(cfg).
+
+    Raises ConfigError unless it is a dict from names other than PARTS to finite numbers.
+    """
     said = f"task.module={cfg.module}: weights(cfg)"
     if not isinstance(given, dict) or not all(
         isinstance(part, str) and isinstance(weight, int | float) and math.isfinite(weight)
@@ -83,7 +87,10 @@ def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
 
 
 def _checked_questions(said: str, function: Callable[..., Any]) -> Callable[[TaskConfig], list[Question]]:
-    """Wrap `function` to check that it returns valid questions with unique ids."""
+    """Wrap `function` so that it raises ConfigError unless it returns valid questions with unique ids.
+
+    `said` names the function, at the start of the error.
+    """
 
     def checked(cfg: TaskConfig) -> list[Question]:
         found = function(cfg)
@@ -107,7 +114,10 @@ def _checked_questions(said: str, function: Callable[..., Any]) -> Callable[[Tas
 def _checked_grade(
     cfg: TaskConfig, function: Callable[..., Any], required: set[str], allowed: set[str]
 ) -> Callable[..., Scores]:
-    """Wrap `function` to check that it returns, beside PARTS, all parts in `required` and only those in `allowed`."""
+    """Wrap the file's `grade` so that it raises ConfigError unless each part has one score from 0 to 1 per text.
+
+    "format", "answer" and the parts in `required` must be there; other parts must be in PARTS or `allowed`.
+    """
 
     def checked(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
         import numpy as np

@@ -41,7 +41,7 @@ class Source:
     file: str | None = None
 
     def split(self, of_heldout: bool) -> str:
-        """Return the split that contains the training or held-out questions."""
+        """Return the name of the split for the training or held-out questions; without a test split, one for both."""
         found = self.test if of_heldout and self.test else self.train
         assert found is not None, f"{self.hub_id} has no training split"
         return found
@@ -55,7 +55,10 @@ class Row:
     columns: Mapping[str, str]
 
     def value(self, role: str) -> Any:
-        """Return the value of the column for `role`, of any type but null."""
+        """Return the value in the column that `columns` names for `role`, such as "question" or "answer".
+
+        It has any type. Raises BadRow if it is missing or null.
+        """
         found: Any = self.values
         for part in self.columns[role].split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
@@ -64,11 +67,14 @@ class Row:
         return found
 
     def text(self, role: str) -> str:
-        """Return a non-empty text."""
+        """Return the text in the column for `role`, see `value`. Raises BadRow if it is blank or no text."""
         return as_text(self.value(role), self.columns[role])
 
     def number_or_text(self, role: str) -> str:
-        """Return a text, or a number as text: 27.0 becomes "27"."""
+        """Return the stripped text, or the number as text, in the column for `role`, see `value`: 27.0 becomes "27".
+
+        Raises BadRow for a blank text or another type.
+        """
         found = self.value(role)
         if isinstance(found, float) and found.is_integer():
             found = int(found)
@@ -76,7 +82,7 @@ class Row:
 
 
 def as_text(value: Any, column: str) -> str:
-    """Return `value` if it is non-empty text that UTF-8 can encode. Raises BadRow."""
+    """Return `value` if it is text, not blank, that UTF-8 can encode. Raises BadRow, which names the `column`."""
     if not isinstance(value, str):
         raise BadRow(f"has no text in {column!r}, but {type(value).__name__}")
     if not value.strip():
@@ -92,10 +98,10 @@ Make = Callable[[str, Row], Question | None]
 
 
 def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Questions:
-    """Return the training or held-out questions, in row order. A repeated row counts once.
+    """Return the training or held-out questions of a set, in row order. A repeated row counts once.
 
     Args:
-        make: makes a question from id and row. None filters the row out, BadRow counts it as bad.
+        make: makes a question from id and row. It returns None to leave the row out, and raises BadRow to count it.
 
     Raises:
         ConfigError: nothing can be read, or more than 1% of the rows are bad.
@@ -122,9 +128,9 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Quest
 
 
 def is_local(path: str, before: str = "task.path=") -> bool:
-    """Return whether a path means local files and not a hub dataset. Raises ConfigError if it is neither.
+    """Tell whether a path exists on this machine; False if it can be a hub id. Raises ConfigError if it is neither.
 
-    `before` is the text before the path in the typed option.
+    `before` is the start of the option as typed, for the error.
     """
     if (local := Path(path).expanduser()).exists():
         return True
@@ -137,14 +143,17 @@ def is_local(path: str, before: str = "task.path=") -> bool:
 
 
 def reword_path_error(error: ConfigError, before: str) -> ConfigError:
-    """Rewrite an error for a command that takes the path after `before` and has no column options."""
+    """Reword an error about task.path for a command with another option, e.g. `before` is "task_path=".
+
+    The hint to the column options is replaced, because such a command has none.
+    """
     said = str(error).replace("Check task.path.", f"Check {before}PATH.").replace("task.path=", before)
     columns = f"Check {before}PATH and the names of its columns."
     return ConfigError(re.sub(r"Check task\.path, or say .*", columns, said))
 
 
 def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located]:
-    """Yield the rows of the hub, a folder or a file. Raises ConfigError."""
+    """Yield location and row of each row in `task.path`, or in `source.hub_id` if it is not set. Raises ConfigError."""
     path = cfg.path or source.hub_id
     if not is_local(path):
         yield from _read_hub(path, source, of_heldout)
@@ -160,9 +169,10 @@ def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located
 
 
 def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
-    """Return the files of a role, in a plain folder or the hub's layout.
+    """Find the files with the training or held-out rows in a local folder: one file, or all shards of one name.
 
-    They are named after the split, as the set's own file, or "test" for evaluation.
+    Looks in `folder`, then data/, then the folder of the hub configuration. Tries these names in order: the split,
+    `source.file`, and "test" for the held-out rows of a set with a test split. Raises ConfigError if none is there.
     """
     names = [source.split(of_heldout), source.file, "test" if of_heldout and source.test else None]
     for inside in (folder, folder / "data", folder / source.hub_config):
@@ -177,7 +187,7 @@ def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
 
 
 def _read_jsonl(file: Path) -> Iterator[Located]:
-    """Yield each line, skipping blank lines."""
+    """Yield location (FILE:LINE) and bytes of each line that is not blank. Raises ConfigError if the reading fails."""
     try:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -199,6 +209,7 @@ def _parse_line(line: bytes) -> dict[str, Any]:
 
 
 def _read_parquet(file: Path) -> Iterator[Located]:
+    """Yield location and row, a dict, of each row of a Parquet file. Raises ConfigError if the reading fails."""
     import pyarrow.parquet
 
     try:
@@ -209,17 +220,21 @@ def _read_parquet(file: Path) -> Iterator[Located]:
 
 
 def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:
-    """Yield the rows of Arrow batches or tables."""
+    """Yield location and row, a dict, of each row of Arrow batches or tables; `name` begins the location."""
     rows = (row for batch in batches for row in batch.to_pylist())
     yield from ((f"{name}, row {number},", row) for number, row in enumerate(rows))
 
 
 def _read_error(file: Path, error: Exception) -> ConfigError:
+    """Make the ConfigError for a file that cannot be read, with the first line of `error`."""
     return ConfigError(f"{file} cannot be read as {file.suffix} ({first_line(error)}). Check task.path.")
 
 
 def _read_hub(path: str, source: Source, of_heldout: bool) -> Iterator[Located]:
-    """Yield rows of `source` or another hub dataset, in the same configuration if that has it."""
+    """Yield location and row, a dict, of each row of the hub dataset `path`, in the configuration `source.hub_config`.
+
+    A dataset other than `source.hub_id` may lack that configuration; then its default is read. Raises ConfigError.
+    """
     say_hub_is_asked(f"task.path={path}")
     from datasets import get_dataset_config_names, load_dataset
 

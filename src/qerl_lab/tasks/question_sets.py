@@ -46,7 +46,10 @@ DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
 def functions(name: str) -> dict[str, Callable[..., Any]]:
-    """Return the functions of a task, as the package describes them; without `train` for a set for evaluation."""
+    """Return the functions of the question set `name`, a key of SOURCES, by name.
+
+    They are "heldout", "grade", "train" unless the set is for evaluation only, and "worked" for gsm8k.
+    """
     found: dict[str, Callable[..., Any]] = {"heldout": lambda cfg: _read(cfg, True), "grade": grade_math}
     if SOURCES[name].train:
         found["train"] = lambda cfg: _read(cfg, False)
@@ -56,6 +59,7 @@ def functions(name: str) -> dict[str, Callable[..., Any]]:
 
 
 def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
+    """Read the training or held-out questions of the set `cfg.name`. Raises ConfigError."""
     if cfg.name == "gsm8k":
         return _read_gsm8k(cfg, of_heldout, _gsm8k)
     if cfg.name == "bigmath":
@@ -64,7 +68,10 @@ def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
 
 
 def _read_gsm8k(cfg: TaskConfig, of_heldout: bool, make: Make) -> Questions:
-    """Return the questions with at most `task.gsm8k.max_steps` steps. Raises ConfigError if none are left."""
+    """Read the questions with a solution of at most `task.gsm8k.max_steps` lines, all if it is null.
+
+    `make` makes a question from an id and a row. Raises ConfigError if none are left.
+    """
     most, steps = cfg.gsm8k.max_steps, list[int]()
 
     def short(id: str, row: Row) -> Question | None:
@@ -86,6 +93,7 @@ def _read_gsm8k(cfg: TaskConfig, of_heldout: bool, make: Make) -> Questions:
 
 
 def _gsm8k(id: str, row: Row) -> Question:
+    """Make a question from a row of GSM8K; the answer is the number after `####`. Raises BadRow if there is none."""
     answer = row.text("answer")
     gold = answer.rpartition("####")[2].strip()
     if "####" not in answer or number(gold) is None:
@@ -94,7 +102,10 @@ def _gsm8k(id: str, row: Row) -> Question:
 
 
 def _gsm8k_worked(id: str, row: Row) -> Question:
-    """Add the solution in the paper's format, without calculator annotations (`<<48/2=24>>`)."""
+    """Make a question as `_gsm8k` does, with the row's solution in the paper's format in payload["solution"].
+
+    Calculator annotations (`<<48/2=24>>`) are removed. Raises BadRow if no solution is left, or if it has a "<".
+    """
     question, solution = _gsm8k(id, row), _gsm8k_solution(row)
     steps = re.sub(r"<<[^<>]*>>", "", solution).strip()
     if not steps or "<" in steps:  # a "<" would clash with the format's tags
@@ -103,11 +114,15 @@ def _gsm8k_worked(id: str, row: Row) -> Question:
 
 
 def _gsm8k_solution(row: Row) -> str:
+    """Return the solution of a row, one step per line: the text before `####`, "" if that is missing."""
     return row.text("answer").rpartition("####")[0]
 
 
 def _read_bigmath(cfg: TaskConfig, of_heldout: bool) -> Questions:
-    """Return the questions of `task.bigmath.levels`; of local rows without a column `level` all."""
+    """Read the questions of the levels `task.bigmath.levels`. Rows without a column `level` all stay.
+
+    If they are local rows, a note of the result says how many.
+    """
     levels, without = cfg.bigmath.levels, 0
 
     def make(id: str, row: Row) -> Question | None:
@@ -133,7 +148,10 @@ def _level(value: object) -> int:
 
 
 def _dapo_math(id: str, row: Row) -> Question:
-    """Make a question of the last message of a chat, or of a plain text. Raises BadRow."""
+    """Make a question from a row of DAPO: a text, or a chat that ends with a message of the user. Raises BadRow.
+
+    Removes DAPO's request for another answer format. The answer must be a number.
+    """
     column, value = row.columns["question"], row.value("question")
     if isinstance(value, list):
         last = value[-1] if value else None
@@ -145,10 +163,12 @@ def _dapo_math(id: str, row: Row) -> Question:
 
 
 def _question_with_latex_answer(id: str, row: Row) -> Question:
+    """Make a question with the row's answer as it is, a text or a number. Raises BadRow if it is missing."""
     return Question(id, row.text("question"), row.number_or_text("answer"))
 
 
 def _aime(id: str, row: Row) -> Question:
+    """Make a question from a row of AIME. Raises BadRow if the answer is no integer from 0 to 999."""
     gold = row.number_or_text("answer")
     if re.fullmatch(r"[0-9]{1,3}", gold) is None:
         raise BadRow(f"has no whole number from 0 to 999 in {row.columns['answer']!r}: {gold[:80]!r}")
@@ -156,11 +176,12 @@ def _aime(id: str, row: Row) -> Question:
 
 
 def _amc(id: str, row: Row) -> Question:
+    """Make a question from a row of AMC. Raises BadRow if the answer is no number."""
     return Question(id, row.text("question"), _number(row))
 
 
 def _number(row: Row) -> str:
-    """Return the answer, one number as written. Raises BadRow."""
+    """Return the row's answer, as it is written, if it is one number. Raises BadRow if not."""
     found = row.number_or_text("answer")
     if number(found) is None:
         raise BadRow(f"has no number in {row.columns['answer']!r}: {found[:80]!r}")

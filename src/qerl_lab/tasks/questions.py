@@ -46,7 +46,10 @@ class LeftOut:
         return f"{self.count:,} of {self.rows:,} rows are bad and left out; the first: {self.first}"
 
     def check(self, remedy: str) -> None:
-        """Raise ConfigError if more than 1% of the rows are bad, which means a wrong file or column."""
+        """Raise ConfigError if more than 1% of the rows are bad, because then the file or its columns are wrong.
+
+        `remedy` is the advice at the end of the error.
+        """
         if self.count > 0.01 * self.rows:
             raise ConfigError(f"{self}, and more than 1% is an error. {remedy}")
 
@@ -60,17 +63,17 @@ class Questions(list[Question]):
 
 
 def label(cfg: TaskConfig) -> str:
-    """Return the task's display name: its own, or the stem of the user's file."""
+    """Return the task's display name: `cfg.name`, or the file name without .py of `cfg.module` if that is set."""
     return Path(cfg.module).stem if cfg.module else cfg.name
 
 
 def wording(text: str) -> str:
-    """Return the text without whitespace and case. Questions with equal wording are on the same side of a split."""
+    """Return the text without case and whitespace. Questions with equal wording are on the same side of a split."""
     return "".join(text.casefold().split())
 
 
 def is_heldout(key: str, one_in: int = 8) -> bool:
-    """Return whether the question with this key is held out: a fixed share, decided by SHA-256.
+    """Tell whether the question with the text `key` is held out: one of `one_in` keys, decided by SHA-256.
 
     The split depends on the question, not on a draw, so training and held-out sets are disjoint for every seed, size
     and process.
@@ -79,9 +82,9 @@ def is_heldout(key: str, one_in: int = 8) -> bool:
 
 
 def without_heldout(train: list[Question], heldout: list[Question], size: int) -> Questions:
-    """Remove held-out questions (compared by `wording`) from training; return the first `size` (0: all).
+    """Remove from `train` the questions with the `wording` of one in `heldout`; return the first `size` left (0: all).
 
-    Raises ConfigError if these are more than 1% of the training questions.
+    Counts the removed ones in `left_out` of the result. Raises ConfigError if they are more than 1% of `train`.
     """
     asked = {wording(question.prompt) for question in heldout}
     kept = [question for question in train if wording(question.prompt) not in asked]

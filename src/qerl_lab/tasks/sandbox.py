@@ -62,6 +62,10 @@ def call_each(module: str, function: str, calls: Sequence[Sequence[Any]], second
 
 
 def _start(module: str, function: str, seconds: float) -> Worker:
+    """Start a worker for one function, with `seconds` of CPU time per call, and wait until it is ready.
+
+    Raises RuntimeError, with the end of the worker's error output, if it does not start.
+    """
     worker = subprocess.Popen(
         [sys.executable, "-c", CHILD, module, function, str(seconds), str(os.getpid())],
         env=os.environ | {"OMP_NUM_THREADS": "1"},  # each thread's buffers count as memory
@@ -75,7 +79,7 @@ def _start(module: str, function: str, seconds: float) -> Worker:
 
 
 def _ask(worker: Worker, arguments: Sequence[Any]) -> bytes:
-    """Return the line with which a worker answers a call; empty if it ended, or was killed, before."""
+    """Send a call's arguments to the worker and return its answer, a line of JSON; empty if the worker ends first."""
     try:
         worker.stdin.write(json.dumps(list(arguments)).encode() + b"\n")  # type: ignore[union-attr]
         worker.stdin.flush()  # type: ignore[union-attr]
@@ -86,7 +90,11 @@ def _ask(worker: Worker, arguments: Sequence[Any]) -> bytes:
 
 
 def serve(module: str, function: str, seconds: str, parent: str) -> None:
-    """Run a worker: answer the calls on stdin, one per line."""
+    """Serve calls of `module.function`, as the main loop of a worker process started by `_start`.
+
+    Each line of standard input holds arguments, each answer the result as a line of JSON, null if the call raised. The
+    kernel ends the process if a call takes `seconds` of CPU time; it also ends with the process of id `parent`.
+    """
     signal.setitimer(signal.ITIMER_REAL, START_SECONDS)  # the signals of both timers are not handled: they end it
     call = getattr(import_module(module), function)
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]

@@ -44,7 +44,7 @@ class ExportOptions(Writes):
 
 
 def check(options: ExportOptions) -> RunDirectory:
-    """Return the directory of the run to export. Raises ConfigError unless done, with an adapter, and OUT is free."""
+    """Return the run to export. Raises ConfigError unless it is done, has an adapter, and `out` may be written."""
     run = RunDirectory(Path(options.run).expanduser().absolute())
     run.config()
     if run.status != "done":
@@ -108,7 +108,10 @@ def export(options: ExportOptions) -> None:
 
 
 def write_dense(run: RunConfig, adapter: Path, base: Path, out: Path, dtype_name: str, *, merged: bool) -> None:
-    """Write a dense model for transformers: weights in `dtype_name`, config, tokenizer, chat template."""
+    """Write the base of a run, without quantization, to `out` for transformers; `merged` adds the adapter to it.
+
+    Writes weights in `dtype_name` and config.json, and copies tokenizer and chat template from the folder `base`.
+    """
     import torch
     from huggingface_hub import save_torch_state_dict
 
@@ -132,7 +135,7 @@ def write_dense(run: RunConfig, adapter: Path, base: Path, out: Path, dtype_name
 
 
 def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
-    """Return the exported model's card (model_card.md.j2): what was learned, from what, the result, how to load it."""
+    """Return the text of the exported model's card, from model_card.md.j2: training, result, how to load the model."""
     from huggingface_hub import ModelCard, ModelCardData
 
     from qerl_lab.rollout.vllm.transfer import MAX_RANKS
@@ -157,7 +160,10 @@ def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
 
 
 def base_in_words(run: RunConfig) -> str:
-    """Return the model card's words on the adapter's base, and the command that makes it if the run packed it."""
+    """Return words of the model card that name the weights to load the adapter on.
+
+    If the run quantized them itself, they include the command that makes them.
+    """
     from qerl_lab.model.loading import stored_as
     from qerl_lab.model.weight_files import local_folder
     from qerl_lab.rollout.vllm_server.server_command import quantize_line

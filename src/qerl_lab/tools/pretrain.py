@@ -92,7 +92,7 @@ def make(options: PretrainOptions) -> None:
 
 
 def train(recipe: Recipe, cfg: TaskConfig) -> tuple["Qwen2ForCausalLM", "PreTrainedTokenizerFast"]:
-    """Train tokenizer and model by the recipe; print the loss every 20 updates."""
+    """Train a tokenizer and a model on worked solutions of `cfg`, and return both; print the loss every 20 updates."""
     import torch
 
     task, source = tasks.load(cfg), examples(cfg, random.Random(recipe.seed))
@@ -123,7 +123,7 @@ def train(recipe: Recipe, cfg: TaskConfig) -> tuple["Qwen2ForCausalLM", "PreTrai
 
 
 def examples(cfg: TaskConfig, rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Yield pairs of question and worked solution without end, none from the held-out set."""
+    """Yield pairs of question text and worked solution, endlessly and without held-out problems."""
     while True:
         drawn = arithmetic.problem(rng, cfg)
         if not drawn.is_heldout:
@@ -171,7 +171,10 @@ def make_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "Qwen2Fo
 def batch_of(
     task: tasks.Task, tokenizer: "PreTrainedTokenizerFast", pairs: list[tuple[str, str]]
 ) -> dict[str, "Tensor"]:
-    """Tokenize pairs: input_ids, attention_mask, labels [pairs, longest]; only solution and end token are labelled."""
+    """Tokenize pairs of question and solution as chats: input_ids, attention_mask, labels, each [pairs, longest].
+
+    Only the tokens of the solution and its end have labels; all others are IGNORED.
+    """
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     rows = []

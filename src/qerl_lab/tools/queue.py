@@ -88,7 +88,10 @@ class CollectOptions:
 
 
 def plan(options: PlanOptions) -> None:
-    """Print the queue's parts with their remaining hours, the runs that failed twice, and the next command lines."""
+    """Print the queue's parts with their hours left, the runs that failed twice, and the commands that fit `minutes`.
+
+    Also names runs made under another preregistration.
+    """
     queue = read(Path(options.queue), shlex.split(options.words))
     at_once = options.jobs * options.gpus
     rows = [["part", "runs", "done", "left", "min a run", "hours left"]]
@@ -113,6 +116,7 @@ def plan(options: PlanOptions) -> None:
 
 
 def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:
+    """Return the parts of the queue that `options.parts` names, by default all. Raises ConfigError for a wrong name."""
     known = [part.name for part in queue.parts]
     for name in options.parts:
         if name not in known:
@@ -121,14 +125,16 @@ def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:
 
 
 def _next_runs(queue: Queue, options: PlanOptions) -> list[Planned]:
+    """Return the runs still to make in the chosen parts, in the order of the queue."""
     chosen = _chosen_parts(queue, options)
     return [one for one in queue.left() if one.part in chosen]
 
 
 def run(options: RunOptions) -> None:
-    """Make the queue's next runs that fit into the minutes; pack each that ends. Raises ConfigError for a refused run.
+    """Make the next runs of the queue on this machine for `minutes`, and pack the record of each that ends.
 
-    A run, or an evaluation, that is not done by then is stopped; the same command on the same machine continues it.
+    A run or evaluation that is not done by then is stopped; the same command on the same machine continues it. Raises
+    ConfigError if the main command refuses a run, or if a run needs a complete preregistration.
     """
     queue, pack = read(Path(options.queue), shlex.split(options.words)), Path(options.pack)
     make_directory(pack, f"pack={pack}")
@@ -163,7 +169,7 @@ class Machine:
 
     @property
     def until(self) -> float:
-        """Return when this command must end, by the monotonic clock."""
+        """Return when this command must end, in seconds of `time.monotonic`."""
         return self.began + 60 * self.options.minutes
 
     def run_folder(self, planned: Planned) -> Path:
@@ -177,15 +183,19 @@ class Machine:
         return row is not None and row["state"] == DONE and missing_evaluations(row) > 0
 
     def make(self, planned: Planned, number: int) -> bool:
-        """Wait for a free place on a GPU and make a run on it; tell whether the run ended."""
+        """Wait for a free place on a GPU and make a run on it; return whether the run ended, as `make_on` does.
+
+        `number` counts the runs from 0. The first runs on a GPU start STAGGER_SECONDS apart.
+        """
         if number < self.options.jobs * self.options.gpus:
             time.sleep(STAGGER_SECONDS * (number // self.options.gpus))
         with self.gpus.take(1) as (gpu,):
             return self.make_on(planned, {"CUDA_VISIBLE_DEVICES": gpu} if self.options.gpus > 1 else {})
 
     def make_on(self, planned: Planned, visible: Mapping[str, str]) -> bool:
-        """Train, pack, evaluate and pack again; tell whether the run ended. A run that does not fit is not started.
+        """Train, pack, evaluate and pack again. Return whether the training ended, done or failed.
 
+        `visible` holds environment variables that choose the GPU. A new run that does not fit the time is not started.
         The first pack is for the case that the time ends, or the machine is lost, during an evaluation.
         """
         run, now = RunDirectory(self.run_folder(planned)), time.monotonic()
@@ -212,6 +222,10 @@ class Machine:
         return True
 
     def _train_run(self, planned: Planned, run: RunDirectory, visible: Mapping[str, str]) -> None:
+        """Start a run with the main command, or resume it, until it ends or the time is up.
+
+        Raises ConfigError if the command refuses its words.
+        """
         words = [f"resume={run.path}"]
         if not run.is_claimed:
             words = [*join_overrides(shlex.split(self.options.here), planned.words), f"run_dir={run.path}"]
@@ -221,7 +235,10 @@ class Machine:
             raise ConfigError(f"{planned.key} was refused: {said[-1] if said else 'it says nothing'}")
 
     def _call(self, planned: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
-        """Call Python for a run, with output to its console; return the exit code, or None if the time was up."""
+        """Run Python with arguments `words` and environment variables `visible`; append its output to the console file.
+
+        Returns the exit code, or None if the time was up and the process was stopped.
+        """
         make_directory(self._console_file(planned).parent, f"runs={self.options.runs}")
         with self._console_file(planned).open("ab") as console:
             line, seen = [sys.executable, *words], os.environ | visible
@@ -237,10 +254,14 @@ class Machine:
             return None
 
     def _console_file(self, planned: Planned) -> Path:
+        """Return the file for the output of a run's commands: KEY.txt, beside the run's directory."""
         return self.run_folder(planned).with_suffix(".txt")
 
     def _write_row(self, planned: Planned, run: RunDirectory, seconds: float, evaluated: int) -> None:
-        """Write the run's ledger row into its directory, and drop the completions from its evaluations."""
+        """Write the run's row of the ledger into its directory, and copy the console file there.
+
+        `seconds` is the time taken, `evaluated` the number of evaluations made. Drops the completions from evaluations.
+        """
         for file in run.path.glob("evaluations/*/eval.parquet"):
             pd.read_parquet(file).drop(columns="completion", errors="ignore").to_parquet(file, index=False)
         where: dict[str, Any] = run.environment()
@@ -260,7 +281,10 @@ class Machine:
         shutil.copy(self._console_file(planned), run.path / "queue.txt")
 
     def pack(self, planned: Planned) -> None:
-        """Pack a run's record into an archive atomically, without unfinished evaluations."""
+        """Pack the record in a run's directory into KEY.tar.gz in the folder `pack`, atomically.
+
+        Leaves out LEFT_THERE and unfinished evaluations.
+        """
         file = Path(self.options.pack) / f"{planned.key}.tar.gz"
         with tarfile.open(file.with_suffix(".tmp"), "w:gz") as packed:
             for path in sorted(self.run_folder(planned).iterdir()):
@@ -271,10 +295,10 @@ class Machine:
 
 
 def collect(options: CollectOptions) -> None:
-    """Merge packed records into results and ledger beside QUEUE.yaml; runs already done there stay.
+    """Unpack packed records into `runs`, and merge new runs into the results and the ledger beside QUEUE.yaml.
 
-    Of two packs of one run the one with more evaluations counts. The ledger is written last, so that the same command
-    continues after a stop.
+    A run that is done in the ledger is left out, unless the pack is of that attempt with more evaluations. The ledger
+    is written last, so that the same command continues after a stop. Raises ConfigError for a missing or wrong file.
     """
     queue, runs = read(Path(options.queue)), Path(options.runs)
     make_directory(runs, f"runs={runs}")
@@ -315,7 +339,10 @@ def collect(options: CollectOptions) -> None:
 
 
 def _merge(folder: Path, run_dirs: Sequence[Path]) -> None:
-    """Rewrite a folder's results with those of more run directories added, and copy their evaluations."""
+    """Add run directories to the results in `folder`, with the command report, and copy their evaluations there.
+
+    Raises ValueError if the report fails.
+    """
     make_directory(folder, f"{folder}")
     known = [str(folder)] if (folder / "runs.parquet").exists() else []
     line = [sys.executable, "-m", "qerl_lab.report", *known, *map(str, run_dirs), f"out={folder}"]

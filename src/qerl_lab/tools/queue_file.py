@@ -84,7 +84,7 @@ class Queue:
         return any(row["run"] == key and row["state"] == DONE for row in self.rows)
 
     def failures(self, key: str) -> int:
-        """Count the failed attempts at the run with this key."""
+        """Count the failed attempts at the run with this key in the ledger."""
         return sum(row["run"] == key and row["state"] == FAILED for row in self.rows)
 
     def left(self) -> list[Planned]:
@@ -92,9 +92,10 @@ class Queue:
         return [one for one in self.runs if not self.is_done(one.key) and self.failures(one.key) < ATTEMPTS]
 
     def seconds(self, planned: Planned) -> float:
-        """Estimate a run's seconds: the median of its part's runs, else of the queue's, else from `results/bench`.
+        """Estimate how long a run takes: the median in the ledger for its part, else for the queue, else a benchmark.
 
-        Other words, such as another scale, make other runs: the ledger then says nothing of them.
+        The benchmark is `estimate_from_bench`; without one, `seconds` of QUEUE.yaml counts. Only ledger rows of this
+        queue's runs count, because other words, such as another scale, make other runs.
         """
         keys = {run.key for run in self.runs}
         own = [row for row in self.rows if row["run"] in keys]
@@ -109,13 +110,13 @@ class Queue:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.exists() else ""
 
     def of_another_preregistration(self) -> list[Row]:
-        """Return the ledger rows of preregistered runs made under another version of the preregistration."""
+        """Return the ledger rows of preregistered parts with another hash than PREREGISTRATION.md has now."""
         counting = {part.name for part in self.parts if part.preregistered}
         now = self.preregistration_hash()
         return [row for row in self.rows if row["part"] in counting and row["preregistration"] != now]
 
     def refuse_unregistered(self, runs: Sequence[Planned]) -> None:
-        """Raise ConfigError for a preregistered run while the preregistration is missing or incomplete."""
+        """Raise ConfigError if one of `runs` is preregistered while PREREGISTRATION.md is missing or contains PILOT."""
         file = self.folder / PREREGISTRATION
         counting = [one.part.name for one in runs if one.part.preregistered]
         lacks = f"has {PILOT}" if file.exists() else "is missing"
@@ -127,7 +128,10 @@ class Queue:
 
 
 def read(path: Path, extra: Sequence[str] = ()) -> Queue:
-    """Read a queue file; overrides in `extra` replace its own. Raises ConfigError if the file is invalid."""
+    """Read the queue file at `path` and the ledger beside it; overrides in `extra` win over the words of the file.
+
+    Raises ConfigError if the file is invalid.
+    """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         parts = [Part(**each) for each in content["parts"]]
@@ -146,7 +150,10 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
 
 
 def _runs_of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> list[Planned]:
-    """List a part's runs, seed by seed. Each arm is composed once for all of its seeds."""
+    """List a part's runs, seed by seed. A line wins over the overrides `words`, and the overrides `extra` win over it.
+
+    Composes each line once for all seeds. Raises ConfigError for a line that the main command refuses.
+    """
     found = []
     for line in part.lines:
         grid = join_overrides(words, shlex.split(line), extra, [f"seed={part.seeds[0]}"])
@@ -166,9 +173,10 @@ def join_overrides(*words: Sequence[str]) -> list[str]:
 
 
 def key_of(config: RunConfig) -> str:
-    """Return a run's key ARM-seedN-HASH. The hash covers the arm's keys, except paths that differ between machines.
+    """Return a run's key EXPERIMENT-seedN-HASH, equal on every machine.
 
-    Keys at their default are left out, so that adding a key to the schema changes no hash.
+    The hash covers the settings of `settings_of_arm`, without paths that differ between machines. Settings at their
+    default are left out, so that adding a key to the schema changes no hash.
     """
     usual = values_of(RunConfig())
     values = settings_of_arm(values_of(config) | {"model.hash": None})
@@ -179,9 +187,10 @@ def key_of(config: RunConfig) -> str:
 
 
 def estimate_from_bench(config: RunConfig, folder: Path = Path("results/bench")) -> float | None:
-    """Estimate a run's seconds from the fastest measured step of its model, at full length; None if unmeasured.
+    """Estimate a run's seconds if all completions have full length, from step_*.json in `folder`; None if unmeasured.
 
-    The steps were measured at 1,024 or 2,048 completion tokens, so a run with longer ones takes longer.
+    Uses the most tokens per second measured for its model on one GPU. The measured steps had completions of 1,024 or
+    2,048 tokens, so a run with longer ones takes longer.
     """
     rows: list[dict[str, Any]] = []
     for file in sorted(folder.glob("step_*.json")):
@@ -193,12 +202,12 @@ def estimate_from_bench(config: RunConfig, folder: Path = Path("results/bench"))
 
 
 def _letters(name: str) -> str:
-    """Return a model's name as its letters and digits, which are alike in all spellings."""
+    """Drop all but letters and digits from a model's name, so that qwen2.5-7b and qwen2_5_7b compare equal."""
     return "".join(filter(str.isalnum, name))
 
 
 def missing_evaluations(row: Row) -> int:
-    """Return how many evaluations a run lacks by its ledger row, which has them as `1 of 2`."""
+    """Return how many evaluations a run lacks: 1 if its ledger row has "1 of 2" in the column `evaluations`."""
     made, _, wanted = row["evaluations"].partition(" of ")
     return int(wanted) - int(made)
 

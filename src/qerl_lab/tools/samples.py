@@ -19,7 +19,10 @@ class SamplesOptions:
 
 
 def format_step(run_dir: Path, step: int | None) -> str:
-    """Format a step's sampled completions as text. Raises ConfigError without any, or if the record is damaged."""
+    """Format the completions sampled at a step (None: the last) as text.
+
+    Raises ConfigError if the step has none, or if the record is damaged.
+    """
     run = RunDirectory(run_dir)
     run.checked_metrics()  # raises for a damaged record, as `report` and `resync` do
     samples = run.samples()

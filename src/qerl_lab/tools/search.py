@@ -57,7 +57,7 @@ def is_own(word: str) -> bool:
 
 
 def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ranges]:
-    """Split overrides (`key=value`) into those that all trials share and the ranges to search; check them on one trial.
+    """Split overrides into those that all trials share and the ranges KEY=LOW..HIGH to search; check them on one trial.
 
     Turns the evaluation off if the objective needs none, unless the words ask for one. Raises ConfigError for words
     that no trial can run with.
@@ -182,6 +182,7 @@ def _overrides(trial: "FrozenTrial") -> list[str]:
 
 
 def _trial_folder(trial: "FrozenTrial", options: SearchOptions) -> Path:
+    """Return the folder of a trial's sweep: OUT/trial-NNNN."""
     return options.folder / f"trial-{trial.number:04}"
 
 
@@ -201,7 +202,10 @@ def _mean_over_runs(directory: Path, options: SearchOptions) -> float | None:
 
 
 def _format_table(study: "Study", options: SearchOptions, shared: list[str]) -> str:
-    """Format a table of the trials, best first, and the sweep to report on the best."""
+    """Format a table of the trials, best first, and the command that runs the best values with other seeds.
+
+    `shared` holds the overrides of all trials.
+    """
     trials = sorted(study.trials, key=lambda trial: -math.inf if trial.value is None else trial.value, reverse=True)
     best = trials[0]
     rows = [["trial", options.objective, "values", "directory"]]

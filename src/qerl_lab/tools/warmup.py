@@ -73,7 +73,7 @@ class WarmupOptions(Writes):
     overwrite: bool = option(False, "replace what is at `out`")
 
     def task_config(self) -> TaskConfig:
-        """Return the `task` section of a run on the result: same questions, same instruction."""
+        """Return the task's configuration with the path, number of questions and instruction of these options."""
         given = {"path": self.task_path, "train_questions": self.questions, "instruction": self.instruction}
         return tasks.read_task_config(self.task, **{key: value for key, value in given.items() if value is not None})
 
@@ -184,7 +184,10 @@ def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens:
 def train(
     options: WarmupOptions, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", rows: Rows, folder: Path
 ) -> list[float]:
-    """Train all weights of `model`; return each update's loss in nats per token. Raises ValueError if it diverged."""
+    """Train all weights of `model` on `rows`; return each update's loss in nats per token.
+
+    `folder` is the output directory for TRL. Raises ValueError if a loss is not finite.
+    """
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling

@@ -20,9 +20,10 @@ MAX_DIGITS = 1000
 
 
 def number(text: str) -> Decimal | None:
-    """Parse a plain number exactly, with sign, thousands separators and money sign; None for anything else.
+    """Parse a text that is one number, such as "-1,234.5", "$3" or "7.", exactly; return None for any other text.
 
-    It skips nothing around the number: a second number, an exponent or a word can change its value.
+    Nothing around the number is skipped, because a second number, an exponent or a word can change its value. A text
+    over MAX_DIGITS characters gives None too.
     """
     text = text.strip().replace("\N{MINUS SIGN}", "-")
     found = _NUMBER.fullmatch(text.removesuffix(".")) if len(text) <= MAX_DIGITS else None

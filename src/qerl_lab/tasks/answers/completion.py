@@ -8,21 +8,24 @@ _BEGUN = re.compile(r"<think>\s*(?:</think>\s*)?(?:<answer>\s*)?\Z")
 
 
 def answer_start(prompt: str) -> str:
-    """Return the start of the answer that the end of a prompt contains: `<think>` and what follows it, or nothing.
+    """Return the tags at the end of a prompt that already begin the answer, from `<think>` on; "" if there are none.
 
-    Templates of reasoning models open the thinking for the model; some close it at once. Most templates do neither.
+    Chat templates of reasoning models open the thinking for the model; some close it at once. Others do neither.
     """
     found = _BEGUN.search(prompt)
     return found[0] if found else ""
 
 
 def with_answer_start(prompt: str, completions: Sequence[str]) -> list[str]:
-    """Prepend to each completion what the prompt has begun; graders read the result."""
+    """Put `answer_start(prompt)` before each completion, so that graders see the tags that the prompt has opened."""
     return [answer_start(prompt) + completion for completion in completions]
 
 
 def without_answer_start(prompt: str, solution: str) -> str:
-    """Return what remains of a worked solution after what the prompt has begun."""
+    """Return the part of a worked solution that follows the last tag of `answer_start(prompt)`, which the prompt holds.
+
+    Returns the whole solution if the prompt begins no answer, or if the solution lacks this tag.
+    """
     tags = re.findall(r"</?\w+>", answer_start(prompt))
     return solution.partition(tags[-1])[2] if tags and tags[-1] in solution else solution
 
@@ -45,8 +48,8 @@ def final_answer(completion: str) -> str | None:
 def keeps_format(completion: str) -> bool:
     """Tell whether the whole completion is `<think>..</think><answer>..</answer>` with an answer that is not blank.
 
-    Stricter than the released code, which accepts the tags anywhere in any text. Thinking may mention a tag ("I must
-    use <answer> tags"), but not hold a second answer or open twice. The answer may hold `<`, but no tag.
+    The thinking may mention a tag, but may not begin with a second `<think>` or hold a filled answer block. The answer
+    may hold `<`, but no tag. The paper's released code is less strict: it accepts the tags anywhere in any text.
     """
     text = completion.strip()
     if not (text.startswith(THINK) and text.endswith(END_ANSWER)):
@@ -65,7 +68,10 @@ def has_thought(completion: str) -> bool:
 
 
 def _answers(thinking: str) -> bool:
-    """Tell whether thinking contains a tagged answer; `<answer>...</answer>` with dots is only a mention."""
+    """Tell whether the text of the thinking holds an `<answer>` block with a letter or digit in it.
+
+    A block without one, such as `<answer>...</answer>`, only mentions the tags.
+    """
     for block in thinking.split(END_ANSWER)[:-1]:
         _, opened, content = block.rpartition(ANSWER)
         if opened and any(character.isalnum() for character in content):

@@ -16,7 +16,10 @@ HUNDREDTH = Num(Fraction(1, 100))
 
 
 def equal(left: Form, right: Form) -> bool:
-    """Tell whether two forms are the same answer. Raises Unreadable if a value is undefined or too large."""
+    """Tell whether two parsed answers (see forms.py) are the same answer.
+
+    Raises Unreadable if the value of an expression is undefined or too large.
+    """
     left, right = _unwrap_single(left), _unwrap_single(right)
     if same_set(left, right):
         return True
@@ -36,14 +39,17 @@ def equal(left: Form, right: Form) -> bool:
 
 
 def _unwrap_single(form: Form) -> Form:
-    """Reduce a list or set of one part to that part."""
+    """Replace a list, set or union with one part by that part, repeatedly; return other forms unchanged."""
     if isinstance(form, Several) and form.brackets in ("", "{}", "or") and len(form.parts) == 1:
         return _unwrap_single(form.parts[0])
     return form
 
 
 def _compare_named(left: Form, right: Form) -> bool:
-    """Compare named forms: `x = 5` equals 5, not `y = 5`. Two names, or name and equation, compare as equations."""
+    """Tell whether two forms are equal, at least one of them named: `x = 5` equals 5, but not `y = 5`.
+
+    Two different names, or a name and an equation, are compared as equations if both can be read as one: `y = 2x`.
+    """
     if isinstance(left, Named) and isinstance(right, Named) and _same_name(left.name, right.name):
         return equal(left.form, right.form)
     sides = [_as_relation(side) for side in (left, right)]
@@ -58,14 +64,17 @@ def _compare_named(left: Form, right: Form) -> bool:
 
 
 def _same_name(left: str, right: str) -> bool:
-    """Tell whether two names are the same: `y(t)` is also written `y`, but `f(2)` is not `f`."""
+    """Tell whether two names are equal, or one adds letters as arguments: `y(t)` is `y`, but `f(2)` is not `f`."""
     short, long = sorted((left, right), key=len)
     letters = re.fullmatch(r"\([A-Za-z,]+\)", long.removeprefix(short))
     return short == long or (long.startswith(short) and letters is not None)
 
 
 def _as_relation(form: Form) -> Form:
-    """Convert `y = 2x` to an equation. Return other forms, and names that are no expression (`Area`), unchanged."""
+    """Convert a named expression such as `y = 2x` to an equation.
+
+    Returns other forms, and forms with a name that is no expression, unchanged.
+    """
     if isinstance(form, Named) and isinstance(form.form, Amount):
         with suppress(Unreadable):
             return Relation((read_expression(form.name), form.form.node), ("=",))
@@ -73,7 +82,10 @@ def _as_relation(form: Form) -> Form:
 
 
 def _compare_amounts(left: Amount, right: Amount) -> bool:
-    """Compare two quantities by value; a unit counts only if both have one."""
+    """Tell whether two quantities are equal: 50% equals 0.5 and 50, and a missing unit equals any unit.
+
+    A long decimal also equals the number that it rounds, see `_is_rounding_of`.
+    """
     if left.letters is not None and right.letters is not None:
         return _compare_nodes(left.letters, right.letters)
     if _is_product_of_letters(left, right) or _is_product_of_letters(right, left):
@@ -88,19 +100,20 @@ def _compare_amounts(left: Amount, right: Amount) -> bool:
 
 
 def _is_product_of_letters(amount: Amount, other: Amount) -> bool:
-    """Tell whether `2 m` means the expression 2m, because the other side is one."""
+    """Tell whether `amount`, its unit read as variables (`2 m` as 2m), equals `other`, which must have variables."""
     return amount.letters is not None and bool(names(other.node)) and _compare_nodes(amount.letters, other.node)
 
 
 def _scaled(amount: Amount) -> Node:
+    """Return the expression of an amount times its scale: 3 * 1000000 for "3 million"."""
     return amount.node if amount.scale == 1 else Op("*", (amount.node, Num(Fraction(amount.scale))))
 
 
 def _compare_nodes(left: Node, right: Node) -> bool:
-    """Compare two expressions by their values at several points.
+    """Tell whether two expressions are equal, by their values at several points.
 
-    Where both are real they must agree, and some such point must exist: so |x| is not x, while 2 ln x equals ln x^2. If
-    both are real nowhere, their complex values must agree everywhere.
+    The values must agree wherever both are real: |x| is not x, while 2 ln x equals ln x^2. If both are real nowhere,
+    their complex values must agree wherever both are defined, and there must be such a point.
     """
     if left == right:
         return True
@@ -118,7 +131,10 @@ def _compare_nodes(left: Node, right: Node) -> bool:
 
 
 def _compare_at(where: Point, left: Node, right: Node) -> tuple[bool | None, bool]:
-    """Return whether both are real at a point (None if one is undefined), and whether they agree there."""
+    """Evaluate two expressions at a point. Return whether both values are real, and whether they agree.
+
+    The first is None if a value is undefined; then the second is False.
+    """
     try:
         a, b = value(left, where), value(right, where)
     except Unreadable:
@@ -127,7 +143,10 @@ def _compare_at(where: Point, left: Node, right: Node) -> tuple[bool | None, boo
 
 
 def _is_rounding_of(left: Node, right: Node) -> bool:
-    """Tell whether one side is a decimal of ENOUGH_DIGITS that rounds the other, endless one."""
+    """Tell whether one side is a decimal of at least ENOUGH_DIGITS digits that rounds the other: 0.333333 for 1/3.
+
+    The other side must be a real number with endless decimals, without variables.
+    """
     for decimal, exact in ((left, right), (right, left)):
         places = _places(decimal)
         if places is not None and _places(exact) is None and not names(exact):
@@ -139,7 +158,10 @@ def _is_rounding_of(left: Node, right: Node) -> bool:
 
 
 def _places(node: Node) -> int | None:
-    """Return the decimal places of a written decimal that has enough digits, else None."""
+    r"""Return how many decimal places a written decimal has; None if it has fewer than ENOUGH_DIGITS digits.
+
+    A factor that is a power of ten counts: 2.50000 \times 10^{-3} has 8 places.
+    """
     while isinstance(node, Op) and node.name == "neg":
         node = node.args[0]
     if isinstance(node, Op) and node.name == "*" and len(node.args) == 2 and not names(node.args[1]):
@@ -151,7 +173,10 @@ def _places(node: Node) -> int | None:
 
 
 def _compare_several(left: Several, right: Several) -> bool:
-    """Compare part by part, in order unless both are lists, sets or unions."""
+    """Tell whether two forms with several parts are equal: in any order for lists, sets and unions, else in order.
+
+    Other brackets must be equal, but a list equals a point, a one-column matrix a point, and `10:30` equals `10:30 am`.
+    """
     shapes = {left.brackets, right.brackets}
     if shapes == {"[]", "()"}:
         left, right = _column(left), _column(right)  # of the matrix; a point stays
@@ -164,7 +189,7 @@ def _compare_several(left: Several, right: Several) -> bool:
 
 
 def _equal_in_any_order(left: tuple[Form, ...], right: tuple[Form, ...]) -> bool:
-    """Tell whether the parts are equal in some order."""
+    """Tell whether each part of `left` equals another part of `right`. Both must have the same length."""
     rest = list(right)
     for form in left:
         at = next((n for n, other in enumerate(rest) if equal(form, other)), None)
@@ -182,7 +207,11 @@ def _column(form: Several) -> Several:
 
 
 def _compare_relations(left: Form, right: Form) -> bool:
-    """Compare a relation with another, with the interval that it describes, or with the result of its calculation."""
+    """Tell whether two forms are equal, at least one of them a relation: an equation or inequality.
+
+    The other may be an equal relation, the interval that an inequality describes (`x > 3`: (3, infinity)), or the
+    result of a calculation (`9+9=18`: 18).
+    """
     if isinstance(left, Relation) and isinstance(right, Relation):
         return _same_relation(left, right)
     relation, other = (left, right) if isinstance(left, Relation) else (right, left)
@@ -201,7 +230,10 @@ def _compare_relations(left: Form, right: Form) -> bool:
 
 
 def _same_relation(left: Relation, right: Relation) -> bool:
-    """Compare relations: equal sides in either direction, or the same sign and differences in constant proportion."""
+    """Tell whether two relations are equal, side by side or turned around: `a < b` and `b > a`.
+
+    Relations with one sign are also equal if one is a constant multiple of the other: `2x = 4` and `x = 2`.
+    """
     if len(left.sides) != len(right.sides):
         return False
     turned = Relation(right.sides[::-1], tuple(OPPOSITE[sign] for sign in right.signs[::-1]))
@@ -217,7 +249,11 @@ def _same_relation(left: Relation, right: Relation) -> bool:
 
 
 def _proportion(left: Node, right: Node) -> Value | None:
-    """Return the constant `left` / `right`; None if it is not constant, or 0."""
+    """Return `left` / `right` if it is the same number at several points, else None.
+
+    Also None if either is 0 at a point, or if their variables differ or are missing. Raises Unreadable for an undefined
+    value.
+    """
     variables = names(left) | names(right)
     if names(left) != names(right) or not variables:
         return None

@@ -1,14 +1,6 @@
 r"""Parse mathematical expressions, in LaTeX (`\frac{3\sqrt{3}}{4}`) or typed (`3*sqrt(3)/4`), into trees.
 
-Raises Unreadable for anything unknown instead of skipping it, so that no part of an answer is overlooked. Recursive
-descent with bounded depth and length:
-
-    sum      = term (("+" | "-" | "\pm") term)*
-    term     = factor (("*" | "/" | "") factor)*      a product without a sign binds as one with a sign
-    factor   = ("-" | "+") factor | power
-    power    = raised | letter ("^" factor)? "(" sum ")" ("^" factor)?      a product or a call: see `is_factor`
-    raised   = postfix ("^" factor)?
-    postfix  = atom ("!" | "^\circ")*
+Recursive descent; each method has its rule. Raises Unreadable for anything unknown, so that nothing is overlooked.
 """
 
 import re
@@ -37,10 +29,9 @@ class Sym:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operation. `+` and `*` take any number of arguments, so that a long sum is no deep tree.
+    """An operation. `+` and `*` take any number of arguments, so that a long sum is no deep tree; `pm` and `neg` one.
 
-    `pm` and `neg` take one. The others are "- / ^ inverse root log binom", the functions, and `call`: an unknown
-    function's name with its argument.
+    The others are "- / ^ inverse root log binom", the functions, and `call`: an unknown function and its argument.
     """
 
     name: str
@@ -61,7 +52,7 @@ _PAIRS = {"(": ")", "[": "]", "{": "}", "lfloor": "rfloor", "lceil": "rceil", "|
 
 
 def read_expression(text: str) -> Node:
-    """Parse the whole text as an expression. Raises Unreadable."""
+    """Parse the whole text, LaTeX or typed, into a tree. Raises Unreadable if any part of it is unknown."""
     reader = _Reader(tokens_of(text))
     node = reader.sum()
     if reader.next is not None:
@@ -70,14 +61,14 @@ def read_expression(text: str) -> Node:
 
 
 def names(node: Node) -> frozenset[str]:
-    """Return the variables of an expression, and the names of the functions it calls."""
+    """Return the variables of an expression, and the names of its unknown functions; constants such as pi are none."""
     if isinstance(node, Sym):
         return frozenset() if node.name in CONSTANTS else frozenset([node.name])
     return frozenset() if isinstance(node, Num) else frozenset().union(*map(names, node.args))
 
 
 def read_number(text: str) -> Num:
-    """Parse a decimal number with thousands separators and exponent. Raises Unreadable for a huge exponent."""
+    """Parse a number such as "1,234.5e-3" exactly. Raises Unreadable for an exponent over MAX_EXPONENT."""
     mantissa, _, exponent = text.replace(",", "").lower().partition("e")
     if abs(int(exponent or 0)) > MAX_EXPONENT:
         raise Unreadable(text)
@@ -88,6 +79,7 @@ def read_number(text: str) -> Num:
 
 
 def _repeating(text: str) -> Num:
+    r"""Parse a repeating decimal exactly: `0.1\overline{6}` is 1/6."""
     whole, _, rest = text.partition(".")
     fixed, period = re.findall(r"\d*(?=\\)|\d+(?=\})", rest)[0], re.findall(r"\{(\d+)\}", rest)[0]
     nines = (10 ** len(period) - 1) * 10 ** len(fixed)
@@ -106,30 +98,35 @@ class _Reader:
 
     @property
     def next(self) -> Token | None:
+        """Return the next token without stepping past it; None at the end."""
         return self.tokens[self.at] if self.at < len(self.tokens) else None
 
     def sees(self, *texts: str) -> bool:
-        """Tell whether the next token is one of these signs or macros."""
+        """Tell whether the next token is a sign or macro with one of these texts, without stepping past it."""
         token = self.next
         return token is not None and token.kind in ("sign", "macro") and token.text in texts
 
     def take(self) -> Token:
+        """Return the next token and step past it. Raises Unreadable at the end."""
         if self.next is None:
             raise Unreadable("the end")
         self.at += 1
         return self.tokens[self.at - 1]
 
     def expect(self, text: str) -> None:
+        """Step past the sign or macro `text`. Raises Unreadable if the next token is another one."""
         if not self.sees(text):
             raise Unreadable(f"no {text}")
         self.at += 1
 
     def deeper(self) -> None:
+        """Count one more level of nesting, which the caller takes back. Raises Unreadable beyond MAX_DEPTH."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise Unreadable("too deep")
 
     def sum(self) -> Node:
+        r"""Parse `sum = term (("+" | "-" | "\pm") term)*` from the next token on, in which a - b is a + neg(b)."""
         self.deeper()
         terms = list[Node]([] if self.sees("pm", "mp") else [self.term()])
         while self.sees("+", "-", "pm", "mp"):
@@ -140,6 +137,7 @@ class _Reader:
         return terms[0] if len(terms) == 1 else Op("+", tuple(terms))
 
     def term(self) -> Node:
+        """Parse `term = factor (("*" | "/" | "") factor)*`. A product without a sign binds as one with a sign."""
         factors = [self.factor()]
         while True:
             if self.sees(*_TIMES):
@@ -157,7 +155,7 @@ class _Reader:
                 return factors[0] if len(factors) == 1 else Op("*", tuple(factors))
 
     def begins_factor(self) -> bool:
-        """Tell whether the next token can be multiplied without a sign. Two numbers in a row are no product."""
+        """Tell whether the next token begins a factor without a sign. A number mostly does not: `2 3` is no product."""
         token = self.next
         if token is None:
             return False
@@ -171,6 +169,7 @@ class _Reader:
         return token.kind != "macro" or token.text not in ("pm", "mp", "rfloor", "rceil", r"\}", "row", "div", *_TIMES)
 
     def factor(self) -> Node:
+        """Parse `factor = ("-" | "+") factor | power`."""
         self.deeper()
         if self.sees("-", "+"):
             negative = self.take().text == "-"
@@ -182,6 +181,7 @@ class _Reader:
         return node
 
     def power(self) -> Node:
+        """Parse `power = raised | letter ("^" factor)? "(" sum ")" ("^" factor)?`, product or call: see `is_factor`."""
         node = self.raised(self.atom())
         if not (self.sees("(", "[") and _letter(node)):
             return node
@@ -191,18 +191,16 @@ class _Reader:
         return self.raised(Op("call", (node, inside)))
 
     def is_factor(self, letter: str, inside: Node) -> bool:
-        """Tell whether a letter before a bracket is a factor, and not the name of a function.
+        """Tell whether `letter` before brackets is a factor, as in `n(n+1)`, and not a function, as in `f(2x)`.
 
-        It is one if the letter also stands alone: `n(n+1)`. Otherwise only a sum needs the brackets: `h(a+b)`, not
-        `I(0)` or `f(2x)`. Even before a sum, f and g name functions, and so does a letter before several brackets:
-        `T(n-1)+T(n-2)`.
+        A factor stands elsewhere without brackets; or it has brackets once, is not f or g, and `inside` has a sum.
         """
         name = letter.removeprefix("\\")
         is_function = name in ("f", "g") or self.before_bracket.count(name) > 1
         return name in self.alone or (_has_sum(inside) and not is_function)
 
     def raised(self, node: Node) -> Node:
-        """Apply the factorials, degrees and exponent that follow to the node."""
+        """Parse the rest of `raised = postfix ("^" factor)?` behind `node`, its first atom; return both as one node."""
         node = self.postfix(node)
         if self.sees("^", "**"):
             self.take()
@@ -212,6 +210,7 @@ class _Reader:
         return node
 
     def postfix(self, node: Node) -> Node:
+        r"""Parse the rest of `postfix = atom ("!" | "^\circ")*` behind `node`, the atom; return both as one node."""
         for _ in range(MAX_DEPTH):
             if self.sees("!"):
                 self.take()
@@ -224,7 +223,7 @@ class _Reader:
         raise Unreadable("too deep")
 
     def argument(self, signed: bool = False) -> Node:
-        r"""Parse a TeX argument: a group, or one character as in `\frac12`. Typed powers may have a sign."""
+        r"""Parse a macro's argument, a group or one character as in `\frac12`; if `signed`, an exponent: `2^-10`."""
         if signed and self.sees("-", "+"):
             return self.factor()
         token = self.next
@@ -236,6 +235,7 @@ class _Reader:
         return node
 
     def first_digit(self) -> Node:
+        """Parse the first digit of the next number, and leave its other digits. Raises Unreadable for a decimal."""
         token = self.take()
         if len(token.text) > 1:
             if not token.text.isdigit():
@@ -245,11 +245,13 @@ class _Reader:
         return read_number(token.text[0])
 
     def group(self, opening: str) -> Node:
+        """Parse a sum and the bracket that closes `opening`, which the caller has taken. Raises Unreadable."""
         node = self.sum()
         self.expect(_PAIRS[opening])
         return node
 
     def atom(self) -> Node:
+        """Parse a number, a variable, an absolute value, a sum in brackets, or a macro with its arguments."""
         token = self.take()
         if token.kind == "number":
             return self.mixed(token)
@@ -271,7 +273,7 @@ class _Reader:
         return self.macro(token.text)
 
     def mixed(self, token: Token) -> Node:
-        r"""Parse a number, or a mixed number with a proper fraction of two integers: `1\frac{4}{5}`, `1 4/5`."""
+        r"""Return the number in `token`, plus a proper fraction of integers behind it: `1\frac{4}{5}`, `1 4/5`."""
         node, tokens, start = read_number(token.text), list(self.tokens), self.at
         part = self.fraction_behind() if token.text.isdigit() else None
         if part is not None and part < 1:
@@ -280,7 +282,7 @@ class _Reader:
         return node
 
     def fraction_behind(self) -> Fraction | None:
-        """Return the fraction of two integers that follows, if any."""
+        """Parse a fraction of two integers. If there is none, return None; the caller then steps back."""
         if self.sees("frac"):
             self.take()
             over, under = self.argument(), self.argument()
@@ -295,6 +297,7 @@ class _Reader:
         return Fraction(int(texts[0]), int(texts[2])) if whole else None
 
     def symbol(self, name: str) -> Node:
+        """Return the variable `name` with the primes and the subscript behind it: `x'`, `x_{12}`, `x1` (as x_1)."""
         while self.sees("'"):
             name += self.take().text
         token = self.next
@@ -308,7 +311,7 @@ class _Reader:
         return Sym(name)
 
     def subscript(self) -> str:
-        """Return the tokens of a subscript as text."""
+        """Take a subscript, one token or a group in braces, and return its text without these braces."""
         token = self.take()
         if token.text != "{":
             return token.text.strip()
@@ -321,6 +324,7 @@ class _Reader:
             parts.append(token.text)
 
     def macro(self, name: str) -> Node:
+        """Parse the arguments of the macro `name` (without backslash) into its node. Raises Unreadable if unknown."""
         if name == "frac":
             return Op("/", (self.argument(), self.argument()))
         if name == "sqrt":
@@ -338,6 +342,7 @@ class _Reader:
         raise Unreadable(name)
 
     def root(self) -> Node:
+        r"""Parse a root behind `\sqrt`: the degree in brackets, 2 if there is none, and the radicand."""
         degree: Node = Num(Fraction(2))
         if self.sees("["):
             self.take()
@@ -348,6 +353,7 @@ class _Reader:
         return Op("root", (self.argument(), degree))
 
     def function(self, name: str) -> Node:
+        r"""Parse what follows the known function `name`: `\log_2 8`, `\sin^2 x`, `\sin^{-1} x` (arcsin), `sin(x)`."""
         base: Node | None = None
         exponent: Node | None = None
         while self.sees("_", "^"):
@@ -383,10 +389,11 @@ class _Reader:
 
 
 def _letter(node: Node) -> str:
-    """Return the letter of a node, also with an exponent as in `f^{-1}`; "" for anything else."""
+    """Return the name of a variable, also under an exponent as in `f^{-1}`; "" for anything else, constants too."""
     node = node.args[0] if isinstance(node, Op) and node.name == "^" else node
     return node.name if isinstance(node, Sym) and node.name not in CONSTANTS else ""
 
 
 def _has_sum(node: Node) -> bool:
+    """Tell whether an expression contains a sum, at any depth."""
     return isinstance(node, Op) and (node.name == "+" or any(map(_has_sum, node.args)))

@@ -15,7 +15,10 @@ OPPOSITE = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 
 
 def same_set(left: Form, right: Form) -> bool:
-    """Tell whether both contain the same real numbers; False if one is no set, or could be a point: `(1, 2)`."""
+    """Tell whether two forms describe the same set of real numbers, with at most one variable in all.
+
+    At least one must be an inequality, a union or a difference, because `(1, 2)` alone may be a point. Otherwise False.
+    """
     if not (_is_set(left) or _is_set(right)) or len(_variables(left) | _variables(right)) > 1:
         return False
     try:
@@ -46,16 +49,21 @@ def interval(relation: Relation) -> Several | None:
 
 
 def _is_set(form: Form) -> bool:
+    """Tell whether a form is surely no point: an equation or inequality, a union, or a difference."""
     return isinstance(form, Relation) or (isinstance(form, Several) and form.brackets in ("or", "minus"))
 
 
 def _variables(form: Form) -> frozenset[str]:
+    """Return the variables of all equations and inequalities in a form; empty if there are none."""
     parts = map(_variables, form.parts) if isinstance(form, Several) else ()
     return frozenset().union(*parts, *(map(names, form.sides) if isinstance(form, Relation) else ()))
 
 
 def _ends(form: Form) -> list[Value]:
-    """Return the end points of a set. Raises Unreadable for no set of real numbers, and for ends with variables."""
+    """Return the end points of a set, unsorted and with infinite ones; of an inequality with both signs, for |x| < 3.
+
+    Raises Unreadable if the form is no set of real numbers, or if an end point has variables.
+    """
     if isinstance(form, Relation):
         numbers = [side for side in form.sides if not names(side)]
         if "=" in form.signs or len(form.sides) - len(numbers) != 1 or not any(map(_is_variable, form.sides)):
@@ -92,7 +100,7 @@ def _is_variable(node: Node) -> bool:
 
 
 def _contains(form: Form, at: Value) -> bool:
-    """Tell whether a number belongs to a set that `_ends` accepts."""
+    """Tell whether the number `at` belongs to the set `form`, which `_ends` must have accepted."""
     if isinstance(form, Relation):
         sides = [real(value(side, dict.fromkeys(names(side), at))).real for side in form.sides]
         return all(map(_is_true, sides, form.signs, sides[1:]))
@@ -109,6 +117,7 @@ def _contains(form: Form, at: Value) -> bool:
 
 
 def _is_true(left: Value, sign: str, right: Value) -> bool:
+    """Tell whether `left sign right` holds for two real numbers; `sign` is a key of OPPOSITE."""
     if close(left, right):
         return "=" in sign and sign != "!="
     return sign == "!=" or (left < right) == ("<" in sign)

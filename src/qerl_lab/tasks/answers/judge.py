@@ -26,7 +26,10 @@ class Verdict(Enum):
 
 
 def judge(given: str, known: str) -> Verdict:
-    """Compare `given` with the right answer `known`. Raises nothing; MAX_ANSWER_CHARACTERS bounds its work."""
+    """Compare the answer text `given` with the reference answer `known`. Raises nothing.
+
+    A text over MAX_ANSWER_CHARACTERS is UNREADABLE, so that hostile text takes little work.
+    """
     left, right = number(given), number(known)
     if left is not None and right is not None:
         return Verdict.RIGHT if left == right else Verdict.WRONG
@@ -48,6 +51,7 @@ def judge(given: str, known: str) -> Verdict:
 
 
 def _form(text: str) -> Form | None:
+    """Parse a text that `plain` has normalized; None if it cannot be read."""
     try:
         return read(text)
     except Unreadable:
@@ -55,7 +59,11 @@ def _form(text: str) -> Form | None:
 
 
 def _may_equal(form: Form | None, other: str) -> bool:
-    """Tell whether a form may equal a text that only math-verify reads: that must contain all variables of the form."""
+    """Tell whether a parsed answer can equal `other`, a text that only math-verify reads.
+
+    `other` must contain every variable of `form`. True if `form` is None, False if it is neither an expression nor a
+    matrix of expressions.
+    """
     form = form.form if isinstance(form, Named) else form
     if form is None:
         return True
@@ -69,9 +77,10 @@ def _may_equal(form: Form | None, other: str) -> bool:
 
 
 def _is_for_library(form: Form | None, text: str) -> bool:
-    """Tell whether math-verify may read a text: it has a sign that only math-verify knows, and no huge number.
+    """Tell whether math-verify may read `text`: short, no prose, no huge numbers; and parsed, or with a known macro.
 
-    Prose is refused, because math-verify picks a number out of it and drops what it takes for a unit.
+    `form` is the parsed text, None if that failed. Prose is refused, because math-verify picks a number out of it and
+    drops words as units.
     """
     letters = re.sub(r"\\(?:begin|end)\s*\{[a-z]+\}|\\[A-Za-z]+", " ", text)
     if len(text) > MAX_LIBRARY_CHARACTERS or _NOT_FOR_LIBRARY.search(letters) or "\\text" in text:

@@ -67,7 +67,10 @@ class Quantity:
 
 
 def quantity(text: str) -> Quantity | None:
-    """Split `text` into number and surroundings; None if words change the number: "18 or more", "18 wrong"."""
+    """Split an answer such as "5 cm", "40%" or "3 million dollars" into expression, unit, percent and scale.
+
+    None if words change the number, as in "18 or more" and "18 wrong".
+    """
     unit = ""
     if found := _BEFORE.match(text):
         text, unit = found[1] + text[found.end() :], found[2][1:]
@@ -91,9 +94,9 @@ def quantity(text: str) -> Quantity | None:
 
 
 def _may_be_unit(words: str, body: str, money: str) -> bool:
-    """Tell whether letters after a number are words, not variables: `5 cm`, `18 apples` and `60/day`, not `3xy`.
+    """Tell whether `words` behind the number `body` are words, not variables: `5 cm`, `18 apples`, `60/day`, not `3xy`.
 
-    After money a rate may be per two-letter measure: `$5/kg` is no quotient of k and g.
+    `money` is the currency of the number, or "". Behind money a unit of two letters may follow `/`, as in `$5/kg`.
     """
     is_rate = _RATE.match(words)
     named = re.split(r"[ /^.]+", words[is_rate.end() :] if is_rate else words)
@@ -109,7 +112,10 @@ def _may_be_unit(words: str, body: str, money: str) -> bool:
 
 
 def _of_words(body: str, words: str, money: str) -> Quantity | None:
-    """Return the quantity before `words`; None unless they name what is measured or counted."""
+    """Make the quantity of `body` with the unit and scale that `words` behind it name; a currency `money` is the unit.
+
+    `money` is "" if there is none. Returns None if the words change the number, or name nothing measured or counted.
+    """
     parts = re.sub(r"\s+\^\s*", "^", words).replace(".", " ").replace("/", " / ").split()
     scale = 1
     while parts and parts[0].lower() in _SCALES:
@@ -124,7 +130,7 @@ def _of_words(body: str, words: str, money: str) -> Quantity | None:
 
 
 def _is_thing(word: str) -> bool:
-    """Tell whether a word is a measure, its symbol, or a plural."""
+    """Tell whether a word can be measured or counted: a unit, a short symbol, a plural, or a word in _COUNTED."""
     word = word.partition("^")[0]
     is_symbol = len(word) < 3 or (len(word) == 3 and not word.islower())
     is_plural = word.islower() and word.endswith("s") and not _NO_PLURAL.search(word)
@@ -132,7 +138,7 @@ def _is_thing(word: str) -> bool:
 
 
 def measure(words: str) -> str:
-    """Return the measure that `words` name, e.g. "cm^2" for "square centimeters"; "" for none."""
+    """Return the unit that `words` name, as in MEASURES: "cm^2" for "square centimeters"; "" if they name none."""
     words = re.sub(r"\bper\b", "/", re.sub(r" squared\b", "^2", re.sub(r" cubed\b", "^3", words)))
     parts = re.sub(r"\s*([/^])\s*", r"\1", re.sub(r"[{}]", "", words)).split()
     power = ""
@@ -143,6 +149,7 @@ def measure(words: str) -> str:
 
 
 def _named_measure(word: str) -> str:
+    """Return the unit that one word names: "cm^2" for "centimeters^2", "km/h" for "km/hours"; "" if it names none."""
     stem, mark, power = word.partition("^")
     for spelling in (stem, stem.lower(), stem.removesuffix("s"), stem.lower().removesuffix("s")):
         if spelling in MEASURES:

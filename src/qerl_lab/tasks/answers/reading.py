@@ -61,14 +61,14 @@ _NAME = re.compile(  # a variable or a word; with an argument: f(x), P(X=2), f^{
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> Form:
-    """Parse text normalized by `surface.plain` into a form. Raises Unreadable."""
+    """Parse the text of an answer, normalized by `surface.plain`, into its form (see forms.py). Raises Unreadable."""
     return _read(text, nesting=0)
 
 
 def _read(text: str, nesting: int, listed: bool = False) -> Form:
-    """Parse an answer's text at bracket depth `nesting` to a form.
+    """Parse the text of an answer, or of a part at depth `nesting`, into its form. Raises Unreadable.
 
-    `listed`: the text stands in brackets, where `1,800` is two numbers.
+    `listed`: the text is a part in brackets, where `1,800` is two numbers.
     """
     text = text.strip()
     if not text or nesting > MAX_NESTING:
@@ -95,7 +95,10 @@ def _read(text: str, nesting: int, listed: bool = False) -> Form:
 
 
 def _simple(text: str) -> Form | None:
-    """Parse a text that is a single numeral, time, letter or phrase; None for others."""
+    """Parse a text that needs no splitting; None for any other text.
+
+    That is a numeral with a base, a time, one letter, a matrix, the real numbers, the empty set, or words.
+    """
     if found := _NUMERAL.fullmatch(text):
         return _numeral(found[1], found[2] or found[3] or found[4])
     if (found := _CLOCK.fullmatch(text)) and (":" in text or found[2]):
@@ -118,7 +121,11 @@ def _simple(text: str) -> Form | None:
 
 
 def _words(text: str) -> str:
-    """Normalize words that are no product of variables; "" for anything else."""
+    """Return words in lower case, without article and punctuation; "" if the text is no words.
+
+    It is none if all runs of letters are shorter than three (`xy`, but "no" is a word), or if it has "and", "or", or
+    the name of a function or a Greek letter.
+    """
     text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).strip()
     runs = re.findall(r"[A-Za-z]+", text)
     is_text = _LETTERS.fullmatch(text) and any(len(run) > 2 or run.lower() == "no" for run in runs)
@@ -129,6 +136,7 @@ def _words(text: str) -> str:
 
 
 def _numeral(digits: str, base: str) -> Form:
+    """Return the form of `digits` in a base, "8" or "eight". Raises Unreadable for a wrong base or digit."""
     radix = int(base) if base.isdigit() and len(base) < 3 else _NUMBERS.get(base.lower(), 0)
     if not 2 <= radix <= 36 or any(int(digit, 36) >= radix for digit in digits):
         raise Unreadable(digits)
@@ -138,6 +146,7 @@ def _numeral(digits: str, base: str) -> Form:
 
 
 def _matrix(inside: str) -> Form:
+    r"""Parse the inside of a matrix: rows end at `\row`, cells at `&`. Raises Unreadable for rows of unequal length."""
     rows = [row.strip() for row in re.split(r"\\row(?![A-Za-z])", inside.replace(r"\hline", ""))]
     cells = [[_read(cell, MAX_NESTING, listed=True) for cell in row.split("&")] for row in rows if row]
     if not cells or len({len(row) for row in cells}) > 1 or len(cells) * len(cells[0]) > MAX_PARTS:
@@ -146,7 +155,7 @@ def _matrix(inside: str) -> Form:
 
 
 def _without_thousands(text: str) -> str:
-    """Remove thousands separators outside of brackets, where a comma may separate parts."""
+    """Remove commas and spaces that separate thousands, but not in brackets, where a comma may separate parts."""
     if not _THOUSANDS.search(text):
         return text
     depths = _depths(text)
@@ -156,7 +165,10 @@ def _without_thousands(text: str) -> str:
 
 
 def _depths(text: str) -> list[int]:
-    r"""Return how many brackets are open at each character. An argument of `\frac` counts as a bracket."""
+    """Return for each character of `text` how many brackets are open there; braces of TeX arguments count too.
+
+    Raises Unreadable if brackets stay open, or if one closes that was not opened.
+    """
     depths, depth, last = list[int](), 0, 0
     for found in _BRACKETS.finditer(text):
         depths += [depth] * (found.start() - last)
@@ -173,11 +185,12 @@ def _depths(text: str) -> list[int]:
 
 
 def _at_top(text: str, depths: list[int], pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
-    """Yield the matches outside of all brackets."""
+    """Yield the matches of `pattern`, but blank ones, outside of all brackets. `depths` is `_depths(text)`."""
     return (found for found in pattern.finditer(text) if depths[found.start()] == 0 and found[0].strip())
 
 
 def _split(text: str, depths: list[int], pattern: re.Pattern[str]) -> list[str]:
+    """Split `text` at the matches of `pattern` outside of all brackets. `depths` is `_depths(text)`."""
     parts, last = list[str](), 0
     for found in _at_top(text, depths, pattern):
         parts.append(text[last : found.start()])
@@ -186,7 +199,11 @@ def _split(text: str, depths: list[int], pattern: re.Pattern[str]) -> list[str]:
 
 
 def _several(brackets: str, parts: list[str], nesting: int, says_or: bool = False) -> Form:
-    r"""Parse parts of a list; `3 \pm \sqrt{2}` gives two. Inequalities joined by "or" become a union."""
+    r"""Parse `parts` into one form with `brackets` (see `Several`). In a list or set `3 \pm \sqrt{2}` is two parts.
+
+    `says_or`: the word "or" joins the parts, which makes a union of inequalities, and a set of anything else. Raises
+    Unreadable.
+    """
     if len(parts) > MAX_PARTS:
         raise Unreadable("too many parts")
     listed = brackets not in ("", "or", "minus")
@@ -200,6 +217,11 @@ def _several(brackets: str, parts: list[str], nesting: int, says_or: bool = Fals
 
 
 def _relation(text: str, sides: list[str], signs: list[str], nesting: int) -> Form:
+    r"""Parse `text`, split into `sides` at its `signs`, into a Relation. Raises Unreadable.
+
+    `x = 5` and `x \in A` become Named, `= 5` the value alone. Of `a \approx b` only a is read, or b if a is a name or
+    blank.
+    """
     signs = [_SIGNS.get(sign, sign) for sign in signs]
     if signs[0] == r"\in" and len(signs) == 1:
         return Named(_name(sides[0]), _read(sides[1], nesting + 1))
@@ -220,20 +242,24 @@ def _relation(text: str, sides: list[str], signs: list[str], nesting: int) -> Fo
 
 
 def _sides(texts: Iterable[str]) -> tuple[Node, ...]:
+    """Parse each text, without its unit and money sign, as an expression. Raises Unreadable."""
     return tuple(read_expression(_body(text)) for text in texts)
 
 
 def _is_name(text: str) -> bool:
+    """Tell whether a text can name a value: `x`, `f(x)`, `Area`, but no constant such as `e`."""
     return _NAME.fullmatch(text.strip()) is not None and text.strip() not in ("e", "i", r"\pi")
 
 
 def _name(text: str) -> str:
+    """Return the name in a text, without spaces. Raises Unreadable if the text is no name."""
     if not _is_name(text):
         raise Unreadable(text)
     return compact(text.strip()).replace(" ", "")
 
 
 def _body(text: str) -> str:
+    """Return the expression in a text, without unit and money. Raises Unreadable for a percent or a scale (million)."""
     found = quantity(_without_thousands(_MONEY.sub("", text).strip()))
     if found is None or found.percent or found.scale != 1:
         raise Unreadable(text)
@@ -241,7 +267,10 @@ def _body(text: str) -> str:
 
 
 def _bracketed(text: str, nesting: int) -> Form | None:
-    """Parse a text in one pair of brackets; None if there is no such pair, or it only groups."""
+    """Parse a text in one pair of brackets: a point, an interval, a set, or one form in brackets that only group.
+
+    None if the text is not within one pair, or if it has parts that these brackets cannot hold.
+    """
     opening = next((sign for sign in _SHAPES if text.startswith(sign)), None)
     ending = next((sign for sign in _ENDS if text.endswith(sign)), None)
     if opening is None or ending is None or len(text) < len(opening) + len(ending):
@@ -261,6 +290,7 @@ def _bracketed(text: str, nesting: int) -> Form | None:
 
 
 def _amount(text: str) -> Form:
+    r"""Parse an expression with unit, percent or scale; with `\pm` it is a list of two. Raises Unreadable."""
     found = quantity(text)
     if found is None or not found.body.strip():
         raise Unreadable(text)
@@ -274,6 +304,7 @@ def _amount(text: str) -> Form:
 
 
 def _read_or_none(text: str) -> Node | None:
+    """Parse a text as an expression; None if it is none."""
     try:
         return read_expression(text)
     except Unreadable:
@@ -281,7 +312,7 @@ def _read_or_none(text: str) -> Node | None:
 
 
 def _signed(node: Node, negative: str) -> Node:
-    """Replace `negative`, one of "pm" and "mp", by minus and the other by plus."""
+    r"""Return one value of an expression with `\pm`: the operation `negative` ("pm", "mp") is minus, the other plus."""
     if not isinstance(node, Op):
         return node
     args = tuple(_signed(arg, negative) for arg in node.args)

@@ -124,7 +124,7 @@ _DOUBTS = re.compile(
 
 
 def plain(text: str) -> str:
-    """Normalize a text: LaTeX with few macros, single spaces, no delimiters, no punctuation at the end."""
+    """Normalize an answer's spelling: LaTeX with few macros, single spaces, no lead-in words, no final punctuation."""
     if _ESCAPED_TWICE.fullmatch(text):
         text = text.replace(r"\\", "\\")
     text = _powers(text.translate(_TRANSLATION))
@@ -135,17 +135,19 @@ def plain(text: str) -> str:
 
 
 def _apply_spellings(text: str, spellings: list[tuple[re.Pattern[str], str]]) -> str:
+    """Replace the matches of each pattern by the text beside it, in order."""
     for pattern, new in spellings:
         text = pattern.sub(new, text)
     return text
 
 
 def compact(text: str) -> str:
-    """Remove spaces without meaning; one between two digits stays."""
+    """Remove all spaces but those between two digits."""
     return re.sub(r"(?<!\d) | (?!\d)", "", text)
 
 
 def _powers(text: str) -> str:
+    """Write Unicode superscripts and subscripts as in TeX: `x²` becomes `x^{2}`."""
     for signs, mark in ((_SUPERSCRIPTS, "^"), (_SUBSCRIPTS, "_")):
         table = str.maketrans(signs)
         text = re.sub(f"[{''.join(signs)}]+", lambda run: f"{mark}{{{run[0].translate(table)}}}", text)  # noqa: B023
@@ -153,7 +155,7 @@ def _powers(text: str) -> str:
 
 
 def _without_dollars(text: str) -> str:
-    """Remove `$`: a pair encloses mathematics, a single one before a number is money."""
+    r"""Replace each `$`, but not `\$`, by a space; a single one before a number is money and becomes `\dollar`."""
     if len(re.findall(r"(?<!\\)\$", text)) == 1:
         text = re.sub(r"(?<!\\)\$(?=\s*-?[\d.])", r"\\dollar ", text)
     return re.sub(r"(?<!\\)\$", " ", text)
@@ -198,9 +200,9 @@ def _without_wrapping(text: str) -> str:
 
 
 def _without_lead_in(text: str) -> str:
-    """Remove "The answer is", a label, a sentence up to its verb, or a trailing "is the answer".
+    """Remove "The answer is", a label (`Total cost:`), a sentence up to its verb, or "is the answer" at the end.
 
-    A label or a sentence that casts doubt on the answer stays.
+    A label or sentence stays if it contains a word of _DOUBTS, such as "not", or if neither digit nor macro follows.
     """
     text = _LEAD_OUT.sub("", text)
     if found := _LEAD_IN.match(text):

@@ -40,7 +40,7 @@ class Token:
 
 
 def tokens_of(text: str) -> list[Token]:
-    """Split the whole text into tokens. Raises Unreadable."""
+    """Split the whole text of an expression into tokens. Raises Unreadable for an unknown sign or word."""
     tokens, at, spaced = list[Token](), 0, False
     while at < len(text):
         if (found := _TOKEN.match(text, at)) is None:
@@ -52,7 +52,10 @@ def tokens_of(text: str) -> list[Token]:
 
 
 def _words(kind: str, text: str, spaced: bool) -> list[Token]:
-    """Tokenize a typed word as a function, a Greek letter or a product of up to three letters."""
+    """Make the tokens of one match: `kind` is the group of _TOKEN, `spaced` tells whether a space stands before it.
+
+    A typed word is a function, a Greek letter, or a product of up to three letters. Raises Unreadable for other words.
+    """
     if kind == "macro":
         return [Token("macro", rf"\{text}" if text in "{}" else ALIASES.get(text, text), spaced)]
     if kind != "word":

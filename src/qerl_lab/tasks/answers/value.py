@@ -34,7 +34,7 @@ Point = Mapping[str, Value]
 
 
 def point(variables: frozenset[str], draw: int) -> Point:
-    """Return values of the variables, determined by their names and `draw`.
+    """Return a value for each variable, determined by its name and the number `draw` of the point, below POINTS.
 
     Draws 0 and 1 give magnitudes below 1, where most functions are real; the last give values large enough to expose
     rounding to integers. Odd draws include negative values.
@@ -49,7 +49,10 @@ def point(variables: frozenset[str], draw: int) -> Point:
 
 
 def value(node: Node, at: Point) -> Value:
-    """Evaluate `node` at a point. Raises Unreadable if the value is undefined or too large."""
+    """Evaluate `node` with the variables' values in `at`: rational operations exactly, others to 100 digits.
+
+    Raises Unreadable if the value is undefined or too large.
+    """
     if isinstance(node, Num):
         return node.value
     if isinstance(node, Sym):
@@ -76,22 +79,24 @@ def is_real(given: Value) -> bool:
 
 
 def is_finite(given: Value) -> bool:
+    """Tell whether a value is neither infinite nor NaN."""
     return isinstance(given, Fraction) or bool(_CTX.isfinite(given))
 
 
 def is_rounded(decimal: Value, exact: Value, places: int) -> bool:
-    """Tell whether `decimal` is `exact` rounded or truncated to so many places."""
+    """Tell whether `decimal` is `exact` rounded or truncated to `places` decimal places."""
     decimal, exact, unit = real(decimal), real(exact), _CTX.mpf(10) ** -places
     error = abs(decimal - exact)
     return bool(2 * error <= unit or (abs(decimal) <= abs(exact) and error < unit))
 
 
 def real(given: Value) -> Value:
-    """Convert a value to an mpmath number, real or complex."""
+    """Convert a Fraction to an mpmath number; return an mpmath number, real or complex, unchanged."""
     return _CTX.mpf(given.numerator) / given.denominator if isinstance(given, Fraction) else given
 
 
 def _bounded(result: Value) -> Value:
+    """Return `result`. Raises Unreadable if it is NaN, or too large for MAX_BITS (exact) or MAX_LOG2 (rounded)."""
     if isinstance(result, Fraction):
         if max(result.numerator.bit_length(), result.denominator.bit_length()) > MAX_BITS:
             raise Unreadable("too large")
@@ -101,6 +106,10 @@ def _bounded(result: Value) -> Value:
 
 
 def _apply(name: str, args: list[Value]) -> Value:
+    """Compute the operation or function `name` (see `Op`) of its arguments' values.
+
+    Raises Unreadable if the result or an angle is too large; `value` catches errors of undefined results.
+    """
     if name in _ARITHMETIC:
         return _ARITHMETIC[name](*args)
     if name in ("floor", "ceil"):
@@ -118,7 +127,10 @@ def _apply(name: str, args: list[Value]) -> Value:
 
 
 def _fold(operation: Callable[[Any, Any], Any]) -> Callable[..., Value]:
-    """Extend a two-argument operation to any number of values, exact if all are; refuse too large results."""
+    """Turn a two-argument operation into one of many values, applied from the left, exact between Fractions.
+
+    The new operation raises Unreadable if a result is too large.
+    """
 
     def apply(left: Value, right: Value) -> Value:
         exact = isinstance(left, Fraction) and isinstance(right, Fraction)
@@ -128,12 +140,17 @@ def _fold(operation: Callable[[Any, Any], Any]) -> Callable[..., Value]:
 
 
 def divide(left: Value, right: Value) -> Value:
+    """Return `left` / `right`, exact if both are Fractions. Raises ZeroDivisionError, and Unreadable if too large."""
     if right == 0:
         raise ZeroDivisionError
     return _fold(operator.truediv)(left, right)
 
 
 def _power(base: Value, exponent: Value) -> Value:
+    """Return the power, exact for a rational base if the exponent is an integer or the root is rational too.
+
+    Raises Unreadable if the result would be too large.
+    """
     if isinstance(base, Fraction) and isinstance(exponent, Fraction):
         if exponent.denominator == 1:
             bits = max(base.numerator.bit_length(), base.denominator.bit_length())
@@ -149,7 +166,10 @@ def _power(base: Value, exponent: Value) -> Value:
 
 
 def _root(base: Value, degree: Value) -> Value:
-    """Return the root; the real one if it exists."""
+    """Return the root of degree `degree`; of a negative number the real one if the degree is odd.
+
+    Raises ZeroDivisionError for degree 0.
+    """
     if degree == 0:
         raise ZeroDivisionError
     is_odd = isinstance(degree, Fraction) and degree.denominator == 1 and degree % 2
@@ -159,7 +179,7 @@ def _root(base: Value, degree: Value) -> Value:
 
 
 def _exact_root(base: Fraction, degree: int) -> Fraction | None:
-    """Return the root if it is rational."""
+    """Return the root of a positive number if it is rational; None if not, and for a degree above 64."""
     if degree > 64:
         return None
     with _CTX.workprec(max(base.numerator.bit_length(), base.denominator.bit_length()) // degree + 64):
@@ -169,6 +189,7 @@ def _exact_root(base: Fraction, degree: int) -> Fraction | None:
 
 
 def _factorial(number: Value) -> Value:
+    """Return the factorial, by the gamma function if `number` is no natural number. Raises Unreadable if too large."""
     if isinstance(number, Fraction) and number.denominator == 1 and 0 <= number <= MAX_FACTORIAL:
         return Fraction(math.factorial(int(number)))
     if abs(real(number)) > MAX_FACTORIAL:
@@ -177,6 +198,7 @@ def _factorial(number: Value) -> Value:
 
 
 def _binomial(above: Value, below: Value) -> Value:
+    """Return "above choose below", exact for natural numbers. Raises Unreadable if the numbers are too large."""
     whole = all(isinstance(part, Fraction) and part.denominator == 1 for part in (above, below))
     if whole and 0 <= below <= MAX_FACTORIAL and 0 <= above < 1 << 64:
         return Fraction(math.comb(int(above), int(below)))
@@ -186,6 +208,7 @@ def _binomial(above: Value, below: Value) -> Value:
 
 
 def _rounded(name: str, number: Value) -> Value:
+    """Round down if `name` is "floor", else up, to an integer. Raises Unreadable for an inexact number over 2**200."""
     if isinstance(number, Fraction):
         return Fraction(number.__floor__() if name == "floor" else number.__ceil__())
     if _CTX.mag(number) > 200:
@@ -194,7 +217,10 @@ def _rounded(name: str, number: Value) -> Value:
 
 
 def _log(name: str, number: Value, base: Value = None) -> Value:
-    """Return the logarithm; `log` without a base has base 10, as in the problem sets."""
+    """Return the logarithm: natural for the name "ln", else with base 10 if no base is given, as in the problem sets.
+
+    Exact for an integer power of a rational base. Raises ZeroDivisionError for 0.
+    """
     if number == 0:
         raise ZeroDivisionError
     if name == "ln":
