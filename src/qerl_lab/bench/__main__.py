@@ -19,7 +19,7 @@ with exits.starting(__name__):
 
 
 def measure_train_step(options: TrainStepOptions) -> None:
-    """Measure the arms of `train_step`, which alternate in this process; print, write and draw the result."""
+    """Run the command `train_step`: measure all arms in turn, in this process; print, write and draw the result."""
     result = start(options)
     from qerl_lab.bench.train_step import steps
 
@@ -27,7 +27,10 @@ def measure_train_step(options: TrainStepOptions) -> None:
 
 
 def measure_arms(options: RolloutOptions | StepOptions) -> None:
-    """Measure each arm in its own process, writing its rows at once. Raises ValueError at the end if an arm died."""
+    """Run the command `rollout` or `step`: measure each arm in its own process; print and write each row at once.
+
+    Raises ConfigError for invalid options before anything is measured, and ValueError at the end if an arm died.
+    """
     result = start(options)
     from qerl_lab.bench import arm_processes
 
@@ -44,7 +47,10 @@ def measure_arms(options: RolloutOptions | StepOptions) -> None:
 
 
 def start(options: AnyOptions) -> dict[str, Any]:
-    """Check the options and begin the result: benchmark, environment, options. Raises ConfigError without a GPU."""
+    """Check the options, and return the result without measurements: benchmark, environment and options.
+
+    Makes the directory of `out`. Raises ConfigError for invalid options, and without a GPU.
+    """
     check(options)
     require_gpu()
     make_directory(Path(options.out).parent, f"out={options.out}")

@@ -37,7 +37,10 @@ LINES = 40  # log lines kept if a process died without a reason
 
 
 def check(options: RolloutOptions | StepOptions) -> None:
-    """Raise ConfigError if an arm contradicts itself or the options, or if GPUs or `scratch` do not suffice."""
+    """Remove leftovers of killed benchmarks and runs, then check all arms.
+
+    Raises ConfigError if a lab arm's run configuration is invalid, or if GPUs or the space in `scratch` do not suffice.
+    """
     arms, scratch, architecture = options.read_arms(), Path(options.scratch), ARCHITECTURES[options.model]
     for arm, rank in itertools.product(arms, options.ranks):
         if not arm.is_baseline:
@@ -61,7 +64,7 @@ def check(options: RolloutOptions | StepOptions) -> None:
 
 
 def run(options: RolloutOptions | StepOptions) -> Iterator[Row]:
-    """Measure all arms; yield the rows of each arm and rank. The last row of a dead arm has the reason as `died`."""
+    """Measure all arms; yield the rows of each arm and rank. If an arm dies, its last row has the reason as `died`."""
     architecture, arms = ARCHITECTURES[options.model], options.read_arms()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where weights are made and packed
     mean_tokens = options.mean_tokens if isinstance(options, StepOptions) else 0.0
@@ -83,9 +86,10 @@ def run(options: RolloutOptions | StepOptions) -> Iterator[Row]:
 
 
 def measure(job: Job, folder: str) -> Iterator[Row]:
-    """Run the processes of an arm (N with `gpus=N`) and yield its rows; `folder` holds its files meanwhile.
+    """Run a job in new processes, one per GPU of its arm, and yield its rows. `folder` receives job, rows and log.
 
-    Ctrl-C yields the rows so far, then is raised.
+    If a process fails or all take too long, the last row has the reason under `died`. Ctrl-C yields the rows so far,
+    then is raised.
     """
     asked, rows, log = (Path(folder, name) for name in ("job.json", "rows.jsonl", "log.txt"))
     asked.write_text(json.dumps(asdict(job)), encoding="utf-8")

@@ -38,7 +38,7 @@ class Arm:
 
     @property
     def gpus(self) -> int:
-        """Return the number of GPUs of the arm, each with its own process."""
+        """Return the number of GPUs, and so of processes, that the arm uses: its override `gpus`, or 1."""
         return 1 if self.is_baseline else self.overrides.get("gpus", 1)
 
     @property
@@ -48,7 +48,10 @@ class Arm:
 
 
 def parse_arm(text: str, baselines: Mapping[str, str]) -> Arm:
-    """Parse an arm: its name, then overrides (`key=value`). Raises ConfigError if a part cannot be read."""
+    """Parse an arm such as "nvfp4 rollout.vllm.kv_cache_dtype=fp8": a format or baseline, then overrides.
+
+    `baselines` maps the names of the baselines to their weight formats. Raises ConfigError if a part cannot be read.
+    """
     name, *overrides = text.split() or [""]
     allowed = [*baselines, *FORMATS]
     if name not in allowed:
@@ -149,7 +152,11 @@ AnyOptions = TrainStepOptions | RolloutOptions | StepOptions
 
 
 def check(options: AnyOptions) -> None:
-    """Raise ConfigError for an empty list, an unreadable arm, or an `out` without a file name."""
+    """Raise ConfigError for invalid options: an empty list, an unreadable arm, or an `out` without a file name.
+
+    Also invalid are a `scratch` that is no directory, `gpus` other than 1 in a rollout arm, and a `micro_batch` that
+    does not divide the completions of a step.
+    """
     for name, _, value in leaves(options):
         if value == []:
             raise ConfigError(f"{name}=[] leaves nothing to measure. Leave {name} out, or name one or more.")

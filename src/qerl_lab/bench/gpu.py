@@ -15,9 +15,10 @@ READ = "clocks.sm,clocks.max.sm,power.draw,temperature.gpu"
 
 @contextmanager
 def clocks() -> Iterator[dict[str, float | None]]:
-    """Context manager: sample clock, power and temperature with nvidia-smi; its dict is filled at the end.
+    """Context manager: sample the GPU with nvidia-smi; yield a dict of values, filled at the end.
 
-    Values stay None without nvidia-smi or a GPU.
+    Keys are `sm_mhz` (median), `sm_mhz_least` (minimum), `sm_mhz_max` (the GPU's limit), `watts` (median) and `celsius`
+    (maximum). Values stay None without nvidia-smi or a GPU.
     """
     row: dict[str, float | None] = dict.fromkeys(("sm_mhz", "sm_mhz_least", "sm_mhz_max", "watts", "celsius"))
     program = shutil.which("nvidia-smi")
@@ -35,7 +36,10 @@ def clocks() -> Iterator[dict[str, float | None]]:
 
 
 def parse_clocks(lines: str) -> dict[str, float | None]:
-    """Parse nvidia-smi's output to medians and extremes, skipping incomplete lines and [N/A]."""
+    """Parse the lines of nvidia-smi to the dict that `clocks` describes; empty if no line is complete.
+
+    Skips incomplete lines and lines with [N/A].
+    """
     rows: list[list[float]] = []
     for line in lines.splitlines():
         with suppress(ValueError):

@@ -32,7 +32,10 @@ Step = dict[str, float]  # measured values of one step
 
 
 def rows(job: Job) -> Iterator[Row]:
-    """Train the lab's policy, and yield one row of measurements of the steps after the first, on the first rank."""
+    """Train random weights with the lab's trainer; yield one row that summarizes the steps after the first.
+
+    With several GPUs only the first rank yields it.
+    """
     cfg, found = job.config(), list[Step]()
     ranks = join(cfg, device_of(cfg.device))
     policy, engine, about = lab.build(job)
@@ -57,7 +60,7 @@ def rows(job: Job) -> Iterator[Row]:
 
 
 def make_task(job: Job) -> Task:
-    """Make the task of a job: random questions of `prompt` tokens, rewarded by `coin`."""
+    """Make a task for all steps of a job: random questions of `options["prompt"]` tokens, scored by `coin`."""
     options = job.options
     texts = random_model.prompt_texts(options["groups"] * (options["steps"] + 1), options["prompt"])
     questions = [Question(str(index), text, "0") for index, text in enumerate(texts)]
@@ -65,13 +68,16 @@ def make_task(job: Job) -> Task:
 
 
 def coin(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
-    """Score texts by GSM8K's grader, then replace the answer score by the lowest bit of the text's CRC-32."""
+    """Score texts by GSM8K's grader, then replace each answer score by the lowest bit of the text's CRC-32.
+
+    A random model would get no answer right, and so no gradient.
+    """
     scores = grade_math(texts, questions)
     return scores | {"answer": np.array([zlib.crc32(text.encode()) % 2 for text in texts], dtype=np.float64)}
 
 
 def step_values(metrics: dict[str, float]) -> Step:
-    """Extract the measured values of one step from the trainer's metrics."""
+    """Return a step's seconds by phase and in all, tokens, entropy (nats) and gradient norm, from `metrics`."""
     step = {f"{phase}_seconds": metrics[f"seconds/{phase}"] for phase in PHASES}
     seconds = metrics["step/seconds"]
     step |= {"step_seconds": seconds, "tokens": seconds * metrics["step/tokens_per_second"]}
@@ -81,7 +87,7 @@ def step_values(metrics: dict[str, float]) -> Step:
 def summarize(job: Job, steps: list[Step]) -> Row:
     """Summarize a run as a row: medians over the steps after the first, and their total tokens per second.
 
-    Raises RuntimeError if steps or tokens are missing, or if nothing was learned.
+    Raises RuntimeError if steps or tokens are missing, or if a gradient is zero or NaN.
     """
     options, timed = job.options, steps[1:]
     completions = options["groups"] * options["group_size"]

@@ -35,14 +35,14 @@ class Job:
 
     @property
     def about(self) -> Row:
-        """Return the columns that all rows of the arm share."""
+        """Return the columns that all rows of the arm share: model, arm, format, baseline, rank, gpus."""
         return {
             "model": self.options["model"], "arm": self.arm.name, "format": self.arm.format,
             "baseline": self.arm.is_baseline, "rank": self.rank, "gpus": self.arm.gpus,
         }  # fmt: skip
 
     def config(self) -> RunConfig:
-        """Build the checked configuration of the run that measures a lab arm. Raises ConfigError."""
+        """Build the configuration of the run that measures an arm of the lab. Raises ConfigError if it is invalid."""
         options = self.options
         given = {
             "model.path": self.folder, "model.name": options["model"], "format.name": self.arm.format,
@@ -69,7 +69,10 @@ class Job:
 
 
 def kv_gib(architecture: Mapping[str, Any], sequences: int, longest: int) -> float:
-    """Return the GiB of a bfloat16 key-value cache for `sequences` of `longest` tokens, plus one block each."""
+    """Return the GiB of a bfloat16 key-value cache for `sequences` of `longest` tokens.
+
+    Adds room for one more sequence, and for one more block of `BLOCK` tokens in each.
+    """
     head_dim = architecture["hidden_size"] // architecture["num_attention_heads"]
     per_token = 4 * architecture["num_hidden_layers"] * architecture["num_key_value_heads"] * head_dim
     return float((sequences + 1) * (math.ceil(longest / BLOCK) + 1) * BLOCK * per_token / GIB)

@@ -18,12 +18,18 @@ class RandomPolicy(Policy):
     """A policy without its tokenizer's end token, which a random checkpoint cannot sample and engines refuse."""
 
     def end_ids(self) -> list[int]:
-        """Return the token ids that end a completion: none, or those that `random_model.end_ids` chose."""
+        """Return the token ids that end a completion, without the tokenizer's; none if the checkpoint has no other.
+
+        A checkpoint made with a mean completion length has others: see `random_model.end_ids`.
+        """
         return [index for index in super().end_ids() if index != self.tokenizer.eos_token_id]
 
 
 def build(job: Job) -> tuple[Policy, Engine, Row]:
-    """Build a job's policy with its adapter, and its engine; the row has the seconds and GiB that this took."""
+    """Build a job's policy with its adapter, and the engine on it.
+
+    The row has the seconds that each took, the GiB of the policy's base weights, and the engine's `linear_backend`.
+    """
     cfg, started = job.config(), time.perf_counter()
     policy = RandomPolicy(**vars(build_policy(cfg, device_of(cfg.device))))
     load_adapter(policy.model, Path(job.adapter))
@@ -52,6 +58,6 @@ class LabSampler:
         self.engine.sync(aqn.CLEAN)
 
     def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
-        """Sample one completion of `new` tokens for each prompt; return its log-probs."""
+        """Sample one completion of `new` tokens for each prompt; return its log-probs, a list per prompt."""
         out = self.engine.generate(prompt_ids_P, 1, Sampling(new, seed=seed))
         return [group[0] for group in out.logprobs_P_G]

@@ -16,7 +16,11 @@ LONGEST = 300  # characters of a reason
 
 
 def main(words: list[str]) -> None:
-    """Measure the job of the file JOB.json and append each row to ROWS.jsonl; end when the process PARENT ends."""
+    """Measure a job in this process, and append each row to a file. Ends when the parent process ends.
+
+    `words` are the paths JOB.json and ROWS.jsonl and the parent's process id. An error is raised again after it was
+    appended as a row with `died`.
+    """
     asked, out, parent = words
     end_with_parent(int(parent))
     given = json.loads(Path(asked).read_text(encoding="utf-8"))

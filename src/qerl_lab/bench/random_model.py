@@ -60,7 +60,10 @@ class RandomWeights:
         return "random weights"
 
     def tensor(self, name: str, device: torch.device | str) -> Tensor:
-        """Make the tensor `name` with random values, seeded by the name."""
+        """Make the bfloat16 tensor `name` and move it to `device`: a random matrix, ones for a norm, zeros for a bias.
+
+        The name seeds the random values.
+        """
         tensor = torch.empty(self._shapes[name], dtype=torch.bfloat16, device=self.device)
         if tensor.ndim == 1:
             return tensor.fill_(0.0 if name.endswith("bias") else 1.0).to(device)
@@ -77,7 +80,7 @@ def config_of(architecture: dict[str, Any]) -> Qwen2Config:
 
 
 def build(architecture: dict[str, Any], weight_format: Format, device: torch.device) -> PreTrainedModel:
-    """Build a model with random weights, packed on `device`."""
+    """Build a model of `architecture` on `device`, with random weights packed in `weight_format`."""
     config = config_of(architecture)
     packed_as = PackedAs(weight_format, tuple(FormatConfig().ignore))
     source = RandomWeights(config, device)
@@ -114,10 +117,10 @@ def write(
 
 
 def end_ids(vocabulary: int, mean_tokens: float) -> list[int]:
-    """Choose the end tokens: one that is never sampled, and with `mean_tokens` a random share of the vocabulary.
+    """Choose the token ids that end a completion: one that is never sampled, and more if `mean_tokens` is not 0.
 
-    Random logits are nearly uniform, so each token ends its completion with probability 1 / `mean_tokens`, and lengths
-    are geometric.
+    Those are a random share 1 / `mean_tokens` of the vocabulary. Random logits are nearly uniform, so each sampled
+    token is one of them with that probability, and lengths are geometric.
     """
     count = round(vocabulary / mean_tokens) if mean_tokens else 0
     drawn = torch.randperm(vocabulary - 1, generator=torch.Generator().manual_seed(0))[:count] + 1  # token 0 pads
@@ -146,7 +149,7 @@ def prompt_ids(count: int, length: int, vocabulary: int, seed: int) -> list[list
 
 
 def prompt_texts(count: int, length: int) -> list[str]:
-    """Return `count` texts of `length` random letters, one token each."""
+    """Return `count` texts of `length` random letters; each letter is one token of `tokenizer_of`."""
     letters = random.Random(0)
     return ["".join(letters.choices(string.ascii_letters, k=length)) for _ in range(count)]
 
@@ -158,7 +161,7 @@ def plain_lora(rank: int) -> LoraConfig:
 
 
 def write_adapter(folder: Path, architecture: dict[str, Any], rank: int) -> None:
-    """Write a random adapter in PEFT's format; its product is small but not zero."""
+    """Write a random adapter for all Linears that formats pack, in PEFT's format; its product is small, not zero."""
     base = RandomWeights(config_of(architecture), torch.device("cpu"))
     generator, tensors = torch.Generator().manual_seed(rank), dict[str, Tensor]()
     for name in base.linears:

@@ -29,7 +29,7 @@ class Sampler(Protocol):
         """Reload the adapter and clear the prefix cache, as before every rollout."""
 
     def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
-        """Sample one completion of `new` tokens per prompt; return its log-probs."""
+        """Sample one completion of `new` tokens per prompt; return its log-probs, a list per prompt."""
 
 
 class Call(NamedTuple):
@@ -56,7 +56,10 @@ def rows(job: Job) -> Iterator[Row]:
 
 
 def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
-    """Measure an engine and yield a row per batch size. Raises RuntimeError if the numbers would not be comparable."""
+    """Measure an engine and yield a row per batch size.
+
+    Raises RuntimeError if the key-value cache cannot hold the largest batch, and as `time_call` does.
+    """
     options = job.options
     held, about = memory(sampler.llm), settings(sampler.llm)
     need = max(options["batches"]) * (options["prompt"] + options["new"])
@@ -74,7 +77,10 @@ def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
 
 
 def time_calls(sampler: Sampler, job: Job, batch: int) -> Row:
-    """Time whole and short calls alternately, after a warm-up of each; their difference is decoding alone."""
+    """Time calls of `new` tokens and short calls of a quarter of it in turn, after an untimed pair.
+
+    Returns medians as a row. The difference of both medians is the time to decode the extra tokens, without prefill.
+    """
     new, seeds = job.options["new"], itertools.count(1_000_000 * batch)
     short_new = max(1, new // 4)
     pairs = [
@@ -96,7 +102,7 @@ def time_calls(sampler: Sampler, job: Job, batch: int) -> Row:
 
 
 def time_call(sampler: Sampler, job: Job, batch: int, new: int, seed: int) -> Call:
-    """Time a call that samples `new` tokens for each of `batch` fresh prompts.
+    """Time a sync of the engine, then a call that samples `new` tokens for each of `batch` fresh prompts.
 
     Raises RuntimeError if completions or tokens are missing, or if log-probs are NaN or all certain.
     """
@@ -120,7 +126,11 @@ def time_call(sampler: Sampler, job: Job, batch: int, new: int, seed: int) -> Ca
 
 
 def memory(llm: Any) -> Row:
-    """Return the GiB of vLLM's weights (with the lab's dense adapter, without vLLM's LoRA buffers) and of its cache."""
+    """Return the GiB of vLLM's weights and of its key-value cache.
+
+    The cache is None if vLLM was given a share of the GPU. Weights include the lab's dense adapter, but not the buffers
+    of vLLM's own LoRA.
+    """
 
     def sum_bytes(model: nn.Module) -> int:
         tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}  # shared ones once
@@ -131,7 +141,7 @@ def memory(llm: Any) -> Row:
 
 
 def settings(llm: Any) -> Row:
-    """Return the vLLM settings that affect speed; compare arms only where these agree."""
+    """Return the vLLM settings that affect speed, as a row; compare arms only where these agree."""
     config = llm.llm_engine.vllm_config
     scheduler, cache = config.scheduler_config, config.cache_config
     return {

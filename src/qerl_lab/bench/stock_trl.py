@@ -44,7 +44,10 @@ class Watch(TrainerCallback):
         self._seconds = time.perf_counter() - self._started
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        """Override TRL's hook: keep the step's seconds, tokens, entropy and gradient norm."""
+        """Override TRL's hook: append the step's seconds, tokens, entropy and gradient norm to `found`.
+
+        Ignores logs of anything but a step.
+        """
         if "completions/mean_length" in logs:
             tokens = self.completions * logs["completions/mean_length"]
             self.found.append(
@@ -54,7 +57,7 @@ class Watch(TrainerCallback):
 
 
 def rows(job: Job) -> Iterator[Row]:
-    """Train with TRL, and yield one row of measurements of the steps after the first, without phases."""
+    """Train with TRL; yield one row that summarizes the steps after the first. TRL reports no seconds by phase."""
     watch = Watch(job.options["groups"] * job.options["group_size"])
     with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
         started = time.perf_counter()
@@ -84,7 +87,7 @@ def bytes_of_weight(parameter: torch.nn.Parameter) -> int:
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """Reward completions in TRL's trainer as the lab's arms are rewarded, by `grpo_step.coin`."""
+    """Return a reward of 0 or 1 for each completion, the answer score of `grpo_step.coin`; TRL's trainer calls this."""
     return coin(completions, [Question("", "", "0")] * len(completions))["answer"].tolist()
 
 

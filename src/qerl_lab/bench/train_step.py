@@ -37,7 +37,11 @@ class TrainedArm:
 
 
 def build(options: TrainStepOptions, arm: str) -> TrainedArm:
-    """Build an arm: a format of the lab, or for `bf16_peft` and `qlora` PEFT's LoRA on a dense base or Linear4bit."""
+    """Build the model and optimizer of the arm named `arm`.
+
+    A format of the lab gets the lab's adapters. `bf16_peft` and `qlora` get PEFT's, on a dense base or on bitsandbytes'
+    Linear4bit.
+    """
     before = torch.cuda.memory_allocated()
     weight_format = formats.build(FormatConfig(name=arm if arm in formats.FORMATS else "bf16"))
     base = random_model.build(ARCHITECTURES[options.model], weight_format, torch.device("cuda"))
@@ -55,7 +59,7 @@ def build(options: TrainStepOptions, arm: str) -> TrainedArm:
 
 
 def with_adapters(base: PreTrainedModel, rank: int, *, plain: bool) -> PeftModel:
-    """Attach the lab's adapters to a base, or with `plain` PEFT's own modules to the same layers."""
+    """Attach LoRA adapters of `rank` to the lab's default layers: the lab's modules, or with `plain` PEFT's."""
     if plain:
         return get_peft_model(base, random_model.plain_lora(rank))
     return policy.attach_adapters(base, RunConfig(lora=LoraConfig(rank=rank)))
@@ -83,19 +87,19 @@ def linear4bit(dense: nn.Linear) -> nn.Module:
 
 
 def chunked_loss(model: PeftModel, ids: Tensor) -> Tensor:
-    """Compute the mean negative log-probability of ids[sequences, length] in chunks of logits."""
+    """Return the mean negative log-prob of the tokens `ids` [sequences, length]; makes logits in chunks, never all."""
     out = model(input_ids=ids, labels=ids, fused_lm_head=True)
     return -out.log_probs.mean()
 
 
 def full_logits_loss(model: PeftModel, ids: Tensor) -> Tensor:
-    """Compute `chunked_loss` from full float32 logits, to show what the chunks save."""
+    """Return the same loss as `chunked_loss`, from the whole float32 logits, to show what the chunks save."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     return -torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).mean()
 
 
 def train_step(arm: TrainedArm, ids: Tensor, micro: int, loss: Loss) -> None:
-    """Train one optimizer update on `ids[sequences, length]`, `micro` sequences at a time."""
+    """Make one optimizer update on `ids` [sequences, length], with `micro` sequences per forward and backward pass."""
     for part in ids.split(micro):
         with torch.autocast("cuda", torch.bfloat16):
             value = loss(arm.model, part)
@@ -105,9 +109,10 @@ def train_step(arm: TrainedArm, ids: Tensor, micro: int, loss: Loss) -> None:
 
 
 def steps(options: TrainStepOptions) -> Iterator[Row]:
-    """Measure and yield tokens per second (median of `steps`) and peak GB (1e9 bytes) by micro-batch size and arm.
+    """Time training steps of all arms in turn; yield a row per micro-batch size and arm.
 
-    The arms alternate. The first also measures the loss from full logits.
+    A row has tokens per second (from the median of `steps`) and peak GB (1e9 bytes). The first arm is also timed with
+    `full_logits_loss`.
     """
     arms = {name: build(options, name) for name in options.arms}
     first, vocabulary = options.arms[0], ARCHITECTURES[options.model]["vocab_size"]

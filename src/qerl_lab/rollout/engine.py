@@ -28,7 +28,11 @@ class Sampling:
     first: int = 0
 
     def seeds(self, prompts: int) -> list[int]:
-        """Return a sampling seed for each prompt, derived from its global index, so that any engine draws the same."""
+        """Return a sampling seed for each of `prompts` prompts, the first of which has the global index `first`.
+
+        A prompt's seed depends on its global index and `seed` alone, so it is the same whichever engine samples the
+        prompt.
+        """
         generator = random.Random(self.seed)
         return [generator.getrandbits(62) for _ in range(self.first + prompts)][self.first :]
 
@@ -68,7 +72,10 @@ class EngineFailed(RuntimeError):
 
 
 def refuse_incomplete(rollout: Rollout, prompts: int, group_size: int, sampling: Sampling) -> None:
-    """Raise EngineFailed unless each prompt has `group_size` completions with one log-prob per token."""
+    """Raise EngineFailed unless each of `prompts` prompts has `group_size` nonempty completions with finish reasons.
+
+    Each completion needs one log-prob per token, or none at all with top_p < 1.
+    """
     parts: dict[str, Sequence[Sequence[object]]] = {
         "completions": rollout.completion_ids_P_G,
         "log-probs": rollout.logprobs_P_G,
@@ -102,7 +109,7 @@ class Engine(Protocol):
 
     @property
     def linear_backend(self) -> str | None:
-        """Return the name of the kernel for 4-bit products, as in `rollout.vllm`; None if there is no choice."""
+        """Return the kernel of 4-bit products by its name in `rollout.vllm`; None if a run cannot choose it."""
 
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
@@ -113,8 +120,9 @@ class Engine(Protocol):
         """
 
     def sync(self, noise: Noise) -> None:
-        """Copy the policy's current adapter, and its clean norms plus `noise` (`aqn.CLEAN` for none), to the engine.
+        """Copy the policy's current adapter and clean norms to the engine, and add `noise` to these norms.
 
+        With `aqn.CLEAN` they stay clean.
         Raises EngineFailed.
         """
 
@@ -128,9 +136,9 @@ class Engine(Protocol):
         """Read back the noisy norm weights that the engine holds, by full layer name."""
 
     def held(self) -> dict[str, int]:
-        """Return the device memory in bytes that only the engine uses, by purpose.
+        """Return the bytes of device memory that only the engine uses, by a name for messages; empty if it has none.
 
-        `ASLEEP` counts memory given back for now, which torch still counts as reserved.
+        `ASLEEP` is the key of memory that `sleep` released, which torch still counts as reserved.
         """
 
     def close(self) -> None:

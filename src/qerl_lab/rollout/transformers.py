@@ -35,7 +35,7 @@ class TransformersEngine:
         return self._norms
 
     def held(self) -> dict[str, int]:
-        """Return no bytes, because the weights are the policy's and the cache lives only during a rollout."""
+        """Return an empty dict, because the weights are the policy's and the cache lives only during a rollout."""
         return {}
 
     def close(self) -> None:
@@ -70,7 +70,10 @@ class TransformersEngine:
     def _generate_batch(
         self, prompts: list[list[int]], sampling: Sampling
     ) -> list[tuple[list[int], list[float], str, float]]:
-        """Generate one batch. Returns each prompt's completion ids, log-probs, finish reason and summed entropy."""
+        """Generate one completion for each prompt's token ids, all in one batch.
+
+        Returns a tuple by prompt: completion ids, log-probs, finish reason, and entropy summed over tokens (nats).
+        """
         ids, mask = left_padded(prompts, self.policy.tokenizer.pad_token_id, self.policy.device)
         is_drawn, ends = sampling.temperature > 0, self.policy.end_ids()
         recorder = Recorder(sampling.temperature if is_drawn else 1.0)
@@ -115,12 +118,12 @@ class Recorder(LogitsProcessor):
         return scores.masked_fill_(self._scores[:, :1].isnan(), 0.0)
 
     def _record_logprobs(self, sampled: Tensor) -> None:
-        """Append the log-probs of the tokens `sampled`, from the last step's scores."""
+        """Append the log-probs of the token ids `sampled` [batch], which were drawn from the last step's scores."""
         if self._scores is not None:
             self.logprobs.append(self._scores.gather(-1, sampled[:, None])[:, 0])
 
     def finish(self, completions: Tensor) -> tuple[Tensor, Tensor]:
-        """Record the last token; return the log-probs and entropies of all, each [batch, tokens] like `completions`."""
+        """Record the last token; return all tokens' log-probs and entropies, each [batch, tokens] as `completions`."""
         self._record_logprobs(completions[:, -1])
         return torch.stack(self.logprobs, 1), torch.stack(self.entropies, 1)
 

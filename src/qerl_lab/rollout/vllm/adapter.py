@@ -31,7 +31,10 @@ class DenseAdapter:
         self.model, self.lora, self.cfg = model, cfg.lora, cfg
 
     def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM` for this adapter. `backend` is the result of `backends.choose_backend`."""
+        """Return the arguments of `vllm.LLM` that this adapter needs, for the model in `folder`.
+
+        `backend` is the result of `backends.choose_backend`.
+        """
         routes = one_adapter.Routes(backend == FP4_TILES, self.cfg.rollout.vllm.dense_rows)
         return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, routes)
 
@@ -44,7 +47,10 @@ class DenseAdapter:
         self.read = [(module, module.weight) for module in modules]
 
     def sync(self, llm: LLM) -> None:
-        """Copy the policy's current adapter into the buffers of vLLM's layers."""
+        """Copy the policy's current adapter into the buffers of vLLM's layers.
+
+        Raises AssertionError if the policy has replaced a tensor of its adapter since `begin`.
+        """
         if any(module.weight is not weight for module, weight in self.read):
             raise AssertionError("the policy's adapter has other tensors than when the engine began")
         scaling = (self.lora.alpha or self.lora.rank) / self.lora.rank
@@ -69,14 +75,20 @@ class AdapterFile:
         return LoRARequest(NAME, ID, str(self.folder))
 
     def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM` for this adapter. Raises ConfigError for an unsupported rank."""
+        """Return the arguments of `vllm.LLM` that this adapter needs; `folder` and `backend` do not matter.
+
+        Raises ConfigError for a rank that vLLM does not support.
+        """
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(self.rank)}
 
     def begin(self, llm: LLM) -> None:
-        """Do nothing when vLLM has started, because it reads the adapter's files at `sync`."""
+        """Do nothing: a started vLLM needs no preparation, because `sync` makes it read the adapter's files."""
 
     def sync(self, llm: LLM) -> None:
-        """Write the policy's current adapter and have vLLM reload it."""
+        """Write the policy's current adapter and have vLLM reload it.
+
+        Raises AssertionError unless vLLM then holds exactly this adapter.
+        """
         write_weights(self.model, self.folder)
         llm.llm_engine.add_lora(LoRARequest(NAME, ID, str(self.folder), load_inplace=True))
         if (held := llm.llm_engine.list_loras()) != {ID}:

@@ -38,7 +38,7 @@ WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # the interpret
 
 
 def shrink(x: Tensor, A: Tensor) -> Tensor:
-    """Compute t = x A^T in parts: sums over equal pieces of K, float32 `[S, M, R]`; t is their sum over S.
+    """Return t = x A^T as S partial sums, float32 `[S, M, R]`, each over one piece of K; their sum over S is t.
 
     Args:
         x: `[M, K]` in bfloat16, float16 or float32, columns contiguous.
@@ -63,9 +63,9 @@ def expand(
     y: Tensor, sums: Tensor, B: Tensor, sizes: list[int],
     alpha: float = 1.0, bias: Tensor | None = None, out: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Finish a fused layer: write alpha * y + bias + t_p B_p^T to the columns of each part p of `out`.
+    """Add adapter and bias to a fused layer: write alpha * y + bias + t_p B_p^T to the columns of each part p of `out`.
 
-    t is x A^T, the sum of `sums` over S.
+    t is x A^T, the sum of `sums` over S; t_p are its r columns of part p.
 
     Args:
         y: `[M, N]`, columns contiguous.
@@ -92,10 +92,11 @@ def block_k_of(rows: int) -> int:
 
 
 def blocks_of(rows: int, columns: int) -> tuple[int, int, int]:
-    """Choose for the kernel `_expand` the rows and columns of y per program, and its number of warps.
+    """Return the rows and columns of y for each program of the kernel `_expand`, and the number of its warps.
 
-    Every program adds up the sums of its rows again. So a wide y gets wide programs, as long as there are two per
-    multiprocessor: for gate/up of 7B at 64 rows narrow ones would read 68 MB of sums for 10 MB of y.
+    `rows` and `columns` are the shape of y. Every program adds up the sums of its rows again. So a wide y gets wide
+    programs, as long as there are two per multiprocessor: for gate/up of 7B at 64 rows narrow ones would read 68 MB of
+    sums for 10 MB of y.
     """
     if rows <= 16:
         return 16, 128, 4
@@ -105,7 +106,10 @@ def blocks_of(rows: int, columns: int) -> tuple[int, int, int]:
 
 
 def launch_options(tensor: Tensor) -> dict[str, bool]:
-    """Return Triton's launch arguments on this tensor's GPU: whether a kernel may begin before the last one ends."""
+    """Return Triton's launch arguments: from Hopper on, a kernel may begin before the previous one ends.
+
+    `tensor` lies on the GPU of the launch.
+    """
     able = tensor.is_cuda and _capability(tensor.device) >= (9, 0)
     return {"AHEAD": able, "launch_pdl": able}
 
@@ -117,7 +121,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def tiles_of(sizes: list[int], block: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-    """Cut parts of `sizes` columns into tiles; return their number and each part's first tile, first and end column."""
+    """Cut parts of `sizes` columns into tiles of `block` columns, so that no tile crosses two parts.
+
+    Returns the number of tiles, and for each part its first tile, its first column, and the column after its last.
+    """
     tiles = [triton.cdiv(size, block) for size in sizes]
     return sum(tiles), tuple((sum(tiles[:p]), sum(sizes[:p]), sum(sizes[: p + 1])) for p in range(len(sizes)))
 
@@ -128,7 +135,7 @@ def _shrink(
     x, A, sums, rows, R, K, chunk, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel of `shrink`: each program stores the sum of x A^T over one piece of K, for a tile of R and of M."""
+    """Triton kernel of `shrink`: a program sums x A^T over `chunk` columns, for BLOCK_M rows of x and BLOCK_R of A."""
     if AHEAD:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -153,7 +160,10 @@ def _expand(
     PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel of `expand`: a program writes alpha y + bias + t B^T to a tile; t is the sum of `sums` over S."""
+    """Triton kernel of `expand`: a program writes alpha y + bias + t B^T to BLOCK_M rows x BLOCK_N columns of `out`.
+
+    t is the sum of `sums` over `splits`. PARTS is from `tiles_of`.
+    """
     part, first, end = place(tl.program_id(0), PARTS, BLOCK_N)
     n, r = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     b = tl.load(B + n[:, None] * RANK + r[None, :], mask=(n[:, None] < end) & (r[None, :] < RANK), other=0.0)
@@ -176,7 +186,10 @@ def _expand(
 
 @triton.jit
 def place(tile, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Find a tile's place: return the part that it belongs to, its first column and the part's end column."""
+    """Return the part that contains tile number `tile`, the tile's first column, and the column after the part's last.
+
+    PARTS is from `tiles_of`.
+    """
     part, first, end = 0, tile * BLOCK_N, PARTS[0][2]
     for p in tl.static_range(1, len(PARTS)):
         if tile >= PARTS[p][0]:

@@ -19,10 +19,11 @@ ORDERED_HUMMING = Version("0.1.13")
 
 
 def choose_backend(cfg: RunConfig, model: nn.Module) -> str:
-    """Return the kernel name for `rollout.vllm.linear_backend`; `auto` takes `fp4_tiles` where it fits.
+    """Return the kernel of 4-bit products: `rollout.vllm.linear_backend`, with `auto` replaced by a kernel that fits.
 
-    There it was faster than Marlin at all rows measured, 1 to 256 (docs/speed.md). Elsewhere nothing was measured, so
-    vLLM chooses, except that a shared base needs Marlin's layout.
+    That is `fp4_tiles` if GPU and model support it, because it was faster than Marlin at all rows measured, 1 to 256
+    (docs/speed.md). Otherwise vLLM chooses, except that a shared base needs Marlin's layout. Prints why it is not
+    `fp4_tiles`, and a warning for a Humming with races.
     """
     own = cfg.rollout.vllm
     if own.linear_backend == "humming" and torch.cuda.is_available() and humming_races():
@@ -42,7 +43,10 @@ def choose_backend(cfg: RunConfig, model: nn.Module) -> str:
 
 
 def tiles_fit(model: nn.Module, lora_rank: int) -> bool:
-    """Tell whether the kernel `fp4_tiles` supports the packed layers of `model`, fused as in engines."""
+    """Tell whether the kernel `fp4_tiles` supports all packed layers of `model`.
+
+    Engines fuse q/k/v and gate/up. The parts of a fused layer must compute in bfloat16 and have the same global scale.
+    """
     layers = packed_layers(model)
     groups = [[layers[name] for name in group] for group in fused_groups(list(layers))]
     return all(
@@ -54,5 +58,5 @@ def tiles_fit(model: nn.Module, lora_rank: int) -> bool:
 
 
 def humming_races() -> bool:
-    """Tell whether the kernel Humming has a race here: a Hopper GPU, and a version before `ORDERED_HUMMING`."""
+    """Tell whether the kernel Humming has a data race here: a Hopper GPU, and a version before `ORDERED_HUMMING`."""
     return torch.cuda.get_device_capability()[0] == 9 and Version(version("humming-kernels")) < ORDERED_HUMMING

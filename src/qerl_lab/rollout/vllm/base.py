@@ -29,7 +29,11 @@ OF_RUNS = f"qerl-lab-{12 * '[0-9a-f]'}-*"  # folders of runs; each process holds
 
 @contextmanager
 def folder_of(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
-    """Context manager: yield a directory of exactly the policy's base weights, the model's own or a temporary copy."""
+    """Context manager: yield a model directory with exactly the policy's base weights, for vLLM to load.
+
+    It is the model's own directory if that is packed, or if the policy is dense and all its files are bfloat16.
+    Otherwise it is a temporary copy.
+    """
     own = local_folder(cfg.model.path, cfg.model.revision)
     files = WeightFiles(own)
     unrounded = cfg.format.name == DENSE_FORMAT and all(files.dtype(name) is torch.bfloat16 for name in files.names)
@@ -55,7 +59,10 @@ def size_of(tensors: Mapping[str, Tensor]) -> int:
 
 @contextmanager
 def scratch_folder(size: int, name: str | None = None) -> Iterator[Path]:
-    """Context manager: yield a temporary folder for `size` bytes, in RAM if there is room. `name` is 12 hex digits."""
+    """Context manager: yield a temporary folder, in RAM if `size` bytes fit there.
+
+    Removes leftovers of killed runs first. `name`, 12 hex digits, becomes part of its path; None: random.
+    """
     remove_leftovers(IN_MEMORY, OF_RUNS)
     has_room = IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 1.2 * size
     place = IN_MEMORY if has_room else Path(tempfile.gettempdir())
@@ -79,7 +86,7 @@ def named_folder(name: str, place: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(place: Path, pattern: str) -> None:
-    """Remove the folders of killed processes: those in `place` that match a glob and are not locked."""
+    """Remove the folders of killed processes: those in `place` that match the glob `pattern` and are not locked."""
     for path in place.glob(pattern):
         if (held := lock_folder(path)) is not None:
             path.rmdir()
@@ -87,7 +94,10 @@ def remove_leftovers(place: Path, pattern: str) -> None:
 
 
 def lock_folder(path: Path) -> int | None:
-    """Create and lock the folder `path`, empty; return its descriptor, None if another process or user has it."""
+    """Lock the folder `path` and delete what is in it; create it if there is none.
+
+    Returns the file descriptor that holds the lock, or None if another process or user has the folder.
+    """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     try:

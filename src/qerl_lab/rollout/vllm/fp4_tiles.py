@@ -80,7 +80,7 @@ class Plan:
 
 
 def supports(sizes: Sequence[int], columns: int, rank: int) -> bool:
-    """Tell whether `linear` supports a weight of these part sizes and K `columns`, with an adapter of this rank."""
+    """Tell whether `linear` supports a weight with parts of `sizes` rows and K `columns`, with an adapter of `rank`."""
     whole = columns % DEPTH == 0 and all(size % BLOCK == 0 for size in sizes)
     return whole and len(sizes) <= 3 and fp4_tiles_takes_rank(rank)
 
@@ -105,14 +105,18 @@ def shared_by_mps() -> bool:
 
 
 def counters(rows: int, device: torch.device) -> Tensor:
-    """Allocate a layer's counters, int64 zeros by which thread blocks synchronize; only the kernel writes them."""
+    """Allocate the counters of a layer with `rows` rows of W: int64 zeros by which thread blocks synchronize.
+
+    Only the kernel writes them.
+    """
     return torch.zeros(2 + rows // BLOCK, dtype=torch.int64, device=device)
 
 
 def tile_of(N: int, columns: int, multiprocessors: int) -> int:
     """Choose how many 64-row blocks of a weight [N, K] form a tile, for the least work of the busiest multiprocessor.
 
-    Small tiles for few rows leave multiprocessors idle; large tiles make a long end.
+    `columns` is K. The work is the stages of its tiles, and the end of each tile, where a block costs about `_STEP`
+    stages.
     """
 
     def stages_of_busiest(tile: int) -> int:
@@ -125,12 +129,15 @@ def tile_of(N: int, columns: int, multiprocessors: int) -> int:
 
 
 def groups_of(tile: int) -> int:
-    """Return how many warpgroups multiply a tile of this many blocks: three if each gets a block, else two."""
+    """Return how many warpgroups multiply a tile of `tile` blocks: three for 3 to 6 blocks, otherwise two."""
     return 2 if tile == 2 or tile > 6 else 3
 
 
 def _blocks_per_tile(tiles: int, columns: int, multiprocessors: int) -> int:
-    """Return how many thread blocks share the work on each tile."""
+    """Return how many thread blocks share each of `tiles` tiles, so that few multiprocessors are idle.
+
+    `columns` is K; at most one thread block per `AT_A_TIME` blocks of 64 columns.
+    """
     return max(1, min(multiprocessors // tiles, depth_of(columns)))
 
 
@@ -145,9 +152,10 @@ def linear(
 
     Args:
         x: bfloat16 `[M, K]`, rows aligned to 16 bytes, columns contiguous.
-        packed: from `tiles.pack`. It is read before the previous launch ends, so that launch must not write it.
-        divisor: float32 `[1]`, the global scale as in a checkpoint; the same restriction applies.
-        A, B, sizes: as in `product.add_adapter`, in bfloat16.
+        packed: W from `tiles.pack`. It is read before the previous launch ends, so that launch must not write it.
+        divisor: float32 `[1]`, the global scale as in a checkpoint. The previous launch must not write it either.
+        A, B: bfloat16 `[P * r, K]`, the parts stacked, and `[N, r]`, scaling included.
+        sizes: columns of the P parts in y, N in sum.
         meeting: the layer's `counters`.
         bias: bfloat16 `[N]`.
 
@@ -182,9 +190,10 @@ def _multiply(
 
 
 def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machine) -> Plan:
-    """Choose the kernel variant and launch parameters, with as many stages as fit in shared memory.
+    """Choose kernel variant and launch parameters for `rows` rows of x, with as many stages as fit in shared memory.
 
-    `packed` is the shape of the packed weight.
+    `packed` is the shape of the packed weight, `parts` the number of its parts. Raises ValueError if two stages do not
+    fit.
     """
     variant = next(most for most in VARIANTS if rows <= most)
     tiles, depth, _, tile, _ = packed
@@ -208,7 +217,8 @@ def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machi
 def split_of(columns: int, tiles: int, warps: int) -> int:
     """Choose how many columns of x each split of x A^T covers, for the fewest sequential trips to memory.
 
-    A warp makes one trip per 64 columns of a tile, and one per sums of 16 splits.
+    `tiles` counts the 16 x 16 tiles of x A^T, `warps` the warps that compute it. A warp makes one trip per 64 columns
+    of a tile, and one per sums of 16 splits.
     """
 
     def count_trips(of_split: int) -> int:
@@ -228,7 +238,10 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def _launch_kernel(how: Plan, x: Tensor, B: Tensor, tensors: Sequence[Tensor | None], shape: Shape) -> None:
-    """Start the planned kernel on the current stream, which a CUDA graph may be capturing."""
+    """Start the planned kernel on the current stream, which a CUDA graph may be capturing.
+
+    `tensors` and `shape` are the kernel's arguments after x, in the order of fp4_tiles.cu.
+    """
     from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
 
     name, line = instance(how.rows, how.tile, how.groups, how.pieces > 1)
@@ -239,6 +252,9 @@ def _launch_kernel(how: Plan, x: Tensor, B: Tensor, tensors: Sequence[Tensor | N
 
 
 def instance(rows: int, tile: int, groups: int, shared: bool) -> tuple[str, str]:
-    """Return a kernel variant's name and the line of CUDA source that instantiates it."""
+    """Return a kernel variant's name, and the line of CUDA source that instantiates it.
+
+    The first three arguments are as in `Plan`; `shared` tells whether several thread blocks share a tile.
+    """
     of_variant = rows, tile, groups, int(shared)
     return "_".join(["fp4_tiles", *map(str, of_variant)]), f"FP4_TILES({', '.join(map(str, of_variant))})"

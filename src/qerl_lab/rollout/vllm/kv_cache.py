@@ -14,7 +14,7 @@ SHARE = 0.5  # of the memory free beside the weights; the trainer needs the rest
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the device's free memory in bytes."""
+    """Return the device's free memory in bytes, after torch has returned its unused memory."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # torch's cached memory would count as used
         return torch.cuda.mem_get_info(device)[0]
@@ -22,7 +22,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def bytes_per_token(config: dict[str, Any], element_bytes: int) -> int:
-    """Return the bytes of a token's keys and values in all layers. `config` is the model's config.json."""
+    """Return the bytes of a token's keys and values in all layers, with `element_bytes` bytes per number.
+
+    `config` is the model's config.json.
+    """
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim * element_bytes
@@ -32,7 +35,7 @@ def kv_cache_bytes(cfg: RunConfig, per_token: int, free: int) -> int:
     """Choose the cache's bytes: `rollout.vllm.kv_cache_gib`, else enough for a full batch, at most SHARE of `free`.
 
     Args:
-        per_token: bytes of one token.
+        per_token: bytes of one token's keys and values.
         free: free bytes of device memory beside the engine's weights.
 
     Raises:

@@ -43,10 +43,10 @@ class StoresLogprobs:
 
 
 def completion_names(request: str, group_size: int) -> list[str]:
-    """Return the ids that vLLM gives the completions of the request `request`."""
+    """Return the ids that vLLM gives the `group_size` completions of the request `request`, in order."""
     return [request] if group_size == 1 else [f"{index}_{request}" for index in range(group_size)]
 
 
 def is_no_custom_class_warning(record: LogRecord) -> bool:
-    """Filter a log: return False, which drops it, for vLLM's warning about a custom scheduler."""
+    """Filter a log: return False, which drops the record, for vLLM's warning about a custom scheduler; else True."""
     return "custom scheduler class" not in str(record.msg)

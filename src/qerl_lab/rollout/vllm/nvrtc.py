@@ -16,10 +16,11 @@ from torch import Tensor
 
 @cache
 def load_kernel(source: Path, name: str, device: int, variant: str = "", registers: int | None = None) -> Any:
-    """Compile and load the kernel `name` for `device`, the current one, and allow it all shared memory.
+    """Compile `source`, load its kernel `name` with all shared memory allowed, and return its handle for `launch`.
 
-    `variant` is a line appended to the source: a template instantiation. Raises RuntimeError unless a thread gets
-    exactly the `registers` that the source assumes, because a kernel that redistributes them would hang.
+    `device` must be the current one. `variant` is a line appended to the source: a template instantiation. Raises
+    RuntimeError unless a thread gets exactly `registers` registers (None: any number). A kernel that redistributes
+    registers counts on their number, and would hang.
     """
     major, minor = torch.cuda.get_device_capability(device)
     module = check_status(driver.cuModuleLoadData(compile_source(source, architecture(major, minor), variant)[0]))
@@ -33,7 +34,10 @@ def load_kernel(source: Path, name: str, device: int, variant: str = "", registe
 
 
 def architecture(major: int, minor: int) -> str:
-    """Return NVRTC's name of a GPU architecture, with the instructions specific to this compute capability."""
+    """Return NVRTC's name of a GPU architecture, e.g. "sm_90a" for compute capability 9.0.
+
+    The "a" allows the instructions that only this capability has.
+    """
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
@@ -50,11 +54,9 @@ def shared_by_mps(device: int) -> bool:
 
 
 def compile_source(source: Path, architecture: str, variant: str = "") -> tuple[bytes, str]:
-    """Compile a CUDA file plus a `variant` line for an architecture such as "sm_90". Needs no GPU.
+    """Compile a CUDA file plus a `variant` line for an architecture such as "sm_90"; return machine code and log.
 
-    Returns machine code and log.
-
-    Raises RuntimeError with NVRTC's message.
+    Needs no GPU. Raises RuntimeError with NVRTC's message.
     """
     program = check_status(
         nvrtc.nvrtcCreateProgram(source.read_bytes() + variant.encode(), source.name.encode(), 0, [], [])
@@ -75,9 +77,10 @@ def compile_source(source: Path, architecture: str, variant: str = "") -> tuple[
 def launch(
     function: Any, blocks: int, threads: int, shared_bytes: int, arguments: Sequence[Any], early: bool = False
 ) -> None:
-    """Launch a kernel on the current stream, which a CUDA graph may be capturing.
+    """Launch a kernel from `load_kernel` on the current stream, which a CUDA graph may be capturing.
 
     Args:
+        blocks: thread blocks, each with `threads` threads and `shared_bytes` bytes of dynamic shared memory.
         arguments: tensors or None, passed as pointers, and ctypes values.
         early: let it start before the previous kernel has ended ("programmatic dependent launch" of the CUDA
             programming guide); it must call `griddepcontrol.wait` before it reads what that kernel wrote.
@@ -108,9 +111,9 @@ def _early_start_attribute() -> Any:
 
 
 def tiles_map(x: Tensor, stride: int, rows: int, blocks: int) -> Any:
-    """Build a swizzled tensor map, for copies of `rows` rows x `blocks` * 64 columns of x, bfloat16 `[M, K]`.
+    """Build a swizzled tensor map as an argument of `launch`, to copy from x, bfloat16 `[M, K]`.
 
-    `stride` is x's row stride in elements.
+    A copy has `rows` rows and `blocks` blocks of 64 columns. `stride` is x's row stride in elements.
     """
     sizes = (64, x.shape[0], -(-x.shape[1] // 64))
     return _build_tensor_map(
@@ -119,7 +122,10 @@ def tiles_map(x: Tensor, stride: int, rows: int, blocks: int) -> Any:
 
 
 def rows_map(B: Tensor, rows: int, columns: int) -> Any:
-    """Build a tensor map without swizzle, for copies of `rows` x `columns` of B, bfloat16 `[N, rank]`."""
+    """Build a tensor map without swizzle as an argument of `launch`, to copy from B, bfloat16 `[N, rank]`.
+
+    A copy has `rows` rows and `columns` columns.
+    """
     (N, rank), none = B.shape, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
     return _build_tensor_map(B, (rank, N), (2 * rank,), (columns, rows), none)
 
@@ -127,7 +133,13 @@ def rows_map(B: Tensor, rows: int, columns: int) -> Any:
 def _build_tensor_map(
     matrix: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: Any
 ) -> Any:
-    """Build a bfloat16 CUtensorMap: innermost size first, strides in bytes, zeros beyond the last element."""
+    """Build a CUtensorMap of a bfloat16 matrix, as an argument of `launch`. Copies read zeros beyond the last element.
+
+    Args:
+        sizes: elements by axis, innermost first.
+        strides: bytes by axis, without the innermost.
+        box: elements of one copy by axis.
+    """
     made = check_status(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, len(sizes), matrix.data_ptr(),
@@ -141,7 +153,10 @@ def _build_tensor_map(
 
 
 def check_status(result: tuple[Any, ...]) -> Any:
-    """Return the value in the result of a cuda.bindings call. Raises RuntimeError unless its status is success."""
+    """Return the first value in the result of a cuda.bindings call, None without one.
+
+    Raises RuntimeError if the call failed.
+    """
     status, *values = result
     if status.value:
         raise RuntimeError(f"CUDA: {status.name}")

@@ -60,9 +60,9 @@ class Routes:
 
 
 def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str], routes: Routes = Routes()) -> dict[str, Any]:
-    """Return arguments of `vllm.LLM` for the model in `folder` with one adapter on the layers `targets`.
+    """Return the arguments that make `vllm.LLM` compute the model in `folder` with one adapter (`OneAdapterConfig`).
 
-    `targets` are names as in PEFT: the last part, or parts, of a layer's name.
+    `targets` name the layers with an adapter, as in PEFT: by the last part, or parts, of a layer's name.
     """
     stored = read_json(folder / "config.json").get("quantization_config") or {"quant_method": NAME}
     own = {"rank": lora_rank, "targets": list(targets), "routes": asdict(routes)}
@@ -88,12 +88,12 @@ class OneAdapterConfig(QuantizationConfig):
 
     @property
     def packed_modules_mapping(self) -> dict[str, list[str]]:
-        """Override vLLM's property: return the parts of fused layers, as vLLM's model filled them in for the base."""
+        """Override vLLM's property: return the names of a fused layer's parts by its name, as vLLM's model set them."""
         return self._parts if self.base is None else self.base.packed_modules_mapping
 
     @packed_modules_mapping.setter
     def packed_modules_mapping(self, parts: dict[str, list[str]]) -> None:
-        """Override vLLM's property: set the parts of fused layers, for the base too."""
+        """Override vLLM's property: set the names of a fused layer's parts by its name, in `base` if there is one."""
         if self.base is None:
             self._parts = parts
         else:
@@ -112,7 +112,10 @@ class OneAdapterConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Override vLLM's hook: claim a quantized directory if `llm_arguments` asked for it."""
+        """Override vLLM's hook: return this method's name if the user asked for it, so that vLLM takes it; else None.
+
+        `llm_arguments` asks for it, also where the directory names another method.
+        """
         return NAME if user_quant == NAME else None
 
     def get_name(self) -> str:
@@ -120,12 +123,12 @@ class OneAdapterConfig(QuantizationConfig):
         return NAME
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Override vLLM's hook: return the dtypes that the base computes in."""
+        """Override vLLM's hook: return the dtypes of activations that `base` supports."""
         every = [torch.float32, torch.float16, torch.bfloat16]
         return every if self.base is None else self.base.get_supported_act_dtypes()
 
     def get_min_capability(self) -> int:
-        """Override vLLM's hook: return the compute capability that the base needs."""
+        """Override vLLM's hook: return the least compute capability that `base` supports; 0 without a `base`."""
         return 0 if self.base is None else self.base.get_min_capability()
 
     @staticmethod
@@ -134,21 +137,25 @@ class OneAdapterConfig(QuantizationConfig):
         return []
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Override vLLM's hook: let the base rename its layers."""
+        """Override vLLM's hook: let `base` translate its layer names from the checkpoint's to vLLM's."""
         if self.base is not None:
             self.base.apply_vllm_mapper(hf_to_vllm_mapper)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Override vLLM's hook: let the base read the model's configuration."""
+        """Override vLLM's hook: pass the model's name and configuration on to `base`, if there is one."""
         if self.base is not None:
             self.base.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
 
     def get_cache_scale_mapper(self) -> Any:
-        """Override vLLM's hook: return the base's mapper of cache scales."""
+        """Override vLLM's hook: return the mapper of `base` for names of key-value cache scales, or vLLM's default."""
         return super().get_cache_scale_mapper() if self.base is None else self.base.get_cache_scale_mapper()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Override vLLM's hook: return the base's method, wrapped in `OneAdapterMethod` if the layer has an adapter."""
+        """Override vLLM's hook: return the method that computes a layer; `prefix` is the layer's full name.
+
+        It is the method of `base`. Without one it is vLLM's unquantized method for a linear layer, else None. For
+        linear layers with an adapter it is wrapped in `OneAdapterMethod`.
+        """
         method = None if self.base is None else self.base.get_quant_method(layer, prefix)
         if not isinstance(layer, LinearBase):
             return method
@@ -166,14 +173,17 @@ _BY_ADAPTER: WeakValueDictionary[int, LinearBase] = WeakValueDictionary()
 
 @torch.library.custom_op("qerl_lab::linear_with_adapter", mutates_args=())
 def linear_with_adapter(x: Tensor, adapter: Tensor, bias: Tensor | None, columns: int) -> Tensor:
-    """Custom operation: compute x[M, K] -> y[M, columns] by the layer that owns `adapter`, base plus adapter."""
+    """Custom operation: compute y[M, columns] of x[M, K] by a layer and its adapter.
+
+    `adapter` is the layer's buffer `adapter_A`; its address identifies the layer.
+    """
     layer = _BY_ADAPTER[adapter.data_ptr()]
     return layer.quant_method.routed(layer, x, bias)
 
 
 @linear_with_adapter.register_fake
 def _empty_result(x: Tensor, adapter: Tensor, bias: Tensor | None, columns: int) -> Tensor:
-    """Return an empty y, for torch.compile's shapes."""
+    """Return an uninitialized y[M, columns], from which torch.compile takes shape and dtype."""
     return x.new_empty(x.shape[0], columns)
 
 
@@ -205,7 +215,10 @@ class OneAdapterMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Override vLLM's hook: create base weights and empty adapter. Raises ConfigError under tensor parallelism."""
+        """Override vLLM's hook: create the base weights, and adapter buffers of zeros.
+
+        Raises ConfigError under tensor parallelism.
+        """
         if layer.tp_size > 1:
             raise ConfigError(
                 f"tensor_parallel_size={layer.tp_size} is not allowed with the dense products of one adapter; allowed: "
@@ -264,9 +277,10 @@ class OneAdapterMethod(LinearMethodBase):
         self.decoders = decoders({TILES: packed, DIVISOR: divisor}, self.sizes, columns)
 
     def _keep_dense(self, layer: LinearBase) -> None:
-        """Add to the layer its weight, unpacked as by the trainer, with A stacked below it: `stacked` [N + P * r, K].
+        """Give the layer a buffer `stacked` [N + P * r, K]: its weight, unpacked as by the trainer, above its A.
 
-        Sets `alpha`, the weight's factor.
+        `adapter_A` becomes a view of it. Sets `self.alpha`, by which the product with the unpacked weight must be
+        multiplied.
         """
         stored = {name: getattr(layer, name).data for name in ("weight_packed", "weight_scale")}
         stored["weight_global_scale"] = layer.weight_global_scale.data[:1]
@@ -278,7 +292,10 @@ class OneAdapterMethod(LinearMethodBase):
         layer.adapter_A, self.alpha = stacked[N:], decoder.alpha
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Override vLLM's hook: compute x W^T + bias and the adapter; on a GPU torch.compile sees one operation."""
+        """Override vLLM's hook: return x W^T + bias plus the adapter's product.
+
+        On a GPU torch.compile sees one operation.
+        """
         rows, columns = x.view(-1, x.shape[-1]), sum(self.sizes)
         if x.is_cuda:
             return linear_with_adapter(rows, layer.adapter_A, bias, columns).view(*x.shape[:-1], columns)
@@ -287,7 +304,10 @@ class OneAdapterMethod(LinearMethodBase):
         return y
 
     def routed(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute x[M, K] W^T + bias and the adapter; the rows choose the lab's kernel, the base's or cuBLAS."""
+        """Return x[M, K] W^T + bias plus the adapter's product, y[M, N], by the kernel for this number of rows.
+
+        The kernels are the lab's `fp4_tiles`, the base's own, and cuBLAS on unpacked weights.
+        """
         rows, dense_rows = len(x), self.routes.dense_rows
         A, B = layer.adapter_A, layer.adapter_B
         plain = None if bias is None else layer.plain_bias
@@ -310,7 +330,10 @@ class OneAdapterMethod(LinearMethodBase):
 
 
 def use_packed_layers(model: nn.Module, layers: Mapping[str, PackedLinear]) -> None:
-    """Let vLLM's layers read the policy's packed weights, matched by name, for calls with many rows."""
+    """Let vLLM's layers read the policy's packed weights in calls with at least `UNPACK_ROWS` rows.
+
+    `layers` are by checkpoint name. A layer of vLLM that lacks a part there stays as it is.
+    """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, OneAdapterMethod) and all(part in layers for part in method.parts):

@@ -35,7 +35,10 @@ def layers_of(policy: Policy) -> Layers:
 
 @contextmanager
 def packed_on_host(policy: Policy) -> Iterator[None]:
-    """Context manager: hold the packed weights in host memory; afterwards move back those that are not shared."""
+    """Context manager: move the policy's packed weights to host memory; at the end move back unshared ones.
+
+    `share` may make some read vLLM's tensors meanwhile; these need no copy.
+    """
     layers, device = layers_of(policy).values(), policy.device
     for layer in layers:
         layer.hold({name: tensor.cpu() for name, tensor in layer.packed().items()})
@@ -48,9 +51,10 @@ def packed_on_host(policy: Policy) -> Iterator[None]:
 
 
 def share(policy: Policy, model: nn.Module) -> list[str]:
-    """Let the layers of `policy` hold the tensors of vLLM's `model`; return the layers that keep their own.
+    """Let the layers of `policy` hold the tensors of vLLM's `model`; return the names of layers that keep their own.
 
-    Raises ConfigError, before any layer changes, if a weight exists in neither layout.
+    Raises ConfigError, before any layer changes, unless `model` holds each layer in the layout of `fp4_tiles` or
+    Marlin.
     """
     layers = layers_of(policy)
     pairs = list(_fused_pairs(layers, model))
@@ -69,12 +73,15 @@ def shared_bytes(policy: Policy) -> int:
 
 
 def cannot_share(why: str) -> ConfigError:
-    """Return the ConfigError that says why engine and policy cannot share a base."""
+    """Return a ConfigError that begins with rollout.vllm.share_base=true and goes on with `why`, a verb phrase."""
     return ConfigError(f"rollout.vllm.share_base=true {why}. Type rollout.vllm.share_base=false.")
 
 
 def _fused_pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, Layers]]:
-    """Yield each vLLM layer with the policy's layers that it fuses, in order."""
+    """Yield each of vLLM's layers with the policy's layers that it fuses, by name, in the order of their rows.
+
+    Skips layers of vLLM that the policy has not packed.
+    """
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     # A `.base_layer` comes after its wrapper in named_modules, and so replaces it.
     theirs = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}
@@ -105,7 +112,10 @@ def _check_marlin(theirs: nn.Module, parts: Layers) -> None:
 
 
 def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
-    """Let the parts of a fused layer hold vLLM's tensors; return the parts that keep their own because they differ."""
+    """Let `parts`, which are fused in vLLM's layer `theirs`, hold its tensors.
+
+    Returns the names of the parts that keep their own, because the bits differ.
+    """
     keep, first = [], 0  # `first` is the row of the fused layer at which a part begins
     for name, layer in parts.items():
         packed = layer.packed()
@@ -130,9 +140,9 @@ def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
 
 
 def boost(divisor: Tensor, theirs: Tensor) -> float:
-    """Return the power of two by which vLLM multiplied the block scales.
+    """Return the power of two by which vLLM multiplied the block scales, from both global scales.
 
-    vLLM's global scale is 2^119 / divisor / boost.
+    `divisor` is the checkpoint's; `theirs` is vLLM's, 2^119 / divisor / boost.
     """
     ratio = 2.0**119 / divisor.double() / theirs.double()
     return float(ratio.log2().round().exp2().item())

@@ -121,7 +121,15 @@ def tiles_product(
     x: Tensor, packed: Tensor, divisor: Tensor, meeting: Tensor, decoders: Sequence[Decoder], A: Tensor, B: Tensor,
     sizes: list[int], bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return x W^T + bias plus the adapter's product, up to `TILES_ROWS` rows by `fp4_tiles.linear`."""
+    """Return x W^T + bias plus the adapter's product, y `[M, N]`, for a weight packed in FP4 tiles.
+
+    Up to `TILES_ROWS` rows of x `fp4_tiles.linear` is faster, which reads the packed weight; beyond them
+    `unpacked_product`, which unpacks it whole for cuBLAS.
+
+    Args:
+        x, packed, divisor, meeting, A, B, sizes, bias: as in `fp4_tiles.linear`.
+        decoders: as in `unpacked_product`.
+    """
     if len(x) > TILES_ROWS:
         return unpacked_product(x, decoders, A, B, sizes, bias)
     return fp4_tiles.linear(x, packed, divisor, A, B, sizes, meeting, bias)

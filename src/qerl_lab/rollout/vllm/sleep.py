@@ -25,14 +25,17 @@ class CacheAlone(CuMemBackend):
     """Unmaps the cache only. Tracks each part, so that a failed wake-up can be continued."""
 
     def suspend(self, level: int = 1) -> None:
-        """Override vLLM's hook: unmap the key-value cache."""
+        """Override vLLM's hook: unmap the key-value cache, and nothing else at any `level`."""
         for part in _cache_allocations():
             if not part.is_asleep:
                 unmap_and_release(part.handle)
                 part.is_asleep = True
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Override vLLM's hook: map the cache again, and zero it. Raises OutOfMemoryError if others hold the memory."""
+        """Override vLLM's hook: map the key-value cache again at any `tags`, and zero it.
+
+        Raises OutOfMemoryError if others hold the memory.
+        """
         for part in _cache_allocations():
             if part.is_asleep:
                 _, size, address, _ = part.handle
@@ -41,7 +44,7 @@ class CacheAlone(CuMemBackend):
                 libcudart.cudaMemset(address, 0, size)
 
     def state(self) -> str:
-        """Override vLLM's hook: tell whether the cache is unmapped, as SUSPENDED or RUNNING."""
+        """Override vLLM's hook: return "SUSPENDED" while any of the key-value cache is unmapped, else "RUNNING"."""
         return "SUSPENDED" if asleep_bytes() else "RUNNING"
 
 
@@ -80,7 +83,7 @@ def _cache_allocations() -> list[Any]:
 
 
 def _map_again(handle: tuple[int, ...]) -> None:
-    """Map an allocation again. Raises torch.OutOfMemoryError if no memory is left."""
+    """Map memory for an allocation's vLLM handle again. Raises torch.OutOfMemoryError if no memory is left."""
     try:
         create_and_map(handle)
     except RuntimeError as error:

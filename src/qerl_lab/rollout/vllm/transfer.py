@@ -26,10 +26,10 @@ MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # allowed by vLLM's LoRAConf
 
 
 def serving_arguments(cfg: RunConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Return the arguments that a run needs of any vLLM, for `vllm.LLM` and as flags of `vllm serve`.
+    """Return the arguments that a run sets in any vLLM: keywords of `vllm.LLM` in process, flags of `vllm serve`.
 
-    `NormWorker` holds the norms of `aqn.norms` in float32. `additional_config` carries their names because it is part
-    of vLLM's key for compiled code. Otherwise a graph compiled for bfloat16 norms would read float32 ones.
+    `additional_config` names the norms that `NormWorker` holds in float32, because it is part of vLLM's key for
+    compiled code. Otherwise a graph compiled for bfloat16 norms would read float32 ones.
     """
     rollout, own = cfg.rollout, cfg.rollout.vllm
     arguments: dict[str, Any] = {
@@ -51,7 +51,10 @@ def serving_arguments(cfg: RunConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def sampling_arguments(sampling: Sampling, group_size: int, seed: int, end_ids: list[int]) -> dict[str, Any]:
-    """Return the sampling arguments of a prompt, for `vllm.SamplingParams` and as keys of a /v1/completions request."""
+    """Return a prompt's sampling arguments, for `vllm.SamplingParams` and as keys of a /v1/completions request.
+
+    `seed` is the prompt's; completion g of `group_size` draws with seed + g.
+    """
     return {
         "n": group_size,
         "seed": seed,  # completion g uses seed + g

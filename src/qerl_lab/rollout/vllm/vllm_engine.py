@@ -83,7 +83,7 @@ class VllmEngine:
 
     @property
     def llm(self) -> LLM:
-        """Return vLLM's `LLM` object, e.g. for `apply_model`."""
+        """Return vLLM's `LLM` object, e.g. for `apply_model`. Raises RuntimeError if the engine is closed."""
         if self._llm is None:
             raise RuntimeError("the engine is closed")
         return self._llm
@@ -126,7 +126,10 @@ class VllmEngine:
                     raise
 
     def _wake(self) -> None:
-        """Take the cache's memory again, empty. Raises EngineFailed, and stays asleep, if another program holds it."""
+        """Map the memory of a sleeping key-value cache again, zeroed; do nothing if it is not asleep.
+
+        Raises EngineFailed, and stays asleep, if another program holds the memory.
+        """
         if not self._asleep:
             return
         with raising_engine_failed("wake_up"):
@@ -137,7 +140,10 @@ class VllmEngine:
         self._asleep = False
 
     def _share_base(self) -> None:
-        """Let the policy use vLLM's copy of the base weights. Raises ConfigError if it cannot."""
+        """Let the policy use vLLM's copy of the base weights. Prints a warning if some layers keep their own.
+
+        Raises ConfigError if vLLM's layout cannot be shared.
+        """
         torch.cuda.synchronize(self.policy.device)  # vLLM may have loaded on another stream
         keep = self.llm.apply_model(lambda model: one_copy.share(self.policy, model))[0]
         if keep:
@@ -152,7 +158,7 @@ class VllmEngine:
         return {name: weight.detach().clone() for name, weight in self._find_norms().items()}
 
     def _find_norms(self) -> dict[str, nn.Parameter]:
-        """Return the norm weights of vLLM's model by full layer name, without those that it does not have."""
+        """Return the norm weights of vLLM's model by full layer name, without the policy's norms that it lacks."""
 
         def find_norms(model: nn.Module) -> dict[str, nn.Parameter]:
             weights = dict(model.named_parameters())
@@ -244,7 +250,10 @@ class VllmEngine:
 
 
 def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter: dict[str, Any]) -> LLM:
-    """Build vLLM's `LLM` for the model in `folder`. Raises ConfigError if vLLM refuses."""
+    """Build vLLM's `LLM` for the model in `folder`. Raises ConfigError if vLLM refuses, or if memory is too small.
+
+    `backend` is the result of `choose_backend`. `of_adapter` are further arguments of `LLM`, from the adapter.
+    """
     own = cfg.rollout.vllm
     config, dtype = read_json(folder / "config.json"), policy.model.dtype
     per_token = bytes_per_token(config, 1 if own.kv_cache_dtype == "fp8" else dtype.itemsize)
@@ -275,7 +284,10 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
 
 @contextmanager
 def raising_engine_failed(what: str) -> Iterator[None]:
-    """Context manager: turn errors of a broken vLLM into EngineFailed; let errors of wrong calls pass."""
+    """Context manager: turn RuntimeErrors, out of memory included, and a dead vLLM into EngineFailed.
+
+    Other errors pass, because a wrong call raises them. `what` names the call in the message.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:

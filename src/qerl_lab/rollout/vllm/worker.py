@@ -37,7 +37,7 @@ class NormWorker(Worker):
                 module.weight.data = module.weight.data.float()
 
     def qerl_describe(self) -> dict[str, Any]:
-        """Return the server's settings that a run compares with its own (`server_command.settings`), and the format."""
+        """Return the server's quantization, and settings that a run compares with `server_command.settings`."""
         own = self.vllm_config
         model, lora = own.model_config, own.lora_config
         return {
@@ -65,13 +65,13 @@ class NormWorker(Worker):
                 tensor.zero_()
 
     def qerl_adapter(self, name: str, folder: str) -> list[Any]:
-        """Replace the server's loaded adapter by the one in `folder`.
+        """Replace the server's only loaded adapter by the files in `folder`; do nothing if it has none or several.
 
-        Not through /v1/load_lora_adapter with load_inplace: vLLM keeps that request and would read the files again at
-        every token.
+        It does so by `add_lora`, because vLLM would keep a /v1/load_lora_adapter request with load_inplace and read the
+        files again at every token.
 
-        Returns the ids of loaded adapters (one), or the error as text. An exception in several workers would leave all
-        answers but the first queued in vLLM, so that each later call would get answers of the call before.
+        Returns the ids of the loaded adapters, or [type, message] of an error. An exception in several workers would
+        leave all answers but the first queued in vLLM, so that each later call would get answers of the call before.
         """
         held = sorted(self.list_loras())
         if len(held) == 1:
@@ -87,7 +87,9 @@ class NormWorker(Worker):
         Every worker draws the same noise. Layers of other pipeline stages are skipped.
 
         Args:
-            sigma: a float as text, because JSON has no NaN. Together with the rest it makes the `aqn.Noise`.
+            names: full layer names.
+            sigma: a float as text, because JSON has no NaN.
+            seed, step, relative: as in `aqn.Noise`.
         """
         weights = self._qerl_parameters()
         clean: dict[str, Tensor] = self.__dict__.setdefault("qerl_clean", {})  # as loaded

@@ -41,7 +41,7 @@ def commands(cfg: RunConfig) -> list[str]:
 
 
 def quantize_line(cfg: RunConfig, out: str) -> str:
-    """Return the quantize command that packs the model as the run would."""
+    """Return the quantize command that packs the model as the run would, into the directory `out`."""
     words = [hydra_override("model", cfg.model.path), f"format={cfg.format.name}", hydra_override("out", out)]
     if cfg.model.revision:
         words.append(hydra_override("revision", cfg.model.revision))
@@ -58,7 +58,7 @@ def changed_format_options(cfg: RunConfig) -> dict[str, str]:
 
 
 def settings(cfg: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the settings that a server must have for a run, by the names of vLLM's arguments."""
+    """Return the settings that a server must have for a run, by vLLM's names; `dtype` is the compute dtype."""
     backend = cfg.rollout.vllm.linear_backend
     return serving_arguments(cfg, dtype, device_of(cfg.device)) | {
         "enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(cfg.lora.rank),

@@ -75,7 +75,10 @@ class VllmServerEngine:
             raise
 
     def _temporary_folder(self) -> AbstractContextManager[str | Path]:
-        """Make a folder for the adapter's files: in `adapter_dir`, or in this machine's memory without it."""
+        """Return a context manager for a temporary folder of adapter files, in rollout.vllm_server.adapter_dir.
+
+        If that is null, the folder is on this machine, in RAM if there is room.
+        """
         if (shared := self.cfg.rollout.vllm_server.adapter_dir) is None:
             return scratch_folder(adapter_bytes(self.policy.model))
         Path(shared).mkdir(parents=True, exist_ok=True)
@@ -99,7 +102,10 @@ class VllmServerEngine:
                     raise ConfigError(f"{self._server.name} has {key}={value}; allowed for this run: {allowed}. {LINE}")
 
     def _check_logprobs(self) -> None:
-        """Raise ConfigError unless the server's log-probs of a sampled text are near the policy's."""
+        """Raise ConfigError unless server and policy give a text that the server samples nearly the same log-probs.
+
+        Their mean absolute difference must be below `NEAR`, in nats.
+        """
         policy, model, rollout = self.policy, self.cfg.model, self.cfg.rollout
         prompt = policy.tokenizer(PROBE)["input_ids"][: rollout.max_prompt_tokens]
         out = self.generate([prompt], 1, Sampling(min(PROBE_TOKENS, rollout.max_completion_tokens), seed=0))
@@ -115,7 +121,10 @@ class VllmServerEngine:
             )
 
     def _take_over(self) -> None:
-        """Make this engine's adapter the only one on the server. Requests of an earlier run fail from then on."""
+        """Make this engine's adapter the only one on the server. Requests of an earlier run fail from then on.
+
+        Raises ConfigError if the server cannot load the adapter's files.
+        """
         held = self._adapter_names()
         self._server.ask("POST", "/abort_requests", {})  # running requests would keep the prefix cache
         self._call_workers("qerl_clear")  # the first sync resets the prefix cache
@@ -145,7 +154,10 @@ class VllmServerEngine:
             raise EngineFailed(f"{self._server.name} {what}")
 
     def sync(self, noise: Noise) -> None:
-        """Send the policy's adapter and the noise's parameters to the server's workers, and reset the prefix cache."""
+        """Send the policy's adapter and the noise's parameters to the server's workers, and reset the prefix cache.
+
+        Raises EngineFailed if the server is away, was restarted or taken by another run, or refuses.
+        """
         self._require_only_adapter()
         write_weights(self.policy.model, self._folder)
         held = self._call_workers("qerl_adapter", name=self._name, folder=str(self._folder))
@@ -168,7 +180,7 @@ class VllmServerEngine:
         return {name: decode_tensor(*found[name]).to(self.policy.device) for name in self.policy.norms if name in found}
 
     def _call_workers(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of `NormWorker` in every worker; return the results."""
+        """Call the method of `NormWorker` named `method` in every worker of the server; return a result per worker."""
         return self._server.ask("POST", "/collective_rpc", {"method": method, "kwargs": arguments})["results"]
 
     def generate(
@@ -214,9 +226,10 @@ class VllmServerEngine:
         )
 
     def _complete(self, body: dict[str, Any], deadline: float) -> list[Completion]:
-        """Request the completions of one prompt.
+        """Send `body`, a /v1/completions request for one prompt, and return its completions in order.
 
-        Raises EngineFailed, which is Unanswered after the deadline; also if a completion was aborted.
+        `deadline` is a value of `time.monotonic`; after it Unanswered is raised. Raises EngineFailed for other
+        failures, and if a completion was aborted.
         """
         try:
             answer = self._server.ask("POST", "/v1/completions", body, max(0.01, deadline - time.monotonic()))
@@ -235,7 +248,7 @@ class VllmServerEngine:
         return found
 
     def held(self) -> dict[str, int]:
-        """Return no bytes, because the server has its own memory."""
+        """Return an empty dict, because the server has its own memory."""
         return {}
 
     def close(self) -> None:
@@ -244,7 +257,10 @@ class VllmServerEngine:
 
 
 def format_of(name: str | None, config: dict[str, Any] | None) -> str:
-    """Return the weight format of the server's base, or vLLM's name of it if the lab does not know it."""
+    """Return the weight format of a server's base, from vLLM's `quantization` and `quantization_config` of the model.
+
+    If the lab does not know the format, returns vLLM's name of it, with the reason.
+    """
     try:
         return formats.recognize(config).weight_format.NAME if config is not None else name or DENSE_FORMAT
     except ValueError as error:
