@@ -15,7 +15,7 @@ from qerl_lab.config.schema import AlgorithmConfig
 
 
 def loss_settings(cfg: AlgorithmConfig) -> dict[str, Any]:
-    """Return the keyword arguments of `trl.GRPOConfig` that select this algorithm."""
+    """Return the keyword arguments of `trl.GRPOConfig` for the loss of `cfg`: ratio, clips, KL, entropy bonus."""
     algorithm = importlib.import_module(f"qerl_lab.algorithms.{cfg.name}")
     return {
         "loss_type": algorithm.LOSS_TYPE,

@@ -27,11 +27,14 @@ class Weights(NamedTuple):
 
 
 def weights(correction: str, clip_max: float, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor) -> Weights:
-    """Compute the importance weights trainer / sampler of tokens or completions, by one of `schema.CORRECTIONS`.
+    """Compute the importance weights trainer / sampler: one per token, or one per completion for "sequence_*".
+
+    A ratio above `clip_max` becomes `clip_max` ("*_truncate") or 0 ("*_mask"). "off" and "in_ratio" give weights of 1.
 
     Args:
-        trainer_B_T: log-probs in nats, without gradients. NaN on either side gives a ratio of 1, as in TRL.
-        mask_B_T: completion tokens; the sequence corrections multiply the ratios of these.
+        correction: one of `schema.CORRECTIONS`.
+        trainer_B_T, sampler_B_T: log-probs in nats, without gradients. NaN in either gives a ratio of 1, as in TRL.
+        mask_B_T: 1 for completion tokens, 0 for padding, which gets a ratio of 1.
     """
     log_ratio = ((trainer_B_T - sampler_B_T) * mask_B_T).nan_to_num(nan=0.0)
     if correction in ("off", "in_ratio"):  # in_ratio: the loss itself divides by the sampler
@@ -45,9 +48,14 @@ def weights(correction: str, clip_max: float, trainer_B_T: Tensor, sampler_B_T: 
 
 
 def term_sums(weights: Weights, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
-    """Sum what `mismatch` averages, over a micro-batch's completion tokens; the last entry is a maximum.
+    """Sum the terms of the metrics of `mismatch` over the completion tokens of a micro-batch, as a float64 tensor [10].
 
-    Returns a tensor [10].
+    The last entry is no sum but the largest absolute log-ratio.
+
+    Args:
+        weights: result of the function `weights`. One weight per completion is summed over completions.
+        trainer_B_T, sampler_B_T: log-probs in nats.
+        mask_B_T: 1 for completion tokens, 0 for padding.
     """
     mask = mask_B_T.double()
     log_ratio = torch.where(mask_B_T.bool(), trainer_B_T.double() - sampler_B_T.double(), 0.0)
@@ -61,7 +69,10 @@ def term_sums(weights: Weights, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B
 
 
 def mismatch(sums_N: list[list[float]]) -> dict[str, float]:
-    """Compute metrics of the mismatch from the `term_sums` of all micro-batches and ranks. NaN stays NaN."""
+    """Compute the metrics `sampler/*` of the gap between sampler and trainer from sums over micro-batches.
+
+    `sums_N` has the `term_sums` of each micro-batch of all ranks, as lists. A NaN makes the averages over it NaN.
+    """
     *added, largest = zip(*sums_N, strict=True)
     tokens, gap, k1, k3, ratio, ratio_squared, cut, weight, counted = map(math.fsum, added)
     return {

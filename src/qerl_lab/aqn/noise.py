@@ -25,9 +25,8 @@ class Noise:
     def onto_norms(self, clean: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the norms with noise: clean + sigma * Z as new float32 tensors, with Z ~ N(0, 1).
 
-        Z is drawn from (seed, step, layer).
-
-        With `relative`: clean + sigma * rms(clean) * Z.
+        Z is drawn from (seed, step, layer). With `relative`: clean + sigma * rms(clean) * Z, with the root mean square
+        of each norm's weights.
 
         Args:
             clean: float32 weights by full layer name, e.g. `model.layers.0.input_layernorm`, all on one device; not
@@ -45,7 +44,10 @@ class Noise:
         return {name: part.view_as(clean[name]) for name, part in zip(clean, parts, strict=True)}
 
     def _draw(self, layer: str, shape: torch.Size) -> Tensor:
-        """Draw Z as a flat tensor on the CPU, so that it is the same on every machine."""
+        """Draw a standard normal number per entry of a norm of `shape`; return them flattened.
+
+        Draws from (seed, step, layer) on the CPU, so that every machine gets the same numbers.
+        """
         digest = hashlib.sha256(f"{self.seed}/{self.step}/{layer}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # torch takes 63 bits
         return torch.randn(shape, generator=generator).flatten()
@@ -55,9 +57,9 @@ CLEAN = Noise(sigma=0.0, seed=0, step=0)
 
 
 def rms_per_entry(clean: Mapping[str, Tensor]) -> Tensor:
-    """Return the root mean square of each norm, repeated for each of its entries: float32, norms concatenated.
+    """Return the root mean square of each norm's weights, repeated for each entry: float32, norms concatenated.
 
-    Summed in float64, so that the order in which a device sums does not show in float32.
+    Sums in float64, so that the order in which a device sums does not show in float32.
     """
     sizes = torch.stack([weight.double().square().mean().sqrt() for weight in clean.values()]).float()
     counts = torch.tensor([weight.numel() for weight in clean.values()], device=sizes.device)
@@ -65,10 +67,13 @@ def rms_per_entry(clean: Mapping[str, Tensor]) -> Tensor:
 
 
 def observed_std(norms: dict[str, Tensor], clean: dict[str, Tensor], relative: bool = False) -> float:
-    """Measure the noise in norms: the standard deviation of (norms - clean) over all entries.
+    """Measure sigma in norms with noise: the standard deviation of (norms - clean) over all entries.
 
-    With `relative` each difference is first divided by its norm's root mean square, so that the result equals sigma
-    either way. A norm of zeros is not divided.
+    With `relative` each norm's differences are first divided by the root mean square of its clean weights, unless that
+    is zero.
+
+    Args:
+        norms, clean: weights by the same full layer names.
     """
     gaps = torch.cat([(norms[name].to(weight) - weight).flatten() for name, weight in clean.items()])
     if relative:

@@ -25,8 +25,8 @@ def level(cfg: AqnConfig, step: int, total_steps: int) -> float:
         step: 1..total_steps; 0 is the untrained policy, which carries no noise.
 
     Returns:
-        0 if the schedule is off or the stage is clean, else a value between the schedule's start and end.
-        With schedule=adaptive: kl_start at every step.
+        A value between the schedule's start and end; kl_start at every step with schedule=adaptive. 0 at step 0, with
+        schedule=off, and in the first stage unless `cfg.reading` is "equation".
 
     Raises:
         ValueError: step outside 0..total_steps.
@@ -47,7 +47,11 @@ def level(cfg: AqnConfig, step: int, total_steps: int) -> float:
 
 
 def decay(cfg: AqnConfig, index: int, last: int) -> float:
-    """Return the noise level at `index` of 0..last between start and end, by Eq. 8 or another shape (Fig. 15)."""
+    """Return the noise level at place `index` of 0..`last` on the schedule's curve from start to end, in `cfg.unit`.
+
+    The exponential is Eq. 8 of the paper; the other shapes are in its Fig. 15. Raises ValueError for "off" and
+    "adaptive".
+    """
     share = index / last if last > 0 else 0.0
     start, end = (cfg.kl_start, cfg.kl_end) if cfg.unit == "kl" else (cfg.sigma_start, cfg.sigma_end)
     match cfg.schedule:

@@ -35,10 +35,11 @@ class Solution:
 
 
 def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, guess: float) -> Solution:
-    """Search in sigma_min..sigma_max for a sigma with a KL of `target`. Pure: depends only on what `measure` returns.
+    """Search in sigma_min..sigma_max for the sigma at which the KL is `target`. Pure apart from `measure`.
 
-    Stops within solver.tolerance of the target, or after solver.probes with the nearest sigma tried, or at a bound if
-    the target lies beyond it. A NaN KL counts as infinite, a KL of 0 or less as 0.
+    Stops within solver.tolerance of the target. Stops at a bound if the target lies beyond it. After solver.probes
+    tries, or if the KL jumps over the target, returns the tried sigma with the nearest KL. A NaN KL counts as infinite,
+    a KL of 0 or less as 0.
 
     Args:
         measure: returns the KL in nats per token of a sigma; must not fall as sigma grows.
@@ -70,7 +71,10 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
 
 
 def _exp_within_bounds(cfg: AqnConfig, at: float) -> float:
-    """Return the sigma exp(at); at a bound the exact bound, which exp misses by a rounding."""
+    """Convert the log sigma `at` to sigma.
+
+    The log of a bound gives that exact bound, which exp would miss by a rounding.
+    """
     bounds = {math.log(bound): bound for bound in (cfg.sigma_min, cfg.sigma_max)}
     return bounds.get(at, math.exp(at))
 
@@ -86,9 +90,10 @@ Point = tuple[float, float]  # log sigma, log(KL / target)
 
 
 def _next_log_sigma(tried: list[Point], near: float) -> float | None:
-    """Return the next log sigma to try: by the secant within a bracket, by extrapolation without one.
+    """Return the next log sigma to try. `near` is the tolerance as a log: log(1 + solver.tolerance).
 
-    None if the bracket is too narrow to hold more than a jump of the KL.
+    Between a point below and a point above the target it is the secant's zero, or the middle; else an extrapolation.
+    None if those two points are closer than near / 10: between them the KL jumps over the target.
     """
     above = min((point for point in tried if point[1] > 0), default=None)
     below = max((point for point in tried if point[1] < 0 and (above is None or point[0] < above[0])), default=None)
@@ -104,9 +109,10 @@ def _next_log_sigma(tried: list[Point], near: float) -> float | None:
 
 
 def _extrapolate_log_sigma(tried: list[Point]) -> float:
-    """Extrapolate from the last point with SLOPE, or with less if the last two points show less.
+    """Return the log sigma at which a line through the last point reaches the target.
 
-    A smaller slope overshoots, which makes a bracket; undershooting does not.
+    The line has slope SLOPE, or less if the last two points show less. A smaller slope overshoots, so that points lie
+    on both sides of the target; undershooting does not.
     """
     at, gap = tried[-1]
     slope = SLOPE

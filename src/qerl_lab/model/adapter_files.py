@@ -18,10 +18,10 @@ PLAIN = {
 
 
 def check(cfg: RunConfig) -> None:
-    """Raise ConfigError unless this run can start from the adapter of lora.start_from.
+    """Check from its files that this run can start from the adapter of lora.start_from, which must be set.
 
-    Raises ConfigError unless kind, rank, scaling and target modules match, and the file has not changed since the run
-    was composed.
+    Raises ConfigError unless it is plain LoRA, rank, scaling and target modules match, and the file has not changed
+    since the run was composed.
     """
     assert cfg.lora.start_from is not None
     folder, setting = adapter_folder(cfg.lora.start_from), f"lora.start_from={cfg.lora.start_from}"
@@ -50,7 +50,10 @@ def check(cfg: RunConfig) -> None:
 
 
 def _read_settings(folder: Path, setting: str) -> dict[str, Any]:
-    """Read the adapter's settings. Raises ConfigError unless it is a LoRA adapter of PEFT with a list of layers."""
+    """Read adapter_config.json of the adapter in `folder`. `setting` (`key=value`) names the adapter in messages.
+
+    Raises ConfigError unless it is a LoRA adapter of PEFT with a list of target modules.
+    """
     try:
         settings = parse_json((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -31,11 +31,14 @@ class Chat:
 
     @property
     def notes(self) -> list[str]:
-        """Return notes for the user about the chat template; complete once chats were rendered."""
+        """Return lines for the user about the chat template, maybe none.
+
+        Read it after `prompt_ids`, which detects the date.
+        """
         return [f"the chat template writes a date into each prompt, here always {self.day}"] if self.writes_date else []
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the token ids of a chat, up to where the answer begins.
+        """Return the token ids of a chat, up to where the answer begins. A message has the keys "role" and "content".
 
         Raises ConfigError for a template that raises or leaves a message out.
         """
@@ -59,7 +62,10 @@ class Chat:
         return ids
 
     def _apply_template(self, messages: list[dict[str, str]], **output: bool) -> Any:
-        """Apply the template: text with tokenize=False, a dict of token ids with return_dict=True."""
+        """Apply the template to a chat.
+
+        Returns text with tokenize=False, a dict with "input_ids" with return_dict=True.
+        """
 
         def strftime_now(form: str) -> str:  # replaces transformers' own, by which templates ask for the date
             self.writes_date = True
@@ -71,9 +77,9 @@ class Chat:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the tokenizer's files, identical with and without access to the hub (HF_HUB_OFFLINE=1).
+    """Write the tokenizer's files to `folder`, identical with and without access to the hub (HF_HUB_OFFLINE=1).
 
-    Otherwise model.hash would differ, and the runs would count as two arms.
+    Otherwise model.hash would differ between two copies of one model.
     """
     for name in OF_LOADING:
         tokenizer.init_kwargs.pop(name, None)
@@ -83,7 +89,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 def pad_id(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> int:
     """Return the padding token's id: the tokenizer's if the model has an embedding for it, else the end token's.
 
-    Any token would do, because padding is masked. Raises ConfigError if neither id is below `embeddings`.
+    `embeddings` is the model's number of embeddings. Any token would do, because padding is masked. Raises ConfigError
+    if neither id is below `embeddings`.
     """
     for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if number is not None and number < embeddings:

@@ -10,9 +10,10 @@ from qerl_lab.model.policy import Policy
 
 
 def base_tensors(policy: Policy) -> dict[str, Tensor]:
-    """Return the frozen tensors of a policy's base by checkpoint name, without PEFT's wrapper layers and the adapter.
+    """Return the frozen tensors of a policy's base by checkpoint name, without the adapter.
 
-    Norms are converted back from float32 to the model's dtype, in which they were loaded.
+    Names leave out PEFT's wrapper layers. Packed Linears give their packed tensors; tied parameters appear once. Norms
+    are converted back from float32 to the model's dtype, in which they were loaded.
     """
     base = policy.model.get_base_model()
     norms = {f"{name}.weight": norm.detach().to(policy.model.dtype) for name, norm in policy.norms.items()}

@@ -55,7 +55,7 @@ def is_gguf(path: str) -> bool:
 
 
 def existing_file(path: str, key: str) -> Path:
-    """Return the GGUF file that `path`, the value of `key`, names. Raises ConfigError if it does not exist."""
+    """Return `path` as a file. Raises ConfigError if it does not exist; the message names the config key `key`."""
     file = Path(path).expanduser()
     if file.is_file():
         return file
@@ -68,7 +68,7 @@ def existing_file(path: str, key: str) -> Path:
 
 
 def folder_of(file: Path) -> Path:
-    """Return the directory that a GGUF file is or will be unpacked to; it changes when the file changes."""
+    """Return the cache directory that a GGUF file is or will be unpacked to. A changed file gets another directory."""
     status, place = file.stat(), file.resolve()
     key = f"{LAYOUT} {place} {status.st_size} {status.st_mtime_ns}"
     return cache_folder() / f"{file.name.removesuffix(SUFFIX)}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
@@ -77,7 +77,7 @@ def folder_of(file: Path) -> Path:
 def header(file: Path) -> Header:
     """Read a GGUF file's header. Raises ConfigError if the package gguf is missing or the file is damaged.
 
-    gguf's own reader takes 7 s for a vocabulary of 150,000 tokens, this one half a second.
+    The package's reader takes 7 s for a vocabulary of 150,000 tokens, this function half a second.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(f"{file} needs the package gguf, which is not installed. Type pip install gguf.")
@@ -89,7 +89,10 @@ def header(file: Path) -> Header:
 
 
 def _read_header(opened: BinaryIO, size: int) -> Header:
-    """Read keys and tensor entries of a GGUF file of `size` bytes (https://github.com/ggml-org/ggml, docs/gguf.md)."""
+    """Read keys and tensor entries of a GGUF file of `size` bytes (https://github.com/ggml-org/ggml, docs/gguf.md).
+
+    Raises ValueError, and others for damaged values, if it is not GGUF version 2 or 3 or is shorter than its tensors.
+    """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     def read_number(form: str) -> Any:
@@ -129,9 +132,9 @@ def _read_header(opened: BinaryIO, size: int) -> Header:
 
 
 def unpack(file: Path) -> Path:
-    """Return the directory of an unpacked GGUF file, unpacking it first if needed; prints a line on stderr then.
+    """Return the directory of an unpacked GGUF file. Unpacks it first if needed, and then prints a line on stderr.
 
-    Raises ConfigError for a file that transformers cannot read.
+    Raises ConfigError for a file that is damaged or that transformers cannot read.
     """
     folder = folder_of(file)
     if folder.is_dir():
@@ -145,7 +148,10 @@ def unpack(file: Path) -> Path:
 
 
 def _unpack_to(file: Path, folder: Path, file_header: Header) -> None:
-    """Unpack to a temporary directory and rename it to `folder`, so that a killed process leaves no half of it."""
+    """Unpack to a temporary directory and rename it to `folder`, so that a killed process leaves no half of it.
+
+    Prints a line on stderr. Raises ConfigError if transformers cannot read the file.
+    """
     kinds = ", ".join(f"{kind} ({count})" for kind, count in file_header.kinds.items())
     said = f"{file.name}: tensors in {kinds}; transformers dequantizes them to {DTYPE}, kept in {folder}"
     print(said, file=sys.stderr, flush=True)

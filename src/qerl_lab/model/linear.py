@@ -60,9 +60,10 @@ class PackedLinear(nn.Linear):
         self.hold(packed)
 
     def hold(self, tensors: Mapping[str, Tensor], form: Marlin | Tiles | None = None) -> None:
-        """Replace the weight's buffers by `tensors`, in checkpoint layout or in the layout that `form` reads.
+        """Replace the buffers that hold the weight by `tensors`.
 
         The caller must ensure that they encode the same weight.
+        Without `form` they are in checkpoint layout; with it in that engine's layout, which `form` can read.
         """
         # Not register_buffer: bitsandbytes calls its packed tensor `weight`, which is a property here.
         self._buffers.clear()
@@ -72,7 +73,10 @@ class PackedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # nn.Linear has a parameter by this name
-        """Return the packed codes, because PEFT reads the device here (and the dtype from `compute_dtype`)."""
+        """Return the first packed tensor in place of a Linear's weight, because PEFT reads the device from it.
+
+        PEFT takes the dtype from `compute_dtype`.
+        """
         return next(iter(self.held().values()))
 
     def packed(self) -> dict[str, Tensor]:
@@ -90,9 +94,9 @@ class PackedLinear(nn.Linear):
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
 
     def _make_decoder(self) -> None:
-        """Make the decoder of the held tensors, and drop the cached dense weight.
+        """Make the decoder of the held tensors, unless they are on the meta device, and drop the cached dense weight.
 
-        At once, because torch.compile cannot read the decoder's constants from a GPU later.
+        Made here and not at the first call, because torch.compile cannot read the decoder's constants from a GPU later.
         """
         self._dense: dict[torch.dtype, Tensor] = {}
         if not self.weight.is_meta:
@@ -100,7 +104,10 @@ class PackedLinear(nn.Linear):
             self.decoder: Decoder = read.decoder(self.held(), (self.out_features, self.in_features))
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
-        """Return the dense weight W' `[N, K]` in `dtype`, without alpha."""
+        """Return the dense W' `[N, K]` in `dtype`.
+
+        The weight is alpha * W', and the caller multiplies by `decoder.alpha`.
+        """
         if dtype in self._dense:
             return self._dense[dtype]
         dense = self.decoder.unpack(_checked_dtype(dtype))
@@ -111,8 +118,8 @@ class PackedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Compute y[..., N] from `input` [..., K] with the packed weight and the bias.
 
-        Under autocast: computed and returned in its dtype. Otherwise computed in `compute_dtype`, returned in the
-        input's dtype.
+        Under autocast y is computed and returned in autocast's dtype. Otherwise it is computed in `compute_dtype` and
+        returned in the input's dtype.
         """
         dtype = autocast_dtype(input.device)
         x = input.to(dtype or self.compute_dtype)
@@ -125,7 +132,11 @@ class PackedLinear(nn.Linear):
         return f"{super().extra_repr()}, weight_format={self.weight_format.NAME}, dense_cache={self.dense_cache}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Override torch's hook: move with the model; a change of dtype affects only `compute_dtype` and the bias."""
+        """Override torch's hook behind `to` and `cuda`: move all tensors to another device.
+
+        Packed tensors keep their dtypes. A change of dtype affects only `compute_dtype` and the bias. Raises ValueError
+        for a dtype not in COMPUTE_DTYPES.
+        """
         probe = fn(torch.empty(1, dtype=self.compute_dtype, device=self.weight.device))
         self.compute_dtype = _checked_dtype(probe.dtype)
         if self.form is not None and probe.device != self.weight.device:
@@ -165,7 +176,7 @@ class _PackedProduct(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None]:
-        """Compute the gradient of x from that of y, unpacking the weight again."""
+        """Return the gradient of x from the gradient of y, unpacking the weight again; bias and layer get None."""
         with autocast_off(grad_y):
             grad_x = scaled_linear(grad_y, ctx.layer.unpack(ctx.dtype).t(), ctx.layer.decoder.alpha)
         return grad_x, None, None
@@ -187,15 +198,19 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
-    """Context manager: switch autocast off for a backward pass if its forward pass ran without it."""
+    """Context manager for a backward pass with gradient `x`: switch autocast off if the forward pass ran without it.
+
+    The forward pass did so if autocast is on with another dtype than the gradient has.
+    """
     on = autocast_dtype(x.device) not in (None, x.dtype)
     return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
 
 
 def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
-    """List the names of the Linears that a format packs; the model may be on the meta device.
+    """List the names of the Linears that a format packs: all but those tied to an embedding or named in `ignore`.
 
-    Raises ValueError if one is packed already.
+    `ignore` has entries as in `on_disk.is_ignored`. The model may be on the meta device. Raises ValueError if a Linear
+    is packed already.
     """
     ignore = tuple(ignore)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -209,7 +224,10 @@ def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
 
 
 def packed_head(model: "PreTrainedModel", weight_format: Format, ignore: Iterable[str]) -> str | None:
-    """Return the output layer's name if it would be packed, else None; packed is an error: the loss needs it dense."""
+    """Return the name of the output layer if the format would pack it, else None. `ignore` is as in `packable`.
+
+    Callers refuse a name, because the loss reads the output layer's dense weight.
+    """
     head = model.get_output_embeddings()
     names = packable(model, ignore) if weight_format.BLOCK is not None else []
     return next((name for name in names if model.get_submodule(name) is head), None)
@@ -224,7 +242,7 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 
 def weight_bytes(model: nn.Module) -> WeightBytes:
-    """Count the bytes of the formatted weights and of the whole model, without dense caches."""
+    """Count the bytes of the Linears' weights in the run's format and of the whole model, without dense caches."""
     linears = 0
     for module in model.modules():
         if isinstance(module, PackedLinear):
@@ -236,10 +254,11 @@ def weight_bytes(model: nn.Module) -> WeightBytes:
 
 
 def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Format) -> None:
-    """Pack one fused layer into the model; `weights`, its parts by Linear name, are removed from the dict.
+    """Pack one list of `fused_groups` and put it into the model: the parts of a fused layer, or a single Linear.
 
-    The weights come in their stored dtype. A layer computes in the dtype of the Linear it replaces, which may be on the
-    meta device. No dense weight stays referenced. Under a dense format the Linear stays, with its weight rounded.
+    `weights` has their dense weights by Linear name, in the stored dtype; each is removed from the dict when packed. A
+    layer computes in the dtype of the Linear it replaces, which may be on the meta device. Under a dense format the
+    Linear stays, with its weight rounded.
     """
     for name, packed in pack_fused(weight_format, weights):
         linear = cast(nn.Linear, model.get_submodule(name))
@@ -253,7 +272,7 @@ def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Form
 
 
 def fused_groups(names: list[str]) -> Iterator[list[str]]:
-    """Yield layer names grouped by the fused layer that engines make of them (q/k/v, gate/up), in order."""
+    """Yield lists of the Linears that engines fuse into one layer (q/k/v, gate/up); other Linears come alone."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
         parent, _, leaf = name.rpartition(".")

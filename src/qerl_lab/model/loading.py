@@ -31,15 +31,24 @@ class TensorSource(Protocol):
     """Tensors by checkpoint name, with the file of each for messages. `weight_files.WeightFiles` implements it."""
 
     @property
-    def names(self) -> Collection[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def dtype(self, name: str) -> torch.dtype: ...
-    def where(self, name: str) -> str: ...
-    def tensor(self, name: str, device: torch.device | str) -> Tensor: ...
+    def names(self) -> Collection[str]:
+        """Return all tensor names."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the tensor `name`."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the stored dtype of the tensor `name`."""
+
+    def where(self, name: str) -> str:
+        """Return the file that holds the tensor `name`, for messages."""
+
+    def tensor(self, name: str, device: torch.device | str) -> Tensor:
+        """Read the tensor `name` into memory of `device`."""
 
 
 def stored_as(folder: Path) -> PackedAs | None:
-    """Return how the weights in `folder` are packed according to its config.json, None if they are dense.
+    """Return format and ignored modules of the packed weights in `folder`, from config.json; None if they are dense.
 
     The rounding rule (scale_rule, exponent_rule) comes from quality.json, which only the lab's checkpoints have. Raises
     ValueError, naming the file, if config.json is missing or describes an unsupported layout.
@@ -59,9 +68,9 @@ def stored_as(folder: Path) -> PackedAs | None:
 
 
 def refuse_packed(folder: Path, setting: str, why: str) -> None:
-    """Raise ConfigError, beginning with `setting`, unless `folder` holds a dense model with a chat template.
+    """Raise ConfigError unless `folder` holds a dense model with a chat template.
 
-    `why` says what the dense model is needed for and what to type.
+    `setting` (`key=value`) names the model in the message. `why` ends it: what needs the dense model, and what to type.
     """
     on_disk.check_files(folder, setting)
     on_disk.check_chat_template(folder, setting)
@@ -73,16 +82,20 @@ def load_model(
     config: PretrainedConfig, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device,
     dtype: torch.dtype,
 ) -> PreTrainedModel:  # fmt: skip
-    """Create a model on the meta device (`empty_model`) and load its weights (`fill`)."""
+    """Build a frozen model from `config` and the tensors of `source`, on `device` in `dtype`.
+
+    See `fill` for `packed_as`, `is_packed` and the errors. Removes quantization_config from `config`.
+    """
     model = empty_model(config, dtype)
     fill(model, source, packed_as, is_packed=is_packed, device=device)
     return model
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
-    """Create a causal LM of transformers on the meta device, in eval mode: shapes and `dtype`, no memory.
+    """Create a causal LM of transformers on the meta device, in eval mode: it has shapes and `dtype`, but no memory.
 
     Removes quantization_config from `config`, because libraries would otherwise treat the model as one of their own.
+    `attention` is transformers' name of the attention implementation.
     """
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -134,9 +147,10 @@ def _check_names(
     model: PreTrainedModel, source: TensorSource, dense: Mapping[str, tuple[int, ...]], weight_format: Format,
     packed: Sequence[str],
 ) -> None:  # fmt: skip
-    """Raise ValueError unless `source` holds the tensors `dense`, in these shapes, and the Linears `packed`.
+    """Raise ValueError unless `source` has exactly the tensors of the model, the dense ones in valid shapes and dtypes.
 
-    Tied copies and tensors that the model ignores are allowed besides.
+    `dense` has the shapes of the dense tensors by name, `packed` the names of the packed Linears. Tied copies and
+    tensors that the model ignores may be there too.
     """
     expected = dense.keys() | {f"{name}.{key}" for name in packed for key in weight_format.layout((64, 64))}
     stored, patterns = set(source.names), [*(model._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]
@@ -162,7 +176,7 @@ def _check_names(
 
 
 def tied(model: PreTrainedModel) -> list[str]:
-    """List the duplicate names of a model's tied parameters, which a checkpoint may omit."""
+    """List the further names of a model's tied parameters, which a checkpoint may omit."""
     once = dict(model.named_parameters())
     return [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in once]
 
@@ -175,11 +189,11 @@ def check_dense_values(tensor: Tensor, *, name: str) -> None:
 def _fill_packed(
     model: PreTrainedModel, source: TensorSource, group: Sequence[str], weight_format: Format, device: torch.device
 ) -> None:
-    """Replace the empty Linears of one fused layer by `PackedLinear`s; their biases stay empty.
+    """Replace the empty Linears in `group`, the parts of a fused layer, by `PackedLinear`s with weights of `source`.
 
-    Raises ValueError if the parts differ in the number that the format shares among them (SHARED). vLLM keeps the
-    largest for all parts and would sample from other weights than those trained on. Rescaling the parts would round
-    their block scales again and so make another checkpoint.
+    Biases stay empty. Raises ValueError if a tensor is invalid, or the parts differ in the number that the format
+    shares among them (SHARED). vLLM keeps the largest for all parts and would sample from other weights than those
+    trained on. Rescaling the parts would round their block scales again and so make another checkpoint.
     """
     packed = {}
     for name in group:

@@ -11,7 +11,7 @@ from qerl_lab.model.linear import PackedLinear, autocast_dtype, autocast_off, sc
 
 
 def register_lora(lora_config: LoraConfig) -> None:
-    """Make PEFT use this module's layers, which are faster and never merge into a packed base."""
+    """Make PEFT use this module's layers for `lora_config`; they are faster and never merge into a packed base."""
     lora_config._register_custom_module({PackedLinear: PackedLoraLinear, nn.Linear: LoraLinear})
 
 
@@ -22,7 +22,7 @@ class LoraLinear(Linear):
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Override PEFT's hook: compute base and adapter, as one operation if the adapter is plain."""
+        """Override PEFT's hook: compute base and adapter, as one operation for one plain adapter (`_is_plain`)."""
         active = self.active_adapters
         if args or kwargs or len(active) != 1 or not self._is_plain(active[0]):
             return super().forward(x, *args, **kwargs)
@@ -36,7 +36,11 @@ class LoraLinear(Linear):
         return y if dtype else y.to(x.dtype)
 
     def _is_plain(self, adapter: str) -> bool:
-        """Tell whether `_LoraProduct` computes this adapter: plain LoRA, active, no dropout, frozen plain base."""
+        """Tell whether `_LoraProduct` can compute this adapter.
+
+        It must be LoRA without variant, bias and dropout, neither disabled nor merged, on a frozen Linear or
+        PackedLinear.
+        """
         return not (
             adapter not in self.lora_A
             or adapter in self.lora_variant
@@ -80,7 +84,7 @@ class _LoraProduct(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
-        """Compute the gradients of x, A and B from that of y."""
+        """Return the gradients of x (None if not needed), A and B from that of y; scaling and base get None."""
         x, inner, A, B = ctx.saved_tensors
         with autocast_off(grad_y):
             grad_inner = scaled_linear(grad_y, B.t(), ctx.scaling)
@@ -104,7 +108,7 @@ def _add_product(y: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0) -> Tenso
 
 
 def _scaled_weight(base: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """Return `(W', alpha)` of a base layer, dense or packed, with W = alpha * W'."""
+    """Return `(W', alpha)` of a base layer, dense or packed: W' `[N, K]` in `dtype`, and W = alpha * W'."""
     if isinstance(base, PackedLinear):
         return base.unpack(dtype), base.decoder.alpha
     return base.weight.to(dtype), 1.0

@@ -34,14 +34,14 @@ class Layer(NamedTuple):
 
     @property
     def is_linear(self) -> bool:
-        """Tell whether the layer is a Linear."""
+        """Tell whether the layer is a Linear: its weight has two axes, and its name is no embedding's."""
         return len(self.shape) == 2 and not re.search(r"embed|\bwte\b|\bwpe\b", self.name)
 
 
 def local_path(path: str, key: str = "model.path") -> Path | None:
-    """Return the local directory of a model; None for a hub id or a GGUF file not yet unpacked.
+    """Return the local directory of the model `path`; None for a hub id or a GGUF file not yet unpacked.
 
-    Raises ConfigError if `path` can be none of these.
+    `pocket` is the embedded model. Raises ConfigError, naming the config key `key`, if `path` is none of these.
     """
     if path == POCKET:
         return ASSETS
@@ -61,7 +61,10 @@ def local_path(path: str, key: str = "model.path") -> Path | None:
 
 
 def check_content(cfg: RunConfig) -> None:
-    """Raise ConfigError if the model at model.path changed or vanished since the run was composed."""
+    """Raise ConfigError if the model at model.path changed or vanished since the run was composed.
+
+    Compares its hash to model.hash; without model.hash it checks nothing.
+    """
     if cfg.model.hash is None:
         return
     path = Path(cfg.model.path)
@@ -75,8 +78,8 @@ def check_content(cfg: RunConfig) -> None:
 def check(folder: Path, cfg: RunConfig) -> None:
     """Raise ConfigError if the model in `folder` cannot serve this run, judged by its files alone.
 
-    Reasons: a missing file, no layer of a configured name, an output layer that would be packed, texts longer than the
-    model's context.
+    Reasons: a missing file or chat template, no layer of a configured name, another packed format than the run's, an
+    output layer that would be packed, texts longer than the model's context.
     """
     setting = f"model.path={cfg.model.path}"
     check_files(folder, setting)
@@ -94,14 +97,20 @@ def check(folder: Path, cfg: RunConfig) -> None:
 
 
 def noted_rounding(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return format name and rounding rules from the quantize command's note in its checkpoint, else "" and {}."""
+    """Return format name and rounding rules by option from quality.json, which the quantize command writes.
+
+    Returns "" and {} without that file.
+    """
     file = folder / QUALITY
     about = read_json(file) if file.is_file() else {}
     return about.get("format", ""), about.get("options", {})
 
 
 def check_rounding(cfg: RunConfig, name: str, rules: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the run's format or rounding rule differs from those of the packed directory."""
+    """Raise ConfigError if the run's format differs from a packed model's.
+
+    `name` is the packed model's format, `rules` its rounding rules by option of `format`.
+    """
     said = f"model.path={cfg.model.path} is packed in {name}"
     if name != cfg.format.name:
         arms = f"an experiment with that format, for example +experiment={name}, "
@@ -118,7 +127,7 @@ def check_rounding(cfg: RunConfig, name: str, rules: Mapping[str, Any]) -> None:
 
 
 def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:
-    """Return the ConfigError for a format that would pack the output layer `head`, not tied to the embedding."""
+    """Return the ConfigError for a run that would pack the output layer `head`; the caller raises it."""
     remedy = shlex.quote(f"format.ignore={spell_list([*cfg.format.ignore, head])}")
     return ConfigError(
         f"format.ignore={cfg.format.ignore} would pack {head} in {cfg.format.name}, and the loss reads the dense "
@@ -127,7 +136,10 @@ def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:
 
 
 def check_files(folder: Path, setting: str) -> None:
-    """Raise ConfigError if config.json, weights or tokenizer are missing, or there are two sets of weights."""
+    """Raise ConfigError if config.json, weights or tokenizer are missing in `folder`, or there are two sets of weights.
+
+    `setting` (`key=value`) names the model in messages.
+    """
     read_json(folder / "config.json", setting)
     names = {path.name for path in folder.iterdir()}
     list_weight_files(folder)
@@ -141,10 +153,10 @@ def check_files(folder: Path, setting: str) -> None:
 
 
 def list_weight_files(folder: Path) -> tuple[Path, ...]:
-    """Return the weight files of `folder`: those that its index lists, else the single file, which may be missing.
+    """Return the weight files of `folder`: those that its index lists, else model.safetensors, which may be missing.
 
-    Raises ConfigError for an unreadable index, and for a folder with both kinds of weights, where the lab would read
-    the shards and transformers the single file. An index that lists only that file is allowed.
+    Raises ConfigError for an unreadable index. Also for an index beside a model.safetensors that it does not list
+    alone, because the lab would read the shards and transformers the single file.
     """
     index = folder / INDEX
     if not index.is_file():
@@ -161,7 +173,10 @@ def list_weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def read_json(file: Path, setting: str | None = None) -> dict[str, Any]:
-    """Read a JSON object of a model. Raises ConfigError, naming `setting` or the file, for anything else."""
+    """Read a JSON file of a model directory as a dict. Raises ConfigError if it is missing or holds anything else.
+
+    `setting` (`key=value`) names the model if the file is missing; None: its directory does.
+    """
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
         if isinstance(content, dict):
@@ -202,7 +217,10 @@ def context_tokens(config: dict[str, Any]) -> int | None:
 
 
 def _check_context(config: dict[str, Any], cfg: RunConfig, setting: str) -> None:
-    """Raise ConfigError if prompt and completion can exceed the model's context."""
+    """Raise ConfigError if prompt and completion can exceed the model's context.
+
+    `config` is the model's config.json. `setting` (`key=value`) names the model in the message.
+    """
     prompt, completion = cfg.rollout.max_prompt_tokens, cfg.rollout.max_completion_tokens
     context = context_tokens(config)
     if context is None or prompt + completion <= context:
@@ -222,7 +240,10 @@ def _check_context(config: dict[str, Any], cfg: RunConfig, setting: str) -> None
 
 
 def _check_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) -> None:
-    """Raise ConfigError if a configured layer name (LoRA targets, noisy norms, ignored layers) is not in the model."""
+    """Raise ConfigError if a configured layer name (LoRA targets, noisy norms, ignored layers) is none of `in_model`.
+
+    `setting` (`key=value`) names the model in the message.
+    """
     linears = [layer.name for layer in in_model if layer.is_linear]
     norms = sorted({layer.name.rpartition(".")[2] for layer in in_model if len(layer.shape) == 1})
     ends = sorted({name.rpartition(".")[2] for name in linears} - {HEAD})
@@ -239,7 +260,7 @@ def _check_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) -> Non
 
 
 def is_ignored(name: str, ignore: Sequence[str]) -> bool:
-    """Tell whether the module `name` is left dense.
+    """Tell whether an entry of `ignore` matches the module `name`, so that it is left dense.
 
     An entry is a full name, the last parts of a name, a parent module, or `re:` and a pattern that matches from the
     beginning, as in compressed-tensors.
@@ -254,7 +275,10 @@ def is_ignored(name: str, ignore: Sequence[str]) -> bool:
 
 @cache
 def layers(folder: Path) -> tuple[Layer, ...]:
-    """List a model's modules with a weight from the file headers. Raises ConfigError for an invalid header."""
+    """List the modules with a weight of the model in `folder`, read from the headers of its weight files.
+
+    Raises ConfigError for an invalid header. The result is cached.
+    """
     found = []
     for file in list_weight_files(folder):
         for name, entry in read_safetensors_header(file)[0].items():
@@ -266,12 +290,15 @@ def layers(folder: Path) -> tuple[Layer, ...]:
 
 
 def parameters(folder: Path) -> int:
-    """Count the model's weights, each once however it is packed."""
+    """Count the weights of the model in `folder`, each once however it is packed. Biases do not count."""
     return sum(math.prod(layer.shape) for layer in layers(folder))
 
 
 def adapter_parameters(folder: Path, cfg: RunConfig) -> int:
-    """Count the adapter weights on `lora.target_modules`, except on bitsandbytes' NF4 layers, which store no shape."""
+    """Count the weights of the adapter that this run puts on `lora.target_modules` of the model in `folder`.
+
+    Leaves out adapters on bitsandbytes' NF4 layers, which store no shape.
+    """
     targets = tuple(f".{entry}" for entry in cfg.lora.target_modules)
     shapes = [layer.shape for layer in layers(folder) if f".{layer.name}".endswith(targets) and layer.is_linear]
     return cfg.lora.rank * sum(sum(shape) for shape in shapes if shape[-1] > 2)

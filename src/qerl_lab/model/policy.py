@@ -60,7 +60,10 @@ class Policy:
 
     @contextmanager
     def norms_as(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """Context manager: use other norm weights (by name). Swaps pointers, copies nothing."""
+        """Context manager: compute with `weights`, by full layer name for all `norms`, then put the former ones back.
+
+        Swaps pointers and copies nothing.
+        """
         own = {name: norm.data for name, norm in self.norms.items()}
         try:
             for name, norm in self.norms.items():
@@ -72,7 +75,7 @@ class Policy:
 
     @contextmanager
     def as_sampler(self, norms: dict[str, Tensor]) -> Iterator[None]:
-        """Context manager: evaluate with these norm weights (by name), without dropout and gradients."""
+        """Context manager: compute with the weights `norms`, by full layer name, without dropout and gradients."""
         training = self.model.training
         self.model.eval()
         try:
@@ -87,7 +90,10 @@ class Policy:
         return Chat(self.tokenizer)
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the token ids of a chat, up to where the answer begins. Raises ConfigError for a bad chat template."""
+        """Return the token ids of a chat, up to where the answer begins. A message has the keys "role" and "content".
+
+        Raises ConfigError for a bad chat template.
+        """
         return self.chat.prompt_ids(messages)
 
     def prompt(self, prompt_ids: list[int]) -> str:
@@ -103,6 +109,7 @@ class Policy:
 
     @cached_property
     def _end_and_padding_ids(self) -> frozenset[int]:
+        """Return the token ids that `decode` drops."""
         return frozenset({*self.end_ids(), self.tokenizer.pad_token_id})
 
     def end_ids(self) -> list[int]:
@@ -113,7 +120,10 @@ class Policy:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the torch device for the setting `device=`. Raises ConfigError if it is not available."""
+    """Return the torch device for `device=`: "cuda", "cpu", or "auto", which takes a GPU if torch sees one.
+
+    Raises ConfigError for "cuda" without a GPU.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda was given and torch sees no GPU here. Type device=cpu, or device=auto.")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
@@ -141,7 +151,7 @@ def build(cfg: RunConfig, device: torch.device) -> Policy:
 
 
 def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict[str, nn.Module]:
-    """Find the norms of `model` that get noise: those named in `names` (last part), by full name.
+    """Return the modules that get noise, by full name: those with a last name part in `names`, e.g. `input_layernorm`.
 
     The paper adds noise to norms that feed linear layers: q, k, v, and gate, up. Their names differ between models: in
     Gemma 2 `post_attention_layernorm` follows the attention, and `pre_feedforward_layernorm` feeds gate and up.
@@ -150,7 +160,7 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
         path: model.path, for the message.
 
     Raises:
-        ConfigError: the model lacks a module of a name, or it feeds no linear layer.
+        ConfigError: no module has such a name, or one that has it feeds no linear layer.
     """
     found = {name: module for name, module in model.named_modules() if _last_part(name) in names}
     feeding = _norms_before_linears(model)
@@ -166,6 +176,7 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
 
 
 def _last_part(name: str) -> str:
+    """Return the part of a module's full name after its last dot."""
     return name.rpartition(".")[2]
 
 
@@ -188,7 +199,7 @@ def _norms_before_linears(model: PreTrainedModel) -> set[str]:
 
 
 def hold_in_float32(norm: nn.Module) -> nn.Parameter:
-    """Convert the weight of `norm` to float32 in place, with output in the input's dtype. Returns the weight.
+    """Convert the weight of `norm` to float32 in place and return it. The output keeps the input's dtype.
 
     In bfloat16 a weight between 1 and 2 has steps of 0.0078, too coarse for a small sigma.
     Unchanged weights give unchanged bits: the float32 product of two bfloat16 numbers is exact and so rounded once,
@@ -202,7 +213,7 @@ def hold_in_float32(norm: nn.Module) -> nn.Parameter:
 
 
 def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the frozen base in the run's format on `device`, and its tokenizer.
+    """Load the frozen base of model.path in the run's format on `device`, and its tokenizer.
 
     A dense model is packed while it is read; a packed one must have the run's format and ignored layers. Reads
     safetensors only and runs no code of the model. Raises ConfigError, naming file and tensor, for a model that cannot
@@ -233,7 +244,10 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
 
 
 def _check_packing(cfg: RunConfig, model: PreTrainedModel, packed_as: PackedAs, *, is_packed: bool) -> None:
-    """Raise ConfigError if the output layer would be packed, or a packed directory differs from the run's `format`."""
+    """Raise ConfigError if the output layer is or would be packed, or a packed model differs from the run's `format`.
+
+    With `is_packed`, `packed_as` is read from the model directory; otherwise it is the run's.
+    """
     name = packed_as.weight_format.NAME
     if head := packed_head(model, packed_as.weight_format, packed_as.ignore):
         if not is_packed:
@@ -263,7 +277,7 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
 
 
 def adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the adapter's matrices from `folder`. Raises ConfigError if the file cannot be read."""
+    """Read the adapter's matrices from `folder`, by PEFT's names. Raises ConfigError if the file cannot be read."""
     try:
         return load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -272,12 +286,15 @@ def adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def load_adapter(model: PeftModel, folder: Path) -> None:
-    """Load the adapter in `folder` (adapter_model.safetensors) into the model, in place."""
+    """Load the adapter in `folder` into the model, in place. Raises ConfigError if the file cannot be read."""
     set_peft_model_state_dict(model, adapter_tensors(folder))
 
 
 def load_start_adapter(model: PeftModel, folder: Path) -> None:
-    """Load another run's adapter into the model. Raises ConfigError unless its matrices match in name and shape."""
+    """Load the adapter in `folder`, which this run starts from, into the model, in place.
+
+    Raises ConfigError unless it can be read and its matrices match the model's in name and shape.
+    """
     own = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
     held = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(folder).items()}
     if differ := sorted(name for name in own.keys() | held.keys() if own.get(name) != held.get(name)):
@@ -290,7 +307,10 @@ def load_start_adapter(model: PeftModel, folder: Path) -> None:
 
 
 def attach_adapters(base: PreTrainedModel, cfg: RunConfig) -> PeftModel:
-    """Attach float32 adapters to `lora.target_modules`, initialized from the run's seed alone."""
+    """Attach float32 adapters to `lora.target_modules`, initialized from the run's seed alone.
+
+    Raises ConfigError if the model has none of these modules.
+    """
     lora = PeftLoraConfig(
         r=cfg.lora.rank, lora_alpha=cfg.lora.alpha or cfg.lora.rank, lora_dropout=cfg.lora.dropout,
         target_modules=list(cfg.lora.target_modules), task_type="CAUSAL_LM",

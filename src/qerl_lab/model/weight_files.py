@@ -108,7 +108,10 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
 
 
 def loading_error(setting: str, error: Exception) -> ConfigError:
-    """Return the error to raise if a model cannot be loaded; `setting` is the override (`key=value`) that names it."""
+    """Return the ConfigError for a model that could not be loaded because of `error`; the caller raises it.
+
+    `setting` (`key=value`) names the model in the message.
+    """
     return ConfigError(
         f"{setting} could not be loaded ({type(error).__name__}: {first_line(error)}). "
         "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."
@@ -116,7 +119,10 @@ def loading_error(setting: str, error: Exception) -> ConfigError:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy tokenizer, chat template, licence and generation config; not weights, config.json or lab records."""
+    """Copy tokenizer, chat template, licence and generation config from the model directory `source` to `target`.
+
+    Leaves out weights, config.json and the lab's records (RECORDS).
+    """
     for file in sorted(source.iterdir()):
         is_wanted = file.suffix in _COMPANIONS or file.name.startswith(("LICENSE", "NOTICE"))
         is_wanted = is_wanted and file.name not in ("config.json", *RECORDS)
@@ -125,12 +131,15 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def lab_records(folder: Path) -> dict[str, Any]:
-    """Read the lab's records beside a model, by file name; empty for models that the lab did not make."""
+    """Read the JSON records (RECORDS) that the lab's commands left in `folder`, by file name; {} if there are none."""
     return {name: read_json(folder / name) for name in RECORDS if (folder / name).is_file()}
 
 
 def _read_header(file: Path) -> dict[str, _Stored]:
-    """Read the tensor entries of one file in stored order. Raises ValueError if the file is damaged or truncated."""
+    """Read the shape and dtype of each tensor in one file, by name in stored order.
+
+    Raises ValueError if the file is damaged or truncated, or has an unknown dtype.
+    """
     try:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}

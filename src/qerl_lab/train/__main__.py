@@ -28,7 +28,10 @@ from qerl_lab.train.stop import Diverged, Stop
 
 
 def main(directory: RunDirectory, parent: int) -> int:
-    """Train the run in `directory` and return its exit status; on an exception write FAILED and return 1 or 2."""
+    """Train the run in `directory`; return the exit status: 0 done, 130 interrupted, 2 for a ConfigError, else 1.
+
+    Writes FAILED on an error. `parent` is a process id: the run stops when that process dies.
+    """
     stop, is_alone = Stop.on_signals(parent), True
     try:
         cfg = directory.config()
@@ -76,14 +79,17 @@ def check_vllm() -> None:
 
 
 def needs_no_traceback(error: Exception) -> bool:
-    """Return whether an error's message says enough, so that its traceback is not printed."""
+    """Return whether an error's message says enough, so that `main` does not print its traceback."""
     if isinstance(error, OSError):
         return error.errno in FULL
     return isinstance(error, ConfigError | Diverged) or type(error).__name__ == "EngineFailed"  # its file imports torch
 
 
 def read_arguments(arguments: list[str]) -> tuple[RunDirectory, int]:
-    """Parse RUN_DIR and PARENT (default: the parent process's id). Raises ConfigError for other arguments."""
+    """Parse RUN_DIR and PARENT (default: the parent process's id).
+
+    Raises ConfigError for other arguments, or for a RUN_DIR without resolved.yaml.
+    """
     path, parent = (*arguments, str(os.getppid()))[:2] if arguments else ("", "")
     if len(arguments) not in (1, 2) or not parent.isdecimal() or not RunDirectory(Path(path)).is_claimed:
         raise ConfigError(

@@ -53,7 +53,7 @@ def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
 
 
 def correction_settings(cfg: RunConfig, policy: Policy) -> dict[str, Any]:
-    """Return the `trl.GRPOConfig` arguments for `rollout.importance_correction`."""
+    """Return the `trl.GRPOConfig` arguments for `rollout.importance_correction`: whether and how TRL corrects."""
     correction = cfg.rollout.importance_correction
     is_off = correction in ("off", "in_ratio")
     return {

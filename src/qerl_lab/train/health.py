@@ -33,7 +33,10 @@ class Watch:
             self.add_step(metrics)
 
     def add_step(self, metrics: Metrics) -> dict[str, str]:
-        """Add one step's metrics; return the signs of trouble that are new, each with advice."""
+        """Add one step's metrics; return advice by sign of trouble, only for signs not returned before.
+
+        Ignores the metrics of a held-out evaluation.
+        """
         if "reward/mean" not in metrics:  # held-out evaluation
             return {}
         if len(self.first) < WINDOW:
@@ -46,7 +49,7 @@ class Watch:
 
 
 def trouble_signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
-    """Return signs of trouble, each with advice, by comparing the first `WINDOW` steps with the last `WINDOW`."""
+    """Return advice by sign of trouble, from the first and the last `WINDOW` steps of a run; {} without trouble."""
     began, now = _mean_metrics(first), _mean_metrics(last)
     is_flat, is_truncated = now["reward/zero_variance_groups"] == 1, now["rollout/truncated_fraction"] == 1
     look = f"Look at the completions: python -m qerl_lab.tools.samples {shlex.quote(cfg.run_dir)}."
@@ -87,9 +90,10 @@ def _mean_metrics(steps: Sequence[Metrics]) -> Metrics:
 
 
 def _has_collapsed(began: Metrics, now: Metrics, cfg: RunConfig) -> bool:
-    """Return whether the reward fell below half of its initial value, beyond `SIGMAS` standard errors.
+    """Return whether the reward fell below half of its initial value, by more than `SIGMAS` standard errors.
 
-    Completions of one question are correlated, so they count as one sample.
+    `began` and `now` are mean metrics of the first and last steps. Completions of one question are correlated, so they
+    count as one sample.
     """
     before, after = began["reward/mean"], now["reward/mean"]
     variance = began["reward/std"] ** 2 + now["reward/std"] ** 2
@@ -98,9 +102,10 @@ def _has_collapsed(began: Metrics, now: Metrics, cfg: RunConfig) -> bool:
 
 
 def _advice_if_shrunk(began: Metrics, now: Metrics, cfg: RunConfig) -> str:
-    """Return advice if completions shrank to under a third of their initial length and answers did not improve.
+    """Return advice if completions shrank to under a third of their initial length without better answers, else "".
 
-    An improvement is a rise of more than one standard error. Completions of one question count as one sample.
+    `began` and `now` are mean metrics of the first and last steps. An improvement is a rise of more than one standard
+    error. Completions of one question count as one sample.
     """
     is_short = now["rollout/completion_tokens"] < LENGTH_LEFT * began["rollout/completion_tokens"]
     if cfg.task.answer_reward == 0 or not is_short:
@@ -123,7 +128,10 @@ def _advice_if_shrunk(began: Metrics, now: Metrics, cfg: RunConfig) -> str:
 
 
 def _engine_signs(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
-    """Return signs that the sampler computes another policy than the trainer, or has other noise, each with advice."""
+    """Return advice by sign of trouble in the sampler: another policy than the trainer's, or not the requested noise.
+
+    `last` has the metrics of the last steps; a sign must hold in all of them.
+    """
     found: dict[str, str] = {}
     sigmas = [metrics.get("noise/sigma", 0.0) for metrics in last]
     apart = min(metrics.get("sampler/logprob_gap_max", 0.0) for metrics in last)

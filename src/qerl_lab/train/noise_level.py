@@ -47,22 +47,28 @@ class NoiseLevel:
         return aqn.level(self.aqn, step, self.cfg.steps)
 
     def noise(self, step: int) -> aqn.Noise:
-        """Return the noise to sample a step with. With unit=kl the sigma of its stage must be solved already."""
+        """Return the noise to sample a step with.
+
+        With unit=kl and a schedule of stages, `solve` must have run for its stage.
+        """
         sigma = self.target(step)
         if sigma > 0 and (self.solves or self.follows):
             sigma = self.state["sigma"]
         return aqn.Noise(sigma, self.cfg.seed, step, self.aqn.relative)
 
     def needs_solving(self, step: int) -> bool:
-        """Return whether sigma must be solved before the step: its stage has noise and no solved sigma yet."""
+        """Return whether `solve` must run before the step, because its stage has noise and no solved sigma yet.
+
+        Always false with unit=sigma and with schedule=adaptive.
+        """
         stage = schedule.stage(step, self.cfg.steps, self.aqn.stages)
         return self.solves and self.target(step) > 0 and self.state.get("stage") != stage
 
     def solve(self, step: int, nats_per_token: Callable[[list[aqn.Noise]], float]) -> Solution:
-        """Find the sigma whose KL equals the target of the step's stage; keep it in `state` for the stage.
+        """Find the sigma at which the KL equals the target of the step's stage; keep it in `state` for the stage.
 
-        The KL is averaged over noise draws of the stage's own steps, evenly spread, so that it fits the noise actually
-        used.
+        `nats_per_token` returns the mean KL of some noises. They are draws for steps of the stage, evenly spread, so
+        that the KL fits the noise actually used.
         """
         stage, target = schedule.stage(step, self.cfg.steps, self.aqn.stages), self.target(step)
         steps = schedule.steps_of(stage, self.cfg.steps, self.aqn.stages)
@@ -77,12 +83,15 @@ class NoiseLevel:
         return result
 
     def end_step(self) -> None:
-        """Set sigma for the next step. Call it after the step's last update, which still uses the current sigma."""
+        """Set sigma for the next step from the measured `kl` if the schedule is adaptive; otherwise do nothing.
+
+        Call it after the step's last update, which still uses the current sigma.
+        """
         if self.follows:
             self.state = {"sigma": solver.adapt_sigma(self.aqn, self.state["sigma"], self.kl)}
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the noise metrics of a step that need no measurement: sigma, target KL, and how sigma was solved."""
+        """Return a step's metrics `noise/*` that need no measurement: sigma, target KL, and how sigma was solved."""
         target, sigma = self.target(step), self.noise(step).sigma
         metrics = {"noise/sigma": sigma}
         if self.aqn.unit == "kl" and self.aqn.schedule != "off":
@@ -92,7 +101,7 @@ class NoiseLevel:
         return metrics
 
     def warning_if_missed(self, step: int) -> str:
-        """Return a warning if the solved KL misses the target of the step's stage, else an empty string."""
+        """Return a warning if the KL found by `solve` misses the target of the step's stage, else an empty string."""
         target, last, own = self.target(step), self.state, self.aqn
         if abs(math.log(max(last["kl"], 1e-300) / target)) <= math.log1p(own.solver.tolerance):
             return ""

@@ -17,7 +17,11 @@ MUCH = 4 * GIB  # held by other programs; CUDA itself takes about half a GiB per
 
 
 def bytes_by_owner(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
-    """Return bytes on the policy's device by owner. "others" covers other programs and CUDA's own memory."""
+    """Return the bytes that each owner holds on the policy's device, with the free ones.
+
+    `held_by_engine`: `Engine.held`.
+    "others" covers other programs and CUDA's own memory. On a CPU only base, adapter and engine are counted.
+    """
     learned = sum(parameter.nbytes for parameter in policy.model.parameters() if parameter.requires_grad)
     found = {
         "frozen base": weight_bytes(policy.model).total - learned,
@@ -34,7 +38,10 @@ def bytes_by_owner(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, 
 
 
 def while_loading(cfg: RunConfig, device: torch.device, error: Exception) -> str:
-    """Return the error message for a model that does not fit on the device when it is loaded."""
+    """Return the message for a model that does not fit on the GPU `device` when it is loaded: memory and remedies.
+
+    `error` is torch's out-of-memory error.
+    """
     free, total = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
     shares = {"this run": own, OTHERS: max(0, total - free - own), "free": free}
@@ -47,6 +54,7 @@ def while_loading(cfg: RunConfig, device: torch.device, error: Exception) -> str
 
 
 def _format_gib_by_owner(shares: Mapping[str, int]) -> str:
+    """Format bytes by owner as text in GiB, e.g. `frozen base 1.25, free 0.50`."""
     return ", ".join(f"{name} {size / GIB:.2f}" for name, size in shares.items())
 
 
@@ -56,7 +64,10 @@ def _first_line(error: Exception) -> str:
 
 
 def in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], error: Exception) -> str:
-    """Return the error message for training out of memory: bytes by owner, and config keys that lower them."""
+    """Return the message for a run out of memory in training: bytes by owner, and config keys that lower them.
+
+    `held_by_engine` comes from `Engine.held`; `error` is torch's out-of-memory error.
+    """
     found = bytes_by_owner(policy, held_by_engine)
     shares = _format_gib_by_owner(found)
     if asleep := held_by_engine.get(ASLEEP, 0):

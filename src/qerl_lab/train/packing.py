@@ -25,7 +25,7 @@ NAME = "qerl_lab_packed"
 def without_padding(model: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a model that returns log-probs through TRL's head, so that it computes a padded batch as one packed row.
 
-    Inputs and results keep the padded shape; padded positions are 0. Call the result inside `attention`.
+    Inputs and results keep the padded shape; padded positions are 0. Call the result inside `packed_attention`.
     """
 
     def forward_packed(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **kwargs: Any) -> SimpleNamespace:
@@ -48,13 +48,19 @@ def without_padding(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unpack(row: Tensor, held: Tensor) -> Tensor:
-    """Scatter the packed log-probs [1, tokens - 1] back to the padded shape [B, T]."""
+    """Scatter values of the packed row [1, tokens - 1] back to the padded shape [B, T]; the row's first token gets 0.
+
+    `held` [B, T] is true at tokens and false at padding.
+    """
     return row.new_zeros(held.shape).masked_scatter(held, F.pad(row, (1, 0)))
 
 
 @contextmanager
 def packed_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager: let the model use packed attention, also in the backward pass, which may recompute it."""
+    """Context manager: let the model use packed attention.
+
+    Keep it open in the backward pass, which may recompute it.
+    """
     before = model.config._attn_implementation  # transformers has a public setter and no getter
     model.set_attn_implementation(NAME)
     try:
@@ -99,7 +105,12 @@ def attend(
 
     Args:
         query: [1, heads, tokens, dim]; key and value are [1, key-value heads, tokens, dim].
+        scaling: factor of the scores.
         cu_seq_lens_q: start of each sequence, then the end; int32 [sequences + 1].
+        max_length_q: length of the longest sequence.
+
+    Returns:
+        The output [1, tokens, heads, dim], and None in place of attention weights.
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -111,7 +122,10 @@ def attend(
 
 
 def _flash_attention(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float) -> Tensor:
-    """Run FlashAttention-2 on packed tensors; query, key, value and result are [tokens, heads, dim]."""
+    """Run causal FlashAttention-2 on packed tensors; query, key, value and result are [tokens, heads, dim].
+
+    `starts` and `longest` are `cu_seq_lens_q` and `max_length_q` of `attend`. Key and value may have fewer heads.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     shared: dict[str, Any] = {}

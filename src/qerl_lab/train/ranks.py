@@ -49,6 +49,7 @@ class Ranks:
         return values
 
     def _gather_over_network(self, value: T) -> list[T]:
+        """Exchange `value` by torch.distributed; return all ranks' values in rank order."""
         values: list[Any] = [None] * self.size
         distributed.all_gather_object(values, value)
         return values
@@ -58,7 +59,7 @@ class Ranks:
         return [item for of_rank in self.gather(items) for item in of_rank]
 
     def mean(self, value: float, weight: float) -> float:
-        """Return the mean of all ranks' values, weighted by their weights, the same on every rank."""
+        """Return the mean of all ranks' `value`, each weighted by that rank's `weight`, the same on every rank."""
         if self.size == 1:
             return value
         parts = self.gather((value, weight))
@@ -78,7 +79,11 @@ class Ranks:
         return any(self.gather(flag))
 
     def run_on_all(self, act: Callable[[], T], *endings: type[Exception]) -> T:
-        """Call `act`, as every rank does; return its result. An error in `endings` on any rank is raised on all."""
+        """Call `act`, as every rank does, and return this rank's result.
+
+        If it raises one of the types `endings` on any rank, every rank raises it. Other errors are raised on their rank
+        alone.
+        """
         if self.size == 1:
             return act()
         done, own = None, None
@@ -129,13 +134,13 @@ def join(cfg: RunConfig, device: torch.device) -> Ranks:
 
 
 def visible_gpus() -> list[str]:
-    """Return the names of the GPUs that torch sees, as CUDA_VISIBLE_DEVICES lists them."""
+    """Return the GPUs that torch sees, as CUDA_VISIBLE_DEVICES lists them, or their numbers from 0 if it is not set."""
     count, given = torch.cuda.device_count(), os.environ.get(VISIBLE)
     return given.split(",")[:count] if given else [str(index) for index in range(count)]
 
 
 def refuse_fewer_gpus(wanted: int, count: int) -> None:
-    """Raise ConfigError if several GPUs are requested and fewer are visible."""
+    """Raise ConfigError if more than one GPU is `wanted` and torch sees only `count`, which is less."""
     if wanted > max(1, count):
         raise ConfigError(
             f"gpus={wanted} and torch sees {count} GPUs here. Type gpus={max(1, count)}, or device=cpu for processes "
@@ -144,7 +149,7 @@ def refuse_fewer_gpus(wanted: int, count: int) -> None:
 
 
 def hide_other_gpus(wanted: int) -> str | None:
-    """Hide all but the first `wanted` GPUs from this process; return a line for the user, None if no GPU is left idle.
+    """Hide all but the first `wanted` GPUs from this process; return a line for the user, None if there are no others.
 
     Otherwise transformers' Trainer would use all of them through DataParallel, which engines and packed layers do not
     support. Call it before CUDA starts, which reads CUDA_VISIBLE_DEVICES once. Raises ConfigError for too few GPUs.

@@ -61,7 +61,7 @@ class Session:
 
     @property
     def done(self) -> int:
-        """Number of steps that earlier sessions trained, by the checkpoint that this one resumes from."""
+        """Return the last step of the checkpoint that this session resumes from, 0 without one."""
         return self.saved.step if self.saved else 0
 
     def check(self) -> None:
@@ -73,7 +73,8 @@ class Session:
 def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
     """Do a whole run: build, evaluate, train, evaluate, record. Return the exit status: 0 done, 130 interrupted.
 
-    Raises ConfigError, EngineFailed with the command that resumes, and OutOfMemoryError with memory by owner.
+    Raises ConfigError for a run that cannot start, EngineFailed with the command that resumes, and OutOfMemoryError
+    with memory by owner.
     """
     started = time.time()
     session = build_session(cfg, directory, stop)
@@ -129,7 +130,10 @@ def close_engine(engine: Engine) -> None:
 
 
 def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
-    """Build the policy, engine and data of a new or resumed run. Raises ConfigError."""
+    """Build the policy, engine and data of a new or resumed run.
+
+    Raises ConfigError if model, data or device do not allow it.
+    """
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
     device = device_of(cfg.device)
@@ -169,7 +173,7 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
 
 
 def evaluate_subset(session: Session, step: int) -> None:
-    """Evaluate on a subset of the held-out questions if `step` is a multiple of eval.every."""
+    """Ask the first eval.subset_questions held-out questions if `step` is a multiple of eval.every, else do nothing."""
     own = session.cfg.eval
     if own.every and step % own.every == 0:
         evaluate_heldout(session, f"step {step}", step, own.subset_questions, own.subset_samples, "eval/subset_")
@@ -178,11 +182,11 @@ def evaluate_subset(session: Session, step: int) -> None:
 def evaluate_heldout(
     session: Session, phase: str, step: int, questions: int, samples: int, prefix: str = "eval/"
 ) -> None:
-    """Ask the first `questions` held-out questions after `step`, unless recorded. Rank 0 records all answers.
+    """Sample `samples` answers to each of the first `questions` held-out questions, without noise, and grade them.
 
-    eval.parquet stores the answers under `phase`, metrics.jsonl their means under keys that start with `prefix`. The
-    metrics line is written last; a resumed run removes it together with later steps. Raises Interrupted and
-    EngineFailed on every rank.
+    Does nothing if they are recorded already. Rank 0 writes the answers of all ranks to eval.parquet under `phase`, and
+    their means to metrics.jsonl under `step`, with keys that start with `prefix`. The metrics line is written last; a
+    resumed run removes it together with later steps. Raises Interrupted and EngineFailed on every rank.
     """
     cfg, directory, ranks, task = session.cfg, session.directory, session.ranks, session.data.task
     phases, is_logged = {}, False
@@ -218,7 +222,10 @@ def evaluate_heldout(
 
 
 def train(session: Session) -> None:
-    """Train the remaining steps. After a signal, finish the current step, save and stop."""
+    """Train the steps after the checkpoint that the session resumes from, or all; record each step, evaluate every few.
+
+    After a signal, finish the current step, save a checkpoint and return.
+    """
     cfg, policy, saved, tracker = session.cfg, session.policy, session.saved, session.tracker
     if saved and session.done == cfg.steps:  # killed after the last step: only evaluation is missing
         load_adapter(policy.model, saved.path)
@@ -262,7 +269,10 @@ def train(session: Session) -> None:
 
 
 def conclude(session: Session, tracker: Tracker) -> None:
-    """Write the final files of a finished run: adapter, curves, summary, and last DONE."""
+    """Complete a finished run: save adapter and curves, end the tracking, write DONE, and print the summary.
+
+    DONE holds the headline numbers. Deletes the checkpoints if checkpoint.keep is 0.
+    """
     cfg, directory, data = session.cfg, session.directory, session.data
     save_adapter(session.policy.model, directory.adapter)
     from qerl_lab.report import plots  # here, so that the first step does not wait a second for matplotlib
@@ -281,7 +291,7 @@ def conclude(session: Session, tracker: Tracker) -> None:
 
 
 def opening_lines(session: Session) -> str:
-    """Return the lines printed before training: model, noise, algorithm, task and sizes."""
+    """Return the text printed before training: model, noise, algorithm, task and sizes, then the session's notes."""
     cfg, policy, data = session.cfg, session.policy, session.data
     of_norms = " of each norm's size" if cfg.aqn.relative else ""
     match cfg.aqn.schedule, cfg.aqn.unit:

@@ -44,7 +44,10 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str, on_device: bool = True) -> Iterator[None]:
-        """Context manager: add the block's time to phase `name`; with `on_device` until the device has finished."""
+        """Context manager: add the block's time to phase `name`, less the time spent waiting for other ranks.
+
+        `on_device` waits for the device at the end of the block, so that its queued work counts too.
+        """
         started, waited = time.perf_counter(), self.ranks.waited
         yield
         if on_device:
@@ -52,11 +55,14 @@ class Clock:
         self.seconds[name] += time.perf_counter() - started - (self.ranks.waited - waited)
 
     def start_step(self) -> None:
-        """Start the clock of a whole step."""
+        """Note the start of a step, from which `end_step` measures."""
         self._step_started, self._waited_before = time.perf_counter(), self.ranks.waited
 
     def end_step(self) -> None:
-        """Store the seconds of the whole step, including the last backward pass and optimizer update."""
+        """Store the seconds of the whole step as "step", and those spent waiting for other ranks as "wait".
+
+        Waits for the device first, so that the last backward pass and optimizer update count.
+        """
         self.wait()
         self.seconds["step"] = time.perf_counter() - self._step_started
         self.seconds["wait"] = self.ranks.waited - self._waited_before
@@ -82,12 +88,12 @@ class Group:
 
     @property
     def reward_G(self) -> Rewards:
-        """Rewards of the group's completions, all parts added."""
+        """Return the reward of each completion [G], all parts added."""
         return np.sum(list(self.parts.values()), axis=0)
 
     @property
     def task_reward_G(self) -> Rewards:
-        """Rewards by the task alone, without the part that the algorithm adds for overlong completions."""
+        """Return the task's reward of each completion [G], without the algorithm's penalty for long ones."""
         return np.sum([part for name, part in self.parts.items() if name != OVERLONG], axis=0)
 
 
@@ -111,10 +117,11 @@ class Batch:
 def collect(
     cfg: RunConfig, step: int, cursor: Cursor, policy: Policy, engine: Engine, clock: Clock, ranks: Ranks
 ) -> Batch:
-    """Sample and grade completions of the next questions; dynamic sampling replaces groups with equal rewards.
+    """Sample and grade completions of the cursor's next questions; return the batch of this rank.
 
-    Each rank asks its share. If groups are still missing after algorithm.max_resamples further rollouts, flat groups
-    fill the batch. Raises Diverged if the sampler's logits are NaN, and EngineFailed on every rank if any rank fails.
+    Each rank asks its share of rollout.prompts_per_step questions. Dynamic sampling replaces groups with equal rewards
+    by further questions; if groups are still missing after algorithm.max_resamples further rollouts, such groups fill
+    the batch. Raises Diverged if the sampler's logits are NaN, and EngineFailed on every rank if any rank fails.
     """
     task = cursor.data.task
     wanted = missing = cfg.rollout.prompts_per_step // ranks.size
@@ -148,7 +155,10 @@ def collect(
 
 
 def ask_engine(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, how: Sampling) -> Rollout | None:
-    """Sample `group_size` completions per prompt; None without prompts. Raises EngineFailed, also if incomplete."""
+    """Sample `group_size` completions of each prompt with the settings `how`; None without prompts.
+
+    Raises EngineFailed, also if a completion or log-prob is missing.
+    """
     if not prompt_ids_P:
         return None
     rollout = engine.generate(prompt_ids_P, group_size, how)
@@ -157,9 +167,9 @@ def ask_engine(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, h
 
 
 def sampling_settings(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sampling:
-    """Return how to sample at a step: the settings of one attempt (from 0) on one rank, with its seed.
+    """Return the sampling settings of one attempt on one rank at a step, with a seed of its own.
 
-    The seed differs by step, attempt and rank, and is the same in a resumed run.
+    A step's first rollout is attempt 0, further ones count up. The seed is the same in a resumed run.
     """
     seed = cfg.seed * 1_000_003 + step
     if attempt or rank:
@@ -169,7 +179,11 @@ def sampling_settings(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sam
 
 
 def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question], rollout: Rollout) -> list[Group]:
-    """Grade the completions of a rollout; return a group per question, in the rollout's order."""
+    """Grade a rollout's completions by the task; return a group per question.
+
+    Adds the overlong penalty as a part of the reward if configured. `questions_P` are the rollout's questions, in its
+    order. `policy` decodes the tokens.
+    """
     asked_P = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, strict=True)
     texts_P_G = [
         with_answer_start(policy.prompt(prompt), [policy.decode(ids) for ids in group]) for prompt, group in asked_P
@@ -194,7 +208,10 @@ def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question
 
 
 def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """Return metrics of a step's completions and rewards, over all groups drawn on all ranks."""
+    """Return the metrics of a step's completions and rewards, over all groups drawn on all ranks.
+
+    Every rank gets the same. With dynamic sampling they include what it dropped and what that cost.
+    """
     parts = ranks.pool([group.parts for group in batch.drawn])
     finished = ranks.pool([group.finished_G for group in batch.drawn])
     unparsed = ranks.pool([group.unparsed_G for group in batch.drawn if group.unparsed_G is not None])
@@ -233,7 +250,7 @@ def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, 
 
 
 def first_samples(batch: Batch, step: int) -> list[Sample]:
-    """Return the completions to record: the first one of each of the batch's first questions."""
+    """Return the completions to record for a step: the first one of each of the batch's first `PER_STEP` questions."""
     return [
         Sample(
             step=step, question_id=group.question.id, question=group.question.prompt, completion=group.texts_G[0],

@@ -33,7 +33,10 @@ class Stop:
 
     @classmethod
     def on_signals(cls, parent: int) -> Self:
-        """Create a Stop that SIGINT, SIGTERM and SIGHUP set from now on, including those that the parent blocked."""
+        """Create a Stop that SIGINT, SIGTERM and SIGHUP set from now on, also if the process began with them blocked.
+
+        It watches the process with id `parent` too.
+        """
         stop = cls(parent=parent)
         for number in stop_signals():
             signal.signal(number, lambda *_: stop._handle_signal())
@@ -42,14 +45,17 @@ class Stop:
         return stop
 
     def _watch_parent(self) -> None:
-        """Thread: end the process if `parent` dies at start-up, before there are steps that check `requested`."""
+        """Watch `parent` in a thread until `can_save` is set: exit the process with status 130 if `parent` dies.
+
+        Later the steps check `requested`.
+        """
         while not self.can_save:
             if self.requested:
                 os._exit(INTERRUPTED)
             time.sleep(1)
 
     def _handle_signal(self) -> None:
-        """Handle a signal: exit at once if there is nothing to save, else ask the run to stop after the step."""
+        """Handle a signal: exit with status 130 if there is nothing to save, else stop the run after its step."""
         if not self.can_save:
             os._exit(INTERRUPTED)
         self.signalled = True

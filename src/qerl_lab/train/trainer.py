@@ -81,26 +81,26 @@ class LabTrainer(GRPOTrainer):
 
     @property
     def steps_done(self) -> int:
-        """Number of steps whose updates are all done."""
+        """Return the number of steps of which all updates are done."""
         return self.state.global_step // self.cfg.updates_per_step
 
     @property
     def step(self) -> int:
-        """Number of the current step, from 1; between steps, of the next one."""
+        """Return the number of the current step, from 1; between steps, the number of the next."""
         return self.steps_done + 1
 
     @property
     def noise(self) -> aqn.Noise:
-        """Noise of the current step."""
+        """Return the noise of the current step."""
         return self.level.noise(self.step)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Override the Trainer's hook: an empty batch per micro-batch, because the cursor draws the questions."""
+        """Override the Trainer's hook: return an empty batch per micro-batch; the cursor draws the questions."""
         count = self.args.max_steps * self.args.gradient_accumulation_steps
         return DataLoader(range(count), collate_fn=lambda _: {})  # type: ignore[arg-type]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Override TRL's hook: collect a batch, which replaces TRL's placeholder `inputs`; return its tensors.
+        """Override TRL's hook: collect a batch in place of TRL's placeholder `inputs`; return its tensors.
 
         Sets the advantages, and keeps masked completions in the attention but out of the loss. Overrides a private
         method, because TRL has no public one between grading and loss.
@@ -123,7 +123,11 @@ class LabTrainer(GRPOTrainer):
         return tensors
 
     def _set_old_logprobs(self, tensors: dict[str, Any]) -> None:
-        """Set the ratio's denominator: log-probs of the sampler, of the trainer, or none with one update (ratio 1)."""
+        """Set in `tensors` the log-probs that TRL's ratio divides by.
+
+        They are the sampler's with in_ratio, else the trainer's if a step has several updates, else none, so that the
+        ratio is 1. Also notes whether TRL has computed the trainer's log-probs of the rollout.
+        """
         scored = tensors.pop("old_per_token_logps", None)
         self.scored_before = scored is not None
         if scored is not None:
@@ -134,7 +138,11 @@ class LabTrainer(GRPOTrainer):
             tensors["old_per_token_logps"] = scored
 
     def _collect_batch(self) -> Batch:
-        """Sync the engine, sample a batch, let the engine sleep. If it fails, save the state at the step's start."""
+        """Solve for sigma if the step needs it, sync the engine, sample a batch, and let the engine sleep.
+
+        If the engine fails, move the cursor back to the step's start, save a checkpoint of the steps done unless
+        there is one, and raise EngineFailed.
+        """
         engine, began_at = self.engine, self.cursor.position
         try:
             if self.level.needs_solving(self.step):
@@ -157,7 +165,10 @@ class LabTrainer(GRPOTrainer):
             raise
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
-        """Serve as TRL's rollout function: return prompt ids, completion ids and log-probs of the collected batch."""
+        """Serve as TRL's rollout function: return prompt ids, completion ids and log-probs of the collected batch.
+
+        Sets `use_vllm`, so that TRL keeps the log-probs.
+        """
         self.use_vllm = True  # again, so that TRL keeps these log-probs
         groups = self.batch.groups
         return {
@@ -167,11 +178,17 @@ class LabTrainer(GRPOTrainer):
         }
 
     def _collected_reward(self, **_: object) -> list[float]:
-        """Serve as TRL's reward function, for its log only: the advantages do not use these rewards."""
+        """Serve as TRL's reward function: return the reward of each completion.
+
+        Only TRL's log uses it, not the advantages.
+        """
         return [float(reward) for group in self.batch.groups for reward in group.reward_G]
 
     def _importance_weights(self, logps_B_T: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """Return the importance weights, [B, T] or [B, 1], from the trainer's log-probs; store the mismatch."""
+        """Return the importance weights, [B, T] or [B, 1], from the trainer's log-probs; store their `term_sums`.
+
+        `batch` has TRL's tensors, with the sampler's log-probs and the completion mask.
+        """
         rollout = self.cfg.rollout
         of_tokens = logps_B_T, batch["sampling_per_token_logps"], batch["completion_mask"]
         found = correction.weights(rollout.importance_correction, rollout.importance_clip_max, *of_tokens)
@@ -179,7 +196,11 @@ class LabTrainer(GRPOTrainer):
         return found.value
 
     def _measure_noise(self, rollout: Rollout) -> None:
-        """Record the noise metrics of a rollout; with aqn.probe_prompts also its KL and kernel gap."""
+        """Store the noise metrics of the current step in `measured`.
+
+        With aqn.probe_prompts also the KL that the noise causes on completions of `rollout`, and the gap between the
+        log-probs of sampler and trainer under the same noise.
+        """
         self.measured |= self.level.metrics(self.step)
         norms, temperature = self.engine.norms(), self.cfg.rollout.temperature
         self.measured["noise/std_observed"] = aqn.observed_std(norms, self.policy.clean_norms, self.cfg.aqn.relative)
@@ -197,7 +218,7 @@ class LabTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model: torch.nn.Module, ids: Tensor, attention_mask: Tensor, keep: int, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Override TRL's hook: compute log-probs and entropies as TRL does, packed if the run packs.
+        """Override TRL's hook: compute log-probs and entropies of the last `keep` tokens, packed if the run packs.
 
         TRL calls this without gradients for the rollout's and the reference's log-probs, and with gradients for the
         loss. In the latter case the correction weights multiply the advantages here, because every loss is linear in
@@ -219,13 +240,16 @@ class LabTrainer(GRPOTrainer):
         return logps, entropies, aux_loss
 
     def _scoring_mode(self) -> AbstractContextManager[None]:
-        """Return a context manager that turns dropout off, and for the reference (adapter off) the noise too."""
+        """Return a context manager for log-probs without gradients and dropout.
+
+        It uses the norms as they are, but clean ones for the reference, which is the policy with its adapter off.
+        """
         is_reference = not self.policy.model.get_model_status().enabled
         held = {name: norm.data for name, norm in self.policy.norms.items()}
         return self.policy.as_sampler(self.policy.clean_norms if is_reference else held)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Override the Trainer's hook: keep noise and attention of `compute_loss` until the backward pass ends."""
+        """Override the Trainer's hook: keep the noise and attention of `compute_loss` until the backward pass ends."""
         with ExitStack() as self.until_backward:
             return super().training_step(*args, **kwargs)
 
@@ -239,7 +263,7 @@ class LabTrainer(GRPOTrainer):
         return packing.packed_attention(self.policy.model.get_base_model()) if self.packs else nullcontext()
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Override TRL's hook: compute its loss with noise and attention of the run, and correct its entropy bonus.
+        """Override TRL's hook: compute TRL's loss with the run's noise and attention, and correct its entropy bonus.
 
         TRL averages the bonus's entropy per micro-batch. The correction replaces that by the micro-batch's share of the
         mean over all tokens of the update, as in the loss of DAPO, so that the split into micro-batches does not count.
@@ -261,7 +285,10 @@ class LabTrainer(GRPOTrainer):
         return loss + applied * (share / self.current_gradient_accumulation_steps)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Override the Trainer's hook: record the metrics of a finished step, check them, and start collecting anew."""
+        """Override the Trainer's hook after a step: pass its metrics to `on_step`, clear them, and call `after_step`.
+
+        First averages the means of TRL's micro-batches with weights. Raises Diverged for values that are not finite.
+        """
         if "train_runtime" in logs:  # the Trainer's closing summary of the whole run
             return
         recorded = self._metrics["train"]
@@ -284,7 +311,7 @@ class LabTrainer(GRPOTrainer):
         self.after_step(self.steps_done)
 
     def _step_metrics(self, logs: dict[str, float]) -> dict[str, float]:
-        """Return all metrics of a step, pooled over ranks."""
+        """Return all metrics of a step, pooled over ranks; `logs` has TRL's."""
         means = {name: logs[metric.trl] for name, metric in METRICS.items() if metric.trl in logs}
         metrics = {name: math.nan if mean is None else mean for name, mean in means.items()}  # TRL's NaN is None
         own = [sum(part.item() for part in parts) for parts in zip(*self.entropies, strict=True)]
@@ -308,7 +335,7 @@ class LabTrainer(GRPOTrainer):
         return metrics | self.measured | {name: max(rank[name] for rank in memory) for name in memory[0]}
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
-        """Raise Diverged on NaN or infinite values, before a checkpoint or the sampler gets them."""
+        """Raise Diverged if loss, gradient norm or adapter is not finite, before checkpoint or sampler get it."""
         adapter = [parameter for parameter in self.policy.model.parameters() if parameter.requires_grad]
         largest = torch.nn.utils.get_total_norm(adapter, math.inf).item()
         values = {"loss": metrics["policy/loss"], "gradient norm": metrics["policy/grad_norm"]}
@@ -324,12 +351,15 @@ class LabTrainer(GRPOTrainer):
         """Override the Trainer's hook: write no model card, because the run directory is the record."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Override the Trainer's hook: write the adapter alone, because base and tokenizer do not change."""
+        """Override the Trainer's hook: write only the adapter to `output_dir`; base and tokenizer do not change."""
         if self.ranks.is_first:
             save_adapter(self.policy.model, Path(str(output_dir)))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
-        """Override the Trainer's hook: write TRL's files and the run's own state atomically, into one folder."""
+        """Override the Trainer's hook: write TRL's files and the run's own state atomically, into one folder.
+
+        Every rank must call it. `model` and `trial` are the Trainer's.
+        """
         own = self.args.output_dir
 
         def write_trainer_files(folder: Path) -> None:
@@ -360,7 +390,10 @@ class _Steps(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, lr_scheduler: LambdaLR, **_: Any
     ) -> None:
-        """Override the hook: set the learning rate of an extended run, because its checkpoint holds a shorter run's."""
+        """Override the Trainer's hook before the first update: set the learning rate of a run extended to more steps.
+
+        Its checkpoint holds the learning rate of the shorter run.
+        """
         extended = [steps * self.trainer.cfg.updates_per_step for steps in self.trainer.cfg.extended]
         if state.global_step not in extended:
             return
@@ -369,12 +402,15 @@ class _Steps(TrainerCallback):
             group["lr"] = peak * share(lr_scheduler.last_epoch)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Override the hook, which runs before each update: start the clock if the update is a step's first."""
+        """Override the Trainer's hook before each update: start the clock if the update is a step's first."""
         if state.global_step % self.trainer.cfg.updates_per_step == 0:
             self.trainer.clock.start_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Override the hook, which runs after each update: after a step's last one decide whether to save and stop."""
+        """Override the Trainer's hook after each update: after a step's last one decide whether to save and stop.
+
+        Stops after the last step, or if any rank was asked to.
+        """
         trainer = self.trainer
         step, updates_left = divmod(state.global_step, trainer.cfg.updates_per_step)
         if updates_left:

@@ -28,7 +28,7 @@ class TrainingData:
     seed: int
 
     def order(self) -> Iterator[int]:
-        """Yield the order of the run: indices into `questions` without end, one seeded permutation after another."""
+        """Yield indices into `questions` without end, one permutation of all after another, drawn from the seed."""
         generator = torch.Generator().manual_seed(self.seed)
         while True:
             yield from torch.randperm(len(self.questions), generator=generator).tolist()
@@ -37,7 +37,8 @@ class TrainingData:
 def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
     """Select the task's questions with a chat prompt of at most rollout.max_prompt_tokens tokens.
 
-    Raises ConfigError if no training question fits, or fewer than two held-out questions do in a run that evaluates.
+    Keeps no held-out question in a run that does not evaluate. Raises ConfigError if no training question fits, or
+    fewer than two held-out questions in a run that evaluates.
     """
     limit = cfg.rollout.max_prompt_tokens
     unasked = overrides_without_evaluation(cfg)
@@ -70,7 +71,7 @@ class Cursor:
         self.go_to(position)
 
     def go_to(self, position: int) -> None:
-        """Move the cursor to `position`, forwards or backwards."""
+        """Move the cursor to `position`, forwards or backwards: the number of questions before it, from 0."""
         self.position = position
         self._order = islice(self.data.order(), position, None)
 
