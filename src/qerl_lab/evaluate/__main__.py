@@ -25,7 +25,10 @@ OF_SUBJECT = ("run", "model", "revision", "format", "adapter", "rollout", "devic
 
 
 def accuracy(*evaluations: AccuracyOptions) -> None:
-    """Evaluate on benchmarks and print the tables. Raises ConfigError for invalid options, and what `run` raises."""
+    """Run the command `accuracy`: check all options first, then evaluate on benchmarks and print the tables.
+
+    Raises ConfigError for invalid options, and the errors of `accuracy_run.run`.
+    """
     for options in evaluations:
         check_accuracy(options)
     try:
@@ -41,7 +44,11 @@ class AccuracyCommand(Command[AccuracyOptions]):
     """The command `accuracy`; after the word `and` further evaluations of the same run or model, by the same engine."""
 
     def run(self, words: list[str]) -> int:
-        """Run the evaluations separated by `and`. Later ones take unset keys of OF_SUBJECT from the first."""
+        """Run the command on its arguments `words`, in which the word `and` separates evaluations; return exit code 0.
+
+        From the second evaluation on, an option in OF_SUBJECT that has its default takes the value of the first
+        evaluation.
+        """
         groups = [list(group) for is_and, group in itertools.groupby(words, lambda word: word == "and") if not is_and]
         if len(groups) < 2:
             return super().run(words)
@@ -54,7 +61,10 @@ class AccuracyCommand(Command[AccuracyOptions]):
 
 
 def compare(options: CompareOptions) -> None:
-    """Print the paired differences of two evaluations. Raises ConfigError if they cannot be paired."""
+    """Run the command `compare`: print the differences B - A of two evaluations, paired by question.
+
+    Raises ConfigError unless two directories are given and their evaluations can be paired.
+    """
     if len(options.directories) != 2:
         raise ConfigError(
             f"directories are given: {', '.join(options.directories) or 'none'}; allowed: two, A and B. "
@@ -66,7 +76,11 @@ def compare(options: CompareOptions) -> None:
 
 
 def entropy(options: EntropyOptions) -> None:
-    """Print entropy, KL and weight error of every format. Raises ConfigError for invalid options."""
+    """Run the command `entropy`: print and write how quantization changes the policy's entropy.
+
+    Every weight format and checkpoint gets its entropy, its KL to the dense model, and its weight error, all formats on
+    the same sampled tokens. Raises ConfigError for invalid options.
+    """
     check_model(options.model)
     check_task(split_name_and_path(options.prompts)[0], f"prompts={options.prompts}", "prompts=gsm8k:DIR")
     with terminal.quiet_imports():
@@ -76,7 +90,11 @@ def entropy(options: EntropyOptions) -> None:
 
 
 def sigma(options: SigmaOptions) -> None:
-    """Print the KL of each format and each sigma. Raises ConfigError for a model that cannot be measured."""
+    """Run the command `sigma`: compare noise to quantization by the KL that each causes to the BF16 model.
+
+    Prints the KL of each weight format and of each noise `sigmas`, and the sigma that causes each of `kls`. Raises
+    ConfigError for a model that cannot be measured, and if neither `sigmas` nor `kls` has an entry.
+    """
     if not options.sigmas and not options.kls:
         raise ConfigError("sigmas=[] is empty; allowed: numbers above 0. Type for example sigmas=[0.05,0.1].")
     check_model(options.model)

@@ -33,9 +33,10 @@ def ask_questions(
     engine: Engine, policy: Policy, task: Task, questions: Sequence[Question], samples: int, sampling: Sampling,
     on_done: OnDone = do_nothing,
 ) -> Answers:  # fmt: skip
-    """Sample each question `samples` times with the weights that the engine has, and grade the completions.
+    """Sample each question `samples` times with the engine's current weights, and grade the completions.
 
-    Calls `on_done` with the number of newly finished completions. Raises EngineFailed.
+    `policy` makes the prompts and decodes the completions. Calls `on_done` with the number of newly finished
+    completions. Raises EngineFailed.
     """
     prompts = [policy.prompt_ids(task.messages(question)) for question in questions]
     out = engine.generate(prompts, samples, sampling, on_done)
@@ -72,7 +73,10 @@ class Evaluation:
     entropy: float | None
 
     def metrics(self, prefix: str = "eval/") -> dict[str, float]:
-        """Return the means over questions, under the names of metrics.jsonl."""
+        """Return the means over questions by their names in metrics.jsonl, which begin with `prefix`.
+
+        These are accuracy, format score, completion tokens, share of truncated completions, and entropy if it is known.
+        """
         entropy = {} if self.entropy is None else {f"{prefix}entropy_nats": self.entropy}
         return {
             f"{prefix}accuracy": float(self.rows["accuracy"].mean()),
@@ -85,10 +89,10 @@ class Evaluation:
 def evaluate(
     engine: Engine, policy: Policy, task: Task, cfg: RunConfig, part: range, samples: int, on_done: OnDone = do_nothing
 ) -> Evaluation:
-    """Evaluate a training run on its held-out questions with indices `part`, with the weights that the engine has.
+    """Sample and grade the held-out questions with indices in `part` of a training run, `samples` times each.
 
-    The draw depends on the run's seed, with the transformers engine also on `part`. All evaluations and all arms with
-    the same seed share it.
+    Uses the engine's current weights. The sampling seed is a hash of `cfg.seed` alone: all evaluations of a run, and
+    all runs with the same seed, share it. The transformers engine adds `part.start` to it.
     """
     asked = task.heldout[part.start : part.stop]
     how = cfg.rollout.max_completion_tokens, evaluation_seed(cfg.seed), cfg.eval.temperature, cfg.eval.top_p
@@ -103,7 +107,10 @@ def evaluate(
 
 
 def merge_parts(parts: Sequence[Evaluation]) -> Evaluation:
-    """Merge evaluations of consecutive parts of the questions, with the same number of samples per question."""
+    """Merge evaluations of consecutive parts of the questions, with the same number of samples per question.
+
+    The merged entropy is weighted by completion tokens; it is None if no part has one.
+    """
     tokens = [float(part.rows["tokens"].sum()) for part in parts]
     shares = [own / sum(tokens) for own in tokens]
     entropies = [p.entropy * share for p, share in zip(parts, shares, strict=True) if p.entropy is not None]
@@ -112,6 +119,9 @@ def merge_parts(parts: Sequence[Evaluation]) -> Evaluation:
 
 
 def evaluation_seed(*parts: int | str) -> int:
-    """Hash the run's seed and other parts to a 32-bit sampling seed that no rollout uses."""
+    """Hash `parts` to a 32-bit sampling seed that no training rollout uses.
+
+    The parts are the run's seed, and for a benchmark also its name and the number of the part of the questions.
+    """
     text = "/".join(map(str, ("evaluation", *parts)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")

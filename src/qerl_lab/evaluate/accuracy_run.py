@@ -60,10 +60,10 @@ class Job:
 
 
 def run(*evaluations: AccuracyOptions) -> None:
-    """Run evaluations on benchmarks: ask, grade, write and print. One that is complete already is only printed.
+    """Run evaluations on benchmarks: ask, grade, write and print. An evaluation that is complete is only printed.
 
     Raises:
-        ConfigError: the run or model cannot be evaluated, a benchmark cannot be read, or `out` has other settings.
+        ConfigError: the run or model cannot be evaluated, a benchmark cannot be read, or `out` holds something else.
         ValueError: the engine failed; finished parts are kept.
         OSError: the disk is full, or a file cannot be written.
     """
@@ -78,7 +78,7 @@ def run(*evaluations: AccuracyOptions) -> None:
         }
         for group, engine in itertools.product(groups, (OWN, COMMON)):
             # A dense base is asked once: its own engine is the common one.
-            asked = [job for job in group if engine == OWN or (job.options.common and not job.subject.is_common)]
+            asked = [job for job in group if engine == OWN or (job.options.common and not job.subject.is_dense)]
             if not asked:
                 continue
             with ExitStack() as loaded:
@@ -96,9 +96,10 @@ def run(*evaluations: AccuracyOptions) -> None:
 
 
 def plan(options: AccuracyOptions) -> Job:
-    """Load the questions of an evaluation and choose its directory: `out`, or one named by a hash of the settings.
+    """Resolve the run or model of an evaluation, load its questions, and choose its directory.
 
-    Raises ConfigError if the subject or a benchmark cannot be read, or `out` holds something else.
+    The directory is `out`, or one below the run or below evaluations/ that is named by a hash of the settings. Raises
+    ConfigError if the run, the model or a benchmark cannot be read, or the directory holds something else.
     """
     found = subject.resolve_subject(options)
     tasks = benchmarks.load_benchmarks(options, found.cfg)
@@ -116,7 +117,11 @@ def plan(options: AccuracyOptions) -> Job:
 
 
 def identifying_settings(options: AccuracyOptions, chosen: Subject, tasks: Sequence[Task]) -> dict[str, Any]:
-    """Return the settings of an evaluation that determine its answers, by option name."""
+    """Return the settings that determine an evaluation's answers, as a dict for JSON.
+
+    They include hashes of weights and adapter, the format, the engine, the benchmarks and the sampling. `chosen` is the
+    run or model, `tasks` are the benchmarks.
+    """
     cfg, device = chosen.cfg, policy.device_of(chosen.cfg.device)
     drawn = f"temperature {cfg.eval.temperature:g}, top-p {cfg.eval.top_p:g}" if cfg.eval.temperature else "greedy"
     sampling = f"{drawn}, {cfg.rollout.max_completion_tokens:,} tokens"
@@ -137,11 +142,20 @@ def identifying_settings(options: AccuracyOptions, chosen: Subject, tasks: Seque
 
 
 def answer_missing_parts(job: Job, engine: str, learner: Policy, sampler: Engine, unfinished: Unfinished) -> None:
-    """Ask one engine the questions that are not answered yet, part by part, and store a row per completion.
+    """Ask the questions of `job` that `unfinished` has no answers to, and store a row per completion there.
 
-    A part is about one generation batch; four for vLLM, which refills its batch. Its number enters the sampling seed,
-    which is the same for all arms and engines. Raises ConfigError for a benchmark whose questions are all too long, and
-    ValueError if the engine fails.
+    Questions are asked in parts. A part is about one generation batch, or four for vLLM, which refills its batch. Its
+    number enters the sampling seed, which is the same for all arms and engines. Also sets `job.too_long` and adds to
+    `job.seconds`.
+
+    Args:
+        engine: OWN or COMMON, the name of `sampler` in the rows.
+        learner: makes the prompts and decodes completions.
+        sampler: generates the completions.
+
+    Raises:
+        ConfigError: all questions of a benchmark are too long.
+        ValueError: the engine failed.
     """
     started, cfg = time.time(), job.subject.cfg
     at_once = cfg.rollout.batch_size * (1 if cfg.rollout.engine == "transformers" else 4)
@@ -180,7 +194,10 @@ def answer_missing_parts(job: Job, engine: str, learner: Policy, sampler: Engine
 
 
 def write_results(job: Job, unfinished: Unfinished) -> None:
-    """Join the parts, own engine before common; write both result files; rename the folder to its final name."""
+    """Merge the answers in the unfinished folder, write eval.parquet and evaluation.json, and give it its final name.
+
+    Answers of the own engine come before answers of the common engine.
+    """
     found, cfg, folder = job.subject, job.subject.cfg, unfinished.folder
     files = sorted(folder.glob("*-*-*.parquet"))
     rows = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
@@ -191,7 +208,7 @@ def write_results(job: Job, unfinished: Unfinished) -> None:
         if count := job.too_long[task.name]:
             limit = f"max_prompt_tokens={cfg.rollout.max_prompt_tokens}"
             notes.append(f"{task.name}: {count} questions are longer than {limit}, and left out")
-    if job.options.common and found.is_common:
+    if job.options.common and found.is_dense:
         notes.append(f"its own engine is the common one: {cfg.format.name} is dense")
     about = {
         "schema": SCHEMA,
@@ -200,7 +217,7 @@ def write_results(job: Job, unfinished: Unfinished) -> None:
         "model": {"path": cfg.model.path, "revision": cfg.model.revision},
         "run_seed": found.run_seed,
         "arm": found.arm,
-        "own_is_common": found.is_common,
+        "own_is_common": found.is_dense,
         "notes": notes,
         "benchmarks": {
             name: data | {"too_long": job.too_long[name]} for name, data in job.identity["benchmarks"].items()
@@ -217,7 +234,10 @@ def write_results(job: Job, unfinished: Unfinished) -> None:
 
 
 def print_results(folder: Path, state: str) -> None:
-    """Print the table and notes of a finished evaluation, and the folder with its answers."""
+    """Print the settings, table and notes of the finished evaluation in `folder`, and its path.
+
+    `state` is the verb of the first line: "is evaluated" or "was evaluated before".
+    """
     about = read_json(folder / ABOUT, dict)
     identity = about["identity"]
     print(f"{about['subject']} {state}: {identity['format']}, {identity['rollout']}, no noise, seed {identity['seed']}")

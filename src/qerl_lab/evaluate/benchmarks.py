@@ -11,9 +11,9 @@ from qerl_lab.tasks.question_files import reword_path_error
 
 
 def load_benchmarks(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
-    """Load every requested benchmark as a task whose `heldout` are the questions to ask.
+    """Load every requested benchmark as a task; its `heldout` are the questions to ask.
 
-    Raises ConfigError if one cannot be read or has no questions.
+    If none is requested, loads the task of `cfg`. Raises ConfigError if one cannot be read or has no questions.
     """
     found, own = [], cfg.task if options.run else None
     for chosen in [task_config(own, *split_name_and_path(spec)) for spec in options.benchmarks] or [cfg.task]:
@@ -27,7 +27,10 @@ def load_benchmarks(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
 
 
 def load_questions(cfg: TaskConfig, before: str) -> Task:
-    """Load the questions of a task. A ConfigError quotes the path as typed: `before` (`benchmarks=NAME:`) and path."""
+    """Load a task for evaluation; its training questions are not read. Raises ConfigError if it cannot be read.
+
+    The error quotes the path as the user typed it: after `before`, which is for example `benchmarks=gsm8k:`.
+    """
     try:
         return tasks.load_benchmark(cfg)
     except ConfigError as error:
@@ -35,7 +38,11 @@ def load_questions(cfg: TaskConfig, before: str) -> Task:
 
 
 def task_config(run_task: TaskConfig | None, name: str, path: str | None) -> TaskConfig:
-    """Return the configuration of a benchmark: the run's own task, or the task's YAML with the run's instruction."""
+    """Return the configuration of the benchmark `name`: the run's own task if it has that name, else the task's YAML.
+
+    The questions are in `path`; None keeps the path of the run's own task. A YAML without an instruction takes the
+    run's. `run_task` is None if no run is evaluated.
+    """
     if run_task is not None and name == run_task.name and not run_task.module:
         return replace(run_task, path=path or run_task.path)
     cfg = replace(tasks.read_task_config(name), path=path)

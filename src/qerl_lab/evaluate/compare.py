@@ -56,7 +56,10 @@ class Difference:
     by_question: pd.DataFrame
 
     def interval(self, level: float = 0.95) -> Interval:
-        """Return mean and interval of B - A: over questions for one seed, over seeds and questions for several."""
+        """Return mean and interval of B - A at confidence `level`, as (mean, low, high).
+
+        For one seed the interval is over questions, for several it is over seeds and questions.
+        """
         if len(self.by_question) > 1:
             return over_seeds(self.by_question.to_numpy(), level)
         after = self.by_question.iloc[0]
@@ -64,7 +67,7 @@ class Difference:
 
     @property
     def p(self) -> float:
-        """p-value of the mean of B - A against 0."""
+        """Two-sided p-value against the hypothesis that the mean of B - A is 0."""
         return p_value(self.interval, self.by_question.shape[1])
 
 
@@ -72,7 +75,11 @@ Pairs = list[tuple[Evaluated, Evaluated]]
 
 
 def run(a_path: str, b_path: str) -> None:
-    """Print the table of differences between two evaluations. Raises ConfigError if A and B cannot be paired."""
+    """Print the table of differences B - A, with notes.
+
+    Each path is the folder of one evaluation, or a folder above the evaluations of several seeds. Raises ConfigError if
+    A and B cannot be paired.
+    """
     arms = {"A": read_arm(a_path), "B": read_arm(b_path)}
     pairs, notes = pair_evaluations(*arms.values())
     found = list(differences(pairs, notes))
@@ -118,9 +125,10 @@ def read_arm(path: str) -> dict[int, Evaluated]:
 
 
 def differing_keys(mine: Mapping[str, str] | None, others: Mapping[str, str] | None) -> list[str]:
-    """Return the keys in which the arms of two runs differ; empty if one arm is unknown, as in older evaluations.
+    """Return, sorted, the keys in which the arms of two runs differ: configurations without seed, labels and device.
 
-    Training questions are compared by hash if both have one, otherwise by path.
+    `mine` and `others` map dotted keys to values as text. If one is None, as in older evaluations, returns an empty
+    list. Training questions are compared by hash if both have one, otherwise by path.
     """
     if mine is None or others is None:
         return []
@@ -130,10 +138,10 @@ def differing_keys(mine: Mapping[str, str] | None, others: Mapping[str, str] | N
 
 
 def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[Pairs, list[str]]:
-    """Pair the evaluations by seed; return the pairs and notes. A single evaluation on each side is always a pair.
+    """Pair evaluations of the same seed in `a` and `b`, which map seeds to evaluations; return the pairs and notes.
 
-    The notes name other differences between A and B: seeds, draws, engines, versions of the code. Raises ConfigError
-    if no seed is in both.
+    One evaluation on each side makes a pair even if the seeds differ. The notes name other differences between A and B:
+    seeds, sampling, engines, versions of the code. Raises ConfigError if no seed is in both.
     """
     shared, alone = sorted(a.keys() & b.keys()), sorted(a.keys() ^ b.keys())
     notes: list[str] = []
@@ -159,9 +167,13 @@ def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[
 def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
     """Yield B - A in each measure, for every benchmark, engine and sampling that all evaluations have.
 
-    Measures are accuracy, and for several samples pass@k and answer entropy (nats), which needs the completions that
-    the queue drops. Appends to `notes` what some evaluations lack, and that two dense bases are compared once. Raises
-    ConfigError if nothing is in all, or if questions, prompts, answers or numbers of samples differ.
+    Each pair is one evaluation of A and one of B, usually of the same seed. Measures are accuracy, and for several
+    samples pass@k and answer entropy (nats). Answer entropy is left out if an evaluation lacks its completions, which
+    `tools.queue` drops.
+
+    If all bases are dense, the own and the common engine are the same, so only the own one is compared. Appends that,
+    and what some evaluations lack, to `notes`. Raises ConfigError if nothing is in all, or if A and B differ in
+    questions, prompts, answers or numbers of samples.
     """
     groups = [[rows_by_group(one) for one in pair] for pair in pairs]
     every = [of_one for of_pair in groups for of_one in of_pair]
@@ -201,14 +213,20 @@ def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
 
 
 def rows_by_group(one: Evaluated) -> dict[tuple[str, ...], pd.DataFrame]:
-    """Return an evaluation's rows by (benchmark, engine, sampling); those of a dense base stand for both engines."""
+    """Return an evaluation's rows by (benchmark, engine, sampling).
+
+    If its base is dense, the rows of the own engine are also returned under the common engine, which equals it.
+    """
     found = {tuple(map(str, name)): rows for name, rows in one.rows.groupby(GROUP, sort=False)}
     common = {(name[0], COMMON, name[2]): rows for name, rows in found.items()} if one.about["own_is_common"] else {}
     return found | common
 
 
 def table(compared: list[Difference]) -> str:
-    """Format the differences: a row per benchmark, engine, sampling (named if several) and measure."""
+    """Format the differences as the printed table: a row per benchmark, engine, sampling and measure.
+
+    The column `sampling` is left out if all rows have the same.
+    """
     several = len({one.sampling for one in compared}) > 1
     head = ["benchmark", "engine", *["sampling"] * several, "measure", "questions", "A", "B"]
     rows = [[*head, "B - A, 95% interval", "p"]]

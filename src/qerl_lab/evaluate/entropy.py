@@ -50,7 +50,10 @@ class Arm(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the row: format, non-default options that are recorded, and method."""
+        """Name in the results: format, options that differ from the default, and method.
+
+        Options that the checkpoint does not record (None) are left out.
+        """
         usual, own = FormatConfig(), asdict(self.weight_format)
         changed = {key: value for key, value in own.items() if value not in (None, getattr(usual, key))}
         options = [f"{key}={spell_value(value)}" for key, value in changed.items()]
@@ -82,9 +85,10 @@ class Texts:
 
 
 def run(options: EntropyOptions) -> None:
-    """Measure entropy and KL of every arm, print the table and write the results.
+    """Run the command `entropy`: measure every arm, print the table, and write entropy.json and entropy.png.
 
-    Raises ConfigError for a model that is packed or cannot be loaded, and an `out` with results.
+    An arm is a format that the model is rounded to, or a given checkpoint. Raises ConfigError for a model that is
+    packed or cannot be loaded, and for an `out` with results.
     """
     folder = local_folder(options.model, options.revision, key="model")
     remedy = f"Type it, and checkpoints=[{options.model}]."
@@ -121,7 +125,10 @@ def results_folder(options: EntropyOptions) -> Path:
 
 
 def arms_to_measure(options: EntropyOptions) -> Iterator[Arm]:
-    """Yield an arm for every packed format, rounded to nearest, then one for each given checkpoint."""
+    """Yield an arm for every packed format in `options.formats`, rounded to nearest, then one for every checkpoint.
+
+    Raises ConfigError for a checkpoint that is dense.
+    """
     names = choices_of("format") if "all" in options.formats else dict.fromkeys(options.formats)
     for name in names:
         if name != DENSE_FORMAT:
@@ -140,7 +147,7 @@ def arms_to_measure(options: EntropyOptions) -> Iterator[Arm]:
 
 
 def sample_texts(options: EntropyOptions, device: torch.device) -> Texts:
-    """Sample one completion per prompt from the dense model at temperature 1."""
+    """Sample one completion per prompt from the dense model at temperature 1, and measure its entropy at each token."""
     name, path = split_name_and_path(options.prompts)
     task = benchmarks.load_questions(benchmarks.task_config(None, name, path), f"prompts={name}:")
     cfg = run_config(options, DENSE_FORMAT)
@@ -157,17 +164,18 @@ def sample_texts(options: EntropyOptions, device: torch.device) -> Texts:
 
 
 def run_config(options: EntropyOptions, name: str) -> RunConfig:
-    """Return the configuration that loads the model in the weight format `name`."""
+    """Return the configuration that loads `options.model` in the weight format `name`."""
     cfg = RunConfig()
     cfg.model.path, cfg.model.revision, cfg.format.name = options.model, options.revision, name
     return cfg
 
 
 def measure_arm(options: EntropyOptions, arm: Arm, texts: Texts, folder: Path) -> list[dict[str, Any]]:
-    """Measure a packed model; return its row. For round to nearest also measure the parts of its error, a row each.
+    """Measure entropy, KL and weight error of a packed model; return its row of the results, and rows of error parts.
 
-    For `grid`, `dead` and both, that part of the error is added to the dense model in `folder`. Both together equal the
-    format with ideal scales, so rounding the scales (`scale`) is the rest of the format's change of entropy.
+    For round to nearest, `options.parts` also measures parts of the weight error, each in a row. The rows `grid`,
+    `dead` and `grid and dead` measure the dense model in `folder` with that error added. `grid and dead` equals the
+    format with exact block scales, so the rest of the entropy change is due to rounded scales, the row `scale`.
     """
     device = texts.states.device
     model, _ = policy.load_base(arm.cfg, device)
@@ -205,9 +213,10 @@ def compare_to_dense(model: PreTrainedModel, texts: Texts) -> tuple[Tensor, Tens
 
 
 def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
-    """Return the mean token entropy, its change from the dense model, and the means over forking tokens and others.
+    """Return a row's entropies: mean, change from the dense model, mean over forking tokens, mean over the others.
 
-    Forking tokens are the fifth with the highest entropy under the model itself (arXiv 2506.01939), rounded up.
+    Forking tokens are the fifth of the tokens, rounded up, with the highest entropy under the measured model itself
+    (arXiv 2506.01939).
     """
     ranked = entropies_T.double().sort(descending=True).values
     count = math.ceil(len(ranked) / 5)
@@ -220,19 +229,25 @@ def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
 
 
 def mean_change(values_T: Tensor, texts: Texts) -> dict[str, float]:
-    """Return the mean of token differences with interval and p-value; p is NaN if a difference is not finite."""
+    """Return `mean`, `low`, `high` (95% interval) and p-value `p` of a difference that is given for each token.
+
+    `p` is NaN if a difference is not finite.
+    """
     is_finite = bool(values_T.isfinite().all())
     p = p_value(lambda level: interval(values_T, texts.lengths, level), len(texts.lengths)) if is_finite else math.nan
     return mean_and_interval(values_T, texts) | {"p": p}
 
 
 def mean_and_interval(values_T: Tensor, texts: Texts) -> dict[str, float]:
-    """Return mean and interval of token values as a dict, for a row of the results."""
+    """Return the mean of token values and its 95% interval as a dict `mean`, `low`, `high`."""
     return dict(zip(("mean", "low", "high"), interval(values_T, texts.lengths), strict=True))
 
 
 def interval(values_T: Tensor, lengths: list[int], level: float = 0.95) -> Interval:
-    """Return the mean over tokens with Student's t interval over texts, because tokens of one text are correlated."""
+    """Return (mean, low, high) of token values, with Student's t interval at confidence `level`.
+
+    The interval is over texts, which have `lengths` tokens, because tokens of one text are correlated.
+    """
     found = kl.mean(values_T, lengths)
     assert found.standard_error is not None, "two texts at least"
     half = float(stats.t.ppf(0.5 + level / 2, len(lengths) - 1)) * found.standard_error
@@ -246,7 +261,7 @@ def row_name(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Format the rows as the printed table: one per model, and one per error part added alone to dense weights."""
+    """Format the rows as the printed table: one line per model, and below it one per part of its weight error."""
     head = ["weights", "entropy", "forking", "rest", "change, 95% interval", "p", "KL to dense", "error"]
     lines = [[*head, *weight_error.PARTS]]
     for row in rows:
@@ -265,7 +280,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw_results(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot the entropy changes and the shares of the weight error to `path`."""
+    """Plot the entropy changes, and the share of each part in the weight error, to the image file `path`."""
     from qerl_lab.report import plots  # matplotlib takes a second
 
     changes, shares = {}, {}

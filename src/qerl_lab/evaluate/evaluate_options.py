@@ -115,7 +115,7 @@ def check_task(name: str, given: str, example: str) -> None:
 
 
 def split_name_and_path(spec: str) -> tuple[str, str | None]:
-    """Split the benchmark `NAME:PATH` or `NAME` into name and path."""
+    """Split the benchmark `NAME:PATH` or `NAME` into name and path; the path of `NAME` is None."""
     name, sign, path = spec.partition(":")
     return name, path if sign else None
 

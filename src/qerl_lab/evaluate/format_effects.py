@@ -35,7 +35,10 @@ def values_of_a_block(weight_format: Format, largest: float = 1.0) -> list[float
 
 
 def largest_of_blocks(weight_format: Format, weight: Tensor) -> Tensor:
-    """Return the ratio stored / exact of the largest weight of each block of `weight[N, K]`: [N * K / block]."""
+    """Return the ratio stored / exact of the largest weight in each block of `weight[N, K]`: [N * K / block].
+
+    The largest weight is the one with the largest magnitude.
+    """
     assert weight_format.BLOCK is not None, f"{weight_format.NAME} has no blocks"
     exact = weight.float().reshape(-1, weight_format.BLOCK)
     stored = rounded(weight_format, weight).reshape(-1, weight_format.BLOCK)
@@ -44,15 +47,15 @@ def largest_of_blocks(weight_format: Format, weight: Tensor) -> Tensor:
 
 
 def rounded(weight_format: Format, weight: Tensor) -> Tensor:
-    """Quantize and dequantize `weight[N, K]`; returns float32."""
+    """Quantize and dequantize `weight[N, K]`; return float32 [N, K]."""
     return weight_format.dequantize(weight_format.quantize(weight), (weight.shape[0], weight.shape[1]), torch.float32)
 
 
 def errors(weight_formats: Iterable[Format], weight: Tensor, inputs: Tensor) -> pd.DataFrame:
-    """Tabulate errors of y = x W^T by format, with `weight[N, K]` and `inputs[T, K]`.
+    """Tabulate errors of y = x W^T by format: W is `weight[N, K]`, x is `inputs[T, K]`; W', y' are after quantization.
 
     Columns: bits per weight; weight error |W' - W| / |W|; output error |y' - y| / |y|; and `grid`, `dead` and `scale`,
-    the shares of the squared weight error (evaluate/weight_error.py), NaN for a format without an ideal.
+    the shares of the squared weight error (evaluate/weight_error.py), NaN if `Format.ideal` returns None.
     """
     weight, rows = weight.float(), []
     exact = inputs @ weight.t()
@@ -70,7 +73,10 @@ def errors(weight_formats: Iterable[Format], weight: Tensor, inputs: Tensor) -> 
 
 
 def linear_of(texts: Texts, layer: str) -> tuple[Tensor, Tensor]:
-    """Return weight [N, K] and inputs [T, K], float32, of the dense policy's Linear with full name `layer`."""
+    """Return weight [N, K] and inputs [T, K], float32, of the dense policy's Linear with full name `layer`.
+
+    The inputs are those at all tokens of the texts, prompts included.
+    """
     seen: list[Tensor] = []
 
     def keep_inputs(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -96,7 +102,10 @@ def packed_model(model: str, weight_format: Format, device: torch.device) -> Pre
 
 
 def effects_of_formats(texts: Texts, model: str, weight_formats: Iterable[Format]) -> pd.DataFrame:
-    """Tabulate for each format of `model`: bits, KL to the dense policy, and entropy. `model` sampled the texts."""
+    """Tabulate bits per weight, KL to the dense policy and entropy by format.
+
+    `model`, from which `texts` were sampled, is loaded and packed in each format.
+    """
     rows = []
     for weight_format in weight_formats:
         packed = packed_model(model, weight_format, texts.states.device)
@@ -106,7 +115,7 @@ def effects_of_formats(texts: Texts, model: str, weight_formats: Iterable[Format
 
 
 def effects_of_noise(texts: Texts, sigmas: Sequence[float], draws: int) -> pd.DataFrame:
-    """Tabulate the KL and entropy that AQN causes in the dense policy, for each sigma and noise draw."""
+    """Tabulate KL and entropy of the dense policy with AQN noise: for each sigma, one row for each of `draws` draws."""
     return pd.DataFrame(
         {"sigma": sigma, "draw": draw} | _effect(texts, *with_noise(texts, Noise(sigma, seed=0, step=draw)))
         for sigma in sigmas
@@ -115,12 +124,11 @@ def effects_of_noise(texts: Texts, sigmas: Sequence[float], draws: int) -> pd.Da
 
 
 def effects_at_kl(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.DataFrame:
-    """Tabulate the effect of noise at each KL in `kls`, at a sigma interpolated between the means of `noise`.
+    """Tabulate sigma, KL and entropy change of noise that causes each KL in `kls`, in a row per KL.
 
-    Args:
-        noise: result of `effects_of_noise`. As many draws are measured again at the new sigma.
-
-    Raises ValueError if a KL is outside the measured range.
+    `noise`, a result of `effects_of_noise`, gives the sigma by interpolation between the mean KLs of its sigmas. The
+    effect is measured again at that sigma with as many draws, and averaged. Raises ValueError if a KL is outside the
+    measured range.
     """
     means, rows = noise.groupby("sigma")["kl"].mean(), {}
     for name, target in kls.items():
@@ -141,9 +149,10 @@ def with_noise(texts: Texts, noise: Noise) -> tuple[Tensor, Tensor]:
 
 
 def _effect(texts: Texts, entropies_T: Tensor, kl_T: Tensor) -> dict[str, float]:
-    """Return KL to the dense policy, entropy, and its change with p-value, in nats per token.
+    """Average the entropy of a packed or noisy policy, and its KL to the dense one, over tokens; in nats, as a row.
 
-    Keys ending in _low and _high are 95% intervals over texts.
+    `entropies_T` and `kl_T` have one value per token of `texts`. The entropy change is from the dense policy's entropy,
+    `texts.entropies_T`, and `p` is its p-value. Keys ending in _low and _high are 95% intervals over texts.
     """
     changed = mean_change(entropies_T - texts.entropies_T, texts)
     nats, low, high = interval(kl_T, texts.lengths)

@@ -37,7 +37,10 @@ def entropy_per_token(p: Tensor) -> Tensor:
 
 
 def mean(values_T: Tensor, lengths: list[int]) -> Estimate:
-    """Return the mean over tokens, with the standard error of a ratio estimator over texts of `lengths` tokens."""
+    """Return the mean over tokens, with the standard error of a ratio estimator over texts.
+
+    `values_T` holds the values of all texts, one text after another; `lengths` are their numbers of tokens.
+    """
     values_T, texts = values_T.double(), len(lengths)
     average = values_T.mean().item()
     if texts < 2:
@@ -65,7 +68,7 @@ def hidden_states(model: PreTrainedModel, pairs: Pairs, batch_size: int | None =
 
 
 def logprobs(model: PreTrainedModel, states: Tensor, temperature: float = 1.0) -> Iterator[Tensor]:
-    """Yield float32 log-probs [at most CHUNK, vocabulary] of `model`, computed from its `hidden_states`.
+    """Yield float32 log-probs [at most CHUNK, vocabulary] of `model` at `temperature`, from its `hidden_states`.
 
     The model's own forward computes the logits, because some models scale them after the output layer (Granite) or cap
     them (Gemma 2). It runs on one token, and a hook replaces its backbone's output by `states`.

@@ -29,9 +29,10 @@ class Texts:
         return sum(len(states) for states in self.clean_N)
 
     def nats(self, noises: Sequence[Noise]) -> float:
-        """Return the KL that noise causes, summed over tokens; 0 without texts. Batches take the noises in turn.
+        """Return KL(noisy || clean) in nats, summed over all tokens; 0 without texts.
 
-        Each text gets one noise draw: KL varies more between texts, a few of which dominate it, than between draws.
+        Each batch has one of `noises`, in turn, so each text gets one noise draw. KL varies more between texts, a few
+        of which dominate it, than between draws.
         """
         model, total = self.policy.model.get_base_model(), 0.0
         for number, (pairs, clean) in enumerate(zip(self.pairs_N, self.clean_N, strict=True)):
@@ -42,13 +43,13 @@ class Texts:
 
 
 def texts(policy: Policy, pairs: kl.Pairs, temperature: float, batch_size: int) -> Texts:
-    """Batch the texts and compute their hidden states without noise, for `Texts.nats`."""
+    """Split `pairs` into batches and compute their hidden states without noise. `temperature` divides the logits."""
     pairs_N = [pairs[at : at + batch_size] for at in range(0, len(pairs), batch_size)]
     return Texts(policy, pairs_N, temperature, [states(policy, CLEAN, part) for part in pairs_N])
 
 
 @torch.no_grad()
 def states(policy: Policy, noise: Noise, pairs: kl.Pairs) -> Tensor:
-    """Return the hidden states (`kl.hidden_states`) of the policy with noise."""
+    """Return the hidden states of the policy with noise at the compared tokens, as `kl.hidden_states` does."""
     with policy.as_sampler(noise.onto_norms(policy.clean_norms)):
         return kl.hidden_states(policy.model.get_base_model(), pairs)

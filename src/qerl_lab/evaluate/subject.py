@@ -48,15 +48,15 @@ class Subject:
     day: date = field(default_factory=date.today)
 
     @property
-    def is_common(self) -> bool:
-        """Tell whether the base is dense, so that its own engine is the common one."""
+    def is_dense(self) -> bool:
+        """Tell whether the base is dense; then `common=true` needs no second engine with a dequantized base."""
         return self.cfg.format.name == DENSE_FORMAT
 
 
 def resolve_subject(options: AccuracyOptions) -> Subject:
-    """Return the subject that `run=` or `model=` names, asked as the options or else its own settings say.
+    """Return what to evaluate: the run `run=` or the model `model=`. Options other than None replace its settings.
 
-    Raises ConfigError if it is missing or does not fit the options.
+    Raises ConfigError if the run or model is missing, or does not fit the options.
     """
     found = _resolve_run(options) if options.run else _resolve_model(options)
     cfg = found.cfg
@@ -77,7 +77,7 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
 
 
 def _resolve_run(options: AccuracyOptions) -> Subject:
-    """Return the subject of `run=`: the run's base with its final adapter, or the base alone."""
+    """Return the subject of `run=`: the run's base with its final adapter, or for `adapter=false` the base alone."""
     directory = requested_run(options)
     cfg, said, day = directory.config(), f"run {options.run}", directory.first_day()
     on_disk.check_content(cfg)
@@ -90,7 +90,10 @@ def _resolve_run(options: AccuracyOptions) -> Subject:
 
 
 def _resolve_model(options: AccuracyOptions) -> Subject:
-    """Return the subject of `model=`: a model without a run, in its stored format or the requested one."""
+    """Return the subject of `model=`: a packed model in its own format, a dense one in `options.format`, or else bf16.
+
+    Raises ConfigError if a packed model has another format than `options.format`.
+    """
     cfg, said = RunConfig(), f"model={options.model}"
     folder = local_folder(options.model, options.revision, key="model")
     on_disk.check_files(folder, said)
@@ -112,7 +115,7 @@ def _resolve_model(options: AccuracyOptions) -> Subject:
 
 
 def packed_format(stored: PackedAs) -> FormatConfig:
-    """Return the `format` group that loads a packed checkpoint: its format, recorded options and dense layers."""
+    """Return the config group `format` that loads a packed checkpoint: format, recorded options and dense layers."""
     options = {key: value for key, value in vars(stored.weight_format).items() if value is not None}
     return FormatConfig(name=stored.weight_format.NAME, ignore=list(stored.ignore), **options)
 
@@ -131,7 +134,7 @@ def load_policy(subject: Subject) -> Policy:
 
 @contextmanager
 def dequantized_subject(subject: Subject) -> Iterator[Subject]:
-    """Context manager: yield the subject with its base dequantized to bfloat16, as a temporary checkpoint.
+    """Context manager: yield the subject with its base dequantized to bfloat16, in a temporary folder.
 
     Layers that the format leaves dense are unchanged.
     """

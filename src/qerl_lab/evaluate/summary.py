@@ -32,22 +32,26 @@ def scores(rows: pd.DataFrame) -> pd.Series:
 
 
 def pass_rates(rows: pd.DataFrame, k: int) -> pd.Series:
-    """Return pass@k of each question by id. A sample is right if its accuracy is 1."""
+    """Return pass@k of each question by id, estimated from all its samples. A sample is right if its accuracy is 1."""
     right = (rows["accuracy"] >= 1).groupby(rows["id"], sort=False).sum()
     return pd.Series(pass_at(k, right.to_numpy(), int(rows["draw"].max()) + 1), right.index)
 
 
 def answer_entropies(rows: pd.DataFrame) -> pd.Series:
-    """Return the entropy in nats of each question's final answers over its samples, by id; at most log(samples).
+    """Return the entropy in nats of the final answers to each question over its samples, by id; at most log(samples).
 
-    Equal numbers are one answer; other answers are equal by spelling. All samples without a final answer are one more.
+    Answers are the same if they are equal numbers, or otherwise have the same normalized text. Samples without a final
+    answer count as having the same one.
     """
     counts = rows["completion"].map(_answer).groupby(rows["id"], sort=False).agg(lambda said: [*Counter(said).values()])
     return counts.map(lambda counted: float(stats.entropy(counted)))
 
 
 def _answer(completion: str) -> Decimal | str:
-    """Return the completion's final answer: a number, or a text in one spelling; empty without one."""
+    """Return the completion's final answer: a Decimal if it is a number, otherwise normalized text; "" if it has none.
+
+    Text of more than MAX_ANSWER_CHARACTERS is returned as it is.
+    """
     text = final_answer(completion) or ""
     value = number(text)
     if value is None:
@@ -56,7 +60,7 @@ def _answer(completion: str) -> Decimal | str:
 
 
 def summarize(rows: pd.DataFrame) -> Summary:
-    """Summarize the answers to one benchmark by one engine, from `accuracy.Answers.rows`.
+    """Summarize the answers to one benchmark by one engine as a dict. `rows` is as in `accuracy.Answers`.
 
     `accuracy` is the mean over questions and samples (avg@k), `low` and `high` its 95% interval. `standard_error`
     covers variation between questions and draws; `standard_error_of_draws`, with two or more samples, covers asking the
@@ -85,7 +89,7 @@ def summarize(rows: pd.DataFrame) -> Summary:
 
 
 def summarize_each(rows: pd.DataFrame) -> list[Summary]:
-    """Summarize each benchmark, engine and sampling in `rows` by `summarize`."""
+    """Return a summary (see `summarize`) for each benchmark, engine and sampling in `rows`, with these as keys too."""
     names = ["benchmark", "engine", "sampling"]
     return [
         dict(zip(names, group, strict=True)) | summarize(part) for group, part in rows.groupby(names, sort=False)
@@ -93,9 +97,9 @@ def summarize_each(rows: pd.DataFrame) -> list[Summary]:
 
 
 def table(results: Sequence[Summary]) -> str:
-    """Format the printed table: a row per benchmark, engine and sampling (named if several).
+    """Format the printed table: a row per benchmark, engine and sampling. One sampling in all rows gets no column.
 
-    pass@1 is left out, because it equals accuracy for right-or-wrong scores: `@2 0.500  @4 0.625`.
+    The column pass@k reads `@2 0.500  @4 0.625`. It omits pass@1, which equals accuracy for right-or-wrong scores.
     """
     several = len({one["sampling"] for one in results}) > 1
     sampled = any(one["samples"] > 1 for one in results)

@@ -47,13 +47,13 @@ class LayerError:
 
     @property
     def dead(self) -> Tensor:
-        """Error by the dead zone, [N, K]: -w where q(w) = 0, and 0 elsewhere."""
+        """Error by the dead zone, [N, K]: -`weight` where `ideal` is 0, and 0 elsewhere."""
         assert self.ideal is not None
         return torch.where(self.ideal == 0, -self.weight, 0.0)
 
     @property
     def grid(self) -> Tensor:
-        """Error by the grid, [N, K]: q(w) - w where q(w) != 0, and 0 elsewhere."""
+        """Error by the grid, [N, K]: `ideal` - `weight` where `ideal` is not 0, and 0 elsewhere."""
         assert self.ideal is not None
         return torch.where(self.ideal == 0, 0.0, self.ideal - self.weight)
 
@@ -62,9 +62,13 @@ def layers(
     weight_format: Format, dense: WeightFiles, packed: WeightFiles | None, linears: list[str], device: torch.device,
     *, fit_scales: bool = False,
 ) -> Iterator[LayerError]:  # fmt: skip
-    """Yield each Linear's exact, rounded and stored weights. `packed` is a method's checkpoint; None: round to nearest.
+    """Yield the weights of each Linear before and after quantization, as a `LayerError`.
 
-    AWQ moves scales from a layer to the one before it. `fit_scales` fits and removes them first.
+    Args:
+        dense: files of the unquantized model.
+        packed: files of a quantized checkpoint, which give `stored`; None: `stored` is rounded to nearest.
+        linears: names of the Linears.
+        fit_scales: fit the scales that AWQ moved into the layer before, and remove them from `stored`.
     """
     for group in fused_groups(linears):
         weights = {name: dense.tensor(f"{name}.weight", device) for name in group}
@@ -81,9 +85,9 @@ def layers(
 def stored_weight(
     weight_format: Format, packed: WeightFiles, name: str, shape: tuple[int, int], device: torch.device
 ) -> Tensor:
-    """Return the dequantized weight of a Linear in a packed checkpoint.
+    """Return the dequantized weight, float32 `shape`, of the Linear `name` in a packed checkpoint.
 
-    Raises ValueError, naming file and tensor, for one that is not the format's.
+    Raises ValueError, naming file and tensor, for tensors that `Format.accept` refuses.
     """
     parts = {key: packed.tensor(f"{name}.{key}", device) for key in weight_format.layout(shape)}
     where = packed.where(f"{name}.{next(iter(parts))}")
@@ -91,7 +95,10 @@ def stored_weight(
 
 
 def remove_scales(weight: Tensor, other: Tensor) -> Tensor:
-    """Scale columns and rows of `other[N, K]` in turn so that it fits `weight` in least squares; return it."""
+    """Return `other[N, K]` with its columns and rows scaled so that it fits `weight` in least squares.
+
+    Columns and rows are scaled in turn, FIT_ROUNDS times.
+    """
     for dim in (0, 1) * FIT_ROUNDS:
         product, square = (weight * other).sum(dim, keepdim=True), other.square().sum(dim, keepdim=True)
         other = other * torch.where(square > 0, product / square, 1.0)
@@ -99,10 +106,10 @@ def remove_scales(weight: Tensor, other: Tensor) -> Tensor:
 
 
 def sum_errors(errors: Iterable[LayerError]) -> dict[str, Any]:
-    """Sum the weight errors of the layers, in float64: total and parts.
+    """Sum the squared weight errors of the layers, in float64, and return them as a dict.
 
-    Returns `relative` = |w' - w|^2 / |w|^2, `sqnr_db`, and `parts`: the share of each of PARTS in |w' - w|^2, adding up
-    to 1. `parts` is None if nothing changed or the format has no ideal.
+    `relative` is |stored - weight|^2 / |weight|^2, and `sqnr_db` its inverse in decibels. `parts` holds the share of
+    each of PARTS in |stored - weight|^2; they add up to 1. It is None if nothing changed or the format has no ideal.
     """
     signal = error = 0.0
     parts: dict[str, float] | None = dict.fromkeys(PARTS, 0.0)
@@ -123,7 +130,11 @@ def decibels(signal: float, error: float) -> float | None:
 
 
 def error_parts(layer: LayerError) -> dict[str, float] | None:
-    """Return the parts (grid, dead, scale, method) of one Linear's squared error; None if the format has no ideal."""
+    """Split one Linear's squared error into PARTS, which add up to it; None if the format has no ideal.
+
+    grid: values move to the grid. dead: small values become zero. scale: block scales are rounded. method: AWQ or GPTQ
+    against round to nearest. The module's docstring has the formulas.
+    """
     if layer.ideal is None:
         return None
     grid, dead = sum_of_squares(layer.grid), sum_of_squares(layer.dead)

@@ -21,7 +21,7 @@ class Chosen(Protocol):
 
 
 def build(chosen: Chosen) -> Format:
-    """Build the format that a configuration names. Raises ValueError for an unknown name."""
+    """Build the format that the config group `format` names, with its options. Raises ValueError for another name."""
     if chosen.name not in FORMATS:
         raise ValueError(f"unknown weight format {chosen.name!r}; allowed: {', '.join(FORMATS)}")
     kind: Any = FORMATS[chosen.name]
@@ -29,10 +29,9 @@ def build(chosen: Chosen) -> Format:
 
 
 def recognize(config: Mapping[str, Any]) -> PackedAs:
-    """Parse the `quantization_config` of a config.json to the format and its ignored layers.
+    """Parse the `quantization_config` of a config.json; return the format and the modules left dense.
 
-    Reads the ones that llmcompressor and transformers write, too. Raises ValueError for a layout that no format
-    supports.
+    Reads files of this lab, llmcompressor and transformers. Raises ValueError for a layout that no format supports.
     """
     method = config.get("quant_method")
     kinds = [kind for kind in FORMATS.values() if kind.QUANT_METHOD is not None]

@@ -22,7 +22,10 @@ class Bf16(Format):
         return 16.0
 
     def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
-        """Return `{"weight": bfloat16 [N, K]}`. Raises ValueError for another shape, NaN or Inf."""
+        """Return `{"weight": bfloat16 [N, K]}`.
+
+        Raises ValueError, naming `name`, for another shape or dtype, NaN or Inf.
+        """
         return {"weight": checked(weight, self, name=name).to(torch.bfloat16)}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -34,5 +37,5 @@ class Bf16(Format):
         return weight.to(torch.bfloat16).float()
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return shape and dtype of the one dense tensor."""
+        """Return shape and dtype of the only tensor, `weight`."""
         return {"weight": (shape, torch.bfloat16)}

@@ -59,9 +59,10 @@ class CompressedTensors(Format):
         return f"{cls.NAME}-pack-quantized"
 
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
-        """Build the `quantization_config` that the library would write; `dtype` is not recorded.
+        """Build the `quantization_config` that compressed-tensors would write; `dtype` is not recorded.
 
-        An entry of `ignore` may be `re:` and a pattern. A plain entry becomes a pattern that matches the end of a name.
+        An entry of `ignore` is a layer's full name or its last parts, a module around layers, or `re:` and a pattern.
+        All but patterns and `lm_head` are written as patterns.
         """
         weights = self._weights_section() | {
             "block_structure": None, "actorder": None, "scale_dtype": str(self.SCALE_DTYPE), "zp_dtype": None,
@@ -76,7 +77,10 @@ class CompressedTensors(Format):
 
     @classmethod
     def recognize(cls, config: Mapping[str, Any]) -> PackedAs | None:
-        """Parse a `quantization_config` of compressed-tensors or llmcompressor; None if it describes another layout."""
+        """Parse a `quantization_config` of compressed-tensors or llmcompressor; None if it describes another layout.
+
+        Raises ValueError for an entry that this package cannot load. The rounding rule is not recorded, so it is None.
+        """
         if layout_of(config) != cls.layout_name():
             return None
         group = _only_group(config)
@@ -107,12 +111,15 @@ class CompressedTensors(Format):
 
 
 def layout_of(config: Mapping[str, Any]) -> str | None:
-    """Return the checkpoint layout's name in a `quantization_config`. Raises ValueError unless all layers share one."""
+    """Return the checkpoint layout's name in a `quantization_config`, None if it has none.
+
+    Raises ValueError unless `config_groups` has exactly one entry, so that all layers share a layout.
+    """
     return _only_group(config).get("format") or config.get("format")
 
 
 def _only_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the single entry of `config_groups`. Raises ValueError if there are several."""
+    """Return the single entry of `config_groups`. Raises ValueError if there is none, or several."""
     groups = config.get("config_groups") or {}
     if len(groups) != 1:
         raise unsupported_entry("config_groups", sorted(groups), "one group, in which all layers have the same format")
@@ -120,9 +127,10 @@ def _only_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _ignore_pattern(entry: str) -> str:
-    """Turn an entry of `ignore` into a compressed-tensors pattern.
+    """Turn an entry of `ignore` into a compressed-tensors pattern that matches the same layers.
 
     compressed-tensors reads a plain entry as a full layer name, never as the end of one or as a module around layers.
+    Returns `lm_head` and patterns unchanged.
     """
     if entry == _HEAD or entry.startswith("re:"):
         return entry
@@ -131,6 +139,9 @@ def _ignore_pattern(entry: str) -> str:
 
 
 def _ignore_entry(pattern: str) -> str:
-    """Turn a compressed-tensors pattern, or its older form that ended after the name, back into an `ignore` entry."""
+    """Turn a compressed-tensors pattern back into the entry of `ignore` from which `_ignore_pattern` makes it.
+
+    Also reads an older form, which matched no layers below a module. Returns any other pattern unchanged.
+    """
     name = pattern.removeprefix(_ANY_PARENT).partition(_END)[0].replace("\\", "")
     return name if pattern in (_ignore_pattern(name), _ANY_PARENT + re.escape(name) + _END) else pattern

@@ -30,7 +30,7 @@ def broken_laws(weight_format: Format) -> dict[str, str]:
 
 
 def packs_what_its_layout_says(weight_format: Format) -> None:
-    """Law: `quantize` returns the names, shapes and dtypes of `layout`, and `accept` takes exactly these."""
+    """Assert the law: `quantize` returns the names, shapes and dtypes of `layout`, and `accept` takes exactly these."""
     packed, layout = weight_format.quantize(_test_weight()), weight_format.layout(SHAPE)
     found = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in packed.items()}
     assert found == layout, f"quantize makes {found}, layout says {layout}"
@@ -41,7 +41,7 @@ def packs_what_its_layout_says(weight_format: Format) -> None:
 
 
 def gives_weights_back(weight_format: Format) -> None:
-    """Law: `dequantize` returns `[N, K]` near the weight, rounded once to the dtype; zeros stay zeros."""
+    """Assert the law: `dequantize` returns `[N, K]` near the weight, rounded once to the dtype; zeros stay zeros."""
     weight = _test_weight()
     packed = weight_format.quantize(weight)
     exact = weight_format.dequantize(packed, SHAPE, torch.float32)
@@ -55,7 +55,7 @@ def gives_weights_back(weight_format: Format) -> None:
 
 
 def decodes_what_it_stores(weight_format: Format) -> None:
-    """Law: alpha * W' of `decoder` equals `dequantize`, and W' in bfloat16 is W' in float32, rounded."""
+    """Assert the law: alpha * W' of `decoder` equals `dequantize`, and W' in bfloat16 is W' in float32, rounded."""
     packed = weight_format.quantize(_test_weight())
     unpack, alpha = weight_format.decoder(packed, SHAPE)
     exact = weight_format.dequantize(packed, SHAPE, torch.float32)
@@ -65,14 +65,14 @@ def decodes_what_it_stores(weight_format: Format) -> None:
 
 
 def stores_its_bits(weight_format: Format) -> None:
-    """Law: the packed tensors take `bits_per_weight`, plus at most 2 KiB of constants."""
+    """Assert the law: the packed tensors take `bits_per_weight` bits per weight, plus at most 2 KiB of constants."""
     stored = sum(tensor.nbytes for tensor in weight_format.quantize(_test_weight()).values())
     beyond = stored - _ROWS * _COLUMNS * weight_format.bits_per_weight / 8
     assert -1 < beyond <= CONSTANT_BYTES, f"{stored} bytes are stored, {beyond:+.0f} beyond bits_per_weight"
 
 
 def packs_rows_apart(weight_format: Format) -> None:
-    """Law, with BY_ROWS: packing five rows at a time gives the same bytes as packing the whole weight."""
+    """Assert the law, for BY_ROWS: packing five rows at a time gives the same bytes as packing the whole weight."""
     if not weight_format.BY_ROWS:
         return
     weight = _test_weight()
@@ -82,7 +82,10 @@ def packs_rows_apart(weight_format: Format) -> None:
 
 
 def packs_a_value_alike(weight_format: Format) -> None:
-    """Law: float64 and memory order do not change the bytes, and `quantize` leaves its input unchanged."""
+    """Assert the law: equal weights are packed in equal bytes, and `quantize` leaves its input unchanged.
+
+    The weights are equal in value, but float32, float64, not contiguous, or packed by `pack_fused`.
+    """
     weight = _test_weight().bfloat16().float()
     before, usual = weight.clone(), weight_format.quantize(weight)
     assert torch.equal(weight, before), "quantize changes the weight that it is given"
@@ -94,7 +97,10 @@ def packs_a_value_alike(weight_format: Format) -> None:
 
 
 def refuses_what_it_cannot_hold(weight_format: Format) -> None:
-    """Law: NaN, Inf, vectors, integers and an indivisible K raise a ValueError that names the layer."""
+    """Assert the law: `quantize` raises a ValueError, naming the layer, for NaN, Inf, vectors and integers.
+
+    If the format has BY_ROWS, the same holds for a K that does not divide into blocks.
+    """
     weight = _test_weight()
     for value in (float("nan"), float("inf")):
         bad = weight.clone()
@@ -107,13 +113,13 @@ def refuses_what_it_cannot_hold(weight_format: Format) -> None:
 
 
 def is_a_value(weight_format: Format) -> None:
-    """Law: two formats with equal options are equal and hash alike."""
+    """Assert the law: two formats with equal options are equal and have the same hash."""
     twin: Any = replace(weight_format)
     assert {twin} == {weight_format}, "a copy of it is not equal to it"
 
 
 def is_recognized(weight_format: Format) -> None:
-    """Law, with QUANT_METHOD: `recognize` parses what `quantization_config` writes, ignored layers included."""
+    """Assert the law, for QUANT_METHOD: `recognize` parses what `quantization_config` writes, with ignored layers."""
     if weight_format.QUANT_METHOD is None:
         return
     written = weight_format.quantization_config(["lm_head"], torch.bfloat16)
@@ -138,7 +144,10 @@ def _test_weight() -> Tensor:
 
 
 def _require_refusal(call: Callable[[], object], what: str) -> None:
-    """Raise AssertionError unless `call` raises a ValueError that names the layer."""
+    """Raise AssertionError unless `call` raises a ValueError that names the layer q_proj.
+
+    `what` says in the message what was to be refused.
+    """
     refusal = None
     try:
         call()

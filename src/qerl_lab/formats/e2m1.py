@@ -36,15 +36,18 @@ def decode(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled(packed: Tensor, scale: Tensor) -> Tensor:
-    """Multiply E2M1 values, packed as bytes `[N, K/2]`, by block scales `[N, K/block]` in their dtype: `[N, K]`."""
+    """Multiply E2M1 values, packed as bytes `[N, K/2]`, by block scales `[N, K/block]`.
+
+    Returns `[N, K]` in the dtype of the scales.
+    """
     blocks = decode(packed, scale.dtype).unflatten(1, (scale.shape[1], -1))
     return (blocks * scale.unsqueeze(-1)).flatten(1)
 
 
 def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Unpack bytes to E2M1 value * block scale, `[N, K]` in `dtype`; a GPU's Triton kernel gives the same bits.
+    """Unpack bytes `[N, K/2]` to E2M1 value * block scale: `[N, K]` in `dtype`. CPU and GPU give the same bits.
 
-    `scale` is float8_e4m3fn (NVFP4) or E8M0 as uint8 (MXFP4).
+    `scale` `[N, K/block]` is float8_e4m3fn (NVFP4) or E8M0 as uint8 (MXFP4).
     """
     if packed.is_cuda:
         from qerl_lab.formats.unpack_kernels import dequantize_e2m1

@@ -65,7 +65,10 @@ class Format(ABC):
 
     @abstractmethod
     def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
-        """Pack `weight[N, K]`. Raises ValueError, naming `name`, for values or shapes that the format cannot store."""
+        """Pack `weight[N, K]` into tensors, by their names in a checkpoint after the module's name.
+
+        Raises ValueError, naming `name`, for values or shapes that the format cannot store.
+        """
 
     @abstractmethod
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -85,13 +88,13 @@ class Format(ABC):
     def fused_quantize(self, weights: Sequence[Tensor]) -> Quantize:
         """Return the function that quantizes the parts of one fused layer (q/k/v or gate/up).
 
-        A format whose parts share a constant, such as a tensor scale, computes it here from all `weights`. By default
-        nothing is shared.
+        A format whose parts share a constant, such as a tensor scale, computes it here from all dense `weights`. By
+        default nothing is shared, and the function is `quantize`.
         """
         return self.quantize
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return the decoder of a Linear's packed weight. A GPU gives the same bits as the CPU."""
+        """Return the decoder of a Linear's packed weight; `shape` is [N, K]. A GPU gives the same bits as the CPU."""
         return Decoder(partial(self.dequantize, packed, shape))
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
@@ -130,9 +133,8 @@ class Format(ABC):
 def checked(weight: Tensor, weight_format: Format, *, name: str) -> Tensor:
     """Validate `weight[N, K]` and return it contiguous in float32 or bfloat16.
 
-    float16 converts exactly; float64 is rounded to float32.
-
-    Raises ValueError, naming the tensor, as `check` does, and with BY_ROWS for a K that is no multiple of the block.
+    float16 converts exactly; float64 is rounded to float32. Raises ValueError, naming the tensor, as `check` does. If
+    blocks do not cross rows (BY_ROWS), raises it also for a K that is no multiple of the block.
     """
     check(weight, weight_format, name=name)
     if weight_format.BY_ROWS:
@@ -142,7 +144,10 @@ def checked(weight: Tensor, weight_format: Format, *, name: str) -> Tensor:
 
 
 def check(weight: Tensor, weight_format: Format, *, name: str) -> None:
-    """Raise ValueError, naming the tensor, unless it is a matrix of finite floats below 2**100 in magnitude."""
+    """Raise ValueError unless `weight` is a matrix of finite floats below 2**100 in magnitude.
+
+    `name` and the format appear in the message.
+    """
     if weight.ndim != 2 or weight.dtype not in STORED_DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES)
         raise ValueError(
@@ -153,7 +158,10 @@ def check(weight: Tensor, weight_format: Format, *, name: str) -> None:
 
 
 def check_values(tensor: Tensor, holder: str, *, name: str) -> None:
-    """Raise ValueError, naming the tensor and its `holder`, for NaN, Inf or magnitudes of 2**100 and more."""
+    """Raise ValueError for NaN, Inf or magnitudes of 2**100 and more.
+
+    The message names the tensor, `name`, and the format or dtype that cannot hold them, `holder`.
+    """
     tensor = tensor.detach()
     low, high = torch.aminmax(tensor) if tensor.numel() else (tensor.new_zeros(()),) * 2  # no copy of the tensor
     if not (low > -LIMIT and high < LIMIT):  # NaN compares false
@@ -175,11 +183,11 @@ def check_divides(count: int, what: str, weight_format: Format, *, name: str) ->
 
 
 def pack_fused(weight_format: Format, weights: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Pack one fused layer (q/k/v, gate/up) part by part; yield name and packed tensors of each.
+    """Pack the parts of one fused layer (q/k/v, gate/up); yield each part's name and packed tensors.
 
-    The only way from dense weights to packed bytes. `weights[N, K]` come in their stored dtype, whatever the model
-    computes in, so that the bytes depend on the checkpoint alone. Each weight is removed from `weights` when its turn
-    comes. Raises ValueError, naming the weight, for values or shapes that the format cannot store.
+    The only way from dense weights to packed bytes. `weights[N, K]`, by name, come in their stored dtype, whatever the
+    model computes in, so that the bytes depend on the checkpoint alone. Each weight is removed from `weights` when its
+    turn comes. Raises ValueError, naming the weight, for values or shapes that the format cannot store.
     """
     for name, weight in weights.items():  # before the shared constants, which one bad part would spoil
         check(weight, weight_format, name=name)
@@ -191,9 +199,10 @@ def pack_fused(weight_format: Format, weights: dict[str, Tensor]) -> Iterator[tu
 
 
 def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, name: str) -> dict[str, Tensor]:
-    """Quantize a weight `rows` rows at a time (None: all at once): the same tensors with a fraction of the memory.
+    """Quantize a weight `rows` rows at a time (None: all at once), which takes a fraction of the memory.
 
-    `quantize` must come from `Format.fused_quantize`, so that it knows what the rows share.
+    The tensors are those of quantizing all rows at once. `quantize` must come from `Format.fused_quantize`, so that it
+    knows the constant that the rows share.
     """
     if rows is None or len(weight) <= rows:
         return quantize(weight, name=name)
@@ -205,9 +214,9 @@ def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, n
 
 
 def layers(key: str, listed: Any) -> tuple[str, ...]:
-    """Validate a `quantization_config`'s list of layers left dense, its entry `key`, and return it; null means none.
+    """Return `listed`, the layers left dense in a `quantization_config`, as a tuple; empty for None.
 
-    Raises ValueError unless it is a list of names and patterns.
+    Raises ValueError, naming the config's entry `key`, unless it is None or a list of strings.
     """
     entries = [] if listed is None else listed
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
@@ -216,5 +225,8 @@ def layers(key: str, listed: Any) -> tuple[str, ...]:
 
 
 def unsupported_entry(key: str, given: Any, allowed: str) -> ValueError:
-    """Return the ValueError for an unsupported entry of a `quantization_config`."""
+    """Return a ValueError for the entry `key` of a `quantization_config`.
+
+    It quotes the value `given`, and says in the words `allowed` which values can be loaded.
+    """
     return ValueError(f"quantization_config: {key}={given!r} cannot be loaded; allowed: {allowed}")

@@ -36,7 +36,10 @@ class Marlin:
     boost: float
 
     def stored(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert held tensors back to checkpoint tensors, bit-equal to `Nvfp4.quantize` except for lost scales."""
+        """Convert `held` (CODES, SCALE, DIVISOR) to the tensors of an NVFP4 checkpoint.
+
+        They are bit-equal to `Nvfp4.quantize`, except for scales that Marlin stores as zero (see the module).
+        """
         return {
             "weight_packed": packed_codes(held[CODES]),
             "weight_scale": block_scales(held[SCALE], self.boost),
@@ -44,7 +47,7 @@ class Marlin:
         }
 
     def decoder(self, held: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return the decoder of a Linear's held weight, with the bits of `Nvfp4.decoder` on `stored(held)`."""
+        """Return the decoder of a weight in Marlin's layout; it gives the bits of `Nvfp4.decoder` on `stored(held)`."""
         return Decoder(partial(self._unpack_weight, held, shape), held[DIVISOR].reciprocal().item())
 
     def _unpack_weight(self, held: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -57,7 +60,10 @@ class Marlin:
 
 
 def part(held: Mapping[str, Tensor], first: int, rows: int) -> dict[str, Tensor]:
-    """Return views of `rows` rows of a held weight from `first` on, e.g. of q, k or v; multiples of `ROWS`."""
+    """Return views of the rows from `first` to `first + rows` of a held weight, e.g. of q, k or v.
+
+    Both are multiples of `ROWS`.
+    """
     return {
         CODES: held[CODES].narrow(1, 2 * first, 2 * rows),
         SCALE: held[SCALE].narrow(1, first, rows),
@@ -79,7 +85,7 @@ def packed_codes(codes: Tensor) -> Tensor:
 
 
 def block_scales(scale: Tensor, boost: float) -> Tensor:
-    """Convert Marlin's scales, bytes `[K/16, N]`, to E4M3 `[N, K/16]`."""
+    """Convert Marlin's scales, bytes `[K/16, N]`, to E4M3 `[N, K/16]`. The module explains `boost`."""
     lines, tiles = scale.shape[0], scale.shape[1] // ROWS
     upper = scale.view(torch.uint8).unflatten(1, (tiles, 8, 2, 2, 2)).permute(1, 3, 5, 4, 2, 0)  # T w w h c S
     halves = (upper.reshape(tiles * ROWS, lines).to(torch.int16) << 7).view(torch.float16)
@@ -87,5 +93,5 @@ def block_scales(scale: Tensor, boost: float) -> Tensor:
 
 
 def unit(boost: float) -> float:
-    """Return the block scale that Marlin's float16 of 1 encodes."""
+    """Return the factor from the float16 that a scale byte of Marlin encodes to the block scale, 2^-7 / `boost`."""
     return 2.0**-7 / boost

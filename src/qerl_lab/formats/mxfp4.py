@@ -47,7 +47,7 @@ class Mxfp4(CompressedTensors):
         """Pack `weight[N, K]`, K divisible by 32.
 
         Returns `weight_packed` uint8 `[N, K/2]` (low nibble = even column) and `weight_scale` uint8 `[N, K/32]`, E8M0.
-        Raises ValueError for an unknown rule and, naming `name`, for another shape or dtype, NaN or Inf.
+        Raises ValueError for an unknown `exponent_rule` and, naming `name`, for another shape or dtype, NaN or Inf.
         """
         if self.exponent_rule not in EXPONENT_RULES:
             raise ValueError(f"unknown exponent_rule {self.exponent_rule!r}; allowed: {', '.join(EXPONENT_RULES)}")

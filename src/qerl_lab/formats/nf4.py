@@ -68,7 +68,10 @@ class Nf4(Format):
         return self.decoder(packed, shape).unpack(dtype)
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return the decoder of a Linear's weight, with the JSON header read once; alpha is 1."""
+        """Return the decoder of a Linear's packed weight. Reads the JSON header here, so that unpacking does not.
+
+        Unpacking applies all scales, so alpha is 1 (W = alpha * W', see `Decoder`).
+        """
         from bitsandbytes.functional import QuantState
 
         codes = packed["weight"]
@@ -82,7 +85,7 @@ class Nf4(Format):
         return Decoder(partial(_unpack_weight, codes, states, shape))
 
     def ideal(self, weight: Tensor) -> Tensor:
-        """Round a weight to NF4 with exact float32 scales and dequantize it."""
+        """Round a weight to NF4 with exact float32 scales and dequantize it: float32 `[N, K]`."""
         single = replace(self, double_quant=False)
         shape = (weight.shape[0], weight.shape[1])
         return single.dequantize(single.quantize(weight), shape, torch.float32)
@@ -102,7 +105,10 @@ class Nf4(Format):
         return single | (nested if self.double_quant else {}) | {_HEADER: ((_HEADER_BYTES,), torch.uint8)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Check packed tensors and pad their JSON header as `quantize` does, because bitsandbytes does not."""
+        """Check packed tensors as `Format.accept` does, and pad their JSON header to the size that `quantize` writes.
+
+        bitsandbytes writes a shorter header.
+        """
         header = packed[_HEADER]
         if header.dtype is torch.uint8 and header.numel() < _HEADER_BYTES:
             header = _pad_header(header)
@@ -130,7 +136,10 @@ class Nf4(Format):
 
     @classmethod
     def recognize(cls, config: Mapping[str, Any]) -> PackedAs:
-        """Parse a `quantization_config` that this class or transformers wrote."""
+        """Parse a `quantization_config` that this class or transformers wrote. Raises ValueError for all but 4-bit NF4.
+
+        A list of ignored layers that is null means `lm_head`, which transformers then leaves dense.
+        """
         for key, value in {"load_in_4bit": True, "bnb_4bit_quant_type": cls.NAME}.items():
             if config.get(key) != value:
                 raise unsupported_entry(key, config.get(key), str(value))
@@ -142,9 +151,10 @@ class Nf4(Format):
 
 
 def _hold_scales_in_8_bits(state: "QuantState") -> None:
-    """Quantize a state's scales as `compress_statistics` does, but on the CPU and with a mean summed in float64.
+    """Quantize the block scales of `state` to 8 bits in place, on the CPU and less a mean summed in float64.
 
-    The last bits of bitsandbytes' float32 sum depend on the device and on the number of threads.
+    Otherwise as bitsandbytes does with `compress_statistics`. The last bits of its float32 sum depend on the device and
+    on the number of threads.
     """
     from bitsandbytes.functional import quantize_blockwise
 
@@ -157,14 +167,14 @@ def _hold_scales_in_8_bits(state: "QuantState") -> None:
 def _unpack_weight(
     codes: Tensor, states: "dict[torch.dtype, QuantState]", shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """Unpack NF4 codes to a weight of `shape`, rounded once to `dtype`."""
+    """Unpack NF4 codes to a weight of `shape`, rounded once to `dtype`. `states` has the state for each dtype."""
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(codes, states[dtype]).reshape(shape)
 
 
 def _pad_header(header: Tensor) -> Tensor:
-    """Pad the JSON header with spaces to a fixed size, because its length depends on the digits of a float."""
+    """Pad the JSON header with spaces to 256 bytes, because its length depends on the digits of a float."""
     padded = torch.full((_HEADER_BYTES,), ord(" "), dtype=torch.uint8, device=header.device)
     padded[: header.numel()] = header
     return padded

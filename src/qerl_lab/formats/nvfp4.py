@@ -84,11 +84,10 @@ class Nvfp4(CompressedTensors):
         return partial(self.quantize, global_scale=self.global_scale(weights))
 
     def global_scale(self, weights: Sequence[Tensor]) -> Tensor:
-        """Compute the global scale, a divisor `[1]` that maps the largest magnitude of all `weights` to 448 * 6.
+        """Compute the global scale, a divisor float32 `[1]`, for the largest magnitude of all `weights` together.
 
-        For `four_over_six` it maps to 256 * 6.
-
-        Computed in the dtype of the weights, in float32 if they differ. Raises ValueError for an unknown rule.
+        It maps that magnitude to 448 * 6, or to 256 * 6 for `four_over_six`. It is 1 where that overflows. Computed in
+        bfloat16 if all weights are, otherwise in float32. Raises ValueError for an unknown `scale_rule`.
         """
         largest_block = _TENSOR_SCALE[self._check_rule()]
         every = [weight.detach().abs().max() for weight in weights]
@@ -110,7 +109,7 @@ class Nvfp4(CompressedTensors):
         return e2m1.scaled(packed["weight_packed"], scale).to(dtype)
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return the decoder W' = value * block scale, alpha = 1 / global scale, as the engines' kernels compute.
+        """Return a decoder with W' = E2M1 value * block scale, alpha = 1 / global scale, as the engines' kernels do.
 
         W' has at most six significant bits and is 0 or within 2**-10 and 2688: exact in bfloat16, float16 and float32.
         """
@@ -122,9 +121,10 @@ class Nvfp4(CompressedTensors):
         return super().layout(shape) | {DIVISOR: ((1,), torch.float32)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Check packed tensors of another program. Raises ValueError for another layout, negative or NaN scales.
+        """Check packed tensors of another program and return them as `quantize` would.
 
-        The engines' kernels ignore the sign of a block scale; the trainer would not.
+        Raises ValueError for another layout, a global scale that is not positive and finite, and block scales that are
+        negative or NaN. The engines' kernels ignore the sign of a block scale; the trainer would not.
         """
         accepted = super().accept(packed, shape, name=name)
         if not 0 < (divisor := accepted[DIVISOR].item()) < float("inf"):
@@ -135,20 +135,24 @@ class Nvfp4(CompressedTensors):
 
 
 def _block_scale(blocks: Tensor, divisor: Tensor, top: float) -> Tensor:
-    """Compute E4M3 scales, as float32 `[N, K/16]`, that map the maxima of `blocks[N, K/16, 16]` to `top`."""
+    """Compute E4M3 scales, as float32 `[N, K/16]`, that map the maxima of `blocks[N, K/16, 16]` to `top`, 6 or 4.
+
+    `divisor` is the global scale. A scale that would be 0 becomes 0.125.
+    """
     scale = (divisor * (blocks.abs().amax(-1) / top)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
     return torch.where(scale == 0, _SCALE_OF_ZERO_BLOCK, scale)
 
 
 def _divide_by_scales(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
-    """Divide `blocks` by their scales, before rounding to E2M1."""
+    """Divide `blocks[N, K/16, 16]` by block scale / global scale (`scale / divisor`), to be rounded to E2M1."""
     return blocks / (scale / divisor).unsqueeze(-1)
 
 
 def _error(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
-    """Compute each block's squared rounding error `[N, K/16]`, times divisor squared so that nothing overflows float32.
+    """Compute each block's squared rounding error `[N, K/16]` with block scales `scale` and global scale `divisor`.
 
-    Summed in float64, so that the order in which a device adds sixteen float32 squares does not matter.
+    The error is times `divisor` squared, so that nothing overflows float32. It is summed in float64, so that the order
+    in which a device adds sixteen float32 squares does not matter.
     """
     exact = _divide_by_scales(blocks, divisor, scale)
     rounded = e2m1.decode(e2m1.pack(e2m1.encode(exact).flatten(1)), torch.float32).view_as(exact)

@@ -48,7 +48,10 @@ class Tiles:
     columns: int
 
     def stored(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert held tensors to checkpoint tensors, bit-equal to `Nvfp4.quantize` except where a scale is 0."""
+        """Convert this part of `held` (TILES, DIVISOR) to the tensors of an NVFP4 checkpoint.
+
+        They are bit-equal to `Nvfp4.quantize` except where a scale is 0 (see the module).
+        """
         blocks = self._blocks_of_part(held[TILES]).unflatten(-1, (4, -1))  # N/64 K/64 w
         words = blocks.view(torch.int32)[..., :_CODE_WORDS]
         codes, wide = _packed_codes(words), _scales_in_rows(blocks[..., 4 * _CODE_WORDS :])
@@ -61,9 +64,9 @@ class Tiles:
         }
 
     def decoder(self, held: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return the decoder of a Linear's held weight, with the bits of `Nvfp4.decoder` on `stored(held)`.
+        """Return the decoder of this part of a held weight, with the bits of `Nvfp4.decoder` on `stored(held)`.
 
-        Raises ValueError if `held` lacks these rows and columns, or if the layer's shape differs.
+        Raises ValueError if `held` lacks these rows and columns, or if the Linear's `shape` is not (rows, columns).
         """
         self._check_shapes(held[TILES], shape)
         return Decoder(partial(self._unpack_part, held), held[DIVISOR].reciprocal().item())
@@ -77,7 +80,7 @@ class Tiles:
         return Nvfp4(None).decoder(self.stored(held), (self.rows, self.columns)).unpack(dtype)
 
     def _check_shapes(self, packed: Tensor, shape: tuple[int, int]) -> None:
-        """Raise ValueError unless `packed` contains this part, and the layer has its shape."""
+        """Raise ValueError unless `packed` contains this part in whole blocks, and `shape` is (rows, columns)."""
         tiles, depth, _, tile, _ = packed.shape
         whole = self.first % BLOCK == self.rows % BLOCK == self.columns % DEPTH == 0
         inside = 0 <= self.first <= self.first + self.rows <= tiles * tile * BLOCK
@@ -89,7 +92,7 @@ class Tiles:
             )
 
     def _blocks_of_part(self, packed: Tensor) -> Tensor:
-        """Return the blocks of this part, `[rows/64, columns/64, 2304]`; copies only the tiles it lies in."""
+        """Return the blocks of this part, `[rows/64, columns/64, 2304]`. Copies only the tiles that overlap it."""
         tile, first, end = packed.shape[3], self.first // BLOCK, (self.first + self.rows) // BLOCK
         before = first // tile
         blocks = packed[before : -(-end // tile)].permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
@@ -97,7 +100,10 @@ class Tiles:
 
 
 def decoders(held: Mapping[str, Tensor], sizes: Sequence[int], columns: int) -> list[Decoder]:
-    """Return a decoder for each part of a fused layer (q, k, v); `sizes` are their rows, from top to bottom."""
+    """Return a decoder for each part of a fused layer (q, k, v) that `held` holds as one weight with `columns` columns.
+
+    `sizes` are the numbers of rows of the parts, from top to bottom.
+    """
     firsts = [sum(sizes[:part]) for part in range(len(sizes))]
     return [Tiles(first, size, columns).decoder(held, (size, columns))
             for first, size in zip(firsts, sizes, strict=True)]  # fmt: skip
@@ -127,7 +133,7 @@ def pack(codes: Tensor, scale: Tensor, tile: int) -> Tensor:
 
 
 def _to_blocks(codes: Tensor, scale: Tensor) -> Tensor:
-    """Convert codes and scales to blocks `[N/64, K/64, 2304]`."""
+    """Convert codes `[N, K/2]` and scales `[N, K/16]` to blocks `[N/64, K/64, 2304]`."""
     N, K = len(codes), 2 * codes.shape[1]
     code = torch.stack([codes & 15, codes >> 4], dim=-1).view(N, K // 16, 16).int()
     code *= (scale.float() != 0)[..., None]
@@ -145,7 +151,10 @@ def _to_blocks(codes: Tensor, scale: Tensor) -> Tensor:
 
 @cache
 def _wider_exponents() -> Tensor:
-    """Return a table from E4M3 bytes > 0 to bytes of 5-bit exponent and 3-bit mantissa; 0 means 2^-9."""
+    """Return a table uint8 `[256]` from E4M3 bytes to scale bytes of the layout: 5-bit exponent above 3-bit mantissa.
+
+    Byte 0 becomes 0, which means 2^-9. Entries from 127 on (NaN, negative) are unused.
+    """
     table = torch.zeros(256, dtype=torch.uint8)
     for bits in range(1, 127):
         mantissa, exponent = math.frexp(torch.tensor(bits, dtype=torch.uint8).view(torch.float8_e4m3fn).item())
@@ -165,7 +174,10 @@ def _packed_codes(words: Tensor) -> Tensor:
 
 
 def _shifted_words(words: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield h, b and the words shifted so that the codes of (h, b) lie at bits 15 and 8, 7, 6 of both halves."""
+    """Yield h, b and the words shifted so that the codes of (h, b) lie at bits 15 and 8, 7, 6 of both halves.
+
+    The module explains h and b: they number the four codes in each half of a word.
+    """
     yield 0, 0, words
     yield 1, 0, words << 3
     yield 0, 1, words << 6

@@ -94,7 +94,10 @@ def _unpack_marlin(codes, scale, out, lines, code_line, scale_line, factor):
 
 @triton.jit
 def _decode_nibbles(words, NIBBLE: tl.constexpr):
-    """Decode to float32 the nibbles 4 a + 2 h + b of one h in Marlin's words, b and a as more axes. NIBBLE is 2 h."""
+    """Decode four nibbles of each of Marlin's words to float32, along two new last axes b and a.
+
+    They are the nibbles 4 a + NIBBLE + b. NIBBLE is 2 h, in the letters of `marlin.py`.
+    """
     even = tl.join(from_e2m1(words >> 4 * NIBBLE), from_e2m1(words >> 4 * (NIBBLE + 1)))
     odd = tl.join(from_e2m1(words >> 4 * (NIBBLE + 4)), from_e2m1(words >> 4 * (NIBBLE + 5)))
     return tl.join(even, odd)

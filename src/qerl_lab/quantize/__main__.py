@@ -16,7 +16,10 @@ with exits.starting(__name__):
 
 
 def quantize(options: QuantizeOptions) -> None:
-    """Check the options and quantize a model. Raises ConfigError for invalid options, and what `run` raises."""
+    """Run the command: check the options, quantize a model, write the checkpoint and print its quality.
+
+    Raises ConfigError for invalid options, and the errors of `quantize_model.run`.
+    """
     check(options)
     # llmcompressor draws hundreds of progress bars, each update a new line in a log file.
     calm = {} if sys.stderr.isatty() else {"TQDM_MININTERVAL": "30"}

@@ -39,7 +39,10 @@ def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int,
 
 
 def _texts(dataset: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[str]:
-    """Yield the texts of a dataset, shuffled by `seed`. Raises ConfigError for a row without a known column."""
+    """Yield the texts of a .txt file (one), or of each row of a .jsonl file or hub dataset, shuffled by `seed`.
+
+    Raises ConfigError for an unreadable dataset, and for a row without a known column.
+    """
     path = Path(dataset).expanduser()
     if path.suffix == ".txt" and path.is_file():
         yield path.read_text(encoding="utf-8") + (tokenizer.eos_token or "")
@@ -53,7 +56,7 @@ def _texts(dataset: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Itera
 
 
 def _file_rows(path: Path, seed: int) -> Iterator[Any]:
-    """Yield the rows of a .jsonl file, shuffled by `seed`."""
+    """Yield the rows of a .jsonl file, shuffled by `seed`. Raises ConfigError for a line that is no JSON."""
     lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     random.Random(seed).shuffle(lines)
     for line in lines:
@@ -64,7 +67,7 @@ def _file_rows(path: Path, seed: int) -> Iterator[Any]:
 
 
 def _hub_rows(dataset: str, seed: int) -> Iterator[Any]:
-    """Yield the rows of a hub dataset, shuffled by `seed`."""
+    """Yield the rows of a hub dataset's split `train`, shuffled by `seed`. Raises ConfigError if it cannot be read."""
     from datasets import load_dataset
 
     if dataset.startswith(("/", ".", "~")) or dataset.endswith((".txt", ".jsonl")):
@@ -79,7 +82,10 @@ def _hub_rows(dataset: str, seed: int) -> Iterator[Any]:
 
 
 def _text_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the text of a row; None without a known column."""
+    """Return a row as text; None without a known column.
+
+    The text ends with the end token, or as the chat template ends a conversation.
+    """
     end = tokenizer.eos_token or ""
     if isinstance(row.get("text"), str):
         return row["text"] + end

@@ -23,9 +23,11 @@ PROBLEMS = 16
 
 
 def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, device: torch.device) -> dict[str, Any]:
-    """Measure KL(quantized || original) and the entropies of both, in nats per token, on the same tokens.
+    """Return KL(quantized || original) and the entropies of both, in nats per token, on the same tokens, as a dict.
 
-    The models are loaded one after the other; only log-probs of the first are kept (float32, on the CPU).
+    `source` and `folder` hold the original and the quantized model, `weights` is the number of weights. The models are
+    loaded one after the other; only log-probs of the first are kept (float32, on the CPU). If a dense model fits no
+    memory, the dict has only `skipped`, the reason.
     """
     place = find_device_and_dtype(weights, device)
     if place is None:
@@ -56,7 +58,10 @@ def run_config(folder: Path, weight_format: FormatConfig, dtype: str) -> RunConf
 
 
 def find_device_and_dtype(weights: int, device: torch.device) -> tuple[torch.device, str] | None:
-    """Return a device, preferring `device`, and a dtype in which a dense model of `weights` weights fits, or None."""
+    """Return a device and dtype whose free memory holds a dense model of `weights` weights; None if there is none.
+
+    Prefers `device` if it is a GPU, in bfloat16; then the CPU in float32, then in bfloat16.
+    """
     needed = {"float32": 5.2 * weights, "bfloat16": 2.6 * weights}
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -72,12 +77,18 @@ def available_bytes() -> int:
 
 
 def logprobs(model: PreTrainedModel, pair: tuple[list[int], list[int]]) -> Tensor:
-    """Return the model's log-probs `[tokens, vocabulary]` at the compared tokens; float32, on the CPU."""
+    """Return the model's log-probs `[tokens, vocabulary]` at the compared tokens; float32, on the CPU.
+
+    `pair` has the token ids of the context, and those to compare.
+    """
     return torch.cat([chunk.cpu() for chunk in kl.logprobs(model, kl.hidden_states(model, [pair]))])
 
 
 def word_problem_pairs(tokenizer: PreTrainedTokenizerBase) -> kl.Pairs:
-    """Make pairs to compare models on: word problems, and worked solutions, whose tokens are compared."""
+    """Make pairs of token ids to compare models on: a word problem as prompt, and its worked solution.
+
+    The models are compared at the tokens of the solution.
+    """
     rng, cfg = random.Random(0), tasks.read_task_config("arithmetic")
     pairs, chat = [], Chat(tokenizer)
     for problem in [arithmetic.problem(rng, cfg) for _ in range(PROBLEMS)]:
@@ -88,7 +99,10 @@ def word_problem_pairs(tokenizer: PreTrainedTokenizerBase) -> kl.Pairs:
 
 
 def prompt_ids(chat: Chat, instruction: str, question: str) -> list[int]:
-    """Return the prompt's token ids, with the instruction as system message if the chat template allows it."""
+    """Return the prompt's token ids.
+
+    The instruction is the system message. Without a chat template that allows one, it precedes the question.
+    """
     together = f"{instruction}\n\n{question}"
     if not chat.tokenizer.chat_template:
         return chat.tokenizer(f"{together}\n\n")["input_ids"]

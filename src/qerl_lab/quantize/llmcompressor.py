@@ -74,7 +74,7 @@ def check(options: QuantizeOptions) -> None:
 
 
 def _build_recipe(options: QuantizeOptions, left_dense: list[str]) -> list["Modifier"]:
-    """Return llmcompressor's modifiers for `options.method`."""
+    """Return llmcompressor's modifiers for `options.method`. `left_dense` are full names of Linears."""
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
 

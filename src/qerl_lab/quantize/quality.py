@@ -43,7 +43,10 @@ class Layer(NamedTuple):
 def measure(
     options: QuantizeOptions, source: Path, linears: list[str], folder: Path, device: torch.device
 ) -> dict[str, Any]:
-    """Compare the checkpoint in `folder` with the dense `source`; write quality.json and sqnr.png to `folder`."""
+    """Compare the checkpoint in `folder` with the dense model in `source`; return the content of quality.json.
+
+    Writes quality.json and sqnr.png to `folder`. `linears` are the names of the packed Linears.
+    """
     started = time.time()
     dense, packed, fit_scales = WeightFiles(source), WeightFiles(folder), options.method == "awq"
     weight_format = formats.build(options.format_config())
@@ -81,10 +84,10 @@ def measure_layer(
     weight_format: Format, dense: WeightFiles, packed: WeightFiles, name: str, device: torch.device,
     *, fit_scales: bool,
 ) -> Layer:  # fmt: skip
-    """Measure one Linear's weight and rounding error: differences in float32, sums in float64.
+    """Measure the weight and rounding error of the Linear `name`: differences in float32, sums in float64.
 
-    AWQ moves scales from a layer to the one before it. `fit_scales` fits and removes them first. Raises ValueError,
-    naming file and Linear, if a weight is NaN, infinite, or too large to square in float32.
+    `fit_scales` first fits the scales that AWQ moved into the layer before, and removes them. Raises ValueError, naming
+    file and Linear, if a weight is NaN, infinite, or too large to square in float32.
     """
     weight = dense.tensor(f"{name}.weight", device).float()
     shape = (weight.shape[0], weight.shape[1])
@@ -99,7 +102,10 @@ def measure_layer(
 
 
 def sqnr_summary(layers: Sequence[Layer], *, fit_scales: bool) -> dict[str, Any]:
-    """Return the SQNR of all weights, of every layer, and the lowest layers, in dB; None means infinite."""
+    """Return the SQNR in dB: of all weights (`all`), of every layer (`layers`), and of the lowest layers (`lowest`).
+
+    None means that it is infinite. `fit_scales` is recorded as `scales_fitted`.
+    """
     levels = {layer.name: decibels(layer.signal, layer.error) for layer in layers}
     ranked = sorted(levels, key=lambda name: math.inf if (level := levels[name]) is None else level)
     return {
@@ -111,7 +117,7 @@ def sqnr_summary(layers: Sequence[Layer], *, fit_scales: bool) -> dict[str, Any]
 
 
 def table(options: QuantizeOptions, result: dict[str, Any]) -> str:
-    """Return the printed table of a checkpoint's quality."""
+    """Return the printed table of a checkpoint's quality. `result` is returned by `measure`."""
 
     def decibel(value: float | None) -> str:
         return "inf dB" if value is None else f"{value:.2f} dB"

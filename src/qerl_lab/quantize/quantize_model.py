@@ -144,7 +144,7 @@ def read_source(options: QuantizeOptions) -> Source:
 
 
 def identifying_options(options: QuantizeOptions, source: Source, device: torch.device) -> dict[str, Any]:
-    """Return the options and file stamps that determine the checkpoint's bytes."""
+    """Return what determines the checkpoint's bytes: options, device type, size and modification time of each file."""
     left_out = NOT_IDENTITY + (CALIBRATION if options.method == "rtn" else ())
     chosen = {key: value for key, value in asdict(options).items() if key not in left_out}
     files = {file: file.stat() for file in (*source.weights.files, source.folder / "config.json")}

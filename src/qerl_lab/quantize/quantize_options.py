@@ -58,7 +58,7 @@ class QuantizeOptions(Writes):
     overwrite: bool = option(False, "replace what is at `out`, and an unfinished directory of another command")
 
     def format_config(self) -> FormatConfig:
-        """Return the `format` group of a run that trains on the checkpoint."""
+        """Return the config group `format` of a run that trains on the checkpoint."""
         shared = {f.name: getattr(self, f.name) for f in fields(FormatConfig) if hasattr(self, f.name)}
         return FormatConfig(name=self.format, **shared)
 
@@ -83,7 +83,7 @@ def check(options: QuantizeOptions) -> None:
 
 
 def _check_inert(options: QuantizeOptions) -> None:
-    """Raise ConfigError for an option that the chosen format or method does not read."""
+    """Raise ConfigError for an option that differs from its default although the format or method does not read it."""
     usual = QuantizeOptions()
     of_format = {f.name: f.metadata["only"] for f in fields(FormatConfig) if f.metadata["only"]}
     for key, value in vars(options).items():
@@ -108,6 +108,6 @@ def _check_inert(options: QuantizeOptions) -> None:
 
 
 def _holds_quantized_model(folder: Path) -> bool:
-    """Return whether the folder holds a quantized model."""
+    """Tell whether config.json in the folder has a `quantization_config`."""
     config = folder / "config.json"
     return config.is_file() and '"quantization_config"' in config.read_text(encoding="utf-8")

@@ -32,7 +32,7 @@ class Unit(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensors written."""
+        """Number of bytes of the tensors written."""
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.layout.values())
 
 
@@ -43,8 +43,8 @@ def write(
     """Pack the Linears named in `linears`, copy all other tensors, and write weight files and their index to `folder`.
 
     Tensors keep the source's order, with fused layers together. Each file has at most `shard_bytes` of tensors unless a
-    single unit is larger. Raises ValueError for a weight that the format cannot store, or NaN in a copied one, naming
-    file and tensor; and OSError, naming the file, if writing fails.
+    single fused layer or copied tensor is larger. Raises ValueError, naming file and tensor, for a weight that the
+    format cannot store, or NaN or Inf in a copied one; and OSError, naming the file, if writing fails.
     """
     units = list_units(source, linears, weight_format)
     split = split_state_dict_into_shards_factory(
@@ -70,7 +70,7 @@ def write(
 
 
 def list_units(source: WeightFiles, linears: Sequence[str], weight_format: Format) -> dict[str, Unit]:
-    """Return the units of the source by their first tensor, in its order: fused layers, and tensors to copy."""
+    """Return the fused layers to pack and the tensors to copy, by the name of their first tensor, in source order."""
     groups = {f"{name}.weight": tuple(group) for group in fused_groups(list(linears)) for name in group}
     units: dict[str, Unit] = {}
     done: set[str] = set()
@@ -89,7 +89,10 @@ def list_units(source: WeightFiles, linears: Sequence[str], weight_format: Forma
 
 
 def output_tensors(unit: Unit, source: WeightFiles, weight_format: Format, device: torch.device) -> dict[str, Tensor]:
-    """Return the output tensors of one unit by name: packed, or copied in their dtype."""
+    """Return the output tensors of one unit by name: packed, or copied in their dtype.
+
+    Raises ValueError, naming file and tensor, for values that the format or dtype cannot hold.
+    """
     if not unit.modules:
         (name,) = unit.names
         copied = source.tensor(name, "cpu")

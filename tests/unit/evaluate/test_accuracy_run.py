@@ -130,8 +130,8 @@ def test_the_common_engine_is_the_dequantized_base_with_the_adapter(run_dir, bui
     ids = torch.tensor([own.prompt_ids([{"role": "user", "content": "Ann has 2 pens."}])])
     with torch.no_grad(), subject.dequantized_subject(found) as common:
         other = subject.load_policy(common)
-        assert common.is_common
-        assert not found.is_common
+        assert common.is_dense
+        assert not found.is_dense
         assert other.end_ids() == own.end_ids()
         packed, dense = own.model(input_ids=ids).logits, other.model(input_ids=ids).logits
         without = other.model.get_base_model()
