@@ -40,6 +40,10 @@ os.environ["OMP_NUM_THREADS"] = "1"  # one core for each process; several run at
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Children of tests run in other folders, where a relative `PYTHONPATH=src` would name nothing.
+if "PYTHONPATH" in os.environ:
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, os.environ["PYTHONPATH"].split(os.pathsep)))
+
 # A shell starts background jobs with Ctrl-C ignored, nohup with SIGHUP, and every child would inherit that: tests that
 # send these signals would wait for nothing.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from qerl_lab.algorithms.groups import advantage, has_signal, is_flat, overlong_penalty
+from qerl_lab.algorithms.groups import advantage, is_flat, overlong_penalty
 
 
 def test_the_advantages_by_hand() -> None:
@@ -50,7 +50,7 @@ def test_a_reward_a_hundred_times_smaller_still_tells_completions_apart() -> Non
 
 def test_a_group_is_kept_unless_all_its_completions_earned_the_same() -> None:
     rewards = np.array([[0.0, 0, 0], [0.2, 0.2, 1.2], [0.1 + 0.2, 0.3, 0.3], [1.2, 1.2, 1.2], [0, 0, 1e-6]])
-    assert has_signal(rewards).tolist() == [False, True, False, False, True]
+    assert is_flat(rewards).tolist() == [True, False, True, True, False]
 
 
 def test_the_overlong_punishment_by_hand() -> None:

@@ -10,8 +10,8 @@ import torch
 
 from qerl_lab import formats
 from qerl_lab.bench import random_model
-from qerl_lab.bench.arm_config import Job
-from qerl_lab.bench.bench_options import RolloutOptions, StepOptions, arm_of
+from qerl_lab.bench.bench_options import RolloutOptions, StepOptions, parse_arm
+from qerl_lab.bench.job import Job
 from qerl_lab.config.schema import FormatConfig
 
 ARCHITECTURE = {
@@ -22,7 +22,7 @@ ARCHITECTURE = {
 
 def job(folder: Path, arm: str, options: RolloutOptions | StepOptions, rank: int = 4) -> Job:
     """Create a job in `folder` with checkpoint and adapter, ready to start."""
-    read = arm_of(arm, options.BASELINES)
+    read = parse_arm(arm, options.BASELINES)
     built = formats.build(FormatConfig(name=read.format))
     mean_tokens = options.mean_tokens if isinstance(options, StepOptions) else 0
     random_model.write(folder / "model", ARCHITECTURE, built, torch.device("cpu"), mean_tokens)

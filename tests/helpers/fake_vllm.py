@@ -155,7 +155,7 @@ def running(fake: FakeVllm) -> Iterator[FakeVllm]:
             status, said = fault if isinstance(fault, tuple) else fake.answer(self.path, body)
             if callable(fault):
                 said = fault(said)
-            content = said if isinstance(said, bytes) else b"" if said is None else json.dumps(said).encode()
+            content = b"" if said is None else json.dumps(said).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json" if content else "text/plain")
             self.send_header("Content-Length", str(len(content)))

@@ -10,26 +10,25 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from qerl_lab.report.arms import FINISHED, Run
 from qerl_lab.report.claims import Claim, of_paper
-from qerl_lab.report.runs import Record
+from qerl_lab.report.runs import FINISHED, Run
 from qerl_lab.report.verdicts import Row, Verdict, judge
 
 BY_NAME = {claim.name: claim for claim in of_paper()}
 SETTINGS = {"optim.learning_rate": "0.001", "eval.samples": "2", "lora.rank": "32", "task.answer_reward": "1.0"}
 
 
-def record(settings: Mapping[str, str], seed: int, entropy: float, accuracy_Q: np.ndarray | None = None) -> Record:
+def record(settings: Mapping[str, str], seed: int, entropy: float, accuracy_Q: np.ndarray | None = None) -> Run:
     """Return a finished run with this policy entropy in its first steps and this held-out accuracy after training."""
     own = SETTINGS | dict(settings)
     name = f"{own.get('format.name', 'run')}-{len(own)}-{seed}-{own['optim.learning_rate']}-{own['lora.rank']}"
-    run = Run(name, name, seed, own, frozenset(), FINISHED, 0.0, "c0ffee0")
     after = pd.Series(np.zeros(4) if accuracy_Q is None else accuracy_Q).rename(index=lambda n: f"q{n}")
     accuracy = {"before": after * 0, "after": after, "gain": after}
-    return Record(run, {"entropy_first": entropy}, accuracy)
+    summary = {"entropy_first": entropy}
+    return Run(name, name, seed, own, frozenset(), FINISHED, 0.0, "c0ffee0", summary=summary, accuracy=accuracy)
 
 
-def arms(claim: Claim, effects: Mapping[str, float], seeds: int, sd: float, draw: np.random.Generator) -> list[Record]:
+def arms(claim: Claim, effects: Mapping[str, float], seeds: int, sd: float, draw: np.random.Generator) -> list[Run]:
     """Return runs of every contrast's arms. Arms share a random part of each seed, which pairing removes.
 
     `effects` are by arm name, 0 by default; `sd` is the standard deviation of the part that is not shared.
@@ -52,7 +51,7 @@ class Graded:
     seed_sd: float  # standard deviation of a seed's shift of one arm's accuracy
     effect_sd: float  # standard deviation of the effect over questions
 
-    def arms(self, claim: Claim, effect: float, seeds: int, draw: np.random.Generator) -> list[Record]:
+    def arms(self, claim: Claim, effect: float, seeds: int, draw: np.random.Generator) -> list[Run]:
         (contrast,) = claim.contrasts
         base_Q = draw.uniform(0.2, 0.7, self.questions)
         effect_Q = effect + draw.normal(0, self.effect_sd, self.questions)
@@ -64,8 +63,8 @@ class Graded:
         return made
 
 
-def verdicts(claim: Claim, records: list[Record]) -> list[Row]:
-    return judge(records, [one.run for one in records], [claim])
+def verdicts(claim: Claim, records: list[Run]) -> list[Row]:
+    return judge(records, records, [claim])
 
 
 SCALAR = replace(BY_NAME["initial_entropy"], guardrail=None)

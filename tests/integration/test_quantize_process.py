@@ -56,7 +56,7 @@ def run(folder: Path, moment: str, call: int, number: int) -> None:
     from qerl_lab.quantize import __main__ as quantize
     from qerl_lab.quantize import quality, rtn
 
-    places = {"unit": (rtn, "_tensors"), "measure": (quality, "measure_layer"), "rename": (Path, "rename")}
+    places = {"unit": (rtn, "output_tensors"), "measure": (quality, "measure_layer"), "rename": (Path, "rename")}
     if moment in places:
         owner, name = places[moment]
         setattr(owner, name, signalling(getattr(owner, name), call, number))

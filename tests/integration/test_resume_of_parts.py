@@ -65,9 +65,9 @@ def test_kill_9_amid_refills(killable) -> None:
     run_dir = killable(**REFILLS)
     between = sum(1 + times for times in resamples[first:second])  # rollouts from the one step to the other
     for module, function, call, after in (
-        ("qerl_lab.train.step", "sampling", sum(1 + times for times in resamples[:first]) + 2, False),
+        ("qerl_lab.train.step", "sampling_settings", sum(1 + times for times in resamples[:first]) + 2, False),
         ("qerl_lab.train.step", "grade", 2, True),
-        ("qerl_lab.train.step", "sampling", between + 2, True),
+        ("qerl_lab.train.step", "sampling_settings", between + 2, True),
     ):
         before = last_step(run_dir)
         assert ended(start(run_until, run_dir, module, function, call, after)) == -signal.SIGKILL

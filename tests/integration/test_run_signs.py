@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from processes import run_module
-from qerl_lab.record import samples_file
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.line_files import PER_STEP
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -28,7 +28,7 @@ def test_questions_left_out_a_collapse_and_completions_are_said_and_kept(tmp_pat
     assert "the policy has collapsed" in warning
     assert warning.endswith("Type a lower optim.learning_rate (it is 1).")
     kept = RunDirectory(tmp_path / "run").samples()
-    assert [sample.step for sample in kept] == [step for step in range(1, 8) for _ in range(samples_file.PER_STEP)]
+    assert [sample.step for sample in kept] == [step for step in range(1, 8) for _ in range(PER_STEP)]
     assert sum(kept[0].rewards.values()) > 0
     assert sum(kept[-1].rewards.values()) == 0
 

@@ -4,7 +4,6 @@ import shutil
 import time
 import types
 from pathlib import Path
-from typing import Any
 
 import mlflow
 import pytest
@@ -15,7 +14,7 @@ from qerl_lab.config.arm import config_hash, leaves
 from qerl_lab.config.paths import sqlite_uri
 from qerl_lab.config.schema import EvalConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.samples_file import Sample
+from qerl_lab.record.line_files import Sample
 from qerl_lab.tracking import mlflow as mlflow_module
 from qerl_lab.tracking import tracker as tracker_module
 from qerl_lab.tracking.__main__ import main
@@ -83,21 +82,6 @@ def test_the_end_sends_the_last_lines_without_waiting_for_a_flush(
     tracker.finish("FINISHED")
     assert time.monotonic() - start < 10
     assert mirrored(db) == recorded(run_dir)
-
-
-def test_batches_keep_within_mlflows_limits(run_dir: Path, db: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: dict[str, list[int]] = {"metrics": [], "params": []}
-    log_batch = MlflowClient.log_batch
-
-    def measured(self: MlflowClient, run_id: str, **batch: Any) -> None:
-        for kind, entities in batch.items():
-            sizes[kind].append(len(entities))
-        log_batch(self, run_id, **batch)
-
-    monkeypatch.setattr(MlflowClient, "log_batch", measured)
-    track(run_dir, db, range(1, 80))
-    assert max(sizes["metrics"]) <= 1000 < sum(sizes["metrics"]) == len(recorded(run_dir))
-    assert max(sizes["params"]) <= 100
 
 
 def test_values_that_are_not_finite_do_not_stop_the_mirror(run_dir: Path, db: str) -> None:

@@ -1,5 +1,4 @@
-"""Who may import whom, what stays free of torch, and what no module does: patch a library, run code from a file, or
-have a function of more than 40 lines.
+"""Who may import whom, what stays free of torch, and what no module does: patch a library or run code from a file.
 
 Each rule is a function of source text, tried on the whole package and on a line that breaks it.
 """
@@ -126,12 +125,6 @@ def gibs(tree: ast.AST) -> list[str]:
     return [text for node in ast.walk(tree) if isinstance(node, ast.BinOp) and (text := ast.unparse(node)) in written]
 
 
-def too_long(tree: ast.AST) -> list[str]:
-    """Functions of more than 40 lines."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return [node.name for node in functions if (node.end_lineno or 0) - node.lineno >= 40]
-
-
 def violations(rule: Callable[[ast.AST], list]) -> dict[str, list]:
     found = {str(path.relative_to(SOURCE)): rule(ast.parse(path.read_text(encoding="utf-8"))) for path in MODULES}
     return {path: bad for path, bad in found.items() if bad}
@@ -168,18 +161,33 @@ def test_no_module_runs_code_from_a_file() -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("rule", "line"),
     [
-        "import trl; trl.GRPOTrainer.log = None",
-        "import transformers.trainer as t; t.Trainer.x += 1",
-        "from vllm import lora; del lora.models.f",
-        "def f():\n    from peft import tuners\n    tuners.REGISTRY['a'] = 1",
-        "from trl import GRPOTrainer; setattr(GRPOTrainer, 'log', None)",
-        "import torch; a, torch.load = 1, None",
+        (patches, "import trl; trl.GRPOTrainer.log = None"),
+        (patches, "import transformers.trainer as t; t.Trainer.x += 1"),
+        (patches, "from vllm import lora; del lora.models.f"),
+        (patches, "def f():\n    from peft import tuners\n    tuners.REGISTRY['a'] = 1"),
+        (patches, "from trl import GRPOTrainer; setattr(GRPOTrainer, 'log', None)"),
+        (patches, "import torch; a, torch.load = 1, None"),
+        (unsafe, "import pickle"),
+        (unsafe, "from joblib import load"),
+        (unsafe, "torch.load(path)"),
+        (unsafe, "torch.load(path, weights_only=False)"),
+        (unsafe, "AutoTokenizer.from_pretrained(path)"),
+        (unsafe, "AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)"),
+        (unsafe, "AutoConfig.from_pretrained(path, trust_remote_code=True)"),
+        (unsafe, "load_dataset(path, trust_remote_code=flag)"),
+        (unsafe, "eval(text)"),
+        (unsafe, "yaml.load(text)"),
+        (unsafe, "np.load(path, allow_pickle=True)"),
+        (gibs, "GIB = 2**30"),
+        (gibs, "x / 2**30"),
+        (gibs, "1 << 30"),
+        (gibs, "1024**3"),
     ],
 )
-def test_a_patch_is_found(line: str) -> None:
-    assert patches(ast.parse(line))
+def test_a_line_that_breaks_a_rule_is_found(rule: Callable[[ast.AST], list], line: str) -> None:
+    assert rule(ast.parse(line))
 
 
 def test_what_is_ours_or_pythons_may_be_assigned_to() -> None:
@@ -188,43 +196,8 @@ def test_what_is_ours_or_pythons_may_be_assigned_to() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import pickle",
-        "from joblib import load",
-        "torch.load(path)",
-        "torch.load(path, weights_only=False)",
-        "AutoTokenizer.from_pretrained(path)",
-        "AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)",
-        "AutoConfig.from_pretrained(path, trust_remote_code=True)",
-        "load_dataset(path, trust_remote_code=flag)",
-        "eval(text)",
-        "yaml.load(text)",
-        "np.load(path, allow_pickle=True)",
-    ],
-)
-def test_what_could_run_code_is_found(line: str) -> None:
-    assert unsafe(ast.parse(line))
-
-
-def test_no_function_is_longer_than_40_lines_but_for_those_of_a_run_and_a_step() -> None:
-    """They are read from top to bottom, as a script."""
-    assert set(violations(too_long)) <= {"train/run.py", "train/step.py"}
-
-
-def test_a_function_of_41_lines_is_found() -> None:
-    assert too_long(ast.parse("def f():" + "\n    pass" * 40)) == ["f"]
-    assert not too_long(ast.parse("def f():" + "\n    pass" * 39))
-
-
 def test_the_bytes_of_a_gib_are_written_once() -> None:
     assert violations(gibs) == {"config/units.py": ["2 ** 30"]}
-
-
-@pytest.mark.parametrize("line", ["GIB = 2**30", "x / 2**30", "1 << 30", "1024**3"])
-def test_the_bytes_of_a_gib_are_found(line: str) -> None:
-    assert gibs(ast.parse(line))
 
 
 @pytest.mark.parametrize(

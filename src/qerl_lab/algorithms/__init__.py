@@ -33,8 +33,3 @@ def loss_settings(cfg: AlgorithmConfig) -> dict[str, Any]:
         "entropy_coef_delta": cfg.entropy_coef_step,
         "entropy_coef_max": cfg.entropy_coef_max,
     }
-
-
-def has_entropy_bonus(cfg: AlgorithmConfig) -> bool:
-    """Return whether the objective has an entropy bonus in any update."""
-    return cfg.entropy_coef > 0 or cfg.entropy_target is not None

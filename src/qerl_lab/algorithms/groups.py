@@ -12,17 +12,12 @@ SAME = 1e-9  # relative: equal rewards summed from different parts differ by rou
 
 
 def is_flat(reward_P_G: Rewards) -> NDArray[np.bool_]:
-    """Return, for each group [P], whether all its completions earned the same reward (its advantages are then 0)."""
-    return np.ptp(reward_P_G, axis=1) <= SAME * np.abs(reward_P_G).max(axis=1)
+    """Return, for each group [P], whether all its completions earned the same reward: its advantages are then 0.
 
-
-def has_signal(reward_P_G: Rewards) -> NDArray[np.bool_]:
-    """Return, for each group [P], whether its rewards differ. Dynamic sampling replaces the other groups.
-
-    DAPO (arXiv 2503.14476, Eq. 11) compares right and wrong answers only; here every part of the task's reward counts,
-    format too.
+    Dynamic sampling replaces these groups. DAPO (arXiv 2503.14476, Eq. 11) compares right and wrong answers only; here
+    every part of the task's reward counts, format too.
     """
-    return ~is_flat(reward_P_G)
+    return np.ptp(reward_P_G, axis=1) <= SAME * np.abs(reward_P_G).max(axis=1)
 
 
 def advantage(reward_P_G: Rewards, normalize_std: bool) -> Rewards:

@@ -13,6 +13,6 @@ The paper's text resamples "each forward", its code once per rollout; here once 
 """
 
 from qerl_lab.aqn.noise import CLEAN, Noise, observed_std
-from qerl_lab.aqn.schedule import decay, level, stage
+from qerl_lab.aqn.schedule import level, stage
 
-__all__ = ["CLEAN", "Noise", "decay", "level", "observed_std", "stage"]
+__all__ = ["CLEAN", "Noise", "level", "observed_std", "stage"]

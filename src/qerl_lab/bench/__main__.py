@@ -61,7 +61,7 @@ def require_gpu() -> None:
 
 
 def print_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Collect the rows into a list, printing each as soon as it is measured: a whole command takes minutes."""
+    """Print each row as soon as it is measured, because a whole command takes minutes; return all rows."""
     found = []
     for row in rows:
         cells = (

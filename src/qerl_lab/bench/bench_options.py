@@ -29,33 +29,33 @@ Row = dict[str, Any]  # measured values by name
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm of a benchmark. `words` are keys of the lab's run, or arguments of the baseline, with values."""
+    """One arm of a benchmark. `overrides` are values of keys of the lab's run, or of the baseline's arguments."""
 
     name: str
     format: str
     is_baseline: bool
-    words: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
     def gpus(self) -> int:
         """Return the number of GPUs of the arm, each with its own process."""
-        return 1 if self.is_baseline else self.words.get("gpus", 1)
+        return 1 if self.is_baseline else self.overrides.get("gpus", 1)
 
     @property
     def is_on_cpu(self) -> bool:
         """Tell whether the arm's overrides select the CPU."""
-        return self.words.get("device") == "cpu"
+        return self.overrides.get("device") == "cpu"
 
 
-def arm_of(text: str, baselines: Mapping[str, str]) -> Arm:
+def parse_arm(text: str, baselines: Mapping[str, str]) -> Arm:
     """Parse an arm: its name, then overrides (`key=value`). Raises ConfigError if a part cannot be read."""
-    name, *words = text.split() or [""]
+    name, *overrides = text.split() or [""]
     allowed = [*baselines, *FORMATS]
     if name not in allowed:
         hint = did_you_mean(name, allowed) or f" Type for example arms=[{allowed[0]}]."
         raise ConfigError(f"{text!r} in arms is not allowed; allowed: {', '.join(allowed)}.{hint}")
     given = {}
-    for word in words:
+    for word in overrides:
         try:
             override = OverridesParser.create().parse_override(word)
         except HydraException:
@@ -97,8 +97,8 @@ class ProcessOptions:
     timeout_minutes: float = option(60, "an arm that takes longer is ended", above=0, at_most=100_000)
 
     def read_arms(self) -> list[Arm]:
-        """Parse the option `arms`. Raises ConfigError as `arm_of` does."""
-        return [arm_of(text, self.BASELINES) for text in self.arms]
+        """Parse the option `arms`. Raises ConfigError as `parse_arm` does."""
+        return [parse_arm(text, self.BASELINES) for text in self.arms]
 
 
 @dataclass

@@ -15,7 +15,10 @@ READ = "clocks.sm,clocks.max.sm,power.draw,temperature.gpu"
 
 @contextmanager
 def clocks() -> Iterator[dict[str, float | None]]:
-    """Context manager: sample nvidia-smi; at the end its dict gets clock, watts and temperature, else None."""
+    """Context manager: sample clock, power and temperature with nvidia-smi; its dict is filled at the end.
+
+    Values stay None without nvidia-smi or a GPU.
+    """
     row: dict[str, float | None] = dict.fromkeys(("sm_mhz", "sm_mhz_least", "sm_mhz_max", "watts", "celsius"))
     program = shutil.which("nvidia-smi")
     if program is None or not torch.cuda.is_available():
@@ -47,16 +50,16 @@ def parse_clocks(lines: str) -> dict[str, float | None]:
     }  # fmt: skip
 
 
-def wait() -> None:
+def wait_for_gpu() -> None:
     """Wait until the GPU has finished all queued work, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def memory_at_end() -> dict[str, float | None]:
-    """Return the peak GiB of torch's tensors in this process, and the GiB that all processes hold; None without a GPU.
+    """Return the peak GiB of torch's tensors in this process, and the GiB in use on the GPU, by all programs.
 
-    The second includes CUDA's own.
+    Both are None without a GPU.
     """
     if not torch.cuda.is_available():
         return {"peak_gib": None, "used_gib": None}

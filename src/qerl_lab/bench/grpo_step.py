@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from qerl_lab.bench import lab, random_model
-from qerl_lab.bench.arm_config import Job
 from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import clocks, memory_at_end
+from qerl_lab.bench.job import Job
 from qerl_lab.bench.rollout import memory, settings
 from qerl_lab.config.units import GIB
 from qerl_lab.model.policy import device_of
@@ -33,10 +33,10 @@ Step = dict[str, float]  # measured values of one step
 
 def rows(job: Job) -> Iterator[Row]:
     """Train the lab's policy, and yield one row of measurements of the steps after the first, on the first rank."""
-    cfg, found = job.config, list[Step]()
+    cfg, found = job.config(), list[Step]()
     ranks = join(cfg, device_of(cfg.device))
     policy, engine, about = lab.build(job)
-    asked = task(job)
+    asked = make_task(job)
     data = TrainingData(asked, asked.train, left_out=0, heldout_left_out=0, seed=0)
     try:
         with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder, clocks() as clock:
@@ -50,13 +50,13 @@ def rows(job: Job) -> Iterator[Row]:
         adapter = [p for p in policy.model.parameters() if p.requires_grad]
         owned = 4 * sum(p.nbytes for p in adapter) / GIB  # weight, gradient, and Adam's two moments
         if ranks.is_first:
-            yield row_of(job, found) | about | clock | {"adapter_gib": owned, **memory_at_end()}
+            yield summarize(job, found) | about | clock | {"adapter_gib": owned, **memory_at_end()}
     finally:
         engine.close()
     ranks.leave()
 
 
-def task(job: Job) -> Task:
+def make_task(job: Job) -> Task:
     """Make the task of a job: random questions of `prompt` tokens, rewarded by `coin`."""
     options = job.options
     texts = random_model.prompt_texts(options["groups"] * (options["steps"] + 1), options["prompt"])
@@ -78,8 +78,8 @@ def step_values(metrics: dict[str, float]) -> Step:
     return step | {"nats": metrics["policy/entropy_nats"], "grad_norm": metrics["policy/grad_norm"]}
 
 
-def row_of(job: Job, steps: list[Step]) -> Row:
-    """Sum up a run in a row: medians over the steps after the first, and their total tokens per second.
+def summarize(job: Job, steps: list[Step]) -> Row:
+    """Summarize a run as a row: medians over the steps after the first, and their total tokens per second.
 
     Raises RuntimeError if steps or tokens are missing, or if nothing was learned.
     """

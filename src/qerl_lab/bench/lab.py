@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from qerl_lab import aqn, rollout
-from qerl_lab.bench.arm_config import Job
 from qerl_lab.bench.bench_options import Row
+from qerl_lab.bench.job import Job
 from qerl_lab.config.units import GIB
 from qerl_lab.model.linear import weight_bytes
 from qerl_lab.model.policy import Policy, device_of, load_adapter
@@ -24,7 +24,7 @@ class RandomPolicy(Policy):
 
 def build(job: Job) -> tuple[Policy, Engine, Row]:
     """Build a job's policy with its adapter, and its engine; the row has the seconds and GiB that this took."""
-    cfg, started = job.config, time.perf_counter()
+    cfg, started = job.config(), time.perf_counter()
     policy = RandomPolicy(**vars(build_policy(cfg, device_of(cfg.device))))
     load_adapter(policy.model, Path(job.adapter))
     loaded = time.perf_counter()

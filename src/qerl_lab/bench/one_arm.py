@@ -6,8 +6,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from qerl_lab.bench.arm_config import Job, read_job
-from qerl_lab.bench.bench_options import Row
+from qerl_lab.bench.bench_options import Arm, Row
+from qerl_lab.bench.job import Job
 from qerl_lab.config.message import in_one_line
 from qerl_lab.system.processes import end_with_parent
 from qerl_lab.system.terminal import quiet_third_parties
@@ -16,10 +16,11 @@ LONGEST = 300  # characters of a reason
 
 
 def main(words: list[str]) -> None:
-    """Measure the job in a file, append each row to another at once, and end when the process PARENT ends."""
+    """Measure the job of the file JOB.json and append each row to ROWS.jsonl; end when the process PARENT ends."""
     asked, out, parent = words
     end_with_parent(int(parent))
-    job = read_job(Path(asked))
+    given = json.loads(Path(asked).read_text(encoding="utf-8"))
+    job = Job(**given | {"arm": Arm(**given["arm"])})
     quiet_third_parties()
     with Path(out).open("a", encoding="utf-8", buffering=1) as file:
         try:

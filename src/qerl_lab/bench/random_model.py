@@ -84,15 +84,12 @@ def build(architecture: dict[str, Any], weight_format: Format, device: torch.dev
     return load_model(config, source, packed_as, is_packed=False, device=device, dtype=torch.bfloat16)
 
 
-def size_of(architecture: dict[str, Any], weight_format: Format) -> int:
-    """Return the bytes of a checkpoint of `architecture` in `weight_format`. Allocates none."""
+def size_of(architecture: dict[str, Any], weight_format: Format) -> float:
+    """Return about how many bytes a checkpoint of `architecture` in `weight_format` has. Allocates none."""
     source = RandomWeights(config_of(architecture), torch.device("cpu"))
-    total = 2 * sum(math.prod(source.shape(name)) for name in source.names)
-    for linear in source.linears:
-        rows, columns = source.shape(f"{linear}.weight")
-        packed = weight_format.layout((rows, columns)).values()
-        total += sum(math.prod(shape) * dtype.itemsize for shape, dtype in packed) - 2 * rows * columns
-    return total
+    packed = sum(math.prod(source.shape(f"{name}.weight")) for name in source.linears)
+    every = sum(math.prod(source.shape(name)) for name in source.names)
+    return 2 * (every - packed) + packed * weight_format.bits_per_weight / 8
 
 
 def write(

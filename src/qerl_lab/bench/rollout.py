@@ -10,23 +10,20 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
+from torch import nn
+
 from qerl_lab.bench import random_model
-from qerl_lab.bench.arm_config import Job
 from qerl_lab.bench.bench_options import Row
-from qerl_lab.bench.gpu import clocks, memory_at_end, wait
+from qerl_lab.bench.gpu import clocks, memory_at_end, wait_for_gpu
+from qerl_lab.bench.job import Job
 from qerl_lab.config.units import GIB
 
 
 class Sampler(Protocol):
-    """An engine under test. `llm` is vLLM's LLM; `row` holds measurements from the build."""
+    """An engine under test."""
 
-    @property
-    def llm(self) -> Any:
-        """Return vLLM's `LLM` object."""
-
-    @property
-    def row(self) -> Row:
-        """Return the table row of the engine's start: its seconds and memory."""
+    llm: Any  # vLLM's `LLM`
+    row: Row  # measured while the engine started
 
     def renew(self) -> None:
         """Reload the adapter and clear the prefix cache, as before every rollout."""
@@ -36,24 +33,26 @@ class Sampler(Protocol):
 
 
 class Call(NamedTuple):
-    """Measured values of one call: seconds, the share in which its thread was busy, and nats per token."""
+    """Measured values of one call."""
 
     seconds: float
     sync_seconds: float
-    host_share: float
-    nats: float
+    host_share: float  # of `seconds`, in which this thread computed
+    nats: float  # per sampled token
 
 
 def rows(job: Job) -> Iterator[Row]:
     """Build the arm's engine, and yield a row of measurements per batch size."""
+    sampler: Sampler
     if job.arm.is_baseline:
         from qerl_lab.bench.stock_vllm import StockSampler
 
-        yield from measure(StockSampler(job), job)
+        sampler = StockSampler(job)
     else:
         from qerl_lab.bench.lab import LabSampler
 
-        yield from measure(LabSampler(job), job)
+        sampler = LabSampler(job)
+    yield from measure(sampler, job)
 
 
 def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
@@ -97,22 +96,18 @@ def time_calls(sampler: Sampler, job: Job, batch: int) -> Row:
 
 
 def time_call(sampler: Sampler, job: Job, batch: int, new: int, seed: int) -> Call:
-    """Time a call that samples `new` tokens for each of `batch` fresh prompts. Raises RuntimeError like `mean_nats`."""
-    prompts = random_model.prompt_ids(batch, job.options["prompt"], job.architecture["vocab_size"], seed)
-    started = time.perf_counter()
-    sampler.renew()
-    wait()
-    synced, busy = time.perf_counter(), time.thread_time()
-    logprobs = sampler.generate(prompts, new, seed)
-    took = time.perf_counter() - synced
-    return Call(took, synced - started, (time.thread_time() - busy) / took, mean_nats(logprobs, batch, new))
-
-
-def mean_nats(logprobs_P: list[list[float]], batch: int, new: int) -> float:
-    """Return the sampled tokens' mean surprisal in nats. Raises RuntimeError unless all are there and finite.
+    """Time a call that samples `new` tokens for each of `batch` fresh prompts.
 
     Raises RuntimeError if completions or tokens are missing, or if log-probs are NaN or all certain.
     """
+    prompts = random_model.prompt_ids(batch, job.options["prompt"], job.architecture["vocab_size"], seed)
+    started = time.perf_counter()
+    sampler.renew()
+    wait_for_gpu()
+    synced, busy = time.perf_counter(), time.thread_time()
+    logprobs_P = sampler.generate(prompts, new, seed)
+    took = time.perf_counter() - synced
+    host_share = (time.thread_time() - busy) / took
     lengths = {len(logprobs) for logprobs in logprobs_P}
     if len(logprobs_P) != batch or lengths != {new}:
         raise RuntimeError(
@@ -121,20 +116,18 @@ def mean_nats(logprobs_P: list[list[float]], batch: int, new: int) -> float:
     nats = -statistics.fmean(value for logprobs in logprobs_P for value in logprobs)
     if not (math.isfinite(nats) and nats > 0.5):
         raise RuntimeError(f"the tokens have {nats:.3g} nats in the mean: the logits of the random model say nothing")
-    return nats
+    return Call(took, synced - started, host_share, nats)
 
 
 def memory(llm: Any) -> Row:
     """Return the GiB of vLLM's weights (with the lab's dense adapter, without vLLM's LoRA buffers) and of its cache."""
-    weights = llm.apply_model(model_bytes)[0]
+
+    def sum_bytes(model: nn.Module) -> int:
+        tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}  # shared ones once
+        return sum(tensor.nbytes for tensor in tensors.values())
+
     cache = llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes  # null if a share of the GPU was requested
-    return {"weights_gib": weights / GIB, "kv_gib": cache and cache / GIB}
-
-
-def model_bytes(model: Any) -> int:
-    """Return the bytes of a model's parameters and buffers, counting shared ones once."""
-    tensors = {tensor.data_ptr(): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    return sum(tensor.nbytes for tensor in tensors.values())
+    return {"weights_gib": llm.apply_model(sum_bytes)[0] / GIB, "kv_gib": cache and cache / GIB}
 
 
 def settings(llm: Any) -> Row:

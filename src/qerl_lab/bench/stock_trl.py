@@ -1,6 +1,6 @@
 """Measure TRL's unchanged GRPOTrainer with vLLM in its process: the baseline of GRPO steps.
 
-An arm's words override its GRPOConfig.
+An arm's overrides are arguments of GRPOConfig.
 """
 
 import math
@@ -16,10 +16,10 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from qerl_lab.bench import random_model
-from qerl_lab.bench.arm_config import Job, kv_gib
 from qerl_lab.bench.bench_options import Row
-from qerl_lab.bench.gpu import clocks, memory_at_end, wait
-from qerl_lab.bench.grpo_step import Step, coin, row_of, task
+from qerl_lab.bench.gpu import clocks, memory_at_end, wait_for_gpu
+from qerl_lab.bench.grpo_step import Step, coin, make_task, summarize
+from qerl_lab.bench.job import Job, kv_gib
 from qerl_lab.bench.rollout import memory, settings
 from qerl_lab.config.units import GIB
 from qerl_lab.tasks import Question
@@ -40,7 +40,7 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Override TRL's hook: stop the clock, once the GPU is done."""
-        wait()
+        wait_for_gpu()
         self._seconds = time.perf_counter() - self._started
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
@@ -61,8 +61,8 @@ def rows(job: Job) -> Iterator[Row]:
         trainer = GRPOTrainer(
             model=job.folder,
             reward_funcs=reward,
-            args=GRPOConfig(**arguments(job, Path(folder)) | job.arm.words),
-            train_dataset=Dataset.from_dict({"prompt": [question.prompt for question in task(job).train]}),
+            args=GRPOConfig(**arguments(job, Path(folder)) | job.arm.overrides),
+            train_dataset=Dataset.from_dict({"prompt": [question.prompt for question in make_task(job).train]}),
             peft_config=random_model.plain_lora(job.rank),
             callbacks=[watch],
         )
@@ -73,7 +73,7 @@ def rows(job: Job) -> Iterator[Row]:
     about: Row = {"start_seconds": start, "policy_gib": base}
     if trainer.use_vllm:
         about |= memory(trainer.vllm_generation.llm) | settings(trainer.vllm_generation.llm)
-    yield row_of(job, watch.found) | about | clock | memory_at_end()
+    yield summarize(job, watch.found) | about | clock | memory_at_end()
 
 
 def bytes_of_weight(parameter: torch.nn.Parameter) -> int:

@@ -10,18 +10,18 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
-from qerl_lab.bench.arm_config import Job, kv_gib
+from qerl_lab.bench.job import Job, kv_gib
 from qerl_lab.config.units import GIB
 from qerl_lab.rollout.vllm.adapter import max_rank
 
 
 class StockSampler:
-    """vLLM on a job's checkpoint. The arm's words override the arguments of `LLM`."""
+    """vLLM on a job's checkpoint. The arm's overrides are arguments of `LLM`."""
 
     def __init__(self, job: Job) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, as in TRL
         started = time.perf_counter()
-        self.llm = LLM(model=job.folder, **arguments(job) | job.arm.words)
+        self.llm = LLM(model=job.folder, **arguments(job) | job.arm.overrides)
         self.request = LoRARequest("policy", 1, job.adapter)
         self.row = {"start_seconds": time.perf_counter() - started}
 

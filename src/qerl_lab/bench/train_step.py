@@ -10,8 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
@@ -27,6 +25,7 @@ from qerl_lab.config.schema import FormatConfig, LoraConfig, RunConfig
 from qerl_lab.model import policy
 
 GB = 1e9
+Loss = Callable[[PeftModel, Tensor], Tensor]  # of a model and ids[sequences, length]
 
 
 @dataclass
@@ -34,7 +33,7 @@ class TrainedArm:
     model: PeftModel
     optimizer: torch.optim.Optimizer
     base_bytes: int
-    held_bytes: int  # on the GPU between steps: base, adapters and, after the first step, optimizer state
+    held_bytes: int  # on the GPU after the build: base and adapters
 
 
 def build(options: TrainStepOptions, arm: str) -> TrainedArm:
@@ -95,7 +94,7 @@ def full_logits_loss(model: PeftModel, ids: Tensor) -> Tensor:
     return -torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).mean()
 
 
-def train_step(arm: TrainedArm, ids: Tensor, micro: int, loss: Callable[[PeftModel, Tensor], Tensor]) -> None:
+def train_step(arm: TrainedArm, ids: Tensor, micro: int, loss: Loss) -> None:
     """Train one optimizer update on `ids[sequences, length]`, `micro` sequences at a time."""
     for part in ids.split(micro):
         with torch.autocast("cuda", torch.bfloat16):
@@ -106,49 +105,39 @@ def train_step(arm: TrainedArm, ids: Tensor, micro: int, loss: Callable[[PeftMod
 
 
 def steps(options: TrainStepOptions) -> Iterator[Row]:
-    """Measure and yield tokens per second (median of `steps`) and peak GB (1e9 bytes) by micro-batch size and arm."""
+    """Measure and yield tokens per second (median of `steps`) and peak GB (1e9 bytes) by micro-batch size and arm.
+
+    The arms alternate. The first also measures the loss from full logits.
+    """
     arms = {name: build(options, name) for name in options.arms}
-    vocabulary = ARCHITECTURES[options.model]["vocab_size"]
+    first, vocabulary = options.arms[0], ARCHITECTURES[options.model]["vocab_size"]
     ids = torch.randint(vocabulary, (options.sequences, options.length), device="cuda")
-    for micro in sorted({options.sequences, 1}, reverse=True):
-        yield from _measure_in_turn(options, arms, ids, micro, "chunked", chunked_loss)
-    first = options.arms[0]
-    yield from _measure_in_turn(options, {first: arms[first]}, ids, options.sequences, "full logits", full_logits_loss)
-
-
-def _measure_in_turn(
-    options: TrainStepOptions, arms: dict[str, TrainedArm], ids: Tensor, micro: int, loss_name: str, loss: Any
-) -> Iterator[Row]:
-    """Time a step of each arm in turn, several times; yield a row per arm."""
-    measured: dict[str, list[tuple[float, int]]] = {name: [] for name in arms}
-    for turn in range(options.steps + 1):
-        for name, arm in arms.items():
-            seconds, peak = _seconds_and_peak(partial(train_step, arm, ids, micro, loss))
-            others = torch.cuda.memory_allocated() - _count_bytes(arm)
-            if turn:  # the first warms up and makes optimizer state
-                measured[name].append((seconds, peak - others))
-    for name, values in measured.items():
-        seconds = statistics.median(value for value, _ in values)
-        yield {
-            "model": options.model, "arm": name, "loss": loss_name, "micro_batch_tokens": micro * options.length,
-            "step_tokens": ids.numel(), "rank": options.rank, "ms": 1e3 * seconds,
-            "tokens_per_second": ids.numel() / seconds, "peak_gb": max(peak for _, peak in values) / GB,
-            "base_gb": arms[name].base_bytes / GB,
-        }  # fmt: skip
-
-
-def _count_bytes(arm: TrainedArm) -> int:
-    """Count the bytes that an arm holds between two steps."""
-    state = (t for values in arm.optimizer.state.values() for t in values.values())
-    return arm.held_bytes + sum(t.nbytes for t in state if isinstance(t, Tensor) and t.is_cuda)
-
-
-def _seconds_and_peak(work: Callable[[], None]) -> tuple[float, int]:
-    """Run `work` once; return its seconds and the peak of allocated bytes."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started, torch.cuda.max_memory_allocated()
+    sizes = sorted({options.sequences, 1}, reverse=True)  # sequences of a micro-batch
+    rounds: list[tuple[dict[str, TrainedArm], int, str, Loss]] = [
+        (arms, size, "chunked", chunked_loss) for size in sizes
+    ]
+    rounds.append(({first: arms[first]}, options.sequences, "full logits", full_logits_loss))
+    for some, micro, loss_name, loss in rounds:
+        measured: dict[str, list[tuple[float, int]]] = {name: [] for name in some}  # seconds, peak bytes
+        for turn in range(options.steps + 1):
+            for name, arm in some.items():
+                gc.collect()
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                started = time.perf_counter()
+                train_step(arm, ids, micro, loss)
+                torch.cuda.synchronize()
+                seconds, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated()
+                state = (tensor for values in arm.optimizer.state.values() for tensor in values.values())
+                held = arm.held_bytes + sum(t.nbytes for t in state if isinstance(t, Tensor) and t.is_cuda)
+                others = torch.cuda.memory_allocated() - held  # bytes of the other arms
+                if turn:  # the first warms up and makes optimizer state
+                    measured[name].append((seconds, peak - others))
+        for name, values in measured.items():
+            median = statistics.median(seconds for seconds, _ in values)
+            yield {
+                "model": options.model, "arm": name, "loss": loss_name, "micro_batch_tokens": micro * options.length,
+                "step_tokens": ids.numel(), "rank": options.rank, "ms": 1e3 * median,
+                "tokens_per_second": ids.numel() / median, "peak_gb": max(peak for _, peak in values) / GB,
+                "base_gb": arms[name].base_bytes / GB,
+            }  # fmt: skip

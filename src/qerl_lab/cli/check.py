@@ -13,7 +13,7 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from qerl_lab import preflight
 from qerl_lab.cli import cluster, compose, jobs, manual, scheduler
-from qerl_lab.cli.compose import Job, Plan
+from qerl_lab.cli.compose import Plan
 from qerl_lab.config.arm import OF_SWEEPS
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
@@ -99,34 +99,28 @@ def check_jobs(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
 
     A dry run notes what this machine lacks instead of raising: the run may be meant for another machine.
     """
-    seen = []
+    checked, first = [], plan.jobs[0].config
     for job in plan.jobs:
+        if job.begun and RunDirectory(job.run_dir).status == "done":
+            checked.append(job)
+            continue
         try:
-            cut = _preflight_notes(job, is_here, is_dry)
+            notes = [*job.notes, *preflight.check(job.config, job.run_dir, is_here and not is_dry)]
         except ConfigError as error:
             where = f"job {job.number} ({' '.join(job.overrides)}): " if plan.multirun else ""
             raise ConfigError(f"{where}{error}") from None
-        seen.append(replace(job, notes=[*job.notes, *cut]))
+        try:
+            if is_dry and is_here:
+                preflight.check_machine(job.config, job.run_dir)
+            elif is_dry and first.launcher != "local":
+                cluster.check_can_submit(first)
+        except ConfigError as error:
+            notes.append(f"not on this machine: {error}")
+        checked.append(replace(job, notes=notes))
     if is_here and not is_dry:
         scheduler.gpu_pool_of([job.config for job in plan.jobs])
-    elif plan.jobs[0].config.launcher != "local":
-        cluster.check_slurm_flags(plan.jobs[0].config)
+    elif first.launcher != "local":
+        cluster.check_slurm_flags(first)
         if not is_dry:
-            cluster.check_can_submit(plan.jobs[0].config)
-    return replace(plan, jobs=seen)
-
-
-def _preflight_notes(job: Job, is_here: bool, is_dry: bool) -> list[str]:
-    """Check that a job could start; return notes for the user about it. Raises ConfigError, see `check_jobs`."""
-    if job.begun and RunDirectory(job.run_dir).status == "done":
-        return []
-    said = preflight.check(job.config, job.run_dir, is_here and not is_dry)
-    if is_dry:
-        try:
-            if is_here:
-                preflight.check_machine(job.config, job.run_dir)
-            elif job.config.launcher != "local":
-                cluster.check_can_submit(job.config)
-        except ConfigError as error:
-            said.append(f"not on this machine: {error}")
-    return said
+            cluster.check_can_submit(first)
+    return replace(plan, jobs=checked)

@@ -1,7 +1,7 @@
 """Run the jobs of a sweep on a cluster: as a Slurm array (by submitit), or as Ray tasks.
 
-Each task gets one `Call` with the directory of a job, which holds its configuration since the sweep was claimed. So
-every machine must see that directory at the same path. A task that the cluster restarts resumes its run.
+Each task gets one `SweepJob` with the directory of a job, which holds its configuration since the sweep was claimed.
+So every machine must see that directory at the same path. A task that the cluster restarts resumes its run.
 """
 
 import importlib.util
@@ -17,14 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl_lab.cli.launch import SweepJob
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from submitit import SlurmJob
-
-    from qerl_lab.cli.scheduler import Call
 
 SET_BY_SUBMITIT = {"array", "output", "error", "open-mode", "nodes", "ntasks-per-node", "signal"}  # sbatch flags
 GPU_FLAGS = {"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"}
@@ -62,9 +61,7 @@ def parse_sbatch_flags(text: str) -> dict[str, Any]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise ConfigError(
-            f"slurm={text} cannot be read: {_error_as_sentence(error)} Close every quotation mark in it."
-        ) from None
+        raise ConfigError(f"slurm={text} cannot be read: {error}. Close every quotation mark in it.") from None
     for word in words:
         name, sign, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not name:
@@ -77,7 +74,7 @@ def parse_sbatch_flags(text: str) -> dict[str, Any]:
     return found
 
 
-def time_limit_minutes(flags: dict[str, Any]) -> int:
+def time_limit_minutes(flags: Mapping[str, Any]) -> int:
     """Return the time limit of a Slurm job in minutes, from its parsed flags. Raises ConfigError."""
     match = TIME.fullmatch(str(flags.get("time", "")))
     if match is None:
@@ -102,14 +99,15 @@ def resources_to_request(configs: Sequence[RunConfig], flags: Mapping[str, Any])
 
 
 def _error_as_sentence(error: BaseException) -> str:
+    """Return an error's text as one sentence."""
     return in_one_line(error).rstrip(".") + "."
 
 
 @contextmanager
 def submit_to_slurm(
-    configs: Sequence[RunConfig], calls: "Sequence[Call]", folder: Path
+    configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob], folder: Path
 ) -> "Iterator[list[SlurmJob[str]]]":
-    """Context manager: submit the calls as one Slurm array, its scripts and logs in `folder`; yield the Slurm jobs."""
+    """Context manager: submit the jobs as one Slurm array, its scripts and logs in `folder`; yield the Slurm jobs."""
     import submitit
     from submitit.core.utils import FailedJobError
 
@@ -122,7 +120,7 @@ def submit_to_slurm(
     )  # fmt: skip
     try:
         with executor.batch():
-            submitted = [executor.submit(call) for call in calls]
+            submitted = [executor.submit(sweep_job) for sweep_job in sweep_jobs]
     except FailedJobError as error:  # the error of sbatch
         raise ConfigError(
             f"Slurm takes no jobs with slurm={configs[0].slurm}: {_error_as_sentence(error)} {GOES_ON}"
@@ -131,8 +129,8 @@ def submit_to_slurm(
 
 
 @contextmanager
-def submit_to_ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Iterator[list[Future[str]]]":
-    """Context manager: run the calls as Ray tasks, `jobs` at once; yield their futures."""
+def submit_to_ray(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) -> "Iterator[list[Future[str]]]":
+    """Context manager: run the jobs as Ray tasks, `jobs` at once; yield their futures."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
     import ray as library
 
@@ -145,14 +143,14 @@ def submit_to_ray(configs: Sequence[RunConfig], calls: "Sequence[Call]") -> "Ite
         signal.signal(number, handler)
     has_gpus = library.cluster_resources().get("GPU", 0) > 0
 
-    def run_on_ray(cfg: RunConfig, call: "Call") -> str:
+    def run_on_ray(cfg: RunConfig, sweep_job: SweepJob) -> str:
         asked = ray_resources(cfg, has_gpus)
-        task = library.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"])(type(call).__call__)
-        return str(library.get(task.remote(call)))
+        task = library.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"])(SweepJob.__call__)
+        return str(library.get(task.remote(sweep_job)))
 
     try:
         with ThreadPoolExecutor(configs[0].jobs) as pool:
-            yield [pool.submit(run_on_ray, cfg, call) for cfg, call in zip(configs, calls, strict=True)]
+            yield [pool.submit(run_on_ray, cfg, sweep_job) for cfg, sweep_job in zip(configs, sweep_jobs, strict=True)]
     finally:
         library.shutdown()
 

@@ -8,7 +8,7 @@ import copy
 import itertools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -96,48 +96,44 @@ def make_plan(overrides: list[str], multirun: bool) -> Plan:
 
 def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     """Check the single run that Hydra composed; return it as a plan. Raises ConfigError."""
-    typed, hydra_words = (
-        _unresolved_overrides(cfg.hydra.overrides.task),
-        _unresolved_overrides(cfg.hydra.overrides.hydra),
-    )
-    config, words = _checked_job(cfg, typed, loader)
-    for key in (key for key in OF_SWEEPS if key in words):
-        raise ConfigError(f"{key}={words[key]} is of a sweep, and this command runs one job. Leave {key} out.")
-    for word in (word for word in hydra_words if word.lstrip("+").startswith("hydra.sweep.")):
-        raise ConfigError(f"{word} is of a sweep, and this command runs one job. Leave it out, or type run_dir=DIR.")
-    intent.refuse_inert_overrides([(config, words)])
-    usual = f"runs/{config.experiment}/seed{config.seed}/{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = Path(config.run_dir or usual).expanduser().absolute()
-    notes = intent.notes_before_start(config, cfg.optim.micro_batch_size, words)
-    return Plan([Job(0, without_hydra_overrides(typed), config, run_dir, notes)], run_dir, bool(config.run_dir), False)
+    typed, words = _typed_words(cfg.hydra.overrides.task), _typed_words(cfg.hydra.overrides.hydra)
+    job = _checked_job(0, cfg, typed, loader)
+    of_sweeps = [word for word in job.overrides if word.partition("=")[0] in OF_SWEEPS]
+    of_sweeps += [word for word in words if word.lstrip("+").startswith("hydra.sweep.")]
+    for word in of_sweeps:
+        instead = ", or type run_dir=DIR" if "hydra." in word else ""
+        raise ConfigError(f"{word} is of a sweep, and this command runs one job. Leave it out{instead}.")
+    intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(typed))])
+    usual = f"runs/{job.config.experiment}/seed{job.config.seed}/{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(job.config.run_dir or usual).expanduser().absolute()
+    return Plan([replace(job, run_dir=run_dir)], run_dir, bool(job.config.run_dir), False)
 
 
 def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
     """Compose and check every job of the sweep that Hydra composed; return them as a plan. Raises ConfigError."""
-    hydra_words = _unresolved_overrides(master.hydra.overrides.hydra)
-    directory, jobs = Path(str(master.hydra.sweep.dir)).expanduser().absolute(), []
+    directory, jobs = Path(str(master.hydra.sweep.dir)).expanduser().absolute(), list[Job]()
     composed: dict[tuple[str, ...], DictConfig] = {}
     for number, overrides in enumerate(_expand_sweep(master, loader)):
-        own = without_hydra_overrides(overrides)
         try:
             cfg = _compose_job(master, overrides, loader, composed)
-            config, words = _checked_job(cfg, overrides, loader)
+            job = _checked_job(number, cfg, overrides, loader)
         except (ConfigError, HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(f"job {number} ({' '.join(own)}): {explain(error)}") from None
-        if config.run_dir:
+            own = " ".join(without_hydra_overrides(overrides))
+            raise ConfigError(f"job {number} ({own}): {explain(error)}") from None
+        if job.config.run_dir:
             raise ConfigError(
-                f"run_dir={config.run_dir} cannot serve a sweep, whose jobs get a directory each. "
-                f"Type {shell_override('hydra.sweep.dir', config.run_dir)}."
+                f"run_dir={job.config.run_dir} cannot serve a sweep, whose jobs get a directory each. "
+                f"Type {shell_override('hydra.sweep.dir', job.config.run_dir)}."
             )
         with open_dict(cfg):
             cfg.hydra.job.num = cfg.hydra.job.id = number
         HydraConfig.instance().set_config(cfg)
-        notes = intent.notes_before_start(config, cfg.optim.micro_batch_size, words)
-        jobs.append(Job(number, own, config, directory / str(cfg.hydra.sweep.subdir), notes))
+        jobs.append(replace(job, run_dir=directory / str(cfg.hydra.sweep.subdir)))
     _refuse_equal_jobs(jobs)
     intent.refuse_conflicting_jobs([job.config for job in jobs])
     intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(job.overrides)) for job in jobs])
-    return Plan(jobs, directory, "hydra.sweep.dir" in intent.overrides_by_key(hydra_words), True)
+    typed = intent.overrides_by_key(_typed_words(master.hydra.overrides.hydra))
+    return Plan(jobs, directory, "hydra.sweep.dir" in typed, True)
 
 
 def _compose_job(
@@ -158,43 +154,42 @@ def _compose_job(
     return cfg
 
 
-def _checked_job(cfg: DictConfig, overrides: list[str], loader: ConfigLoader) -> tuple[RunConfig, dict[str, str]]:
-    """Return a job's checked RunConfig, and the typed overrides by key. Raises ConfigError."""
-    words = intent.overrides_by_key(overrides)
-    config = job_config(cfg, words)
-    intent.check_overrides(config, words)
-    _refuse_mislabelled_experiment(config, words, cfg, loader)
-    return config, words
+def _checked_job(number: int, cfg: DictConfig, overrides: list[str], loader: ConfigLoader) -> Job:
+    """Return a job, still without its directory, from its composed configuration. Raises ConfigError."""
+    typed = intent.overrides_by_key(overrides)
+    config = job_config(cfg, typed)
+    intent.check_overrides(config, typed)
+    _refuse_mislabelled_experiment(config, typed, cfg, loader)
+    notes = intent.notes_before_start(config, cfg.optim.micro_batch_size, typed)
+    return Job(number, without_hydra_overrides(overrides), config, Path(), notes)
 
 
 def _refuse_mislabelled_experiment(
-    config: RunConfig, typed: dict[str, str], cfg: DictConfig, loader: ConfigLoader
+    config: RunConfig, typed: Mapping[str, str], cfg: DictConfig, loader: ConfigLoader
 ) -> None:
     """Raise ConfigError if an override contradicts the named experiment under which the run would be recorded."""
     arm, declared = cfg.hydra.runtime.choices.get("experiment"), sorted(_experiment_keys())
     suspects = [key for key in typed if key in declared or any(name.startswith(f"{key}.") for name in declared)]
     if arm is None or not suspects:
         return
+    paths = [word for word in _typed_words(cfg.hydra.overrides.hydra) if "hydra.searchpath=" in word]
 
-    def defining_values(config: RunConfig) -> dict[str, Any]:
-        values = values_of(config)
-        return {name: values[name] for name in declared}
-
-    def defining_values_of_experiment(name: str) -> dict[str, Any]:
-        paths = [word for word in _unresolved_overrides(cfg.hydra.overrides.hydra) if "hydra.searchpath=" in word]
+    def values_of_experiment(name: str) -> dict[str, Any]:
         composed = loader.load_configuration("config", [f"+experiment={name}", *paths], RunMode.RUN)
-        return defining_values(job_config(composed, {}))
+        return values_of(job_config(composed, {}))
 
-    own, now, usual = defining_values_of_experiment(arm), defining_values(config), defining_values(RunConfig())
-    if own == now:
+    def changed_keys(others: Mapping[str, Any]) -> list[str]:
+        return [key for key in declared if now[key] != others[key]]
+
+    now, own = values_of(config), values_of_experiment(arm)
+    if not (changed := changed_keys(own)):
         return
-    same = next((name for name in choices_of("experiment") if defining_values_of_experiment(name) == now), None)
-    others = " ".join(f"{key}={spell_value(now[key])}" for key in declared if now[key] != usual[key])
-    instead = f"+experiment={same} instead" if same else f"{others} instead, without experiment={arm}"
-    changed = ", ".join(f"{key}={spell_value(own[key])}" for key in declared if own[key] != now[key])
+    same = next((name for name in choices_of("experiment") if not changed_keys(values_of_experiment(name))), None)
+    others = " ".join(f"{key}={spell_value(now[key])}" for key in changed_keys(values_of(RunConfig())))
     raise ConfigError(
-        f"{' '.join(f'{key}={typed[key]}' for key in suspects)} changes what experiment={arm} stands for ({changed}), "
-        f"and the run would keep its name. Type {instead}."
+        f"{' '.join(f'{key}={typed[key]}' for key in suspects)} changes what experiment={arm} stands for "
+        f"({', '.join(f'{key}={spell_value(own[key])}' for key in changed)}), and the run would keep its name. "
+        f"Type {f'+experiment={same} instead' if same else f'{others} instead, without experiment={arm}'}."
     )
 
 
@@ -206,10 +201,10 @@ def _experiment_keys() -> frozenset[str]:
     return frozenset(key for key in declared if kinds[key] not in NUMBERS)
 
 
-def _unresolved_overrides(overrides: ListConfig) -> list[str]:
+def _typed_words(overrides: ListConfig) -> list[str]:
     """Return Hydra's list of overrides as text, without resolving interpolations such as `${hydra.job.num}`."""
-    lines: Any = OmegaConf.to_container(overrides, resolve=False)
-    return list(lines)
+    words: Any = OmegaConf.to_container(overrides, resolve=False)
+    return list(words)
 
 
 def _expand_sweep(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
@@ -227,14 +222,13 @@ def _expand_sweep(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
             raise ConfigError(f"hydra.sweeper.params has {line}; write {key} there.")
     parse_overrides(params)
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(
-        params + _unresolved_overrides(master.hydra.overrides.task)
+        params + _typed_words(master.hydra.overrides.task)
     )
     choices: dict[str, list[str]] = {}
     for override in parsed:
-        values = (
-            override.sweep_string_iterator() if override.is_sweep_override() else [override.get_value_element_as_str()]
-        )
-        choices[override.get_key_element()] = [f"{override.get_key_element()}={value}" for value in values]
+        key = override.get_key_element()
+        is_sweep, one = override.is_sweep_override(), override.get_value_element_as_str
+        choices[key] = [f"{key}={value}" for value in (override.sweep_string_iterator() if is_sweep else [one()])]
     jobs = [list(words) for words in itertools.product(*choices.values())]
     if not jobs:
         raise ConfigError("the sweep has no job: one of its lists or globs is empty.")
@@ -261,11 +255,11 @@ def _refuse_equal_jobs(jobs: list[Job]) -> None:
 
 def job_config(cfg: DictConfig, typed: Mapping[str, str]) -> RunConfig:
     """Build and check the RunConfig of a job from what Hydra composed and the user typed. Raises ConfigError."""
-    values = {}
-    for key in cfg:
-        if key != "hydra":
-            node = cfg[key]
-            values[str(key)] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    nodes = {str(key): cfg[key] for key in cfg if key != "hydra"}
+    values = {
+        key: OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        for key, node in nodes.items()
+    }
     config = build_config(values)
     intent.name_model(config, typed)
     config = with_absolute_paths(config)

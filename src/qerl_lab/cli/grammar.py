@@ -28,8 +28,6 @@ from qerl_lab.system.processes import refuse_several_processes
 Options = TypeVar("Options")
 WIDTH = 100
 HELP = ("--help", "-h")
-# Texts of values that are no text; other texts stay as they are, and then have the wrong type.
-VALUES: Mapping[str, Any] = {"null": None, "true": True, "false": False}
 
 
 @dataclass(frozen=True)
@@ -71,11 +69,8 @@ def run_subcommand(commands: Mapping[str, Command[Any]], arguments: list[str]) -
     name, *rest = arguments or HELP
     if name in HELP:
         width = max(len(command.usage) for command in commands.values()) + 2
-        print(
-            "\n".join(
-                line for command in commands.values() for line in format_entry(command.usage, command.about, width)
-            )
-        )
+        for command in commands.values():
+            print("\n".join(format_entry(command.usage, command.about, width)))
         return OK
     if name not in commands:
         hint = did_you_mean(name, list(commands))
@@ -96,7 +91,7 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
     """
     types, defaults = get_type_hints(kind), kind()
     given: dict[str, Any] = {}
-    typed_for: list[tuple[str, str]] = []  # key, word
+    words: list[tuple[str, str]] = []  # (key, argument)
     paths: list[str] = []
     for word in arguments:
         key, sign, text = word.lstrip("+").partition("=")
@@ -109,27 +104,21 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
         if not sign or not key:
             raise unreadable_override_error(word, types)
         if key not in types:
-            raise unknown_name_error(key, list(types), _hint_for_key(key, list(types)))
+            meant = (translate_foreign_name(key) or "").partition("=")[0]
+            ends = [end for end in (meant.rpartition(".")[2], meant.partition(".")[0]) if end in types]
+            hint = f" Did you mean {ends[0]}?" if ends else did_you_mean(key, list(types))
+            raise unknown_name_error(key, list(types), hint)
         given[key] = _parse_value(key, types[key], text, getattr(defaults, key))
-        typed_for.append((key, word))
-    if paths and get_origin(types[bare]) is list:
-        given[bare] = paths
-        typed_for.append((bare, " ".join(paths)))
-    elif paths:
-        given[bare] = paths[0]
-        typed_for += [(bare, path) for path in paths]
-    refuse_repeated_keys(typed_for)
-    made = kind(**given)
-    for name, field, value in leaves(made):
+        words.append((key, word))
+    if paths:
+        is_list = get_origin(types[bare]) is list
+        given[bare] = paths if is_list else paths[0]
+        words += [(bare, " ".join(paths))] if is_list else [(bare, path) for path in paths]
+    refuse_repeated_keys(words)
+    options = kind(**given)
+    for name, field, value in leaves(options):
         check_bounds(name, field.metadata, value)
-    return made
-
-
-def _hint_for_key(key: str, keys: list[str]) -> str:
-    """Return ` Did you mean x?` for an unknown key that resembles a known one or is foreign for it; else empty."""
-    meant = (translate_foreign_name(key) or "").partition("=")[0]
-    ends = (meant.rpartition(".")[2], meant.partition(".")[0])
-    return next((f" Did you mean {end}?" for end in ends if end in keys), did_you_mean(key, keys))
+    return options
 
 
 def _parse_value(key: str, kind: Any, text: str, default: Any) -> Any:
@@ -147,6 +136,7 @@ def _parse_value(key: str, kind: Any, text: str, default: Any) -> Any:
 
 
 def _parse_scalar(text: str, kind: Any) -> Any:
+    """Parse a text as null, a truth value or a number; text that is none of these stays as it is."""
     if kind in TEXT:
         return None if text == "null" else unquoted(text)
     for number in (float,) if kind in (float, float | None) else (int, float):
@@ -154,16 +144,15 @@ def _parse_scalar(text: str, kind: Any) -> Any:
             return number(text)
         except ValueError:
             continue
-    return VALUES.get(text.lower(), text)
+    return {"null": None, "true": True, "false": False}.get(text.lower(), text)
 
 
 def unknown_flag_error(argument: str, keys: Mapping[str, str], flags: Sequence[str]) -> ConfigError:
     """Return the error for an unknown flag; `keys` maps each key to what to type for it."""
-    key, sign, _ = argument.lstrip("-").partition("=")
-    key = key.replace("-", "_")
+    key, sign, _ = argument.lstrip("-").replace("-", "_").partition("=")
     close = did_you_mean(key, list(keys)) if sign else did_you_mean(argument, list(flags))
-    hint = f" Type {keys[key]}." if key in keys else close
-    return ConfigError(f"{argument} is not a flag; keys take no dashes.{hint or ' Type --help for what may be typed.'}")
+    hint = f" Type {keys[key]}." if key in keys else close or " Type --help for what may be typed."
+    return ConfigError(f"{argument} is not a flag; keys take no dashes.{hint}")
 
 
 def unreadable_override_error(override: str, keys: Mapping[str, Any]) -> ConfigError:

@@ -1,23 +1,70 @@
 """Check the overrides (`key=value`) that a user typed, set implied values, add notes. Imports no torch.
 
-The schema and its rules check values from any source. A typed key must moreover have an effect.
+The schema and its rules check values from any source. A typed key must moreover have an effect: the schema holds every
+key for every run, since a scale may set keys that its run ignores, but a user who types an ignored key is misled.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
-from qerl_lab.config.arm import OF_SWEEPS, values_of
+from qerl_lab.config.arm import OF_SWEEPS, OF_VLLM_HERE, values_of
 from qerl_lab.config.conf_folder import group_folder
-from qerl_lab.config.keys import spell_value
+from qerl_lab.config.keys import is_met, spell_value
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import largest_divisor
 from qerl_lab.config.schema import POCKET, FormatConfig, RunConfig
-from qerl_lab.config.variants import inert_keys
+from qerl_lab.config.task import TaskConfig
 from qerl_lab.model import on_disk
 
 CLIPS = ("algorithm.epsilon_low", "algorithm.epsilon_high")
+
+
+class Variant(NamedTuple):
+    """Keys that have an effect only where a condition is met (see `is_met`), and what to type to use them."""
+
+    keys: str  # separated by spaces; a name that ends with a dot covers all keys below
+    when: str
+    remedy: str
+    arm: str = ""  # what to type instead of the remedy in a run that names its experiment
+
+    def has_key(self, key: str) -> bool:
+        """Tell whether a dotted key belongs to this variant."""
+        return any(key == name or (name[-1] == "." and key.startswith(name)) for name in self.keys.split())
+
+
+# If several rows list a key, the last gives the reason in the error.
+VARIANTS = (
+    *(Variant(f"format.{f.name}", f"format.name={name}", f"format={name}", f"+experiment={name}")
+      for f in fields(FormatConfig) if (name := f.metadata["only"])),
+    Variant("format.ignore format.dense_cache", "format.name!=bf16", "format=nvfp4", "+experiment=nvfp4"),
+    Variant("aqn.", "aqn.schedule!=off", "aqn=exponential", "+experiment=nvfp4_aqn"),
+    Variant("aqn.sigma_end", "aqn.unit=sigma", "aqn=exponential", "+experiment=nvfp4_aqn"),
+    Variant("aqn.kl_start aqn.kl_end aqn.sigma_min aqn.sigma_max aqn.solver.", "aqn.unit=kl", "aqn=kl",
+            "+experiment=nvfp4_aqn_kl"),
+    Variant("aqn.kl_end aqn.stages aqn.reading aqn.solver.", "aqn.schedule!=adaptive", "aqn=kl",
+            "+experiment=nvfp4_aqn_kl"),
+    Variant("aqn.adaptive.", "aqn.schedule=adaptive", "aqn=adaptive", "+experiment=nvfp4_aqn_adaptive"),
+    *(Variant(f"task.{name}.", f"task.name={name}", f"task={name}")
+      for name, group in vars(TaskConfig()).items() if is_dataclass(group) and name != "columns"),
+    Variant("task.path task.columns.", "task.name!=arithmetic", "task=gsm8k"),
+    Variant("rollout.vllm.", "rollout.engine=vllm|vllm_server", "rollout=vllm"),
+    Variant(" ".join(OF_VLLM_HERE), "rollout.engine=vllm", "rollout=vllm"),
+    Variant("rollout.vllm_server.", "rollout.engine=vllm_server", "rollout=vllm_server"),
+    Variant("rollout.importance_clip_max", "rollout.importance_correction!=off|in_ratio",
+            "rollout.importance_correction=token_truncate"),
+    Variant("jobs_per_gpu", "jobs!=1", "jobs=2"),
+    Variant("slurm", "launcher=slurm", "launcher=slurm"),
+    Variant("algorithm.max_resamples", "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling=true"),
+    Variant("algorithm.kl_estimator", "algorithm.beta!=0", "algorithm.beta=0.001"),
+    Variant("algorithm.entropy_coef_step algorithm.entropy_coef_max", "algorithm.entropy_target!=null",
+            "algorithm.entropy_target=0.2"),
+    Variant("eval.samples eval.samples_before eval.temperature eval.top_p", "eval.questions!=0", "eval.questions=256"),
+    Variant("eval.subset_questions eval.subset_samples", "eval.every!=0", "eval.every=50"),
+)  # fmt: skip
 
 
 def overrides_by_key(overrides: Sequence[str]) -> dict[str, str]:
@@ -66,16 +113,13 @@ def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
             f"Type scale=custom for the schema's ({RunConfig().optim.learning_rate:g}, "
             f"{RunConfig().rollout.max_completion_tokens}), a paper scale, or scale={POCKET} to mean it."
         )
-    if cfg.aqn.schedule != "off" and "aqn.stages" in typed and cfg.aqn.stages > cfg.steps:
-        raise ConfigError(
-            f"aqn.stages={cfg.aqn.stages} is more than steps={cfg.steps}; a stage is one step or more. "
-            f"Type for example aqn.stages={cfg.steps}."
-        )
-    if "aqn.probe_prompts" in typed and cfg.aqn.probe_prompts > cfg.completions_per_step:
-        raise ConfigError(
-            f"aqn.probe_prompts={cfg.aqn.probe_prompts} is more than the {cfg.completions_per_step} completions of a "
-            f"step. Type for example aqn.probe_prompts={cfg.completions_per_step}."
-        )
+    for key, given, most, limit in (
+        ("aqn.stages", cfg.aqn.stages, cfg.steps, f"steps={cfg.steps}; a stage is one step or more"),
+        ("aqn.probe_prompts", cfg.aqn.probe_prompts, cfg.completions_per_step,
+         f"the {cfg.completions_per_step} completions of a step"),
+    ):  # fmt: skip
+        if key in typed and given > most and cfg.aqn.schedule != "off":
+            raise ConfigError(f"{key}={given} is more than {limit}. Type for example {key}={most}.")
 
 
 def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
@@ -92,23 +136,40 @@ def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
         )
 
 
+def inert_keys(cfg: RunConfig) -> dict[str, Variant]:
+    """Map each key without effect in this configuration to the variant that it belongs to.
+
+    With task.module no task key is included: the user's file may read any of them.
+    """
+    values = values_of(cfg)
+    found = {
+        key: variant
+        for variant in VARIANTS if not is_met(variant.when, values)
+        for key in values if variant.has_key(key) and key != variant.when.partition("=")[0].rstrip("!")
+    }  # fmt: skip
+    path = cfg.model.path
+    if path == POCKET or path.endswith(".gguf") or Path(path).expanduser().is_dir():
+        found["model.revision"] = Variant("model.revision", "model.path=HUB_ID", "model.path=HUB_ID")
+    return {key: variant for key, variant in found.items() if not (cfg.task.module and key.startswith("task."))}
+
+
 def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
     """Raise ConfigError for an override that has no effect in any job that has it.
 
     An override that differs between jobs must act in each: else two jobs would be the same run under two names.
     """
-    dead = [{key: variant for key, variant in inert_keys(cfg).items() if key in words} for cfg, words in jobs]
+    inert = [inert_keys(cfg) for cfg, _ in jobs]
     for number, (cfg, words) in enumerate(jobs):
-        for key, variant in dead[number].items():
+        for key in [key for key in inert[number] if key in words]:
             is_shared = all(others.get(key) == words[key] for _, others in jobs)
-            acts_somewhere = any(key not in of_job for of_job in dead)
-            if is_shared and acts_somewhere:
+            if is_shared and any(key not in of_job for of_job in inert):
                 continue
-            where = f"job {number}: " if len(jobs) > 1 else ""
+            variant, where = inert[number][key], f"job {number}: " if len(jobs) > 1 else ""
+            decides = variant.when.partition("=")[0].rstrip("!")
             remedy = variant.arm if variant.arm and cfg.experiment != RunConfig().experiment else variant.remedy
             raise ConfigError(
-                f"{where}{key}={words[key]} does nothing in a run with {variant.deciding_key}="
-                f"{spell_value(values_of(cfg)[variant.deciding_key])}. Leave {key} out, or type for example {remedy}."
+                f"{where}{key}={words[key]} does nothing in a run with {decides}="
+                f"{spell_value(values_of(cfg)[decides])}. Leave {key} out, or type for example {remedy}."
             )
 
 

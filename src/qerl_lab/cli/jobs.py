@@ -1,10 +1,9 @@
 """Directories of jobs: find existing ones, claim new ones, read a sweep, extend a run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from qerl_lab import preflight
 from qerl_lab.cli.compose import Job, Plan
@@ -34,7 +33,7 @@ def continue_sweep(plan: Plan) -> Plan:
     is_new = plan.jobs[0].config.rerun
     if not plan.directory_given:
         for directory in () if is_new else sorted(plan.directory.parent.glob("*"), reverse=True):
-            jobs = [replace(job, run_dir=_run_dir_in(job, plan, directory), begun=True) for job in plan.jobs]
+            jobs = [replace(job, begun=True) for job in _move_jobs(plan, directory)]
             if all(map(_has_same_run, jobs)):
                 return replace(plan, jobs=jobs, directory=directory, directory_given=True)
         return plan
@@ -48,26 +47,23 @@ def continue_sweep(plan: Plan) -> Plan:
     return replace(plan, jobs=jobs)
 
 
-def _run_dir_in(job: Job, plan: Plan, directory: Path) -> Path:
-    """Return the run directory that the job would have if the sweep's directory were `directory`."""
-    return directory / job.run_dir.relative_to(plan.directory)
+def _move_jobs(plan: Plan, directory: Path) -> list[Job]:
+    """Return the plan's jobs with the run directories that they would have in another sweep directory."""
+    return [replace(job, run_dir=directory / job.run_dir.relative_to(plan.directory)) for job in plan.jobs]
 
 
 def _has_same_run(job: Job) -> bool:
     """Tell whether the job's directory already holds a run of the same configuration and questions."""
-    run = RunDirectory(job.run_dir)
+    run, own = RunDirectory(job.run_dir), as_recorded(job.config)
     try:
-        if not run.is_claimed or _identifying_settings(run.settings()) != _identifying_settings(
-            as_recorded(job.config)
-        ):
+        if not run.is_claimed:
             return False
-        return _has_same_questions(run, job.config)
+        theirs = run.settings()
+        is_same = settings_of_arm(theirs) == settings_of_arm(own)
+        is_same = is_same and all(theirs.get(key) == own[key] for key in ("seed", "gpus"))
+        return is_same and _has_same_questions(run, job.config)
     except (ConfigError, OSError, UnicodeDecodeError):  # damaged: it could not be resumed
         return False
-
-
-def _identifying_settings(settings: Mapping[str, str]) -> dict[str, Any]:
-    return settings_of_arm(settings) | {key: settings.get(key) for key in ("seed", "gpus")}
 
 
 def _has_same_questions(run: RunDirectory, config: RunConfig) -> bool:
@@ -107,7 +103,7 @@ def claim_directories(plan: Plan, command: str) -> Plan:
     made = first_missing(plan.directory)
     directory = plan.directory if plan.directory_given else reserve_directory(plan.directory)
     made = made or (None if plan.directory_given else directory)
-    jobs = [replace(job, run_dir=_run_dir_in(job, plan, directory)) for job in plan.jobs]
+    jobs = _move_jobs(plan, directory)
     sweep = sweep_name(directory) if plan.multirun else None
     with locked_sweep(directory) if plan.multirun else nullcontext():
         for job in jobs:

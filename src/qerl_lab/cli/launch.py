@@ -14,16 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO, TextIO
+from typing import Any, TextIO
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.redact import redact
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.system import exits, terminal
-from qerl_lab.system.exits import OK, SIGNALS, USAGE, stop_signals
+from qerl_lab.system.exits import FAILURE, OK, SIGNALS, USAGE, stop_signals
 from qerl_lab.system.processes import rank_variables, refuse_several_processes
 
 LOOK_SECONDS = 1.0  # between two checks of the stop file and of the ranks
@@ -50,15 +51,46 @@ _children: list[subprocess.Popen[bytes]] = []  # the processes of all runs that 
 
 @dataclass(frozen=True)
 class SweepJob:
-    """Settings of a run that is a job of a sweep, whose output goes to its console.txt.
+    """A job of a sweep. Can be pickled, and called again by a cluster, on any machine: a begun run resumes.
 
-    The run stops after its step once `stop_file` exists, and at once if that contains `ABORT`: the file may be created
-    on another machine. `label` names the run on the terminal, `variables` are added to its environment (its GPUs).
+    The run stops after its step once `stop_file` exists, and at once if that contains `ABORT`. Its output goes to its
+    console.txt.
     """
 
+    run_dir: Path
+    typed: Typed  # recorded in a run that resumes
     stop_file: Path
-    label: str
-    variables: Mapping[str, str]
+    label: str  # names the run on the terminal
+    variables: Mapping[str, str] = field(default_factory=dict)  # added to the environment of its processes
+
+    def __call__(self, gpus: Mapping[str, str] | None = None) -> str:
+        """Run the job to its end, with variables that select its GPUs; return why it was refused or failed, or ""."""
+        if self.stop_file.exists():
+            return ""
+        run, job = RunDirectory(self.run_dir), replace(self, variables={**self.variables, **(gpus or {})})
+        try:
+            return failure_message(run) if start(run, self.typed, job, run.path) == FAILURE else ""
+        except ConfigError as error:
+            return f"error: {redact(str(error))}"
+
+    def checkpoint(self) -> Any:
+        """Override submitit's hook near the time limit: stop the run so that it saves; return the job to requeue."""
+        from submitit.helpers import DelayedSubmission
+
+        deadline = time.monotonic() + SAVE_SECONDS
+        for child in _children:
+            child.terminate()
+        for child in _children:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.1, deadline - time.monotonic()))
+        return DelayedSubmission(self)
+
+
+def failure_message(run: RunDirectory) -> str:
+    """Format why a run failed, and where its traceback is."""
+    file = run.path / "FAILED"
+    more = f"\n{terminal.format_path(file)} has the whole of it" if file.stat().st_size else ""  # empty: a full disk
+    return f"failed: {run.reason}{more}"
 
 
 def start(
@@ -79,29 +111,23 @@ def start(
             with redirect_stderr(io.StringIO()):  # the child prints what it skips
                 run.starting_point(config)
         typed = run.begin() or typed
+        threads = {"OMP_NUM_THREADS": str(config.cpu_threads)} if config.cpu_threads > 0 else {}
+        shared = {
+            **CHILD_ENVIRONMENT, **threads, **os.environ, **(sweep_job.variables if sweep_job else {}),
+            **(typed.variables() if typed else {}), terminal.JOB: sweep_job.label if sweep_job else "",
+        }  # fmt: skip
         try:
             refuse_several_processes(os.environ)  # a job on a cluster has another environment than the command
-            return _run_processes(run, typed, lock, sweep_job)
+            environments = [shared | variables for variables in rank_variables(config.gpus)]
+            ended_with, rank = _run_processes(run, environments, lock, sweep_job)
+            code = run.settle(ended_with, f"rank {rank} of {config.gpus}" if config.gpus > 1 else "")
+            if code == USAGE:
+                raise ConfigError(run.reason.removeprefix("ConfigError: "))
+            return code
         except ConfigError:
             if before == "not run":
                 run.discard(made)
             raise
-
-
-def _run_processes(run: RunDirectory, typed: Typed | None, lock: TextIO, sweep_job: SweepJob | None) -> int:
-    """Run the processes of a run to their end; return the run's exit code. Raises ConfigError."""
-    config = run.config()
-    threads = {"OMP_NUM_THREADS": str(config.cpu_threads)} if config.cpu_threads > 0 else {}
-    environment = {
-        **CHILD_ENVIRONMENT, **threads, **os.environ, **(sweep_job.variables if sweep_job else {}),
-        **(typed.variables() if typed else {}), terminal.JOB: sweep_job.label if sweep_job else "",
-    }  # fmt: skip
-    environments = [environment | variables for variables in rank_variables(config.gpus)]
-    ended_with, rank = _start_and_wait(run, environments, lock, sweep_job)
-    code = run.settle(ended_with, f"rank {rank} of {config.gpus}" if config.gpus > 1 else "")
-    if code == USAGE:
-        raise ConfigError(run.reason.removeprefix("ConfigError: "))
-    return code
 
 
 def child_command(run_dir: Path) -> list[str]:
@@ -109,7 +135,7 @@ def child_command(run_dir: Path) -> list[str]:
     return [sys.executable, "-m", "qerl_lab.train", str(run_dir), str(os.getpid())]
 
 
-def _start_and_wait(
+def _run_processes(
     run: RunDirectory, environments: list[dict[str, str]], lock: TextIO, sweep_job: SweepJob | None
 ) -> tuple[int, int]:
     """Run a process per environment to its end; return exit status and rank of the first that failed.
@@ -120,9 +146,10 @@ def _start_and_wait(
     """
     children: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
+    stop_file = sweep_job.stop_file if sweep_job else None
 
     def is_aborted() -> bool:
-        return received.count(signal.SIGINT) > 1 or _abort_requested(sweep_job.stop_file if sweep_job else None)
+        return received.count(signal.SIGINT) > 1 or _abort_requested(stop_file)
 
     def forward_signal(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -131,42 +158,23 @@ def _start_and_wait(
         if number == signal.SIGINT:
             exits.say_now(ABORTING if is_aborted() else STOPPING)
 
-    with handle_stop_signals(forward_signal):
-        with run.console.open("ab") if sweep_job else nullcontext() as console:
-            children += _start_processes(child_command(run.path), environments, lock, console)
-        if received:  # while they started
-            for child in children:
-                child.terminate()
-        rank = _wait_for_children(children, sweep_job.stop_file if sweep_job else None)
+    with handle_stop_signals(forward_signal), run.console.open("ab") if sweep_job else nullcontext() as console:
+        # Block signals during the start, so that none reaches a child that cannot handle it yet; see Stop.on_signals.
+        # Slurm sends SIGUSR2 to the whole job before its time limit; only this process may receive it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR2))
+        try:
+            for environment in environments:  # each child inherits the lock of the run's directory
+                child = subprocess.Popen(
+                    child_command(run.path), env=environment, pass_fds=[lock.fileno()], stdout=console, stderr=console
+                )
+                children.append(child)
+                _children.append(child)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for child in children if received else ():  # a signal may have come before the first child
+            child.terminate()
+        rank = _wait_for_children(children, stop_file)
     return -signal.SIGINT if is_aborted() else children[rank].returncode, rank
-
-
-def _start_processes(
-    command: list[str], environments: list[dict[str, str]], lock: TextIO, console: BinaryIO | None
-) -> list[subprocess.Popen[bytes]]:  # fmt: skip
-    """Start a process for each environment. Each inherits the lock of the run's directory."""
-    # Block signals during the start, so that none reaches a child that cannot handle it yet; see Stop.on_signals.
-    # Slurm sends SIGUSR2 to the whole job before its time limit; only this process may receive it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR2))
-    try:
-        started = [
-            subprocess.Popen(command, env=environment, pass_fds=[lock.fileno()], stdout=console, stderr=console)
-            for environment in environments
-        ]
-        _children.extend(started)
-        return started
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def stop_children() -> None:
-    """Stop the processes of all runs, let them save, and wait for them. Called by a signal handler."""
-    deadline = time.monotonic() + SAVE_SECONDS
-    for child in _children:
-        child.terminate()
-    for child in _children:
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(max(0.1, deadline - time.monotonic()))
 
 
 def _wait_for_children(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int:
@@ -176,19 +184,19 @@ def _wait_for_children(children: list[subprocess.Popen[bytes]], stop_file: Path 
     while running := [child for child in children if child.poll() is None]:
         if first is None and (first := _first_failed(children)) is not None:
             deadline = time.monotonic() + GRACE_SECONDS
-        if time.monotonic() > deadline or _abort_requested(stop_file):
-            for child in running:
+        for child in running:
+            if time.monotonic() > deadline or _abort_requested(stop_file):
                 child.kill()
-        elif stop_file is not None and stop_file.exists():
-            for child in running:
+            elif stop_file is not None and stop_file.exists():
                 child.terminate()
         with suppress(subprocess.TimeoutExpired):
             running[0].wait(None if is_single else LOOK_SECONDS)
     first = _first_failed(children) if first is None else first
-    return 0 if first is None else first
+    return first or 0
 
 
 def _abort_requested(stop_file: Path | None) -> bool:
+    """Tell whether the second Ctrl-C of a sweep asked to end at once."""
     return stop_file is not None and stop_file.exists() and stop_file.read_text(encoding="utf-8") == ABORT
 
 

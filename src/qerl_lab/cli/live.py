@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from qerl_lab.cli.compose import Job
+from qerl_lab.cli.manual import split_overrides
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system.terminal import LINES, columns, estimate_time_left
@@ -45,34 +46,29 @@ class JobProgress:
             if lines:
                 self.step, self.reward = lines[-1]["step"], f"{lines[-1]['metrics']['reward/mean']:.2f}"
             times = [line["time"] for line in lines if line["step"] > self.first]
-            self.eta = estimate_time_left(times[-1] - times[0], len(times) - 1, self.steps_left) if times else "-"
+            left = self.steps - self.step
+            self.eta = estimate_time_left(times[-1] - times[0], len(times) - 1, left) if times else "-"
 
     def _count_sessions(self) -> int:
+        """Return how often the run was started; 0 if its record does not say."""
         with suppress(ConfigError):
-            return self.run.sessions().count
+            return len(self.run.sessions())
         return 0
-
-    @property
-    def steps_left(self) -> int:
-        return self.steps - self.step
-
-    def table_row(self) -> list[str]:
-        """Format the job's row of the table: number, step, reward, time left, overrides."""
-        return [str(self.number), f"{self.step}/{self.steps}", self.reward, self.eta, self.words]
 
 
 class SweepProgress:
-    """Show a sweep of `count` jobs, of which `left` are to run; each job comes with the overrides of this job only.
+    """Show the jobs of a sweep, of which `left` are to run.
 
     After `stop_file` appears the table continues below the message that announced the stop.
     """
 
-    def __init__(self, left: Sequence[tuple[Job, str]], count: int, stop_file: Path) -> None:
-        self._stop_file, self._is_stopped = stop_file, False
-        self._left = {job.number: JobProgress(job, words) for job, words in left}
+    def __init__(self, jobs: list[Job], left: Sequence[Job], stop_file: Path) -> None:
+        words = {job.number: " ".join(own) for job, own in zip(jobs, split_overrides(jobs)[1], strict=True)}
+        self._left = {job.number: JobProgress(job, words[job.number]) for job in left}
         self._all, self._started = list(self._left.values()), time.monotonic()
-        self._ended = Counter({"done": count - len(left)})
-        self._count, self._drawn, self._looked = count, 0, -REDRAW_SECONDS
+        self._ended, self._count = Counter({"done": len(jobs) - len(left)}), len(jobs)
+        self._stop_file, self._is_stopped = stop_file, False
+        self._drawn, self._looked = 0, -REDRAW_SECONDS
 
     def update(self) -> None:
         """Print the jobs' progress where it changed, at most once in REDRAW_SECONDS."""
@@ -83,8 +79,8 @@ class SweepProgress:
             seen.refresh()
         running = [seen for seen in self._left.values() if seen.is_running]
         if sys.stderr.isatty():
-            rows = columns([HEAD, *(seen.table_row() for seen in running)]).splitlines() if running else []
-            self._draw_table([*rows, self._summary()])
+            rows = [[str(s.number), f"{s.step}/{s.steps}", s.reward, s.eta, s.words] for s in running]
+            self._draw_table([*(columns([HEAD, *rows]).splitlines() if rows else []), self._summary()])
             return
         for seen in running:  # a line at the start of a job, and at each tenth of it
             tenth = seen.step * LINES // seen.steps
@@ -99,14 +95,12 @@ class SweepProgress:
         seen.read_progress()
         status = seen.run.status
         self._ended[status] += 1
-        self._draw_table([])
+        self.close()
         if status == "not run" and not message:  # the sweep stopped before this job began
             return
         reward = f", reward {seen.reward}" if seen.reward != "-" else ""
-        print(f"job {job.number}: {status}{reward}, {seen.words} ({self._summary()})", file=sys.stderr)
-        if message:
-            print(message, file=sys.stderr)
-        sys.stderr.flush()
+        line = f"job {job.number}: {status}{reward}, {seen.words} ({self._summary()})"
+        print("\n".join(filter(None, (line, message))), file=sys.stderr, flush=True)
 
     def is_running(self, job: Job) -> bool:
         """Tell whether a process was working on the job at the last update."""
@@ -122,12 +116,10 @@ class SweepProgress:
         parts += [f"{count} {word}" for word, count in self._ended.items() if word != "done"]
         if running := sum(seen.is_running for seen in self._left.values()):
             parts.append(f"{running} running")
-        left = sum(seen.steps_left for seen in self._left.values())
-        eta = estimate_time_left(
-            time.monotonic() - self._started, sum(seen.step - seen.first for seen in self._all), left
-        )
-        if left and eta != "-" and not self._stop_file.exists():
-            parts.append(f"ETA {eta}")
+        left = sum(seen.steps - seen.step for seen in self._left.values())
+        made = sum(seen.step - seen.first for seen in self._all)
+        if left and made and not self._stop_file.exists():
+            parts.append(f"ETA {estimate_time_left(time.monotonic() - self._started, made, left)}")
         return ", ".join(parts)
 
     def _draw_table(self, table: list[str]) -> None:

@@ -4,8 +4,8 @@ An option is described by the first comment line of its YAML file, a key by its 
 """
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -14,7 +14,6 @@ from qerl_lab.cli.grammar import format_entry, format_key_entry
 from qerl_lab.cli.overrides import groups
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
-from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_override, shell_override
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system.terminal import by_numbers, columns, format_path, python_command
@@ -59,13 +58,12 @@ FLAGS = (
 
 def overview() -> str:
     """Format what `python -m qerl_lab` prints without arguments: the experiments and what to type."""
-    lines = [
+    return "\n".join([
         ABOUT, "", "Experiments:", *_format_options("experiment"), "",
         f"Run one: {EXAMPLES[0][0]}",
         "Four formats without and with noise, five seeds each: python -m qerl_lab +sweeps=weight_formats",
         "Every group, option and key: python -m qerl_lab --help",
-    ]  # fmt: skip
-    return "\n".join(lines)
+    ])  # fmt: skip
 
 
 def help_text() -> str:
@@ -77,12 +75,10 @@ def help_text() -> str:
     defaults = default_option_by_group()
     for group in sorted(groups(), key=list(GROUPS).index):
         lines += ["", f"{group}: {GROUPS[group]}", *_format_options(group, defaults.get(group))]
-    (usual,) = make_plan([], multirun=False).jobs
     lines += ["", "Keys and their values in the default run (a scale or an option may set others; see --cfg job):"]
-    node = None
+    section, (usual,) = None, make_plan([], multirun=False).jobs
     for name, field, value in leaves(usual.config):
-        if name.rpartition(".")[0] != node:
-            node = name.rpartition(".")[0]
+        if section != (section := name.rpartition(".")[0]):
             lines.append("")
         lines += format_key_entry(name, field, value, 36)
     return "\n".join([*lines, "", *FLAGS])
@@ -95,6 +91,7 @@ def describe_option(path: Path) -> str:
 
 
 def _format_options(group: str, default: str | None = None) -> list[str]:
+    """Format the lines of a group's options with their descriptions; a star marks the default."""
     folder, lines = group_folder(group), list[str]()
     names = sorted(choices_of(group), key=by_numbers)
     width = max(map(len, names)) + 4
@@ -104,28 +101,33 @@ def _format_options(group: str, default: str | None = None) -> list[str]:
 
 
 def default_option_by_group() -> dict[str, str]:
+    """Map each group in the defaults list of conf/config.yaml to its option there."""
     entries = yaml.safe_load((package_data("conf") / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
-_SHOWN = ("experiment=", "seed=", "dry_run=")  # words that other columns of a dry run show
-
-
 def dry_run_table(plan: Plan) -> str:
     """Format the table of a dry run: the jobs of a command, one per line, with the overrides in which they differ."""
-    rows = [["job", *_dry_run_columns(RunConfig()), "overrides", "run directory"]]
-    own = split_overrides(plan.jobs)[1] if plan.multirun else [[]]
+    rows, own = [], split_overrides(plan.jobs)[1] if plan.multirun else [[]]
     for job, words in zip(plan.jobs, own, strict=True):
-        where = str(job.run_dir.relative_to(plan.directory)) if plan.multirun else format_path(job.run_dir)
-        rest = " ".join(word for word in words if not word.lstrip("+").startswith(_SHOWN))
-        rows.append([str(job.number), *map(str, _dry_run_columns(job.config).values()), rest, where])
-    if not any(row[-2] for row in rows[1:]):
-        rows = [[*row[:-2], row[-1]] for row in rows]
-    last = f"in {format_path(plan.directory)}" if plan.multirun else "as above"
+        cfg = job.config
+        row = {
+            "job": job.number, "experiment": cfg.experiment, "scale": cfg.scale, "model": cfg.model.name,
+            "format": cfg.format.name, "aqn": cfg.aqn.schedule, "algorithm": cfg.algorithm.name, "rank": cfg.lora.rank,
+            "seed": cfg.seed, "steps": cfg.steps, "batch": cfg.completions_per_step,
+        }  # fmt: skip
+        row["overrides"] = " ".join(
+            word for word in words if word.lstrip("+").partition("=")[0] not in ("experiment", "seed", "dry_run")
+        )
+        row["run directory"] = job.run_dir.relative_to(plan.directory) if plan.multirun else format_path(job.run_dir)
+        rows.append(row)
+    shown = [name for name in rows[0] if name != "overrides" or any(row[name] for row in rows)]
+    table = columns([shown, *([str(row[name]) for name in shown] for row in rows)])
+    place = f"in {format_path(plan.directory)}" if plan.multirun else "as above"
     done = [job for job in plan.jobs if job.begun and RunDirectory(job.run_dir).status == "done"]
     skip = f", but for {len(done)} that are done" if done else ""
-    end = f"dry run: would run {count_jobs(plan.jobs)} {last}{skip}; nothing was started or written"
-    return "\n".join([columns(rows), *format_notes(plan.jobs), end])
+    end = f"dry run: would run {count_jobs(plan.jobs)} {place}{skip}; nothing was started or written"
+    return "\n".join([table, *format_notes(plan.jobs), end])
 
 
 def opening_lines(plan: Plan) -> str:
@@ -148,14 +150,6 @@ def format_notes(jobs: list[Job]) -> list[str]:
     ]
 
 
-def _dry_run_columns(cfg: RunConfig) -> dict[str, Any]:
-    return {
-        "experiment": cfg.experiment, "scale": cfg.scale, "model": cfg.model.name, "format": cfg.format.name,
-        "aqn": cfg.aqn.schedule, "algorithm": cfg.algorithm.name, "rank": cfg.lora.rank, "seed": cfg.seed,
-        "steps": cfg.steps, "batch": cfg.completions_per_step,
-    }  # fmt: skip
-
-
 def count_jobs(jobs: list[Job]) -> str:
     """Format the number of jobs: `1 job`, `2 jobs`."""
     return f"{len(jobs)} {'job' if len(jobs) == 1 else 'jobs'}"
@@ -163,26 +157,26 @@ def count_jobs(jobs: list[Job]) -> str:
 
 def sweep_table(plan: Plan) -> str:
     """Format the table at a sweep's end: how every job ended, headline numbers or the reason of a failure."""
-    jobs, runs = plan.jobs, [RunDirectory(job.run_dir) for job in plan.jobs]
+    runs = [RunDirectory(job.run_dir) for job in plan.jobs]
     found = [run.status for run in runs]
-    shared, own = split_overrides(jobs)
+    shared, own = split_overrides(plan.jobs)
     rows = [["job", "overrides", "status", "accuracy", "entropy", "tokens/s", "seconds", "run directory"]]
-    for job, words, run in zip(jobs, own, runs, strict=True):
+    for job, words, run, status in zip(plan.jobs, own, runs, found, strict=True):
         where = str(job.run_dir.relative_to(plan.directory))
-        rows.append([str(job.number), " ".join(words), run.status, *_headline_cells(run.result()), where])
+        rows.append([str(job.number), " ".join(words), status, *_headline_cells(run.result()), where])
     header, *body = columns(rows).splitlines()
     lines = ["", *([f"all jobs: {' '.join(shared)}"] if shared else []), header]
-    for run, line in zip(runs, body, strict=True):
-        lines += [line, f"     {run.reason}"] if run.status == "failed" else [line]
+    for run, status, line in zip(runs, found, body, strict=True):
+        lines += [line, *([f"     {run.reason}"] if status == "failed" else [])]
     counts = ", ".join(f"{found.count(word)} {word}" for word in dict.fromkeys(found))
-    here, line = format_path(plan.directory), f"{python_command()} -m qerl_lab"
-    lines.append(f"{count_jobs(jobs)} in {here}: {counts}")
+    here, command = format_path(plan.directory), f"{python_command()} -m qerl_lab"
+    lines.append(f"{count_jobs(plan.jobs)} in {here}: {counts}")
     if "done" in found:
         out = shell_override("out", f"results/{plan.directory.name}")
-        lines.append(f"next: {line}.report {shlex.quote(here)} {out}")
-    if any(run.is_claimed and run.status != "done" for run in runs):
-        lines.append(f"continue one with: {line} {resume_override(f'{here}/RUN_DIRECTORY')}")
-        lines.append(f"all of them with the same line, or: {line} {resume_override(here)}")
+        lines.append(f"next: {command}.report {shlex.quote(here)} {out}")
+    if any(run.is_claimed and status != "done" for run, status in zip(runs, found, strict=True)):
+        lines.append(f"continue one with: {command} {resume_override(f'{here}/RUN_DIRECTORY')}")
+        lines.append(f"all of them with the same line, or: {command} {resume_override(here)}")
     return "\n".join(lines)
 
 
@@ -198,16 +192,11 @@ def split_overrides(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
     return shared, [[word for word in job.overrides if word not in shared] for job in jobs]
 
 
-def _headline_cells(result: dict[str, Any]) -> list[str]:
+def _headline_cells(result: Mapping[str, float]) -> list[str]:
     """Format accuracy, entropy, tokens/s and seconds of a run's result as table cells; a dash for a missing one."""
-
-    def format_change(first: str, last: str) -> str:
-        known = first in result and last in result
-        return f"{result[first]:.3f} -> {result[last]:.3f}" if known else "-"
-
-    accuracy, entropy = (
-        format_change("accuracy_before", "accuracy_after"),
-        format_change("entropy_first", "entropy_last"),
-    )
-    speed, seconds = (f"{result[key]:.0f}" if key in result else "-" for key in ("tokens_per_second", "seconds"))
-    return [accuracy, entropy, speed, seconds]
+    pairs = (("accuracy_before", "accuracy_after"), ("entropy_first", "entropy_last"))
+    changes = [
+        f"{result[first]:.3f} -> {result[last]:.3f}" if first in result and last in result else "-"
+        for first, last in pairs
+    ]
+    return changes + [f"{result[key]:.0f}" if key in result else "-" for key in ("tokens_per_second", "seconds")]

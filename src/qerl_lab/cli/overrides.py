@@ -63,36 +63,33 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
 def _check_override(override: Override) -> None:
     """Raise ConfigError for a parsed override that no command could take."""
-    name = override.key_or_group
+    name, line = override.key_or_group, override.input_line
     if override.is_hydra_override():
         if override.is_sweep_override():
-            raise ConfigError(f"{override.input_line} would sweep over Hydra's own settings. Type {name}=VALUE, once.")
+            raise ConfigError(f"{line} would sweep over Hydra's own settings. Type {name}=VALUE, once.")
         if name == "hydra.run.dir":
-            raise ConfigError(
-                f"{override.input_line} does nothing here. Type run_dir=DIR for a run, hydra.sweep.dir=DIR for a sweep."
-            )
+            raise ConfigError(f"{line} does nothing here. Type run_dir=DIR for a run, hydra.sweep.dir=DIR for a sweep.")
         return
     if override.is_delete():
-        raise ConfigError(f"{override.input_line} would take away what every run has. Type {name}=VALUE to change it.")
+        raise ConfigError(f"{line} would take away what every run has. Type {name}=VALUE to change it.")
     if override.package is not None:
-        raise ConfigError(f"{override.input_line} would put a group in another place. Type {name}=OPTION.")
-    if getattr(override.value(), "shuffle", False):
-        raise ConfigError(f"{override.input_line} gives the jobs another order each time. Leave shuffle() out.")
+        raise ConfigError(f"{line} would put a group in another place. Type {name}=OPTION.")
+    value = override.value()
+    if getattr(value, "shuffle", False):
+        raise ConfigError(f"{line} gives the jobs another order each time. Leave shuffle() out.")
     if override.is_sweep_override() and not override.is_discrete_sweep():
-        raise ConfigError(f"{override.input_line} is not a list of jobs. Type {name}=a,b or {name}=range(1,4).")
+        raise ConfigError(f"{line} is not a list of jobs. Type {name}=a,b or {name}=range(1,4).")
     if name in groups():
-        value = override.value()
         if isinstance(value, list | dict) or value is None:  # Hydra would accept them
             raise unknown_option_error(name, value, choices_of(name))
         return
     kind = type_of_key(name)
-    for value in override.sweep_iterator() if override.is_sweep_override() else [override.value()]:
-        value = value.text if isinstance(value, QuotedString) else value
-        if isinstance(value, str) and "${" in value:
-            continue  # interpolation: checked after composition
+    for given in override.sweep_iterator() if override.is_sweep_override() else [value]:
+        value = given.text if isinstance(given, QuotedString) else given
         if type(value) in (int, float) and kind in TEXT:
             value = str(value)  # a commit or a directory made of digits
-        check_type(name, kind, value)
+        if not (isinstance(value, str) and "${" in value):  # an interpolation is checked after composition
+            check_type(name, kind, value)
 
 
 def unknown_option_error(group: str, value: Any, options: list[str]) -> ConfigError:
@@ -168,10 +165,10 @@ def explain(error: Exception) -> str:
 
 def _module_of_command(name: str) -> str | None:
     """Return the module of a command such as `evaluate` or `queue`; None if there is no such command."""
-    files = {f"qerl_lab.{name}": f"{name}/__main__.py", f"qerl_lab.tools.{name}": f"tools/{name}.py"}
-    is_name = name.isidentifier() and name != "train"  # python -m qerl_lab trains
     folder = Path(__file__).parents[1]
-    return next((module for module, file in files.items() if is_name and (folder / file).is_file()), None)
+    files = {f"qerl_lab.{name}": f"{name}/__main__.py", f"qerl_lab.tools.{name}": f"tools/{name}.py"}
+    found = [module for module, file in files.items() if (folder / file).is_file()]
+    return found[0] if found and name.isidentifier() and name != "train" else None  # python -m qerl_lab trains
 
 
 def _explain_key(error: OmegaConfBaseException, key: str) -> str:

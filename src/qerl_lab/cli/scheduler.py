@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import PriorityQueue
 from types import FrameType
@@ -20,6 +19,7 @@ from typing import Any
 
 from qerl_lab.cli import cluster, jobs, launch, manual
 from qerl_lab.cli.compose import Job, Plan
+from qerl_lab.cli.launch import SweepJob
 from qerl_lab.cli.live import SweepProgress
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
@@ -36,82 +36,34 @@ STOP_FILE = "INTERRUPTED"  # in a sweep's directory: no further job starts
 LOOK_SECONDS = {"local": 0.1, "ray": 0.1, "slurm": 2.0}  # between two checks for jobs that have ended
 
 
-@dataclass(frozen=True)
-class Call(launch.SweepJob):
-    """Run a job from its directory. Can be pickled, and called again by a cluster: a begun run resumes."""
-
-    run_dir: Path
-    typed: Typed  # recorded in a run that resumes
-
-    def __call__(self, variables: Mapping[str, str] | None = None) -> str:
-        """Run the job to its end, with `variables` that select its GPUs; return why it was refused or failed, or ""."""
-        if self.stop_file.exists():
-            return ""
-        run, of = RunDirectory(self.run_dir), replace(self, variables={**self.variables, **(variables or {})})
-        try:
-            code = launch.start(run, self.typed, of, run.path)
-        except ConfigError as error:
-            return f"error: {redact(str(error))}"
-        return failure_message(run) if code == FAILURE else ""
-
-    def checkpoint(self) -> Any:
-        """Override submitit's hook near the time limit: stop the run so that it saves; return the call to requeue."""
-        from submitit.helpers import DelayedSubmission
-
-        launch.stop_children()
-        return DelayedSubmission(self)
-
-
 def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) -> None:
     """Run every job of a sweep that is not done, until all have ended or a signal stops them.
 
     `variables` are added to the environment of the jobs. Raises ConfigError if another command runs them.
     """
     stop_file, sweep = plan.directory / STOP_FILE, jobs.sweep_name(plan.directory)
-    own_words = manual.split_overrides(plan.jobs)[1]
-    left, shown, calls = list[Job](), list[tuple[Job, str]](), list[Call]()
-    for job, words in zip(plan.jobs, own_words, strict=True):
-        if RunDirectory(job.run_dir).status != "done":
-            label = f"job {job.number} ({job.number + 1} of {len(plan.jobs)})"
-            typed = Typed(command, job.overrides, sweep)
-            left.append(job)
-            shown.append((job, " ".join(words)))
-            calls.append(Call(stop_file, label, variables or {}, job.run_dir, typed))
+    left = [job for job in plan.jobs if RunDirectory(job.run_dir).status != "done"]
+    sweep_jobs, configs = list[SweepJob](), [job.config for job in left]
+    for job in left:
+        label = f"job {job.number} ({job.number + 1} of {len(plan.jobs)})"
+        typed = Typed(command, job.overrides, sweep)
+        sweep_jobs.append(SweepJob(job.run_dir, typed, stop_file, label, variables or {}))
     with jobs.locked_sweep(plan.directory), suppress(KeyboardInterrupt):  # of the second Ctrl-C
         stop_file.unlink(missing_ok=True)  # under the lock: the stop file of another command stays
-        if left:
-            with _stop_at_signals(stop_file):
-                progress = SweepProgress(shown, len(plan.jobs), stop_file)
-                with _submit_to_launcher([job.config for job in left], calls, plan.directory) as outcomes:
-                    _show_until_done(dict(zip(outcomes, left, strict=True)), progress, stop_file)
-
-
-def finish(plan: Plan) -> int:
-    """Print how every job of a sweep ended, save that table, and return the exit code.
-
-    Returns the exit code: 0 all done, 1 one failed or never began, 130 interrupted.
-    """
-    table, stop_file = manual.sweep_table(plan), plan.directory / STOP_FILE
-    replace_file(plan.directory / TABLE, f"{table.lstrip()}\n".encode())
-    print(table)
-    found = {RunDirectory(job.run_dir).status for job in plan.jobs}
-    if found == {"done"}:
-        stop_file.unlink(missing_ok=True)  # from a signal that came while the last job ended
-        return OK
-    return INTERRUPTED if stop_file.exists() or "interrupted" in found else FAILURE
-
-
-def _submit_to_launcher(
-    configs: Sequence[RunConfig], calls: Sequence[Call], directory: Path
-) -> AbstractContextManager[Sequence[Any]]:
-    """Return a context manager that runs the calls where `launcher` says: on this machine, Slurm or Ray."""
-    match configs[0].launcher:
-        case "slurm":
-            return cluster.submit_to_slurm(configs, calls, directory / "slurm")
-        case "ray":
-            return cluster.submit_to_ray(configs, calls)
-        case _:
-            return run_locally(configs, calls)
+        if not left:
+            return
+        submitted: AbstractContextManager[Sequence[Any]]
+        match configs[0].launcher:
+            case "slurm":
+                submitted = cluster.submit_to_slurm(configs, sweep_jobs, plan.directory / "slurm")
+            case "ray":
+                submitted = cluster.submit_to_ray(configs, sweep_jobs)
+            case _:
+                submitted = run_locally(configs, sweep_jobs)
+        with _stop_at_signals(stop_file):
+            progress = SweepProgress(plan.jobs, left, stop_file)
+            with submitted as outcomes:
+                _show_until_done(dict(zip(outcomes, left, strict=True)), progress, stop_file)
 
 
 def _show_until_done(waiting: dict[Any, Job], shown: SweepProgress, stop_file: Path) -> None:
@@ -123,27 +75,16 @@ def _show_until_done(waiting: dict[Any, Job], shown: SweepProgress, stop_file: P
         shown.update()
         for outcome, job in list(waiting.items()):
             if outcome.done():
+                error, message = outcome.exception(), ""
+                if error:  # in the lab or the cluster: a job returns its own
+                    message = redact("".join(traceback.format_exception(error)).rstrip())
+                shown.end_job(job, message or outcome.result())
                 del waiting[outcome]
-                shown.end_job(job, _end_message(outcome))
             elif stop_file.exists() and not shown.is_running(job):
                 outcome.cancel()
                 del waiting[outcome]
         time.sleep(LOOK_SECONDS[next(iter(waiting.values())).config.launcher] if waiting else 0)
     shown.close()
-
-
-def _end_message(outcome: Any) -> str:
-    """Return what to print of an ended job: its message, or the traceback of an error in the lab or the cluster."""
-    if error := outcome.exception():
-        return redact("".join(traceback.format_exception(error)).rstrip())
-    return str(outcome.result())
-
-
-def failure_message(run: RunDirectory) -> str:
-    """Format why a run failed, and where its traceback is."""
-    file = run.path / "FAILED"
-    more = f"\n{manual.format_path(file)} has the whole of it" if file.stat().st_size else ""  # empty on a full disk
-    return f"failed: {run.reason}{more}"
 
 
 @contextmanager
@@ -162,6 +103,21 @@ def _stop_at_signals(stop_file: Path) -> Iterator[None]:
 
     with launch.handle_stop_signals(stop_jobs):
         yield
+
+
+def finish(plan: Plan) -> int:
+    """Print how every job of a sweep ended, save that table, and return the exit code.
+
+    Returns the exit code: 0 all done, 1 one failed or never began, 130 interrupted.
+    """
+    table, stop_file = manual.sweep_table(plan), plan.directory / STOP_FILE
+    replace_file(plan.directory / TABLE, f"{table.lstrip()}\n".encode())
+    print(table)
+    found = {RunDirectory(job.run_dir).status for job in plan.jobs}
+    if found == {"done"}:
+        stop_file.unlink(missing_ok=True)  # from a signal that came while the last job ended
+        return OK
+    return INTERRUPTED if stop_file.exists() or "interrupted" in found else FAILURE
 
 
 class GpuPool:
@@ -199,15 +155,15 @@ def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
 
 
 @contextmanager
-def run_locally(configs: Sequence[RunConfig], calls: Sequence[Call]) -> Iterator[list[Future[str]]]:
-    """Context manager: run the calls on this machine, `jobs` at once, each with its GPUs; yield their futures."""
+def run_locally(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) -> Iterator[list[Future[str]]]:
+    """Context manager: run the jobs on this machine, `jobs` at once, each with its GPUs; yield their futures."""
     cards = gpu_pool_of(configs)
 
-    def run_on_gpus(cfg: RunConfig, call: Call) -> str:
+    def run_on_gpus(cfg: RunConfig, sweep_job: SweepJob) -> str:
         if cards is None or cfg.device == "cpu":
-            return call()
+            return sweep_job()
         with cards.take(cfg.gpus) as taken:
-            return call({machine.VISIBLE: ",".join(taken)})
+            return sweep_job({machine.VISIBLE: ",".join(taken)})
 
     with ThreadPoolExecutor(configs[0].jobs) as pool:
-        yield [pool.submit(run_on_gpus, cfg, call) for cfg, call in zip(configs, calls, strict=True)]
+        yield [pool.submit(run_on_gpus, cfg, sweep_job) for cfg, sweep_job in zip(configs, sweep_jobs, strict=True)]

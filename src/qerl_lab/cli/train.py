@@ -42,7 +42,6 @@ from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
 from qerl_lab.system.processes import refuse_several_processes
 
 SCRIPT = "qerl-lab"  # the console script in pyproject.toml
-NO_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--experimental-rerun")  # Hydra flags not offered
 ANY = ("VALUE",)
 SHOWN = {  # Hydra flags that show the configuration of one job, with the values that may follow them
     **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
@@ -54,6 +53,7 @@ FLAGS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("--package", "-p", "--config-dir", "-cd"), ANY),
     **SHOWN,
 }
+NO_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--experimental-rerun")  # Hydra flags not offered
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")
@@ -81,7 +81,7 @@ def run(cfg: DictConfig) -> int:
 def _print_unfinished(code: int, run: RunDirectory) -> int:
     """Print how a run ended if it failed or was interrupted; return `code` unchanged."""
     if code == FAILURE:
-        print(scheduler.failure_message(run), file=sys.stderr)
+        print(launch.failure_message(run), file=sys.stderr)
     elif code == INTERRUPTED:
         print(manual.interrupted_message(run), flush=True)
     return code
@@ -151,8 +151,8 @@ def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[s
         if not sign and left and (allowed == ANY or left[0] in allowed):
             value = left.pop(0)
             flags.append(value)
-        is_wrong = bool(allowed) and (not value if allowed == ANY else value not in allowed)
-        if is_wrong and (value or name not in ("--info", "-i")):
+        may_be_bare = not allowed or name in ("--info", "-i")
+        if (value or not may_be_bare) and value not in allowed and not (allowed == ANY and value):
             raise ConfigError(f"{word} is not allowed; allowed: {', '.join(allowed)}. Type {name} {allowed[0]}.")
         if name in ("--config-dir", "-cd") and not Path(value).is_dir():
             raise ConfigError(f"--config-dir {value} is not a directory. Type one that has groups, e.g. experiment/.")
@@ -161,12 +161,11 @@ def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[s
 
 def _hints_by_name() -> dict[str, str]:
     """Map names that people type with dashes by mistake, such as `lr`, to what to type instead."""
-    keys = {name.rpartition(".")[2]: what_to_type(name) for name in reversed(list(types_by_key()))}
-    keys |= {name: what_to_type(meant) for name, meant in FOREIGN_NAMES.items()} | {
-        name: what_to_type(name) for name in types_by_key()
-    }
-    keys |= {group: what_to_type(group) for group in groups()}
-    return keys | {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
+    keys = types_by_key()
+    targets = {name.rpartition(".")[2]: name for name in reversed(list(keys))} | dict(FOREIGN_NAMES)
+    hints = {name: what_to_type(target) for name, target in targets.items()}
+    hints |= {name: what_to_type(name) for name in [*keys, *groups()]}
+    return hints | {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
 
 
 def _parse_resume(flags: list[str], overrides: list[str]) -> tuple[Path, int | None] | None:

@@ -1,5 +1,6 @@
 """`python -m qerl_lab.config tables`: print every group, option and key as Markdown for docs/configuration.md."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,26 +44,26 @@ def write_tables(options: TablesOptions) -> None:
 
 def format_tables() -> str:
     """Format two chapters of Markdown: groups with their options, sections of the schema with their keys."""
-    parts = ["\n## Every group\n", *(_format_group(name) for name in GROUPS), "\n## Every key\n"]
-    nodes: dict[str, list[str]] = {}
+    text = "\n## Every group\n"
+    for group, about in GROUPS.items():
+        default = default_option_by_group().get(group)
+        text += f"\n### `{group}=`\n\n{about[0].upper()}{about[1:]}.\n\n| option | | sets |\n|---|---|---|\n"
+        for name in choices_of(group):
+            path = group_folder(group) / f"{name}.yaml"
+            sets = " ".join(f"`{word}`" for word in _settings_of_option(path, group))
+            text += _format_row(f"`{name}`{' (default)' if name == default else ''}", describe_option(path), sets)
+    text += "\n## Every key\n"
+    section = None
     for name, field, default in leaves(RunConfig()):
-        node = name.rpartition(".")[0]
-        nodes.setdefault(node, []).append(_format_key_row(name, field, default))
-    head = "| key | default | unit | allowed | meaning | hash |\n|---|---|---|---|---|---|\n"
-    for node, rows in nodes.items():
-        parts.append(f"\n### {f'`{node}`' if node else 'Of the run'}\n\n{head}{''.join(rows)}")
-    return "".join(parts)
-
-
-def _format_group(group: str) -> str:
-    default, rows = default_option_by_group().get(group), []
-    for name in choices_of(group):
-        path = group_folder(group) / f"{name}.yaml"
-        sets = " ".join(f"`{word}`" for word in _settings_of_option(path, group))
-        cells = (f"`{name}`{' (default)' if name == default else ''}", describe_option(path), sets)
-        rows.append(f"| {' | '.join(map(_escape_cell, cells))} |\n")
-    about = GROUPS[group][0].upper() + GROUPS[group][1:]
-    return f"\n### `{group}=`\n\n{about}.\n\n| option | | sets |\n|---|---|---|\n{''.join(rows)}"
+        if section != (section := name.rpartition(".")[0]):
+            text += f"\n### {f'`{section}`' if section else 'Of the run'}\n\n"
+            text += "| key | default | unit | allowed | meaning | hash |\n|---|---|---|---|---|---|\n"
+        about = field.metadata
+        allowed = ", ".join(f"`{choice}`" for choice in about["choices"] or ())
+        allowed = allowed or ": ".join(filter(None, (describe_type(types_by_key()[name]), bounds_in_words(about))))
+        is_hashed = "yes" if is_of_arm(name) else ""
+        text += _format_row(f"`{name}`", f"`{spell_value(default)}`", about["unit"], allowed, about["help"], is_hashed)
+    return text
 
 
 def _settings_of_option(path: Path, group: str) -> list[str]:
@@ -79,26 +80,19 @@ def _settings_of_option(path: Path, group: str) -> list[str]:
     ]
 
 
-def _flatten_keys(node: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+def _flatten_keys(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every value in nested dictionaries."""
     for key, value in node.items():
-        found += _flatten_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
-    return found
+        yield from _flatten_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
 
 
-def _format_key_row(name: str, field: Any, default: Any) -> str:
-    about, kind = field.metadata, types_by_key()[name]
-    allowed = ", ".join(f"`{choice}`" for choice in about["choices"] or ())
-    allowed = allowed or ": ".join(filter(None, (describe_type(kind), bounds_in_words(about))))
-    is_hashed = "yes" if is_of_arm(name) else ""
-    cells = (f"`{name}`", f"`{spell_value(default)}`", about["unit"], allowed, about["help"], is_hashed)
-    return f"| {' | '.join(map(_escape_cell, cells))} |\n"
-
-
-def _escape_cell(text: str) -> str:
-    """Escape text for a cell of a Markdown table: pipes, and tags outside of code."""
-    parts = text.replace("|", "\\|").split("`")
-    return "`".join(part if n % 2 else part.replace("<", "&lt;") for n, part in enumerate(parts))
+def _format_row(*cells: str) -> str:
+    """Format a row of a Markdown table; escape pipes, and tags outside of code."""
+    escaped = []
+    for text in cells:
+        parts = text.replace("|", "\\|").split("`")
+        escaped.append("`".join(part if n % 2 else part.replace("<", "&lt;") for n, part in enumerate(parts)))
+    return f"| {' | '.join(escaped)} |\n"
 
 
 COMMANDS: dict[str, Command[Any]] = {
@@ -107,17 +101,8 @@ COMMANDS: dict[str, Command[Any]] = {
         "Print every group, option and key with its default, as docs/configuration.md has them.",
         TablesOptions,
         write_tables,
-        examples=(
-            ("python -m qerl_lab.config tables", "to the terminal"),
-            (
-                "python -m qerl_lab.config tables page=docs/configuration.md",
-                "into the page, after a change of the schema",
-            ),
-        ),
     ),
 }
-
-
 main = main_of(COMMANDS)
 
 

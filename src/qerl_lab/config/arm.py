@@ -14,6 +14,7 @@ NOT_OF_ARM = (
     "seed",
     "run_dir", "resume", "dry_run", *OF_SWEEPS,  # how the run is started; also all of tracking
     "checkpoint.every", "checkpoint.keep",
+    "eval.samples_before",  # how precisely the untrained model is measured
     "device", "gpus", "cpu_threads",  # where it ran; reports read this from the record
     "rollout.vllm_server.url", "rollout.vllm_server.adapter_dir", "rollout.vllm_server.patience_seconds",
     "lora.start_from",  # counted by content, as lora.start_hash

@@ -120,10 +120,8 @@ def unknown_name_error(name: str, allowed: Sequence[str], hint: str) -> ConfigEr
 
 def check_type(name: str, kind: Any, value: Any) -> None:
     """Raise ConfigError unless `value` has the type of the key `name`; an int is accepted for a float."""
-    if has_type(value, kind):
-        return
-    default = values_of(RunConfig())[name]
-    raise ConfigError(wrong_type_message(name, kind, value, default))
+    if not has_type(value, kind):
+        raise ConfigError(wrong_type_message(name, kind, value, values_of(RunConfig())[name]))
 
 
 def wrong_type_message(name: str, kind: Any, value: Any, default: Any) -> str:
@@ -134,10 +132,12 @@ def wrong_type_message(name: str, kind: Any, value: Any, default: Any) -> str:
     plain = _strip_optional(kind)
     has_example = default not in (None, "", []) and (kind is not str or len(default) <= 40)
     example = default if has_example else TYPE_WORDS[plain][1]
-    if plain is int and isinstance(value, float) and value.is_integer():  # 1e3 is meant as 1000
+    if plain is int and isinstance(value, float) and value.is_integer():
         example = int(value)
-    given, advice = f"{name}={spell_value(value)}", f"Type for example {name}={spell_value(example)}."
-    return f"{given} is not allowed; allowed: {describe_type(kind)}. {advice}"
+    return (
+        f"{name}={spell_value(value)} is not allowed; allowed: {describe_type(kind)}. "
+        f"Type for example {name}={spell_value(example)}."
+    )
 
 
 def describe_type(kind: Any) -> str:
@@ -146,7 +146,16 @@ def describe_type(kind: Any) -> str:
 
 
 def _strip_optional(kind: Any) -> Any:
+    """Return `int` for `int | None`, and any other type unchanged."""
     return get_args(kind)[0] if type(None) in get_args(kind) else kind
+
+
+def is_met(condition: str, values: Mapping[str, Any]) -> bool:
+    """Tell whether values by key meet a condition: `KEY=VALUE|VALUE`, or `KEY!=VALUE|VALUE` for any other value."""
+    key, _, listed = condition.partition("=")
+    value = values[key.rstrip("!")]
+    text = f"{value:g}" if isinstance(value, float) else spell_value(value)
+    return (text in listed.split("|")) != key.endswith("!")
 
 
 def has_type(value: Any, kind: Any) -> bool:

@@ -43,6 +43,7 @@ def model_hash(path: Path) -> str | None:
 
 
 def _hash_file(file: Path) -> str:
+    """Return the SHA-256 of a file's size and of its parts from `_parts_to_hash`, as hex digits."""
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb", buffering=0) as opened:

@@ -71,36 +71,33 @@ def did_you_mean(given: str, allowed: list[str]) -> str:
 
 def check_bounds(name: str, bounds: Any, value: Any) -> None:
     """Raise ConfigError if a key's value, or an item of a list, is outside the bounds of its `option`."""
-    if isinstance(value, list):
-        for item in value:
-            _check_item(f"{item} in {name}=[{','.join(map(str, value))}]", f"{name}=[{{}}]", bounds, item)
-    elif value is not None:
-        _check_item(f"{name}={value}", f"{name}={{}}", bounds, value)
+    is_list = isinstance(value, list)
+    for item in value if is_list else [value]:
+        if item is None or (found := _find_violation(bounds, item)) is None:
+            continue
+        allowed, example = found
+        given = f"{item} in {name}=[{','.join(map(str, value))}]" if is_list else f"{name}={value}"
+        hint = did_you_mean(str(item), list(bounds["choices"] or ()))
+        if item == "False" and "off" in (bounds["choices"] or ()):  # YAML reads an unquoted off as false
+            hint = ' In a YAML file write "off" with its quotes.'
+        spelled = f"[{example}]" if is_list else example
+        raise ConfigError(
+            f"{given} is not allowed; allowed: {allowed}.{hint or f' Type for example {name}={spelled}.'}"
+        )
 
 
-def _check_item(given: str, spelling: str, bounds: Any, value: Any) -> None:
-    """Raise ConfigError for one value out of bounds; `given` names it, `spelling` shows how to type another."""
-
-    def refuse(allowed: str, remedy: str) -> None:
-        raise ConfigError(f"{given} is not allowed; allowed: {allowed}.{remedy}")
-
-    def suggest(text: Any) -> str:
-        return f" Type for example {spelling.format(text)}."
-
-    def default_or(other: float) -> float:
-        """Return the key's default if that is a number, else `other`."""
-        default = bounds.get("default")
-        return default if isinstance(default, int | float) else other
-
-    if (choices := bounds.get("choices")) and value not in choices:
-        # YAML reads an unquoted off as false, which arrives here as the text "False".
-        quote = ' In a YAML file write "off" with its quotes.' if value == "False" and "off" in choices else ""
-        refuse(", ".join(choices), quote or did_you_mean(value, list(choices)) or suggest(choices[0]))
+def _find_violation(bounds: Any, value: Any) -> tuple[str, str] | None:
+    """Return what is allowed instead of a value out of bounds, and an example; None if it is allowed."""
+    low, above, high = (bounds[key] for key, _ in BOUNDS)
+    usual = bounds["default"] if isinstance(bounds["default"], int | float) else None
+    if bounds["choices"] and value not in bounds["choices"]:
+        return ", ".join(bounds["choices"]), bounds["choices"][0]
     if isinstance(value, float) and not math.isfinite(value):
-        refuse("a finite number", suggest(default_or(1.0)))
-    if (low := bounds.get("at_least")) is not None and value < low:
-        refuse(f"at least {spelled_number(low)}", suggest(spelled_number(low)))
-    if (low := bounds.get("above")) is not None and value <= low:
-        refuse(f"above {spelled_number(low)}", suggest(spelled_number(default_or(low + (bounds.get("at_most") or 1)))))
-    if (high := bounds.get("at_most")) is not None and value > high:
-        refuse(f"at most {spelled_number(high)}", suggest(spelled_number(high)))
+        return "a finite number", str(1.0 if usual is None else usual)
+    if low is not None and value < low:
+        return f"at least {spelled_number(low)}", spelled_number(low)
+    if above is not None and value <= above:
+        return f"above {spelled_number(above)}", spelled_number(above + (high or 1) if usual is None else usual)
+    if high is not None and value > high:
+        return f"at most {spelled_number(high)}", spelled_number(high)
+    return None

@@ -100,4 +100,5 @@ def _absolute_model_path(path: str) -> str:
 
 
 def _absolute_path(path: str) -> str:
+    """Return a path made absolute, with ~ expanded."""
     return str(Path(path).expanduser().absolute())

@@ -41,5 +41,6 @@ def redact(text: str) -> str:
 
 
 def _is_secret_name(name: str) -> bool:
+    """Tell whether a variable or key of this name holds a secret, such as HF_TOKEN."""
     words = name.lower().split("_")
     return not SECRET_WORDS.isdisjoint(words) or "key" in words[1:] or words[-1].endswith(("token", "password"))

@@ -1,20 +1,70 @@
 """Build and check a RunConfig from plain values, with every rule that spans several keys. Imports no torch.
 
-A check yields the message of each rule that a configuration breaks. Rules of engines are in `engine_rules`.
+A check yields the message of each rule that a configuration breaks. `NEEDS` is the table of values that exclude each
+other; rules of engines that take more than a row are in `engine_rules`.
 """
 
 import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from qerl_lab.config import engine_rules
 from qerl_lab.config.arm import REMOVED, leaves, values_of
 from qerl_lab.config.conf_folder import choices_of
-from qerl_lab.config.keys import check_type, unknown_key_error
+from qerl_lab.config.keys import check_type, is_met, spell_value, unknown_key_error
 from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.redact import url_without_secrets
 from qerl_lab.config.schema import RunConfig
+
+
+class Needs(NamedTuple):
+    """A value that works only with certain values of another key, both as conditions for `is_met`."""
+
+    given: str
+    allowed: str
+    why: str
+    remedy: str
+
+
+TILES, SHARED = "rollout.vllm.linear_backend=fp4_tiles", "rollout.vllm.share_base=true"
+NO_KERNEL = "rollout.vllm.linear_backend=auto"
+NEEDS = (
+    Needs("optim.name=adamw_8bit", "device!=cpu", "it computes on a GPU", "optim=adamw, or device=cuda"),
+    Needs("format.dense_cache=on", "device!=cuda",
+          "it holds the dense weights that the format is there to save", "format.dense_cache=off, or format=bf16"),
+    Needs("model.attention=flash_attention_2", "device!=cpu", "it computes in bfloat16 on a GPU",
+          "model.attention=sdpa, or leave device out"),
+    Needs("model.attention=flash_attention_2", "model.dtype!=float32", "it computes in bfloat16 on a GPU",
+          "model.attention=sdpa, or leave model.dtype out"),
+    Needs("optim.packing=on", "model.attention=sdpa", "it trains by an attention of its own",
+          "model.attention=sdpa, or optim.packing=off"),
+    Needs("algorithm.name=cispo", "algorithm.epsilon_low=1|1.0",
+          "it bounds the weight of a token from above alone", "algorithm.epsilon_low=1, or leave that key out"),
+    Needs("aqn.schedule=adaptive", "aqn.unit=kl", "it adapts the noise to a KL", "aqn=adaptive"),
+    Needs("aqn.schedule=adaptive", "aqn.probe_prompts!=0", "they measure the KL that it adapts to",
+          "aqn.probe_prompts=4, or leave that key out"),
+    Needs("rollout.vllm.linear_backend=marlin|humming", "format.name=nvfp4|mxfp4",
+          "it has no kernel for other formats", NO_KERNEL),
+    Needs(TILES, "rollout.engine!=vllm_server", "it is a kernel of the lab's, which no server has",
+          f"{NO_KERNEL}, or rollout=vllm"),
+    Needs(TILES, "model.dtype!=float32", "it computes in bfloat16 alone", f"model.dtype=bfloat16, or {NO_KERNEL}"),
+    Needs(TILES, "format.name=nvfp4", "it has no kernel for other formats", f"{NO_KERNEL}, or format=nvfp4"),
+    Needs(TILES, "rollout.vllm.lora=dense", "it computes the adapter too", f"{NO_KERNEL}, or rollout.vllm.lora=dense"),
+    Needs("rollout.vllm.dense_rows!=null", "format.name=nvfp4", "the layers of the dense adapter implement it",
+          "rollout.vllm.dense_rows=null, or format=nvfp4"),
+    Needs("rollout.vllm.dense_rows!=null", "rollout.vllm.lora=dense", "the layers of the dense adapter implement it",
+          "rollout.vllm.dense_rows=null, or rollout.vllm.lora=dense"),
+    Needs(SHARED, "format.name=nvfp4", "the trainer reads NVFP4's layouts alone",
+          "rollout.vllm.share_base=false, or format=nvfp4"),
+    Needs(SHARED, "rollout.vllm.linear_backend!=humming", "the trainer cannot read its layout",
+          f"rollout.vllm.share_base=false, or {NO_KERNEL}"),
+    Needs(SHARED, "rollout.vllm.sleep=false",
+          "an engine that can sleep takes its weights' memory along when it ends, and the trainer would read them",
+          "rollout.vllm.share_base=false, or rollout.vllm.sleep=false"),
+    Needs("rollout.engine=vllm_server", "gpus=1", "a server has one trainer",
+          "gpus=1 and give the server several GPUs (--tensor-parallel-size), or type rollout=vllm"),
+)  # fmt: skip
 
 
 def from_dict(values: dict[str, Any]) -> RunConfig:
@@ -33,6 +83,7 @@ def build_config(values: dict[str, Any]) -> RunConfig:
 
 
 def _build_section(kind: type, values: Any, prefix: str) -> Any:
+    """Build the dataclass `kind` of one section; `prefix` is the section's dotted name with a final dot."""
     if not isinstance(values, dict):
         raise unknown_key_error(prefix.rstrip("."))
     types, arguments = get_type_hints(kind), {}
@@ -53,22 +104,27 @@ def validate(cfg: RunConfig) -> None:
     """Raise ConfigError for the first value out of bounds, or combination of values that cannot run."""
     for name, f, value in leaves(cfg):
         check_bounds(name, f.metadata, value)
-    for check in (
-        _check_secrets,
-        _check_names,
-        _check_order,
-        _check_batch,
-        _check_algorithm,
-        _check_aqn,
-        _check_learning,
-        _check_device,
-        engine_rules.check,
-    ):
+    checks = (_check_addresses, _check_names, _check_order, _check_batch, _check_needs, _check_aqn)
+    for check in (*checks, _check_learning, engine_rules.check):
         for message in check(cfg):
             raise ConfigError(message)
 
 
-def _check_secrets(cfg: RunConfig) -> Iterator[str]:
+def _check_needs(cfg: RunConfig) -> Iterator[str]:
+    """Yield a message for each row of `NEEDS` that the configuration breaks."""
+    values = values_of(cfg)
+    for needs in NEEDS:
+        if not is_met(needs.given, values) or is_met(needs.allowed, values):
+            continue
+        (key, _), (other, allowed) = (condition.split("=") for condition in (needs.given, needs.allowed))
+        (key, other), but = (key.rstrip("!"), other.rstrip("!")), "anything but " if other.endswith("!") else ""
+        yield (
+            f"{key}={spell_value(values[key])} with {other}={spell_value(values[other])} is not allowed, because "
+            f"{needs.why}; allowed with it: {but}{', '.join(allowed.split('|'))}. Type {needs.remedy}."
+        )
+
+
+def _check_addresses(cfg: RunConfig) -> Iterator[str]:
     """Yield a message for each address in the configuration, which is recorded, that holds a secret."""
     store = "MLFLOW_TRACKING_URI=URL, or MLFLOW_TRACKING_USERNAME=NAME MLFLOW_TRACKING_PASSWORD=PASSWORD,"
     for key, url, remedy in (
@@ -105,7 +161,11 @@ def _check_names(cfg: RunConfig) -> Iterator[str]:
 
 def _check_order(cfg: RunConfig) -> Iterator[str]:
     """Yield a message for each pair of keys, such as a minimum and a maximum, that is in the wrong order."""
-    pairs = [("task.arithmetic.min_steps", "task.arithmetic.max_steps")]
+    pairs = [
+        ("task.arithmetic.min_steps", "task.arithmetic.max_steps"),
+        ("algorithm.overlong_buffer_tokens", "rollout.max_completion_tokens"),
+        ("rollout.batch_size", "rollout.vllm.max_num_batched_tokens"),  # a token of each completion at once
+    ]
     if cfg.algorithm.entropy_target is not None:
         pairs.append(("algorithm.entropy_coef", "algorithm.entropy_coef_max"))
     if cfg.aqn.schedule not in ("off", "adaptive"):
@@ -114,10 +174,9 @@ def _check_order(cfg: RunConfig) -> Iterator[str]:
         pairs += [("aqn.sigma_min", "aqn.sigma_start"), ("aqn.sigma_start", "aqn.sigma_max")]
     values = values_of(cfg)
     for lower, upper in pairs:
-        if values[lower] > values[upper]:
-            yield (
-                f"{lower}={values[lower]} is above {upper}={values[upper]}. Type for example {lower}={values[upper]}."
-            )
+        low, high = values[lower], values[upper]
+        if low is not None and high is not None and low > high:
+            yield f"{lower}={low} is above {upper}={high}. Type for example {lower}={high}."
 
 
 def check_store(key: str, uri: str) -> None:
@@ -157,30 +216,6 @@ def largest_divisor(number: int, at_most: int) -> int:
     return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
 
 
-def _check_algorithm(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each setting of the algorithm that has no effect or cannot work."""
-    algorithm, longest = cfg.algorithm, cfg.rollout.max_completion_tokens
-    if cfg.overlong_buffer > longest:
-        yield (
-            f"algorithm.overlong_buffer_tokens={cfg.overlong_buffer} is more than "
-            f"rollout.max_completion_tokens={longest}, so that every completion would be punished; allowed: 0 (none) "
-            f"to {longest}. Type for example algorithm.overlong_buffer_tokens={max(1, longest // 5)}."
-        )
-    if algorithm.name == "cispo" and algorithm.epsilon_low < 1:
-        yield (
-            f"algorithm.epsilon_low={algorithm.epsilon_low} does nothing in a run with algorithm.name=cispo, which "
-            "bounds the weight of a token from above alone; allowed: 1 (no lower bound). "
-            "Leave algorithm.epsilon_low out of algorithm=cispo, or type algorithm.epsilon_low=1."
-        )
-    # The KL of a token times the ratio of its completion estimates no KL.
-    if algorithm.name == "gspo" and algorithm.beta > 0 and algorithm.kl_estimator != "k3":
-        yield (
-            f"algorithm.kl_estimator={algorithm.kl_estimator} multiplies the KL of a token by its ratio, and with "
-            "algorithm.name=gspo there is one of the whole completion only; allowed: k3. "
-            "Type algorithm.kl_estimator=k3, or algorithm.beta=0."
-        )
-
-
 def _check_aqn(cfg: RunConfig) -> Iterator[str]:
     """Yield a message for each setting with which the quantization noise (AQN) could not be added."""
     aqn, unit = cfg.aqn, cfg.aqn.unit
@@ -198,21 +233,12 @@ def _check_aqn(cfg: RunConfig) -> Iterator[str]:
             f"aqn.schedule={aqn.schedule} with aqn.{start}=0 adds no noise; allowed: above 0. "
             f"Type aqn=off, or for example aqn.{start}={example}."
         )
-    if aqn.schedule == "adaptive":
-        if unit != "kl":
-            yield f"aqn.schedule=adaptive with aqn.unit={unit} has nothing to adapt to; allowed: kl. Type aqn=adaptive."
-        if aqn.probe_prompts == 0:
-            yield (
-                "aqn.probe_prompts=0 with aqn.schedule=adaptive measures no KL to adapt to; allowed: 1 or more. "
-                "Leave aqn.probe_prompts out, or type for example aqn.probe_prompts=4."
-            )
-        return
     if aqn.schedule == "exponential" and last == 0:
         yield (
             f"aqn.schedule=exponential never reaches aqn.{end}=0 (Eq. 8 takes the ratio {end} / {start}); "
             f"allowed: above 0. Type for example aqn.{end}={'1e-4' if unit == 'kl' else '5e-4'} or aqn=linear."
         )
-    if aqn.stages == 1 and aqn.reading != "equation":
+    if aqn.stages == 1 and aqn.reading != "equation" and aqn.schedule != "adaptive":
         yield (
             f"aqn.stages=1 with aqn.reading={aqn.reading} never adds noise, because that reading keeps stage 1 clean. "
             "Type for example aqn.stages=2 or aqn.reading=equation."
@@ -220,8 +246,15 @@ def _check_aqn(cfg: RunConfig) -> Iterator[str]:
 
 
 def _check_learning(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each value of task, LoRA or evaluation with which nothing could be learned or measured."""
-    task = cfg.task
+    """Yield a message for each value with which nothing could be learned or measured."""
+    algorithm, task = cfg.algorithm, cfg.task
+    # The KL of a token times the ratio of its completion estimates no KL.
+    if algorithm.name == "gspo" and algorithm.beta > 0 and algorithm.kl_estimator != "k3":
+        yield (
+            f"algorithm.kl_estimator={algorithm.kl_estimator} multiplies the KL of a token by its ratio, and with "
+            "algorithm.name=gspo there is one of the whole completion only; allowed: k3. "
+            "Type algorithm.kl_estimator=k3, or algorithm.beta=0."
+        )
     further = task.module is not None or (task.name == "code_io" and task.code_io.tests_reward > 0)
     if task.format_reward == task.answer_reward == 0 and not further:
         yield (
@@ -252,26 +285,3 @@ def check_patterns(name: str, entries: list[str]) -> None:
                 f"{name}={entries}: {entry!r} is no regular expression ({error}); allowed: a layer's full name, its "
                 f"last parts, a module that it is in, or re:PATTERN. Type for example \"{name}=['re:.*[.]0[.].*']\"."
             ) from None
-
-
-def _check_device(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each setting that cannot work on the chosen device."""
-    model = cfg.model
-    if cfg.optim.name == "adamw_8bit" and cfg.device == "cpu":
-        yield "optim.name=adamw_8bit needs a GPU, and device=cpu was given. Type optim=adamw, or device=cuda."
-    if cfg.format.dense_cache == "on" and cfg.device == "cuda":
-        yield (
-            "format.dense_cache=on with device=cuda would hold the dense weights that the format is there to save; "
-            "allowed on a GPU: auto, off. Type format.dense_cache=off, or format=bf16."
-        )
-    if model.attention == "flash_attention_2" and (cfg.device == "cpu" or model.dtype == "float32"):
-        given = "device=cpu" if cfg.device == "cpu" else "model.dtype=float32"
-        yield (
-            f"model.attention=flash_attention_2 computes in bfloat16 on a GPU, and {given} was given. "
-            f"Type model.attention=sdpa, or leave {given} out."
-        )
-    if model.attention != "sdpa" and cfg.optim.packing == "on":
-        yield (
-            f"optim.packing=on trains by an attention of its own, and model.attention={model.attention} was given; "
-            "allowed with it: sdpa. Type model.attention=sdpa, or optim.packing=off."
-        )

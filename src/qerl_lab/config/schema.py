@@ -7,7 +7,6 @@ type.
 
 from dataclasses import dataclass, field
 
-from qerl_lab.config.engines import VllmConfig, VllmServerConfig
 from qerl_lab.config.option import option
 from qerl_lab.config.task import TaskConfig
 
@@ -87,9 +86,8 @@ class LoraConfig:
 @dataclass
 class AqnSolverConfig:
     prompts: int = option(
-        64, "completions without noise on which sigma is solved, on the next questions", at_least=1,
-        at_most=4096,
-    )  # fmt: skip
+        64, "completions without noise on which sigma is solved, on the next questions", at_least=1, at_most=4096
+    )
     draws: int = option(
         8, "draws of the noise, from steps of the stage, on the same completions", at_least=1, at_most=64
     )
@@ -183,9 +181,8 @@ class AlgorithmConfig:
     mask_truncated: bool = option(False, "leave completions without an end token out of the loss")
     dynamic_sampling: bool = option(False, "replace groups with equal rewards by new questions (DAPO, Eq. 11)")
     max_resamples: int = option(
-        10, "most extra rollouts of a step; then groups with equal rewards fill the batch",
-        at_least=1, at_most=1000,
-    )  # fmt: skip
+        10, "most extra rollouts of a step; then groups with equal rewards fill the batch", at_least=1, at_most=1000
+    )
     overlong_buffer_tokens: int | None = option(
         0, "last tokens before rollout.max_completion_tokens over which the reward falls by 1 (DAPO, Eq. 13); 0: "
         "none; null: a fifth of them, as in DAPO", at_least=0, at_most=1_048_576, unit="tokens",
@@ -199,10 +196,63 @@ class AlgorithmConfig:
         above=0, at_most=100, unit="nats per token",
     )  # fmt: skip
     entropy_coef_step: float = option(
-        0.005, "added to the adaptive weight per update at or below the target, subtracted above",
-        above=0, at_most=1,
-    )  # fmt: skip
+        0.005, "added to the adaptive weight per update at or below the target, subtracted above", above=0, at_most=1
+    )
     entropy_coef_max: float = option(1.0, "largest adaptive weight", above=0, at_most=10)
+
+
+@dataclass
+class VllmConfig:
+    lora: str = option(
+        "dense", "adapter computed by dense products in vLLM's layers, or by vLLM's own LoRARequest",
+        choices=("dense", "request"),
+    )  # fmt: skip
+    kv_cache_gib: float | None = option(
+        None, "size of the key-value cache; null: enough for a full batch, at most half of the memory left "
+        "beside the weights", above=0, at_most=100_000, unit="GiB",
+    )  # fmt: skip
+    kv_cache_dtype: str = option(
+        "auto", "fp8 halves the key-value cache and changes the numbers; auto is the compute dtype",
+        choices=("auto", "fp8"),
+    )  # fmt: skip
+    max_num_batched_tokens: int | None = option(
+        None, "most tokens that vLLM computes at once, mainly prompts: fewer need less memory; null: vLLM's "
+        "choice, 16,384 on an H200", at_least=1, at_most=10_000_000, unit="tokens",
+    )  # fmt: skip
+    linear_backend: str = option(
+        "auto",
+        "kernel of 4-bit products; auto: fp4_tiles where it fits, otherwise vLLM's choice; "
+        "vllm: vLLM's choice; fp4_tiles: the lab's own, NVFP4 with lora=dense on an H100 or H200, adapter included",
+        choices=("auto", "vllm", "marlin", "humming", "fp4_tiles"),
+    )  # fmt: skip
+    dense_rows: int | None = option(
+        None, "NVFP4 with lora=dense: from this many completions at once use cuBLAS on a 16-bit copy of the weights; "
+        "null: no copy. At batch 256 of 7B it gave 11% more tokens/s",
+        at_least=1, at_most=1_000_000,
+    )  # fmt: skip
+    share_base: bool = option(
+        False,
+        "NVFP4 with Marlin or fp4_tiles: the trainer reads the engine's packed weights and keeps no copy; tried "
+        "only in short runs",
+    )
+    sleep: bool = option(
+        False, "free the key-value cache's GPU memory while the trainer computes; cost not measured yet"
+    )
+    enforce_eager: bool = option(False, "run without torch.compile and CUDA graphs: faster start, slower tokens")
+    timeout_minutes: float = option(
+        60.0, "a rollout that takes longer counts as failed", above=0, at_most=100_000, unit="min"
+    )
+
+
+@dataclass
+class VllmServerConfig:
+    url: str = option("http://127.0.0.1:8000", "address of `vllm serve`; a key comes from VLLM_API_KEY")
+    adapter_dir: str | None = option(
+        None, "folder for the adapter, at the same path for server and trainer; null: this machine's memory"
+    )
+    patience_seconds: float = option(
+        60.0, "how long to retry a lost connection, every half second", at_least=0, at_most=86_400, unit="s"
+    )
 
 
 @dataclass
@@ -269,6 +319,9 @@ class EvalConfig:
         256, "held-out questions before and after training, at least 2; 0: no evaluation", at_least=0
     )
     samples: int = option(4, "sampled completions per question; accuracy is their mean", at_least=1, at_most=4096)
+    samples_before: int | None = option(
+        None, "the same before training, where fewer save time; null: eval.samples", at_least=1, at_most=4096
+    )
     temperature: float = option(0.6, "sampling temperature (Sec. 4.1: 0.6)", at_least=0.01, at_most=100)
     top_p: float = option(0.95, "nucleus sampling (Sec. 4.1: 0.95)", above=0, at_most=1)
     every: int = option(
@@ -284,9 +337,7 @@ class CheckpointConfig:
         25, "steps between checkpoints; 0 saves only on interruption and at the end", at_least=0, unit="steps"
     )
     keep: int = option(
-        2,
-        "newest checkpoints kept; 0: one until the run is done, then none, so it cannot be extended",
-        at_least=0,
+        2, "newest checkpoints kept; 0: one until the run is done, then none, so it cannot be extended", at_least=0
     )
 
     @property

@@ -15,9 +15,9 @@ with exits.starting(__name__):
         EntropyOptions,
         SigmaOptions,
         check_accuracy,
-        check_compare,
-        check_entropy,
         check_model,
+        check_task,
+        split_name_and_path,
     )
     from qerl_lab.system import terminal
 
@@ -55,15 +55,20 @@ class AccuracyCommand(Command[AccuracyOptions]):
 
 def compare(options: CompareOptions) -> None:
     """Print the paired differences of two evaluations. Raises ConfigError if they cannot be paired."""
-    check_compare(options)
+    if len(options.directories) != 2:
+        raise ConfigError(
+            f"directories are given: {', '.join(options.directories) or 'none'}; allowed: two, A and B. "
+            "Type python -m qerl_lab.evaluate compare A B."
+        )
     from qerl_lab.evaluate.compare import run
 
-    run(options)
+    run(*options.directories)
 
 
 def entropy(options: EntropyOptions) -> None:
     """Print entropy, KL and weight error of every format. Raises ConfigError for invalid options."""
-    check_entropy(options)
+    check_model(options.model)
+    check_task(split_name_and_path(options.prompts)[0], f"prompts={options.prompts}", "prompts=gsm8k:DIR")
     with terminal.quiet_imports():
         from qerl_lab.evaluate.entropy import run
 

@@ -6,8 +6,7 @@ from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig, TaskConfig
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions, split_name_and_path
-from qerl_lab.model.policy import Policy
-from qerl_lab.tasks import Question, Task
+from qerl_lab.tasks import Task
 from qerl_lab.tasks.question_files import reword_path_error
 
 
@@ -43,20 +42,3 @@ def task_config(run_task: TaskConfig | None, name: str, path: str | None) -> Tas
     if run_task is not None and cfg.instruction == TaskConfig().instruction:  # the YAML has none
         cfg.instruction = run_task.instruction
     return cfg
-
-
-def fitting_questions(task: Task, policy: Policy, limit: int) -> list[Question]:
-    """Return the task's questions with a chat prompt of at most `limit` tokens. Raises ConfigError if none fits."""
-    lengths = [len(policy.prompt_ids(task.messages(question))) for question in task.heldout]
-    found = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
-    if not found:
-        raise ConfigError(
-            f"max_prompt_tokens={limit} leaves out all {len(lengths):,} questions of {task.name}; the shortest has "
-            f"{min(lengths)} tokens. Type max_prompt_tokens={max(lengths)}."
-        )
-    return found
-
-
-def about(task: Task) -> dict[str, object]:
-    """Describe a benchmark for evaluation.json: its instruction, and number and hash of its questions."""
-    return {"instruction": task.instruction, **task.data}

@@ -3,7 +3,7 @@
 An arm is one configuration with all of its seeds. `summary` explains the own and the common engine.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from qerl_lab.config.arm import fill_added_keys, settings_of_arm
 from qerl_lab.config.message import some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_override
-from qerl_lab.evaluate.evaluate_options import CompareOptions
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, answer_entropies, pass_rates, scores
 from qerl_lab.report.stats import Interval, format_interval, over_seeds, p_value, paired_interval, powers_of_two
 from qerl_lab.system.disk import read_json
@@ -35,24 +34,10 @@ p < 0.05; engine=common is the one in which both bases are dequantized to BF16."
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One evaluation: its folder, settings and results (evaluation.json), and a row per completion (eval.parquet)."""
+    """One evaluation: its settings and results (evaluation.json), and a row per completion (eval.parquet)."""
 
-    folder: Path
     about: dict[str, Any]
     rows: pd.DataFrame
-
-    @property
-    def seed(self) -> int:
-        """Seed of the run that was evaluated."""
-        return int(self.about["run_seed"])
-
-    @property
-    def rows_by_setting(self) -> dict[tuple[str, ...], pd.DataFrame]:
-        """Rows by (benchmark, engine, sampling). If the base is dense, the same rows stand for both engines."""
-        found = {tuple(map(str, name)): rows for name, rows in self.rows.groupby(GROUP, sort=False)}
-        if self.about["own_is_common"]:
-            found |= {(name[0], COMMON, name[2]): rows for name, rows in found.items()}
-        return found
 
 
 @dataclass(frozen=True)
@@ -83,17 +68,17 @@ class Difference:
         return p_value(self.interval, self.by_question.shape[1])
 
 
-Pairs = Sequence[tuple[Evaluated, Evaluated]]
+Pairs = list[tuple[Evaluated, Evaluated]]
 
 
-def run(options: CompareOptions) -> None:
+def run(a_path: str, b_path: str) -> None:
     """Print the table of differences between two evaluations. Raises ConfigError if A and B cannot be paired."""
-    arms = [read_arm(folder) for folder in options.directories]
-    pairs, notes = pair_evaluations(*arms)
+    arms = {"A": read_arm(a_path), "B": read_arm(b_path)}
+    pairs, notes = pair_evaluations(*arms.values())
     found = list(differences(pairs, notes))
-    for name, arm, folder in zip("AB", arms, options.directories, strict=True):
+    for (name, arm), path in zip(arms.items(), (a_path, b_path), strict=True):
         subject, seeds = next(iter(arm.values())).about["subject"], ", ".join(map(str, arm))
-        print(f"{name}: {subject} ({folder}), seed{'s' if len(arm) > 1 else ''} {seeds}")
+        print(f"{name}: {subject} ({path}), seed{'s' if len(arm) > 1 else ''} {seeds}")
     print(f"\n{table(found)}\n\n{HOW_TO_READ.format(seeds=' and seed' if len(pairs) > 1 else '')}")
     for note in notes:
         print(f"note: {note}")
@@ -102,42 +87,38 @@ def run(options: CompareOptions) -> None:
 def read_arm(path: str) -> dict[int, Evaluated]:
     """Read the evaluation in a folder, or all evaluations below it; return them by seed of their run.
 
-    Raises ConfigError if there is none, or if two share a seed, or were asked or trained differently. Evaluations by an
-    older version do not say how their runs were trained.
+    Raises ConfigError if there is none, one is of another version of the lab, two share a seed, or they were asked or
+    trained differently.
     """
-    folder = Path(path).expanduser()
-    files = [folder / ABOUT] if (folder / ABOUT).is_file() else sorted(folder.rglob(ABOUT))
-    found = [_read_results(file.parent) for file in files if not file.parent.name.endswith((".partial", ".replaced"))]
-    if not found:
+    top = Path(path).expanduser()
+    files = [top / ABOUT] if (top / ABOUT).is_file() else sorted(top.rglob(ABOUT))
+    folders = [file.parent for file in files if not file.parent.name.endswith((".partial", ".replaced"))]
+    if not folders:
         raise ConfigError(
-            f"{folder} holds no evaluation. Type python -m qerl_lab.evaluate accuracy {shell_override('run', folder)} "
+            f"{top} holds no evaluation. Type python -m qerl_lab.evaluate accuracy {shell_override('run', top)} "
             "first, or the directory that it wrote."
         )
-    first, by_seed = found[0], dict[int, Evaluated]()
-    for one in found:
-        mine, others = one.about["identity"], first.about["identity"]
+    found: dict[int, Evaluated] = {}
+    for folder in folders:
+        about = read_json(folder / ABOUT, dict)
+        if about.get("schema") != SCHEMA:
+            raise ConfigError(f"{folder / ABOUT} is of another version of the lab. Evaluate again.")
+        first, seed = next(iter(found.values())).about if found else about, int(about["run_seed"])
+        mine, others = about["identity"], first["identity"]
         differ = [key for key in others if key not in OF_A_SEED and mine.get(key) != others[key]]
-        differ += differing_keys(one.about.get("arm"), first.about.get("arm"))
-        if one.seed in by_seed or differ:
-            why = f"they differ in {some_of(differ)}" if differ else f"both are of seed {one.seed}, as the run has it"
+        differ += differing_keys(about.get("arm"), first.get("arm"))
+        if seed in found or differ:
+            why = f"they differ in {some_of(differ)}" if differ else f"both are of seed {seed}, as the run has it"
             raise ConfigError(
-                f"{path} holds several evaluations that are not the seeds of one arm: {format_path(first.folder)} and "
-                f"{format_path(one.folder)}, {why}. Type the directory of one."
+                f"{path} holds several evaluations that are not the seeds of one arm: {format_path(folders[0])} and "
+                f"{format_path(folder)}, {why}. Type the directory of one."
             )
-        by_seed[one.seed] = one
-    return by_seed
-
-
-def _read_results(folder: Path) -> Evaluated:
-    """Read one evaluation. Raises ConfigError if another version of the lab wrote it."""
-    about = read_json(folder / ABOUT, dict)
-    if about.get("schema") != SCHEMA:
-        raise ConfigError(f"{folder / ABOUT} is of another version of the lab. Evaluate again.")
-    return Evaluated(folder, about, pd.read_parquet(folder / ROWS))
+        found[seed] = Evaluated(about, pd.read_parquet(folder / ROWS))
+    return found
 
 
 def differing_keys(mine: Mapping[str, str] | None, others: Mapping[str, str] | None) -> list[str]:
-    """Return the keys in which the arms of two runs differ; empty if one arm is unknown.
+    """Return the keys in which the arms of two runs differ; empty if one arm is unknown, as in older evaluations.
 
     Training questions are compared by hash if both have one, otherwise by path.
     """
@@ -178,18 +159,19 @@ def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[
 def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
     """Yield B - A in each measure, for every benchmark, engine and sampling that all evaluations have.
 
-    Appends to `notes` what some lack, and that two dense bases are compared once. Raises ConfigError if nothing is in
-    all, or questions, prompts or sample counts differ.
+    Measures are accuracy, and for several samples pass@k and answer entropy (nats), which needs the completions that
+    the queue drops. Appends to `notes` what some evaluations lack, and that two dense bases are compared once. Raises
+    ConfigError if nothing is in all, or if questions, prompts, answers or numbers of samples differ.
     """
-    answers = [[one.rows_by_setting for one in pair] for pair in pairs]
-    every = [of_one for of_pair in answers for of_one in of_pair]
+    groups = [[rows_by_group(one) for one in pair] for pair in pairs]
+    every = [of_one for of_pair in groups for of_one in of_pair]
     names = list(dict.fromkeys(name for of_one in every for name in of_one))
     if all(one.about["own_is_common"] for pair in pairs for one in pair):
         notes.append(f"both bases are dense, so that engine={OWN} is engine={COMMON} too")
         names = [name for name in names if name[1] == OWN]
     shared = [name for name in names if all(name in of_one for of_one in every)]
     if not shared:
-        a, b = ("; ".join(", ".join(name) for name in of_one) for of_one in answers[0])
+        a, b = ("; ".join(", ".join(name) for name in of_one) for of_one in groups[0])
         raise ConfigError(f"A has {a} and B {b}, so that they are no pairs. Evaluate B again as A was.")
     for name in names:
         if name not in shared:
@@ -197,42 +179,35 @@ def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
             notes.append(f"{', '.join(name)}: not in every evaluation, and left out{advice}")
     benchmarks = [name[0] for name in shared]
     for name in sorted(shared, key=lambda name: benchmarks.index(name[0])):
-        rows = [[of_one[name] for of_one in of_pair] for of_pair in answers]
-        for a_rows, b_rows in rows:
-            check_pair(name[0], a_rows, b_rows)
-        for measure, of in measures_per_question([one for pair in rows for one in pair]).items():
-            a, b = (pd.DataFrame([of(pair[side]) for pair in rows]) for side in (0, 1))
-            by_question = (b[a.columns] - a).reset_index(drop=True)
-            means = float(a.to_numpy().mean()), float(b.to_numpy().mean())
+        rows = [[of_one[name] for of_one in of_pair] for of_pair in groups]
+        for of_pair in rows:
+            for what, keys in PAIRED.items():
+                one, other = (set(side[keys].itertuples(index=False, name=None)) for side in of_pair)
+                if one != other:
+                    raise ConfigError(
+                        f"{name[0]}: A and B are no pairs, {len(one - other)} {what} are in A only, "
+                        f"{len(other - one)} in B. Evaluate both alike."
+                    )
+        samples = int(rows[0][0]["draw"].max()) + 1
+        measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {"accuracy": scores}
+        measures |= {f"pass@{k}": partial(pass_rates, k=k) for k in powers_of_two(samples) if k > 1}
+        if samples > 1 and all("completion" in side for of_pair in rows for side in of_pair):
+            measures["answer entropy"] = answer_entropies
+        for measure, of in measures.items():
+            before, after = (pd.DataFrame([of(of_pair[side]) for of_pair in rows]) for side in (0, 1))
+            by_question = (after[before.columns] - before).reset_index(drop=True)
+            means = float(before.to_numpy().mean()), float(after.to_numpy().mean())
             yield Difference(name[0], name[1], name[2], measure, *means, by_question)
 
 
-def measures_per_question(evaluations: Sequence[pd.DataFrame]) -> dict[str, Callable[[pd.DataFrame], pd.Series]]:
-    """Return measures by name: accuracy, and for several samples pass@k and answer entropy, per question.
-
-    The entropy (nats) needs the completions, which the queue drops.
-    """
-    samples = int(evaluations[0]["draw"].max()) + 1
-    measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {"accuracy": scores}
-    if samples > 1:
-        measures |= {f"pass@{k}": partial(pass_rates, k=k) for k in powers_of_two(samples) if k > 1}
-        if all("completion" in rows for rows in evaluations):
-            measures["answer entropy"] = answer_entropies
-    return measures
+def rows_by_group(one: Evaluated) -> dict[tuple[str, ...], pd.DataFrame]:
+    """Return an evaluation's rows by (benchmark, engine, sampling); those of a dense base stand for both engines."""
+    found = {tuple(map(str, name)): rows for name, rows in one.rows.groupby(GROUP, sort=False)}
+    common = {(name[0], COMMON, name[2]): rows for name, rows in found.items()} if one.about["own_is_common"] else {}
+    return found | common
 
 
-def check_pair(benchmark: str, a: pd.DataFrame, b: pd.DataFrame) -> None:
-    """Raise ConfigError unless two evaluations have the same questions, prompts, answers and number of samples."""
-    for what, keys in PAIRED.items():
-        one, other = (set(rows[keys].itertuples(index=False, name=None)) for rows in (a, b))
-        if one != other:
-            raise ConfigError(
-                f"{benchmark}: A and B are no pairs, {len(one - other)} {what} are in A only, {len(other - one)} in B. "
-                "Evaluate both alike."
-            )
-
-
-def table(compared: Sequence[Difference]) -> str:
+def table(compared: list[Difference]) -> str:
     """Format the differences: a row per benchmark, engine, sampling (named if several) and measure."""
     several = len({one.sampling for one in compared}) > 1
     head = ["benchmark", "engine", *["sampling"] * several, "measure", "questions", "A", "B"]

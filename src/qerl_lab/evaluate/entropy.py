@@ -11,9 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import pandas as pd
 import torch
 from scipy import stats
 from torch import Tensor
@@ -41,8 +40,7 @@ from qerl_lab.system.disk import make_directory, replace_file, strict_json
 ABOUT = "entropy.json"
 
 
-@dataclass(frozen=True)
-class Arm:
+class Arm(NamedTuple):
     """A packed model that `cfg` loads: a checkpoint in `folder`, or with None the dense model rounded to nearest."""
 
     cfg: RunConfig
@@ -109,9 +107,8 @@ def run(options: EntropyOptions) -> None:
         "rows": rows, "environment": environment(),
     }  # fmt: skip
     replace_file(out / ABOUT, strict_json(about))
-    replace_file(out / "entropy.csv", pd.json_normalize(rows).to_csv(index=False, float_format="%.6g").encode())
     draw_results(rows, out / "entropy.png")
-    print(f"\n{table(rows)}\n\nwritten: {terminal.format_path(out)}  ({ABOUT}, entropy.csv, entropy.png)")
+    print(f"\n{table(rows)}\n\nwritten: {terminal.format_path(out)}  ({ABOUT}, entropy.png)")
 
 
 def results_folder(options: EntropyOptions) -> Path:
@@ -167,45 +164,35 @@ def run_config(options: EntropyOptions, name: str) -> RunConfig:
 
 
 def measure_arm(options: EntropyOptions, arm: Arm, texts: Texts, folder: Path) -> list[dict[str, Any]]:
-    """Measure a packed model; return its row, and for round to nearest also one row per part of its error.
+    """Measure a packed model; return its row. For round to nearest also measure the parts of its error, a row each.
 
-    Args:
-        folder: of the dense model.
+    For `grid`, `dead` and both, that part of the error is added to the dense model in `folder`. Both together equal the
+    format with ideal scales, so rounding the scales (`scale`) is the rest of the format's change of entropy.
     """
     device = texts.states.device
     model, _ = policy.load_base(arm.cfg, device)
-    entropies_T, kl_T = compare_to_dense(model, texts)
+    packed_T, kl_T = compare_to_dense(model, texts)
     del model
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     linears = packable(loading.empty_model(config, torch.float32), arm.cfg.format.ignore)
     dense, packed = WeightFiles(folder), None if arm.folder is None else WeightFiles(arm.folder)
     errors = weight_error.layers(arm.weight_format, dense, packed, linears, device, fit_scales=arm.method == "awq")
-    row = {"arm": arm.name, "part": "", **estimates(entropies_T, texts), "kl": mean_and_interval(kl_T, texts)}
+    row = {"arm": arm.name, "part": "", **estimates(packed_T, texts), "kl": mean_and_interval(kl_T, texts)}
     row |= {} if arm.folder is None else {"checkpoint": terminal.format_path(arm.folder)}
     row["weight_error"] = weight_error.sum_errors(errors)
+    rows = [row]
     if not options.parts or arm.folder is not None or row["weight_error"]["parts"] is None:
-        return [row]
-    return [row, *measure_error_parts(options, arm, texts, dense, linears, entropies_T)]
-
-
-def measure_error_parts(
-    options: EntropyOptions, arm: Arm, texts: Texts, dense: WeightFiles, linears: list[str], whole_T: Tensor
-) -> Iterator[dict[str, Any]]:
-    """Measure the dense model with parts of the rounding error added: grid, dead, and both.
-
-    Both together equal the format with ideal scales. The effect of rounding the scales is the arm's entropy, `whole_T`,
-    minus the entropy with ideal scales.
-    """
-    model, _ = policy.load_base(run_config(options, DENSE_FORMAT), texts.states.device)
-    entropies_T = texts.entropies_T
+        return rows
+    model, _ = policy.load_base(run_config(options, DENSE_FORMAT), device)
     for part in ("grid", "dead", "grid and dead"):
-        for layer in weight_error.layers(arm.weight_format, dense, None, linears, texts.states.device):
+        for layer in weight_error.layers(arm.weight_format, dense, None, linears, device):
             added = {"grid": layer.grid, "dead": layer.dead}
             weight = model.get_parameter(f"{layer.name}.weight")
             weight.data.copy_(layer.weight + sum(added[one] for one in part.split(" and ")))
         entropies_T, kl_T = compare_to_dense(model, texts)
-        yield {"arm": arm.name, "part": part, **estimates(entropies_T, texts), "kl": mean_and_interval(kl_T, texts)}
-    yield {"arm": arm.name, "part": "scale", "entropy_change": mean_change(whole_T - entropies_T, texts)}
+        about = {"arm": arm.name, "part": part}
+        rows.append(about | estimates(entropies_T, texts) | {"kl": mean_and_interval(kl_T, texts)})
+    return [*rows, {"arm": arm.name, "part": "scale", "entropy_change": mean_change(packed_T - entropies_T, texts)}]
 
 
 def compare_to_dense(model: PreTrainedModel, texts: Texts) -> tuple[Tensor, Tensor]:
@@ -218,24 +205,18 @@ def compare_to_dense(model: PreTrainedModel, texts: Texts) -> tuple[Tensor, Tens
 
 
 def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
-    """Return the mean token entropy, its change from the dense model, and the means over forking tokens and others."""
-    top, rest = forking_entropies(entropies_T)
-    return {
-        "entropy": mean_and_interval(entropies_T, texts),
-        "entropy_forking": top,
-        "entropy_rest": rest,
-        "entropy_change": mean_change(entropies_T - texts.entropies_T, texts),
-    }
-
-
-def forking_entropies(entropies_T: Tensor) -> tuple[float, float]:
-    """Return mean entropy in nats of a model's forking tokens and of the rest.
+    """Return the mean token entropy, its change from the dense model, and the means over forking tokens and others.
 
     Forking tokens are the fifth with the highest entropy under the model itself (arXiv 2506.01939), rounded up.
     """
     ranked = entropies_T.double().sort(descending=True).values
     count = math.ceil(len(ranked) / 5)
-    return ranked[:count].mean().item(), ranked[count:].mean().item()
+    return {
+        "entropy": mean_and_interval(entropies_T, texts),
+        "entropy_forking": ranked[:count].mean().item(),
+        "entropy_rest": ranked[count:].mean().item(),
+        "entropy_change": mean_change(entropies_T - texts.entropies_T, texts),
+    }
 
 
 def mean_change(values_T: Tensor, texts: Texts) -> dict[str, float]:

@@ -73,8 +73,6 @@ def check_accuracy(options: AccuracyOptions) -> None:
     for key in ("format", "revision"):
         if run and (value := getattr(options, key)) is not None:
             raise ConfigError(f"{key}={value} is of a model, and run={run} has its own. Leave {key} out.")
-    if model and not options.adapter:
-        raise ConfigError(f"adapter=false is of a run, and model={model} has no adapter. Leave adapter out.")
     names = [split_name_and_path(spec)[0] for spec in options.benchmarks]
     for name in names:
         check_task(name, f"{name} in benchmarks=[{','.join(options.benchmarks)}]", "benchmarks=gsm8k")
@@ -127,20 +125,11 @@ class CompareOptions:
     directories: list[str] = option([], "A and B: directories of evaluations, of their runs, or of several seeds")
 
 
-def check_compare(options: CompareOptions) -> None:
-    """Raise ConfigError unless two directories to compare are given."""
-    if len(options.directories) != 2:
-        raise ConfigError(
-            f"directories are given: {', '.join(options.directories) or 'none'}; allowed: two, A and B. "
-            "Type python -m qerl_lab.evaluate compare A B."
-        )
-
-
 @dataclass
 class EntropyOptions:
     model: str = option(POCKET, "dense model: Hugging Face id, local directory, FILE.gguf, or `pocket`")
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
-    formats: list[str] = option(["all"], "weight formats, or all")
+    formats: list[str] = option(["all"], "weight formats", choices=("all", *choices_of("format")))
     checkpoints: list[str] = option([], "packed directories to measure too, of any origin: GPTQ, AWQ")
     prompts: str = option("arithmetic", "task whose evaluation questions are the prompts, NAME or NAME:PATH")
     questions: int = option(64, "how many of its first questions", at_least=2)
@@ -151,20 +140,6 @@ class EntropyOptions:
     batch_size: int = option(32, "texts in one forward pass", at_least=1)
     out: str | None = option(None, "directory to write; null is one below evaluations/ for these options")
     overwrite: bool = option(False, "replace the results in `out`")
-
-
-def check_entropy(options: EntropyOptions) -> None:
-    """Raise ConfigError if the model does not exist, or a format or task is unknown."""
-    check_model(options.model)
-    allowed = choices_of("format")
-    for name in options.formats:
-        if name not in (*allowed, "all"):
-            hint = did_you_mean(name, allowed)
-            raise ConfigError(
-                f"{name} in formats=[{','.join(options.formats)}] is no weight format; allowed: all, "
-                f"{', '.join(allowed)}.{hint} Type for example formats=all."
-            )
-    check_task(split_name_and_path(options.prompts)[0], f"prompts={options.prompts}", "prompts=gsm8k:DIR")
 
 
 @dataclass

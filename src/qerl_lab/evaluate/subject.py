@@ -13,58 +13,26 @@ from huggingface_hub import save_torch_state_dict
 from qerl_lab import preflight
 from qerl_lab.config.arm import as_recorded, settings_of_arm
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
-from qerl_lab.evaluate.evaluate_options import SMALL, SMALL_SAMPLES, AccuracyOptions, requested_run
+from qerl_lab.evaluate.evaluate_options import AccuracyOptions, requested_run
 from qerl_lab.evaluate.summary import TRAINED_ON
 from qerl_lab.formats.format import PackedAs
 from qerl_lab.model import on_disk, policy
-from qerl_lab.model.chat import save_tokenizer
 from qerl_lab.model.dense import dense_tensors
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import Policy
-from qerl_lab.model.weight_files import local_folder, read_json
+from qerl_lab.model.weight_files import copy_companions, local_folder, read_json
 from qerl_lab.rollout.vllm.base import scratch_folder, size_of
 
 LONGEST = 4096  # completion tokens for a model without a run, if its context allows
 
 
 @dataclass(frozen=True)
-class HowSampled:
-    """One way of sampling. `samples` is per question; with None the benchmark decides (`samples_per_question`)."""
-
-    temperature: float
-    top_p: float
-    max_completion_tokens: int
-    samples: int | None
-
-    @property
-    def name(self) -> str:
-        """Name of this sampling in tables and rows."""
-        drawn = f"temperature {self.temperature:g}, top-p {self.top_p:g}" if self.temperature else "greedy"
-        return f"{drawn}, {self.max_completion_tokens:,} tokens"
-
-    def samples_per_question(self, benchmark: str, default: int) -> int:
-        """Return how often to ask each question of a benchmark; `default` is the run's `eval.samples`."""
-        if self.temperature == 0:
-            return 1
-        return self.samples or (SMALL_SAMPLES if benchmark in SMALL else default)
-
-
-def requested_sampling(options: AccuracyOptions, cfg: RunConfig) -> HowSampled:
-    """Return how to sample: as the options say, otherwise as the run's configuration says."""
-    own = HowSampled(cfg.eval.temperature, cfg.eval.top_p, cfg.rollout.max_completion_tokens, options.samples)
-    keys = ("temperature", "top_p", "max_completion_tokens")
-    return replace(own, **{key: value for key in keys if (value := getattr(options, key)) is not None})
-
-
-@dataclass(frozen=True)
 class Subject:
-    """What to evaluate. `cfg` loads and asks it.
+    """What to evaluate. `cfg` loads it and says how to ask it (`eval` and `rollout`).
 
     Attributes:
         said: description for the user.
-        sampling: how completions are drawn.
         adapter: folder of the adapter; None for the base alone.
         run_seed: the run's seed, which identifies it within its arm even if `seed=` changes the draw. For a model
             alone, the draw's seed.
@@ -74,16 +42,10 @@ class Subject:
 
     said: str
     cfg: RunConfig
-    sampling: HowSampled
-    adapter: Path | None
-    run_seed: int
+    adapter: Path | None = None
+    run_seed: int = 0
     arm: Mapping[str, str] = field(default_factory=dict)
     day: date = field(default_factory=date.today)
-
-    @property
-    def adapter_sha256(self) -> str:
-        """SHA-256 of the adapter's weights; `none` without an adapter."""
-        return "none" if self.adapter is None else sha256(self.adapter / WEIGHTS)
 
     @property
     def is_common(self) -> bool:
@@ -92,16 +54,20 @@ class Subject:
 
 
 def resolve_subject(options: AccuracyOptions) -> Subject:
-    """Return the subject that `run=` or `model=` names. Raises ConfigError if missing or unfit for the options."""
+    """Return the subject that `run=` or `model=` names, asked as the options or else its own settings say.
+
+    Raises ConfigError if it is missing or does not fit the options.
+    """
     found = _resolve_run(options) if options.run else _resolve_model(options)
-    cfg, rollout = found.cfg, found.cfg.rollout
-    cfg.device, cfg.gpus = options.device, 1
-    cfg.seed = cfg.seed if options.seed is None else options.seed
-    rollout.engine = options.rollout or rollout.engine
-    rollout.batch_size = options.batch_size or rollout.batch_size
-    rollout.max_prompt_tokens = options.max_prompt_tokens or rollout.max_prompt_tokens
-    rollout.max_completion_tokens = found.sampling.max_completion_tokens
-    if options.common and rollout.engine == "vllm_server":
+    cfg = found.cfg
+    cfg.device, cfg.gpus, cfg.rollout.engine = options.device, 1, options.rollout or cfg.rollout.engine
+    for group, key in (
+        (cfg, "seed"), (cfg.eval, "temperature"), (cfg.eval, "top_p"), (cfg.rollout, "batch_size"),
+        (cfg.rollout, "max_prompt_tokens"), (cfg.rollout, "max_completion_tokens"),
+    ):  # fmt: skip
+        if (given := getattr(options, key)) is not None:
+            setattr(group, key, given)
+    if options.common and cfg.rollout.engine == "vllm_server":
         raise ConfigError(
             "common=true with rollout=vllm_server: the server has the base that it was started with. Type "
             "rollout=transformers or rollout=vllm."
@@ -113,15 +79,14 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
 def _resolve_run(options: AccuracyOptions) -> Subject:
     """Return the subject of `run=`: the run's base with its final adapter, or the base alone."""
     directory = requested_run(options)
-    cfg, said, day = directory.config(), f"run {options.run}", directory.sessions().first_day
+    cfg, said, day = directory.config(), f"run {options.run}", directory.first_day()
     on_disk.check_content(cfg)
-    sampling = requested_sampling(options, cfg)
     if not options.adapter:
-        return Subject(f"{said}, its base alone", cfg, sampling, None, cfg.seed, day=day)
+        return Subject(f"{said}, its base alone", cfg, None, cfg.seed, day=day)
     arm = settings_of_arm(as_recorded(cfg))
     trained_on = directory.environment().get("data", {}).get(TRAINED_ON)
     arm |= {TRAINED_ON: trained_on} if trained_on else {}
-    return Subject(said, cfg, sampling, directory.adapter, cfg.seed, arm, day)
+    return Subject(said, cfg, directory.adapter, cfg.seed, arm, day)
 
 
 def _resolve_model(options: AccuracyOptions) -> Subject:
@@ -143,7 +108,7 @@ def _resolve_model(options: AccuracyOptions) -> Subject:
     if context is not None:
         cfg.rollout.max_completion_tokens = min(LONGEST, context // 2)
         cfg.rollout.max_prompt_tokens = context - cfg.rollout.max_completion_tokens
-    return Subject(f"{said} in {cfg.format.name}", cfg, requested_sampling(options, cfg), None, options.seed or 0)
+    return Subject(f"{said} in {cfg.format.name}", cfg, run_seed=options.seed or 0)
 
 
 def packed_format(stored: PackedAs) -> FormatConfig:
@@ -176,8 +141,7 @@ def dequantized_subject(subject: Subject) -> Iterator[Subject]:
     config = {key: value for key, value in read_json(own / "config.json").items() if key != "quantization_config"}
     with scratch_folder(size_of(tensors)) as folder:
         save_torch_state_dict(tensors, folder)
-        save_tokenizer(loaded.tokenizer, folder)
-        loaded.model.generation_config.save_pretrained(folder)  # its end tokens
+        copy_companions(own, folder)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         del loaded, tensors
         model = replace(subject.cfg.model, path=str(folder), revision=None, hash=None)

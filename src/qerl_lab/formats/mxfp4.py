@@ -17,14 +17,13 @@ names are in `ScaleCalculationMode` (torchao/prototype/mx_formats/config.py).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from qerl_lab.formats import e2m1
 from qerl_lab.formats.compressed_tensors import CompressedTensors
-from qerl_lab.formats.format import Decoder, checked
+from qerl_lab.formats.format import checked
 
 _BIAS = 127  # of E8M0
 _E2M1_EMAX = 2  # 6 = 1.5 * 2**2
@@ -61,10 +60,6 @@ class Mxfp4(CompressedTensors):
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Unpack packed tensors to a weight `[N, K]`; exact in bfloat16 and float32."""
         return e2m1.dequantize(packed["weight_packed"], packed["weight_scale"], dtype)
-
-    def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return the decoder of a Linear's packed weight; there is no tensor scale, so alpha is 1."""
-        return Decoder(partial(e2m1.dequantize, packed["weight_packed"], packed["weight_scale"]))
 
 
 def _scale_bytes(largest: Tensor, exponent_rule: str) -> Tensor:

@@ -5,7 +5,7 @@ is packed while it is read.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol, cast
@@ -28,23 +28,14 @@ _COMPUTED = r"rotary_emb\.inv_freq$"
 
 
 class TensorSource(Protocol):
-    """Tensors by checkpoint name; `weight_files.WeightFiles` implements it."""
+    """Tensors by checkpoint name, with the file of each for messages. `weight_files.WeightFiles` implements it."""
 
     @property
-    def names(self) -> Collection[str]:
-        """Return the names of all tensors."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the tensor `name`."""
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of the tensor `name`."""
-
-    def tensor(self, name: str, device: torch.device | str) -> Tensor:
-        """Return the tensor `name` on `device`, keeping no reference to it."""
-
-    def where(self, name: str) -> str:
-        """Return where the tensor `name` comes from, for messages."""
+    def names(self) -> Collection[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> torch.dtype: ...
+    def where(self, name: str) -> str: ...
+    def tensor(self, name: str, device: torch.device | str) -> Tensor: ...
 
 
 def stored_as(folder: Path) -> PackedAs | None:
@@ -116,19 +107,25 @@ def fill(
         ValueError: a tensor is missing, superfluous, or has the wrong shape or dtype (names it and its file). Or a
             tensor holds NaN or Inf, or the parts of a fused layer do not fit together.
     """
-    linears, expected = packable(model, packed_as.ignore), _dense_shapes(model)
-    weights = {f"{name}.weight" for name in linears}
-    dense = sorted(expected.keys() - weights)
-    if is_packed:
-        expected = {name: expected[name] for name in dense}
-    _check_names(model, source, expected, packed_as.weight_format, linears if is_packed else ())
+    weight_format, linears, again = packed_as.weight_format, packable(model, packed_as.ignore), tied(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in again}
+    dense = sorted(shapes.keys() - {f"{name}.weight" for name in linears})
+    expected = {name: shapes[name] for name in dense} if is_packed else shapes
+    _check_names(model, source, expected, weight_format, linears if is_packed else ())
     for group in fused_groups(linears):
         if is_packed:
-            _fill_packed(model, source, group, packed_as.weight_format, device)
+            _fill_packed(model, source, group, weight_format, device)
         else:
-            stored = {name: source.tensor(f"{name}.weight", device) for name in group}
-            pack_group(model, stored, packed_as.weight_format)
-    _fill_dense(model, source, dense, device)
+            pack_group(model, {name: source.tensor(f"{name}.weight", device) for name in group}, weight_format)
+    for name in dense:
+        parent_name, _, leaf = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        own = getattr(parent, leaf)
+        # Cast another dtype on the host, so that the device never holds both.
+        same = source.dtype(name) is own.dtype
+        tensor = source.tensor(name, device if same else "cpu").to(own.dtype).to(device)
+        check_dense_values(tensor, name=f"{source.where(name)}: {name}")
+        setattr(parent, leaf, nn.Parameter(tensor, requires_grad=False) if isinstance(own, nn.Parameter) else tensor)
     model.tie_weights()
     model.to(device).requires_grad_(False)
 
@@ -164,29 +161,10 @@ def _check_names(
             raise ValueError(f"{source.where(name)}: {name} is {dtype}; allowed: {allowed}")
 
 
-def _dense_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of an empty model's parameters (tied ones once) and saved buffers, by name."""
-    again = tied(model)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in again}
-
-
 def tied(model: PreTrainedModel) -> list[str]:
     """List the duplicate names of a model's tied parameters, which a checkpoint may omit."""
     once = dict(model.named_parameters())
     return [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in once]
-
-
-def _fill_dense(model: PreTrainedModel, source: TensorSource, tensors: Iterable[str], device: torch.device) -> None:
-    """Load the named dense tensors into the model, in the model's dtypes."""
-    for name in tensors:
-        parent_name, _, leaf = name.rpartition(".")
-        parent = model.get_submodule(parent_name)
-        own = getattr(parent, leaf)
-        # Cast another dtype on the host, so that the device never holds both.
-        same = source.dtype(name) is own.dtype
-        tensor = source.tensor(name, device if same else "cpu").to(own.dtype).to(device)
-        check_dense_values(tensor, name=f"{source.where(name)}: {name}")
-        setattr(parent, leaf, nn.Parameter(tensor, requires_grad=False) if isinstance(own, nn.Parameter) else tensor)
 
 
 def check_dense_values(tensor: Tensor, *, name: str) -> None:
@@ -197,31 +175,26 @@ def check_dense_values(tensor: Tensor, *, name: str) -> None:
 def _fill_packed(
     model: PreTrainedModel, source: TensorSource, group: Sequence[str], weight_format: Format, device: torch.device
 ) -> None:
-    """Replace the empty Linears of one fused layer by `PackedLinear`s; their biases stay empty."""
-    linears = {name: cast(nn.Linear, model.get_submodule(name)) for name in group}
-    packed = {}
-    for name, linear in linears.items():
-        shape = (linear.out_features, linear.in_features)
-        layout = weight_format.layout(shape)
-        said = f"{source.where(f'{name}.{next(iter(layout))}')}: {name}"
-        packed[name] = weight_format.accept(
-            {key: source.tensor(f"{name}.{key}", device) for key in layout}, shape, name=said
-        )
-    _check_shared(packed, weight_format.SHARED)
-    for name, linear in linears.items():
-        model.set_submodule(name, PackedLinear(linear, weight_format, packed[name]))
+    """Replace the empty Linears of one fused layer by `PackedLinear`s; their biases stay empty.
 
-
-def _check_shared(packed: Mapping[str, Mapping[str, Tensor]], key: str | None) -> None:
-    """Raise ValueError if the parts of one fused layer differ in the one-number tensor `key`.
-
-    vLLM keeps the largest for all parts and would sample from other weights than those trained on. Rescaling the parts
-    would round their block scales again and so make another checkpoint.
+    Raises ValueError if the parts differ in the number that the format shares among them (SHARED). vLLM keeps the
+    largest for all parts and would sample from other weights than those trained on. Rescaling the parts would round
+    their block scales again and so make another checkpoint.
     """
-    found = {name: tensors[key].item() for name, tensors in packed.items()} if key else {}
-    if len(set(found.values())) > 1:
-        parts = ", ".join(f"{name} has {number:g}" for name, number in found.items())
-        raise ValueError(
-            f"the parts of a fused layer differ in {key}: {parts}; allowed: one number for all, since vLLM keeps one. "
-            "Quantize the dense model with python -m qerl_lab.quantize, which gives them one"
-        )
+    packed = {}
+    for name in group:
+        linear = cast(nn.Linear, model.get_submodule(name))
+        shape = (linear.out_features, linear.in_features)
+        tensors = {key: source.tensor(f"{name}.{key}", device) for key in weight_format.layout(shape)}
+        said = f"{source.where(f'{name}.{next(iter(tensors))}')}: {name}"
+        packed[name] = linear, weight_format.accept(tensors, shape, name=said)
+    if (key := weight_format.SHARED) is not None:
+        numbers = {name: tensors[key].item() for name, (_, tensors) in packed.items()}
+        if len(set(numbers.values())) > 1:
+            parts = ", ".join(f"{name} has {number:g}" for name, number in numbers.items())
+            raise ValueError(
+                f"the parts of a fused layer differ in {key}: {parts}; allowed: one number for all, since vLLM keeps "
+                "one. Quantize the dense model with python -m qerl_lab.quantize, which gives them one"
+            )
+    for name, (linear, tensors) in packed.items():
+        model.set_submodule(name, PackedLinear(linear, weight_format, tensors))

@@ -130,7 +130,7 @@ def check_files(folder: Path, setting: str) -> None:
     """Raise ConfigError if config.json, weights or tokenizer are missing, or there are two sets of weights."""
     read_json(folder / "config.json", setting)
     names = {path.name for path in folder.iterdir()}
-    listed_files(folder)
+    list_weight_files(folder)
     if not names & {INDEX, SINGLE}:
         raise ConfigError(
             f"{setting} holds no weights in safetensors; allowed: {SINGLE}, or {INDEX} and its files (other kinds can "
@@ -140,15 +140,15 @@ def check_files(folder: Path, setting: str) -> None:
         raise ConfigError(f"{setting} holds no tokenizer; allowed: tokenizer.json beside the weights. Copy it there.")
 
 
-def listed_files(folder: Path) -> dict[str, Path] | None:
-    """Return each tensor's file from the weight index of `folder`; None without one (all weights in one file).
+def list_weight_files(folder: Path) -> tuple[Path, ...]:
+    """Return the weight files of `folder`: those that its index lists, else the single file, which may be missing.
 
     Raises ConfigError for an unreadable index, and for a folder with both kinds of weights, where the lab would read
     the shards and transformers the single file. An index that lists only that file is allowed.
     """
     index = folder / INDEX
     if not index.is_file():
-        return None
+        return (folder / SINGLE,)
     weight_map = read_json(index, str(folder)).get("weight_map")
     if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
         raise ConfigError(f"{index} has no weight_map to files of the same folder. Download or save the model again.")
@@ -157,7 +157,7 @@ def listed_files(folder: Path) -> dict[str, Path] | None:
             f"{folder} holds {SINGLE}, and {INDEX}, which lists other files: two sets of weights. Remove the set that "
             "is not the model."
         )
-    return {name: folder / file for name, file in weight_map.items()}
+    return tuple(sorted(folder / file for file in {*weight_map.values()}))
 
 
 def read_json(file: Path, setting: str | None = None) -> dict[str, Any]:
@@ -225,22 +225,17 @@ def _check_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) -> Non
     """Raise ConfigError if a configured layer name (LoRA targets, noisy norms, ignored layers) is not in the model."""
     linears = [layer.name for layer in in_model if layer.is_linear]
     norms = sorted({layer.name.rpartition(".")[2] for layer in in_model if len(layer.shape) == 1})
-    last_parts = sorted({name.rpartition(".")[2] for name in linears} - {HEAD})
-    for entry in cfg.lora.target_modules:
-        if not any(name == entry or name.endswith(f".{entry}") for name in linears):
-            _refuse_layer_name("lora.target_modules", entry, setting, "Linear layer", last_parts)
-    for entry in cfg.aqn.norms:
-        if entry not in norms:
-            _refuse_layer_name("aqn.norms", entry, setting, "norm", norms)
-    for entry in cfg.format.ignore:
-        if entry != HEAD and not any(is_ignored(name, [entry]) for name in linears):
-            _refuse_layer_name("format.ignore", entry, setting, "Linear layer", [*last_parts, "re:PATTERN"])
-
-
-def _refuse_layer_name(key: str, entry: str, setting: str, kind: str, allowed: list[str]) -> None:
-    """Raise ConfigError for an entry of `key` that names no layer of the model."""
-    hint = did_you_mean(entry, allowed) or f" Type for example {key}=[{allowed[0]}]." if allowed else ""
-    raise ConfigError(f"{key}: {entry!r} is no {kind} of {setting}; allowed: {', '.join(allowed)}.{hint}")
+    ends = sorted({name.rpartition(".")[2] for name in linears} - {HEAD})
+    targets, ignore = cfg.lora.target_modules, cfg.format.ignore
+    unknown = [("lora.target_modules", "Linear layer", ends, entry) for entry in targets
+               if not any(f".{name}".endswith(f".{entry}") for name in linears)]  # fmt: skip
+    unknown += [("aqn.norms", "norm", norms, entry) for entry in cfg.aqn.norms if entry not in norms]
+    unknown += [("format.ignore", "Linear layer", [*ends, "re:PATTERN"], entry) for entry in ignore
+                if entry != HEAD and not any(is_ignored(name, [entry]) for name in linears)]  # fmt: skip
+    if unknown:
+        key, kind, allowed, entry = unknown[0]
+        hint = did_you_mean(entry, allowed) or f" Type for example {key}=[{allowed[0]}]." if allowed else ""
+        raise ConfigError(f"{key}: {entry!r} is no {kind} of {setting}; allowed: {', '.join(allowed)}.{hint}")
 
 
 def is_ignored(name: str, ignore: Sequence[str]) -> bool:
@@ -261,7 +256,7 @@ def is_ignored(name: str, ignore: Sequence[str]) -> bool:
 def layers(folder: Path) -> tuple[Layer, ...]:
     """List a model's modules with a weight from the file headers. Raises ConfigError for an invalid header."""
     found = []
-    for file in sorted({*(listed_files(folder) or {SINGLE: folder / SINGLE}).values()}):
+    for file in list_weight_files(folder):
         for name, entry in read_safetensors_header(file)[0].items():
             if name != "__metadata__" and (match := _PACKED.match(name)):
                 shape, per_byte = tuple(entry["shape"]), 2 if entry["dtype"] == "U8" else 1

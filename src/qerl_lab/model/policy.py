@@ -211,50 +211,46 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
     folder = local_folder(cfg.model.path, cfg.model.revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
-        model = _load_weights(cfg, folder, device)
+        stored = loading.stored_as(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model = loading.empty_model(config, compute_dtype(cfg, device), cfg.model.attention)
+        packed_as = stored or PackedAs(formats.build(cfg.format), tuple(cfg.format.ignore))
+        _check_packing(cfg, model, packed_as, is_packed=stored is not None)
+        loading.fill(model, WeightFiles(folder), packed_as, is_packed=stored is not None, device=device)
+        # Keep end tokens only: transformers would add the model's sampling defaults (Qwen2.5's repetition penalty).
+        written = folder / "generation_config.json"
+        own = GenerationConfig.from_pretrained(folder) if written.is_file() else model.generation_config
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
         raise loading_error(f"model.path={cfg.model.path}", error) from error
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id)
+    for layer in packed_layers(model).values():
+        layer.dense_cache = device.type == "cpu" and cfg.format.dense_cache != "off"
     if pad_id(tokenizer, model.get_input_embeddings().num_embeddings) != tokenizer.pad_token_id:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
 
 
-def _load_weights(cfg: RunConfig, folder: Path, device: torch.device) -> PreTrainedModel:
-    """Build the model and fill it from `folder`. Raises ConfigError if format or output layer do not fit the run."""
-    stored = loading.stored_as(folder)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    model = loading.empty_model(config, compute_dtype(cfg, device), cfg.model.attention)
-    packed_as = stored or PackedAs(formats.build(cfg.format), tuple(cfg.format.ignore))
+def _check_packing(cfg: RunConfig, model: PreTrainedModel, packed_as: PackedAs, *, is_packed: bool) -> None:
+    """Raise ConfigError if the output layer would be packed, or a packed directory differs from the run's `format`."""
+    name = packed_as.weight_format.NAME
     if head := packed_head(model, packed_as.weight_format, packed_as.ignore):
-        if stored is None:
+        if not is_packed:
             raise packed_head_refusal(cfg, head)
         raise ConfigError(
             f"model.path={cfg.model.path} has {head} packed, and the loss reads the dense weight of {head}, the output "
             f"layer. Type the path of the dense model, or of one that was quantized with ignore=[{head}]."
         )
-    if stored is not None:
-        _check_agreement(cfg, stored, model)
-    loading.fill(model, WeightFiles(folder), packed_as, is_packed=stored is not None, device=device)
-    for layer in packed_layers(model).values():
-        layer.dense_cache = device.type == "cpu" and cfg.format.dense_cache != "off"
-    # Keep end tokens only: transformers would add the model's sampling defaults (e.g. Qwen2.5's repetition penalty).
-    written = folder / "generation_config.json"
-    own = GenerationConfig.from_pretrained(folder) if written.is_file() else model.generation_config
-    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id)
-    return model
-
-
-def _check_agreement(cfg: RunConfig, stored: PackedAs, model: PreTrainedModel) -> None:
-    """Raise ConfigError if the format, options or ignored layers of a packed directory differ from the run's."""
-    name = stored.weight_format.NAME
-    check_rounding(cfg, name, {key: value for key, value in asdict(stored.weight_format).items() if value is not None})
-    here, there = ({*packable(model, ignore)} for ignore in (cfg.format.ignore, stored.ignore))
+    if not is_packed:
+        return
+    rules = {key: value for key, value in asdict(packed_as.weight_format).items() if value is not None}
+    check_rounding(cfg, name, rules)
+    here, there = ({*packable(model, ignore)} for ignore in (cfg.format.ignore, packed_as.ignore))
     if differ := here ^ there:
-        remedy = shlex.quote(f"format.ignore={spell_list(stored.ignore)}")
+        remedy = shlex.quote(f"format.ignore={spell_list(packed_as.ignore)}")
         raise ConfigError(
-            f"model.path={cfg.model.path} is packed in {name} with ignore={list(stored.ignore)}, and "
+            f"model.path={cfg.model.path} is packed in {name} with ignore={list(packed_as.ignore)}, and "
             f"format.ignore={cfg.format.ignore} was given: they differ in {len(differ)} layers, the first "
             f"{min(differ)}. Type {remedy}."
         )

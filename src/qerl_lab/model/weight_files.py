@@ -38,26 +38,18 @@ class WeightFiles:
     def __init__(self, folder: Path) -> None:
         """Read the headers.
 
-        Raises ValueError, naming the file, for a folder without weights or with two sets of them, a missing or
-        truncated file, and an index that disagrees with the files.
+        Raises ValueError, naming the file, for a folder without weights or with two sets of them, and a missing or
+        truncated file.
         """
-        index, listed = folder / INDEX, on_disk.listed_files(folder)
-        self.files: tuple[Path, ...] = tuple(sorted({*listed.values()} if listed else {folder / SINGLE}))
+        self.files = on_disk.list_weight_files(folder)
         self._stored: dict[str, _Stored] = {}
         for file in self.files:
             if not file.is_file():
                 raise ValueError(
-                    f"{file} is missing; allowed: {SINGLE}, or {index} and the files that it lists (safetensors only: "
-                    "other kinds of files can run code)"
+                    f"{file} is missing; allowed: {SINGLE}, or {folder / INDEX} and the files that it lists "
+                    "(safetensors only: other kinds of files can run code)"
                 )
             self._stored |= _read_header(file)
-        held = {name: stored.file for name, stored in self._stored.items()}
-        if listed is not None and held != listed:
-            name = min(name for name, _ in held.items() ^ listed.items())
-            raise ValueError(
-                f"{index} has {name} in {listed.get(name, 'no file')}, and it is in {held.get(name, 'no file')}: the "
-                "files do not agree"
-            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,14 +74,12 @@ class WeightFiles:
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """Read one tensor into its own memory, so that later changes of the file do not change it."""
-        with safe_open(self._stored[name].file, framework="pt", device=_device_name(torch.device(device))) as opened:
+        device = torch.device(device)
+        if device == torch.device("cuda"):  # safetensors would take the first GPU, not the current one
+            device = torch.device("cuda", torch.cuda.current_device())
+        with safe_open(self._stored[name].file, framework="pt", device=str(device)) as opened:
             tensor = opened.get_tensor(name)
         return tensor.clone() if tensor.device.type == "cpu" else tensor  # on a CPU it is a view of the mapped file
-
-
-def _device_name(device: torch.device) -> str:
-    """Return the device in safetensors' notation, where plain cuda means the first GPU, not the current one."""
-    return f"cuda:{torch.cuda.current_device()}" if device == torch.device("cuda") else str(device)
 
 
 def local_folder(path: str, revision: str | None, *, key: str = "model.path") -> Path:

@@ -50,17 +50,24 @@ def check(cfg: RunConfig, run_dir: Path, is_here: bool = True) -> list[str]:
 
 def check_machine(cfg: RunConfig, run_dir: Path) -> None:
     """Raise ConfigError if this machine lacks what the run needs: device, packages, memory, disk space."""
-    folder = on_disk.local_path(cfg.model.path)
+    folder, values = on_disk.local_path(cfg.model.path), values_of(cfg)
     _check_device(cfg)
     _check_model_size(cfg, folder)
-    _check_gpu_only_packages(cfg)
+    for key, value, package, remedy in NEEDS_GPU:
+        if values[key] == value and not machine.has_gpu():
+            raise ConfigError(f"{key}={value} needs a GPU, and this machine shows none. Type {remedy}.")
+        if values[key] == value:
+            _require_package(f"{key}={value}", package, remedy)
     check_engine(cfg)
-    if cfg.tracking.wandb and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            "tracking.wandb=true needs the package wandb, which is not installed. Type pip install 'qerl-lab[wandb]', "
-            "or tracking=mlflow."
-        )
+    if cfg.tracking.wandb:
+        _require_package("tracking.wandb=true", "wandb", "pip install 'qerl-lab[wandb]', or tracking=mlflow")
     _check_disk(cfg, folder, run_dir)
+
+
+def _require_package(asked: str, package: str, remedy: str) -> None:
+    """Raise ConfigError unless the package that the setting `asked` needs is installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{asked} needs the package {package}, which is not installed. Type {remedy}.")
 
 
 def check_directory(run_dir: Path) -> None:
@@ -101,22 +108,10 @@ def _check_device(cfg: RunConfig) -> None:
         )
 
 
-def _check_gpu_only_packages(cfg: RunConfig) -> None:
-    values = values_of(cfg)
-    for key, value, package, remedy in NEEDS_GPU:
-        if values[key] == value and not machine.has_gpu():
-            raise ConfigError(f"{key}={value} needs a GPU, and this machine shows none. Type {remedy}.")
-        if values[key] == value and importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{key}={value} needs the package {package}, which is not installed. Type {remedy}.")
-
-
 def check_engine(cfg: RunConfig) -> None:
     """Raise ConfigError if this machine lacks the package or the GPU that the rollout engine needs."""
-    if cfg.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "rollout.engine=vllm needs the package vllm, which is not installed. Type pip install 'qerl-lab[vllm]', "
-            "or rollout=transformers."
-        )
+    if cfg.rollout.engine == "vllm":
+        _require_package("rollout.engine=vllm", "vllm", "pip install 'qerl-lab[vllm]', or rollout=transformers")
     if not machine.has_gpu():
         check_engine_on_cpu(cfg, "this machine shows none")
 
@@ -124,24 +119,24 @@ def check_engine(cfg: RunConfig) -> None:
 def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
     """Raise ConfigError for a model too large for this machine's memory, or too slow on its CPU."""
     count = _count_parameters(cfg.model.path, folder)
-    on_gpu = cfg.device != "cpu" and machine.has_gpu()
     if count is None:
         return
+    on_gpu, is_dense = cfg.device != "cpu" and machine.has_gpu(), cfg.format.name == DENSE_FORMAT
     said = f"model.path={cfg.model.path} has {count:,} parameters"
     if not on_gpu and cfg.device == "auto" and count >= TOO_MANY_FOR_A_CPU:
         raise ConfigError(
             f"{said}, and this machine shows no GPU: a step would take hours. Type model=qwen2_5_0_5b or another "
             f"small model, or device=cpu to run it all the same."
         )
-    needed, held = (
-        count * _bytes_per_parameter(cfg, on_gpu),
-        machine.gpu_memory_bytes() if on_gpu else machine.memory_bytes(),
-    )
+    dense_bytes = 2 if cfg.model.dtype == "bfloat16" or (on_gpu and cfg.model.dtype == "auto") else 4
+    is_cached = not on_gpu and cfg.format.dense_cache != "off"
+    needed = count * (dense_bytes if is_dense or is_cached else 0.5)
+    held = machine.gpu_memory_bytes() if on_gpu else machine.memory_bytes()
     if held is not None and needed > held:
         raise ConfigError(
             f"{said}, which take {needed / GIB:.1f} GiB with format={cfg.format.name}, and "
             f"{'the GPU' if on_gpu else 'this machine'} has {held / GIB:.1f} GiB. Type a smaller model"
-            f"{'.' if cfg.format.name != DENSE_FORMAT and on_gpu else ', or format=nvfp4 with format.dense_cache=off.'}"
+            f"{'.' if not is_dense and on_gpu else ', or format=nvfp4 with format.dense_cache=off.'}"
         )
 
 
@@ -164,13 +159,6 @@ def parameters_in_name(hub_id: str) -> int | None:
     return int(max(float(number) * {"b": 1e9, "m": 1e6}[unit.lower()] for number, unit in found)) if found else None
 
 
-def _bytes_per_parameter(cfg: RunConfig, on_gpu: bool) -> float:
-    """Return the bytes that a weight takes in training at least: its dtype's if dense, half a byte if packed."""
-    dense = 2 if cfg.model.dtype == "bfloat16" or (on_gpu and cfg.model.dtype == "auto") else 4
-    cached = not on_gpu and cfg.format.dense_cache != "off"
-    return dense if cfg.format.name == DENSE_FORMAT or cached else 0.5
-
-
 def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
     """Raise ConfigError if the disk lacks room for the model's download or the run's checkpoints."""
     adapter = on_disk.adapter_parameters(folder, cfg) if folder else 0
@@ -189,6 +177,7 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
 
 
 def _refuse_full_disk(place: Path, needed: int, what: str, remedy: str) -> None:
+    """Raise ConfigError if the disk of `place` has less than `needed` bytes free for `what`."""
     above = next(path for path in (place, *place.parents) if path.is_dir())
     free = shutil.disk_usage(above).free
     if needed > free:

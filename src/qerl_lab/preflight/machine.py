@@ -16,16 +16,22 @@ def has_gpu() -> bool:
     return hidden not in ("", "-1") and any(Path(node).exists() for node in GPU_NODES)
 
 
+def _ask_nvidia_smi(*arguments: str) -> list[str]:
+    """Return the lines that nvidia-smi prints; none if it is missing, fails or takes more than 30 seconds."""
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()
+
+
 @cache
 def visible_gpus() -> list[str] | None:
     """List the names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES; None if unknown."""
     if given := os.environ.get(VISIBLE):
         return given.split(",")
-    try:
-        out = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=30).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return [str(index) for index, _ in enumerate(line for line in out.splitlines() if line.startswith("GPU "))]
+    count = sum(line.startswith("GPU ") for line in _ask_nvidia_smi("-L"))
+    return [str(index) for index in range(count)] or None
 
 
 def memory_bytes() -> int | None:
@@ -41,10 +47,6 @@ def memory_bytes() -> int | None:
 
 @cache
 def gpu_memory_bytes() -> int | None:
-    """Return the memory of the largest NVIDIA GPU; None if nvidia-smi does not say within ten seconds."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
-        return max(int(line) for line in out.splitlines()) * 2**20
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
+    """Return the memory of the largest NVIDIA GPU; None if unknown."""
+    lines = _ask_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    return max((int(line) for line in lines if line.isdigit()), default=0) * 2**20 or None

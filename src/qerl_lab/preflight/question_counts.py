@@ -52,7 +52,9 @@ def _load_task(task: str) -> tasks.Task:
 
 def note_cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
     """Return notes on numbers of questions above those available. Raises ConfigError if they are too few."""
-    source, more = _source_of_questions(cfg.task)
+    more = "a larger task.arithmetic.max_operand" if cfg.task.name == "arithmetic" else "another task.path"
+    keys = [f"task.{key}={given}" for key in ("module", "path") if (given := getattr(cfg.task, key))]
+    source = keys[0] if keys else f"task={cfg.task.name} at this difficulty"
     if train == 0:
         raise ConfigError(f"{source} has no training question. Type {more}.")
     if (unasked := overrides_without_evaluation(cfg)) and heldout < 2:
@@ -66,14 +68,6 @@ def note_cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
     if cfg.task.train_questions > train:
         said.append(f"task.train_questions={cfg.task.train_questions}: there are {train:,}, all of them are used")
     return said
-
-
-def _source_of_questions(task: TaskConfig) -> tuple[str, str]:
-    """Return the word that selects the source of the questions, and what to type for more of them."""
-    more = "a larger task.arithmetic.max_operand" if task.name == "arithmetic" else "another task.path"
-    if task.module:
-        return f"task.module={task.module}", more
-    return f"task.path={task.path}" if task.path else f"task={task.name} at this difficulty", more
 
 
 def overrides_without_evaluation(cfg: RunConfig) -> str:

@@ -1,7 +1,7 @@
 """Read calibration texts from a hub dataset or local file, tokenize them and cut them into equal sequences."""
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +39,21 @@ def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int,
 
 
 def _texts(dataset: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[str]:
-    """Yield the texts of a dataset. Raises ConfigError for a row without a known column."""
+    """Yield the texts of a dataset, shuffled by `seed`. Raises ConfigError for a row without a known column."""
     path = Path(dataset).expanduser()
     if path.suffix == ".txt" and path.is_file():
         yield path.read_text(encoding="utf-8") + (tokenizer.eos_token or "")
         return
     is_file = path.suffix == ".jsonl" and path.is_file()
-    for number, row in enumerate(_shuffled_lines(path, seed) if is_file else _hub_rows(dataset, seed)):
+    for number, row in enumerate(_file_rows(path, seed) if is_file else _hub_rows(dataset, seed)):
         text = _text_of(row, tokenizer) if isinstance(row, Mapping) else None
         if text is None:
             raise ConfigError(f"dataset={dataset}: row {number} is {str(row)[:60]}; allowed: {FIELDS}.")
         yield text
 
 
-def _shuffled_lines(path: Path, seed: int) -> Iterator[Any]:
-    """Yield the rows of a .jsonl file in the order of `seed`."""
+def _file_rows(path: Path, seed: int) -> Iterator[Any]:
+    """Yield the rows of a .jsonl file, shuffled by `seed`."""
     lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     random.Random(seed).shuffle(lines)
     for line in lines:
@@ -63,7 +63,7 @@ def _shuffled_lines(path: Path, seed: int) -> Iterator[Any]:
             raise ConfigError(f"dataset={path}: {line[:60]!r} is no JSON ({error}).") from error
 
 
-def _hub_rows(dataset: str, seed: int) -> Iterable[Mapping[str, Any]]:
+def _hub_rows(dataset: str, seed: int) -> Iterator[Any]:
     """Yield the rows of a hub dataset, shuffled by `seed`."""
     from datasets import load_dataset
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.quantize import calibration
@@ -37,12 +37,16 @@ def run(options: QuantizeOptions, source: Path, left_dense: list[str], folder: P
         ConfigError: there is too little text for `samples` sequences of `tokens`, or the context is too short for them.
         ValueError: a layer does not divide into blocks; names the layers.
     """
+    longest = getattr(AutoConfig.from_pretrained(source, trust_remote_code=False), "max_position_embeddings", None)
+    if longest is not None and options.tokens > longest:
+        raise ConfigError(
+            f"tokens={options.tokens} is more than model={options.model} can read. Type tokens={longest}."
+        )
     from llmcompressor import oneshot
     from loguru import logger
 
     logger.remove()  # llmcompressor logs a line per layer, its metrics above the level of a warning
     logger.add(sys.stderr, level="WARNING", filter=lambda record: record["level"].name != "METRIC")
-    _check_length(options, AutoConfig.from_pretrained(source, trust_remote_code=False))
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     data = calibration.sequences(
         options.dataset, tokenizer, samples=options.samples, tokens=options.tokens, seed=options.seed
@@ -66,15 +70,6 @@ def check(options: QuantizeOptions) -> None:
         raise ConfigError(
             f"device=cpu with method={options.method}: llmcompressor takes the GPU if it sees one. "
             "Put CUDA_VISIBLE_DEVICES= before the command, or type device=auto."
-        )
-
-
-def _check_length(options: QuantizeOptions, config: PretrainedConfig) -> None:
-    """Raise ConfigError if the model's context is shorter than a calibration sequence."""
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and options.tokens > longest:
-        raise ConfigError(
-            f"tokens={options.tokens} is more than model={options.model} can read. Type tokens={longest}."
         )
 
 

@@ -112,6 +112,10 @@ def sqnr_summary(layers: Sequence[Layer], *, fit_scales: bool) -> dict[str, Any]
 
 def table(options: QuantizeOptions, result: dict[str, Any]) -> str:
     """Return the printed table of a checkpoint's quality."""
+
+    def decibel(value: float | None) -> str:
+        return "inf dB" if value is None else f"{value:.2f} dB"
+
     weights, sizes, bits, levels = (result[key] for key in ("weights", "bytes", "bits_per_weight", "sqnr_db"))
     fitted = ", after the scales that AWQ moves" if levels["scales_fitted"] else ""
     how = f"to {options.format} by {options.method}"
@@ -119,23 +123,16 @@ def table(options: QuantizeOptions, result: dict[str, Any]) -> str:
         ("quantized", f"{weights['quantized']:,} of {weights['all']:,} weights {how}"),
         ("bits per weight", f"{bits['quantized']:.3f} where quantized, {bits['model']:.3f} over the whole model"),
         ("size", " -> ".join(tqdm.format_sizeof(size, "B") for size in sizes.values())),
-        ("SQNR", f"{_format_db(levels['all'])} over all weights{fitted}; the lowest:"),
-        *((f"  {_format_db(layer['db'])}", layer["layer"]) for layer in levels["lowest"]),
-        *_kl_rows(result["kl"]),
+        ("SQNR", f"{decibel(levels['all'])} over all weights{fitted}; the lowest:"),
+        *((f"  {decibel(layer['db'])}", layer["layer"]) for layer in levels["lowest"]),
     ]
+    kl = result["kl"]
+    if kl is None or "skipped" in kl:
+        rows.append(("KL, entropy", f"not measured: {kl['skipped'] if kl else 'quality=weights'}"))
+    else:
+        error = "" if kl["standard_error"] is None else f" +- {kl['standard_error']:.5f}"
+        rows += [
+            ("KL to the original", f"{kl['nats_per_token']:.5f}{error} nats per token over {kl['tokens']} tokens"),
+            ("entropy", f"{kl['entropy_original']:.4f} -> {kl['entropy_quantized']:.4f} nats per token"),
+        ]
     return terminal.aligned(rows)
-
-
-def _format_db(value: float | None) -> str:
-    return "inf dB" if value is None else f"{value:.2f} dB"
-
-
-def _kl_rows(result: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Return the table's rows on KL and entropy, or why they were not measured."""
-    if result is None or "skipped" in result:
-        return [("KL, entropy", f"not measured: {result['skipped'] if result else 'quality=weights'}")]
-    error = "" if result["standard_error"] is None else f" +- {result['standard_error']:.5f}"
-    return [
-        ("KL to the original", f"{result['nats_per_token']:.5f}{error} nats per token over {result['tokens']} tokens"),
-        ("entropy", f"{result['entropy_original']:.4f} -> {result['entropy_quantized']:.4f} nats per token"),
-    ]

@@ -24,7 +24,7 @@ from qerl_lab.config.spelling import hydra_override, shell_line, spell_list
 from qerl_lab.model import loading, policy
 from qerl_lab.model.linear import packable, packed_head
 from qerl_lab.model.on_disk import is_ignored
-from qerl_lab.model.weight_files import INDEX, WeightFiles, copy_companions, local_folder, read_json
+from qerl_lab.model.weight_files import WeightFiles, copy_companions, local_folder, read_json
 from qerl_lab.quantize import llmcompressor, quality, rtn
 from qerl_lab.quantize.quantize_options import CALIBRATION, QuantizeOptions
 from qerl_lab.record.partial import Unfinished
@@ -61,7 +61,10 @@ def run(options: QuantizeOptions) -> None:
         if not unfinished.has("config.json"):
             unfinished.clear()
             if options.method == "rtn":
-                pack(options, source, device, unfinished.folder)
+                weight_format, shard = formats.build(options.format_config()), options.shard_gb * 1e9
+                rtn.write(source.weights, source.packed, weight_format, device, unfinished.folder, shard)
+                config = source.config | {"quantization_config": source.quantization_config}
+                replace_file(unfinished.folder / "config.json", json.dumps(config, indent=2).encode() + b"\n")
             else:
                 llmcompressor.run(options, source.folder, source.dense, unfinished.folder)
             copy_companions(source.folder, unfinished.folder)
@@ -89,7 +92,10 @@ def training_overrides(options: QuantizeOptions) -> list[str]:
 
 
 def read_source(options: QuantizeOptions) -> Source:
-    """Read the file headers of the model and list its Linears, without reading weights."""
+    """Read the file headers of the model and list its Linears, without reading weights.
+
+    Raises ConfigError for a model or an `ignore` that cannot be used, and ValueError for a missing or misshapen weight.
+    """
     folder = local_folder(options.model, options.revision, key="model")
     config = read_json(folder / "config.json")
     if "quantization_config" in config:
@@ -104,7 +110,13 @@ def read_source(options: QuantizeOptions) -> Source:
         ) from error
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     weight_format, said = formats.build(options.format_config()), f"ignore={spell_value(options.ignore)}"
-    _check_ignore(options, linears)
+    for entry in options.ignore:  # a typo would quantize a layer that was to stay dense
+        if not any(is_ignored(name, [entry]) for name in linears):
+            ends = sorted({name.rpartition(".")[2] for name in linears})
+            raise ConfigError(
+                f"{said}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} Allowed: full names, their "
+                f"last parts ({', '.join(ends)}), modules they are in, re:PATTERN."
+            )
     if head := packed_head(model, weight_format, options.ignore):
         raise ConfigError(
             f"{said} would pack {head}, the output layer, whose dense weight training reads; allowed: lists that name "
@@ -113,8 +125,12 @@ def read_source(options: QuantizeOptions) -> Source:
     packed = packable(model, options.ignore)
     if not packed:
         raise ConfigError(f"model={options.model} has no Linear layer outside of {said}.")
-    for name in packed:
-        _check_tensor(folder, weights, f"{name}.weight", tuple(model.get_parameter(f"{name}.weight").shape))
+    for name in (f"{layer}.weight" for layer in packed):
+        if name not in weights.names:
+            raise ValueError(f"{folder} holds no {name}, which its config.json asks for")
+        found, asked = list(weights.shape(name)), list(model.get_parameter(name).shape)
+        if found != asked:
+            raise ValueError(f"{weights.where(name)}: {name} has shape {found}, config.json asks for {asked}")
     dense = [name for name in linears if name not in packed]
     tied = [name for name in dense if not is_ignored(name, options.ignore)]  # to an embedding
     try:
@@ -127,27 +143,6 @@ def read_source(options: QuantizeOptions) -> Source:
     return Source(folder, config, weights, packed, dense, about)
 
 
-def _check_ignore(options: QuantizeOptions, linears: list[str]) -> None:
-    """Raise ConfigError for an `ignore` entry that matches no layer: a typo would quantize a protected layer."""
-    for entry in options.ignore:
-        if not any(is_ignored(name, [entry]) for name in linears):
-            ends = sorted({name.rpartition(".")[2] for name in linears})
-            raise ConfigError(
-                f"ignore={spell_value(options.ignore)}: no Linear layer is called {entry}.{did_you_mean(entry, ends)} "
-                f"Allowed: full names, their last parts ({', '.join(ends)}), modules they are in, re:PATTERN."
-            )
-
-
-def _check_tensor(folder: Path, weights: WeightFiles, name: str, shape: tuple[int, ...]) -> None:
-    """Raise ValueError if a weight is missing or its shape differs from config.json."""
-    if name not in weights.names:
-        raise ValueError(f"{folder} holds no {name}, which its config.json asks for")
-    if weights.shape(name) != shape:
-        raise ValueError(
-            f"{weights.where(name)}: {name} has shape {list(weights.shape(name))}, config.json asks for {list(shape)}"
-        )
-
-
 def identifying_options(options: QuantizeOptions, source: Source, device: torch.device) -> dict[str, Any]:
     """Return the options and file stamps that determine the checkpoint's bytes."""
     left_out = NOT_IDENTITY + (CALIBRATION if options.method == "rtn" else ())
@@ -155,20 +150,3 @@ def identifying_options(options: QuantizeOptions, source: Source, device: torch.
     files = {file: file.stat() for file in (*source.weights.files, source.folder / "config.json")}
     stamps = {file.name: [stat.st_size, stat.st_mtime_ns] for file, stat in files.items()}
     return chosen | {"device": device.type, "model": stamps}
-
-
-def pack(options: QuantizeOptions, source: Source, device: torch.device, folder: Path) -> None:
-    """Quantize the model by rounding to nearest, file by file; write weights, index and config.json to `folder`."""
-    weight_format = formats.build(options.format_config())
-    shards = rtn.plan_shards(source.weights, source.packed, weight_format, options.shard_gb * 1e9)
-    total = sum(source.weights.bytes(name) for name in source.weights.names)
-    with terminal.Amount(f"{options.format}, round to nearest", total) as bar:
-        for shard in shards:
-            rtn.write_shard(shard, folder, source.weights, weight_format, device, bar.advance)
-    if len(shards) > 1:
-        _write_json(folder / INDEX, rtn.weight_index(shards))
-    _write_json(folder / "config.json", source.config | {"quantization_config": source.quantization_config})
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    replace_file(file, json.dumps(content, indent=2).encode() + b"\n")

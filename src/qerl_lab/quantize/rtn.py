@@ -1,8 +1,9 @@
 """Pack a dense checkpoint by rounding to nearest. Holds one output file and one fused layer in memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -12,7 +13,11 @@ from torch import Tensor
 
 from qerl_lab.formats.format import STORED_DTYPES, Format, Layout, pack_fused
 from qerl_lab.model.linear import fused_groups
-from qerl_lab.model.loading import TensorSource, check_dense_values
+from qerl_lab.model.loading import check_dense_values
+from qerl_lab.model.on_disk import INDEX
+from qerl_lab.model.weight_files import WeightFiles
+from qerl_lab.system import terminal
+from qerl_lab.system.disk import replace_file
 
 
 class Unit(NamedTuple):
@@ -25,41 +30,49 @@ class Unit(NamedTuple):
     modules: tuple[str, ...]
     layout: Layout
 
-
-class Shard(NamedTuple):
-    """One output file."""
-
-    file: str
-    units: list[Unit]
-
-    @property
-    def layout(self) -> Layout:
-        """Layout (shape and dtype by name) of all tensors in this output file."""
-        return {name: about for unit in self.units for name, about in unit.layout.items()}
-
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors in this output file, which has a header too."""
-        return layout_bytes(self.layout)
+        """Bytes of the tensors written."""
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.layout.values())
 
 
-def plan_shards(source: TensorSource, linears: Sequence[str], weight_format: Format, shard_bytes: float) -> list[Shard]:
-    """Assign all tensors to output files in source order, keeping fused layers together.
+def write(
+    source: WeightFiles, linears: Sequence[str], weight_format: Format, device: torch.device, folder: Path,
+    shard_bytes: float,
+) -> None:  # fmt: skip
+    """Pack the Linears named in `linears`, copy all other tensors, and write weight files and their index to `folder`.
 
-    Each file has at most `shard_bytes` of tensors unless a single unit is larger. Depends on names, shapes and dtypes
-    only.
+    Tensors keep the source's order, with fused layers together. Each file has at most `shard_bytes` of tensors unless a
+    single unit is larger. Raises ValueError for a weight that the format cannot store, or NaN in a copied one, naming
+    file and tensor; and OSError, naming the file, if writing fails.
     """
-    units = {unit.names[0]: unit for unit in _list_units(source, linears, weight_format)}
+    units = list_units(source, linears, weight_format)
     split = split_state_dict_into_shards_factory(
-        units, get_storage_size=lambda unit: layout_bytes(unit.layout), filename_pattern="model{suffix}.safetensors",
+        units, get_storage_size=lambda unit: unit.bytes, filename_pattern="model{suffix}.safetensors",
         max_shard_size=int(shard_bytes),
     )  # fmt: skip
-    return [Shard(file, [units[name] for name in names]) for file, names in split.filename_to_tensors.items()]
+    total = sum(source.bytes(name) for name in source.names)
+    with terminal.Amount(f"{weight_format.NAME}, round to nearest", total) as bar:
+        for file, first_names in split.filename_to_tensors.items():
+            packed: dict[str, Tensor] = {}
+            for unit in (units[name] for name in first_names):
+                made = output_tensors(unit, source, weight_format, device)
+                packed |= {name: part.cpu().clone(memory_format=torch.contiguous_format) for name, part in made.items()}
+                bar.advance(sum(source.bytes(name) for name in unit.names))
+            try:
+                save_file(packed, folder / file, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(f"{folder / file} cannot be written: {error}") from error
+    if split.is_sharded:
+        files = {name: split.tensor_to_filename[first] for first, unit in units.items() for name in unit.layout}
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(files.items()))}
+        replace_file(folder / INDEX, json.dumps(index, indent=2).encode() + b"\n")
 
 
-def _list_units(source: TensorSource, linears: Sequence[str], weight_format: Format) -> Iterator[Unit]:
-    """Yield the units of the source, in its order: each fused layer, and each tensor to copy."""
+def list_units(source: WeightFiles, linears: Sequence[str], weight_format: Format) -> dict[str, Unit]:
+    """Return the units of the source by their first tensor, in its order: fused layers, and tensors to copy."""
     groups = {f"{name}.weight": tuple(group) for group in fused_groups(list(linears)) for name in group}
+    units: dict[str, Unit] = {}
     done: set[str] = set()
     for name in source.names:
         if name in done:
@@ -70,42 +83,13 @@ def _list_units(source: TensorSource, linears: Sequence[str], weight_format: For
             rows, columns = source.shape(f"{module}.weight")
             made = weight_format.layout((rows, columns))
             layout |= {f"{module}.{part}": about for part, about in made.items()}
-        unit = Unit(tuple(f"{module}.weight" for module in modules) or (name,), modules, layout)
-        done.update(unit.names)
-        yield unit
+        units[name] = Unit(tuple(f"{module}.weight" for module in modules) or (name,), modules, layout)
+        done.update(units[name].names)
+    return units
 
 
-def layout_bytes(layout: Layout) -> int:
-    """Return the number of bytes of the tensors in a layout."""
-    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values())
-
-
-def write_shard(
-    shard: Shard,
-    folder: Path,
-    source: TensorSource,
-    weight_format: Format,
-    device: torch.device,
-    advance: Callable[[int], None],
-) -> None:
-    """Pack and write one output file. Copied tensors keep their dtype. Calls `advance` with the source bytes done.
-
-    Raises ValueError for a weight that the format cannot store, or NaN in a copied one, naming file and tensor; and
-    OSError, naming the file, if writing fails.
-    """
-    packed: dict[str, Tensor] = {}
-    for unit in shard.units:
-        made = _output_tensors(unit, source, weight_format, device)
-        packed |= {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in made.items()}
-        advance(layout_bytes({name: (source.shape(name), source.dtype(name)) for name in unit.names}))
-    try:
-        save_file(packed, folder / shard.file, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{folder / shard.file} cannot be written: {error}") from error
-
-
-def _output_tensors(unit: Unit, source: TensorSource, weight_format: Format, device: torch.device) -> dict[str, Tensor]:
-    """Return the output tensors of one unit by name: packed, or copied."""
+def output_tensors(unit: Unit, source: WeightFiles, weight_format: Format, device: torch.device) -> dict[str, Tensor]:
+    """Return the output tensors of one unit by name: packed, or copied in their dtype."""
     if not unit.modules:
         (name,) = unit.names
         copied = source.tensor(name, "cpu")
@@ -114,19 +98,7 @@ def _output_tensors(unit: Unit, source: TensorSource, weight_format: Format, dev
         return {name: copied}
     weights = {module: source.tensor(name, device) for module, name in zip(unit.modules, unit.names, strict=True)}
     try:
-        return {
-            f"{module}.{part}": tensor
-            for module, parts in pack_fused(weight_format, weights)
-            for part, tensor in parts.items()
-        }
+        packed = dict(pack_fused(weight_format, weights))
     except ValueError as error:
         raise ValueError(f"{source.where(unit.names[0])}: {error}") from error
-
-
-def weight_index(shards: Sequence[Shard]) -> dict[str, Any]:
-    """Return the content of model.safetensors.index.json, which maps tensors to files."""
-    listed = {name: shard.file for shard in shards for name in shard.layout}
-    return {
-        "metadata": {"total_size": sum(shard.bytes for shard in shards)},
-        "weight_map": dict(sorted(listed.items())),
-    }
+    return {f"{module}.{part}": tensor for module, parts in packed.items() for part, tensor in parts.items()}

@@ -47,17 +47,13 @@ class Saved:
         if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension
             now |= {"steps": then["steps"], "extended": cfg.extended[: cfg.extended.index(then["steps"])]}
         differ = [key for key in now | then if key not in now or key not in then or now[key] != then[key]]
-        changed = [f"{key}={_spell_or_nothing(now, key)} (was {_spell_or_nothing(then, key)})" for key in differ]
-        if changed:
+        if differ:
+            given, saved = ({key: spell_value(of[key]) for key in differ if key in of} for of in (now, then))
+            changed = [f"{key}={given.get(key, 'nothing')} (was {saved.get(key, 'nothing')})" for key in differ]
             raise ConfigError(
                 f"{where} is not the configuration that {self.path.name} was trained with: {', '.join(changed)}. "
                 "Put it back as it was, or start a new run."
             )
-
-
-def _spell_or_nothing(values: dict[str, Any], key: str) -> str:
-    """Return the key's value as typed on the command line; "nothing" without the key."""
-    return spell_value(values[key]) if key in values else "nothing"
 
 
 def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], keep: int) -> Path:
@@ -76,7 +72,13 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
         shutil.rmtree(leftover)
     aside.mkdir(parents=True)
     try:
-        _write_files_and_checksums(aside, state, write)
+        write(aside)
+        (aside / STATE).write_text(json.dumps(state))
+        files = sorted(path for path in aside.rglob("*") if path.is_file())
+        digests = {str(path.relative_to(aside)): sha256(path) for path in files}
+        (aside / MANIFEST).write_text(json.dumps(digests, indent=1))
+        for path in [*files, aside / MANIFEST, aside]:
+            _flush_to_disk(path)
     except Exception:  # a partial checkpoint would keep a full disk full
         shutil.rmtree(aside)
         raise
@@ -88,16 +90,6 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
     for other in set(_step_folders(folder)) - set(kept):
         shutil.rmtree(other)
     return final
-
-
-def _write_files_and_checksums(aside: Path, state: Mapping[str, Any], write: Callable[[Path], None]) -> None:
-    """Write all files of a checkpoint, then its checksums, and sync them to disk."""
-    write(aside)
-    (aside / STATE).write_text(json.dumps(state))
-    digests = {str(path.relative_to(aside)): sha256(path) for path in _files_below(aside)}
-    (aside / MANIFEST).write_text(json.dumps(digests, indent=1))
-    for path in [*_files_below(aside), aside]:
-        _flush_to_disk(path)
 
 
 def last_step(folder: Path) -> int:
@@ -113,36 +105,36 @@ def newest(folder: Path) -> Saved | None:
     candidates = _step_folders(folder)
     while candidates:
         path = candidates.pop()
-        if not (damage := verify(path)):
-            return _read_state(path)
-        instead = "using the one before it" if candidates else "there is none before it, and training begins anew"
-        print(f"warning: checkpoint {path} is damaged ({damage}); {instead}.", file=sys.stderr)
+        try:
+            return load(path)
+        except ValueError as damage:
+            instead = "using the one before it" if candidates else "there is none before it, and training begins anew"
+            print(f"warning: checkpoint {path} is damaged ({damage}); {instead}.", file=sys.stderr)
     return None
 
 
-def verify(path: Path) -> str:
-    """Check a checkpoint's files against their checksums; return what is wrong, or an empty string."""
+def load(path: Path) -> Saved:
+    """Read a checkpoint's state. Raises ValueError, saying what is wrong, unless all files match their checksums."""
     try:
         digests = parse_json((path / MANIFEST).read_text())
-        if not isinstance(digests, dict) or STATE not in digests:
-            return f"{STATE} is not in {MANIFEST}"
-        for name, digest in digests.items():
-            if sha256(path / name) != digest:
-                return f"{name} does not match its checksum"
-    except OSError as error:
-        return f"{os.path.relpath(error.filename or path, path)} cannot be read: {error.strerror}"
     except ValueError:
-        return f"{MANIFEST} is not JSON"
+        raise ValueError(f"{MANIFEST} is not JSON") from None
+    except OSError as error:
+        raise ValueError(f"{MANIFEST} cannot be read: {error.strerror}") from None
+    if not isinstance(digests, dict) or STATE not in digests:
+        raise ValueError(f"{STATE} is not in {MANIFEST}")
+    for name, digest in digests.items():
+        try:
+            found = sha256(path / name)
+        except OSError as error:
+            raise ValueError(f"{name} cannot be read: {error.strerror}") from None
+        if found != digest:
+            raise ValueError(f"{name} does not match its checksum")
     try:
-        _read_state(path)
+        state = parse_json((path / STATE).read_text())
+        return Saved(path, **{name: value for name, value in state.items() if name not in ONCE_SAVED})
     except (ValueError, TypeError, AttributeError) as error:
-        return f"{STATE} is of another version: {error}"
-    return ""
-
-
-def _read_state(path: Path) -> Saved:
-    state = parse_json((path / STATE).read_text())
-    return Saved(path, **{name: value for name, value in state.items() if name not in ONCE_SAVED})
+        raise ValueError(f"{STATE} is of another version: {error}") from None
 
 
 def _step_folders(folder: Path) -> list[Path]:
@@ -151,12 +143,7 @@ def _step_folders(folder: Path) -> list[Path]:
 
 
 def _step_of(path: Path) -> int:
-    """Return the step of a folder step-N."""
     return int(path.name.removeprefix("step-"))
-
-
-def _files_below(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _flush_to_disk(path: Path) -> None:

@@ -13,10 +13,12 @@ import json
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -25,12 +27,11 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_override
-from qerl_lab.record import checkpoint, environment, metrics, resolved, samples_file
+from qerl_lab.record import checkpoint, environment, metrics, resolved
 from qerl_lab.record.environment import Typed
-from qerl_lab.record.folders import is_unused, make_run_directory, remove_empty_directories
+from qerl_lab.record.folders import make_run_directory
+from qerl_lab.record.line_files import SAMPLES_FILE, Sample, encode_samples
 from qerl_lab.record.metrics import METRICS_FILE, MetricsLine
-from qerl_lab.record.samples_file import SAMPLES_FILE, Sample
-from qerl_lab.record.sessions import Sessions
 from qerl_lab.system.disk import lock, read_json, replace_file
 from qerl_lab.system.exits import FAILURE, FULL, INTERRUPTED, OK, SIGNALS, USAGE
 
@@ -38,12 +39,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 DONE, FAILED, QUEUED, TYPED = "DONE", "FAILED", "QUEUED", ".typed"
-CONSOLE, MIRROR, EVALUATIONS = "console.txt", "mlflow.json", "eval.parquet"
+CONSOLE, MIRROR, SESSIONS, EVALUATIONS = "console.txt", "mlflow.json", "sessions.json", "eval.parquet"
 ARTIFACTS = (resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, EVALUATIONS, "curves.png")
-WRITTEN_IN_PLACE = ("", resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, "checkpoints", "adapter")
 MARKS = (resolved.NAME, METRICS_FILE.name, DONE, FAILED)  # any of them marks a run directory, even a damaged one
 LEFT_BY_A_REFUSED_RUN = {
-    resolved.NAME, QUEUED, TYPED, FAILED, "env.json", "code.diff", "sessions.json", CONSOLE,
+    resolved.NAME, QUEUED, TYPED, FAILED, "env.json", "code.diff", SESSIONS, CONSOLE,
 }  # fmt: skip
 
 
@@ -55,14 +55,21 @@ class RunDirectory:
         self.checkpoints, self.adapter = self.path / "checkpoints", self.path / "adapter"
         self.curves, self.console = self.path / "curves.png", self.path / CONSOLE
 
+    def _read_json(self, name: str, kind: type) -> Any:
+        """Read a JSON file that holds a `kind` (dict or list); empty if it does not exist."""
+        path = self.path / name
+        return read_json(path, kind) if path.exists() else kind()
+
     # --- life cycle
 
     def refuse_used(self) -> None:
         """Raise ConfigError unless the directory is missing or empty, so that two runs never share one."""
-        if is_unused(self.path):
+        if not os.path.exists(self.path):  # Path.exists raises if the name is too long
             return
         if not self.path.is_dir():
             raise ConfigError(f"the run directory {self.path} is a file. Type run_dir=DIR with another name.")
+        if not any(self.path.iterdir()):
+            return
         if (self.path / DONE).is_file():
             raise ConfigError(
                 f"the run directory {self.path} has a finished run. Type run_dir=DIR for a new one, or "
@@ -137,8 +144,7 @@ class RunDirectory:
 
     def result(self) -> dict[str, Any]:
         """Read DONE; empty if missing. Raises ConfigError if it is damaged; resuming writes it again."""
-        path = self.path / DONE
-        return read_json(path, dict) if path.exists() else {}
+        return self._read_json(DONE, dict)
 
     def fail(self, text: str) -> None:
         """Write FAILED, the reason in its first line. On a full disk FAILED is empty, and the line is printed.
@@ -166,7 +172,15 @@ class RunDirectory:
             (self.path / FAILED).unlink(missing_ok=True)  # another rank may have written it
             return INTERRUPTED
         if self.status != "failed" or (rank and ended_with < 0):
-            self.fail(_explain_exit_status(ended_with, rank or "the process") + "\n")
+            process = rank or "the process"
+            if ended_with == -signal.SIGKILL:
+                said = f"Killed: signal 9 (SIGKILL) ended {process}, as the system does when memory runs out"
+            elif ended_with < 0:
+                said = f"Killed: signal {-ended_with} ({signal.strsignal(-ended_with)}) ended {process}"
+            else:
+                said = f"NoRecord: {process} ended with status {ended_with} without writing DONE or FAILED"
+                said += "; see its messages"
+            self.fail(f"{said}\n")
             return FAILURE
         return USAGE if ended_with == USAGE else FAILURE
 
@@ -188,7 +202,12 @@ class RunDirectory:
             return
         for path in self.path.iterdir():
             path.unlink()
-        remove_empty_directories(self.path, topmost)
+        for folder in (self.path, *self.path.parents) if topmost else ():
+            if any(folder.iterdir()):
+                return
+            folder.rmdir()
+            if folder == topmost:
+                return
 
     # --- configuration and resuming
 
@@ -204,18 +223,8 @@ class RunDirectory:
         """Read resolved.yaml as text. Raises OSError."""
         return (self.path / resolved.NAME).read_text(encoding="utf-8")
 
-    def device_kind(self) -> str | None:
-        """Return the device the run started on, `cpu` or `cuda`; None before the start."""
-        began = self.environment()
-        if not began:
-            return None
-        return "cuda" if began["gpus"] and self.settings()["device"] != "cpu" else "cpu"
-
     def check(self) -> None:
-        """Raise ConfigError if the directory is not writable or its small files are damaged. Fast: reads little."""
-        for path in (self.path / name for name in WRITTEN_IN_PLACE):
-            if path.exists() and not os.access(path, os.W_OK):
-                raise ConfigError(f"{path} cannot be written. Make it writable, or copy {self.path} to where it is.")
+        """Raise ConfigError if small files that a resumed run needs are damaged. Fast: reads little."""
         self.sessions(), self.mirror()
         self._check_evaluations(is_expected=False)
 
@@ -251,7 +260,10 @@ class RunDirectory:
 
     def refuse_other_device(self, device: str) -> None:
         """Raise ConfigError if a run started on `cpu` would resume on `cuda`, or the reverse."""
-        if (began_on := self.device_kind()) not in (None, device):
+        if not (began := self.environment()):
+            return
+        began_on = "cuda" if began["gpus"] and self.settings()["device"] != "cpu" else "cpu"
+        if began_on != device:
             raise ConfigError(
                 f"{self.path} began on {began_on}, and here it would go on on {device}: one record of two "
                 "computations. Resume it where it began, or start a new run."
@@ -270,30 +282,58 @@ class RunDirectory:
 
     def environment(self) -> dict[str, Any]:
         """Read env.json; empty if the run has not started."""
-        path = self.path / "env.json"
-        return read_json(path, dict) if path.exists() else {}
+        return self._read_json("env.json", dict)
 
     def environments(self) -> list[dict[str, Any]]:
         """Read env.json of every session, in order."""
         later = sorted(self.path.glob("env.*.json"), key=lambda path: int(path.name.split(".")[1]))
         return [read_json(path, dict) for path in (self.path / "env.json", *later) if path.exists()]
 
-    def sessions(self) -> Sessions:
-        """Read sessions.json: when processes worked on the run."""
-        return Sessions(self.path)
+    def sessions(self) -> list[list[Any]]:
+        """Read [start, end] of every process that worked on the run, in unix seconds; the end is null while it runs."""
+        return self._read_json(SESSIONS, list)
+
+    def begin_session(self, start: float) -> None:
+        """Record that a process works on the run from `start` on; a killed one before it ended at its last logged line.
+
+        Call it before metrics.jsonl is cut, which may remove that line.
+        """
+        sessions = self.sessions()
+        if sessions and sessions[-1][1] is None:
+            sessions[-1][1] = max([sessions[-1][0], *(line["time"] for line in self.metrics())])
+        replace_file(self.path / SESSIONS, json.dumps([*sessions, [start, None]]).encode())
+
+    def end_session(self) -> float:
+        """Record the end of the current session; return the seconds of all sessions. A later call moves the end."""
+        sessions = self.sessions()
+        sessions[-1][1] = time.time()
+        replace_file(self.path / SESSIONS, json.dumps(sessions).encode())
+        return sum(end - start for start, end in sessions)
+
+    def first_day(self) -> date:
+        """Return the local date on which the first session started; today if there is none."""
+        sessions = self.sessions()
+        return date.fromtimestamp(sessions[0][0]) if sessions else date.today()
 
     def mirror(self) -> dict[str, str | None]:
         """Read mlflow.json: the MLflow run that mirrors this one; empty if there is none.
 
         `key` is a tag of the MLflow run and finds it, because `run_id` may belong to another store or be missing.
-        `uri` has *** in place of a password.
+        `uri` has *** in place of a password. `run_dir` is where the directory was.
         """
-        path = self.path / MIRROR
-        return read_json(path, dict) if path.exists() else {}
+        return self._read_json(MIRROR, dict)
 
     def note_mirror(self, **changes: str | None) -> None:
-        """Change these values in mlflow.json; a new file also gets a new random `key`."""
-        values = {"key": uuid.uuid4().hex} | self.mirror() | changes
+        """Change these values in mlflow.json; a new file also gets a new random `key`.
+
+        A copied directory whose original still exists gets a new key too, so that both have an MLflow run.
+        """
+        here, values = str(self.path.absolute()), self.mirror()
+        first = values.get("run_dir") or here
+        is_elsewhere = os.path.exists(first) and not os.path.samefile(first, here)
+        if is_elsewhere and RunDirectory(Path(first)).mirror().get("key") == values["key"]:
+            values = {"uri": values.get("uri")}
+        values = {"key": uuid.uuid4().hex} | values | {"run_dir": here} | changes
         replace_file(self.path / MIRROR, json.dumps(values, indent=1).encode())
 
     def metrics(self) -> list[MetricsLine]:
@@ -302,19 +342,19 @@ class RunDirectory:
 
     def metrics_from(self, offset: int) -> tuple[list[MetricsLine], int]:
         """Read the complete lines of metrics.jsonl from byte `offset` on; return them and the next offset."""
-        return METRICS_FILE.read(self.path, offset) if (self.path / METRICS_FILE.name).exists() else ([], offset)
+        return METRICS_FILE.read(self.path, offset)
 
     def append_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl. Raises OSError if the disk is full or the directory is gone."""
         METRICS_FILE.append(self.path, metrics.encode_line(step, values))
 
     def samples(self) -> list[Sample]:
-        """Read the completions in samples.jsonl. Raises FileNotFoundError."""
+        """Read the completions in samples.jsonl; empty if the file does not exist."""
         return SAMPLES_FILE.read(self.path)[0]
 
     def append_samples(self, of_step: Iterable[Sample]) -> None:
         """Append the completions of one step to samples.jsonl."""
-        SAMPLES_FILE.append(self.path, samples_file.encode_samples(of_step))
+        SAMPLES_FILE.append(self.path, encode_samples(of_step))
 
     def cut_records(self, last_step: int) -> None:
         """Delete metrics and completions of steps after `last_step`, which a resumed run records again."""
@@ -339,8 +379,7 @@ class RunDirectory:
         lines = self.metrics()  # read after the checkpoints, as a running run adds to both
         metrics.check_steps(lines, steps)
         self._check_evaluations(is_done and settings.get("eval.questions") != "0")
-        if (self.path / SAMPLES_FILE.name).exists():
-            self.samples()
+        self.samples()
         return lines
 
     def evaluations(self) -> "dict[str, pd.DataFrame]":
@@ -385,11 +424,3 @@ class RunDirectory:
 def is_run(files: Iterable[str]) -> bool:
     """Return whether a folder with files of these names is a run directory."""
     return not set(files).isdisjoint(MARKS)
-
-
-def _explain_exit_status(code: int, process: str) -> str:
-    if code == -signal.SIGKILL:
-        return f"Killed: signal 9 (SIGKILL) ended {process}, as the system does when memory runs out"
-    if code < 0:
-        return f"Killed: signal {-code} ({signal.strsignal(-code)}) ended {process}"
-    return f"NoRecord: {process} ended with status {code} without writing DONE or FAILED; see its messages"

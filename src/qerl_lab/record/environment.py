@@ -63,6 +63,7 @@ def environment() -> dict[str, Any]:
     `command` is the typed command, `words` its overrides (`key=value`) for this run, `sweep` the sweep it belongs to.
     """
     sha, dirty = git_state()
+    cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": redact(os.environ.get(COMMAND) or shlex.join(sys.orig_argv)),
@@ -73,7 +74,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
-        "cpu": _read_cpu_model(),
+        "cpu": cpu[1] if cpu else None,
         "cpu_count": os.cpu_count(),
         "cpus_usable": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, 1),
@@ -89,11 +90,6 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
-
-
-def _read_cpu_model() -> str | None:
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1] if found else None
 
 
 def _describe_gpus() -> list[dict[str, Any]]:
@@ -118,7 +114,7 @@ def git_state() -> tuple[str, bool]:
     """
     if not _is_checkout():
         return "unknown", False
-    return (_git_output("rev-parse", "HEAD") or "unknown").strip(), bool(_git_output("status", "--porcelain"))
+    return (_git("rev-parse", "HEAD") or "unknown").strip(), bool(_git("status", "--porcelain"))
 
 
 def code_diff() -> str:
@@ -126,18 +122,18 @@ def code_diff() -> str:
     if not _is_checkout():
         version = installed_versions(["qerl-lab"]).get("qerl-lab", "of unknown version")
         return f"# no checkout: the installed package qerl-lab {version}\n"
-    untracked = (_git_output("ls-files", "--others", "--exclude-standard") or "").splitlines()
+    untracked = (_git("ls-files", "--others", "--exclude-standard") or "").splitlines()
     note = "".join(f"# untracked: {name}\n" for name in untracked)
-    return note + (_git_output("diff", "--no-ext-diff", "--no-color", "HEAD") or "")
+    return note + (_git("diff", "--no-ext-diff", "--no-color", "HEAD") or "")
 
 
 def _is_checkout() -> bool:
     """Return whether the package runs from its own checkout, not from an environment inside another repository."""
-    top = _git_output("rev-parse", "--show-toplevel")
+    top = _git("rev-parse", "--show-toplevel")
     return top is not None and Path(top.strip()) == CHECKOUT and (CHECKOUT / "src").is_dir()
 
 
-def _git_output(*args: str) -> str | None:
+def _git(*args: str) -> str | None:
     return _command_output("git", "-C", str(CHECKOUT), *args)
 
 

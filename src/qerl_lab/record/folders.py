@@ -1,9 +1,7 @@
-"""Find free names for run directories, make directories, and remove them if a run is refused."""
+"""Make directories for runs: under a free name, and without a traceback if the disk refuses."""
 
 import itertools
 import os
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from qerl_lab.config.option import ConfigError
@@ -23,39 +21,17 @@ def make_run_directory(wanted: Path, exist_ok: bool = True) -> None:
 
 
 def reserve_directory(wanted: Path) -> Path:
-    """Create a new directory of this name, or with the next free number if it exists; return its path."""
-    candidates = numbered_paths(wanted)
+    """Create a new directory: NAME, or the first of NAME-2, NAME-3 ... that does not exist; return its path."""
+    numbers, candidate = itertools.count(2), wanted
     while True:
-        candidate = next(candidates)
-        with suppress(FileExistsError):
+        try:
             make_run_directory(candidate, exist_ok=False)
             return candidate
-
-
-def is_unused(path: Path) -> bool:
-    """Return whether the path does not exist or is an empty directory."""
-    if not os.path.exists(path):  # Path.exists raises if the name is too long
-        return True
-    return path.is_dir() and not any(path.iterdir())
-
-
-def numbered_paths(wanted: Path) -> Iterator[Path]:
-    """Yield NAME, NAME-2, NAME-3 ... without end."""
-    yield wanted
-    yield from (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
+        except FileExistsError:
+            candidate = wanted.with_name(f"{wanted.name}-{next(numbers)}")
 
 
 def first_missing(wanted: Path) -> Path | None:
     """Return the topmost missing directory on the path; None if the path exists."""
     missing = [path for path in (wanted, *wanted.parents) if not os.path.exists(path)]
     return missing[-1] if missing else None
-
-
-def remove_empty_directories(folder: Path, topmost: Path | None) -> None:
-    """Remove a directory and its parents up to `topmost`, as long as they are empty."""
-    for path in (folder, *folder.parents) if topmost else ():
-        if any(path.iterdir()):
-            return
-        path.rmdir()
-        if path == topmost:
-            return

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from qerl_lab.config.option import ConfigError
-from qerl_lab.record.line_file import LineFile
+from qerl_lab.record.line_files import LineFile
 
 
 @dataclass(frozen=True)

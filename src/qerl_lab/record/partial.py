@@ -22,7 +22,7 @@ class Unfinished:
     """NAME.partial, locked by this process until the end of the `with` block."""
 
     def __init__(self, out: Path, identity: Mapping[str, Any], overwrite: bool) -> None:
-        """Create or continue `out`.partial.
+        """Create `out`.partial, or continue the work of an earlier process with the same identity.
 
         `identity` holds the options that determine the content, by name. Raises ConfigError if `out` is not writable,
         another process is writing it, or it was started with another identity (unless `overwrite`).
@@ -33,7 +33,17 @@ class Unfinished:
         self._journal: dict[str, Any] = {"identity": json.loads(json.dumps(dict(identity))), "files": {}}
         try:
             lock(self._lock, f"another process is writing {self.folder} now. Wait for it, or stop it.")
-            self._continue_or_start(overwrite)
+            if not (self.folder / JOURNAL).exists():
+                if any(self.folder.iterdir()):
+                    raise ConfigError(f"{self.folder} is not of this command's making. Type another out, or remove it.")
+                return self.clear()
+            begun = read_json(self.folder / JOURNAL, dict)
+            if begun.get("identity") == self._journal["identity"]:
+                self._journal = begun
+            elif overwrite:
+                self.clear()
+            else:
+                raise _other_options_error(self.folder, begun.get("identity") or {}, self._journal["identity"])
         except BaseException:
             os.close(self._lock)
             raise
@@ -46,27 +56,12 @@ class Unfinished:
             shutil.rmtree(self.folder)
         os.close(self._lock)
 
-    def _continue_or_start(self, overwrite: bool) -> None:
-        """Continue the work of an earlier process with the same identity, or start anew."""
-        if not (self.folder / JOURNAL).exists():
-            if any(self.folder.iterdir()):
-                raise ConfigError(f"{self.folder} is not of this command's making. Type another out, or remove it.")
-            return self.clear()
-        begun = read_json(self.folder / JOURNAL, dict)
-        then, now = begun.get("identity"), self._journal["identity"]
-        if then == now:
-            self._journal = begun
-        elif overwrite:
-            self.clear()
-        else:
-            raise ConfigError(_other_options_message(self.folder, then or {}, now))
-
     def clear(self) -> None:
         """Delete all files of the unfinished directory and start anew."""
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._journal["files"] = {}
-        self._write_journal()
+        self.note()
 
     def has(self, file: str) -> bool:
         """Return whether `file` is recorded as complete and still has its size."""
@@ -76,9 +71,6 @@ class Unfinished:
     def note(self, *files: str) -> None:
         """Record in the journal that these files are complete."""
         self._journal["files"] |= {file: (self.folder / file).stat().st_size for file in files}
-        self._write_journal()
-
-    def _write_journal(self) -> None:
         replace_file(self.folder / JOURNAL, json.dumps(self._journal, indent=1).encode() + b"\n")
 
     def finish(self) -> None:
@@ -93,14 +85,16 @@ class Unfinished:
         shutil.rmtree(before, ignore_errors=True)
 
 
-def _other_options_message(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the error message for a directory that was started with other options."""
+def _other_options_error(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> ConfigError:
+    """Return the error for a directory that was started with other options."""
     differ = [key for key in {**now, **begun} if now.get(key) != begun.get(key)]
     keys = [key for key in differ if not isinstance(now.get(key), dict)]
     if not keys:
-        return f"{folder} was begun from other files than {differ[0]} has now. Type overwrite=true to start again."
+        return ConfigError(
+            f"{folder} was begun from other files than {differ[0]} has now. Type overwrite=true to start again."
+        )
     then, given = (" ".join(f"{key}={spell_value(values.get(key))}" for key in keys) for values in (begun, now))
-    return (
+    return ConfigError(
         f"{folder} was begun with {then}, and now {given} is given. "
         f"Type {then} to go on with it, another out, or overwrite=true to start again."
     )

@@ -31,13 +31,20 @@ def replace_config(run_dir: Path, cfg: RunConfig) -> None:
 
 
 def read_config(run_dir: Path) -> RunConfig:
-    """Read and check the configuration; set its `run_dir` to where the directory is now. Raises ConfigError."""
+    """Read and check the configuration; set its `run_dir` to where the directory is now. Raises ConfigError.
+
+    A missing key is refused, because its default could differ from the value the run started with. Exceptions: keys of
+    sweeps, tracking and the preregistration, keys added later, and model.hash (null: unknown).
+    """
     path, values = run_dir / NAME, _parse_values(run_dir)
     try:
         cfg = from_dict(values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    _refuse_missing_keys(path, values)
+    known = {*dict(_flatten_values(values)), *OF_SWEEPS, *ADDED, *REGISTERED, "model.hash"}
+    lacking = [name for name, _, _ in leaves(RunConfig()) if name not in known and not name.startswith("tracking.")]
+    if lacking:
+        raise ConfigError(f"{path} lacks {some_of(lacking)}: it was cut off, or another version wrote it. {_REPLACE}")
     if cfg.task.module is not None and cfg.task.module_hash is None:  # without the hash any file could run as this user
         raise ConfigError(
             f"{path} has task.module={cfg.task.module} without task.module_hash, which every run notes of the file "
@@ -80,14 +87,3 @@ def _flatten_values(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[
             yield from _flatten_values(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", str(value)
-
-
-def _refuse_missing_keys(path: Path, values: dict[str, Any]) -> None:
-    """Raise ConfigError if a key is missing, because its default could differ from the value the run started with.
-
-    Exceptions: keys of sweeps, tracking and the preregistration, keys added later, and model.hash (null: unknown).
-    """
-    known = {*dict(_flatten_values(values)), *OF_SWEEPS, *ADDED, *REGISTERED, "model.hash"}
-    lacking = [name for name, _, _ in leaves(RunConfig()) if name not in known and not name.startswith("tracking.")]
-    if lacking:
-        raise ConfigError(f"{path} lacks {some_of(lacking)}: it was cut off, or another version wrote it. {_REPLACE}")

@@ -87,7 +87,7 @@ def verdicts(options: VerdictsOptions) -> None:
 
     read = [claim for file in options.claims for claim in claims.read(Path(file).expanduser(), file)]
     found = _compare_runs(options)
-    rows = judge(found.counted, found.all_runs, read or None)
+    rows = judge(found.counted, found.runs, read or None)
     print(verdict_tables.text(found, rows))
     if options.out:
         out = Path(options.out).expanduser()

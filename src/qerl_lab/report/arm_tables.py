@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -11,35 +11,38 @@ from qerl_lab.report import reference, stats, verdict_tables
 from qerl_lab.report.comparison import BASELINE, Comparison, matrix
 from qerl_lab.report.diagnostics import retention
 from qerl_lab.report.measures import MEASURES, SHARED, Unmeasured, shared_machines
-from qerl_lab.report.printed_arms import in_figure_5, table_1_rows
-from qerl_lab.report.runs import Record
+from qerl_lab.report.runs import Run
 from qerl_lab.report.speed_tables import printed_rollouts, printed_steps
-from qerl_lab.report.table import NONE, Table, format_number, in_words, without_empty_columns
-from qerl_lab.report.verdict_tables import cell, seeds_cell
+from qerl_lab.report.table import (
+    NONE,
+    Table,
+    format_number,
+    geometric_cell,
+    in_words,
+    seeds_cell,
+    without_empty_columns,
+)
 
 NO_BASELINE = f"Left out: no arm is {BASELINE}; type baseline=ARM to compare with another."
-NO_DIFFERENCES = Table("Differences", "", [["arm"]], NO_BASELINE)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A measure of `_difference_table`: `sign` is 1 if more is better, 0 for neither; `ratio` compares logarithms."""
+class Compared(NamedTuple):
+    """How arms are compared in a number: `sign` is 1 if more is better, 0 for neither; `ratio` compares logarithms."""
 
     label: str
-    name: str
     sign: int = 0
     ratio: bool = False
 
 
-DIFFERENCES = (
-    Measured("accuracy after", "after", 1),
-    Measured("gain in accuracy", "gain", 1),
-    Measured("reward, last tenth", "reward_last", 1),
-    Measured("entropy, first tenth", "entropy_first"),
-    Measured("entropy, last tenth", "entropy_last"),
-    Measured("rollouts, tokens/s", "rollout_tokens_per_second", 1, ratio=True),
-    Measured("end to end, tokens/s", "tokens_per_second", 1, ratio=True),
-)
+DIFFERENCES = {  # by phase of `matrix`, or name in the summary of a run
+    "after": Compared("accuracy after", 1),
+    "gain": Compared("gain in accuracy", 1),
+    "reward_last": Compared("reward, last tenth", 1),
+    "entropy_first": Compared("entropy, first tenth"),
+    "entropy_last": Compared("entropy, last tenth"),
+    "rollout_tokens_per_second": Compared("rollouts, tokens/s", 1, ratio=True),
+    "tokens_per_second": Compared("end to end, tokens/s", 1, ratio=True),
+}
 SPEEDS, PHASES = ("rollout_tokens_per_second", "tokens_per_second"), ("rollout", "train", "sync")
 OF_PAPER = ["Figure 1, 7B: rollouts / BF16", "Table 3, 7B: end to end / BF16"]
 
@@ -50,41 +53,40 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
         return []
     against = []
     if len(comparison.arms) > 1:
-        against = [_difference_table(comparison, baseline) if baseline else NO_DIFFERENCES]
+        no_differences = Table("Differences", "", [["arm"]], NO_BASELINE)
+        against = [_difference_table(comparison, baseline) if baseline else no_differences]
     others = [_entropy_table(comparison, baseline), retention(comparison), _speed_table(comparison, baseline)]
     return [_accuracy_table(comparison), *against, *others]
 
 
 def _accuracy_table(comparison: Comparison) -> Table:
-    head, *rows = verdict_tables.table_1(comparison)
+    """Tabulate held-out accuracy before and after training, gain and pass@n, beside the paper's Table 1."""
+    (head, *rows), cells = verdict_tables.table_1(comparison), []
     beside = verdict_tables.IN_TABLE_1 in head
-    more = [[seeds_cell(matrix(records, "gain"), (-1, 1)), _pass_cell(records)] for records in comparison.arms.values()]
-    rows = [[*row[:4], *cells, *row[4:]] for row, cells in zip(rows, more, strict=True)]
-    rows, empty = without_empty_columns([[*head[:4], "gain", "pass@n after", *head[4:]], *rows], 2)
+    for row, runs in zip(rows, comparison.arms.values(), strict=True):
+        try:
+            passed = seeds_cell(MEASURES["pass_after"].of(runs, runs), stats.SHARE)
+        except Unmeasured:  # one sample a question, or no evaluation
+            passed = NONE
+        cells.append([*row[:4], seeds_cell(matrix(runs, "gain"), (-1, 1)), passed, *row[4:]])
+    cells, empty = without_empty_columns([[*head[:4], "gain", "pass@n after", *head[4:]], *cells], 2)
     why = "no held-out questions were evaluated" if "after" in empty else "eval.samples=1, or no question"
     return Table(
         "Held-out accuracy" + ", as in the paper's Table 1" * beside,
         "Cells: mean [95% interval] (seeds). Intervals cover seeds and questions, and are clipped to 0 and 1. "
         + "Paper: one run each, Qwen2.5 at 3B and 7B on GSM8K. " * beside
         + "pass@n: questions with a right answer among n = eval.samples.",
-        rows,
+        cells,
         f"Left out: {in_words(empty)}, since {why}." if empty else "",
     )
 
 
-def _pass_cell(records: Sequence[Record]) -> str:
-    """Format pass@n after training, with its interval over seeds; a dash if it was not measured."""
-    try:
-        return seeds_cell(MEASURES["pass_after"].of(records, records), stats.SHARE)
-    except Unmeasured:  # one sample a question, or no evaluation
-        return NONE
-
-
 def _difference_table(comparison: Comparison, baseline: str) -> Table:
+    """Tabulate the differences of every arm to the baseline in all `DIFFERENCES` that both have."""
     rows = [
-        [arm, measure.label, *cells]
-        for arm, records in comparison.arms.items() if arm != baseline for measure in DIFFERENCES
-        if (cells := _format_comparison_cells(records, comparison.arms[baseline], measure))
+        [arm, compared.label, *cells]
+        for arm, runs in comparison.arms.items() if arm != baseline for name, compared in DIFFERENCES.items()
+        if (cells := _difference_cells(runs, comparison.arms[baseline], name))
     ]  # fmt: skip
     return Table(
         f"Differences to {baseline}",
@@ -97,54 +99,59 @@ def _difference_table(comparison: Comparison, baseline: str) -> Table:
     )
 
 
-def _seed_values(records: Sequence[Record], name: str) -> pd.DataFrame:
-    """Return a measure by seed: accuracies [seeds, questions], or one number of each run's summary [seeds, 1]."""
-    if name in ("after", "gain"):
-        return matrix(records, name)
-    return pd.DataFrame({"run": {record.run.seed: float(record.summary[name]) for record in records}})
+def _by_seed(runs: Sequence[Run], name: str) -> pd.Series:
+    """Return one number of each run's summary by seed."""
+    return pd.Series({run.seed: float(run.summary[name]) for run in runs})
 
 
-def _format_comparison_cells(records: Sequence[Record], control: Sequence[Record], measure: Measured) -> list[str]:
+def _difference_cells(runs: Sequence[Run], control: Sequence[Run], name: str) -> list[str]:
     """Format difference, effect size and P(better) of two arms; none without common values or on shared machines."""
-    if measure.ratio and shared_machines(records, control):
+    _, sign, ratio = DIFFERENCES[name]
+    if ratio and shared_machines(runs, control):
         return []
-    one, other = (_seed_values(side, measure.name) for side in (records, control))
-    if measure.ratio:
+    is_accuracy = name in ("after", "gain")
+    one, other = (matrix(side, name) if is_accuracy else _by_seed(side, name).to_frame() for side in (runs, control))
+    if ratio:
         one, other = np.log(one), np.log(other)
     difference = (one - other).dropna(how="all").dropna(axis=1)
     if difference.empty:
         return []
-    size = stats.effect_size(difference.mean(axis=1).to_numpy())
-    means = [measure.sign * side.loc[difference.index, difference.columns].mean(axis=1) for side in (one, other)]
-    better = f"{stats.probability_of_improvement(*means):.2f}" if measure.sign else NONE
-    return [_format_difference(difference, measure.ratio), NONE if math.isnan(size) else f"{size:+.2f}", better]
 
-
-def _format_difference(values: pd.DataFrame, ratio: bool) -> str:
-    def format_value(value: float) -> str:
+    def spell(value: float) -> str:
         return f"{math.exp(value):.2f}" if ratio else f"{value:+.3f}"
 
-    seeds, mean = len(values), float(values.to_numpy().mean())
-    interval = f" {stats.format_interval(*stats.over_seeds(values.to_numpy())[1:], format_value)}" if seeds > 1 else ""
-    return f"{format_value(mean)}{'x' * ratio}{interval} ({seeds})"
+    values, seeds = difference.to_numpy(), len(difference)
+    interval = f" {stats.format_interval(*stats.over_seeds(values)[1:], spell)}" if seeds > 1 else ""
+    size = stats.effect_size(difference.mean(axis=1).to_numpy())
+    means = [sign * side.loc[difference.index, difference.columns].mean(axis=1) for side in (one, other)]
+    return [
+        f"{spell(float(values.mean()))}{'x' * ratio}{interval} ({seeds})",
+        NONE if math.isnan(size) else f"{size:+.2f}",
+        f"{stats.probability_of_improvement(*means):.2f}" if sign else NONE,
+    ]
 
 
-def _format_difference_to_baseline(comparison: Comparison, arm: str, baseline: str | None, name: str) -> str:
-    """Format the difference between an arm and the baseline in one measure; a dash for the baseline itself."""
+def _difference_to_baseline(comparison: Comparison, arm: str, baseline: str | None, name: str) -> str:
+    """Format the difference between an arm and the baseline in one number; a dash for the baseline itself."""
     if baseline is None or arm == baseline:
         return NONE
-    measure = next(measure for measure in DIFFERENCES if measure.name == name)
-    return (_format_comparison_cells(comparison.arms[arm], comparison.arms[baseline], measure) or [NONE])[0]
+    return (_difference_cells(comparison.arms[arm], comparison.arms[baseline], name) or [NONE])[0]
 
 
 def _entropy_table(comparison: Comparison, baseline: str | None) -> Table:
-    beside = in_figure_5(comparison)
+    """Tabulate the policy's entropy at both ends of training, beside the paper's Figure 5."""
+    beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "aqn.schedule": "off"})
     against = [f"first tenth - {baseline}"] if baseline else []
     rows = [["arm", "first tenth of the steps", "last tenth", *against, *["Figure 5, 7B"] * bool(beside)]]
-    for arm, records in comparison.arms.items():
-        row = [arm, *(seeds_cell(_seed_values(records, f"entropy_{when}"), stats.NATS) for when in ("first", "last"))]
-        row += [_format_difference_to_baseline(comparison, arm, baseline, "entropy_first")] if baseline else []
-        rows.append([*row, *([_look_up_paper_entropy(beside.get(arm))] if beside else [])])
+    for arm, runs in comparison.arms.items():
+        entropies = [_by_seed(runs, f"entropy_{when}").to_frame() for when in ("first", "last")]
+        row = [arm, *(seeds_cell(values, stats.NATS) for values in entropies)]
+        row += [_difference_to_baseline(comparison, arm, baseline, "entropy_first")] if baseline else []
+        if arm in beside:
+            line = {"BF16": "BF16/Float16"}.get(beside[arm][1], beside[arm][1])
+            mean = reference.value(table="Figure 5", weight_format=line, setting=reference.EIGHT_STEPS)
+            row.append(f"{mean:.3f}")
+        rows.append([*row, *[NONE] * (len(rows[0]) - len(row))])
     return Table(
         "Entropy of the policy" + ", as in the paper's Figure 5" * bool(beside),
         "Nats per token at rollout.temperature, without noise in the trainer."
@@ -153,29 +160,29 @@ def _entropy_table(comparison: Comparison, baseline: str | None) -> Table:
     )
 
 
-def _look_up_paper_entropy(weight_format: str | None) -> str:
-    """Return the mean entropy of a weight format in the paper's Figure 5, as a cell; a dash for None."""
-    if weight_format is None:
-        return NONE
-    return f"{reference.value(table='Figure 5', weight_format=weight_format, setting=reference.EIGHT_STEPS):.3f}"
-
-
 def _speed_table(comparison: Comparison, baseline: str | None) -> Table:
-    beside = table_1_rows(comparison)
+    """Tabulate speed, time by phase and peak memory, beside the paper's speeds over BF16 (Figure 1, Table 3)."""
+    beside = reference.rows_of_table_1(comparison.arms, {})
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", f"rollouts / {baseline}", f"end to end / {baseline}",
              *OF_PAPER, "rollout, train, sync", "peak GiB", "seconds a run"]]  # fmt: skip
-    for arm, records in comparison.arms.items():
-        ratios = [_format_difference_to_baseline(comparison, arm, baseline, name) for name in SPEEDS]
-        printed = [NONE, NONE] if ratios == [NONE, NONE] else _look_up_paper_speeds(beside.get(arm))
-        peaks = [record.summary.get("memory_gpu_peak_gib", record.summary["memory_rss_gib"]) for record in records]
+    for arm, runs in comparison.arms.items():
+        ratios = [_difference_to_baseline(comparison, arm, baseline, name) for name in SPEEDS]
+        printed = [NONE, NONE]
+        if ratios != [NONE, NONE] and arm in beside:
+            of_arm = f"model == 'qwen2.5-7b' and format == '{beside[arm][1].lower()}'"
+            rollouts = printed_rollouts().query(f"{of_arm} and batch == 8")["of_bf16"].map("{:.2f}x".format)
+            printed = [
+                ", ".join(cells) or NONE for cells in (rollouts, printed_steps().query(of_arm)["table_3"].dropna())
+            ]
+        peaks = [run.summary.get("memory_gpu_peak_gib", run.summary["memory_rss_gib"]) for run in runs]
         speeds, shares, seconds = [NONE, NONE], NONE, NONE
-        if not shared_machines(records):
-            speeds = [_format_speed(_seed_values(records, name)) for name in SPEEDS]
-            shares = ", ".join(f"{_seed_values(records, f'share_{name}')['run'].mean():.0%}" for name in PHASES)
-            seconds = format_number(_seed_values(records, "seconds")["run"].mean())
+        if not shared_machines(runs):
+            speeds = [geometric_cell(_by_seed(runs, name)) for name in SPEEDS]
+            shares = ", ".join(f"{_by_seed(runs, f'share_{name}').mean():.0%}" for name in PHASES)
+            seconds = format_number(_by_seed(runs, "seconds").mean())
         rows.append([arm, *speeds, *ratios, *printed, shares, f"{max(peaks):.2f}", seconds])
     rows, empty = without_empty_columns(rows)
-    shared = [arm for arm, records in comparison.arms.items() if shared_machines(records)]
+    shared = [arm for arm, runs in comparison.arms.items() if shared_machines(runs)]
     which = "every arm" if len(shared) == len(comparison.arms) else in_words(shared)
     return Table(
         "Throughput and memory" + ", as in the paper's Figure 1 and Table 3" * (OF_PAPER[0] not in empty),
@@ -186,20 +193,3 @@ def _speed_table(comparison: Comparison, baseline: str | None) -> Table:
         rows,
         f"Left out: seconds and tokens/s of {which}, since {SHARED}." if shared else "",
     )
-
-
-def _format_speed(values: pd.DataFrame) -> str:
-    """Format the mean of speeds and its interval, from their logarithms, so that the interval stays above 0."""
-    if len(values) < 2:
-        return seeds_cell(values)
-    mean, low, high = np.exp(stats.over_seeds(np.log(values.to_numpy())))
-    return cell((mean, low, high), len(values))
-
-
-def _look_up_paper_speeds(row: tuple[str, str] | None) -> list[str]:
-    """Return the paper's speeds of rollouts and steps over BF16 for a row of its Table 1; dashes if not timed."""
-    weight_format = row[1].lower() if row else ""
-    of_arm = f"model == 'qwen2.5-7b' and format == '{weight_format}'"
-    rollouts = printed_rollouts().query(f"{of_arm} and batch == 8")["of_bf16"].map("{:.2f}x".format)
-    steps = printed_steps().query(of_arm)["table_3"].dropna()
-    return [", ".join(cells) or NONE for cells in (rollouts, steps)]

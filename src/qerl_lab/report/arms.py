@@ -1,83 +1,65 @@
-"""Group runs into arms, choose the runs that count, and label each arm. Pure.
+"""Group runs into arms: match runs across machines, choose those that count, and label each arm. Pure.
 
 Runs belong to one arm if they share every setting for which `arm.is_of_arm` holds and ran on one kind of device. The
 experiment's name does not decide; it only starts the label.
 """
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
 
-import yaml
-
-from qerl_lab.config.arm import drop_other_engines, fill_added_keys, is_of_arm, model_by_content
 from qerl_lab.config.choices import matching_option
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import subset_in_words
+from qerl_lab.report.runs import ABSENT, CONTENT, PLACE, QUESTIONS, TASK, Arm, Run, normalize
 
-FINISHED = "finished"
-PLACE, CONTENT = "model.path", "model.hash"
-QUESTIONS = "task.path"
-ABSENT = "(absent)"  # stands for a setting that a run lacks
-TASK = "task.name"
 NO_EXPERIMENT = RunConfig().experiment
 CHOICES = ("algorithm", "aqn")  # groups of conf/ in which one choice sets several keys
 LONGEST = 48  # characters of a value in a label; the pocket model's longest path has 41
-Arm = tuple[tuple[str, str], ...]  # the settings that define an arm, sorted
-RENAMED = {"bf16_hot": "bf16_temperature", "bf16_bonus": "bf16_entropy_bonus"}  # earlier names of arms
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run with the settings that define its arm.
+# --- which records are of one run, and which runs of one arm
 
-    `settings` maps dotted keys to text and always holds model.path. `declared` names the keys in which its experiment
-    is meant to differ from others (`differs_in`). `status` is `FINISHED` or says what happened instead; `ended` is in
-    unix seconds.
+
+def match_questions(runs: Sequence[Run]) -> list[Run]:
+    """Return runs with equal task.path for equal questions, and a marked path where questions changed.
+
+    Runs on equal questions get the path seen first. Questions are equal by their SHA-256. An older record lacks the
+    SHA-256 of the held-out questions, which is then taken from runs on the same training questions; a run that failed
+    early lacks both, which are then taken from runs with its path. Neither is taken if those runs disagree.
     """
-
-    name: str
-    experiment: str  # its present name in conf/experiment/
-    seed: int
-    settings: Mapping[str, str] = field(hash=False)
-    declared: frozenset[str]
-    status: str
-    ended: float
-    code: str
-
-    @property
-    def arm(self) -> Arm:
-        """Return the settings that define the arm to which the run belongs."""
-        return tuple(sorted(model_by_content(self.settings).items()))
-
-    def value(self, key: str) -> str:
-        """Return a setting, or `ABSENT`, as other versions lack some and only local models have model.hash."""
-        return self.settings.get(key, ABSENT)
+    training = [run.origin.training_sha256 for run in runs]
+    heldout = _fill_blanks(training, [run.origin.heldout_sha256 for run in runs])
+    noted = [f"{one}/{other}" if one else "" for one, other in zip(training, heldout, strict=True)]
+    asked = _fill_blanks([run.value(QUESTIONS) for run in runs], noted)
+    first, changes, matched = dict[str, str](), defaultdict[str, set[str]](set), []
+    for run, own in zip(runs, asked, strict=True):
+        if own:
+            run = replace(run, settings={**run.settings, QUESTIONS: first.setdefault(own, run.value(QUESTIONS))})
+            changes[_task_settings_as_text(run)].add(own)
+        matched.append(run)
+    for n, (run, own) in enumerate(zip(matched, asked, strict=True)):
+        if len(changes[_task_settings_as_text(run)]) > 1 and own:
+            mark = hashlib.sha256(own.encode()).hexdigest()[:6]
+            matched[n] = replace(run, settings={**run.settings, QUESTIONS: f"{run.value(QUESTIONS)} #{mark}"})
+    return matched
 
 
-def task_of(run: Run) -> str:
-    """Return the name of a run's task, and how many of its questions are read if not all are."""
-    name, most = run.value("task.name"), run.value("task.gsm8k.max_steps")
-    return name + subset_in_words(name, int(most) if most.isdigit() else None)
+def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
+    """Replace an empty text by the only other text with an equal key, if there is exactly one."""
+    known = defaultdict[str, set[str]](set)
+    for key, text in zip(keys, texts, strict=True):
+        known[key].update({text} - {""})
+    only = {key: min(found) for key, found in known.items() if len(found) == 1}
+    return [text or only.get(key, "") for key, text in zip(keys, texts, strict=True)]
 
 
-def run_from(values: Mapping[str, str], *, name: str, status: str, ended: float, code: str, metrics: Collection) -> Run:
-    """Build a Run from the flattened configuration of a run directory and the names of its recorded metrics.
-
-    Raises ValueError if the values are no configuration of this lab.
-    """
-    try:
-        device, seed, declared = values["device"], int(values["seed"]), yaml.safe_load(values["differs_in"])
-        experiment = RENAMED.get(values["experiment"], values["experiment"])
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"its configuration lacks {error}") from None
-    if device == "auto" and metrics:  # the first GPU if torch saw one; its peak memory is then recorded
-        device = "cuda" if "memory/gpu_peak_gib" in metrics else "cpu"
-    own = normalize(dict(values) | {"device": device})
-    settings = {key: value for key, value in own.items() if is_of_arm(key) or key == "device"}
-    if settings.get(CONTENT) == "None":  # older records lack the key, which means the same
-        del settings[CONTENT]
-    return Run(name, experiment, seed, settings, frozenset(declared), status, ended, code)
+def _task_settings_as_text(run: Run) -> str:
+    """Return a run's settings of its task as one text, equal for equal settings."""
+    return str(sorted(item for item in run.settings.items() if item[0].startswith("task.")))
 
 
 def fill_in_device(runs: Sequence[Run]) -> list[Run]:
@@ -92,24 +74,45 @@ def fill_in_device(runs: Sequence[Run]) -> list[Run]:
     return found
 
 
-def normalize(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return settings of any version in today's form, so that runs of one arm compare equal."""
-    own = drop_other_engines(fill_added_keys(settings))
-    if own["device"] == "cpu" and own.get("optim.packing") == "off":  # `auto` packs on GPUs only
-        own["optim.packing"] = "auto"
-    return own
+def run_key(run: Run) -> tuple[object, ...]:
+    """Return what identifies a run on any machine: arm, seed and start; without a start its name."""
+    return run.arm, run.seed, run.origin.began or run.name
 
 
-def code_version(git_sha: str | None, dirty: bool | None) -> str:
-    """Format the commit of a run's code, from its env.json: `1a2b3c4`, or `1a2b3c4 with changes`."""
-    return f"{(git_sha or 'unknown')[:7]}{' with changes' if dirty else ''}"
+def drop_copies(runs: Sequence[Run]) -> list[Run]:
+    """Keep one record of each run, the one that got furthest: a run may stop here and finish on another machine."""
+    furthest = {run_key(run): run for run in sorted(runs, key=lambda run: (run.is_finished, run.ended))}
+    return [run for run in runs if furthest[run_key(run)] is run]
+
+
+def count_overlaps(runs: Sequence[Run]) -> list[Run]:
+    """Set `at_once` of each run: the most runs at once on its machine, by start and end times or by its options.
+
+    A machine is the GPUs or, without one, the host; older records know only its kind. Starts are in whole seconds.
+    A resumed run counts from its first start to its end.
+    """
+    spans, allowed = [], []
+    for run in runs:
+        option = "jobs" if run.value("device") == "cpu" else "jobs_per_gpu"
+        options = re.findall(rf"\b{option}=(\d+)", f"{run.origin.command} {run.origin.configured}")
+        places = set(run.origin.place.split()) or {run.origin.machine if not options else ""} - {""}
+        begin = datetime.fromisoformat(run.origin.began).timestamp() if run.origin.began else run.ended
+        spans.append((begin, run.ended - 1, places))
+        allowed.append(max(map(int, options), default=1))
+    counted = []
+    for run, most_allowed, (begin, end, places) in zip(runs, allowed, spans, strict=True):
+        beside = [(first, last) for first, last, at in spans if first < end and begin < last and places & at]
+        moments = [max(begin, first) for first, _ in beside]
+        most = max((sum(first <= moment < last for first, last in beside) for moment in moments), default=1)
+        counted.append(replace(run, at_once=max(most, most_allowed, 1)))
+    return counted
 
 
 def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     """Return the newest finished run of each (arm, seed), sorted by both, and the reason for each run left out."""
     counted: dict[tuple[Arm, int], Run] = {}
-    left_out = [f"{run.name}: {run.status}" for run in runs if is_unfinished(run)]
-    for run in sorted((run for run in runs if not is_unfinished(run)), key=lambda run: run.ended):
+    left_out = [f"{run.name}: {run.status}" for run in runs if not run.is_finished]
+    for run in sorted((run for run in runs if run.is_finished), key=lambda run: run.ended):
         if older := counted.get((run.arm, run.seed)):
             left_out.append(f"{older.name}: repeated by {run.name}, with the same settings and seed")
         counted[run.arm, run.seed] = run
@@ -121,28 +124,22 @@ def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     return sorted(counted.values(), key=sort_key), left_out
 
 
-def is_unfinished(run: Run) -> bool:
-    """Tell whether a run failed, was interrupted or is still running."""
-    return run.status != FINISHED
-
-
 def differing_keys(runs: Sequence[Run]) -> list[str]:
-    """Return the setting keys that differ in value between runs; model.path or model.hash if both say the same."""
-    known = sorted({key for run in runs for key in run.settings} - {_redundant_key(runs)})
-    return [key for key in known if len({run.value(key) for run in runs}) > 1]
-
-
-def _redundant_key(runs: Sequence[Run]) -> str | None:
-    """Return whichever of model.path and model.hash adds nothing to the other; None if both distinguish runs.
+    """Return the setting keys that differ in value between runs; of model.path and model.hash only what adds something.
 
     The hash is redundant if paths and hashes pair one to one, as readers know the path; the path if all hashes are
     equal.
     """
     pairs = {(run.value(PLACE), run.value(CONTENT)) for run in runs}
     places, contents = ({pair[n] for pair in pairs} for n in (0, 1))
+    redundant = PLACE if len(contents) == 1 and ABSENT not in contents else None
     if len(places) == len(contents) == len(pairs):
-        return CONTENT
-    return PLACE if len(contents) == 1 and ABSENT not in contents else None
+        redundant = CONTENT
+    known = sorted({key for run in runs for key in run.settings} - {redundant})
+    return [key for key in known if len({run.value(key) for run in runs}) > 1]
+
+
+# --- what an arm is called
 
 
 def labels(runs: Sequence[Run]) -> dict[Arm, str]:
@@ -154,31 +151,25 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
     """
     arms, found = {run.arm: run for run in runs}, {}
     implied, differ = keys_implied_by_task([run.settings for run in runs]), differing_keys(runs)
+
+    def is_needed(key: str, run: Run) -> bool:
+        undeclared = [other.value(key) for other in arms.values() if key not in other.declared]
+        if key in run.declared or len(set(undeclared)) == 1:
+            return len({other.value(key) for other in runs if other.experiment == run.experiment}) > 1
+        return 2 * undeclared.count(run.value(key)) <= len(undeclared)
+
     for arm, run in arms.items():
+        keys = [key for key in differ if key not in implied and is_needed(key, run)]
+        words = {key: format_setting(key, run.value(key)) for key in keys}
+        for group in CHOICES:
+            own = [key for key in keys if key.startswith(f"{group}.")]
+            also = [key for key in differ if key.startswith(f"{group}.")]
+            if own and (choice := matching_option(group, run.settings, also)):
+                words = {key: word for key, word in words.items() if key not in own} | {own[0]: f"{group}={choice}"}
         names = {other.experiment for other in runs if other.arm == arm} - {NO_EXPERIMENT}
-        keys = [key for key in differ if key not in implied and _belongs_in_label(key, run, list(arms.values()), runs)]
-        name, settings = " = ".join(sorted(names)), ", ".join(_format_settings(run, keys, differ))
+        name, settings = " = ".join(sorted(names)), ", ".join(words[key] for key in sorted(words))
         found[arm] = f"{name} ({settings})" if name and settings else name or settings or NO_EXPERIMENT
     return found
-
-
-def _belongs_in_label(key: str, run: Run, arms: Sequence[Run], runs: Sequence[Run]) -> bool:
-    """Tell whether a label needs `key`: the experiment does not imply it and at most half of the arms share it."""
-    undeclared = [other.value(key) for other in arms if key not in other.declared]
-    if key in run.declared or len(set(undeclared)) == 1:
-        return len({other.value(key) for other in runs if other.experiment == run.experiment}) > 1
-    return 2 * undeclared.count(run.value(key)) <= len(undeclared)
-
-
-def _format_settings(run: Run, keys: Sequence[str], differ: Sequence[str]) -> list[str]:
-    """Format settings as `key=value` for a label, or as a group's choice if that covers all that differs."""
-    words = {key: format_setting(key, run.value(key)) for key in keys}
-    for group in CHOICES:
-        own = [key for key in keys if key.startswith(f"{group}.")]
-        also = [key for key in differ if key.startswith(f"{group}.")]
-        if own and (choice := matching_option(group, run.settings, also)):
-            words = {key: word for key, word in words.items() if key not in own} | {own[0]: f"{group}={choice}"}
-    return [words[key] for key in sorted(words)]
 
 
 def keys_implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
@@ -186,6 +177,12 @@ def keys_implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
     names = {one.get(TASK) for one in settings}
     keys = {key for one in settings for key in one if key.startswith("task.") and key != TASK}
     return {key for key in keys if len({(one.get(TASK), one.get(key)) for one in settings}) == len(names)}
+
+
+def task_of(run: Run) -> str:
+    """Return the name of a run's task, and how many of its questions are read if not all are."""
+    name, most = run.value(TASK), run.value("task.gsm8k.max_steps")
+    return name + subset_in_words(name, int(most) if most.isdigit() else None)
 
 
 def format_setting(key: str, value: str) -> str:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from qerl_lab.config.option import parse_json
 from qerl_lab.record.metrics import PHASES
-from qerl_lab.report.arms import code_version
+from qerl_lab.report.runs import code_version
 from qerl_lab.report.table import NONE
 from qerl_lab.system.terminal import columns
 
@@ -138,17 +138,54 @@ def text(result: Result) -> str:
     """Format a benchmark result for the terminal as a table, mostly with ratios to a baseline."""
     match result["benchmark"]:
         case "linear":
-            return _format_linear_tables(result)
+            copied = pd.DataFrame(result["dequantization"]).pivot_table(
+                "of_copy", ["model", "layer"], "format", sort=False
+            )
+            products = product_ratios(result)
+            products = products[products["arm"] != "bf16"]
+            cells = products["of_bf16"].map("{:.2f}".format) + products["of_bitsandbytes"].map(" ({:.2f})".format)
+            timed = products.assign(cell=cells).set_index(["model", "tokens", "layer", "arm"])["cell"]
+            return "\n".join([
+                "unpacking to bfloat16: speed relative to copying as many bytes", copied.to_string(float_format="%.2f"),
+                "", "forward + input gradient: kernel time relative to BF16 (relative to bitsandbytes)",
+                timed.unstack("arm", sort=False).to_string(),
+            ])  # fmt: skip
         case "decode":
             head = "microseconds per call, weights from memory; adapter_*: adapter alone, *_and_adapter: product, then "
-            times = decode_times(result).to_string(float_format=lambda us: f"{us:.1f}", na_rep="-")
+            times = decode_times(result).to_string(float_format=lambda us: f"{us:.1f}", na_rep=NONE)
             return f"{head}adapter, fp4_tiles: both\n{times}"
         case "train_step":
             return columns(table_rows(train_step_ratios(result), TRAIN_STEP))
         case "rollout" | "step":
-            lines = [*_format_arm_tables(result), *list_deaths(result)]
+            lines = [*_format_arms(result), *list_deaths(result)]
             return "\n".join([*lines, *(f"note: {note}" for note in notes(measured_rows(result)))])
     return ", ".join(f"{name} {value:g}" for name, value in result.items() if isinstance(value, int | float))
+
+
+def _format_arms(result: Result) -> list[str]:
+    """Format the rows of a rollout or step benchmark, their units and GPU kernels, as lines; none if every arm died."""
+    rows = speed_ratios(result)
+    if rows.empty:
+        return []
+    if result["benchmark"] == "step":
+        units = f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB on the GPU"
+        return [columns(table_rows(rows, STEP)), units]
+    lines = [columns(table_rows(rows, ROLLOUT)), "weights, KV, used: GiB on the GPU"]
+    if "host_share" in rows and rows["host_share"].notna().any():
+        lines.append(
+            "host: share of a call in which its thread is busy; near 100% the host limits the speed, not the GPU"
+        )
+    profiled = [row for row in measured_rows(result) if row.get("kernels")]
+    for n, row in enumerate(profiled):
+        about = f"{row['arm']}, rank {row['rank']}, batch {row['batch']}: kernels run for {row['busy_us']:,.0f}"
+        kernels = pd.DataFrame(row["kernels"])
+        listed, others = kernels[:KERNELS].to_dict("records"), kernels[KERNELS:]
+        if len(others):
+            listed.append({"name": f"{len(others)} others", "us": others["us"].sum(), "calls": others["calls"].sum()})
+        lines += [] if n else [""]
+        lines.append(f"{about} microseconds of a token's {1e3 * row['decode_ms']:,.0f}")
+        lines += [f"{kernel['us']:10,.0f} in {kernel['calls']:5,.0f} launches  {kernel['name']}" for kernel in listed]
+    return lines
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -168,19 +205,6 @@ def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def _format_linear_tables(result: Result) -> str:
-    copied = pd.DataFrame(result["dequantization"]).pivot_table("of_copy", ["model", "layer"], "format", sort=False)
-    products = product_ratios(result)
-    products = products[products["arm"] != "bf16"]
-    cells = products["of_bf16"].map("{:.2f}".format) + products["of_bitsandbytes"].map(" ({:.2f})".format)
-    timed = products.assign(cell=cells).set_index(["model", "tokens", "layer", "arm"])["cell"]
-    return "\n".join([
-        "unpacking to bfloat16: speed relative to copying as many bytes", copied.to_string(float_format="%.2f"), "",
-        "forward + input gradient: kernel time relative to BF16 (relative to bitsandbytes)",
-        timed.unstack("arm", sort=False).to_string(),
-    ])  # fmt: skip
-
-
 def table_rows(rows: pd.DataFrame, spec: Columns) -> list[list[str]]:
     """Format a data frame as cells below a head, a column per entry of `spec`; a dash for what was not measured."""
     names = {form: [name for _, name, _, _ in Formatter().parse(form) if name] for _, form in spec}
@@ -189,34 +213,3 @@ def table_rows(rows: pd.DataFrame, spec: Columns) -> list[list[str]]:
         for row in rows.to_dict("records")
     ]
     return [[head for head, _ in spec], *cells]
-
-
-def _format_arm_tables(result: Result) -> list[str]:
-    """Format the rows of a rollout or step benchmark, and their units, as text; empty if every arm died."""
-    rows = speed_ratios(result)
-    if rows.empty:
-        return []
-    if result["benchmark"] == "step":
-        units = f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB on the GPU"
-        return [columns(table_rows(rows, STEP)), units]
-    lines = [columns(table_rows(rows, ROLLOUT)), "weights, KV, used: GiB on the GPU"]
-    if "host_share" in rows and rows["host_share"].notna().any():
-        lines.append(
-            "host: share of a call in which its thread is busy; near 100% the host limits the speed, not the GPU"
-        )
-    kernels = [line for row in measured_rows(result) if row.get("kernels") for line in _format_kernels(row)]
-    return [*lines, "", *kernels] if kernels else lines
-
-
-def _format_kernels(row: Mapping[str, Any]) -> list[str]:
-    """List the GPU kernels that take most of a token's time in one row of a rollout benchmark."""
-    about = f"{row['arm']}, rank {row['rank']}, batch {row['batch']}: kernels run for {row['busy_us']:,.0f}"
-    kernels = pd.DataFrame(row["kernels"])
-    others = kernels[KERNELS:]
-    listed = kernels[:KERNELS].to_dict("records")
-    if len(others):
-        listed.append({"name": f"{len(others)} others", "us": others["us"].sum(), "calls": others["calls"].sum()})
-    return [
-        f"{about} microseconds of a token's {1e3 * row['decode_ms']:,.0f}",
-        *(f"{kernel['us']:10,.0f} in {kernel['calls']:5,.0f} launches  {kernel['name']}" for kernel in listed),
-    ]

@@ -89,6 +89,7 @@ def _draw_bar_panels(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapp
 
 
 def _draw_linear_times(result: Result) -> Figure:
+    """Draw the time of a layer's Linears over BF16's by tokens, a panel per model."""
     shown = bench.product_ratios(result)
     shown = shown[shown["layer"] == LAYER]
     formats = {arm: OTHER_LIBRARIES.get(arm, arm) for arm in shown["arm"].unique()}
@@ -101,6 +102,7 @@ def _draw_linear_times(result: Result) -> Figure:
 
 
 def _draw_decode_times(result: Result) -> Figure:
+    """Draw the microseconds of decoding products by rows, a panel per layer; dashes tell adapters from products."""
     times, styles = bench.decode_times(result), {}
     adapters = [arm for arm in times if arm.startswith("adapter")]
     products = [arm for arm in times if arm not in adapters and not arm.endswith(AND_ADAPTER)]
@@ -141,6 +143,7 @@ def _draw_rollouts(result: Result) -> Figure:
 
 
 def _draw_step_times(result: Result) -> Figure:
+    """Draw the seconds of a step as bars, split by phase."""
     rows, about = bench.speed_ratios(result).set_index("arm"), result["options"]
     parts = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).fillna(0.0).set_axis(PHASES, axis=1)
     parts["other"] = (rows["step_seconds"] - parts.sum(axis=1)).clip(lower=0.0)
@@ -152,6 +155,7 @@ def _draw_step_times(result: Result) -> Figure:
 
 
 def _draw_train_step_costs(result: Result) -> Figure:
+    """Draw tokens/s and peak memory of training steps as bars, a panel per size of micro-batch."""
     rows, about = pd.DataFrame(result["steps"]), result["options"]
     rows = rows[rows["loss"] == "chunked"]
     arms = rows["arm"].unique()

@@ -4,7 +4,8 @@ A sweep can have its own claims file, committed before its runs; each run then r
 (`preregistration=FILE`). `docs/verdicts.md` describes the fields.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -22,11 +23,8 @@ from qerl_lab.report import reference
 from qerl_lab.report.measures import MEASURES
 
 Settings = Mapping[str, str]
-
-AQN: Settings = {"aqn.schedule": "exponential", "aqn.unit": "sigma", "aqn.relative": "False"}
-PRINTED_AS = {"bf16": "BF16/Float16", "nf4": "NF4", "mxfp4": "MXFP4", "nvfp4": "NVFP4"}
-_HELP = "docs/verdicts.md describes the fields."
-OF_FILE = {"committed", "seeds", "conditions", "analysis", "arms", "claims"}
+DEFAULTS = {name: option.metadata for name, option, _ in leaves(RunConfig())}
+KEYS_AND_GROUPS = {*DEFAULTS, *(name.rpartition(".")[0] for name in DEFAULTS)} - {""}
 FEWEST_SEEDS = 2  # an interval needs two
 
 
@@ -111,15 +109,24 @@ class Claim:
         """Return the key over which the claim takes the mean or the best of each arm; empty if there is none."""
         return self.best_of or self.mean_over
 
+    @property
+    def is_ratio(self) -> bool:
+        """Tell whether effects are factors; they are then compared by their logarithms."""
+        return MEASURES[self.measure].ratio
 
-def noiseless_settings(name: str) -> Settings:
-    """Return the settings of an arm with this weight format and without AQN noise."""
-    return {"format.name": name, "aqn.schedule": "off"}
+    @property
+    def margin(self) -> float:
+        """Return the smallest effect that matters, as its logarithm for a ratio."""
+        return math.log(self.smallest) if self.is_ratio else self.smallest
 
+    @property
+    def smallest_as_text(self) -> str:
+        """Format the smallest effect that matters as stated: `0.02`, or `1.1x` for a ratio."""
+        return f"{self.smallest:g}x" if self.is_ratio else f"{self.smallest:g}"
 
-def sweep_command(claim: Claim) -> str:
-    """Return the command that starts the runs of a claim's arms, and skips those that exist."""
-    return f"python -m qerl_lab +sweeps={claim.sweep}"
+    def spell(self, effect: float) -> str:
+        """Format an effect: `+0.013`, or `1.23x` for a ratio."""
+        return f"{effect:.2f}x" if self.is_ratio else f"{effect:+.3f}"
 
 
 @cache
@@ -128,41 +135,50 @@ def of_paper() -> tuple[Claim, ...]:
     return read(package_data("results/reference") / "claims.yaml", "results/reference/claims.yaml")
 
 
-def read(path: Path, called: str = "") -> tuple[Claim, ...]:
+def read(path: Path, called: str) -> tuple[Claim, ...]:
     """Read a YAML file of claims, shown in verdicts as `called`. Raises ConfigError that names the fault."""
-    named = called or str(path)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        digest = sha256(path)
+        values, digest = yaml.safe_load(path.read_text(encoding="utf-8")), sha256(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"claims={named} cannot be read: {in_one_line(error)}. Type a YAML file.") from None
+        raise ConfigError(f"claims={called} cannot be read: {in_one_line(error)}. Type a YAML file.") from None
     try:
-        return _parse_claims_file(values, named, digest)
+        return _parse_file(values, called, digest)
     except ValueError as error:
-        raise ConfigError(f"claims={named}: {error}{'' if str(error)[-1] in '.?' else '.'} {_HELP}") from None
+        stop = "" if str(error)[-1] in ".?" else "."
+        raise ConfigError(f"claims={called}: {error}{stop} docs/verdicts.md describes the fields.") from None
 
 
-def _parse_claims_file(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
+def _parse_file(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
     """Parse the content of a claims file. Raises ValueError for an unknown, missing or impossible field."""
-    values = _check_fields(values, OF_FILE, {"committed", "seeds", "claims"}, "the file")
+    needed, optional = ("committed", "seeds", "claims"), ("conditions", "analysis", "arms")
+    values = _checked(values, needed, optional, "the file")
     if type(values["seeds"]) is not int or values["seeds"] < FEWEST_SEEDS:
         raise ValueError(f"seeds={values['seeds']} is no whole number of at least {FEWEST_SEEDS}")
-    conditions = _parse_settings(values.get("conditions") or {}, "conditions")
-    analysis = str(values.get("analysis") or "")
-    file = Claims(path, digest, str(values["committed"]), values["seeds"], conditions, analysis)
+    file = Claims(
+        path, digest, str(values["committed"]), values["seeds"],
+        _parse_settings(values.get("conditions") or {}, "conditions"), str(values.get("analysis") or ""),
+    )  # fmt: skip
     arms = {str(name): _parse_settings(own, f"arm {name}") for name, own in (values.get("arms") or {}).items()}
     claims = tuple(_parse_claim(own, file, arms) for own in values["claims"])
-    if twice := {claim.name for claim in claims if sum(other.name == claim.name for other in claims) > 1}:
+    names = [claim.name for claim in claims]
+    if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two claims are called {min(twice)}")
     return claims
 
 
 def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Claim:
-    known = {one.name for one in fields(Claim)} - {"file"}
-    needed = {one.name for one in fields(Claim) if one.default is MISSING} - {"file"}
-    own = _check_fields(values, known, needed, f"claim {values.get('name') if isinstance(values, dict) else values}")
-    where = f"claim {own['name']}"
-    _check_measure_name(own["measure"], where)
+    """Parse one claim and its contrasts. Raises ValueError as `_parse_file` does."""
+    own_fields = [one for one in fields(Claim) if one.name != "file"]
+    needed = [one.name for one in own_fields if one.default is MISSING]
+    where = f"claim {values.get('name') if isinstance(values, dict) else values}"
+    own = _checked(values, needed, [one.name for one in own_fields], where)
+    rail = own.get("guardrail")
+    if rail is not None:
+        rail = _checked(rail, ("measure", "margin"), (), f"{where}, guardrail")
+        rail = Guardrail(rail["measure"], float(rail["margin"]))
+    for name in (own["measure"], *([rail.measure] if rail else [])):
+        if name not in MEASURES:
+            raise ValueError(f"{where}: measure {name} is none of {', '.join(MEASURES)}")
     if own["direction"] not in (-1, 0, 1):
         raise ValueError(f"{where}: direction {own['direction']} is none of -1, 0, 1")
     least = 1 if MEASURES[own["measure"]].ratio else 0
@@ -171,29 +187,21 @@ def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Cla
     if own.get("best_of") and own.get("mean_over"):
         raise ValueError(f"{where} has both best_of and mean_over")
     for key in (*own["free"], *(own[each] for each in ("best_of", "mean_over") if own.get(each))):
-        _check_configuration_key(key, where, KEYS | GROUPS)
+        _check_key(key, where, KEYS_AND_GROUPS)
     contrasts = tuple(_parse_contrast(each, arms, where) for each in own["contrasts"])
-    own |= {"contrasts": contrasts, "free": tuple(own["free"])}
-    if rail := own.get("guardrail"):
-        rail = _check_fields(rail, {"measure", "margin"}, {"measure", "margin"}, f"{where}, guardrail")
-        _check_measure_name(rail["measure"], f"{where}, guardrail")
-        own["guardrail"] = Guardrail(rail["measure"], float(rail["margin"]))
-    return Claim(**own | {"added": str(own.get("added", ""))}, file=file)
-
-
-def _check_measure_name(name: str, where: str) -> None:
-    if name not in MEASURES:
-        raise ValueError(f"{where}: measure {name} is none of {', '.join(MEASURES)}")
+    own |= {"contrasts": contrasts, "free": tuple(own["free"]), "guardrail": rail, "added": str(own.get("added", ""))}
+    return Claim(**own, file=file)
 
 
 def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Contrast:
-    own = _check_fields(values, {"treated", "control", "printed"}, {"treated", "control"}, f"{where}, a contrast")
+    """Parse one contrast, and check that the paper has its printed numbers. Raises ValueError as `_parse_file` does."""
+    own = _checked(values, ("treated", "control"), ("printed",), f"{where}, a contrast")
     for name in (own["treated"], own["control"]):
         if name not in arms:
             raise ValueError(f"{where}: {name} is none of the arms.{did_you_mean(str(name), list(arms))}")
     printed = []
     for row in own.get("printed", ()):
-        row = _check_fields(row, {"where", "treated", "control"}, {"where", "treated", "control"}, f"{where}, printed")
+        row = _checked(row, ("where", "treated", "control"), (), f"{where}, printed")
         printed.append((row["where"] | row["treated"], row["where"] | row["control"]))
     for columns in (columns for pair in printed for columns in pair):
         try:
@@ -203,23 +211,19 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Co
     return Contrast(own["treated"], own["control"], arms[own["treated"]], arms[own["control"]], tuple(printed))
 
 
-def _check_fields(values: Any, known: set[str], needed: set[str], where: str) -> dict[str, Any]:
+def _checked(values: Any, needed: Collection[str], optional: Collection[str], where: str) -> dict[str, Any]:
     """Return the mapping `values` unchanged. Raises ValueError if a field is missing or unknown."""
     if not isinstance(values, dict):
         raise ValueError(f"{where} is no mapping")
-    if lacking := sorted(needed - values.keys()):
+    if lacking := sorted({*needed} - values.keys()):
         raise ValueError(f"{where} lacks {', '.join(lacking)}")
-    if unknown := sorted(values.keys() - known):
-        raise ValueError(f"{where} has {unknown[0]}, which is none of {', '.join(sorted(known))}")
+    if unknown := sorted(values.keys() - {*needed, *optional}):
+        raise ValueError(f"{where} has {unknown[0]}, which is none of {', '.join(sorted({*needed, *optional}))}")
     return values
 
 
-DEFAULTS = {name: option.metadata for name, option, _ in leaves(RunConfig())}
-KEYS = set(DEFAULTS)
-GROUPS = {name.rpartition(".")[0] for name in KEYS} - {""}
-
-
-def _check_configuration_key(key: str, where: str, known: set[str]) -> None:
+def _check_key(key: str, where: str, known: Collection[str]) -> None:
+    """Raise ValueError unless a key is among the `known` keys of a run."""
     if key not in known:
         raise ValueError(f"{where}: {key} is no key of a run.{did_you_mean(str(key), sorted(known))}")
 
@@ -233,7 +237,7 @@ def _parse_settings(values: Any, where: str) -> dict[str, str]:
         raise ValueError(f"{where} is no mapping of keys to values")
     found = {}
     for key, value in values.items():
-        _check_configuration_key(key, where, KEYS)
+        _check_key(key, where, DEFAULTS)
         default, choices = DEFAULTS[key]["default"], DEFAULTS[key]["choices"]
         text = str(float(value)) if isinstance(default, float) else str(value)
         if choices and text not in choices:

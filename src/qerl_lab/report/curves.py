@@ -14,12 +14,17 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import MaxNLocator
 
+from qerl_lab.report import palette
+from qerl_lab.report.arms import format_setting
+from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.palette import add_legend_below, format_tick, styled
+from qerl_lab.report.reference import PLAIN, QUIET
 from qerl_lab.report.stats import NATS, SHARE, band_over_seeds
 
 STEP, CLOCK = "step", "seconds"  # columns of `comparison.curves`
 ARMS_A_PANEL = 4  # with more, bands hide lines
 BESIDE = 2  # arms per panel beside the baseline when there are several panels
+FEWEST = 2  # formats needed for a comparison of formats
 MOMENTS = 100  # most times at which the mean by wall clock is interpolated
 MARKS = 10  # markers per line
 LEGEND_CHARS = 46  # characters per line of the legend
@@ -50,17 +55,12 @@ CURVES = (
     Curve("entropy", "Entropy of the trainer's policy", "nats per token", "policy/entropy_nats", bounds=NATS),
     Curve("sampler_entropy", "Entropy of the (noisy) sampler", "nats per token", "sampler/entropy_nats", bounds=NATS),
     Curve("accuracy", "Held-out accuracy, all questions", "right answers", "eval/accuracy", bounds=SHARE),
-    Curve(
-        "subset_accuracy",
-        "Held-out accuracy, the first questions",
-        "right answers",
-        "eval/subset_accuracy",
-        bounds=SHARE,
-    ),
+    Curve("subset_accuracy", "Held-out accuracy, the first questions", "right answers", "eval/subset_accuracy",
+          bounds=SHARE),
     Curve("throughput", "Throughput, end to end", "tokens per second", "step/tokens_per_second", True),
     Curve("rollout_throughput", "Throughput of rollouts", "tokens per second", "rollout/tokens_per_second", True),
     Curve("sigma", "Sigma of the noise, in arms that have it", "standard deviation", "noise/sigma", True),
-)
+)  # fmt: skip
 
 
 def recorded_curves(points: pd.DataFrame) -> list[Curve]:
@@ -93,12 +93,13 @@ def draw(
         by: `STEP`, or `CLOCK`: seconds of training steps, without evaluation and loading.
         styles: the look of each arm, from `palette.styles`.
     """
-    chosen = _select_measured_points(points, curve)
+    chosen = points[(points["metric"] == curve.metric) & points["value"].notna()]
     if curve.metric == "noise/sigma":  # a line at 0 says nothing
         chosen = chosen[chosen.groupby("arm")["value"].transform("any")]
     unit = "step"
     if by == CLOCK:
-        name, seconds = _choose_time_unit(chosen[by].max())
+        longest = chosen[by].max()
+        name, seconds = ("hours", 3600) if longest >= 7200 else ("minutes", 60) if longest >= 120 else ("seconds", 1)
         unit, chosen = f"{name} of training steps", chosen.assign(**{by: chosen[by] / seconds})
     groups = panels(list(chosen["arm"].unique()), baseline)
     runs = chosen.groupby("arm")["run_id"].nunique()
@@ -110,40 +111,64 @@ def draw(
         for axis, group in zip(axes.flat, groups, strict=True):
             _draw_arms(axis, chosen, {arm: labels[arm] for arm in group}, curve, styles, by=by)
             style_panel(axis, curve.label, unit)
+            add_panel_legend(axis)
         axes.flat[0].set_title(curve.title)
         axes.flat[0].set_ylim(*_axis_limits(axes.flat[0].get_ylim(), chosen["value"], curve))
     return figure
 
 
-def side_by_side(
-    points: pd.DataFrame, shown: Sequence[Curve], labels: Mapping[str, str], styles: Mapping[str, Mapping[str, Any]],
-    title: str = "",
-) -> Figure:  # fmt: skip
-    """Draw one panel per curve, in a row: the mean of each arm, one legend below. The caller closes the figure.
+def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
+    """Group arms that differ only in weight format: title of the group -> format -> label of its arm.
+
+    Only plain arms take part: without noise, other exploration and another scale rule. The largest groups come first;
+    groups of fewer than `FEWEST` formats are left out. The dense format is first in each.
+    """
+    plain = QUIET | {key: value for key, value in PLAIN.items() if key != "lora.rank"}
+    found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
+    for label, runs in comparison.arms.items():
+        settings = dict(runs[0].arm)  # identifies a local model by content, not by path
+        if plain.items() <= settings.items():
+            others = tuple(sorted((key, value) for key, value in settings.items() if not key.startswith("format.")))
+            found.setdefault(others, {}).setdefault(settings["format.name"], label)
+    several = [(others, formats) for others, formats in found.items() if len(formats) >= FEWEST]
+    several.sort(key=lambda group: -len(group[1]))  # a page shows the first few
+    shared = set.intersection(*(set(others) for others, _ in several)) if several else set()
+    order = list(palette.FORMATS)
+    return {
+        ", ".join(format_setting(*setting) for setting in others if setting not in shared):
+            {name: formats[name] for name in sorted(formats, key=order.index)}
+        for others, formats in several
+    }  # fmt: skip
+
+
+@styled()
+def draw_formats(points: pd.DataFrame, formats: Mapping[str, str], title: str) -> Figure:
+    """Draw reward, the trainer's entropy and held-out accuracy in a row, a line per format; the caller closes it.
+
+    Metrics that no run recorded have no panel. Accuracy is that during training if it was measured, else at both ends.
 
     Args:
         points: tidy, from `comparison.curves`.
-        labels: the text of each arm in the legend.
+        formats: the label of each format's arm, from `group_formats`.
     """
+    points = points[points["arm"].isin(formats.values()) & points["value"].notna()]
+    of, recorded = {curve.name: curve for curve in CURVES}, set(points["metric"])
+    accuracy = "subset_accuracy" if of["subset_accuracy"].metric in recorded else "accuracy"
+    shown = [of[name] for name in ("reward", "entropy", accuracy) if of[name].metric in recorded]
     runs = points.groupby("arm")["run_id"].nunique()
-    texts = {arm: f"{label} (n={runs[arm]})" for arm, label in labels.items()}
-    with styled():
-        figure, axes = plt.subplots(1, len(shown), figsize=(4.4 * len(shown), 3.7), squeeze=False)
-        for axis, curve in zip(axes.flat, shown, strict=True):
-            chosen = _select_measured_points(points, curve)
-            chosen = chosen[chosen["arm"].isin([*labels])]
-            _draw_arms(axis, chosen, texts, curve, styles, thin=False)
-            _set_labels_and_ticks(axis, curve.label, "step")
-            axis.set_title(curve.title)
-            axis.set_ylim(*_axis_limits(axis.get_ylim(), chosen["value"], curve))
-        handles, names = axes.flat[0].get_legend_handles_labels()
-        add_legend_below(figure, dict(zip(names, handles, strict=True)))
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    labels = {arm: f"{name} (n={runs[arm]})" for name, arm in formats.items()}
+    styles = palette.styles({arm: name for name, arm in formats.items()})
+    figure, axes = plt.subplots(1, len(shown), figsize=(4.4 * len(shown), 3.7), squeeze=False)
+    for axis, curve in zip(axes.flat, shown, strict=True):
+        chosen = points[points["metric"] == curve.metric]
+        _draw_arms(axis, chosen, labels, curve, styles, thin=False)
+        style_panel(axis, curve.label, "step")
+        axis.set_title(curve.title)
+        axis.set_ylim(*_axis_limits(axis.get_ylim(), chosen["value"], curve))
+    handles, names = axes.flat[0].get_legend_handles_labels()
+    add_legend_below(figure, dict(zip(names, handles, strict=True)))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     return figure
-
-
-def _select_measured_points(points: pd.DataFrame, curve: Curve) -> pd.DataFrame:
-    return points[(points["metric"] == curve.metric) & points["value"].notna()]
 
 
 def _axis_limits(drawn: tuple[float, float], values: pd.Series, curve: Curve) -> tuple[float, float]:
@@ -156,21 +181,14 @@ def _axis_limits(drawn: tuple[float, float], values: pd.Series, curve: Curve) ->
     return 0 if curve.from_zero else low, high
 
 
-def _choose_time_unit(longest: float) -> tuple[str, int]:
-    """Choose the unit for a time in seconds: its name and its length in seconds."""
-    if longest >= 2 * 3600:
-        return "hours", 3600
-    return ("minutes", 60) if longest >= 2 * 60 else ("seconds", 1)
-
-
 def _draw_arms(
     axis: Axes, points: pd.DataFrame, labels: Mapping[str, str], curve: Curve,
     styles: Mapping[str, Mapping[str, Any]], *, by: str = STEP, thin: bool = True,
 ) -> None:  # fmt: skip
     """Draw each arm of `labels`: its seeds thin, their mean thick, and the 95% interval over seeds.
 
-    By step the mean is taken at the steps that all seeds share; by time at measured times while all seeds run. The
-    interval is cut at the curve's bounds. `thin=False` omits the seeds' own lines.
+    By step the mean is taken at the steps that all seeds share; by time at measured times while all seeds run, with
+    linear interpolation. The interval is cut at the curve's bounds. `thin=False` omits the seeds' own lines.
     """
     halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]  # sets the mean off from the seeds, in grey too
     for arm, label in labels.items():
@@ -180,37 +198,31 @@ def _draw_arms(
         color = styles[arm]["color"]
         for values in seeds if thin and len(seeds) > 1 else []:
             axis.plot(values.index, values, color=color, ls="-", marker="", lw=0.5, alpha=0.4)
-        x, values_S_T = _align_seeds(seeds, by == STEP or len(seeds) == 1)
-        mean, low, high = band_over_seeds(values_S_T)
+        if by == STEP or len(seeds) == 1:
+            table = pd.concat(seeds, axis=1, join="inner").sort_index()
+            x, values_S_T = table.index.to_numpy(), table.to_numpy(float).T
+        else:
+            first, last = max(one.index[0] for one in seeds), min(one.index[-1] for one in seeds)
+            measured = np.unique(np.concatenate([one.index for one in seeds]))
+            x = measured[(first <= measured) & (measured <= last)]
+            x = x if len(x) <= MOMENTS else np.linspace(first, last, MOMENTS)
+            values_S_T = np.array([np.interp(x, one.index, one) for one in seeds])
+        mean, low, high = (np.clip(line, *curve.bounds) for line in band_over_seeds(values_S_T))
         if len(seeds) > 1:
-            axis.fill_between(
-                x, np.clip(low, *curve.bounds), np.clip(high, *curve.bounds), color=color, alpha=0.13, lw=0
-            )
+            axis.fill_between(x, low, high, color=color, alpha=0.13, lw=0)
         marks = max(1, len(x) // MARKS)
         axis.plot(x, mean, label=label, markevery=marks, zorder=3, path_effects=halo, **styles[arm])
 
 
-def _align_seeds(seeds: Sequence[pd.Series], by_step: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places where all seeds have a value, and the values [seeds, places], interpolated by time."""
-    if by_step:
-        table = pd.concat(seeds, axis=1, join="inner").sort_index()
-        return table.index.to_numpy(), table.to_numpy(float).T
-    first, last = max(one.index[0] for one in seeds), min(one.index[-1] for one in seeds)
-    measured = np.unique(np.concatenate([one.index for one in seeds]))
-    x = measured[(first <= measured) & (measured <= last)]
-    x = x if len(x) <= MOMENTS else np.linspace(first, last, MOMENTS)
-    return x, np.array([np.interp(x, one.index, one) for one in seeds])
-
-
 def style_panel(axis: Axes, label: str, unit: str) -> None:
-    """Set the axis labels of a panel, plain ticks and a legend below it."""
-    _set_labels_and_ticks(axis, label, unit)
-    axis.tick_params(labelbottom=True)
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3.7)  # in font sizes: panels vary in height
-
-
-def _set_labels_and_ticks(axis: Axes, label: str, unit: str) -> None:
+    """Set the axis labels of a panel, and plain ticks."""
     axis.set(xlabel=unit, ylabel=label)
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=unit in ("step", "stage")))  # there is no step 1.5
     axis.xaxis.set_major_formatter(format_tick)
     axis.yaxis.set_major_formatter(format_tick)
+
+
+def add_panel_legend(axis: Axes) -> None:
+    """Add a legend below a panel and its tick labels, at a distance in font sizes, since panels vary in height."""
+    axis.tick_params(labelbottom=True)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3.7)

@@ -17,24 +17,23 @@ from scipy import stats as distributions
 
 from qerl_lab.report import palette, stats
 from qerl_lab.report.comparison import Comparison, matrix
-from qerl_lab.report.curves import LEGEND_CHARS
+from qerl_lab.report.curves import LEGEND_CHARS, add_panel_legend
 from qerl_lab.report.measures import FALLEN, Unmeasured, count_right, has_collapsed
-from qerl_lab.report.palette import STYLE
-from qerl_lab.report.runs import Record
+from qerl_lab.report.palette import styled
+from qerl_lab.report.runs import Run
 from qerl_lab.report.stats import Interval, pass_at, powers_of_two
-from qerl_lab.report.table import NONE, Table
-from qerl_lab.report.verdict_tables import cell
+from qerl_lab.report.table import NONE, Table, geometric_cell
 
 POWER = 0.8  # of a two-sided 5% test
 SEEDS = np.unique(np.geomspace(2, 100, 40).round().astype(int))  # x axis of the power curve
 
 
-def pass_at_each_k(records: Sequence[Record]) -> dict[int, Interval]:
+def pass_at_each_k(runs: Sequence[Run]) -> dict[int, Interval]:
     """Return pass@k after training by k, over seeds and questions, within [0, 1].
 
     Raises Unmeasured without evaluation, for fewer than two seeds or samples, and for partly right answers.
     """
-    right, samples = count_right(records)
+    right, samples = count_right(runs)
     right_S_Q, count = right.dropna(axis=1).to_numpy(int), int(samples.max())
     if min(right_S_Q.shape) < 2 or samples.nunique() > 1:
         raise Unmeasured("pass@k needs two seeds and questions, and equally many samples")
@@ -58,7 +57,16 @@ def detectable_difference(differences_S_Q: np.ndarray, seeds: int) -> float:
 def retention(comparison: Comparison) -> Table:
     """Tabulate how much of its entropy each arm retained until the end, and how many of its runs collapsed."""
     rows = [["arm", "entropy, last tenth / first", "runs that collapsed"]]
-    rows += [[arm, _retained_cell(records), _collapsed_cell(records)] for arm, records in comparison.arms.items()]
+    for arm, runs in comparison.arms.items():
+        ratios = pd.Series([run.summary["entropy_last"] / run.summary["entropy_first"] for run in runs])
+        retained = geometric_cell(ratios) if np.isfinite(ratios).all() and (ratios > 0).all() else NONE
+        try:
+            fell = np.array([has_collapsed(run) for run in runs], float)
+        except Unmeasured:
+            rows.append([arm, retained, NONE])
+        else:
+            _, low, high = stats.share_interval(fell, 1)
+            rows.append([arm, retained, f"{int(fell.sum())} of {len(fell)} [{low:.2f}, {high:.2f}]"])
     return Table(
         "Retained entropy and collapse",
         "Entropy of the trainer's policy in the last tenth of the steps / in the first, geometric mean over seeds "
@@ -68,63 +76,49 @@ def retention(comparison: Comparison) -> Table:
     )
 
 
-def _retained_cell(records: Sequence[Record]) -> str:
-    """Format an arm's entropy in the last tenth of the steps over that in the first, with its interval over seeds."""
-    ratios = np.array([[record.summary["entropy_last"] / record.summary["entropy_first"]] for record in records])
-    if not (np.isfinite(ratios).all() and (ratios > 0).all()):
-        return NONE
-    if len(ratios) < 2:
-        return f"{ratios[0, 0]:.2f} (1)"
-    mean, low, high = np.exp(stats.over_seeds(np.log(ratios)))
-    return cell((mean, low, high), len(ratios))
-
-
-def _collapsed_cell(records: Sequence[Record]) -> str:
-    """Format how many runs of an arm collapsed, and the interval of their share."""
-    try:
-        fell = np.array([has_collapsed(record) for record in records], float)
-    except Unmeasured:
-        return NONE
-    _, low, high = stats.share_interval(fell, 1)
-    return f"{int(fell.sum())} of {len(fell)} [{low:.2f}, {high:.2f}]"
-
-
+@styled()
 def draw_passes(comparison: Comparison) -> Figure | None:
     """Draw pass@k by k for every arm that has it; None if none has. The caller closes the figure."""
     found: dict[str, dict[int, Interval]] = {}
-    for arm, records in comparison.arms.items():
+    for arm, runs in comparison.arms.items():
         try:
-            found[arm] = pass_at_each_k(records)
+            found[arm] = pass_at_each_k(runs)
         except Unmeasured:
             continue
     if not found:
         return None
-    figure, axis, styles = _create_panel(comparison)
+    figure, axis, looks = _create_panel(comparison)
     for place, (arm, by_k) in enumerate(found.items()):
         k, (mean, low, high) = np.array(list(by_k)), np.array(list(by_k.values())).T
         x = k * (1 + 0.02 * (place - (len(found) - 1) / 2))  # offset, so that intervals do not overlap
-        axis.errorbar(x, mean, yerr=[mean - low, high - mean], capsize=2, elinewidth=0.9, label=arm, **styles[arm])
+        axis.errorbar(x, mean, yerr=[mean - low, high - mean], capsize=2, elinewidth=0.9, **looks[arm])
     axis.set_xscale("log", base=2)
     axis.set_xticks(k, [str(one) for one in k])
-    return _label_figure(figure, "pass@k after training", "k (samples per question)", "questions with a right answer")
+    axis.set(title="pass@k after training", xlabel="k (samples per question)", ylabel="questions with a right answer")
+    add_panel_legend(axis)
+    return figure
 
 
+@styled()
 def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
     """Plot entropy at the start against gain in held-out accuracy, a point per run, and describe the correlation.
 
     None if no run was evaluated. The caller closes the figure.
     """
     rows = [
-        {"arm": arm, "entropy": record.summary["entropy_first"], "gain": record.accuracy["gain"].mean()}
-        for arm, records in comparison.arms.items() for record in records if record.accuracy
+        {"arm": arm, "entropy": run.summary["entropy_first"], "gain": run.accuracy["gain"].mean()}
+        for arm, runs in comparison.arms.items() for run in runs if run.accuracy
     ]  # fmt: skip
     table = pd.DataFrame(rows, columns=["arm", "entropy", "gain"]).replace([np.inf, -np.inf], np.nan).dropna()
     if len(table) < 2:
         return None
-    figure, axis, styles = _create_panel(comparison)
+    figure, axis, looks = _create_panel(comparison)
     axis.locator_params(nbins=5)
     for arm, own in table.groupby("arm", sort=False):
-        axis.plot(own["entropy"], own["gain"], label=arm, **styles[str(arm)] | {"linestyle": ""})
+        axis.plot(own["entropy"], own["gain"], **looks[str(arm)] | {"linestyle": ""})
+    axis.set(title="Initial entropy and gain of a run", xlabel="policy entropy, first tenth of the steps (nats)",
+             ylabel="gain in held-out accuracy")  # fmt: skip
+    add_panel_legend(axis)
     within = table[["entropy", "gain"]] - table.groupby("arm")[["entropy", "gain"]].transform("mean")
     said = []
     for what, one in ((f"all {len(table)} runs", table), ("runs minus the mean of their arm", within)):
@@ -132,55 +126,42 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
             found = distributions.pearsonr(one["entropy"], one["gain"])
             low, high = found.confidence_interval()  # by Fisher's z
             said.append(f"Correlation over {what}: {found.statistic:+.2f} [{low:+.2f}, {high:+.2f}].")
-    title = "Initial entropy and gain of a run"
-    finished = _label_figure(
-        figure, title, "policy entropy, first tenth of the steps (nats)", "gain in held-out accuracy"
-    )
-    return finished, " ".join(said)
+    return figure, " ".join(said)
 
 
+@styled()
 def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
     """Plot the detectable difference to the baseline in held-out accuracy against the number of seeds.
 
     One line per arm, from the spread of its paired differences; None if no arm has two seeds and two questions.
     """
     found = {}
-    for arm, records in comparison.arms.items():
+    for arm, runs in comparison.arms.items():
         if baseline is not None and arm != baseline:
-            own = matrix(records, "after") - matrix(comparison.arms[baseline], "after")
+            own = matrix(runs, "after") - matrix(comparison.arms[baseline], "after")
             values = own.dropna(how="all").dropna(axis=1).to_numpy()
             if min(values.shape) >= 2:
                 found[arm] = [detectable_difference(values, int(seeds)) for seeds in SEEDS]
     if not found:
         return None
-    figure, axis, styles = _create_panel(comparison)
+    figure, axis, looks = _create_panel(comparison)
     for arm, effects in found.items():
-        axis.plot(SEEDS, effects, label=arm, markevery=6, **styles[arm])
-    axis.set(xscale="log", yscale="log")
+        axis.plot(SEEDS, effects, markevery=6, **looks[arm])
+    axis.set(xscale="log", yscale="log", title=f"Detectable difference to {baseline}", xlabel="seeds",
+             ylabel="held-out accuracy, power 80%")  # fmt: skip
     for ticks in (axis.xaxis, axis.yaxis):
         ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ticks.set_minor_locator(NullLocator())
         ticks.set_major_formatter(ScalarFormatter())
-    return _label_figure(figure, f"Detectable difference to {baseline}", "seeds", "held-out accuracy, power 80%")
+    add_panel_legend(axis)
+    return figure
 
 
 def _create_panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:
-    """Create a figure with one panel, and choose the look of each arm."""
-    with plt.style.context(STYLE):
-        figure, axis = plt.subplots(figsize=(4.4, 3.1))
+    """Create a figure with one panel, and choose look and label of each arm."""
+    labels = {arm: textwrap.fill(arm, LEGEND_CHARS) for arm in comparison.arms}
+    lines = sum(label.count("\n") + 1 for label in labels.values())
+    figure, axis = plt.subplots(figsize=(4.4, 3.1 + 0.19 * lines))
     axis.margins(0.06)
-    return figure, axis, palette.styles(palette.formats(comparison.arms))
-
-
-def _label_figure(figure: Figure, title: str, x: str, y: str) -> Figure:
-    """Set title and axis labels of a panel, and add a legend below it, for which the figure becomes higher."""
-    (axis,) = figure.axes
-    handles, arms = axis.get_legend_handles_labels()
-    names = [textwrap.fill(arm, LEGEND_CHARS) for arm in arms]
-    figure.set_figheight(3.1 + 0.19 * sum(name.count("\n") + 1 for name in names))
-    with plt.style.context(STYLE):
-        axis.set_title(title, loc="left", fontsize=plt.rcParams["axes.titlesize"])
-        axis.set_xlabel(x, fontsize=plt.rcParams["axes.labelsize"])
-        axis.set_ylabel(y, fontsize=plt.rcParams["axes.labelsize"])
-        axis.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3.7)
-    return figure
+    styles = palette.styles(palette.formats(comparison.arms))
+    return figure, axis, {arm: look | {"label": labels[arm]} for arm, look in styles.items()}

@@ -10,31 +10,30 @@ import numpy as np
 import pandas as pd
 
 from qerl_lab.report import stats
-from qerl_lab.report.arms import Arm, Run
-from qerl_lab.report.claims import Claim, Contrast, Guardrail
+from qerl_lab.report.claims import Claim, Contrast
 from qerl_lab.report.measures import MEASURES, Unmeasured, Values
-from qerl_lab.report.runs import Record
+from qerl_lab.report.runs import Arm, Run
 
 HELD, BROKEN, OPEN = "held", "broken", "open"
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a contrast: its records by value of the key that the claim spans (one entry if it spans none)."""
+    """One side of a contrast: its runs by value of the key that the claim spans (one entry if it spans none)."""
 
-    options: Mapping[str, Sequence[Record]]
+    options: Mapping[str, Sequence[Run]]
     finished: int
     started: int
 
     @property
-    def records(self) -> list[Record]:
-        """Return the records of all options."""
-        return [record for records in self.options.values() for record in records]
+    def runs(self) -> list[Run]:
+        """Return the runs of all options."""
+        return [run for runs in self.options.values() for run in runs]
 
     @property
     def seeds(self) -> set[int]:
         """Return the seeds that every option has."""
-        return set.intersection(*({record.run.seed for record in records} for records in self.options.values()))
+        return set.intersection(*({run.seed for run in runs} for runs in self.options.values()))
 
 
 class Pair(NamedTuple):
@@ -45,18 +44,30 @@ class Pair(NamedTuple):
     context: Arm
 
 
-def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Record], started: Sequence[Run]) -> list[Pair]:
+def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Run], started: Sequence[Run]) -> list[Pair]:
     """Return every pair of arms that tests a contrast. Raises Unmeasured, with the reason, if there is none.
 
     `started` also has the unfinished runs. Runs outside the conditions of the claim's file are ignored.
     """
+
+    def split_settings(run: Run) -> tuple[Arm, Arm]:
+        """Split a run's settings into those that must be equal and those that may differ, without the spanned key."""
+        own = [(key, value) for key, value in run.arm if key != claim.spanned_key]
+        may_differ = {key for key, _ in own if any(key == free or key.startswith(f"{free}.") for free in claim.free)}
+        shared, free = (tuple(item for item in own if (item[0] in may_differ) == is_free) for is_free in (False, True))
+        return shared, free
+
     sides, lacking = [], []
     named = {contrast.treated: contrast.treated_settings, contrast.control: contrast.control_settings}
     for name, settings in named.items():
         wanted = {*settings.items(), *claim.file.conditions.items()}
         runs = [run for run in started if wanted <= run.settings.items()]
-        sides.append(_group_sides(claim, [record for record in counted if wanted <= record.run.settings.items()], runs))
-        lacking += [] if sides[-1] else [f"{name} ({len(runs)} started)"]
+        count, options = Counter(map(split_settings, runs)), dict[tuple[Arm, Arm], dict[str, list[Run]]]()
+        for run in (run for run in counted if wanted <= run.settings.items()):
+            at = run.value(claim.spanned_key) if claim.spanned_key else ""
+            options.setdefault(split_settings(run), {}).setdefault(at, []).append(run)
+        sides.append({key: Side(own, sum(map(len, own.values())), count[key]) for key, own in options.items()})
+        lacking += [] if options else [f"{name} ({len(runs)} started)"]
     if lacking:
         raise Unmeasured(f"no finished run of {' and of '.join(lacking)}")
     treated, control = sides
@@ -73,29 +84,9 @@ def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Record], star
     return pairs
 
 
-def _group_sides(claim: Claim, counted: Sequence[Record], runs: Sequence[Run]) -> dict[tuple[Arm, Arm], Side]:
-    """Group finished runs into sides, by the settings that must be equal and those that may differ."""
-    options: dict[tuple[Arm, Arm], dict[str, list[Record]]] = {}
-    started = Counter(_split_settings(run, claim) for run in runs)
-    for record in counted:
-        at = record.run.value(claim.spanned_key) if claim.spanned_key else ""
-        options.setdefault(_split_settings(record.run, claim), {}).setdefault(at, []).append(record)
-    return {key: Side(values, sum(map(len, values.values())), started[key]) for key, values in options.items()}
-
-
-def _split_settings(run: Run, claim: Claim) -> tuple[Arm, Arm]:
-    """Split a run's settings into those that must be equal and those that may differ, without the spanned key."""
-
-    def may_differ(key: str) -> bool:
-        return any(key == free or key.startswith(f"{free}.") for free in claim.free)
-
-    shared = tuple((key, value) for key, value in run.arm if not may_differ(key) and key != claim.spanned_key)
-    return shared, tuple((key, value) for key, value in run.arm if may_differ(key))
-
-
 def _drop_unshared(side: Side, other: Side) -> Side:
     """Drop the options of a side that the other side lacks; unchanged if they share none."""
-    shared = {at: records for at, records in side.options.items() if at in other.options}
+    shared = {at: runs for at, runs in side.options.items() if at in other.options}
     return replace(side, options=shared or side.options)
 
 
@@ -164,69 +155,65 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
     if not both or (len(both) == 1 and treated.low.shape[1] > 1):
         raise Unmeasured("the two arms were asked fewer than two of the same questions")
     (low, high), (base_low, base_high) = ([one[both].to_numpy(float) for one in side] for side in (treated, control))
-    ratio, sign = MEASURES[claim.measure].ratio, claim.direction or 1
+    sign = claim.direction or 1
     with np.errstate(invalid="ignore"):  # if both are censored, the difference is unknown
         least = np.nan_to_num(low - base_high, nan=-np.inf, neginf=-np.inf)
         most = np.nan_to_num(high - base_low, nan=np.inf, posinf=np.inf)
     oriented, at_most = (least, most) if sign > 0 else (-most, -least)
     censored = int((~np.isfinite(least) | ~np.isfinite(most)).any(axis=1).sum())
     known = low - base_low  # takes censored values at their lower bound
+
+    def interval(known: np.ndarray, least: np.ndarray, most: np.ndarray) -> stats.Interval:
+        """Return the mean of `known` with its interval; an end is infinite where values have no bound."""
+        mean, start, end = stats.over_seeds(known)
+        start = start if np.isfinite(least).all() else -math.inf
+        end = end if np.isfinite(most).all() else math.inf
+        if not claim.is_ratio:
+            return mean, start, end
+        return math.exp(mean), math.exp(start) if math.isfinite(start) else start, math.exp(end)
+
     return Numbers(
-        seeds=len(seeds), questions=len(both), censored=censored, treated=_bounded_interval(low, low, high, ratio),
-        control=_bounded_interval(base_low, base_low, base_high, ratio),
-        effect=_bounded_interval(known, least, most, ratio),
+        seeds=len(seeds), questions=len(both), censored=censored, treated=interval(low, low, high),
+        control=interval(base_low, base_low, base_high), effect=interval(known, least, most),
         oriented=oriented, at_most=at_most, variances=stats.floored_components(known),
         effect_size=math.nan if censored else stats.effect_size(oriented.mean(1)),
         probability_of_improvement=stats.probability_of_improvement(sign * low.mean(1), sign * base_low.mean(1)),
-        guardrail=_check_guardrail(claim, claim.guardrail, pair, seeds) if claim.guardrail else "",
+        guardrail=_test_guardrail(claim, pair, seeds),
     )  # fmt: skip
 
 
-def _bounded_interval(known: np.ndarray, least: np.ndarray, most: np.ndarray, ratio: bool) -> stats.Interval:
-    """Return the mean of `known` [seeds, questions] and its interval; an end is infinite where values have no bound."""
-    mean, low, high = stats.over_seeds(known)
-    low = low if np.isfinite(least).all() else -math.inf
-    high = high if np.isfinite(most).all() else math.inf
-    if not ratio:
-        return mean, low, high
-    return math.exp(mean), math.exp(low) if math.isfinite(low) else low, math.exp(high)
-
-
 def _measure_side(claim: Claim, measure: str, side: Side, pair: Pair, seeds: Sequence[int]) -> Range:
-    """Return a measure by seed on one side of a pair: the mean of its arms, or the best if the claim says so."""
-    options = [_measure_option(measure, records, pair.control.records, seeds) for records in side.options.values()]
+    """Return a measure by seed on one side of a pair, in logarithms for a ratio.
+
+    With several options it is their mean (`mean_over`), or for each seed the option that was best over the other seeds,
+    by the claim's own measure (`best_of`). No seed chooses for itself, so an arm cannot win by the luck that chose its
+    option. The guardrail uses the same choice.
+    """
+
+    def measure_option(measure: str, runs: Sequence[Run]) -> Range:
+        own = MEASURES[measure]
+        low = own.of(runs, pair.control.runs).dropna(axis=1).loc[list(seeds)]
+        high = low if own.most is None else low.where(low <= own.most(runs[0]), np.inf)
+        return Range(np.log(low), np.log(high)) if own.ratio else Range(low, high)
+
+    options = [measure_option(measure, runs) for runs in side.options.values()]
     columns = [column for column in options[0].low.columns if all(column in option.low for option in options)]
     if claim.mean_over:
         return Range(*(sum(option[end][columns] for option in options) / len(options) for end in (0, 1)))
-    best = _choose_best_options(claim, side, pair, seeds) if len(options) > 1 else dict.fromkeys(seeds, 0)
+    best = dict.fromkeys(seeds, 0)
+    if len(options) > 1:
+        sign, ranked = claim.direction or 1, [measure_option(claim.measure, runs) for runs in side.options.values()]
+        better = [sign * option.low.mean(axis=1) for option in ranked]
+        best = {seed: int(np.argmax([option.drop(seed).mean() for option in better])) for seed in seeds}
     by_seed = (pd.DataFrame({seed: options[best[seed]][end].loc[seed, columns] for seed in seeds}).T for end in (0, 1))
     return Range(*by_seed)
 
 
-def _choose_best_options(claim: Claim, side: Side, pair: Pair, seeds: Sequence[int]) -> dict[int, int]:
-    """Choose for each seed the option that was best over the other seeds, by the claim's own measure.
-
-    No seed chooses for itself, so an arm cannot win by the luck that chose its option. The guardrail uses the same
-    choice.
-    """
-    sign = claim.direction or 1
-    better = [
-        sign * _measure_option(claim.measure, records, pair.control.records, seeds).low.mean(axis=1)
-        for records in side.options.values()
-    ]
-    return {seed: int(np.argmax([option.drop(seed).mean() for option in better])) for seed in seeds}
-
-
-def _measure_option(measure: str, records: Sequence[Record], controls: Sequence[Record], seeds: Sequence[int]) -> Range:
-    """Return a measure of one option by seed, in logarithms for a ratio."""
-    own = MEASURES[measure]
-    low = own.of(records, controls).dropna(axis=1).loc[list(seeds)]
-    high = low if own.most is None else low.where(low <= own.most(records[0]), np.inf)
-    return Range(np.log(low), np.log(high)) if own.ratio else Range(low, high)
-
-
-def _check_guardrail(claim: Claim, rail: Guardrail, pair: Pair, seeds: Sequence[int]) -> str:
-    """Test the guardrail of a claim: `HELD` if the 95% interval lies above -margin, `BROKEN` if below, else `OPEN`."""
+def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
+    """Test a claim's guardrail, if any: `HELD` if the 95% interval is above -margin, `BROKEN` if below, else `OPEN`."""
+    if claim.guardrail is None:
+        return ""
+    rail = claim.guardrail
     try:
         treated, control = (
             _measure_side(claim, rail.measure, side, pair, seeds).low for side in (pair.treated, pair.control)

@@ -7,15 +7,17 @@ from typing import TypeAlias
 import numpy as np
 import pandas as pd
 
-from qerl_lab.report.arms import Arm
-from qerl_lab.report.runs import Record
+from qerl_lab.report.runs import Arm, Run, first_tenth, last_tenth
 
 Values: TypeAlias = pd.DataFrame  # a row per seed, a column per question or a single column
-MeasureFunction = Callable[[Sequence[Record], Sequence[Record]], Values]  # from records and their controls
+MeasureFunction = Callable[[Sequence[Run], Sequence[Run]], Values]  # from runs and their controls
+SHARED = "runs ran beside others, whose seconds are theirs too"
+FALLEN = 0.5  # a run has collapsed below this share of its best tenth's right answers
+LEAST_RISE = 0.05  # in the share of right answers; half of anything smaller is within the noise of a step
 
 
 class Unmeasured(ValueError):
-    """Raised if the records lack a measure; the text says why."""
+    """Raised if the runs lack a measure; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Measure:
 
     A `ratio` is compared by the ratio of geometric means over seeds, other measures by the difference of means.
 
-    `most(record)` is the largest value that a run can show; values above it are right-censored: the true value is at
+    `most(run)` is the largest value that a run can show; values above it are right-censored: the true value is at
     least as large.
     """
 
@@ -32,53 +34,49 @@ class Measure:
     meaning: str
     of: MeasureFunction
     ratio: bool = False
-    most: Callable[[Record], float] | None = None
+    most: Callable[[Run], float] | None = None
 
 
-def _accuracy_measure(phase: str) -> MeasureFunction:
-    """Make a measure of held-out accuracy before or after training (`phase`), by seed and question."""
-
-    def measure_accuracy(records: Sequence[Record], controls: Sequence[Record]) -> Values:
-        if not all(record.accuracy for record in records):
-            raise Unmeasured("runs without held-out evaluation (eval.questions=0)")
-        return pd.DataFrame({record.run.seed: record.accuracy[phase] for record in records}).T
-
-    return measure_accuracy
+def _accuracies(runs: Sequence[Run], phase: str) -> Values:
+    """Return held-out accuracy before or after training (`phase`), by seed and question."""
+    if not all(run.accuracy for run in runs):
+        raise Unmeasured("runs without held-out evaluation (eval.questions=0)")
+    return pd.DataFrame({run.seed: run.accuracy[phase] for run in runs}).T
 
 
-def count_right(records: Sequence[Record]) -> tuple[pd.DataFrame, pd.Series]:
+def count_right(runs: Sequence[Run]) -> tuple[pd.DataFrame, pd.Series]:
     """Return the number of right answers after training [seeds, questions], and the samples per question by seed.
 
     Derived from each question's mean over samples. Raises Unmeasured for a single sample a question, and for tasks that
     grade answers as partly right, where a mean above 0 does not prove a right answer.
     """
-    samples = pd.Series({record.run.seed: _numeric_setting(record, "eval.samples") for record in records})
+    samples = pd.Series({run.seed: _numeric_setting(run, "eval.samples") for run in runs})
     if (samples < 2).any():
         raise Unmeasured("one sample a question has no pass@k (type eval.samples=2 or more)")
-    right = _accuracy_measure("after")(records, []).mul(samples, axis=0)
+    right = _accuracies(runs, "after").mul(samples, axis=0)
     if (right - right.round()).abs().max(axis=None) > 0.01:
         raise Unmeasured("answers that are partly right: a question's mean does not tell whether one sample was right")
     return right.round(), samples
 
 
-def _any_right(records: Sequence[Record], controls: Sequence[Record]) -> Values:
+def _any_right(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
     """Return 1 for each question with a right answer among its k samples (pass@k), else 0."""
-    right, _ = count_right(records)
+    right, _ = count_right(runs)
     return (right > 0).astype(float).where(right.notna())
 
 
-def _numeric_setting(record: Record, key: str) -> float:
+def _numeric_setting(run: Run, key: str) -> float:
     """Return a setting of a run as a number. Raises Unmeasured if the run's version of the lab lacks the key."""
-    if key not in record.run.settings:
+    if key not in run.settings:
         raise Unmeasured(f"runs of another version of the lab, without {key}")
-    return float(record.run.value(key))
+    return float(run.value(key))
 
 
-def _run_measure(number: Callable[[Record], float]) -> MeasureFunction:
+def _per_run(number: Callable[[Run], float]) -> MeasureFunction:
     """Make a measure of one number per run, which the function `number` returns."""
 
-    def measure_runs(records: Sequence[Record], controls: Sequence[Record]) -> Values:
-        values = pd.DataFrame({"run": {record.run.seed: float(number(record)) for record in records}})
+    def measure_runs(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
+        values = pd.DataFrame({"run": {run.seed: float(number(run)) for run in runs}})
         if not np.isfinite(values.to_numpy()).all():
             raise Unmeasured("a run's record has no such number, or one that is not finite")
         return values
@@ -86,61 +84,45 @@ def _run_measure(number: Callable[[Record], float]) -> MeasureFunction:
     return measure_runs
 
 
-def shared_machines(*sides: Sequence[Record]) -> bool:
+def shared_machines(*sides: Sequence[Run]) -> bool:
     """Tell whether any run overlapped with others, so that its seconds cannot be compared."""
-    return any(record.at_once > 1 for records in sides for record in records)
+    return any(run.at_once > 1 for runs in sides for run in runs)
 
 
-SHARED = "runs ran beside others, whose seconds are theirs too"
-
-
-def _speed_measure(name: str) -> MeasureFunction:
+def _speed(name: str) -> MeasureFunction:
     """Make a measure of the speed `summary[name]`; it raises Unmeasured for runs that shared a machine."""
 
-    def measure_speed(records: Sequence[Record], controls: Sequence[Record]) -> Values:
-        if shared_machines(records, controls):
+    def measure_speed(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
+        if shared_machines(runs, controls):
             raise Unmeasured(f"{SHARED} (start them one after another; in a sweep type jobs=1 jobs_per_gpu=1)")
-        return _run_measure(lambda record: record.summary[name])(records, controls)
+        return _per_run(lambda run: run.summary[name])(runs, controls)
 
     return measure_speed
 
 
-def answer_shares(record: Record) -> pd.Series:
+def answer_shares(run: Run) -> pd.Series:
     """Return the share of right answers at each training step (index 1 to steps): `reward/answer` over its weight."""
-    weight = _numeric_setting(record, "task.answer_reward")
+    weight = _numeric_setting(run, "task.answer_reward")
     if weight == 0:
         raise Unmeasured("runs that earn nothing for answers (task.answer_reward=0)")
-    return record.steps.loc[1:, "reward/answer"].astype("float64") / weight
+    return run.steps.loc[1:, "reward/answer"].astype("float64") / weight
 
 
-def _length_of_tenth(shares: pd.Series) -> int:
-    return max(1, len(shares) // 10)
+def _trailing_means(shares: pd.Series) -> pd.Series:
+    """Return the mean over a tenth of the steps up to each step; nan before the first whole window."""
+    return shares.rolling(max(1, len(shares) // 10)).mean()
 
 
-def _first_tenth_mean(shares: pd.Series) -> float:
-    return float(shares.head(_length_of_tenth(shares)).mean())
-
-
-def _last_tenth_mean(shares: pd.Series) -> float:
-    return float(shares.tail(_length_of_tenth(shares)).mean())
-
-
-FALLEN = 0.5  # a run has collapsed below this share of its best tenth's right answers
-
-
-def has_collapsed(record: Record) -> bool:
+def has_collapsed(run: Run) -> bool:
     """Tell whether right answers in the last tenth of the steps are below `FALLEN` of the run's best tenth.
 
     Raises Unmeasured if the task does not reward answers.
     """
-    shares = answer_shares(record)
-    return bool(_last_tenth_mean(shares) < FALLEN * shares.rolling(_length_of_tenth(shares)).mean().max())
+    shares = answer_shares(run)
+    return bool(last_tenth(shares).mean() < FALLEN * _trailing_means(shares).max())
 
 
-LEAST_RISE = 0.05  # in the share of right answers; half of anything smaller is within the noise of a step
-
-
-def _half_rise_steps(records: Sequence[Record], controls: Sequence[Record]) -> Values:
+def _half_rise_steps(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
     """Return the first step at which right answers (trailing mean) reach half of the control's rise, else steps + 1.
 
     The trailing mean is over a tenth of the steps. Only full windows count, since one lucky batch would end a shorter
@@ -148,51 +130,60 @@ def _half_rise_steps(records: Sequence[Record], controls: Sequence[Record]) -> V
     rates, over those at the best one by right answers. Raises Unmeasured if the control does not rise.
     """
     by_arm: dict[Arm, list[pd.Series]] = {}
-    for record in controls:
-        by_arm.setdefault(record.run.arm, []).append(answer_shares(record))
+    for run in controls:
+        by_arm.setdefault(run.arm, []).append(answer_shares(run))
     curves = max(by_arm.values(), key=lambda curves: np.mean([curve.mean() for curve in curves]))
-    first, last = (float(np.mean([part(curve) for curve in curves])) for part in (_first_tenth_mean, _last_tenth_mean))
+    first, last = (float(np.mean([part(curve).mean() for curve in curves])) for part in (first_tenth, last_tenth))
     if last - first < LEAST_RISE:
         raise Unmeasured(f"the control's right answers went from {first:.3f} to {last:.3f}: no rise to be half of")
 
-    def steps_to_half(record: Record) -> float:
-        shares = answer_shares(record)
-        trailing = shares.rolling(_length_of_tenth(shares)).mean()
+    def steps_to_half(run: Run) -> float:
+        trailing = _trailing_means(answer_shares(run))
         reached = trailing.index[trailing >= (first + last) / 2]
         return float(reached[0] if len(reached) else trailing.index.max() + 1)
 
-    return _run_measure(steps_to_half)(records, controls)
+    return _per_run(steps_to_half)(runs, controls)
+
+
+def _answers_gain(run: Run) -> float:
+    """Return the rise of right answers from the first to the last tenth of the steps."""
+    shares = answer_shares(run)
+    return float(last_tenth(shares).mean()) - float(first_tenth(shares).mean())
 
 
 MEASURES: dict[str, Measure] = {
     "entropy_first": Measure(
         "nats", "policy entropy, mean over the first tenth of the steps, in which AQN adds no noise",
-        _run_measure(lambda record: record.summary["entropy_first"]),
+        _per_run(lambda run: run.summary["entropy_first"]),
     ),
     "answers_mean": Measure(
         "fraction", "right answers among a step's completions, mean over all steps (the area under the curve)",
-        _run_measure(lambda record: answer_shares(record).mean()),
+        _per_run(lambda run: answer_shares(run).mean()),
     ),
     "answers_last": Measure(
         "fraction", "right answers among a step's completions, mean over the last tenth of the steps",
-        _run_measure(lambda record: _last_tenth_mean(answer_shares(record))),
+        _per_run(lambda run: last_tenth(answer_shares(run)).mean()),
     ),
     "answers_gain": Measure(
         "fraction", "right answers among a step's completions, last tenth of the steps less the run's own first tenth",
-        _run_measure(lambda record: _last_tenth_mean(answer_shares(record)) - _first_tenth_mean(answer_shares(record))),
+        _per_run(_answers_gain),
     ),
     "steps_to_half": Measure(
         "steps", "steps until right answers, averaged over a tenth of the steps, have made half of the rise that the "
         "control makes; of a run that never gets there only known to be more than it had", _half_rise_steps, ratio=True,
-        most=lambda record: float(len(answer_shares(record))),
+        most=lambda run: float(len(answer_shares(run))),
     ),
     "rollout_throughput": Measure(
-        "tokens/s", "completion tokens / seconds of rollouts", _speed_measure("rollout_tokens_per_second"), ratio=True
+        "tokens/s", "completion tokens / seconds of rollouts", _speed("rollout_tokens_per_second"), ratio=True
     ),
     "step_throughput": Measure(
-        "tokens/s", "completion tokens / seconds of whole steps", _speed_measure("tokens_per_second"), ratio=True
+        "tokens/s", "completion tokens / seconds of whole steps", _speed("tokens_per_second"), ratio=True
     ),
-    "accuracy_before": Measure("fraction", "held-out accuracy before training", _accuracy_measure("before")),
-    "accuracy_after": Measure("fraction", "held-out accuracy after training", _accuracy_measure("after")),
+    "accuracy_before": Measure(
+        "fraction", "held-out accuracy before training", lambda runs, _: _accuracies(runs, "before")
+    ),
+    "accuracy_after": Measure(
+        "fraction", "held-out accuracy after training", lambda runs, _: _accuracies(runs, "after")
+    ),
     "pass_after": Measure("fraction", "held-out questions with a right answer in eval.samples, at the end", _any_right),
 }  # fmt: skip

@@ -12,7 +12,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from jinja2 import Environment, StrictUndefined
 
 from qerl_lab.config.spelling import hydra_override
@@ -21,7 +20,6 @@ from qerl_lab.report import (
     comparison,
     curves,
     diagnostics,
-    format_curves,
     palette,
     paper_curves,
     results,
@@ -29,16 +27,13 @@ from qerl_lab.report import (
     verdict_tables,
 )
 from qerl_lab.report.arm_tables import tables
-from qerl_lab.report.arms import FINISHED, is_unfinished
 from qerl_lab.report.comparison import Comparison
-from qerl_lab.report.runs import Record
 from qerl_lab.report.speed_tables import Speed
-from qerl_lab.report.verdicts import Row, Verdict, judge, smallest_as_text
+from qerl_lab.report.verdicts import Row, Verdict, judge
 from qerl_lab.system.disk import replace_file
 from qerl_lab.system.terminal import format_path
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
-FORMATS = "Weight formats"
 MOST_GROUPS = 4  # most figures of formats on a page
 BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}
 # Files that a report may write, and removes if an earlier one left them.
@@ -68,17 +63,14 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     other by the paper's claims. Raises ConfigError or OSError.
     """
     speed = speed_tables.tabulate_files(bench)
-    made = results.frames(compared.records, compared.damaged, compared.arm_of)
-    same = comparison.compare(*results.records_of(made))  # use only what the files hold from here on
+    made = results.frames(compared.runs, compared.damaged, compared.arm_of)
+    same = comparison.compare(*results.runs_of(made))  # use only what the files hold from here on
     baseline = comparison.baseline_of(list(same.arms), wanted) if same.arms else None
     own = folder / "claims.yaml"
-    rows = judge(same.counted, same.all_runs, claims.read(own, format_path(own)) if own.exists() else None)
+    rows = judge(same.counted, same.runs, claims.read(own, format_path(own)) if own.exists() else None)
     drawn = draw_all(same, baseline)
-    words = [
-        format_path(folder),
-        hydra_override("out", format_path(folder)),
-        *([hydra_override("baseline", wanted)] if wanted else []),
-    ]
+    words = [format_path(folder), hydra_override("out", format_path(folder))]
+    words += [hydra_override("baseline", wanted)] if wanted else []
     words += [f"bench={','.join(map(format_path, bench))}"] if bench else []
     line = f"python -m qerl_lab.report {shlex.join(words)}"
     files = {f"figures/{figure.name}.png": figure.png for titled in drawn.values() for figure in titled}
@@ -103,10 +95,14 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
     """
     if not compared.arms:
         return {}
-    points, arms = comparison.curves(compared), [records[0].run for records in compared.arms.values()]
+    points, arms = comparison.curves(compared), [runs[0] for runs in compared.arms.values()]
     styles = palette.styles(palette.formats(compared.arms))
     alone = points[points["arm"].isin(compared.alone)]
-    drawn = {FORMATS: _draw_formats(compared, points)}
+    drawn: dict[str, list[Drawn]] = {"Weight formats": []}
+    for number, (title, group) in enumerate(list(curves.group_formats(compared).items())[:MOST_GROUPS], 1):
+        name = f"formats{f'-{number}' if number > 1 else ''}-by-step"
+        about = f"Reward, entropy and held-out accuracy of {', '.join(group)}"
+        drawn["Weight formats"].append(Drawn(name, about, palette.png(curves.draw_formats(points, group, title))))
     for curve in curves.recorded_curves(points):
         of_axis = {curves.STEP: alone if curve.is_speed else points, curves.CLOCK: alone}
         drawn[curve.title] = [
@@ -118,23 +114,6 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
             Drawn(figure.name, figure.about, palette.png(paper_curves.draw(figure)), paper_curves.caption(figure, arms))
             for figure in paper_curves.figures_beside(curve.name, arms)
         ]
-    drawn["Diagnostics"] = _draw_diagnostics(compared, baseline)
-    return {title: figures for title, figures in drawn.items() if figures}
-
-
-def _draw_formats(compared: Comparison, points: pd.DataFrame) -> list[Drawn]:
-    """Draw reward, entropy and accuracy of the formats in one figure per group of otherwise equal arms."""
-    groups = list(format_curves.group_formats(compared).items())[:MOST_GROUPS]
-    return [
-        Drawn(f"formats{f'-{number}' if number > 1 else ''}-by-step",
-              f"Reward, entropy and held-out accuracy of {', '.join(group)}",
-              palette.png(format_curves.draw(points, group, title)))
-        for number, (title, group) in enumerate(groups, 1)
-    ]  # fmt: skip
-
-
-def _draw_diagnostics(compared: Comparison, baseline: str | None) -> list[Drawn]:
-    """Draw pass@k, entropy against gain, and detectable difference by seeds, as far as they were measured."""
     gains = diagnostics.draw_gains(compared)
     figures = [
         ("passes", diagnostics.draw_passes(compared), "pass@k after training, by k",
@@ -145,7 +124,10 @@ def _draw_diagnostics(compared: Comparison, baseline: str | None) -> list[Drawn]
          "From the spread of each arm's paired differences; two-sided 5% test. More seeds do not reduce the error "
          "from the questions."),
     ]  # fmt: skip
-    return [Drawn(name, about, palette.png(figure), caption) for name, figure, about, caption in figures if figure]
+    drawn["Diagnostics"] = [
+        Drawn(name, about, palette.png(figure), caption) for name, figure, about, caption in figures if figure
+    ]
+    return {title: figures for title, figures in drawn.items() if figures}
 
 
 def html(
@@ -159,12 +141,19 @@ def html(
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters["breakable"] = breakable
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(
-        title=f"{title}: a report of {len(compared.records) + len(compared.damaged)} runs", command=line,
+        title=f"{title}: a report of {len(compared.runs) + len(compared.damaged)} runs", command=line,
         facts=[*_list_counts(compared),
                *(_count(verdicts[one], "contrast", f" {one}") for one in Verdict if verdicts[one])],
         notes=[*_list_gaps(compared), *comparison.notes(compared)],
         how_to_read_verdicts=verdict_tables.HOW_TO_READ, how_to_read=comparison.HOW_TO_READ,
-        families=verdict_tables.families(rows), measured=_group_by_claim(measured),
+        families=verdict_tables.families(rows),
+        measured=[
+            {"name": claim.name, "says": claim.says, "where": claim.where,
+             "terms": verdict_tables.describe_measure(claim),
+             "rows": [{"verdict": str(row.verdict), "name": verdict_tables.name_of(row), "why": row.why,
+                       "details": _list_details(row)} for row in measured if row.claim == claim]}
+            for claim in {row.claim.name: row.claim for row in measured}.values()
+        ],
         unmeasured=[(row.claim.name, verdict_tables.name_of(row), row.why) for row in lacking],
         to_make=verdict_tables.missing_arms(rows), tables=tables(compared, baseline), speed=speed,
         of_paper=any(figure.name.startswith("paper_") for pair in drawn.values() for figure in pair),
@@ -185,14 +174,14 @@ def _count(number: int, noun: str, rest: str = "") -> tuple[int, str]:
 
 def _list_counts(compared: Comparison) -> list[tuple[int, str]]:
     """Count runs by state, arms and seeds, for the head of the page."""
-    states = Counter("finished" if run.status == FINISHED else run.status.split(" (")[0] for run in compared.all_runs)
+    states = Counter("finished" if run.is_finished else run.status.split(" (")[0] for run in compared.runs)
     states["damaged"] = len(compared.damaged)
     again = states["finished"] - len(compared.counted)
     return [
         *(_count(number, "run", f" {state}") for state, number in states.items() if number),
         *([(again, "of these repeated; the newest counts")] if again else []),
         _count(len(compared.arms), "arm"),
-        _count(len({record.run.seed for record in compared.counted}), "seed"),
+        _count(len({run.seed for run in compared.counted}), "seed"),
     ]
 
 
@@ -201,31 +190,21 @@ def _list_gaps(compared: Comparison) -> list[str]:
     if not compared.arms:
         return ["No run finished, so there is nothing to measure. The runs and their states are at the end."]
     short = []
-    for label, records in compared.arms.items():
-        lacking = sum(run.arm == records[0].run.arm and is_unfinished(run) for run in compared.all_runs)
-        short += [f"{lacking} of {len(records) + lacking} of {label}"] if lacking else []
+    for label, runs in compared.arms.items():
+        lacking = sum(run.arm == runs[0].arm and not run.is_finished for run in compared.runs)
+        short += [f"{lacking} of {len(runs) + lacking} of {label}"] if lacking else []
     gaps = [f"Means exclude unfinished runs: {'; '.join(short)}."] if short else []
-    if lost := {run.arm for run in compared.all_runs} - {record.run.arm for record in compared.counted}:
-        names = sorted({run.experiment for run in compared.all_runs if run.arm in lost})
+    if lost := {run.arm for run in compared.runs} - {run.arm for run in compared.counted}:
+        names = sorted({run.experiment for run in compared.runs if run.arm in lost})
         gaps.append(f"Arms without a finished run: {', '.join(names)}.")
     return gaps
-
-
-def _group_by_claim(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Group the measured contrasts by claim, as data for the template."""
-    return [
-        {"name": claim.name, "says": claim.says, "where": claim.where, "terms": verdict_tables.describe_measure(claim),
-         "rows": [{"verdict": str(row.verdict), "name": verdict_tables.name_of(row), "why": row.why,
-                   "details": _list_details(row)} for row in rows if row.claim == claim]}
-        for claim in {row.claim.name: row.claim for row in rows}.values()
-    ]  # fmt: skip
 
 
 def _list_details(row: Row) -> list[tuple[str, str]]:
     """List the numbers behind a verdict, each with its label."""
     treated, control, counts, effect, paper, size, better, p_values, guardrail = verdict_tables.measured_cells(row)
     parts = [
-        (row.claim.measure, effect), ("smallest that matters", smallest_as_text(row.claim)), ("the paper's", paper),
+        (row.claim.measure, effect), ("smallest that matters", row.claim.smallest_as_text), ("the paper's", paper),
         (row.contrast.treated, treated), (row.contrast.control, control), ("finished", counts), ("effect size", size),
         ("P(better)", better), ("p of no effect, small, reverse (Holm)", p_values), ("guardrail", guardrail),
         ("conditions", verdict_tables.format_conditions(row.conditions)), ("claim", row.registered),
@@ -235,34 +214,29 @@ def _list_details(row: Row) -> list[tuple[str, str]]:
 
 def _list_provenance(compared: Comparison) -> list[dict[str, Any]]:
     """List commands, code, machines, versions, times, and the runs that were left out."""
-    origins = [record.origin for record in compared.records]
+
+    def with_counts(texts: Iterable[str]) -> list[str]:
+        """List each text once, with its number of runs unless all agree."""
+        counts = Counter(texts)
+        if len(counts) == 1:
+            return [text for text in counts if text]
+        return [f"{text or 'not known'}  ({count} run{'s' * (count != 1)})" for text, count in counts.items()]
+
+    def spell(seconds: float) -> str:
+        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+    origins, times = [run.origin for run in compared.runs], []
     versions = [", ".join(f"{name} {text}" for name, text in sorted(origin.versions.items())) for origin in origins]
+    if runs := compared.counted:
+        began = [datetime.fromisoformat(run.origin.began).timestamp() for run in runs if run.origin.began]
+        first = f"The first began {spell(min(began))}, the" if began else "The"
+        times = [f"{first} last ended {spell(max(run.ended for run in runs))}."]
     listed = (
-        ("Commands", _list_with_counts(origin.command for origin in origins), True),
-        ("Code", _list_with_counts(record.run.code for record in compared.records), False),
-        ("Machines", _list_with_counts(origin.machine for origin in origins), False),
-        ("Versions", _list_with_counts(versions), False),
-        ("Time", _format_time_span(compared.counted), False),
+        ("Commands", with_counts(origin.command for origin in origins), True),
+        ("Code", with_counts(run.code for run in compared.runs), False),
+        ("Machines", with_counts(origin.machine for origin in origins), False),
+        ("Versions", with_counts(versions), False),
+        ("Time", times, False),
         (f"Left out, {len(compared.left_out)} in all", compared.left_out, False),
     )
     return [{"title": title, "texts": texts, "is_code": is_code} for title, texts, is_code in listed if texts]
-
-
-def _list_with_counts(texts: Iterable[str]) -> list[str]:
-    """List each text once, with its number of runs unless all agree."""
-    counts = Counter(texts)
-    if len(counts) == 1:
-        return [text for text in counts if text]
-    return [f"{text or 'not known'}  ({count} run{'s' * (count != 1)})" for text, count in counts.items()]
-
-
-def _format_time_span(records: Sequence[Record]) -> list[str]:
-    if not records:
-        return []
-    began = [datetime.fromisoformat(record.origin.began).timestamp() for record in records if record.origin.began]
-    first = f"The first began {_format_time(min(began))}, the" if began else "The"
-    return [f"{first} last ended {_format_time(max(record.run.ended for record in records))}."]
-
-
-def _format_time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))

@@ -16,7 +16,7 @@ from PIL import Image
 
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.schema import DENSE_FORMAT
-from qerl_lab.report.runs import Record
+from qerl_lab.report.runs import Run
 
 STYLE = Path(__file__).with_name("report.mplstyle")
 DPI = 160  # 704 pixels for a panel: sharp on a phone and at half the width of a page
@@ -49,9 +49,9 @@ def color(name: str, number: int = OTHERS.index("#777777")) -> str:
     return FORMATS.get(PRINTED.get(name, name), OTHERS[number % len(OTHERS)])
 
 
-def formats(arms: Mapping[str, Sequence[Record]]) -> dict[str, str]:
+def formats(arms: Mapping[str, Sequence[Run]]) -> dict[str, str]:
     """Map the label of each arm to its weight format."""
-    return {label: records[0].run.value("format.name") for label, records in arms.items()}
+    return {label: runs[0].value("format.name") for label, runs in arms.items()}
 
 
 def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:

@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 
 from qerl_lab.config.conf_folder import package_data
 from qerl_lab.report import palette, reference
-from qerl_lab.report.arms import Run, differing_keys, task_of
-from qerl_lab.report.curves import MARKS, style_panel
+from qerl_lab.report.arms import differing_keys, task_of
+from qerl_lab.report.curves import MARKS, add_panel_legend, style_panel
+from qerl_lab.report.runs import Run
 
 TASKS = {"gsm8k": "GSM8K", "bigmath": "BigMath"}  # prefix of a figure's `task`, by task.name
 LABELS = {"reward": "accuracy reward", "entropy": "nats per token", "sigma": "standard deviation"}
@@ -103,5 +104,6 @@ def draw(figure: PaperFigure) -> Figure:
             values = table[column].dropna()
             axis.plot(values, label=label, markevery=max(1, len(values) // MARKS), **styles[column])
         style_panel(axis, LABELS[figure.below], str(table.index.name))
+        add_panel_legend(axis)
     axes.flat[0].set_title(f"The paper's {figure.number}:\n{figure.model}, {figure.task}")
     return drawn

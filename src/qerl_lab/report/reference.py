@@ -1,19 +1,38 @@
-"""Read the paper's numbers from results/reference; its PROVENANCE.md gives the source of each.
+"""Read the paper's numbers from results/reference, and find those that belong beside our arms.
+
+PROVENANCE.md there gives the source of each number.
 
 Printed numbers are in paper.csv. Drawn ones come from the points in digitized/: this module computes their means as the
 lab does for its own runs, and curves.csv has the reading error of each curve.
 """
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import pandas as pd
 
 from qerl_lab.config.conf_folder import package_data
+from qerl_lab.report.runs import Run
 
 EIGHT_STEPS, LAST_TENTH = "mean over steps 0-8", "mean over the last tenth of the steps"
+# Settings of the paper's arms, beside format and noise. A number of the paper beside an arm that the paper lacks, such
+# as BF16 at another temperature, would mislead.
+PLAIN = {
+    "rollout.temperature": "1.0", "algorithm.entropy_coef": "0.0", "algorithm.entropy_target": "None",
+    "format.scale_rule": "max", "lora.rank": "32",
+}  # fmt: skip
+QUIET = {"aqn.schedule": "off"}
+AQN = {"aqn.schedule": "exponential", "aqn.unit": "sigma", "aqn.relative": "False"}
+TABLE_1 = (  # settings of our arms, with method and weight format of their row in the paper's Table 1
+    ({"format.name": "bf16", **QUIET, **PLAIN}, ("LoRA", "BF16")),
+    ({"format.name": "nf4", **QUIET, **PLAIN}, ("QLoRA", "NF4")),
+    ({"format.name": "mxfp4", **QUIET, **PLAIN}, ("LoRA", "MXFP4")),
+    ({"format.name": "nvfp4", **QUIET, **PLAIN}, ("QeRL w/o AQN", "NVFP4")),
+    ({"format.name": "nvfp4", **AQN, **PLAIN}, ("QeRL +AQN", "NVFP4")),
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +104,7 @@ def _select_rows(columns: Mapping[str, str]) -> pd.DataFrame:
 
 
 def _select_one_row(where: Mapping[str, str]) -> pd.Series:
+    """Return the only row of the paper's printed results with these column values. Raises KeyError unless it is one."""
     rows = _select_rows(where)
     if len(rows) != 1 or math.isnan(rows["number"].iloc[0]):
         raise KeyError(f"{len(rows)} numbers of the paper have {where}; one is needed")
@@ -112,3 +132,21 @@ def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], rat
 def numbers(**where: str) -> dict[str, float]:
     """Return the paper's numbers with these column values by model; repetitions in several tables count once."""
     return {str(model): float(number) for model, number in _select_rows(where).set_index("model")["number"].items()}
+
+
+def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Map the labels of our arms with the settings `where` to (method, weight format) of their row in Table 1.
+
+    Arms without such a row are left out. So are several arms of one model, task and algorithm with the same row, as it
+    is not known which of them the paper has.
+    """
+    keys = ("model.path", "task.name", "algorithm.name")
+    found = {
+        label: (row, tuple(runs[0].value(key) for key in keys))
+        for label, runs in arms.items() for settings, row in TABLE_1 if settings.items() <= runs[0].settings.items()
+    }  # fmt: skip
+    counts = Counter(found.values())
+    return {
+        label: row for label, (row, place) in found.items()
+        if counts[row, place] == 1 and where.items() <= arms[label][0].settings.items()
+    }  # fmt: skip

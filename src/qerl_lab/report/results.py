@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -22,9 +21,8 @@ from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_override
 from qerl_lab.record.directory import RunDirectory, is_run
-from qerl_lab.report.arms import FINISHED, RENAMED, Run, differing_keys, normalize
-from qerl_lab.report.matching import run_key
-from qerl_lab.report.runs import NO_STEPS, Origin, Record, read_record, record_of
+from qerl_lab.report.arms import differing_keys, run_key
+from qerl_lab.report.runs import NO_STEPS, RENAMED, Origin, Run, normalize, read_run
 from qerl_lab.system.disk import replace_file
 from qerl_lab.system.terminal import format_path
 
@@ -46,43 +44,37 @@ def find_folder(path: str) -> Path:
     raise ConfigError(f"{path} is no directory, here or in the folder above {Path.cwd()}. Type another in RESULTS.")
 
 
-def read_all(folders: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
-    """Read every run in `folders`: the records, and the damaged runs with the reason, by name.
+def read_all(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
+    """Read every run in `folders`: the runs, and the damaged ones with the reason, by name.
 
-    A folder that holds both results and runs is read as both, as the runs may be newer. Raises ConfigError for a folder
-    without either.
+    A folder that holds both results and run directories is read as both, as the directories may be newer. Raises
+    ConfigError for a folder without either.
     """
-    found, damaged = list[tuple[Path, Record]](), dict[str, str]()
-    for folder in filter(_is_results_folder, folders):
-        records, broken = read(folder)
-        found += [(folder, record) for record in records]
-        damaged |= broken
-    for path in _find_run_directories(folders):
+    found, damaged, directories = list[tuple[Path, Run]](), dict[str, str](), dict[Path, Path]()
+    for folder in folders:
+        has_results = (folder / RUNS).is_file()
+        if has_results:
+            runs, broken = read(folder)
+            found += [(folder, run) for run in runs]
+            damaged |= broken
+        inside = {path.resolve(): path for path in _walk_run_directories(folder)}
+        if not inside and not has_results:
+            what = "holds no run directory" if folder.is_dir() else "is no directory"
+            raise ConfigError(f"{folder} {what}. Type the directory of a run or of a sweep, for example runs.")
+        directories |= inside
+    for path in directories.values():
         try:
-            found.append((path.parent, read_record(RunDirectory(path), format_path(path))))
+            found.append((path.parent, read_run(RunDirectory(path), format_path(path))))
         except (OSError, ValueError) as error:
             damaged[format_path(path)] = f"damaged ({in_one_line(error)})"
         except KeyError as error:
             damaged[format_path(path)] = f"damaged (it lacks {error}; another version of the lab wrote it)"
-    records, first = [], dict[str, Record]()
-    for folder, record in found:
-        name = record.run.name
-        if run_key(first.setdefault(name, record)) != run_key(record):  # two machines call different runs runs/0
-            record = replace(record, run=replace(record.run, name=f"{name} of {format_path(folder)}"))
-        records.append(record)
-    return records, {name: why for name, why in damaged.items() if name not in first}
-
-
-def _find_run_directories(folders: Sequence[Path]) -> list[Path]:
-    """Find the run directories at or below `folders`, each once. Raises ConfigError for a folder without any."""
-    found: dict[Path, Path] = {}
-    for folder in folders:
-        inside = {path.resolve(): path for path in _walk_run_directories(folder)}
-        if not inside and not _is_results_folder(folder):
-            what = "holds no run directory" if folder.is_dir() else "is no directory"
-            raise ConfigError(f"{folder} {what}. Type the directory of a run or of a sweep, for example runs.")
-        found |= inside
-    return list(found.values())
+    named, first = [], dict[str, Run]()
+    for folder, run in found:
+        if run_key(first.setdefault(run.name, run)) != run_key(run):  # two machines call different runs runs/0
+            run = replace(run, name=f"{run.name} of {format_path(folder)}")
+        named.append(run)
+    return named, {name: why for name, why in damaged.items() if name not in first}
 
 
 def _walk_run_directories(folder: Path) -> Iterator[Path]:
@@ -98,23 +90,28 @@ def _walk_run_directories(folder: Path) -> Iterator[Path]:
         folders.sort(key=lambda name: (os.path.islink(os.path.join(path, name)), name))
 
 
-def _is_results_folder(folder: Path) -> bool:
-    return (folder / RUNS).is_file()
-
-
-def frames(records: Sequence[Record], damaged: Mapping[str, str], arm_of: Mapping[str, str]) -> Frames:
+def frames(runs: Sequence[Run], damaged: Mapping[str, str], arm_of: Mapping[str, str]) -> Frames:
     """Build the tables of runs, steps and questions that a results folder stores.
 
     `arm_of` maps the name of each run that counts to its arm's label.
     """
-    keys = differing_keys([record.run for record in records])
-    rows = [_build_run_row(record, arm_of.get(record.run.name), keys) for record in records]
+    keys, rows = differing_keys(runs), []
+    for run in runs:
+        arm = arm_of.get(run.name)
+        shared = {key: value for key, value in sorted(run.settings.items()) if key not in keys}
+        rows.append({
+            "run": run.name, "arm": arm, "experiment": run.experiment, "seed": run.seed, "state": run.status,
+            "ended": run.ended, "seconds": run.summary["seconds"] if arm else None, "code": run.code,
+            **vars(run.origin), "versions": json.dumps(run.origin.versions),
+            "differs_in": json.dumps(sorted(run.declared)), **{key: run.settings.get(key) for key in keys},
+            "settings": json.dumps(shared),
+        })  # fmt: skip
     rows += [{"run": name, "experiment": None, "state": why} for name, why in damaged.items()]
-    counted = [record for record in records if record.run.name in arm_of]
-    steps = [record.steps.reset_index().assign(run=record.run.name) for record in counted]
+    counted = [run for run in runs if run.name in arm_of]
+    steps = [run.steps.reset_index().assign(run=run.name) for run in counted]
     asked = [
-        pd.DataFrame({"run": record.run.name, "phase": phase, "id": values.index, "accuracy": values.to_numpy(float)})
-        for record in counted for phase, values in record.accuracy.items() if phase != "gain"
+        pd.DataFrame({"run": run.name, "phase": phase, "id": values.index, "accuracy": values.to_numpy(float)})
+        for run in counted for phase, values in run.accuracy.items() if phase != "gain"
     ]  # fmt: skip
     no_questions = pd.DataFrame(columns=["run", "phase", "id", "accuracy"])
     return {
@@ -122,17 +119,6 @@ def frames(records: Sequence[Record], damaged: Mapping[str, str], arm_of: Mappin
         STEPS: pd.concat(steps or [NO_STEPS.reset_index().assign(run="")], ignore_index=True),
         QUESTIONS: pd.concat(asked or [no_questions], ignore_index=True),
     }
-
-
-def _build_run_row(record: Record, arm: str | None, keys: Sequence[str]) -> dict[str, Any]:
-    run, origin = record.run, record.origin
-    shared = {key: value for key, value in sorted(run.settings.items()) if key not in keys}
-    return {
-        "run": run.name, "arm": arm, "experiment": run.experiment, "seed": run.seed, "state": run.status,
-        "ended": run.ended, "seconds": record.summary["seconds"] if arm else None, "code": run.code,
-        **vars(origin), "versions": json.dumps(origin.versions), "differs_in": json.dumps(sorted(run.declared)),
-        **{key: run.settings.get(key) for key in keys}, "settings": json.dumps(shared),
-    }  # fmt: skip
 
 
 def write(folder: Path, tables: Frames) -> None:
@@ -143,8 +129,8 @@ def write(folder: Path, tables: Frames) -> None:
         replace_file(folder / name, data.getvalue())
 
 
-def read(folder: Path) -> tuple[list[Record], dict[str, str]]:
-    """Read a results folder: the records, and the damaged runs with the reason, by name. Raises ConfigError."""
+def read(folder: Path) -> tuple[list[Run], dict[str, str]]:
+    """Read a results folder: the runs, and the damaged ones with the reason, by name. Raises ConfigError."""
     tables = {}
     for name in (RUNS, STEPS, QUESTIONS):
         try:
@@ -155,30 +141,29 @@ def read(folder: Path) -> tuple[list[Record], dict[str, str]]:
                 f"{shell_override('out', folder)}."
             ) from None
     try:
-        return records_of(tables)
+        return runs_of(tables)
     except (KeyError, ValueError) as error:
         raise ConfigError(f"{folder} is not what a report writes there ({error!r}). Make it again.") from None
 
 
-def records_of(tables: Frames) -> tuple[list[Record], dict[str, str]]:
-    """Rebuild the records from the tables of `frames`, and the damaged runs with the reason, by name."""
+def runs_of(tables: Frames) -> tuple[list[Run], dict[str, str]]:
+    """Rebuild the runs from the tables of `frames`, and the damaged ones with the reason, by name."""
     steps = {run: rows.drop(columns="run").set_index("step") for run, rows in tables[STEPS].groupby("run")}
     phases: dict[str, dict[str, pd.DataFrame]] = {}
     for (run, phase), rows in tables[QUESTIONS].groupby(["run", "phase"], sort=False):
         phases.setdefault(run, {})[phase] = rows[["id", "accuracy"]]
     is_damaged = tables[RUNS]["experiment"].isna()
-    records = []
+    runs = []
     for row in tables[RUNS][~is_damaged].to_dict("records"):
         row = dict.fromkeys(ORIGIN, "") | row  # older files lack some columns
-        origin = Origin(**{name: row[name] for name in ORIGIN} | {"versions": json.loads(row["versions"])})
         settings = {key: value for key, value in row.items() if key not in NOT_SETTINGS and not pd.isna(value)}
         run = Run(
             row["run"], RENAMED.get(row["experiment"], row["experiment"]), int(row["seed"]),
             normalize(json.loads(row["settings"]) | settings), frozenset(json.loads(row["differs_in"])), row["state"],
             row["ended"], row["code"],
+            Origin(**{name: row[name] for name in ORIGIN} | {"versions": json.loads(row["versions"])}),
         )  # fmt: skip
-        if run.name in steps and run.status == FINISHED:
-            records.append(record_of(run, steps[run.name], phases.get(run.name, {}), row["seconds"], origin))
-        else:
-            records.append(Record(run, origin=origin))
-    return records, dict(tables[RUNS][is_damaged].set_index("run")["state"])
+        if run.name in steps and run.is_finished:
+            run = run.measured(steps[run.name], phases.get(run.name, {}), row["seconds"])
+        runs.append(run)
+    return runs, dict(tables[RUNS][is_damaged].set_index("run")["state"])

@@ -1,18 +1,22 @@
-"""Read run directories as records, and summarize them in headline numbers."""
+"""Read run directories, and summarize each run in headline numbers."""
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
+import yaml
 
+from qerl_lab.config.arm import drop_other_engines, fill_added_keys, is_of_arm, model_by_content
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.metrics import MetricsLine
-from qerl_lab.report.arms import FINISHED, Run, code_version, run_from
 from qerl_lab.report.stats import paired_interval
 
+FINISHED = "finished"
+PLACE, CONTENT, QUESTIONS, TASK = "model.path", "model.hash", "task.path", "task.name"
+ABSENT = "(absent)"  # stands for a setting that a run lacks
+RENAMED = {"bf16_hot": "bf16_temperature", "bf16_bonus": "bf16_entropy_bonus"}  # earlier names of experiments
 # Metrics used by tables, verdicts and figures; a report keeps no others.
 KEPT = (
     "reward/mean", "reward/answer", "reward/format", "reward/zero_variance_groups", "policy/entropy_nats",
@@ -21,17 +25,9 @@ KEPT = (
     "seconds/rollout", "seconds/train", "seconds/sync", "noise/sigma", "noise/kl_nats", "memory/rss_gib",
     "memory/gpu_peak_gib", "eval/accuracy", "eval/entropy_nats", "eval/subset_accuracy",
 )  # fmt: skip
-THEN = " then "  # joins the values of a run's sessions
 REASON = 300  # characters of a failure's reason; FAILED has all
-
-
-def read_steps(run: RunDirectory) -> pd.DataFrame:
-    """Read the metrics of a run: a row per step (index `step`), a column per metric. Step 0 is before training."""
-    return _metrics_by_step(run.metrics())
-
-
-def _metrics_by_step(lines: Sequence[MetricsLine]) -> pd.DataFrame:
-    return pd.DataFrame([{"step": line["step"], **line["metrics"]} for line in lines]).groupby("step").last()
+NO_STEPS = pd.DataFrame(index=pd.Index([], dtype="int64", name="step"))
+Arm = tuple[tuple[str, str], ...]  # the settings that define an arm, sorted
 
 
 @dataclass(frozen=True)
@@ -56,69 +52,114 @@ class Origin:
     claims_sha256: str = ""
 
 
-NO_STEPS = pd.DataFrame(index=pd.Index([], dtype="int64", name="step"))
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run as a report reads it. An unfinished run has no summary, accuracy or steps.
 
-
-@dataclass(frozen=True)
-class Record:
-    """A run as a report reads it; an unfinished run has only `run` and `origin`.
-
-    `summary` comes from `summarize`. `accuracy` maps "before", "after" and "gain" to the held-out accuracy by question
-    id, and is empty without evaluation. `steps` comes from `read_steps`, limited to `KEPT`. `at_once` counts the runs
-    at once on its machine, itself included; `comparison.compare` sets it.
+    Attributes:
+        experiment: its present name in conf/experiment/.
+        settings: dotted keys to text; those that define its arm, and always model.path.
+        declared: the keys in which its experiment is meant to differ from others (`differs_in`).
+        status: `FINISHED`, or what happened instead.
+        ended: in unix seconds.
+        code: the commit, from `code_version`.
+        summary: headline numbers, from `summarize`.
+        accuracy: "before", "after" and "gain" to held-out accuracy by question id; empty without evaluation.
+        steps: from `read_steps`, limited to `KEPT`.
+        at_once: the most runs at once on its machine, itself included; set by `arms.count_overlaps`.
     """
 
-    run: Run
-    summary: dict[str, Any] = field(default_factory=dict)
-    accuracy: dict[str, pd.Series] = field(default_factory=dict)
-    steps: pd.DataFrame = field(default_factory=lambda: NO_STEPS)
+    name: str
+    experiment: str
+    seed: int
+    settings: Mapping[str, str]
+    declared: frozenset[str]
+    status: str
+    ended: float
+    code: str
     origin: Origin = Origin()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    accuracy: Mapping[str, pd.Series] = field(default_factory=dict)
+    steps: pd.DataFrame = field(default_factory=lambda: NO_STEPS)
     at_once: int = 1
 
+    @property
+    def arm(self) -> Arm:
+        """Return the settings that define the arm to which the run belongs."""
+        return tuple(sorted(model_by_content(self.settings).items()))
 
-def read_record(run: RunDirectory, name: str) -> Record:
-    """Read the record of a run. Raises OSError or ValueError if something is missing or damaged."""
-    lines, values, sessions = run.checked_metrics(), run.settings(), run.environments()
-    codes = (code_version(each.get("git_sha"), each.get("dirty")) for each in sessions or [{}])
-    last = lines[-1] if lines else {"step": 0, "time": 0.0, "metrics": {}}
-    found = run_from(
-        values, name=name, ended=last["time"], code=_join_distinct(codes),
-        status=_describe_status(run, f"step {last['step']} of {values.get('steps')}"),
-        metrics={metric for line in lines for metric in line["metrics"]},
-    )  # fmt: skip
-    origin = _merge_origins(sessions, values)
-    if found.status != FINISHED:
-        return Record(found, origin=origin)
-    phases = run.evaluations() if values["eval.questions"] != "0" else {}
-    return record_of(found, _metrics_by_step(lines), phases, run.result()["seconds"], origin)
+    @property
+    def is_finished(self) -> bool:
+        """Tell whether the run trained all its steps; others failed, were interrupted or are still running."""
+        return self.status == FINISHED
 
+    def value(self, key: str) -> str:
+        """Return a setting, or `ABSENT`, as other versions lack some and only local models have model.hash."""
+        return self.settings.get(key, ABSENT)
 
-def record_of(
-    run: Run, steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float, origin: Origin
-) -> Record:
-    """Build the record of a finished run from its metrics by step and its held-out answers by phase, if any."""
-    steps = steps[[name for name in KEPT if name in steps]].dropna(axis=1, how="all").astype("float32")
-    headline, accuracy = _compute_headline(steps.astype("float64"), phases, seconds), {}
-    if phases:
-        before, after = _accuracies_before_and_after(phases)
-        after = after.reindex(before.index)
-        accuracy = {"before": before, "after": after, "gain": after - before}
-    return Record(run, headline, accuracy, steps, origin)
+    def measured(self, steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> "Run":
+        """Return the run with its metrics by step, held-out answers by phase (if any) and headline numbers.
+
+        `seconds` is the wall time of all sessions. Raises KeyError if a metric or one of the two phases is missing.
+        """
+        steps = steps[[name for name in KEPT if name in steps]].dropna(axis=1, how="all").astype("float32")
+        summary, accuracy = _headline(steps.astype("float64"), phases, seconds), {}
+        if phases:
+            before, after = _accuracies(phases)
+            after = after.reindex(before.index)
+            accuracy = {"before": before, "after": after, "gain": after - before}
+        return replace(self, steps=steps, accuracy=accuracy, summary=summary)
 
 
-def _accuracies_before_and_after(phases: Mapping[str, pd.DataFrame]) -> tuple[pd.Series, pd.Series]:
-    """Return accuracy by question, before and after training. Raises KeyError if a phase is missing."""
-    before, after = (phases[phase].set_index("id")["accuracy"] for phase in ("before", "after"))
-    return before, after
+def run_from(
+    values: Mapping[str, str], *, name: str, status: str, ended: float, code: str, metrics: Collection[str],
+    origin: Origin = Origin(),
+) -> Run:  # fmt: skip
+    """Build a Run from the flattened configuration of a run directory and the names of its recorded metrics.
+
+    Raises ValueError if the values are no configuration of this lab.
+    """
+    try:
+        device, seed, declared = values["device"], int(values["seed"]), yaml.safe_load(values["differs_in"])
+        experiment = RENAMED.get(values["experiment"], values["experiment"])
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"its configuration lacks {error}") from None
+    if device == "auto" and metrics:  # the first GPU if torch saw one; its peak memory is then recorded
+        device = "cuda" if "memory/gpu_peak_gib" in metrics else "cpu"
+    own = normalize(dict(values) | {"device": device})
+    settings = {key: value for key, value in own.items() if is_of_arm(key) or key == "device"}
+    if settings.get(CONTENT) == "None":  # older records lack the key, which means the same
+        del settings[CONTENT]
+    return Run(name, experiment, seed, settings, frozenset(declared), status, ended, code, origin)
 
 
-def _merge_origins(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> Origin:
-    """Merge the env.json of all sessions of a run into one Origin, joining values that differ."""
+def normalize(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return settings of any version in today's form, so that runs of one arm compare equal."""
+    own = drop_other_engines(fill_added_keys(settings))
+    if own["device"] == "cpu" and own.get("optim.packing") == "off":  # `auto` packs on GPUs only
+        own["optim.packing"] = "auto"
+    return own
+
+
+def code_version(git_sha: str | None, dirty: bool | None) -> str:
+    """Format the commit of a run's code, from its env.json: `1a2b3c4`, or `1a2b3c4 with changes`."""
+    return f"{(git_sha or 'unknown')[:7]}{' with changes' if dirty else ''}"
+
+
+def read_run(directory: RunDirectory, name: str) -> Run:
+    """Read a run directory. Raises OSError, ValueError or KeyError if something is missing or damaged."""
+    lines, values, sessions = directory.checked_metrics(), directory.settings(), directory.environments()
+    last = lines[-1] if lines else {"step": 0, "time": 0.0}
+    status = {"done": FINISHED}.get(directory.status, directory.status_in_words)
+    if directory.status == "failed":
+        status = f"failed ({textwrap.shorten(directory.reason, REASON, placeholder=' ...')})"
+    elif directory.status == "interrupted":
+        status += f" (step {last['step']} of {values.get('steps')})"
     data = sessions[0].get("data", {}) if sessions else {}
     gpus = [gpu["uuid"] for each in sessions for gpu in each.get("gpus", []) if "uuid" in gpu]
     is_of_sweep = any(each.get("sweep") for each in sessions)  # a single run has the keys too, without effect
-    at_once = [f"{key}={settings[key]}" for key in ("jobs", "jobs_per_gpu") if key in settings and is_of_sweep]
-    return Origin(
+    at_once = [f"{key}={values[key]}" for key in ("jobs", "jobs_per_gpu") if key in values and is_of_sweep]
+    origin = Origin(
         command=_join_distinct(each.get("command", "") for each in sessions),
         configured=" ".join(at_once),
         began=sessions[0].get("time", "") if sessions else "",
@@ -128,12 +169,20 @@ def _merge_origins(sessions: Sequence[Mapping[str, Any]], settings: Mapping[str,
         training_sha256=data.get("training_sha256") or "",
         heldout_sha256=data.get("heldout_sha256") or "",
         place=" ".join(dict.fromkeys(gpus or [each.get("host", "") for each in sessions])).strip(),
-        claims_sha256=settings.get("preregistration_sha256", "None").replace("None", ""),
+        claims_sha256=values.get("preregistration_sha256", "None").replace("None", ""),
     )
+    code = _join_distinct(code_version(each.get("git_sha"), each.get("dirty")) for each in sessions or [{}])
+    recorded = {metric for line in lines for metric in line["metrics"]}
+    run = run_from(values, name=name, status=status, ended=last["time"], code=code, metrics=recorded, origin=origin)
+    if not run.is_finished:
+        return run
+    phases = directory.evaluations() if values["eval.questions"] != "0" else {}
+    return run.measured(read_steps(directory), phases, directory.result()["seconds"])
 
 
 def _join_distinct(texts: Iterable[str]) -> str:
-    return THEN.join(dict.fromkeys(text for text in texts if text))
+    """Join the values of a run's sessions, each once: `A then B`."""
+    return " then ".join(dict.fromkeys(text for text in texts if text))
 
 
 def _describe_machine(environment: Mapping[str, Any]) -> str:
@@ -149,36 +198,41 @@ def _describe_machine(environment: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _describe_status(run: RunDirectory, reached: str) -> str:
-    match run.status:
-        case "done":
-            return FINISHED
-        case "failed":
-            return f"failed ({textwrap.shorten(run.reason, REASON, placeholder=' ...')})"
-        case "interrupted":
-            return f"{run.status_in_words} ({reached})"
-    return run.status
+def read_steps(directory: RunDirectory) -> pd.DataFrame:
+    """Read the metrics of a run: a row per step (index `step`), a column per metric. Step 0 is before training."""
+    rows = [{"step": line["step"], **line["metrics"]} for line in directory.metrics()]
+    return pd.DataFrame(rows).groupby("step").last()
 
 
-def summarize(run: RunDirectory, seconds: float) -> dict[str, Any]:
+def summarize(directory: RunDirectory, seconds: float) -> dict[str, Any]:
     """Summarize a finished run in headline numbers. `seconds` is the wall time of all sessions of the run.
 
     Entropy first and last are means over the first and the last tenth of the steps, since single steps are noisy.
     """
-    return _compute_headline(read_steps(run), run.evaluations(), seconds)
+    return _headline(read_steps(directory), directory.evaluations(), seconds)
 
 
-def _compute_headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> dict[str, Any]:
+def first_tenth(steps: pd.Series) -> pd.Series:
+    """Return the first tenth of a metric's steps, at least one."""
+    return steps.head(max(1, len(steps) // 10))
+
+
+def last_tenth(steps: pd.Series) -> pd.Series:
+    """Return the last tenth of a metric's steps, at least one."""
+    return steps.tail(max(1, len(steps) // 10))
+
+
+def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> dict[str, Any]:
+    """Compute the numbers of `summarize` from metrics by step and held-out answers by phase."""
     steps = steps.loc[1:]
-    tenth = max(1, len(steps) // 10)
     spent = steps["step/seconds"].sum()
     tokens = (steps["step/tokens_per_second"] * steps["step/seconds"]).sum()
     result = {
         "steps": int(steps.index.max()),
-        "entropy_first": float(steps["policy/entropy_nats"].head(tenth).mean()),
-        "entropy_last": float(steps["policy/entropy_nats"].tail(tenth).mean()),
-        "reward_first": float(steps["reward/mean"].head(tenth).mean()),
-        "reward_last": float(steps["reward/mean"].tail(tenth).mean()),
+        "entropy_first": float(first_tenth(steps["policy/entropy_nats"]).mean()),
+        "entropy_last": float(last_tenth(steps["policy/entropy_nats"]).mean()),
+        "reward_first": float(first_tenth(steps["reward/mean"]).mean()),
+        "reward_last": float(last_tenth(steps["reward/mean"]).mean()),
         "tokens_per_second": float(tokens / spent),
         "rollout_tokens_per_second": float(tokens / steps["seconds/rollout"].sum()),
         **{f"share_{name}": float(steps[f"seconds/{name}"].sum() / spent) for name in ("rollout", "train", "sync")},
@@ -189,30 +243,26 @@ def _compute_headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], s
         result["memory_gpu_peak_gib"] = float(steps["memory/gpu_peak_gib"].max())
     for phase in (name for name, rows in phases.items() if "truncated" in rows):  # older records lack it
         result[f"truncated_{phase}"] = float(phases[phase]["truncated"].mean())
-    return result | _compute_gain(phases)
-
-
-def gain_metrics(run: RunDirectory) -> dict[str, float]:
-    """Return the metrics `eval/gain`, `eval/gain_low` and `eval/gain_high` of a run, as in `summarize`.
-
-    Empty until both evaluations exist.
-    """
-    found = _compute_gain(run.evaluations())
-    if not found:
-        return {}
-    low, high = found["accuracy_gain_interval"]
-    return {"eval/gain": found["accuracy_gain"], "eval/gain_low": low, "eval/gain_high": high}
-
-
-def _compute_gain(phases: Mapping[str, pd.DataFrame]) -> dict[str, Any]:
     if not {"before", "after"} <= set(phases):
-        return {}
-    before, after = _accuracies_before_and_after(phases)
-    mean, low, high = paired_interval(before, after)
-    return {
+        return result
+    before, after = _accuracies(phases)
+    gain, low, high = paired_interval(before, after)
+    return result | {
         "questions": len(after),
         "accuracy_before": float(before.mean()),
         "accuracy_after": float(after.mean()),
-        "accuracy_gain": mean,
+        "accuracy_gain": gain,
         "accuracy_gain_interval": [low, high],
     }
+
+
+def gain_metrics(directory: RunDirectory) -> dict[str, float]:
+    """Return the metrics `eval/gain`, `eval/gain_low` and `eval/gain_high` of a run that was evaluated at both ends."""
+    interval = paired_interval(*_accuracies(directory.evaluations()))
+    return dict(zip(("eval/gain", "eval/gain_low", "eval/gain_high"), interval, strict=True))
+
+
+def _accuracies(phases: Mapping[str, pd.DataFrame]) -> tuple[pd.Series, pd.Series]:
+    """Return held-out accuracy by question id, before and after training. Raises KeyError if a phase is missing."""
+    before, after = (phases[phase].set_index("id")["accuracy"] for phase in ("before", "after"))
+    return before, after

@@ -1,11 +1,10 @@
 """Tabulate benchmark results beside the paper's speed and memory (Tables 3 and 5 to 9, Figure 11)."""
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -14,9 +13,8 @@ from qerl_lab.config.units import GIB
 from qerl_lab.report import bench, reference
 from qerl_lab.report.bench import Columns, Result, table_rows, with_ratios
 from qerl_lab.report.table import Table, format_number, without_constant_columns, without_empty_columns
-from qerl_lab.system.terminal import format_path
+from qerl_lab.system.terminal import by_numbers, format_path
 
-GB_PER_GIB = GIB / 1e9
 PRINTED_RANK = 16  # not stated in Tables 5 to 8, but their numbers equal Table 9's at this rank
 STEP_METRICS = {
     "end-to-end training speedup vs BF16 LoRA": "table_3",
@@ -27,8 +25,7 @@ WITHOUT = "No benchmarks on this page: add results of python -m qerl_lab.bench w
 ABOUT = "Ratios are to the baseline of the same file. The paper used one H100 with 80 GB: compare ratios, not tokens/s."
 
 
-@dataclass(frozen=True)
-class Speed:
+class Speed(NamedTuple):
     """The speed section of the page: tables, and notes on the files."""
 
     tables: list[Table]
@@ -38,12 +35,19 @@ class Speed:
 def tabulate_files(paths: Sequence[Path]) -> Speed:
     """Tabulate benchmark result files, or folders of them, beside the paper's speed and memory.
 
-    Invalid and incomplete files are left out with a note.
+    Invalid and incomplete files are left out with a note. Raises ConfigError for a path without any file.
     """
     if not paths:
         return Speed([], [WITHOUT])
+    files = []
+    for path in paths:
+        found = sorted(path.glob("*.json")) if path.is_dir() else [path] if path.exists() else []
+        if not found:
+            why = "holds no result" if path.is_dir() else "is not there"
+            raise ConfigError(f"bench={path} {why}. Type a result of python -m qerl_lab.bench, or a folder of them.")
+        files += found
     notes, rollouts, steps, sizes = list[str](), list[pd.DataFrame](), list[pd.DataFrame](), list[pd.DataFrame]()
-    for file in _find_result_files(paths):
+    for file in dict.fromkeys(files):
         try:
             result = bench.load(file)
             about, of_arms, of_sizes = _describe_result(result), _tabulate_speeds(result), _tabulate_sizes(result)
@@ -53,19 +57,7 @@ def tabulate_files(paths: Sequence[Path]) -> Speed:
             (rollouts if result["benchmark"] == "rollout" else steps).append(of_arms)
             sizes.append(of_sizes)
         notes.append(f"{format_path(file)}: {about}")
-    return Speed([_build_rollout_table(rollouts), _build_step_table(steps), _build_memory_table(sizes)], notes)
-
-
-def _find_result_files(paths: Sequence[Path]) -> list[Path]:
-    """List the result files of the paths, each once. Raises ConfigError for a path without any."""
-    files = []
-    for path in paths:
-        found = sorted(path.glob("*.json")) if path.is_dir() else [path] if path.exists() else []
-        if not found:
-            why = "holds no result" if path.is_dir() else "is not there"
-            raise ConfigError(f"bench={path} {why}. Type a result of python -m qerl_lab.bench, or a folder of them.")
-        files += found
-    return list(dict.fromkeys(files))
+    return Speed([_rollout_table(rollouts), _step_table(steps), _memory_table(sizes)], notes)
 
 
 def _describe_result(result: Result) -> str:
@@ -115,7 +107,7 @@ def _tabulate_sizes(result: Result) -> pd.DataFrame:
     elif kind in bench.OF_ARMS and bench.measured_rows(result):
         rows = pd.DataFrame(bench.measured_rows(result))
         for column, gib in (("weights", "weights_gib" if kind == "rollout" else "policy_gib"), ("peak", "peak_gib")):
-            rows[column] = pd.to_numeric(rows.reindex(columns=[gib])[gib]) * GB_PER_GIB
+            rows[column] = pd.to_numeric(rows.reindex(columns=[gib])[gib]) * GIB / 1e9
     else:
         return pd.DataFrame()
     sizes = rows.groupby(["arm", "rank"], sort=False).agg(
@@ -173,16 +165,11 @@ def printed_steps() -> pd.DataFrame:
     return wide.rename(columns=STEP_METRICS).reset_index()
 
 
-def _printed_sizes() -> pd.DataFrame:
-    """Return the paper's model sizes in GB by model and format, and their ratios `of_bf16`."""
-    rows = _paper_rows("model size").drop_duplicates(["model", "format"])[["model", "format", "number"]]
-    return with_ratios(rows, "number", ["model"], {"bf16": rows["format"] == "bf16"})
-
-
 # --- both
 
 
-def _build_rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
+def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
+    """Build the table of rollouts beside the paper's tokens/s at the same model, batch and rank."""
     papers = printed_rollouts().rename(columns={"rank": "printed_rank"})
     place = papers["batch"].astype(str) + " at " + papers["printed_rank"].astype(str)
     papers = papers.assign(speed=papers["number"].map(format_number), place=place.where(papers["format"] == "nvfp4"))
@@ -200,7 +187,8 @@ def _build_rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
     )  # fmt: skip
 
 
-def _build_step_table(ours: Sequence[pd.DataFrame]) -> Table:
+def _step_table(ours: Sequence[pd.DataFrame]) -> Table:
+    """Build the table of whole steps beside the paper's speedups at the same model and batch."""
     papers = printed_steps()
     papers["place"] = papers["batch"].astype(str).where(papers["format"] == "nvfp4")
     return _join_with_paper(
@@ -217,9 +205,10 @@ def _build_step_table(ours: Sequence[pd.DataFrame]) -> Table:
     )  # fmt: skip
 
 
-def _build_memory_table(ours: Sequence[pd.DataFrame]) -> Table:
-    """Build the table of memory: measured weights and peaks beside the paper's model sizes."""
-    papers = _printed_sizes()
+def _memory_table(ours: Sequence[pd.DataFrame]) -> Table:
+    """Build the table of memory: measured weights and peaks beside the paper's model sizes in GB."""
+    papers = _paper_rows("model size").drop_duplicates(["model", "format"])[["model", "format", "number"]]
+    papers = with_ratios(papers, "number", ["model"], {"bf16": papers["format"] == "bf16"})
     papers["place"] = papers["format"].str.upper()
     return _join_with_paper(
         "Memory, as in the paper's Tables 3 and 5 to 8",
@@ -253,21 +242,15 @@ def _join_with_paper(
     rows = pd.concat(ours, ignore_index=True)
     beside = papers.rename(columns={name: f"paper_{name}" for name in papers if name not in key})
     head, *body = table_rows(rows.merge(beside, on=key, how="left"), columns)
-    cells, empty = without_empty_columns([head, *sorted(body, key=lambda row: _natural_key(row[0]))], 2)
+    cells, empty = without_empty_columns([head, *sorted(body, key=lambda row: by_numbers(row[0]))], 2)
     cells, alike = without_constant_columns(cells, ("repeats", "steps", "lengths", "GPU"))
     left_out = [f"Left out: {', '.join(empty)}, empty in every row."] if empty else []
     is_measured = pd.MultiIndex.from_frame(papers[key]).isin(pd.MultiIndex.from_frame(rows[key]))
-    if missing := _format_places(papers[~is_measured].dropna(subset="place")):
-        left_out.append(f"In the paper, but not measured here ({setting}): {missing}.")
+    missing = papers[~is_measured].dropna(subset="place")
+    if len(missing):
+        pairs = sorted(
+            zip(missing["model"], missing["place"], strict=True), key=lambda pair: by_numbers(" ".join(pair))
+        )
+        places = (f"{model} {', '.join(at for _, at in own)}" for model, own in groupby(pairs, itemgetter(0)))
+        left_out.append(f"In the paper, but not measured here ({setting}): {'; '.join(places)}.")
     return Table(title, about + alike, cells, " ".join(left_out))
-
-
-def _format_places(missing: pd.DataFrame) -> str:
-    """List the cells without a measurement by model and batch size, as in `qwen2.5-3b 2, 8; qwen2.5-7b 2`."""
-    names = sorted(zip(missing["model"], missing["place"], strict=True), key=lambda pair: _natural_key(" ".join(pair)))
-    return "; ".join(f"{model} {', '.join(place for _, place in own)}" for model, own in groupby(names, itemgetter(0)))
-
-
-def _natural_key(text: str) -> list[str | int]:
-    """Return a sort key that puts 7b before 32b."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]

@@ -1,9 +1,16 @@
-"""Tables of a report's page, reduced to what was measured, and the format of their numbers. Pure."""
+"""Cells and tables of text: numbers, intervals over seeds, and what to leave out because nothing was measured. Pure."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import pandas as pd
+
+from qerl_lab.report import stats
+
 NONE = "-"  # a cell without a measurement
+ANY = (-math.inf, math.inf)
 Rows = list[list[str]]
 
 
@@ -25,6 +32,41 @@ def format_number(value: float) -> str:
     if abs(value) < 10:
         return f"{value:.3f}"
     return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def mean_and_interval(
+    interval: stats.Interval,
+    spell: Callable[[float], str] = format_number,
+    spell_end: Callable[[float], str] = format_number,
+) -> str:
+    """Format `mean [low, high]`; `>= mean [low, no bound]` if the mean is only known to be so large."""
+    mean, low, high = interval
+    if math.isfinite(low) and math.isfinite(high):
+        return f"{spell(mean)} {stats.format_interval(low, high, spell_end)}"
+    bound = "" if math.isinf(low) and math.isinf(high) else ">= " if math.isinf(high) else "<= "
+    ends = ("no bound" if math.isinf(end) else spell_end(end) for end in (low, high))
+    return f"{bound}{spell(mean)} [{', '.join(ends)}]"
+
+
+def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
+    """Format the mean of values[seeds, questions] as `mean [95% CI] (n)`. `bounds` are the possible values.
+
+    One seed has no interval; without any value the cell is a dash.
+    """
+    interval = stats.mean_of_arm(values, bounds)
+    if math.isnan(interval[0]):
+        return NONE
+    if math.isnan(interval[1]):
+        return f"{format_number(interval[0])} (1)"
+    return f"{mean_and_interval(interval)} ({len(values.dropna(how='all'))})"
+
+
+def geometric_cell(values_S: pd.Series) -> str:
+    """Format the geometric mean of positive values as `seeds_cell` does; its interval stays above 0."""
+    if len(values_S) < 2:
+        return seeds_cell(values_S.to_frame())
+    mean, low, high = np.exp(stats.over_seeds(np.log(values_S.to_frame().to_numpy())))
+    return f"{mean_and_interval((mean, low, high))} ({len(values_S)})"
 
 
 def without_empty_columns(rows: Rows, names: int = 1) -> tuple[Rows, list[str]]:

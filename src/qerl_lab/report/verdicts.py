@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from qerl_lab.report import reference, stats
-from qerl_lab.report.arms import Run, is_unfinished, keys_implied_by_task, number_first
+from qerl_lab.report.arms import keys_implied_by_task, number_first
 from qerl_lab.report.claims import Claim, Contrast, of_paper
 from qerl_lab.report.comparison import CONDITIONS
 from qerl_lab.report.effects import BROKEN, OPEN, Numbers, P, Pair, find_pairs, measure_pair
-from qerl_lab.report.measures import MEASURES, Unmeasured, has_collapsed
-from qerl_lab.report.runs import Record
+from qerl_lab.report.measures import Unmeasured, has_collapsed
+from qerl_lab.report.runs import Run
 
 LEVEL = 0.025  # of each one-sided test, which matches a 95% interval
 
@@ -55,14 +55,13 @@ class Row:
     numbers: Numbers | None = None
 
 
-def judge(counted: Sequence[Record], all_runs: Sequence[Run], claims: Sequence[Claim] | None = None) -> list[Row]:
+def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] | None = None) -> list[Row]:
     """Reach a verdict on each contrast of the claims (default: the paper's), a row per pair of arms that tests it.
 
-    A contrast whose arm is missing has one row, without numbers. `all_runs` has every run, also those that do not
-    count.
+    A contrast whose arm is missing has one row, without numbers. `runs` has every run, also those that do not count.
     """
     rows: list[Row] = []
-    started = [*(record.run for record in counted), *filter(is_unfinished, all_runs)]
+    started = [*counted, *(run for run in runs if not run.is_finished)]
     for claim in of_paper() if claims is None else claims:
         for contrast in claim.contrasts:
             row = Row(claim, contrast, Verdict.UNDECIDED, "", printed=paper_effects(claim, contrast))
@@ -80,12 +79,43 @@ def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], 
     """
     found = []
     for treated, control in contrast.printed:
-        effect = reference.paper_difference(treated, control, MEASURES[claim.measure].ratio)
+        effect = reference.paper_difference(treated, control, claim.is_ratio)
         scale = 100 if treated.get("metric") == "accuracy" else 1  # printed in percent
         model = treated.get("model", "").removeprefix("Qwen2.5-").removesuffix("-Instruct")
         error = f", +-{effect.error:g}" if effect.error else ""
         found.append((f"{treated['table']} {model}".strip() + error, effect.value / scale))
     return tuple(found)
+
+
+def _measure_row(row: Row, pair: Pair) -> Row:
+    """Add the settings and numbers of a pair of arms to a row, or the reason why there are no numbers."""
+    claim, sides = row.claim, (pair.treated, pair.control)
+    # settings: both values for keys that may differ, without the key that the claim spans
+    treated, control = (dict(side.runs[0].arm) for side in sides)
+    free = treated.keys() - dict(pair.context).keys() - {claim.spanned_key}
+    context = dict(pair.context) | {key: f"{treated[key]} / {control.get(key)}" for key in free}
+    runs, conditions = [run for side in sides for run in side.runs], []
+    for key in CONDITIONS:
+        values = sorted({run.value(key) for run in runs if key in run.settings}, key=number_first)
+        how = {claim.best_of: "each arm's best of ", claim.mean_over: "mean over "}.get(key, "")
+        conditions += [(key, how + ", ".join(values))] if values else []
+    holding = sum(run.origin.claims_sha256 == claim.file.sha256 for run in runs)
+    registered = f"preregistered: all {holding} runs record this file's hash"
+    if holding < len(runs):
+        later = f"; the claim was added on {claim.added}" if claim.added else ""
+        registered = f"not preregistered: {holding} of {len(runs)} runs record this file's hash{later}"
+    row = replace(
+        row, context=tuple(sorted(context.items())), conditions=tuple(conditions), registered=registered,
+        finished=(pair.treated.finished, pair.control.finished), started=(pair.treated.started, pair.control.started),
+    )  # fmt: skip
+    try:
+        row = replace(row, numbers=measure_pair(claim, pair))
+    except Unmeasured as error:
+        return replace(row, why=str(error))
+    if claim.measure == "answers_last":  # its mean alone does not show how many runs fell
+        fell = [sum(map(has_collapsed, side.runs)) for side in sides]
+        row = replace(row, collapsed=(fell[0], fell[1]))
+    return row
 
 
 def _reduce_contexts(rows: Sequence[Row]) -> list[Row]:
@@ -98,70 +128,6 @@ def _reduce_contexts(rows: Sequence[Row]) -> list[Row]:
         own = (item for item in row.context if item not in common and item[0] not in implied)
         shown.append(replace(row, context=tuple(own)))
     return shown
-
-
-def _measure_row(row: Row, pair: Pair) -> Row:
-    """Add the numbers of a pair of arms to a row, or the reason why there are none."""
-    claim, sides = row.claim, (pair.treated, pair.control)
-    row = replace(
-        row, context=_pair_context(claim, pair), conditions=_pair_conditions(claim, pair),
-        registered=_describe_registration(claim, pair),
-        finished=(pair.treated.finished, pair.control.finished), started=(pair.treated.started, pair.control.started),
-    )  # fmt: skip
-    try:
-        row = replace(row, numbers=measure_pair(claim, pair))
-    except Unmeasured as error:
-        return replace(row, why=str(error))
-    if claim.measure == "answers_last":  # its mean alone does not show how many runs fell
-        fell = [sum(map(has_collapsed, side.records)) for side in sides]
-        row = replace(row, collapsed=(fell[0], fell[1]))
-    return row
-
-
-def _pair_context(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
-    """Return the settings of a pair, both values for keys that may differ, without the key that the claim spans."""
-    own = [dict(side.records[0].run.arm) for side in (pair.treated, pair.control)]
-    shared = dict(pair.context)
-    free = own[0].keys() - shared.keys() - {claim.spanned_key}
-    differ = {key: f"{own[0][key]} / {own[1].get(key)}" for key in free}
-    return tuple(sorted((shared | differ).items()))
-
-
-def _pair_conditions(claim: Claim, pair: Pair) -> tuple[tuple[str, str], ...]:
-    """Return the values of `CONDITIONS` in a pair's runs, and how the claim combines several values of a key."""
-    runs = [record.run for side in (pair.treated, pair.control) for record in side.records]
-    found = []
-    for key in CONDITIONS:
-        values = sorted({run.value(key) for run in runs if key in run.settings}, key=number_first)
-        if values:
-            how = {claim.best_of: ", each arm's best of ", claim.mean_over: ", mean over "}.get(key, "")
-            found.append((key, f"{how.removeprefix(', ')}{', '.join(values)}"))
-    return tuple(found)
-
-
-def _describe_registration(claim: Claim, pair: Pair) -> str:
-    """Say whether a pair's runs record the SHA-256 of the claims file, so that the claim is older than they are."""
-    records = [*pair.treated.records, *pair.control.records]
-    holding = sum(record.origin.claims_sha256 == claim.file.sha256 for record in records)
-    if holding == len(records):
-        return f"preregistered: all {holding} runs record this file's hash"
-    later = f"; the claim was added on {claim.added}" if claim.added else ""
-    return f"not preregistered: {holding} of {len(records)} runs record this file's hash{later}"
-
-
-def smallest_effect(claim: Claim) -> float:
-    """Return the smallest effect of interest to a claim, as its logarithm if the measure is a ratio."""
-    return math.log(claim.smallest) if MEASURES[claim.measure].ratio else claim.smallest
-
-
-def smallest_as_text(claim: Claim) -> str:
-    """Format the smallest effect of interest to a claim as stated: `0.02`, or `1.1x` for a ratio."""
-    return f"{claim.smallest:g}x" if MEASURES[claim.measure].ratio else f"{claim.smallest:g}"
-
-
-def effect_as_text(claim: Claim, value: float) -> str:
-    """Format an effect in the measure of a claim: `+0.013`, or `1.23x` for a ratio."""
-    return f"{value:.2f}x" if MEASURES[claim.measure].ratio else f"{value:+.3f}"
 
 
 def pool_variances(rows: Sequence[Row]) -> list[Row]:
@@ -192,18 +158,22 @@ def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
     larger p-value of two one-sided tests. `small` rejects a smaller effect: twice the smaller p-value, because either
     side could show it.
     """
-    margin, count = smallest_effect(claim), seeds or numbers.seeds
     low, high = float(numbers.oriented.mean()), float(numbers.at_most.mean())
 
     def p_above(mean: float, null: float) -> float:
         """Return the one-sided p-value of a mean effect above `null`."""
-        return stats.p_above(mean, numbers.variances, count, numbers.questions, null)
+        return stats.p_above(mean, numbers.variances, seeds or numbers.seeds, numbers.questions, null)
 
     if claim.direction:
-        return P(p_above(low, 0.0), p_above(-high, -margin), p_above(-high, 0.0))
-    inside = max(p_above(low, -margin), p_above(-high, -margin))
-    outside = min(p_above(low, margin), p_above(-high, margin))
+        return P(p_above(low, 0.0), p_above(-high, -claim.margin), p_above(-high, 0.0))
+    inside = max(p_above(low, -claim.margin), p_above(-high, -claim.margin))
+    outside = min(p_above(low, claim.margin), p_above(-high, claim.margin))
     return P(inside, min(1.0, 2 * outside), 1.0)
+
+
+def family_sizes(rows: Sequence[Row]) -> dict[str, int]:
+    """Count the measured contrasts of each family, for which p-values are corrected."""
+    return dict(Counter(row.claim.family for row in rows if row.numbers))
 
 
 def set_verdicts(rows: Sequence[Row]) -> list[Row]:
@@ -212,52 +182,68 @@ def set_verdicts(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         family = [other for other in rows if other.numbers and other.claim.family == row.claim.family]
         others = [other.numbers.p for other in family if other.numbers and other is not row]
-        done.append(_decide_row(row, row.numbers, others) if row.numbers else row)
+        done.append(_decide(row, row.numbers, others) if row.numbers else row)
     return done
 
 
-def family_sizes(rows: Sequence[Row]) -> dict[str, int]:
-    """Count the measured contrasts of each family, for which p-values are corrected."""
-    return dict(Counter(row.claim.family for row in rows if row.numbers))
+def _decide(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
+    """Set the verdict of a measured contrast, given the p-values of the others of its family.
 
+    For an open contrast, say how many seeds would decide it.
+    """
+    claim = row.claim
 
-def _adjust_for_family(own: P, others: Sequence[P]) -> P:
-    """Adjust the p-values of a contrast by Holm, together with the other contrasts of its family."""
-    return P(*(stats.holm([p, *(other[n] for other in others)])[0] for n, p in enumerate(own)))
+    def verdict_of(own: P) -> tuple[P, Verdict]:
+        """Adjust the p-values by Holm within the family, and return them with the verdict that they allow."""
+        adjusted = P(*(stats.holm([p, *(other[n] for other in others)])[0] for n, p in enumerate(own)))
+        is_above, is_small, is_below = (p < LEVEL for p in adjusted)
+        if is_below:
+            return adjusted, Verdict.REVERSED
+        if is_above:
+            return adjusted, Verdict.TOO_SMALL if is_small and claim.direction else Verdict.SUPPORTED
+        return adjusted, Verdict.EXCLUDED if is_small else Verdict.UNDECIDED
 
-
-def _choose_verdict(claim: Claim, adjusted: P) -> Verdict:
-    """Return the verdict that corrected p-values allow on a claim."""
-    is_above, is_small, is_below = (p < LEVEL for p in adjusted)
-    if is_below:
-        return Verdict.REVERSED
-    if is_above:
-        return Verdict.TOO_SMALL if is_small and claim.direction else Verdict.SUPPORTED
-    return Verdict.EXCLUDED if is_small else Verdict.UNDECIDED
-
-
-def _decide_row(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
-    """Set the verdict of a measured contrast; for an open one, say how many seeds would decide it."""
-    claim, numbers = row.claim, replace(numbers, adjusted=_adjust_for_family(numbers.p, others))
-
-    def verdict_at(seeds: int) -> Verdict:
-        """Return the verdict at `seeds` seeds if effect, spread and the other contrasts stay as measured."""
-        return _choose_verdict(claim, _adjust_for_family(p_values(numbers, claim, seeds), others))
-
-    verdict = then = _choose_verdict(claim, numbers.adjusted)
-    why = _verdict_phrases(claim)[verdict][0]
+    adjusted, verdict = verdict_of(numbers.p)
+    numbers, then = replace(numbers, adjusted=adjusted), verdict
+    why = _phrases(claim)[verdict][0]
     if verdict == Verdict.UNDECIDED:
+
+        def verdict_at(seeds: int) -> Verdict:
+            """Return the verdict at `seeds` seeds if effect, spread and the other contrasts stay as measured."""
+            return verdict_of(p_values(numbers, claim, seeds))[1]
+
         first = stats.fewest_seeds(lambda seeds: verdict_at(seeds) != Verdict.UNDECIDED, numbers.seeds + 1)
-        any_effect = _count_seeds_for_any_effect(claim, numbers, 1 + len(others))
+        any_effect = _seeds_at_any_effect(claim, numbers, 1 + len(others))
         numbers = replace(numbers, seeds_as_measured=first, seeds_at_any_effect=any_effect)
-        then = verdict_at(first) if first else verdict
-        why = _explain_more_seeds(claim, numbers, then)
-    return replace(row, numbers=numbers, verdict=verdict, why=why + _format_remarks(row, numbers, then))
+        if first:
+            then = verdict_at(first)
+            rest = f", {any_effect} decide whatever it is" if any_effect and any_effect > first else ""
+            why = f"about {first} seeds would {_phrases(claim)[then][1]} if the effect is as measured{rest}"
+        elif numbers.censored:
+            why = "too many runs never got there to tell"
+        else:
+            more = f" with {numbers.questions} questions: type a larger eval.questions"
+            why = (
+                f"the measured effect is so near a border that not even {stats.MOST_SEEDS:,} seeds would decide it"
+                f"{more if numbers.questions > 1 else ''}"
+            )
+    if numbers.censored:
+        why += f"; censored seeds: {numbers.censored} of {numbers.seeds}"
+    if claim.guardrail and numbers.guardrail in (BROKEN, OPEN):
+        state = f"broken: lower by more than {claim.guardrail.margin:g}" if numbers.guardrail == BROKEN else "open"
+        why += f"; guardrail {claim.guardrail.measure} is {state}"
+    if claim.direction and then in (Verdict.EXCLUDED, Verdict.TOO_SMALL):
+        oriented = [(claim.direction * (math.log(value) if claim.is_ratio else value), value, where)
+                    for where, value in row.printed]  # fmt: skip
+        small = [f"{claim.spell(value)} ({where})" for effect, value, where in oriented if effect < claim.margin]
+        if small:
+            why += f"; this cannot contradict the paper's {', '.join(small)}, which is below {claim.smallest_as_text}"
+    return replace(row, numbers=numbers, verdict=verdict, why=why)
 
 
-def _verdict_phrases(claim: Claim) -> dict[Verdict, tuple[str, str]]:
+def _phrases(claim: Claim) -> dict[Verdict, tuple[str, str]]:
     """Return two phrases for each verdict on a claim: what it says now, and what more seeds would do to reach it."""
-    size = smallest_as_text(claim)
+    size = claim.smallest_as_text
     either_way = {
         Verdict.SUPPORTED: (f"within {size} either way", "support it"),
         Verdict.EXCLUDED: (f"the difference is larger than {size}", f"show a difference larger than {size}"),
@@ -271,26 +257,7 @@ def _verdict_phrases(claim: Claim) -> dict[Verdict, tuple[str, str]]:
     } | ({} if claim.direction else either_way)
 
 
-def _format_remarks(row: Row, numbers: Numbers, verdict: Verdict) -> str:
-    """Format remarks on a verdict: censored seeds, the guardrail, and how it relates to the paper's value."""
-    claim, said = row.claim, ""
-    if numbers.censored:
-        said += f"; censored seeds: {numbers.censored} of {numbers.seeds}"
-    if claim.guardrail and numbers.guardrail in (BROKEN, OPEN):
-        state = f"broken: lower by more than {claim.guardrail.margin:g}" if numbers.guardrail == BROKEN else "open"
-        said += f"; guardrail {claim.guardrail.measure} is {state}"
-    is_ratio, sign = MEASURES[claim.measure].ratio, claim.direction or 1
-    small = [
-        (where, value) for where, value in row.printed
-        if sign * (math.log(value) if is_ratio else value) < smallest_effect(claim)
-    ]  # fmt: skip
-    if small and claim.direction and verdict in (Verdict.EXCLUDED, Verdict.TOO_SMALL):
-        listed = ", ".join(f"{effect_as_text(claim, value)} ({where})" for where, value in small)
-        said += f"; this cannot contradict the paper's {listed}, which is below {smallest_as_text(claim)}"
-    return said
-
-
-def _count_seeds_for_any_effect(claim: Claim, numbers: Numbers, family: int) -> int | None:
+def _seeds_at_any_effect(claim: Claim, numbers: Numbers, family: int) -> int | None:
     """Return the fewest seeds that make the interval too narrow to hold both 0 and the smallest effect.
 
     The level is that of the first of a family by Holm. None if `stats.MOST_SEEDS` are too few, for censored contrasts,
@@ -301,18 +268,6 @@ def _count_seeds_for_any_effect(claim: Claim, numbers: Numbers, family: int) -> 
     level = 1 - 2 * LEVEL / family
 
     def is_narrow_enough(seeds: int) -> bool:
-        return 2 * stats.half_width(numbers.variances, seeds, numbers.questions, level) <= smallest_effect(claim)
+        return 2 * stats.half_width(numbers.variances, seeds, numbers.questions, level) <= claim.margin
 
     return stats.fewest_seeds(is_narrow_enough, claim.file.seeds)
-
-
-def _explain_more_seeds(claim: Claim, numbers: Numbers, then: Verdict) -> str:
-    """Say which verdict more seeds would reach and how many that takes, or why none would."""
-    first, any_effect = numbers.seeds_as_measured, numbers.seeds_at_any_effect
-    if first:
-        rest = f", {any_effect} decide whatever it is" if any_effect and any_effect > first else ""
-        return f"about {first} seeds would {_verdict_phrases(claim)[then][1]} if the effect is as measured{rest}"
-    if numbers.censored:
-        return "too many runs never got there to tell"
-    more = f" with {numbers.questions} questions: type a larger eval.questions" if numbers.questions > 1 else ""
-    return f"the measured effect is so near a border that not even {stats.MOST_SEEDS:,} seeds would decide it{more}"

@@ -75,10 +75,11 @@ def refuse_incomplete(rollout: Rollout, prompts: int, group_size: int, sampling:
         "finish reasons": rollout.finish_reasons_P_G,
     }
     for what, groups in parts.items():
-        if len(groups) != prompts:
-            raise EngineFailed(f"the engine gave {what} for {len(groups)} of {prompts} prompts")
-        if wrong := [len(group) for group in groups if len(group) != group_size]:
-            raise EngineFailed(f"the engine gave {wrong[0]} {what} for a prompt, and {group_size} were asked")
+        if (sizes := [len(group) for group in groups]) != prompts * [group_size]:
+            raise EngineFailed(
+                f"the engine gave {sum(sizes)} {what} for {len(sizes)} prompts; asked: {group_size} for each of "
+                f"{prompts}"
+            )
     for ids_G, logprobs_G in zip(rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True):
         for ids, logprobs in zip(ids_G, logprobs_G, strict=True):
             untold = sampling.top_p < 1 and not logprobs

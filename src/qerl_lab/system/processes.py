@@ -56,10 +56,10 @@ def end_with_parent(parent: int) -> None:
 
     A pipe would not do: a fork of the parent may hold its other end open.
     """
-    threading.Thread(target=_exit_after_parent, args=(parent,), daemon=True).start()
 
+    def exit_after_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
 
-def _exit_after_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
+    threading.Thread(target=exit_after_parent, daemon=True).start()

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from tqdm import tqdm
 
@@ -26,10 +26,16 @@ SHOWN = {  # metric -> label and format on the bar
 LINES = 10  # lines per run without a terminal
 
 
-class Closing:
-    """A context manager that closes its bar, if there is one."""
+class Amount:
+    """Show amount and ETA of a pass over `total` units, `done` of them completed. A context manager."""
 
-    bar: tqdm | None
+    def __init__(self, label: str, total: int, done: int = 0, unit: str = "B") -> None:
+        self.label, self.total, self.first, self.now, self.unit = _with_job_label(label), total, done, done, unit
+        self.started = self.printed = time.monotonic()
+        width, height = shutil.get_terminal_size((100, 24))  # tqdm draws nothing if the terminal reports 0 x 0
+        self.bar = tqdm(
+            desc=self.label, total=total, initial=done, unit=unit, unit_scale=unit == "B", ncols=width, nrows=height
+        ) if sys.stderr.isatty() else None  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
@@ -38,35 +44,8 @@ class Closing:
         if self.bar is not None:
             self.bar.close()
 
-
-class Progress(Closing):
-    """Show step, ETA, reward, entropy, sigma and rollout tokens/s of a run of `steps`, `done` of them completed."""
-
-    def __init__(self, steps: int, done: int) -> None:
-        self.steps, self.first, self.started = steps, done, time.monotonic()
-        self.bar = _make_bar(desc=_with_job_label(), total=steps, initial=done, unit="step")
-
-    def show(self, step: int, metrics: dict[str, float]) -> None:
-        """Show the step and its metrics on the bar; without a terminal print a line at every tenth of the run."""
-        shown = ", ".join(f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items())
-        if self.bar is not None:
-            self.bar.set_postfix_str(shown, refresh=False)
-            self.bar.update(step - self.bar.n)
-        elif step % max(1, self.steps // LINES) == 0 or step in (self.first + 1, self.steps):
-            eta = estimate_time_left(time.monotonic() - self.started, step - self.first, self.steps - step)
-            print(f"{_with_job_label(f'step {step}/{self.steps}')}, ETA {eta}, {shown}", file=sys.stderr, flush=True)
-
-
-class Amount(Closing):
-    """Show amount and ETA of a pass over `total` units, `done` of them completed."""
-
-    def __init__(self, label: str, total: int, done: int = 0, unit: str = "B") -> None:
-        self.label, self.total, self.first, self.now, self.unit = _with_job_label(label), total, done, done, unit
-        self.started = self.printed = time.monotonic()
-        self.bar = _make_bar(desc=self.label, total=total, initial=done, unit=unit, unit_scale=unit == "B")
-
     def advance(self, count: int, status: str = "") -> None:
-        """Count `count` more units as done, and show `status` behind the amount."""
+        """Count `count` more units as done, and show `status` behind the amount; without a terminal at each tenth."""
         before, self.now = self.now, self.now + count
         is_due = self.now * LINES // self.total > before * LINES // self.total
         if self.bar is not None:
@@ -74,17 +53,32 @@ class Amount(Closing):
             self.bar.update(count)
         elif is_due and time.monotonic() > self.printed + 1:  # a small model finishes too fast to read lines
             self.printed = time.monotonic()
-            eta = estimate_time_left(time.monotonic() - self.started, self.now - self.first, self.total - self.now)
             amount = f"{self.now:,}/{self.total:,} {self.unit}s"
             if self.unit == "B":
                 amount = "/".join(tqdm.format_sizeof(size, "B") for size in (self.now, self.total))
-            print(f"{self.label}: {amount}, ETA {eta}{status and f', {status}'}", file=sys.stderr, flush=True)
+            self._print_line(f"{self.label}: {amount}", status)
+
+    def _print_line(self, amount: str, status: str) -> None:
+        """Print the amount, the estimated time left and the status on standard error."""
+        eta = estimate_time_left(time.monotonic() - self.started, self.now - self.first, self.total - self.now)
+        print(", ".join(filter(None, (amount, f"ETA {eta}", status))), file=sys.stderr, flush=True)
 
 
-def _make_bar(**about: Any) -> tqdm | None:
-    """Return a progress bar on a terminal, else None."""
-    columns, lines = shutil.get_terminal_size((100, 24))  # tqdm draws nothing if the terminal reports 0 x 0
-    return tqdm(ncols=columns, nrows=lines, **about) if sys.stderr.isatty() else None
+class Progress(Amount):
+    """Show step, ETA, reward, entropy, sigma and rollout tokens/s of a run of `steps`, `done` of them completed."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        super().__init__("", steps, done, "step")
+
+    def show(self, step: int, metrics: dict[str, float]) -> None:
+        """Show the step and its metrics on the bar; without a terminal print a line at every tenth of the run."""
+        shown = ", ".join(f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items())
+        if self.bar is not None:
+            self.advance(step - self.now, shown)
+            return
+        self.now = step
+        if step % max(1, self.total // LINES) == 0 or step in (self.first + 1, self.total):
+            self._print_line(_with_job_label(f"step {step}/{self.total}"), shown)
 
 
 def _with_job_label(text: str = "") -> str:

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO
 
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
@@ -123,28 +122,22 @@ def _output(program: Program, file: Path, given: str) -> tuple[str | None, bool]
     """Return the program's output on one input, None if it fails, and whether it ended in time."""
     report, report_end = os.pipe()
     with open(report, "rb") as reports, open(os.memfd_create("output"), "w+b") as written:
+        numbers = (os.getpid(), report_end, program.seconds, program.memory_mib * 2**20, OUTPUT_BYTES)
         try:
-            status = _status(program, file, given, written, report_end)
+            status = subprocess.run(
+                [sys.executable, *FLAGS, str(JAIL), str(file), " ".join(map(str, numbers)), *_library()],
+                input=given.encode(errors="replace"), stdout=written, stderr=subprocess.DEVNULL, cwd=file.parent,
+                env=ENVIRONMENT, pass_fds=(report_end,), timeout=CLOCK_SECONDS * program.seconds,
+                start_new_session=True,  # shield the program from Ctrl-C, which only ends the run after the step
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:  # the program slept; subprocess has killed it
+            status = -signal.SIGKILL
         finally:
             os.close(report_end)
         if (reported := reports.read().decode()) != code_jail.READY:
             raise RuntimeError(reported or "the process that should run it did not start")
         written.seek(0)
         return (written.read().decode(errors="replace") if status == 0 else None), status not in OUT_OF_TIME
-
-
-def _status(program: Program, file: Path, given: str, written: IO[bytes], report_end: int) -> int:
-    """Return the program's exit status on an input; negative if a signal ended it."""
-    numbers = (os.getpid(), report_end, program.seconds, program.memory_mib * 2**20, OUTPUT_BYTES)
-    try:
-        return subprocess.run(
-            [sys.executable, *FLAGS, str(JAIL), str(file), " ".join(map(str, numbers)), *_library()],
-            input=given.encode(errors="replace"), stdout=written, stderr=subprocess.DEVNULL, cwd=file.parent,
-            env=ENVIRONMENT, pass_fds=(report_end,), timeout=CLOCK_SECONDS * program.seconds,
-            start_new_session=True,  # shield the program from Ctrl-C, which only ends the run after the step
-        ).returncode  # fmt: skip
-    except subprocess.TimeoutExpired:  # the program slept; subprocess has killed it
-        return -signal.SIGKILL
 
 
 @cache

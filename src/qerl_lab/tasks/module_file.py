@@ -9,7 +9,6 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from qerl_lab.config.message import first_line
@@ -38,7 +37,16 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
             f"task.module={cfg.module} was another file when the run was composed (task.module_hash={cfg.module_hash}, "
             f"now {found}). Put it back as it was, or start a new run."
         )
-    module = _import_file(Path(cfg.module))
+    spec = importlib.util.spec_from_file_location(f"qerl_lab_task_{Path(cfg.module).stem}", cfg.module)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # importing the file can raise anything
+        raise ConfigError(
+            f"task.module={cfg.module} cannot be imported: {type(error).__name__}: {first_line(error)}"
+        ) from error
     functions = {name: getattr(module, name) for name in NAMES if callable(getattr(module, name, None))}
     if not functions:
         raise ConfigError(f"task.module={cfg.module} defines none of {', '.join(NAMES)}. docs/tasks.md shows one.")
@@ -72,20 +80,6 @@ def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
             "or task.answer_reward=X."
         )
     return set(given)
-
-
-def _import_file(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"qerl_lab_task_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # importing the file can raise anything
-        raise ConfigError(
-            f"task.module={file} cannot be imported: {type(error).__name__}: {first_line(error)}"
-        ) from error
-    return module
 
 
 def _checked_questions(said: str, function: Callable[..., Any]) -> Callable[[TaskConfig], list[Question]]:

@@ -69,18 +69,18 @@ def _read_gsm8k(cfg: TaskConfig, of_heldout: bool, make: Make) -> Questions:
 
     def short(id: str, row: Row) -> Question | None:
         question = make(id, row)  # first, so that a bad row is counted whatever its steps
+        if most is None:
+            return question
         steps.append(sum(bool(line.strip()) for line in _gsm8k_solution(row).splitlines()))
-        return question if most is None or steps[-1] <= most else None
+        if steps[-1] == 0:
+            raise BadRow(f"has no solution, and task.gsm8k.max_steps={most} counts its steps")
+        return question if steps[-1] <= most else None
 
     found = read(cfg, SOURCES["gsm8k"], of_heldout, short)
-    if most is not None and steps and not found:
+    if steps and not found:
         raise ConfigError(
             f"task.gsm8k.max_steps={most} leaves out all {len(steps):,} questions; the shortest solution has "
             f"{min(steps)} steps. Type task.gsm8k.max_steps={min(steps)}."
-        )
-    if most is not None and (without := steps.count(0)):
-        found.notes.append(
-            f"{without:,} rows have no solution, so that task.gsm8k.max_steps={most} left none of them out"
         )
     return found
 

@@ -67,6 +67,9 @@ def export(options: ExportOptions) -> None:
     """
     record = check(options)
     with terminal.quiet_imports():
+        from peft import LoraConfig
+
+        from qerl_lab.model import policy
         from qerl_lab.model.weight_files import lab_records, local_folder
 
     run = record.config()
@@ -85,8 +88,15 @@ def export(options: ExportOptions) -> None:
         if options.merged:
             write_dense(run, record.adapter, base, out, options.dtype, merged=True)
         else:
-            named = str(options.folder / "base") if options.base else path if is_on_hub else str(base)
-            write_adapter(run, record.adapter, out, named)
+            policy.adapter_tensors(record.adapter)  # raises for damaged weights
+            shutil.copyfile(record.adapter / WEIGHTS, out / WEIGHTS)
+            settings = LoraConfig.from_pretrained(record.adapter)
+            settings.base_model_name_or_path = path if is_on_hub else str(base)
+            if options.base:
+                settings.base_model_name_or_path = str(options.folder / "base")
+            settings.revision = run.model.revision
+            settings.target_modules = sorted(settings.target_modules)  # PEFT keeps a set, whose order varies
+            settings.save_pretrained(out)
         if options.base:
             write_dense(run, record.adapter, base, out / "base", options.dtype, merged=False)
         files = sorted(file for file in out.rglob("*") if file.is_file() and file.name != JOURNAL)
@@ -95,20 +105,6 @@ def export(options: ExportOptions) -> None:
         unfinished.finish()
     what = "merged model" if options.merged else "adapter"
     print(f"{what}: {terminal.format_path(options.folder)}  (README.md says how to load it, and on which weights)")
-
-
-def write_adapter(run: RunConfig, adapter: Path, out: Path, base: str) -> None:
-    """Write an adapter's two files, with `base` as their model. Raises ConfigError if the weights are damaged."""
-    from peft import LoraConfig
-
-    from qerl_lab.model import policy
-
-    policy.adapter_tensors(adapter)
-    shutil.copyfile(adapter / WEIGHTS, out / WEIGHTS)
-    settings = LoraConfig.from_pretrained(adapter)
-    settings.base_model_name_or_path, settings.revision = base, run.model.revision
-    settings.target_modules = sorted(settings.target_modules)  # PEFT keeps a set, whose order varies
-    settings.save_pretrained(out)
 
 
 def write_dense(run: RunConfig, adapter: Path, base: Path, out: Path, dtype_name: str, *, merged: bool) -> None:

@@ -27,14 +27,13 @@ with exits.starting(__name__):
     from qerl_lab.system import terminal
     from qerl_lab.system.disk import make_directory
     from qerl_lab.tasks import arithmetic
+    from qerl_lab.tasks.answers.completion import TAGS
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 LINE = "python -m qerl_lab.tools.pretrain"
-# Format tags are single tokens, but not "special" ones, which decoding would drop.
-TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 IGNORED = -100  # label of a token without loss
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -146,7 +145,7 @@ def make_tokenizer(recipe: Recipe, texts: list[str]) -> "PreTrainedTokenizerFast
         vocab_size=recipe.vocab_size - len(TAGS), initial_alphabet=alphabet, special_tokens=CONTROL, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_tokens(TAGS)
+    tokenizer.add_tokens(list(TAGS))  # single tokens, but not "special" ones, which decoding would drop
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE,
         padding_side="left", model_max_length=recipe.max_positions, clean_up_tokenization_spaces=False,

@@ -202,7 +202,11 @@ class Machine:
         self._write_row(planned, run, max(trained - start, earlier), 0)
         self.pack(planned)
         if run.status == DONE and planned.part.after:
-            evaluated = sum([self._evaluate_run(planned, line, visible) for line in planned.part.after])
+            evaluated = 0
+            for line in planned.part.after:  # an evaluation that is there only prints its table
+                command, *words = shlex.split(os.path.expandvars(line))
+                arguments = ["-m", "qerl_lab.evaluate", command, f"run={run.path}", *words]
+                evaluated += self._call(planned, arguments, visible) == OK
             self._write_row(planned, run, time.time() - trained + max(trained - start, earlier), evaluated)
             self.pack(planned)
         return True
@@ -215,12 +219,6 @@ class Machine:
         if code == USAGE and not run.is_claimed:
             said = self._console_file(planned).read_text(encoding="utf-8", errors="replace").strip().splitlines()
             raise ConfigError(f"{planned.key} was refused: {said[-1] if said else 'it says nothing'}")
-
-    def _evaluate_run(self, planned: Planned, line: str, visible: Mapping[str, str]) -> bool:
-        """Make an evaluation of a finished run; tell whether it succeeded. An earlier one only prints its table."""
-        command, *words = shlex.split(os.path.expandvars(line))
-        arguments = ["-m", "qerl_lab.evaluate", command, f"run={self.run_folder(planned)}", *words]
-        return self._call(planned, arguments, visible) == OK
 
     def _call(self, planned: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
         """Call Python for a run, with output to its console; return the exit code, or None if the time was up."""
@@ -283,9 +281,19 @@ def collect(options: CollectOptions) -> None:
     rows = {(row["run"], row["start"]): row for row in queue.rows}
     into = {part.name: queue.folder / part.into for part in queue.parts}
     new: dict[str, Path] = {}  # run -> folder of its results
-    for file in _packed_files(options.packs):
+    files = [
+        file
+        for pack in map(Path, options.packs)
+        for file in (sorted(pack.glob("*.tar.gz")) if pack.is_dir() else [pack])
+    ]
+    if missing := [file for file in files if not file.exists()]:
+        raise ConfigError(f"{missing[0]} is not there. Type packs=[FILE.tar.gz] or packs=[DIR].")
+    for file in files:
         with tarfile.open(file) as packed:
-            row = _read_row(packed, file)
+            names = [name for name in packed.getnames() if name.endswith(f"/{ROW}")]
+            if len(names) != 1 or (found := packed.extractfile(names[0])) is None:
+                raise ConfigError(f"{file} is no packed record: it has no {ROW}. Type what `run` packed.")
+            row: Row = json.load(found)
             attempt = row["run"], row["start"]
             if attempt in rows and missing_evaluations(row) >= missing_evaluations(rows[attempt]):
                 print(f"{row['run']}: there already")
@@ -304,21 +312,6 @@ def collect(options: CollectOptions) -> None:
         _merge(folder, [runs / run for run in new if new[run] == folder])
     write_ledger(queue.folder, list(rows.values()))
     print(f"{len(rows) - len(queue.rows)} rows are new in {format_path(queue.folder)}/ledger.csv")
-
-
-def _packed_files(packs: Sequence[str]) -> list[Path]:
-    found = [each for pack in map(Path, packs) for each in (sorted(pack.glob("*.tar.gz")) if pack.is_dir() else [pack])]
-    if missing := [file for file in found if not file.exists()]:
-        raise ConfigError(f"{missing[0]} is not there. Type packs=[FILE.tar.gz] or packs=[DIR].")
-    return found
-
-
-def _read_row(packed: tarfile.TarFile, file: Path) -> Row:
-    names = [name for name in packed.getnames() if name.endswith(f"/{ROW}")]
-    if len(names) != 1 or (found := packed.extractfile(names[0])) is None:
-        raise ConfigError(f"{file} is no packed record: it has no {ROW}. Type what `run` packed.")
-    row: Row = json.load(found)
-    return row
 
 
 def _merge(folder: Path, run_dirs: Sequence[Path]) -> None:

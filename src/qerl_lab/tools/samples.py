@@ -9,7 +9,7 @@ with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.record.directory import RunDirectory
-    from qerl_lab.record.samples_file import NAME, Sample
+    from qerl_lab.record.line_files import Sample
 
 
 @dataclass
@@ -22,13 +22,15 @@ def format_step(run_dir: Path, step: int | None) -> str:
     """Format a step's sampled completions as text. Raises ConfigError without any, or if the record is damaged."""
     run = RunDirectory(run_dir)
     run.checked_metrics()  # raises for a damaged record, as `report` and `resync` do
-    samples = run.samples() if (run_dir / NAME).is_file() else []
+    samples = run.samples()
     if not samples:
-        raise ConfigError(f"{run_dir} has no {NAME} with a sample. Type the directory of a run that has ended a step.")
+        raise ConfigError(
+            f"{run_dir} has no samples.jsonl with a sample. Type the directory of a run that has ended a step."
+        )
     steps = [sample.step for sample in samples]
     wanted = step or steps[-1]
     if wanted not in steps:
-        raise ConfigError(f"step={step} is not in {run_dir / NAME}; it has steps {steps[0]} to {steps[-1]}.")
+        raise ConfigError(f"step={step} is not in {run_dir}/samples.jsonl; it has steps {steps[0]} to {steps[-1]}.")
     return "\n\n".join(format_sample(sample) for sample in samples if sample.step == wanted)
 
 

@@ -118,25 +118,17 @@ def search(options: SearchOptions, words: list[str]) -> None:
             "a search needs the package optuna, which is not installed. Type pip install 'qerl-lab[search]'."
         )
     make_directory(options.folder, f"out={options.out}")
-    study = _open_study(options, [*shared, *(f"{key}={low:g}..{high:g}" for key, (low, high) in ranges.items())])
-    while trial := _next_trial(study, options, ranges):
-        _run_trial(study, trial, options, shared)
-    table = _format_table(study, options, shared)
-    (options.folder / TABLE).write_text(f"{table}\n", encoding="utf-8")
-    print(f"\n{table}")
-    if all(trial.value is None for trial in study.trials):
-        raise ValueError("every trial failed, see the sweep of each for the reason")
-
-
-def _open_study(options: SearchOptions, words: list[str]) -> "Study":
-    """Open or create the study in OUT. Raises ConfigError if it was begun with other overrides or options."""
     import optuna
     from optuna.storages.journal import JournalFileBackend, JournalStorage
+    from optuna.trial import TrialState
+
+    from qerl_lab.cli import train
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = JournalStorage(JournalFileBackend(str(options.folder / JOURNAL)))
     study = optuna.create_study(storage=storage, study_name="search", direction="maximize", load_if_exists=True)
-    kept = sorted(word for word in words if not word.startswith(HOW_IT_RUNS))
+    kept = [word for word in shared if not word.startswith(HOW_IT_RUNS)]
+    kept = sorted([*kept, *(f"{key}={low:g}..{high:g}" for key, (low, high) in ranges.items())])
     asked = shlex.join([*kept, f"objective={options.objective}", f"seeds={options.seeds}"])
     before = study.user_attrs.get(ASKED, asked)
     if before != asked:
@@ -145,7 +137,25 @@ def _open_study(options: SearchOptions, words: list[str]) -> "Study":
             "words that it began with."
         )
     study.set_user_attr(ASKED, asked)
-    return study
+    while trial := _next_trial(study, options, ranges):
+        print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_overrides(trial))}", flush=True)
+        sweep = f"hydra.sweep.dir={_trial_folder(trial, options)}"
+        code = train.main(["-m", *shared, *_overrides(trial), _seed(options), sweep])
+        if code == exits.INTERRUPTED:
+            raise KeyboardInterrupt("the same command goes on with this trial")
+        if code == exits.USAGE:
+            raise ConfigError(f"the runs of trial {trial.number} were refused, see above.")
+        if (value := _mean_over_runs(_trial_folder(trial, options), options)) is None:
+            study.tell(trial.number, state=TrialState.FAIL)
+        else:
+            study.tell(trial.number, value)
+        if exits.STOPS:  # a stop came, although the sweep finished
+            raise KeyboardInterrupt("the same command goes on with the next trial")
+    table = _format_table(study, options, shared)
+    (options.folder / TABLE).write_text(f"{table}\n", encoding="utf-8")
+    print(f"\n{table}")
+    if all(trial.value is None for trial in study.trials):
+        raise ValueError("every trial failed, see the sweep of each for the reason")
 
 
 def _next_trial(study: "Study", options: SearchOptions, ranges: Ranges) -> "FrozenTrial | None":
@@ -164,28 +174,6 @@ def _next_trial(study: "Study", options: SearchOptions, ranges: Ranges) -> "Froz
     study.sampler = TPESampler(seed=number)
     study.ask({key: FloatDistribution(*ends, log=True) for key, ends in ranges.items()})
     return study.trials[number]
-
-
-def _run_trial(study: "Study", trial: "FrozenTrial", options: SearchOptions, shared: list[str]) -> None:
-    """Run a trial's sweep, and report its value to the study. A trial with a failed run has failed."""
-    from optuna.trial import TrialState
-
-    from qerl_lab.cli import train
-
-    print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_overrides(trial))}", flush=True)
-    sweep = f"hydra.sweep.dir={_trial_folder(trial, options)}"
-    code = train.main(["-m", *shared, *_overrides(trial), _seed(options), sweep])
-    if code == exits.INTERRUPTED:
-        raise KeyboardInterrupt("the same command goes on with this trial")
-    if code == exits.USAGE:
-        raise ConfigError(f"the runs of trial {trial.number} were refused, see above.")
-    value = _mean_over_runs(_trial_folder(trial, options), options)
-    if value is None:
-        study.tell(trial.number, state=TrialState.FAIL)
-    else:
-        study.tell(trial.number, value)
-    if exits.STOPS:  # a stop came, although the sweep finished
-        raise KeyboardInterrupt("the same command goes on with the next trial")
 
 
 def _overrides(trial: "FrozenTrial") -> list[str]:

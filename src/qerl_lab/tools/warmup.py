@@ -38,7 +38,6 @@ with exits.starting(__name__):
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-    from trl import SFTConfig
 
 LINE = "python -m qerl_lab.tools.warmup"
 SCALES = {POCKET: POCKET, "SmolLM2-135M": "smollm2"}  # part of a model's path -> the scale made for it
@@ -108,12 +107,19 @@ def warm_up(options: WarmupOptions) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it for deterministic operations
     with terminal.quiet_imports():
         import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from qerl_lab.model import policy, weight_files
         from qerl_lab.model.chat import save_tokenizer
+        from qerl_lab.model.loading import check_dense_values, refuse_packed
     torch.use_deterministic_algorithms(True)
     started, device = time.monotonic(), policy.device_of(options.device)
-    task = load_task(options)
+    try:
+        task = tasks.load_worked(options.task_config())
+    except ConfigError as error:
+        raise reword_path_error(error, "task_path=") from error
+    for line in task.warnings:
+        print(f"note: {line}", file=sys.stderr)
     folder = weight_files.local_folder(options.model, options.revision, key="model")
     origin = {"path": str(folder), "revision": options.revision, "hash": model_hash(folder)}
     record: dict[str, Any] = {
@@ -122,56 +128,29 @@ def warm_up(options: WarmupOptions) -> None:
         "began_from": origin | weight_files.lab_records(folder),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }  # fmt: skip
-    model, tokenizer = load(options, folder)
+    refuse_packed(folder, f"model={options.model}", "all of whose weights are trained. Type its path.")
+    dtype = getattr(torch, options.dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    for name, parameter in model.named_parameters():
+        check_dense_values(parameter, name=f"{folder}: {name}")
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     rows, record["too_long"] = tokenize(task, tokenizer, options.max_tokens)
     with Unfinished(options.folder, {}, options.overwrite) as unfinished:
         unfinished.clear()
         losses = train(options, model.to(device), tokenizer, rows, unfinished.folder)
         model.to(torch.bfloat16).save_pretrained(unfinished.folder)  # the formats start from it
         save_tokenizer(tokenizer, unfinished.folder)
-        record |= {"losses": [round(loss, 4) for loss in losses], "seconds": round(time.monotonic() - started, 1)}
-        write_record(unfinished.folder, record)
+        files = sorted(file for file in unfinished.folder.iterdir() if file.is_file() and file.name != JOURNAL)
+        record |= {
+            "losses": [round(loss, 4) for loss in losses], "seconds": round(time.monotonic() - started, 1),
+            "packages": installed_versions(("qerl-lab", "torch", "transformers", "trl")),
+            "sha256": {file.name: sha256(file) for file in files},
+        }  # fmt: skip
+        (unfinished.folder / WARMUP).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         unfinished.finish()
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token, {time.monotonic() - started:.0f} s")
     print(f"model:       {terminal.format_path(options.folder)}  ({WARMUP} says how it was made)")
     print(f"train on it: {terminal.python_command()} -m qerl_lab {shell_line(training_words(options))}")
-
-
-def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write warmup.json: `record`, the versions of packages and the SHA-256 of each file in `folder`."""
-    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != JOURNAL)
-    record["packages"] = installed_versions(("qerl-lab", "torch", "transformers", "trl"))
-    record["sha256"] = {file.name: sha256(file) for file in files}
-    (folder / WARMUP).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def load_task(options: WarmupOptions) -> tasks.Task:
-    """Load the task with worked solutions, and print its warnings. Raises ConfigError with this command's keys."""
-    try:
-        task = tasks.load_worked(options.task_config())
-    except ConfigError as error:
-        raise reword_path_error(error, "task_path=") from error
-    for line in task.warnings:
-        print(f"note: {line}", file=sys.stderr)
-    return task
-
-
-def load(options: WarmupOptions, folder: Path) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
-    """Load the model in `options.dtype`, and its tokenizer.
-
-    Raises ConfigError if the model is packed, and ValueError or OSError if it is damaged or has NaN or Inf.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from qerl_lab.model.loading import check_dense_values, refuse_packed
-
-    refuse_packed(folder, f"model={options.model}", "all of whose weights are trained. Type its path.")
-    dtype = getattr(torch, options.dtype)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, trust_remote_code=False)
-    for name, parameter in model.named_parameters():
-        check_dense_values(parameter, name=f"{folder}: {name}")
-    return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[Rows, int]:
@@ -202,12 +181,18 @@ def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens:
     return rows, left_out
 
 
-def sft_config(options: WarmupOptions, count: int, folder: Path, *, on_gpu: bool) -> "SFTConfig":
-    """Return TRL's settings for a warm-up on `count` examples; `max_steps` is its number of updates."""
-    from trl import SFTConfig
+def train(
+    options: WarmupOptions, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", rows: Rows, folder: Path
+) -> list[float]:
+    """Train all weights of `model`; return each update's loss in nats per token. Raises ValueError if it diverged."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    updates = math.ceil(options.epochs * count / options.batch_size)
-    return SFTConfig(
+    from qerl_lab.model.chat import pad_id
+
+    on_gpu, updates = model.device.type == "cuda", math.ceil(options.epochs * len(rows) / options.batch_size)
+    config = SFTConfig(
         output_dir=str(folder), save_strategy="no", max_steps=updates, seed=options.seed, use_cpu=not on_gpu,
         per_device_train_batch_size=min(options.micro_batch_size, options.batch_size),
         gradient_accumulation_steps=max(1, options.batch_size // options.micro_batch_size),
@@ -217,21 +202,8 @@ def sft_config(options: WarmupOptions, count: int, folder: Path, *, on_gpu: bool
         max_length=None, dataset_kwargs={"skip_prepare_dataset": True},  # done by `tokenize`
         logging_steps=1, logging_nan_inf_filter=False, report_to="none",
     )  # fmt: skip
-
-
-def train(
-    options: WarmupOptions, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", rows: Rows, folder: Path
-) -> list[float]:
-    """Train all weights of `model`; return each update's loss in nats per token. Raises ValueError if it diverged."""
-    from datasets import Dataset
-    from trl import SFTTrainer
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    from qerl_lab.model.chat import pad_id
-
-    config = sft_config(options, len(rows), folder, on_gpu=model.device.type == "cuda")
     print(f"{Path(options.model).name}, {model.num_parameters():,} parameters in {options.dtype}, on {model.device}\n"
-          f"{len(rows):,} solutions of {options.task}, {config.max_steps} updates of {options.batch_size}, "
+          f"{len(rows):,} solutions of {options.task}, {updates} updates of {options.batch_size}, "
           f"learning rate {options.learning_rate:g}", flush=True)  # fmt: skip
     pad = pad_id(tokenizer, model.get_input_embeddings().num_embeddings)
     before = copy.deepcopy((model.config, model.generation_config))

@@ -9,7 +9,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from qerl_lab.record.directory import RunDirectory
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 STATUSES: dict[str, Status] = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}  # by status of a run
-METRICS_PER_BATCH, PARAMS_PER_BATCH, PARAM_CHARS, TAG_CHARS, NAME_CHARS = 1000, 100, 6000, 5000, 120  # MLflow's limits
+PARAM_CHARS, TAG_CHARS, NAME_CHARS = 6000, 5000, 120  # MLflow's limits
 KIND, DESCRIPTION = "mlflow.experimentKind", "mlflow.note.content"  # MLflow's tags
 RESULT_TABLE = "| result | |\n|---|---|\n"  # how our description of a run begins; a user's own stays
 # By default MLflow retries a dead server for four minutes and sends telemetry.
@@ -37,9 +37,7 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "MLFLOW_TRACKING_AUTH": "qerl-lab-bounded-answers",  # `BoundedAnswers`; no word of a message, which `redact` hides
 }
-ANSWER_BYTES, ANSWER_SECONDS = 64 * 2**20, 60.0  # the longest answer of a server that is read
 Point = tuple[str, int, int]  # name, step and unix milliseconds
 
 
@@ -65,58 +63,6 @@ def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
         uri = uri.replace(f"{HIDDEN}@", "")
     path = sqlite_file(uri)
     return sqlite_uri(path.absolute()) if path else uri
-
-
-def build_client(uri: str) -> Any:
-    """Build MLflow's client. It reads at most `ANSWER_BYTES` of an answer unless the user has set another auth."""
-    from mlflow import MlflowClient
-    from mlflow.tracking.request_auth import registry
-
-    providers = registry._request_auth_provider_registry  # private: the public way is an installed entry point
-    if not any(isinstance(provider, BoundedAnswers) for provider in providers):
-        providers.register(BoundedAnswers)
-    return MlflowClient(tracking_uri=uri)
-
-
-class BoundedAnswers:
-    """An auth provider of MLflow's that bounds the answer to each request; credentials stay as requests finds them."""
-
-    def get_name(self) -> str:
-        """Override MLflow's hook: return the name that selects this auth provider."""
-        return MLFLOW_ENVIRONMENT["MLFLOW_TRACKING_AUTH"]
-
-    def get_auth(self) -> "BoundedAnswers":
-        """Override MLflow's hook: return the object that MLflow calls on each request."""
-        return self
-
-    def __call__(self, request: Any) -> Any:
-        from requests import auth, utils
-
-        of_url = utils.get_auth_from_url(request.url)
-        found = of_url if any(of_url) else utils.get_netrc_auth(request.url)
-        request.register_hook("response", self._bound_answer)
-        return auth.HTTPBasicAuth(*found)(request) if found and "Authorization" not in request.headers else request
-
-    @staticmethod
-    def _bound_answer(response: Any, stream: bool = False, **_: Any) -> Any:
-        """Hook of requests: bound the length and time of an answer, except for streamed artifacts."""
-        if not stream:  # MLflow streams artifacts to a file
-            response.raw.stream = _bound_stream(response.raw.stream)
-        return response
-
-
-def _bound_stream(stream: Any) -> Any:
-    """Wrap the `stream` of a urllib3 response: raise OSError once an answer is too long or takes too long."""
-
-    def read_within_bounds(*args: Any, **keywords: Any) -> Iterator[bytes]:
-        read, deadline = 0, time.monotonic() + ANSWER_SECONDS
-        for part in stream(*args, **keywords):
-            read += len(part)
-            if read > ANSWER_BYTES or time.monotonic() > deadline:
-                raise OSError(f"the server's answer has not ended after {read / 2**20:.0f} MiB")
-            yield part
-
-    return read_within_bounds
 
 
 def params(cfg: RunConfig) -> dict[str, str]:
@@ -152,12 +98,6 @@ def run_name(cfg: RunConfig, overrides: Sequence[str]) -> str:
     return f"{' '.join([f'{cfg.experiment}-seed{cfg.seed}', said]).strip()[:NAME_CHARS]} [{config_hash(cfg)[:6]}]"
 
 
-def result_table(result: Mapping[str, Any]) -> str:
-    """Return a run's headline numbers (the content of DONE) as a Markdown table."""
-    shown = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in result.items()}
-    return RESULT_TABLE + "".join(f"| {name.replace('_', ' ')} | {value} |\n" for name, value in shown.items())
-
-
 class MlflowMirror:
     """The MLflow run of a run directory, found or created. Calls may block on the store and raise MLflow's exceptions.
 
@@ -165,6 +105,7 @@ class MlflowMirror:
     """
 
     def __init__(self, cfg: RunConfig, directory: RunDirectory) -> None:
+        from mlflow import MlflowClient
         from mlflow.entities import Param
 
         logging.getLogger("mlflow").setLevel(os.environ["MLFLOW_LOGGING_LEVEL"].upper())  # trl may have imported it
@@ -172,7 +113,7 @@ class MlflowMirror:
         uri = mlflow_uri(cfg, directory)
         directory.note_mirror(uri=url_without_secrets(uri))  # a resumed run needs it, even if the store is down
         create_sqlite(uri)
-        self._directory, self._offset, self._client = directory, 0, build_client(uri)
+        self._directory, self._offset, self._client = directory, 0, MlflowClient(tracking_uri=uri)
         experiment_id, key = self._experiment_id(cfg.tracking.experiment, uri), str(directory.mirror()["key"])
         wanted = f"tags.run_key = '{key}' and tags.config_hash = '{config_hash(cfg)}'"
         found = next(iter(self._client.search_runs([experiment_id], wanted)), None)
@@ -189,18 +130,20 @@ class MlflowMirror:
             for name in found.data.metrics for point in self._client.get_metric_history(self.run_id, name)
         }  # fmt: skip
         missing = [Param(name, value) for name, value in params(cfg).items() if name not in found.data.params]
-        for i in range(0, len(missing), PARAMS_PER_BATCH):  # the others stay: MLflow refuses to change one
-            self._client.log_batch(self.run_id, params=missing[i : i + PARAMS_PER_BATCH])
+        self._client.log_batch(self.run_id, params=missing)  # the others stay: MLflow refuses to change one
         self.params_added = len(missing)
 
     def _experiment_id(self, name: str, uri: str) -> str:
-        """Return the id of the MLflow experiment of this name, created if missing."""
+        """Return the id of the MLflow experiment of this name, created if missing: beside an sqlite file."""
         from mlflow.exceptions import MlflowException
 
         found = self._client.get_experiment_by_name(name)
         if found is None:
+            place = None
+            if path := sqlite_file(uri):  # MLflow's default would be a folder in the working directory
+                place = (path.absolute().parent / "mlruns" / quote(name, safe="")).as_uri()
             try:
-                self._client.create_experiment(name, artifact_location=artifact_location(name, uri))
+                self._client.create_experiment(name, artifact_location=place)
             except MlflowException:  # another run of the sweep may have created it
                 if not self._client.get_experiment_by_name(name):
                     raise
@@ -220,20 +163,24 @@ class MlflowMirror:
         }  # fmt: skip
         new = {point: value for point, value in points.items() if point not in self._known}
         sent = [Metric(name, value, milliseconds, step) for (name, step, milliseconds), value in new.items()]
-        for i in range(0, len(sent), METRICS_PER_BATCH):
-            self._client.log_batch(self.run_id, metrics=sent[i : i + METRICS_PER_BATCH])
+        self._client.log_batch(self.run_id, metrics=sent)
         self._known |= new.keys()
         self._offset = offset
         return len(new)
 
     def close(self, status: Status, result: Mapping[str, Any], end_time: float) -> int:
-        """Upload the artifacts, describe the MLflow run by `result` and end it; return the number of artifacts."""
+        """Upload the artifacts, describe the MLflow run by `result` and end it; return the number of artifacts.
+
+        The description is a Markdown table of `result`, a run's headline numbers (the content of DONE).
+        """
         artifacts = self._directory.artifacts()
         for path in artifacts:
             self._client.log_artifact(self.run_id, str(path))
         now = self._client.get_run(self.run_id).data.tags  # a user may have described the run while it went on
         if result and now.get(DESCRIPTION, RESULT_TABLE).startswith(RESULT_TABLE):
-            self._client.set_tag(self.run_id, DESCRIPTION, result_table(result))
+            shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in result.items()}
+            rows = "".join(f"| {name.replace('_', ' ')} | {value} |\n" for name, value in shown.items())
+            self._client.set_tag(self.run_id, DESCRIPTION, RESULT_TABLE + rows)
         self._client.set_terminated(self.run_id, status, int(end_time * 1000))
         return len(artifacts)
 
@@ -261,15 +208,6 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
     files = run.close(STATUSES[directory.status], directory.result(), end)
     did = f"{directory.mirror()['uri']}: {'created' if run.created else 'found'} run {run.run_id}, added {points}"
     return f"{did} points and {run.params_added} parameters, stored {files} artifacts"
-
-
-def artifact_location(experiment: str, uri: str) -> str | None:
-    """Return where a new experiment stores artifacts: beside an sqlite file, else at the default (None).
-
-    MLflow's default for sqlite would be a folder in the working directory of the first command.
-    """
-    path = sqlite_file(uri)
-    return None if path is None else (path.absolute().parent / "mlruns" / quote(experiment, safe="")).as_uri()
 
 
 def create_sqlite(uri: str) -> None:

@@ -13,14 +13,6 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.train.ranks import PATIENCE
 
 
-def is_on_policy(cfg: RunConfig, policy: Policy) -> bool:
-    """Return whether the training forward uses the same policy (weights, noise) that sampled the completions.
-
-    True with one update per rollout and no dropout. The training forward's log-probs then serve as the rollout's.
-    """
-    return cfg.updates_per_step == 1 and not policy.drops_out
-
-
 def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
     """Build TRL's configuration of a run. `max_steps` and `logging_steps` count optimizer updates, not steps."""
     micro, updates = cfg.optim.micro_batch_size, cfg.algorithm.updates_per_rollout
@@ -65,8 +57,9 @@ def correction_settings(cfg: RunConfig, policy: Policy) -> dict[str, Any]:
     correction = cfg.rollout.importance_correction
     is_off = correction in ("off", "in_ratio")
     return {
-        # Off-policy TRL scores the rollout before the first update and corrects. Else `_importance_weights` corrects.
-        "vllm_importance_sampling_correction": not is_on_policy(cfg, policy),
+        # With several updates or dropout TRL scores the rollout in a forward of its own before the first update, and
+        # corrects. Else the training forward has the same policy (weights, noise), and `_importance_weights` corrects.
+        "vllm_importance_sampling_correction": cfg.updates_per_step > 1 or policy.drops_out,
         # A clip of [1, 1] turns the correction off, while TRL still measures the gap between sampler and trainer.
         # TRL requires two different bounds; in float32 these two are equal.
         "vllm_importance_sampling_mode": "token_truncate" if is_off else correction,

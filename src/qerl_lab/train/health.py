@@ -72,8 +72,8 @@ def trouble_signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunCon
             "In each of the last steps it reached its cap, and questions that say nothing filled the batch. Type a "
             f"higher algorithm.max_resamples (it is {cfg.algorithm.max_resamples}) or {varied}"
         )
-    if _has_shrunk(began, now, cfg):
-        found["completions shrink and right answers do not rise"] = f"{_advice_on_shrinking(began, now, cfg)} {look}"
+    if advice := _advice_if_shrunk(began, now, cfg):
+        found["completions shrink and right answers do not rise"] = f"{advice} {look}"
     if now["policy/entropy_nats"] < ENTROPY_LEFT * began["policy/entropy_nats"]:
         found["the policy's entropy has collapsed"] = (
             f"Under {ENTROPY_LEFT:.0%} of it is left, and nothing is explored any more. {slower}"
@@ -97,22 +97,18 @@ def _has_collapsed(began: Metrics, now: Metrics, cfg: RunConfig) -> bool:
     return after < REWARD_LEFT * before and before - after > SIGMAS * error
 
 
-def _has_shrunk(began: Metrics, now: Metrics, cfg: RunConfig) -> bool:
-    """Return whether completions shrank to under a third of their initial length and answers did not improve.
+def _advice_if_shrunk(began: Metrics, now: Metrics, cfg: RunConfig) -> str:
+    """Return advice if completions shrank to under a third of their initial length and answers did not improve.
 
     An improvement is a rise of more than one standard error. Completions of one question count as one sample.
     """
-    if cfg.task.answer_reward == 0:
-        return False
+    is_short = now["rollout/completion_tokens"] < LENGTH_LEFT * began["rollout/completion_tokens"]
+    if cfg.task.answer_reward == 0 or not is_short:
+        return ""
     right = [means["reward/answer"] / cfg.task.answer_reward for means in (began, now)]
     variance = sum(max(0.0, share * (1 - share)) for share in right)  # a rounded share may be above 1
-    error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))
-    is_short = now["rollout/completion_tokens"] < LENGTH_LEFT * began["rollout/completion_tokens"]
-    return is_short and right[1] - right[0] <= error
-
-
-def _advice_on_shrinking(began: Metrics, now: Metrics, cfg: RunConfig) -> str:
-    """Return the advice for completions that shrink while answers do not improve."""
+    if right[1] - right[0] > math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step)):
+        return ""
     said = (
         f"A completion had {began['rollout/completion_tokens']:.0f} tokens as the run began and has "
         f"{now['rollout/completion_tokens']:.0f}; the answers earned {began['reward/answer']:.2f} and earn "

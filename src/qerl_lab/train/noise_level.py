@@ -6,7 +6,7 @@ the same sigma, because measurements are pooled over ranks.
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -55,10 +55,8 @@ class NoiseLevel:
 
     def needs_solving(self, step: int) -> bool:
         """Return whether sigma must be solved before the step: its stage has noise and no solved sigma yet."""
-        return self.solves and self.target(step) > 0 and self.state.get("stage") != self._stage_of_step(step)
-
-    def _stage_of_step(self, step: int) -> int:
-        return schedule.stage(step, self.cfg.steps, self.aqn.stages)
+        stage = schedule.stage(step, self.cfg.steps, self.aqn.stages)
+        return self.solves and self.target(step) > 0 and self.state.get("stage") != stage
 
     def solve(self, step: int, nats_per_token: Callable[[list[aqn.Noise]], float]) -> Solution:
         """Find the sigma whose KL equals the target of the step's stage; keep it in `state` for the stage.
@@ -66,12 +64,12 @@ class NoiseLevel:
         The KL is averaged over noise draws of the stage's own steps, evenly spread, so that it fits the noise actually
         used.
         """
-        stage, target, last = self._stage_of_step(step), self.target(step), self.state
+        stage, target = schedule.stage(step, self.cfg.steps, self.aqn.stages), self.target(step)
         steps = schedule.steps_of(stage, self.cfg.steps, self.aqn.stages)
         count = min(self.aqn.solver.draws, len(steps))
         draws = [aqn.Noise(0.0, self.cfg.seed, steps[n * len(steps) // count], self.aqn.relative) for n in range(count)]
-        is_told = last.get("kl", 0.0) > 0
-        guess = last["sigma"] * math.sqrt(target / last["kl"]) if is_told else self.aqn.sigma_start
+        last_kl = self.state.get("kl", 0.0)
+        guess = self.state["sigma"] * math.sqrt(target / last_kl) if last_kl > 0 else self.aqn.sigma_start
         result = solver.solve(
             self.aqn, lambda sigma: nats_per_token([replace(draw, sigma=sigma) for draw in draws]), target, guess
         )
@@ -145,26 +143,19 @@ def build_kl_measure(
     return mean_kl_of_noises
 
 
-@dataclass(frozen=True)
-class Probed:
-    """Effects of noise and of kernels on a rollout's log-probs, in nats.
-
-    Attributes:
-        noise_kl: mean KL per token from the policy with the engine's norms to the policy without noise.
-        kernel_gap_T: abs(sampler log-prob - log-prob of the policy with the engine's norms) of each token, float64.
-            Both sides use the same weights and noise, so a gap comes from the engines' arithmetic or from an error.
-    """
-
-    noise_kl: kl.Estimate
-    kernel_gap_T: Tensor
-
-
-def probe(policy: Policy, norms: dict[str, Tensor], rollout: Rollout, completions: int, temperature: float) -> Probed:
+def probe(
+    policy: Policy, norms: dict[str, Tensor], rollout: Rollout, completions: int, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Measure on a rollout the KL that noise causes, and the gap between the sampler's and the trainer's log-probs.
 
     Args:
         completions: number of the rollout's completions to compare, spread over its prompts.
         norms: the engine's norm weights by full layer name; on any device.
+
+    Returns:
+        For each token, in nats, float64 [T]: the KL from the policy with the engine's norms to the policy without
+        noise; and abs(sampler log-prob - log-prob of the policy with the engine's norms). Both sides of the latter use
+        the same weights and noise, so it comes from the engines' arithmetic or from an error.
     """
     groups = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True)
     rows = [(prompt, *row) for prompt, *group in groups for row in zip(*group, strict=True)]
@@ -182,5 +173,4 @@ def probe(policy: Policy, norms: dict[str, Tensor], rollout: Rollout, completion
         for p, q, tokens in zip(*chunks, tokens_T.split(kl.CHUNK), strict=True):
             kl_T.append(kl.per_token(p, q).cpu())
             noisy_T.append(p.gather(-1, tokens[:, None])[:, 0].double().cpu())
-    estimate = kl.mean(torch.cat(kl_T), [len(completion) for _, completion in pairs])
-    return Probed(estimate, (sampler_T - torch.cat(noisy_T)).abs())
+    return torch.cat(kl_T), (sampler_T - torch.cat(noisy_T)).abs()

@@ -15,7 +15,7 @@ from qerl_lab.config.arm import settings_of_run
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import adapter_folder
-from qerl_lab.config.schema import AqnConfig, RunConfig
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_override
 from qerl_lab.evaluate.accuracy import Evaluation, evaluate, merge_parts
 from qerl_lab.model import linear, on_disk
@@ -25,7 +25,6 @@ from qerl_lab.model.weight_files import local_folder
 from qerl_lab.preflight import question_counts
 from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.sessions import Sessions
 from qerl_lab.report import run_summary, runs
 from qerl_lab.rollout.engine import Engine, EngineFailed
 from qerl_lab.system import terminal
@@ -78,7 +77,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
     """
     started = time.time()
     session = build_session(cfg, directory, stop)
-    ranks, times = session.ranks, directory.sessions()
+    ranks = session.ranks
     with ExitStack() as closing:
         closing.callback(close_engine, session.engine)
         stop.can_save = True
@@ -86,14 +85,14 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
             return INTERRUPTED
         if ranks.is_first:
             directory.write_environment(session.data.task.data, session.engine.linear_backend)
-            times.begin(started)
+            directory.begin_session(started)
             print(opening_lines(session), flush=True)
             tracker = Tracker(cfg, directory, parts=session.data.task.weights, last_step=session.done)
             session.tracker = closing.enter_context(tracker)
         try:
             session.check()
             # the quantized model: no trained adapter, no noise
-            evaluate_heldout(session, "before", 0, cfg.eval.questions, cfg.eval.samples)
+            evaluate_heldout(session, "before", 0, cfg.eval.questions, cfg.eval.samples_before or cfg.eval.samples)
             if not session.done:
                 evaluate_subset(session, 0)
             session.check()
@@ -106,7 +105,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
                 ranks.leave()
                 if session.tracker:
                     session.tracker.finish("KILLED")
-                    times.end()
+                    directory.end_session()
                 return INTERRUPTED
             raise EngineFailed(
                 f"{first_line(error).rstrip('.')}. {directory.last_saved()} of {cfg.steps} steps are saved. "
@@ -117,7 +116,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
             raise torch.OutOfMemoryError(out_of_memory.in_training(cfg, session.policy, held, error)) from error
         ranks.leave()
         if session.tracker:
-            conclude(session, session.tracker, times)
+            conclude(session, session.tracker)
         return OK
 
 
@@ -159,7 +158,7 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     lacks_first_exam = cfg.eval.questions > 0 and "before" not in directory.evaluations()
     if cfg.lora.start_from and (not saved or lacks_first_exam):  # the first exam uses this adapter
         load_start_adapter(policy.model, adapter_folder(cfg.lora.start_from))
-    policy.chat.day = ranks.gather(directory.sessions().first_day)[0]
+    policy.chat.day = ranks.gather(directory.first_day())[0]
     data = select(cfg, policy, task)
     limit = f"rollout.max_prompt_tokens={cfg.rollout.max_prompt_tokens}"
     for count, which in ((data.left_out, "more questions"), (data.heldout_left_out, "held-out questions")):
@@ -262,7 +261,7 @@ def train(session: Session) -> None:
         trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
 
 
-def conclude(session: Session, tracker: Tracker, times: Sessions) -> None:
+def conclude(session: Session, tracker: Tracker) -> None:
     """Write the final files of a finished run: adapter, curves, summary, and last DONE."""
     cfg, directory, data = session.cfg, session.directory, session.data
     save_adapter(session.policy.model, directory.adapter)
@@ -270,7 +269,7 @@ def conclude(session: Session, tracker: Tracker, times: Sessions) -> None:
 
     title = f"{cfg.experiment}: {cfg.model.name} on {cfg.task.name}, seed {cfg.seed}"
     plots.save_curves(runs.read_steps(directory), title, directory.curves)
-    result = runs.summarize(directory, seconds=times.end())
+    result = runs.summarize(directory, seconds=directory.end_session())
     result |= {"training_questions": len(data.questions), "training_questions_left_out": data.left_out}
     result |= {"heldout_questions_left_out": data.heldout_left_out}
     tracker.finish("FINISHED", result)
@@ -281,30 +280,26 @@ def conclude(session: Session, tracker: Tracker, times: Sessions) -> None:
     print(run_summary.next_steps(directory.path), flush=True)
 
 
-def describe_noise(config: AqnConfig) -> str:
-    """Describe the noise settings of a run in a few words."""
-    of_norms = " of each norm's size" if config.relative else ""
-    match config.schedule, config.unit:
-        case "off", _:
-            return "no AQN"
-        case "adaptive", _:
-            return f"AQN adaptive, KL {config.kl_start:g} nats, from sigma {config.sigma_start:g}{of_norms}"
-        case shape, "kl":
-            return f"AQN {shape}, KL {config.kl_start:g} -> {config.kl_end:g} nats"
-        case shape, _:
-            return f"AQN {shape} {config.sigma_start:g} -> {config.sigma_end:g}{of_norms}"
-
-
 def opening_lines(session: Session) -> str:
-    """Return the lines printed before training: model, algorithm, task and sizes."""
+    """Return the lines printed before training: model, noise, algorithm, task and sizes."""
     cfg, policy, data = session.cfg, session.policy, session.data
+    of_norms = " of each norm's size" if cfg.aqn.relative else ""
+    match cfg.aqn.schedule, cfg.aqn.unit:
+        case "off", _:
+            noise = "no AQN"
+        case "adaptive", _:
+            noise = f"AQN adaptive, KL {cfg.aqn.kl_start:g} nats, from sigma {cfg.aqn.sigma_start:g}{of_norms}"
+        case shape, "kl":
+            noise = f"AQN {shape}, KL {cfg.aqn.kl_start:g} -> {cfg.aqn.kl_end:g} nats"
+        case shape, _:
+            noise = f"AQN {shape} {cfg.aqn.sigma_start:g} -> {cfg.aqn.sigma_end:g}{of_norms}"
     bits = formats.build(cfg.format).bits_per_weight
     weights = f"{bits:.2f} bits a weight, {linear.weight_bytes(policy.model).linears / 2**20:.2f} MiB"
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     name = f" ({torch.cuda.get_device_name(policy.device)})" if policy.device.type == "cuda" else ""
     lines = [
         f"{cfg.experiment} at scale {cfg.scale}: {cfg.model.name} in {cfg.format.name} ({weights}), "
-        f"{describe_noise(cfg.aqn)}, on {policy.device}{name}{f', {cfg.gpus} processes' if cfg.gpus > 1 else ''}",
+        f"{noise}, on {policy.device}{name}{f', {cfg.gpus} processes' if cfg.gpus > 1 else ''}",
         f"{cfg.algorithm.name}, LoRA rank {cfg.lora.rank} ({trainable:,} parameters), "
         f"learning rate {cfg.optim.learning_rate:g}, {data.task.name} with {len(data.questions):,} questions",
         f"{cfg.steps} steps of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions of at most "

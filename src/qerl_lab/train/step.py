@@ -19,7 +19,7 @@ from qerl_lab.algorithms import groups
 from qerl_lab.algorithms.groups import Rewards
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
-from qerl_lab.record.samples_file import PER_STEP, Sample
+from qerl_lab.record.line_files import PER_STEP, Sample
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, Sampling, refuse_incomplete
 from qerl_lab.tasks import UNPARSED, Question, Task
 from qerl_lab.tasks.answers.completion import with_answer_start
@@ -129,11 +129,16 @@ def collect(
         how = sampling_settings(cfg, step, attempt, ranks.rank)
         rollout = ranks.run_on_all(partial(ask_engine, engine, prompt_ids_P, cfg.rollout.group_size, how), EngineFailed)
         if rollout:
-            refuse_nan_logprobs(rollout, cfg, step)
+            if any(math.isnan(logprob) for group in rollout.logprobs_P_G for row in group for logprob in row):
+                level, key = aqn.level(cfg.aqn, step, cfg.steps), "kl" if cfg.aqn.unit == "kl" else "sigma"
+                raise Diverged(
+                    f"the sampler's logits are NaN at step {step}. Type a lower optim.learning_rate (it is "
+                    f"{cfg.optim.learning_rate:g}), or with AQN a lower aqn.{key}_start ({key} is {level:g})."
+                )
             with clock.phase("reward", on_device=False):
                 drawn += grade(cfg, task, policy, questions_P, rollout)
             rollouts.append(rollout)
-        kept = groups.has_signal(np.array([group.task_reward_G for group in drawn]))
+        kept = ~groups.is_flat(np.array([group.task_reward_G for group in drawn]))
         missing = wanted - int(kept.sum())
     clock.seconds["rollout"] += sum(rollout.seconds for rollout in rollouts)
     chosen = sorted([*np.flatnonzero(kept), *np.flatnonzero(~kept)[:missing]])
@@ -161,16 +166,6 @@ def sampling_settings(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sam
         name = f"rollout/{cfg.seed}/{step}/{attempt}/{rank}"
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
     return Sampling(cfg.rollout.max_completion_tokens, seed=seed, temperature=cfg.rollout.temperature)
-
-
-def refuse_nan_logprobs(rollout: Rollout, cfg: RunConfig, step: int) -> None:
-    """Raise Diverged if a log-prob of the sampler is NaN."""
-    if any(math.isnan(logprob) for group in rollout.logprobs_P_G for row in group for logprob in row):
-        level, key = aqn.level(cfg.aqn, step, cfg.steps), "kl" if cfg.aqn.unit == "kl" else "sigma"
-        raise Diverged(
-            f"the sampler's logits are NaN at step {step}. Type a lower optim.learning_rate (it is "
-            f"{cfg.optim.learning_rate:g}), or with AQN a lower aqn.{key}_start ({key} is {level:g})."
-        )
 
 
 def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question], rollout: Rollout) -> list[Group]:
@@ -207,7 +202,6 @@ def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, 
     part_D_G = {name: np.array([group[name] for group in parts]) for name in parts[0]}
     reward_D_G = np.sum(list(part_D_G.values()), axis=0)
     tokens = sum(count for count, _ in rollouts)
-    entropies = [entropy * (count / tokens) for count, entropy in rollouts if entropy is not None]
     found = {
         "reward/mean": reward_D_G.mean(),
         "reward/std": reward_D_G.std(ddof=1),
@@ -219,30 +213,23 @@ def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, 
     }
     if unparsed:
         found["reward/unparsed"] = np.mean(unparsed)
-    if cfg.algorithm.dynamic_sampling:
-        found |= resampling_metrics(batch, ranks)
-    if entropies:
+    if entropies := [entropy * (count / tokens) for count, entropy in rollouts if entropy is not None]:
         found["sampler/entropy_nats"] = sum(entropies)
-    return found
-
-
-def resampling_metrics(batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """Return metrics of a step's dynamic sampling: groups drawn and dropped, extra tokens and seconds."""
-    trained = {id(group) for group in batch.groups}
+    if not cfg.algorithm.dynamic_sampling:
+        return found
+    trained, further = {id(group) for group in batch.groups}, batch.rollouts[1:]
     dropped = [group for group in batch.drawn if id(group) not in trained]
-    flat = groups.is_flat(np.array([group.task_reward_G for group in batch.groups]))
-    further = batch.rollouts[1:]
     own = {
         "rollout/prompts_drawn": len(batch.drawn),
         "rollout/resamples": len(further),
         "rollout/resampled_tokens": sum(rollout.tokens for rollout in further),
         "rollout/groups_dropped": len(dropped),
         "rollout/groups_dropped_unsolved": sum(not group.parts["answer"].any() for group in dropped),
-        "rollout/groups_flat": int(flat.sum()),
+        "rollout/groups_flat": int(groups.is_flat(np.array([group.task_reward_G for group in batch.groups])).sum()),
         "seconds/resample": sum(rollout.seconds for rollout in further),
     }
     of_ranks, slowest = ranks.gather(own), ("rollout/resamples", "seconds/resample")
-    return {name: (max if name in slowest else sum)(rank[name] for rank in of_ranks) for name in own}
+    return found | {name: (max if name in slowest else sum)(rank[name] for rank in of_ranks) for name in own}
 
 
 def first_samples(batch: Batch, step: int) -> list[Sample]:

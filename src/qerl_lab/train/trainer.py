@@ -4,8 +4,8 @@ A *step* is one batch of `step.collect` and the optimizer updates on it; TRL's `
 patched: TRL's rollout and reward functions return what `collect` stored, TRL's vLLM switch keeps the sampler's
 log-probs, and overridden methods add correction, clocks, noise and atomic checkpoints.
 
-The correction needs the trainer's log-probs of the rollout. On-policy (`grpo_config.is_on_policy`) the training forward
-yields them and `_importance_weights` corrects. Otherwise TRL computes them in an earlier forward and corrects itself.
+The correction needs the trainer's log-probs of the rollout. With one update per rollout and no dropout the training
+forward yields them and `_importance_weights` corrects. Otherwise TRL computes them in an earlier forward and corrects.
 """
 
 import math
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 
-from qerl_lab import algorithms, aqn
+from qerl_lab import aqn
 from qerl_lab.algorithms import correction
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
@@ -186,15 +186,13 @@ class LabTrainer(GRPOTrainer):
         if not (count := self.cfg.aqn.probe_prompts):
             return
         is_noisy = any(not torch.equal(norms[name].to(clean), clean) for name, clean in self.policy.clean_norms.items())
-        nats = 0.0
+        self.level.kl = 0.0
         if self.ranks.any(is_noisy):  # all ranks or none, because `mean` waits for all
-            found = probe(self.policy, norms, rollout, count, temperature)
-            gap_T = found.kernel_gap_T
-            nats = self.ranks.mean(found.noise_kl.nats, len(gap_T))
+            kl_T, gap_T = probe(self.policy, norms, rollout, count, temperature)
+            self.level.kl = self.ranks.mean(kl_T.mean().item(), len(kl_T))
             self.measured["sampler/kernel_gap_mean"] = self.ranks.mean(gap_T.mean().item(), len(gap_T))
             self.measured["sampler/kernel_gap_max"] = max(self.ranks.gather(gap_T.max().item()))
-        self.level.kl = nats
-        self.measured["noise/kl_nats"] = nats
+        self.measured["noise/kl_nats"] = self.level.kl
 
     def _get_per_token_logps_and_entropies(
         self, model: torch.nn.Module, ids: Tensor, attention_mask: Tensor, keep: int, **kwargs: Any
@@ -295,13 +293,12 @@ class LabTrainer(GRPOTrainer):
         metrics |= correction.mismatch(self.ranks.pool(torch.stack(self.mismatch).tolist()))
         if self.measured.get("noise/kl_nats") == 0:  # without noise only the kernels cause a gap
             metrics |= {f"sampler/kernel_gap_{of}": metrics[f"sampler/logprob_gap_{of}"] for of in ("mean", "max")}
-        if algorithms.has_entropy_bonus(self.cfg.algorithm):
+        if self.cfg.algorithm.entropy_coef > 0 or self.cfg.algorithm.entropy_target is not None:
             metrics["policy/entropy_coef"] = self.entropy_coef
-        seconds = self.clock.seconds["step"]
-        waiting = ["wait"] if self.ranks.size > 1 else []
-        phases = {name: self.clock.seconds[name] for name in ("rollout", "reward", "sync", "probe", *waiting)}
-        metrics |= {f"seconds/{name}": value for name, value in phases.items()}
-        metrics |= {"seconds/train": seconds - sum(phases.values()), "step/seconds": seconds}
+        seconds, names = self.clock.seconds["step"], ["rollout", "reward", "sync", "probe"]
+        names += ["wait"] if self.ranks.size > 1 else []
+        phases = {f"seconds/{name}": self.clock.seconds[name] for name in names}
+        metrics |= phases | {"seconds/train": seconds - sum(phases.values()), "step/seconds": seconds}
         sampled = sum(self.ranks.gather(sum(rollout.tokens for rollout in self.batch.rollouts)))
         metrics["step/tokens_per_second"] = sampled / seconds
         peak = {"memory/rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}

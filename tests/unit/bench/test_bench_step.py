@@ -56,7 +56,7 @@ def test_completions_end_where_they_do_with_mean_tokens(tmp_path: Path, arm: str
     assert 32 * 3 < row["tokens"] < 32 * 12  # 6 in the mean, over 32 completions
 
 
-def test_the_arm_s_words_reach_the_run(tmp_path: Path) -> None:
+def test_the_arm_s_overrides_reach_the_run(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a step sampled 32 tokens, not 8 x 8"):
         list(one_arm.rows_of(job(tmp_path, f"{LAB} rollout.max_completion_tokens=4", options())))
 
@@ -117,7 +117,7 @@ def found(**changes: float) -> list[dict[str, float]]:
 
 
 def test_the_first_step_does_not_count(tmp_path: Path) -> None:
-    row = grpo_step.row_of(job(tmp_path, LAB, options()), found())
+    row = grpo_step.summarize(job(tmp_path, LAB, options()), found())
     assert row["step_seconds"] == 2.5
     assert row["tokens_per_second"] == 128 / 5
 
@@ -135,7 +135,7 @@ def test_a_step_that_is_not_what_was_asked_ends_the_arm(
     tmp_path: Path, steps: list[dict[str, float]], message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
-        grpo_step.row_of(job(tmp_path, LAB, options()), steps)
+        grpo_step.summarize(job(tmp_path, LAB, options()), steps)
 
 
 def test_a_coin_decides_what_an_answer_earns() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.cli import cluster, launch, train
+from qerl_lab.cli.launch import SweepJob
 from qerl_lab.cli.overrides import spell_for_hydra
-from qerl_lab.cli.scheduler import Call
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
@@ -67,7 +67,7 @@ def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepJob:
     """A job that is stopped in its first session and done in the second, as pickling leaves it."""
     code = (
         "import os, sys; first = not os.path.exists('{0}/seen'); open('{0}/seen', 'a').close();"
@@ -77,23 +77,23 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     monkeypatch.setattr(RunDirectory, "check", lambda run: None)
     run = RunDirectory(tmp_path / "run")
     run.claim(RunConfig(run_dir=str(run.path)), Typed("the command"))
-    call = Call(tmp_path / "INTERRUPTED", "job 0 (1 of 1)", {}, run.path, Typed("the command"))
-    return pickle.loads(pickle.dumps(call))
+    job = SweepJob(run.path, Typed("the command"), tmp_path / "INTERRUPTED", "job 0 (1 of 1)")
+    return pickle.loads(pickle.dumps(job))
 
 
-def test_a_job_that_its_cluster_starts_again_goes_on(call: Call) -> None:
-    run = RunDirectory(call.run_dir)
-    call.stop_file.touch()
-    assert call() == ""
+def test_a_job_that_its_cluster_starts_again_goes_on(job: SweepJob) -> None:
+    run = RunDirectory(job.run_dir)
+    job.stop_file.touch()
+    assert job() == ""
     assert run.status == "not run", "no job begins after a stop"
-    call.stop_file.unlink()
+    job.stop_file.unlink()
     for status in ("interrupted", "done", "done"):
-        assert call() == ""
+        assert job() == ""
         assert run.status == status
-    assert call.checkpoint().function is call
+    assert job.checkpoint().function is job
 
 
-def test_a_job_near_its_time_limit_saves_before_it_is_put_back(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_near_its_time_limit_saves_before_it_is_put_back(job: SweepJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm sends SIGUSR2 to every process of a job: the run's own does not see it, and gets SIGTERM of ours."""
     code = (
         "import os, signal, sys, time; n = open('{0}/signals', 'w');"
@@ -104,16 +104,16 @@ def test_a_job_near_its_time_limit_saves_before_it_is_put_back(call: Call, monke
     monkeypatch.setattr(launch, "child_command", lambda run_dir: ["python3", "-S", "-c", code.format(run_dir)])
 
     def requeue(number: int, frame: object) -> None:
-        call.checkpoint()
+        job.checkpoint()
         raise SystemExit
 
     before = signal.signal(signal.SIGUSR2, requeue)
     try:
         with pytest.raises(SystemExit):
-            call()
+            job()
     finally:
         signal.signal(signal.SIGUSR2, before)
-    assert (call.run_dir / "signals").read_text() == "TERM"
+    assert (job.run_dir / "signals").read_text() == "TERM"
 
 
 def test_a_sweep_for_a_cluster_is_planned_anywhere(

@@ -34,7 +34,7 @@ def at_step(run: RunDirectory, step: int) -> None:
 def start(job: Job, step: int = 0) -> RunDirectory:
     run = RunDirectory(job.run_dir)
     run.begin()
-    run.sessions().begin(1.0)
+    run.begin_session(1.0)
     at_step(run, step)
     return run
 
@@ -42,8 +42,9 @@ def start(job: Job, step: int = 0) -> RunDirectory:
 def test_a_line_comes_with_the_start_of_a_job_and_each_tenth(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = job(tmp_path, 3)
-    shown = SweepProgress([(one, "seed=3")], 8, tmp_path / "INTERRUPTED")
+    jobs = [job(tmp_path, number) for number in range(8)]
+    one = jobs[3]
+    shown = SweepProgress(jobs, [one], tmp_path / "INTERRUPTED")
     shown.update()
     assert capsys.readouterr().err == ""
     run = start(one)
@@ -62,11 +63,11 @@ def test_a_line_comes_with_the_start_of_a_job_and_each_tenth(
 def test_a_job_that_waits_to_go_on_is_not_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = job(tmp_path, 0, begun=True)
     run = start(before, 4)
-    shown = SweepProgress([(before, "seed=0")], 1, tmp_path / "INTERRUPTED")
+    shown = SweepProgress([before], [before], tmp_path / "INTERRUPTED")
     shown.update()
     assert not shown.is_running(before)
     assert capsys.readouterr().err == ""
-    run.sessions().begin(2.0)
+    run.begin_session(2.0)
     shown.update()
     assert shown.is_running(before)
     assert capsys.readouterr().err.startswith("job 0: step 4/20")
@@ -78,7 +79,7 @@ def test_the_pace_is_that_of_this_command(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
     fresh, before = job(tmp_path, 0), job(tmp_path, 1, begun=True)
     start(before, 10)
-    shown = SweepProgress([(fresh, "seed=0"), (before, "seed=1")], 3, tmp_path / "INTERRUPTED")
+    shown = SweepProgress([fresh, before, job(tmp_path, 2)], [fresh, before], tmp_path / "INTERRUPTED")
     start(fresh, 5)
     now[0] += 10
     shown.update()
@@ -90,7 +91,7 @@ def test_the_pace_is_that_of_this_command(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_damaged_record_stops_no_sweep(tmp_path: Path) -> None:
     one = job(tmp_path, 0)
     run = start(one, 3)
-    shown = SweepProgress([(one, "seed=0")], 1, tmp_path / "INTERRUPTED")
+    shown = SweepProgress([one], [one], tmp_path / "INTERRUPTED")
     (run.path / "metrics.jsonl").write_text("{nonsense\n")
     (run.path / "sessions.json").write_text("{}")
     shown.update()

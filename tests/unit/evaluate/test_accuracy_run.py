@@ -3,8 +3,9 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -18,7 +19,6 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import __main__ as evaluate
 from qerl_lab.evaluate import accuracy_run, benchmarks, subject
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions
-from qerl_lab.evaluate.subject import requested_sampling
 from qerl_lab.evaluate.summary import ABOUT, ROWS
 from qerl_lab.model import policy
 from qerl_lab.model.on_disk import ASSETS
@@ -234,15 +234,31 @@ def test_a_model_is_its_content_wherever_it_lies_and_whenever_it_was_copied(tmp_
     assert "holds something else. Type another out" in capsys.readouterr().err
 
 
-def test_the_base_by_another_rounding_rule_is_another_one(tiny) -> None:
-    def identity(**how: Any) -> dict[str, Any]:
-        cfg = tiny(format__name="nvfp4", **how)
-        found = subject.Subject("a run", cfg, requested_sampling(AccuracyOptions(), cfg), None, 0)
-        return accuracy_run.identifying_settings(AccuracyOptions(), found, [])
+def identity(cfg: RunConfig, names: Sequence[str] = (), **options: Any) -> dict[str, Any]:
+    """The settings that tell an evaluation of a run with this configuration from others."""
+    asked = [SimpleNamespace(name=name, instruction="", data={}) for name in names]
+    return accuracy_run.identifying_settings(AccuracyOptions(**options), subject.Subject("a run", cfg), asked)
 
-    assert identity() == identity()
-    assert identity() != identity(format__scale_rule="four_over_six")
-    assert identity() != identity(format__ignore=["lm_head", "down_proj"])
+
+def test_the_base_by_another_rounding_rule_is_another_one(tiny) -> None:
+    usual, again, rule, ignore = (
+        identity(tiny(format__name="nvfp4", **how))
+        for how in ({}, {}, {"format__scale_rule": "four_over_six"}, {"format__ignore": ["lm_head", "down_proj"]})
+    )
+    assert usual == again
+    assert usual not in (rule, ignore)
+
+
+def test_small_sets_get_more_samples_unless_somebody_says(tiny) -> None:
+    def samples(temperature: float = 1.0, **options: Any) -> list[int]:
+        cfg = tiny(eval__samples=3)
+        cfg.eval.temperature = temperature  # 0 is for this command alone
+        (counted,) = identity(cfg, ["gsm8k", "aime24", "aime25", "amc23"], **options)["samplings"].values()
+        return list(counted.values())
+
+    assert samples() == [3, 16, 16, 16]
+    assert samples(samples=2) == [2] * 4
+    assert samples(temperature=0.0, samples=2) == [1] * 4
 
 
 @pytest.mark.parametrize(
@@ -253,7 +269,6 @@ def test_the_base_by_another_rounding_rule_is_another_one(tiny) -> None:
         ("model=pocket", "benchmarks= is missing, and model=pocket has no task."),
         ("model=pocket benchmarks=gsm8", "gsm8 in benchmarks=[gsm8] is no task; allowed: "),
         ("model=pocket benchmarks=gsm8k,gsm8k:x", "gsm8k is in benchmarks 2 times."),
-        ("model=pocket benchmarks=gsm8k adapter=false", "adapter=false is of a run"),
         ("run=a format=nf4", "format=nf4 is of a model, and run=a has its own."),
         ("model=nowhere/at/all benchmarks=gsm8k", "model=nowhere/at/all is no directory"),
         ("model=pocket benchmarks=gsm8k:/nowhere", "Type benchmarks=gsm8k:DIRECTORY"),
@@ -269,14 +284,6 @@ def test_what_cannot_be_is_refused_in_one_line(words: str, said: str, capsys) ->
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
-
-
-def test_small_sets_get_more_samples_unless_somebody_says() -> None:
-    def samples(name: str, **words: Any) -> int:
-        return requested_sampling(AccuracyOptions(run="x", **words), RunConfig()).samples_per_question(name, 3)
-
-    assert [samples(name) for name in ("gsm8k", "aime24", "aime25", "amc23")] == [3, 16, 16, 16]
-    assert [samples("aime24", temperature=0), samples("aime24", samples=2)] == [1, 2]
 
 
 def test_an_engine_that_fails_keeps_what_was_answered(run_dir, tmp_path, capsys, monkeypatch) -> None:

@@ -145,7 +145,7 @@ def test_seeds_are_paired_and_both_count(tmp_path: Path) -> None:
             write(tmp_path / arm / f"s{seed}" / "evaluations" / "x", answers(values[arm, seed].tolist()), seed)
     arms = [compare.read_arm(str(tmp_path / arm)) for arm in "ab"]
     pairs, notes = compare.pair_evaluations(*arms)
-    assert [one.seed for one, _ in pairs] == [0, 1]
+    assert [one.about["run_seed"] for one, _ in pairs] == [0, 1]
     assert notes == ["seeds [2, 3] are in one of the two only, and left out"]
     accuracy = next(compare.differences(pairs, []))
     expected = over_seeds(np.array([(values["b", seed] - values["a", seed]).mean(1) for seed in (0, 1)]))

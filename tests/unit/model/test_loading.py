@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,12 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.formats import format as machinery
 from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.formats.nf4 import Nf4
-from qerl_lab.model import policy
+from qerl_lab.model import on_disk, policy
 from qerl_lab.model.linear import FUSED, PackedLinear, weight_bytes
 from qerl_lab.model.loading import empty_model, fill, stored_as
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.weight_files import WeightFiles
+from qerl_lab.quantize import __main__ as quantize
 from small_checkpoints import edit_config, edit_tensors, equal, load, write_dense, write_packed
 from waiting import give_time
 
@@ -322,6 +324,29 @@ def test_a_run_that_asks_for_another_packing_is_told_what_to_type(
     cfg = tiny(model__path=str(packed_nf4), **{f"format__{key}": value for key, value in wanted.items()})
     with pytest.raises(ConfigError, match=re.escape(f"model.path={packed_nf4} {says}")):
         policy.load_base(cfg, CPU)
+
+
+def test_a_run_says_the_rule_of_its_checkpoint(tmp_path: Path, tiny) -> None:
+    """The quantize command noted it; of others' checkpoints nothing is claimed."""
+    out = tmp_path / "packed"
+    words = ["model=pocket", "format=mxfp4", "exponent_rule=floor", "quality=weights", "device=cpu", f"out={out}"]
+    assert quantize.main(words) == 0
+    cfg = tiny(model__path=str(out), format__name="mxfp4")
+    with pytest.raises(ConfigError, match=r"exponent_rule=floor, and format.exponent_rule=round was given\. Type form"):
+        policy.load_base(cfg, CPU)
+    with pytest.raises(ConfigError, match=r"exponent_rule=floor, and format.exponent_rule=round was given\. Type form"):
+        on_disk.check(out, cfg)  # before anything starts: of a sweep each job would fail by itself
+    cfg = replace(cfg, format=replace(cfg.format, exponent_rule="floor"))
+    on_disk.check(out, cfg)
+    loaded, _ = policy.load_base(cfg, CPU)
+    dense = replace(cfg, model=replace(cfg.model, path="pocket"))
+    packed_here, _ = policy.load_base(dense, CPU)
+    name = "model.layers.0.mlp.up_proj"
+    for key, tensor in loaded.get_submodule(name).packed().items():
+        assert torch.equal(tensor, packed_here.get_submodule(name).packed()[key]), key
+    (out / "quality.json").unlink()
+    cfg = tiny(model__path=str(out), format__name="mxfp4", format__exponent_rule="ceil")
+    policy.load_base(cfg, CPU)
 
 
 def test_what_to_type_for_ignored_layers_is_what_hydra_reads(tmp_path: Path, tiny) -> None:

@@ -38,11 +38,12 @@ def test_error_without_llmcompressor_names_the_extra_and_the_command(
     assert not any(tmp_path.iterdir())
 
 
-def test_error_on_more_tokens_than_the_model_reads() -> None:
-    config = tiny_model().config
-    options = QuantizeOptions(model="m", method="gptq", tokens=config.max_position_embeddings + 1)
-    with pytest.raises(ConfigError, match=rf"Type tokens={config.max_position_embeddings}\."):
-        llmcompressor._check_length(options, config)
+def test_error_on_more_tokens_than_the_model_reads(tmp_path: Path) -> None:
+    model = tiny_model()
+    longest = model.config.max_position_embeddings
+    options = QuantizeOptions(model="m", method="gptq", tokens=longest + 1)
+    with pytest.raises(ConfigError, match=rf"Type tokens={longest}\."):
+        llmcompressor.run(options, write_dense(tmp_path, model), [], tmp_path / "out")
 
 
 def test_the_same_linears_stay_dense_as_by_rounding(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """Packing a checkpoint file by file: the bits of packing it whole, fused layers in one piece."""
 
+import json
 import re
 import resource
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -24,12 +24,9 @@ def model_of(hidden: int = 64, dtype: torch.dtype = torch.bfloat16) -> nn.Module
     return tiny_model(hidden=hidden, dtype=dtype)
 
 
-def write_all(source: WeightFiles, folder: Path, weight_format: Format, shard_bytes: float = 1e9) -> list:
+def write_all(source: WeightFiles, folder: Path, weight_format: Format, shard_bytes: float = 1e9) -> None:
     folder.mkdir()
-    shards = rtn.plan_shards(source, packable(model_of(), ["lm_head"]), weight_format, shard_bytes)
-    for shard in shards:
-        rtn.write_shard(shard, folder, source, weight_format, CPU, lambda count: None)
-    return shards
+    rtn.write(source, packable(model_of(), ["lm_head"]), weight_format, CPU, folder, shard_bytes)
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
@@ -67,17 +64,17 @@ def test_the_parts_of_a_fused_layer_share_the_largest_scale(tmp_path):
 
 
 @each_packed
-def test_the_plan_keeps_to_the_size_and_says_it_exactly(tmp_path, weight_format):
-    source = WeightFiles(write_dense(tmp_path / "dense", model_of()))
-    limit = 15e3
-    shards = write_all(source, tmp_path / "out", weight_format, shard_bytes=limit)
-    assert len(shards) > 3
-    for shard in shards:
-        file = tmp_path / "out" / shard.file
-        assert shard.bytes < file.stat().st_size < shard.bytes + 8192, "and a header"
-        assert shard.bytes <= limit or len(shard.units) == 1
-        with safe_open(file, framework="pt") as opened:
-            assert set(opened.keys()) == set(shard.layout)
+def test_files_keep_to_the_size_unless_one_layer_is_larger_and_the_index_knows_all(tmp_path, weight_format):
+    source, limit = WeightFiles(write_dense(tmp_path / "dense", model_of())), 15e3
+    write_all(source, tmp_path / "out", weight_format, shard_bytes=limit)
+    written = WeightFiles(tmp_path / "out")  # refuses an index that is not that of the files
+    units = rtn.list_units(source, packable(model_of(), ["lm_head"]), weight_format).values()
+    assert len(written.files) > 3
+    for file in written.files:
+        held = [unit for unit in units if written.where(next(iter(unit.layout))) == str(file)]
+        assert len(held) == 1 or sum(written.bytes(name) for unit in held for name in unit.layout) <= limit
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(map(written.bytes, written.names))
 
 
 @pytest.mark.parametrize("dtype", sorted(set(DTYPES.values()), key=str))

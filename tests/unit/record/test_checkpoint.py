@@ -8,7 +8,7 @@ import pytest
 
 from qerl_lab.config.paths import sha256
 from qerl_lab.record import checkpoint
-from qerl_lab.record.checkpoint import MANIFEST, STATE, newest, save, verify
+from qerl_lab.record.checkpoint import MANIFEST, STATE, load, newest, save
 
 FILES = {"adapter_model.safetensors": b"\x01" * 4000, "optimizer.pt": b"\x02" * 900, "sub/rng_state.pth": b"\x03" * 70}
 
@@ -40,8 +40,7 @@ def test_a_checkpoint_is_its_files_its_state_and_their_checksums(tmp_path) -> No
     assert path.name == "step-000025"
     assert {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} == {*FILES, STATE, MANIFEST}
     assert set(json.loads((path / MANIFEST).read_text())) == {*FILES, STATE}
-    assert verify(path) == ""
-    found = newest(path.parent)
+    assert load(path) == (found := newest(path.parent))
     assert (found.path, found.step, found.prompts_seen) == (path, 25, 100)
 
 
@@ -144,10 +143,10 @@ def test_a_manifest_is_written_last_and_only_the_rename_makes_a_checkpoint(tmp_p
     monkeypatch.setattr(checkpoint, "_flush_to_disk", flushed.append)
     rename = Path.rename
     monkeypatch.setattr(
-        Path, "rename", lambda self, to: (seen.append((verify(self), names(tmp_path))), rename(self, to))[1]
+        Path, "rename", lambda self, to: (seen.append((load(self).step, names(tmp_path))), rename(self, to))[1]
     )
     path = saved(tmp_path, 4)
-    assert [(damage, len(found)) for damage, found in seen] == [("", 1)]
+    assert [(step, len(found)) for step, found in seen] == [(4, 1)]
     assert {file.name for file in flushed} >= {Path(name).name for name in (*FILES, STATE, MANIFEST)}
     assert flushed[-1] == path.parent
 

@@ -2,7 +2,9 @@
 
 import errno
 import os
+import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -145,3 +147,32 @@ def test_a_damaged_line_is_named_by_where_the_reading_began(tmp_path: Path) -> N
         RunDirectory(tmp_path).metrics_from(0)
     with pytest.raises(ConfigError, match=rf"metrics\.jsonl, line 2 after byte {len(whole)}, is not"):
         RunDirectory(tmp_path).metrics_from(len(whole))
+
+
+def test_the_seconds_of_a_run_are_those_of_all_its_sessions(tmp_path: Path) -> None:
+    """The first is killed after its line of 130, the second before it logs, the third ends; a later line is ignored."""
+    run = RunDirectory(tmp_path)
+    run.begin_session(100.0)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 130.0, "metrics": {}}\n{"st')
+    run.begin_session(200.0)
+    run.begin_session(time.time() - 5)
+    assert run.end_session() == pytest.approx(30 + 0 + 5, abs=1)
+    assert run.sessions()[:2] == [[100.0, 130.0], [200.0, 200.0]]
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "time": {time.time() + 50}, "metrics": {{}}}}\n')
+    run.begin_session(time.time() - 2)
+    assert run.end_session() == pytest.approx(30 + 0 + 5 + 2, abs=1)
+
+
+def test_a_copied_directory_is_another_run_to_its_mirrors_and_a_moved_one_the_same(run: RunDirectory) -> None:
+    run.note_mirror(uri="http://host", run_id="1")
+    first = run.mirror()
+    copy = RunDirectory(shutil.copytree(run.path, run.path.parent / "copy"))
+    (run.path.parent / "link").symlink_to(run.path)
+    RunDirectory(run.path.parent / "link").note_mirror()
+    copy.note_mirror()
+    assert run.mirror()["key"] == first["key"] != copy.mirror()["key"]
+    assert (copy.mirror()["uri"], copy.mirror().get("run_id")) == ("http://host", None)
+    moved = RunDirectory(copy.path.rename(run.path.parent / "moved"))
+    key = moved.mirror()["key"]
+    moved.note_mirror()
+    assert moved.mirror()["key"] == key

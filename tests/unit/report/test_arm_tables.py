@@ -154,21 +154,18 @@ def test_runs_of_another_task_stand_beside_no_accuracy_and_no_entropy_on_gsm8k(t
     assert "paper" not in entropies.about
 
 
-def test_arms_that_share_no_seed_have_no_difference(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("baseline", "why"), [
+    ("bf16", "Left out: no arm shares a seed with bf16."),
+    (None, "Left out: no arm is bf16; type baseline=ARM to compare with another."),
+])  # fmt: skip
+def test_without_shared_seeds_or_a_baseline_a_line_says_why_there_is_no_difference(
+    tmp_path: Path, baseline: str | None, why: str
+) -> None:
     for arm, seed in (("bf16", 0), ("nvfp4", 1)):
         make_run(tmp_path / arm, arm, seed)
-    found = {table.title.split(",")[0]: table for table in tables(comparison.read([tmp_path]), "bf16")}
-    assert found["Differences to bf16"].rows[1:] == []
-    assert found["Differences to bf16"].left_out == "Left out: no arm shares a seed with bf16."
-    assert cells(found["Held-out accuracy"], "nvfp4")["after"] == "0.625 (1)"
-
-
-def test_without_a_baseline_a_line_says_how_to_name_one(tmp_path: Path) -> None:
-    for rate in (1e-5, 1e-4):
-        make_run(tmp_path / f"{rate}", "nvfp4", 0, optim__learning_rate=rate)
-    (table,) = (one for one in tables(comparison.read([tmp_path]), None) if one.title == "Differences")
-    assert len(table.rows) == 1
-    assert table.left_out.startswith("Left out: no arm is bf16; type baseline=ARM")
+    accuracies, differences, *_ = tables(comparison.read([tmp_path]), baseline)
+    assert (len(differences.rows), differences.left_out) == (1, why)
+    assert cells(accuracies, "nvfp4")["after"] == "0.625 (1)"
 
 
 @pytest.mark.parametrize(("spell", "value", "spelled"), [

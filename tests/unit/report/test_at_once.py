@@ -10,7 +10,7 @@ import pytest
 
 from qerl_lab.report import comparison
 from qerl_lab.report.__main__ import main
-from qerl_lab.report.runs import Origin, Record
+from qerl_lab.report.runs import Origin, Run
 from run_directories import make_run
 from simulated_runs import record
 
@@ -21,17 +21,17 @@ PLAIN = "python -m qerl_lab"
 def ran(
     begin: float | None, end: float, place: str = "GPU-1", machine: str = "NVIDIA H200", command: str = PLAIN,
     device: str = "cuda",
-) -> Record:  # fmt: skip
+) -> Run:  # fmt: skip
     """A run from and to so many seconds after noon. `None`: it did not note its start."""
     one = record({"device": device}, 0, 0.3)
     began = "" if begin is None else datetime.fromtimestamp(NOON + begin, UTC).isoformat(timespec="seconds")
     origin = Origin(command=command, began=began, place=place, machine=machine)
-    return replace(one, run=replace(one.run, ended=NOON + end), origin=origin)
+    return replace(one, ended=NOON + end, origin=origin)
 
 
-def at_once(*records: Record) -> list[int]:
-    named = [replace(one, run=replace(one.run, name=str(n), seed=n)) for n, one in enumerate(records)]
-    return [one.at_once for one in comparison.compare(named, {}).records]
+def at_once(*records: Run) -> list[int]:
+    named = [replace(one, name=str(n), seed=n) for n, one in enumerate(records)]
+    return [one.at_once for one in comparison.compare(named, {}).runs]
 
 
 OLD = {"place": "", "machine": "NVIDIA H200, 16 CPUs"}
@@ -57,68 +57,71 @@ SWEEP = f"{PLAIN} +sweeps=weight_formats"
     ([ran(0, 100, command=f"{SWEEP} jobs=4 jobs_per_gpu=1")], [1]),
     ([ran(0, 100, command=f"{SWEEP} jobs=4 jobs_per_gpu=1", device="cpu")], [4]),
 ])  # fmt: skip
-def test_runs_at_once_on_one_machine_are_counted(records: list[Record], counts: list[int]) -> None:
+def test_runs_at_once_on_one_machine_are_counted(records: list[Run], counts: list[int]) -> None:
     assert at_once(*records) == counts
 
 
 # --- what the command says
 
 
-def test_a_part_of_a_task_and_a_shared_gpu_are_said(here: Path, capsys) -> None:
-    for words, shown in (("python -m qerl_lab", False), ("python -m qerl_lab jobs=4 jobs_per_gpu=4", True)):
-        task = {"task__name": "gsm8k", "task__gsm8k__max_steps": 2 if shown else None}
-        run = make_run(here / "sweep" / "bf16-0", "bf16", 0, began={"command": words}, **task)
-        assert main(["sweep"]) == 0
-        said = capsys.readouterr().out
-        assert ("The questions are of gsm8k with at most 2 steps: no accuracy here is that" in said) == shown
-        assert ("ran beside up to 3 others: seconds and tokens/s are of shared machines" in said) == shown
-        shutil.rmtree(run)
+SHARED = "ran beside {}: seconds and tokens/s are of shared machines"
 
 
-def test_jobs_that_a_file_of_the_sweep_lets_run_at_once_are_said(here: Path, capsys) -> None:
-    """No word of the command says so; the configuration does. A run that is of no sweep runs alone."""
-    run = make_run(here / "sweep" / "bf16-0", "bf16", 0, jobs=4, jobs_per_gpu=4)
-    for sweep, shown in ((None, False), ("mine/20260131-120000", True)):
-        (run / "env.json").write_text(json.dumps({"command": "python -m qerl_lab +sweeps=mine", "sweep": sweep}))
-        for words in (["sweep", "out=results"], ["results"]):
-            assert main(words) == 0
-            assert ("ran beside up to 3 others" in capsys.readouterr().out) == shown
+def begun(run: Path, second: int = 0, gpu: str = "GPU-1", file: str = "env.json") -> None:
+    about = {"time": f"2020-01-01T00:00:0{second}+0000", "gpus": [{"uuid": gpu, "name": "H200"}]}
+    (run / file).write_text(json.dumps(about))
 
 
-def test_runs_that_ran_at_once_by_their_own_commands_are_said(here: Path, capsys) -> None:
+@pytest.mark.parametrize(("environments", "said"), [
+    ([{"command": "python -m qerl_lab"}], ""),
+    ([{"command": "python -m qerl_lab jobs=4 jobs_per_gpu=4"}], "up to 3 others"),
+    # the sweep's file says so, in the configuration; a run that is of no sweep runs alone
+    ([{"command": "python -m qerl_lab +sweeps=mine", "sweep": None}], ""),
+    ([{"command": "python -m qerl_lab +sweeps=mine", "sweep": "mine/20260131-120000"}], "up to 3 others"),
+    # one session of three had not the card to itself
+    ([{"command": f"python -m qerl_lab{words}"} for words in ("", " jobs=4 jobs_per_gpu=4", "")], "up to 3 others"),
+])  # fmt: skip
+def test_jobs_at_once_by_command_or_configuration_are_said(
+    here: Path, capsys: pytest.CaptureFixture[str], environments: list[dict], said: str
+) -> None:
+    """Also from results, which keep it."""
+    jobs = {"jobs": 4, "jobs_per_gpu": 4} if "sweep" in environments[0] else {}
+    run = make_run(here / "sweep" / "bf16-0", "bf16", 0, **jobs)
+    for name, about in zip(("env.json", "env.2.json", "env.10.json"), environments, strict=False):
+        (run / name).write_text(json.dumps(about))
+    for words in (["sweep", "out=results"], ["results"]):
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        assert SHARED.format(said) in out if said else "ran beside" not in out
+
+
+def test_a_part_of_a_task_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(here / "sweep" / "bf16-0", "bf16", 0, task__name="gsm8k", task__gsm8k__max_steps=2)
+    assert main(["sweep"]) == 0
+    assert "The questions are of gsm8k with at most 2 steps: no accuracy here is that" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("other", "shown"), [("GPU-1", True), ("GPU-2", False)])
+def test_runs_that_ran_at_once_by_their_own_commands_are_said(
+    here: Path, capsys: pytest.CaptureFixture[str], other: str, shown: bool
+) -> None:
     """Two shells, one GPU. Also from results, whose runs keep where they were; on two GPUs each ran alone."""
-    for seed in range(2):
-        make_run(here / "sweep" / f"bf16-{seed}", "bf16", seed)
-    for other, shown in (("GPU-1", True), ("GPU-2", False)):
-        for seed, gpu in enumerate(("GPU-1", other)):
-            began = {"time": f"2020-01-01T00:00:0{seed}+0000", "gpus": [{"uuid": gpu, "name": "H200"}]}
-            (here / "sweep" / f"bf16-{seed}" / "env.json").write_text(json.dumps(began))
-        for words in (["sweep", "out=results"], ["results"]):
-            assert main(words) == 0
-            assert ("Runs ran beside another: seconds and tokens/s are of shared" in capsys.readouterr().out) == shown
+    for seed, gpu in enumerate(("GPU-1", other)):
+        begun(make_run(here / "sweep" / f"bf16-{seed}", "bf16", seed), seed, gpu)
+    for words in (["sweep", "out=results"], ["results"]):
+        assert main(words) == 0
+        assert (SHARED.format("another") in capsys.readouterr().out) == shown
 
 
-def test_a_copy_beside_its_run_leaves_its_speed_to_be_compared(here: Path, capsys) -> None:
-    began = {"time": "2020-01-01T00:00:00+0000", "gpus": [{"uuid": "GPU-1", "name": "H200"}]}
-    run = make_run(here / "sweep" / "bf16-0", "bf16", 0, began=began)
+def test_a_copy_beside_its_run_leaves_its_speed_to_be_compared(here: Path) -> None:
+    begun(run := make_run(here / "sweep" / "bf16-0", "bf16", 0))
     shutil.copytree(run, here / "home" / "bf16-0")
-    assert main(["sweep", "home"]) == 0
-    assert "ran beside" not in capsys.readouterr().out
+    assert [run.at_once for run in comparison.read([here / "sweep", here / "home"]).runs] == [1]
 
 
 def test_a_resumed_run_is_where_any_of_its_sessions_was(here: Path) -> None:
-    for name, gpus in (("resumed", (1, 2)), ("other", (2,))):
-        run = make_run(here / "sweep" / name, "bf16", len(name))
-        for file, gpu in zip(("env.json", "env.2.json"), gpus, strict=False):
-            about = {"time": "2020-01-01T00:00:00+0000", "gpus": [{"uuid": f"GPU-{gpu}", "name": "H200"}]}
-            (run / file).write_text(json.dumps(about))
-    assert [record.at_once for record in comparison.read([here / "sweep"]).records] == [2, 2]
-
-
-def test_a_run_that_went_on_beside_others_is_said(here: Path, capsys) -> None:
-    """Its first session had the card to itself; the line that went on had not."""
-    run = make_run(here / "sweep" / "bf16-0", "bf16", 0)
-    for name, words in (("env.json", ""), ("env.2.json", " jobs=4 jobs_per_gpu=4"), ("env.10.json", "")):
-        (run / name).write_text(json.dumps({"command": f"python -m qerl_lab{words}"}))
-    assert main(["sweep"]) == 0
-    assert "Runs ran beside up to 3 others" in capsys.readouterr().out
+    resumed, other = (make_run(here / "sweep" / name, "bf16", seed) for seed, name in enumerate("ab"))
+    begun(resumed)
+    for run, file in ((resumed, "env.2.json"), (other, "env.json")):
+        begun(run, gpu="GPU-2", file=file)
+    assert [run.at_once for run in comparison.read([here / "sweep"]).runs] == [2, 2]

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from scipy import stats as distributions
 
-from qerl_lab.report import comparison, diagnostics, format_curves, palette, stats
+from qerl_lab.report import comparison, curves, diagnostics, palette, stats
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.measures import Unmeasured, has_collapsed
 from run_directories import make_run
@@ -46,7 +46,7 @@ def test_answers_that_are_partly_right_have_no_pass(found: Comparison) -> None:
 
 def fallen(values: list[float], found: Comparison) -> bool:
     (one, *_) = found.arms["bf16"]
-    weight = float(one.run.value("task.answer_reward"))
+    weight = float(one.value("task.answer_reward"))
     steps = pd.DataFrame({"reward/answer": [value * weight for value in values]}, index=range(1, len(values) + 1))
     return has_collapsed(replace(one, steps=steps))
 
@@ -91,9 +91,9 @@ def test_every_figure_is_drawn_of_every_arm_in_the_color_of_its_format(found: Co
 
 
 def test_the_formats_are_in_one_figure_with_reward_entropy_and_accuracy(found: Comparison) -> None:
-    ((title, formats),) = format_curves.group_formats(found).items()
+    ((title, formats),) = curves.group_formats(found).items()
     assert (title, formats) == ("", {"bf16": "bf16", "nvfp4": "nvfp4"})
-    figure = format_curves.draw(comparison.curves(found), formats, title)
+    figure = curves.draw_formats(comparison.curves(found), formats, title)
     assert [axis.get_ylabel() for axis in figure.axes][:2] == ["mean reward of a step", "nats per token"]
     for axis in figure.axes:
         assert {line.get_color() for line in axis.lines} == {palette.FORMATS[name] for name in formats}

@@ -204,8 +204,8 @@ def test_of_runs_that_shared_a_card_no_time_and_no_speed_is_drawn_or_tabled(tmp_
         make_run(tmp_path / arm, arm, 0, began=began)
     found = comparison.read([tmp_path])
     timed = {"reward-by-time", "throughput-by-step", "throughput-by-time"}
-    alone = comparison.compare([record for record in found.records if record.run.experiment == "bf16"], {})
-    shared = comparison.compare([record for record in found.records if record.run.experiment == "nvfp4"], {})
+    alone = comparison.compare([record for record in found.runs if record.experiment == "bf16"], {})
+    shared = comparison.compare([record for record in found.runs if record.experiment == "nvfp4"], {})
     names = [{figure.name for pair in draw_all(one, None).values() for figure in pair} for one in (alone, shared)]
     assert timed <= names[0]
     assert {name for name in names[1] if "time" in name or "throughput" in name} == set()

@@ -36,7 +36,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def save(folder: str, out: str) -> None:
     found = comparison.read([Path(folder)])
     Path(out).mkdir(parents=True, exist_ok=True)
-    results.write(Path(out), results.frames(found.records, found.damaged, found.arm_of))
+    results.write(Path(out), results.frames(found.runs, found.damaged, found.arm_of))
 
 
 def test_the_files_are_tidy(sweep: Path) -> None:
@@ -83,10 +83,10 @@ def test_results_of_two_machines_are_kept_apart(tmp_path: Path, monkeypatch: pyt
         save("runs", "results")
     monkeypatch.chdir(tmp_path)
     found = comparison.read([Path("one/results"), Path("two/results")])
-    assert [run.name for run in found.all_runs] == ["runs/0", "runs/0 of two/results"]
+    assert [run.name for run in found.runs] == ["runs/0", "runs/0 of two/results"]
     assert list(found.arms) == ["bf16", "nvfp4"]
     again = comparison.read([Path("one/results"), Path("one/results")])
-    assert ([run.name for run in again.all_runs], again.left_out) == (["runs/0"], [])
+    assert ([run.name for run in again.runs], again.left_out) == (["runs/0"], [])
 
 
 def test_results_of_before_a_key_came_or_went_are_of_the_same_arm(sweep: Path) -> None:
@@ -103,7 +103,7 @@ def test_results_of_before_a_key_came_or_went_are_of_the_same_arm(sweep: Path) -
     table.to_parquet(file, index=False)
     make_run(Path("today/bf16-7"), "bf16", 7)
     found = comparison.read([Path("results/mine"), Path("today")])
-    assert {arm: [record.run.seed for record in records] for arm, records in found.arms.items()} == {
+    assert {arm: [record.seed for record in records] for arm, records in found.arms.items()} == {
         "bf16": [0, 1, 2, 7], "nvfp4_aqn": [0, 1, 2]
     }  # fmt: skip
 
@@ -116,10 +116,10 @@ def test_runs_in_a_folder_that_also_has_results_are_read_too(sweep: Path) -> Non
     shutil.copy(sweep / "bf16-2" / "eval.parquet", sweep / "damaged")  # mended
     make_run(sweep / "bf16-7", "bf16", 7)
     found = comparison.read([Path("runs")])
-    assert [record.run.seed for record in found.arms["bf16"]] == [0, 1, 2, 4, 7]
+    assert [record.seed for record in found.arms["bf16"]] == [0, 1, 2, 4, 7]
     assert found.damaged == {}
     shutil.rmtree(sweep / "bf16-0")
-    assert [record.run.seed for record in comparison.read([Path("runs")]).arms["bf16"]] == [0, 1, 2, 4, 7]
+    assert [record.seed for record in comparison.read([Path("runs")]).arms["bf16"]] == [0, 1, 2, 4, 7]
 
 
 def test_results_are_found_from_the_folder_of_the_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

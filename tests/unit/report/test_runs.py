@@ -8,7 +8,7 @@ import pytest
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.samples_file import Sample
+from qerl_lab.record.line_files import Sample
 from qerl_lab.report import comparison
 from qerl_lab.tools.samples import format_step
 from qerl_lab.tracking.mlflow import resync

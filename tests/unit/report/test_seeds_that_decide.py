@@ -15,10 +15,6 @@ from qerl_lab.report.verdicts import P, Row, Verdict, p_values, set_verdicts
 from simulated_runs import EQUAL, GRADED, HELD_OUT, SCALAR, arms, verdicts
 
 
-def one(rows: list[Row]) -> Row:
-    return rows[0]
-
-
 def repeated(numbers: Numbers, values_S_Q: np.ndarray, claim: Claim, seeds: int) -> Numbers:
     """The numbers, had these values been measured, with p-values by the variances of the values alone."""
     of_values = replace(
@@ -32,7 +28,6 @@ def share_decided(rows: list[Row], seeds: int, repeats: int = 300) -> float:
     """How often the first of the rows is decided, with so many seeds drawn of its measured effect and spread."""
     first, draw, found = rows[0], np.random.default_rng(0), 0
     numbers = first.numbers
-    assert numbers is not None
     between, of_questions = numbers.variances
     rest = numbers.oriented - numbers.oriented.mean(1)[:, None] - numbers.oriented.mean(0) + numbers.oriented.mean()
     spread = float(rest.std()) * math.sqrt(numbers.seeds / (numbers.seeds - 1))
@@ -66,7 +61,6 @@ def open_by_luck() -> list[Row]:
     """Three seeds that agree in their means, and not in their answers: those of more seeds will not agree."""
     claim = replace(GRADED, smallest=0.02)
     (row,) = verdicts(claim, HELD_OUT.arms(claim, 0.01, 3, np.random.default_rng(0)))
-    assert row.numbers is not None
     values = row.numbers.oriented
     lucky = values - 0.8 * (values.mean(1)[:, None] - values.mean())
     return [measured_as(row, lucky - lucky.mean() + 0.018)]
@@ -80,7 +74,6 @@ def open_equal() -> list[Row]:
 @pytest.mark.parametrize("made", [open_scalar, open_beside_decided, open_graded, open_by_luck, open_equal])
 def test_the_seeds_asked_for_decide_half_of_the_repetitions_of_what_was_measured(made: Callable[[], list[Row]]) -> None:
     rows = made()
-    assert rows[0].numbers is not None
     seeds = rows[0].numbers.seeds_as_measured
     assert re.match(rf"about {seeds} seeds would .* if the effect is as measured", rows[0].why)
     assert share_decided(rows, seeds // 2) < 0.4 < 0.45 < share_decided(rows, seeds)  # 0.5 less 2 standard errors
@@ -88,37 +81,35 @@ def test_the_seeds_asked_for_decide_half_of_the_repetitions_of_what_was_measured
 
 
 def test_the_seeds_asked_for_are_those_that_the_test_needs() -> None:
-    row = one(rows := open_scalar())
-    assert row.numbers is not None
+    row = (rows := open_scalar())[0]
     seeds = row.numbers.seeds_as_measured
     mean, sd = float(row.numbers.oriented.mean()), math.sqrt(row.numbers.variances[0])
     for count, is_enough in ((seeds - 1, False), (seeds, True)):  # exactly this mean and spread
         values = np.array([(-1) ** n for n in range(count)], float)
         values = mean + sd * (values - values.mean()) / values.std(ddof=1)
         same = replace(row, numbers=repeated(row.numbers, values[:, None], SCALAR, count))
-        assert (one(set_verdicts([same, *rows[1:]])).verdict != Verdict.UNDECIDED) == is_enough
+        assert (set_verdicts([same, *rows[1:]])[0].verdict != Verdict.UNDECIDED) == is_enough
 
 
 def test_more_seeds_decide_whatever_the_effect_is() -> None:
     """Where the effect is not as measured, and halfway between the borders even."""
-    row = one(verdicts(SCALAR, arms(SCALAR, {"nvfp4": 0.02}, 5, 0.02, np.random.default_rng(9))))
-    assert row.numbers is not None
+    row = verdicts(SCALAR, arms(SCALAR, {"nvfp4": 0.02}, 5, 0.02, np.random.default_rng(9)))[0]
     most = row.numbers.seeds_at_any_effect
     assert row.why.endswith(f" if the effect is as measured, {most} decide whatever it is")
     variances, level = row.numbers.variances, 1 - 2 * 0.025 / 3  # three contrasts
     assert 2 * half_width(variances, most, 1, level) <= 0.02 < 2 * half_width(variances, most - 1, 1, level)
     halfway = replace(row.numbers, oriented=row.numbers.oriented - row.numbers.oriented.mean() + 0.01)
-    assert one(set_verdicts([replace(row, numbers=halfway)])).numbers.seeds_as_measured <= most
+    assert set_verdicts([replace(row, numbers=halfway)])[0].numbers.seeds_as_measured <= most
 
 
 def measured_as(row: Row, values_S_Q: np.ndarray) -> Row:
     """The row, had these values been measured."""
     numbers = repeated(row.numbers, values_S_Q, row.claim, len(values_S_Q))
-    return one(set_verdicts([replace(row, numbers=numbers)]))
+    return set_verdicts([replace(row, numbers=numbers)])[0]
 
 
 def test_where_seeds_do_not_help_it_says_why_and_what_would() -> None:
-    row, rng = one(open_scalar()), np.random.default_rng(2)
+    row, rng = open_scalar()[0], np.random.default_rng(2)
     near = "the measured effect is so near a border that not even 1,000 seeds would decide it"
     spread = rng.normal(size=(5, 1))
     wide = measured_as(row, spread - spread.mean() + 0.01)

@@ -54,22 +54,32 @@ def cells(speed: Speed, table: int, *row: str) -> dict[str, str]:
     return dict(zip(head, found, strict=True))
 
 
-def test_rollouts_stand_beside_the_paper_s_of_the_same_model_and_batch(tmp_path: Path) -> None:
-    found = cells(made(tmp_path, rollouts()), 0, "qwen2.5-7b, 8, 32", "nvfp4")
-    assert (found["tokens/s"], found["of BF16"], found["of QLoRA"]) == ("1,500 [1,350, 1,650]", "1.50", "3.00")
-    assert found["paper: of BF16"] == f"{2091.8 / 1641.1:.2f}" == "1.27"
-    assert found["paper: of QLoRA"] == f"{2091.8 / 1362:.2f}" == "1.54"
-    assert found["paper: where"] == "Table 6, Figure 1, rank 16"
-    assert found["commit"] == "15ec283"
-
-
-def test_a_batch_of_one_is_held_against_table_9_and_figure_11_at_its_rank(tmp_path: Path) -> None:
-    speed = made(tmp_path, rollouts("qwen2.5-14b", 1, 64), rollouts("qwen2.5-14b", 1, 128), rollouts(batch=64))
-    found = cells(speed, 0, "qwen2.5-14b, 1, 64", "nvfp4")
-    assert (found["paper: of BF16"], found["paper: of QLoRA"]) == (f"{86.0 / 61.2:.2f}", f"{86.0 / 42.8:.2f}")
-    assert found["paper: where"] == "Table 9, Figure 11, rank 64"
-    for elsewhere in ("qwen2.5-14b, 1, 128", "qwen2.5-7b, 64, 32"):
-        assert cells(speed, 0, elsewhere, "nvfp4")["paper: of BF16"] == "-"
+@pytest.mark.parametrize(("results", "table", "row", "expected"), [
+    ([rollouts()], 0, ("qwen2.5-7b, 8, 32", "nvfp4"), {
+        "tokens/s": "1,500 [1,350, 1,650]", "of BF16": "1.50", "of QLoRA": "3.00",
+        "paper: of BF16": f"{2091.8 / 1641.1:.2f}", "paper: of QLoRA": f"{2091.8 / 1362:.2f}",
+        "paper: where": "Table 6, Figure 1, rank 16", "commit": "15ec283",
+    }),
+    # a batch of one is held against Table 9 and Figure 11, at its rank
+    ([rollouts("qwen2.5-14b", 1, 64)], 0, ("qwen2.5-14b, 1, 64", "nvfp4"), {
+        "paper: of BF16": f"{86.0 / 61.2:.2f}", "paper: of QLoRA": f"{86.0 / 42.8:.2f}",
+        "paper: where": "Table 9, Figure 11, rank 64",
+    }),
+    ([rollouts(), rollouts("qwen2.5-14b", 1, 128)], 0, ("qwen2.5-14b, 1, 128", "nvfp4"), {"paper: of BF16": "-"}),
+    ([rollouts(), rollouts(batch=64)], 0, ("qwen2.5-7b, 64, 32", "nvfp4"), {"paper: of BF16": "-"}),
+    ([steps()], 1, ("qwen2.5-14b, 8", "nvfp4"), {
+        "seconds": "8.00", "tokens/s": "1,000", "of BF16": "1.25", "paper: Table 3, of BF16": "1.2x",
+        "paper: Tables 5 to 8, checkpointing": "1.3x", "paper: without": "OOM",
+    }),
+    ([rollouts()], 2, ("qwen2.5-7b, nvfp4", "nvfp4"), {
+        "weights, GB": f"{5 * 2**30 / 1e9:.1f}", "of BF16": f"{5 / 14:.2f}", "peak, GB": "32.2", "paper: GB": "5.9",
+        "paper: of BF16": f"{5.9 / 15.2:.2f}",
+    }),
+])  # fmt: skip
+def test_ours_stands_beside_the_paper_s_of_the_same_model_and_batch(
+    tmp_path: Path, results: list[dict[str, Any]], table: int, row: tuple[str, ...], expected: dict[str, str]
+) -> None:
+    assert cells(made(tmp_path, *results), table, *row).items() >= expected.items()
 
 
 def test_what_the_paper_has_and_nobody_measured_is_a_line_and_no_rows(tmp_path: Path) -> None:
@@ -96,14 +106,6 @@ def test_columns_of_dashes_are_left_out_and_those_that_do_not_vary_are_a_sentenc
     ]  # fmt: skip
 
 
-def test_steps_stand_beside_tables_3_and_7(tmp_path: Path) -> None:
-    found = cells(made(tmp_path, steps()), 1, "qwen2.5-14b, 8", "nvfp4")
-    assert (found["seconds"], found["tokens/s"], found["of BF16"]) == ("8.00", "1,000", "1.25")
-    assert found["paper: Table 3, of BF16"] == "1.2x"
-    assert found["paper: Tables 5 to 8, checkpointing"] == "1.3x"
-    assert found["paper: without"] == "OOM"
-
-
 def test_steps_of_other_lengths_are_told_apart(tmp_path: Path) -> None:
     ragged = steps()
     ragged["options"] |= {"mean_tokens": 400.0}
@@ -113,13 +115,6 @@ def test_steps_of_other_lengths_are_told_apart(tmp_path: Path) -> None:
         "prompt 256, new 1,024", "prompt 256, new 1,024, mean_tokens=400",
     }  # fmt: skip
     assert "lengths prompt 256, new 1,024" in made(tmp_path, steps(), steps()).tables[1].about
-
-
-def test_sizes_are_in_gb_beside_the_paper_s(tmp_path: Path) -> None:
-    found = cells(made(tmp_path, rollouts()), 2, "qwen2.5-7b, nvfp4", "nvfp4")
-    assert found["weights, GB"] == f"{5 * 2**30 / 1e9:.1f}" == "5.4"
-    assert (found["of BF16"], found["peak, GB"]) == (f"{5 / 14:.2f}", "32.2")
-    assert (found["paper: GB"], found["paper: of BF16"]) == ("5.9", f"{5.9 / 15.2:.2f}")
 
 
 def test_the_committed_training_steps_are_in_the_table_of_memory() -> None:

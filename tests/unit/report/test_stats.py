@@ -32,15 +32,9 @@ def test_paired_interval_by_hand() -> None:
     assert (mean, low, high) == pytest.approx((0.25, 0.25 - half, 0.25 + half), abs=1e-6)
     _, low, high = paired_interval(series([0, 0.5, 1, 0.25]), series([0.5, 0.5, 1, 0.75]), level=0.9)
     assert (low, high) == pytest.approx((0.25 - 2.353363 / math.sqrt(48), 0.25 + 2.353363 / math.sqrt(48)), abs=1e-6)
-
-
-def test_paired_interval_pairs_by_question_and_not_by_place() -> None:
     before, after = series([0, 0.5, 1, 0.25]), series([0.5, 0.5, 1, 0.75])
-    assert paired_interval(before, after[::-1]) == pytest.approx(paired_interval(before, after))
-
-
-def test_paired_interval_of_equal_gains_has_no_width() -> None:
-    assert paired_interval(series([0, 0.25, 0.5, 0.5]), series([0.25, 0.5, 0.75, 0.75])) == (0.25, 0.25, 0.25)
+    assert paired_interval(before, after[::-1]) == pytest.approx(paired_interval(before, after))  # by question
+    assert paired_interval(before, before + 0.25) == (0.25, 0.25, 0.25)  # equal gains have no width
 
 
 @pytest.mark.parametrize("values", [np.zeros((3, 8)), np.full((2, 5), 0.1), np.full((5, 1), 1 / 3)])

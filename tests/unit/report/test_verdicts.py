@@ -12,11 +12,10 @@ import pytest
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.arm import leaves
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.report.arms import FINISHED, run_from
 from qerl_lab.report.claims import Claim, Guardrail, of_paper
 from qerl_lab.report.effects import find_pairs
 from qerl_lab.report.measures import MEASURES, Unmeasured
-from qerl_lab.report.runs import Record, read_record
+from qerl_lab.report.runs import FINISHED, Run, read_run, run_from
 from qerl_lab.report.stats import (
     floored_components,
     holm,
@@ -71,7 +70,7 @@ def test_the_best_learning_rate_is_not_chosen_by_the_seed_that_it_is_used_for() 
     claim = replace(SCALAR, contrasts=SCALAR.contrasts[:1], best_of=LEARNING_RATE)
     contrast = claim.contrasts[0]
 
-    def of(settings: dict[str, str], rate: str, seed: int, entropy: float) -> Record:
+    def of(settings: dict[str, str], rate: str, seed: int, entropy: float) -> Run:
         return record(settings | {LEARNING_RATE: rate}, seed, entropy)
 
     runs = [
@@ -80,10 +79,9 @@ def test_the_best_learning_rate_is_not_chosen_by_the_seed_that_it_is_used_for() 
     runs += [of(dict(contrast.treated_settings), "1", seed, 0.3 + seed / 100) for seed in range(3)]
     runs += [of(dict(contrast.treated_settings), "2", seed, (0.9, 0.2, 0.2)[seed]) for seed in range(3)]
     (row,) = verdicts(claim, runs)
-    assert row.numbers is not None
     # Seed 0's own luck at rate 2 is not taken for it; the others see it, and take rate 2.
     assert row.numbers.oriented[:, 0] == pytest.approx([0.0, 0.2 - 0.31, 0.2 - 0.32])
-    (row,) = verdicts(claim, [run for run in runs if run.run.value(LEARNING_RATE) == "1"])
+    (row,) = verdicts(claim, [run for run in runs if run.value(LEARNING_RATE) == "1"])
     assert row.verdict == Verdict.UNDECIDED
     assert "has one value of optim.learning_rate" in row.why
 
@@ -91,31 +89,31 @@ def test_the_best_learning_rate_is_not_chosen_by_the_seed_that_it_is_used_for() 
 # --- which arms are compared
 
 
-def few(seeds: int = 4, effect: float = 0.1, claim: Claim = SCALAR) -> list[Record]:
+def few(seeds: int = 4, effect: float = 0.1, claim: Claim = SCALAR) -> list[Run]:
     return arms(
         claim, {contrast.treated: effect for contrast in claim.contrasts}, seeds, 0.002, np.random.default_rng(1)
     )
 
 
 def test_configurations_that_differ_otherwise_are_never_pooled() -> None:
-    def moved(one: Record) -> Record:
-        is_base = one.run.value("format.name") == "bf16"
-        settings = one.run.settings | ({LEARNING_RATE: "0.1"} if is_base else {})
-        return replace(one, run=replace(one.run, settings=settings))
+    def moved(one: Run) -> Run:
+        is_base = one.value("format.name") == "bf16"
+        settings = one.settings | ({LEARNING_RATE: "0.1"} if is_base else {})
+        return replace(one, settings=settings)
 
     rows = verdicts(SCALAR, [moved(one) for one in few()])
     assert {row.verdict for row in rows} == {Verdict.UNDECIDED}
     assert rows[0].why.startswith(
         "no two arms are equal but for what is compared: the nearest two differ in optim.lear"
     )
-    both = verdicts(SCALAR, few() + [moved(one) for one in few() if one.run.value("format.name") == "bf16"])
+    both = verdicts(SCALAR, few() + [moved(one) for one in few() if one.value("format.name") == "bf16"])
     assert len(both) == 3  # the arm at another rate has no partner, and is left alone
 
 
 def test_rows_of_arms_at_their_own_best_learning_rate_are_labelled_with_none() -> None:
-    def of(rate: str, rank: str) -> list[Record]:
+    def of(rate: str, rank: str) -> list[Run]:
         own = {LEARNING_RATE: rate, "lora.rank": rank}
-        return [replace(one, run=replace(one.run, settings=one.run.settings | own)) for one in few()]
+        return [replace(one, settings=one.settings | own) for one in few()]
 
     rates = {"16": ("0.1", "0.2"), "32": ("0.2", "0.3")}  # by rank; each has a grid of its own
     made = [one for rank, own in rates.items() for rate in own for one in of(rate, rank)]
@@ -127,46 +125,36 @@ def test_only_shared_seeds_and_questions_count() -> None:
     made = HELD_OUT.arms(GRADED, 0.2, 4, np.random.default_rng(0))
     short = replace(made[0], accuracy={name: values.iloc[:100] for name, values in made[0].accuracy.items()})
     (row,) = verdicts(GRADED, [short, *made[1:-1]])  # the control's seed 3 is missing
-    assert row.numbers is not None
     assert (row.numbers.seeds, row.numbers.questions, row.finished) == (3, 100, (4, 3))
 
 
 # --- what is said
 
 
-def one(rows: list[Row]) -> Row:
-    return rows[0]
+def less_accurate(made: Run, lost: float) -> pd.Series:
+    lost *= 1 + (made.seed - 1.5) / 10
+    return made.accuracy["after"] + 0.5 - (lost if made.value("format.name") == "nvfp4" else 0)
 
 
-def test_a_broken_guardrail_is_said_beside_the_verdict() -> None:
-    railed = replace(SCALAR, guardrail=Guardrail("accuracy_after", 0.02), contrasts=SCALAR.contrasts[:1])
-
-    def with_accuracy(made: Record, lost: float) -> Record:
-        lost *= 1 + (made.run.seed - 1.5) / 10
-        values = made.accuracy["after"] + 0.5 - (lost if made.run.value("format.name") == "nvfp4" else 0)
-        return replace(made, accuracy={"after": values})
-
-    for lost, state in ((0.0, "held"), (0.1, "broken"), (0.02, "open")):
-        row = one(verdicts(railed, [with_accuracy(made, lost) for made in few(claim=railed)]))
-        assert row.numbers is not None
-        assert (row.verdict, row.numbers.guardrail) == ("supported", state)
-        assert (f"guardrail accuracy_after is {state}" in row.why) == (state != "held")
-
-
-def test_a_guardrail_of_other_questions_is_open() -> None:
+def asked_others(made: Run, shared: int) -> pd.Series:
     """The data changed between the two arms: nothing is paired, and the claim's own measure still is."""
+    values = made.accuracy["after"]
+    if made.value("format.name") != "nvfp4":
+        return values
+    return values.rename(index=lambda name: name if name in values.index[:shared] else f"new {name}")
+
+
+@pytest.mark.parametrize(("change", "amount", "state"), [
+    (less_accurate, 0.0, "held"), (less_accurate, 0.1, "broken"), (less_accurate, 0.02, "open"),
+    (asked_others, 0, "open"), (asked_others, 1, "open"),
+])  # fmt: skip
+def test_a_guardrail_is_said_beside_the_verdict(
+    change: Callable[[Run, float], pd.Series], amount: float, state: str
+) -> None:
     railed = replace(SCALAR, guardrail=Guardrail("accuracy_after", 0.02), contrasts=SCALAR.contrasts[:1])
-    for shared in (0, 1):
-
-        def moved(made: Record, shared: int = shared) -> Record:
-            values = made.accuracy["after"]
-            if made.run.value("format.name") == "nvfp4":
-                values = values.rename(index=lambda name: name if name in values.index[:shared] else f"new {name}")
-            return replace(made, accuracy={"after": values})
-
-        row = one(verdicts(railed, [moved(made) for made in few(claim=railed)]))
-        assert row.numbers is not None
-        assert (row.verdict, row.numbers.guardrail) == ("supported", "open")
+    (row,) = verdicts(railed, [replace(made, accuracy={"after": change(made, amount)}) for made in few(claim=railed)])
+    assert (row.verdict, row.numbers.guardrail) == ("supported", state)
+    assert (f"guardrail accuracy_after is {state}" in row.why) == (state != "held")
 
 
 def test_a_contrast_is_held_against_the_level_of_its_family() -> None:
@@ -182,20 +170,20 @@ def test_a_contrast_is_held_against_the_level_of_its_family() -> None:
     (0.1, "supported"), (0.008, "too small to matter"), (0.0, "excluded"), (-0.1, "reversed"),
 ])  # fmt: skip
 def test_a_verdict_says_whether_the_effect_is_there_matters_or_has_the_other_sign(effect: float, verdict: str) -> None:
-    assert one(verdicts(SCALAR, few(8, effect=effect))).verdict == verdict
+    assert verdicts(SCALAR, few(8, effect=effect))[0].verdict == verdict
 
 
 def test_an_effect_smaller_than_the_smallest_that_matters_cannot_contradict_the_paper() -> None:
     """The paper has +0.034 for this contrast: below the smallest effect its exclusion says nothing of the paper."""
     for smallest, cannot in ((0.05, True), (0.02, False)):
-        row = one(verdicts(replace(SCALAR, smallest=smallest), few(8, effect=0.0)))
+        row = verdicts(replace(SCALAR, smallest=smallest), few(8, effect=0.0))[0]
         assert row.verdict == "excluded"
         assert ("cannot contradict the paper's +0.034 (Figure 5 7B, +-0.004)" in row.why) == cannot
 
 
 def test_a_row_says_whether_its_interval_holds_the_papers_value() -> None:
     for effect, said in ((0.1, "outside"), (0.035, "inside")):
-        assert of_paper_text(one(verdicts(SCALAR, few(8, effect=effect)))) == f"+0.034 (Figure 5 7B, +-0.004, {said})"
+        assert of_paper_text(verdicts(SCALAR, few(8, effect=effect))[0]) == f"+0.034 (Figure 5 7B, +-0.004, {said})"
 
 
 def test_seeds_that_agree_to_the_digit_are_judged_by_their_number() -> None:
@@ -216,10 +204,9 @@ def test_a_grid_makes_the_arms_of_its_claims(grid: str) -> None:
         values = {name: str(value) for name, _, value in leaves(job.config)}
         metrics = [] if job.config.scale == "pocket" else ["memory/gpu_peak_gib"]  # which only a GPU has
         runs.append(run_from(values, name=str(job.number), status=FINISHED, ended=0, code="", metrics=metrics))
-    records = [Record(run) for run in runs]
     for claim in (claim for claim in CLAIMS if claim.sweep == grid):
         for contrast in claim.contrasts:
-            (pair,) = find_pairs(claim, contrast, records, runs)
+            (pair,) = find_pairs(claim, contrast, runs, runs)
             assert len(pair.treated.options) == len(pair.control.options) == (3 if claim.spanned_key else 1)
 
 
@@ -227,18 +214,18 @@ def test_a_grid_makes_the_arms_of_its_claims(grid: str) -> None:
 
 
 @pytest.fixture
-def ramp(tmp_path: Path) -> Callable[[str, float, int], Record]:
+def ramp(tmp_path: Path) -> Callable[[str, float, int], Run]:
     """A run of 20 steps whose share of right answers rises by so much a step, from 0."""
 
-    def make(experiment: str, rise: float, seed: int) -> Record:
+    def make(experiment: str, rise: float, seed: int) -> Run:
         folder = make_run(tmp_path / f"{experiment}-{seed}", experiment, seed, steps=4)
         change_metrics(folder, lambda step, metrics: metrics.update({"reward/answer": rise * step}))
-        return read_record(RunDirectory(folder), folder.name)
+        return read_run(RunDirectory(folder), folder.name)
 
     return make
 
 
-def test_measures_of_a_curve(ramp: Callable[[str, float, int], Record]) -> None:
+def test_measures_of_a_curve(ramp: Callable[[str, float, int], Run]) -> None:
     slow, fast = ramp("bf16", 0.1, 0), ramp("nvfp4", 0.2, 0)  # at 1 to 4 tenths and 2 to 8
     assert MEASURES["answers_mean"].of([slow], [slow]).loc[0, "run"] == pytest.approx(0.25)
     assert MEASURES["answers_last"].of([fast], [slow]).loc[0, "run"] == pytest.approx(0.8)
@@ -250,11 +237,11 @@ def test_measures_of_a_curve(ramp: Callable[[str, float, int], Record]) -> None:
     assert [gain([run], [slow]).loc[0, "run"] for run in (slow, fast)] == pytest.approx([0.3, 0.6])
     with pytest.raises(Unmeasured, match="no rise to be half of"):
         steps([slow], [flat])
-    worse = replace(flat, run=replace(flat.run, settings=slow.run.settings | {"optim.learning_rate": "0.1"}))
+    worse = replace(flat, settings=slow.settings | {"optim.learning_rate": "0.1"})
     assert steps([slow], [slow, worse, worse]).loc[0, "run"] == 3  # the rise is that at the control's best rate
 
 
-def curve(experiment: str, seed: int, shares: list[float]) -> Record:
+def curve(experiment: str, seed: int, shares: list[float]) -> Run:
     """A run with these shares of right answers, step by step."""
     own = {"format.name": experiment, "aqn.schedule": "off"}
     steps = pd.DataFrame({"reward/answer": shares}, index=range(1, len(shares) + 1))
@@ -276,17 +263,16 @@ def steps_claim(treated: list[int], control: list[int]) -> Row:
     """
     claim = replace(BY_NAME["growth_steps"], contrasts=BY_NAME["growth_steps"].contrasts[:1], guardrail=None)
 
-    def of(name: str, steps: list[int]) -> list[Record]:
+    def of(name: str, steps: list[int]) -> list[Run]:
         return [curve(name, seed, [0.0] * n + [1.0] * (10 - n)) for seed, n in enumerate(steps)]
 
     rise = curve("bf16", 99, [0.0] * 5 + [1.0] * 5)
-    return one(verdicts(claim, [*of("nvfp4", treated), *of("bf16", control), rise]))
+    return verdicts(claim, [*of("nvfp4", treated), *of("bf16", control), rise])[0]
 
 
 def test_a_run_that_never_gets_there_is_a_bound_and_no_number() -> None:
     exact = [1, 2, 1, 2, 1]
     never = steps_claim([10] * 5, exact).numbers
-    assert never is not None
     assert (never.censored, never.effect[2]) == (5, math.inf)
     assert never.effect[1] > 1
     assert never.p.below < 0.025  # at least so much slower
@@ -309,11 +295,10 @@ def test_an_effect_is_averaged_over_the_learning_rates_that_both_arms_have() -> 
         for rate, factor in (("1", 1), ("2", 3), *((("3", 9),) if effect else ()))
         for seed in range(3)
     ]
-    row = one(verdicts(claim, runs))
-    assert row.numbers is not None
+    row = verdicts(claim, runs)[0]
     assert row.numbers.oriented[:, 0] == pytest.approx([0.2, 0.4, 0.6])  # by seed the mean of 1 and 3 times 0.1
     assert dict(row.conditions)[LEARNING_RATE] == "mean over 1, 2"
-    single = one(verdicts(claim, [run for run in runs if run.run.value(LEARNING_RATE) == "1"]))
+    single = verdicts(claim, [run for run in runs if run.value(LEARNING_RATE) == "1"])[0]
     assert single.why == "the arms share no two values of optim.learning_rate to take the mean over"
 
 
@@ -327,7 +312,6 @@ def test_seeds_that_agree_by_luck_decide_nothing() -> None:
     claim = replace(GRADED, contrasts=GRADED.contrasts * 2)
     rows = verdicts(claim, HELD_OUT.arms(GRADED, 0.05, 4, np.random.default_rng(0)))
     numbers = rows[0].numbers
-    assert numbers is not None
     values = numbers.oriented
     alike = values - (values.mean(1)[:, None] - values.mean())  # every seed has one mean
     assert variance_components(alike)[0] < 1e-20 < floored_components(alike)[0]
@@ -356,9 +340,9 @@ def test_p_values_hold_also_where_the_seeds_happen_to_agree() -> None:
 
 def test_a_question_is_passed_where_one_sample_is_right(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", "bf16", 0, after=[0.0, 0.5, 1.0, 0.5])
-    found = read_record(RunDirectory(folder), "run")
+    found = read_run(RunDirectory(folder), "run")
     assert MEASURES["pass_after"].of([found], [found]).loc[0].tolist() == [0, 1, 1, 1]
-    single = replace(found, run=replace(found.run, settings=found.run.settings | {"eval.samples": "1"}))
+    single = replace(found, settings=found.settings | {"eval.samples": "1"})
     with pytest.raises(Unmeasured, match="one sample a question"):
         MEASURES["pass_after"].of([single], [single])
 
@@ -367,7 +351,7 @@ def test_a_question_that_a_seed_was_not_asked_is_missing_and_not_failed(tmp_path
     runs = [
         make_run(tmp_path / str(seed), "bf16", seed, before=[1.0] * n, after=[1.0] * n) for seed, n in ((0, 2), (1, 3))
     ]
-    found = [read_record(RunDirectory(run), run.name) for run in runs]
+    found = [read_run(RunDirectory(run), run.name) for run in runs]
     assert MEASURES["pass_after"].of(found, found).isna().sum(axis=1).tolist() == [1, 0]
 
 
@@ -375,9 +359,9 @@ def test_a_question_that_a_seed_was_not_asked_is_missing_and_not_failed(tmp_path
     ("pass_after", "eval.samples"), ("answers_mean", "task.answer_reward"),
 ])  # fmt: skip
 def test_a_run_of_another_version_that_lacks_a_key_is_unmeasured(tmp_path: Path, measure: str, key: str) -> None:
-    found = read_record(RunDirectory(make_run(tmp_path / "run", "bf16", 0)), "run")
-    less = {name: value for name, value in found.run.settings.items() if name != key}
-    older = replace(found, run=replace(found.run, settings=less))
+    found = read_run(RunDirectory(make_run(tmp_path / "run", "bf16", 0)), "run")
+    less = {name: value for name, value in found.settings.items() if name != key}
+    older = replace(found, settings=less)
     with pytest.raises(Unmeasured, match=f"another version of the lab, without {key}"):
         MEASURES[measure].of([older], [older])
 

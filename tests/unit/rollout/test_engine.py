@@ -21,24 +21,25 @@ PARTS = {"completion_ids_P_G": "completions", "logprobs_P_G": "log-probs", "fini
 
 def test_a_whole_rollout_is_taken_where_it_is_what_was_asked() -> None:
     refuse_incomplete(WHOLE, 2, 2, ALL)
-    with pytest.raises(EngineFailed, match="gave 2 completions for a prompt, and 3 were asked"):
+    with pytest.raises(EngineFailed, match=r"^the engine gave 4 completions for 2 prompts; asked: 3 for each of 2$"):
         refuse_incomplete(WHOLE, 2, 3, ALL)
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "count", "prompts"),
     [
-        (lambda groups: groups[:1], "the engine gave {} for 1 of 2 prompts"),
-        (lambda groups: [*groups, groups[0]], "the engine gave {} for 3 of 2 prompts"),
-        (lambda groups: [groups[0], groups[1][1:]], "the engine gave 1 {} for a prompt, and 2 were asked"),
-        (lambda groups: [[*groups[0], groups[0][0]], groups[1]], "the engine gave 3 {} for a prompt, and 2 were asked"),
+        (lambda groups: groups[:1], 2, 1),
+        (lambda groups: [*groups, groups[0]], 6, 3),
+        (lambda groups: [groups[0], groups[1][1:]], 3, 2),
+        (lambda groups: [[*groups[0], groups[0][0]], groups[1][1:]], 4, 2),
     ],
 )
 def test_groups_and_completions_that_lack_or_are_too_many_are_named(
-    part: str, change: Callable[[list], list], said: str
+    part: str, change: Callable[[list], list], count: int, prompts: int
 ) -> None:
-    with pytest.raises(EngineFailed, match=f"^{said.format(PARTS[part])}$"):
+    said = f"the engine gave {count} {PARTS[part]} for {prompts} prompts; asked: 2 for each of 2"
+    with pytest.raises(EngineFailed, match=f"^{said}$"):
         refuse_incomplete(replace(WHOLE, **{part: change(getattr(WHOLE, part))}), 2, 2, ALL)
 
 

@@ -118,12 +118,13 @@ def test_what_a_killed_process_left_is_removed_when_the_next_looks_for_a_place(t
     monkeypatch.setattr(base, "IN_MEMORY", tmp_path)
     (tmp_path / "qerl-lab-a1b2c3d4").mkdir()
     with elsewhere("base.scratch_folder(10)", tmp_path) as (theirs, other), base.scratch_folder(10) as mine:
-        assert mine.parent == theirs.parent == base.place_for(10)
+        assert mine.parent == theirs.parent == tmp_path
         assert (theirs / "weights").read_text() == "of the other"
         other.kill()
         other.wait()
         assert theirs.exists()
-        base.place_for(10)
+        with base.scratch_folder(10):
+            pass
         assert sorted(tmp_path.iterdir()) == sorted([mine, tmp_path / "qerl-lab-a1b2c3d4"])
 
 

@@ -19,7 +19,6 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, Sampling
 from qerl_lab.rollout.vllm.transfer import encode_tensor
-from qerl_lab.rollout.vllm_server import server_engine
 
 PROMPTS = [[3, 4, 5], [6], [7, 8]]
 SAMPLING = Sampling(4, seed=1)
@@ -169,22 +168,16 @@ def test_a_load_whose_answer_was_lost_counts(fake: FakeVllm, config, policy: Pol
     engine.close()
 
 
-def test_the_last_run_to_start_keeps_the_server(engine, fake: FakeVllm, config, policy: Policy, monkeypatch) -> None:
-    """The first one neither samples with the other's adapter and noise, nor changes them, nor takes the server back."""
-    ours = server_engine.PROCESS
-    monkeypatch.setattr(server_engine, "PROCESS", "policy-another")
-    monkeypatch.setattr(server_engine, "HAD", set())
+def test_the_last_run_to_start_keeps_the_server(engine, fake: FakeVllm, config, policy: Policy) -> None:
+    """The first one neither samples with the other's adapter and noise, nor changes them."""
     other = rollout.build(config(), policy)
     held, fake.asked = dict(fake.adapters), []
-    monkeypatch.setattr(server_engine, "PROCESS", ours)  # whose engine is built again
     with pytest.raises(EngineFailed, match="does not exist"):
         engine.generate(PROMPTS, 2, SAMPLING)
     with pytest.raises(EngineFailed, match="was taken by another run"):
         engine.sync(Noise(0.1, seed=0, step=1))
-    with pytest.raises(EngineFailed, match="was taken by another run"):
-        rollout.build(config(), policy)
     assert fake.adapters == held
-    assert {body["method"] for body in sent(fake, RPC)} == {"qerl_describe"}
+    assert not sent(fake, RPC)
     other.generate(PROMPTS, 2, SAMPLING)
     other.close()
 
@@ -212,7 +205,6 @@ def aborted(said: Any) -> Any:
 @pytest.mark.parametrize(
     ("path", "fault", "part"),
     [
-        (COMPLETIONS, lambda said: b"<html>", "what is no JSON"),
         (COMPLETIONS, aborted, "ended a completion by 'abort'"),
         (COMPLETIONS, refusal(500, "EngineCore encountered an issue"), "EngineCore encountered an issue"),
         ("/reset_prefix_cache", lambda said: {"success": False}, "kept its prefix cache"),

@@ -77,7 +77,8 @@ def test_a_megabyte_is_graded_at_once() -> None:
 
 
 def test_plain_answers_start_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "take_worker", lambda *_: pytest.fail("a worker was asked for"))
+    monkeypatch.setattr(sandbox, "_start", lambda *_: pytest.fail("a worker was started"))
+    monkeypatch.setattr(sandbox, "_kept", {})
     pairs = [("18", "18"), (r"\frac{1}{2}", "0.5"), ("x+1", "1+x"), ("{{{", "18"), ("west", "east")]
     assert answers_equal(pairs) == [True, True, True, None, False]
 

@@ -5,7 +5,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,24 +92,8 @@ def test_a_worker_that_was_killed_between_two_batches_costs_no_result() -> None:
     assert worker_pid() not in (pid, None)
 
 
-def test_a_worker_that_holds_much_memory_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "hoarder.py").write_text(
-        "import os; held = []; hoard = lambda n: [held.append(b'x' * n), os.getpid()][1]"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    ballast = b"x" * (sandbox.KEPT_BYTES + 2**20)  # as large as a trainer, which starts it: that does not count
-    pids = call_each("hoarder", "hoard", [(n,) for n in (1, sandbox.KEPT_BYTES, 1, 1)], 5)
-    del ballast
-    assert pids[0] == pids[1] != pids[2] == pids[3]
-
-
-def test_many_calls_go_to_several_workers_and_their_results_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert call_each("operator", "add", [(n, 1) for n in range(100)], 5) == [n + 1 for n in range(100)]
-    call_each("time", "sleep", [(0.05,)] * 40, 5)
-    assert len(sandbox._idle["time", "sleep", 5]) == 2
-    assert not [thread for thread in threading.enumerate() if "sandbox" in thread.name]
-    with ThreadPoolExecutor(4) as pool:  # nor do the batches of several threads mix
+def test_the_batches_of_several_threads_do_not_mix() -> None:
+    with ThreadPoolExecutor(4) as pool:
         found = pool.map(lambda base: call_each("operator", "add", [(base, n) for n in range(9)], 5), range(0, 80, 10))
     assert list(found) == [[base + n for n in range(9)] for base in range(0, 80, 10)]
 
@@ -119,7 +102,6 @@ ORPHANS = """
 import os, threading, time
 from qerl_lab.tasks.sandbox import call_each
 print(call_each("os", "getpid", [()], 2)[0], flush=True)
-threading.Thread(target=call_each, args=("time", "sleep", [(3,)], 2)).start()
 threading.Thread(target=call_each, args=("builtins", "pow", [(7, 10**9)], 2)).start()
 time.sleep(1.5)
 if os.fork():
@@ -141,7 +123,7 @@ def test_no_worker_outlives_a_parent_that_was_killed() -> None:
         for task in Path(f"/proc/{parent.pid}/task").iterdir()
         for pid in (task / "children").read_text().split()
     ]
-    assert len(children) == 4
+    assert len(children) == 3
     assert idle in children
     workers = [pid for pid in children if b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(parent.pid, signal.SIGKILL)

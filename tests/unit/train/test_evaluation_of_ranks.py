@@ -125,22 +125,13 @@ def test_nothing_is_asked_twice(sessions) -> None:
     assert [session.engine.asked for session in two] == [[], []]
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_engine_that_fails_ends_every_rank(sessions, failing: int) -> None:
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize(("what", "error"), [("engine fails", EngineFailed), ("signal", Interrupted)])
+def test_what_ends_one_rank_ends_all(sessions, at: int, what: str, error: type[Exception]) -> None:
     two = sessions(*threads(2))
-    two[failing].engine.fails = True
+    two[at].engine.fails, two[at].stop.signalled = what == "engine fails", what == "signal"
     for end in ask(two):
-        with pytest.raises(EngineFailed, match=f"^rank {failing}: the worker died$"):
-            end.result()
-    assert two[0].directory.evaluations() == {}
-
-
-@pytest.mark.parametrize("signalled", [0, 1])
-def test_a_signal_that_one_rank_hears_first_stops_all(sessions, signalled: int) -> None:
-    two = sessions(*threads(2))
-    two[signalled].stop.signalled = True
-    for end in ask(two):
-        with pytest.raises(Interrupted):
+        with pytest.raises(error, match=f"^rank {at}: the worker died$" if what == "engine fails" else ""):
             end.result()
     assert two[0].directory.evaluations() == {}
     assert two[0].directory.metrics() == []

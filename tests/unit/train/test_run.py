@@ -98,7 +98,7 @@ def test_a_template_that_writes_the_date_keeps_the_day_on_which_the_run_began(ti
     template.write_text("{{ strftime_now('%d %b %Y') }}" + template.read_text())
     cfg, directory = tiny(model__path=str(model)), RunDirectory(tmp_path / "run")
     directory.claim(cfg, Typed("the command"))
-    directory.sessions().begin(1721995200.0)  # 2024-07-26, noon
+    directory.begin_session(1721995200.0)  # 2024-07-26, noon
     session = run_module.build_session(cfg, directory, Stop())
     prompt = session.policy.prompt_ids(session.data.task.messages(session.data.questions[0]))
     assert session.policy.prompt(prompt).startswith("26 Jul 2024")

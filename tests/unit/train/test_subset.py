@@ -21,7 +21,7 @@ ALL = {
     "steps": STEPS, "lora__dropout": 0.2, "optim__learning_rate": 0.02, "aqn__schedule": "linear", "aqn__stages": 2,
     "aqn__sigma_start": 0.2, "aqn__reading": "equation", "checkpoint__every": 0, "rollout__batch_size": 4,
     "rollout__max_completion_tokens": 10, "eval__questions": 6, "eval__subset_questions": ASKED,
-    "eval__subset_samples": 2,
+    "eval__subset_samples": 2, "eval__samples_before": 1,
 }  # fmt: skip
 
 
@@ -80,6 +80,8 @@ def test_the_same_first_questions_are_asked_every_time(watched: Path) -> None:
         }
         assert metrics[f"{SUBSET}accuracy"] == rows["accuracy"].mean()
         assert (2 * rows["accuracy"] % 1 == 0).all(), "two samples a question"
+    is_whole = {phase: (phases[phase]["tokens"] % 1 == 0).all() for phase in ("before", "after")}
+    assert is_whole == {"before": True, "after": False}, "one sample a question before training, two after"
     assert phases["step 2"]["sample"].tolist() != phases["step 4"]["sample"].tolist(), "the policy learned"
 
 

@@ -50,17 +50,15 @@ class Run:
     """A finished training: its trainer, its engine, and (step, metrics) of each step."""
 
     def __init__(
-        self, cfg: RunConfig, policy: Policy, task: Task, folder: Path, stop: Stop, prepare: Callable[["Run"], object],
-        saved: checkpoint.Saved | None = None,
-    ) -> None:  # fmt: skip
+        self, cfg: RunConfig, policy: Policy, task: Task, folder: Path, stop: Stop, prepare: Callable[["Run"], object]
+    ) -> None:
         self.cfg, self.policy, self.engine = cfg, policy, RecordingEngine(policy)
-        self.data = select(cfg, policy, task)
         self.steps: list[tuple[int, dict[str, float]]] = []
-        cursor = Cursor(self.data, saved.prompts_seen if saved else 0)
+        cursor = Cursor(select(cfg, policy, task))
         self.trainer = LabTrainer(cfg, policy, self.engine, cursor, folder, lambda *step: self.keep(*step), stop)
         self.trainer.before_save = lambda: {"config": {}}
         prepare(self)
-        self.trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
+        self.trainer.train()
 
     def keep(self, step: int, metrics: dict[str, float]) -> None:
         self.steps.append((step, metrics))
@@ -239,30 +237,6 @@ def test_a_request_to_stop_lets_the_step_end_saves_and_stops(train, tmp_path) ->
     assert [step for step, _ in run.steps] == [1]
     saved = checkpoint.newest(tmp_path / "checkpoints")
     assert (saved.step, saved.prompts_seen) == (1, 2)
-
-
-def test_a_run_resumed_amid_refills_goes_on_as_an_uninterrupted_one(tiny, build_policy, tmp_path) -> None:
-    cfg = tiny(steps=4, optim__learning_rate=0.02, rollout__max_completion_tokens=40, checkpoint__every=0, **REFILLS)
-    task = tasks.load(cfg.task)
-
-    def trained(name: str, stop: Stop, prepare: Callable[[Run], object] = lambda _: None, **of: object) -> Run:
-        return Run(cfg, build_policy(cfg), task, tmp_path / name, stop, prepare, **of)
-
-    def stopping(run: Run) -> None:
-        run.keep = lambda *step: (run.steps.append(step), setattr(stop, "signalled", True))
-
-    whole, stop = trained("whole", Stop()), Stop()
-    first = trained("parts", stop, stopping)
-    saved = checkpoint.newest(tmp_path / "parts" / "checkpoints")
-    second = trained("parts", Stop(), saved=saved)
-    assert [step for step, _ in first.steps + second.steps] == [1, 2, 3, 4]
-    assert saved.prompts_seen == sum(len(prompts) for prompts, _ in first.engine.asked) > 2 * 4, "nothing was refilled"
-    assert first.engine.asked + second.engine.asked == whole.engine.asked
-    for (_, found), (_, expected) in zip(first.steps + second.steps, whole.steps, strict=True):
-        assert found["rollout/prompts_drawn"] == expected["rollout/prompts_drawn"]
-        assert found["policy/grad_norm"] == expected["policy/grad_norm"]
-    for name, weight in whole.policy.model.named_parameters():
-        assert torch.equal(second.policy.model.get_parameter(name), weight)
 
 
 def test_a_signal_that_arrives_while_stopping_is_decided_still_saves(train, tmp_path) -> None:

@@ -31,7 +31,9 @@ OF_RUNS = f"qerl-lab-{12 * '[0-9a-f]'}-*"  # folders of runs; each process holds
 def folder_of(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
     """Context manager: yield a directory of exactly the policy's base weights, the model's own or a temporary copy."""
     own = local_folder(cfg.model.path, cfg.model.revision)
-    if stored_as(own) is not None or (cfg.format.name == DENSE_FORMAT and is_bfloat16(WeightFiles(own))):
+    files = WeightFiles(own)
+    unrounded = cfg.format.name == DENSE_FORMAT and all(files.dtype(name) is torch.bfloat16 for name in files.names)
+    if unrounded or stored_as(own) is not None:
         yield own
         return
     tensors, config = base_tensors(policy), read_json(own / "config.json")
@@ -46,11 +48,6 @@ def folder_of(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
         yield folder
 
 
-def is_bfloat16(files: WeightFiles) -> bool:
-    """Tell whether all weights in these files are bfloat16, so that the policy did not round them."""
-    return all(files.dtype(name) is torch.bfloat16 for name in files.names)
-
-
 def size_of(tensors: Mapping[str, Tensor]) -> int:
     """Return the size of all tensors together in bytes."""
     return sum(tensor.nbytes for tensor in tensors.values())
@@ -59,7 +56,10 @@ def size_of(tensors: Mapping[str, Tensor]) -> int:
 @contextmanager
 def scratch_folder(size: int, name: str | None = None) -> Iterator[Path]:
     """Context manager: yield a temporary folder for `size` bytes, in RAM if there is room. `name` is 12 hex digits."""
-    with named_folder(f"qerl-lab-{name or secrets.token_hex(6)}", place_for(size)) as folder:
+    remove_leftovers(IN_MEMORY, OF_RUNS)
+    has_room = IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 1.2 * size
+    place = IN_MEMORY if has_room else Path(tempfile.gettempdir())
+    with named_folder(f"qerl-lab-{name or secrets.token_hex(6)}", place) as folder:
         yield folder
 
 
@@ -104,11 +104,3 @@ def lock_folder(path: Path) -> int | None:
     for left in path.iterdir():  # files of a killed process
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     return held
-
-
-def place_for(size: int) -> Path:
-    """Choose the parent of temporary files of `size` bytes: RAM if it has room after clearing leftovers, else disk."""
-    remove_leftovers(IN_MEMORY, OF_RUNS)
-    if not IN_MEMORY.is_dir():
-        return Path(tempfile.gettempdir())
-    return IN_MEMORY if shutil.disk_usage(IN_MEMORY).free > 1.2 * size else Path(tempfile.gettempdir())

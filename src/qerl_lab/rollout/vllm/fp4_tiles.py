@@ -124,11 +124,6 @@ def tile_of(N: int, columns: int, multiprocessors: int) -> int:
     return min(TILES, key=stages_of_busiest)
 
 
-def tile_of_device(N: int, columns: int, device: torch.device) -> int:
-    """Choose the blocks of W per tile, as `tile_of` does, for the GPU `device`."""
-    return tile_of(N, columns, machine_of(device).multiprocessors)
-
-
 def groups_of(tile: int) -> int:
     """Return how many warpgroups multiply a tile of this many blocks: three if each gets a block, else two."""
     return 2 if tile == 2 or tile > 6 else 3
@@ -211,7 +206,7 @@ def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machi
 
 @cache
 def split_of(columns: int, tiles: int, warps: int) -> int:
-    """Choose how many columns of x each split of x A^T covers, for the fewest sequential count_trips to memory.
+    """Choose how many columns of x each split of x A^T covers, for the fewest sequential trips to memory.
 
     A warp makes one trip per 64 columns of a tile, and one per sums of 16 splits.
     """

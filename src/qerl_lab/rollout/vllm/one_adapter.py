@@ -242,14 +242,23 @@ class OneAdapterMethod(LinearMethodBase):
         _BY_ADAPTER[layer.adapter_A.data_ptr()] = layer
 
     def _lay_in_tiles(self, layer: LinearBase) -> None:
-        """Replace the layer's loaded weights by buffers in the layout of `fp4_tiles`."""
-        self._check_tiles(layer)
+        """Replace the layer's loaded weights by buffers in the layout of `fp4_tiles`.
+
+        Raises ConfigError for a GPU or layer that `fp4_tiles` does not support.
+        """
+        columns = layer.adapter_A.shape[1]
+        what = f"{self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {fp4_tiles.SUPPORTED}"
+        untaken = "" if fp4_tiles.supports(self.sizes, columns, self.rank) else f"does not take {what}"
+        if why := fp4_tiles.refusal() or untaken:
+            # Do not propose `auto`, which may have chosen it.
+            raise ConfigError(f"rollout.vllm.linear_backend=fp4_tiles {why}. Type rollout.vllm.linear_backend=vllm.")
         codes, scale, divisor = (layer.weight_packed.data, layer.weight_scale.data,
                                  layer.weight_global_scale.data[:1].clone())  # fmt: skip
         for name in [name for name, _ in layer.named_parameters(recurse=False) if name.startswith("weight")]:
             delattr(layer, name)
-        (N, columns), device = (len(codes), layer.adapter_A.shape[1]), codes.device
-        packed = pack(codes, scale, fp4_tiles.tile_of_device(N, columns, device))
+        N, device = len(codes), codes.device
+        tile = fp4_tiles.tile_of(N, columns, fp4_tiles.machine_of(device).multiprocessors)
+        packed = pack(codes, scale, tile)
         for name, tensor in zip(OF_TILES, (packed, divisor, fp4_tiles.counters(N, device)), strict=True):
             layer.register_buffer(name, tensor, persistent=False)
         self.decoders = decoders({TILES: packed, DIVISOR: divisor}, self.sizes, columns)
@@ -267,15 +276,6 @@ class OneAdapterMethod(LinearMethodBase):
         layer.register_buffer("stacked", stacked, persistent=False)
         del layer.adapter_A  # A is now a view of `stacked`, not a second buffer
         layer.adapter_A, self.alpha = stacked[N:], decoder.alpha
-
-    def _check_tiles(self, layer: LinearBase) -> None:
-        """Raise ConfigError for a GPU or layer that `fp4_tiles` does not support."""
-        columns = layer.adapter_A.shape[1]
-        what = f"{self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {fp4_tiles.SUPPORTED}"
-        untaken = "" if fp4_tiles.supports(self.sizes, columns, self.rank) else f"does not take {what}"
-        if why := fp4_tiles.refusal() or untaken:
-            # Do not propose `auto`, which may have chosen it.
-            raise ConfigError(f"rollout.vllm.linear_backend=fp4_tiles {why}. Type rollout.vllm.linear_backend=vllm.")
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Override vLLM's hook: compute x W^T + bias and the adapter; on a GPU torch.compile sees one operation."""
@@ -346,7 +346,15 @@ class AdapterBuffers:
             if isinstance(method := getattr(layer, "quant_method", None), OneAdapterMethod)
             for part, place in method.places(layer).items()
         }  # fmt: skip
-        _check_same_shapes(places, adapter)
+        given, built = ({name: [tuple(tensor.shape) for tensor in pair] for name, pair in pairs.items()}
+                        for pairs in (adapter, places))  # fmt: skip
+        if differing := sorted(name for name in given.keys() | built.keys() if given.get(name) != built.get(name)):
+            name = differing[0]
+            raise ConfigError(
+                f"{len(differing)} layers have another adapter than the engine was built for, the first {name}: "
+                f"shapes {given.get(name)}; allowed: {built.get(name)}, None for no adapter. Type lora.target_modules "
+                "with linear layers of the model's blocks alone."
+            )
         self.A, self.B = ([adapter[name][which] for name in places] for which in (0, 1))
         self.places_of_A, self.places_of_B = ([place[which] for place in places.values()] for which in (0, 1))
 
@@ -360,17 +368,3 @@ class AdapterBuffers:
         with torch.no_grad():
             torch._foreach_copy_(self.places_of_A, self.A)
             torch._foreach_copy_(self.places_of_B, torch._foreach_mul(self.B, scaling))
-
-
-def _check_same_shapes(places: Mapping[str, Pair], adapter: Mapping[str, Pair]) -> None:
-    """Raise ConfigError if the policy's adapter and vLLM's buffers differ in layers or shapes."""
-    given, built = ({name: [tuple(tensor.shape) for tensor in pair] for name, pair in pairs.items()}
-                    for pairs in (adapter, places))  # fmt: skip
-    differing = sorted(name for name in given.keys() | built.keys() if given.get(name) != built.get(name))
-    if differing:
-        name = differing[0]
-        raise ConfigError(
-            f"{len(differing)} layers have another adapter than the engine was built for, the first {name}: shapes "
-            f"{given.get(name)}; allowed: {built.get(name)}, None for no adapter. Type lora.target_modules with linear "
-            "layers of the model's blocks alone."
-        )

@@ -106,11 +106,19 @@ def _check_marlin(theirs: nn.Module, parts: Layers) -> None:
 
 def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
     """Let the parts of a fused layer hold vLLM's tensors; return the parts that keep their own because they differ."""
-    keep, first = [], 0
-    held_of = _tiles_tensors if _is_in_tiles(theirs) else _marlin_tensors
+    keep, first = [], 0  # `first` is the row of the fused layer at which a part begins
     for name, layer in parts.items():
         packed = layer.packed()
-        held, form = held_of(theirs, packed[DIVISOR], first, layer)
+        form: Tiles | Marlin
+        if _is_in_tiles(theirs):
+            tiles = theirs.get_buffer(TILES)
+            held = {TILES: tiles, DIVISOR: packed[DIVISOR].to(tiles.device)}
+            form = Tiles(first, layer.out_features, layer.in_features)
+        else:
+            codes, scale = (theirs.get_parameter(of_engine).data for of_engine in ("weight", "weight_scale"))
+            divisor = packed[DIVISOR].to(codes.device)
+            held = part({CODES: codes, SCALE: scale, DIVISOR: divisor}, first, layer.out_features)
+            form = Marlin(boost(divisor, theirs.get_parameter("weight_global_scale")))
         own = {key: tensor.to(held[DIVISOR].device) for key, tensor in packed.items()}
         stored = form.stored(held)
         if all(torch.equal(stored[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in own.items()):
@@ -119,24 +127,6 @@ def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
             keep.append(name)
         first += layer.out_features
     return keep
-
-
-def _tiles_tensors(
-    theirs: nn.Module, divisor: Tensor, first: int, layer: PackedLinear
-) -> tuple[dict[str, Tensor], Tiles]:
-    """Return the engine's tensors for this layer, from row `first` on, and their `Tiles` reader."""
-    tiles = theirs.get_buffer(TILES)
-    return {TILES: tiles, DIVISOR: divisor.to(tiles.device)}, Tiles(first, layer.out_features, layer.in_features)
-
-
-def _marlin_tensors(
-    theirs: nn.Module, divisor: Tensor, first: int, layer: PackedLinear
-) -> tuple[dict[str, Tensor], Marlin]:
-    """Return views of the engine's tensors for this layer, and their `Marlin` reader."""
-    codes, scale = (theirs.get_parameter(name).data for name in ("weight", "weight_scale"))
-    whole = {CODES: codes, SCALE: scale, DIVISOR: divisor.to(codes.device)}
-    form = Marlin(boost(whole[DIVISOR], theirs.get_parameter("weight_global_scale")))
-    return part(whole, first, layer.out_features), form
 
 
 def boost(divisor: Tensor, theirs: Tensor) -> float:

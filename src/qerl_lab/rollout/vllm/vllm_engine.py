@@ -167,11 +167,36 @@ class VllmEngine:
 
         Raises EngineFailed if vLLM dies or takes longer than rollout.vllm.timeout_minutes.
         """
-        started = time.perf_counter()
+        started, engine = time.perf_counter(), self.llm.llm_engine
+        minutes = self.cfg.rollout.vllm.timeout_minutes
+        deadline = started + 60 * minutes
+        names_P_G, found = list[list[str]](), dict[str, RequestOutput]()  # vLLM's names of completions; by request id
+        logprob_scheduler.LOGPROBS.clear()  # leftovers of a failed rollout
         self._wake()
         with random_state_restored(self.policy.device):
-            names_P_G = self._send_requests(prompt_ids_P, group_size, sampling)
-            found = self._receive_outputs(len(prompt_ids_P), on_done)
+            try:
+                for index, (ids, seed) in enumerate(zip(prompt_ids_P, sampling.seeds(len(prompt_ids_P)), strict=True)):
+                    given = sampling_arguments(sampling, group_size, seed, self.policy.end_ids())
+                    how = SamplingParams(**given, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+                    with raising_engine_failed("generate"):
+                        request = engine.add_request(
+                            str(index), {"prompt_token_ids": ids}, how, lora_request=self._adapter.request
+                        )
+                    names_P_G.append(logprob_scheduler.completion_names(request, group_size))
+                while engine.has_unfinished_requests():
+                    with raising_engine_failed("generate"):
+                        finished = [output for output in engine.step() if output.finished]
+                    found |= {output.request_id: output for output in finished}
+                    for output in finished:
+                        on_done(len(output.outputs))
+                    if time.perf_counter() > deadline:
+                        raise EngineFailed(
+                            f"vLLM finished {len(found)} of {len(prompt_ids_P)} groups in rollout.vllm.timeout_minutes="
+                            f"{minutes:g}. Type a larger one if that many tokens take longer."
+                        )
+            finally:
+                if len(found) < len(prompt_ids_P):  # so that an interrupted engine can go on
+                    engine.abort_request([str(index) for index in range(len(prompt_ids_P))])
         outputs_P = [sorted(found[str(p)].outputs, key=lambda output: output.index) for p in range(len(prompt_ids_P))]
         return Rollout(
             prompt_ids_P=prompt_ids_P,
@@ -181,44 +206,6 @@ class VllmEngine:
             entropy=None,
             seconds=time.perf_counter() - started,
         )
-
-    def _send_requests(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> list[list[str]]:
-        """Queue the requests; return vLLM's names of the completions."""
-        logprob_scheduler.LOGPROBS.clear()  # leftovers of a failed rollout
-        seeds, names_P_G = sampling.seeds(len(prompt_ids_P)), []
-        with raising_engine_failed("generate"):
-            for index, (ids, seed) in enumerate(zip(prompt_ids_P, seeds, strict=True)):
-                given = sampling_arguments(sampling, group_size, seed, self.policy.end_ids())
-                how = SamplingParams(**given, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-                request = self.llm.llm_engine.add_request(
-                    str(index), {"prompt_token_ids": ids}, how, lora_request=self._adapter.request
-                )
-                names_P_G.append(logprob_scheduler.completion_names(request, group_size))
-        return names_P_G
-
-    def _receive_outputs(self, count: int, on_done: OnDone) -> dict[str, RequestOutput]:
-        """Run vLLM until all requests finish; return their outputs by request id. Raises EngineFailed on a timeout."""
-        engine, found = self.llm.llm_engine, dict[str, RequestOutput]()
-        minutes = self.cfg.rollout.vllm.timeout_minutes
-        deadline = time.monotonic() + 60 * minutes
-        try:
-            while engine.has_unfinished_requests():
-                with raising_engine_failed("generate"):
-                    finished = [output for output in engine.step() if output.finished]
-                found |= {output.request_id: output for output in finished}
-                for output in finished:
-                    on_done(len(output.outputs))
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-        except TimeoutError:
-            raise EngineFailed(
-                f"vLLM finished {len(found)} of {count} groups in rollout.vllm.timeout_minutes={minutes:g}. Type a "
-                "larger one if that many tokens take longer."
-            ) from None
-        finally:
-            if len(found) < count:  # so that an interrupted engine can go on
-                engine.abort_request([str(index) for index in range(count)])
-        return found
 
     def held(self) -> dict[str, int]:
         """Return the bytes of vLLM's weights (without those shared with the policy) and of its key-value cache."""

@@ -24,7 +24,7 @@ class Unanswered(EngineFailed):
 
 
 class Server:
-    """Client of the server at `url`, usable from several threads. Retries a lost connection for `patience` seconds."""
+    """Client of the server at `url`, usable from several threads."""
 
     def __init__(self, url: str, patience: float, connections: int) -> None:
         self.name = f"the vLLM server at {url_without_secrets(url)}"
@@ -41,33 +41,21 @@ class Server:
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS) -> Any:
         """Send an HTTP request and return the parsed JSON answer, or None for an empty one.
 
-        The request must be safe to repeat, because an answer may be lost.
+        A lost connection is tried again for `patience` seconds. So the request must be safe to repeat, because an
+        answer may be lost.
 
         Raises:
             Refused: the server answered with an error.
             Unanswered: a connected server did not answer in `seconds`.
-            EngineFailed: there is no server, or its answer is not JSON.
+            EngineFailed: there is no server.
             ConfigError: the server wants a key.
         """
-        response = self._wait_for_response(method, path, body, seconds)
-        if response.status_code in (401, 403):
-            raise ConfigError(f"{self.name} wants a key. Type {API_KEY}=KEY in front of the command, the server's own.")
-        if response.is_error:
-            said = redact(" ".join(response.text.split()))[:500]
-            raise Refused(f"{self.name} refuses {path} (HTTP {response.status_code}: {said})")
-        try:
-            return response.json() if "json" in response.headers.get("content-type", "") else None
-        except ValueError as error:
-            raise EngineFailed(f"{self.name} answered {path} with what is no JSON ({error})") from error
-
-    def _wait_for_response(self, method: str, path: str, body: dict[str, Any] | None, seconds: float) -> httpx.Response:
-        """Send until there is an answer, for `patience` seconds from the first lost connection on."""
         timeout, lost = httpx.Timeout(seconds, connect=CONNECT_SECONDS), None
         while True:
             try:
                 response = self._client.request(method, path, json=body, timeout=timeout)
                 if response.status_code not in AWAY:
-                    return response
+                    break
                 why = f"HTTP {response.status_code}"
             except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout):
                 raise Unanswered(f"{self.name} did not answer {path}") from None
@@ -81,6 +69,12 @@ class Server:
                     "of this run for the command that starts it, or rollout.vllm_server.url=URL if it is elsewhere."
                 )
             time.sleep(min(PAUSE_SECONDS, self.patience))
+        if response.status_code in (401, 403):
+            raise ConfigError(f"{self.name} wants a key. Type {API_KEY}=KEY in front of the command, the server's own.")
+        if response.is_error:
+            said = redact(" ".join(response.text.split()))[:500]
+            raise Refused(f"{self.name} refuses {path} (HTTP {response.status_code}: {said})")
+        return response.json() if "json" in response.headers.get("content-type", "") else None
 
     def close(self) -> None:
         """Close the connections to the server."""

@@ -13,11 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from qerl_lab import formats
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, do_nothing
 from qerl_lab.rollout.vllm.base import scratch_folder
@@ -29,12 +31,18 @@ from qerl_lab.rollout.vllm.transfer import (
     write_settings,
     write_weights,
 )
-from qerl_lab.rollout.vllm_server import agreement
 from qerl_lab.rollout.vllm_server.client import Refused, Server, Unanswered
+from qerl_lab.rollout.vllm_server.server_command import settings
 
+LINE = "Type python -m qerl_lab.tools.serve_line and the words of this run for the command that starts it right."
+AT_LEAST = ("max_model_len", "max_lora_rank")  # a server may have more of these
+PROBE = "A train has 12 cars with 30 seats each. How many seats are there?"
+PROBE_TOKENS = 16
+# Largest mean difference of log-probs in nats. A different order of summation stays below half of it
+# (tests/gpu/test_vllm_engine.py measures up to 0.043 for bfloat16). Other weights exceed it, unless they differ as
+# little as two rounding rules of a format.
+NEAR = {torch.float32: 0.01, torch.bfloat16: 0.1}
 NO_NAN = "not JSON compliant"  # Python's json error for a NaN, passed on by the server
-PROCESS = f"policy-{secrets.token_hex(4)}"  # prefix of this process's adapter names
-HAD: set[str] = set()  # names of servers that this process took over
 Completion = tuple[list[int], list[float], str]  # token ids, log-probs, finish reason
 
 
@@ -52,15 +60,16 @@ class VllmServerEngine:
         self._open = ExitStack()
         self._server = Server(own.url, own.patience_seconds, cfg.rollout.batch_size)
         self._open.callback(self._server.close)
-        self._name = f"{PROCESS}-{secrets.token_hex(4)}"  # unique to this engine
+        self._name = f"policy-{secrets.token_hex(4)}"  # the adapter's on the server, unique to this engine
         try:
             self._folder = Path(self._open.enter_context(self._temporary_folder()))
             write_settings(policy.model, self._folder)
-            agreement.check_settings(self._server, cfg, policy)
+            # A server that differs would train the policy on another model's completions, unnoticed.
+            self._check_settings()
             self._take_over()
             self.sync(CLEAN)
-            check_norms(self.norms(), policy.clean_norms, self._server.name, agreement.LINE)
-            agreement.check_logprobs(self._server, self, policy, cfg)
+            check_norms(self.norms(), policy.clean_norms, self._server.name, LINE)
+            self._check_logprobs()
         except BaseException:
             self.close()
             raise
@@ -72,16 +81,42 @@ class VllmServerEngine:
         Path(shared).mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(prefix="qerl-lab-", dir=Path(shared).absolute())
 
-    def _take_over(self) -> None:
-        """Make this engine's adapter the only one on the server. Other engines' requests fail from then on.
+    def _check_settings(self) -> None:
+        """Raise ConfigError if there is no server, or if its settings differ from those that `serve_line` prints."""
+        try:
+            workers = self._call_workers("qerl_describe")
+        except (Refused, Unanswered) as error:
+            raise ConfigError(f"{error}. {LINE}") from error
+        except EngineFailed as error:
+            raise ConfigError(str(error)) from error
+        wanted = settings(self.cfg, self.policy.model.dtype) | {"format": self.cfg.format.name}
+        for found in workers:
+            found["format"] = format_of(found.pop("quantization"), found.pop("quantization_config"))
+            for key, value in found.items():
+                least = key in AT_LEAST
+                if value < wanted[key] if least else value != wanted[key]:
+                    allowed = f"{'at least ' if least else ''}{wanted[key]}"
+                    raise ConfigError(f"{self._server.name} has {key}={value}; allowed for this run: {allowed}. {LINE}")
 
-        Raises EngineFailed if this process used the server before and another run has it now. The last run to start
-        keeps the server; otherwise two runs would take it from each other in the middle of completions.
-        """
+    def _check_logprobs(self) -> None:
+        """Raise ConfigError unless the server's log-probs of a sampled text are near the policy's."""
+        policy, model, rollout = self.policy, self.cfg.model, self.cfg.rollout
+        prompt = policy.tokenizer(PROBE)["input_ids"][: rollout.max_prompt_tokens]
+        out = self.generate([prompt], 1, Sampling(min(PROBE_TOKENS, rollout.max_completion_tokens), seed=0))
+        ids = out.completion_ids_P_G[0][0]
+        with policy.as_sampler({name: norm.data for name, norm in policy.norms.items()}):
+            logits = policy.model(input_ids=torch.tensor([prompt + ids], device=policy.device)).logits[0]
+        own = logits[len(prompt) - 1 : -1].float().log_softmax(-1)[torch.arange(len(ids)), ids].cpu()
+        gap, near = (own - torch.tensor(out.logprobs_P_G[0][0])).abs().mean().item(), NEAR[policy.model.dtype]
+        if not gap < near:  # NaN too
+            raise ConfigError(
+                f"{self._server.name} is {gap:.3g} nats a token away from the policy on a fixed prompt; allowed: "
+                f"{near:g}. It serves other weights than model.path={model.path} in {self.cfg.format.name}. {LINE}"
+            )
+
+    def _take_over(self) -> None:
+        """Make this engine's adapter the only one on the server. Requests of an earlier run fail from then on."""
         held = self._adapter_names()
-        if self._server.name in HAD and any(not name.startswith(f"{PROCESS}-") for name in held):
-            raise EngineFailed(f"{self._server.name} was taken by another run")
-        HAD.add(self._server.name)
         self._server.ask("POST", "/abort_requests", {})  # running requests would keep the prefix cache
         self._call_workers("qerl_clear")  # the first sync resets the prefix cache
         for name in held:
@@ -95,7 +130,7 @@ class VllmServerEngine:
                 raise ConfigError(
                     f"{self._server.name} cannot load the adapter from {self._folder} ({error}). It reads the files "
                     "itself. Type rollout.vllm_server.adapter_dir=DIR, a folder that server and trainer see under one "
-                    f"path, if it does not see them. {agreement.LINE}"
+                    f"path, if it does not see them. {LINE}"
                 ) from error
 
     def _adapter_names(self) -> list[str]:
@@ -150,19 +185,6 @@ class VllmServerEngine:
             fixed | {"prompt": ids} | sampling_arguments(sampling, group_size, seed, self.policy.end_ids())
             for ids, seed in zip(prompt_ids_P, seeds, strict=True)
         ]
-        groups = self._complete_all(bodies, group_size, on_done)
-        self._require_only_adapter()  # so it was during the whole rollout
-        return Rollout(
-            prompt_ids_P=prompt_ids_P,
-            completion_ids_P_G=[[ids for ids, _, _ in group] for group in groups],
-            logprobs_P_G=[[logprobs for _, logprobs, _ in group] for group in groups],
-            finish_reasons_P_G=[[reason for _, _, reason in group] for group in groups],
-            entropy=None,
-            seconds=time.perf_counter() - started,
-        )
-
-    def _complete_all(self, bodies: list[dict[str, Any]], group_size: int, on_done: OnDone) -> list[list[Completion]]:
-        """Send all requests, as many at once as the batch holds; return the completions of each prompt."""
         minutes = self.cfg.rollout.vllm.timeout_minutes
         deadline = time.monotonic() + 60 * minutes
         pool = ThreadPoolExecutor(max(1, self.cfg.rollout.batch_size // group_size))  # one thread per group
@@ -180,10 +202,22 @@ class VllmServerEngine:
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # a hanging request ends at the deadline
-        return [job.result() for job in jobs]
+        groups = [job.result() for job in jobs]
+        self._require_only_adapter()  # so it was during the whole rollout
+        return Rollout(
+            prompt_ids_P=prompt_ids_P,
+            completion_ids_P_G=[[ids for ids, _, _ in group] for group in groups],
+            logprobs_P_G=[[logprobs for _, logprobs, _ in group] for group in groups],
+            finish_reasons_P_G=[[reason for _, _, reason in group] for group in groups],
+            entropy=None,
+            seconds=time.perf_counter() - started,
+        )
 
     def _complete(self, body: dict[str, Any], deadline: float) -> list[Completion]:
-        """Request the completions of one prompt. Raises EngineFailed, which is Unanswered after the deadline."""
+        """Request the completions of one prompt.
+
+        Raises EngineFailed, which is Unanswered after the deadline; also if a completion was aborted.
+        """
         try:
             answer = self._server.ask("POST", "/v1/completions", body, max(0.01, deadline - time.monotonic()))
         except Refused as error:
@@ -192,7 +226,13 @@ class VllmServerEngine:
             # JSON cannot carry NaN. Repeat the draws without log-probs and return NaN for all: the run ends at any NaN.
             drawn = self._complete({**body, "logprobs": None}, deadline)
             return [(ids, [float("nan")] * len(ids), reason) for ids, _, reason in drawn]
-        return completions(answer, self._server.name)
+        found = []
+        for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
+            reason, logprobs = choice["finish_reason"], choice["logprobs"]
+            if reason not in ("stop", "length"):
+                raise EngineFailed(f"{self._server.name} ended a completion by {reason!r}; allowed: stop, length")
+            found.append((choice["token_ids"], logprobs["token_logprobs"] if logprobs else [], reason))
+        return found
 
     def held(self) -> dict[str, int]:
         """Return no bytes, because the server has its own memory."""
@@ -203,12 +243,9 @@ class VllmServerEngine:
         self._open.close()
 
 
-def completions(answer: Any, name: str) -> list[Completion]:
-    """Parse an answer of /v1/completions. Raises EngineFailed, naming the server, if a completion was aborted."""
-    found = []
-    for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
-        reason, logprobs = choice["finish_reason"], choice["logprobs"]
-        if reason not in ("stop", "length"):
-            raise EngineFailed(f"{name} ended a completion by {reason!r}; allowed: stop, length")
-        found.append((choice["token_ids"], logprobs["token_logprobs"] if logprobs else [], reason))
-    return found
+def format_of(name: str | None, config: dict[str, Any] | None) -> str:
+    """Return the weight format of the server's base, or vLLM's name of it if the lab does not know it."""
+    try:
+        return formats.recognize(config).weight_format.NAME if config is not None else name or DENSE_FORMAT
+    except ValueError as error:
+        return f"{name} ({error})"

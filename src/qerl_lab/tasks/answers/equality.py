@@ -50,7 +50,11 @@ def _compare_named(left: Form, right: Form) -> bool:
     if all(isinstance(side, Relation) for side in sides):
         return _compare_relations(*sides)
     named, other = (left, right) if isinstance(left, Named) else (right, left)
-    return isinstance(named, Named) and not isinstance(other, Named) and equal(named.form, other)
+    if not isinstance(named, Named) or isinstance(other, Named):
+        return False
+    variables = frozenset().union(*map(names, other.sides)) if isinstance(other, Relation) else frozenset()
+    name = re.sub("[{}]", "", named.name)
+    return (not variables or any(variable in name for variable in variables)) and equal(named.form, other)
 
 
 def _same_name(left: str, right: str) -> bool:
@@ -69,6 +73,7 @@ def _as_relation(form: Form) -> Form:
 
 
 def _compare_amounts(left: Amount, right: Amount) -> bool:
+    """Compare two quantities by value; a unit counts only if both have one."""
     if left.letters is not None and right.letters is not None:
         return _compare_nodes(left.letters, right.letters)
     if _is_product_of_letters(left, right) or _is_product_of_letters(right, left):
@@ -127,7 +132,8 @@ def _is_rounding_of(left: Node, right: Node) -> bool:
         places = _places(decimal)
         if places is not None and _places(exact) is None and not names(exact):
             number, exactly = value(decimal, {}), value(exact, {})
-            if not (_is_finite_decimal(exactly) or not is_finite(exactly)):
+            ends = isinstance(exactly, Fraction) and pow(10, exactly.denominator.bit_length(), exactly.denominator) == 0
+            if not ends and is_finite(exactly):
                 return is_real(exactly) and values.is_rounded(number, exactly, places)
     return False
 
@@ -136,23 +142,16 @@ def _places(node: Node) -> int | None:
     """Return the decimal places of a written decimal that has enough digits, else None."""
     while isinstance(node, Op) and node.name == "neg":
         node = node.args[0]
-    if isinstance(node, Op) and node.name == "*" and len(node.args) == 2 and node.args[1] == HUNDREDTH:
-        places = _places(node.args[0])
-        return None if places is None else places + 2
+    if isinstance(node, Op) and node.name == "*" and len(node.args) == 2 and not names(node.args[1]):
+        if (places := _places(node.args[0])) is None:
+            return None
+        power = value(Op("log", (Op("abs", (node.args[1],)),)), {})  # of ten, as in 2.5 \times 10^{-3}
+        return places - int(power) if isinstance(power, Fraction) and power.denominator == 1 else None
     return node.places if isinstance(node, Num) and node.digits >= ENOUGH_DIGITS else None
 
 
-def _is_finite_decimal(number: Value) -> bool:
-    if not isinstance(number, Fraction):
-        return False
-    denominator = number.denominator
-    for prime in (2, 5):
-        while denominator % prime == 0:
-            denominator //= prime
-    return denominator == 1
-
-
 def _compare_several(left: Several, right: Several) -> bool:
+    """Compare part by part, in order unless both are lists, sets or unions."""
     shapes = {left.brackets, right.brackets}
     if shapes == {"[]", "()"}:
         left, right = _column(left), _column(right)  # of the matrix; a point stays
@@ -183,6 +182,7 @@ def _column(form: Several) -> Several:
 
 
 def _compare_relations(left: Form, right: Form) -> bool:
+    """Compare a relation with another, with the interval that it describes, or with the result of its calculation."""
     if isinstance(left, Relation) and isinstance(right, Relation):
         return _same_relation(left, right)
     relation, other = (left, right) if isinstance(left, Relation) else (right, left)
@@ -191,14 +191,13 @@ def _compare_relations(left: Form, right: Form) -> bool:
         found = interval(relation)
         return found is not None and found.brackets == other.brackets and equal(found, other)
     if isinstance(other, Amount) and set(relation.signs) == {"="}:  # 9+9=18 is 18; 5=18 is nothing
-        return any(_is_calculation(sides, other) for sides in (relation.sides, relation.crossed) if sides)
+        for sides in filter(None, (relation.sides, relation.crossed)):
+            steps = sides[1:] if len(sides) > 2 and names(sides[0]) else sides  # m+n in m+n=9+9=18 names the quantity
+            if any(isinstance(side, Op) for side in steps) and all(
+                _compare_nodes(side, _scaled(other)) for side in steps
+            ):
+                return True
     return False
-
-
-def _is_calculation(sides: tuple[Node, ...], amount: Amount) -> bool:
-    """Tell whether a calculation has this result: 9+9=18; m+n=9+9=18, where the first side names the quantity."""
-    sides = sides[1:] if len(sides) > 2 and names(sides[0]) else sides
-    return any(isinstance(side, Op) for side in sides) and all(_compare_nodes(side, _scaled(amount)) for side in sides)
 
 
 def _same_relation(left: Relation, right: Relation) -> bool:

@@ -163,7 +163,8 @@ class _Reader:
             return False
         if token.kind in ("number", "repeating"):
             before = self.tokens[self.at - 1]
-            after_exponent = before.text == "}" and self.raised_at == self.at
+            is_raised = token.spaced and [ahead.text for ahead in self.tokens[self.at + 1 : self.at + 2]] == ["^"]
+            after_exponent = self.raised_at == self.at and (before.text == "}" or is_raised)  # 2^6 3^5
             return before.kind == "letter" or before.text in _BEFORE_NUMBER or after_exponent
         if token.kind == "sign":
             return token.text in "([{" or (token.text == "|" and not self.bars)

@@ -60,7 +60,8 @@ def _ends(form: Form) -> list[Value]:
         numbers = [side for side in form.sides if not names(side)]
         if "=" in form.signs or len(form.sides) - len(numbers) != 1 or not any(map(_is_variable, form.sides)):
             raise Unreadable("no inequality for one variable")
-        return [_number(Amount(side)) for side in numbers]
+        ends = [_number(Amount(side)) for side in numbers]
+        return [*ends, *(-end for end in ends)]  # both are ends of |x| < 3
     if isinstance(form, Several) and form.brackets in ("or", "minus"):
         return [end for part in form.parts for end in _ends(part)]
     if not isinstance(form, Several) or form.brackets[:1] not in ("(", "[", "{"):
@@ -76,6 +77,7 @@ def _ends(form: Form) -> list[Value]:
 
 @lru_cache(maxsize=1024)  # called again for each test point
 def _number(form: Form) -> Value:
+    """Return the value of an end point. Raises Unreadable for one that is no real number."""
     if isinstance(form, Amount) and not names(form.node) and not form.percent and form.scale == 1:
         number = real(value(form.node, {}))
         if is_real(number):
@@ -84,13 +86,15 @@ def _number(form: Form) -> Value:
 
 
 def _is_variable(node: Node) -> bool:
+    """Tell whether an expression is a variable or its absolute value."""
+    node = node.args[0] if isinstance(node, Op) and node.name == "abs" else node
     return isinstance(node, Sym) and bool(names(node))
 
 
 def _contains(form: Form, at: Value) -> bool:
     """Tell whether a number belongs to a set that `_ends` accepts."""
     if isinstance(form, Relation):
-        sides = [_number(Amount(side)) if not names(side) else at for side in form.sides]
+        sides = [real(value(side, dict.fromkeys(names(side), at))).real for side in form.sides]
         return all(map(_is_true, sides, form.signs, sides[1:]))
     assert isinstance(form, Several)
     if form.brackets == "or":

@@ -6,7 +6,7 @@ from enum import Enum
 from qerl_lab.tasks.answers import number
 from qerl_lab.tasks.answers.equality import equal
 from qerl_lab.tasks.answers.expression import names
-from qerl_lab.tasks.answers.forms import Amount, Form, Named, Words
+from qerl_lab.tasks.answers.forms import Amount, Form, Named, Several, Words
 from qerl_lab.tasks.answers.reading import read
 from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS, compact, plain
 from qerl_lab.tasks.answers.tokens import Unreadable
@@ -60,7 +60,12 @@ def _may_equal(form: Form | None, other: str) -> bool:
     if form is None:
         return True
     symbols = re.findall(r"\\[A-Za-z]+|[A-Za-z]", other)  # `t` is no variable in `\int`
-    return isinstance(form, Amount) and all(name.partition("_")[0] in symbols for name in names(form.node))
+    rows = form.parts if isinstance(form, Several) and form.brackets == "[]" else ()
+    cells = [cell for row in rows for cell in (row.parts if isinstance(row, Several) else [row])]
+    return all(
+        isinstance(cell, Amount) and all(name.partition("_")[0] in symbols for name in names(cell.node))
+        for cell in cells or [form]
+    )
 
 
 def _is_for_library(form: Form | None, text: str) -> bool:
@@ -68,7 +73,7 @@ def _is_for_library(form: Form | None, text: str) -> bool:
 
     Prose is refused, because math-verify picks a number out of it and drops what it takes for a unit.
     """
-    letters = re.sub(r"\\[A-Za-z]+", " ", text)
+    letters = re.sub(r"\\(?:begin|end)\s*\{[a-z]+\}|\\[A-Za-z]+", " ", text)
     if len(text) > MAX_LIBRARY_CHARACTERS or _NOT_FOR_LIBRARY.search(letters) or "\\text" in text:
         return False
     return form is not None or _LIBRARYS.search(text) is not None

@@ -30,7 +30,7 @@ def is_equal(given: str, known: str) -> bool | None:
 
 
 def _parse(text: str) -> list[Any]:
-    text = _DIFFERENTIAL.sub(r"d\1", text)
+    text = _DIFFERENTIAL.sub(r"d\1", text).replace(r"\row", r"\\")
     return parse(
         f"${text}$", _READING, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None
     )

@@ -114,17 +114,13 @@ def _of_words(body: str, words: str, money: str) -> Quantity | None:
     scale = 1
     while parts and parts[0].lower() in _SCALES:
         scale *= _SCALES[parts.pop(0).lower()]
-    changes = parts[:1] in (["squared"], ["cubed"]) or any(part.lower() in _CHANGES for part in parts)
-    if changes or not _name_things(parts):
+    if parts[:1] in (["squared"], ["cubed"]) or any(part.lower() in _CHANGES for part in parts):
         return None
+    if parts and parts[0] not in (*_ORDINALS, "a", "an", "per", "/"):  # green apples, eggs per day
+        thing = [parts[0], *takewhile(lambda word: word.lower() not in _BEHIND_THINGS, parts[1:])][-1]
+        if not _is_thing(thing):
+            return None
     return Quantity(body, money or measure(" ".join(parts)), scale=scale)
-
-
-def _name_things(words: list[str]) -> bool:
-    """Tell whether words after a number name what it counts or measures: `green apples`, `eggs per day`, `th`."""
-    if not words or words[0] in (*_ORDINALS, "a", "an", "per", "/"):
-        return True
-    return _is_thing([words[0], *takewhile(lambda word: word.lower() not in _BEHIND_THINGS, words[1:])][-1])
 
 
 def _is_thing(word: str) -> bool:

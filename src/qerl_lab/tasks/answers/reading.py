@@ -18,6 +18,7 @@ _SHAPES = {"(": "(", "[": "[", r"\{": "{", r"\langle": "("}
 _ENDS = {")": ")", "]": "]", r"\}": "}", r"\rangle": ")"}
 _UNION = re.compile(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*[Uu]\s*(?=[(\[])")
 _MINUS = re.compile(r"\\setminus(?![A-Za-z])|\\backslash(?![A-Za-z])")
+_IN = re.compile(r"\\in(?![A-Za-z])")
 _OR, _AND = (
     re.compile(r"(?<![A-Za-z\\])or(?![A-Za-z])"),
     re.compile(r"(?:[,;]\s*)?(?<![A-Za-z\\])and(?![A-Za-z])|[,;]|\\row(?![A-Za-z])"),
@@ -80,6 +81,9 @@ def _read(text: str, nesting: int, listed: bool = False) -> Form:
     for pattern, brackets in ((_MINUS, "minus"), (_UNION, "or"), (_LIST, "")):
         parts = _split(text, depths, pattern)
         if len(parts) > 1:
+            named = _IN.split(parts[0]) if brackets else ()
+            if len(named) == 2:  # x \in A \cup B
+                return Named(_name(named[0]), _several(brackets, [named[1], *parts[1:]], nesting))
             return _several(brackets, parts, nesting, brackets == "" and bool(_OR.search(text)))
     if len(sides := _split(text, depths, _SIGN)) > 1:
         return _relation(text, sides, [found[0] for found in _at_top(text, depths, _SIGN)], nesting)
@@ -264,7 +268,8 @@ def _amount(text: str) -> Form:
     letters = None
     if found.body != text and not found.percent and found.scale == 1 and not re.search(r"\\(?:text|circ)", text):
         letters = _read_or_none(text)
-    amounts = [Amount(each, found.unit, found.percent, found.scale, letters) for each in _both_signs(node)]
+    signed = dict.fromkeys((_signed(node, "mp"), _signed(node, "pm")))  # two values of 3 +- 2
+    amounts = [Amount(each, found.unit, found.percent, found.scale, letters) for each in signed]
     return amounts[0] if len(amounts) == 1 else Several("", tuple(amounts))
 
 
@@ -273,12 +278,6 @@ def _read_or_none(text: str) -> Node | None:
         return read_expression(text)
     except Unreadable:
         return None
-
-
-def _both_signs(node: Node) -> list[Node]:
-    r"""Return the expression with every `\pm` as plus and `\mp` as minus, and with the signs swapped."""
-    upper, lower = _signed(node, "mp"), _signed(node, "pm")
-    return [node] if upper == lower else [upper, lower]
 
 
 def _signed(node: Node, negative: str) -> Node:

@@ -37,7 +37,7 @@ _TRANSLATION = str.maketrans(_UNICODE | _FRACTIONS) | _FULL_WIDTH
 # The end of a macro: `\le` must not match the beginning of `\left`.
 _END = r"(?![A-Za-z])"
 _SIZES = re.compile(
-    rf"\\(?:left|right|middle)\s*\.(?!\d)|\\(?:left|right|middle|[Bb]igg?[lrm]?|displaystyle|textstyle|(?:no)?limits){_END}"
+    rf"\\(?:left|right|middle)\s*\.(?!\d)|\\(?:m?left|m?right|middle|[Bb]igg?[lrm]?|displaystyle|textstyle|(?:no)?limits){_END}"
 )
 _FONTS = r"text|mbox|hbox|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathsf|mathtt|operatorname\*?|rm|bf"
 _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
@@ -51,7 +51,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (r"\b(?:INR|Rs\.?)(?=\s*\d)", r"\\rupee "),
         (r"(?<![\w-])(?:negative|minus)\s+(?=[\d.\\])", "-"),
         (r"\\[\[\]()]", " "),
-        (r"\{,\}", ","),
+        (r"\s*\{\s*,\s*\}", ","),
         (r"\\!\s*", ""),
         (r"(?<=\d)\s*(?:\\[,;: ]|~)\s*(?=\d{3}(?!\d))", " "),
         (r"\\[,;: >]|(?<=[^\s$])~|\\(?:q?quad|thinspace|enspace|medspace|hspace\{[^{}]*\})(?![A-Za-z])", " "),
@@ -85,7 +85,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (r"\\text\{\s*\\(dollar|euro|pound|yen)\s*\}", r"\\\1 "),
         (r"\\text\{\s*(and|or)\s*,?\s*\}", r" \1 "),
         (r"\\text\{\s*\}", " "),
-        (r"\\text\{\s*(cis|(?:a|ar|arc)?(?:sin|cos|tan)h?|csc|cot|ln|log|exp|gcd|lcm)\s*\}", r"\\\1 "),
+        (r"\\text\{\s*(cis|(?:a|ar|arc)?(?:sin|cos|tan)h?|csc|cot|ln|log|exp|gcd|lcm|floor|ceil)\s*\}", r"\\\1 "),
         (r"\\frac\s*\{\\text\{([^{}]*)\}\}\s*\{\\text\{([^{}]*)\}(\^\{?\d\}?)?\}", r"\\text{\1/\2}\3"),
         (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
         (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
@@ -93,11 +93,13 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
 ]
 _TYPED_CASES = ("1{,}000", "1~000", "x~y", "2 x 10^3", "USD 5", "EUR 5", "GBP 5", "Rs 5", "minus 5")
 _TYPED = [pair for pair in _SPELLINGS if any(map(pair[0].search, _TYPED_CASES))]  # others need a backslash
+_ESCAPED_TWICE = re.compile(r"(?:[^\\]|\\\\)*\\\\[A-Za-z]{2}(?:[^\\]|\\\\)*")  # every backslash is doubled
 _BOXED = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
 _SO = r"(?:(?:so|thus|hence|therefore|final|finally)\b[\s,:]*)"
 _ANSWER = r"(?:(?:the|my|our)\s+)?(?:(?:final|correct|right|exact)\s+)?(?:answer|result|solution|value|ans)s?"
 _LEAD_IN = re.compile(
     rf"{_SO}*{_ANSWER}\s*(?:(?:is|are|to be|equals|:|=)\s*)+|(?:{_SO}+|(?:is|are|equals)\s)(?=\S)"
+    rf"|{_ANSWER}\s+(?=[-+]?[\d.]|[(\[\\])"
     r"|(?:option|choice)\s+(?=\(?[A-Z]\b)",
     re.IGNORECASE,
 )
@@ -123,6 +125,8 @@ _DOUBTS = re.compile(
 
 def plain(text: str) -> str:
     """Normalize a text: LaTeX with few macros, single spaces, no delimiters, no punctuation at the end."""
+    if _ESCAPED_TWICE.fullmatch(text):
+        text = text.replace(r"\\", "\\")
     text = _powers(text.translate(_TRANSLATION))
     text = _without_dollars(text)
     text = _SIZES.sub(" ", text)
@@ -182,7 +186,7 @@ def _without_wrapping(text: str) -> str:
         before = text
         text = text.strip()
         if not text.endswith("..."):
-            text = re.sub(r"(?<!\\)[.,;:]+$", "", text).rstrip()
+            text = re.sub(r"(?<!\\)(?:[.,;:]+|\\)$", "", text).rstrip()
         text = _EMPHASIS.sub(r"\2", _ORNAMENT.sub("", text))
         for mark in ("**", "__", "`", '"'):
             if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
@@ -202,11 +206,7 @@ def _without_lead_in(text: str) -> str:
     if found := _LEAD_IN.match(text):
         return text[found.end() :]
     found = _LABEL.match(text) or _SENTENCE.match(text)
-    if found and not _casts_doubt(found[0]) and re.search(r"\d|\\", text[found.end() :]):
-        return text[found.end() :]
-    return text
-
-
-def _casts_doubt(words: str) -> bool:
-    """Tell whether words before an answer deny or change it (`not`, `half of`), or are mathematics: `sin x = 0.5`."""
-    return _DOUBTS.search(words) is not None or not FUNCTIONS.isdisjoint(re.findall("[a-z]+", words.lower()))
+    if not found or _DOUBTS.search(found[0]) or not re.search(r"\d|\\", text[found.end() :]):
+        return text
+    is_mathematics = not FUNCTIONS.isdisjoint(re.findall("[a-z]+", found[0].lower()))  # sin x = 0.5
+    return text if is_mathematics else text[found.end() :]

@@ -19,7 +19,8 @@ Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega pi ell hbar nabla par
 FUNCTIONS, GREEK = frozenset(_FUNCTIONS.split()), frozenset(_GREEK.split())
 ALIASES = {
     "asin": "arcsin", "acos": "arccos", "atan": "arctan", "arsinh": "arcsinh", "arcosh": "arccosh", "artanh": "arctanh",
-    "cosec": "csc", "tg": "tan", "ctg": "cot", "ceiling": "ceil", "inf": "infty", "infinity": "infty", "oo": "infty",
+    "asinh": "arcsinh", "acosh": "arccosh", "atanh": "arctanh", "cosec": "csc", "tg": "tan", "ctg": "cot",
+    "ceiling": "ceil", "inf": "infty", "infinity": "infty", "oo": "infty",
 }  # fmt: skip
 _NO_PRODUCTS = ("not", "no", "nor", "or", "and", "but", "for", "the", "all", "any", "non", "out", "per", "one", "two")
 _TOKEN = re.compile(

@@ -18,7 +18,6 @@ from qerl_lab.tasks.answers.expression import CONSTANTS, Node, Num, Sym
 from qerl_lab.tasks.answers.tokens import Unreadable
 
 MAX_BITS = 1 << 14  # largest exact number
-MAX_ROOT_BITS = 1 << 11  # largest number whose exact cube root is searched
 MAX_LOG2 = 1 << 20  # largest rounded number
 MAX_FACTORIAL = 1000
 _CTX = mpmath.MPContext()  # a private context: mpmath.mp is shared by the whole process
@@ -160,23 +159,13 @@ def _root(base: Value, degree: Value) -> Value:
 
 
 def _exact_root(base: Fraction, degree: int) -> Fraction | None:
+    """Return the root if it is rational."""
     if degree > 64:
         return None
-    parts = [_integer_root(part, degree) for part in (base.numerator, base.denominator)]
-    return Fraction(parts[0], parts[1]) if None not in parts else None  # type: ignore[arg-type]
-
-
-def _integer_root(number: int, degree: int) -> int | None:
-    if degree == 2:
-        root = math.isqrt(number)
-        return root if root * root == number else None
-    if number.bit_length() > MAX_ROOT_BITS:
-        return None
-    low, high = 0, 1 << (number.bit_length() // degree + 1)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if middle**degree < number else (low, middle)
-    return low if low**degree == number else None
+    with _CTX.workprec(max(base.numerator.bit_length(), base.denominator.bit_length()) // degree + 64):
+        parts = [int(_CTX.nint(_CTX.root(part, degree))) for part in (base.numerator, base.denominator)]
+    root = Fraction(parts[0], parts[1])
+    return root if root**degree == base else None
 
 
 def _factorial(number: Value) -> Value:
@@ -211,12 +200,12 @@ def _log(name: str, number: Value, base: Value = None) -> Value:
     if name == "ln":
         return _CTX.ln(real(number))
     base = Fraction(10) if base is None else base
-    if isinstance(number, Fraction) and isinstance(base, Fraction) and number > 0 and base > 1:
-        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-        for exponent in range(-64, 65):
-            if abs(exponent) * bits < MAX_BITS and base**exponent == number:
-                return Fraction(exponent)
-    return _CTX.ln(real(number)) / _CTX.ln(real(base))
+    logarithm = _CTX.ln(real(number)) / _CTX.ln(real(base))
+    if isinstance(number, Fraction) and isinstance(base, Fraction) and number > 0 and base > 1 and abs(logarithm) < 65:
+        exponent = int(_CTX.nint(logarithm))
+        if _power(base, Fraction(exponent)) == number:
+            return Fraction(exponent)
+    return logarithm
 
 
 _ARITHMETIC: dict[str, Callable[..., Value]] = {

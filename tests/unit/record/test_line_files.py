@@ -7,7 +7,7 @@ import pytest
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.samples_file import CHARACTERS, Sample
+from qerl_lab.record.line_files import CHARACTERS, Sample
 from qerl_lab.tools.samples import format_step, main
 
 ONE = Sample(
