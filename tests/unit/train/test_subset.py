@@ -15,12 +15,13 @@ from qerl_lab.train import run as run_module
 from qerl_lab.train.stop import Stop
 from repeated import lines_of
 
-STEPS, SUBSET = 4, "eval/subset_"
+STEPS, SUBSET, ASKED = 4, "eval/subset_", 4
 # Dropout draws in every forward of the training, and noise at every step: a random number too many would show.
 ALL = {
     "steps": STEPS, "lora__dropout": 0.2, "optim__learning_rate": 0.02, "aqn__schedule": "linear", "aqn__stages": 2,
     "aqn__sigma_start": 0.2, "aqn__reading": "equation", "checkpoint__every": 0, "rollout__batch_size": 4,
-    "cpu_threads": 1, "eval__subset_questions": 6, "eval__subset_samples": 2, "eval__samples_before": 1,
+    "rollout__max_completion_tokens": 10, "eval__questions": 6, "eval__subset_questions": ASKED,
+    "eval__subset_samples": 2, "eval__samples_before": 1,
 }  # fmt: skip
 
 
@@ -72,7 +73,7 @@ def test_the_same_first_questions_are_asked_every_time(watched: Path) -> None:
     for (step, metrics), phase in zip(lines, list(phases)[1:4], strict=True):
         rows = phases[phase]
         assert phase == f"step {step}"
-        assert rows["id"].tolist() == phases["before"]["id"].tolist()[:6]
+        assert rows["id"].tolist() == phases["before"]["id"].tolist()[:ASKED]
         assert set(metrics) == {
             f"{SUBSET}{name}"
             for name in ("accuracy", "format", "completion_tokens", "truncated_fraction", "entropy_nats")
