@@ -2,21 +2,18 @@
 
 `FAILING_ENGINES=PLAN` activates them in every Python process that has tests/helpers/failing_site on its path. A plan is
 a comma-separated list of failures `KIND@CALL` or `KIND@CALL@RANK`. CALL counts from 1 in each process: calls of `sync`
-for the kind "sync", of `close` for "close" and "kill", else of `generate`.
+for the kind "sync", of `close` for "close", else of `generate`.
 """
 
 import math
 import os
-import shlex
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from processes import run_module
 from qerl_lab import rollout
 from qerl_lab.aqn import Noise, observed_std
 from qerl_lab.cli.launch import GRACE_SECONDS
@@ -66,10 +63,7 @@ class FailingEngine(TransformersEngine):
 
     def close(self) -> None:
         super().close()
-        kinds = self.plan.now("close")
-        if "kill" in kinds:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if "close" in kinds:
+        if "close" in self.plan.now("close"):
             raise RuntimeError("the door is stuck")
 
     def generate(
@@ -134,15 +128,12 @@ class Runs:
             rollout.build = usual
 
 
-def command(run: RunDirectory, plan: str = "", typed: str = "") -> tuple[int, str, str]:
+def command(run: RunDirectory, plan: str) -> tuple[int, str, str]:
     """Continue a run in a new process with failing engines; return exit code, standard output and error."""
     here = Path(__file__).parent
-    words = shlex.split(typed)[1:] if typed else ["-m", "qerl_lab", f"resume={run.path}"]
     paths = [str(here / "failing_site"), str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), VARIABLE: plan}
-    ran = subprocess.run(
-        [sys.executable, *words], cwd=run.path.parent, env=environment, capture_output=True, text=True, timeout=300
-    )
+    variables = {"PYTHONPATH": os.pathsep.join(paths), VARIABLE: plan}
+    ran = run_module("qerl_lab", f"resume={run.path}", cwd=run.path.parent, **variables)
     if ran.returncode:
         waited = time.time() - (run.path / "FAILED").stat().st_mtime
         assert waited < GRACE_SECONDS / 2, "a rank waited for another until it was killed"

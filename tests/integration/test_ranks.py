@@ -185,6 +185,9 @@ def test_every_rank_learns_of_a_failure_and_none_waits_for_another(new_run, two:
         code, output, errors = failing(run, plan)
         assert code == 1, output + errors
         assert run.reason.startswith(f"EngineFailed: {cause}")
+        assert f"failed: {run.reason}" in errors
+        assert "Traceback" not in errors
+        assert "Traceback" in (run.path / "FAILED").read_text()
         assert f"{saved} of 4 steps are saved" in run.reason
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-000001"]
 
