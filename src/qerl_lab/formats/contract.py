@@ -55,7 +55,10 @@ def gives_weights_back(weight_format: Format) -> None:
 
 
 def decodes_what_it_stores(weight_format: Format) -> None:
-    """Assert the law: alpha * W' of `decoder` equals `dequantize`, and W' in bfloat16 is W' in float32, rounded."""
+    """Assert the law: alpha * unpack(float32) equals `dequantize`, and unpack(bfloat16) is unpack(float32), rounded.
+
+    `decoder` returns unpack and alpha; unpack(dtype) makes the weight without its factor alpha, see `Decoder`.
+    """
     packed = weight_format.quantize(_test_weight())
     unpack, alpha = weight_format.decoder(packed, SHAPE)
     exact = weight_format.dequantize(packed, SHAPE, torch.float32)

@@ -17,10 +17,10 @@ from qerl_lab.tasks import arithmetic, question_files
 
 
 def check(cfg: RunConfig) -> list[str]:
-    """Return the task's warnings, and notes where the run asks for more questions than there are.
+    """Return the task's warnings, such as rows left out, and notes if the run asks for more questions than exist.
 
-    Raises ConfigError if there are too few to train on or to evaluate. Questions that are not on this machine are not
-    counted.
+    Returns an empty list, without counting, if the questions are not on this machine. Raises ConfigError for a task
+    that is for evaluation only, a blank task.path, or too few questions to train on or to evaluate.
     """
     tasks.check_trains(cfg.task)
     if cfg.task.path is not None and not cfg.task.path.strip():

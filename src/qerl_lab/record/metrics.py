@@ -230,7 +230,10 @@ class MetricsLine(TypedDict):
 
 
 def encode_line(step: int, metrics: Mapping[str, float]) -> bytes:
-    """Encode one line of metrics.jsonl as strict JSON: NaN and infinite values, which JSON lacks, become null."""
+    """Encode one line of metrics.jsonl: a JSON object of `step`, `time` (now, in Unix seconds) and `metrics`.
+
+    NaN and infinite values become null, because strict JSON lacks them.
+    """
     values = {name: float(value) for name, value in metrics.items()}
     finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
     return json.dumps({"step": int(step), "time": time.time(), "metrics": finite}, allow_nan=False).encode() + b"\n"

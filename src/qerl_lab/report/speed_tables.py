@@ -177,7 +177,8 @@ def printed_steps() -> pd.DataFrame:
 def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
     """Build the table of rollouts: our tokens/s beside the paper's at the same model, format and batch.
 
-    The paper's rank equals ours only at batch 1, elsewhere it is `PRINTED_RANK`. `ours` comes from `_tabulate_speeds`.
+    At batch 1 the LoRA ranks must be equal too. At other batches our row, whatever its rank, stands beside the paper's
+    at `PRINTED_RANK`. `ours` has one frame per rollout result, from `_tabulate_speeds`.
     """
     papers = printed_rollouts().rename(columns={"rank": "printed_rank"})
     place = papers["batch"].astype(str) + " at " + papers["printed_rank"].astype(str)

@@ -110,9 +110,13 @@ def _residual_variance(values_S_Q: np.ndarray) -> float:
 
 
 def half_width(variances: tuple[float, float], seeds: int, questions: int, level: float) -> float:
-    """Return half the width of the interval of `over_seeds` at the confidence `level`, such as 0.95.
+    """Return half the width of the confidence interval for a mean over seeds and questions, as in `over_seeds`.
 
-    `variances` come from `variance_components`; `seeds` and `questions` are numbers of them.
+    Args:
+        variances: between the seeds' means, and of questions, from `variance_components` or `floored_components`.
+        seeds: number of seeds, at least 2.
+        questions: number of questions.
+        level: confidence level, such as 0.95.
     """
     squares = np.array(variances) / [seeds, questions]
     quantiles = stats.t.ppf(0.5 + level / 2, [seeds - 1, max(questions - 1, 1)])

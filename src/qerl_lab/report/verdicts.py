@@ -56,10 +56,13 @@ class Row:
 
 
 def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] | None = None) -> list[Row]:
-    """Reach a verdict on each contrast of the claims (default: the paper's), a row per pair of arms that tests it.
+    """Reach a verdict on each contrast of the claims (default: the paper's); return a row per pair of arms it compares.
 
-    `counted` holds the runs that count, `runs` every run. A contrast without a pair has one row, without numbers, with
-    the reason in `why`.
+    A contrast without such a pair has one row, without numbers, with the reason in `why`.
+
+    Args:
+        counted: the runs that give the numbers: the newest finished run of each arm and seed.
+        runs: every run; the unfinished ones only add to the numbers of started runs.
     """
     rows: list[Row] = []
     started = [*counted, *(run for run in runs if not run.is_finished)]

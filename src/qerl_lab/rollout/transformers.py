@@ -24,7 +24,10 @@ class TransformersEngine:
         self.sync(CLEAN)
 
     def sync(self, noise: Noise) -> None:
-        """Draw the noisy norms; nothing is copied, because the adapter is shared with the policy."""
+        """Add `noise` to copies of the policy's clean norm weights, which `generate` then samples with.
+
+        The adapter is not copied, because the engine samples from the policy's own modules.
+        """
         self._norms = noise.onto_norms(self.policy.clean_norms)
 
     def sleep(self) -> None:

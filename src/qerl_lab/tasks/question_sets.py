@@ -148,9 +148,10 @@ def _level(value: object) -> int:
 
 
 def _dapo_math(id: str, row: Row) -> Question:
-    """Make a question from a row of DAPO: a text, or a chat that ends with a message of the user. Raises BadRow.
+    """Make a question from a row of DAPO, without DAPO's own request for an answer format.
 
-    Removes DAPO's request for another answer format. The answer must be a number.
+    The row's question is text, or a list of chat messages; of a list, the last message's text is taken. Raises BadRow
+    if that message is not the user's, if the text is missing or empty, or if the answer is not a number.
     """
     column, value = row.columns["question"], row.value("question")
     if isinstance(value, list):

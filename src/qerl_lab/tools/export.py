@@ -108,9 +108,10 @@ def export(options: ExportOptions) -> None:
 
 
 def write_dense(run: RunConfig, adapter: Path, base: Path, out: Path, dtype_name: str, *, merged: bool) -> None:
-    """Write the base of a run, without quantization, to `out` for transformers; `merged` adds the adapter to it.
+    """Write a run's base, quantized as in the run and dequantized, to `out` for transformers; `merged` adds `adapter`.
 
-    Writes weights in `dtype_name` and config.json, and copies tokenizer and chat template from the folder `base`.
+    Writes weights in `dtype_name` ("bfloat16" or "float32") and config.json, and copies tokenizer and chat template
+    from the folder `base`. Changes `run` in place, to merge in float32 on the CPU.
     """
     import torch
     from huggingface_hub import save_torch_state_dict

@@ -95,7 +95,9 @@ def check(options: WarmupOptions) -> None:
 
 
 def warm_up(options: WarmupOptions) -> None:
-    """Check the options, train, and write the model with its record warmup.json to OUT.
+    """Fine-tune all weights of a model, supervised, on a task's worked solutions; write it to `options.out`.
+
+    First checks the options. The record warmup.json beside the model says how it was made.
 
     Raises:
         ConfigError: an option cannot work, or model or task cannot be loaded.

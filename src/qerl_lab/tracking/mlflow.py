@@ -48,9 +48,11 @@ def prepare_mlflow() -> None:
 
 
 def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
-    """Return the store's URI: tracking.uri, else MLFLOW_TRACKING_URI, else the last one used, else sqlite here.
+    """Return the URI of the run's MLflow store, with the path of a sqlite file made absolute.
 
-    Raises ConfigError if the only known store has a password, which the record does not keep.
+    The first that is set counts: tracking.uri, MLFLOW_TRACKING_URI, the URI in the run's mlflow.json; the default is
+    mlflow.db in the working directory. Raises ConfigError for a URI with *** in place of a password, except an http(s)
+    URI while MLFLOW_TRACKING_USERNAME is set.
     """
     known = directory.mirror().get("uri")
     uri = cfg.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or known or "sqlite:///mlflow.db"

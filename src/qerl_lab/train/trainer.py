@@ -218,11 +218,12 @@ class LabTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model: torch.nn.Module, ids: Tensor, attention_mask: Tensor, keep: int, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Override TRL's hook: compute log-probs and entropies of the last `keep` tokens, packed if the run packs.
+        """Override TRL's hook: return log-probs and entropies of the last `keep` tokens, and TRL's auxiliary loss.
 
-        TRL calls this without gradients for the rollout's and the reference's log-probs, and with gradients for the
-        loss. In the latter case the correction weights multiply the advantages here, because every loss is linear in
-        them.
+        The forward pass skips padding if the run packs. TRL calls this without gradients to score the rollout under the
+        policy or the reference, and with gradients for the loss. With gradients it also multiplies the advantages in
+        `micro_batch` by the importance weights, unless TRL has applied them already. Every loss is linear in the
+        advantages, so this weights the loss.
         """
         call = packing.without_padding(model) if self.packs else model
         if not torch.is_grad_enabled():
@@ -240,16 +241,21 @@ class LabTrainer(GRPOTrainer):
         return logps, entropies, aux_loss
 
     def _scoring_mode(self) -> AbstractContextManager[None]:
-        """Return a context manager for log-probs without gradients and dropout.
+        """Return a context manager for computing log-probs without gradients and dropout.
 
-        It uses the norms as they are, but clean ones for the reference, which is the policy with its adapter off.
+        The policy keeps the current weights of its norm layers, with any noise they hold. The reference gets the
+        weights without noise. TRL computes the reference by disabling the policy's adapter.
         """
         is_reference = not self.policy.model.get_model_status().enabled
         held = {name: norm.data for name, norm in self.policy.norms.items()}
         return self.policy.as_sampler(self.policy.clean_norms if is_reference else held)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Override the Trainer's hook: keep the noise and attention of `compute_loss` until the backward pass ends."""
+        """Override the Trainer's hook: run the forward and backward pass of a micro-batch; return its loss.
+
+        `compute_loss` switches on the noise of the norm weights and packed attention. Both stay on until the backward
+        pass ends, because it reads these weights and may recompute the attention.
+        """
         with ExitStack() as self.until_backward:
             return super().training_step(*args, **kwargs)
 

@@ -111,9 +111,10 @@ def _early_start_attribute() -> Any:
 
 
 def tiles_map(x: Tensor, stride: int, rows: int, blocks: int) -> Any:
-    """Build a swizzled tensor map as an argument of `launch`, to copy from x, bfloat16 `[M, K]`.
+    """Build a TMA descriptor (CUtensorMap) with 128-byte swizzle for x, bfloat16 `[M, K]`, as an argument of `launch`.
 
-    A copy has `rows` rows and `blocks` blocks of 64 columns. `stride` is x's row stride in elements.
+    With it a kernel copies a tile of x, `rows` rows by `blocks` blocks of 64 columns, to shared memory at once.
+    `stride` is x's row stride in elements.
     """
     sizes = (64, x.shape[0], -(-x.shape[1] // 64))
     return _build_tensor_map(

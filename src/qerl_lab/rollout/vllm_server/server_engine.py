@@ -172,7 +172,10 @@ class VllmServerEngine:
         """Do nothing, because the server has its own memory."""
 
     def norms(self) -> dict[str, Tensor]:
-        """Read the noisy norms back from the server. Raises EngineFailed if its workers hold different ones."""
+        """Read the norm layers' weights, with their noise, back from the server; return them by full layer name.
+
+        Norm layers that the server lacks are left out. Raises EngineFailed if its workers hold different weights.
+        """
         found: dict[str, list[str]] = {}
         for held in self._call_workers("qerl_norms", names=list(self.policy.norms)):
             if differ := [name for name, weight in held.items() if found.setdefault(name, weight) != weight]:
