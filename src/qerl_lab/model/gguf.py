@@ -148,7 +148,7 @@ def unpack(file: Path) -> Path:
 
 
 def _unpack_to(file: Path, folder: Path, file_header: Header) -> None:
-    """Unpack to a temporary directory and rename it to `folder`, so that a killed process leaves no half of it.
+    """Dequantize a GGUF file into a temporary directory and rename it to `folder`, so that a kill leaves no half of it.
 
     Prints a line on stderr. Raises ConfigError if transformers cannot read the file.
     """

@@ -103,7 +103,7 @@ def launch(
 
 @cache
 def _early_start_attribute() -> Any:
-    """Return the launch attribute for programmatic dependent launch."""
+    """Return the launch attribute that lets a kernel start before the previous one ends; see `early` of `launch`."""
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
