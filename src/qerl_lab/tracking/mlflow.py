@@ -9,7 +9,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,9 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_TRACKING_AUTH": "qerl-lab-bounded-answers",  # `BoundedAnswers`; no word of a message, which `redact` hides
 }
+ANSWER_BYTES, ANSWER_SECONDS = 64 * 2**20, 60.0  # the longest answer of a server that is read
 Point = tuple[str, int, int]  # name, step and unix milliseconds
 
 
@@ -65,6 +67,59 @@ def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
         uri = uri.replace(f"{HIDDEN}@", "")
     path = sqlite_file(uri)
     return sqlite_uri(path.absolute()) if path else uri
+
+
+def build_client(uri: str) -> Any:
+    """Build MLflow's client. It reads at most `ANSWER_BYTES` of an answer unless the user has set another auth."""
+    from mlflow import MlflowClient
+    from mlflow.tracking.request_auth import registry
+
+    providers = registry._request_auth_provider_registry  # private: the public way is an installed entry point
+    if not any(isinstance(provider, BoundedAnswers) for provider in providers):
+        providers.register(BoundedAnswers)
+    return MlflowClient(tracking_uri=uri)
+
+
+class BoundedAnswers:
+    """An auth provider of MLflow's that bounds the answer to each request; credentials stay as requests finds them."""
+
+    def get_name(self) -> str:
+        """Override MLflow's hook: return the name that selects this auth provider."""
+        return MLFLOW_ENVIRONMENT["MLFLOW_TRACKING_AUTH"]
+
+    def get_auth(self) -> "BoundedAnswers":
+        """Override MLflow's hook: return the callable that requests applies to each request."""
+        return self
+
+    def __call__(self, request: Any) -> Any:
+        """Add the hook that bounds the answer, and the credentials that requests would have sent; return `request`."""
+        from requests import auth, utils
+
+        of_url = utils.get_auth_from_url(request.url)
+        found = of_url if any(of_url) else utils.get_netrc_auth(request.url)
+        request.register_hook("response", self._bound_answer)
+        return auth.HTTPBasicAuth(*found)(request) if found and "Authorization" not in request.headers else request
+
+    @staticmethod
+    def _bound_answer(response: Any, stream: bool = False, **_: Any) -> Any:
+        """Hook of requests: bound the length and time of an answer, except for streamed artifacts."""
+        if not stream:  # MLflow streams artifacts to a file
+            response.raw.stream = _bound_stream(response.raw.stream)
+        return response
+
+
+def _bound_stream(stream: Any) -> Any:
+    """Wrap the `stream` of a urllib3 response: raise OSError once an answer is too long or takes too long."""
+
+    def read_within_bounds(*args: Any, **keywords: Any) -> Iterator[bytes]:
+        read, deadline = 0, time.monotonic() + ANSWER_SECONDS
+        for part in stream(*args, **keywords):
+            read += len(part)
+            if read > ANSWER_BYTES or time.monotonic() > deadline:
+                raise OSError(f"the server's answer has not ended after {read / 2**20:.0f} MiB")
+            yield part
+
+    return read_within_bounds
 
 
 def params(cfg: RunConfig) -> dict[str, str]:
@@ -110,7 +165,6 @@ class MlflowMirror:
     """
 
     def __init__(self, cfg: RunConfig, directory: RunDirectory) -> None:
-        from mlflow import MlflowClient
         from mlflow.entities import Param
 
         logging.getLogger("mlflow").setLevel(os.environ["MLFLOW_LOGGING_LEVEL"].upper())  # trl may have imported it
@@ -118,7 +172,7 @@ class MlflowMirror:
         uri = mlflow_uri(cfg, directory)
         directory.note_mirror(uri=url_without_secrets(uri))  # a resumed run needs it, even if the store is down
         create_sqlite(uri)
-        self._directory, self._offset, self._client = directory, 0, MlflowClient(tracking_uri=uri)
+        self._directory, self._offset, self._client = directory, 0, build_client(uri)
         experiment_id, key = self._experiment_id(cfg.tracking.experiment, uri), str(directory.mirror()["key"])
         wanted = f"tags.run_key = '{key}' and tags.config_hash = '{config_hash(cfg)}'"
         found = next(iter(self._client.search_runs([experiment_id], wanted)), None)
