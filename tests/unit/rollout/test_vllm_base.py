@@ -1,10 +1,10 @@
 """The directory that vLLM reads the base from holds the policy's very weights, and is gone afterwards."""
 
+import multiprocessing
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -85,24 +85,28 @@ def test_runs_of_one_architecture_and_format_read_the_same_path_one_after_anothe
 
 
 @contextmanager
-def elsewhere(folder: str, place: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
-    """A folder that another process has, with a file in it, and the process."""
-    script = (
-        "import sys; from pathlib import Path; from qerl_lab.rollout.vllm import base\n"
-        "place = base.IN_MEMORY = Path(sys.argv[1])\n"
-        f"with {folder} as made:\n"
-        "    (made / 'weights').write_text('of the other'); print(made, flush=True); input()\n"
-    )
-    line = [sys.executable, "-c", script, str(place)]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        yield Path(other.stdout.readline().strip()), other
+def elsewhere(folder: Callable[[], AbstractContextManager[Path]]) -> Iterator[tuple[Path, BaseProcess]]:
+    """A folder that another process has, with a file in it, and the process: a fork, which need not import anything."""
+    here, there = multiprocessing.Pipe()
+
+    def hold() -> None:
+        with folder() as made:
+            (made / "weights").write_text("of the other")
+            there.send(made)
+            there.recv()
+
+    other = multiprocessing.get_context("fork").Process(target=hold)
+    other.start()
+    try:
+        yield here.recv(), other
+    finally:
         other.kill()
+        other.join()
 
 
 def test_what_another_process_reads_is_left_alone(tmp_path: Path) -> None:
     with (
-        elsewhere("base.named_folder('model', place)", tmp_path) as (theirs, _),
+        elsewhere(lambda: base.named_folder("model", tmp_path)) as (theirs, _),
         base.named_folder("model", tmp_path) as mine,
     ):
         assert [theirs.name, mine.name] == ["model-0", "model-1"]
@@ -117,11 +121,11 @@ def test_what_a_killed_process_left_is_removed_when_the_next_looks_for_a_place(t
     """And nothing that may be in use: a folder that is locked, or of another kind of name, which nobody locks."""
     monkeypatch.setattr(base, "IN_MEMORY", tmp_path)
     (tmp_path / "qerl-lab-a1b2c3d4").mkdir()
-    with elsewhere("base.scratch_folder(10)", tmp_path) as (theirs, other), base.scratch_folder(10) as mine:
+    with elsewhere(lambda: base.scratch_folder(10)) as (theirs, other), base.scratch_folder(10) as mine:
         assert mine.parent == theirs.parent == tmp_path
         assert (theirs / "weights").read_text() == "of the other"
         other.kill()
-        other.wait()
+        other.join()
         assert theirs.exists()
         with base.scratch_folder(10):
             pass
