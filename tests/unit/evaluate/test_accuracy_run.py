@@ -118,7 +118,8 @@ def test_several_evaluations_in_one_command_share_each_engine(run_dir, tmp_path,
     for folder in together.iterdir():
         assert (folder / ROWS).read_bytes() == (alone / folder.name / ROWS).read_bytes()
     assert capsys.readouterr().out.count("is evaluated") == 4
-    assert evaluate.main(["accuracy", str(run_dir), "device=cpu", *first, "and", "seed=1", "temperature=0"]) == 0
+    third = ["questions=3", "samples=1", "seed=1", "temperature=0"]
+    assert evaluate.main(["accuracy", str(run_dir), "device=cpu", *first, "and", *third]) == 0
     assert len(built) == 3, "the first is there already"
     shutil.rmtree(run_dir / "evaluations")
 
