@@ -296,3 +296,16 @@ def test_a_sweep_that_is_stopped_when_all_is_done_is_done(standin: Path) -> None
     assert "1 job in sweep: 1 done" in out
     assert command.returncode == 0
     assert not Path("sweep/INTERRUPTED").exists()
+
+
+def test_a_sweep_that_is_refused_leaves_no_directory(
+    standin: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ConfigError("no room")
+
+    monkeypatch.setattr(preflight, "check", refuse)
+    for words in ([], ["hydra.sweep.dir=a/sweep"]):
+        assert main(["-m", "seed=0", "device=cpu", "lora.rank=4,8", *words]) == 2
+        assert "no room" in capfd.readouterr().err
+        assert not list(Path.cwd().iterdir())
