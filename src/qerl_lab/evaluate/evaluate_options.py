@@ -73,6 +73,8 @@ def check_accuracy(options: AccuracyOptions) -> None:
     for key in ("format", "revision"):
         if run and (value := getattr(options, key)) is not None:
             raise ConfigError(f"{key}={value} is of a model, and run={run} has its own. Leave {key} out.")
+    if model and not options.adapter:
+        raise ConfigError(f"adapter=false is of a run, and model={model} has no adapter. Leave adapter out.")
     names = [split_name_and_path(spec)[0] for spec in options.benchmarks]
     for name in names:
         check_task(name, f"{name} in benchmarks=[{','.join(options.benchmarks)}]", "benchmarks=gsm8k")

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 DONE, FAILED, QUEUED, TYPED = "DONE", "FAILED", "QUEUED", ".typed"
 CONSOLE, MIRROR, SESSIONS, EVALUATIONS = "console.txt", "mlflow.json", "sessions.json", "eval.parquet"
 ARTIFACTS = (resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, EVALUATIONS, "curves.png")
+WRITTEN_IN_PLACE = ("", resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, "checkpoints", "adapter")
 MARKS = (resolved.NAME, METRICS_FILE.name, DONE, FAILED)  # any of them marks a run directory, even a damaged one
 LEFT_BY_A_REFUSED_RUN = {
     resolved.NAME, QUEUED, TYPED, FAILED, "env.json", "code.diff", SESSIONS, CONSOLE,
@@ -232,7 +233,13 @@ class RunDirectory:
         return (self.path / resolved.NAME).read_text(encoding="utf-8")
 
     def check(self) -> None:
-        """Raise ConfigError if sessions.json, mlflow.json or eval.parquet is damaged: a resumed run needs them."""
+        """Raise ConfigError if this directory is not writable, or a small file that a resumed run needs is damaged.
+
+        These files are sessions.json, mlflow.json and eval.parquet.
+        """
+        for path in (self.path / name for name in WRITTEN_IN_PLACE):
+            if path.exists() and not os.access(path, os.W_OK):
+                raise ConfigError(f"{path} cannot be written. Make it writable, or copy {self.path} to where it is.")
         self.sessions(), self.mirror()
         self._check_evaluations(is_expected=False)
 
@@ -317,7 +324,7 @@ class RunDirectory:
         replace_file(self.path / SESSIONS, json.dumps([*sessions, [start, None]]).encode())
 
     def end_session(self) -> float:
-        """Set the end of the current session to now; return the seconds of all sessions. A later call moves the end."""
+        """Record that the current session ends now, and return the seconds of all sessions together."""
         sessions = self.sessions()
         sessions[-1][1] = time.time()
         replace_file(self.path / SESSIONS, json.dumps(sessions).encode())

@@ -270,6 +270,7 @@ def test_small_sets_get_more_samples_unless_somebody_says(tiny) -> None:
         ("model=pocket", "benchmarks= is missing, and model=pocket has no task."),
         ("model=pocket benchmarks=gsm8", "gsm8 in benchmarks=[gsm8] is no task; allowed: "),
         ("model=pocket benchmarks=gsm8k,gsm8k:x", "gsm8k is in benchmarks 2 times."),
+        ("model=pocket benchmarks=gsm8k adapter=false", "adapter=false is of a run"),
         ("run=a format=nf4", "format=nf4 is of a model, and run=a has its own."),
         ("model=nowhere/at/all benchmarks=gsm8k", "model=nowhere/at/all is no directory"),
         ("model=pocket benchmarks=gsm8k:/nowhere", "Type benchmarks=gsm8k:DIRECTORY"),

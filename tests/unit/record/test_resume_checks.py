@@ -1,7 +1,9 @@
 """What stands in the way of a resume, one sentence each: which file, what is wrong with it, what to do."""
 
 import json
+import os
 import re
+import stat
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -197,3 +199,14 @@ def test_a_full_disk_leaves_no_half_of_a_checkpoint(run_dir: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         checkpoint.save(run_dir / "checkpoints", state, write, keep=2)
     assert files(run_dir) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.parametrize("name", ["", "metrics.jsonl", "checkpoints"])
+def test_what_cannot_be_written_is_refused(run_dir: Path, name: str) -> None:
+    (run_dir / name).chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        with pytest.raises(ConfigError, match=f"{run_dir / name} cannot be written"):
+            RunDirectory(run_dir).check()
+    finally:
+        (run_dir / name).chmod(stat.S_IRWXU)
