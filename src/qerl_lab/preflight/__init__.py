@@ -64,9 +64,9 @@ def check_machine(cfg: RunConfig, run_dir: Path) -> None:
 
 
 def _require_package(asked: str, package: str, remedy: str) -> None:
-    """Raise ConfigError unless `package` is installed, which the typed setting `asked` needs.
+    """Raise ConfigError unless `package` is installed.
 
-    `remedy` is what the error tells to type.
+    The error says that the setting `asked` (`key=value`) needs it, and tells the user to type `remedy`.
     """
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{asked} needs the package {package}, which is not installed. Type {remedy}.")

@@ -116,7 +116,7 @@ class Claim:
 
     @property
     def margin(self) -> float:
-        """Return the smallest effect that matters, in the measure's unit or, for a ratio, as a logarithm."""
+        """Return the smallest effect that matters: `smallest` itself for a difference, its logarithm for a ratio."""
         return math.log(self.smallest) if self.is_ratio else self.smallest
 
     @property

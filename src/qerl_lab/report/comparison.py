@@ -242,7 +242,7 @@ def _format_mean(row: dict[str, Any], name: str, form: str) -> str:
 
 
 def list_left_out(comparison: Comparison) -> str:
-    """Format the runs that do not count as lines, each with the reason; empty text if there are none."""
+    """List the runs that the comparison leaves out, a line each with the reason; an empty string if there are none."""
     lines = comparison.left_out
     return "\n  ".join([f"Left out, {len(lines)} in all:", *lines]) if lines else ""
 

@@ -231,15 +231,16 @@ def _list_provenance(compared: Comparison) -> list[dict[str, Any]]:
             return [text for text in counts if text]
         return [f"{text or 'not known'}  ({count} run{'s' * (count != 1)})" for text, count in counts.items()]
 
-    def spell(seconds: float) -> str:
+    def format_time(seconds: float) -> str:
+        """Format Unix seconds as date and time in UTC."""
         return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
     origins, times = [run.origin for run in compared.runs], []
     versions = [", ".join(f"{name} {text}" for name, text in sorted(origin.versions.items())) for origin in origins]
     if runs := compared.counted:
         began = [datetime.fromisoformat(run.origin.began).timestamp() for run in runs if run.origin.began]
-        first = f"The first began {spell(min(began))}, the" if began else "The"
-        times = [f"{first} last ended {spell(max(run.ended for run in runs))}."]
+        first = f"The first began {format_time(min(began))}, the" if began else "The"
+        times = [f"{first} last ended {format_time(max(run.ended for run in runs))}."]
     listed = (
         ("Commands", with_counts(origin.command for origin in origins), True),
         ("Code", with_counts(run.code for run in compared.runs), False),

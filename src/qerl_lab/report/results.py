@@ -151,7 +151,7 @@ def read(folder: Path) -> tuple[list[Run], dict[str, str]]:
 
 
 def runs_of(tables: Frames) -> tuple[list[Run], dict[str, str]]:
-    """Rebuild the runs from the tables of `frames`; also return a dict from the name of each damaged run to the reason.
+    """Rebuild the runs from the tables of `frames`; return them, and for each damaged run its name and the reason.
 
     Raises KeyError or ValueError for tables that `frames` did not build.
     """

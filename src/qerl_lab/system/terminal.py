@@ -27,7 +27,10 @@ LINES = 10  # lines per run without a terminal
 
 
 class Amount:
-    """Show amount and ETA of a pass over `total` units, `done` of them completed. A context manager."""
+    """Show progress and ETA of work on `total` units, of which `done` were complete before. A context manager.
+
+    On a terminal it is a progress bar, elsewhere a line now and then.
+    """
 
     def __init__(self, label: str, total: int, done: int = 0, unit: str = "B") -> None:
         self.label, self.total, self.first, self.now, self.unit = _with_job_label(label), total, done, done, unit
