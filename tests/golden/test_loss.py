@@ -337,9 +337,13 @@ def check_metrics(
     weights = [importance(sample, cfg) for sample in rollout]
     if cfg.rollout.importance_correction.startswith("sequence"):
         weights = [weight[:1] for weight in weights]
+    entropies = sorted(torch.cat([sample.entropy for sample in trained]).tolist(), reverse=True)
+    fifth = -(-len(entropies) // 5)
     expected = {
         "policy/loss": np.mean([update.expected_loss for update in updates]),
-        "policy/entropy_nats": torch.cat([sample.entropy for sample in trained]).mean().item(),
+        "policy/entropy_nats": np.mean(entropies),
+        "policy/entropy_forking_nats": np.mean(entropies[:fifth]),
+        "policy/entropy_rest_nats": np.mean(entropies[fifth:]),
         "policy/grad_norm": sum(g.norm() ** 2 for g in updates[-1].expected_gradient.values()).sqrt().item(),
         "policy/learning_rate": cfg.optim.learning_rate,
         "sampler/logprob_gap_mean": gaps.mean(),
@@ -350,6 +354,7 @@ def check_metrics(
         "sampler/effective_sample_size": ratio.sum() ** 2 / len(ratio) / (ratio**2).sum(),
         "rollout/completion_tokens": np.mean([len(sample.tokens) for sample in rollout]),
         "rollout/truncated_fraction": np.mean([not sample.finished for sample in rollout]),
+        "rollout/answer_entropy_nats": 0.0,  # no completion has a final answer
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(ddof=1),
         "reward/zero_variance_groups": (np.ptp(rewards, 1) == 0).mean(),

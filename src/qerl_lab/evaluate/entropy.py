@@ -215,15 +215,13 @@ def compare_to_dense(model: PreTrainedModel, texts: Texts) -> tuple[Tensor, Tens
 def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
     """Return a row's entropies: mean, change from the dense model, mean over forking tokens, mean over the others.
 
-    Forking tokens are the fifth of the tokens, rounded up, with the highest entropy under the measured model itself
-    (arXiv 2506.01939).
+    Forking tokens (`kl.split_by_entropy`) have the highest entropy under the measured model itself.
     """
-    ranked = entropies_T.double().sort(descending=True).values
-    count = math.ceil(len(ranked) / 5)
+    forking, rest = kl.split_by_entropy(entropies_T)
     return {
         "entropy": mean_and_interval(entropies_T, texts),
-        "entropy_forking": ranked[:count].mean().item(),
-        "entropy_rest": ranked[count:].mean().item(),
+        "entropy_forking": forking,
+        "entropy_rest": rest,
         "entropy_change": mean_change(entropies_T - texts.entropies_T, texts),
     }
 

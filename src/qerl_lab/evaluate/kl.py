@@ -36,6 +36,17 @@ def entropy_per_token(p: Tensor) -> Tensor:
     return -(p.exp() * p.masked_fill(p.isneginf(), 0.0)).sum(-1, dtype=torch.float64)
 
 
+def split_by_entropy(entropies_T: Tensor) -> tuple[float, float]:
+    """Return the mean entropy of the forking tokens and of the rest, in the unit of `entropies_T`.
+
+    Forking tokens are the fifth of the tokens, rounded up, with the highest entropy (arXiv 2506.01939). The rest is NaN
+    if there is one token.
+    """
+    ranked = entropies_T.double().sort(descending=True).values
+    count = math.ceil(len(ranked) / 5)
+    return ranked[:count].mean().item(), ranked[count:].mean().item()
+
+
 def mean(values_T: Tensor, lengths: list[int]) -> Estimate:
     """Return the mean over tokens, with the standard error of a ratio estimator over texts.
 

@@ -5,7 +5,7 @@ The own engine loads the base as the run does; the common engine, alike for all 
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -38,13 +38,17 @@ def pass_rates(rows: pd.DataFrame, k: int) -> pd.Series:
 
 
 def answer_entropies(rows: pd.DataFrame) -> pd.Series:
-    """Return the entropy in nats of the final answers to each question over its samples, by id; at most log(samples).
+    """Return `answer_entropy` of each question over its samples, by question id."""
+    return rows.groupby("id", sort=False)["completion"].agg(answer_entropy)
 
-    Answers are the same if they are equal numbers, or otherwise have the same normalized text. Samples without a final
-    answer count as having the same one.
+
+def answer_entropy(completions: Iterable[str]) -> float:
+    """Return the entropy in nats of the final answers of a question's completions; at most log(len(completions)).
+
+    Answers are the same if they are equal numbers, or otherwise have the same normalized text. Completions without a
+    final answer count as having the same one.
     """
-    counts = rows["completion"].map(_answer).groupby(rows["id"], sort=False).agg(lambda said: [*Counter(said).values()])
-    return counts.map(lambda counted: float(stats.entropy(counted)))
+    return float(stats.entropy([*Counter(map(_answer, completions)).values()]))
 
 
 def _answer(completion: str) -> Decimal | str:

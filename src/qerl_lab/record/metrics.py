@@ -48,6 +48,12 @@ METRICS: dict[str, Metric] = {
         "entropy of the trainer's policy at rollout.temperature: exact over the vocabulary, mean over all completion "
         "tokens of the step's updates; without noise, unless aqn.scope=rollout_and_train",
     ),
+    "policy/entropy_forking_nats": Metric(
+        "nats",
+        "policy/entropy_nats of the forking tokens alone: the fifth of these tokens with the highest entropy "
+        "(arXiv 2506.01939)",
+    ),
+    "policy/entropy_rest_nats": Metric("nats", "policy/entropy_nats of the other four fifths"),
     "policy/kl_reference": Metric(
         "nats",
         "KL of the policy from the base (no adapter, no noise) by algorithm.kl_estimator, mean over the tokens in "
@@ -123,6 +129,11 @@ METRICS: dict[str, Metric] = {
     "rollout/tokens_per_second": Metric("tokens/s", "completion tokens / seconds/rollout"),
     "rollout/completion_tokens": Metric("tokens", "mean length of a completion, truncated ones included"),
     "rollout/truncated_fraction": Metric("fraction", "completions without an end token, cut at max_completion_tokens"),
+    "rollout/answer_entropy_nats": Metric(
+        "nats",
+        "entropy of the final answers to a question over its group, mean over questions: 0 if all answers are the same "
+        "or missing, at most ln(rollout.group_size)",
+    ),
     "rollout/prompts_drawn": Metric(
         "questions", "questions sampled; with algorithm.dynamic_sampling more than rollout.prompts_per_step"
     ),

@@ -18,6 +18,7 @@ from qerl_lab import aqn
 from qerl_lab.algorithms import groups
 from qerl_lab.algorithms.groups import Rewards
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.evaluate.summary import answer_entropy
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.line_files import PER_STEP, Sample
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout, Sampling, refuse_incomplete
@@ -214,6 +215,7 @@ def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, 
     """
     parts = ranks.pool([group.parts for group in batch.drawn])
     finished = ranks.pool([group.finished_G for group in batch.drawn])
+    answer_entropies = ranks.pool([answer_entropy(group.texts_G) for group in batch.drawn])
     unparsed = ranks.pool([group.unparsed_G for group in batch.drawn if group.unparsed_G is not None])
     rollouts = ranks.pool([(rollout.tokens, rollout.entropy) for rollout in batch.rollouts])
     part_D_G = {name: np.array([group[name] for group in parts]) for name in parts[0]}
@@ -227,6 +229,7 @@ def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, 
         "rollout/tokens_per_second": tokens / max(ranks.gather(sum(rollout.seconds for rollout in batch.rollouts))),
         "rollout/completion_tokens": tokens / reward_D_G.size,
         "rollout/truncated_fraction": 1 - np.mean(finished),
+        "rollout/answer_entropy_nats": np.mean(answer_entropies),
     }
     if unparsed:
         found["reward/unparsed"] = np.mean(unparsed)

@@ -28,6 +28,7 @@ from qerl_lab import aqn
 from qerl_lab.algorithms import correction
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
+from qerl_lab.evaluate import kl
 from qerl_lab.model.policy import Policy, save_adapter
 from qerl_lab.record import checkpoint
 from qerl_lab.record.metrics import METRICS
@@ -60,7 +61,7 @@ class LabTrainer(GRPOTrainer):
         self.batch = Batch([], np.zeros((0, 0)), [], [])  # from the last rollout
         self.measured: dict[str, float] = {}
         self.loss_tokens: list[float] = []  # per micro-batch
-        self.entropies: list[tuple[Tensor, Tensor]] = []  # (sum, count) over completion tokens, per micro-batch
+        self.entropies: list[Tensor] = []  # of each completion token, per micro-batch
         self.mismatch: list[Tensor] = []  # `correction.term_sums`, per micro-batch
         self.until_backward = ExitStack()  # contexts open from a loss to the end of its backward pass
         self.micro_batch: dict[str, Tensor] = {}  # the one that the loss is computed on
@@ -234,7 +235,7 @@ class LabTrainer(GRPOTrainer):
         )
         is_completion = attention_mask[:, -keep:]
         self.micro_batch["entropies"] = entropies
-        self.entropies.append(((entropies.detach() * is_completion).sum(), is_completion.sum()))
+        self.entropies.append(entropies.detach()[is_completion.bool()])
         if not self.scored_before:
             weights = self._importance_weights(logps.detach(), self.micro_batch)
             self.micro_batch["advantages"] = self.micro_batch["advantages"][:, None] * weights
@@ -320,9 +321,9 @@ class LabTrainer(GRPOTrainer):
         """Return all metrics of a step, pooled over ranks; `logs` has TRL's."""
         means = {name: logs[metric.trl] for name, metric in METRICS.items() if metric.trl in logs}
         metrics = {name: math.nan if mean is None else mean for name, mean in means.items()}  # TRL's NaN is None
-        own = [sum(part.item() for part in parts) for parts in zip(*self.entropies, strict=True)]
-        total, tokens = (sum(of_ranks) for of_ranks in zip(*self.ranks.gather(own), strict=True))
-        metrics["policy/entropy_nats"] = total / tokens
+        entropies_T = torch.tensor(self.ranks.pool(torch.cat(self.entropies).tolist()), dtype=torch.float64)
+        metrics["policy/entropy_nats"] = entropies_T.mean().item()
+        metrics["policy/entropy_forking_nats"], metrics["policy/entropy_rest_nats"] = kl.split_by_entropy(entropies_T)
         metrics |= correction.mismatch(self.ranks.pool(torch.stack(self.mismatch).tolist()))
         if self.measured.get("noise/kl_nats") == 0:  # without noise only the kernels cause a gap
             metrics |= {f"sampler/kernel_gap_{of}": metrics[f"sampler/logprob_gap_{of}"] for of in ("mean", "max")}

@@ -1,5 +1,6 @@
 """`collect` with an engine and a task that are scripted: what is asked, kept, replaced, punished and measured."""
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -277,6 +278,7 @@ def test_the_measures_are_over_everything_that_was_drawn(setting) -> None:
             "rollout/resamples": 2, "rollout/resampled_tokens": 30, "seconds/resample": 4.0, "rollout/groups_flat": 0,
             "rollout/groups_dropped": 3, "rollout/groups_dropped_unsolved": 0,
             "rollout/completion_tokens": 2.5, "rollout/truncated_fraction": 0.25,
+            "rollout/answer_entropy_nats": 0.0,
             "sampler/entropy_nats": (3 * 1.0 + 2 * 2.0 + 4.0) / 6,
         }
     )  # fmt: skip
@@ -295,3 +297,13 @@ def test_what_fills_a_batch_and_what_nobody_solved_is_counted(setting) -> None:
 def test_a_log_prob_that_is_nan_ends_the_run(setting) -> None:
     with pytest.raises(Diverged, match=r"sampler's logits are NaN at step 2\. Type a lower optim\.learning_rate"):
         setting(engine=ScriptedEngine(logprob=float("nan"))).collect(2)
+
+
+def test_answer_entropy_is_the_mean_over_questions_of_the_entropy_over_a_group(setting) -> None:
+    run = setting()
+    batch = run.collect()
+    said = [["7", "7.0", "8", "9"], ["7", "7", "7", "7"]]  # ln(2) / 2 + ln(4) / 2, and 0
+    texts = [[f"<think>a</think><answer>{answer}</answer>" for answer in group] for group in said]
+    groups = [replace(group, texts_G=own) for group, own in zip(batch.drawn, texts, strict=False)]
+    found = completion_metrics(run.cfg, replace(batch, drawn=groups), ALONE)
+    assert found["rollout/answer_entropy_nats"] == pytest.approx(0.75 * math.log(2), abs=1e-12)
