@@ -16,7 +16,7 @@ parts:
   - name: formats
     lines: ["+experiment=bf16"]
     seeds: [0, 1]
-    after: ["accuracy questions=2 samples=1"]
+    after: [accuracy questions=2 samples=1, accuracy questions=1 samples=2]
 """
 
 
@@ -39,12 +39,13 @@ def test_a_run_whose_pack_was_lost_is_planned_again(tmp_path: Path) -> None:
 
     with (results / "ledger.csv").open() as file:
         (row,) = csv.DictReader(file)
-    assert (row["seed"], row["state"], row["evaluations"]) == ("0", "done", "1 of 1")
+    assert (row["seed"], row["state"], row["evaluations"]) == ("0", "done", "2 of 2")
     assert [len(row[name]) for name in ("adapter_sha256", "preregistration")] == [64, 12]
     runs = pd.read_parquet(results / "runs.parquet")
     assert runs[["state", "seed"]].to_numpy().tolist() == [["finished", 0]]
-    (answers,) = results.glob("evaluations/*/*/eval.parquet")
-    assert "completion" not in pd.read_parquet(answers)
+    answers = [pd.read_parquet(file) for file in results.glob("evaluations/*/*/eval.parquet")]
+    assert [len(rows) for rows in answers] == [2, 2]
+    assert not any("completion" in rows for rows in answers)
 
     planned = [line for line in queue(tmp_path, "plan", "results/queue.yaml").splitlines() if line.startswith("python")]
     assert [line.rpartition(" ")[2] for line in planned] == ["seed=1"]
