@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,13 @@ from qerl_lab.config.paths import WEIGHTS, sha256
 from qerl_lab.config.schema import EvalConfig
 from qerl_lab.evaluate import benchmarks, subject, summary
 from qerl_lab.evaluate.accuracy import ask_questions, evaluation_seed
-from qerl_lab.evaluate.evaluate_options import SMALL, SMALL_SAMPLES, AccuracyOptions
+from qerl_lab.evaluate.evaluate_options import (
+    BY_FIRST_CHARACTER,
+    BY_TASK,
+    SMALL,
+    SMALL_SAMPLES,
+    AccuracyOptions,
+)
 from qerl_lab.evaluate.subject import Subject
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA
 from qerl_lab.model import policy
@@ -37,6 +43,7 @@ from qerl_lab.rollout.engine import Engine, EngineFailed, Sampling
 from qerl_lab.system import terminal
 from qerl_lab.system.disk import read_json, replace_file, strict_json
 from qerl_lab.tasks import Task
+from qerl_lab.tasks.answers.completion import final_answer
 
 
 @dataclass
@@ -103,6 +110,12 @@ def plan(options: AccuracyOptions) -> Job:
     """
     found = subject.resolve_subject(options)
     tasks = benchmarks.load_benchmarks(options, found.cfg)
+    for task in tasks:
+        if options.grading == BY_FIRST_CHARACTER and not all(question.answer for question in task.heldout):
+            raise ConfigError(
+                f"grading={BY_FIRST_CHARACTER} compares with an answer, and questions of {task.name} have none. "
+                "Leave grading out."
+            )
     identity = identifying_settings(options, found, tasks)
     out = Path(options.out or "").expanduser()
     if not options.out:
@@ -138,7 +151,7 @@ def identifying_settings(options: AccuracyOptions, chosen: Subject, tasks: Seque
         "benchmarks": {task.name: {"instruction": task.instruction, **task.data} for task in tasks},
         "questions": options.questions, "seed": cfg.seed, "max_prompt_tokens": cfg.rollout.max_prompt_tokens,
         "samplings": {sampling: samples if cfg.eval.temperature else dict.fromkeys(samples, 1)},
-    }  # fmt: skip
+    } | ({} if options.grading == BY_TASK else {"grading": options.grading})  # fmt: skip
 
 
 def answer_missing_parts(job: Job, engine: str, learner: Policy, sampler: Engine, unfinished: Unfinished) -> None:
@@ -184,6 +197,8 @@ def answer_missing_parts(job: Job, engine: str, learner: Policy, sampler: Engine
                 rows = ask_questions(sampler, learner, task, questions, count, sampling, bar.advance).rows
             except EngineFailed as error:
                 raise ValueError(f"{first_line(error)} The same command goes on where it stopped.") from error
+            if job.options.grading == BY_FIRST_CHARACTER:
+                rows["accuracy"] = same_first_character(rows["completion"], rows["answer"])
             prompts = [json.dumps(task.messages(question)).encode() for question in questions]
             hashes = [hashlib.sha256(prompt).hexdigest()[:16] for prompt in prompts for _ in range(count)]
             columns = {"benchmark": task.name, "engine": engine, "sampling": sampling_name, "prompt_sha256": hashes}
@@ -191,6 +206,16 @@ def answer_missing_parts(job: Job, engine: str, learner: Policy, sampler: Engine
             replace_file(unfinished.folder / file, rows.to_parquet(index=False))
             unfinished.note(file)
     job.seconds += time.time() - started
+
+
+def same_first_character(completions: Iterable[str], answers: Iterable[str]) -> list[float]:
+    """Return 1.0 for each completion with a final answer that begins with the reference answer's first character.
+
+    So grades eval/gsm8k.py of QeRL's released code: it compares two strings character by character and takes the first
+    comparison. There an empty answer is an error, here it is wrong.
+    """
+    finals = [final_answer(completion) or "" for completion in completions]
+    return [float(final[:1] == answer[:1] != "") for final, answer in zip(finals, answers, strict=True)]
 
 
 def write_results(job: Job, unfinished: Unfinished) -> None:
@@ -241,7 +266,8 @@ def print_results(folder: Path, state: str) -> None:
     about = read_json(folder / ABOUT, dict)
     identity = about["identity"]
     print(f"{about['subject']} {state}: {identity['format']}, {identity['rollout']}, no noise, seed {identity['seed']}")
-    print(f"sampling: {'; '.join(identity['samplings'])}\n")
+    print(f"sampling: {'; '.join(identity['samplings'])}")
+    print("grading: by first character, as QeRL's released code\n" if "grading" in identity else "")
     print(summary.table(about["results"]))
     for note in about["notes"]:
         print(f"note: {note}")

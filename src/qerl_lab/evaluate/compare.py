@@ -15,12 +15,13 @@ from qerl_lab.config.arm import fill_added_keys, settings_of_arm
 from qerl_lab.config.message import some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_override
+from qerl_lab.evaluate.evaluate_options import BY_TASK
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, answer_entropies, pass_rates, scores
 from qerl_lab.report.stats import Interval, format_interval, over_seeds, p_value, paired_interval, powers_of_two
 from qerl_lab.system.disk import read_json
 from qerl_lab.system.terminal import columns, format_path
 
-HOW_IT_RAN = ("seed", "rollout", "device", "dtype", "batch_size")  # these affect kernels and random draws
+HOW_IT_RAN = ("seed", "rollout", "device", "dtype", "batch_size", "grading")
 OF_A_SEED = ("seed", "adapter")  # keys that may differ between the seeds of one arm
 GROUP = ["benchmark", "engine", "sampling"]
 PAIRED = {  # columns that two evaluations must share
@@ -154,7 +155,8 @@ def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[
     else:
         pairs = [(a[seed], b[seed]) for seed in shared]
         notes += [f"seeds {alone} are in one of the two only, and left out"] if alone else []
-    for mine, others in ((one.about["identity"], other.about["identity"]) for one, other in pairs):
+    for pair in pairs:
+        mine, others = ({"grading": BY_TASK} | one.about["identity"] for one in pair)
         how = [f"{key}={mine.get(key)} and {others.get(key)}" for key in HOW_IT_RAN if mine.get(key) != others.get(key)]
         if how:
             notes.append(f"A and B ran with {', '.join(how)}: part of the differences is theirs, also in engine=common")

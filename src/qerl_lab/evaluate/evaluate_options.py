@@ -13,6 +13,7 @@ from qerl_lab.record.directory import RunDirectory
 
 SMALL = ("aime24", "aime25", "amc23")  # 30 or 40 questions: one sample each is too noisy
 SMALL_SAMPLES = 16
+BY_TASK, BY_FIRST_CHARACTER = "task", "first_character"  # ways of grading
 
 
 @dataclass
@@ -47,6 +48,10 @@ class AccuracyOptions:
     seed: int | None = option(
         None, "seeds the sampling; null is the run's, or 0 with model=", at_least=0, at_most=2**32 - 1
     )
+    grading: str = option(
+        BY_TASK, "task: as in training; first_character: as QeRL's released eval/gsm8k.py, which counts 16 for 18",
+        choices=(BY_TASK, BY_FIRST_CHARACTER),
+    )  # fmt: skip
     instruction: str | None = option(None, "system message; null is the run's, or that in the task's YAML")
     max_prompt_tokens: int | None = option(
         None, "longer questions are dropped and counted; null is the run's", at_least=1
