@@ -15,6 +15,7 @@ from qerl_lab.report.measures import MEASURES, Unmeasured, Values
 from qerl_lab.report.runs import Arm, Run
 
 HELD, BROKEN, OPEN = "held", "broken", "open"
+INTERVAL_SEEDS = 3  # with fewer seeds than a claim needs, from these on there is an interval, without a verdict
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
     seeds = sorted(pair.treated.seeds & pair.control.seeds)
     if claim.mean_over and len(values[0] & values[1]) < 2:
         raise Unmeasured(f"the arms share no two values of {claim.mean_over} to take the mean over")
-    if len(seeds) < claim.file.seeds:
+    if len(seeds) < min(claim.file.seeds, INTERVAL_SEEDS):
         raise Unmeasured(f"seeds that both arms have: {len(seeds)}, of {claim.file.seeds} that are needed")
     if claim.best_of and min(map(len, values)) < 2:
         raise Unmeasured(f"an arm has one value of {claim.best_of}, so there is no best")

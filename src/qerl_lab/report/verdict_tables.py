@@ -89,26 +89,26 @@ def measured_cells(row: Row) -> list[str]:
         for side in (numbers.treated, numbers.control)
     ]
     size = NONE if math.isnan(numbers.effect_size) else f"{numbers.effect_size:+.2f}"
-    p_values = ", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted)
+    p_values = ", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted) if row.judged else NONE
     better = f"{numbers.probability_of_improvement:.2f}"
     return [*sides, counts, effect_cell(row), paper_cell(row), size, better, p_values, numbers.guardrail or NONE]
 
 
 def families(rows: Sequence[Row]) -> str:
-    """Say for how many measured contrasts of each family p-values are corrected; empty text if none was measured."""
+    """Say for how many judged contrasts of each family p-values are corrected; empty text if none was judged."""
     sizes = family_sizes(rows)
     return "Corrected for: " + ", ".join(f"{n} of {name}" for name, n in sizes.items()) + "." if sizes else ""
 
 
 def missing_arms(rows: Sequence[Row]) -> str:
-    """List the sweeps that would make what was not measured, a command a line, each with the names of its claims.
+    """List the sweeps that would make what verdicts lack, a command a line, each with the names of its claims.
 
-    Empty text if every contrast was measured.
+    Empty text if every contrast has a verdict.
     """
     waiting: dict[str, list[str]] = {}
-    for row in (row for row in rows if row.numbers is None):
+    for row in (row for row in rows if row.judged is None):
         waiting.setdefault(f"python -m qerl_lab +sweeps={row.claim.sweep}", []).append(row.claim.name)
-    head = "To make what was not measured (add what the runs had beside their sweep, such as scale=NAME):\n"
+    head = "To make what verdicts lack (add what the runs had beside their sweep, such as scale=NAME):\n"
     lines = [f"{line}  # {', '.join(dict.fromkeys(names))}" for line, names in waiting.items()]
     return "\n    ".join([head, *lines]) if lines else ""
 

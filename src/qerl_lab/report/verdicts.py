@@ -54,6 +54,11 @@ class Row:
     collapsed: tuple[int, int] = (0, 0)
     numbers: Numbers | None = None
 
+    @property
+    def judged(self) -> Numbers | None:
+        """Return the numbers if they have as many seeds as the claim needs, else None: then there is no verdict."""
+        return self.numbers if self.numbers and self.numbers.seeds >= self.claim.file.seeds else None
+
 
 def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] | None = None) -> list[Row]:
     """Reach a verdict on each contrast of the claims (default: the paper's); return a row per pair of arms it compares.
@@ -148,11 +153,11 @@ def pool_variances(rows: Sequence[Row]) -> list[Row]:
     """
     family: dict[tuple[str, str], list[float]] = {}
     for row in rows:
-        if row.numbers and not row.numbers.censored:
-            family.setdefault((row.claim.family, row.claim.measure), []).append(row.numbers.variances[0])
+        if row.judged and not row.judged.censored:
+            family.setdefault((row.claim.family, row.claim.measure), []).append(row.judged.variances[0])
     done = []
     for row in rows:
-        if found := row.numbers:
+        if found := row.judged:
             of_seeds, of_questions = found.variances
             if not found.censored:
                 of_seeds = stats.moderated_variance(of_seeds, family[row.claim.family, row.claim.measure])
@@ -183,17 +188,21 @@ def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
 
 
 def family_sizes(rows: Sequence[Row]) -> dict[str, int]:
-    """Map each family to its number of measured contrasts, for which p-values are corrected."""
-    return dict(Counter(row.claim.family for row in rows if row.numbers))
+    """Map each family to its number of judged contrasts, for which p-values are corrected."""
+    return dict(Counter(row.claim.family for row in rows if row.judged))
 
 
 def set_verdicts(rows: Sequence[Row]) -> list[Row]:
-    """Correct p-values within families and set the verdict of each row with numbers; other rows stay as they are."""
+    """Correct p-values within families and set the verdict of each row that has seeds enough; others stay undecided."""
     done = []
     for row in rows:
-        family = [other for other in rows if other.numbers and other.claim.family == row.claim.family]
-        others = [other.numbers.p for other in family if other.numbers and other is not row]
-        done.append(_decide(row, row.numbers, others) if row.numbers else row)
+        others = [other.judged.p for other in rows
+                  if other.judged and other is not row and other.claim.family == row.claim.family]  # fmt: skip
+        if row.judged:
+            row = _decide(row, row.judged, others)
+        elif row.numbers:
+            row = replace(row, why=f"{row.numbers.seeds} of {row.claim.file.seeds} seeds: an interval, no verdict yet")
+        done.append(row)
     return done
 
 

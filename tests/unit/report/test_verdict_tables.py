@@ -1,9 +1,11 @@
 """`python -m qerl_lab.report verdicts`: what it prints and writes, of whole sweeps and of parts of them."""
 
 import json
+import shutil
 from dataclasses import replace
 from math import comb
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -157,15 +159,32 @@ def test_collapsed_runs_are_counted_with_fishers_test() -> None:
     assert collapses(judge(records[5:], records[5:], [claim])) == []
 
 
+def row_of_own_claim(old: str, new: str) -> dict[str, Any]:
+    """The row of CLAIMS_FILE with a text replaced, judged on the runs."""
+    Path("claims.yaml").write_text(CLAIMS_FILE.replace(old, new))
+    assert main(["verdicts", "runs", "claims=claims.yaml", "out=results/mine"]) == exits.OK
+    (row,) = json.loads(Path("results/mine/verdicts.json").read_text())["rows"]
+    return row
+
+
 def test_runs_without_the_conditions_of_the_claims_are_not_judged_by_them(sweep: Path) -> None:
-    for change, why in (
-        (("task.name: gsm8k", "task.name: bigmath"), "no finished run of noisy (0 started) and of plain (0 started)"),
-        (("seeds: 4", "seeds: 5"), "seeds that both arms have: 4, of 5 that are needed"),
-    ):
-        Path("claims.yaml").write_text(CLAIMS_FILE.replace(*change))
-        assert main(["verdicts", "runs", "claims=claims.yaml", "out=results/mine"]) == exits.OK
-        (row,) = json.loads(Path("results/mine/verdicts.json").read_text())["rows"]
-        assert row["why"] == why
+    row = row_of_own_claim("task.name: gsm8k", "task.name: bigmath")
+    assert row["why"] == "no finished run of noisy (0 started) and of plain (0 started)"
+
+
+def test_fewer_seeds_than_planned_have_an_interval_and_no_verdict(sweep: Path) -> None:
+    judged, early = row_of_own_claim("seeds: 4", "seeds: 4"), row_of_own_claim("seeds: 4", "seeds: 5")
+    assert judged["numbers"]["p"]["above"] < 0.5
+    assert "seeds would decide it" in judged["why"]
+    assert (early["verdict"], early["why"]) == ("undecided", "4 of 5 seeds: an interval, no verdict yet")
+    assert early["numbers"]["effect"] == judged["numbers"]["effect"]
+    assert early["numbers"]["p"] == {"above": 1.0, "small": 1.0, "below": 1.0}
+    page = Path("results/mine/verdicts.md").read_text()
+    assert "Corrected for" not in page
+    assert "To make what verdicts lack" in page
+    for seed in (2, 3):  # an interval of two seeds says nothing
+        shutil.rmtree(next(Path("runs").glob(f"*{seed}")))
+    assert row_of_own_claim("seeds: 4", "seeds: 5")["numbers"] is None
 
 
 def test_a_row_names_the_conditions_of_its_runs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
