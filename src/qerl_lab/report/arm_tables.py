@@ -11,7 +11,7 @@ from qerl_lab.report import reference, stats, verdict_tables
 from qerl_lab.report.comparison import BASELINE, Comparison, matrix
 from qerl_lab.report.diagnostics import retention
 from qerl_lab.report.measures import MEASURES, SHARED, Unmeasured, shared_machines
-from qerl_lab.report.runs import Run
+from qerl_lab.report.runs import Run, first_tenth
 from qerl_lab.report.speed_tables import printed_rollouts, printed_steps
 from qerl_lab.report.table import (
     NONE,
@@ -44,6 +44,10 @@ DIFFERENCES = {  # by phase of `matrix`, or name in the summary of a run
     "tokens_per_second": Compared("end to end, tokens/s", 1, ratio=True),
 }
 SPEEDS, PHASES = ("rollout_tokens_per_second", "tokens_per_second"), ("rollout", "train", "sync")
+ENTROPIES = {  # further columns of the entropy table
+    "forking tokens, first tenth": "policy/entropy_forking_nats", "other tokens": "policy/entropy_rest_nats",
+    "answers, first tenth": "rollout/answer_entropy_nats",
+}  # fmt: skip
 OF_PAPER = ["Figure 1, 7B: rollouts / BF16", "Table 3, 7B: end to end / BF16"]
 
 
@@ -153,22 +157,32 @@ def _difference_to_baseline(comparison: Comparison, arm: str, baseline: str | No
 
 
 def _entropy_table(comparison: Comparison, baseline: str | None) -> Table:
-    """Tabulate the policy's entropy in the first and the last tenth of the steps, beside the paper's Figure 5."""
+    """Tabulate the policy's entropy in the first and the last tenth of the steps, beside the paper's Figure 5.
+
+    Also the entropies of `ENTROPIES`, if the runs recorded them.
+    """
     beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "aqn.schedule": "off"})
     against = [f"first tenth - {baseline}"] if baseline else []
-    rows = [["arm", "first tenth of the steps", "last tenth", *against, *["Figure 5, 7B"] * bool(beside)]]
+    rows = [["arm", "first tenth of the steps", "last tenth", *against, *ENTROPIES, *["Figure 5, 7B"] * bool(beside)]]
     for arm, runs in comparison.arms.items():
         entropies = [_by_seed(runs, f"entropy_{when}").to_frame() for when in ("first", "last")]
         row = [arm, *(seeds_cell(values, stats.NATS) for values in entropies)]
         row += [_difference_to_baseline(comparison, arm, baseline, "entropy_first")] if baseline else []
+        for metric in ENTROPIES.values():
+            known = all(metric in run.steps for run in runs)
+            means = {run.seed: first_tenth(run.steps[metric]).mean() for run in runs} if known else {}
+            row.append(seeds_cell(pd.Series(means).to_frame(), stats.NATS) if known else NONE)
         if arm in beside:
             line = {"BF16": "BF16/Float16"}.get(beside[arm][1], beside[arm][1])
             mean = reference.value(table="Figure 5", weight_format=line, setting=reference.EIGHT_STEPS)
             row.append(f"{mean:.3f}")
         rows.append([*row, *[NONE] * (len(rows[0]) - len(row))])
+    rows, empty = without_empty_columns(rows)
     return Table(
         "Entropy of the policy" + ", as in the paper's Figure 5" * bool(beside),
         "Nats per token at rollout.temperature, without noise in the trainer."
+        + " Forking tokens: the fifth with the highest entropy. Answers: nats a question, over its group's answers."
+        * (not {*ENTROPIES} & {*empty})
         + " Paper: mean of its curve over steps 0 to 8, read from the figure (+-0.004)." * bool(beside),
         rows,
     )

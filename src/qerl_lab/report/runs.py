@@ -20,8 +20,9 @@ RENAMED = {"bf16_hot": "bf16_temperature", "bf16_bonus": "bf16_entropy_bonus"}  
 # Metrics used by tables, verdicts and figures; a report keeps no others.
 KEPT = (
     "reward/mean", "reward/answer", "reward/format", "reward/zero_variance_groups", "policy/entropy_nats",
-    "sampler/entropy_nats", "sampler/logprob_gap_mean", "sampler/kl_k3_nats", "rollout/tokens_per_second",
-    "rollout/completion_tokens", "rollout/truncated_fraction", "step/seconds", "step/tokens_per_second",
+    "policy/entropy_forking_nats", "policy/entropy_rest_nats", "sampler/entropy_nats", "sampler/logprob_gap_mean",
+    "sampler/kl_k3_nats", "sampler/effective_sample_size", "rollout/tokens_per_second", "rollout/completion_tokens",
+    "rollout/truncated_fraction", "rollout/answer_entropy_nats", "step/seconds", "step/tokens_per_second",
     "seconds/rollout", "seconds/train", "seconds/sync", "noise/sigma", "noise/kl_nats", "memory/rss_gib",
     "memory/gpu_peak_gib", "eval/accuracy", "eval/entropy_nats", "eval/subset_accuracy",
 )  # fmt: skip

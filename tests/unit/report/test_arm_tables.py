@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qerl_lab.report import comparison, stats
-from qerl_lab.report.arm_tables import tables
+from qerl_lab.report.arm_tables import ENTROPIES, tables
 from qerl_lab.report.palette import format_tick
 from qerl_lab.report.table import Table, format_number
 from run_directories import change_metrics, make_run
@@ -130,6 +130,22 @@ def test_controls_that_the_paper_has_not_stand_beside_no_number_of_it(made: dict
     assert [arm.partition(" ")[0] for arm in arms] == ["bf16", "bf16", "bf16", "nvfp4"]
     assert [cells(entropies, arm)["Figure 5, 7B"] for arm in arms] == ["0.227", "-", "-", "0.262"]
     assert [cells(first, arm)["3B there"] for arm in arms] == ["0.761", "-", "-", "0.833"]
+
+
+def test_entropies_of_forking_tokens_and_answers_stand_beside_the_mean(tmp_path: Path) -> None:
+    """Runs of before lack them: their cells are dashes, and without any run that has them there are no columns."""
+    for seed in range(2):
+        make_run(tmp_path / f"{seed}", "bf16", seed, **ON_GSM8K)
+    compared = comparison.read([tmp_path])
+    _, entropies, *_ = tables(compared, None)
+    assert not {*ENTROPIES} & {*entropies.rows[0]}
+    for run in compared.arms["bf16"]:
+        for n, metric in enumerate(ENTROPIES.values()):
+            run.steps[metric] = [n + run.seed, 9, 9, 9]
+    _, entropies, *_ = tables(compared, None)
+    found = cells(entropies, "bf16")
+    assert [found[head].partition(" ")[0] for head in ENTROPIES] == ["0.500", "1.500", "2.500"]
+    assert "Forking tokens: the fifth" in entropies.about
 
 
 def test_of_several_arms_that_answer_to_one_none_is_the_paper_s(tmp_path: Path) -> None:
