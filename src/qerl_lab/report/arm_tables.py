@@ -170,7 +170,7 @@ def _entropy_table(comparison: Comparison, baseline: str | None) -> Table:
         row += [_difference_to_baseline(comparison, arm, baseline, "entropy_first")] if baseline else []
         for metric in ENTROPIES.values():
             known = all(metric in run.steps for run in runs)
-            means = {run.seed: first_tenth(run.steps[metric]).mean() for run in runs} if known else {}
+            means = {run.seed: first_tenth(run.steps[metric].dropna()).mean() for run in runs} if known else {}
             row.append(seeds_cell(pd.Series(means).to_frame(), stats.NATS) if known else NONE)
         if arm in beside:
             line = {"BF16": "BF16/Float16"}.get(beside[arm][1], beside[arm][1])
