@@ -81,7 +81,7 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         ({"format__name": "nf4", "rollout__vllm__linear_backend": "humming"}, "=humming with format.name=nf4",
          "nvfp4, mxfp4, fp8. Type rollout.vllm.linear_backend=auto"),
         ({"format__activations": "fp8", "rollout__engine": "vllm"}, "activations=fp8 with format.name=",
-         "allowed with it: fp8. Type format=fp8, or leave format.activations out."),
+         "allowed with it: fp8. Type +experiment=fp8, format=fp8, or leave format.activations out."),
         ({**W8A8, "rollout__engine": "transformers"}, "with rollout.engine=transformers", "Type rollout=vllm, or"),
         ({**W8A8, "rollout__engine": "vllm_server"}, "with rollout.engine=vllm_server", "Type rollout=vllm, or"),
         ({**W8A8, "rollout__vllm__linear_backend": "marlin"}, "=fp8 with rollout.vllm.linear_backend=marlin",
