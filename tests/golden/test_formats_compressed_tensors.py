@@ -1,16 +1,17 @@
-"""NVFP4 and MXFP4 hold the very bits that compressed-tensors 0.17 writes."""
+"""NVFP4 and MXFP4 hold the very bits that compressed-tensors 0.17 writes; FP8 those of float32 weights."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from torch import Tensor
 
-from packed_layers import BY_NAME, MXFP4, NVFP4
+from packed_layers import BY_NAME, FP8, MXFP4, NVFP4
 
 COMPRESSORS = {"nvfp4": (NVFP4PackedCompressor, "NVFP4A16"), "mxfp4": (MXFP4PackedCompressor, "MXFP4A16")}
 SHAPE = (48, 128)
@@ -113,3 +114,30 @@ def test_mxfp4_scale_for_every_exponent() -> None:
     largest = (torch.exp2(torch.arange(-149, 100, dtype=torch.float64)).unsqueeze(1) * mantissas).flatten()
     weight = largest.float().unsqueeze(1).repeat(1, 32)
     assert torch.equal(MXFP4.quantize(weight)["weight_scale"], theirs(weight, "mxfp4")["weight_scale"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("sample", samples())
+def test_fp8_is_theirs_with_a_bfloat16_scale(sample: str, dtype: torch.dtype) -> None:
+    weight, scheme = samples()[sample].to(dtype), preset_name_to_scheme("FP8_DYNAMIC", ["Linear"])
+    ours = FP8.quantize(weight)
+    scale, _ = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), scheme.weights)
+    is_zero = (scale.bfloat16() == 0) | (weight == 0).all(1, keepdim=True)  # theirs of zeros depends on the dtype
+    assert torch.equal(torch.where(is_zero, 2.0**-7, scale).bfloat16(), ours["weight_scale"])
+    state = {"weight": weight.float(), "weight_scale": ours["weight_scale"].float()}
+    reference = FloatQuantizationCompressor.compress(state, scheme)["weight"]
+    assert torch.equal(ours["weight"].view(torch.uint8), reference.view(torch.uint8))
+    assert torch.equal(
+        FP8.dequantize(ours, SHAPE, torch.bfloat16), FloatQuantizationCompressor.decompress(ours, scheme)["weight"]
+    )
+
+
+def test_fp8_rounds_a_bfloat16_weight_once_and_they_twice() -> None:
+    weight, scheme = samples()["normal"].bfloat16(), preset_name_to_scheme("FP8_DYNAMIC", ["Linear"])
+    ours = FP8.quantize(weight)
+    theirs = FloatQuantizationCompressor.compress({**ours, "weight": weight}, scheme)["weight"]
+    steps = ours["weight"].view(torch.uint8).int() - theirs.view(torch.uint8).int()
+    assert steps.abs().max() == 1
+    assert 0.02 < steps.count_nonzero() / steps.numel() < 0.04
+    exact = weight.float() / ours["weight_scale"].float()
+    assert ((ours["weight"].float() - exact).abs() <= (theirs.float() - exact).abs()).all()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from packed_layers import BF16, BY_NAME, MXFP4, NF4, NVFP4
+from packed_layers import BF16, BY_NAME, FP8, MXFP4, NF4, NVFP4
 from qerl_lab import formats
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.formats import FORMATS
@@ -19,7 +19,7 @@ from qerl_lab.formats.nvfp4 import Nvfp4
 PACKED = [
     NVFP4, Nvfp4("four_over_six"),
     MXFP4, Mxfp4("floor"), Mxfp4("ceil"),
-    Nf4(False), Nf4(True),
+    Nf4(False), Nf4(True), FP8,
 ]  # fmt: skip
 ALL = [*PACKED, BF16]
 
@@ -87,6 +87,7 @@ def test_largest_magnitudes_do_not_overflow(weight_format: Format) -> None:
         ("nvfp4", (4, 100), r"^up: K=100 is not divisible by 16, .*multiples of 16.*ignore"),
         ("mxfp4", (4, 48), r"^up: K=48 is not divisible by 32, .*multiples of 32.*ignore"),
         ("nf4", (3, 100), r"^up: N\*K=300 is not divisible by 64, .*multiples of 64.*ignore"),
+        ("fp8", (64,), r"^up: fp8 packs a matrix \[N, K\] .* got shape \[64\]"),
         ("nvfp4", (64,), r"^up: nvfp4 packs a matrix \[N, K\] .* got shape \[64\]"),
         ("bf16", (2, 3, 4), r"^up: bf16 packs a matrix"),
     ],
@@ -96,10 +97,14 @@ def test_error_on_a_size_that_does_not_fit(name: str, shape: tuple[int, ...], me
         BY_NAME[name].quantize(torch.ones(shape), name="up")
 
 
+def test_fp8_takes_rows_of_any_length() -> None:
+    assert roundtrip(normal(3, 7), FP8).shape == (3, 7)
+
+
 def test_the_table_has_every_format_and_no_other() -> None:
     assert set(BY_NAME) == set(FORMATS)
     for unknown in ("nvfp5", "linear", "../nvfp4"):
-        with pytest.raises(ValueError, match=r"unknown weight format .*; allowed: bf16, mxfp4, nf4, nvfp4"):
+        with pytest.raises(ValueError, match=r"unknown weight format .*; allowed: bf16, fp8, mxfp4, nf4, nvfp4"):
             formats.build(FormatConfig(name=unknown))
 
 
@@ -114,13 +119,13 @@ def test_a_rule_that_nobody_knows_does_not_quantize(kind: type[Format]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight_format", "bits"), [*zip(ALL, [4.5, 4.5, 4.25, 4.25, 4.25, 4.5, 4.127, 16], strict=True)], ids=repr
+    ("weight_format", "bits"), [*zip(ALL, [4.5, 4.5, 4.25, 4.25, 4.25, 4.5, 4.127, 8, 16], strict=True)], ids=repr
 )
 def test_bits_per_weight_is_what_is_stored(weight_format: Format, bits: float) -> None:
     assert weight_format.bits_per_weight == pytest.approx(bits, abs=5e-4)
     packed = weight_format.quantize(normal(512, 1024))
     nf4 = 16 * 4 + 256 + (256 * 4 if weight_format == NF4 else 0)
-    constants = {"nvfp4": 4, "nf4": nf4}.get(weight_format.NAME, 0)
+    constants = {"nvfp4": 4, "nf4": nf4, "fp8": 512 * 2}.get(weight_format.NAME, 0)
     stored = sum(tensor.nbytes for tensor in packed.values())
     assert stored == 512 * 1024 * weight_format.bits_per_weight / 8 + constants
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import reference_formats as reference
-from packed_layers import BF16, MXFP4, NF4, NVFP4
+from packed_layers import BF16, FP8, MXFP4, NF4, NVFP4
 from qerl_lab.formats import e2m1
 from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nf4 import Nf4
@@ -39,6 +39,34 @@ def test_mxfp4_is_the_reference_exactly(spread: float, dtype: torch.dtype, rule:
     np.testing.assert_array_equal(nibbles(packed["weight_packed"]), expected.codes)
     for out in (torch.float32, torch.bfloat16):
         np.testing.assert_array_equal(MXFP4.dequantize(packed, (64, 256), out).double().numpy(), expected.values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("spread", [1.0, 1e30, 1e-30])
+def test_fp8_is_the_reference_exactly(spread: float, dtype: torch.dtype) -> None:
+    """In every value: with a bfloat16 scale a float32 quotient is on a midpoint only where the exact one is."""
+    weight = (normal(64, 256) * torch.logspace(0, float(np.log10(spread)), 64).unsqueeze(1)).to(dtype)
+    weight[7], weight[8, 1:] = 0.0, -1e-3 * weight[8, :1].abs()
+    packed, expected = FP8.quantize(weight), reference.fp8(weight.double().numpy())
+    np.testing.assert_array_equal(packed["weight_scale"].double().numpy(), expected.scale)
+    np.testing.assert_array_equal(packed["weight"].view(torch.uint8).numpy(), expected.codes)
+    np.testing.assert_array_equal(FP8.dequantize(packed, (64, 256), torch.float32).double().numpy(), expected.values)
+
+
+def test_fp8_codes_ties_and_saturation() -> None:
+    values = reference.e4m3_values()
+    stored = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    np.testing.assert_array_equal(stored.double().numpy(), values)
+    assert (np.nanmax(values), values[1], np.isnan(values).sum()) == (448, 2**-9, 2)
+    ties = torch.from_numpy((values[:126] + values[1:127]) / 2).float()
+    row = torch.stack([ties, torch.nextafter(ties, torch.zeros(())), torch.nextafter(ties, torch.full((), 500.0))])
+    for sign in (1, -1):
+        weight = sign * torch.cat([torch.full((3, 1), 448.0), row], 1)  # its scale is 1
+        codes = FP8.quantize(weight)["weight"].view(torch.uint8)[:, 1:].int() - (0 if sign == 1 else 128)
+        below = torch.arange(126)
+        assert codes.tolist() == [(below + below % 2).tolist(), below.tolist(), (below + 1).tolist()]
+    weight = torch.tensor([[449.0, -449.0, 1.0]])  # the scale is 1.0022, and in bfloat16 1
+    assert FP8.dequantize(FP8.quantize(weight), (1, 3), torch.float32).tolist() == [[448.0, -448.0, 1.0]]
 
 
 def test_nf4_codebook_is_the_qlora_table() -> None:

@@ -11,7 +11,7 @@ import reference_formats as reference
 from packed_layers import BY_NAME, NVFP4
 from qerl_lab import formats
 from qerl_lab.config import schema
-from qerl_lab.formats import FORMATS, mxfp4, nvfp4
+from qerl_lab.formats import FORMATS, fp8, mxfp4, nvfp4
 from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model import policy
@@ -140,6 +140,7 @@ def test_mxfp4_subnormals_zeros_and_negative_zeros(rule: str) -> None:
 def test_the_configuration_allows_what_the_formats_know() -> None:
     assert schema.SCALE_RULES == nvfp4.SCALE_RULES
     assert schema.EXPONENT_RULES == mxfp4.EXPONENT_RULES
+    assert tuple(fp8.INPUT_ACTIVATIONS) == schema.ACTIVATIONS
     own = {name: {option.name for option in fields(kind)} for name, kind in FORMATS.items()}
     keys = fields(schema.FormatConfig)
     assert own == {name: {key.name for key in keys if key.metadata["only"] == name} for name in FORMATS}

@@ -10,17 +10,18 @@ from safetensors.torch import save_file
 
 from qerl_lab.evaluate import weight_error
 from qerl_lab.evaluate.weight_error import PARTS, LayerError
-from qerl_lab.formats import Bf16, Mxfp4, Nf4, Nvfp4
+from qerl_lab.formats import Bf16, Fp8, Mxfp4, Nf4, Nvfp4
 from qerl_lab.model.weight_files import WeightFiles
-from reference_formats import QLORA_TABLE
+from reference_formats import QLORA_TABLE, e4m3_values
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 GRIDS = {
     "nvfp4": np.concatenate([-E2M1[:0:-1], E2M1]) / 6,
     "mxfp4": np.concatenate([-E2M1[:0:-1], E2M1]) / 6,
     "nf4": np.array(QLORA_TABLE),
+    "fp8": np.concatenate([e4m3_values()[254:128:-1], e4m3_values()[:127]]) / 448,
 }
-FORMATS = [Nvfp4("max"), Nvfp4("four_over_six"), Mxfp4("round"), Mxfp4("ceil"), Nf4(True), Nf4(False)]
+FORMATS = [Nvfp4("max"), Nvfp4("four_over_six"), Mxfp4("round"), Mxfp4("ceil"), Nf4(True), Nf4(False), Fp8("auto")]
 
 
 def made(weight_format, seed: int = 0, stored: torch.Tensor | None = None) -> LayerError:
@@ -42,7 +43,7 @@ def nearest_of(grid: np.ndarray, weight: np.ndarray, block: int) -> np.ndarray:
 def test_the_parts_are_those_of_a_direct_computation(weight_format) -> None:
     layer = made(weight_format)
     weight = layer.weight.double().numpy()
-    ideal = nearest_of(GRIDS[weight_format.NAME], weight, weight_format.BLOCK)
+    ideal = nearest_of(GRIDS[weight_format.NAME], weight, weight_format.BLOCK or weight.shape[1])
     assert np.abs(ideal - layer.ideal.numpy()).max() < 1e-6 * np.abs(weight).max()
     dead, error = ideal == 0, layer.nearest.double().numpy() - weight
     grid = ((ideal - weight)[~dead] ** 2).sum()

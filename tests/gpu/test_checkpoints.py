@@ -12,20 +12,21 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import load_elsewhere
-from packed_layers import BF16, BY_NAME, MXFP4, NF4, NVFP4
+from packed_layers import BF16, BY_NAME, FP8, MXFP4, NF4, NVFP4
 from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model.linear import PackedLinear, weight_bytes
 from qerl_lab.model.loading import load_model, stored_as
 from qerl_lab.model.weight_files import WeightFiles
+from qerl_lab.rollout.vllm.backends import humming_races
 from small_checkpoints import equal, write_dense, write_packed
 from vllm_engines import NEEDS_VLLM
 
 pytestmark = pytest.mark.gpu
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
-FORMATS = ["nvfp4", "mxfp4", "nf4", "bf16"]
+FORMATS = ["nvfp4", "mxfp4", "nf4", "fp8", "bf16"]
 # One Linear beside the head is left dense, by its full name: both engines must find it.
 IGNORE = ["lm_head", "model.layers.1.mlp.down_proj"]
 # Nats per token between two engines that order their bfloat16 sums differently. On the same model, bfloat16 and float32
@@ -76,7 +77,7 @@ def test_gpu_memory_stays_below_the_packed_size_and_one_layer(dense: Path, name:
     print(f"{name}: peak {peak / 2**20:.1f} MiB, packed {packed / 2**20:.1f}, one dense layer {layer / 2**20:.1f}, "
           f"the dense model {whole / 2**20:.1f}")  # fmt: skip
     assert packed < peak <= packed + layer
-    assert name == "bf16" or packed + layer < 0.5 * whole
+    assert packed + layer < {"bf16": 1.2, "fp8": 0.7}.get(name, 0.5) * whole
 
 
 def dense_tensors(folder: Path) -> list[tuple[str, Tensor]]:
@@ -85,7 +86,7 @@ def dense_tensors(folder: Path) -> list[tuple[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "weight_format", [NVFP4, Nvfp4("four_over_six"), MXFP4, BF16, NF4, Nf4(double_quant=False)], ids=repr
+    "weight_format", [NVFP4, Nvfp4("four_over_six"), MXFP4, BF16, NF4, Nf4(double_quant=False), FP8], ids=repr
 )
 def test_a_gpu_in_bfloat16_packs_the_bits_that_a_cpu_in_float32_packs(dense: Path, weight_format: Format) -> None:
     on_gpu = packed_tensors(load(dense, weight_format, GPU))
@@ -131,6 +132,8 @@ def vllm_logprobs(folder: Path, prompts: list[list[int]], scratch: Path) -> Tens
 @NEEDS_VLLM
 @pytest.mark.parametrize("name", FORMATS)
 def test_vllm_computes_the_same_from_the_same_directory(tmp_path: Path, name: str) -> None:
+    if name == "fp8" and humming_races():
+        pytest.skip("vLLM itself chooses Humming, which has races on this GPU")
     model = random_model(vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=4)
     folder = tmp_path / "checkpoint"
     weight_format = BY_NAME[name]

@@ -21,7 +21,7 @@ from vllm_engines import NEEDS_VLLM
 
 pytestmark = pytest.mark.gpu
 
-FORMATS = ["nvfp4", "mxfp4", "nf4", "bf16"]
+FORMATS = ["nvfp4", "mxfp4", "nf4", "fp8", "bf16"]
 # Nats at a token of a step; adapters of these tests are larger than those of a run's first.
 BAND_MEAN, BAND_MAX = 0.06, 2.0
 

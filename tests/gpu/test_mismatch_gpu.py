@@ -15,7 +15,7 @@ from vllm_engines import NEEDS_VLLM
 
 pytestmark = pytest.mark.gpu
 
-FORMATS = ["nvfp4", "mxfp4", "nf4", "bf16"]
+FORMATS = ["nvfp4", "mxfp4", "nf4", "fp8", "bf16"]
 SMALL = {"steps": 1, "device": "cuda", "rollout__max_completion_tokens": 64, "optim__micro_batch_size": 4}
 NOISE = {"aqn__schedule": "linear", "aqn__reading": "equation", "aqn__stages": 2, "aqn__sigma_start": 0.3}
 

@@ -9,14 +9,14 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from packed_layers import MXFP4, NVFP4, packed_from
+from packed_layers import FP8, MXFP4, NVFP4, packed_from
 from qerl_lab.formats.format import Format
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.model.lora import register_lora
 
 pytestmark = pytest.mark.gpu
 N, K = 192, 320
-PACKED = [NVFP4, MXFP4, Nf4(True), Nf4(False)]
+PACKED = [NVFP4, MXFP4, Nf4(True), Nf4(False), FP8]
 each_packed = pytest.mark.parametrize("weight_format", PACKED, ids=repr)
 
 

@@ -10,7 +10,7 @@ from qerl_lab.quantize import __main__ as quantize
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("weight_format", ["nvfp4", "mxfp4", "nf4"])
+@pytest.mark.parametrize("weight_format", ["nvfp4", "mxfp4", "nf4", "fp8"])
 def test_the_bytes_do_not_depend_on_the_device(tmp_path: Path, weight_format: str) -> None:
     for device in ("cpu", "cuda"):
         words = ["model=pocket", f"format={weight_format}", f"device={device}", f"out={tmp_path / device}"]

@@ -22,7 +22,7 @@ from vllm_engines import BAND_MAX, BAND_MEAN, NEEDS_VLLM, config, prompts, told,
 
 pytestmark = [pytest.mark.gpu, NEEDS_VLLM]
 
-FORMATS = ["nvfp4", "mxfp4", "nf4", "bf16"]
+FORMATS = ["nvfp4", "mxfp4", "nf4", "fp8", "bf16"]
 NOISE = Noise(0.05, seed=0, step=1)
 SAMPLING = Sampling(64, seed=1)
 

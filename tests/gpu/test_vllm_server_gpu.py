@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, NEEDS_VLLM]
 NOISE = Noise(0.05, seed=0, step=1)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "bf16"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "fp8", "bf16"])
 def test_a_server_samples_from_the_policy(
     name: str, folder: Path, tiny: Callable[..., RunConfig], build_policy, tmp_path: Path
 ) -> None:

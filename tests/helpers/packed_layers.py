@@ -10,15 +10,17 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from qerl_lab.formats.bf16 import Bf16
 from qerl_lab.formats.format import Format, pack_fused
+from qerl_lab.formats.fp8 import Fp8
 from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
 
 N, K = 96, 128
-NVFP4, MXFP4, NF4, BF16 = Nvfp4("max"), Mxfp4("round"), Nf4(double_quant=True), Bf16()  # the schema's defaults
-BY_NAME = {each.NAME: each for each in (NVFP4, MXFP4, NF4, BF16)}
-PACKED = [NVFP4, MXFP4, NF4, Nf4(double_quant=False)]
+# With the schema's defaults.
+NVFP4, MXFP4, NF4, FP8, BF16 = Nvfp4("max"), Mxfp4("round"), Nf4(double_quant=True), Fp8("auto"), Bf16()
+BY_NAME = {each.NAME: each for each in (NVFP4, MXFP4, NF4, FP8, BF16)}
+PACKED = [NVFP4, MXFP4, NF4, Nf4(double_quant=False), FP8]
 ALL = [*PACKED, BF16]
 LAYER_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 E4M3 = torch.arange(0x7F, dtype=torch.uint8)  # no sign, no NaN

@@ -151,6 +151,41 @@ def mxfp4(weight: Array, rule: str = "round") -> Quantized:
     return Quantized(codes, exponent + 127.0, values.reshape(weight.shape), np.ones(weight.shape, bool))
 
 
+def e4m3_values() -> Array:
+    """List the value of each of the 256 codes: sign, four exponent bits of bias 7, three of mantissa (OCP, section 5).
+
+    All exponent and mantissa bits set is NaN; there are no infinities.
+    """
+    code = np.arange(256)
+    field, mantissa = code >> 3 & 15, code & 7
+    magnitude = np.where(field == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * np.exp2(field - 7.0))
+    magnitude[code & 0x7F == 0x7F] = np.nan
+    return np.where(code < 128, magnitude, -magnitude)
+
+
+def e4m3_codes(x: Array) -> NDArray[np.int64]:
+    """Take the nearest of the 127 magnitudes, of two equally near ones the even code, and x's sign."""
+    magnitudes = e4m3_values()[:127]
+    above = np.minimum(np.searchsorted(magnitudes, np.abs(x)), 126)
+    below = np.maximum(above - 1, 0)
+    to_above, to_below = np.abs(magnitudes[above] - np.abs(x)), np.abs(np.abs(x) - magnitudes[below])
+    code = np.where((to_below < to_above) | ((to_below == to_above) & (below % 2 == 0)), below, above)
+    return code + 128 * np.signbit(x)
+
+
+def bfloat16(x: Array) -> Array:
+    """Round to bfloat16: seven mantissa bits, ties to even."""
+    return round_float(x, mantissa_bits=7, min_exponent=-126, largest=np.inf)
+
+
+def fp8(weight: Array) -> Quantized:
+    """Quantize with scale bfloat16(max|row| / 448), 2**-7 for a row of zeros."""
+    scale = bfloat16(np.abs(weight).max(-1, keepdims=True) / 448)
+    scale = np.where(scale == 0, 2.0**-7, scale)
+    codes = e4m3_codes(weight / scale)
+    return Quantized(codes, scale, e4m3_values()[codes] * scale, np.ones(weight.shape, bool))
+
+
 def nf4_codebook() -> Array:
     """Return appendix E's codebook: 8 positive and 7 negative quantiles of N(0, 1) and 0, scaled to [-1, 1]."""
     offset = 0.9677083

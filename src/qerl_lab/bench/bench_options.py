@@ -17,7 +17,7 @@ from qerl_lab.config.schema import DENSE_FORMAT
 FORMATS = (DENSE_FORMAT, *(name for name in choices_of("format") if name != DENSE_FORMAT))
 ARMS = (DENSE_FORMAT, f"{DENSE_FORMAT}_peft", *FORMATS[1:], "qlora")
 # Baselines and their weight formats: unchanged vLLM with a LoRARequest; TRL's trainer with unchanged vLLM.
-VLLM = {"bf16_stock": "bf16", "qlora_stock": "nf4", "nvfp4_stock": "nvfp4", "mxfp4_stock": "mxfp4"}
+VLLM = {"bf16_stock": "bf16", "qlora_stock": "nf4", "nvfp4_stock": "nvfp4", "mxfp4_stock": "mxfp4", "fp8_stock": "fp8"}
 TRL = {"bf16_trl": "bf16", "qlora_trl": "nf4"}
 ARM = (
     "a format is the lab's engine, {}; KEY=VALUE after a name, in quotes, changes a key of the run (of a baseline: an "

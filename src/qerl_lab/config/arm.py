@@ -31,6 +31,7 @@ ADDED: Mapping[str, Any] = {
     "rollout.vllm.dense_rows": None,
     "rollout.vllm.share_base": False,
     "rollout.vllm.sleep": False,
+    "format.activations": "auto",
 }
 # Keys deleted after runs were recorded, ignored in their records. Of the runs that are kept none used them.
 REMOVED = ("task.code_io.min_level", "task.code_io.max_level", "task.code_io.tests")
@@ -79,12 +80,16 @@ def is_of_arm(name: str) -> bool:
 
 def settings_of_arm(values: Mapping[str, Any]) -> dict[str, Any]:
     """Select from a run's settings, by dotted key, those that define its arm. Values may be text, as in records."""
-    return model_by_content({name: value for name, value in drop_other_engines(values).items() if is_of_arm(name)})
+    return model_by_content({name: value for name, value in drop_idle_options(values).items() if is_of_arm(name)})
 
 
-def drop_other_engines(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop from settings, by dotted key, the options of rollout engines that their rollout.engine does not use."""
+def drop_idle_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop from settings, by dotted key, the options of rollout engines that their rollout.engine does not use.
+
+    Also FP8's option in other formats. Their own options stay in all formats, as in the hashes of older runs.
+    """
     idle = [prefix for prefix, engines in ENGINE_KEYS.items() if values.get("rollout.engine") not in engines]
+    idle += [] if values.get("format.name") == "fp8" else ["format.activations"]
     return {name: value for name, value in values.items() if not name.startswith(tuple(idle))}
 
 

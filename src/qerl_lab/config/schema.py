@@ -17,6 +17,7 @@ DENSE_FORMAT = "bf16"  # the unquantized weight format
 READINGS = ("released", "equation", "algorithm")
 EXPONENT_RULES = ("round", "floor", "ceil")
 SCALE_RULES = ("max", "four_over_six")
+ACTIVATIONS = ("auto", "fp8")
 ENGINES = ("transformers", "vllm", "vllm_server")
 SCHEDULES = ("off", "exponential", "linear", "cosine", "logarithmic", "adaptive")
 CORRECTIONS = ("off", "in_ratio", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -63,6 +64,10 @@ class FormatConfig:
     exponent_rule: str = option(
         "round", "MXFP4 only: compressed-tensors' rounding, OCP's floor, or ceil (no clipping)", choices=EXPONENT_RULES,
         only="mxfp4",
+    )  # fmt: skip
+    activations: str = option(
+        "auto", "FP8 only: fp8 makes vLLM quantize activations too, by token (W8A8); auto is the compute dtype (W8A16)",
+        choices=ACTIVATIONS, only="fp8",
     )  # fmt: skip
 
 
@@ -221,7 +226,7 @@ class VllmConfig:
     )  # fmt: skip
     linear_backend: str = option(
         "auto",
-        "kernel of 4-bit products; auto: fp4_tiles where it fits, otherwise vLLM's choice; "
+        "kernel of packed products; auto: fp4_tiles where it fits, marlin for W8A16, otherwise vLLM's choice; "
         "vllm: vLLM's choice; fp4_tiles: the lab's own, NVFP4 with lora=dense on an H100 or H200, adapter included",
         choices=("auto", "vllm", "marlin", "humming", "fp4_tiles"),
     )  # fmt: skip

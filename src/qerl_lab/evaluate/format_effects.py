@@ -28,7 +28,7 @@ _RAMP = 4096  # weights from -largest to largest that are rounded to list a bloc
 def values_of_a_block(weight_format: Format, largest: float = 1.0) -> list[float]:
     """Return, sorted, every value that a format can store in a block with largest magnitude `largest`."""
     assert weight_format.BLOCK is not None, f"{weight_format.NAME} has no blocks"
-    others = weight_format.BLOCK - 1
+    others = (weight_format.BLOCK or 256) - 1
     ramp = torch.linspace(-largest, largest, others * math.ceil(_RAMP / others)).view(-1, others)
     blocks = torch.cat([torch.full((len(ramp), 1), largest), ramp], 1)
     return rounded(weight_format, blocks).unique().tolist()
@@ -40,8 +40,8 @@ def largest_of_blocks(weight_format: Format, weight: Tensor) -> Tensor:
     The largest weight is the one with the largest magnitude.
     """
     assert weight_format.BLOCK is not None, f"{weight_format.NAME} has no blocks"
-    exact = weight.float().reshape(-1, weight_format.BLOCK)
-    stored = rounded(weight_format, weight).reshape(-1, weight_format.BLOCK)
+    block = weight_format.BLOCK or weight.shape[1]
+    exact, stored = (each.reshape(-1, block) for each in (weight.float(), rounded(weight_format, weight)))
     at = exact.abs().argmax(1, keepdim=True)
     return (stored.gather(1, at) / exact.gather(1, at)).flatten()
 

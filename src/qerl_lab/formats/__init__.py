@@ -1,4 +1,4 @@
-"""Weight formats: NVFP4, MXFP4, NF4, BF16. Each is a frozen dataclass of options that packs and unpacks tensors."""
+"""Weight formats: NVFP4, MXFP4, NF4, FP8, BF16. Each is a frozen dataclass of options that packs and unpacks."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -7,11 +7,12 @@ from typing import Any, Protocol
 from qerl_lab.formats.bf16 import Bf16
 from qerl_lab.formats.compressed_tensors import CompressedTensors, layout_of
 from qerl_lab.formats.format import Format, PackedAs, unsupported_entry
+from qerl_lab.formats.fp8 import Fp8
 from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.formats.nvfp4 import Nvfp4
 
-FORMATS: dict[str, type[Format]] = {kind.NAME: kind for kind in (Bf16, Mxfp4, Nf4, Nvfp4)}
+FORMATS: dict[str, type[Format]] = {kind.NAME: kind for kind in (Bf16, Fp8, Mxfp4, Nf4, Nvfp4)}
 
 
 class Chosen(Protocol):

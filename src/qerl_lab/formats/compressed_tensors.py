@@ -1,6 +1,7 @@
 """Base class of formats stored as compressed-tensors checkpoints: write and parse their part of config.json.
 
-The written entry equals what presets NVFP4A16 and MXFP4A16 of compressed-tensors 0.17 write. The library is not needed.
+The written entry equals what presets NVFP4A16, MXFP4A16 and FP8_DYNAMIC of compressed-tensors 0.17 write. The library
+is not needed.
 """
 
 import re
@@ -22,11 +23,11 @@ _ANY_PARENT, _END, _BELOW = r"re:(.*\.)?", "$", r"\..*"
 
 @dataclass(frozen=True)
 class CompressedTensors(Format):
-    """A 4-bit format with blocks within rows. Checkpoints do not record its rounding rule."""
+    """A format with E2M1 values and blocks within rows (FP8 overrides both). Checkpoints record no rounding rule."""
 
     QUANT_METHOD = "compressed-tensors"
     BY_ROWS = True
-    STRATEGY: ClassVar[str]  # `group`: a scale per block; `tensor_group`: one per tensor, too
+    STRATEGY: ClassVar[str]  # `group`: a scale per block; `tensor_group`: one per tensor, too; `channel`: one per row
     SCALE_DTYPE: ClassVar[torch.dtype]
 
     @property
@@ -83,7 +84,7 @@ class CompressedTensors(Format):
         """
         if layout_of(config) != cls.layout_name():
             return None
-        group = _only_group(config)
+        group = only_group(config)
         weights = group.get("weights") or {}
         entries = [
             ("quantization_status", config.get("quantization_status"), ("compressed",)),
@@ -115,10 +116,10 @@ def layout_of(config: Mapping[str, Any]) -> str | None:
 
     Raises ValueError unless `config_groups` has exactly one entry, so that all layers share a layout.
     """
-    return _only_group(config).get("format") or config.get("format")
+    return only_group(config).get("format") or config.get("format")
 
 
-def _only_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def only_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the single entry of `config_groups`. Raises ValueError if there is none, or several."""
     groups = config.get("config_groups") or {}
     if len(groups) != 1:

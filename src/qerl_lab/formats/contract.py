@@ -111,7 +111,7 @@ def refuses_what_it_cannot_hold(weight_format: Format) -> None:
         _require_refusal(partial(weight_format.quantize, bad, name="q_proj"), f"a weight with {value}")
     _require_refusal(partial(weight_format.quantize, weight[0], name="q_proj"), "a vector")
     _require_refusal(partial(weight_format.quantize, weight.int(), name="q_proj"), "whole numbers")
-    if weight_format.BY_ROWS:
+    if weight_format.BY_ROWS and weight_format.BLOCK:
         _require_refusal(partial(weight_format.quantize, weight[:, :-1], name="q_proj"), f"K={_COLUMNS - 1}")
 
 

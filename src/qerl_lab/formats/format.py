@@ -53,7 +53,7 @@ class Format(ABC):
     """
 
     NAME: ClassVar[str]
-    BLOCK: ClassVar[int | None]  # elements that share one scale; None: a dense format
+    BLOCK: ClassVar[int | None]  # elements that share one scale; 0: all of a row; None: a dense format
     QUANT_METHOD: ClassVar[str | None] = None  # `quant_method` of a Hugging Face `quantization_config`
     SHARED: ClassVar[str | None] = None  # packed tensor shared by all parts of a fused layer (q/k/v, gate/up)
     BY_ROWS: ClassVar[bool] = False  # no block crosses rows, so that rows can be quantized separately
@@ -61,7 +61,7 @@ class Format(ABC):
     @property
     @abstractmethod
     def bits_per_weight(self) -> float:
-        """Return the stored bits per weight with scales, without per-tensor constants (at most 2 KiB)."""
+        """Return the stored bits per weight with block scales, without row scales and constants (at most 2 KiB)."""
 
     @abstractmethod
     def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:

@@ -30,10 +30,10 @@ def same_as(schema: type, name: str) -> Any:
 class QuantizeOptions(Writes):
     model: str = option("", "what to quantize: Hugging Face id, local directory, FILE.gguf, or `pocket`; required")
     revision: str | None = same_as(ModelConfig, "revision")
-    format: str = option(FormatConfig().name, "weight format of the checkpoint: nvfp4, mxfp4 or nf4")
+    format: str = option(FormatConfig().name, "weight format of the checkpoint: nvfp4, mxfp4, nf4 or fp8")
     method: str = option(
         "rtn",
-        "rtn rounds each weight to the nearest; awq and gptq calibrate on data (extra `quantize`, not for nf4)",
+        "rtn rounds each weight to the nearest; awq and gptq calibrate on data (extra `quantize`, not for nf4, fp8)",
         choices=METHODS,
     )
     out: str = option("", "directory to write; required")
@@ -41,6 +41,7 @@ class QuantizeOptions(Writes):
     double_quant: bool = same_as(FormatConfig, "double_quant")
     scale_rule: str = same_as(FormatConfig, "scale_rule")
     exponent_rule: str = same_as(FormatConfig, "exponent_rule")
+    activations: str = same_as(FormatConfig, "activations")
     device: str = option("auto", "where it computes: auto takes a GPU if there is one", choices=DEVICES)
     shard_gb: float = option(2.0, "largest file of weights in GB, and so the memory that one takes", above=0)
     dataset: str = option(

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from qerl_lab.config.arm import drop_other_engines, fill_added_keys, is_of_arm, model_by_content
+from qerl_lab.config.arm import drop_idle_options, fill_added_keys, is_of_arm, model_by_content
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report.stats import paired_interval
 
@@ -144,7 +144,7 @@ def normalize(settings: Mapping[str, str]) -> dict[str, str]:
 
     Drops keys of unused rollout engines. On a CPU, optim.packing=off becomes auto, which means the same there.
     """
-    own = drop_other_engines(fill_added_keys(settings))
+    own = drop_idle_options(fill_added_keys(settings))
     if own["device"] == "cpu" and own.get("optim.packing") == "off":  # `auto` packs on GPUs only
         own["optim.packing"] = "auto"
     return own

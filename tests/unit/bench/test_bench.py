@@ -122,7 +122,7 @@ def test_decode_adds_up_the_layers_and_leaves_out_what_was_not_timed(tmp_path: P
         (["rolout"], "rolout is not a command. Did you mean rollout? Allowed: train_step, rollout, step."),
         (["train_step", "model=qwen2.5-7c"], "model=qwen2.5-7c is not allowed; allowed: qwen2.5-0.5b"),
         (["train_step", "arms=[]"], "arms=[] leaves nothing to measure."),
-        (["train_step", "arms=[bf61]"], "allowed: bf16, bf16_peft, mxfp4, nf4, nvfp4, qlora. Did you mean bf16?"),
+        (["train_step", "arms=[bf61]"], "allowed: bf16, bf16_peft, fp8, mxfp4, nf4, nvfp4, qlora. Did you mean bf16?"),
         (["train_step", "length=1"], "length=1"),
         (["train_step", "out="], "error: out= has no file name. Type for example out=results/bench/mine."),
         (["train_step"], "error: The benchmarks need an NVIDIA GPU"),

@@ -40,7 +40,7 @@ def refused(line: str, capsys) -> str:
     [
         # groups and options
         ("fromat=nvfp4", ["fromat is not a known key", "Did you mean format?"]),
-        ("format=nvfp5", ["format=nvfp5", "allowed: bf16, mxfp4, nf4, nvfp4", "Did you mean nvfp4?"]),
+        ("format=nvfp5", ["format=nvfp5", "allowed: bf16, fp8, mxfp4, nf4, nvfp4", "Did you mean nvfp4?"]),
         ("experiment=nvfp", ["experiment=nvfp", ARM, "Did you mean nvfp4?"]),
         ("lora=[rank16,rank32]", ["lora=[rank16,rank32]", "rank64"]),
         ("lora={rank:3}", ["lora.rank=VALUE"]),

@@ -12,7 +12,7 @@ import yaml
 
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.manual import describe_option
-from qerl_lab.config.arm import config_hash, leaves
+from qerl_lab.config.arm import config_hash, leaves, settings_of_arm, values_of
 from qerl_lab.config.conf_folder import choices_of, package_data
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import PAPER_INSTRUCTION
@@ -199,3 +199,10 @@ def test_keys_of_vllm_in_this_process_make_no_arm_of_a_server():
 def test_resolved_configurations_are_as_recorded(composed):
     """A change of a default shows in review; rewrite the record with `python tests/golden/resolved_configs.py`."""
     assert GOLDEN["differences"](composed) == yaml.safe_load(GOLDEN["RECORD"].read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", choices_of("format"))
+def test_an_option_of_fp8_defines_no_arm_of_another_format(name: str) -> None:
+    """It was added when runs of the others had been recorded."""
+    cfg = make_plan([f"+experiment={name}"], multirun=False).jobs[0].config
+    assert ("format.activations" in settings_of_arm(values_of(cfg))) == (name == "fp8")

@@ -32,6 +32,7 @@ def refusal(**values: Any) -> str:
 
 SERVER = {"rollout__engine": "vllm_server"}
 TILES = {"format__name": "nvfp4", "rollout__vllm__linear_backend": "fp4_tiles"}
+W8A8 = {"format__name": "fp8", "format__activations": "fp8", "rollout__engine": "vllm"}
 KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
 
 
@@ -78,7 +79,13 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         ({"tracking__uri": "mine"}, "tracking.uri=mine is no address", "tracking.uri=sqlite:///mine.db."),
         ({"optim__packing": "on", "model__attention": "eager"}, "model.attention=eager", "Type model.attention=sdpa"),
         ({"format__name": "nf4", "rollout__vllm__linear_backend": "humming"}, "=humming with format.name=nf4",
-         "nvfp4, mxfp4. Type rollout.vllm.linear_backend=auto"),
+         "nvfp4, mxfp4, fp8. Type rollout.vllm.linear_backend=auto"),
+        ({"format__activations": "fp8", "rollout__engine": "vllm"}, "activations=fp8 with format.name=",
+         "allowed with it: fp8. Type +experiment=fp8, format=fp8, or leave format.activations out."),
+        ({**W8A8, "rollout__engine": "transformers"}, "with rollout.engine=transformers", "Type rollout=vllm, or"),
+        ({**W8A8, "rollout__engine": "vllm_server"}, "with rollout.engine=vllm_server", "Type rollout=vllm, or"),
+        ({**W8A8, "rollout__vllm__linear_backend": "marlin"}, "=fp8 with rollout.vllm.linear_backend=marlin",
+         "allowed with it: auto, vllm. Type rollout.vllm.linear_backend=auto, or format.activations=auto."),
         ({"rollout__vllm__dense_rows": 64, "format__name": "mxfp4"}, "dense_rows=64 with", "format=nvfp4"),
         ({"rollout__vllm__dense_rows": 64, "rollout__vllm__lora": "request"}, "vllm.lora=request", "dense_rows=null"),
         ({"rollout__vllm__share_base": True, "format__name": "mxfp4"}, "format.name=mxfp4", "format=nvfp4"),

@@ -146,7 +146,7 @@ def test_results_are_replaced_only_when_told(tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("formats=nvfp5", "nvfp5 in formats=[nvfp5] is not allowed; allowed: all, bf16, mxfp4, nf4, nvfp4."),
+        ("formats=nvfp5", "nvfp5 in formats=[nvfp5] is not allowed; allowed: all, bf16, fp8, mxfp4, nf4, nvfp4."),
         ("prompts=gsm8", "prompts=gsm8 is no task; allowed: "),
         ("model=nowhere/at/all", "model=nowhere/at/all is no directory"),
         ("questions=1", "questions=1 is not allowed; allowed: at least 2."),

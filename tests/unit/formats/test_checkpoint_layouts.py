@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from packed_layers import MXFP4, NF4, NVFP4
+from packed_layers import FP8, MXFP4, NF4, NVFP4
 from qerl_lab.formats import format as machinery
 from qerl_lab.formats.format import Format
 
@@ -30,6 +30,22 @@ def test_a_block_scale_with_a_sign_or_none_at_all_is_refused(byte: int) -> None:
         NVFP4.accept(tensors, SHAPE, name="q_proj")
     tensors["weight_scale"].view(torch.uint8)[1, 0] = 0x7E
     assert NVFP4.accept(tensors, SHAPE, name="q_proj")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_row_scale_that_is_none_is_refused(value: float) -> None:
+    tensors = packed(FP8)
+    tensors["weight_scale"][5] = value
+    with pytest.raises(ValueError, match=r"q_proj\.weight_scale has other than positive finite numbers"):
+        FP8.accept(tensors, SHAPE, name="q_proj")
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_a_value_of_fp8_that_is_none_is_refused(byte: int) -> None:
+    tensors = packed(FP8)
+    tensors["weight"].view(torch.uint8)[1, 0] = byte
+    with pytest.raises(ValueError, match=r"q_proj\.weight has NaN; allowed: -448 to 448"):
+        FP8.accept(tensors, SHAPE, name="q_proj")
 
 
 def test_the_header_of_another_program_is_padded() -> None:

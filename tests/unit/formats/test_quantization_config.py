@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from packed_layers import BY_NAME, MXFP4, NF4, NVFP4
+from packed_layers import BY_NAME, FP8, MXFP4, NF4, NVFP4
 from qerl_lab.formats import recognize
 from qerl_lab.formats.format import Format, PackedAs
+from qerl_lab.formats.fp8 import W8A8
 from qerl_lab.formats.mxfp4 import Mxfp4
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.formats.nvfp4 import Nvfp4
@@ -21,14 +22,32 @@ PRESETS = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_compressed_tensors_dumps_the_same(name: str) -> None:
-    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+    from compressed_tensors.quantization import preset_name_to_scheme
 
     scheme = preset_name_to_scheme(PRESETS[name], ["Linear"])
     scheme.format = f"{name}-pack-quantized"
-    dumped = QuantizationConfig(
+    assert BY_NAME[name].quantization_config(["lm_head"], torch.bfloat16) == dumped(scheme)
+
+
+@pytest.mark.parametrize("weight_format", [FP8, W8A8], ids=repr)
+def test_compressed_tensors_dumps_the_same_for_fp8(weight_format: Format) -> None:
+    """W8A16 has no preset: it is the one of W8A8 without activations."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    scheme = preset_name_to_scheme("FP8_DYNAMIC", ["Linear"])
+    scheme.format = "float-quantized"
+    if weight_format == FP8:
+        scheme.input_activations = None
+    assert weight_format.quantization_config(["lm_head"], torch.bfloat16) == dumped(scheme)
+
+
+def dumped(scheme: Any) -> dict[str, Any]:
+    """What compressed-tensors writes for a model of one scheme."""
+    from compressed_tensors.quantization import QuantizationConfig
+
+    return QuantizationConfig(
         config_groups={"group_0": scheme}, quantization_status="compressed", format=scheme.format, ignore=["lm_head"]
     ).to_dict()
-    assert BY_NAME[name].quantization_config(["lm_head"], torch.bfloat16) == dumped
 
 
 def test_transformers_dumps_the_same_for_nf4() -> None:
@@ -42,7 +61,7 @@ def test_transformers_dumps_the_same_for_nf4() -> None:
     assert NF4.quantization_config(["lm_head"], torch.bfloat16) == dumped
 
 
-@pytest.mark.parametrize("weight_format", [NVFP4, MXFP4, Nf4(True), Nf4(False)], ids=repr)
+@pytest.mark.parametrize("weight_format", [NVFP4, MXFP4, Nf4(True), Nf4(False), FP8, W8A8], ids=repr)
 def test_what_is_described_is_recognized(weight_format: Format) -> None:
     """But for the rule of rounding, which compressed-tensors does not record."""
     ignore = ("lm_head", "down_proj", "model.layers.1.self_attn.q_proj", "model.layers.1")
@@ -108,6 +127,22 @@ def test_what_cannot_be_computed_with_is_refused(change: dict[str, Any], says: s
     for key, value in change.items():
         parent, _, leaf = key.rpartition(".")
         {"": config, "group": group, "weights": group["weights"]}[parent][leaf] = value
+    with pytest.raises(ValueError, match=re.escape(says)):
+        recognize(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "says"),
+    [
+        ("weights", {"strategy": "tensor"}, "weights.strategy='tensor' cannot be loaded; allowed: channel in fp8"),
+        ("weights", {"num_bits": 4}, "weights.num_bits=4"),
+        ("input_activations", {"dynamic": False}, "allowed: null or {'num_bits': 8, 'type': 'float', "),
+        ("input_activations", {"strategy": "tensor"}, "input_activations={'num_bits': 8, "),
+    ],
+)
+def test_other_kinds_of_fp8_are_refused(section: str, change: dict[str, Any], says: str) -> None:
+    config = copy.deepcopy(W8A8.quantization_config(["lm_head"], torch.bfloat16))
+    config["config_groups"]["group_0"][section] |= change
     with pytest.raises(ValueError, match=re.escape(says)):
         recognize(config)
 

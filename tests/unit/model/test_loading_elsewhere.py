@@ -20,9 +20,10 @@ from small_checkpoints import load, write_packed
 
 # Nats of log-probability, where those of the model spread with a standard deviation of 0.8. compressed-tensors rounds
 # the NVFP4 weights to bfloat16 after the global scale, ours are exact before it: each differs by up to 2**-8 of itself.
-# MXFP4 has no second scale: both compute with the same bfloat16 weights in the same order. With NF4 bitsandbytes has a
-# CPU kernel of its own, which adds in another order: 0.062 at most and 0.009 in the mean on a Xeon with AMX.
-BAND = {"nvfp4": 0.1, "mxfp4": 0.0, "nf4": 0.1}
+# MXFP4 and FP8 have no second scale: both compute with the same bfloat16 weights in the same order. With NF4
+# bitsandbytes has a CPU kernel of its own, which adds in another order: 0.062 at most and 0.009 in the mean on a Xeon
+# with AMX.
+BAND = {"nvfp4": 0.1, "mxfp4": 0.0, "nf4": 0.1, "fp8": 0.0}
 
 
 def both(folder: Path, weight_format: Format) -> tuple[PreTrainedModel, PreTrainedModel]:

@@ -95,7 +95,7 @@ def test_what_is_saved_for_the_backward_pass() -> None:
     assert sorted(shapes) == sorted([(7, K), (7, RANK), (RANK, K), (N, RANK)])
 
 
-@pytest.mark.parametrize("fullgraph_of", ["nvfp4", "mxfp4", "nf4", "dense"])
+@pytest.mark.parametrize("fullgraph_of", ["nvfp4", "mxfp4", "nf4", "fp8", "dense"])
 def test_torch_compile(fullgraph_of: str) -> None:
     layer = with_adapter(linear() if fullgraph_of == "dense" else packed_linear(BY_NAME[fullgraph_of]))
     x = torch.randn(7, K, requires_grad=True)

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 READS = "the loss reads the dense weight of lm_head, the output layer"
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "fp8"])
 @pytest.mark.parametrize(
     ("ignore", "typed"),
     [([], "'format.ignore=[lm_head]'"), (["re:.*mlp"], """'format.ignore=["re:.*mlp",lm_head]'""")],

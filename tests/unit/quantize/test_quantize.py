@@ -70,7 +70,7 @@ def refused(capsys, *words: str, code: int = 2) -> str:
         ("model=pocket out=out format=nvfp5", ["format=nvfp5", "mxfp4, nf4, nvfp4", "Did you mean nvfp4?"]),
         (
             "model=pocket out=out format=bf16",
-            ["format=bf16 is not allowed; allowed: mxfp4", "Type for example format=nvfp4"],
+            ["format=bf16 is not allowed; allowed: fp8, mxfp4", "Type for example format=nvfp4"],
         ),
         ("model=pocket out=out format=nf4 method=gptq", ["method=gptq with format=nf4", "Type method=rtn"]),
         ("model=pocket out=out double_quant=false", ["double_quant=false", "option of nf4", "Leave double_quant out"]),

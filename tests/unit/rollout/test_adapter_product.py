@@ -48,7 +48,7 @@ def test_the_operation_is_what_it_says_to_torch() -> None:
     assert set(found.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "fp8"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_many_rows_by_unpacked_weights_have_weight_bias_and_adapter(name: str, biased: bool) -> None:
     """The parts are of different sizes, and NVFP4 has a scale of the tensor for each."""

@@ -1,10 +1,11 @@
-"""The choice of the kernel for 4-bit products."""
+"""The choice of the kernel for packed products."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from qerl_lab.config.option import ConfigError
 from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.vllm import backends, fp4_tiles
@@ -42,6 +43,8 @@ def machine(patch: pytest.MonkeyPatch, capability: tuple[int, int], humming: str
     ({"rollout__vllm__share_base": True}, HOPPER, "fp4_tiles"),
     ({"rollout__vllm__share_base": True}, AMPERE, "marlin"),
     ({"rollout__vllm__linear_backend": "marlin"}, HOPPER, "marlin"),
+    ({"format__name": "fp8"}, HOPPER, "marlin"), ({"format__name": "fp8"}, AMPERE, "marlin"),
+    ({"format__name": "fp8", "rollout__vllm__linear_backend": "vllm"}, HOPPER, "vllm"),
     ({"rollout__vllm__linear_backend": "fp4_tiles"}, AMPERE, "fp4_tiles"),
 ])  # fmt: skip
 def test_auto_is_the_labs_kernel_where_it_fits_and_else_vllms_choice(
@@ -76,6 +79,21 @@ def test_a_humming_with_races_is_warned_of(
     races: bool,
 ) -> None:  # fmt: skip
     machine(monkeypatch, capability, humming)
-    named = tiny(format__name="nvfp4", rollout__vllm__linear_backend="humming")
-    assert backends.choose_backend(named, policy.model) == "humming"
-    assert ("warning: the installed Humming has races" in capsys.readouterr().out) == races
+    for name, backend in (("nvfp4", "humming"), ("fp8", "vllm")):  # vLLM chooses Humming for FP8 weights
+        named = tiny(format__name=name, rollout__vllm__linear_backend=backend)
+        assert backends.choose_backend(named, policy.model) == backend
+        assert ("warning: the installed Humming has races" in capsys.readouterr().out) == races
+
+
+def test_fp8_activations_are_refused_where_vllm_would_leave_them_in_16_bits(
+    tiny, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, AMPERE)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an A100")
+    cfg = tiny(format__name="fp8", format__activations="fp8", rollout__engine="vllm", device="cuda")
+    with pytest.raises(
+        ConfigError, match=r"activations=fp8 is not possible on an A100; .* Type format\.activations=auto"
+    ):
+        backends.choose_backend(cfg, policy.model)
+    machine(monkeypatch, HOPPER)
+    assert backends.choose_backend(cfg, policy.model) == "vllm"

@@ -47,6 +47,15 @@ def test_a_base_that_is_packed_while_it_is_read_is_packed_first(tiny) -> None:
     assert COMMAND.read(shlex.split(server_command.quantize_line(cfg, "a,b"))[3:]).model == cfg.model.path
 
 
+def test_a_server_of_fp8_weights_takes_marlin(tiny) -> None:
+    cfg = tiny(rollout__engine="vllm_server", format__name="fp8")
+    serve = server_command.commands(cfg)[1]
+    assert " VLLM_TEST_FORCE_FP8_MARLIN=1 vllm serve packed/pocket-fp8 " in serve
+    assert serve.endswith(" --linear-backend marlin")
+    cfg.rollout.vllm.linear_backend = "vllm"
+    assert server_command.commands(cfg)[1].endswith(" --linear-backend auto")
+
+
 def test_a_rank_that_vllm_has_no_buffers_for_is_refused(tiny) -> None:
     with pytest.raises(ConfigError, match=r"lora\.rank=513 is more than vLLM takes"):
         server_command.commands(tiny(rollout__engine="vllm_server", format__name="bf16", lora__rank=513))

@@ -23,7 +23,7 @@ from small_checkpoints import equal, load
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "fp8"])
 def test_a_dense_model_is_handed_over_as_the_policy_packed_it(name: str, tiny, build_policy) -> None:
     cfg = tiny(format__name=name, lora__rank=4)
     learner = build_policy(cfg)

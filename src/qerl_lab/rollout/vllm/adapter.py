@@ -39,9 +39,13 @@ class DenseAdapter:
         return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, routes)
 
     def begin(self, llm: LLM) -> None:
-        """Prepare a started vLLM: find the adapter's buffers, and let its layers read the policy's packed weights."""
+        """Prepare a started vLLM: find the adapter's buffers, and let its layers read the policy's packed weights.
+
+        With FP8 activations they do not, because products with unpacked weights would take activations in 16 bits.
+        """
         layers, adapter = packed_layers(self.model.get_base_model()), one_adapter.adapter_of(self.model)
-        llm.apply_model(lambda model: one_adapter.use_packed_layers(model, layers))
+        if self.cfg.format.activations != "fp8":
+            llm.apply_model(lambda model: one_adapter.use_packed_layers(model, layers))
         self.buffers: AdapterBuffers = llm.apply_model(lambda model: AdapterBuffers(model, adapter))[0]
         modules = (module for pair in one_adapter.lora_modules(self.model).values() for module in pair)
         self.read = [(module, module.weight) for module in modules]

@@ -1,4 +1,4 @@
-"""Choose the kernel for products with 4-bit weights."""
+"""Choose the kernel for products with packed weights."""
 
 from importlib.metadata import version
 
@@ -6,7 +6,10 @@ import torch
 from packaging.version import Version
 from torch import nn
 
+from qerl_lab import formats
+from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.formats.fp8 import W8A8, W8A16
 from qerl_lab.formats.nvfp4 import DIVISOR
 from qerl_lab.model.linear import fused_groups, packed_layers
 from qerl_lab.rollout.vllm import fp4_tiles
@@ -16,22 +19,31 @@ IN_VLLM = {"vllm": "auto", FP4_TILES: "auto"}  # vLLM's name by ours; fp4_tiles 
 # First humming-kernels version that on Hopper waits for stores before it reloads the same shared memory, on both blocks
 # of a cluster. 0.1.10, which vLLM 0.26 requires, does not (read in its source, not measured).
 ORDERED_HUMMING = Version("0.1.13")
+MULTIPLIES_FP8 = (8, 9)  # from this compute capability on
 
 
 def choose_backend(cfg: RunConfig, model: nn.Module) -> str:
-    """Return the kernel of 4-bit products: `rollout.vllm.linear_backend`, with `auto` replaced by a kernel that fits.
+    """Return the kernel of packed products: `rollout.vllm.linear_backend`, with `auto` replaced by a kernel that fits.
 
     That is `fp4_tiles` if GPU and model support it, because it was faster than Marlin at all rows measured, 1 to 256
-    (docs/speed.md). Otherwise vLLM chooses, except that a shared base needs Marlin's layout. Prints why it is not
-    `fp4_tiles`, and a warning for a Humming with races.
+    (docs/speed.md). Otherwise vLLM chooses, except that a shared base needs Marlin's layout, and that vLLM would choose
+    Humming for W8A16. Prints why it is not `fp4_tiles`, and a warning for a Humming with races.
+
+    Raises ConfigError for FP8 activations on a GPU that cannot multiply them, where vLLM would leave them in 16 bits.
     """
-    own = cfg.rollout.vllm
-    if own.linear_backend == "humming" and torch.cuda.is_available() and humming_races():
+    own, weight_format = cfg.rollout.vllm, formats.build(cfg.format)
+    if weight_format == W8A8 and torch.cuda.is_available() and torch.cuda.get_device_capability() < MULTIPLIES_FP8:
+        raise ConfigError(
+            f"format.activations=fp8 is not possible on {torch.cuda.get_device_name()}; allowed: GPUs of compute "
+            "capability 8.9 (Ada) and higher. Type format.activations=auto."
+        )
+    may_be_humming = own.linear_backend == "humming" or (own.linear_backend == "vllm" and weight_format == W8A16)
+    if may_be_humming and torch.cuda.is_available() and humming_races():
         print("warning: the installed Humming has races on this GPU (docs/running.md); watch sampler/logprob_gap_max, "
               "or type rollout.vllm.linear_backend=marlin")  # fmt: skip
     if own.linear_backend != "auto":
         return own.linear_backend
-    otherwise = "marlin" if own.share_base else "vllm"
+    otherwise = "marlin" if own.share_base or weight_format == W8A16 else "vllm"
     if cfg.format.name != "nvfp4" or own.lora != "dense" or not torch.cuda.is_available():
         return otherwise
     fits = tiles_fit(model, cfg.lora.rank)

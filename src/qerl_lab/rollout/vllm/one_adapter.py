@@ -10,7 +10,8 @@ On a GPU a layer is one operation opaque to torch.compile, so that the route can
 
 - With `fp4_tiles` the layer holds NVFP4 weights in that kernel's layout only, and the kernel computes weight and
   adapter. Many rows, as in a prefill, unpack the weights for the call and use cuBLAS.
-- With vLLM's kernels many rows unpack the policy's own packed layers (`use_packed_layers`) and use cuBLAS, too.
+- With vLLM's kernels many rows unpack the policy's own packed layers (`use_packed_layers`) and use cuBLAS, too. Not
+  with FP8 activations: vLLM's kernel quantizes them, and the adapter's product takes them as they are.
 - With `dense_rows` the layer also holds NVFP4 weights unpacked, above A. That many rows use cuBLAS in decoding, too,
   weight and A in one product.
 """

@@ -22,6 +22,8 @@ from qerl_lab.system.disk import make_readable
 
 WORKER = "qerl_lab.rollout.vllm.worker.NormWorker"
 FLOAT32_NORMS = "qerl_lab_float32_norms"  # key in additional_config
+# vLLM uses Marlin for FP8 weights only on GPUs that cannot multiply FP8, and names this variable for the others.
+MARLIN_FOR_FP8 = {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # allowed by vLLM's LoRAConfig
 
 

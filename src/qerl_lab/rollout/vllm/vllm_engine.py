@@ -38,7 +38,7 @@ from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.backends import IN_VLLM, choose_backend
 from qerl_lab.rollout.vllm.base import folder_of
 from qerl_lab.rollout.vllm.kv_cache import bytes_per_token, free_bytes, kv_cache_bytes
-from qerl_lab.rollout.vllm.transfer import check_norms, sampling_arguments, serving_arguments
+from qerl_lab.rollout.vllm.transfer import MARLIN_FOR_FP8, check_norms, sampling_arguments, serving_arguments
 
 # Run vLLM in this process; `LLM` has no argument for it.
 IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -67,6 +67,8 @@ class VllmEngine:
         aside = one_copy.packed_on_host(policy) if share else nullcontext()
         with random_state_restored(policy.device), aside, folder_of(policy, cfg) as folder:
             self.linear_backend = choose_backend(cfg, policy.model)
+            if (cfg.format.name, self.linear_backend) == ("fp8", "marlin"):
+                os.environ.update(MARLIN_FOR_FP8)
             of_adapter = self._adapter.arguments(folder, self.linear_backend)
             self._llm: LLM | None = start(cfg, folder, policy, self.linear_backend, of_adapter)
             if share:
@@ -272,6 +274,8 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
         "distributed_executor_backend": "uni" if cfg.gpus == 1 else "external_launcher",
         "seed": cfg.seed % 2**31,
     }
+    if cfg.format.activations == "fp8":  # by vLLM's kernel, because the dense adapter hides them from its compiler
+        arguments["compilation_config"] = {"custom_ops": ["+quant_fp8"]}
     logging.getLogger("vllm.config.scheduler").addFilter(logprob_scheduler.is_no_custom_class_warning)
     try:
         return LLM(model=str(folder), **arguments, **of_adapter)

@@ -16,7 +16,7 @@ from qerl_lab.config.units import GIB
 from qerl_lab.model import gguf, on_disk
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.policy import compute_dtype, device_of
-from qerl_lab.rollout.vllm.transfer import max_rank, serving_arguments
+from qerl_lab.rollout.vllm.transfer import MARLIN_FOR_FP8, max_rank, serving_arguments
 
 # Allow adapters to change at run time; /collective_rpc and /reset_prefix_cache need development mode.
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
@@ -37,7 +37,8 @@ def commands(cfg: RunConfig) -> list[str]:
     else:
         served = str(folder.resolve())
     command = shlex.join(["vllm", "serve", served, *revision, *flags(cfg)])
-    return [*lines, f"{' '.join(f'{name}={value}' for name, value in ENVIRONMENT.items())} {command}"]
+    environment = ENVIRONMENT | (MARLIN_FOR_FP8 if cfg.format.name == "fp8" else {})
+    return [*lines, f"{' '.join(f'{name}={value}' for name, value in environment.items())} {command}"]
 
 
 def quantize_line(cfg: RunConfig, out: str) -> str:
@@ -60,9 +61,10 @@ def changed_format_options(cfg: RunConfig) -> dict[str, str]:
 def settings(cfg: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the settings that a server must have for a run, by vLLM's names; `dtype` is the compute dtype."""
     backend = cfg.rollout.vllm.linear_backend
+    usual = "marlin" if cfg.format.name == "fp8" else "auto"  # auto is vLLM's choice, which for FP8 is Humming
     return serving_arguments(cfg, dtype, device_of(cfg.device)) | {
         "enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(cfg.lora.rank),
-        "linear_backend": "auto" if backend == "vllm" else backend,  # auto is a server's own choice
+        "linear_backend": {"vllm": "auto", "auto": usual}.get(backend, backend),
     }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from qerl_lab import formats
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
+from qerl_lab.formats.fp8 import W8A8
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, do_nothing
 from qerl_lab.rollout.vllm.base import scratch_folder
@@ -265,6 +266,9 @@ def format_of(name: str | None, config: dict[str, Any] | None) -> str:
     If the lab does not know the format, returns vLLM's name of it, with the reason.
     """
     try:
-        return formats.recognize(config).weight_format.NAME if config is not None else name or DENSE_FORMAT
+        if config is None:
+            return name or DENSE_FORMAT
+        own = formats.recognize(config).weight_format
+        return f"{own.NAME} with FP8 activations" if own == W8A8 else own.NAME
     except ValueError as error:
         return f"{name} ({error})"

@@ -1,0 +1,128 @@
+"""FP8: E4M3 values (OCP 8-bit Floating Point Specification, revision 1.0, section 5), a bfloat16 scale per row.
+
+    weight ~ value * weight_scale
+
+- scale = bfloat16(max|row| / 448), computed in float32 whatever the dtype of the weight; 2**-7 where that is zero;
+- value = E4M3(weight / scale), rounded once, to nearest and ties to even; it saturates at 448.
+Scales are those of compressed-tensors 0.17 (preset FP8_DYNAMIC: `calculate_qparams`, round to nearest, min-max
+observer) for a bfloat16 weight, and rounded to bfloat16 for others. Values are its `quantize` of the float32 weight. Of
+a bfloat16 weight compressed-tensors rounds the quotient twice, first to bfloat16, so that it takes the farther of two
+neighbours for about 3% of the values.
+
+The scale is bfloat16, because vLLM's Marlin rounds it to the compute dtype: a float32 scale would give the engine other
+weights than the trainer's. Products in float32 are exact; bfloat16 rounds them once.
+
+With `activations=fp8` vLLM also quantizes a layer's input, each token by its own maximum (W8A8). Packed weights are the
+same, and the trainer computes with its activations as they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl_lab.formats.compressed_tensors import CompressedTensors, layout_of, only_group
+from qerl_lab.formats.format import Layout, PackedAs, checked, unsupported_entry
+
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
+_SCALE_OF_ZERO_ROW = torch.finfo(torch.bfloat16).eps  # any would do; compressed-tensors writes this one
+_NAN = 0x7F  # its bits, without the sign
+_PER_TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+_UNUSED = dict.fromkeys(("group_size", "block_structure", "actorder", "scale_dtype", "zp_dtype", "observer"))
+INPUT_ACTIVATIONS = {"auto": None, "fp8": _PER_TOKEN | _UNUSED | {"observer_kwargs": {}}}  # of a quantization_config
+
+
+@dataclass(frozen=True)
+class Fp8(CompressedTensors):
+    """FP8 with activations in the compute dtype (`auto`) or, in vLLM, in FP8 (`fp8`)."""
+
+    NAME = "fp8"
+    BLOCK = 0
+    STRATEGY = "channel"
+    SCALE_DTYPE = torch.bfloat16
+
+    activations: str
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Return 8. (The scale of a row adds 16 bits per row, so 16 / K per weight.)"""
+        return 8.0
+
+    def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
+        """Pack `weight[N, K]` of any K into `weight` float8_e4m3fn `[N, K]` and `weight_scale` bfloat16 `[N, 1]`.
+
+        Raises ValueError, naming `name`, for another shape or dtype, NaN or Inf.
+        """
+        weight = checked(weight, self, name=name)
+        low, high = torch.aminmax(weight, dim=1, keepdim=True)
+        scale = (torch.maximum(-low, high).float() / E4M3_MAX).to(torch.bfloat16)
+        scale = torch.where(scale == 0, _SCALE_OF_ZERO_ROW, scale)
+        return {"weight": _round(weight / scale.float()), "weight_scale": scale}
+
+    def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Unpack packed tensors to `[N, K]`: value * scale, exact in float32, rounded once to other dtypes."""
+        return packed["weight"].to(dtype).mul_(packed["weight_scale"])
+
+    def ideal(self, weight: Tensor) -> Tensor:
+        """Round a weight to the nearest E4M3 values under exact scales, which map each row's maximum to 448."""
+        weight = weight.float()
+        scale = weight.abs().amax(1, keepdim=True) / E4M3_MAX
+        return _round(torch.where(scale > 0, weight / scale, 0.0)).float() * scale
+
+    def layout(self, shape: tuple[int, int]) -> Layout:
+        """Return shape and dtype of the tensors of values and of row scales."""
+        return {"weight": (shape, torch.float8_e4m3fn), "weight_scale": ((shape[0], 1), self.SCALE_DTYPE)}
+
+    def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
+        """Check packed tensors of another program and return them as `quantize` would.
+
+        Raises ValueError for another layout, values that are NaN, and scales that are not positive and finite.
+        """
+        accepted = super().accept(packed, shape, name=name)
+        if (accepted["weight"].view(torch.uint8) & _NAN == _NAN).any():
+            raise ValueError(f"{name}.weight has NaN; allowed: -{E4M3_MAX:g} to {E4M3_MAX:g}")
+        scale = accepted["weight_scale"]
+        if not ((scale > 0) & scale.isfinite()).all():
+            raise ValueError(f"{name}.weight_scale has other than positive finite numbers; allowed: these")
+        return accepted
+
+    @classmethod
+    def layout_name(cls) -> str:
+        """Return the name that config.json gives the checkpoint layout of this format."""
+        return "float-quantized"
+
+    def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
+        """Build the `quantization_config` of `CompressedTensors`, with `activations` as `input_activations`."""
+        config = super().quantization_config(ignore, dtype)
+        group = config["config_groups"]["group_0"]
+        group["weights"]["scale_dtype"] = None  # as in the preset: that of the weight
+        group["input_activations"] = INPUT_ACTIVATIONS[self.activations]
+        return config
+
+    @classmethod
+    def recognize(cls, config: Mapping[str, Any]) -> PackedAs | None:
+        """Parse a `quantization_config` as `CompressedTensors` does; activations may be dynamic FP8, per token."""
+        if layout_of(config) != cls.layout_name():
+            return None
+        group = only_group(config)
+        given = group.get("input_activations") or {}
+        if given and any(given.get(key) != value for key, value in _PER_TOKEN.items()):
+            raise unsupported_entry("input_activations", given, f"null or {_PER_TOKEN} in {cls.NAME}")
+        weights_alone = {**config, "config_groups": {"group_0": {**group, "input_activations": None}}}
+        found = super().recognize(weights_alone)
+        return found and found._replace(weight_format=W8A8 if given else W8A16)
+
+    @classmethod
+    def _weights_section(cls) -> dict[str, Any]:
+        """Return the `weights` section of the `quantization_config` that this format requires."""
+        return super()._weights_section() | {"num_bits": 8, "group_size": None}
+
+
+W8A16, W8A8 = Fp8("auto"), Fp8("fp8")
+
+
+def _round(values: Tensor) -> Tensor:
+    """Round float32 values to E4M3: nearest, ties to even, saturating. Overwrites `values`."""
+    return values.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)  # torch's cast of larger ones is NaN
