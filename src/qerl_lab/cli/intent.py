@@ -53,6 +53,7 @@ VARIANTS = (
     Variant("task.path task.columns.", "task.name!=arithmetic", "task=gsm8k"),
     Variant("rollout.vllm.", "rollout.engine=vllm|vllm_server", "rollout=vllm"),
     Variant(" ".join(OF_VLLM_HERE), "rollout.engine=vllm", "rollout=vllm"),
+    Variant("lora. rollout.vllm.lora", "lora.rank!=0", "lora=rank32"),
     Variant("rollout.vllm_server.", "rollout.engine=vllm_server", "rollout=vllm_server"),
     Variant("rollout.importance_clip_max", "rollout.importance_correction!=off|in_ratio",
             "rollout.importance_correction=token_truncate"),
