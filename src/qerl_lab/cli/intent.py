@@ -204,6 +204,10 @@ def notes_before_start(cfg: RunConfig, micro_batch_size: int, typed: Collection[
             f"optim.micro_batch_size={cfg.optim.micro_batch_size} instead of {micro_batch_size}: it must divide the "
             f"{cfg.completions_per_gpu // cfg.algorithm.updates_per_rollout} completions of an update"
         )
+    if cfg.trains_all and "optim.learning_rate" not in typed:
+        said.append(
+            f"optim.learning_rate={cfg.optim.learning_rate:g} is made for adapters; for all weights 1e-6 is usual"
+        )
     if cfg.aqn.schedule != "off" and cfg.steps < cfg.aqn.stages:
         said.append(f"aqn.stages={cfg.aqn.stages} in {cfg.steps} steps: some stages are skipped")
     return said

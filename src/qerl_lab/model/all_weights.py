@@ -17,11 +17,12 @@ from qerl_lab.system.disk import make_readable
 
 
 def make_trainable(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Let all weights of `model`, which are float32, be trained; under autocast it computes as a copy in `dtype` would.
+    """Convert all weights of `model` to float32 and let them be trained.
 
-    Autocast rounds the weights of products. It leaves embeddings and norms in float32, so hooks round their outputs.
+    Under autocast to `dtype`, which they had, the model computes as before. Autocast rounds the weights of products. It leaves embeddings and norms in float32, so
+    hooks round their outputs.
     """
-    model.requires_grad_(True)
+    model.float().requires_grad_(True)
     for module in model.modules():
         if dtype != torch.float32 and module._parameters and not isinstance(module, nn.Linear):
             module.register_forward_hook(lambda _, __, output: output.to(dtype))

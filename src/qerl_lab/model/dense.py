@@ -20,11 +20,11 @@ def base_tensors(policy: Policy) -> dict[str, Tensor]:
     """Return the tensors of a policy's base by checkpoint name, without the adapter.
 
     Names leave out PEFT's wrapper layers. Packed Linears give their packed tensors; tied parameters appear once. Norms
-    are converted back from float32 to the policy's dtype, in which they were loaded. So is every weight if all are
-    trained.
+    are converted back from float32 to the policy's dtype, in which they were loaded. If all weights
+    are trained, so is each, and on the host.
     """
     if policy.trains_all:
-        return {name: tensor.to(policy.dtype) for name, tensor in all_weights.weights(policy.base).items()}
+        return {name: tensor.to("cpu", policy.dtype) for name, tensor in all_weights.weights(policy.base).items()}
     base = policy.base
     norms = {f"{name}.weight": norm.detach().to(policy.dtype) for name, norm in policy.norms.items()}
     tensors, again = base.state_dict() | norms, tied(base)

@@ -195,7 +195,8 @@ def build(cfg: RunConfig, device: torch.device) -> Policy:
     base, tokenizer = load_base(cfg, device)
     norms = {name: hold_in_float32(norm) for name, norm in noisy_norms(base, cfg.aqn.norms, cfg.model.path).items()}
     if cfg.trains_all:
-        all_weights.make_trainable(base, dtype := compute_dtype(cfg, device))
+        dtype = base.dtype
+        all_weights.make_trainable(base, dtype)
         return Policy(base, tokenizer, norms, {name: norm.detach() for name, norm in norms.items()}, dtype)
     model = attach_adapters(base, cfg)
     clean = {name: norm.detach().clone() for name, norm in norms.items()}
@@ -276,8 +277,7 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
         stored = loading.stored_as(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        dtype = torch.float32 if cfg.trains_all else compute_dtype(cfg, device)
-        model = loading.empty_model(config, dtype, cfg.model.attention)
+        model = loading.empty_model(config, compute_dtype(cfg, device), cfg.model.attention)
         packed_as = stored or PackedAs(formats.build(cfg.format), tuple(cfg.format.ignore))
         _check_packing(cfg, model, packed_as, is_packed=stored is not None)
         loading.fill(model, WeightFiles(folder), packed_as, is_packed=stored is not None, device=device)

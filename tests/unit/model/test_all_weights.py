@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.schema import RunConfig
@@ -13,6 +14,7 @@ from qerl_lab.model import all_weights, dense
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.transformers import TransformersEngine
+from small_checkpoints import write_dense
 from trained import train
 
 FULL = {"lora__rank": 0, "format__name": "bf16"}
@@ -29,14 +31,27 @@ def full(tiny: Callable[..., RunConfig], build_policy: Callable[[RunConfig], Pol
     return build_policy(tiny(**FULL))
 
 
+@pytest.fixture(scope="module")
+def unrounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pocket policy with float32 weights that are not bfloat16's, as GGUF files have."""
+    model = AutoModelForCausalLM.from_pretrained(ASSETS, dtype=torch.float32, use_safetensors=True)
+    for weight in model.parameters():
+        weight.data += 1e-3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    return write_dense(tmp_path_factory.mktemp("float32"), model)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_before_training_it_computes_as_a_copy_in_that_dtype(tiny, build_policy, dtype: str) -> None:
-    """Bit for bit the base of a run with an adapter, which engines hold, in the dtype of their cache."""
-    full, adapter = (build_policy(tiny(format__name="bf16", model__dtype=dtype, lora__rank=rank)) for rank in (0, 4))
+def test_before_training_it_computes_as_the_base_of_a_run_with_an_adapter(tiny, build_policy, unrounded, dtype) -> None:
+    """Bit for bit, also where files are not in bfloat16; this base is what engines load and compute with."""
+    same = {"format__name": "bf16", "model__dtype": dtype, "model__path": str(unrounded)}
+    full, adapter = (build_policy(tiny(**same, lora__rank=rank)) for rank in (0, 4))
     with adapter.model.disable_adapter():
         expected = logits(adapter)
     assert (full.dtype, full.model.dtype) == (getattr(torch, dtype), torch.float32)
     assert torch.equal(logits(full), expected)
+    assert all(torch.equal(norm, full.clean_norms[name]) for name, norm in adapter.clean_norms.items())
+    tensors = dense.base_tensors(full)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in dense.base_tensors(adapter).items())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
