@@ -19,8 +19,8 @@ from qerl_lab.system.disk import make_readable
 def make_trainable(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Convert all weights of `model` to float32 and let them be trained.
 
-    Under autocast to `dtype`, which they had, the model computes as before. Autocast rounds the weights of products. It leaves embeddings and norms in float32, so
-    hooks round their outputs.
+    Under autocast to `dtype`, which they had, the model computes as before. Autocast rounds the weights of products. It
+    leaves embeddings and norms in float32, so hooks round their outputs.
     """
     model.float().requires_grad_(True)
     for module in model.modules():
