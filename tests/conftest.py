@@ -187,7 +187,7 @@ def build_policy() -> "Callable[[RunConfig], Policy]":
     known: dict[str, policy.Policy] = {}
 
     def build_or_copy(cfg: RunConfig) -> policy.Policy:
-        if cfg.model.path != POCKET:
+        if cfg.model.path != POCKET or cfg.trains_all:  # a copy would part the clean norms from those that are trained
             return build(cfg)
         kind = str((cfg.model, cfg.format, cfg.lora, cfg.aqn.norms, cfg.seed, cfg.device))
         if kind not in known:

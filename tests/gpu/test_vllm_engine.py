@@ -43,6 +43,7 @@ class Built:
 
 WAYS = [
     *((name, lora) for name in FORMATS for lora in ("request", "dense")),
+    ("bf16", "full"),
     ("nvfp4", "fp4_tiles"),
     ("nvfp4", "fp4_tiles+ignore"),
     ("nvfp4", "dense_rows"),
@@ -96,10 +97,10 @@ def test_sampler_and_trainer_agree_on_the_same_norms(built: Built, noise: Noise)
     assert log_ratio.abs().max() < BAND_MAX, said
 
 
-def test_log_probs_follow_adapter_and_noise_and_return(built: Built) -> None:
+def test_log_probs_follow_trained_weights_and_noise_and_return(built: Built) -> None:
     """Under CUDA graphs, which read weights where they were when they were captured."""
-    policy = built.policy
-    weights = [parameter for name, parameter in policy.model.named_parameters() if "lora_B" in name]
+    policy, trained = built.policy, "down_proj.weight" if built.way == "full" else "lora_B"
+    weights = [parameter for name, parameter in policy.model.named_parameters() if trained in name]
     built.engine.sync(NOISE)
     out = built.sample()
     right, wrong = (

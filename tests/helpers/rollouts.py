@@ -30,8 +30,9 @@ def distributions(
     for parent, name, child in packed:
         setattr(parent, name, dense_twin(child))
     model.double()
+    base = model if policy.trains_all else model.get_base_model()
     for name, weight in (norms or {}).items():
-        model.get_base_model().get_submodule(name).weight.data = weight.to(policy.device, torch.float64)
+        base.get_submodule(name).weight.data = weight.to(policy.device, torch.float64)
     found = []
     for prompt, completion, _ in rows(rollout):
         with torch.no_grad():

@@ -32,7 +32,8 @@ def config(tiny: Callable[..., RunConfig], folder: Path, weight_format: str, way
     """
     ways, usual = way.split("+"), "auto" if weight_format == "fp8" else "vllm"  # vLLM's choice is Humming for FP8
     return tiny(
-        device="auto", model__path=str(folder), format__name=weight_format, lora__rank=16, rollout__engine="vllm",
+        device="auto", model__path=str(folder), format__name=weight_format,
+        lora__rank=0 if way == "full" else 16, rollout__engine="vllm",
         rollout__max_completion_tokens=128, rollout__batch_size=64,
         rollout__vllm__dense_rows=DENSE_ROWS if "dense_rows" in ways else None,
         rollout__vllm__linear_backend=next((name for name in BACKENDS if name in ways), usual),

@@ -107,6 +107,29 @@ def test_kill_9_at_the_worst_moments(killable, reference) -> None:
     assert not (run_dir / "checkpoints").exists()
 
 
+@pytest.mark.slow
+def test_a_run_of_all_weights_that_is_killed_ends_in_the_same_weights(killable) -> None:
+    """With noise on norms that are trained, between two steps and in the middle of writing a checkpoint."""
+    full = {"lora__rank": 0, "format__name": "bf16", "algorithm__beta": 0.0, "optim__learning_rate": 1e-3}
+    whole, killed = killable(**full), killable(**full)
+    finish(whole)
+    for moment in (
+        ("qerl_lab.record.checkpoint", "save", 2, True),
+        ("qerl_lab.record.checkpoint", "sha256", 3, False),
+        ("qerl_lab.train.run", "evaluate_heldout", 2, False),
+    ):
+        assert ended(start(run_until, killed, *moment)) == -signal.SIGKILL, (killed / "output.txt").read_text()
+    finish(killed)
+    assert len(lines_of(whole)) == STEPS + 2
+    assert lines_of(killed) == lines_of(whole)
+    for name in ("model/model.safetensors", "eval.parquet", "samples.jsonl"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+    last = f"checkpoints/step-{STEPS:06d}"
+    for name in ("model.safetensors", "optimizer.pt"):
+        assert (killed / last / name).read_bytes() == (whole / last / name).read_bytes(), name
+    assert not (killed / "adapter").exists()
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
 

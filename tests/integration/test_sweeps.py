@@ -159,8 +159,8 @@ def test_a_launcher_of_hydra_s_own_runs_checked_jobs_and_the_same_line_goes_on(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     words = ["-m", "seed=0,1,10", "hydra/launcher=basic"]
-    assert main([*words, "lora.rank=4,0"]) == 2
-    assert "job 1 (seed=0 lora.rank=0): lora.rank=0 is not allowed" in capfd.readouterr().err
+    assert main([*words, "lora.rank=4,-1"]) == 2
+    assert "job 1 (seed=0 lora.rank=-1): lora.rank=-1 is not allowed" in capfd.readouterr().err
     assert not Path("runs").exists()
     assert main(words) == 1
     assert "3 jobs in" in capfd.readouterr().out

@@ -320,6 +320,9 @@ def test_a_model_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPa
     hub = plain(model__path="Qwen/Qwen2.5-32B-Instruct", format__name="bf16")
     with pytest.raises(ConfigError, match=r"59\.6 GiB with format=bf16, and the GPU has 24\.0 GiB.*format=nvfp4"):
         preflight.check(hub, Path.cwd() / "run")
+    full = plain(model__path="Qwen/Qwen2.5-7B-Instruct", format__name="bf16", lora__rank=0)  # 16 bytes a weight
+    with pytest.raises(ConfigError, match=r"104\.3 GiB with format=bf16 and lora=full.* Type a smaller model, or lora"):
+        preflight.check(full, Path.cwd() / "run")
 
 
 def test_a_gpu_is_what_the_system_shows_and_the_environment_does_not_hide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,6 +342,10 @@ def test_a_full_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ConfigError, match=r"has 0\.00 GiB free, and its checkpoints take 0\.07 GiB.*run_dir=DIR"):
         preflight.check(plain(), Path.cwd() / "run")
+    usage = usage._replace(free=80 * 2**20)  # all weights of the pocket policy, with moments: 10 MiB each time
+    with pytest.raises(ConfigError, match=r"and its checkpoints take 0\.09 GiB"):
+        preflight.check(plain(format__name="bf16", lora__rank=0), Path.cwd() / "run")
+    assert preflight.check(plain(format__name="bf16"), Path.cwd() / "run") == []
 
 
 def test_the_default_difficulty_has_as_many_problems_as_are_counted_on() -> None:

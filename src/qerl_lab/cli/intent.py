@@ -53,6 +53,7 @@ VARIANTS = (
     Variant("task.path task.columns.", "task.name!=arithmetic", "task=gsm8k"),
     Variant("rollout.vllm.", "rollout.engine=vllm|vllm_server", "rollout=vllm"),
     Variant(" ".join(OF_VLLM_HERE), "rollout.engine=vllm", "rollout=vllm"),
+    Variant("lora. rollout.vllm.lora", "lora.rank!=0", "lora=rank32"),
     Variant("rollout.vllm_server.", "rollout.engine=vllm_server", "rollout=vllm_server"),
     Variant("rollout.importance_clip_max", "rollout.importance_correction!=off|in_ratio",
             "rollout.importance_correction=token_truncate"),
@@ -202,6 +203,10 @@ def notes_before_start(cfg: RunConfig, micro_batch_size: int, typed: Collection[
         said.append(
             f"optim.micro_batch_size={cfg.optim.micro_batch_size} instead of {micro_batch_size}: it must divide the "
             f"{cfg.completions_per_gpu // cfg.algorithm.updates_per_rollout} completions of an update"
+        )
+    if cfg.trains_all and "optim.learning_rate" not in typed:
+        said.append(
+            f"optim.learning_rate={cfg.optim.learning_rate:g} is made for adapters; for all weights 1e-6 is usual"
         )
     if cfg.aqn.schedule != "off" and cfg.steps < cfg.aqn.stages:
         said.append(f"aqn.stages={cfg.aqn.stages} in {cfg.steps} steps: some stages are skipped")

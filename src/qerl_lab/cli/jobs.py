@@ -136,9 +136,10 @@ def extend_run(run: RunDirectory, steps: int) -> None:
     if steps <= was.steps:
         raise ConfigError(f"steps={steps}: the run has {was.steps} already. Type for example steps={2 * was.steps}.")
     if run.last_saved() != was.steps:
+        started_from = ("model.path", run.model) if was.trains_all else ("lora.start_from", run.path)
         raise ConfigError(
             f"{run.checkpoints} holds no checkpoint of step {was.steps}, from which the run would go on. "
-            f"Type {shell_override('lora.start_from', run.path)} to begin a new run with its adapter."
+            f"Type {shell_override(*started_from)} to begin a new run with its weights."
         )
     cfg = replace(was, steps=steps, extended=[*was.extended, was.steps])
     validate(cfg)

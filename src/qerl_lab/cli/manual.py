@@ -24,7 +24,7 @@ GROUPS = {
     "scale": "what it runs on and at what size; a group or key that you type wins over it",
     "model": "the policy",
     "format": "weight format of its frozen base",
-    "lora": "rank of the adapters that learn",
+    "lora": "rank of the adapters that learn; full: all weights do",
     "aqn": "adaptive quantization noise: how sigma falls over the run",
     "algorithm": "advantages and loss",
     "task": "questions and rewards",

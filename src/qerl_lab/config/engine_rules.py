@@ -55,6 +55,11 @@ def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
             f"rollout.engine=vllm computes format.name={cfg.format.name} on a GPU only, and {why}; "
             f"allowed there: {DENSE_FORMAT}. Type rollout=transformers, or format={DENSE_FORMAT}."
         )
+    if cfg.rollout.engine == "vllm" and cfg.trains_all:
+        raise ConfigError(
+            f"rollout.engine=vllm with lora.rank=0 needs a GPU, and {why}: on a CPU vLLM reorders the weights, which "
+            "then cannot be replaced. Type rollout=transformers, or lora=rank32."
+        )
     if cfg.rollout.engine == "vllm" and cfg.rollout.vllm.sleep:
         raise ConfigError(
             f"rollout.vllm.sleep=true gives the memory of a GPU back, and {why}. Type rollout.vllm.sleep=false."

@@ -68,6 +68,14 @@ NEEDS = (
     Needs(SHARED, "rollout.vllm.sleep=false",
           "an engine that can sleep takes its weights' memory along when it ends, and the trainer would read them",
           "rollout.vllm.share_base=false, or rollout.vllm.sleep=false"),
+    *(Needs("lora.rank=0", allowed, why, f"{remedy}, or lora=rank32") for allowed, why, remedy in (
+        ("format.name=bf16", "it trains the weights themselves, and packed ones cannot move", "format=bf16"),
+        ("algorithm.beta=0", "the reference is the policy with its adapter off, and there is none",
+         "algorithm.beta=0"),
+        ("rollout.engine!=vllm_server", "a server takes an adapter only", "rollout=vllm"),
+        ("gpus=1", "weights, gradients and moments of a model are not split over GPUs", "gpus=1"),
+        ("lora.start_from=null", "it has no adapter", "model.path=RUN_DIR/model to begin with a trained model"),
+    )),
     Needs("rollout.engine=vllm_server", "gpus=1", "a server has one trainer",
           "gpus=1 and give the server several GPUs (--tensor-parallel-size), or type rollout=vllm"),
 )  # fmt: skip

@@ -73,7 +73,9 @@ class FormatConfig:
 
 @dataclass
 class LoraConfig:
-    rank: int = option(32, "rank r of the adapters (paper, Sec. 4.1: 32)", at_least=1, at_most=4096)
+    rank: int = option(
+        32, "rank r of the adapters (paper, Sec. 4.1: 32); 0: none, all weights are trained", at_least=0, at_most=4096
+    )
     alpha: float | None = option(
         None, "scaling is alpha / rank; null: alpha = rank (the paper states none)", at_least=1e-3, at_most=1e6
     )
@@ -393,6 +395,11 @@ class RunConfig:
     preregistration: str | None = option(None, "file of claims to test, committed before the run (docs/verdicts.md)")
     preregistration_sha256: str | None = option(None, "that file's SHA-256, set by the command")
     run_dir: str = option("", "where the run's record goes; empty is runs/<experiment>/seed<seed>/<time>")
+
+    @property
+    def trains_all(self) -> bool:
+        """Tell whether the run trains all weights of the model (lora=full) instead of an adapter."""
+        return self.lora.rank == 0
 
     @property
     def completions_per_step(self) -> int:

@@ -140,12 +140,13 @@ def identifying_settings(options: AccuracyOptions, chosen: Subject, tasks: Seque
     sampling = f"{drawn}, {cfg.rollout.max_completion_tokens:,} tokens"
     samples = {task.name: options.samples or (SMALL_SAMPLES if task.name in SMALL else cfg.eval.samples)
                for task in tasks}  # fmt: skip
+    began, trained = chosen.base or cfg.model, "none" if chosen.adapter is None else sha256(chosen.adapter / WEIGHTS)
     return {
-        "weights": {"hash": model_hash(local_folder(cfg.model.path, cfg.model.revision))},  # wherever it was copied to
+        "weights": {"hash": model_hash(local_folder(began.path, began.revision))},  # wherever it was copied to
         "format": cfg.format.name,
         "format_options": asdict(formats.build(cfg.format)) | {"ignore": cfg.format.ignore},
         "lora": [cfg.lora.rank, cfg.lora.alpha],
-        "adapter": "none" if chosen.adapter is None else sha256(chosen.adapter / WEIGHTS),
+        "adapter": model_hash(Path(cfg.model.path)) if chosen.base else trained,  # with lora=full a model
         "rollout": cfg.rollout.engine, "device": device.type, "dtype": str(policy.compute_dtype(cfg, device)),
         "batch_size": cfg.rollout.batch_size, "common": options.common,
         "benchmarks": {task.name: {"instruction": task.instruction, **task.data} for task in tasks},

@@ -76,7 +76,7 @@ class Texts:
     @property
     def model(self) -> PreTrainedModel:
         """Dense model that sampled the texts."""
-        return self.policy.model.get_base_model()
+        return self.policy.base
 
     @property
     def lengths(self) -> list[int]:
@@ -157,7 +157,7 @@ def sample_texts(options: EntropyOptions, device: torch.device) -> Texts:
     print(f"sampling {len(prompts)} completions of at most {most} tokens by the dense model, on {device}", flush=True)
     completions = rollout.build(cfg, dense).generate(prompts, 1, Sampling(most, options.seed)).completion_ids_P_G
     pairs = [(prompt, group[0]) for prompt, group in zip(prompts, completions, strict=True)]
-    model = dense.model.get_base_model()
+    model = dense.base
     states = kl.hidden_states(model, pairs, options.batch_size)
     entropies = torch.cat([kl.entropy_per_token(p).cpu() for p in kl.logprobs(model, states)])
     return Texts(dense, pairs, states, entropies, options.batch_size)

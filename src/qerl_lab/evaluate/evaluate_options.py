@@ -96,7 +96,8 @@ def requested_run(options: AccuracyOptions) -> RunDirectory:
     directory = RunDirectory(Path(options.run).expanduser())
     if not directory.is_claimed:
         raise ConfigError(f"run={options.run} is no directory of a run. Type one that holds resolved.yaml.")
-    if options.adapter and (directory.status != "done" or not (directory.adapter / WEIGHTS).is_file()):
+    trained = (directory.adapter / WEIGHTS, directory.model / "config.json")  # the latter with lora=full
+    if options.adapter and (directory.status != "done" or not any(file.is_file() for file in trained)):
         raise ConfigError(
             f"run={options.run} has no final adapter ({directory.status_in_words}); allowed: finished runs. "
             f"Type python -m qerl_lab {resume_override(options.run)} first, or adapter=false for its base alone."

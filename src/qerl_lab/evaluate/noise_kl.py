@@ -34,11 +34,12 @@ class Texts:
         Each batch has one of `noises`, in turn, so each text gets one noise draw. KL varies more between texts, a few
         of which dominate it, than between draws.
         """
-        model, total = self.policy.model.get_base_model(), 0.0
+        model, total = self.policy.base, 0.0
         for number, (pairs, clean) in enumerate(zip(self.pairs_N, self.clean_N, strict=True)):
             noisy = states(self.policy, noises[number % len(noises)], pairs)
             chunks = (kl.logprobs(model, of, self.temperature) for of in (noisy, clean))
-            total += sum(kl.per_token(p, q).sum().item() for p, q in zip(*chunks, strict=True))
+            with self.policy.computing():
+                total += sum(kl.per_token(p, q).sum().item() for p, q in zip(*chunks, strict=True))
         return total
 
 
@@ -52,4 +53,4 @@ def texts(policy: Policy, pairs: kl.Pairs, temperature: float, batch_size: int) 
 def states(policy: Policy, noise: Noise, pairs: kl.Pairs) -> Tensor:
     """Return the hidden states of the policy with noise at the compared tokens, as `kl.hidden_states` does."""
     with policy.as_sampler(noise.onto_norms(policy.clean_norms)):
-        return kl.hidden_states(policy.model.get_base_model(), pairs)
+        return kl.hidden_states(policy.base, pairs)

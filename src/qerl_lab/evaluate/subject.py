@@ -1,4 +1,4 @@
-"""Resolve what to evaluate: a run's base with its final adapter, or a model alone; packed or dequantized."""
+"""Resolve what to evaluate: what a run trained, which is an adapter on its base or a model; or a model alone."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from huggingface_hub import save_torch_state_dict
 from qerl_lab import preflight
 from qerl_lab.config.arm import as_recorded, settings_of_arm
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, RunConfig
+from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, ModelConfig, RunConfig
 from qerl_lab.evaluate.evaluate_options import AccuracyOptions, requested_run
 from qerl_lab.evaluate.summary import TRAINED_ON
 from qerl_lab.formats.format import PackedAs
@@ -33,7 +33,8 @@ class Subject:
 
     Attributes:
         said: description for the user.
-        adapter: folder of the adapter; None for the base alone.
+        adapter: folder of the adapter; None for the base alone and for a run that trained all weights.
+        base: with lora=full the model that the run began with; `cfg.model` is then the one that it trained.
         run_seed: the run's seed, which identifies it within its arm even if `seed=` changes the draw. For a model
             alone, the draw's seed.
         arm: settings that identify the run's arm, and the SHA-256 of its training questions; empty for a base alone.
@@ -43,6 +44,7 @@ class Subject:
     said: str
     cfg: RunConfig
     adapter: Path | None = None
+    base: ModelConfig | None = None
     run_seed: int = 0
     arm: Mapping[str, str] = field(default_factory=dict)
     day: date = field(default_factory=date.today)
@@ -77,16 +79,22 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
 
 
 def _resolve_run(options: AccuracyOptions) -> Subject:
-    """Return the subject of `run=`: the run's base with its final adapter, or for `adapter=false` the base alone."""
+    """Return the subject of `run=`: the run's base with its final adapter, or for `adapter=false` the base alone.
+
+    With lora=full it is the model that the run trained.
+    """
     directory = requested_run(options)
     cfg, said, day = directory.config(), f"run {options.run}", directory.first_day()
     on_disk.check_content(cfg)
     if not options.adapter:
-        return Subject(f"{said}, its base alone", cfg, None, cfg.seed, day=day)
+        return Subject(f"{said}, its base alone", cfg, run_seed=cfg.seed, day=day)
     arm = settings_of_arm(as_recorded(cfg))
     trained_on = directory.environment().get("data", {}).get(TRAINED_ON)
     arm |= {TRAINED_ON: trained_on} if trained_on else {}
-    return Subject(said, cfg, directory.adapter, cfg.seed, arm, day)
+    if cfg.trains_all:
+        base, cfg.model = cfg.model, replace(cfg.model, path=str(directory.model), revision=None, hash=None)
+        return Subject(said, cfg, None, base, cfg.seed, arm, day)
+    return Subject(said, cfg, directory.adapter, None, cfg.seed, arm, day)
 
 
 def _resolve_model(options: AccuracyOptions) -> Subject:

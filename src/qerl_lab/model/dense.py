@@ -1,22 +1,32 @@
-"""Collect a policy's weights by checkpoint name: the frozen base, dequantized, or merged with the adapter."""
+"""Collect a policy's weights by checkpoint name: its base, dequantized, or merged with the adapter; write them."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor
 
+from qerl_lab.model import all_weights
 from qerl_lab.model.linear import PackedLinear, packed_layers
 from qerl_lab.model.loading import tied
 from qerl_lab.model.policy import Policy
+from qerl_lab.model.weight_files import copy_companions, read_json
 
 
 def base_tensors(policy: Policy) -> dict[str, Tensor]:
-    """Return the frozen tensors of a policy's base by checkpoint name, without the adapter.
+    """Return the tensors of a policy's base by checkpoint name, without the adapter.
 
     Names leave out PEFT's wrapper layers. Packed Linears give their packed tensors; tied parameters appear once. Norms
-    are converted back from float32 to the model's dtype, in which they were loaded.
+    are converted back from float32 to the policy's dtype, in which they were loaded. If all weights
+    are trained, so is each, and on the host.
     """
-    base = policy.model.get_base_model()
-    norms = {f"{name}.weight": norm.detach().to(policy.model.dtype) for name, norm in policy.norms.items()}
+    if policy.trains_all:
+        return {name: tensor.to("cpu", policy.dtype) for name, tensor in all_weights.weights(policy.base).items()}
+    base = policy.base
+    norms = {f"{name}.weight": norm.detach().to(policy.dtype) for name, norm in policy.norms.items()}
     tensors, again = base.state_dict() | norms, tied(base)
     for name, module in base.named_modules():
         if isinstance(module, PackedLinear) and module.form is not None:  # tensors in an engine's layout
@@ -35,7 +45,7 @@ def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -
 
     With `merged` a layer with an adapter becomes W + scaling * B A, added in float32 and rounded once.
     """
-    base, tensors = policy.model.get_base_model(), base_tensors(policy)
+    base, tensors = policy.base, base_tensors(policy)
     packed = packed_layers(base)
     adapted = {name: layer for name, layer in base.named_modules() if merged and isinstance(layer, LoraLayer)}
     for name in packed | adapted:
@@ -51,3 +61,17 @@ def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -
             weight = torch.addmm(weight, B, A, alpha=lora.scaling["default"])
         tensors[f"{name}.weight"] = weight.to(dtype)
     return tensors
+
+
+def write_model(tensors: Mapping[str, Tensor], dtype: torch.dtype, base: Path, folder: Path) -> None:
+    """Write a dense model to `folder`, for transformers and vLLM: `tensors` in `dtype`, and the tokenizer of `base`.
+
+    config.json comes last, so that a folder that has one is whole.
+    """
+    folder.mkdir(exist_ok=True)
+    save_torch_state_dict({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, folder)
+    copy_companions(base, folder)
+    config = read_json(base / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
+    for key in ("quantization_config", "torch_dtype"):
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -247,7 +247,7 @@ def _check_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) -> Non
     linears = [layer.name for layer in in_model if layer.is_linear]
     norms = sorted({layer.name.rpartition(".")[2] for layer in in_model if len(layer.shape) == 1})
     ends = sorted({name.rpartition(".")[2] for name in linears} - {HEAD})
-    targets, ignore = cfg.lora.target_modules, cfg.format.ignore
+    targets, ignore = [] if cfg.trains_all else cfg.lora.target_modules, cfg.format.ignore
     unknown = [("lora.target_modules", "Linear layer", ends, entry) for entry in targets
                if not any(f".{name}".endswith(f".{entry}") for name in linears)]  # fmt: skip
     unknown += [("aqn.norms", "norm", norms, entry) for entry in cfg.aqn.norms if entry not in norms]

@@ -1,8 +1,8 @@
-"""The policy: a frozen packed base, trainable LoRA adapters, and norms that get noise."""
+"""The policy: a frozen packed base with trainable LoRA adapters, or all weights trainable; and norms that get noise."""
 
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import spell_list
 from qerl_lab.formats.format import PackedAs
-from qerl_lab.model import loading
+from qerl_lab.model import all_weights, loading
 from qerl_lab.model.chat import Chat, pad_id
 from qerl_lab.model.linear import packable, packed_head, packed_layers
 from qerl_lab.model.lora import register_lora
@@ -35,13 +35,38 @@ from qerl_lab.system.disk import make_readable
 class Policy:
     """The model that trainer and engine share.
 
-    `norms` are the weights that get noise, in float32, by full layer name. `clean_norms` are copies without noise.
+    Attributes:
+        model: the base with its adapter, or the base itself if all of its weights are trained.
+        norms: the weights that get noise, in float32, by full layer name.
+        clean_norms: the same without noise. They are copies, or if all weights are trained the memory that is trained.
+        autocast: dtype in which a model with float32 master weights computes; None for a model with an adapter.
     """
 
-    model: PeftModel
+    model: PeftModel | PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     norms: dict[str, nn.Parameter]
     clean_norms: dict[str, Tensor]
+    autocast: torch.dtype | None = None
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """Return the model without PEFT's wrapper; its layers contain the adapter, if there is one."""
+        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+
+    @property
+    def trains_all(self) -> bool:
+        """Tell whether all weights of the model are trained, instead of an adapter."""
+        return not isinstance(self.model, PeftModel)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype that the policy computes in, which is that of an engine's weights."""
+        return self.autocast or self.model.dtype
+
+    @property
+    def adapter_is_off(self) -> bool:
+        """Tell whether the policy has an adapter that is disabled, and so computes as its base."""
+        return isinstance(self.model, PeftModel) and not self.model.get_model_status().enabled
 
     @property
     def device(self) -> torch.device:
@@ -56,7 +81,15 @@ class Policy:
         """
         settings = self.model.config.to_dict()
         base = [value for key, value in settings.items() if "drop" in key and isinstance(value, int | float)]
-        return max(self.model.peft_config["default"].lora_dropout, *base, 0.0) > 0
+        own = self.model.peft_config["default"].lora_dropout if isinstance(self.model, PeftModel) else 0.0
+        return max(own, *base, 0.0) > 0
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Return a context manager for forward passes outside of the Trainer, which has its own.
+
+        Float32 master weights are autocast to `dtype`, if that is another.
+        """
+        return nullcontext() if self.dtype == self.model.dtype else torch.autocast(self.device.type, self.dtype)
 
     @contextmanager
     def norms_as(self, weights: dict[str, Tensor]) -> Iterator[None]:
@@ -79,10 +112,24 @@ class Policy:
         training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), self.norms_as(norms):
+            with torch.no_grad(), self.computing(), self.norms_as(norms):
                 yield
         finally:
             self.model.train(training)
+
+    def save_trained(self, folder: Path) -> None:
+        """Write what is trained to `folder`: the adapter in PEFT's layout, or all weights in float32."""
+        if isinstance(self.model, PeftModel):
+            save_adapter(self.model, folder)
+        else:
+            all_weights.save(self.model, folder)
+
+    def load_trained(self, folder: Path) -> None:
+        """Load what `save_trained` wrote to `folder`, in place. Raises ConfigError if an adapter cannot be read."""
+        if isinstance(self.model, PeftModel):
+            load_adapter(self.model, folder)
+        else:
+            all_weights.load(self.model, folder)
 
     @cached_property
     def chat(self) -> Chat:
@@ -137,7 +184,9 @@ def compute_dtype(cfg: RunConfig, device: torch.device) -> torch.dtype:
 
 
 def build(cfg: RunConfig, device: torch.device) -> Policy:
-    """Build the policy: load the base, pack its Linears, attach new adapters (seeded), find the norms.
+    """Build the policy: load the base, pack its Linears, find the norms, attach new adapters (seeded).
+
+    With lora=full it attaches none, and lets all weights of the base be trained.
 
     Raises:
         ConfigError: the model cannot be loaded, lacks a configured module, or a norm of aqn.norms feeds no linear
@@ -145,6 +194,10 @@ def build(cfg: RunConfig, device: torch.device) -> Policy:
     """
     base, tokenizer = load_base(cfg, device)
     norms = {name: hold_in_float32(norm) for name, norm in noisy_norms(base, cfg.aqn.norms, cfg.model.path).items()}
+    if cfg.trains_all:
+        dtype = base.dtype
+        all_weights.make_trainable(base, dtype)
+        return Policy(base, tokenizer, norms, {name: norm.detach() for name, norm in norms.items()}, dtype)
     model = attach_adapters(base, cfg)
     clean = {name: norm.detach().clone() for name, norm in norms.items()}
     return Policy(model, tokenizer, norms, clean)

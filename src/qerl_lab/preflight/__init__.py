@@ -139,13 +139,22 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
     dense_bytes = 2 if cfg.model.dtype == "bfloat16" or (on_gpu and cfg.model.dtype == "auto") else 4
     is_cached = not on_gpu and cfg.format.dense_cache != "off"
     needed = count * (dense_bytes if is_dense or is_cached else 0.5)
+    if cfg.trains_all:
+        needed = count * (8 + _moment_bytes(cfg))  # weights and gradients in float32
     held = machine.gpu_memory_bytes() if on_gpu else machine.memory_bytes()
     if held is not None and needed > held:
+        remedy = "." if not is_dense and on_gpu else ", or format=nvfp4 with format.dense_cache=off."
         raise ConfigError(
-            f"{said}, which take {needed / GIB:.1f} GiB with format={cfg.format.name}, and "
+            f"{said}, which take {needed / GIB:.1f} GiB with format={cfg.format.name}"
+            f"{' and lora=full' if cfg.trains_all else ''}, and "
             f"{'the GPU' if on_gpu else 'this machine'} has {held / GIB:.1f} GiB. Type a smaller model"
-            f"{'.' if not is_dense and on_gpu else ', or format=nvfp4 with format.dense_cache=off.'}"
+            f"{', or lora=rank32.' if cfg.trains_all else remedy}"
         )
+
+
+def _moment_bytes(cfg: RunConfig) -> int:
+    """Return the bytes of Adam's two moments of a weight."""
+    return 2 if cfg.optim.name == "adamw_8bit" else 8
 
 
 def _count_parameters(path: str, folder: Path | None) -> int | None:
@@ -175,10 +184,12 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
 
     `folder` is the model's local directory; it is None for a hub id, or for a GGUF file not yet unpacked.
     """
-    adapter = on_disk.adapter_parameters(folder, cfg) if folder else 0
-    moments = 2 if cfg.optim.name == "adamw_8bit" else 8
+    if cfg.trains_all:
+        trained = _count_parameters(cfg.model.path, folder) or 0
+    else:
+        trained = on_disk.adapter_parameters(folder, cfg) if folder else 0
     written = cfg.steps // cfg.checkpoint.every + 1 if cfg.checkpoint.every else 1
-    needed = RECORD_BYTES + adapter * (4 + moments) * (min(cfg.checkpoint.kept, written) + 1)
+    needed = RECORD_BYTES + trained * (4 + _moment_bytes(cfg)) * (min(cfg.checkpoint.kept, written) + 1)
     _refuse_full_disk(run_dir, needed, "its checkpoints", "Type run_dir=DIR on another disk, or checkpoint.keep=1.")
     store = Path(os.environ.get("HF_HUB_CACHE", hub_home() / "hub")).expanduser()  # by huggingface_hub's rules
     remedy = "Set HF_HOME to a directory on another."

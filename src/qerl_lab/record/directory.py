@@ -5,6 +5,7 @@ QUEUED                                            the typed command, until the r
 env.json code.diff sessions.json                  where, with what code and when it ran
 metrics.jsonl samples.jsonl eval.parquet          measurements
 checkpoints/ adapter/ curves.png mlflow.json      trained weights, curves, and the MLflow run that mirrors it
+model/                                            in place of adapter/, the model of a run that trained all weights
 console.txt                                       output of a job of a sweep
 DONE or FAILED                                    how it ended; neither after an interruption
 """
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 DONE, FAILED, QUEUED, TYPED = "DONE", "FAILED", "QUEUED", ".typed"
 CONSOLE, MIRROR, SESSIONS, EVALUATIONS = "console.txt", "mlflow.json", "sessions.json", "eval.parquet"
 ARTIFACTS = (resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, EVALUATIONS, "curves.png")
-WRITTEN_IN_PLACE = ("", resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, "checkpoints", "adapter")
+WRITTEN_IN_PLACE = ("", resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, "checkpoints", "adapter", "model")
 MARKS = (resolved.NAME, METRICS_FILE.name, DONE, FAILED)  # any of them marks a run directory, even a damaged one
 LEFT_BY_A_REFUSED_RUN = {
     resolved.NAME, QUEUED, TYPED, FAILED, "env.json", "code.diff", SESSIONS, CONSOLE,
@@ -54,6 +55,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.checkpoints, self.adapter = self.path / "checkpoints", self.path / "adapter"
+        self.model = self.path / "model"
         self.curves, self.console = self.path / "curves.png", self.path / CONSOLE
 
     def _read_json(self, name: str, kind: type) -> Any:

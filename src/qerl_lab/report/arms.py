@@ -202,7 +202,12 @@ def task_of(run: Run) -> str:
 
 
 def format_setting(key: str, value: str) -> str:
-    """Format a setting as `key=value` for a label. A long value is shortened, and the key task.name becomes `task`."""
+    """Format a setting as `key=value` for a label. A long value is shortened, and the key task.name becomes `task`.
+
+    lora.rank=0 becomes lora=full.
+    """
+    if (key, value) == ("lora.rank", "0"):
+        return "lora=full"
     return f"{'task' if key == TASK else key}={shorten(value)}"
 
 

@@ -45,7 +45,8 @@ def where(run_dir: Path, mirror: Mirrored | None) -> str:
     `mirror` tells what MLflow has of the run; None if it is not used. If it lacks a part, the command to fill it is
     added.
     """
-    lines = [f"run directory: {terminal.format_path(run_dir)}  (curves.png, metrics.jsonl, eval.parquet, adapter/)"]
+    trained = "model" if (run_dir / "model").is_dir() else "adapter"
+    lines = [f"run directory: {terminal.format_path(run_dir)}  (curves.png, metrics.jsonl, eval.parquet, {trained}/)"]
     if mirror and mirror.experiment_id:
         lines += _explain_opening(mirror.uri, f"#/experiments/{mirror.experiment_id}/runs")
     if mirror and not mirror.is_whole:
@@ -58,15 +59,15 @@ def where(run_dir: Path, mirror: Mirrored | None) -> str:
 
 
 def next_steps(run_dir: Path) -> str:
-    """Return the commands that show, report and export a finished run, a line each."""
+    """Return the commands that show and report a finished run, and export its adapter, a line each."""
     here, line = shlex.quote(terminal.format_path(run_dir)), f"next: {terminal.python_command()} -m qerl_lab"
-    return "\n".join(
-        [
-            f"{line}.tools.samples {here}",
-            f"{line}.report {here} {shell_override('out', f'results/{run_dir.name}')}",
-            f"{line}.tools.export {here} {shell_override('out', f'exports/{run_dir.name}')}",
-        ]
-    )
+    lines = [
+        f"{line}.tools.samples {here}",
+        f"{line}.report {here} {shell_override('out', f'results/{run_dir.name}')}",
+    ]
+    if not (run_dir / "model").is_dir():  # a model trained with lora=full needs no export
+        lines.append(f"{line}.tools.export {here} {shell_override('out', f'exports/{run_dir.name}')}")
+    return "\n".join(lines)
 
 
 def _explain_opening(uri: str, page: str) -> list[str]:

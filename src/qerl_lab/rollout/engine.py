@@ -120,7 +120,7 @@ class Engine(Protocol):
         """
 
     def sync(self, noise: Noise) -> None:
-        """Copy the policy's current adapter and clean norms to the engine, and add `noise` to these norms.
+        """Copy what the policy trains and its clean norms to the engine, and add `noise` to these norms.
 
         With `aqn.CLEAN` they stay clean.
         Raises EngineFailed.

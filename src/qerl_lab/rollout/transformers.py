@@ -26,7 +26,7 @@ class TransformersEngine:
     def sync(self, noise: Noise) -> None:
         """Add `noise` to copies of the policy's clean norm weights, which `generate` then samples with.
 
-        The adapter is not copied, because the engine samples from the policy's own modules.
+        What is trained is not copied, because the engine samples from the policy's own modules.
         """
         self._norms = noise.onto_norms(self.policy.clean_norms)
 

@@ -46,11 +46,16 @@ class ExportOptions(Writes):
 def check(options: ExportOptions) -> RunDirectory:
     """Return the run to export. Raises ConfigError unless it is done, has an adapter, and `out` may be written."""
     run = RunDirectory(Path(options.run).expanduser().absolute())
-    run.config()
+    is_whole = run.config().trains_all
     if run.status != "done":
         raise ConfigError(
             f"run={options.run} is {run.status_in_words}; allowed: a finished run. "
             f"Type python -m qerl_lab {resume_override(options.run)} first."
+        )
+    if is_whole:
+        raise ConfigError(
+            f"run={options.run} trained all weights, and export is of adapters. Copy {run.model}, a model that "
+            "transformers and vLLM load."
         )
     if not (run.adapter / WEIGHTS).is_file():
         raise ConfigError(f"run={options.run} has no adapter/{WEIGHTS}. Type another run.")
@@ -114,25 +119,16 @@ def write_dense(run: RunConfig, adapter: Path, base: Path, out: Path, dtype_name
     from the folder `base`. Changes `run` in place, to merge in float32 on the CPU.
     """
     import torch
-    from huggingface_hub import save_torch_state_dict
 
     from qerl_lab.model import policy
-    from qerl_lab.model.dense import dense_tensors
-    from qerl_lab.model.weight_files import copy_companions, read_json
+    from qerl_lab.model.dense import dense_tensors, write_model
 
     dtype = getattr(torch, dtype_name)
     run.format.dense_cache, run.model.dtype = "off", "float32"  # merge in float32
     run.model.attention = "sdpa"  # attention never runs here, and another package may be missing
     loaded = policy.build(run, torch.device("cpu"))
     policy.load_start_adapter(loaded.model, adapter)
-    tensors = dense_tensors(loaded, dtype, merged=merged)
-    out.mkdir(exist_ok=True)
-    save_torch_state_dict({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, out)
-    copy_companions(base, out)
-    config = read_json(base / "config.json") | {"dtype": dtype_name}
-    for key in ("quantization_config", "torch_dtype"):
-        config.pop(key, None)
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_model(dense_tensors(loaded, dtype, merged=merged), dtype, base, out)
 
 
 def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:

@@ -49,7 +49,7 @@ with exits.starting(__name__):
 
 RUNS = "runs/queue"
 ROW = "queue.json"  # in a run's directory: its row of the ledger
-LEFT_THERE = ("checkpoints", "adapter", "curves.png")  # too large to transfer, or redrawn by the report
+LEFT_THERE = ("checkpoints", "adapter", "model", "curves.png")  # too large to transfer, or redrawn by the report
 STAGGER_SECONDS = 30.0  # between the starts of runs on one GPU: engines that start at once compete for its memory
 START_SECONDS = 60.0  # start no run with less time left: engines need as long to start
 GRACE_SECONDS = 60.0  # for a stopped run to save

@@ -34,7 +34,7 @@ def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
         adam_beta2=cfg.optim.beta2,
         max_grad_norm=cfg.optim.max_grad_norm,
         optim={"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit"}[cfg.optim.name],
-        bf16=policy.model.dtype == torch.bfloat16,
+        bf16=policy.dtype == torch.bfloat16,
         gradient_checkpointing=cfg.model.gradient_checkpointing,
         use_cpu=policy.device.type == "cpu",
         ddp_find_unused_parameters=False,

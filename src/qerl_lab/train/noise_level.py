@@ -173,7 +173,7 @@ def probe(
     tokens_T = torch.tensor([token for _, completion in pairs for token in completion], device=policy.device)
     sampler_T = torch.tensor([logprob for *_, logprobs in rows for logprob in logprobs], dtype=torch.float64)
     noisy = {name: weight.to(policy.norms[name]) for name, weight in norms.items()}
-    model, kl_T, noisy_T = policy.model.get_base_model(), list[Tensor](), list[Tensor]()
+    model, kl_T, noisy_T = policy.base, list[Tensor](), list[Tensor]()
     with policy.as_sampler(policy.clean_norms):
         clean_states = kl.hidden_states(model, pairs)
         with policy.norms_as(noisy):

@@ -25,7 +25,7 @@ def bytes_by_owner(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, 
     learned = sum(parameter.nbytes for parameter in policy.model.parameters() if parameter.requires_grad)
     found = {
         "frozen base": weight_bytes(policy.model).total - learned,
-        "adapter, its gradients and moments": 4 * learned,
+        f"{'weights' if policy.trains_all else 'adapter'}, its gradients and moments": 4 * learned,
         **{name: size for name, size in held_by_engine.items() if name != ASLEEP},
     }
     if policy.device.type == "cuda":
@@ -74,6 +74,8 @@ def in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], 
         shares += f" (vLLM's key-value cache, {asleep / GIB:.2f}, sleeps and holds none)"
     remedies = ["a smaller jobs_per_gpu"] if found.get(OTHERS, 0) > MUCH else []
     remedies += [f"optim.micro_batch_size lower than {cfg.optim.micro_batch_size}"]
+    if cfg.trains_all:
+        remedies.append("lora=rank32")
     if not cfg.model.gradient_checkpointing:
         remedies.append("model.gradient_checkpointing=true")
     if cfg.rollout.engine == "vllm" and not asleep:

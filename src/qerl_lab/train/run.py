@@ -18,8 +18,8 @@ from qerl_lab.config.paths import adapter_folder
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_override
 from qerl_lab.evaluate.accuracy import Evaluation, evaluate, merge_parts
-from qerl_lab.model import linear, on_disk
-from qerl_lab.model.policy import Policy, device_of, load_adapter, load_start_adapter, save_adapter
+from qerl_lab.model import dense, linear, on_disk
+from qerl_lab.model.policy import Policy, device_of, load_start_adapter
 from qerl_lab.model.policy import build as build_policy
 from qerl_lab.model.weight_files import local_folder
 from qerl_lab.preflight import question_counts
@@ -228,7 +228,7 @@ def train(session: Session) -> None:
     """
     cfg, policy, saved, tracker = session.cfg, session.policy, session.saved, session.tracker
     if saved and session.done == cfg.steps:  # killed after the last step: only evaluation is missing
-        load_adapter(policy.model, saved.path)
+        policy.load_trained(saved.path)
         evaluate_subset(session, session.done)
         return
     cursor = Cursor(session.data, saved.prompts_seen if saved else 0)
@@ -263,18 +263,22 @@ def train(session: Session) -> None:
 
             trainer.on_step, trainer.before_save = record_step, flush_and_describe_config
         if saved:
-            load_adapter(policy.model, saved.path)  # only now: the trainer may copy the initial adapter as KL reference
+            policy.load_trained(saved.path)  # only now: the trainer may copy the initial adapter as KL reference
             evaluate_subset(session, session.done)
         trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
 
 
 def conclude(session: Session, tracker: Tracker) -> None:
-    """Complete a finished run: save adapter and curves, end the tracking, write DONE, and print the summary.
+    """Complete a finished run: save adapter or model, and curves, end the tracking, write DONE, and print the summary.
 
     DONE holds the headline numbers. Deletes the checkpoints if checkpoint.keep is 0.
     """
     cfg, directory, data = session.cfg, session.directory, session.data
-    save_adapter(session.policy.model, directory.adapter)
+    if cfg.trains_all:
+        base = local_folder(cfg.model.path, cfg.model.revision)
+        dense.write_model(dense.base_tensors(session.policy), torch.bfloat16, base, directory.model)
+    else:
+        session.policy.save_trained(directory.adapter)
     from qerl_lab.report import plots  # here, so that the first step does not wait a second for matplotlib
 
     title = f"{cfg.experiment}: {cfg.model.name} on {cfg.task.name}, seed {cfg.seed}"
@@ -306,11 +310,12 @@ def opening_lines(session: Session) -> str:
     bits = formats.build(cfg.format).bits_per_weight
     weights = f"{bits:.2f} bits a weight, {linear.weight_bytes(policy.model).linears / 2**20:.2f} MiB"
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    trained = "all weights in float32" if cfg.trains_all else f"LoRA rank {cfg.lora.rank}"
     name = f" ({torch.cuda.get_device_name(policy.device)})" if policy.device.type == "cuda" else ""
     lines = [
         f"{cfg.experiment} at scale {cfg.scale}: {cfg.model.name} in {cfg.format.name} ({weights}), "
         f"{noise}, on {policy.device}{name}{f', {cfg.gpus} processes' if cfg.gpus > 1 else ''}",
-        f"{cfg.algorithm.name}, LoRA rank {cfg.lora.rank} ({trainable:,} parameters), "
+        f"{cfg.algorithm.name}, {trained} ({trainable:,} parameters), "
         f"learning rate {cfg.optim.learning_rate:g}, {data.task.name} with {len(data.questions):,} questions",
         f"{cfg.steps} steps of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions of at most "
         f"{cfg.rollout.max_completion_tokens:,} tokens, {cfg.optim.micro_batch_size} at a time, seed {cfg.seed}",

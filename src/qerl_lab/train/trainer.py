@@ -29,7 +29,7 @@ from qerl_lab.algorithms import correction
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
 from qerl_lab.evaluate import kl
-from qerl_lab.model.policy import Policy, save_adapter
+from qerl_lab.model.policy import Policy
 from qerl_lab.record import checkpoint
 from qerl_lab.record.metrics import METRICS
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
@@ -57,7 +57,7 @@ class LabTrainer(GRPOTrainer):
         device_done = torch.cuda.synchronize if policy.device.type == "cuda" else lambda: None
         self.clock = Clock(device_done, ranks)
         self.level = NoiseLevel(cfg)  # sigma of each step
-        self.packs = packing.should_pack(cfg, policy.model.get_base_model())
+        self.packs = packing.should_pack(cfg, policy.base)
         self.batch = Batch([], np.zeros((0, 0)), [], [])  # from the last rollout
         self.measured: dict[str, float] = {}
         self.loss_tokens: list[float] = []  # per micro-batch
@@ -247,9 +247,8 @@ class LabTrainer(GRPOTrainer):
         The policy keeps the current weights of its norm layers, with any noise they hold. The reference gets the
         weights without noise. TRL computes the reference by disabling the policy's adapter.
         """
-        is_reference = not self.policy.model.get_model_status().enabled
         held = {name: norm.data for name, norm in self.policy.norms.items()}
-        return self.policy.as_sampler(self.policy.clean_norms if is_reference else held)
+        return self.policy.as_sampler(self.policy.clean_norms if self.policy.adapter_is_off else held)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Override the Trainer's hook: run the forward and backward pass of a micro-batch; return its loss.
@@ -267,7 +266,7 @@ class LabTrainer(GRPOTrainer):
 
     def _packed_attention(self) -> AbstractContextManager[None]:
         """Return a context manager that lets the policy use packed attention if the run packs."""
-        return packing.packed_attention(self.policy.model.get_base_model()) if self.packs else nullcontext()
+        return packing.packed_attention(self.policy.base) if self.packs else nullcontext()
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Override TRL's hook: compute TRL's loss with the run's noise and attention, and correct its entropy bonus.
@@ -342,11 +341,12 @@ class LabTrainer(GRPOTrainer):
         return metrics | self.measured | {name: max(rank[name] for rank in memory) for name in memory[0]}
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
-        """Raise Diverged if loss, gradient norm or adapter is not finite, before checkpoint or sampler get it."""
-        adapter = [parameter for parameter in self.policy.model.parameters() if parameter.requires_grad]
-        largest = torch.nn.utils.get_total_norm(adapter, math.inf).item()
+        """Raise Diverged if loss, gradient norm or a weight is not finite, before checkpoint or sampler get it."""
+        trained = [parameter for parameter in self.policy.model.parameters() if parameter.requires_grad]
+        largest = torch.nn.utils.get_total_norm(trained, math.inf).item()
+        of = "model" if self.cfg.trains_all else "adapter"
         values = {"loss": metrics["policy/loss"], "gradient norm": metrics["policy/grad_norm"]}
-        for name, value in (values | {"largest weight of the adapter": largest}).items():
+        for name, value in (values | {f"largest weight of the {of}": largest}).items():
             if not math.isfinite(value):
                 raise Diverged(
                     f"{name} is {'NaN' if math.isnan(value) else 'infinite'} at step {self.steps_done}. Type a lower "
@@ -358,9 +358,19 @@ class LabTrainer(GRPOTrainer):
         """Override the Trainer's hook: write no model card, because the run directory is the record."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Override the Trainer's hook: write only the adapter to `output_dir`; base and tokenizer do not change."""
+        """Override the Trainer's hook: write only what is trained to `output_dir`; the tokenizer does not change."""
         if self.ranks.is_first:
-            save_adapter(self.policy.model, Path(str(output_dir)))
+            self.policy.save_trained(Path(str(output_dir)))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        """Override the Trainer's hook: load what `save_model` wrote.
+
+        Overrides a private method, because the Trainer's warns of tied weights that the file lacks.
+        """
+        if self.cfg.trains_all:
+            self.policy.load_trained(Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
         """Override the Trainer's hook: write TRL's files and the run's own state atomically, into one folder.

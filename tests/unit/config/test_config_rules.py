@@ -31,6 +31,7 @@ def refusal(**values: Any) -> str:
 
 
 SERVER = {"rollout__engine": "vllm_server"}
+FULL = {"lora__rank": 0, "format__name": "bf16"}
 TILES = {"format__name": "nvfp4", "rollout__vllm__linear_backend": "fp4_tiles"}
 W8A8 = {"format__name": "fp8", "format__activations": "fp8", "rollout__engine": "vllm"}
 KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
@@ -39,7 +40,13 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
 @pytest.mark.parametrize(
     ("values", "given", "remedy"),
     [
-        ({"lora__rank": 0}, "lora.rank=0", "lora.rank=1"),
+        ({"lora__rank": -1}, "lora.rank=-1", "lora.rank=0"),
+        ({"lora__rank": 0, "format__name": "nvfp4"}, "lora.rank=0 with format.name=nvfp4", "format=bf16, or lora=rank"),
+        (FULL | {"algorithm__beta": 0.1}, "lora.rank=0 with algorithm.beta=0.1", "algorithm.beta=0, or lora=rank32"),
+        (FULL | SERVER, "with rollout.engine=vllm_server", "Type rollout=vllm, or lora=rank32"),
+        (FULL | {"gpus": 2}, "lora.rank=0 with gpus=2", "Type gpus=1, or lora=rank32"),
+        (FULL | {"lora__start_from": "runs/a"}, "lora.start_from=runs/a", "Type model.path=RUN_DIR/model"),
+        (FULL | {"rollout__engine": "vllm", "device": "cpu"}, "device=cpu", "Type rollout=transformers"),
         ({"optim__max_grad_norm": 1e13}, "optim.max_grad_norm=10000000000000.0", "at most 1e12. Type"),
         ({"model__attention": "flash_attention_2", "device": "cpu"}, "device=cpu", "model.attention=sdpa"),
         ({"model__attention": "flash_attention_2", "model__dtype": "float32"}, "float32", "model.attention=sdpa"),
@@ -118,6 +125,7 @@ def test_a_bad_value_is_refused_with_what_was_given_and_what_to_type(values, giv
     [
         SERVER, SERVER | {"rollout__vllm_server__url": "http://[::1]:8000/"}, SERVER | {"device": "cpu"},
         SERVER | {"rollout__vllm_server__url": "https://gpu7", "rollout__vllm_server__adapter_dir": "/shared"},
+        FULL, FULL | {"aqn__schedule": "linear"},
         {"lora__rank": 1}, {"lora__alpha": None}, {"eval__questions": 0}, {"eval__questions": 2}, {"seed": 2**32 - 1},
         {"format__ignore": ["re:.*q_proj", "lm_head"]}, {"task__format_reward": 0.0},
         {"eval__top_p": 1.0}, {"optim__learning_rate": 0.0}, {"lora__alpha": 32}, {"model__revision": None},

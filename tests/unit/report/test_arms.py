@@ -78,6 +78,8 @@ OF_GSM8K = {"task__name": "gsm8k", "task__gsm8k__max_steps": 2}
      ["bf16", "nvfp4_aqn (aqn=exponential)", "nvfp4_aqn (aqn=linear)"]),
     ([run("bf16"), run("nvfp4", optim__learning_rate=1.0)],
      ["bf16 (optim.learning_rate=1e-05)", "nvfp4 (optim.learning_rate=1.0)"]),
+    ([run("bf16"), run("nvfp4"), run("bf16", lora__rank=0)],
+     ["bf16", "nvfp4", "bf16 (lora=full)"]),
     # one configuration under two names
     ([run("nvfp4_aqn"), run("nvfp4", 1, aqn__schedule="exponential")], ["nvfp4 = nvfp4_aqn"] * 2),
     # of two tasks the name is in the label, and what it tells is not

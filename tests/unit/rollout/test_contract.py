@@ -53,6 +53,7 @@ class Built:
 VLLM = {"rollout__engine": "vllm", "format__name": "bf16", "rollout__vllm__enforce_eager": True}
 SETTINGS = {
     "transformers": {"rollout__engine": "transformers"},
+    "transformers_full": {"rollout__engine": "transformers", "format__name": "bf16", "lora__rank": 0},
     "vllm_request": VLLM | {"rollout__vllm__lora": "request"},
     "vllm_dense": VLLM | {"rollout__vllm__lora": "dense"},
     "vllm_server": VLLM | {"rollout__engine": "vllm_server", "rollout__vllm__kv_cache_gib": 0.25},
@@ -229,8 +230,9 @@ def check_progress(built: Built) -> None:
 
 
 def check_adapter(built: Built) -> None:
-    """A sync takes over the adapter that the policy has by then."""
-    weights = [p for name, p in built.policy.model.named_parameters() if "lora_B" in name]
+    """A sync takes over the adapter, or all weights, that the policy has by then."""
+    trained = "down_proj" if built.policy.trains_all else "lora_B"
+    weights = [p for name, p in built.policy.model.named_parameters() if trained in name]
     before = [weight.data.clone() for weight in weights]
     try:
         for weight in weights:

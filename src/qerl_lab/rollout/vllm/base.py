@@ -42,7 +42,7 @@ def folder_of(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
         return
     tensors, config = base_tensors(policy), read_json(own / "config.json")
     if cfg.format.name != DENSE_FORMAT:
-        dtype = policy.model.dtype
+        dtype = policy.dtype
         config["quantization_config"] = formats.build(cfg.format).quantization_config(cfg.format.ignore, dtype)
     text = json.dumps(config)
     with scratch_folder(size_of(tensors), hashlib.sha256(text.encode()).hexdigest()[:12]) as folder:

@@ -30,7 +30,7 @@ Layers = dict[str, PackedLinear]
 
 def layers_of(policy: Policy) -> Layers:
     """Return the policy's packed layers by checkpoint name."""
-    return linear.packed_layers(policy.model.get_base_model())
+    return linear.packed_layers(policy.base)
 
 
 @contextmanager

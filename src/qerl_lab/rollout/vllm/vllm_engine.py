@@ -1,4 +1,4 @@
-"""Rollout engine on vLLM in the trainer's process: packed base, the policy's adapter, noisy norms.
+"""Rollout engine on vLLM in the trainer's process: packed base and the policy's adapter, or all weights; noisy norms.
 
 Uses vLLM's documented interfaces only: `LLM(...)`, `add_request` and `step` of its engine, `add_lora`, `apply_model`,
 `collective_rpc`, `reset_prefix_cache`, `sleep`, `wake_up`. logprob_scheduler.py uses one that is documented as not
@@ -35,6 +35,7 @@ from qerl_lab.model.weight_files import read_json
 from qerl_lab.rollout.engine import ASLEEP, EngineFailed, OnDone, Rollout, Sampling, do_nothing
 from qerl_lab.rollout.vllm import logprob_scheduler, one_copy
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
+from qerl_lab.rollout.vllm.all_weights import AllWeights
 from qerl_lab.rollout.vllm.backends import IN_VLLM, choose_backend
 from qerl_lab.rollout.vllm.base import folder_of
 from qerl_lab.rollout.vllm.kv_cache import bytes_per_token, free_bytes, kv_cache_bytes
@@ -61,8 +62,8 @@ class VllmEngine:
         os.environ.update(IN_THIS_PROCESS)
         if policy.device.type == "cuda":
             os.environ.update(SEEDS_IN_ONE_KERNEL)
-        own = DenseAdapter if cfg.rollout.vllm.lora == "dense" else AdapterFile
-        self._adapter: DenseAdapter | AdapterFile = own(policy.model, cfg)
+        own = AllWeights if cfg.trains_all else DenseAdapter if cfg.rollout.vllm.lora == "dense" else AdapterFile
+        self._adapter: AllWeights | DenseAdapter | AdapterFile = own(policy.model, cfg)
         share = cfg.rollout.vllm.share_base
         aside = one_copy.packed_on_host(policy) if share else nullcontext()
         with random_state_restored(policy.device), aside, folder_of(policy, cfg) as folder:
@@ -91,7 +92,7 @@ class VllmEngine:
         return self._llm
 
     def sync(self, noise: Noise) -> None:
-        """Copy the policy's adapter and noisy norms into vLLM, and reset the prefix cache of the old weights.
+        """Copy what the policy trains and its noisy norms into vLLM, and reset the prefix cache of the old weights.
 
         Raises EngineFailed if vLLM refuses.
         """
@@ -257,12 +258,14 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
     `backend` is the result of `choose_backend`. `of_adapter` are further arguments of `LLM`, from the adapter.
     """
     own = cfg.rollout.vllm
-    config, dtype = read_json(folder / "config.json"), policy.model.dtype
+    config, dtype = read_json(folder / "config.json"), policy.dtype
     per_token = bytes_per_token(config, 1 if own.kv_cache_dtype == "fp8" else dtype.itemsize)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if own.dense_rows:
-        packed = packed_layers(policy.model.get_base_model()).values()
+        packed = packed_layers(policy.base).values()
         weights += sum(layer.out_features * layer.in_features for layer in packed) * dtype.itemsize
+    if policy.trains_all:  # the trainer's gradients and two moments come later, and need room beside the cache
+        weights += 3 * sum(weight.nbytes for weight in policy.model.parameters())
     arguments: dict[str, Any] = {
         **serving_arguments(cfg, dtype, policy.device),
         "kv_cache_memory_bytes": kv_cache_bytes(cfg, per_token, free_bytes(policy.device) - weights),

@@ -1,0 +1,120 @@
+"""A policy whose weights are all trained: what it computes, what moves, what is written and read."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from qerl_lab.aqn import CLEAN, Noise
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.model import all_weights, dense
+from qerl_lab.model.on_disk import ASSETS
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.transformers import TransformersEngine
+from small_checkpoints import write_dense
+from trained import train
+
+FULL = {"lora__rank": 0, "format__name": "bf16"}
+IDS = torch.tensor([list(range(5, 45)), list(range(105, 145))])
+
+
+def logits(policy: Policy) -> Tensor:
+    with policy.as_sampler(policy.clean_norms):
+        return policy.model(input_ids=IDS).logits
+
+
+@pytest.fixture
+def full(tiny: Callable[..., RunConfig], build_policy: Callable[[RunConfig], Policy]) -> Policy:
+    return build_policy(tiny(**FULL))
+
+
+@pytest.fixture(scope="module")
+def unrounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pocket policy with float32 weights that are not bfloat16's, as GGUF files have."""
+    model = AutoModelForCausalLM.from_pretrained(ASSETS, dtype=torch.float32, use_safetensors=True)
+    for weight in model.parameters():
+        weight.data += 1e-3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    return write_dense(tmp_path_factory.mktemp("float32"), model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_before_training_it_computes_as_the_base_of_a_run_with_an_adapter(tiny, build_policy, unrounded, dtype) -> None:
+    """Bit for bit, also where files are not in bfloat16; this base is what engines load and compute with."""
+    same = {"format__name": "bf16", "model__dtype": dtype, "model__path": str(unrounded)}
+    full, adapter = (build_policy(tiny(**same, lora__rank=rank)) for rank in (0, 4))
+    with adapter.model.disable_adapter():
+        expected = logits(adapter)
+    assert (full.dtype, full.model.dtype) == (getattr(torch, dtype), torch.float32)
+    assert torch.equal(logits(full), expected)
+    assert all(torch.equal(norm, full.clean_norms[name]) for name, norm in adapter.clean_norms.items())
+    tensors = dense.base_tensors(full)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in dense.base_tensors(adapter).items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_weight_gets_a_gradient_and_moves_and_the_sampler_follows(tiny, build_policy, tmp_path, dtype) -> None:
+    """Even at a learning rate of 1e-6, of which bfloat16 weights would keep little."""
+    cfg = tiny(**FULL, model__dtype=dtype, optim__learning_rate=1e-6, algorithm__updates_per_rollout=2)
+    policy = build_policy(cfg)
+    before = {name: weight.detach().clone() for name, weight in policy.model.named_parameters()}
+    addresses = {name: weight.data_ptr() for name, weight in policy.model.named_parameters()}
+    engine = TransformersEngine(policy, 64)
+    found = train(cfg, policy, engine, tmp_path)
+    for name, weight in policy.model.named_parameters():
+        gradients = [update[name] for update in found.gradients]  # of flat groups alone one is zero
+        assert all(gradient.dtype == torch.float32 for gradient in gradients), name
+        assert max(gradient.abs().max() for gradient in gradients) > 0, name
+        moved = (weight.detach() - before[name]).abs()
+        assert 0 < moved.max() < 1e-5, name
+        assert (moved > 0).float().mean() > 0.5, name
+        assert weight.data_ptr() == addresses[name], name
+    assert found.steps[-1]["sampler/kernel_gap_max"] < (1e-4 if dtype == "float32" else 0.2)
+    for noise in (CLEAN, Noise(0.3, seed=0, step=1)):
+        engine.sync(noise)
+        trained = {name: policy.norms[name].detach() for name in policy.norms}
+        expected = noise.onto_norms(trained)
+        assert all(torch.equal(norm, expected[name]) for name, norm in engine.norms().items())
+        assert not any(torch.equal(norm, before[f"{name}.weight"]) for name, norm in trained.items())
+
+
+def test_weights_are_written_and_read_in_place_bit_for_bit(full: Policy, tiny, build_policy, tmp_path: Path) -> None:
+    for weight in full.model.parameters():
+        weight.data += 0.01 * torch.randn_like(weight)
+    full.save_trained(tmp_path)
+    other = build_policy(tiny(**FULL))
+    addresses = [weight.data_ptr() for weight in other.model.parameters()]
+    assert not torch.equal(logits(other), logits(full))
+    other.load_trained(tmp_path)
+    assert torch.equal(logits(other), logits(full))
+    assert addresses == [weight.data_ptr() for weight in other.model.parameters()]
+    assert all(torch.equal(norm, full.clean_norms[name]) for name, norm in other.clean_norms.items())
+
+
+def test_the_model_that_is_written_loads_as_any_other_rounded_to_bfloat16(full, tiny, build_policy, tmp_path) -> None:
+    for weight in full.model.parameters():
+        weight.data += 0.01 * torch.randn_like(weight)
+    dense.write_model(dense.base_tensors(full), torch.bfloat16, ASSETS, tmp_path / "model")
+    loaded = build_policy(tiny(**FULL, model__path=str(tmp_path / "model")))
+    expected = {name: weight.bfloat16().float() for name, weight in all_weights.weights(full.base).items()}
+    found = all_weights.weights(loaded.base)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    with_adapter = build_policy(tiny(model__path=str(tmp_path / "model")))  # NVFP4: what full training leads to
+    assert with_adapter.prompt_ids([{"role": "user", "content": "1"}])
+
+
+def test_a_full_checkpoint_that_lacks_a_weight_is_no_checkpoint(full: Policy, tmp_path: Path) -> None:
+    full.save_trained(tmp_path)
+    full.model.register_parameter("one_more", torch.nn.Parameter(torch.zeros(1)))
+    with pytest.raises(KeyError, match="one_more"):
+        full.load_trained(tmp_path)
+
+
+def test_the_transformers_engine_samples_the_weights_as_they_are(full: Policy) -> None:
+    """It has no copy, so that a sync sends nothing."""
+    engine = TransformersEngine(full, 8)
+    assert engine.policy.model is full.model
+    assert engine.held() == {}
