@@ -278,7 +278,7 @@ def conclude(session: Session, tracker: Tracker) -> None:
     from qerl_lab.report import plots  # here, so that the first step does not wait a second for matplotlib
 
     title = f"{cfg.experiment}: {cfg.model.name} on {cfg.task.name}, seed {cfg.seed}"
-    plots.save_curves(runs.read_steps(directory), title, directory.curves)
+    plots.save_curves(runs.read_steps(directory), title, directory.curves, cfg.format.name)
     result = runs.summarize(directory, seconds=directory.end_session())
     result |= {"training_questions": len(data.questions), "training_questions_left_out": data.left_out}
     result |= {"heldout_questions_left_out": data.heldout_left_out}
