@@ -317,5 +317,9 @@ def opening_lines(session: Session) -> str:
     ]
     if session.done:
         lines.append(f"continuing after step {session.done}")
+    if policy.device.type == "cuda":
+        from qerl_lab.rollout.vllm import backends  # imports triton
+
+        lines += backends.describe_gpu()
     lines += [f"note: {said}" for said in session.notes]
     return "\n".join(lines)
