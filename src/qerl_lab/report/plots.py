@@ -104,6 +104,7 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, 
     if not shown.empty:
         shown.plot.barh(stacked=True, ax=right, color=colors, width=0.6, legend=False)
     left.set_yticks(range(len(names)), names)
+    left.minorticks_off()  # pandas sets them between bars
     left.set_ylim(len(names) - 0.5, -0.5)
     right.set(title="Parts of the weights' error", xlabel="share of the squared error")
     handles, labels = right.get_legend_handles_labels()
