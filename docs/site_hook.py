@@ -24,7 +24,7 @@ BESIDE = ("README.md", "LOG.md", "CONTRIBUTING.md", "LICENSE", "CITATION.cff", "
 FOLDERS = ("docs", "results", "src")
 SHOWN = {".md", ".png", ".html", ".csv", ".json", ".yaml", ".css", ".py"}
 LEAST_HEIGHT = 240  # pixels of a picture: a wide one scrolls on a narrow screen, with labels that can be read
-LONG_CELL = 60  # characters of a table cell that gets a wider column
+LONG_CELL = 40  # characters of a table cell that gets a wider column
 
 
 def on_config(config: MkDocsConfig) -> None:
