@@ -7,9 +7,10 @@ COPY . .
 ENTRYPOINT ["python", "-m", "qerl_lab"]
 
 FROM source AS cpu
-# PyTorch's CPU build first: the default one brings several GB of CUDA.
+# PyTorch's CPU build first: the default one brings several GB of CUDA. What it needs comes from PyPI, as constrained.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN torch=$(grep '^torch==' constraints.txt) \
-    && pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu "$torch" \
+    && pip install --no-cache-dir --no-deps --index-url "$TORCH_INDEX" "$torch" \
     && pip install --no-cache-dir -c constraints.txt -e .
 
 FROM source AS cuda

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from qerl_lab.record.metrics import PHASES
 from qerl_lab.report import bench, palette
 from qerl_lab.report.bench import AND_ADAPTER, LAYER, Result, gpu_of
-from qerl_lab.report.palette import add_legend_below, format_tick, png, styled
+from qerl_lab.report.palette import add_legend_below, add_title, format_tick, png, styled
 from qerl_lab.report.speed_tables import printed_rollouts
 
 # Arms of other libraries, dashed or hatched in the color of their weight format.
@@ -57,7 +57,7 @@ def _draw_line_panels(
         axis.yaxis.set_major_formatter(format_tick)
     axes.flat[0].set_ylabel(label)
     add_legend_below(figure, handles)
-    figure.suptitle(title)
+    add_title(figure, title)
     return figure
 
 
@@ -86,7 +86,7 @@ def _draw_bar_panels(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapp
     handles, names = axes.flat[0].get_legend_handles_labels()
     if len(parts.columns) > 1:
         add_legend_below(figure, dict(zip(names, handles, strict=True)))
-    figure.suptitle(title)
+    add_title(figure, title)
     return figure
 
 

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from qerl_lab.report import palette
 from qerl_lab.report.arms import format_setting
 from qerl_lab.report.comparison import Comparison
-from qerl_lab.report.palette import add_legend_below, format_tick, styled
+from qerl_lab.report.palette import add_legend_below, add_title, format_tick, styled
 from qerl_lab.report.reference import PLAIN, QUIET
 from qerl_lab.report.stats import NATS, SHARE, band_over_seeds
 
@@ -171,7 +171,7 @@ def draw_formats(points: pd.DataFrame, formats: Mapping[str, str], title: str) -
         axis.set_ylim(*_axis_limits(axis.get_ylim(), chosen["value"], curve))
     handles, names = axes.flat[0].get_legend_handles_labels()
     add_legend_below(figure, dict(zip(names, handles, strict=True)))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    add_title(figure, title)
     return figure
 
 

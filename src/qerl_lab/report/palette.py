@@ -81,6 +81,12 @@ def format_tick(value: float, _: object = None) -> str:
     return f"{value:g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
+def add_title(figure: Figure, title: str) -> None:
+    """Add the title of a whole figure, on the left as those of panels, in lines as wide as the figure."""
+    lines = [textwrap.fill(line, int(11 * figure.get_figwidth())) for line in title.splitlines()]
+    figure.suptitle("\n".join(lines), x=0.01, ha="left")
+
+
 def add_legend_below(figure: Figure, handles: Mapping[str, Artist]) -> None:
     """Add one legend below all panels of a figure, as wide as the figure, and make the figure higher for it.
 

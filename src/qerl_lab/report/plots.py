@@ -3,7 +3,6 @@
 import itertools
 import math
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,12 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qerl_lab.report import palette
-from qerl_lab.report.palette import add_legend_below, png, styled
+from qerl_lab.report.palette import add_legend_below, add_title, format_tick, png, styled
 
 MARKS = "osD^v<>"
 PANELS = (  # title, y label, (metric, label) for each line
     ("Reward", "reward", (("reward/mean", "total"), ("reward/answer", "answer"), ("reward/format", "format"))),
-    ("Entropy", "nats per token", (("policy/entropy_nats", "policy"), ("sampler/entropy_nats", "noisy sampler"))),
+    ("Entropy", "nats per token", (("policy/entropy_nats", "policy"), ("sampler/entropy_nats", "sampler"))),
     ("AQN noise", "standard deviation", (("noise/sigma", "sigma"), ("noise/std_observed", "observed in the engine"))),
     (
         "Throughput",
@@ -29,11 +28,11 @@ PANELS = (  # title, y label, (metric, label) for each line
 
 
 @styled()
-def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
+def save_curves(steps: pd.DataFrame, title: str, path: Path, weight_format: str) -> None:
     """Plot reward, entropy, noise and throughput of one run by step to the PNG file `path`. No smoothing.
 
-    `steps` comes from `runs.read_steps`. Metrics that were not recorded have no panel; neither has noise that was
-    always 0.
+    `steps` comes from `runs.read_steps`. The first line of a panel has the color of `weight_format`. Metrics that were
+    not recorded have no panel; neither has noise that was always 0.
     """
     training = steps.loc[1:].dropna(axis=1, how="all")
     quiet = [metric for metric in training if metric.startswith("noise/") and not training[metric].any()]
@@ -41,16 +40,19 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path) -> None:
     panels = [(name, unit, [line for line in lines if line[0] in recorded]) for name, unit, lines in PANELS]
     panels = [panel for panel in panels if panel[2]]
     rows = max(1, math.ceil(len(panels) / 2))
-    figure, axes = plt.subplots(rows, 2, figsize=(10, 3.25 * rows), squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    for axis, (name, unit, lines) in zip(axes.flat, panels, strict=False):
-        for dashes, (metric, label) in zip(["-", "--", ":"], lines, strict=False):
-            axis.plot(training.index, training[metric], label=label, ls=dashes)
+    figure = plt.figure(figsize=(10, 3.25 * rows))
+    grid = figure.add_gridspec(rows, 2)
+    for number, (name, unit, lines) in enumerate(panels):
+        is_alone = number == len(panels) - 1 and number % 2 == 0
+        axis = figure.add_subplot(grid[number // 2, :] if is_alone else grid[number // 2, number % 2])
+        looks = zip((palette.color(weight_format), "C1", "C2"), ("-", "--", ":"), strict=True)
+        for (shade, dashes), (metric, label) in zip(looks, lines, strict=False):
+            axis.plot(training.index, training[metric], label=label, color=shade, ls=dashes)
         axis.set(title=name, xlabel="step", ylabel=unit, ylim=(0, 1.2 * axis.get_ylim()[1]))  # makes room for a legend
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 1.5
+        axis.yaxis.set_major_formatter(format_tick)
         axis.legend(loc="upper left", ncols=len(lines))
-    figure.suptitle(textwrap.fill(title, 80))  # as wide as the figure
+    add_title(figure, title)
     path.write_bytes(png(figure))
 
 
@@ -102,6 +104,7 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, 
     if not shown.empty:
         shown.plot.barh(stacked=True, ax=right, color=colors, width=0.6, legend=False)
     left.set_yticks(range(len(names)), names)
+    left.minorticks_off()  # pandas sets them between bars
     left.set_ylim(len(names) - 0.5, -0.5)
     right.set(title="Parts of the weights' error", xlabel="share of the squared error")
     handles, labels = right.get_legend_handles_labels()

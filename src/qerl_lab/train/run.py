@@ -282,7 +282,7 @@ def conclude(session: Session, tracker: Tracker) -> None:
     from qerl_lab.report import plots  # here, so that the first step does not wait a second for matplotlib
 
     title = f"{cfg.experiment}: {cfg.model.name} on {cfg.task.name}, seed {cfg.seed}"
-    plots.save_curves(runs.read_steps(directory), title, directory.curves)
+    plots.save_curves(runs.read_steps(directory), title, directory.curves, cfg.format.name)
     result = runs.summarize(directory, seconds=directory.end_session())
     result |= {"training_questions": len(data.questions), "training_questions_left_out": data.left_out}
     result |= {"heldout_questions_left_out": data.heldout_left_out}
@@ -322,5 +322,9 @@ def opening_lines(session: Session) -> str:
     ]
     if session.done:
         lines.append(f"continuing after step {session.done}")
+    if policy.device.type == "cuda":
+        from qerl_lab.rollout.vllm import backends  # imports triton
+
+        lines += backends.describe_gpu()
     lines += [f"note: {said}" for said in session.notes]
     return "\n".join(lines)

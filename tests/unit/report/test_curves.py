@@ -95,6 +95,8 @@ def test_a_format_has_one_color_in_our_figures_and_the_paper_s() -> None:
     (of_formats,) = (one for one in paper_curves.FIGURES if one.number == "Figure 5")
     drawn = {line.get_label().lower(): line.get_color() for line in paper_curves.draw(of_formats).axes[0].lines}
     assert drawn == {name: palette.FORMATS[name] for name in ("nvfp4", "nf4", "mxfp4", "bf16")}
+    with palette.styled():
+        assert not {*palette.plt.rcParams["axes.prop_cycle"].by_key()["color"]} & {*palette.KNOWN.values()}
     alike = palette.styles(dict.fromkeys(("off", "linear", "cosine"), "nvfp4"))
     shades = [style["color"] for style in alike.values()]
     assert shades[0] == palette.FORMATS["nvfp4"]

@@ -117,11 +117,13 @@ def test_curves_have_a_panel_for_what_was_recorded(tmp_path: Path, monkeypatch: 
     unseen = whole.drop(columns="sampler/entropy_nats")
     quiet = unseen.assign(**{"noise/sigma": 0.0, "noise/std_observed": 0.0, "policy/entropy_nats": float("nan")})
     for table in (whole, unseen, quiet):
-        plots.save_curves(table, "title", tmp_path / "curves.png")
+        plots.save_curves(table, "title", tmp_path / "curves.png", "nvfp4")
     every = {"Reward": 3, "Entropy": 2, "AQN noise": 2, "Throughput": 2}  # lines
     drawn = [{axis.get_title(loc="left"): len(axis.lines) for axis in figure.axes} for figure in figures]
     assert drawn == [every, every | {"Entropy": 1}, {"Reward": 3, "Throughput": 2}]
     assert all(axis.get_ylabel() and axis.get_xlabel() == "step" and axis.get_legend() for axis in figures[0].axes)
+    assert {axis.lines[0].get_color() for axis in figures[0].axes} == {palette.FORMATS["nvfp4"]}
+    assert figures[2].axes[-1].get_gridspec().get_geometry() == (1, 2)  # two panels, none empty
     x, y = figures[0].axes[1].lines[0].get_data()
     assert list(x) == list(range(1, 21))
     assert list(y) == pytest.approx([0.41 - 0.01 * step for step in range(1, 21)])

@@ -1,4 +1,4 @@
-"""Choose the kernel for products with packed weights."""
+"""Choose the kernel for products with packed weights, and say which kernels and weight formats work on a GPU."""
 
 from importlib.metadata import version
 
@@ -7,6 +7,7 @@ from packaging.version import Version
 from torch import nn
 
 from qerl_lab import formats
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.formats.fp8 import W8A8, W8A16
@@ -20,6 +21,8 @@ IN_VLLM = {"vllm": "auto", FP4_TILES: "auto"}  # vLLM's name by ours; fp4_tiles 
 # of a cluster. 0.1.10, which vLLM 0.26 requires, does not (read in its source, not measured).
 ORDERED_HUMMING = Version("0.1.13")
 MULTIPLIES_FP8 = (8, 9)  # from this compute capability on
+COMPILED_FROM = (7, 5)  # T4; tests/golden/test_kernels_compile.py compiles the kernels that unpack, down to it
+BFLOAT16_FROM = (8, 0)
 
 
 def choose_backend(cfg: RunConfig, model: nn.Module) -> str:
@@ -72,3 +75,22 @@ def tiles_fit(model: nn.Module, lora_rank: int) -> bool:
 def humming_races() -> bool:
     """Tell whether the kernel Humming has a data race here: a Hopper GPU, and a version before `ORDERED_HUMMING`."""
     return torch.cuda.get_device_capability()[0] == 9 and Version(version("humming-kernels")) < ORDERED_HUMMING
+
+
+def describe_gpu() -> list[str]:
+    """Return lines on the weight formats, the dtype and the kernels that work on this GPU, by its compute capability.
+
+    Only GPUs of `fp4_tiles.CAPABILITY` were tried; for others the lines say what compiles.
+    """
+    found = torch.cuda.get_device_capability()
+    card = f"{torch.cuda.get_device_name()}, compute capability {'.'.join(map(str, found))}"
+    if found < COMPILED_FROM:
+        return [f"{card}: too old, the kernels that unpack 4-bit weights need {'.'.join(map(str, COMPILED_FROM))}"]
+    is_tried = found == fp4_tiles.CAPABILITY
+    has_bfloat16 = "in hardware" if found >= BFLOAT16_FROM else "emulated and slow; type model.dtype=float32"
+    return [
+        card if is_tried else f"{card}: not tried, the lab was measured on H100 and H200",
+        f"formats {', '.join(choices_of('format'))}: train here, each product with unpacked weights",
+        f"bfloat16: {has_bfloat16}",
+        f"kernel fp4_tiles of rollout=vllm: {'works' if is_tried else f'{fp4_tiles.refusal()}; vLLM chooses another'}",
+    ]
