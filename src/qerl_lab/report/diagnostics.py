@@ -1,10 +1,12 @@
-"""Diagnose a comparison: pass@k, entropy against gain, entropy retained, collapse, and statistical power.
+"""Diagnose a comparison: effects of claims, pass@k, entropy against gain, entropy retained, and collapse.
 
 Everything is computed from recorded files: accuracies per question and metrics per step.
 """
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -12,20 +14,19 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 from scipy import stats as distributions
 
-from qerl_lab.report import palette, stats
-from qerl_lab.report.comparison import Comparison, matrix
+from qerl_lab.report import palette, stats, verdict_tables
+from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.curves import LEGEND_CHARS, add_panel_legend
-from qerl_lab.report.measures import FALLEN, Unmeasured, count_right, has_collapsed
+from qerl_lab.report.measures import FALLEN, MEASURES, Unmeasured, count_right, has_collapsed
 from qerl_lab.report.palette import styled
 from qerl_lab.report.runs import Run
 from qerl_lab.report.stats import Interval, pass_at, powers_of_two
 from qerl_lab.report.table import NONE, Table, geometric_cell
+from qerl_lab.report.verdicts import Row
 
-POWER = 0.8  # of a two-sided 5% test
-SEEDS = np.unique(np.geomspace(2, 100, 40).round().astype(int))  # x axis of the power curve
+PANELS_ACROSS, NAME_CHARS = 3, 22
 
 
 def pass_at_each_k(runs: Sequence[Run]) -> dict[int, Interval]:
@@ -42,17 +43,6 @@ def pass_at_each_k(runs: Sequence[Run]) -> dict[int, Interval]:
         k: stats.mean_of_arm(pd.DataFrame([pass_at(k, seed, count) for seed in right_S_Q]), stats.SHARE)
         for k in powers_of_two(count)
     }
-
-
-def detectable_difference(differences_S_Q: np.ndarray, seeds: int) -> float:
-    """Return the true difference that `seeds` seeds detect with power `POWER` in a two-sided 5% test.
-
-    It is the sum of the half widths of the 95% and the 60% interval (t at 97.5% and at 80%), from the variances of
-    measured differences [seeds, questions] (`stats.floored_components`). More seeds do not reduce the questions' part.
-    """
-    variances, questions = stats.floored_components(differences_S_Q), np.shape(differences_S_Q)[1]
-    levels = (0.95, 2 * POWER - 1)
-    return sum(stats.half_width(variances, seeds, questions, level) for level in levels)
 
 
 def retention(comparison: Comparison) -> Table:
@@ -134,31 +124,43 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
 
 
 @styled()
-def draw_power(comparison: Comparison, baseline: str | None) -> Figure | None:
-    """Plot the detectable difference to the baseline in held-out accuracy by number of seeds, a line per arm.
+def draw_effects(rows: Sequence[Row]) -> Figure | None:
+    """Draw the measured effects of contrasts with their 95% intervals, a panel per claim; None if there is none.
 
-    Uses the spread of differences paired with the baseline. None without a baseline, or if no arm shares two seeds and
-    two questions with it. The caller closes the figure.
+    Open diamonds are the paper's effects, a solid line is no effect, and dotted ones are the smallest effect that
+    matters. The caller closes the figure.
     """
-    found = {}
-    for arm, runs in comparison.arms.items():
-        if baseline is not None and arm != baseline:
-            own = matrix(runs, "after") - matrix(comparison.arms[baseline], "after")
-            values = own.dropna(how="all").dropna(axis=1).to_numpy()
-            if min(values.shape) >= 2:
-                found[arm] = [detectable_difference(values, int(seeds)) for seeds in SEEDS]
-    if not found:
+    claims: dict[str, list[Row]] = {}
+    for row in (row for row in rows if row.numbers):
+        claims.setdefault(row.claim.name, []).append(row)
+    if not claims:
         return None
-    figure, axis, looks = _create_panel(comparison)
-    for arm, effects in found.items():
-        axis.plot(SEEDS, effects, markevery=6, **looks[arm])
-    axis.set(xscale="log", yscale="log", title=f"Detectable difference to {baseline}", xlabel="seeds",
-             ylabel="held-out accuracy, power 80%")  # fmt: skip
-    for ticks in (axis.xaxis, axis.yaxis):
-        ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ticks.set_minor_locator(NullLocator())
-        ticks.set_major_formatter(ScalarFormatter())
-    add_panel_legend(axis)
+    across = min(PANELS_ACROSS, len(claims))
+    down, tallest = math.ceil(len(claims) / across), max(map(len, claims.values()))
+    figure, axes = plt.subplots(down, across, figsize=(4.4 * across, down * (1.1 + 0.5 * tallest)), squeeze=False)
+    for axis, own in zip_longest(axes.flat, claims.values()):
+        if own is None:
+            axis.set_axis_off()
+            continue
+        claim = own[0].claim
+        none, signs = (1.0, "treated / control") if claim.is_ratio else (0.0, "treated - control")
+        measure = f"{claim.measure.replace('_', ' ')} ({MEASURES[claim.measure].unit})"
+        axis.axvline(none, color="black", linewidth=0.8)
+        for sign in [claim.direction] if claim.direction else [-1, 1]:
+            matters = claim.smallest**sign if claim.is_ratio else sign * claim.smallest
+            axis.axvline(matters, color="grey", linestyle=":", linewidth=0.9)
+        for place, row in enumerate(own):
+            mean, *ends = row.numbers.effect if row.numbers else (math.nan,) * 3
+            widths = [[abs(end - mean) if math.isfinite(end) else 0.0] for end in ends]
+            shade = palette.color(row.contrast.treated_settings.get("format.name", ""))
+            axis.errorbar(mean, -place, xerr=widths, color=shade, marker="o", capsize=3)
+            printed = [value for _, value in row.printed]
+            axis.plot(printed, [-place] * len(printed), "D", color="grey", markerfacecolor="white")
+        names = [textwrap.fill(verdict_tables.name_of(row), NAME_CHARS) for row in own]
+        axis.set_yticks([-place for place in range(len(own))], names)
+        axis.set(title=claim.name.replace("_", " "), xlabel=f"{measure}, {signs}", ylim=(0.5 - tallest, 0.5))
+        axis.margins(x=0.06)
+        axis.locator_params(axis="x", nbins=5)
     return figure
 
 

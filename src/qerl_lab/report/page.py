@@ -38,7 +38,7 @@ MOST_GROUPS = 4  # most figures of formats on a page
 BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}
 # Files that a report may write, and removes if an earlier one left them.
 OPTIONAL = ("arms.csv", "figures/*-by-*.png", "figures/paper_*.png", "figures/passes.png",
-            "figures/entropy-and-gain.png", "figures/power.png")  # fmt: skip
+            "figures/entropy-and-gain.png", "figures/effects.png")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     baseline = comparison.baseline_of(list(same.arms), wanted) if same.arms else None
     own = folder / "claims.yaml"
     rows = judge(same.counted, same.runs, claims.read(own, format_path(own)) if own.exists() else None)
-    drawn = draw_all(same, baseline)
+    drawn = draw_effects(rows) | draw_all(same, baseline)
     words = [format_path(folder), hydra_override("out", format_path(folder))]
     words += [hydra_override("baseline", wanted)] if wanted else []
     words += [f"bench={','.join(map(format_path, bench))}"] if bench else []
@@ -86,6 +86,16 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         replace_file(folder / name, data)
     return [folder / name for name in (results.RUNS, results.STEPS, results.QUESTIONS, *files)]
+
+
+def draw_effects(rows: Sequence[Row]) -> dict[str, list[Drawn]]:
+    """Draw the effects of measured contrasts, by title of section; empty if there is none."""
+    figure = diagnostics.draw_effects(rows)
+    caption = (
+        "95% intervals over seeds and questions. Open diamonds: the paper. Dotted: the smallest effect that matters, "
+        "on the side that the claim predicts."
+    )
+    return {"Effects": [Drawn("effects", "Effect of each contrast", palette.png(figure), caption)]} if figure else {}
 
 
 def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
@@ -120,9 +130,6 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
          "95% intervals over seeds and questions, clipped to 0 and 1."),
         ("entropy-and-gain", gains and gains[0], "Initial entropy against gain, one point per run",
          f"One point per run. {gains[1]}" if gains else ""),
-        ("power", diagnostics.draw_power(compared, baseline), "Detectable difference by number of seeds",
-         "From the spread of each arm's paired differences; two-sided 5% test. More seeds do not reduce the error "
-         "from the questions."),
     ]  # fmt: skip
     drawn["Diagnostics"] = [
         Drawn(name, about, palette.png(figure), caption) for name, figure, about, caption in figures if figure

@@ -1,4 +1,4 @@
-"""pass@k, entropy against gain, entropy retained, collapse and power: by hand, or by simulation."""
+"""Effects, pass@k, entropy against gain, entropy retained and collapse, by hand."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from scipy import stats as distributions
 
-from qerl_lab.report import comparison, curves, diagnostics, palette, stats
+from qerl_lab.report import comparison, curves, diagnostics, palette, stats, verdicts
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.measures import Unmeasured, has_collapsed
 from run_directories import make_run
@@ -66,28 +65,32 @@ def test_entropy_that_is_left_and_runs_that_collapsed_are_told_of_each_arm(found
     assert row[2] == f"0 of 3 [{low:.2f}, {high:.2f}]"
 
 
-def test_what_seeds_can_detect_is_what_so_many_simulated_ones_do() -> None:
-    """Differences [seeds, questions] of a seed and a question effect: a test of 5% finds `detectable` in 80%."""
-    rng, questions, seeds = np.random.default_rng(0), 400, 8
-    pilot = rng.normal(0, 0.05, (400, 1)) + rng.normal(0, 0.3, (400, questions))
-    effect = diagnostics.detectable_difference(pilot, seeds)
-    means = rng.normal(effect, np.sqrt(0.05**2 + 0.3**2 / questions), (20_000, seeds))
-    p = distributions.ttest_1samp(means, 0, axis=1).pvalue
-    assert (p < 0.05).mean() == pytest.approx(0.8, abs=0.04)
-    assert diagnostics.detectable_difference(pilot, 50) < effect
-
-
 def test_every_figure_is_drawn_of_every_arm_in_the_color_of_its_format(found: Comparison) -> None:
     gains, said = diagnostics.draw_gains(found)
-    power = diagnostics.draw_power(found, "bf16")
-    drawn = {"passes": diagnostics.draw_passes(found), "gains": gains, "power": power}
-    for name, figure in drawn.items():
+    for figure in (diagnostics.draw_passes(found), gains):
         handles, labels = figure.axes[0].get_legend_handles_labels()
-        assert labels == (["nvfp4"] if name == "power" else ["bf16", "nvfp4"])
+        assert labels == ["bf16", "nvfp4"]
         lines = [handle[0] if isinstance(handle, tuple) else handle for handle in handles]
         assert [line.get_color() for line in lines] == [palette.FORMATS[label] for label in labels]
     assert said == ""  # all runs begin at one entropy here
-    assert diagnostics.draw_power(found, None) is None
+
+
+def test_effects_have_a_panel_per_claim_and_the_papers_values_beside(found: Comparison) -> None:
+    rows = verdicts.judge(found.counted, found.runs)
+    measured = [row for row in rows if row.numbers]
+    figure = diagnostics.draw_effects(rows)
+    panels = {axis.get_title(loc="left").replace(" ", "_"): axis for axis in figure.axes if axis.axison}
+    assert list(panels) == list(dict.fromkeys(row.claim.name for row in measured))
+    for name, axis in panels.items():
+        own = [row for row in measured if row.claim.name == name]
+        labels = [" ".join(label.get_text().split()) for label in axis.get_yticklabels()]
+        assert labels == [row.contrast.name for row in own]
+        dots = [line.get_xdata()[0] for line in axis.lines if line.get_marker() == "o"]
+        assert dots == [row.numbers.effect[0] for row in own]
+        diamonds = [value for line in axis.lines if line.get_marker() == "D" for value in line.get_xdata()]
+        assert diamonds == [value for row in own for _, value in row.printed]
+    assert any(row.printed for row in measured)
+    assert diagnostics.draw_effects([row for row in rows if not row.numbers]) is None
 
 
 def test_the_formats_are_in_one_figure_with_reward_entropy_and_accuracy(found: Comparison) -> None:
