@@ -92,17 +92,27 @@ class Queue:
         return [one for one in self.runs if not self.is_done(one.key) and self.failures(one.key) < ATTEMPTS]
 
     def seconds(self, planned: Planned) -> float:
-        """Estimate how long a run takes: the median in the ledger for its part, else for the queue, else a benchmark.
+        """Estimate how long a run takes, in seconds, from rows of the ledger with as many evaluations.
 
-        The benchmark is `estimate_from_bench`; without one, `seconds` of QUEUE.yaml counts. Only ledger rows of this
-        queue's runs count, because other words, such as another scale, make other runs.
+        It is the median of the first of these that has rows: other seeds of its arm, its experiment, its part, the
+        queue. Without rows it is `estimate_from_bench`, else `seconds` of QUEUE.yaml. Only ledger rows of this queue's
+        runs count, because other words, such as another scale, make other runs.
         """
-        keys = {run.key for run in self.runs}
-        own = [row for row in self.rows if row["run"] in keys]
-        done = [row for row in own if row["state"] == DONE and not missing_evaluations(row)]
-        taken = [float(row["seconds"]) for row in done if row["part"] == planned.part.name]
-        taken = taken or [float(row["seconds"]) for row in done]
-        return statistics.median(taken) if taken else estimate_from_bench(planned.config) or self.seconds_at_first
+        made = {run.key: run for run in self.runs}
+        done = [
+            row for row in self.rows if row["state"] == DONE and not missing_evaluations(row) and row["run"] in made
+        ]
+        alike = [row for row in done if row["evaluations"].endswith(f" of {len(planned.part.after)}")] or done
+        of_arm, own = [(made[row["run"]], float(row["seconds"])) for row in alike], planned.config
+        for taken in (
+            [seconds for run, seconds in of_arm if replace(run.config, seed=own.seed) == own],
+            [seconds for run, seconds in of_arm if run.config.experiment == own.experiment],
+            [seconds for run, seconds in of_arm if run.part.name == planned.part.name],
+            [seconds for _, seconds in of_arm],
+        ):
+            if taken:
+                return statistics.median(taken)
+        return estimate_from_bench(own) or self.seconds_at_first
 
     def preregistration_hash(self) -> str:
         """Return the first 12 hex digits of the SHA-256 of PREREGISTRATION.md; empty if the file is missing."""

@@ -99,10 +99,30 @@ def test_the_queue_of_qwen_composes() -> None:
     runs: list[Planned] = list(queue_file.read(FILE).runs)
     assert {one.config.rollout.engine for one in runs} == {"vllm"}
     assert {one.seed for one in runs if one.part.preregistered} == {0, 1, 2, 3, 4}
-    assert min(one.seed for one in runs if not one.part.preregistered) >= 100
+    assert min(one.seed for one in runs if one.part.name.startswith("pilot")) >= 100
     assert all(
         (one.config.preregistration == str(FILE.parent / "claims.yaml")) == one.part.preregistered for one in runs
     )
+
+
+def test_hours_are_of_the_arm_else_of_the_experiment_and_of_as_many_evaluations(queue: Queue) -> None:
+    """Runs 1 to 6 are bf16 and nvfp4 at 1e-3, two seeds, then bf16 at 1e-2. All rows but one have an evaluation."""
+    queue = replace(
+        queue, parts=[], runs=[replace(one, part=replace(one.part, after=("accuracy",))) for one in queue.runs]
+    )
+    taken = {1: ("10", "1 of 1"), 2: ("20", "1 of 1"), 5: ("40", "1 of 1"), 0: ("90", "0 of 0")}
+    rows = [
+        {"run": queue.runs[n].key, "part": queue.runs[n].part.name, "state": DONE, "seconds": s, "evaluations": e}
+        for n, (s, e) in taken.items()
+    ]
+    queue = replace(queue, rows=rows)
+    assert [queue.seconds(queue.runs[n]) for n in (3, 4, 6)] == [10, 20, 40]  # of the other seed
+    queue = replace(queue, rows=rows[:2])
+    assert queue.seconds(queue.runs[6]) == 10  # of bf16 at another rate
+    queue = replace(queue, rows=rows[1:2])
+    assert queue.seconds(queue.runs[6]) == 20
+    queue = replace(queue, rows=rows[3:])
+    assert queue.seconds(queue.runs[3]) == 90
 
 
 def test_hours_are_of_this_queue_else_of_the_bench(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
