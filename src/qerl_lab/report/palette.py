@@ -20,8 +20,8 @@ from qerl_lab.report.runs import Run
 
 STYLE = Path(__file__).with_name("report.mplstyle")
 DPI = 160  # 704 pixels for a panel: sharp on a phone and at half the width of a page
-# Okabe and Ito's colors, which color-blind readers can distinguish; FP8's is Tol's wine, as `OTHERS` has the rest.
-KNOWN = {DENSE_FORMAT: "#000000", "nvfp4": "#0072B2", "mxfp4": "#D55E00", "nf4": "#009E73", "fp8": "#882255"}
+# Okabe and Ito's colors, which color-blind readers can distinguish; FP8's is Tol's indigo.
+KNOWN = {DENSE_FORMAT: "#000000", "nvfp4": "#0072B2", "mxfp4": "#D55E00", "nf4": "#009E73", "fp8": "#332288"}
 OTHERS = ("#56B4E9", "#CC79A7", "#E69F00", "#777777", "#8C564B", "#BCBD22")  # colors that `KNOWN` does not use
 FORMATS: dict[str, str] = KNOWN | dict(zip(sorted({*choices_of("format")} - {*KNOWN}), OTHERS[::-1], strict=False))
 DASHES, MARKERS = ("-", "--", "-.", ":"), "os^Dv" + "PX*"
