@@ -33,6 +33,11 @@ def with_absolute_paths(cfg: RunConfig) -> RunConfig:
     if lora.start_from is not None:
         path = _absolute_path(lora.start_from)
         if not (file := adapter_folder(path) / WEIGHTS).is_file():
+            if ((trained := Path(path) / "model") / "config.json").is_file():
+                raise ConfigError(
+                    f"lora.start_from={lora.start_from} trained all weights (lora=full) and has no adapter; allowed: a "
+                    f"run that trained one. Type model.path={trained} to begin with its weights."
+                )
             raise ConfigError(
                 f"lora.start_from={lora.start_from} holds no {WEIGHTS}; allowed: the directory of a finished run, or "
                 "of a PEFT adapter. Type lora.start_from=RUN_DIR."

@@ -5,7 +5,7 @@ other; rules of engines that take more than a row are in `engine_rules`.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple, get_type_hints
 
@@ -127,10 +127,18 @@ def validate(cfg: RunConfig) -> None:
             raise ConfigError(message)
 
 
-def _check_needs(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each row of `NEEDS` that the configuration breaks: two values that do not go together."""
+def check_engine(cfg: RunConfig) -> None:
+    """Raise ConfigError if what is evaluated does not go with its rollout engine: FP8 activations, all weights."""
+    of_engine = [needs for needs in NEEDS if needs.given in ("format.activations=fp8", "lora.rank=0")
+                 and needs.allowed.startswith("rollout.engine")]  # fmt: skip
+    for message in _check_needs(cfg, of_engine):
+        raise ConfigError(message)
+
+
+def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> Iterator[str]:
+    """Yield a message for each row that the configuration breaks: two values that do not go together."""
     values = values_of(cfg)
-    for needs in NEEDS:
+    for needs in rows:
         if not is_met(needs.given, values) or is_met(needs.allowed, values):
             continue
         (key, _), (other, allowed) = (condition.split("=") for condition in (needs.given, needs.allowed))

@@ -311,6 +311,11 @@ class OptimConfig:
         choices=("auto", "on", "off"),
     )  # fmt: skip
 
+    @property
+    def moment_bytes(self) -> int:
+        """Return the bytes of Adam's two moments of a weight."""
+        return 2 if self.name == "adamw_8bit" else 8
+
 
 @dataclass
 class TrackingConfig:

@@ -112,7 +112,7 @@ def read_arm(path: str) -> dict[int, Evaluated]:
         if about.get("schema") != SCHEMA:
             raise ConfigError(f"{folder / ABOUT} is of another version of the lab. Evaluate again.")
         first, seed = next(iter(found.values())).about if found else about, int(about["run_seed"])
-        mine, others = about["identity"], first["identity"]
+        mine, others = ({"grading": BY_TASK} | each["identity"] for each in (about, first))
         differ = [key for key in others if key not in OF_A_SEED and mine.get(key) != others[key]]
         differ += differing_keys(about.get("arm"), first.get("arm"))
         if seed in found or differ:

@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 from qerl_lab import preflight
+from qerl_lab.config import rules
 from qerl_lab.config.arm import as_recorded, settings_of_arm
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, FormatConfig, ModelConfig, RunConfig
@@ -74,6 +75,7 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
             "common=true with rollout=vllm_server: the server has the base that it was started with. Type "
             "rollout=transformers or rollout=vllm."
         )
+    rules.check_engine(cfg)
     preflight.check_engine(cfg)
     return found
 
@@ -135,6 +137,7 @@ def load_policy(subject: Subject) -> Policy:
         torch.set_num_threads(cfg.cpu_threads)
     loaded = policy.build(cfg, policy.device_of(cfg.device))
     loaded.chat.day = subject.day
+    loaded.model.requires_grad_(False)  # so that the engine keeps no room for gradients
     if subject.adapter is not None:
         policy.load_start_adapter(loaded.model, subject.adapter)
     return loaded

@@ -140,7 +140,7 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
     is_cached = not on_gpu and cfg.format.dense_cache != "off"
     needed = count * (dense_bytes if is_dense or is_cached else 0.5)
     if cfg.trains_all:
-        needed = count * (8 + _moment_bytes(cfg))  # weights and gradients in float32
+        needed = count * (8 + cfg.optim.moment_bytes)  # weights and gradients in float32
     held = machine.gpu_memory_bytes() if on_gpu else machine.memory_bytes()
     if held is not None and needed > held:
         remedy = "." if not is_dense and on_gpu else ", or format=nvfp4 with format.dense_cache=off."
@@ -150,11 +150,6 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
             f"{'the GPU' if on_gpu else 'this machine'} has {held / GIB:.1f} GiB. Type a smaller model"
             f"{', or lora=rank32.' if cfg.trains_all else remedy}"
         )
-
-
-def _moment_bytes(cfg: RunConfig) -> int:
-    """Return the bytes of Adam's two moments of a weight."""
-    return 2 if cfg.optim.name == "adamw_8bit" else 8
 
 
 def _count_parameters(path: str, folder: Path | None) -> int | None:
@@ -189,7 +184,8 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
     else:
         trained = on_disk.adapter_parameters(folder, cfg) if folder else 0
     written = cfg.steps // cfg.checkpoint.every + 1 if cfg.checkpoint.every else 1
-    needed = RECORD_BYTES + trained * (4 + _moment_bytes(cfg)) * (min(cfg.checkpoint.kept, written) + 1)
+    needed = RECORD_BYTES + trained * (4 + cfg.optim.moment_bytes) * (min(cfg.checkpoint.kept, written) + 1)
+    needed += 2 * trained if cfg.trains_all else 0  # RUN_DIR/model, in bfloat16
     _refuse_full_disk(run_dir, needed, "its checkpoints", "Type run_dir=DIR on another disk, or checkpoint.keep=1.")
     store = Path(os.environ.get("HF_HUB_CACHE", hub_home() / "hub")).expanduser()  # by huggingface_hub's rules
     remedy = "Set HF_HOME to a directory on another."

@@ -85,6 +85,8 @@ def training_overrides(options: QuantizeOptions) -> list[str]:
         f"scale={'pocket' if options.model == POCKET else 'custom'}",
         hydra_override("model.path", terminal.format_path(options.folder)),
     ]
+    if chosen.activations != usual.activations:
+        words.append("rollout=vllm")  # which quantizes activations
     if chosen.ignore != usual.ignore:
         words.append(f"format.ignore={spell_list(chosen.ignore)}")
     changed = [(key, value) for key, value in asdict(formats.build(chosen)).items() if value != getattr(usual, key)]

@@ -38,7 +38,7 @@ MOST_GROUPS = 4  # most figures of formats on a page
 BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}
 # Files that a report may write, and removes if an earlier one left them.
 OPTIONAL = ("arms.csv", "figures/*-by-*.png", "figures/paper_*.png", "figures/passes.png",
-            "figures/entropy-and-gain.png", "figures/effects.png")  # fmt: skip
+            "figures/entropy-and-gain.png", "figures/effects.png", "figures/power.png")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def draw_effects(rows: Sequence[Row]) -> dict[str, list[Drawn]]:
     figure = diagnostics.draw_effects(rows)
     caption = (
         "95% intervals over seeds and questions. Open diamonds: the paper. Dotted: the smallest effect that matters, "
-        "on the side that the claim predicts."
+        "on the side that the claim predicts, or on both."
     )
     return {"Effects": [Drawn("effects", "Effect of each contrast", palette.png(figure), caption)]} if figure else {}
 

@@ -91,7 +91,8 @@ def measured_cells(row: Row) -> list[str]:
     size = NONE if math.isnan(numbers.effect_size) else f"{numbers.effect_size:+.2f}"
     p_values = ", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted) if row.judged else NONE
     better = f"{numbers.probability_of_improvement:.2f}"
-    return [*sides, counts, effect_cell(row), paper_cell(row), size, better, p_values, numbers.guardrail or NONE]
+    guardrail = numbers.guardrail if row.judged else ""
+    return [*sides, counts, effect_cell(row), paper_cell(row), size, better, p_values, guardrail or NONE]
 
 
 def families(rows: Sequence[Row]) -> str:
@@ -123,7 +124,7 @@ def collapses(rows: Sequence[Row]) -> list[list[str]]:
         counts = list(zip(row.collapsed, row.finished, strict=True))
         p = fisher_exact([[fell, finished - fell] for fell, finished in counts]).pvalue  # two-sided
         cells = [f"{fell} of {finished}" for fell, finished in counts]
-        table.append([row.claim.name, name_of(row), *cells, f"{p:.3f}"])
+        table.append([row.claim.name, name_of(row), *cells, f"{p:.3f}" if row.judged else NONE])
     return table if len(table) > 1 else []
 
 
@@ -241,7 +242,8 @@ def as_json(comparison: Comparison, rows: Sequence[Row], command_line: str) -> s
         del claim["contrasts"]
         if row.numbers:
             numbers = {name: one for name, one in vars(row.numbers).items() if name not in ("oriented", "at_most")}
-            numbers |= {"p": row.numbers.p._asdict(), "adjusted": row.numbers.adjusted._asdict()}
+            of_verdict = (row.judged.p._asdict(), row.judged.adjusted._asdict()) if row.judged else (None, None)
+            numbers |= dict(zip(("p", "adjusted"), of_verdict, strict=True))
             numbers |= {"effect_by_seed": row.numbers.oriented.mean(1).tolist()}
         return {
             "claim": claim, "contrast": row.contrast.name, "treated": dict(row.contrast.treated_settings),

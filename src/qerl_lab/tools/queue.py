@@ -213,13 +213,14 @@ class Machine:
         self.pack(planned)
         if run.status == DONE and planned.part.after:
 
-            def evaluate(line: str) -> bool:  # an evaluation that is there only prints its table
+            def evaluate(number: int, line: str) -> bool:  # an evaluation that is there only prints its table
+                time.sleep(STAGGER_SECONDS * number)
                 command, *words = shlex.split(os.path.expandvars(line))
                 arguments = ["-m", "qerl_lab.evaluate", command, f"run={run.path}", *words]
                 return self._call(planned, arguments, visible) == OK
 
             with ThreadPoolExecutor(len(planned.part.after)) as side_by_side:  # engines mostly wait for their host
-                evaluated = sum(side_by_side.map(evaluate, planned.part.after))
+                evaluated = sum(side_by_side.map(evaluate, *zip(*enumerate(planned.part.after), strict=True)))
             self._write_row(planned, run, time.time() - trained + max(trained - start, earlier), evaluated)
             self.pack(planned)
         return True
@@ -268,7 +269,7 @@ class Machine:
         for file in run.path.glob("evaluations/*/eval.parquet"):
             pd.read_parquet(file).drop(columns="completion", errors="ignore").to_parquet(file, index=False)
         where: dict[str, Any] = run.environment()
-        adapter = run.adapter / WEIGHTS
+        trained = [file for file in (run.adapter / WEIGHTS, *run.model.glob("*.safetensors")) if file.exists()]
         row = {
             "run": planned.key, "seed": str(planned.seed), "part": planned.part.name, "state": run.status,
             "host": where.get("host", os.uname().nodename),
@@ -277,7 +278,7 @@ class Machine:
             "seconds": f"{seconds:.0f}",
             "commit": self.options.commit or where.get("git_sha", "unknown"),
             "preregistration": self.queue.preregistration_hash(),
-            "adapter_sha256": sha256(adapter) if adapter.exists() else "",
+            "adapter_sha256": " ".join(map(sha256, sorted(trained))),  # with lora=full of the model
             "evaluations": f"{evaluated} of {len(planned.part.after)}", "words": shlex.join(planned.words),
         }  # fmt: skip
         replace_file(run.path / ROW, json.dumps(row, indent=1).encode())

@@ -262,6 +262,16 @@ def test_evaluations_that_are_not_the_seeds_of_one_arm_are_refused(tmp_path: Pat
     assert parse_options(AccuracyOptions, shlex.split(line)).run == str(empty)
 
 
+@pytest.mark.parametrize("first", ["task", "first_character"])
+def test_seeds_that_were_graded_in_two_ways_are_refused(tmp_path: Path, first: str) -> None:
+    """The default is not in the record. In either order of folders."""
+    for seed, grading in enumerate([first, "first_character" if first == "task" else "task"]):
+        changes = {} if grading == "task" else {"grading": grading}
+        write(tmp_path / "a" / f"{seed}", answers(A), run_seed=seed, **changes)
+    with pytest.raises(ConfigError, match="they differ in grading"):
+        compared(str(tmp_path / "a"), str(tmp_path / "a"))
+
+
 def test_answers_without_completions_have_no_entropy(tmp_path: Path) -> None:
     """The queue drops the completions."""
     a, b = write(tmp_path / "a", answers(A)), write(tmp_path / "b", answers(B).drop(columns="completion"))

@@ -1,5 +1,6 @@
 """A policy whose weights are all trained: what it computes, what moves, what is written and read."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model import all_weights, dense
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from small_checkpoints import write_dense
 from trained import train
@@ -114,7 +116,11 @@ def test_a_full_checkpoint_that_lacks_a_weight_is_no_checkpoint(full: Policy, tm
 
 
 def test_the_transformers_engine_samples_the_weights_as_they_are(full: Policy) -> None:
-    """It has no copy, so that a sync sends nothing."""
-    engine = TransformersEngine(full, 8)
-    assert engine.policy.model is full.model
-    assert engine.held() == {}
+    """It has no copy: without a sync it samples from weights that have changed."""
+    engine, sampling = TransformersEngine(full, 8), Sampling(8, seed=0)
+    before = engine.generate([[3, 4, 5]], 4, sampling)
+    full.base.get_output_embeddings().weight.data.zero_()  # every token is as likely
+    after = engine.generate([[3, 4, 5]], 4, sampling)
+    logprobs = [logprob for row in after.logprobs_P_G[0] for logprob in row]
+    assert logprobs == pytest.approx([-math.log(full.base.config.vocab_size)] * len(logprobs), abs=1e-5)
+    assert before.completion_ids_P_G != after.completion_ids_P_G

@@ -1,6 +1,6 @@
 """All weights on their way into vLLM, over a model with vLLM's fused layers that is made here.
 
-tests/gpu/test_all_weights_gpu.py has vLLM's own.
+tests/gpu/test_vllm_engine.py has vLLM's own.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,6 +1,7 @@
 """Choose the kernel for products with packed weights, and say which kernels and weight formats work on a GPU."""
 
 from importlib.metadata import version
+from importlib.util import find_spec
 
 import torch
 from packaging.version import Version
@@ -87,10 +88,11 @@ def describe_gpu() -> list[str]:
     if found < COMPILED_FROM:
         return [f"{card}: too old, the kernels that unpack 4-bit weights need {'.'.join(map(str, COMPILED_FROM))}"]
     is_tried = found == fp4_tiles.CAPABILITY
+    why = fp4_tiles.refusal() if find_spec("vllm") else "needs vLLM, which is not installed"
     has_bfloat16 = "in hardware" if found >= BFLOAT16_FROM else "emulated and slow; type model.dtype=float32"
     return [
         card if is_tried else f"{card}: not tried, the lab was measured on H100 and H200",
         f"formats {', '.join(choices_of('format'))}: train here, each product with unpacked weights",
         f"bfloat16: {has_bfloat16}",
-        f"kernel fp4_tiles of rollout=vllm: {'works' if is_tried else f'{fp4_tiles.refusal()}; vLLM chooses another'}",
+        f"kernel fp4_tiles of rollout=vllm: {f'{why}; vLLM chooses another' if why else 'works'}",
     ]

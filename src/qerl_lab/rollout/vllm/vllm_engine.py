@@ -68,8 +68,8 @@ class VllmEngine:
         aside = one_copy.packed_on_host(policy) if share else nullcontext()
         with random_state_restored(policy.device), aside, folder_of(policy, cfg) as folder:
             self.linear_backend = choose_backend(cfg, policy.model)
-            if (cfg.format.name, self.linear_backend) == ("fp8", "marlin"):
-                os.environ.update(MARLIN_FOR_FP8)
+            if cfg.format.name == "fp8":  # also off, because an earlier engine or the user's shell may have set it
+                os.environ.update(dict.fromkeys(MARLIN_FOR_FP8, str(int(self.linear_backend == "marlin"))))
             of_adapter = self._adapter.arguments(folder, self.linear_backend)
             self._llm: LLM | None = start(cfg, folder, policy, self.linear_backend, of_adapter)
             if share:
@@ -264,8 +264,9 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
     if own.dense_rows:
         packed = packed_layers(policy.base).values()
         weights += sum(layer.out_features * layer.in_features for layer in packed) * dtype.itemsize
-    if policy.trains_all:  # the trainer's gradients and two moments come later, and need room beside the cache
-        weights += 3 * sum(weight.nbytes for weight in policy.model.parameters())
+    if policy.trains_all:  # the trainer's gradients and moments come later, and need room beside the cache
+        trained = sum(weight.numel() for weight in policy.model.parameters() if weight.requires_grad)
+        weights += trained * (4 + cfg.optim.moment_bytes)
     arguments: dict[str, Any] = {
         **serving_arguments(cfg, dtype, policy.device),
         "kv_cache_memory_bytes": kv_cache_bytes(cfg, per_token, free_bytes(policy.device) - weights),
