@@ -128,10 +128,8 @@ def validate(cfg: RunConfig) -> None:
 
 
 def check_engine(cfg: RunConfig) -> None:
-    """Raise ConfigError if what is evaluated does not go with its rollout engine: FP8 activations, all weights."""
-    of_engine = [needs for needs in NEEDS if needs.given in ("format.activations=fp8", "lora.rank=0")
-                 and needs.allowed.startswith("rollout.engine")]  # fmt: skip
-    for message in _check_needs(cfg, of_engine):
+    """Raise ConfigError if a setting needs another rollout engine than `cfg` has, which an evaluation may replace."""
+    for message in _check_needs(cfg, [needs for needs in NEEDS if needs.allowed.startswith("rollout.engine")]):
         raise ConfigError(message)
 
 

@@ -313,7 +313,7 @@ class OptimConfig:
 
     @property
     def moment_bytes(self) -> int:
-        """Return the bytes of Adam's two moments of a weight."""
+        """Return how many bytes Adam's two moments take for each trained weight."""
         return 2 if self.name == "adamw_8bit" else 8
 
 

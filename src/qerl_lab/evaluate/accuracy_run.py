@@ -140,13 +140,18 @@ def identifying_settings(options: AccuracyOptions, chosen: Subject, tasks: Seque
     sampling = f"{drawn}, {cfg.rollout.max_completion_tokens:,} tokens"
     samples = {task.name: options.samples or (SMALL_SAMPLES if task.name in SMALL else cfg.eval.samples)
                for task in tasks}  # fmt: skip
-    began, trained = chosen.base or cfg.model, "none" if chosen.adapter is None else sha256(chosen.adapter / WEIGHTS)
+    began = chosen.base or cfg.model
+    trained: str | None = "none"
+    if chosen.base:  # a run with lora=full, which trained `cfg.model`
+        trained = model_hash(Path(cfg.model.path))
+    elif chosen.adapter:
+        trained = sha256(chosen.adapter / WEIGHTS)
     return {
         "weights": {"hash": model_hash(local_folder(began.path, began.revision))},  # wherever it was copied to
         "format": cfg.format.name,
         "format_options": asdict(formats.build(cfg.format)) | {"ignore": cfg.format.ignore},
         "lora": [cfg.lora.rank, cfg.lora.alpha],
-        "adapter": model_hash(Path(cfg.model.path)) if chosen.base else trained,  # with lora=full a model
+        "adapter": trained,
         "rollout": cfg.rollout.engine, "device": device.type, "dtype": str(policy.compute_dtype(cfg, device)),
         "batch_size": cfg.rollout.batch_size, "common": options.common,
         "benchmarks": {task.name: {"instruction": task.instruction, **task.data} for task in tasks},
@@ -210,10 +215,10 @@ def answer_missing_parts(job: Job, engine: str, learner: Policy, sampler: Engine
 
 
 def same_first_character(completions: Iterable[str], answers: Iterable[str]) -> list[float]:
-    """Return 1.0 for each completion with a final answer that begins with the reference answer's first character.
+    """Grade completions as QeRL's released eval/gsm8k.py: 1.0 if the answer's first character is right, else 0.0.
 
-    So grades eval/gsm8k.py of QeRL's released code: it compares two strings character by character and takes the first
-    comparison. There an empty answer is an error, here it is wrong.
+    That script compares final answer and reference answer character by character and uses the first comparison alone.
+    An empty answer, which is an error there, is wrong here.
     """
     finals = [final_answer(completion) or "" for completion in completions]
     return [float(final[:1] == answer[:1] != "") for final, answer in zip(finals, answers, strict=True)]

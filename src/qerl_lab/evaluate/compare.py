@@ -21,6 +21,7 @@ from qerl_lab.report.stats import Interval, format_interval, over_seeds, p_value
 from qerl_lab.system.disk import read_json
 from qerl_lab.system.terminal import columns, format_path
 
+# These change kernels, random draws or grading.
 HOW_IT_RAN = ("seed", "rollout", "device", "dtype", "batch_size", "grading")
 OF_A_SEED = ("seed", "adapter")  # keys that may differ between the seeds of one arm
 GROUP = ["benchmark", "engine", "sampling"]
@@ -112,7 +113,7 @@ def read_arm(path: str) -> dict[int, Evaluated]:
         if about.get("schema") != SCHEMA:
             raise ConfigError(f"{folder / ABOUT} is of another version of the lab. Evaluate again.")
         first, seed = next(iter(found.values())).about if found else about, int(about["run_seed"])
-        mine, others = ({"grading": BY_TASK} | each["identity"] for each in (about, first))
+        mine, others = identity_of(about), identity_of(first)
         differ = [key for key in others if key not in OF_A_SEED and mine.get(key) != others[key]]
         differ += differing_keys(about.get("arm"), first.get("arm"))
         if seed in found or differ:
@@ -123,6 +124,11 @@ def read_arm(path: str) -> dict[int, Evaluated]:
             )
         found[seed] = Evaluated(about, pd.read_parquet(folder / ROWS))
     return found
+
+
+def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the identity in the content of evaluation.json, with the grading, which the file omits if it is usual."""
+    return {"grading": BY_TASK} | about["identity"]
 
 
 def differing_keys(mine: Mapping[str, str] | None, others: Mapping[str, str] | None) -> list[str]:
@@ -155,8 +161,7 @@ def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[
     else:
         pairs = [(a[seed], b[seed]) for seed in shared]
         notes += [f"seeds {alone} are in one of the two only, and left out"] if alone else []
-    for pair in pairs:
-        mine, others = ({"grading": BY_TASK} | one.about["identity"] for one in pair)
+    for mine, others in ((identity_of(one.about), identity_of(other.about)) for one, other in pairs):
         how = [f"{key}={mine.get(key)} and {others.get(key)}" for key in HOW_IT_RAN if mine.get(key) != others.get(key)]
         if how:
             notes.append(f"A and B ran with {', '.join(how)}: part of the differences is theirs, also in engine=common")

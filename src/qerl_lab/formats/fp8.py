@@ -62,7 +62,7 @@ class Fp8(CompressedTensors):
         return {"weight": _round(weight / scale.float()), "weight_scale": scale}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Unpack packed tensors to `[N, K]`: value * scale, exact in float32, rounded once to other dtypes."""
+        """Unpack the weight `[N, K]`: each value times the scale of its row, exact in float32, else rounded once."""
         return packed["weight"].to(dtype).mul_(packed["weight_scale"])
 
     def ideal(self, weight: Tensor) -> Tensor:

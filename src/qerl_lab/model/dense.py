@@ -20,8 +20,8 @@ def base_tensors(policy: Policy) -> dict[str, Tensor]:
     """Return the tensors of a policy's base by checkpoint name, without the adapter.
 
     Names leave out PEFT's wrapper layers. Packed Linears give their packed tensors; tied parameters appear once. Norms
-    are converted back from float32 to the policy's dtype, in which they were loaded. If all weights
-    are trained, so is each, and on the host.
+    are converted back from float32 to the policy's dtype, in which they were loaded. With lora=full every tensor is
+    converted to that dtype, on the host.
     """
     if policy.trains_all:
         return {name: tensor.to("cpu", policy.dtype) for name, tensor in all_weights.weights(policy.base).items()}

@@ -50,7 +50,7 @@ class Policy:
 
     @property
     def base(self) -> PreTrainedModel:
-        """Return the model without PEFT's wrapper; its layers contain the adapter, if there is one."""
+        """Return the transformers model without PEFT's wrapper. Its layers contain the adapter, if there is one."""
         return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
 
     @property
@@ -85,9 +85,9 @@ class Policy:
         return max(own, *base, 0.0) > 0
 
     def computing(self) -> AbstractContextManager[object]:
-        """Return a context manager for forward passes outside of the Trainer, which has its own.
+        """Return a context manager that autocasts float32 master weights to `dtype`; with an adapter it does nothing.
 
-        Float32 master weights are autocast to `dtype`, if that is another.
+        For forward passes outside of the Trainer, because the Trainer autocasts its own.
         """
         return nullcontext() if self.dtype == self.model.dtype else torch.autocast(self.device.type, self.dtype)
 
@@ -118,14 +118,14 @@ class Policy:
             self.model.train(training)
 
     def save_trained(self, folder: Path) -> None:
-        """Write what is trained to `folder`: the adapter in PEFT's layout, or all weights in float32."""
+        """Save the adapter in PEFT's layout to `folder`, or with lora=full all weights in float32."""
         if isinstance(self.model, PeftModel):
             save_adapter(self.model, folder)
         else:
             all_weights.save(self.model, folder)
 
     def load_trained(self, folder: Path) -> None:
-        """Load what `save_trained` wrote to `folder`, in place. Raises ConfigError if an adapter cannot be read."""
+        """Load in place what `save_trained` wrote to `folder`. Raises ConfigError if an adapter cannot be read."""
         if isinstance(self.model, PeftModel):
             load_adapter(self.model, folder)
         else:

@@ -130,9 +130,10 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
     Open diamonds are the paper's effects, a solid line is no effect, and dotted ones are the smallest effect that
     matters. The caller closes the figure.
     """
-    claims: dict[str, list[Row]] = {}
-    for row in (row for row in rows if row.numbers):
-        claims.setdefault(row.claim.name, []).append(row)
+    claims: dict[str, list[tuple[Row, Interval]]] = {}
+    for row in rows:
+        if row.numbers:
+            claims.setdefault(row.claim.name, []).append((row, row.numbers.effect))
     if not claims:
         return None
     across = min(PANELS_ACROSS, len(claims))
@@ -142,21 +143,20 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
         if own is None:
             axis.set_axis_off()
             continue
-        claim = own[0].claim
+        claim = own[0][0].claim
         none, signs = (1.0, "treated / control") if claim.is_ratio else (0.0, "treated - control")
         measure = f"{claim.measure.replace('_', ' ')} ({MEASURES[claim.measure].unit})"
         axis.axvline(none, color="black", linewidth=0.8)
         for sign in [claim.direction] if claim.direction else [-1, 1]:
             matters = claim.smallest**sign if claim.is_ratio else sign * claim.smallest
             axis.axvline(matters, color="grey", linestyle=":", linewidth=0.9)
-        for place, row in enumerate(own):
-            mean, *ends = row.numbers.effect if row.numbers else (math.nan,) * 3
+        for place, (row, (mean, *ends)) in enumerate(own):
             widths = [[abs(end - mean) if math.isfinite(end) else 0.0] for end in ends]
             shade = palette.color(row.contrast.treated_settings.get("format.name", ""))
             axis.errorbar(mean, -place, xerr=widths, color=shade, marker="o", capsize=3)
             printed = [value for _, value in row.printed]
             axis.plot(printed, [-place] * len(printed), "D", color="grey", markerfacecolor="white")
-        names = [textwrap.fill(verdict_tables.name_of(row), NAME_CHARS) for row in own]
+        names = [textwrap.fill(verdict_tables.name_of(row), NAME_CHARS) for row, _ in own]
         axis.set_yticks([-place for place in range(len(own))], names)
         axis.set(title=claim.name.replace("_", " "), xlabel=f"{measure}, {signs}", ylim=(0.5 - tallest, 0.5))
         axis.margins(x=0.06)

@@ -68,7 +68,7 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     baseline = comparison.baseline_of(list(same.arms), wanted) if same.arms else None
     own = folder / "claims.yaml"
     rows = judge(same.counted, same.runs, claims.read(own, format_path(own)) if own.exists() else None)
-    drawn = draw_effects(rows) | draw_all(same, baseline)
+    drawn = effects_section(rows) | draw_all(same, baseline)
     words = [format_path(folder), hydra_override("out", format_path(folder))]
     words += [hydra_override("baseline", wanted)] if wanted else []
     words += [f"bench={','.join(map(format_path, bench))}"] if bench else []
@@ -88,8 +88,8 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     return [folder / name for name in (results.RUNS, results.STEPS, results.QUESTIONS, *files)]
 
 
-def draw_effects(rows: Sequence[Row]) -> dict[str, list[Drawn]]:
-    """Draw the effects of measured contrasts, by title of section; empty if there is none."""
+def effects_section(rows: Sequence[Row]) -> dict[str, list[Drawn]]:
+    """Return the page's section "Effects" with its figure, or an empty dict if no contrast was measured."""
     figure = diagnostics.draw_effects(rows)
     caption = (
         "95% intervals over seeds and questions. Open diamonds: the paper. Dotted: the smallest effect that matters, "

@@ -242,8 +242,8 @@ def as_json(comparison: Comparison, rows: Sequence[Row], command_line: str) -> s
         del claim["contrasts"]
         if row.numbers:
             numbers = {name: one for name, one in vars(row.numbers).items() if name not in ("oriented", "at_most")}
-            of_verdict = (row.judged.p._asdict(), row.judged.adjusted._asdict()) if row.judged else (None, None)
-            numbers |= dict(zip(("p", "adjusted"), of_verdict, strict=True))
+            judged = row.judged
+            numbers |= {"p": judged and judged.p._asdict(), "adjusted": judged and judged.adjusted._asdict()}
             numbers |= {"effect_by_seed": row.numbers.oriented.mean(1).tolist()}
         return {
             "claim": claim, "contrast": row.contrast.name, "treated": dict(row.contrast.treated_settings),

@@ -56,7 +56,7 @@ class Row:
 
     @property
     def judged(self) -> Numbers | None:
-        """Return the numbers if they have as many seeds as the claim needs, else None: then there is no verdict."""
+        """Return `numbers` if they have enough seeds for a verdict on the claim, else None."""
         return self.numbers if self.numbers and self.numbers.seeds >= self.claim.file.seeds else None
 
 

@@ -220,7 +220,7 @@ class Machine:
                 return self._call(planned, arguments, visible) == OK
 
             with ThreadPoolExecutor(len(planned.part.after)) as side_by_side:  # engines mostly wait for their host
-                evaluated = sum(side_by_side.map(evaluate, *zip(*enumerate(planned.part.after), strict=True)))
+                evaluated = sum(side_by_side.map(evaluate, range(len(planned.part.after)), planned.part.after))
             self._write_row(planned, run, time.time() - trained + max(trained - start, earlier), evaluated)
             self.pack(planned)
         return True

@@ -99,16 +99,16 @@ class Queue:
         runs count, because other words, such as another scale, make other runs.
         """
         made = {run.key: run for run in self.runs}
-        done = [
-            row for row in self.rows if row["state"] == DONE and not missing_evaluations(row) and row["run"] in made
-        ]
-        alike = [row for row in done if row["evaluations"].endswith(f" of {len(planned.part.after)}")] or done
-        of_arm, own = [(made[row["run"]], float(row["seconds"])) for row in alike], planned.config
+        own, wanted = planned.config, f" of {len(planned.part.after)}"
+        whole = [row for row in self.rows if row["state"] == DONE and not missing_evaluations(row)]
+        done = [row for row in whole if row["run"] in made]
+        alike = [row for row in done if row["evaluations"].endswith(wanted)] or done
+        timed = [(made[row["run"]], float(row["seconds"])) for row in alike]
         for taken in (
-            [seconds for run, seconds in of_arm if replace(run.config, seed=own.seed) == own],
-            [seconds for run, seconds in of_arm if run.config.experiment == own.experiment],
-            [seconds for run, seconds in of_arm if run.part.name == planned.part.name],
-            [seconds for _, seconds in of_arm],
+            [seconds for run, seconds in timed if replace(run.config, seed=own.seed) == own],
+            [seconds for run, seconds in timed if run.config.experiment == own.experiment],
+            [seconds for run, seconds in timed if run.part.name == planned.part.name],
+            [seconds for _, seconds in timed],
         ):
             if taken:
                 return statistics.median(taken)

@@ -27,7 +27,7 @@ class AllWeights:
         return {}
 
     def begin(self, llm: Any) -> None:
-        """Do nothing: a started vLLM needs no preparation."""
+        """Do nothing: unlike an adapter, all weights need no buffers in a started vLLM."""
 
     def sync(self, llm: Any) -> None:
         """Copy the policy's current weights into vLLM's model.
