@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 BESIDE = ("README.md", "LOG.md", "CONTRIBUTING.md", "LICENSE", "CITATION.cff", "tests/README.md", "tests/planted.py")
 FOLDERS = ("docs", "results", "src")
 SHOWN = {".md", ".png", ".html", ".csv", ".json", ".yaml", ".css", ".py"}
-LEAST_HEIGHT = 240  # pixels of a picture: a wide one scrolls on a narrow screen, with labels that can be read
+LEAST_SCALE = 0.38  # of a picture on a narrow screen, where a wide one scrolls: smaller labels cannot be read
 LONG_CELL = 40  # characters of a table cell that gets a wider column
 
 
@@ -65,7 +65,7 @@ def on_page_content(html: str, page: Page, **_: object) -> str:
     def set_size(image: re.Match[str]) -> str:
         file = (ROOT / page.file.src_uri).parent / image[1]
         width, height = struct.unpack(">II", file.read_bytes()[16:24])  # the head of a PNG
-        least = min(width, round(LEAST_HEIGHT * width / height))
+        least = round(LEAST_SCALE * width)
         return f'{image[0]} width="{width}" height="{height}" style="min-width: {least}px"'
 
     html = re.sub(r'<img [^>]*src="([^":]+\.png)"', set_size, html)
