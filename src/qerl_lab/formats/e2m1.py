@@ -25,6 +25,14 @@ def encode(values: Tensor) -> Tensor:
     return codes | (values < 0).to(torch.uint8) << 3
 
 
+def split_rows(weight: Tensor) -> tuple[Tensor, ...]:
+    """Split `weight[N, K]` into slices of rows of about a million elements.
+
+    Rounding makes several float32 copies; slice by slice they stay small beside a packed model.
+    """
+    return weight.split(max(1, 2**20 // weight.shape[1]))
+
+
 def pack(codes: Tensor) -> Tensor:
     """Pack codes `[N, K]` into bytes `[N, K/2]`, even column in the low nibble."""
     return codes[:, 0::2] | codes[:, 1::2] << 4

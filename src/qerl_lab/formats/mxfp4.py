@@ -52,10 +52,16 @@ class Mxfp4(CompressedTensors):
         if self.exponent_rule not in EXPONENT_RULES:
             raise ValueError(f"unknown exponent_rule {self.exponent_rule!r}; allowed: {', '.join(EXPONENT_RULES)}")
         weight = checked(weight, self, name=name)
-        blocks = weight.unflatten(1, (-1, self.BLOCK))
-        scale = _scale_bytes(blocks.abs().amax(-1).float(), self.exponent_rule)
-        codes = e2m1.encode(blocks / scale.view(torch.float8_e8m0fnu).to(weight.dtype).unsqueeze(-1)).flatten(1)
-        return {"weight_packed": e2m1.pack(codes), "weight_scale": scale}
+        rows = [self._quantize_rows(rows, self.exponent_rule) for rows in e2m1.split_rows(weight)]
+        packed, scale = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        return {"weight_packed": packed, "weight_scale": scale}
+
+    def _quantize_rows(self, rows: Tensor, exponent_rule: str) -> tuple[Tensor, Tensor]:
+        """Return the packed bytes `[N, K/2]` and block scales `[N, K/32]` of `rows[N, K]`."""
+        blocks = rows.unflatten(1, (-1, self.BLOCK))
+        scale = _scale_bytes(blocks.abs().amax(-1).float(), exponent_rule)
+        codes = e2m1.encode(blocks / scale.view(torch.float8_e8m0fnu).to(rows.dtype).unsqueeze(-1)).flatten(1)
+        return e2m1.pack(codes), scale
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Unpack packed tensors to a weight `[N, K]`; exact in bfloat16 and float32."""
