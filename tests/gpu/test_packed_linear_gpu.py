@@ -74,6 +74,7 @@ def test_unpacked_bits_are_those_of_the_cpu(weight_format: Format) -> None:
 @pytest.mark.parametrize("lora", [False, True], ids=["linear", "lora"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 def test_compiled_by_inductor(weight_format: Format, lora: bool, autocast: bool) -> None:
+    torch._dynamo.reset()  # all parameters compile the same code objects, of which Dynamo keeps eight versions
     module = layer(weight_format, torch.bfloat16, lora).cuda()
     compiled = torch.compile(module, fullgraph=True)
     x = torch.randn(64, K, dtype=torch.bfloat16, device="cuda", requires_grad=True)

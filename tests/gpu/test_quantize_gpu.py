@@ -20,4 +20,5 @@ def test_the_bytes_do_not_depend_on_the_device(tmp_path: Path, weight_format: st
     cpu, cuda = (json.loads((tmp_path / device / "quality.json").read_text()) for device in ("cpu", "cuda"))
     assert cuda["sqnr_db"]["layers"] == pytest.approx(cpu["sqnr_db"]["layers"], abs=1e-3)
     assert (cuda["kl"]["device"], cuda["kl"]["dtype"]) == ("cuda", "bfloat16")
-    assert cuda["kl"]["nats_per_token"] == pytest.approx(cpu["kl"]["nats_per_token"], rel=0.3)
+    # bfloat16 alone is some 5e-5 nats, more than half of FP8's KL in float32
+    assert cuda["kl"]["nats_per_token"] == pytest.approx(cpu["kl"]["nats_per_token"], rel=0.3, abs=1e-4)

@@ -149,8 +149,11 @@ def test_the_noise_held_is_the_noise_asked_and_reaches_the_log_probs(built: Buil
     assert observed_std(held, built.policy.clean_norms) == pytest.approx(sigma, rel=0.05)
     print(f"{built.way}: sigma {sigma:g} held {observed_std(held, built.policy.clean_norms):.3g}, "
           f"log-probs moved by {(noisy - clean).abs().mean():.2g} nats")  # fmt: skip
-    assert torch.equal(first_logprobs(CLEAN), clean)
-    assert not torch.equal(noisy, clean)
+    again = first_logprobs(CLEAN)
+    assert observed_std(built.engine.norms(), built.policy.clean_norms) == 0
+    if built.way != "request":  # whose LoRA kernels add by atomics: two calls without noise differ too
+        assert torch.equal(again, clean)
+        assert not torch.equal(noisy, clean)
 
 
 def base_hash(engine: object) -> str:
