@@ -151,7 +151,7 @@ def test_the_noise_held_is_the_noise_asked_and_reaches_the_log_probs(built: Buil
           f"log-probs moved by {(noisy - clean).abs().mean():.2g} nats")  # fmt: skip
     again = first_logprobs(CLEAN)
     assert observed_std(built.engine.norms(), built.policy.clean_norms) == 0
-    if built.way != "request":  # whose LoRA kernels add by atomics: two calls without noise differ too
+    if built.way != "request":  # there vLLM adds by atomics: two equal calls without noise differ
         assert torch.equal(again, clean)
         assert not torch.equal(noisy, clean)
 
