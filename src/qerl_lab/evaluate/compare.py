@@ -127,7 +127,7 @@ def read_arm(path: str) -> dict[int, Evaluated]:
 
 
 def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity in the content of evaluation.json, with the grading, which the file omits if it is usual."""
+    """Return the identity of an evaluation from its evaluation.json, and the default grading if it names none."""
     return {"grading": BY_TASK} | about["identity"]
 
 

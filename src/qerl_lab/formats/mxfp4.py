@@ -17,6 +17,7 @@ names are in `ScaleCalculationMode` (torchao/prototype/mx_formats/config.py).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,12 +53,11 @@ class Mxfp4(CompressedTensors):
         if self.exponent_rule not in EXPONENT_RULES:
             raise ValueError(f"unknown exponent_rule {self.exponent_rule!r}; allowed: {', '.join(EXPONENT_RULES)}")
         weight = checked(weight, self, name=name)
-        rows = [self._quantize_rows(rows, self.exponent_rule) for rows in e2m1.split_rows(weight)]
-        packed, scale = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        packed, scale = e2m1.quantize_by_slices(weight, partial(self._quantize_rows, exponent_rule=self.exponent_rule))
         return {"weight_packed": packed, "weight_scale": scale}
 
     def _quantize_rows(self, rows: Tensor, exponent_rule: str) -> tuple[Tensor, Tensor]:
-        """Return the packed bytes `[N, K/2]` and block scales `[N, K/32]` of `rows[N, K]`."""
+        """Quantize `rows[n, K]` of a weight to packed bytes `[n, K/2]` and block scales `[n, K/32]`, E8M0 as uint8."""
         blocks = rows.unflatten(1, (-1, self.BLOCK))
         scale = _scale_bytes(blocks.abs().amax(-1).float(), exponent_rule)
         codes = e2m1.encode(blocks / scale.view(torch.float8_e8m0fnu).to(rows.dtype).unsqueeze(-1)).flatten(1)

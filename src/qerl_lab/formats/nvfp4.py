@@ -68,14 +68,13 @@ class Nvfp4(CompressedTensors):
         if divisor.shape != (1,) or not 0 < divisor.item() < float("inf"):
             raise ValueError(f"{name}: global_scale must be one positive finite number of shape [1], got {divisor}")
         divisor = divisor.to(weight.device, torch.float32, copy=True)
-        rows = [self._quantize_rows(rows, divisor) for rows in e2m1.split_rows(weight)]
-        packed, scale = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        packed, scale = e2m1.quantize_by_slices(weight, partial(self._quantize_rows, divisor=divisor))
         return {"weight_packed": packed, "weight_scale": scale.view(torch.float8_e4m3fn), DIVISOR: divisor}
 
     def _quantize_rows(self, rows: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the packed bytes `[N, K/2]` and block scales `[N, K/16]` of `rows[N, K]` by the global scale.
+        """Quantize `rows[n, K]` of a weight by its global scale, `divisor`.
 
-        The scales are E4M3 as uint8, since torch.cat of E4M3 fails under autocast.
+        Returns packed bytes `[n, K/2]` and block scales `[n, K/16]`, E4M3 as uint8.
         """
         blocks = rows.unflatten(1, (-1, self.BLOCK))
         scale = _block_scale(blocks, divisor, e2m1.MAX)
