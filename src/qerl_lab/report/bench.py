@@ -14,7 +14,8 @@ from qerl_lab.report.table import NONE
 from qerl_lab.system.terminal import columns
 
 Result = dict[str, Any]
-OF_ARMS = ("rollout", "step")  # benchmarks that run each arm in its own process
+# Benchmarks of whole models, and the columns that must be equal for a ratio of two arms.
+ALIKE = {"train_step": ["micro_batch_tokens"], "rollout": ["rank", "batch"], "step": ["rank"]}
 LAYER = "whole layer"
 AND_ADAPTER = "_and_adapter"  # suffix of a product that is timed together with the adapter
 # Arms that differ in one of these settings are not comparable, so `notes` warns.
@@ -28,19 +29,26 @@ Columns = Sequence[tuple[str, str]]  # head of a column, and format of a row
 OF_BASES = (("of BF16", "{of_bf16:.2f}"), ("of QLoRA", "{of_qlora:.2f}"))
 SPEED, ARM = ("tokens/s", "{tokens_per_second:,.0f}"), ("arm", "{arm}")
 ENGINE = (("weights", "{weights_gib:.1f}"), ("KV", "{kv_gib:.1f}"))
-ROLLOUT = (
-    ("rank", "{rank}"), ("batch", "{batch}"), SPEED, ("least", "{tokens_per_second_min:,.0f}"),
-    ("most", "{tokens_per_second_max:,.0f}"), *OF_BASES, ("token ms", "{decode_ms:.2f}"), ("host", "{host_share:.0%}"),
-    ("sync ms", "{sync_ms:.1f}"), ("start s", "{start_seconds:.0f}"), *ENGINE, ("used", "{used_gib:.1f}"), ARM,
-)  # fmt: skip
-STEP = (
-    ("seconds", "{step_seconds:.2f}"), SPEED, *OF_BASES, *((phase, f"{{{phase}_seconds:.2f}}") for phase in PHASES),
-    ("policy", "{policy_gib:.1f}"), *ENGINE, ("peak", "{peak_gib:.1f}"), ("used", "{used_gib:.1f}"), ARM,
-)  # fmt: skip
-TRAIN_STEP = (
-    ARM, ("loss", "{loss}"), ("micro-batch", "{micro_batch_tokens:,.0f}"), SPEED, *OF_BASES,
-    ("peak GB", "{peak_gb:.1f}"), ("base GB", "{base_gb:.2f}"),
-)  # fmt: skip
+TABLES: Mapping[str, Columns] = {
+    "train_step": (
+        ARM, ("loss", "{loss}"), ("micro-batch", "{micro_batch_tokens:,.0f}"), SPEED, *OF_BASES,
+        ("peak GB", "{peak_gb:.1f}"), ("base GB", "{base_gb:.2f}"),
+    ),
+    "rollout": (
+        ("rank", "{rank}"), ("batch", "{batch}"), SPEED, ("least", "{tokens_per_second_min:,.0f}"),
+        ("most", "{tokens_per_second_max:,.0f}"), *OF_BASES, ("token ms", "{decode_ms:.2f}"),
+        ("host", "{host_share:.0%}"), ("sync ms", "{sync_ms:.1f}"), ("start s", "{start_seconds:.0f}"), *ENGINE,
+        ("used", "{used_gib:.1f}"), ARM,
+    ),
+    "step": (
+        ("seconds", "{step_seconds:.2f}"), SPEED, *OF_BASES, *((phase, f"{{{phase}_seconds:.2f}}") for phase in PHASES),
+        ("policy", "{policy_gib:.1f}"), *ENGINE, ("peak", "{peak_gib:.1f}"), ("used", "{used_gib:.1f}"), ARM,
+    ),
+}  # fmt: skip
+UNITS: Mapping[str, Sequence[str]] = {
+    "train_step": [], "rollout": ["weights, KV, used: GiB on the GPU"],
+    "step": [f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB on the GPU"],
+}  # fmt: skip
 
 
 def load(file: Path) -> Result:
@@ -68,14 +76,25 @@ def origin(result: Result) -> str:
     return ", ".join([about["time"][:10], gpu_of(result), *versions, f"commit {code_of(result)}"])
 
 
-def measured_rows(result: Result) -> list[dict[str, Any]]:
-    """Return the rows of a rollout or step benchmark with numbers, without the rows that only report a dead process."""
-    return [row for row in result["rows"] if "died" not in row]
-
-
 def list_deaths(result: Result) -> list[str]:
     """Return a line per arm and rank at which the process of the arm died, with the reason."""
-    return [f"{row['arm']}, rank {row['rank']}, died: {row['died']}" for row in result["rows"] if "died" in row]
+    return [f"{row['arm']}, rank {row['rank']}, died: {row['died']}" for row in result.get("rows", []) if "died" in row]
+
+
+def measured(result: Result) -> pd.DataFrame:
+    """Return the rows of a benchmark of whole models, without those of dead arms; empty if every arm died.
+
+    Two columns have the ratio of tokens/s to a baseline at an equal rank, batch and micro-batch: `of_bf16` and
+    `of_qlora`. In rollouts and steps these are the stock arms, vLLM or TRL as they are; in train_step the lab's BF16
+    and bitsandbytes, with chunked loss.
+    """
+    kind = result["benchmark"]
+    rows = pd.DataFrame([row for row in result["steps" if "steps" in result else "rows"] if "died" not in row])
+    if rows.empty:
+        return rows
+    is_base = rows["loss"] == "chunked" if kind == "train_step" else rows["baseline"]
+    bases = {base: is_base & rows["arm"].str.match(rf"{base}(_stock|_trl|$)") for base in ("bf16", "qlora")}
+    return with_ratios(rows, "tokens_per_second", ALIKE[kind], bases)
 
 
 def with_ratios(
@@ -91,30 +110,6 @@ def with_ratios(
         rows = rows.merge(own, on=[*key], how="left")
         rows[f"of_{name}"] = rows[value] / rows[f"of_{name}"]
     return rows
-
-
-def speed_ratios(result: Result) -> pd.DataFrame:
-    """Return the rows of a rollout or step benchmark with ratios of tokens/s to stock arms: `of_bf16`, `of_qlora`.
-
-    Stock arms are vLLM or TRL as they are. Ratios are at an equal rank and, for rollouts, batch. Empty if every arm
-    died.
-    """
-    rows = pd.DataFrame(measured_rows(result))
-    if rows.empty:
-        return rows
-    key = ["rank", "batch"] if result["benchmark"] == "rollout" else ["rank"]
-    stock = {base: rows["baseline"] & rows["arm"].str.startswith(f"{base}_") for base in ("bf16", "qlora")}
-    return with_ratios(rows, "tokens_per_second", key, stock)
-
-
-def train_step_ratios(result: Result) -> pd.DataFrame:
-    """Return the rows of a train_step benchmark with ratios of tokens/s to bf16 and qlora: `of_bf16`, `of_qlora`.
-
-    Each ratio is to the baseline with chunked loss and micro-batches of the same size.
-    """
-    rows = pd.DataFrame(result["steps"])
-    bases = {base: (rows["arm"] == base) & (rows["loss"] == "chunked") for base in ("bf16", "qlora")}
-    return with_ratios(rows, "tokens_per_second", ["micro_batch_tokens"], bases)
 
 
 def product_ratios(result: Result) -> pd.DataFrame:
@@ -147,7 +142,7 @@ def text(result: Result) -> str:
 
     All tables but decode's have ratios to a baseline.
     """
-    match result["benchmark"]:
+    match kind := result["benchmark"]:
         case "linear":
             copied = pd.DataFrame(result["dequantization"]).pivot_table(
                 "of_copy", ["model", "layer"], "format", sort=False
@@ -165,60 +160,52 @@ def text(result: Result) -> str:
             head = "microseconds per call, weights from memory; adapter_*: adapter alone, *_and_adapter: product, then "
             times = decode_times(result).to_string(float_format=lambda us: f"{us:.1f}", na_rep=NONE)
             return f"{head}adapter, fp4_tiles: both\n{times}"
-        case "train_step":
-            return columns(table_rows(train_step_ratios(result), TRAIN_STEP))
-        case "rollout" | "step":
-            lines = [*_format_arms(result), *list_deaths(result)]
-            return "\n".join([*lines, *(f"note: {note}" for note in notes(measured_rows(result)))])
-    return ", ".join(f"{name} {value:g}" for name, value in result.items() if isinstance(value, int | float))
-
-
-def _format_arms(result: Result) -> list[str]:
-    """Format the result of a rollout or step benchmark as lines: a table, its units and, for rollouts, the GPU kernels.
-
-    Empty if every arm died. Kernels are listed only for profiled rows.
-    """
-    rows = speed_ratios(result)
-    if rows.empty:
-        return []
-    if result["benchmark"] == "step":
-        units = f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB on the GPU"
-        return [columns(table_rows(rows, STEP)), units]
-    lines = [columns(table_rows(rows, ROLLOUT)), "weights, KV, used: GiB on the GPU"]
+    if kind not in TABLES:
+        return ", ".join(f"{name} {value:g}" for name, value in result.items() if isinstance(value, int | float))
+    rows = measured(result)
+    lines = [columns(table_rows(rows, TABLES[kind])), *UNITS[kind]] if len(rows) else []
     if "host_share" in rows and rows["host_share"].notna().any():
         lines.append(
             "host: share of a call in which its thread is busy; near 100% the host limits the speed, not the GPU"
         )
-    profiled = [row for row in measured_rows(result) if row.get("kernels")]
-    for n, row in enumerate(profiled):
-        about = f"{row['arm']}, rank {row['rank']}, batch {row['batch']}: kernels run for {row['busy_us']:,.0f}"
+    lines += _format_kernels(rows.to_dict("records"))
+    return "\n".join([*lines, *list_deaths(result), *(f"note: {note}" for note in notes(rows))])
+
+
+def _format_kernels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """List the longest GPU kernels of each profiled row, after an empty line. No rows are profiled any more."""
+    lines = []
+    for row in rows:
+        if not isinstance(row.get("kernels"), list):
+            continue
         kernels = pd.DataFrame(row["kernels"])
         listed, others = kernels[:KERNELS].to_dict("records"), kernels[KERNELS:]
         if len(others):
             listed.append({"name": f"{len(others)} others", "us": others["us"].sum(), "calls": others["calls"].sum()})
-        lines += [] if n else [""]
+        about = f"{row['arm']}, rank {row['rank']}, batch {row['batch']}: kernels run for {row['busy_us']:,.0f}"
+        lines += [] if lines else [""]
         lines.append(f"{about} microseconds of a token's {1e3 * row['decode_ms']:,.0f}")
         lines += [f"{kernel['us']:10,.0f} in {kernel['calls']:5,.0f} launches  {kernel['name']}" for kernel in listed]
     return lines
 
 
-def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """List, as sentences, what makes arms incomparable: `SETTINGS` that differ, and different GPU clocks.
+def notes(rows: pd.DataFrame) -> list[str]:
+    """List, as sentences, what makes the arms of `measured` rows incomparable: `SETTINGS` that differ, and GPU clocks.
 
-    `rows` come from `measured_rows`. Clocks may differ by the share `CLOCKS_APART`.
+    Clocks may differ by the share `CLOCKS_APART`.
     """
     found = []
-    for name in SETTINGS:
-        held: dict[str, list[str]] = {}
-        for row in rows:
-            if name in row:
-                held.setdefault(str(row[name]), []).append(row["arm"])
-        if len(held) > 1:
-            parts = (f"{value} in {', '.join(dict.fromkeys(arms))}" for value, arms in held.items())
+    for name in [name for name in SETTINGS if name in rows]:
+        values = rows[name].dropna().convert_dtypes().astype(str)
+        arms = rows["arm"].groupby(values, sort=False).unique()
+        if len(arms) > 1:
+            parts = (f"{value} in {', '.join(names)}" for value, names in arms.items())
             found.append(f"{name} differs: {'; '.join(parts)}")
-    clocks = [row["sm_mhz"] for row in rows if row.get("sm_mhz")]
-    if clocks and max(clocks) > (1 + CLOCKS_APART) * min(clocks):
-        found.append(f"the GPU's clock was between {min(clocks):,.0f} and {max(clocks):,.0f} MHz (sm_mhz of each row)")
+    clocks = rows.get("sm_mhz", pd.Series(dtype=float)).dropna()
+    if len(clocks) and clocks.max() > (1 + CLOCKS_APART) * clocks.min():
+        found.append(
+            f"the GPU's clock was between {clocks.min():,.0f} and {clocks.max():,.0f} MHz (sm_mhz of each row)"
+        )
     return found
 
 

@@ -26,7 +26,7 @@ VISIBLE = 0.002  # share of the longest bar; shorter parts would show only in th
 def figure(result: Result) -> Figure | None:
     """Draw a benchmark result; None if every arm died or `DRAWN` lacks the benchmark. The caller closes the figure."""
     draw = DRAWN.get(result["benchmark"])
-    if draw is None or (result["benchmark"] in bench.OF_ARMS and not bench.measured_rows(result)):
+    if draw is None or (result["benchmark"] in bench.TABLES and bench.measured(result).empty):
         return None
     with styled():
         return draw(result)
@@ -127,7 +127,7 @@ def _draw_rollouts(result: Result) -> Figure:
     If measured, further panels show ratios to stock BF16 by batch, and, for several ranks, ratios to a stock arm by
     rank with the paper's Figure 11.
     """
-    rows, about = bench.speed_ratios(result), result["options"]
+    rows, about = bench.measured(result), result["options"]
     formats = rows.drop_duplicates("arm").set_index("arm")["format"].to_dict()
     styles = palette.styles(formats) | {PAPER: {"color": "black", "linestyle": ":"}}
     rank, batch = rows["rank"].iloc[0], rows["batch"].min()
@@ -153,7 +153,7 @@ def _draw_rollouts(result: Result) -> Figure:
 
 def _draw_step_times(result: Result) -> Figure:
     """Draw the seconds of a step as a bar per arm, split by phase; what no phase covers is `other`."""
-    rows, about = bench.speed_ratios(result).set_index("arm"), result["options"]
+    rows, about = bench.measured(result).set_index("arm"), result["options"]
     parts = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).fillna(0.0).set_axis(PHASES, axis=1)
     parts["other"] = (rows["step_seconds"] - parts.sum(axis=1)).clip(lower=0.0)
     colors = {phase: {"color": f"C{number}"} for number, phase in enumerate(PHASES)} | {"other": {"color": "0.8"}}
@@ -168,7 +168,7 @@ def _draw_train_step_costs(result: Result) -> Figure:
 
     Each of the two has a panel per size of micro-batch.
     """
-    rows, about = pd.DataFrame(result["steps"]), result["options"]
+    rows, about = bench.measured(result), result["options"]
     rows = rows[rows["loss"] == "chunked"]
     arms = rows["arm"].unique()
     panels = {

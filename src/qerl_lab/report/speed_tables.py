@@ -1,8 +1,8 @@
 """Tabulate benchmark results beside the paper's speed and memory (Tables 3 and 5 to 9, Figure 11)."""
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,90 +46,71 @@ def tabulate_files(paths: Sequence[Path]) -> Speed:
             why = "holds no result" if path.is_dir() else "is not there"
             raise ConfigError(f"bench={path} {why}. Type a result of python -m qerl_lab.bench, or a folder of them.")
         files += found
-    notes, rollouts, steps, sizes = list[str](), list[pd.DataFrame](), list[pd.DataFrame](), list[pd.DataFrame]()
+    notes, ours, sizes = list[str](), list[pd.DataFrame](), list[pd.DataFrame]()
     for file in dict.fromkeys(files):
         try:
             result = bench.load(file)
-            about, of_arms, of_sizes = _describe_result(result), _tabulate_speeds(result), _tabulate_sizes(result)
+            about, rows = _describe_result(result), _tabulate_result(result)
+            sizes += [_sizes(rows)] if len(rows) else []
         except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:  # invalid or incomplete
             about = f"left out, no complete result of python -m qerl_lab.bench ({error!r})."
         else:
-            (rollouts if result["benchmark"] == "rollout" else steps).append(of_arms)
-            sizes.append(of_sizes)
+            ours += [rows] if len(rows) else []
         notes.append(f"{format_path(file)}: {about}")
+    rollouts, steps = ([rows for rows in ours if rows["benchmark"].iloc[0] == kind] for kind in ("rollout", "step"))
     return Speed([_rollout_table(rollouts), _step_table(steps), _memory_table(sizes)], notes)
 
 
 def _describe_result(result: Result) -> str:
     """Describe a result in one line: benchmark, origin, dead arms, missing rows, what spoils a comparison of arms."""
     options, parts = result["options"], [f"{result['benchmark']}, {bench.origin(result)}"]
-    if result["benchmark"] in bench.OF_ARMS:
-        rows = bench.measured_rows(result)
-        parts[0] += f"; prompts of {options['prompt']} tokens, completions of {options['new']}"
-        parts += bench.list_deaths(result)
-        asked = len(options["arms"]) * (len(options["ranks"]) * len(options["batches"]) if "batches" in options else 1)
-        parts += [f"it has {len(rows)} of {asked} requested rows"] if len(rows) < asked else []
-        parts += bench.notes(rows)
-    elif result["benchmark"] != "train_step":
+    if result["benchmark"] not in bench.TABLES:
         parts.append("the paper has no such table")
+    elif "rows" in result:
+        rows = bench.measured(result)
+        parts[0] += f"; prompts of {options['prompt']} tokens, completions of {options['new']}"
+        asked = len(options["arms"]) * (len(options["ranks"]) * len(options["batches"]) if "batches" in options else 1)
+        missing = [f"it has {len(rows)} of {asked} requested rows"] if len(rows) < asked else []
+        parts += [*bench.list_deaths(result), *missing, *bench.notes(rows)]
     return "; ".join(parts) + "."
 
 
-# --- ours
+def _tabulate_result(result: Result) -> pd.DataFrame:
+    """Return the `bench.measured` rows with the columns of all tables; empty for benchmarks without a table.
 
-
-def _tabulate_speeds(result: Result) -> pd.DataFrame:
-    """Return the measured rows of a rollout or step benchmark, with all columns of its table; empty for others."""
-    rows = bench.speed_ratios(result) if result["benchmark"] in bench.OF_ARMS else pd.DataFrame()
+    `arm` is shortened: `nvfp4 rollout.vllm.lora=dense` becomes `nvfp4 lora=dense`. `weights` and `peak` are in GB.
+    """
+    kind, options = result["benchmark"], result["options"]
+    rows = bench.measured(result) if kind in bench.TABLES else pd.DataFrame()
     if rows.empty:
         return rows
-    options = result["options"]
+    rows = rows.assign(
+        benchmark=kind, model=options["model"], gpu=bench.gpu_of(result), commit=bench.code_of(result),
+        arm=rows["arm"].str.replace(r"(?<= )[\w.]+\.(?=\w+=)", "", regex=True),
+        speed=rows["tokens_per_second"].map(format_number),
+    )  # fmt: skip
+    if kind == "train_step":
+        formats, is_base = rows["arm"].replace({"bf16_peft": "bf16", "qlora": "nf4"}), rows["arm"] == "bf16"
+        rows = rows.assign(format=formats, baseline=is_base, weights=rows["base_gb"], peak=rows["peak_gb"])
+        return rows[rows["loss"] == "chunked"]
+    for column, gib in (("weights", "weights_gib" if kind == "rollout" else "policy_gib"), ("peak", "peak_gib")):
+        rows[column] = pd.to_numeric(rows.get(gib, math.nan)) * GIB / 1e9
     ragged = f", mean_tokens={options['mean_tokens']:g}" if options.get("mean_tokens") else ""
     rows["lengths"] = f"prompt {options['prompt']}, new {options['new']:,}{ragged}"
-    rows["speed"] = rows["tokens_per_second"].map(format_number)
-    if result["benchmark"] == "step":
-        rows["batch"], rows["steps"] = options["groups"] * options["group_size"], options["steps"]
-    else:
-        least, most = (rows[f"tokens_per_second_{end}"].map(format_number) for end in ("min", "max"))
-        rows["speed"] += (" [" + least + ", " + most + "]").where(rows["repeats"] > 1, "")
-        rows["printed_rank"] = rows["rank"].where(rows["batch"] == 1, PRINTED_RANK)
-    return _add_origin(rows, result)
+    if kind == "step":
+        return rows.assign(batch=options["groups"] * options["group_size"], steps=options["steps"])
+    least, most = (rows[f"tokens_per_second_{end}"].map(format_number) for end in ("min", "max"))
+    rows["speed"] += (" [" + least + ", " + most + "]").where(rows["repeats"] > 1, "")
+    return rows.assign(printed_rank=rows["rank"].where(rows["batch"] == 1, PRINTED_RANK))
 
 
-def _tabulate_sizes(result: Result) -> pd.DataFrame:
-    """Return weights and peak memory in GB by arm and rank; the peak is the largest over rows, such as batches.
-
-    Empty if the benchmark is not rollout, step or train_step.
-    """
-    kind = result["benchmark"]
-    if kind == "train_step":
-        rows = pd.DataFrame(result["steps"])
-        rows = rows[rows["loss"] == "chunked"].rename(columns={"base_gb": "weights", "peak_gb": "peak"})
-        rows["format"] = rows["arm"].replace({"bf16_peft": "bf16", "qlora": "nf4"})
-        rows["baseline"], rows["rank"] = rows["arm"] == "bf16", 0
-    elif kind in bench.OF_ARMS and bench.measured_rows(result):
-        rows = pd.DataFrame(bench.measured_rows(result))
-        for column, gib in (("weights", "weights_gib" if kind == "rollout" else "policy_gib"), ("peak", "peak_gib")):
-            rows[column] = pd.to_numeric(rows.reindex(columns=[gib])[gib]) * GIB / 1e9
-    else:
-        return pd.DataFrame()
-    sizes = rows.groupby(["arm", "rank"], sort=False).agg(
-        format=("format", "last"), baseline=("baseline", "last"), weights=("weights", "last"), peak=("peak", "max")
-    ).reset_index()  # fmt: skip
-    sizes = _add_origin(sizes.assign(benchmark=kind), result)
+def _sizes(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return weights and peak memory in GB by arm and rank; the peak is the largest over rows, such as batches."""
+    same = dict.fromkeys(("weights", "format", "baseline", "benchmark", "model", "gpu", "commit"), "last")
+    sizes = rows.groupby(["arm", "rank"], sort=False).agg(same | {"peak": "max"}).reset_index()
     if sizes["rank"].nunique() > 1:
         sizes["arm"] += ", rank " + sizes["rank"].astype(str)
     return with_ratios(sizes, "weights", ["model"], {"bf16": (sizes["format"] == "bf16") & sizes["baseline"]})
-
-
-def _add_origin(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
-    """Add the columns `model`, `gpu` and `commit` to rows of a result, and shorten the names of arms.
-
-    Thus `nvfp4 rollout.vllm.lora=dense` becomes `nvfp4 lora=dense`.
-    """
-    arms = rows["arm"].str.replace(r"(?<= )[\w.]+\.(?=\w+=)", "", regex=True)
-    about = {"model": result["options"]["model"], "gpu": bench.gpu_of(result), "commit": bench.code_of(result)}
-    return rows.assign(arm=arms, **about)
 
 
 # --- the paper's
@@ -252,7 +233,6 @@ def _join_with_paper(
         benchmarks: the benchmarks that make such rows, for the note if there are none.
         setting: what `place` means, such as "batch at rank".
     """
-    ours = [rows for rows in ours if not rows.empty]
     if not ours:
         why = f"Left out: none of these files is a result of {benchmarks}."
         return Table(title, "", [[head for head, _ in columns]], why)
@@ -265,9 +245,8 @@ def _join_with_paper(
     is_measured = pd.MultiIndex.from_frame(papers[key]).isin(pd.MultiIndex.from_frame(rows[key]))
     missing = papers[~is_measured].dropna(subset="place")
     if len(missing):
-        pairs = sorted(
-            zip(missing["model"], missing["place"], strict=True), key=lambda pair: by_numbers(" ".join(pair))
-        )
-        places = (f"{model} {', '.join(at for _, at in own)}" for model, own in groupby(pairs, itemgetter(0)))
+        listed = sorted(missing["model"] + " " + missing["place"], key=by_numbers)
+        of_models = groupby(listed, lambda text: text.partition(" ")[0])
+        places = (f"{model} {', '.join(text.removeprefix(f'{model} ') for text in own)}" for model, own in of_models)
         left_out.append(f"In the paper, but not measured here ({setting}): {'; '.join(places)}.")
     return Table(title, about + alike, cells, " ".join(left_out))

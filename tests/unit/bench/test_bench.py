@@ -92,7 +92,7 @@ def training_steps() -> list[dict[str, Any]]:
 def test_ratios_of_steps_compare_equal_micro_batches(tmp_path: Path) -> None:
     result = {"benchmark": "train_step", "steps": training_steps(), "environment": {"gpus": []}}
     result["options"] = {"model": "m", "rank": 4}
-    ratios = bench.train_step_ratios(result)
+    ratios = bench.measured(result)
     assert ratios["of_bf16"].tolist() == [1.0, 0.9, 0.6, 1.0, 0.8, 0.8]
     assert ratios["of_qlora"].tolist()[:3] == [100 / 60, 1.5, 1.0]
     assert " - " in bench.text(result)  # no QLoRA arm at 2 tokens

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import pytest
 
 from qerl_lab.report import bench, bench_figures
@@ -37,7 +38,7 @@ def several(**changes: Any) -> list[dict[str, Any]]:
 
 def test_ratios_are_of_the_same_batch_and_rank() -> None:
     rows = [*several(), row("bf16_stock", 50.0, rank=64), row("nvfp4", 70.0, rank=64)]
-    ratios = bench.speed_ratios(rollouts(rows)).set_index(["arm", "rank", "batch"])
+    ratios = bench.measured(rollouts(rows)).set_index(["arm", "rank", "batch"])
     assert ratios.loc[("nvfp4", 32, 8), "of_bf16"] == 1.5
     assert ratios.loc[("nvfp4", 32, 64), "of_qlora"] == 3.75
     assert ratios.loc[("nvfp4", 64, 8), "of_bf16"] == 1.4
@@ -72,12 +73,13 @@ def test_the_hosts_share_is_left_out_where_it_was_not_measured(older: dict[str, 
 
 def test_what_else_differs_is_noted() -> None:
     rows = [*several(), row("mxfp4", 10.0, max_num_seqs=8, sm_mhz=1400.0), row("nvfp4 gpus=2", 10.0, gpus=2)]
-    found = bench.notes([{"gpus": 1} | row for row in rows])
+    found = bench.notes(pd.DataFrame([{"gpus": 1} | row for row in rows]))
     assert found.pop(0).endswith("; 2 in nvfp4 gpus=2")
     assert found[0].startswith("max_num_seqs differs: 64 in bf16_stock, qlora_stock, nvfp4")
     assert found[0].endswith("; 8 in mxfp4")
     assert found[1].startswith("the GPU's clock was between 1,400 and 1,900 MHz")
-    assert bench.notes([row("a", 1.0, sm_mhz=1900.0), row("b", 1.0, sm_mhz=1920.0), row("c", 1.0, sm_mhz=None)]) == []
+    alike = [row("a", 1.0, sm_mhz=1900.0), row("b", 1.0, sm_mhz=1920.0), row("c", 1.0, sm_mhz=None)]
+    assert bench.notes(pd.DataFrame(alike)) == []
 
 
 @pytest.mark.parametrize("ranks", [(32,), (16, 32)])
