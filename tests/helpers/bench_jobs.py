@@ -10,7 +10,7 @@ import torch
 
 from qerl_lab import formats
 from qerl_lab.bench import random_model
-from qerl_lab.bench.bench_options import RolloutOptions, StepOptions, parse_arm
+from qerl_lab.bench.bench_options import AnyOptions, StepOptions, parse_arm
 from qerl_lab.bench.job import Job
 from qerl_lab.config.schema import FormatConfig
 
@@ -20,7 +20,7 @@ ARCHITECTURE = {
 }  # fmt: skip
 
 
-def job(folder: Path, arm: str, options: RolloutOptions | StepOptions, rank: int = 4) -> Job:
+def job(folder: Path, arm: str, options: AnyOptions, rank: int = 4) -> Job:
     """Create a job in `folder` with checkpoint and adapter, ready to start."""
     read = parse_arm(arm, options.BASELINES)
     built = formats.build(FormatConfig(name=read.format))

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from qerl_lab.bench import __main__ as bench
+from qerl_lab.bench import arm_processes
 from qerl_lab.cli import jobs
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.directory import RunDirectory
@@ -92,7 +93,7 @@ def test_a_benchmark_is_refused_before_it_measures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "require_gpu", lambda: None)
-    monkeypatch.setattr(bench, "print_rows", lambda rows: pytest.fail("it began"))
+    monkeypatch.setattr(arm_processes, "run", lambda options: pytest.fail("it began"))
     assert bench.main(["train_step", "out=/proc/nowhere/result"]) == 2
     assert "error: out=/proc/nowhere/result cannot be written (No such file" in capsys.readouterr().err
 

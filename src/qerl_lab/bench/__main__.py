@@ -3,14 +3,13 @@
 import json
 import signal
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from qerl_lab.system import exits
 
 with exits.starting(__name__):
-    from qerl_lab.bench.bench_options import AnyOptions, RolloutOptions, StepOptions, TrainStepOptions, check
+    from qerl_lab.bench.bench_options import AnyOptions, RolloutOptions, Row, StepOptions, TrainStepOptions, check
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import ConfigError
     from qerl_lab.record.environment import environment
@@ -18,44 +17,35 @@ with exits.starting(__name__):
     from qerl_lab.system.terminal import quiet_third_parties
 
 
-def measure_train_step(options: TrainStepOptions) -> None:
-    """Run the command `train_step`: measure all arms in turn, in this process; print, write and draw the result."""
-    result = start(options)
-    from qerl_lab.bench.train_step import steps
+def measure(options: AnyOptions) -> None:
+    """Measure each arm in its own process; print and write each row at once, and at the end a table and a figure.
 
-    save(Path(options.out), result | {"steps": print_rows(steps(options))})
-
-
-def measure_arms(options: RolloutOptions | StepOptions) -> None:
-    """Run the command `rollout` or `step`: measure each arm in its own process; print and write each row at once.
-
-    Raises ConfigError for invalid options before anything is measured, and ValueError at the end if an arm died.
+    Raises ConfigError for invalid options and without a GPU before anything is measured, and ValueError at the end if
+    an arm died.
     """
-    result = start(options)
+    check(options)
+    require_gpu()
+    stem = Path(options.out)
+    make_directory(stem.parent, f"out={options.out}")
+    quiet_third_parties()
     from qerl_lab.bench import arm_processes
+    from qerl_lab.report import bench, bench_figures
 
     arm_processes.check(options)
     for number in exits.stop_signals():  # an ended command keeps its rows and removes its checkpoint
         signal.signal(number, signal.default_int_handler)
-    result["rows"] = []
+    about, rows = {"benchmark": options.BENCHMARK, "environment": environment(), "options": vars(options)}, list[Row]()
     for row in arm_processes.run(options):
-        result["rows"] += print_rows([row])
-        write(Path(options.out), result)
-    save(Path(options.out), result)
-    if dead := arm_processes.dead_rows(result["rows"]):
-        raise ValueError(f"{len(dead)} arms died: {'; '.join(row['arm'] for row in dead)}. The table says of what.")
-
-
-def start(options: AnyOptions) -> dict[str, Any]:
-    """Check the options, and return the result without measurements: benchmark, environment and options.
-
-    Makes the directory of `out`. Raises ConfigError for invalid options, and without a GPU.
-    """
-    check(options)
-    require_gpu()
-    make_directory(Path(options.out).parent, f"out={options.out}")
-    quiet_third_parties()
-    return {"benchmark": options.BENCHMARK, "environment": environment(), "options": vars(options)}
+        cells = ((key, f"{value:.4g}" if isinstance(value, float) else value) for key, value in row.items())
+        print("  ".join(f"{key} {cell}" for key, cell in cells if key != "log"), file=sys.stderr, flush=True)
+        rows.append(row)
+        replace_file(stem.with_suffix(".json"), json.dumps(about | {"rows": rows}, indent=1).encode() + b"\n")
+    bench_figures.draw(about | {"rows": rows}, stem.with_suffix(".png"))
+    print(bench.text(about | {"rows": rows}))
+    written = (stem.with_suffix(suffix) for suffix in (".json", ".png"))
+    print("  ".join(str(file) for file in written if file.exists()))
+    if dead := [row["arm"] for row in rows if "died" in row]:
+        raise ValueError(f"{len(dead)} arms died: {'; '.join(dead)}. The table says of what.")
 
 
 def require_gpu() -> None:
@@ -66,42 +56,13 @@ def require_gpu() -> None:
         raise ConfigError("The benchmarks need an NVIDIA GPU, and torch sees none here.")
 
 
-def print_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Print each row as soon as it is measured, because a whole command takes minutes; return all rows."""
-    found = []
-    for row in rows:
-        cells = (
-            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in row.items() if name != "log"
-        )  # fmt: skip
-        print("  ".join(cells), file=sys.stderr, flush=True)
-        found.append(row)
-    return found
-
-
-def write(stem: Path, result: dict[str, Any]) -> None:
-    """Write the result to `stem`.json atomically, so that a killed command leaves a whole file."""
-    replace_file(stem.with_suffix(".json"), json.dumps(result, indent=1).encode() + b"\n")
-
-
-def save(stem: Path, result: dict[str, Any]) -> None:
-    """Write the result to `stem`.json, and `stem`.png if there is something to draw; print its table."""
-    from qerl_lab.report import bench, bench_figures
-
-    write(stem, result)
-    bench_figures.draw(result, stem.with_suffix(".png"))
-    print(bench.text(result))
-    written = (stem.with_suffix(suffix) for suffix in (".json", ".png"))
-    print("  ".join(str(file) for file in written if file.exists()))
-
-
 LINE = "python -m qerl_lab.bench"
 COMMANDS: dict[str, Command[Any]] = {
     "train_step": Command(
         f"{LINE} train_step",
         "Tokens per second and peak memory of LoRA training steps of a whole model with random weights.",
         TrainStepOptions,
-        measure_train_step,
+        measure,
         ((f"{LINE} train_step", "what results/bench holds"),),
         alone=True,
     ),
@@ -109,7 +70,7 @@ COMMANDS: dict[str, Command[Any]] = {
         f"{LINE} rollout",
         "Completion tokens per second of the lab's engine and of vLLM as it is; each arm in a process of its own.",
         RolloutOptions,
-        measure_arms,
+        measure,
         (
             (f"{LINE} rollout", "every format and the baselines, 7B"),
             (f"{LINE} rollout batches=[1,8] ranks=[16,32,64,128]", "beside the paper's Figure 11"),
@@ -124,7 +85,7 @@ COMMANDS: dict[str, Command[Any]] = {
         f"{LINE} step",
         "Seconds and memory of whole GRPO steps by phase, of the lab's trainer and of TRL's.",
         StepOptions,
-        measure_arms,
+        measure,
         (
             (f"{LINE} step", "every format and the baselines, 7B"),
             (f"{LINE} step mean_tokens=400", "ragged lengths"),

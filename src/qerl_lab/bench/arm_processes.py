@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,11 +22,11 @@ import torch
 
 from qerl_lab import formats
 from qerl_lab.bench import random_model
-from qerl_lab.bench.bench_options import RolloutOptions, Row, StepOptions
+from qerl_lab.bench.bench_options import ARCHITECTURES, AnyOptions, Row
 from qerl_lab.bench.job import Job
-from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig
+from qerl_lab.model import policy
 from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_leftovers
 from qerl_lab.system.processes import rank_variables
 from qerl_lab.train import ranks
@@ -36,7 +36,7 @@ PAUSE = 0.05  # seconds between two looks at the processes
 LINES = 40  # log lines kept if a process died without a reason
 
 
-def check(options: RolloutOptions | StepOptions) -> None:
+def check(options: AnyOptions) -> None:
     """Remove leftovers of killed benchmarks and runs, then check all arms.
 
     Raises ConfigError if a lab arm's run configuration is invalid, or if GPUs or the space in `scratch` do not suffice.
@@ -63,17 +63,16 @@ def check(options: RolloutOptions | StepOptions) -> None:
         )
 
 
-def run(options: RolloutOptions | StepOptions) -> Iterator[Row]:
+def run(options: AnyOptions) -> Iterator[Row]:
     """Measure all arms; yield the rows of each arm and rank. If an arm dies, its last row has the reason as `died`."""
-    architecture, arms = ARCHITECTURES[options.model], options.read_arms()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where weights are made and packed
-    mean_tokens = options.mean_tokens if isinstance(options, StepOptions) else 0.0
+    architecture, arms, asked = ARCHITECTURES[options.model], options.read_arms(), asdict(options)
+    device = policy.device_of("auto")  # where weights are made and packed
     with named_folder(SCRATCH, Path(options.scratch)) as scratch:
         for rank in options.ranks:
             random_model.write_adapter(scratch / f"rank{rank}", architecture, rank)
         for name in dict.fromkeys(arm.format for arm in arms):
             weight_format = formats.build(FormatConfig(name=name))
-            random_model.write(scratch / name, architecture, weight_format, device, mean_tokens)
+            random_model.write(scratch / name, architecture, weight_format, device, asked.get("mean_tokens", 0))
             gc.collect()  # a model may hold itself in a cycle
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -81,17 +80,17 @@ def run(options: RolloutOptions | StepOptions) -> Iterator[Row]:
             for arm, rank in itertools.product(same, options.ranks):
                 folders = str(scratch / name), str(scratch / f"rank{rank}")
                 with tempfile.TemporaryDirectory(prefix="arm-", dir=scratch) as own:
-                    yield from measure(Job(options.BENCHMARK, arm, rank, architecture, *folders, asdict(options)), own)
+                    yield from measure(Job(options.BENCHMARK, arm, rank, architecture, *folders, asked), Path(own))
             shutil.rmtree(scratch / name)
 
 
-def measure(job: Job, folder: str) -> Iterator[Row]:
+def measure(job: Job, folder: Path) -> Iterator[Row]:
     """Run a job in new processes, one per GPU of its arm, and yield its rows. `folder` receives job, rows and log.
 
     If a process fails or all take too long, the last row has the reason under `died`. Ctrl-C yields the rows so far,
     then is raised.
     """
-    asked, rows, log = (Path(folder, name) for name in ("job.json", "rows.jsonl", "log.txt"))
+    asked, rows, log = (folder / name for name in ("job.json", "rows.jsonl", "log.txt"))
     asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
     rows.touch()
     command = [sys.executable, "-m", "qerl_lab.bench.one_arm", str(asked), str(rows), str(os.getpid())]
@@ -119,7 +118,7 @@ def measure(job: Job, folder: str) -> Iterator[Row]:
     found = read_rows(rows)
     yield from (row for row in found if "died" not in row)
     status = next((code for code in codes if code), None if None in codes else 0)
-    if dead := dead_rows(found):
+    if dead := [row for row in found if "died" in row]:
         yield dead[0]  # the other ranks died of the first
     elif status != 0 or not found:
         if status is None:
@@ -136,8 +135,3 @@ def read_rows(file: Path) -> list[Row]:
     """Read the rows that an arm's process wrote to `file`, without an incomplete last line."""
     whole, _, _ = file.read_text(encoding="utf-8").rpartition("\n")
     return [json.loads(line) for line in whole.splitlines()]
-
-
-def dead_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return those rows that report the death of their arm."""
-    return [row for row in rows if "died" in row]

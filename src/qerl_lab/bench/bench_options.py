@@ -1,4 +1,4 @@
-"""Options of the benchmarks, and the parser of arms: a weight format or a baseline, and overrides. Imports no torch."""
+"""Options of the benchmarks, and arms: a weight format or a baseline, and overrides. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,15 +8,39 @@ from typing import Any, ClassVar
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from qerl_lab.bench.shapes import ARCHITECTURES
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.schema import DENSE_FORMAT
 
+# config.json of the models on the hub, without keys that do not affect speed. Weights are random.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {
+        "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "qwen2.5-3b": {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": {
+        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
+    },
+    "qwen2.5-14b": {
+        "vocab_size": 152064, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
+        "num_attention_heads": 40, "num_key_value_heads": 8, "tie_word_embeddings": False,
+    },
+    "qwen2.5-32b": {
+        "vocab_size": 152064, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
+        "num_attention_heads": 40, "num_key_value_heads": 8, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
 FORMATS = (DENSE_FORMAT, *(name for name in choices_of("format") if name != DENSE_FORMAT))
-ARMS = (DENSE_FORMAT, f"{DENSE_FORMAT}_peft", *FORMATS[1:], "qlora")
-# Baselines and their weight formats: unchanged vLLM with a LoRARequest; TRL's trainer with unchanged vLLM.
+ARMS = (DENSE_FORMAT, "bf16_peft", *FORMATS[1:], "qlora")  # of train_step
+# Baselines and their weight formats: PEFT's modules; unchanged vLLM with a LoRARequest; TRL's trainer with such a vLLM.
+PEFT = {"bf16_peft": "bf16", "qlora": "nf4"}
 VLLM = {"bf16_stock": "bf16", "qlora_stock": "nf4", "nvfp4_stock": "nvfp4", "mxfp4_stock": "mxfp4", "fp8_stock": "fp8"}
 TRL = {"bf16_trl": "bf16", "qlora_trl": "nf4"}
 ARM = (
@@ -73,31 +97,16 @@ def parse_arm(text: str, baselines: Mapping[str, str]) -> Arm:
 
 
 @dataclass
-class TrainStepOptions:
-    BENCHMARK = "train_step"
-    model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
-    arms: list[str] = option(
-        list(ARMS),
-        "formats under the lab's LoRA; bf16_peft and qlora (bitsandbytes' Linear4bit) under PEFT's modules",
-        choices=ARMS,
-    )
-    sequences: int = option(8, "sequences in a step; timed in one micro-batch, and one by one", at_least=1)
-    length: int = option(2048, "tokens of a sequence", at_least=2)
-    rank: int = option(32, "rank of the adapters", at_least=1)
-    steps: int = option(3, "timed steps of each arm, after one that is not", at_least=1)
-    out: str = option("results/bench/train_step", OUT)
+class Options:
+    """Options that all benchmarks share."""
 
-
-@dataclass
-class ProcessOptions:
-    """Options of a benchmark that measures each arm in its own process."""
-
+    BENCHMARK: ClassVar[str]
     BASELINES: ClassVar[Mapping[str, str]]
     model: str = option("qwen2.5-7b", "architecture, with random weights", choices=tuple(ARCHITECTURES))
     arms: list[str] = option([], "names of arms")
-    prompt: int = option(256, "tokens of a prompt", at_least=1, at_most=30_000)
     scratch: str = option("/dev/shm", "directory for the checkpoint of an arm; it is removed")
     timeout_minutes: float = option(60, "an arm that takes longer is ended", above=0, at_most=100_000)
+    out: str = option("", "")
 
     def read_arms(self) -> list[Arm]:
         """Parse the option `arms`. Raises ConfigError as `parse_arm` does."""
@@ -105,7 +114,34 @@ class ProcessOptions:
 
 
 @dataclass
-class RolloutOptions(ProcessOptions):
+class TrainingOptions(Options):
+    """Options of the benchmarks that train."""
+
+    rank: int = option(32, "rank of the adapters", at_least=1, at_most=512)
+    steps: int = option(3, "timed steps of each arm, after one that is not", at_least=1)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Return the adapter's rank as a list, as `RolloutOptions` has it."""
+        return [self.rank]
+
+
+@dataclass
+class TrainStepOptions(TrainingOptions):
+    BENCHMARK = "train_step"
+    BASELINES = PEFT
+    arms: list[str] = option(
+        list(ARMS),
+        "formats under the lab's LoRA; bf16_peft and qlora (bitsandbytes' Linear4bit) under PEFT's modules",
+        choices=ARMS,
+    )
+    sequences: int = option(8, "sequences in a step; timed in one micro-batch, and one by one", at_least=1)
+    length: int = option(2048, "tokens of a sequence", at_least=2)
+    out: str = option("results/bench/train_step", OUT)
+
+
+@dataclass
+class RolloutOptions(Options):
     BENCHMARK = "rollout"
     BASELINES = VLLM
     arms: list[str] = option(
@@ -113,6 +149,7 @@ class RolloutOptions(ProcessOptions):
         ARM.format("NAME_stock is vLLM as it is, with a LoRARequest (qlora_stock: bitsandbytes NF4)", "vLLM's LLM"),
     )
     batches: list[int] = option([8, 64, 256], "completions at once, of as many prompts", at_least=1, at_most=65_536)
+    prompt: int = option(256, "tokens of a prompt", at_least=1, at_most=30_000)
     ranks: list[int] = option([32], "ranks of the adapter; each is an engine of its own", at_least=1, at_most=512)
     new: int = option(512, "tokens of a completion, none ends earlier", at_least=2, at_most=30_000)
     repeats: int = option(3, "timed calls of each kind, after one that is not", at_least=1)
@@ -120,7 +157,7 @@ class RolloutOptions(ProcessOptions):
 
 
 @dataclass
-class StepOptions(ProcessOptions):
+class StepOptions(TrainingOptions):
     BENCHMARK = "step"
     BASELINES = TRL
     arms: list[str] = option(
@@ -130,6 +167,7 @@ class StepOptions(ProcessOptions):
             "TRL's GRPOConfig",
         ),
     )
+    prompt: int = option(256, "tokens of a prompt", at_least=1, at_most=30_000)
     groups: int = option(8, "prompts of a step", at_least=1, at_most=65_536)
     group_size: int = option(8, "completions of a prompt", at_least=2, at_most=4096)
     new: int = option(1024, "tokens of a completion at most", at_least=2, at_most=30_000)
@@ -138,39 +176,26 @@ class StepOptions(ProcessOptions):
         at_least=0, at_most=30_000,
     )  # fmt: skip
     micro_batch: int = option(8, "completions per forward and backward pass", at_least=1, at_most=65_536)
-    rank: int = option(32, "rank of the adapters", at_least=1, at_most=512)
-    steps: int = option(3, "timed steps of each arm, after one that is not", at_least=1)
     out: str = option("results/bench/step", OUT)
-
-    @property
-    def ranks(self) -> list[int]:
-        """Return the adapter's rank as a list, as `RolloutOptions` has it."""
-        return [self.rank]
 
 
 AnyOptions = TrainStepOptions | RolloutOptions | StepOptions
 
 
 def check(options: AnyOptions) -> None:
-    """Raise ConfigError for invalid options: an empty list, an unreadable arm, or an `out` without a file name.
-
-    Also invalid are a `scratch` that is no directory, `gpus` other than 1 in a rollout arm, and a `micro_batch` that
-    does not divide the completions of a step.
-    """
+    """Raise ConfigError for options that cannot be measured: lists, arms, `scratch`, `micro_batch` and `out`."""
     for name, _, value in leaves(options):
         if value == []:
             raise ConfigError(f"{name}=[] leaves nothing to measure. Leave {name} out, or name one or more.")
-    if isinstance(options, ProcessOptions):
-        for arm in options.read_arms():
-            if isinstance(options, RolloutOptions) and arm.gpus != 1:
-                raise ConfigError(
-                    f"gpus={arm.gpus} in the arm {arm.name!r} is for whole steps: a rank's engine samples for "
-                    "itself. Leave it out, or type python -m qerl_lab.bench step."
-                )
-        if not Path(options.scratch).is_dir():
-            raise ConfigError(f"scratch={options.scratch} is no directory. Type scratch=DIR of one that is there.")
-    if isinstance(options, StepOptions) and options.groups * options.group_size % options.micro_batch:
-        count = options.groups * options.group_size
+    for arm in options.read_arms():
+        if isinstance(options, RolloutOptions) and arm.gpus != 1:
+            raise ConfigError(
+                f"gpus={arm.gpus} in the arm {arm.name!r} is for whole steps: a rank's engine samples for itself. "
+                "Leave it out, or type python -m qerl_lab.bench step."
+            )
+    if not Path(options.scratch).is_dir():
+        raise ConfigError(f"scratch={options.scratch} is no directory. Type scratch=DIR of one that is there.")
+    if isinstance(options, StepOptions) and (count := options.groups * options.group_size) % options.micro_batch:
         raise ConfigError(
             f"micro_batch={options.micro_batch} does not divide groups x group_size = {count}; allowed: a divisor. "
             f"Type for example micro_batch={options.group_size}."

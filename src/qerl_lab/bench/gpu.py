@@ -1,12 +1,14 @@
 """Read clock speed, power, temperature and memory of the GPU."""
 
+import io
 import shutil
-import statistics
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
+import pandas as pd
 import torch
+from torch import nn
 
 from qerl_lab.config.units import GIB
 
@@ -40,17 +42,13 @@ def parse_clocks(lines: str) -> dict[str, float | None]:
 
     Skips incomplete lines and lines with [N/A].
     """
-    rows: list[list[float]] = []
-    for line in lines.splitlines():
-        with suppress(ValueError):
-            rows.append([float(value) for value in line.split(",")])
-    whole = [row for row in rows if len(row) == len(READ.split(","))]
-    if not whole:
+    read = pd.read_csv(io.StringIO(lines), names=["now", "top", "watts", "celsius"], skipinitialspace=True)
+    whole = read.apply(pd.to_numeric, errors="coerce").dropna()
+    if whole.empty:
         return {}
-    now, top, watts, celsius = zip(*whole, strict=True)
     return {
-        "sm_mhz": statistics.median(now), "sm_mhz_least": min(now), "sm_mhz_max": max(top),
-        "watts": statistics.median(watts), "celsius": max(celsius),
+        "sm_mhz": whole["now"].median(), "sm_mhz_least": whole["now"].min(), "sm_mhz_max": whole["top"].max(),
+        "watts": whole["watts"].median(), "celsius": whole["celsius"].max(),
     }  # fmt: skip
 
 
@@ -69,3 +67,11 @@ def memory_at_end() -> dict[str, float | None]:
         return {"peak_gib": None, "used_gib": None}
     free, total = torch.cuda.mem_get_info()
     return {"peak_gib": torch.cuda.max_memory_allocated() / GIB, "used_gib": (total - free) / GIB}
+
+
+def base_gib(model: nn.Module) -> float:
+    """Return the GiB of a model's frozen base: weights, buffers, and the scales of weights that bitsandbytes packed."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    states = (parameter.quant_state for parameter in frozen if hasattr(parameter, "quant_state"))
+    scales = [tensor for state in states for tensor in state.as_dict(packed=True).values()]
+    return sum(tensor.nbytes for tensor in (*frozen, *model.buffers(), *scales)) / GIB

@@ -5,13 +5,13 @@ none, and its gradients would be zero. `stock_trl.py` measures TRL's trainer on 
 """
 
 import os
-import statistics
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from qerl_lab.bench import lab, random_model
 from qerl_lab.bench.bench_options import Row
@@ -50,9 +50,8 @@ def rows(job: Job) -> Iterator[Row]:
             trainer.train()
         if (llm := getattr(engine, "llm", None)) is not None:  # absent from some engines
             about = {**memory(llm), **settings(llm), **about}
-        adapter = [p for p in policy.model.parameters() if p.requires_grad]
-        owned = 4 * sum(p.nbytes for p in adapter) / GIB  # weight, gradient, and Adam's two moments
-        if ranks.is_first:
+        owned = 4 * sum(p.nbytes for p in policy.model.parameters() if p.requires_grad) / GIB
+        if ranks.is_first:  # an adapter has a gradient and Adam's two moments beside its weights
             yield summarize(job, found) | about | clock | {"adapter_gib": owned, **memory_at_end()}
     finally:
         engine.close()
@@ -98,12 +97,10 @@ def summarize(job: Job, steps: list[Step]) -> Row:
             raise RuntimeError(f"a step sampled {step['tokens']:.0f} tokens, not {completions} x {options['new']}")
         if not step["grad_norm"] > 0:
             raise RuntimeError(f"the gradient is {step['grad_norm']}: nothing would be learned")
-    row = {name: statistics.median(step[name] for step in timed) for name in timed[0]}
-    total = sum(step["step_seconds"] for step in timed)
-    return row | {
-        "tokens_per_second": sum(step["tokens"] for step in timed) / total,
-        "step_seconds_min": min(step["step_seconds"] for step in timed),
-        "step_seconds_max": max(step["step_seconds"] for step in timed),
-        "completions": completions, "prompt": options["prompt"], "new": options["new"],
-        "mean_tokens": options["mean_tokens"], "micro_batch": options["micro_batch"], "steps": options["steps"],
+    of_steps = pd.DataFrame(timed)
+    return of_steps.median().to_dict() | {
+        "tokens_per_second": of_steps["tokens"].sum() / of_steps["step_seconds"].sum(),
+        "step_seconds_min": of_steps["step_seconds"].min(), "step_seconds_max": of_steps["step_seconds"].max(),
+        "completions": completions,
+        **{name: options[name] for name in ("prompt", "new", "mean_tokens", "micro_batch", "steps")},
     }  # fmt: skip

@@ -46,15 +46,19 @@ class Job:
         options = self.options
         given = {
             "model.path": self.folder, "model.name": options["model"], "format.name": self.arm.format,
-            "lora.rank": self.rank, "rollout.engine": "vllm", "rollout.max_prompt_tokens": options["prompt"],
-            "rollout.max_completion_tokens": options["new"], "eval.questions": 0, "tracking.mlflow": False,
-            "checkpoint.every": 0, "cpu_threads": 0,
+            "lora.rank": self.rank, "eval.questions": 0, "tracking.mlflow": False, "checkpoint.every": 0,
+            "cpu_threads": 0,
         }  # fmt: skip
+        if self.benchmark != "train_step":
+            given |= {
+                "rollout.engine": "vllm", "rollout.max_prompt_tokens": options["prompt"],
+                "rollout.max_completion_tokens": options["new"],
+            }  # fmt: skip
         if self.benchmark == "rollout":  # the engine has room for the largest batch
             batch, longest = max(options["batches"]), options["prompt"] + options["new"]
             cache_gib = kv_gib(self.architecture, batch, longest)
             given |= {"rollout.batch_size": batch, "rollout.vllm.kv_cache_gib": cache_gib}
-        else:
+        if self.benchmark == "step":
             groups, group_size = options["groups"], options["group_size"]
             given |= {
                 "rollout.prompts_per_step": groups, "rollout.group_size": group_size,

@@ -6,9 +6,8 @@ from typing import Any
 
 from qerl_lab import aqn, rollout
 from qerl_lab.bench.bench_options import Row
+from qerl_lab.bench.gpu import base_gib
 from qerl_lab.bench.job import Job
-from qerl_lab.config.units import GIB
-from qerl_lab.model.linear import weight_bytes
 from qerl_lab.model.policy import Policy, device_of, load_adapter
 from qerl_lab.model.policy import build as build_policy
 from qerl_lab.rollout.engine import Engine, Sampling
@@ -35,10 +34,9 @@ def build(job: Job) -> tuple[Policy, Engine, Row]:
     load_adapter(policy.model, Path(job.adapter))
     loaded = time.perf_counter()
     engine = rollout.build(cfg, policy)
-    learned = sum(parameter.nbytes for parameter in policy.model.parameters() if parameter.requires_grad)
     row: Row = {
         "load_seconds": loaded - started, "start_seconds": time.perf_counter() - loaded,
-        "policy_gib": (weight_bytes(policy.model).total - learned) / GIB,  # of the base, as for TRL's arms
+        "policy_gib": base_gib(policy.model),
     }  # fmt: skip
     if engine.linear_backend is not None:
         row["linear_backend"] = engine.linear_backend  # the lab's setting: vLLM's own does not know the lab's kernel
@@ -46,7 +44,7 @@ def build(job: Job) -> tuple[Policy, Engine, Row]:
 
 
 class LabSampler:
-    """The lab's engine as a `rollout.Sampler`."""
+    """The lab's engine as `rollout.measure` uses it."""
 
     def __init__(self, job: Job) -> None:
         engine: Any  # some engines have no `llm`, which is vLLM's object

@@ -4,6 +4,7 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 from qerl_lab.bench.bench_options import Arm, Row
@@ -38,17 +39,10 @@ def main(words: list[str]) -> None:
 
 def rows_of(job: Job) -> Iterator[Row]:
     """Measure a job with the module for its benchmark and trainer; import vLLM and TRL only if needed."""
-    if job.benchmark == "rollout":
-        from qerl_lab.bench import rollout
-
-        return rollout.rows(job)
-    if job.arm.is_baseline:
-        from qerl_lab.bench import stock_trl
-
-        return stock_trl.rows(job)
-    from qerl_lab.bench import grpo_step
-
-    return grpo_step.rows(job)
+    of_steps = "stock_trl" if job.arm.is_baseline else "grpo_step"
+    module = of_steps if job.benchmark == "step" else job.benchmark
+    rows: Iterator[Row] = import_module(f"qerl_lab.bench.{module}").rows(job)
+    return rows
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import FormatConfig, RunConfig
@@ -79,14 +79,6 @@ def config_of(architecture: dict[str, Any]) -> Qwen2Config:
     )  # fmt: skip
 
 
-def build(architecture: dict[str, Any], weight_format: Format, device: torch.device) -> PreTrainedModel:
-    """Build a model of `architecture` on `device`, with random weights packed in `weight_format`."""
-    config = config_of(architecture)
-    packed_as = PackedAs(weight_format, tuple(FormatConfig().ignore))
-    source = RandomWeights(config, device)
-    return load_model(config, source, packed_as, is_packed=False, device=device, dtype=torch.bfloat16)
-
-
 def size_of(architecture: dict[str, Any], weight_format: Format) -> float:
     """Return about how many bytes a checkpoint of `architecture` in `weight_format` has. Allocates none."""
     source = RandomWeights(config_of(architecture), torch.device("cpu"))
@@ -103,11 +95,12 @@ def write(
     Args:
         mean_tokens: mean length of completions, see `end_ids`; 0: they never end.
     """
-    model = build(architecture, weight_format, device)
+    config = config_of(architecture)
+    packed_as, source = PackedAs(weight_format, tuple(FormatConfig().ignore)), RandomWeights(config, device)
+    model = load_model(config, source, packed_as, is_packed=False, device=device, dtype=torch.bfloat16)
     again = tied(model)
     folder.mkdir(parents=True)
     save_torch_state_dict({name: own for name, own in model.state_dict().items() if name not in again}, folder)
-    config = config_of(architecture)
     if weight_format.BLOCK is not None:
         config.quantization_config = weight_format.quantization_config(FormatConfig().ignore, torch.bfloat16)
     config.save_pretrained(folder)

@@ -8,54 +8,33 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 from torch import nn
 
 from qerl_lab.bench import random_model
 from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import clocks, memory_at_end, wait_for_gpu
 from qerl_lab.bench.job import Job
+from qerl_lab.bench.lab import LabSampler
 from qerl_lab.config.units import GIB
 
-
-class Sampler(Protocol):
-    """An engine under test."""
-
-    llm: Any  # vLLM's `LLM`
-    row: Row  # measured while the engine started
-
-    def renew(self) -> None:
-        """Reload the adapter and clear the prefix cache, as before every rollout."""
-
-    def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
-        """Sample one completion of `new` tokens per prompt; return its log-probs, a list per prompt."""
-
-
-class Call(NamedTuple):
-    """Measured values of one call."""
-
-    seconds: float
-    sync_seconds: float
-    host_share: float  # of `seconds`, in which this thread computed
-    nats: float  # per sampled token
+if TYPE_CHECKING:
+    from qerl_lab.bench.stock_vllm import StockSampler
 
 
 def rows(job: Job) -> Iterator[Row]:
     """Build the arm's engine, and yield a row of measurements per batch size."""
-    sampler: Sampler
     if job.arm.is_baseline:
         from qerl_lab.bench.stock_vllm import StockSampler
 
-        sampler = StockSampler(job)
+        yield from measure(StockSampler(job), job)
     else:
-        from qerl_lab.bench.lab import LabSampler
-
-        sampler = LabSampler(job)
-    yield from measure(sampler, job)
+        yield from measure(LabSampler(job), job)
 
 
-def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
+def measure(sampler: "LabSampler | StockSampler", job: Job) -> Iterator[Row]:
     """Measure an engine and yield a row per batch size.
 
     Raises RuntimeError if the key-value cache cannot hold the largest batch, and as `time_call` does.
@@ -76,34 +55,32 @@ def measure(sampler: Sampler, job: Job) -> Iterator[Row]:
         }  # fmt: skip
 
 
-def time_calls(sampler: Sampler, job: Job, batch: int) -> Row:
+def time_calls(sampler: "LabSampler | StockSampler", job: Job, batch: int) -> Row:
     """Time calls of `new` tokens and short calls of a quarter of it in turn, after an untimed pair.
 
     Returns medians as a row. The difference of both medians is the time to decode the extra tokens, without prefill.
     """
     new, seeds = job.options["new"], itertools.count(1_000_000 * batch)
-    short_new = max(1, new // 4)
-    pairs = [
-        (time_call(sampler, job, batch, new, next(seeds)), time_call(sampler, job, batch, short_new, next(seeds)))
-        for _ in range(job.options["repeats"] + 1)
-    ]
-    whole, short = zip(*pairs[1:], strict=True)
-    seconds = [call.seconds for call in whole]
-    median, tokens = statistics.median(seconds), batch * new
-    step = (median - statistics.median(call.seconds for call in short)) / (new - short_new)
+    short_new, tokens = max(1, new // 4), batch * new
+    calls = pd.DataFrame([
+        {"new": asked} | time_call(sampler, job, batch, asked, next(seeds))
+        for _ in range(job.options["repeats"] + 1) for asked in (new, short_new)
+    ])[2:]  # fmt: skip
+    medians, whole = calls.groupby("new").median(), calls[calls["new"] == new]
+    seconds = medians.loc[new, "seconds"]
     return {
-        "tokens_per_second": tokens / median, "tokens_per_second_min": tokens / max(seconds),
-        "tokens_per_second_max": tokens / min(seconds), "seconds": median,
-        "decode_ms": 1e3 * step, "decode_tokens_per_second": batch / step if step > 0 else None,
-        "short_new": short_new, "host_share": statistics.median(call.host_share for call in whole),
-        "sync_ms": 1e3 * statistics.median(call.sync_seconds for call in [*whole, *short]),
-        "nats": statistics.fmean(call.nats for call in [*whole, *short]),
+        "tokens_per_second": tokens / seconds, "tokens_per_second_min": tokens / whole["seconds"].max(),
+        "tokens_per_second_max": tokens / whole["seconds"].min(), "seconds": seconds,
+        "decode_ms": 1e3 * (seconds - medians.loc[short_new, "seconds"]) / (new - short_new), "short_new": short_new,
+        "host_share": medians.loc[new, "host_share"], "sync_ms": 1e3 * calls["sync_seconds"].median(),
+        "nats": calls["nats"].mean(),
     }  # fmt: skip
 
 
-def time_call(sampler: Sampler, job: Job, batch: int, new: int, seed: int) -> Call:
+def time_call(sampler: "LabSampler | StockSampler", job: Job, batch: int, new: int, seed: int) -> Row:
     """Time a sync of the engine, then a call that samples `new` tokens for each of `batch` fresh prompts.
 
+    The row has the seconds of both, the share of the call in which this thread computed, and nats per sampled token.
     Raises RuntimeError if completions or tokens are missing, or if log-probs are NaN or all certain.
     """
     prompts = random_model.prompt_ids(batch, job.options["prompt"], job.architecture["vocab_size"], seed)
@@ -122,7 +99,7 @@ def time_call(sampler: Sampler, job: Job, batch: int, new: int, seed: int) -> Ca
     nats = -statistics.fmean(value for logprobs in logprobs_P for value in logprobs)
     if not (math.isfinite(nats) and nats > 0.5):
         raise RuntimeError(f"the tokens have {nats:.3g} nats in the mean: the logits of the random model say nothing")
-    return Call(took, synced - started, host_share, nats)
+    return {"seconds": took, "sync_seconds": synced - started, "host_share": host_share, "nats": nats}
 
 
 def memory(llm: Any) -> Row:

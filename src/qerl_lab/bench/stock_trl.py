@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qerl_lab.bench import random_model
 from qerl_lab.bench.bench_options import Row
-from qerl_lab.bench.gpu import clocks, memory_at_end, wait_for_gpu
+from qerl_lab.bench.gpu import base_gib, clocks, memory_at_end, wait_for_gpu
 from qerl_lab.bench.grpo_step import Step, coin, make_task, summarize
 from qerl_lab.bench.job import Job, kv_gib
 from qerl_lab.bench.rollout import memory, settings
@@ -58,53 +58,39 @@ class Watch(TrainerCallback):
 
 def rows(job: Job) -> Iterator[Row]:
     """Train with TRL; yield one row that summarizes the steps after the first. TRL reports no seconds by phase."""
-    watch = Watch(job.options["groups"] * job.options["group_size"])
+    options, started = job.options, time.perf_counter()
+    completions = options["groups"] * options["group_size"]
+    watch, micro_batches = Watch(completions), completions // options["micro_batch"]
     with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
-        started = time.perf_counter()
+        given = {  # sizes of the lab's arms, TRL's defaults for the rest
+            "output_dir": folder, "use_vllm": True, "vllm_mode": "colocate",
+            "vllm_gpu_memory_utilization": gpu_share(job),
+            "vllm_max_model_length": options["prompt"] + options["new"], "model_init_kwargs": {"dtype": "bfloat16"},
+            "per_device_train_batch_size": options["micro_batch"], "gradient_accumulation_steps": micro_batches,
+            "steps_per_generation": micro_batches, "num_generations": options["group_size"],
+            "max_completion_length": options["new"], "max_steps": options["steps"] + 1, "logging_steps": 1,
+            "learning_rate": 1e-5, "bf16": True, "gradient_checkpointing": True, "save_strategy": "no",
+            "report_to": "none", "disable_tqdm": True,
+        }  # fmt: skip
         trainer = GRPOTrainer(
             model=job.folder,
             reward_funcs=reward,
-            args=GRPOConfig(**arguments(job, Path(folder)) | job.arm.overrides),
+            args=GRPOConfig(**given | job.arm.overrides),
             train_dataset=Dataset.from_dict({"prompt": [question.prompt for question in make_task(job).train]}),
             peft_config=random_model.plain_lora(job.rank),
             callbacks=[watch],
         )
-        start = time.perf_counter() - started
-        base = sum(bytes_of_weight(p) for p in trainer.model.parameters() if not p.requires_grad) / GIB
+        about: Row = {"start_seconds": time.perf_counter() - started, "policy_gib": base_gib(trainer.model)}
         with clocks() as clock:
             trainer.train()
-    about: Row = {"start_seconds": start, "policy_gib": base}
     if trainer.use_vllm:
         about |= memory(trainer.vllm_generation.llm) | settings(trainer.vllm_generation.llm)
     yield summarize(job, watch.found) | about | clock | memory_at_end()
 
 
-def bytes_of_weight(parameter: torch.nn.Parameter) -> int:
-    """Return the bytes of a weight, with its scales if bitsandbytes packed it."""
-    packed = getattr(parameter, "quant_state", None)
-    scales = packed.as_dict(packed=True).values() if packed is not None else ()
-    return parameter.nbytes + sum(tensor.nbytes for tensor in scales)
-
-
 def reward(completions: list[str], **_: Any) -> list[float]:
     """Return a reward of 0 or 1 for each completion, the answer score of `grpo_step.coin`; TRL's trainer calls this."""
     return coin(completions, [Question("", "", "0")] * len(completions))["answer"].tolist()
-
-
-def arguments(job: Job, folder: Path) -> dict[str, Any]:
-    """Return the arguments of GRPOConfig: sizes of the lab's arms, TRL's defaults for the rest."""
-    options = job.options
-    completions = options["groups"] * options["group_size"]
-    return {
-        "output_dir": str(folder), "use_vllm": True, "vllm_mode": "colocate",
-        "vllm_gpu_memory_utilization": gpu_share(job), "vllm_max_model_length": options["prompt"] + options["new"],
-        "model_init_kwargs": {"dtype": "bfloat16"}, "per_device_train_batch_size": options["micro_batch"],
-        "gradient_accumulation_steps": completions // options["micro_batch"],
-        "steps_per_generation": completions // options["micro_batch"], "num_generations": options["group_size"],
-        "max_completion_length": options["new"], "max_steps": options["steps"] + 1, "logging_steps": 1,
-        "learning_rate": 1e-5, "bf16": True, "gradient_checkpointing": True, "save_strategy": "no",
-        "report_to": "none", "disable_tqdm": True,
-    }  # fmt: skip
 
 
 def gpu_share(job: Job) -> float:

@@ -16,12 +16,20 @@ from qerl_lab.rollout.vllm.adapter import max_rank
 
 
 class StockSampler:
-    """vLLM on a job's checkpoint. The arm's overrides are arguments of `LLM`."""
+    """vLLM on a job's checkpoint, as `rollout.measure` uses it. The arm's overrides are arguments of `LLM`."""
 
     def __init__(self, job: Job) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, as in TRL
-        started = time.perf_counter()
-        self.llm = LLM(model=job.folder, **arguments(job) | job.arm.overrides)
+        options, started = job.options, time.perf_counter()
+        batch, longest = max(options["batches"]), options["prompt"] + options["new"]
+        cache = int(kv_gib(job.architecture, batch, longest) * GIB)
+        given = {  # sizes of the lab's engine, vLLM's defaults for the rest
+            "max_model_len": longest, "max_num_seqs": batch, "kv_cache_memory_bytes": cache,
+            "gpu_memory_utilization": 0.01, "enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(job.rank),
+            "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "use_tqdm_on_load": False,
+            "distributed_executor_backend": "uni",
+        }  # fmt: skip
+        self.llm = LLM(model=job.folder, **given | job.arm.overrides)
         self.request = LoRARequest("policy", 1, job.adapter)
         self.row = {"start_seconds": time.perf_counter() - started}
 
@@ -45,15 +53,3 @@ class StockSampler:
         prompts: Any = [{"prompt_token_ids": ids} for ids in prompt_ids_P]
         outputs = self.llm.generate(prompts, how, use_tqdm=False, lora_request=self.request)
         return [list(output.outputs[0].logprobs.logprobs) for output in outputs]
-
-
-def arguments(job: Job) -> dict[str, Any]:
-    """Return the arguments of vLLM's `LLM`: sizes of the lab's engine, vLLM's defaults for the rest."""
-    options = job.options
-    batch, longest = max(options["batches"]), options["prompt"] + options["new"]
-    return {
-        "max_model_len": longest, "max_num_seqs": batch,
-        "kv_cache_memory_bytes": int(kv_gib(job.architecture, batch, longest) * GIB), "gpu_memory_utilization": 0.01,
-        "enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(job.rank), "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm", "use_tqdm_on_load": False, "distributed_executor_backend": "uni",
-    }  # fmt: skip

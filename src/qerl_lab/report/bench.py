@@ -174,7 +174,7 @@ def text(result: Result) -> str:
 
 def _format_kernels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """List the longest GPU kernels of each profiled row, after an empty line. No rows are profiled any more."""
-    lines = []
+    lines: list[str] = []
     for row in rows:
         if not isinstance(row.get("kernels"), list):
             continue

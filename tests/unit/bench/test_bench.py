@@ -1,45 +1,31 @@
 """The benchmarks, as far as a CPU can run them: what is computed, what the tables say of it, what is refused."""
 
 import json
+import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
-from trl.trainer.utils import add_fused_lm_head
 
-from packed_layers import NVFP4
+from bench_jobs import job
 from qerl_lab import formats
 from qerl_lab.bench import __main__ as command
-from qerl_lab.bench import bench_options, random_model, train_step
+from qerl_lab.bench import arm_processes, bench_options, one_arm, train_step
 from qerl_lab.report import bench, bench_figures, palette
+from qerl_lab.system import exits
 
-SMALL = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}  # fmt: skip
+OPTIONS = bench_options.TrainStepOptions(sequences=4, length=10, steps=2, rank=4)
 
 
-@pytest.fixture(scope="module")
-def model() -> PeftModel:
-    torch.manual_seed(0)
-    base = random_model.build(SMALL, NVFP4, torch.device("cpu")).float()
-    add_fused_lm_head(base, outputs=("log_probs", "entropy"))
-    return train_step.with_adapters(base, rank=4, plain=False)
-
-
-def tokens() -> torch.Tensor:
-    return torch.randint(96, (4, 10), generator=torch.Generator().manual_seed(1))
-
-
-def test_both_losses_are_the_same_number(model: PeftModel) -> None:
-    model.eval()
-    chunked, full = (loss(model, tokens()) for loss in (train_step.chunked_loss, train_step.full_logits_loss))
-    torch.testing.assert_close(chunked, full, rtol=1e-5, atol=1e-5)
-
-
-def test_micro_batches_give_the_gradient_of_the_batch(model: PeftModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_give_the_gradient_of_the_whole_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "autocast", lambda *_: nullcontext())  # to float32
+    model = train_step.build(job(tmp_path, "nvfp4", OPTIONS), torch.device("cpu")).float()
+    for parameter in model.parameters():  # B of a new adapter is zero, and so would be the gradient of A
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    ids = torch.randint(300, (4, 10), generator=torch.Generator().manual_seed(1))
     grads: list[list[torch.Tensor]] = []
 
     class Optimizer:
@@ -49,11 +35,26 @@ def test_micro_batches_give_the_gradient_of_the_batch(model: PeftModel, monkeypa
         def zero_grad(self) -> None:
             model.zero_grad()
 
-    arm = train_step.TrainedArm(model, Optimizer(), 0, 0)
     for micro in (4, 1):
-        train_step.train_step(arm, tokens(), micro, train_step.chunked_loss)
+        train_step.train_step(model, Optimizer(), ids, micro)
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    (-torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).mean()).backward()
+    Optimizer().step()
     assert len(grads[0]) == 28
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-7)
+    assert min(grad.abs().max() for grad in grads[0]) > 0
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(grads[0], grads[2], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("arm", ["bf16", "bf16_peft", "nvfp4", "qlora"])
+def test_a_row_is_a_training_step_of_a_micro_batch_size(tmp_path: Path, arm: str) -> None:
+    rows = list(one_arm.rows_of(job(tmp_path, arm, OPTIONS)))
+    assert [row["micro_batch_tokens"] for row in rows] == [40, 10]
+    assert all(row["tokens_per_second"] == 40 / (row["ms"] / 1e3) for row in rows)
+    packed, rest = 2 * (3 * 128 * 192 + 128 * 2 * (128 + 64)), 2 * 300 * 128  # weights of two layers; embeddings, head
+    bits = {"bf16": 32, "bf16_peft": 16, "nvfp4": 4.5, "qlora": 4.127}[arm]
+    other = 32 if arm in ("bf16", "nvfp4") else 16
+    assert rows[0]["base_gb"] * 1e9 == pytest.approx((packed * bits + rest * other) / 8, rel=0.08)
 
 
 def products() -> dict[str, Any]:
@@ -139,11 +140,17 @@ def test_a_benchmark_is_printed_row_by_row_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "require_gpu", lambda: None)
-    monkeypatch.setattr(train_step, "steps", lambda options: iter(training_steps()))
-    assert command.main(["train_step", "arms=[bf16,nvfp4]", f"out={tmp_path}/new/result"]) == 0
+    monkeypatch.setattr(arm_processes, "check", lambda options: None)
+    monkeypatch.setattr(arm_processes, "run", lambda options: iter(training_steps()))
+    heard = {name: signal.getsignal(name) for name in exits.SIGNALS}
+    try:
+        assert command.main(["train_step", "arms=[bf16,nvfp4]", f"out={tmp_path}/new/result"]) == 0
+    finally:
+        for name, handler in heard.items():
+            signal.signal(name, handler)
     out, err = capsys.readouterr()
     kept = json.loads((tmp_path / "new" / "result.json").read_text())
-    assert (kept["benchmark"], kept["steps"]) == ("train_step", training_steps())
+    assert (kept["benchmark"], kept["rows"]) == ("train_step", training_steps())
     assert kept["environment"]["python"]
     assert kept["options"]["arms"] == ["bf16", "nvfp4"]
     assert "model m  " in err

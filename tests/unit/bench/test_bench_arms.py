@@ -85,7 +85,7 @@ def test_overrides_that_do_not_fit_are_refused_before_a_checkpoint_is_written(
     small: dict[str, Any], name: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        command.measure_arms((RolloutOptions if name == "rollout" else StepOptions)(**small | options))
+        command.measure((RolloutOptions if name == "rollout" else StepOptions)(**small | options))
     assert not list(Path(small["scratch"]).iterdir())
 
 

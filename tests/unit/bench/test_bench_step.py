@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench_jobs import ARCHITECTURE, job
-from qerl_lab.bench import arm_processes, grpo_step, lab, one_arm, stock_trl
+from qerl_lab.bench import arm_processes, gpu, grpo_step, lab, one_arm
 from qerl_lab.bench.bench_options import StepOptions
 from qerl_lab.record.metrics import PHASES
 from vllm_engines import NEEDS_VLLM
@@ -77,9 +77,13 @@ def test_the_base_of_qlora_is_counted_with_its_scales(tmp_path: Path) -> None:
     weight = torch.randn(128, 512)
     packed = bitsandbytes.nn.Params4bit(weight, quant_type="nf4", blocksize=64, compress_statistics=True).to("cpu")
     scales = weight.numel() // 64
-    assert stock_trl.bytes_of_weight(packed) == pytest.approx(weight.numel() / 2 + scales + 4 * scales / 256, abs=2048)
-    assert stock_trl.bytes_of_weight(packed) > weight.numel() / 2 + scales
-    assert stock_trl.bytes_of_weight(torch.nn.Parameter(weight)) == 4 * weight.numel()
+    layer = torch.nn.Linear(512, 128, bias=False)
+    layer.weight = packed
+    counted = gpu.base_gib(layer) * 2**30
+    assert counted == pytest.approx(weight.numel() / 2 + scales + 4 * scales / 256, abs=2048)
+    assert counted > weight.numel() / 2 + scales
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    assert gpu.base_gib(layer) * 2**30 == 4 * weight.numel()
 
 
 @NEEDS_VLLM
