@@ -71,7 +71,7 @@ def rows(job: Job) -> Iterator[Row]:
                 seconds.append(time.perf_counter() - started)
         median = statistics.median(seconds)
         yield {
-            "loss": "chunked", "micro_batch_tokens": micro * options["length"], "step_tokens": ids.numel(),
+            "micro_batch_tokens": micro * options["length"], "step_tokens": ids.numel(),
             "ms": 1e3 * median, "tokens_per_second": ids.numel() / median,
             "peak_gb": torch.cuda.max_memory_allocated() / 1e9, "base_gb": base_gib(model) * GIB / 1e9,
             **clock, **memory_at_end(),

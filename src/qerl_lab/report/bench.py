@@ -16,23 +16,20 @@ from qerl_lab.system.terminal import columns
 Result = dict[str, Any]
 # Benchmarks of whole models, and the columns that must be equal for a ratio of two arms.
 ALIKE = {"train_step": ["micro_batch_tokens"], "rollout": ["rank", "batch"], "step": ["rank"]}
-LAYER = "whole layer"
-AND_ADAPTER = "_and_adapter"  # suffix of a product that is timed together with the adapter
 # Arms that differ in one of these settings are not comparable, so `notes` warns.
 SETTINGS = (
     "gpus", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefix_caching", "async_scheduling", "eager",
     "cuda_graphs", "dtype", "model_runner",
 )  # fmt: skip
 CLOCKS_APART = 0.03
-KERNELS = 12  # most kernels per token that the table lists
 Columns = Sequence[tuple[str, str]]  # head of a column, and format of a row
 OF_BASES = (("of BF16", "{of_bf16:.2f}"), ("of QLoRA", "{of_qlora:.2f}"))
 SPEED, ARM = ("tokens/s", "{tokens_per_second:,.0f}"), ("arm", "{arm}")
 ENGINE = (("weights", "{weights_gib:.1f}"), ("KV", "{kv_gib:.1f}"))
 TABLES: Mapping[str, Columns] = {
     "train_step": (
-        ARM, ("loss", "{loss}"), ("micro-batch", "{micro_batch_tokens:,.0f}"), SPEED, *OF_BASES,
-        ("peak GB", "{peak_gb:.1f}"), ("base GB", "{base_gb:.2f}"),
+        ARM, ("micro-batch", "{micro_batch_tokens:,.0f}"), SPEED, *OF_BASES, ("peak GB", "{peak_gb:.1f}"),
+        ("base GB", "{base_gb:.2f}"),
     ),
     "rollout": (
         ("rank", "{rank}"), ("batch", "{batch}"), SPEED, ("least", "{tokens_per_second_min:,.0f}"),
@@ -82,18 +79,21 @@ def list_deaths(result: Result) -> list[str]:
 
 
 def measured(result: Result) -> pd.DataFrame:
-    """Return the rows of a benchmark of whole models, without those of dead arms; empty if every arm died.
+    """Return the rows of a benchmark, without those of dead arms; empty if every arm died.
 
     Two columns have the ratio of tokens/s to a baseline at an equal rank, batch and micro-batch: `of_bf16` and
     `of_qlora`. In rollouts and steps these are the stock arms, vLLM or TRL as they are; in train_step the lab's BF16
-    and bitsandbytes, with chunked loss.
+    and bitsandbytes. Raises KeyError for a benchmark that has no table.
     """
     kind = result["benchmark"]
     rows = pd.DataFrame([row for row in result["steps" if "steps" in result else "rows"] if "died" not in row])
     if rows.empty:
         return rows
-    is_base = rows["loss"] == "chunked" if kind == "train_step" else rows["baseline"]
-    bases = {base: is_base & rows["arm"].str.match(rf"{base}(_stock|_trl|$)") for base in ("bf16", "qlora")}
+    if "loss" in rows:  # older files also have a row of a loss from whole logits
+        rows = rows[rows["loss"] == "chunked"]
+    bases = {base: rows["arm"].str.match(rf"{base}(_stock|_trl|$)") for base in ("bf16", "qlora")}
+    if kind != "train_step":
+        bases = {base: is_base & rows["baseline"] for base, is_base in bases.items()}
     return with_ratios(rows, "tokens_per_second", ALIKE[kind], bases)
 
 
@@ -112,81 +112,15 @@ def with_ratios(
     return rows
 
 
-def product_ratios(result: Result) -> pd.DataFrame:
-    """Return a row per model, layer, tokens and arm of a linear benchmark: `ms` and its ratios to two baselines.
-
-    The ratios are `of_bf16` and `of_bitsandbytes`. The layer `LAYER` ("whole layer") is the sum over the seven Linears
-    of a decoder layer.
-    """
-    rows = pd.DataFrame(result["products"])
-    total = rows.assign(ms=rows["ms"] * rows["count"])
-    total = total.groupby(["model", "tokens", "arm"], as_index=False, sort=False)["ms"].sum().assign(layer=LAYER)
-    rows = pd.concat([rows, total], ignore_index=True)[["model", "layer", "tokens", "arm", "ms"]]
-    bases = {base: rows["arm"] == base for base in ("bf16", "bitsandbytes")}
-    return with_ratios(rows, "ms", ["model", "layer", "tokens"], bases)
-
-
-def decode_times(result: Result) -> pd.DataFrame:
-    """Return the microseconds per call of a decode benchmark: a row per (layer, rows of input), a column per arm.
-
-    The layer `LAYER` is the sum over the Linears of a decoder layer.
-    """
-    rows = pd.DataFrame(result["decode"])
-    total = rows.groupby(["rows", "arm"], as_index=False, sort=False)["us"].sum().assign(layer=LAYER)
-    rows = pd.concat([rows, total])
-    return rows.pivot_table(index=["layer", "rows"], columns="arm", values="us", sort=False)
-
-
 def text(result: Result) -> str:
-    """Format a benchmark result for the terminal: a table for the kinds that have one, else its numbers in one line.
-
-    All tables but decode's have ratios to a baseline.
-    """
-    match kind := result["benchmark"]:
-        case "linear":
-            copied = pd.DataFrame(result["dequantization"]).pivot_table(
-                "of_copy", ["model", "layer"], "format", sort=False
-            )
-            products = product_ratios(result)
-            products = products[products["arm"] != "bf16"]
-            cells = products["of_bf16"].map("{:.2f}".format) + products["of_bitsandbytes"].map(" ({:.2f})".format)
-            timed = products.assign(cell=cells).set_index(["model", "tokens", "layer", "arm"])["cell"]
-            return "\n".join([
-                "unpacking to bfloat16: speed relative to copying as many bytes", copied.to_string(float_format="%.2f"),
-                "", "forward + input gradient: kernel time relative to BF16 (relative to bitsandbytes)",
-                timed.unstack("arm", sort=False).to_string(),
-            ])  # fmt: skip
-        case "decode":
-            head = "microseconds per call, weights from memory; adapter_*: adapter alone, *_and_adapter: product, then "
-            times = decode_times(result).to_string(float_format=lambda us: f"{us:.1f}", na_rep=NONE)
-            return f"{head}adapter, fp4_tiles: both\n{times}"
-    if kind not in TABLES:
-        return ", ".join(f"{name} {value:g}" for name, value in result.items() if isinstance(value, int | float))
-    rows = measured(result)
+    """Format a result for the terminal: a table with ratios to baselines, dead arms, and notes on what else differs."""
+    rows, kind = measured(result), result["benchmark"]
     lines = [columns(table_rows(rows, TABLES[kind])), *UNITS[kind]] if len(rows) else []
     if "host_share" in rows and rows["host_share"].notna().any():
         lines.append(
             "host: share of a call in which its thread is busy; near 100% the host limits the speed, not the GPU"
         )
-    lines += _format_kernels(rows.to_dict("records"))
     return "\n".join([*lines, *list_deaths(result), *(f"note: {note}" for note in notes(rows))])
-
-
-def _format_kernels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """List the longest GPU kernels of each profiled row, after an empty line. No rows are profiled any more."""
-    lines: list[str] = []
-    for row in rows:
-        if not isinstance(row.get("kernels"), list):
-            continue
-        kernels = pd.DataFrame(row["kernels"])
-        listed, others = kernels[:KERNELS].to_dict("records"), kernels[KERNELS:]
-        if len(others):
-            listed.append({"name": f"{len(others)} others", "us": others["us"].sum(), "calls": others["calls"].sum()})
-        about = f"{row['arm']}, rank {row['rank']}, batch {row['batch']}: kernels run for {row['busy_us']:,.0f}"
-        lines += [] if lines else [""]
-        lines.append(f"{about} microseconds of a token's {1e3 * row['decode_ms']:,.0f}")
-        lines += [f"{kernel['us']:10,.0f} in {kernel['calls']:5,.0f} launches  {kernel['name']}" for kernel in listed]
-    return lines
 
 
 def notes(rows: pd.DataFrame) -> list[str]:

@@ -1,4 +1,4 @@
-"""Draw results of `python -m qerl_lab.bench`: lines by batch, rank, rows or tokens, and bars of times and memory."""
+"""Draw results of `python -m qerl_lab.bench`: rollouts as lines by batch and rank, times and memory as bars."""
 
 import textwrap
 from collections.abc import Mapping
@@ -12,24 +12,25 @@ from matplotlib.figure import Figure
 
 from qerl_lab.record.metrics import PHASES
 from qerl_lab.report import bench, palette
-from qerl_lab.report.bench import AND_ADAPTER, LAYER, Result, gpu_of
+from qerl_lab.report.bench import Result, gpu_of
 from qerl_lab.report.palette import add_legend_below, add_title, format_tick, png, styled
 from qerl_lab.report.speed_tables import printed_rollouts
 
-# Arms of other libraries, dashed or hatched in the color of their weight format.
-OTHER_LIBRARIES = {"bf16_peft": "bf16", "bitsandbytes": "nf4", "qlora": "nf4"}
+# Arms of other libraries, hatched in the color of their weight format.
+OTHER_LIBRARIES = {"bf16_peft": "bf16", "qlora": "nf4"}
 BASES = {"qlora": "nf4", "bf16": "bf16"}  # stock arms, and the paper's weight format of each
 PAPER = "paper, Figure 11, batch 1"
 VISIBLE = 0.002  # share of the longest bar; shorter parts would show only in the legend
 
 
 def figure(result: Result) -> Figure | None:
-    """Draw a benchmark result; None if every arm died or `DRAWN` lacks the benchmark. The caller closes the figure."""
-    draw = DRAWN.get(result["benchmark"])
-    if draw is None or (result["benchmark"] in bench.TABLES and bench.measured(result).empty):
+    """Draw a benchmark result; None if every arm died. The caller closes the figure."""
+    rows = bench.measured(result)
+    if rows.empty:
         return None
+    draw = {"train_step": _draw_train_step_costs, "rollout": _draw_rollouts, "step": _draw_step_times}
     with styled():
-        return draw(result)
+        return draw[result["benchmark"]](rows, result["options"], gpu_of(result))
 
 
 def draw(result: Result, path: Path) -> None:
@@ -38,27 +39,73 @@ def draw(result: Result, path: Path) -> None:
         path.write_bytes(png(drawn))
 
 
-def _draw_line_panels(
-    panels: Mapping[tuple[str, str], pd.DataFrame], title: str, label: str, styles: Mapping[str, Mapping[str, Any]]
-) -> Figure:  # fmt: skip
-    """Draw panels side by side with one legend below: a line per column, over the index on a logarithmic axis.
+def _draw_rollouts(rows: pd.DataFrame, about: Mapping[str, Any], gpu: str) -> Figure:
+    """Draw tokens/s of each arm by batch, at the first rank of the result.
 
-    `panels` maps (title, x label) to a table of lines. `label` is the y label of the first panel. `styles` maps a
-    column to arguments of `plot`.
+    If measured, further panels show ratios to stock BF16 by batch, and, for several ranks, ratios to a stock arm by
+    rank with the paper's Figure 11.
     """
+    formats = rows.drop_duplicates("arm").set_index("arm")["format"].to_dict()
+    styles = palette.styles(formats) | {PAPER: {"color": "black", "linestyle": ":"}}
+    rank, batch = rows["rank"].iloc[0], rows["batch"].min()
+
+    def pivot_by_arm(chosen: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
+        lines = chosen.pivot(index=x, columns="arm", values=y)
+        return lines[[arm for arm in formats if arm in lines]].dropna(axis=1, how="all")
+
+    of_rank = rows[rows["rank"] == rank]
+    panels = {(f"tokens/s, rank {rank}", "completions at once"): pivot_by_arm(of_rank, "batch", "tokens_per_second")}
+    of_bf16 = pivot_by_arm(of_rank, "batch", "of_bf16")
+    if any(not arm.startswith("bf16_") for arm in of_bf16):  # a baseline's ratio to itself is 1
+        panels[("ratio to bf16_stock", "completions at once")] = of_bf16
+    base = next((base for base in BASES if rows[f"of_{base}"].notna().any()), None)
+    if base and rows["rank"].nunique() > 1:
+        by_rank, papers = pivot_by_arm(rows[rows["batch"] == batch], "rank", f"of_{base}"), printed_rollouts()
+        papers = papers[(papers["model"] == about["model"]) & (papers["batch"] == 1) & (papers["format"] == "nvfp4")]
+        by_rank[PAPER] = papers.set_index("rank")[f"of_{BASES[base]}"]
+        panels[(f"ratio to {base}_stock, batch {batch}", "rank")] = by_rank.dropna(axis=1, how="all")
+
     figure, axes = plt.subplots(1, len(panels), figsize=(max(7.5, 3.6 * len(panels)), 3.5), squeeze=False)
     handles: dict[str, Artist] = {}
-    for axis, ((about, x), pivot_by_arm) in zip(axes.flat, panels.items(), strict=True):
-        for arm in pivot_by_arm:
-            (handles[arm],) = axis.plot(pivot_by_arm[arm].dropna(), **styles[arm])
+    for axis, ((title, x), lines) in zip(axes.flat, panels.items(), strict=True):
+        for arm in lines:
+            (handles[arm],) = axis.plot(lines[arm].dropna(), **styles[arm])
         axis.set_xscale("log", base=2)
-        axis.set_xticks(pivot_by_arm.index, [f"{value:,}" for value in pivot_by_arm.index])
-        axis.set(title=about, xlabel=x, ylim=(0, 1.12 * axis.get_ylim()[1]))
+        axis.set_xticks(lines.index, [f"{value:,}" for value in lines.index])
+        axis.set(title=title, xlabel=x, ylim=(0, 1.12 * axis.get_ylim()[1]))
         axis.yaxis.set_major_formatter(format_tick)
-    axes.flat[0].set_ylabel(label)
     add_legend_below(figure, handles)
-    add_title(figure, title)
+    add_title(figure, f"Rollouts, {about['model']}, prompt {about['prompt']:,}, {about['new']:,} new tokens, {gpu}")
     return figure
+
+
+def _draw_step_times(rows: pd.DataFrame, about: Mapping[str, Any], gpu: str) -> Figure:
+    """Draw the seconds of a step as a bar per arm, split by phase; what no phase covers is `other`."""
+    rows = rows.set_index("arm")
+    parts = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).fillna(0.0).set_axis(PHASES, axis=1)
+    parts["other"] = (rows["step_seconds"] - parts.sum(axis=1)).clip(lower=0.0)
+    colors = {phase: {"color": f"C{number}"} for number, phase in enumerate(PHASES)} | {"other": {"color": "0.8"}}
+    ragged = f", mean_tokens={about['mean_tokens']:g}" if about.get("mean_tokens") else ""
+    asked = f"{about['groups']} x {about['group_size']} completions of at most {about['new']:,} tokens{ragged}"
+    title = f"GRPO step, {about['model']}, {gpu}\n{asked}"
+    return _draw_bar_panels({"seconds of a step": parts}, title, colors)
+
+
+def _draw_train_step_costs(rows: pd.DataFrame, about: Mapping[str, Any], gpu: str) -> Figure:
+    """Draw tokens/s and peak memory of training steps, a bar per arm; each has a panel per size of micro-batch."""
+    arms = rows["arm"].unique()
+    panels = {
+        f"{label},\nmicro-batches of {size:,}": same.set_index("arm")[[column]].reindex(arms)
+        for column, label in (("tokens_per_second", "tokens/s"), ("peak_gb", "peak GB"))
+        for size, same in rows.groupby("micro_batch_tokens", sort=False)
+    }
+    look = {
+        "color": [palette.color(OTHER_LIBRARIES.get(arm, arm)) for arm in arms],
+        "hatch": ["///" if arm in OTHER_LIBRARIES else "" for arm in arms],
+        "edgecolor": "white",
+    }
+    title = f"LoRA training step, {about['model']}, rank {about['rank']}, {gpu}"
+    return _draw_bar_panels(panels, title, {"tokens_per_second": look, "peak_gb": look})
 
 
 def _draw_bar_panels(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapping[str, Mapping[str, Any]]) -> Figure:
@@ -88,104 +135,3 @@ def _draw_bar_panels(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapp
         add_legend_below(figure, dict(zip(names, handles, strict=True)))
     add_title(figure, title)
     return figure
-
-
-def _draw_linear_times(result: Result) -> Figure:
-    """Draw the time of the seven Linears of a layer, relative to BF16, by number of tokens; a panel per model."""
-    shown = bench.product_ratios(result)
-    shown = shown[shown["layer"] == LAYER]
-    formats = {arm: OTHER_LIBRARIES.get(arm, arm) for arm in shown["arm"].unique()}
-    ratios = shown.set_index(["model", "tokens", "arm"])["of_bf16"].unstack("arm", sort=False)
-    panels = {
-        (f"{model}, seven Linears of a layer", "tokens"): ratios.loc[model] for model in ratios.index.unique("model")
-    }
-    title = f"Forward + input gradient of packed Linears, {gpu_of(result)}"
-    return _draw_line_panels(panels, title, "time, BF16 = 1", palette.styles(formats))
-
-
-def _draw_decode_times(result: Result) -> Figure:
-    """Draw the microseconds of the Linears in decoding by rows of input, a panel per layer.
-
-    Lines of products are solid, lines of adapters dotted, and lines of a product with its adapter dashed.
-    """
-    times, styles = bench.decode_times(result), {}
-    adapters = [arm for arm in times if arm.startswith("adapter")]
-    products = [arm for arm in times if arm not in adapters and not arm.endswith(AND_ADAPTER)]
-    for arm in times:
-        product = arm.removesuffix(AND_ADAPTER)
-        number = (adapters if arm in adapters else products).index(product)
-        dashes = ":" if arm in adapters else "-" if arm == product else "--"
-        styles[arm] = {"color": palette.color(product, number), "linestyle": dashes, "marker": "o", "markersize": 3}
-    panels = {(layer, "rows"): times.loc[layer] for layer in times.index.unique("layer")}
-    title = f"Linears of decoding, {result['options']['model']}, {gpu_of(result)}"
-    return _draw_line_panels(panels, title, "microseconds", styles)
-
-
-def _draw_rollouts(result: Result) -> Figure:
-    """Draw tokens/s of each arm by batch, at the first rank of the result.
-
-    If measured, further panels show ratios to stock BF16 by batch, and, for several ranks, ratios to a stock arm by
-    rank with the paper's Figure 11.
-    """
-    rows, about = bench.measured(result), result["options"]
-    formats = rows.drop_duplicates("arm").set_index("arm")["format"].to_dict()
-    styles = palette.styles(formats) | {PAPER: {"color": "black", "linestyle": ":"}}
-    rank, batch = rows["rank"].iloc[0], rows["batch"].min()
-
-    def pivot_by_arm(chosen: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
-        lines = chosen.pivot(index=x, columns="arm", values=y)
-        return lines[[arm for arm in formats if arm in lines]].dropna(axis=1, how="all")
-
-    of_rank = rows[rows["rank"] == rank]
-    panels = {(f"tokens/s, rank {rank}", "completions at once"): pivot_by_arm(of_rank, "batch", "tokens_per_second")}
-    of_bf16 = pivot_by_arm(of_rank, "batch", "of_bf16")
-    if any(not arm.startswith("bf16_") for arm in of_bf16):  # a baseline's ratio to itself is 1
-        panels[("ratio to bf16_stock", "completions at once")] = of_bf16
-    base = next((base for base in BASES if rows[f"of_{base}"].notna().any()), None)
-    if base and rows["rank"].nunique() > 1:
-        by_rank, papers = pivot_by_arm(rows[rows["batch"] == batch], "rank", f"of_{base}"), printed_rollouts()
-        papers = papers[(papers["model"] == about["model"]) & (papers["batch"] == 1) & (papers["format"] == "nvfp4")]
-        by_rank[PAPER] = papers.set_index("rank")[f"of_{BASES[base]}"]
-        panels[(f"ratio to {base}_stock, batch {batch}", "rank")] = by_rank.dropna(axis=1, how="all")
-    title = f"Rollouts, {about['model']}, prompt {about['prompt']:,}, {about['new']:,} new tokens, {gpu_of(result)}"
-    return _draw_line_panels(panels, title, "", styles)
-
-
-def _draw_step_times(result: Result) -> Figure:
-    """Draw the seconds of a step as a bar per arm, split by phase; what no phase covers is `other`."""
-    rows, about = bench.measured(result).set_index("arm"), result["options"]
-    parts = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).fillna(0.0).set_axis(PHASES, axis=1)
-    parts["other"] = (rows["step_seconds"] - parts.sum(axis=1)).clip(lower=0.0)
-    colors = {phase: {"color": f"C{number}"} for number, phase in enumerate(PHASES)} | {"other": {"color": "0.8"}}
-    ragged = f", mean_tokens={about['mean_tokens']:g}" if about.get("mean_tokens") else ""
-    asked = f"{about['groups']} x {about['group_size']} completions of at most {about['new']:,} tokens{ragged}"
-    title = f"GRPO step, {about['model']}, {gpu_of(result)}\n{asked}"
-    return _draw_bar_panels({"seconds of a step": parts}, title, colors)
-
-
-def _draw_train_step_costs(result: Result) -> Figure:
-    """Draw tokens/s and peak memory of training steps with chunked loss, a bar per arm.
-
-    Each of the two has a panel per size of micro-batch.
-    """
-    rows, about = bench.measured(result), result["options"]
-    rows = rows[rows["loss"] == "chunked"]
-    arms = rows["arm"].unique()
-    panels = {
-        f"{label},\nmicro-batches of {size:,}": same.set_index("arm")[[column]].reindex(arms)
-        for column, label in (("tokens_per_second", "tokens/s"), ("peak_gb", "peak GB"))
-        for size, same in rows.groupby("micro_batch_tokens", sort=False)
-    }
-    look = {
-        "color": [palette.color(OTHER_LIBRARIES.get(arm, arm)) for arm in arms],
-        "hatch": ["///" if arm in OTHER_LIBRARIES else "" for arm in arms],
-        "edgecolor": "white",
-    }
-    title = f"LoRA training step, {about['model']}, rank {about['rank']}, {gpu_of(result)}"
-    return _draw_bar_panels(panels, title, {"tokens_per_second": look, "peak_gb": look})
-
-
-DRAWN = {
-    "linear": _draw_linear_times, "decode": _draw_decode_times, "train_step": _draw_train_step_costs,
-    "rollout": _draw_rollouts, "step": _draw_step_times,
-}  # fmt: skip

@@ -91,8 +91,7 @@ def _tabulate_result(result: Result) -> pd.DataFrame:
     )  # fmt: skip
     if kind == "train_step":
         formats, is_base = rows["arm"].replace({"bf16_peft": "bf16", "qlora": "nf4"}), rows["arm"] == "bf16"
-        rows = rows.assign(format=formats, baseline=is_base, weights=rows["base_gb"], peak=rows["peak_gb"])
-        return rows[rows["loss"] == "chunked"]
+        return rows.assign(format=formats, baseline=is_base, weights=rows["base_gb"], peak=rows["peak_gb"])
     for column, gib in (("weights", "weights_gib" if kind == "rollout" else "policy_gib"), ("peak", "peak_gib")):
         rows[column] = pd.to_numeric(rows.get(gib, math.nan)) * GIB / 1e9
     ragged = f", mean_tokens={options['mean_tokens']:g}" if options.get("mean_tokens") else ""
