@@ -1,7 +1,7 @@
 """Benchmark jobs with a tiny model, and a scripted engine."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +10,8 @@ import torch
 
 from qerl_lab import formats
 from qerl_lab.bench import random_model
-from qerl_lab.bench.bench_options import AnyOptions, StepOptions, parse_arm
-from qerl_lab.bench.job import Job
+from qerl_lab.bench.bench_options import AnyOptions, StepOptions
+from qerl_lab.bench.job import Job, read_jobs
 from qerl_lab.config.schema import FormatConfig
 
 ARCHITECTURE = {
@@ -20,16 +20,15 @@ ARCHITECTURE = {
 }  # fmt: skip
 
 
-def job(folder: Path, arm: str, options: AnyOptions, rank: int = 4) -> Job:
+def job(folder: Path, arm: str, options: AnyOptions) -> Job:
     """Create a job in `folder` with checkpoint and adapter, ready to start."""
-    read = parse_arm(arm, options.BASELINES)
-    built = formats.build(FormatConfig(name=read.format))
+    (made,) = read_jobs(replace(options, arms=[arm]), str(folder))
+    made = replace(made, architecture=ARCHITECTURE)
     mean_tokens = options.mean_tokens if isinstance(options, StepOptions) else 0
-    random_model.write(folder / "model", ARCHITECTURE, built, torch.device("cpu"), mean_tokens)
-    random_model.write_adapter(folder / "adapter", ARCHITECTURE, rank)
-    return Job(
-        options.BENCHMARK, read, rank, ARCHITECTURE, str(folder / "model"), str(folder / "adapter"), asdict(options)
-    )
+    built = formats.build(FormatConfig(name=made.format))
+    random_model.write(Path(made.folder), ARCHITECTURE, built, torch.device("cpu"), mean_tokens)
+    random_model.write_adapter(Path(made.adapter), ARCHITECTURE, made.rank)
+    return made
 
 
 class FakeSampler:

@@ -9,7 +9,8 @@ from typing import Any
 from qerl_lab.system import exits
 
 with exits.starting(__name__):
-    from qerl_lab.bench.bench_options import AnyOptions, RolloutOptions, Row, StepOptions, TrainStepOptions, check
+    from qerl_lab.bench.bench_options import AnyOptions, RolloutOptions, Row, StepOptions, TrainStepOptions
+    from qerl_lab.bench.job import check
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import ConfigError
     from qerl_lab.record.environment import environment
@@ -31,7 +32,7 @@ def measure(options: AnyOptions) -> None:
     from qerl_lab.bench import arm_processes
     from qerl_lab.report import bench, bench_figures
 
-    arm_processes.check(options)
+    arm_processes.prepare(options)
     for number in exits.stop_signals():  # an ended command keeps its rows and removes its checkpoint
         signal.signal(number, signal.default_int_handler)
     about, rows = {"benchmark": options.BENCHMARK, "environment": environment(), "options": vars(options)}, list[Row]()

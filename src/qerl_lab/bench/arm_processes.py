@@ -5,7 +5,6 @@ which is removed after the last of them.
 """
 
 import gc
-import itertools
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ import torch
 from qerl_lab import formats
 from qerl_lab.bench import random_model
 from qerl_lab.bench.bench_options import ARCHITECTURES, AnyOptions, Row
-from qerl_lab.bench.job import Job
+from qerl_lab.bench.job import Job, read_jobs
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.model import policy
@@ -36,24 +35,18 @@ PAUSE = 0.05  # seconds between two looks at the processes
 LINES = 40  # log lines kept if a process died without a reason
 
 
-def check(options: AnyOptions) -> None:
-    """Remove leftovers of killed benchmarks and runs, then check all arms.
+def prepare(options: AnyOptions) -> None:
+    """Remove leftovers of killed benchmarks and runs, then check the machine.
 
-    Raises ConfigError if a lab arm's run configuration is invalid, or if GPUs or the space in `scratch` do not suffice.
+    Raises ConfigError if it has too few GPUs, or too little space in `scratch`.
     """
-    arms, scratch, architecture = options.read_arms(), Path(options.scratch), ARCHITECTURES[options.model]
-    for arm, rank in itertools.product(arms, options.ranks):
-        if not arm.is_baseline:
-            try:
-                Job(options.BENCHMARK, arm, rank, architecture, options.scratch, "", asdict(options)).config()
-            except ConfigError as error:
-                raise ConfigError(f"the arm {arm.name!r} with rank {rank}: {error}") from None
-    ranks.refuse_fewer_gpus(max((arm.gpus for arm in arms if not arm.is_on_cpu), default=1), len(ranks.visible_gpus()))
+    jobs, scratch, architecture = read_jobs(options, ""), Path(options.scratch), ARCHITECTURES[options.model]
+    ranks.refuse_fewer_gpus(max((job.gpus for job in jobs if not job.is_on_cpu), default=1), len(ranks.visible_gpus()))
     remove_leftovers(scratch, f"{SCRATCH}-*")  # of killed benchmarks; the next of killed arms and runs
     remove_leftovers(IN_MEMORY, OF_RUNS)
     needed, largest = max(
         (random_model.size_of(architecture, formats.build(FormatConfig(name=name))), name)
-        for name in {arm.format for arm in arms}
+        for name in {job.format for job in jobs}
     )
     free, asked = shutil.disk_usage(scratch).free, 1.02 * needed  # 2% for adapter and tokenizer
     if free < asked:
@@ -65,22 +58,20 @@ def check(options: AnyOptions) -> None:
 
 def run(options: AnyOptions) -> Iterator[Row]:
     """Measure all arms; yield the rows of each arm and rank. If an arm dies, its last row has the reason as `died`."""
-    architecture, arms, asked = ARCHITECTURES[options.model], options.read_arms(), asdict(options)
-    device = policy.device_of("auto")  # where weights are made and packed
+    architecture, device = ARCHITECTURES[options.model], policy.device_of("auto")
     with named_folder(SCRATCH, Path(options.scratch)) as scratch:
+        jobs = read_jobs(options, str(scratch))
         for rank in options.ranks:
             random_model.write_adapter(scratch / f"rank{rank}", architecture, rank)
-        for name in dict.fromkeys(arm.format for arm in arms):
-            weight_format = formats.build(FormatConfig(name=name))
-            random_model.write(scratch / name, architecture, weight_format, device, asked.get("mean_tokens", 0))
+        for name in dict.fromkeys(job.format for job in jobs):
+            weight_format, mean_tokens = formats.build(FormatConfig(name=name)), jobs[0].options.get("mean_tokens", 0)
+            random_model.write(scratch / name, architecture, weight_format, device, mean_tokens)
             gc.collect()  # a model may hold itself in a cycle
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            same = [arm for arm in arms if arm.format == name]
-            for arm, rank in itertools.product(same, options.ranks):
-                folders = str(scratch / name), str(scratch / f"rank{rank}")
+            for job in (job for job in jobs if job.format == name):
                 with tempfile.TemporaryDirectory(prefix="arm-", dir=scratch) as own:
-                    yield from measure(Job(options.BENCHMARK, arm, rank, architecture, *folders, asked), Path(own))
+                    yield from measure(job, Path(own))
             shutil.rmtree(scratch / name)
 
 
@@ -95,13 +86,13 @@ def measure(job: Job, folder: Path) -> Iterator[Row]:
     rows.touch()
     command = [sys.executable, "-m", "qerl_lab.bench.one_arm", str(asked), str(rows), str(os.getpid())]
     # Show the process only its GPUs. It could not hide the others itself: its imports may initialize CUDA.
-    shown = {} if job.arm.is_on_cpu else {ranks.VISIBLE: ",".join(ranks.visible_gpus()[: job.arm.gpus])}
+    shown = {} if job.is_on_cpu else {ranks.VISIBLE: ",".join(ranks.visible_gpus()[: job.gpus])}
     minutes: float = job.options["timeout_minutes"]
     processes: list[subprocess.Popen[bytes]] = []
     codes: list[int | None] = [None]
     try:
         with log.open("w", encoding="utf-8") as out:
-            for rank in rank_variables(job.arm.gpus):
+            for rank in rank_variables(job.gpus):
                 processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | shown | rank))
         deadline = time.monotonic() + 60 * minutes
         while None in codes and not any(codes) and time.monotonic() < deadline:

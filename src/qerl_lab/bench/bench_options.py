@@ -1,42 +1,28 @@
-"""Options of the benchmarks, and arms: a weight format or a baseline, and overrides. Imports no torch."""
+"""Options of the benchmarks: architectures, arms, sizes. Imports no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-
-from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of
-from qerl_lab.config.option import ConfigError, did_you_mean, option
+from qerl_lab.config.option import option
 from qerl_lab.config.schema import DENSE_FORMAT
 
-# config.json of the models on the hub, without keys that do not affect speed. Weights are random.
+# From config.json of the models on the hub: the keys that affect speed. Weights are random.
+_KEYS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "tie_word_embeddings",
+)  # fmt: skip
+_SHAPES = {
+    "qwen2.5-0.5b": (151936, 896, 4864, 24, 14, 2, True),
+    "qwen2.5-3b": (151936, 2048, 11008, 36, 16, 2, True),
+    "qwen2.5-7b": (152064, 3584, 18944, 28, 28, 4, False),
+    "qwen2.5-14b": (152064, 5120, 13824, 48, 40, 8, False),
+    "qwen2.5-32b": (152064, 5120, 27648, 64, 40, 8, False),
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "qwen2.5-0.5b": {
-        "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
-    },
-    "qwen2.5-3b": {
-        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
-        "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True,
-    },
-    "qwen2.5-7b": {
-        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-        "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
-    },
-    "qwen2.5-14b": {
-        "vocab_size": 152064, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
-        "num_attention_heads": 40, "num_key_value_heads": 8, "tie_word_embeddings": False,
-    },
-    "qwen2.5-32b": {
-        "vocab_size": 152064, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
-        "num_attention_heads": 40, "num_key_value_heads": 8, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
-
+    name: dict(zip(_KEYS, shape, strict=True)) for name, shape in _SHAPES.items()
+}
 FORMATS = (DENSE_FORMAT, *(name for name in choices_of("format") if name != DENSE_FORMAT))
 ARMS = (DENSE_FORMAT, "bf16_peft", *FORMATS[1:], "qlora")  # of train_step
 # Baselines and their weight formats: PEFT's modules; unchanged vLLM with a LoRARequest; TRL's trainer with such a vLLM.
@@ -51,51 +37,6 @@ OUT = "where NAME.json and NAME.png go, less the suffix; what is there is replac
 Row = dict[str, Any]  # measured values by name
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One arm of a benchmark. `overrides` are values of keys of the lab's run, or of the baseline's arguments."""
-
-    name: str
-    format: str
-    is_baseline: bool
-    overrides: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def gpus(self) -> int:
-        """Return the number of GPUs, and so of processes, that the arm uses: its override `gpus`, or 1."""
-        return 1 if self.is_baseline else self.overrides.get("gpus", 1)
-
-    @property
-    def is_on_cpu(self) -> bool:
-        """Tell whether the arm's overrides select the CPU."""
-        return self.overrides.get("device") == "cpu"
-
-
-def parse_arm(text: str, baselines: Mapping[str, str]) -> Arm:
-    """Parse an arm such as "nvfp4 rollout.vllm.kv_cache_dtype=fp8": a format or baseline, then overrides.
-
-    `baselines` maps the names of the baselines to their weight formats. Raises ConfigError if a part cannot be read.
-    """
-    name, *overrides = text.split() or [""]
-    allowed = [*baselines, *FORMATS]
-    if name not in allowed:
-        hint = did_you_mean(name, allowed) or f" Type for example arms=[{allowed[0]}]."
-        raise ConfigError(f"{text!r} in arms is not allowed; allowed: {', '.join(allowed)}.{hint}")
-    given = {}
-    for word in overrides:
-        try:
-            override = OverridesParser.create().parse_override(word)
-        except HydraException:
-            override = None
-        if override is None or override.is_sweep_override():
-            raise ConfigError(
-                f"{word} in the arm {text!r} is no KEY=VALUE that can be read. Type for example "
-                f"\"arms=['{name} KEY=VALUE']\", the value without commas."
-            )
-        given[override.key_or_group] = override.value()
-    return Arm(text, baselines.get(name, name), name in baselines, given)
-
-
 @dataclass
 class Options:
     """Options that all benchmarks share."""
@@ -106,11 +47,7 @@ class Options:
     arms: list[str] = option([], "names of arms")
     scratch: str = option("/dev/shm", "directory for the checkpoint of an arm; it is removed")
     timeout_minutes: float = option(60, "an arm that takes longer is ended", above=0, at_most=100_000)
-    out: str = option("", "")
-
-    def read_arms(self) -> list[Arm]:
-        """Parse the option `arms`. Raises ConfigError as `parse_arm` does."""
-        return [parse_arm(text, self.BASELINES) for text in self.arms]
+    out: str = option("", OUT)
 
 
 @dataclass
@@ -180,25 +117,3 @@ class StepOptions(TrainingOptions):
 
 
 AnyOptions = TrainStepOptions | RolloutOptions | StepOptions
-
-
-def check(options: AnyOptions) -> None:
-    """Raise ConfigError for options that cannot be measured: lists, arms, `scratch`, `micro_batch` and `out`."""
-    for name, _, value in leaves(options):
-        if value == []:
-            raise ConfigError(f"{name}=[] leaves nothing to measure. Leave {name} out, or name one or more.")
-    for arm in options.read_arms():
-        if isinstance(options, RolloutOptions) and arm.gpus != 1:
-            raise ConfigError(
-                f"gpus={arm.gpus} in the arm {arm.name!r} is for whole steps: a rank's engine samples for itself. "
-                "Leave it out, or type python -m qerl_lab.bench step."
-            )
-    if not Path(options.scratch).is_dir():
-        raise ConfigError(f"scratch={options.scratch} is no directory. Type scratch=DIR of one that is there.")
-    if isinstance(options, StepOptions) and (count := options.groups * options.group_size) % options.micro_batch:
-        raise ConfigError(
-            f"micro_batch={options.micro_batch} does not divide groups x group_size = {count}; allowed: a divisor. "
-            f"Type for example micro_batch={options.group_size}."
-        )
-    if Path(options.out).name in ("", ".."):
-        raise ConfigError(f"out={options.out} has no file name. Type for example out=results/bench/mine.")

@@ -1,13 +1,18 @@
-"""The job of one arm's process. Imports no torch."""
+"""Jobs of a benchmark: what the process of one arm measures, at one rank of its adapter. Imports no torch."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from qerl_lab.bench.bench_options import Arm, Row
+from qerl_lab.bench.bench_options import ARCHITECTURES, FORMATS, AnyOptions, RolloutOptions, Row, StepOptions
+from qerl_lab.config.arm import leaves
+from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
@@ -17,35 +22,58 @@ BLOCK = 128  # tokens per block of vLLM's key-value cache: its largest default
 
 @dataclass(frozen=True)
 class Job:
-    """What the process of one arm measures.
+    """An arm at one rank.
 
     Attributes:
-        folder: directory of the checkpoint.
-        adapter: directory of the adapter, in PEFT's format.
+        overrides: values of keys of the lab's run, or of the baseline's arguments.
+        architecture: the keys of config.json that affect speed.
+        scratch: directory of the checkpoints and adapters.
         options: the benchmark's options by name.
     """
 
     benchmark: str
-    arm: Arm
+    arm: str
+    format: str
+    is_baseline: bool
+    overrides: dict[str, Any]
     rank: int
     architecture: dict[str, Any]
-    folder: str
-    adapter: str
+    scratch: str
     options: dict[str, Any]
+
+    @property
+    def folder(self) -> str:
+        """Return the directory of the checkpoint, which arms of one format share."""
+        return f"{self.scratch}/{self.format}"
+
+    @property
+    def adapter(self) -> str:
+        """Return the directory of the adapter, in PEFT's format."""
+        return f"{self.scratch}/rank{self.rank}"
+
+    @property
+    def gpus(self) -> int:
+        """Return the number of GPUs, and so of processes, that the arm uses: its override `gpus`, or 1."""
+        return 1 if self.is_baseline else self.overrides.get("gpus", 1)
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Tell whether the arm's overrides select the CPU."""
+        return self.overrides.get("device") == "cpu"
 
     @property
     def about(self) -> Row:
         """Return the columns that all rows of the arm share: model, arm, format, baseline, rank, gpus."""
         return {
-            "model": self.options["model"], "arm": self.arm.name, "format": self.arm.format,
-            "baseline": self.arm.is_baseline, "rank": self.rank, "gpus": self.arm.gpus,
+            "model": self.options["model"], "arm": self.arm, "format": self.format, "baseline": self.is_baseline,
+            "rank": self.rank, "gpus": self.gpus,
         }  # fmt: skip
 
     def config(self) -> RunConfig:
         """Build the configuration of the run that measures an arm of the lab. Raises ConfigError if it is invalid."""
         options = self.options
         given = {
-            "model.path": self.folder, "model.name": options["model"], "format.name": self.arm.format,
+            "model.path": self.folder, "model.name": options["model"], "format.name": self.format,
             "lora.rank": self.rank, "eval.questions": 0, "tracking.mlflow": False, "checkpoint.every": 0,
             "cpu_threads": 0,
         }  # fmt: skip
@@ -66,7 +94,7 @@ class Job:
                 "model.gradient_checkpointing": True, "steps": options["steps"] + 1,
             }  # fmt: skip
         nested = OmegaConf.create()
-        for key, value in (given | self.arm.overrides).items():
+        for key, value in (given | self.overrides).items():
             OmegaConf.update(nested, key, value)
         values: Any = OmegaConf.to_container(nested)
         return from_dict(values)
@@ -80,3 +108,64 @@ def kv_gib(architecture: Mapping[str, Any], sequences: int, longest: int) -> flo
     head_dim = architecture["hidden_size"] // architecture["num_attention_heads"]
     per_token = 4 * architecture["num_hidden_layers"] * architecture["num_key_value_heads"] * head_dim
     return float((sequences + 1) * (math.ceil(longest / BLOCK) + 1) * BLOCK * per_token / GIB)
+
+
+def read_jobs(options: AnyOptions, scratch: str) -> list[Job]:
+    """Parse the arms of `options` to a job per arm and rank; `scratch` is where their checkpoints will be.
+
+    An arm such as "nvfp4 rollout.vllm.kv_cache_dtype=fp8" is a format or baseline, then overrides. Raises ConfigError
+    if a part cannot be read.
+    """
+    jobs, baselines = [], options.BASELINES
+    for text in options.arms:
+        name, *words = text.split() or [""]
+        allowed = [*baselines, *FORMATS]
+        if name not in allowed:
+            hint = did_you_mean(name, allowed) or f" Type for example arms=[{allowed[0]}]."
+            raise ConfigError(f"{text!r} in arms is not allowed; allowed: {', '.join(allowed)}.{hint}")
+        overrides = dict(_read_override(word, text) for word in words)
+        arm = options.BENCHMARK, text, baselines.get(name, name), name in baselines, overrides
+        architecture = ARCHITECTURES[options.model]
+        jobs += [Job(*arm, rank, architecture, scratch, asdict(options)) for rank in options.ranks]
+    return jobs
+
+
+def _read_override(word: str, arm: str) -> tuple[str, Any]:
+    """Parse KEY=VALUE, one word of `arm`. Raises ConfigError if it cannot be read."""
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException:
+        override = None
+    if override is None or override.is_sweep_override():
+        raise ConfigError(
+            f"{word} in the arm {arm!r} is no KEY=VALUE that can be read. Type for example "
+            f"\"arms=['{arm.split()[0]} KEY=VALUE']\", the value without commas."
+        )
+    return override.key_or_group, override.value()
+
+
+def check(options: AnyOptions) -> None:
+    """Raise ConfigError for options that cannot be measured: a list, an arm, `micro_batch`, `scratch` or `out`."""
+    for name, _, value in leaves(options):
+        if value == []:
+            raise ConfigError(f"{name}=[] leaves nothing to measure. Leave {name} out, or name one or more.")
+    if isinstance(options, StepOptions) and (count := options.groups * options.group_size) % options.micro_batch:
+        raise ConfigError(
+            f"micro_batch={options.micro_batch} does not divide groups x group_size = {count}; allowed: a divisor. "
+            f"Type for example micro_batch={options.group_size}."
+        )
+    for job in read_jobs(options, options.scratch):
+        if isinstance(options, RolloutOptions) and job.gpus != 1:
+            raise ConfigError(
+                f"gpus={job.gpus} in the arm {job.arm!r} is for whole steps: a rank's engine samples for itself. "
+                "Leave it out, or type python -m qerl_lab.bench step."
+            )
+        if not job.is_baseline:
+            try:
+                job.config()
+            except ConfigError as error:
+                raise ConfigError(f"the arm {job.arm!r} with rank {job.rank}: {error}") from None
+    if not Path(options.scratch).is_dir():
+        raise ConfigError(f"scratch={options.scratch} is no directory. Type scratch=DIR of one that is there.")
+    if Path(options.out).name in ("", ".."):
+        raise ConfigError(f"out={options.out} has no file name. Type for example out=results/bench/mine.")

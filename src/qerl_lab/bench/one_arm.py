@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
-from qerl_lab.bench.bench_options import Arm, Row
+from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.job import Job
 from qerl_lab.config.message import in_one_line
 from qerl_lab.system.processes import end_with_parent
@@ -24,8 +24,7 @@ def main(words: list[str]) -> None:
     """
     asked, out, parent = words
     end_with_parent(int(parent))
-    given = json.loads(Path(asked).read_text(encoding="utf-8"))
-    job = Job(**given | {"arm": Arm(**given["arm"])})
+    job = Job(**json.loads(Path(asked).read_text(encoding="utf-8")))
     quiet_third_parties()
     with Path(out).open("a", encoding="utf-8", buffering=1) as file:
         try:
@@ -39,7 +38,7 @@ def main(words: list[str]) -> None:
 
 def rows_of(job: Job) -> Iterator[Row]:
     """Measure a job with the module for its benchmark and trainer; import vLLM and TRL only if needed."""
-    of_steps = "stock_trl" if job.arm.is_baseline else "grpo_step"
+    of_steps = "stock_trl" if job.is_baseline else "grpo_step"
     module = of_steps if job.benchmark == "step" else job.benchmark
     rows: Iterator[Row] = import_module(f"qerl_lab.bench.{module}").rows(job)
     return rows

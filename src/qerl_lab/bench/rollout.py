@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def rows(job: Job) -> Iterator[Row]:
     """Build the arm's engine, and yield a row of measurements per batch size."""
-    if job.arm.is_baseline:
+    if job.is_baseline:
         from qerl_lab.bench.stock_vllm import StockSampler
 
         yield from measure(StockSampler(job), job)

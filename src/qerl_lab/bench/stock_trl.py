@@ -75,7 +75,7 @@ def rows(job: Job) -> Iterator[Row]:
         trainer = GRPOTrainer(
             model=job.folder,
             reward_funcs=reward,
-            args=GRPOConfig(**given | job.arm.overrides),
+            args=GRPOConfig(**given | job.overrides),
             train_dataset=Dataset.from_dict({"prompt": [question.prompt for question in make_task(job).train]}),
             peft_config=random_model.plain_lora(job.rank),
             callbacks=[watch],

@@ -29,7 +29,7 @@ class StockSampler:
             "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "use_tqdm_on_load": False,
             "distributed_executor_backend": "uni",
         }  # fmt: skip
-        self.llm = LLM(model=job.folder, **given | job.arm.overrides)
+        self.llm = LLM(model=job.folder, **given | job.overrides)
         self.request = LoRARequest("policy", 1, job.adapter)
         self.row = {"start_seconds": time.perf_counter() - started}
 

@@ -24,7 +24,7 @@ from qerl_lab.model import policy
 
 def build(job: Job, device: torch.device) -> PeftModel:
     """Load a job's checkpoint with new adapters: a lab arm as runs do, a baseline by transformers and PEFT."""
-    if job.arm.is_baseline:
+    if job.is_baseline:
         base = AutoModelForCausalLM.from_pretrained(
             job.folder, dtype=torch.bfloat16, device_map={"": device}, trust_remote_code=False, use_safetensors=True
         )

@@ -103,7 +103,7 @@ def test_a_benchmark_is_printed_row_by_row_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "require_gpu", lambda: None)
-    monkeypatch.setattr(arm_processes, "check", lambda options: None)
+    monkeypatch.setattr(arm_processes, "prepare", lambda options: None)
     monkeypatch.setattr(arm_processes, "run", lambda options: iter(training_steps()))
     heard = {name: signal.getsignal(name) for name in exits.SIGNALS}
     try:

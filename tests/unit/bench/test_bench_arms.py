@@ -15,18 +15,20 @@ import torch
 from bench_jobs import ARCHITECTURE
 from qerl_lab.bench import __main__ as command
 from qerl_lab.bench import arm_processes, one_arm
-from qerl_lab.bench.bench_options import VLLM, RolloutOptions, StepOptions, check, parse_arm
+from qerl_lab.bench.bench_options import RolloutOptions, StepOptions
+from qerl_lab.bench.job import check, read_jobs
 from qerl_lab.config.option import ConfigError
 from qerl_lab.rollout.vllm.base import named_folder
 from qerl_lab.system import exits
 
 
 def test_an_arm_is_a_name_and_overrides() -> None:
-    arm = parse_arm("nvfp4 rollout.vllm.kv_cache_dtype=fp8 aqn.sigma_start=2e-2 optim.packing=on", VLLM)
+    own = "nvfp4 rollout.vllm.kv_cache_dtype=fp8 aqn.sigma_start=2e-2 optim.packing=on"
+    name = "qlora_stock linear_backend=humming enforce_eager=true"
+    arm, stock = read_jobs(RolloutOptions(arms=[own, name]), "")
     assert (arm.format, arm.is_baseline) == ("nvfp4", False)
     assert arm.overrides == {"rollout.vllm.kv_cache_dtype": "fp8", "aqn.sigma_start": 0.02, "optim.packing": "on"}
-    stock = parse_arm(name := "qlora_stock linear_backend=humming enforce_eager=true", VLLM)
-    assert (stock.name, stock.format, stock.is_baseline) == (name, "nf4", True)
+    assert (stock.arm, stock.format, stock.is_baseline) == (name, "nf4", True)
     assert stock.overrides == {"linear_backend": "humming", "enforce_eager": True}
 
 
@@ -56,9 +58,9 @@ def test_a_scratch_without_room_says_how_much_is_missing(monkeypatch: pytest.Mon
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=6e9))
     options = RolloutOptions(arms=["nvfp4", "bf16_stock"], scratch="/tmp")
     with pytest.raises(ConfigError, match=r"6\.0 GB free, and qwen2\.5-7b in bf16 takes 15\.5 GB: 9\.5 GB are missing"):
-        arm_processes.check(options)
+        arm_processes.prepare(options)
     options.arms = ["nvfp4", "mxfp4"]
-    arm_processes.check(options)  # one after the other
+    arm_processes.prepare(options)  # one after the other
 
 
 @pytest.fixture
@@ -93,7 +95,7 @@ def plays(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """Run `script` in place of an arm's process; it can use `job` and `write(row)`."""
     opening = (
         "import json, os, sys, time; from pathlib import Path; job = json.loads(Path(sys.argv[1]).read_text())\n"
-        "def write(row): print(json.dumps({'arm': job['arm']['name'], 'rank': job['rank'], **row}), "
+        "def write(row): print(json.dumps({'arm': job['arm'], 'rank': job['rank'], **row}), "
         "file=open(sys.argv[2], 'a'), flush=True)\n"
     )
     real = subprocess.Popen
@@ -122,7 +124,7 @@ def test_an_arm_sees_the_gpus_that_it_takes_and_no_other(
     options.arms = ["nvfp4", "nvfp4 gpus=4"]
     options.groups = 8
     with pytest.raises(ConfigError, match=r"gpus=4 and torch sees 3 GPUs here\. Type gpus=3"):
-        arm_processes.check(options)
+        arm_processes.prepare(options)
 
 
 def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
@@ -130,11 +132,12 @@ def test_each_arm_and_rank_has_a_process_its_checkpoint_and_its_adapter(
 ) -> None:
     plays(
         monkeypatch,
-        "config = json.loads(Path(job['folder'], 'config.json').read_text())\n"
-        "adapter = json.loads(Path(job['adapter'], 'adapter_config.json').read_text())\n"
+        "scratch = Path(job['scratch'])\n"
+        "config = json.loads((scratch / job['format'] / 'config.json').read_text())\n"
+        "adapter = json.loads((scratch / f\"rank{job['rank']}\" / 'adapter_config.json').read_text())\n"
         "write({'pid': os.getpid(), 'adapter': adapter['r'],"
         " 'method': config.get('quantization_config', {}).get('quant_method'),"
-        " 'beside': sorted(p.name for p in Path(job['folder']).parent.iterdir() if p.name[:4] != 'arm-')})",
+        " 'beside': sorted(p.name for p in scratch.iterdir() if p.name[:4] != 'arm-')})",
     )
     options = RolloutOptions(arms=["bf16_stock", "nvfp4", "qlora_stock", "bf16"], ranks=[2, 4], **small)
     rows = list(arm_processes.run(options))
@@ -194,7 +197,7 @@ def test_the_others_go_on_and_the_command_exits_with_1(
         "'tokens_per_second_max': 6.0, 'decode_ms': 1.0, 'sync_ms': 1.0, 'start_seconds': 1.0, 'weights_gib': None, "
         "'kv_gib': None, 'used_gib': None}"
     )
-    plays(monkeypatch, f"sys.exit(1) if 'qlora' in job['arm']['name'] else write({row})")
+    plays(monkeypatch, f"sys.exit(1) if 'qlora' in job['arm'] else write({row})")
     monkeypatch.setitem(arm_processes.ARCHITECTURES, "qwen2.5-0.5b", ARCHITECTURE)
     given = {"arms": "[qlora_stock,bf16_stock]", **small, "model": "qwen2.5-0.5b"}
     assert command.main(["rollout", *(f"{key}={value}" for key, value in given.items())]) == exits.FAILURE
@@ -241,7 +244,7 @@ def test_what_killed_benchmarks_and_arms_left_is_removed_and_nothing_in_use(
         "os.kill(os.getpid(), 9)",
     )
     with named_folder(arm_processes.SCRATCH, scratch) as live:
-        arm_processes.check(RolloutOptions(arms=["bf16"], **small))
+        arm_processes.prepare(RolloutOptions(arms=["bf16"], **small))
         assert sorted(path.name for path in scratch.iterdir()) == sorted([live.name, "qerl-lab-bench-elsewhere-0"])
         measured, died = arm_processes.run(RolloutOptions(arms=["bf16"], **small))
         assert live.exists()
@@ -254,9 +257,8 @@ def test_the_process_of_an_arm_writes_each_row_at_once_and_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = {
-        "benchmark": "rollout", "arm": {"name": "bf16", "format": "bf16", "is_baseline": False, "overrides": {}},
-        "rank": 4, "architecture": ARCHITECTURE, "folder": "", "adapter": "",
-        "options": {"model": "small"},
+        "benchmark": "rollout", "arm": "bf16", "format": "bf16", "is_baseline": False, "overrides": {}, "rank": 4,
+        "architecture": ARCHITECTURE, "scratch": "", "options": {"model": "small"},
     }  # fmt: skip
     (tmp_path / "job.json").write_text(json.dumps(job))
     out, parents = tmp_path / "rows.jsonl", list[int]()

@@ -11,7 +11,7 @@ import pytest
 
 from bench_jobs import ARCHITECTURE, FakeSampler
 from qerl_lab.bench import arm_processes, gpu, rollout
-from qerl_lab.bench.bench_options import RolloutOptions, parse_arm
+from qerl_lab.bench.bench_options import RolloutOptions
 from qerl_lab.bench.job import Job, kv_gib
 from vllm_engines import NEEDS_VLLM
 
@@ -23,7 +23,7 @@ def options(**changes: Any) -> RolloutOptions:
 
 
 def job_of(changed: RolloutOptions) -> Job:
-    return Job("rollout", parse_arm("bf16", {}), 4, ARCHITECTURE, "", "", vars(changed))
+    return Job("rollout", "bf16", "bf16", False, {}, 4, ARCHITECTURE, "", vars(changed))
 
 
 def answer(prompts: list[list[int]], new: int) -> list[list[float]]:
