@@ -12,23 +12,23 @@ from torch import nn
 
 from qerl_lab.config.units import GIB
 
-READ = "clocks.sm,clocks.max.sm,power.draw,temperature.gpu"
+READ = {"sm_mhz": "clocks.sm", "watts": "power.draw", "celsius": "temperature.gpu"}  # nvidia-smi's name by column
 
 
 @contextmanager
 def clocks() -> Iterator[dict[str, float | None]]:
-    """Context manager: sample the GPU with nvidia-smi; yield a dict of values, filled at the end.
+    """Context manager: sample the GPU with nvidia-smi; yield a dict of the columns of `READ`, filled at the end.
 
-    Keys are `sm_mhz` (median), `sm_mhz_least` (minimum), `sm_mhz_max` (the GPU's limit), `watts` (median) and `celsius`
-    (maximum). Values stay None without nvidia-smi or a GPU.
+    Values are medians; None without nvidia-smi or a GPU.
     """
-    row: dict[str, float | None] = dict.fromkeys(("sm_mhz", "sm_mhz_least", "sm_mhz_max", "watts", "celsius"))
+    row: dict[str, float | None] = dict.fromkeys(READ)
     program = shutil.which("nvidia-smi")
     if program is None or not torch.cuda.is_available():
         yield row
         return
     this = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-    command = [program, "-i", this, f"--query-gpu={READ}", "--format=csv,noheader,nounits", "-lms", "250"]
+    query = f"--query-gpu={','.join(READ.values())}"
+    command = [program, "-i", this, query, "--format=csv,noheader,nounits", "-lms", "250"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         yield row
@@ -38,18 +38,13 @@ def clocks() -> Iterator[dict[str, float | None]]:
 
 
 def parse_clocks(lines: str) -> dict[str, float | None]:
-    """Parse the lines of nvidia-smi to the dict that `clocks` describes; empty if no line is complete.
+    """Parse the lines of nvidia-smi to medians by the names in `READ`; empty if no line is complete.
 
     Skips incomplete lines and lines with [N/A].
     """
-    read = pd.read_csv(io.StringIO(lines), names=["now", "top", "watts", "celsius"], skipinitialspace=True)
+    read = pd.read_csv(io.StringIO(lines), names=list(READ), skipinitialspace=True)
     whole = read.apply(pd.to_numeric, errors="coerce").dropna()
-    if whole.empty:
-        return {}
-    return {
-        "sm_mhz": whole["now"].median(), "sm_mhz_least": whole["now"].min(), "sm_mhz_max": whole["top"].max(),
-        "watts": whole["watts"].median(), "celsius": whole["celsius"].max(),
-    }  # fmt: skip
+    return {} if whole.empty else whole.median().to_dict()
 
 
 def wait_for_gpu() -> None:
@@ -72,6 +67,6 @@ def memory_at_end() -> dict[str, float | None]:
 def base_gib(model: nn.Module) -> float:
     """Return the GiB of a model's frozen base: weights, buffers, and the scales of weights that bitsandbytes packed."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    states = (parameter.quant_state for parameter in frozen if hasattr(parameter, "quant_state"))
+    states = [state for parameter in frozen if (state := getattr(parameter, "quant_state", None)) is not None]
     scales = [tensor for state in states for tensor in state.as_dict(packed=True).values()]
     return sum(tensor.nbytes for tensor in (*frozen, *model.buffers(), *scales)) / GIB

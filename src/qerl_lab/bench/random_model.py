@@ -98,9 +98,8 @@ def write(
     config = config_of(architecture)
     packed_as, source = PackedAs(weight_format, tuple(FormatConfig().ignore)), RandomWeights(config, device)
     model = load_model(config, source, packed_as, is_packed=False, device=device, dtype=torch.bfloat16)
-    again = tied(model)
     folder.mkdir(parents=True)
-    save_torch_state_dict({name: own for name, own in model.state_dict().items() if name not in again}, folder)
+    save_torch_state_dict(model.state_dict(), folder, shared_tensors_to_discard=tied(model))
     if weight_format.BLOCK is not None:
         config.quantization_config = weight_format.quantization_config(FormatConfig().ignore, torch.bfloat16)
     config.save_pretrained(folder)

@@ -21,6 +21,7 @@ STEP_METRICS = {
     "E2E RL w/ gradient checkpointing": "checkpointed",
     "E2E RL speedup w/o gradient checkpointing": "plain",
 }
+ORIGIN = (("GPU", "{gpu}"), ("commit", "{commit}"))
 WITHOUT = "No benchmarks on this page: add results of python -m qerl_lab.bench with bench=FILE.json,... in its command."
 ABOUT = "Ratios are to the baseline of the same file. The paper used one H100 with 80 GB: compare ratios, not tokens/s."
 
@@ -158,7 +159,7 @@ def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
     """Build the table of rollouts: our tokens/s beside the paper's at the same model, format and batch.
 
     At batch 1 the LoRA ranks must be equal too. At other batches our row, whatever its rank, stands beside the paper's
-    at `PRINTED_RANK`. `ours` has one frame per rollout result, from `_tabulate_speeds`.
+    at `PRINTED_RANK`.
     """
     papers = printed_rollouts().rename(columns={"rank": "printed_rank"})
     place = papers["batch"].astype(str) + " at " + papers["printed_rank"].astype(str)
@@ -169,19 +170,15 @@ def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
         "have at most 2,048 tokens. Tables 5 to 8 state no rank; Table 9 (batch 1) has the same numbers at rank "
         "16. Where the paper lacks our rank, its number at its own rank is shown.",
         (("model, batch, rank", "{model}, {batch}, {rank}"), ("arm", "{arm}"), ("tokens/s", "{speed}"),
-         ("of BF16", "{of_bf16:.2f}"), ("of QLoRA", "{of_qlora:.2f}"), ("paper: tokens/s", "{paper_speed}"),
-         ("paper: of BF16", "{paper_of_bf16:.2f}"), ("paper: of QLoRA", "{paper_of_nf4:.2f}"),
-         ("paper: where", "{paper_where}"), ("repeats", "{repeats}"), ("lengths", "{lengths}"), ("GPU", "{gpu}"),
-         ("commit", "{commit}")),
+         *bench.OF_BASES, ("paper: tokens/s", "{paper_speed}"), ("paper: of BF16", "{paper_of_bf16:.2f}"),
+         ("paper: of QLoRA", "{paper_of_nf4:.2f}"), ("paper: where", "{paper_where}"), ("repeats", "{repeats}"),
+         ("lengths", "{lengths}"), *ORIGIN),
         ours, papers, ["model", "format", "batch", "printed_rank"], "rollout", "batch at rank",
     )  # fmt: skip
 
 
 def _step_table(ours: Sequence[pd.DataFrame]) -> Table:
-    """Build the table of whole steps: our speed beside the paper's speedups at the same model, format and batch.
-
-    `ours` comes from `_tabulate_speeds`.
-    """
+    """Build the table of whole steps: our speed beside the paper's speedups at the same model, format and batch."""
     papers = printed_steps()
     papers["place"] = papers["batch"].astype(str).where(papers["format"] == "nvfp4")
     return _join_with_paper(
@@ -190,19 +187,15 @@ def _step_table(ours: Sequence[pd.DataFrame]) -> Table:
         f"baselines are TRL's. {ABOUT} Its batch is assumed to count completions. For 7B, Table 3 "
         "contradicts Table 6.",
         (("model, completions", "{model}, {batch}"), ("arm", "{arm}"), ("seconds", "{step_seconds:.2f}"),
-         ("tokens/s", "{speed}"), ("of BF16", "{of_bf16:.2f}"), ("of QLoRA", "{of_qlora:.2f}"),
-         ("paper: Table 3, of BF16", "{paper_table_3}"),
+         ("tokens/s", "{speed}"), *bench.OF_BASES, ("paper: Table 3, of BF16", "{paper_table_3}"),
          ("paper: Tables 5 to 8, checkpointing", "{paper_checkpointed}"), ("paper: without", "{paper_plain}"),
-         ("steps", "{steps}"), ("lengths", "{lengths}"), ("GPU", "{gpu}"), ("commit", "{commit}")),
+         ("steps", "{steps}"), ("lengths", "{lengths}"), *ORIGIN),
         ours, papers, ["model", "format", "batch"], "step", "completions",
     )  # fmt: skip
 
 
 def _memory_table(ours: Sequence[pd.DataFrame]) -> Table:
-    """Build the table of memory: measured weights and peaks beside the paper's model sizes in GB.
-
-    `ours` comes from `_tabulate_sizes`.
-    """
+    """Build the table of memory: measured weights and peaks beside the paper's model sizes in GB."""
     papers = _paper_rows("model size").drop_duplicates(["model", "format"])[["model", "format", "number"]]
     papers = with_ratios(papers, "number", ["model"], {"bf16": papers["format"] == "bf16"})
     papers["place"] = papers["format"].str.upper()
@@ -213,8 +206,7 @@ def _memory_table(ours: Sequence[pd.DataFrame]) -> Table:
         "the trainer's base. The paper prints model sizes, but no peak.",
         (("model, format", "{model}, {format}"), ("arm", "{arm}"), ("benchmark", "{benchmark}"),
          ("weights, GB", "{weights:.1f}"), ("of BF16", "{of_bf16:.2f}"), ("paper: GB", "{paper_number:.1f}"),
-         ("paper: of BF16", "{paper_of_bf16:.2f}"), ("peak, GB", "{peak:.1f}"), ("GPU", "{gpu}"),
-         ("commit", "{commit}")),
+         ("paper: of BF16", "{paper_of_bf16:.2f}"), ("peak, GB", "{peak:.1f}"), *ORIGIN),
         ours, papers, ["model", "format"], "rollout, step or train_step", "format",
     )  # fmt: skip
 

@@ -134,11 +134,10 @@ def test_a_row_says_what_decides_the_speed() -> None:
 
 
 def test_the_clock_is_the_middle_of_whole_lines() -> None:
-    seen = gpu.parse_clocks(
-        "1980, 1980, 650.5, 60\n1500, 1980, 700.0, 71\n1965, 1980, [N/A], 70\n1900, 1980, 690.0, 65\n18"
-    )
-    assert seen == {"sm_mhz": 1900, "sm_mhz_least": 1500, "sm_mhz_max": 1980, "watts": 690.0, "celsius": 71}
+    seen = gpu.parse_clocks("1980, 650.5, 60\n1500, 700.0, 71\n1965, [N/A], 70\n1900, 690.0, 65\n18")
+    assert seen == {"sm_mhz": 1900, "watts": 690.0, "celsius": 65}
     assert gpu.parse_clocks("No devices were found\n") == {}
+    assert gpu.parse_clocks("") == {}
 
 
 def test_the_cache_holds_every_sequence_and_a_block_more() -> None:
