@@ -123,25 +123,22 @@ def read_jobs(options: AnyOptions, scratch: str) -> list[Job]:
         if name not in allowed:
             hint = did_you_mean(name, allowed) or f" Type for example arms=[{allowed[0]}]."
             raise ConfigError(f"{text!r} in arms is not allowed; allowed: {', '.join(allowed)}.{hint}")
-        overrides = dict(_read_override(word, text) for word in words)
+        overrides = {}
+        for word in words:
+            try:
+                read = OverridesParser.create().parse_override(word)
+            except HydraException:
+                read = None
+            if read is None or read.is_sweep_override():
+                raise ConfigError(
+                    f"{word} in the arm {text!r} is no KEY=VALUE that can be read. Type for example "
+                    f"\"arms=['{name} KEY=VALUE']\", the value without commas."
+                )
+            overrides[read.key_or_group] = read.value()
         arm = options.BENCHMARK, text, baselines.get(name, name), name in baselines, overrides
         architecture = ARCHITECTURES[options.model]
         jobs += [Job(*arm, rank, architecture, scratch, asdict(options)) for rank in options.ranks]
     return jobs
-
-
-def _read_override(word: str, arm: str) -> tuple[str, Any]:
-    """Parse KEY=VALUE, one word of `arm`. Raises ConfigError if it cannot be read."""
-    try:
-        override = OverridesParser.create().parse_override(word)
-    except HydraException:
-        override = None
-    if override is None or override.is_sweep_override():
-        raise ConfigError(
-            f"{word} in the arm {arm!r} is no KEY=VALUE that can be read. Type for example "
-            f"\"arms=['{arm.split()[0]} KEY=VALUE']\", the value without commas."
-        )
-    return override.key_or_group, override.value()
 
 
 def check(options: AnyOptions) -> None:

@@ -2,15 +2,14 @@
 
 import time
 from pathlib import Path
-from typing import Any
 
-from qerl_lab import aqn, rollout
+from qerl_lab import rollout
 from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import base_gib
 from qerl_lab.bench.job import Job
 from qerl_lab.model.policy import Policy, device_of, load_adapter
 from qerl_lab.model.policy import build as build_policy
-from qerl_lab.rollout.engine import Engine, Sampling
+from qerl_lab.rollout.engine import Engine
 
 
 class RandomPolicy(Policy):
@@ -41,21 +40,3 @@ def build(job: Job) -> tuple[Policy, Engine, Row]:
     if engine.linear_backend is not None:
         row["linear_backend"] = engine.linear_backend  # the lab's setting: vLLM's own does not know the lab's kernel
     return policy, engine, row
-
-
-class LabSampler:
-    """The lab's engine as `rollout.measure` uses it."""
-
-    def __init__(self, job: Job) -> None:
-        engine: Any  # some engines have no `llm`, which is vLLM's object
-        _, engine, self.row = build(job)
-        self.engine, self.llm = engine, engine.llm
-
-    def renew(self) -> None:
-        """Send adapter and norms to the engine, as before every rollout."""
-        self.engine.sync(aqn.CLEAN)
-
-    def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
-        """Sample one completion of `new` tokens for each prompt; return its log-probs, a list per prompt."""
-        out = self.engine.generate(prompt_ids_P, 1, Sampling(new, seed=seed))
-        return [group[0] for group in out.logprobs_P_G]

@@ -37,10 +37,8 @@ def main(words: list[str]) -> None:
 
 
 def rows_of(job: Job) -> Iterator[Row]:
-    """Measure a job with the module for its benchmark and trainer; import vLLM and TRL only if needed."""
-    of_steps = "stock_trl" if job.is_baseline else "grpo_step"
-    module = of_steps if job.benchmark == "step" else job.benchmark
-    rows: Iterator[Row] = import_module(f"qerl_lab.bench.{module}").rows(job)
+    """Measure a job with the module named as its benchmark; import vLLM and TRL only if needed."""
+    rows: Iterator[Row] = import_module(f"qerl_lab.bench.{job.benchmark}").rows(job)
     return rows
 
 

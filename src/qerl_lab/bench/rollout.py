@@ -13,15 +13,34 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from torch import nn
 
-from qerl_lab.bench import random_model
+from qerl_lab import aqn
+from qerl_lab.bench import lab, random_model
 from qerl_lab.bench.bench_options import Row
 from qerl_lab.bench.gpu import clocks, memory_at_end, wait_for_gpu
 from qerl_lab.bench.job import Job
-from qerl_lab.bench.lab import LabSampler
 from qerl_lab.config.units import GIB
+from qerl_lab.rollout.engine import Sampling
 
 if TYPE_CHECKING:
     from qerl_lab.bench.stock_vllm import StockSampler
+
+
+class LabSampler:
+    """The lab's engine as `measure` uses it; `stock_vllm.StockSampler` is the baseline."""
+
+    def __init__(self, job: Job) -> None:
+        engine: Any  # some engines have no `llm`, which is vLLM's object
+        _, engine, self.row = lab.build(job)
+        self.engine, self.llm = engine, engine.llm
+
+    def renew(self) -> None:
+        """Send adapter and norms to the engine, as before every rollout."""
+        self.engine.sync(aqn.CLEAN)
+
+    def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
+        """Sample one completion of `new` tokens for each prompt; return its log-probs, a list per prompt."""
+        out = self.engine.generate(prompt_ids_P, 1, Sampling(new, seed=seed))
+        return [group[0] for group in out.logprobs_P_G]
 
 
 def rows(job: Job) -> Iterator[Row]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench_jobs import ARCHITECTURE, job
-from qerl_lab.bench import arm_processes, gpu, grpo_step, lab, one_arm
+from qerl_lab.bench import arm_processes, gpu, lab, one_arm, step
 from qerl_lab.bench.bench_options import StepOptions
 from qerl_lab.record.metrics import PHASES
 from vllm_engines import NEEDS_VLLM
@@ -123,7 +123,7 @@ def found(**changes: float) -> list[dict[str, float]]:
 
 
 def test_the_first_step_does_not_count(tmp_path: Path) -> None:
-    row = grpo_step.summarize(job(tmp_path, LAB, options()), found())
+    row = step.summarize(job(tmp_path, LAB, options()), found())
     assert row["step_seconds"] == 2.5
     assert row["tokens_per_second"] == 128 / 5
 
@@ -141,12 +141,12 @@ def test_a_step_that_is_not_what_was_asked_ends_the_arm(
     tmp_path: Path, steps: list[dict[str, float]], message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
-        grpo_step.summarize(job(tmp_path, LAB, options()), steps)
+        step.summarize(job(tmp_path, LAB, options()), steps)
 
 
 def test_a_coin_decides_what_an_answer_earns() -> None:
     texts = [f"text {index}" for index in range(200)]
-    question = grpo_step.Question("", "", "0")
-    answers = grpo_step.coin(texts, [question] * 200)["answer"]
+    question = step.Question("", "", "0")
+    answers = step.coin(texts, [question] * 200)["answer"]
     assert 60 < answers.sum() < 140
-    assert (grpo_step.coin(texts, [question] * 200)["answer"] == answers).all()
+    assert (step.coin(texts, [question] * 200)["answer"] == answers).all()

@@ -1,0 +1,194 @@
+"""Measure whole GRPO steps: rollout, reward, log-probs, loss, backward, optimizer, sync.
+
+A lab arm is the lab's trainer, with its phases. The baseline is TRL's unchanged GRPOTrainer with vLLM in its process;
+overrides of such an arm are arguments of GRPOConfig. GSM8K's grader reads each answer, but a coin decides the reward: a
+random model would earn none, and its gradients would be zero.
+"""
+
+import math
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from qerl_lab.bench import lab, random_model
+from qerl_lab.bench.bench_options import Row
+from qerl_lab.bench.gpu import base_gib, clocks, memory_at_end, wait_for_gpu
+from qerl_lab.bench.job import Job, kv_gib
+from qerl_lab.bench.rollout import memory, settings
+from qerl_lab.config.units import GIB
+from qerl_lab.model.policy import device_of
+from qerl_lab.record.metrics import PHASES
+from qerl_lab.tasks import Question, Scores, Task
+from qerl_lab.tasks.grading import grade_math
+from qerl_lab.train.ranks import join
+from qerl_lab.train.stop import Stop
+from qerl_lab.train.trainer import LabTrainer
+from qerl_lab.train.training_data import Cursor, TrainingData
+
+TRLS_SHARE = 0.3  # TRL's default share of the GPU for vLLM
+SPARE_GIB = 8  # for vLLM's activations and CUDA graphs
+Step = dict[str, float]  # measured values of one step
+
+
+def rows(job: Job) -> Iterator[Row]:
+    """Train random weights; yield one row that summarizes the steps after the first."""
+    return rows_of_trl(job) if job.is_baseline else rows_of_lab(job)
+
+
+def rows_of_lab(job: Job) -> Iterator[Row]:
+    """Train with the lab's trainer, and yield the row. With several GPUs only the first rank yields it."""
+    cfg, found = job.config(), list[Step]()
+    ranks = join(cfg, device_of(cfg.device))
+    policy, engine, about = lab.build(job)
+    asked = make_task(job)
+    data = TrainingData(asked, asked.train, left_out=0, heldout_left_out=0, seed=0)
+    try:
+        with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder, clocks() as clock:
+            trainer = LabTrainer(
+                cfg, policy, engine, Cursor(data), Path(folder),
+                lambda _, metrics: found.append(step_values(metrics)), Stop(parent=os.getppid()), ranks,
+            )  # fmt: skip
+            trainer.train()
+        if (llm := getattr(engine, "llm", None)) is not None:  # absent from some engines
+            about = {**memory(llm), **settings(llm), **about}
+        owned = 4 * sum(p.nbytes for p in policy.model.parameters() if p.requires_grad) / GIB
+        if ranks.is_first:  # an adapter has a gradient and Adam's two moments beside its weights
+            yield summarize(job, found) | about | clock | {"adapter_gib": owned, **memory_at_end()}
+    finally:
+        engine.close()
+    ranks.leave()
+
+
+class Watch(TrainerCallback):
+    """Time each step like the lab's trainer, and keep TRL's logs of it."""
+
+    def __init__(self, completions: int) -> None:
+        self.completions, self.found, self._started, self._seconds = completions, list[Step](), 0.0, 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Override TRL's hook: start the clock."""
+        self._started = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Override TRL's hook: stop the clock, once the GPU is done."""
+        wait_for_gpu()
+        self._seconds = time.perf_counter() - self._started
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        """Override TRL's hook: append the step's seconds, tokens, entropy and gradient norm to `found`.
+
+        Ignores logs of anything but a step.
+        """
+        if "completions/mean_length" in logs:
+            tokens = self.completions * logs["completions/mean_length"]
+            self.found.append(
+                {"step_seconds": self._seconds, "tokens": tokens, "nats": logs["entropy"],
+                 "grad_norm": logs["grad_norm"]}
+            )  # fmt: skip
+
+
+def rows_of_trl(job: Job) -> Iterator[Row]:
+    """Train with TRL's trainer, and yield the row. TRL reports no seconds by phase."""
+    options, started = job.options, time.perf_counter()
+    completions = options["groups"] * options["group_size"]
+    watch, micro_batches = Watch(completions), completions // options["micro_batch"]
+    with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder:
+        given = {  # sizes of the lab's arms, TRL's defaults for the rest
+            "output_dir": folder, "use_vllm": True, "vllm_mode": "colocate",
+            "vllm_gpu_memory_utilization": gpu_share(job),
+            "vllm_max_model_length": options["prompt"] + options["new"], "model_init_kwargs": {"dtype": "bfloat16"},
+            "per_device_train_batch_size": options["micro_batch"], "gradient_accumulation_steps": micro_batches,
+            "steps_per_generation": micro_batches, "num_generations": options["group_size"],
+            "max_completion_length": options["new"], "max_steps": options["steps"] + 1, "logging_steps": 1,
+            "learning_rate": 1e-5, "bf16": True, "gradient_checkpointing": True, "save_strategy": "no",
+            "report_to": "none", "disable_tqdm": True,
+        }  # fmt: skip
+        trainer = GRPOTrainer(
+            model=job.folder,
+            reward_funcs=reward,
+            args=GRPOConfig(**given | job.overrides),
+            train_dataset=Dataset.from_dict({"prompt": [question.prompt for question in make_task(job).train]}),
+            peft_config=random_model.plain_lora(job.rank),
+            callbacks=[watch],
+        )
+        about: Row = {"start_seconds": time.perf_counter() - started, "policy_gib": base_gib(trainer.model)}
+        with clocks() as clock:
+            trainer.train()
+    if trainer.use_vllm:
+        about |= memory(trainer.vllm_generation.llm) | settings(trainer.vllm_generation.llm)
+    yield summarize(job, watch.found) | about | clock | memory_at_end()
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """Return a reward of 0 or 1 for each completion, the answer score of `grpo_step.coin`; TRL's trainer calls this."""
+    return coin(completions, [Question("", "", "0")] * len(completions))["answer"].tolist()
+
+
+def gpu_share(job: Job) -> float:
+    """Return the share of GPU memory for vLLM: TRL's default, or what weights and cache need if that is more."""
+    if not torch.cuda.is_available():
+        return TRLS_SHARE
+    options = job.options
+    weights = sum(file.stat().st_size for file in Path(job.folder).glob("*.safetensors")) / GIB
+    cache = kv_gib(job.architecture, options["groups"] * options["group_size"], options["prompt"] + options["new"])
+    total = torch.cuda.mem_get_info()[1] / GIB
+    return max(TRLS_SHARE, math.ceil(100 * (weights + cache + SPARE_GIB) / total) / 100)
+
+
+def make_task(job: Job) -> Task:
+    """Make a task for all steps of a job: random questions of `options["prompt"]` tokens, scored by `coin`."""
+    options = job.options
+    texts = random_model.prompt_texts(options["groups"] * (options["steps"] + 1), options["prompt"])
+    questions = [Question(str(index), text, "0") for index, text in enumerate(texts)]
+    return Task("bench", "", questions, [], {"format": 0.2, "answer": 1.0}, coin)
+
+
+def coin(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
+    """Score texts by GSM8K's grader, then replace each answer score by the lowest bit of the text's CRC-32.
+
+    A random model would get no answer right, and so no gradient.
+    """
+    scores = grade_math(texts, questions)
+    return scores | {"answer": np.array([zlib.crc32(text.encode()) % 2 for text in texts], dtype=np.float64)}
+
+
+def step_values(metrics: dict[str, float]) -> Step:
+    """Return a step's seconds by phase and in all, tokens, entropy (nats) and gradient norm, from `metrics`."""
+    step = {f"{phase}_seconds": metrics[f"seconds/{phase}"] for phase in PHASES}
+    seconds = metrics["step/seconds"]
+    step |= {"step_seconds": seconds, "tokens": seconds * metrics["step/tokens_per_second"]}
+    return step | {"nats": metrics["policy/entropy_nats"], "grad_norm": metrics["policy/grad_norm"]}
+
+
+def summarize(job: Job, steps: list[Step]) -> Row:
+    """Summarize a run as a row: medians over the steps after the first, and their total tokens per second.
+
+    Raises RuntimeError if steps or tokens are missing, or if a gradient is zero or NaN.
+    """
+    options, timed = job.options, steps[1:]
+    completions = options["groups"] * options["group_size"]
+    if len(timed) != options["steps"]:
+        raise RuntimeError(f"asked for {options['steps']} steps after the first, and got {len(timed)}")
+    for step in timed:
+        if not options["mean_tokens"] and round(step["tokens"]) != completions * options["new"]:
+            raise RuntimeError(f"a step sampled {step['tokens']:.0f} tokens, not {completions} x {options['new']}")
+        if not step["grad_norm"] > 0:
+            raise RuntimeError(f"the gradient is {step['grad_norm']}: nothing would be learned")
+    of_steps = pd.DataFrame(timed)
+    return of_steps.median().to_dict() | {
+        "tokens_per_second": of_steps["tokens"].sum() / of_steps["step_seconds"].sum(),
+        "step_seconds_min": of_steps["step_seconds"].min(), "step_seconds_max": of_steps["step_seconds"].max(),
+        "completions": completions,
+        **{name: options[name] for name in ("prompt", "new", "mean_tokens", "micro_batch", "steps")},
+    }  # fmt: skip
