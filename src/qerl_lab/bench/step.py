@@ -62,8 +62,9 @@ def rows_of_lab(job: Job) -> Iterator[Row]:
             trainer.train()
         if (llm := getattr(engine, "llm", None)) is not None:  # absent from some engines
             about = {**memory(llm), **settings(llm), **about}
-        owned = 4 * sum(p.nbytes for p in policy.model.parameters() if p.requires_grad) / GIB
-        if ranks.is_first:  # an adapter has a gradient and Adam's two moments beside its weights
+        adapter = (p for p in policy.model.parameters() if p.requires_grad)
+        owned = 4 * sum(p.nbytes for p in adapter) / GIB  # weight, gradient, and Adam's two moments
+        if ranks.is_first:
             yield summarize(job, found) | about | clock | {"adapter_gib": owned, **memory_at_end()}
     finally:
         engine.close()
@@ -131,7 +132,7 @@ def rows_of_trl(job: Job) -> Iterator[Row]:
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """Return a reward of 0 or 1 for each completion, the answer score of `grpo_step.coin`; TRL's trainer calls this."""
+    """Return a reward of 0 or 1 for each completion, the answer score of `coin`; TRL's trainer calls this."""
     return coin(completions, [Question("", "", "0")] * len(completions))["answer"].tolist()
 
 

@@ -51,40 +51,42 @@ def tabulate_files(paths: Sequence[Path]) -> Speed:
     for file in dict.fromkeys(files):
         try:
             result = bench.load(file)
-            about, rows = _describe_result(result), _tabulate_result(result)
-            sizes += [_sizes(rows)] if len(rows) else []
+            rows = bench.measured(result) if result["benchmark"] in bench.TABLES else pd.DataFrame()
+            about = _describe_result(result, rows)
+            if len(rows):
+                rows = _with_columns(rows, result)
+                sizes.append(_sizes(rows))
+                ours.append(rows)
         except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:  # invalid or incomplete
             about = f"left out, no complete result of python -m qerl_lab.bench ({error!r})."
-        else:
-            ours += [rows] if len(rows) else []
         notes.append(f"{format_path(file)}: {about}")
     rollouts, steps = ([rows for rows in ours if rows["benchmark"].iloc[0] == kind] for kind in ("rollout", "step"))
     return Speed([_rollout_table(rollouts), _step_table(steps), _memory_table(sizes)], notes)
 
 
-def _describe_result(result: Result) -> str:
-    """Describe a result in one line: benchmark, origin, dead arms, missing rows, what spoils a comparison of arms."""
-    options, parts = result["options"], [f"{result['benchmark']}, {bench.origin(result)}"]
+def _describe_result(result: Result, rows: pd.DataFrame) -> str:
+    """Describe a result in one line: benchmark, origin, dead arms, missing rows, what spoils a comparison of arms.
+
+    `rows` are those of `bench.measured`.
+    """
+    options, about = result["options"], f"{result['benchmark']}, {bench.origin(result)}"
     if result["benchmark"] not in bench.TABLES:
-        parts.append("the paper has no such table")
-    elif "rows" in result:
-        rows = bench.measured(result)
-        parts[0] += f"; prompts of {options['prompt']} tokens, completions of {options['new']}"
-        asked = len(options["arms"]) * (len(options["ranks"]) * len(options["batches"]) if "batches" in options else 1)
-        missing = [f"it has {len(rows)} of {asked} requested rows"] if len(rows) < asked else []
-        parts += [*bench.list_deaths(result), *missing, *bench.notes(rows)]
-    return "; ".join(parts) + "."
+        return f"{about}; the paper has no such table."
+    if "prompt" in options:
+        about += f"; prompts of {options['prompt']} tokens, completions of {options['new']}"
+    micro_batches = {1, options.get("sequences", 1)}  # of train_step
+    lists = (options[name] for name in ("arms", "ranks", "batches") if name in options)
+    asked = math.prod(map(len, (micro_batches, *lists)))
+    missing = [f"it has {len(rows)} of {asked} requested rows"] if len(rows) < asked else []
+    return "; ".join([about, *bench.list_deaths(result), *missing, *bench.notes(rows)]) + "."
 
 
-def _tabulate_result(result: Result) -> pd.DataFrame:
-    """Return the `bench.measured` rows with the columns of all tables; empty for benchmarks without a table.
+def _with_columns(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
+    """Add the columns of all tables to the measured rows of a result; `weights` and `peak` are in GB.
 
-    `arm` is shortened: `nvfp4 rollout.vllm.lora=dense` becomes `nvfp4 lora=dense`. `weights` and `peak` are in GB.
+    `arm` is shortened: `nvfp4 rollout.vllm.lora=dense` becomes `nvfp4 lora=dense`.
     """
     kind, options = result["benchmark"], result["options"]
-    rows = bench.measured(result) if kind in bench.TABLES else pd.DataFrame()
-    if rows.empty:
-        return rows
     rows = rows.assign(
         benchmark=kind, model=options["model"], gpu=bench.gpu_of(result), commit=bench.code_of(result),
         arm=rows["arm"].str.replace(r"(?<= )[\w.]+\.(?=\w+=)", "", regex=True),

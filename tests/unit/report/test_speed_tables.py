@@ -124,6 +124,25 @@ def test_the_committed_training_steps_are_in_the_table_of_memory() -> None:
     assert any("linear.json: linear, " in note and "the paper has no such table" in note for note in speed.notes)
 
 
+def test_training_steps_of_processes_are_in_the_table_of_memory(tmp_path: Path) -> None:
+    """Committed results are of an older command, which wrote `steps` of one process."""
+    rows = [
+        {"arm": arm, "format": name, "baseline": arm == "qlora", "rank": 32, "gpus": 1, "micro_batch_tokens": tokens,
+         "tokens_per_second": 10.0, "base_gb": weights, "peak_gb": weights + tokens / 1000}
+        for arm, name, weights in (("bf16", "bf16", 15.0), ("nvfp4", "nvfp4", 6.0), ("qlora", "nf4", 5.0))
+        for tokens in (8000, 1000)
+    ]  # fmt: skip
+    asked = {"model": "qwen2.5-7b", "arms": ["bf16", "nvfp4", "qlora"], "sequences": 8, "length": 1000, "rank": 32}
+    whole = {"benchmark": "train_step", "environment": ABOUT, "options": asked, "rows": rows}
+    dead = {"arm": "qlora", "rank": 32, "died": "OutOfMemoryError: 3 GiB"}
+    speed = made(tmp_path, whole)
+    found = cells(speed, 2, "qwen2.5-7b, nf4", "qlora")
+    assert (found["weights, GB"], found["of BF16"], found["peak, GB"]) == ("5.0", f"{5 / 15:.2f}", "13.0")
+    assert speed.notes[0].endswith("commit 15ec283.")
+    (note,) = made(tmp_path, whole | {"rows": [*rows[:5], dead]}).notes
+    assert note.endswith("; qlora, rank 32, died: OutOfMemoryError: 3 GiB; it has 5 of 6 requested rows.")
+
+
 def test_the_dead_and_the_rows_that_lack_are_said(tmp_path: Path) -> None:
     result = rollouts()
     result["rows"][1] = {"arm": "nvfp4", "rank": 32, "died": "OutOfMemoryError: 3 GiB"}
