@@ -57,11 +57,6 @@ class TrainingOptions(Options):
     rank: int = option(32, "rank of the adapters", at_least=1, at_most=512)
     steps: int = option(3, "timed steps of each arm, after one that is not", at_least=1)
 
-    @property
-    def ranks(self) -> list[int]:
-        """Return the adapter's rank as a list, as `RolloutOptions` has it."""
-        return [self.rank]
-
 
 @dataclass
 class TrainStepOptions(TrainingOptions):

@@ -116,7 +116,8 @@ def read_jobs(options: AnyOptions, scratch: str) -> list[Job]:
     An arm such as "nvfp4 rollout.vllm.kv_cache_dtype=fp8" is a format or baseline, then overrides. Raises ConfigError
     if a part cannot be read.
     """
-    jobs, baselines = [], options.BASELINES
+    jobs, baselines, architecture = [], options.BASELINES, ARCHITECTURES[options.model]
+    ranks = options.ranks if isinstance(options, RolloutOptions) else [options.rank]
     for text in options.arms:
         name, *words = text.split() or [""]
         allowed = [*baselines, *FORMATS]
@@ -136,8 +137,7 @@ def read_jobs(options: AnyOptions, scratch: str) -> list[Job]:
                 )
             overrides[read.key_or_group] = read.value()
         arm = options.BENCHMARK, text, baselines.get(name, name), name in baselines, overrides
-        architecture = ARCHITECTURES[options.model]
-        jobs += [Job(*arm, rank, architecture, scratch, asdict(options)) for rank in options.ranks]
+        jobs += [Job(*arm, rank, architecture, scratch, asdict(options)) for rank in ranks]
     return jobs
 
 
