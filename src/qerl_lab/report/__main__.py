@@ -1,7 +1,6 @@
 """`python -m qerl_lab.report DIR ... KEY=VALUE ...`: compare the arms of run directories in one table.
 
 `python -m qerl_lab.report verdicts DIR ...` tests the paper's claims on them. Neither needs MLflow.
-An arm is a set of runs that share every setting but the seed.
 """
 
 import shlex
@@ -30,15 +29,12 @@ class ReportOptions:
     out: str | None = option(None, "directory to write: report.html, tables, figures, and the runs as Parquet")
     baseline: str | None = option(None, "arm to compare the others with; null: bf16, if there is one")
     bench: list[str] = option([], "results of python -m qerl_lab.bench, files or folders, to add to report.html")
-    runs_csv: str | None = option(None, "CSV to write, one row per run")
-    arms_csv: str | None = option(None, "CSV to write, one row per arm")
 
 
 def report(options: ReportOptions) -> None:
-    """Run the command `report`: print a table that compares arms, and write the files that `options` names.
+    """Run the command `report`: print a table that compares arms, and write the folder `options.out`, if any.
 
-    Raises ConfigError for `bench` without `out`. If no run counts it raises too, unless `out` is the only thing to
-    write.
+    Raises ConfigError for `bench` without `out`, and if no run counts and there is no `out`.
     """
     from qerl_lab.report import comparison  # pandas and scipy take a second
 
@@ -48,33 +44,18 @@ def report(options: ReportOptions) -> None:
         )
     found = _compare_runs(options)
     if options.out:
-        _write_results_folder(found, options)
-    if not found.arms and not (options.runs_csv or options.arms_csv):
-        return
-    found.require_counted()
-    baseline = comparison.baseline_of(list(found.arms), options.baseline)
-    arms = comparison.by_arm(found, baseline)
-    if options.runs_csv:
-        _write_text_file(Path(options.runs_csv).expanduser(), comparison.format_csv(comparison.by_run(found)))
-    if options.arms_csv:
-        _write_text_file(Path(options.arms_csv).expanduser(), comparison.format_csv(arms))
-    print(comparison.text(found, arms, baseline))
+        from qerl_lab.report import page  # matplotlib takes another
 
-
-def _write_results_folder(compared: "Comparison", options: ReportOptions) -> None:
-    """Write page, tables, figures and runs of a comparison to the folder `options.out`, and print its path and size.
-
-    If no run finished, also prints why each run was left out.
-    """
-    from qerl_lab.report import page
-
-    folder = Path(str(options.out)).expanduser()
-    make_directory(folder, f"out={folder}")
-    written = page.write(folder, compared, options.baseline, [Path(file).expanduser() for file in options.bench])
-    size = sum(path.stat().st_size for path in written)
-    print(f"written: {format_path(folder)}  (report.html, {len(written) - 1} other files; {size / 1e6:.1f} MB)\n")
-    if not compared.arms:
-        print("\n  ".join(["No run finished:", *compared.left_out]))
+        folder = Path(options.out).expanduser()
+        make_directory(folder, f"out={folder}")
+        written = page.write(folder, found, options.baseline, [Path(file).expanduser() for file in options.bench])
+        size = sum(path.stat().st_size for path in written)
+        print(f"written: {format_path(folder)}  (report.html, {len(written) - 1} other files; {size / 1e6:.1f} MB)\n")
+    if found.arms:
+        baseline = comparison.baseline_of(list(found.arms), options.baseline)
+        print(comparison.text(found, baseline))
+    else:
+        print("\n  ".join(["No run finished:", *found.left_out]))
 
 
 @dataclass
@@ -97,12 +78,13 @@ def verdicts(options: VerdictsOptions) -> None:
     rows = judge(found.counted, found.runs, read or None)
     print(verdict_tables.text(found, rows))
     if options.out:
-        out = Path(options.out).expanduser()
+        folder = Path(options.out).expanduser()
+        make_directory(folder, f"out={folder}")
         named = [f"claims={','.join(options.claims)}"] if options.claims else []
         line = f"{VERDICTS} {shlex.join([*options.sweep, *named])}"
-        _write_text_file(out / "verdicts.json", verdict_tables.as_json(found, rows, line))
-        _write_text_file(out / "verdicts.md", verdict_tables.markdown(found, rows, line))
-        print(f"\nwritten: {format_path(out)}  (verdicts.json, verdicts.md)")
+        replace_file(folder / "verdicts.json", verdict_tables.as_json(found, rows, line).encode())
+        replace_file(folder / "verdicts.md", verdict_tables.markdown(found, rows, line).encode())
+        print(f"\nwritten: {format_path(folder)}  (verdicts.json, verdicts.md)")
 
 
 def _compare_runs(options: ReportOptions | VerdictsOptions) -> "Comparison":
@@ -116,15 +98,6 @@ def _compare_runs(options: ReportOptions | VerdictsOptions) -> "Comparison":
     return found if options.out and found.left_out else found.require_counted()
 
 
-def _write_text_file(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically, and create its folder if needed. Raises ConfigError if that fails."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text.encode())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}. Type another file.") from None
-
-
 COMMAND = Command(
     "python -m qerl_lab.report DIR ...",
     "Compare arms of run directories: held-out accuracy, gain and entropy, with intervals over seeds.",
@@ -132,10 +105,7 @@ COMMAND = Command(
     report,
     examples=(
         ("python -m qerl_lab.report runs", "every run below runs/"),
-        (
-            "python -m qerl_lab.report runs/sweeps/weight_formats/TIME baseline=nvfp4 arms_csv=arms.csv",
-            "one sweep; the table as a file too",
-        ),
+        ("python -m qerl_lab.report runs/sweeps/weight_formats/TIME baseline=nvfp4", "one sweep"),
         ("python -m qerl_lab.report runs out=results/NAME", "small files to commit, which reproduce the report"),
         ("python -m qerl_lab.report runs out=results/NAME bench=results/bench", "speed and memory on the page too"),
         ("python -m qerl_lab.report results/NAME", "the same from those files, without the runs"),

@@ -1,8 +1,8 @@
-"""Compare arms: choose the runs that count, and build a row per run, a row per arm, and the text of the report."""
+"""Compare arms: choose the runs that count, and build a row per arm and the text of the report."""
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.report import arms, results
 from qerl_lab.report.arms import differing_keys, task_of
 from qerl_lab.report.runs import ABSENT, CONTENT, PLACE, TASK, Run
-from qerl_lab.report.stats import SHARE, format_interval, mean_of_arm
+from qerl_lab.report.stats import SHARE, mean_of_arm
+from qerl_lab.report.table import mean_and_interval
 from qerl_lab.system.terminal import columns
 
 BASELINE = "bf16"  # the default baseline
@@ -23,8 +24,6 @@ CONDITIONS = (
     "model.path", "model.hash", "rollout.importance_correction", "rollout.temperature", "eval.temperature",
     "optim.learning_rate", "algorithm.updates_per_rollout",
 )  # fmt: skip
-OF_A_RUN = ("entropy_first", "entropy_last", "reward_last", "tokens_per_second", "memory_rss_gib", "seconds")
-TIMED = ("tokens_per_second", "seconds")  # not this run's own if it shared its machine
 HOW_TO_READ = """\
 Intervals are 95%, over seeds and questions; one seed has none. Intervals of two arms may overlap although the arms
 differ: read the difference, which is paired by seed and question. One in 20 true differences of 0 looks real."""
@@ -79,10 +78,7 @@ def read(folders: Sequence[Path]) -> Comparison:
 
 
 def compare(runs: list[Run], damaged: dict[str, str]) -> Comparison:
-    """Choose the runs that count and group them into arms; no arms if no run finished.
-
-    `damaged` maps the name of each unreadable run to the reason.
-    """
+    """Choose the runs that count and group them into arms; `damaged` maps each unreadable run to the reason."""
     runs = arms.count_overlaps(arms.drop_copies(arms.fill_in_device(arms.match_questions(runs))))
     counted, left_out = arms.choose_runs(runs)
     labels, by_arm = arms.labels(counted), dict[str, list[Run]]()
@@ -94,43 +90,32 @@ def compare(runs: list[Run], damaged: dict[str, str]) -> Comparison:
 # --- tables
 
 
-def by_run(comparison: Comparison) -> pd.DataFrame:
-    """Return a row per run that counts: arm, settings that differ, seed, accuracies, gain, `OF_A_RUN`, code.
-
-    The gain has an interval over questions. `TIMED` numbers are nan if the run shared its machine.
-    """
-    keys, rows = differing_keys(comparison.counted), []
-    for run in comparison.counted:
-        row = {"arm": comparison.arm_of[run.name], **{key: run.value(key) for key in keys}, "seed": run.seed}
-        if run.accuracy:
-            row |= {name: run.summary[name] for name in ("questions", "accuracy_before", "accuracy_after")}
-            row |= _interval_columns("gain", (run.summary["accuracy_gain"], *run.summary["accuracy_gain_interval"]))
-        shared = TIMED if run.at_once > 1 else ()
-        own = {name: math.nan if name in shared else run.summary[name] for name in OF_A_RUN}
-        rows.append(row | own | {"code": run.code})
-    return pd.DataFrame(rows)
-
-
 def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
     """Return a row per arm: counts, means over seeds, and code. Accuracies and gain have intervals (`_low`, `_high`).
 
-    Intervals are over seeds and questions. `difference` and `gain_difference` compare accuracy after training and gain
-    with the arm `baseline`, over the seeds that both have.
+    `difference` and `gain_difference` compare accuracy after training and gain with the arm `baseline`, over the seeds
+    that both have.
     """
     rows = []
     for label, runs in comparison.arms.items():
+        means = {
+            "accuracy_before": mean_of_arm(matrix(runs, "before"), SHARE),
+            "accuracy_after": mean_of_arm(matrix(runs, "after"), SHARE),
+            "gain": mean_of_arm(matrix(runs, "gain"), (-1, 1)),
+        }
+        if baseline is not None and label != baseline:
+            for phase, name, most in (("after", "difference", 1), ("gain", "gain_difference", 2)):
+                differences = matrix(runs, phase) - matrix(comparison.arms[baseline], phase)
+                means[name] = mean_of_arm(differences, (-most, most))
         row: dict[str, Any] = {
             "arm": label,
             "seeds": len(runs),
             "runs": sum(run.arm == runs[0].arm for run in comparison.started),
             "questions": matrix(runs, "after").shape[1],
         }
-        for phase, name in (("before", "accuracy_before"), ("after", "accuracy_after"), ("gain", "gain")):
-            row |= _interval_columns(name, mean_of_arm(matrix(runs, phase), (-1, 1) if phase == "gain" else SHARE))
-        if baseline is not None and label != baseline:
-            for phase, name in (("after", "difference"), ("gain", "gain_difference")):
-                differences = matrix(runs, phase) - matrix(comparison.arms[baseline], phase)
-                row |= _interval_columns(name, mean_of_arm(differences, (-2, 2) if phase == "gain" else (-1, 1)))
+        for name, interval in means.items():
+            ends = zip(("", "_low", "_high"), interval, strict=True)
+            row |= {f"{name}{end}": value for end, value in ends if not math.isnan(value)}
         for name in ("entropy_first", "entropy_last"):
             row[name] = float(np.mean([run.summary[name] for run in runs]))
         rows.append(row | {"code": ", ".join(sorted({run.code for run in runs}))})
@@ -143,12 +128,6 @@ def matrix(runs: Sequence[Run], phase: str) -> pd.DataFrame:
     `phase` is "before", "after" or "gain". Runs without evaluation have no row.
     """
     return pd.DataFrame({run.seed: run.accuracy[phase] for run in runs if run.accuracy}).T.dropna(axis=1)
-
-
-def _interval_columns(name: str, interval: Sequence[float]) -> dict[str, float]:
-    """Map (mean, low, high) to the columns NAME, NAME_low and NAME_high, without those that are nan."""
-    named = zip((name, f"{name}_low", f"{name}_high"), interval, strict=True)
-    return {column: value for column, value in named if not math.isnan(value)}
 
 
 def curves(comparison: Comparison) -> pd.DataFrame:
@@ -173,11 +152,6 @@ def tabulate_differing_settings(comparison: Comparison) -> list[list[str]]:
     return [["arms differ in", *keys], *rows] if keys else []
 
 
-def format_csv(table: pd.DataFrame) -> str:
-    """Format a table as CSV text with six significant digits."""
-    return table.to_csv(index=False, float_format="%.6g")
-
-
 # --- the text of the report
 
 
@@ -198,17 +172,19 @@ def baseline_of(labels: Sequence[str], wanted: str | None) -> str | None:
     raise ConfigError(f"baseline={wanted} {what}.{hint} Allowed: {'; '.join(fits or labels)}. Type one, in quotes.")
 
 
-def text(comparison: Comparison, table: pd.DataFrame, baseline: str | None) -> str:
-    """Format a comparison for the terminal: arms, settings in which they differ, warnings, and runs left out.
-
-    `table` comes from `by_arm` with the same `baseline`.
-    """
+def text(comparison: Comparison, baseline: str | None) -> str:
+    """Format a comparison for the terminal: arms, settings in which they differ, warnings, and runs left out."""
     head = ["arm", "seeds", "finished", "before", "after", "gain", f"after - {baseline}", "policy entropy, nats"]
     rows = [head if baseline else [*head[:6], head[7]]]
-    for row in table.to_dict("records"):
+    for row in by_arm(comparison, baseline).to_dict("records"):
+
+        def cell(name: str, form: str, row: dict[Hashable, Any] = row) -> str:
+            mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
+            return mean_and_interval((mean, low, high), form.format, form.format)
+
         cells = [row["arm"], str(row["seeds"]), f"{row['seeds']} of {row['runs']}"]
-        cells += [_format_mean(row, f"accuracy_{phase}", ".3f") for phase in ("before", "after")]
-        cells += [_format_mean(row, name, "+.3f") for name in ("gain", *["difference"][: baseline is not None])]
+        cells += [cell("accuracy_before", "{:.3f}"), cell("accuracy_after", "{:.3f}"), cell("gain", "{:+.3f}")]
+        cells += [cell("difference", "{:+.3f}")] if baseline else []
         rows.append([*cells, f"{row['entropy_first']:.3f} -> {row['entropy_last']:.3f}"])
     differ = tabulate_differing_settings(comparison)
     parts = [columns(rows), HOW_TO_READ, columns(differ) if differ else ""]
@@ -220,25 +196,13 @@ def text(comparison: Comparison, table: pd.DataFrame, baseline: str | None) -> s
             named = ", ".join(f"{key} ({count} arm{'s' * (count != 1)})" for key, count in sorted(undeclared.items()))
             parts.append(f"after - {baseline} also reflects settings no experiment declares: {named}.")
         seeds = {label: {run.seed for run in runs} for label, runs in comparison.arms.items()}
-        both = {label: len(own & seeds[baseline]) for label, own in seeds.items() if own != seeds[baseline]}
+        both = [f"{label}: {len(own & seeds[baseline])}" for label, own in seeds.items() if own != seeds[baseline]]
         if both:
-            named = ", ".join(f"{label}: {count}" for label, count in both.items())
-            parts.append(f"after - {baseline} uses only seeds that both arms have; {named}.")
+            parts.append(f"after - {baseline} uses only seeds that both arms have; {', '.join(both)}.")
     parts += notes(comparison)
     if baseline is None and len(comparison.arms) > 1:
         parts.append(f"No arm is {BASELINE}: type baseline=ARM for differences.")
     return "\n\n".join(part for part in [*parts, list_left_out(comparison)] if part)
-
-
-def _format_mean(row: dict[str, Any], name: str, form: str) -> str:
-    """Format the mean `row[name]` with its interval as `0.768 [0.731, 0.805]`; only the mean if it has no interval.
-
-    A dash if there is no mean. `form` is a format specification, such as `.3f`.
-    """
-    mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
-    if math.isnan(mean) or math.isnan(high):
-        return "-" if math.isnan(mean) else format(mean, form)
-    return f"{mean:{form}} {format_interval(low, high, f'{{:{form}}}'.format)}"
 
 
 def list_left_out(comparison: Comparison) -> str:
@@ -253,22 +217,30 @@ def notes(comparison: Comparison) -> list[str]:
     Also lists subsets of a task, shared machines, models without a hash, and damaged records.
     """
     runs, notes = comparison.counted, []
+
+    def several(texts: Iterable[str]) -> list[str]:
+        """Return the distinct known texts, sorted, if they are at least two."""
+        found = sorted(set(texts) - {""})
+        return found if len(found) > 1 else []
+
     kinds = {"machines": [run.origin.machine for run in runs]}
     for package in sorted({name for run in runs for name in run.origin.versions}):
         kinds[f"versions of {package}"] = [run.origin.versions.get(package, "") for run in runs]
     for what, texts in kinds.items():
-        if len(several := sorted(set(texts) - {""})) > 1:
-            notes.append(f"The runs ran on {len(several)} {what}: {'; '.join(several)}.")
-    if len(codes := sorted({run.code for run in runs})) > 1:
-        notes.append(f"The runs come from {len(codes)} versions of the code: {', '.join(codes)}.")
-    if (sets := len({run.origin.training_sha256 for run in runs} - {""})) > 1:
-        notes.append(f"The runs were trained on {sets} different sets of questions (training_sha256 in env.json).")
-    if (sets := len({run.origin.heldout_sha256 for run in runs} - {""})) > 1:
+        if found := several(texts):
+            notes.append(f"The runs ran on {len(found)} {what}: {'; '.join(found)}.")
+    if found := several(run.code for run in runs):
+        notes.append(f"The runs come from {len(found)} versions of the code: {', '.join(found)}.")
+    if found := several(run.origin.training_sha256 for run in runs):
         notes.append(
-            f"The runs were asked {sets} different sets of held-out questions (heldout_sha256 in env.json), which are "
-            "paired by id."
+            f"The runs were trained on {len(found)} different sets of questions (training_sha256 in env.json)."
         )
-    if len(tasks := sorted({run.value(TASK) for run in runs})) > 1:
+    if found := several(run.origin.heldout_sha256 for run in runs):
+        notes.append(
+            f"The runs were asked {len(found)} different sets of held-out questions (heldout_sha256 in env.json), "
+            "which are paired by id."
+        )
+    if tasks := several(run.value(TASK) for run in runs):
         notes.append(f"The runs are of {len(tasks)} tasks, {', '.join(tasks)}: compare arms of one task.")
     if mixed := [key for key in differing_keys(runs) if key in CONDITIONS]:
         notes.append(f"The arms differ in conditions ({', '.join(mixed)}): compare arms of one.")

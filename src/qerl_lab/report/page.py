@@ -77,7 +77,7 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     files["verdicts.json"] = verdict_tables.as_json(same, rows, line).encode()
     files["verdicts.md"] = verdict_tables.markdown(same, rows, line).encode()
     if same.arms:
-        files["arms.csv"] = comparison.format_csv(comparison.by_arm(same, baseline)).encode()
+        files["arms.csv"] = comparison.by_arm(same, baseline).to_csv(index=False, float_format="%.6g").encode()
     files["report.html"] = html(same, rows, baseline, drawn, speed, line, folder.resolve().name).encode()
     results.write(folder, made)
     for old in {old for pattern in OPTIONAL for old in folder.glob(pattern)} - {folder / name for name in files}:

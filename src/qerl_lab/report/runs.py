@@ -35,10 +35,9 @@ Arm = tuple[tuple[str, str], ...]  # the settings that define an arm, sorted
 class Origin:
     """Where, when, with which versions and by which command a run ran. Empty text means not known.
 
-    `versions` maps packages to versions. The two SHA-256 identify the training and the held-out questions; older
-    records lack the second. `configured` holds the settings for jobs at once (`jobs=4 ...`), which a sweep file may
-    set. `place` holds the UUIDs of the GPUs or, without one, the hosts, separated by blanks; older records lack it.
-    `claims_sha256` identifies the claims file that the run was made to test (`preregistration`).
+    `configured` holds the settings for jobs at once (`jobs=4 ...`), which a sweep file may set. `place` holds the UUIDs
+    of the GPUs or, without one, the hosts, separated by blanks. The SHA-256 are of the training and the held-out
+    questions, and of the claims file that the run was made to test (`preregistration`).
     """
 
     command: str = ""
@@ -95,10 +94,7 @@ class Run:
         return self.status == FINISHED
 
     def value(self, key: str) -> str:
-        """Return the setting `key` as text, or `ABSENT` if the run lacks it.
-
-        Runs of other versions lack some settings, and only local models have model.hash.
-        """
+        """Return the setting `key` as text, or `ABSENT` if the run, perhaps of another version, lacks it."""
         return self.settings.get(key, ABSENT)
 
     def measured(self, steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> "Run":
@@ -167,34 +163,35 @@ def read_run(directory: RunDirectory, name: str) -> Run:
         status = f"failed ({textwrap.shorten(directory.reason, REASON, placeholder=' ...')})"
     elif directory.status == "interrupted":
         status += f" (step {last['step']} of {values.get('steps')})"
-    data = sessions[0].get("data", {}) if sessions else {}
+
+    def join_sessions(texts: Iterable[str]) -> str:
+        """Join texts, one per session of the run, each once and without empty ones: `A then B`."""
+        return " then ".join(dict.fromkeys(text for text in texts if text))
+
+    first = sessions[0] if sessions else {}
+    data = first.get("data", {})
     gpus = [gpu["uuid"] for each in sessions for gpu in each.get("gpus", []) if "uuid" in gpu]
     is_of_sweep = any(each.get("sweep") for each in sessions)  # a single run has the keys too, without effect
     at_once = [f"{key}={values[key]}" for key in ("jobs", "jobs_per_gpu") if key in values and is_of_sweep]
     origin = Origin(
-        command=_join_distinct(each.get("command", "") for each in sessions),
+        command=join_sessions(each.get("command", "") for each in sessions),
         configured=" ".join(at_once),
-        began=sessions[0].get("time", "") if sessions else "",
-        commit=_join_distinct(each.get("git_sha", "") for each in sessions),
-        machine=_join_distinct(map(_describe_machine, sessions)),
+        began=first.get("time", ""),
+        commit=join_sessions(each.get("git_sha", "") for each in sessions),
+        machine=join_sessions(map(_describe_machine, sessions)),
         versions={name: text for each in sessions[::-1] for name, text in each.get("packages", {}).items()},
         training_sha256=data.get("training_sha256") or "",
         heldout_sha256=data.get("heldout_sha256") or "",
         place=" ".join(dict.fromkeys(gpus or [each.get("host", "") for each in sessions])).strip(),
         claims_sha256=values.get("preregistration_sha256", "None").replace("None", ""),
     )
-    code = _join_distinct(code_version(each.get("git_sha"), each.get("dirty")) for each in sessions or [{}])
+    code = join_sessions(code_version(each.get("git_sha"), each.get("dirty")) for each in sessions or [{}])
     recorded = {metric for line in lines for metric in line["metrics"]}
     run = run_from(values, name=name, status=status, ended=last["time"], code=code, metrics=recorded, origin=origin)
     if not run.is_finished:
         return run
     phases = directory.evaluations() if values["eval.questions"] != "0" else {}
     return run.measured(read_steps(directory), phases, directory.result()["seconds"])
-
-
-def _join_distinct(texts: Iterable[str]) -> str:
-    """Join texts, one per session of a run, each once and without empty ones: `A then B`."""
-    return " then ".join(dict.fromkeys(text for text in texts if text))
 
 
 def _describe_machine(environment: Mapping[str, Any]) -> str:
@@ -217,11 +214,7 @@ def read_steps(directory: RunDirectory) -> pd.DataFrame:
 
 
 def summarize(directory: RunDirectory, seconds: float) -> dict[str, Any]:
-    """Return a finished run's headline numbers by name: entropy, reward, speed, time, memory, held-out accuracy.
-
-    `seconds` is the wall time of all sessions of the run. Entropy and reward, first and last, are means over the first
-    and the last tenth of the steps, since single steps are noisy.
-    """
+    """Return a finished run's headline numbers by name; `seconds` is the wall time of all sessions of the run."""
     return _headline(read_steps(directory), directory.evaluations(), seconds)
 
 
@@ -236,9 +229,10 @@ def last_tenth(steps: pd.Series) -> pd.Series:
 
 
 def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> dict[str, Any]:
-    """Compute the numbers of `summarize` from metrics by step and held-out answers by phase.
+    """Compute entropy, reward, speed, time, memory and accuracy from metrics by step and held-out answers by phase.
 
-    Without both phases the numbers on accuracy are missing.
+    Entropy and reward, first and last, are means over a tenth of the steps, since single steps are noisy. Without both
+    phases the numbers on accuracy are missing.
     """
     steps = steps.loc[1:]
     spent = steps["step/seconds"].sum()

@@ -42,9 +42,11 @@ def mean_and_interval(
     """Format (mean, low, high) as `mean [low, high]`; `spell` formats the mean, `spell_end` each end.
 
     An infinite end is written `no bound`. If only the upper end is infinite, `>=` precedes the mean; if the lower,
-    `<=`.
+    `<=`. Without ends (nan) only the mean is given, and without a mean a dash.
     """
     mean, low, high = interval
+    if math.isnan(low):
+        return NONE if math.isnan(mean) else spell(mean)
     if math.isfinite(low) and math.isfinite(high):
         return f"{spell(mean)} {stats.format_interval(low, high, spell_end)}"
     bound = "" if math.isinf(low) and math.isinf(high) else ">= " if math.isinf(high) else "<= "
@@ -57,12 +59,8 @@ def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
 
     One seed has no interval; without any value the cell is a dash.
     """
-    interval = stats.mean_of_arm(values, bounds)
-    if math.isnan(interval[0]):
-        return NONE
-    if math.isnan(interval[1]):
-        return f"{format_number(interval[0])} (1)"
-    return f"{mean_and_interval(interval)} ({len(values.dropna(how='all'))})"
+    text = mean_and_interval(stats.mean_of_arm(values, bounds))
+    return text if text == NONE else f"{text} ({len(values.dropna(how='all'))})"
 
 
 def geometric_cell(values_S: pd.Series) -> str:
