@@ -66,10 +66,7 @@ class VerdictsOptions:
 
 
 def verdicts(options: VerdictsOptions) -> None:
-    """Run the command `verdicts`: judge the claims in `options.claims` (default: the paper's), and print the verdicts.
-
-    Writes verdicts.json and verdicts.md too if `options.out` is given.
-    """
+    """Run the command `verdicts`: judge the claims, the paper's or those of `options.claims`, and print verdicts."""
     from qerl_lab.report import claims, verdict_tables
     from qerl_lab.report.verdicts import judge
 
@@ -88,10 +85,7 @@ def verdicts(options: VerdictsOptions) -> None:
 
 
 def _compare_runs(options: ReportOptions | VerdictsOptions) -> "Comparison":
-    """Read every run in the directories `options.sweep`, and group the runs into arms.
-
-    Raises ConfigError if a directory holds no run. If no run counts it raises too, unless `out` is given.
-    """
+    """Read and group the runs in `options.sweep`. Raises ConfigError if none counts, unless `out` is given."""
     from qerl_lab.report import comparison, results
 
     found = comparison.compare(*results.read_all([Path(folder).expanduser() for folder in options.sweep]))

@@ -1,20 +1,20 @@
 """Tables of arms in the layout of the paper's tables: our number, the paper's, and the difference to the baseline."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from qerl_lab.report import reference, stats, verdict_tables
+from qerl_lab.report import reference, stats
 from qerl_lab.report.comparison import BASELINE, Comparison, matrix
-from qerl_lab.report.diagnostics import retention
-from qerl_lab.report.measures import MEASURES, SHARED, Unmeasured, shared_machines
+from qerl_lab.report.measures import FALLEN, MEASURES, SHARED, Unmeasured, has_collapsed, shared_machines
 from qerl_lab.report.runs import Run, first_tenth
 from qerl_lab.report.speed_tables import printed_rollouts, printed_steps
 from qerl_lab.report.table import (
     NONE,
+    Rows,
     Table,
     format_number,
     geometric_cell,
@@ -23,7 +23,8 @@ from qerl_lab.report.table import (
     without_empty_columns,
 )
 
-NO_BASELINE = f"Left out: no arm is {BASELINE}; type baseline=ARM to compare with another."
+IN_TABLE_1 = "as in Table 1"
+Differences = Mapping[tuple[str, str], list[str]]  # (label of an arm, key of DIFFERENCES) -> cells
 
 
 class Compared(NamedTuple):
@@ -52,52 +53,66 @@ OF_PAPER = ["Figure 1, 7B: rollouts / BF16", "Table 3, 7B: end to end / BF16"]
 
 
 def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
-    """Build the tables of report.html that compare arms; an empty list if no run counts.
-
-    `baseline` is the label of an arm. If it is None, a note replaces the table of differences.
-    """
+    """Build the tables of report.html that compare arms, also with the arm `baseline`; an empty list without arms."""
     if not comparison.arms:
         return []
+    differences: Differences = {
+        (arm, name): cells
+        for arm, runs in comparison.arms.items() if arm != baseline is not None for name in DIFFERENCES
+        if (cells := _difference_cells(runs, comparison.arms[baseline], name))
+    }  # fmt: skip
     against = []
     if len(comparison.arms) > 1:
-        no_differences = Table("Differences", "", [["arm"]], NO_BASELINE)
-        against = [_difference_table(comparison, baseline) if baseline else no_differences]
-    others = [_entropy_table(comparison, baseline), retention(comparison), _speed_table(comparison, baseline)]
-    return [_accuracy_table(comparison), *against, *others]
+        no_baseline = f"Left out: no arm is {BASELINE}; type baseline=ARM to compare with another."
+        against = [
+            _difference_table(differences, baseline) if baseline else Table("Differences", "", [["arm"]], no_baseline)
+        ]
+    entropies = _entropy_table(comparison, baseline, differences)
+    return [_accuracy_table(comparison), *against, entropies, _retention_table(comparison),
+            _speed_table(comparison, baseline, differences)]  # fmt: skip
+
+
+def accuracy_rows(comparison: Comparison) -> Rows:
+    """Tabulate held-out accuracy, a row of cells per arm below a head, beside the paper's Table 1 if it has an arm."""
+    beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "algorithm.name": "grpo"})
+    head = ["arm", "finished", "before", "after", "gain", "pass@n after"]
+    rows = [[*head, *([IN_TABLE_1, "3B there", "7B there"] if beside else [])]]
+    for label, runs in comparison.arms.items():
+        started = sum(run.arm == runs[0].arm for run in comparison.started)
+        cells = [label, f"{len(runs)} of {started}"]
+        cells += [seeds_cell(matrix(runs, at), stats.SHARE) for at in ("before", "after")]
+        cells.append(seeds_cell(matrix(runs, "gain"), (-1, 1)))
+        try:
+            cells.append(seeds_cell(MEASURES["pass_after"].of(runs, runs), stats.SHARE))
+        except Unmeasured:  # one sample a question, or no evaluation
+            cells.append(NONE)
+        if label in beside:
+            method, weight_format = beside[label]
+            numbers = reference.numbers(table="Table 1", metric="accuracy", method=method, weight_format=weight_format)
+            there = [numbers.get(f"Qwen2.5-{size}-Instruct") for size in ("3B", "7B")]
+            cells += [f"{method}, {weight_format}", *(NONE if one is None else f"{one / 100:.3f}" for one in there)]
+        rows.append([*cells, *[NONE] * (len(rows[0]) - len(cells))])
+    return rows
 
 
 def _accuracy_table(comparison: Comparison) -> Table:
-    """Tabulate held-out accuracy before and after training, gain, and pass@n (n = eval.samples), a row per arm.
-
-    The paper's Table 1 is beside it if it has a row for an arm.
-    """
-    (head, *rows), cells = verdict_tables.table_1(comparison), []
-    beside = verdict_tables.IN_TABLE_1 in head
-    for row, runs in zip(rows, comparison.arms.values(), strict=True):
-        try:
-            passed = seeds_cell(MEASURES["pass_after"].of(runs, runs), stats.SHARE)
-        except Unmeasured:  # one sample a question, or no evaluation
-            passed = NONE
-        cells.append([*row[:4], seeds_cell(matrix(runs, "gain"), (-1, 1)), passed, *row[4:]])
-    cells, empty = without_empty_columns([[*head[:4], "gain", "pass@n after", *head[4:]], *cells], 2)
+    """Build the table of held-out accuracy from `accuracy_rows`."""
+    rows, empty = without_empty_columns(accuracy_rows(comparison), 2)
+    beside = IN_TABLE_1 in rows[0]
     why = "no held-out questions were evaluated" if "after" in empty else "eval.samples=1, or no question"
     return Table(
         "Held-out accuracy" + ", as in the paper's Table 1" * beside,
         "Cells: mean [95% interval] (seeds). Intervals cover seeds and questions, and are clipped to 0 and 1. "
         + "Paper: one run each, Qwen2.5 at 3B and 7B on GSM8K. " * beside
         + "pass@n: questions with a right answer among n = eval.samples.",
-        cells,
+        rows,
         f"Left out: {in_words(empty)}, since {why}." if empty else "",
     )
 
 
-def _difference_table(comparison: Comparison, baseline: str) -> Table:
-    """Tabulate the differences to the arm `baseline`: a row per other arm and key of `DIFFERENCES` with values."""
-    rows = [
-        [arm, compared.label, *cells]
-        for arm, runs in comparison.arms.items() if arm != baseline for name, compared in DIFFERENCES.items()
-        if (cells := _difference_cells(runs, comparison.arms[baseline], name))
-    ]  # fmt: skip
+def _difference_table(differences: Differences, baseline: str) -> Table:
+    """Build the table of differences to the arm `baseline`."""
+    rows = [[arm, DIFFERENCES[name].label, *cells] for (arm, name), cells in differences.items()]
     return Table(
         f"Differences to {baseline}",
         "Paired by seed, accuracies also by question: mean [95% interval] (shared seeds). Speeds are ratios, given "
@@ -117,8 +132,7 @@ def _by_seed(runs: Sequence[Run], name: str) -> pd.Series:
 def _difference_cells(runs: Sequence[Run], control: Sequence[Run], name: str) -> list[str]:
     """Format how `runs` differ from `control` in `name`, a key of `DIFFERENCES`: difference, effect size, P(better).
 
-    Returns an empty list if the two arms share no seed with values. Does so too for tokens/s if a run shared its
-    machine.
+    Empty if the two arms share no seed with values, and for tokens/s if a run shared its machine.
     """
     _, sign, ratio = DIFFERENCES[name]
     if ratio and shared_machines(runs, control):
@@ -145,29 +159,15 @@ def _difference_cells(runs: Sequence[Run], control: Sequence[Run], name: str) ->
     ]
 
 
-def _difference_to_baseline(comparison: Comparison, arm: str, baseline: str | None, name: str) -> str:
-    """Format the difference in `name`, a key of `DIFFERENCES`: `+0.013 [-0.003, +0.030] (5)`, or `1.23x ...`.
-
-    `arm` and `baseline` are labels. A dash for the baseline itself, without a baseline, and if the two cannot be
-    compared.
-    """
-    if baseline is None or arm == baseline:
-        return NONE
-    return (_difference_cells(comparison.arms[arm], comparison.arms[baseline], name) or [NONE])[0]
-
-
-def _entropy_table(comparison: Comparison, baseline: str | None) -> Table:
-    """Tabulate the policy's entropy in the first and the last tenth of the steps, beside the paper's Figure 5.
-
-    Also the entropies of `ENTROPIES`, if the runs recorded them.
-    """
+def _entropy_table(comparison: Comparison, baseline: str | None, differences: Differences) -> Table:
+    """Tabulate the policy's entropy in the first and the last tenth of the steps, beside the paper's Figure 5."""
     beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "aqn.schedule": "off"})
     against = [f"first tenth - {baseline}"] if baseline else []
     rows = [["arm", "first tenth of the steps", "last tenth", *against, *ENTROPIES, *["Figure 5, 7B"] * bool(beside)]]
     for arm, runs in comparison.arms.items():
         entropies = [_by_seed(runs, f"entropy_{when}").to_frame() for when in ("first", "last")]
         row = [arm, *(seeds_cell(values, stats.NATS) for values in entropies)]
-        row += [_difference_to_baseline(comparison, arm, baseline, "entropy_first")] if baseline else []
+        row += [differences.get((arm, "entropy_first"), [NONE])[0]] if baseline else []
         for metric in ENTROPIES.values():
             known = all(metric in run.steps for run in runs)
             means = {run.seed: first_tenth(run.steps[metric].dropna()).mean() for run in runs} if known else {}
@@ -188,13 +188,35 @@ def _entropy_table(comparison: Comparison, baseline: str | None) -> Table:
     )
 
 
-def _speed_table(comparison: Comparison, baseline: str | None) -> Table:
+def _retention_table(comparison: Comparison) -> Table:
+    """Tabulate, by arm, entropy in the last tenth of the steps / in the first, and how many runs collapsed."""
+    rows = [["arm", "entropy, last tenth / first", "runs that collapsed"]]
+    for arm, runs in comparison.arms.items():
+        ratios = _by_seed(runs, "entropy_last") / _by_seed(runs, "entropy_first")
+        retained = geometric_cell(ratios) if np.isfinite(ratios).all() and (ratios > 0).all() else NONE
+        try:
+            fell = np.array([has_collapsed(run) for run in runs], float)
+            _, low, high = stats.share_interval(fell, 1)
+            collapsed = f"{int(fell.sum())} of {len(fell)} [{low:.2f}, {high:.2f}]"
+        except Unmeasured:
+            collapsed = NONE
+        rows.append([arm, retained, collapsed])
+    return Table(
+        "Retained entropy and collapse",
+        "Entropy of the trainer's policy in the last tenth of the steps / in the first, geometric mean over seeds "
+        "[95% interval] (seeds). A run has collapsed if its right answers in the last tenth of the steps are below "
+        f"{FALLEN:.0%} of those in its best tenth; the share has a Wilson interval.",
+        rows,
+    )
+
+
+def _speed_table(comparison: Comparison, baseline: str | None, differences: Differences) -> Table:
     """Tabulate tokens/s, time by phase and peak memory, beside the paper's speeds over BF16 (Figure 1, Table 3)."""
     beside = reference.rows_of_table_1(comparison.arms, {})
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", f"rollouts / {baseline}", f"end to end / {baseline}",
              *OF_PAPER, "rollout, train, sync", "peak GiB", "seconds a run"]]  # fmt: skip
     for arm, runs in comparison.arms.items():
-        ratios = [_difference_to_baseline(comparison, arm, baseline, name) for name in SPEEDS]
+        ratios = [differences.get((arm, name), [NONE])[0] for name in SPEEDS]
         printed = [NONE, NONE]
         if ratios != [NONE, NONE] and arm in beside:
             of_arm = f"model == 'qwen2.5-7b' and format == '{beside[arm][1].lower()}'"

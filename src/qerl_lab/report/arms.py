@@ -1,8 +1,4 @@
-"""Group runs into arms: match runs across machines, choose those that count, and label each arm. Pure.
-
-Runs belong to one arm if they share every setting for which `arm.is_of_arm` holds and ran on one kind of device. The
-experiment's name does not decide; it only starts the label.
-"""
+"""Group runs into arms: match runs across machines, choose those that count, and label each arm. Pure."""
 
 import hashlib
 import re
@@ -35,24 +31,25 @@ def match_questions(runs: Sequence[Run]) -> list[Run]:
     heldout = _fill_blanks(training, [run.origin.heldout_sha256 for run in runs])
     noted = [f"{one}/{other}" if one else "" for one, other in zip(training, heldout, strict=True)]
     asked = _fill_blanks([run.value(QUESTIONS) for run in runs], noted)
-    first, changes, matched = dict[str, str](), defaultdict[str, set[str]](set), []
+    first, changes, matched = dict[str, str](), defaultdict[frozenset[tuple[str, str]], set[str]](set), []
+
+    def task_settings(run: Run) -> frozenset[tuple[str, str]]:
+        return frozenset(item for item in run.settings.items() if item[0].startswith("task."))
+
     for run, own in zip(runs, asked, strict=True):
         if own:
             run = replace(run, settings={**run.settings, QUESTIONS: first.setdefault(own, run.value(QUESTIONS))})
-            changes[_task_settings_as_text(run)].add(own)
+            changes[task_settings(run)].add(own)
         matched.append(run)
     for n, (run, own) in enumerate(zip(matched, asked, strict=True)):
-        if len(changes[_task_settings_as_text(run)]) > 1 and own:
+        if own and len(changes[task_settings(run)]) > 1:
             mark = hashlib.sha256(own.encode()).hexdigest()[:6]
             matched[n] = replace(run, settings={**run.settings, QUESTIONS: f"{run.value(QUESTIONS)} #{mark}"})
     return matched
 
 
 def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
-    """Fill each empty text from the non-empty texts with an equal key; leave it empty unless those are all equal.
-
-    `keys[n]` belongs to `texts[n]`. Returns the new texts.
-    """
+    """Fill each empty text from the non-empty texts with an equal key; leave it empty unless those are all equal."""
     known = defaultdict[str, set[str]](set)
     for key, text in zip(keys, texts, strict=True):
         known[key].update({text} - {""})
@@ -60,16 +57,8 @@ def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
     return [text or only.get(key, "") for key, text in zip(keys, texts, strict=True)]
 
 
-def _task_settings_as_text(run: Run) -> str:
-    """Return the `task.*` settings of a run as one text, equal for equal settings."""
-    return str(sorted(item for item in run.settings.items() if item[0].startswith("task.")))
-
-
 def fill_in_device(runs: Sequence[Run]) -> list[Run]:
-    """Replace device=auto by cpu or cuda if exactly one of the two makes the run's arm equal to an arm among `runs`.
-
-    Only runs that ended before their first metric have device=auto.
-    """
+    """Replace device=auto, as of runs that failed early, by cpu or cuda if exactly one of them makes a known arm."""
     known, found = {run.arm for run in runs}, []
     for run in runs:
         if run.value("device") == "auto":
@@ -86,10 +75,7 @@ def run_key(run: Run) -> tuple[object, ...]:
 
 
 def drop_copies(runs: Sequence[Run]) -> list[Run]:
-    """Keep one record of each run (`run_key`): a finished one before others, then the one that ended last.
-
-    A run may stop on one machine and finish on another.
-    """
+    """Keep one record of each run, which may stop on one machine and finish on another: a finished one, or the last."""
     furthest = {run_key(run): run for run in sorted(runs, key=lambda run: (run.is_finished, run.ended))}
     return [run for run in runs if furthest[run_key(run)] is run]
 
@@ -97,9 +83,8 @@ def drop_copies(runs: Sequence[Run]) -> list[Run]:
 def count_overlaps(runs: Sequence[Run]) -> list[Run]:
     """Set `at_once` in each run: how many runs were on its machine at the same time, itself included.
 
-    It is the larger of two numbers: overlaps by start and end times, and jobs=N or jobs_per_gpu=N of the run's command.
-    A machine is the GPUs or, without one, the host; older records know only its kind. Starts are in whole seconds. A
-    resumed run counts from its first start to its end.
+    It is the larger of two numbers: overlaps by start (in whole seconds) and end, and jobs=N or jobs_per_gpu=N of the
+    run's command. A machine is the GPUs or, without one, the host; older records know only its kind.
     """
     spans, allowed = [], []
     for run in runs:
@@ -119,10 +104,7 @@ def count_overlaps(runs: Sequence[Run]) -> list[Run]:
 
 
 def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """Choose the runs that count: the newest finished run of each arm and seed, by experiment, settings and seed.
-
-    Also returns a line `NAME: REASON` for each other run.
-    """
+    """Choose the newest finished run of each arm and seed, sorted by settings; list `NAME: REASON` for the others."""
     counted: dict[tuple[Arm, int], Run] = {}
     left_out = [f"{run.name}: {run.status}" for run in runs if not run.is_finished]
     for run in sorted((run for run in runs if run.is_finished), key=lambda run: run.ended):
@@ -158,9 +140,8 @@ def differing_keys(runs: Sequence[Run]) -> list[str]:
 def labels(runs: Sequence[Run]) -> dict[Arm, str]:
     """Map each arm to a label: its experiment, if any, and the settings that the experiment's name does not imply.
 
-    A label omits settings that follow from the task's name, such as its instruction. It omits settings outside
-    `Run.declared` if more than half of the arms that do not declare them share the value. Long values are shortened;
-    the settings of a group in `CHOICES` appear as its choice.
+    A label omits settings that follow from the task's name, and settings outside `Run.declared` if more than half of
+    the arms that do not declare them share the value. The settings of a group in `CHOICES` appear as its choice.
     """
     arms, found = {run.arm: run for run in runs}, {}
     implied, differ = keys_implied_by_task([run.settings for run in runs]), differing_keys(runs)
@@ -186,10 +167,7 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
 
 
 def keys_implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the `task.*` keys that follow from task.name: each has one value per task.
-
-    `settings` has a mapping per run.
-    """
+    """Return the `task.*` keys that follow from task.name: in `settings`, a mapping per run, one value per task."""
     names = {one.get(TASK) for one in settings}
     keys = {key for one in settings for key in one if key.startswith("task.") and key != TASK}
     return {key for key in keys if len({(one.get(TASK), one.get(key)) for one in settings}) == len(names)}
@@ -202,20 +180,14 @@ def task_of(run: Run) -> str:
 
 
 def format_setting(key: str, value: str) -> str:
-    """Format a setting as `key=value` for a label. A long value is shortened, and the key task.name becomes `task`.
-
-    lora.rank=0 becomes lora=full.
-    """
+    """Format a setting as `key=value` for a label, with a long value shortened."""
     if (key, value) == ("lora.rank", "0"):
         return "lora=full"
     return f"{'task' if key == TASK else key}={shorten(value)}"
 
 
 def shorten(value: str) -> str:
-    """Shorten a value longer than `LONGEST` and add a hash: keep the beginning if it has blanks, else the end (a path).
-
-    The hash keeps labels unique, since a report identifies arms by label.
-    """
+    """Shorten a value above `LONGEST` to its beginning, or its end if it is a path; a hash keeps labels unique."""
     if len(value) <= LONGEST:
         return value
     mark, room = hashlib.sha256(value.encode()).hexdigest()[:6], LONGEST - 12

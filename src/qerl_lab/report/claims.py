@@ -30,10 +30,7 @@ FEWEST_SEEDS = 2  # an interval needs two
 
 @dataclass(frozen=True)
 class Contrast:
-    """Two arms to compare, by name and by settings.
-
-    `printed` holds the paper's numbers of both: columns of results/reference/paper.csv for `reference.value`.
-    """
+    """Two arms to compare, by name and settings; `printed` holds the paper's numbers, as columns of paper.csv."""
 
     treated: str
     control: str
@@ -57,10 +54,7 @@ class Guardrail:
 
 @dataclass(frozen=True)
 class Claims:
-    """What all claims of one file share: path, SHA-256, commit date, conditions on runs, and the plan.
-
-    `seeds` is the number of seeds that both arms must share; `analysis` describes the planned tests in words.
-    """
+    """What all claims of one file share; `seeds` is the number of seeds that both arms must have in common."""
 
     path: str
     sha256: str
@@ -72,41 +66,28 @@ class Claims:
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim of a file, with its test.
-
-    Attributes:
-        measure: a name in `measures.MEASURES`.
-        direction: 1 if the claim says that the measure rises, -1 falls, 0 stays within `smallest`.
-        smallest: the smallest effect that matters, in the measure's unit; for a ratio a factor above 1.
-        reason: why `smallest` has this value.
-        free: keys and groups of keys that may differ between the arms of a contrast.
-        family: contrasts of one family are corrected together for multiple tests (Holm).
-        sweep: the sweep that makes the arms, with its overrides.
-        best_of: a key; each arm is taken at its best value.
-        mean_over: a key; each seed's effect is averaged over the values that both arms have.
-        added: the day on which the claim was added to a file committed earlier; empty for the first commit.
-    """
+    """One claim of a file, with its test."""
 
     name: str
     says: str
     where: str
-    family: str
+    family: str  # contrasts of one family are corrected together for multiple tests (Holm)
     measure: str
-    direction: int
-    smallest: float
-    reason: str
+    direction: int  # 1 if the claim says that the measure rises, -1 falls, 0 stays within `smallest`
+    smallest: float  # the smallest effect that matters, in the measure's unit; for a ratio a factor above 1
+    reason: str  # why `smallest` has this value
     contrasts: tuple[Contrast, ...]
-    free: tuple[str, ...]
-    sweep: str
+    free: tuple[str, ...]  # keys and groups of keys that may differ between the arms of a contrast
+    sweep: str  # makes the arms
     file: Claims
     guardrail: Guardrail | None = None
-    best_of: str = ""
-    mean_over: str = ""
-    added: str = ""
+    best_of: str = ""  # a key; each arm is taken at its best value
+    mean_over: str = ""  # a key; each seed's effect is averaged over the values that both arms have
+    added: str = ""  # the day on which the claim was added to a file committed earlier
 
     @property
     def spanned_key(self) -> str:
-        """Return the key in `best_of` or `mean_over`, which has several values in each arm; empty text if none."""
+        """Return the key in `best_of` or `mean_over`; empty text if none."""
         return self.best_of or self.mean_over
 
     @property
@@ -116,12 +97,12 @@ class Claim:
 
     @property
     def margin(self) -> float:
-        """Return the smallest effect that matters: `smallest` itself for a difference, its logarithm for a ratio."""
+        """Return `smallest` for a difference, its logarithm for a ratio."""
         return math.log(self.smallest) if self.is_ratio else self.smallest
 
     @property
     def smallest_as_text(self) -> str:
-        """Format the smallest effect that matters as stated: `0.02`, or `1.1x` for a ratio."""
+        """Format `smallest`: `0.02`, or `1.1x` for a ratio."""
         return f"{self.smallest:g}x" if self.is_ratio else f"{self.smallest:g}"
 
     def spell(self, effect: float) -> str:
@@ -136,10 +117,7 @@ def of_paper() -> tuple[Claim, ...]:
 
 
 def read(path: Path, called: str) -> tuple[Claim, ...]:
-    """Read the claims of a YAML file. Raises ConfigError, which says what is wrong, if it is no valid file of claims.
-
-    `called` is the name of the file in messages and verdicts.
-    """
+    """Read the claims of a YAML file, `called` so in messages and verdicts. Raises ConfigError if it is not valid."""
     try:
         values, digest = yaml.safe_load(path.read_text(encoding="utf-8")), sha256(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -152,18 +130,13 @@ def read(path: Path, called: str) -> tuple[Claim, ...]:
 
 
 def _parse_file(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
-    """Build the claims from `values`, the parsed YAML of a claims file.
-
-    The claims keep its `path` and `digest` (SHA-256). Raises ValueError for an unknown, missing or impossible field.
-    """
-    needed, optional = ("committed", "seeds", "claims"), ("conditions", "analysis", "arms")
-    values = _checked(values, needed, optional, "the file")
+    """Build the claims of a file. Raises ValueError, as the functions below, for a field that cannot be."""
+    values = _checked(values, ("committed", "seeds", "claims"), ("conditions", "analysis", "arms"), "the file")
     if type(values["seeds"]) is not int or values["seeds"] < FEWEST_SEEDS:
         raise ValueError(f"seeds={values['seeds']} is no whole number of at least {FEWEST_SEEDS}")
-    file = Claims(
-        path, digest, str(values["committed"]), values["seeds"],
-        _parse_settings(values.get("conditions") or {}, "conditions"), str(values.get("analysis") or ""),
-    )  # fmt: skip
+    conditions = _parse_settings(values.get("conditions") or {}, "conditions")
+    analysis = str(values.get("analysis") or "")
+    file = Claims(path, digest, str(values["committed"]), values["seeds"], conditions, analysis)
     arms = {str(name): _parse_settings(own, f"arm {name}") for name, own in (values.get("arms") or {}).items()}
     claims = tuple(_parse_claim(own, file, arms) for own in values["claims"])
     names = [claim.name for claim in claims]
@@ -173,10 +146,7 @@ def _parse_file(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
 
 
 def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Claim:
-    """Build one claim from `values`, its entry in the parsed YAML; `arms` maps the names of arms to their settings.
-
-    Raises ValueError as `_parse_file` does.
-    """
+    """Build one claim; `arms` maps the names of arms to their settings."""
     own_fields = [one for one in fields(Claim) if one.name != "file"]
     needed = [one.name for one in own_fields if one.default is MISSING]
     where = f"claim {values.get('name') if isinstance(values, dict) else values}"
@@ -203,10 +173,7 @@ def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Cla
 
 
 def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Contrast:
-    """Build one contrast from `values`, its entry in the parsed YAML; `arms` maps the names of arms to their settings.
-
-    Raises ValueError, which begins with `where`, as `_parse_file` does, and if the paper lacks a number in `printed`.
-    """
+    """Build one contrast of the claim `where`. The paper must have the numbers in `printed`."""
     own = _checked(values, ("treated", "control"), ("printed",), f"{where}, a contrast")
     for name in (own["treated"], own["control"]):
         if name not in arms:
@@ -224,10 +191,7 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Co
 
 
 def _checked(values: Any, needed: Collection[str], optional: Collection[str], where: str) -> dict[str, Any]:
-    """Return `values` unchanged if it is a dict with all `needed` fields and, beyond them, only `optional` ones.
-
-    Otherwise raises ValueError, which begins with `where`.
-    """
+    """Return `values` unchanged if it is a dict with all `needed` fields and, beyond them, only `optional` ones."""
     if not isinstance(values, dict):
         raise ValueError(f"{where} is no mapping")
     if lacking := sorted({*needed} - values.keys()):
@@ -238,16 +202,13 @@ def _checked(values: Any, needed: Collection[str], optional: Collection[str], wh
 
 
 def _check_key(key: str, where: str, known: Collection[str]) -> None:
-    """Raise ValueError, which begins with `where`, if `key` is not one of the keys `known`."""
+    """Refuse a `key` that is not among those `known`."""
     if key not in known:
         raise ValueError(f"{where}: {key} is no key of a run.{did_you_mean(str(key), sorted(known))}")
 
 
 def _parse_settings(values: Any, where: str) -> dict[str, str]:
-    """Convert settings from the parsed YAML to text, spelled as run records spell it: 1 becomes `1.0` for a float key.
-
-    Raises ValueError, which begins with `where`, for an unknown key or choice.
-    """
+    """Convert settings to text, spelled as run records spell it: 1 becomes `1.0` for a float key."""
     if not isinstance(values, dict):
         raise ValueError(f"{where} is no mapping of keys to values")
     found = {}

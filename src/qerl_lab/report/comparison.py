@@ -31,10 +31,9 @@ differ: read the difference, which is paired by seed and question. One in 20 tru
 
 @dataclass(frozen=True)
 class Comparison:
-    """The arms by label, each with the runs that count.
+    """The runs that count, by label of their arm; every readable run, and the reasons why others do not count.
 
-    `runs` holds every readable run; `damaged` maps the names of the others to the reason; `left_out` has a line for
-    each run that does not count.
+    `damaged` maps the names of unreadable runs to the reason; `left_out` has a line for each run that does not count.
     """
 
     arms: dict[str, list[Run]]
@@ -70,10 +69,7 @@ class Comparison:
 
 
 def read(folders: Sequence[Path]) -> Comparison:
-    """Read every run in `folders`, and group the runs into arms. A folder holds run directories or stored results.
-
-    Raises ConfigError if a folder holds no run, or if no run counts.
-    """
+    """Read every run in `folders` of runs or results, and group them into arms. Raises ConfigError if none counts."""
     return compare(*results.read_all(folders)).require_counted()
 
 
@@ -93,8 +89,7 @@ def compare(runs: list[Run], damaged: dict[str, str]) -> Comparison:
 def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
     """Return a row per arm: counts, means over seeds, and code. Accuracies and gain have intervals (`_low`, `_high`).
 
-    `difference` and `gain_difference` compare accuracy after training and gain with the arm `baseline`, over the seeds
-    that both have.
+    Differences are to the arm `baseline`, over the seeds that both have.
     """
     rows = []
     for label, runs in comparison.arms.items():
@@ -123,18 +118,12 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
 
 
 def matrix(runs: Sequence[Run], phase: str) -> pd.DataFrame:
-    """Return held-out accuracies or gains of an arm [seeds, questions], on the questions that every seed was asked.
-
-    `phase` is "before", "after" or "gain". Runs without evaluation have no row.
-    """
+    """Return held-out accuracy or gain (`phase`) of an arm [seeds, questions], on the questions of every seed."""
     return pd.DataFrame({run.seed: run.accuracy[phase] for run in runs if run.accuracy}).T.dropna(axis=1)
 
 
 def curves(comparison: Comparison) -> pd.DataFrame:
-    """Return the metrics by step of all runs that count as tidy rows: run_id, arm, metric, step, seconds, value.
-
-    `seconds` is the time of the run's training steps up to and including this one.
-    """
+    """Return the metrics by step of all runs that count, tidy; `seconds` is the time of training up to the step."""
     frames = []
     for run in comparison.counted:
         seconds = run.steps["step/seconds"].astype("float64").fillna(0).cumsum()
@@ -212,10 +201,7 @@ def list_left_out(comparison: Comparison) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """List, as sentences, what may spoil a comparison: mixed machines, versions, questions, tasks or conditions.
-
-    Also lists subsets of a task, shared machines, models without a hash, and damaged records.
-    """
+    """List, as sentences, what may spoil a comparison, such as mixed machines, versions, questions or conditions."""
     runs, notes = comparison.counted, []
 
     def several(texts: Iterable[str]) -> list[str]:

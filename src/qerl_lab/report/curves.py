@@ -24,7 +24,6 @@ from qerl_lab.report.stats import NATS, SHARE, band_over_seeds
 STEP, CLOCK = "step", "seconds"  # columns of `comparison.curves`
 ARMS_A_PANEL = 4  # with more, bands hide lines
 BESIDE = 2  # arms per panel beside the baseline when there are several panels
-FEWEST = 2  # formats needed for a comparison of formats
 MOMENTS = 100  # most times at which the mean by wall clock is interpolated
 MARKS = 10  # markers per line
 LEGEND_CHARS = 46  # characters per line of the legend
@@ -32,10 +31,7 @@ LEGEND_CHARS = 46  # characters per line of the legend
 
 @dataclass(frozen=True)
 class Curve:
-    """One figure: file name, title, axis label and metric.
-
-    `from_zero` starts the axis at 0; `bounds` are the possible values.
-    """
+    """One figure: file name, title, axis label and metric; `bounds` are the possible values."""
 
     name: str
     title: str
@@ -73,8 +69,7 @@ def recorded_curves(points: pd.DataFrame) -> list[Curve]:
 def panels(arms: Sequence[str], baseline: str | None) -> list[list[str]]:
     """Split the labels of arms into groups, one for each panel of a figure; the baseline, if any, is first in each.
 
-    Up to `ARMS_A_PANEL` arms are one group; more are split into groups of `BESIDE` beside the baseline. An incomplete
-    group comes first, so that an arm and the next one, the same with noise, share a panel.
+    An incomplete group comes first, so that an arm and the next one, the same with noise, share a panel.
     """
     first = [arm for arm in arms if arm == baseline]
     others = [arm for arm in arms if arm != baseline]
@@ -89,11 +84,7 @@ def draw(
 ) -> Figure:  # fmt: skip
     """Draw one metric in panels below each other, a few arms each; the caller closes the figure.
 
-    Args:
-        points: tidy, from `comparison.curves`.
-        by: `STEP`, or `CLOCK`: seconds of training steps, without evaluation and loading.
-        baseline: the label of the arm that every panel shows; None if there is none.
-        styles: the look of each arm, from `palette.styles`.
+    `points` come from `comparison.curves`, `styles` from `palette.styles`; `by` is `STEP` or `CLOCK`.
     """
     chosen = points[(points["metric"] == curve.metric) & points["value"].notna()]
     if curve.metric == "noise/sigma":  # a line at 0 says nothing
@@ -122,8 +113,7 @@ def draw(
 def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
     """Group arms that differ only in weight format: title of the group -> format -> label of its arm.
 
-    Only arms without noise and with the settings `PLAIN` (at any rank) take part. The largest groups come first; groups
-    of fewer than `FEWEST` formats are left out. The dense format is first in each.
+    Only arms without noise and with the settings `PLAIN` (at any rank) take part. The largest groups come first.
     """
     plain = QUIET | {key: value for key, value in PLAIN.items() if key != "lora.rank"}
     found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
@@ -132,7 +122,7 @@ def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
         if plain.items() <= settings.items():
             others = tuple(sorted((key, value) for key, value in settings.items() if not key.startswith("format.")))
             found.setdefault(others, {}).setdefault(settings["format.name"], label)
-    several = [(others, formats) for others, formats in found.items() if len(formats) >= FEWEST]
+    several = [(others, formats) for others, formats in found.items() if len(formats) > 1]
     several.sort(key=lambda group: -len(group[1]))  # a page shows the first few
     shared = set.intersection(*(set(others) for others, _ in several)) if several else set()
     order = list(palette.FORMATS)
@@ -147,13 +137,7 @@ def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
 def draw_formats(points: pd.DataFrame, formats: Mapping[str, str], title: str) -> Figure:
     """Draw panels of reward, trainer's entropy and held-out accuracy, a line per format; the caller closes the figure.
 
-    Metrics that no run recorded have no panel. Held-out accuracy on the first questions, measured during training, is
-    preferred; without it, the panel shows accuracy on all questions.
-
-    Args:
-        points: tidy, from `comparison.curves`.
-        formats: the label of each format's arm, from `group_formats`.
-        title: the title of the figure.
+    `points` come from `comparison.curves`, `formats` and `title` from `group_formats`.
     """
     points = points[points["arm"].isin(formats.values()) & points["value"].notna()]
     of, recorded = {curve.name: curve for curve in CURVES}, set(points["metric"])
@@ -176,11 +160,7 @@ def draw_formats(points: pd.DataFrame, formats: Mapping[str, str], title: str) -
 
 
 def _axis_limits(drawn: tuple[float, float], values: pd.Series, curve: Curve) -> tuple[float, float]:
-    """Return (low, high) of the y axis: the data, and intervals only up to a quarter of the data's range beyond it.
-
-    `drawn` holds matplotlib's own limits. The interval of two seeds spans 12.7 standard errors on either side and would
-    flatten the curves.
-    """
+    """Return (low, high) of the y axis: intervals only as far as a quarter of the data's range beyond the data."""
     room = (values.max() - values.min()) / 4 or abs(values.max()) or 1.0
     low, high = max(drawn[0], values.min() - room, curve.bounds[0]), min(drawn[1], values.max() + room, curve.bounds[1])
     return 0 if curve.from_zero else low, high
@@ -192,8 +172,7 @@ def _draw_arms(
 ) -> None:  # fmt: skip
     """Draw each arm of `labels` (arm -> legend text): a thin line per seed, a thick mean, its 95% interval over seeds.
 
-    By `STEP` the mean is taken at the steps that all seeds share; by `CLOCK` at measured times while all seeds run,
-    with linear interpolation. The interval is cut at the curve's bounds. `thin=False` omits the lines of seeds.
+    By `CLOCK` the mean is taken at measured times while all seeds run, with linear interpolation.
     """
     halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]  # sets the mean off from the seeds, in grey too
     for arm, label in labels.items():

@@ -1,7 +1,4 @@
-"""Diagnose a comparison: effects of claims, pass@k, entropy against gain, entropy retained, and collapse.
-
-Everything is computed from recorded files: accuracies per question and metrics per step.
-"""
+"""Draw what explains a comparison: effects of claims, pass@k, and entropy against gain."""
 
 import math
 import textwrap
@@ -19,22 +16,17 @@ from scipy import stats as distributions
 from qerl_lab.report import palette, stats, verdict_tables
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.curves import LEGEND_CHARS, add_panel_legend
-from qerl_lab.report.measures import FALLEN, MEASURES, Unmeasured, count_right, has_collapsed
+from qerl_lab.report.measures import MEASURES, Unmeasured, count_right
 from qerl_lab.report.palette import styled
 from qerl_lab.report.runs import Run
 from qerl_lab.report.stats import Interval, pass_at, powers_of_two
-from qerl_lab.report.table import NONE, Table, geometric_cell
 from qerl_lab.report.verdicts import Row
 
 PANELS_ACROSS, NAME_CHARS = 3, 22
 
 
 def pass_at_each_k(runs: Sequence[Run]) -> dict[int, Interval]:
-    """Map k to pass@k after training, with an interval over seeds and questions within [0, 1], for k = 1, 2, 4 ...
-
-    Raises Unmeasured for runs without evaluation, for fewer than two seeds, questions or samples, for unequal numbers
-    of samples, and for partly right answers.
-    """
+    """Map k to pass@k after training, with its interval. Raises Unmeasured without two seeds, questions and samples."""
     right, samples = count_right(runs)
     right_S_Q, count = right.dropna(axis=1).to_numpy(int), int(samples.max())
     if min(right_S_Q.shape) < 2 or samples.nunique() > 1:
@@ -45,34 +37,9 @@ def pass_at_each_k(runs: Sequence[Run]) -> dict[int, Interval]:
     }
 
 
-def retention(comparison: Comparison) -> Table:
-    """Tabulate, by arm, entropy in the last tenth of the steps / in the first, and how many runs collapsed."""
-    rows = [["arm", "entropy, last tenth / first", "runs that collapsed"]]
-    for arm, runs in comparison.arms.items():
-        ratios = pd.Series([run.summary["entropy_last"] / run.summary["entropy_first"] for run in runs])
-        retained = geometric_cell(ratios) if np.isfinite(ratios).all() and (ratios > 0).all() else NONE
-        try:
-            fell = np.array([has_collapsed(run) for run in runs], float)
-        except Unmeasured:
-            rows.append([arm, retained, NONE])
-        else:
-            _, low, high = stats.share_interval(fell, 1)
-            rows.append([arm, retained, f"{int(fell.sum())} of {len(fell)} [{low:.2f}, {high:.2f}]"])
-    return Table(
-        "Retained entropy and collapse",
-        "Entropy of the trainer's policy in the last tenth of the steps / in the first, geometric mean over seeds "
-        "[95% interval] (seeds). A run has collapsed if its right answers in the last tenth of the steps are below "
-        f"{FALLEN:.0%} of those in its best tenth; the share has a Wilson interval.",
-        rows,
-    )
-
-
 @styled()
 def draw_passes(comparison: Comparison) -> Figure | None:
-    """Draw pass@k after training by k, a line per arm; None if `pass_at_each_k` fails for every arm.
-
-    The caller closes the figure.
-    """
+    """Draw pass@k after training by k, a line per arm; None if no arm has one. The caller closes the figure."""
     found: dict[str, dict[int, Interval]] = {}
     for arm, runs in comparison.arms.items():
         try:
@@ -95,10 +62,7 @@ def draw_passes(comparison: Comparison) -> Figure | None:
 
 @styled()
 def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
-    """Plot initial entropy against gain in held-out accuracy, a point per run; also return the correlation in words.
-
-    None if fewer than two runs were evaluated. The caller closes the figure.
-    """
+    """Plot initial entropy against gain, a point per run, and say their correlation; None for fewer than two runs."""
     rows = [
         {"arm": arm, "entropy": run.summary["entropy_first"], "gain": run.accuracy["gain"].mean()}
         for arm, runs in comparison.arms.items() for run in runs if run.accuracy
@@ -125,11 +89,7 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
 
 @styled()
 def draw_effects(rows: Sequence[Row]) -> Figure | None:
-    """Draw the measured effects of contrasts with their 95% intervals, a panel per claim; None if there is none.
-
-    Open diamonds are the paper's effects, a solid line is no effect, and dotted ones are the smallest effect that
-    matters. The caller closes the figure.
-    """
+    """Draw effects with 95% intervals, and the paper's as diamonds, a panel per claim; None without a measured one."""
     claims: dict[str, list[tuple[Row, Interval]]] = {}
     for row in rows:
         if row.numbers:

@@ -48,8 +48,8 @@ class Pair(NamedTuple):
 def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Run], started: Sequence[Run]) -> list[Pair]:
     """Return every pair of arms that tests a contrast. The two differ only in what the claim allows (`free`).
 
-    `counted` holds the runs that count; `started` adds the unfinished runs, which are only counted. Runs outside the
-    conditions of the claim's file are ignored. Raises Unmeasured, with the reason, if there is no pair.
+    `counted` holds the runs that count; `started` adds the unfinished ones, which are only counted. Raises Unmeasured,
+    with the reason, if there is no pair.
     """
 
     def split_settings(run: Run) -> tuple[Arm, Arm]:
@@ -72,24 +72,21 @@ def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Run], started
         lacking += [] if options else [f"{name} ({len(runs)} started)"]
     if lacking:
         raise Unmeasured(f"no finished run of {' and of '.join(lacking)}")
-    treated, control = sides
-    pairs = [
-        Pair(one, other, context)
-        for (context, _), one in treated.items() for (same, _), other in control.items() if context == same
-    ]  # fmt: skip
+    pairs = []
+    for (context, _), treated in sides[0].items():
+        for control in (side for (same, _), side in sides[1].items() if same == context):
+            one, other = treated, control
+            if claim.mean_over and (shared := one.options.keys() & other.options.keys()):
+                one, other = (
+                    replace(side, options={at: runs for at, runs in side.options.items() if at in shared})
+                    for side in (one, other)
+                )
+            pairs.append(Pair(one, other, context))
     if not pairs:
-        differ = [sorted({key for key, _ in {*one} ^ {*other}}) for one, _ in treated for other, _ in control]
+        differ = [sorted({key for key, _ in {*one} ^ {*other}}) for one, _ in sides[0] for other, _ in sides[1]]
         nearest = ", ".join(sorted(differ, key=len)[0])
         raise Unmeasured(f"no two arms are equal but for what is compared: the nearest two differ in {nearest}")
-    if claim.mean_over:
-        pairs = [Pair(_drop_unshared(one, other), _drop_unshared(other, one), context) for one, other, context in pairs]
     return pairs
-
-
-def _drop_unshared(side: Side, other: Side) -> Side:
-    """Return `side` without values of the spanned key that `other` lacks; unchanged if they share no value."""
-    shared = {at: runs for at, runs in side.options.items() if at in other.options}
-    return replace(side, options=shared or side.options)
 
 
 class Range(NamedTuple):
@@ -112,32 +109,22 @@ NOTHING_SHOWN = P(1.0, 1.0, 1.0)
 
 @dataclass(frozen=True)
 class Numbers:
-    """The measurements of one contrast.
-
-    `treated`, `control` and `effect` are means with 95% intervals in the measure's unit. The effect is the paired
-    difference, or the factor for a ratio. With censored seeds a mean is a lower bound and one end of the interval is
-    infinite.
-
-    `oriented` [seeds, questions] is the effect, positive where the claim holds; `at_most` is its upper bound.
-    `variances` are those of seeds and questions; `verdicts.pool_variances` moderates the first. `p` is uncorrected,
-    `adjusted` corrected (Holm). `effect_size` is the mean over the standard deviation of the seeds'
-    differences, nan if that is 0. `seeds_as_measured` and `seeds_at_any_effect` are set for an open contrast.
-    """
+    """The measurements of one contrast; with censored seeds a mean is a lower bound, and one end is infinite."""
 
     seeds: int
     questions: int
     censored: int
     treated: stats.Interval
     control: stats.Interval
-    effect: stats.Interval
-    oriented: np.ndarray
-    at_most: np.ndarray
-    variances: tuple[float, float]
+    effect: stats.Interval  # the paired difference, for a ratio the factor
+    oriented: np.ndarray  # [seeds, questions], the effect, positive where the claim holds
+    at_most: np.ndarray  # its upper bound
+    variances: tuple[float, float]  # of seeds, which `verdicts.pool_variances` moderates, and of questions
     effect_size: float
     probability_of_improvement: float
     guardrail: str
     p: P = NOTHING_SHOWN
-    adjusted: P = NOTHING_SHOWN
+    adjusted: P = NOTHING_SHOWN  # corrected (Holm)
     seeds_as_measured: int | None = None
     seeds_at_any_effect: int | None = None
 
@@ -155,7 +142,7 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
         raise Unmeasured(f"seeds that both arms have: {len(seeds)}, of {claim.file.seeds} that are needed")
     if claim.best_of and min(map(len, values)) < 2:
         raise Unmeasured(f"an arm has one value of {claim.best_of}, so there is no best")
-    treated, control = (_measure_side(claim, claim.measure, side, pair, seeds) for side in (pair.treated, pair.control))
+    treated, control = (_measure_side(claim, claim.measure, side, pair, seeds) for side in pair[:2])
     both = sorted(set(treated.low.columns) & set(control.low.columns))
     if not both or (len(both) == 1 and treated.low.shape[1] > 1):
         raise Unmeasured("the two arms were asked fewer than two of the same questions")
@@ -169,7 +156,6 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
     known = low - base_low  # takes censored values at their lower bound
 
     def interval(known: np.ndarray, least: np.ndarray, most: np.ndarray) -> stats.Interval:
-        """Return the mean of `known` with its interval; an end is infinite where values have no bound."""
         mean, start, end = stats.over_seeds(known)
         start = start if np.isfinite(least).all() else -math.inf
         end = end if np.isfinite(most).all() else math.inf
@@ -215,23 +201,18 @@ def _measure_side(claim: Claim, measure: str, side: Side, pair: Pair, seeds: Seq
 
 
 def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
-    """Tell whether the treated arm keeps the claim's guardrail; empty text if the claim has none.
-
-    `HELD` if the 95% interval of the difference is above -margin, `BROKEN` if below, `OPEN` if neither or unmeasured.
-    """
+    """Tell whether the guardrail's difference is above -margin (`HELD`), below (`BROKEN`) or neither (`OPEN`)."""
     if claim.guardrail is None:
         return ""
-    rail = claim.guardrail
+    measure, margin = claim.guardrail.measure, claim.guardrail.margin
     try:
-        treated, control = (
-            _measure_side(claim, rail.measure, side, pair, seeds).low for side in (pair.treated, pair.control)
-        )
+        treated, control = (_measure_side(claim, measure, side, pair, seeds).low for side in pair[:2])
     except Unmeasured:
         return OPEN
     difference = (treated - control).dropna(axis=1).to_numpy(float)
-    if difference.shape[1] < min(2, treated.shape[1]):  # the arms share too few questions
-        return OPEN
     count, questions = difference.shape
+    if questions < min(2, treated.shape[1]):  # the arms share too few questions
+        return OPEN
     half = stats.half_width(stats.floored_components(difference), count, questions, 0.95)
     low, high = difference.mean() - half, difference.mean() + half
-    return HELD if low > -rail.margin else BROKEN if high < -rail.margin else OPEN
+    return HELD if low > -margin else BROKEN if high < -margin else OPEN

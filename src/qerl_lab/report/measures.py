@@ -22,12 +22,9 @@ class Unmeasured(ValueError):
 
 @dataclass(frozen=True)
 class Measure:
-    """One measure.
+    """One measure; a `ratio` is compared by the ratio of geometric means over seeds, others by the difference of means.
 
-    A `ratio` is compared by the ratio of geometric means over seeds, other measures by the difference of means.
-
-    `most(run)` is the largest value that a run can show; values above it are right-censored: the true value is at
-    least as large.
+    Values above `most(run)` are right-censored: the true value is at least as large.
     """
 
     unit: str
@@ -38,10 +35,7 @@ class Measure:
 
 
 def _accuracies(runs: Sequence[Run], phase: str) -> Values:
-    """Return held-out accuracy [seeds, questions] in `phase` ("before" or "after" training).
-
-    Raises Unmeasured if a run was not evaluated.
-    """
+    """Return held-out accuracy [seeds, questions] in `phase`. Raises Unmeasured if a run was not evaluated."""
     if not all(run.accuracy for run in runs):
         raise Unmeasured("runs without held-out evaluation (eval.questions=0)")
     return pd.DataFrame({run.seed: run.accuracy[phase] for run in runs}).T
@@ -50,8 +44,7 @@ def _accuracies(runs: Sequence[Run], phase: str) -> Values:
 def count_right(runs: Sequence[Run]) -> tuple[pd.DataFrame, pd.Series]:
     """Return the number of right answers after training [seeds, questions], and the samples per question by seed.
 
-    Derived from each question's mean over samples. Raises Unmeasured for runs without evaluation, for a single sample a
-    question, and for answers graded as partly right, where a mean above 0 does not prove a right answer.
+    Raises Unmeasured without evaluation, for one sample a question, and for answers that are partly right.
     """
     samples = pd.Series({run.seed: _numeric_setting(run, "eval.samples") for run in runs})
     if (samples < 2).any():
@@ -63,10 +56,7 @@ def count_right(runs: Sequence[Run]) -> tuple[pd.DataFrame, pd.Series]:
 
 
 def _any_right(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
-    """Return 1 for each question with a right answer among its eval.samples samples after training, else 0.
-
-    The result is [seeds, questions]; `controls` is unused. Raises Unmeasured as `count_right` does.
-    """
+    """Return 1 for each question with a right answer among its samples after training, else 0 [seeds, questions]."""
     right, _ = count_right(runs)
     return (right > 0).astype(float).where(right.notna())
 
@@ -79,10 +69,7 @@ def _numeric_setting(run: Run, key: str) -> float:
 
 
 def _per_run(number: Callable[[Run], float]) -> MeasureFunction:
-    """Turn `number`, a function of one run, into a measure with one number per seed.
-
-    The measure raises Unmeasured if a number is not finite.
-    """
+    """Turn a function of one run into a measure, which raises Unmeasured if a number is not finite."""
 
     def measure_runs(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
         values = pd.DataFrame({"run": {run.seed: float(number(run)) for run in runs}})
@@ -99,7 +86,7 @@ def shared_machines(*sides: Sequence[Run]) -> bool:
 
 
 def _speed(name: str) -> MeasureFunction:
-    """Make a measure of `summary[name]`, a number of tokens/s. It raises Unmeasured if a run shared its machine."""
+    """Make a measure of the tokens/s `summary[name]`, which raises Unmeasured if a run shared its machine."""
 
     def measure_speed(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
         if shared_machines(runs, controls):
@@ -110,10 +97,7 @@ def _speed(name: str) -> MeasureFunction:
 
 
 def answer_shares(run: Run) -> pd.Series:
-    """Return the share of right answers at each training step, indexed by step from 1.
-
-    It is the metric `reward/answer` divided by task.answer_reward. Raises Unmeasured if that is 0 or not recorded.
-    """
+    """Return the share of right answers by training step. Raises Unmeasured if the task earns nothing for answers."""
     weight = _numeric_setting(run, "task.answer_reward")
     if weight == 0:
         raise Unmeasured("runs that earn nothing for answers (task.answer_reward=0)")
@@ -121,18 +105,12 @@ def answer_shares(run: Run) -> pd.Series:
 
 
 def _trailing_means(shares: pd.Series) -> pd.Series:
-    """Return, for each step, the mean over a tenth of all steps that ends with it; nan before the first full window.
-
-    A shorter window could be decided by one lucky batch.
-    """
+    """Return, for each step, the mean over the tenth of all steps up to it; nan before the first full window."""
     return shares.rolling(max(1, len(shares) // 10)).mean()
 
 
 def has_collapsed(run: Run) -> bool:
-    """Tell whether right answers in the last tenth of the steps are below `FALLEN` times those in the best tenth.
-
-    Raises Unmeasured if the task does not reward answers.
-    """
+    """Tell whether right answers in the last tenth of the steps are below `FALLEN` times those in the best tenth."""
     shares = answer_shares(run)
     return bool(last_tenth(shares).mean() < FALLEN * _trailing_means(shares).max())
 
@@ -140,9 +118,8 @@ def has_collapsed(run: Run) -> bool:
 def _half_rise_steps(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
     """Return, by seed, the first step at which right answers have made half of the control's rise, else steps + 1.
 
-    Right answers are `_trailing_means`. The rise is from the first to the last tenth of the steps, averaged over the
-    runs of the control or, at several learning rates, over those at the rate with most right answers. Raises Unmeasured
-    if it is below `LEAST_RISE`.
+    The rise is from the first to the last tenth of the steps, of the control at the learning rate with most right
+    answers. Raises Unmeasured if it is below `LEAST_RISE`.
     """
     by_arm: dict[Arm, list[pd.Series]] = {}
     for run in controls:
@@ -160,12 +137,6 @@ def _half_rise_steps(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
     return _per_run(steps_to_half)(runs, controls)
 
 
-def _answers_gain(run: Run) -> float:
-    """Return the share of right answers in the last tenth of the steps minus the share in the first tenth."""
-    shares = answer_shares(run)
-    return float(last_tenth(shares).mean()) - float(first_tenth(shares).mean())
-
-
 MEASURES: dict[str, Measure] = {
     "entropy_first": Measure(
         "nats", "policy entropy, mean over the first tenth of the steps, in which AQN adds no noise",
@@ -181,7 +152,7 @@ MEASURES: dict[str, Measure] = {
     ),
     "answers_gain": Measure(
         "fraction", "right answers among a step's completions, last tenth of the steps less the run's own first tenth",
-        _per_run(_answers_gain),
+        _per_run(lambda run: last_tenth(answer_shares(run)).mean() - first_tenth(answer_shares(run)).mean()),
     ),
     "steps_to_half": Measure(
         "steps", "steps until right answers, averaged over a tenth of the steps, have made half of the rise that the "

@@ -6,11 +6,11 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from html import escape
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
@@ -41,8 +41,7 @@ OPTIONAL = ("arms.csv", "figures/*-by-*.png", "figures/paper_*.png", "figures/pa
             "figures/entropy-and-gain.png", "figures/effects.png", "figures/power.png")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """A figure as PNG, with its file name, a description (`about`), and the `caption` below it on the page."""
 
     name: str
@@ -50,17 +49,12 @@ class Drawn:
     png: bytes
     caption: str = ""
 
-    @property
-    def png_base64(self) -> str:
-        """Return the PNG in base64, for the `src` of an `img` on the page."""
-        return base64.b64encode(self.png).decode()
-
 
 def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequence[Path] = ()) -> list[Path]:
     """Write runs, tables, figures, verdicts and report.html to `folder`, delete outdated files, return the new ones.
 
-    `wanted` names the baseline as in `comparison.baseline_of`. `bench` lists files or folders of benchmark results. The
-    claims are from claims.yaml in the folder if there is one, else the paper's. Raises ConfigError or OSError.
+    `wanted` names the baseline, `bench` files or folders of benchmark results. The claims are from claims.yaml in the
+    folder if there is one, else the paper's. Raises ConfigError or OSError.
     """
     speed = speed_tables.tabulate_files(bench)
     made = results.frames(compared.runs, compared.damaged, compared.arm_of)
@@ -68,7 +62,13 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     baseline = comparison.baseline_of(list(same.arms), wanted) if same.arms else None
     own = folder / "claims.yaml"
     rows = judge(same.counted, same.runs, claims.read(own, format_path(own)) if own.exists() else None)
-    drawn = effects_section(rows) | draw_all(same, baseline)
+    drawn = draw_all(same, baseline)
+    if figure := diagnostics.draw_effects(rows):
+        caption = (
+            "95% intervals over seeds and questions. Open diamonds: the paper. Dotted: the smallest effect that "
+            "matters, on the side that the claim predicts, or on both."
+        )
+        drawn = {"Effects": [Drawn("effects", "Effect of each contrast", palette.png(figure), caption)]} | drawn
     words = [format_path(folder), hydra_override("out", format_path(folder))]
     words += [hydra_override("baseline", wanted)] if wanted else []
     words += [f"bench={','.join(map(format_path, bench))}"] if bench else []
@@ -88,20 +88,10 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     return [folder / name for name in (results.RUNS, results.STEPS, results.QUESTIONS, *files)]
 
 
-def effects_section(rows: Sequence[Row]) -> dict[str, list[Drawn]]:
-    """Return the page's section "Effects" with its figure, or an empty dict if no contrast was measured."""
-    figure = diagnostics.draw_effects(rows)
-    caption = (
-        "95% intervals over seeds and questions. Open diamonds: the paper. Dotted: the smallest effect that matters, "
-        "on the side that the claim predicts, or on both."
-    )
-    return {"Effects": [Drawn("effects", "Effect of each contrast", palette.png(figure), caption)]} if figure else {}
-
-
 def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
     """Draw the figures of a page, by title of section: formats, recorded curves with the paper's, and diagnostics.
 
-    Figures of speed, and those by time, have only arms in which no run shared its machine. Empty if no run counts.
+    Figures of speed, and those by time, have only arms in which no run shared its machine.
     """
     if not compared.arms:
         return {}
@@ -119,21 +109,17 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
             Drawn(f"{curve.name}-{BY[by]}", f"{curve.title}, {curve.label}, {BY[by].replace('-', ' ')}",
                   palette.png(curves.draw(chosen, curve, by, baseline, styles)))
             for by, chosen in of_axis.items() if curve in curves.recorded_curves(chosen)
-        ]  # fmt: skip
-        drawn[curve.title] += [
+        ] + [
             Drawn(figure.name, figure.about, palette.png(paper_curves.draw(figure)), paper_curves.caption(figure, arms))
             for figure in paper_curves.figures_beside(curve.name, arms)
-        ]
-    gains = diagnostics.draw_gains(compared)
-    figures = [
-        ("passes", diagnostics.draw_passes(compared), "pass@k after training, by k",
-         "95% intervals over seeds and questions, clipped to 0 and 1."),
-        ("entropy-and-gain", gains and gains[0], "Initial entropy against gain, one point per run",
-         f"One point per run. {gains[1]}" if gains else ""),
-    ]  # fmt: skip
-    drawn["Diagnostics"] = [
-        Drawn(name, about, palette.png(figure), caption) for name, figure, about, caption in figures if figure
-    ]
+        ]  # fmt: skip
+    drawn["Diagnostics"] = []
+    if passes := diagnostics.draw_passes(compared):
+        caption = "95% intervals over seeds and questions, clipped to 0 and 1."
+        drawn["Diagnostics"].append(Drawn("passes", "pass@k after training, by k", palette.png(passes), caption))
+    if gains := diagnostics.draw_gains(compared):
+        about, caption = "Initial entropy against gain, one point per run", f"One point per run. {gains[1]}"
+        drawn["Diagnostics"].append(Drawn("entropy-and-gain", about, palette.png(gains[0]), caption))
     return {title: figures for title, figures in drawn.items() if figures}
 
 
@@ -141,30 +127,22 @@ def html(
     compared: Comparison, rows: Sequence[Row], baseline: str | None, drawn: dict[str, list[Drawn]], speed: Speed,
     line: str, title: str,
 ) -> str:  # fmt: skip
-    """Render report.html, with the figures inside. `line` is the command that makes it, `title` its folder's name.
-
-    `rows` come from `judge`, `drawn` from `draw_all`, and `speed` from `speed_tables.tabulate_files`.
-    """
-    measured, lacking = [row for row in rows if row.numbers], [row for row in rows if not row.numbers]
+    """Render report.html, with the figures inside. `line` is the command that makes it, `title` its folder's name."""
+    measured = [row for row in rows if row.numbers]
     differ = comparison.tabulate_differing_settings(compared)
-    verdicts = Counter(row.verdict for row in measured)
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters["breakable"] = breakable
+    environment.filters["base64"] = lambda png: base64.b64encode(png).decode()
+    environment.filters |= {"name_of": verdict_tables.name_of, "terms": verdict_tables.describe_measure,
+                            "details": _list_details}  # fmt: skip
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(
         title=f"{title}: a report of {len(compared.runs) + len(compared.damaged)} runs", command=line,
-        facts=[*_list_counts(compared),
-               *(_count(verdicts[one], "contrast", f" {one}") for one in Verdict if verdicts[one])],
+        facts=_list_counts(compared, Counter(row.verdict for row in measured)),
         notes=[*_list_gaps(compared), *comparison.notes(compared)],
         how_to_read_verdicts=verdict_tables.HOW_TO_READ, how_to_read=comparison.HOW_TO_READ,
         families=verdict_tables.families(rows),
-        measured=[
-            {"name": claim.name, "says": claim.says, "where": claim.where,
-             "terms": verdict_tables.describe_measure(claim),
-             "rows": [{"verdict": str(row.verdict), "name": verdict_tables.name_of(row), "why": row.why,
-                       "details": _list_details(row)} for row in measured if row.claim == claim]}
-            for claim in {row.claim.name: row.claim for row in measured}.values()
-        ],
-        unmeasured=[(row.claim.name, verdict_tables.name_of(row), row.why) for row in lacking],
+        measured=[list(own) for _, own in groupby(measured, lambda row: row.claim.name)],
+        unmeasured=[row for row in rows if not row.numbers],
         to_make=verdict_tables.missing_arms(rows), tables=tables(compared, baseline), speed=speed,
         of_paper=any(figure.name.startswith("paper_") for pair in drawn.values() for figure in pair),
         figures=drawn,
@@ -173,28 +151,25 @@ def html(
 
 
 def breakable(text: str) -> str:
-    """Escape a text for HTML, and let words of 17 characters or more break on narrow screens.
-
-    They may break behind a dot between letters and behind `=`, as in `rollout.<wbr>engine=<wbr>vllm`.
-    """
+    """Escape a text for HTML, and let long words break behind `=` and dots: `rollout.<wbr>engine=<wbr>vllm`."""
     return re.sub(r"\S{17,}", lambda word: re.sub(r"(?<=[a-z])\.(?=[a-z])|=", r"\g<0><wbr>", word[0]), escape(text))
 
 
-def _count(number: int, noun: str, rest: str = "") -> tuple[int, str]:
-    """Return (number, noun) with the noun in the plural unless the number is 1, and with `rest` behind it."""
-    return number, f"{noun}{'s' * (number != 1)}{rest}"
+def _list_counts(compared: Comparison, verdicts: Counter[Verdict]) -> list[tuple[int, str]]:
+    """Count runs by state, arms, seeds and verdicts, as (number, what is counted), for the head of the page."""
 
+    def count(number: int, noun: str, rest: str = "") -> tuple[int, str]:
+        return number, f"{noun}{'s' * (number != 1)}{rest}"
 
-def _list_counts(compared: Comparison) -> list[tuple[int, str]]:
-    """Count runs by state, arms, and seeds, as (number, what is counted), for the head of the page."""
     states = Counter("finished" if run.is_finished else run.status.split(" (")[0] for run in compared.runs)
     states["damaged"] = len(compared.damaged)
     again = states["finished"] - len(compared.counted)
     return [
-        *(_count(number, "run", f" {state}") for state, number in states.items() if number),
+        *(count(number, "run", f" {state}") for state, number in states.items() if number),
         *([(again, "of these repeated; the newest counts")] if again else []),
-        _count(len(compared.arms), "arm"),
-        _count(len({run.seed for run in compared.counted}), "seed"),
+        count(len(compared.arms), "arm"),
+        count(len({run.seed for run in compared.counted}), "seed"),
+        *(count(verdicts[one], "contrast", f" {one}") for one in Verdict if verdicts[one]),
     ]
 
 
@@ -215,21 +190,16 @@ def _list_gaps(compared: Comparison) -> list[str]:
 
 def _list_details(row: Row) -> list[tuple[str, str]]:
     """List the numbers behind a verdict as (label, text), without those that are missing."""
-    treated, control, counts, effect, paper, size, better, p_values, guardrail = verdict_tables.measured_cells(row)
-    parts = [
-        (row.claim.measure, effect), ("smallest that matters", row.claim.smallest_as_text), ("the paper's", paper),
-        (row.contrast.treated, treated), (row.contrast.control, control), ("finished", counts), ("effect size", size),
-        ("P(better)", better), ("p of no effect, small, reverse (Holm)", p_values), ("guardrail", guardrail),
-        ("conditions", verdict_tables.format_conditions(row.conditions)), ("claim", row.registered),
-    ]  # fmt: skip
+    cells, conditions = verdict_tables.measured_cells(row), verdict_tables.format_conditions(row.conditions)
+    first = {row.claim.measure: cells.pop("effect"), "smallest that matters": row.claim.smallest_as_text,
+             "the paper's": cells.pop("the paper's"), row.contrast.treated: cells.pop("treated"),
+             row.contrast.control: cells.pop("control"), "finished": cells.pop("finished / started")}  # fmt: skip
+    parts = [*first.items(), *cells.items(), ("conditions", conditions), ("claim", row.registered)]
     return [(label, text) for label, text in parts if text != "-"]
 
 
-def _list_provenance(compared: Comparison) -> list[dict[str, Any]]:
-    """List commands, code, machines, versions, times, and runs that were left out.
-
-    Each entry is a dict with `title`, `texts` and `is_code` (whether the texts are commands).
-    """
+def _list_provenance(compared: Comparison) -> list[tuple[str, list[str]]]:
+    """List commands, code, machines, versions, times, and runs that were left out, as (title, texts)."""
 
     def with_counts(texts: Iterable[str]) -> list[str]:
         """List each text once, with its number of runs unless all agree."""
@@ -239,7 +209,6 @@ def _list_provenance(compared: Comparison) -> list[dict[str, Any]]:
         return [f"{text or 'not known'}  ({count} run{'s' * (count != 1)})" for text, count in counts.items()]
 
     def format_time(seconds: float) -> str:
-        """Format Unix seconds as date and time in UTC."""
         return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
     origins, times = [run.origin for run in compared.runs], []
@@ -249,11 +218,11 @@ def _list_provenance(compared: Comparison) -> list[dict[str, Any]]:
         first = f"The first began {format_time(min(began))}, the" if began else "The"
         times = [f"{first} last ended {format_time(max(run.ended for run in runs))}."]
     listed = (
-        ("Commands", with_counts(origin.command for origin in origins), True),
-        ("Code", with_counts(run.code for run in compared.runs), False),
-        ("Machines", with_counts(origin.machine for origin in origins), False),
-        ("Versions", with_counts(versions), False),
-        ("Time", times, False),
-        (f"Left out, {len(compared.left_out)} in all", compared.left_out, False),
+        ("Commands", with_counts(origin.command for origin in origins)),
+        ("Code", with_counts(run.code for run in compared.runs)),
+        ("Machines", with_counts(origin.machine for origin in origins)),
+        ("Versions", with_counts(versions)),
+        ("Time", times),
+        (f"Left out, {len(compared.left_out)} in all", compared.left_out),
     )
-    return [{"title": title, "texts": texts, "is_code": is_code} for title, texts, is_code in listed if texts]
+    return [(title, texts) for title, texts in listed if texts]

@@ -30,10 +30,7 @@ PRINTED = {"bf16/float16": DENSE_FORMAT}  # names in the paper's figures that di
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Context manager and decorator: draw figures in the style of the file `STYLE`, then restore matplotlib's settings.
-
-    In a notebook it leaves interactive mode on, which `plt.style.context` resets.
-    """
+    """Draw figures in the style of the file `STYLE`; unlike `plt.style.context` this leaves a notebook interactive."""
     style = rc_params_from_file(STYLE, use_default_template=False)
     before = {key: plt.rcParams[key] for key in style}
     plt.rcParams.update(style)
@@ -44,10 +41,7 @@ def styled() -> Iterator[None]:
 
 
 def color(name: str, number: int = OTHERS.index("#777777")) -> str:
-    """Return the hex color of a weight format, by our name or the paper's.
-
-    Another name gets color `number` of `OTHERS`, by default grey.
-    """
+    """Return the hex color of a weight format, ours or the paper's; another name gets color `number` of `OTHERS`."""
     name = name.lower()
     return FORMATS.get(PRINTED.get(name, name), OTHERS[number % len(OTHERS)])
 
@@ -60,8 +54,7 @@ def formats(arms: Mapping[str, Sequence[Run]]) -> dict[str, str]:
 def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return color, line style and marker of each arm as arguments of `plot`; `formats` maps arms to weight formats.
 
-    With several formats, arms of one format share its color: the first has a solid line and full markers, the others
-    dashes and hollow markers. With a single format, the first arm has its color and the others have unused colors.
+    Arms of one format share its color and differ in dashes; with a single format the others have unused colors.
     """
     several, found, seen = len(set(formats.values())) > 1, {}, dict[str, int]()
     for place, (arm, weight_format) in enumerate(formats.items()):
@@ -74,10 +67,7 @@ def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def format_tick(value: float, _: object = None) -> str:
-    """Format the number of a tick without trailing zeros; from 1,000 on as a whole number with commas, not an exponent.
-
-    Matplotlib also passes the position of the tick, which is unused.
-    """
+    """Format the number of a tick without trailing zeros; from 1,000 on whole, with commas and no exponent."""
     return f"{value:g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
@@ -88,10 +78,7 @@ def add_title(figure: Figure, title: str) -> None:
 
 
 def add_legend_below(figure: Figure, handles: Mapping[str, Artist]) -> None:
-    """Add one legend below all panels of a figure, as wide as the figure, and make the figure higher for it.
-
-    `handles` maps the text of each entry to its artist.
-    """
+    """Add one legend (text -> artist) below all panels, as wide as the figure, and make the figure higher for it."""
     width = figure.get_figwidth()
     names = [textwrap.fill(name, int(10 * width), break_on_hyphens=False) for name in handles]
     columns = max(1, min(len(names), int(width / (0.6 + 0.08 * max(map(len, names))))))  # inches
@@ -109,10 +96,7 @@ def png(figure: Figure) -> bytes:
 
 
 def in_64_colors(png: bytes) -> bytes:
-    """Reduce a PNG to 64 colors, which leaves a third of its size.
-
-    The palette is refined by k-means, because without it all thin lines turn grey.
-    """
+    """Reduce a PNG to 64 colors, a third of its size; without k-means all thin lines would turn grey."""
     small, drawn = io.BytesIO(), Image.open(io.BytesIO(png)).convert("RGB")
     drawn.quantize(64, kmeans=3, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
     return small.getvalue()

@@ -1,8 +1,4 @@
-"""Draw the paper's figures from digitized points (results/reference/digitized), for panels beside ours.
-
-Most runs use other models, so each figure has its own panel titled with model and task. Runs on a task of the paper are
-shown with figures on that task only; other runs are shown with all, and the captions say so.
-"""
+"""Draw the paper's figures from digitized points (results/reference/digitized), to stand beside ours."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -24,10 +20,7 @@ LABELS = {"reward": "accuracy reward", "entropy": "nats per token", "sigma": "st
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """A figure of the paper: an entry of results/reference/figures.yaml, which describes the fields.
-
-    `panels` map columns of the file to labels; `remark` is what a reader must know.
-    """
+    """A figure of the paper: an entry of results/reference/figures.yaml, which describes the fields."""
 
     number: str
     below: str
@@ -60,11 +53,7 @@ FIGURES = [
 
 
 def figures_beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
-    """Select the paper's figures to show beside our curve `below`, the name of one of `curves.CURVES`.
-
-    They vary a setting that `runs` (one per arm) vary, or show BigMath if a run is on it. If the runs are on a task of
-    the paper, the figures are on that task.
-    """
+    """Select the paper's figures for below our curve `below`: those that vary what `runs`, one per arm, vary."""
     schedules, varied = {run.value("aqn.schedule") for run in runs}, set(differing_keys(runs))
     varied |= {"noise"} if "off" in schedules and len(schedules) > 1 else set()
     varied |= {"schedule"} if len(schedules - {"off"}) > 1 else set()
@@ -79,10 +68,7 @@ def _tasks_of_paper(runs: Sequence[Run]) -> set[str]:
 
 
 def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
-    """Format the caption of a paper's figure: its subject, reading error and remark.
-
-    It also names model, task and algorithm of our runs, which the page shows above the figure.
-    """
+    """Format the caption of a paper's figure: its subject, reading error and remark, and what ours above it is of."""
     ours = "Ours above" if figure.is_of(_tasks_of_paper(runs)) else "Ours above, on another task"
     models = {PurePath(run.value("model.path")).name for run in runs}
     tasks, algorithms = {task_of(run) for run in runs}, {run.value("algorithm.name") for run in runs}
@@ -94,10 +80,7 @@ def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
 
 @palette.styled()
 def draw(figure: PaperFigure) -> Figure:
-    """Draw a paper's figure in panels below each other, from digitized points; the caller closes the figure.
-
-    Straight lines join the points.
-    """
+    """Draw a paper's figure in panels below each other, from digitized points; the caller closes the figure."""
     table, curves = reference.digitized(figure.file), reference.curves()
     formats = curves[curves["file"] == figure.file].set_index("column")["weight_format"]
     size = (4.4, sum(2.9 + 0.19 * len(lines) for lines in figure.panels))
@@ -109,5 +92,5 @@ def draw(figure: PaperFigure) -> Figure:
             axis.plot(values, label=label, markevery=max(1, len(values) // MARKS), **styles[column])
         style_panel(axis, LABELS[figure.below], str(table.index.name))
         add_panel_legend(axis)
-    axes.flat[0].set_title(f"The paper's {figure.number}:\n{figure.model}, {figure.task}")
+    axes.flat[0].set_title(figure.about.replace(": ", ":\n", 1))
     return drawn

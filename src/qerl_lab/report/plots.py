@@ -31,8 +31,7 @@ PANELS = (  # title, y label, (metric, label) for each line
 def save_curves(steps: pd.DataFrame, title: str, path: Path, weight_format: str) -> None:
     """Plot reward, entropy, noise and throughput of one run by step to the PNG file `path`. No smoothing.
 
-    `steps` comes from `runs.read_steps`. The first line of a panel has the color of `weight_format`. Metrics that were
-    not recorded have no panel; neither has noise that was always 0.
+    Metrics that were not recorded have no panel; neither has noise that was always 0.
     """
     training = steps.loc[1:].dropna(axis=1, how="all")
     quiet = [metric for metric in training if metric.startswith("noise/") and not training[metric].any()]
@@ -58,11 +57,7 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path, weight_format: str)
 
 @styled()
 def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
-    """Plot the SQNR of every quantized Linear by layer to a PNG file, with a line per kind of Linear (q_proj ...).
-
-    Args:
-        layers: dB by full module name (model.layers.3.self_attn.q_proj); None for a lossless Linear.
-    """
+    """Plot the SQNR in dB (None: lossless) of every quantized Linear by layer, a line per kind, to a PNG file."""
     numbers = {name: int(found[1]) for name in layers if (found := re.search(r"\.(\d+)\.", name))}
     behind = max(numbers.values(), default=-1) + 1  # position of an lm_head
     kinds: dict[str, list[tuple[int, float]]] = {}
@@ -84,10 +79,8 @@ def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
 def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, dict[str, float]], path: Path) -> None:
     """Plot each arm's entropy minus the dense model's to a PNG file, beside the parts of the error of its weights.
 
-    Args:
-        arms: arm -> (mean, low, high) of that difference in nats per token, in drawing order.
-        shares: arm -> name of a part -> its share of the squared error, for some arms. A share is below 0 where a part
-            cancels others. A part that is 0 in all arms is not in the legend.
+    `arms` maps an arm to (mean, low, high) of the difference in nats per token, `shares` some arms to shares of the
+    squared error by part; a share is below 0 where a part cancels others.
     """
     names = list(arms)
     size = (11, 1.6 + 0.34 * len(names))
@@ -115,10 +108,7 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, 
 
 @styled()
 def plot_block_values(values: Mapping[str, Sequence[float]]) -> Figure:
-    """Plot, in a row per format, the values that a weight can take within its block; the caller closes the figure.
-
-    `values` maps a format to these values, in units of the largest of the block.
-    """
+    """Plot, in a row per format, the values that a weight can take, in units of the largest of its block."""
     figure, axis = plt.subplots(figsize=(8, 0.7 + 0.45 * len(values)))
     for row, (name, found) in enumerate(values.items()):
         axis.plot(found, [row] * len(found), "|", ms=16, mew=1.8, color=palette.color(name, row))
@@ -130,10 +120,7 @@ def plot_block_values(values: Mapping[str, Sequence[float]]) -> Figure:
 
 @styled()
 def plot_block_maxima(stored: Mapping[str, Sequence[float]]) -> Figure:
-    """Plot a histogram per format of stored / exact for the largest weight of each block; the caller closes the figure.
-
-    `stored` maps a format to these ratios, one per block; 1 is exact.
-    """
+    """Plot a histogram per format of stored / exact for the largest weight of each block."""
     figure, axes = plt.subplots(1, len(stored), figsize=(3 * len(stored), 2.6), sharex=True, squeeze=False)
     for number, (axis, (name, found)) in enumerate(zip(axes.flat, stored.items(), strict=True)):
         axis.hist(found, bins=40, range=(0.75, 1.25), color=palette.color(name, number))
@@ -145,14 +132,9 @@ def plot_block_maxima(stored: Mapping[str, Sequence[float]]) -> Figure:
 
 @styled()
 def plot_noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure:
-    """Plot noise beside weight formats: left KL by sigma, right change of entropy by KL.
+    """Plot noise beside weight formats: left KL by sigma, right change of entropy by KL, with 95% intervals.
 
-    The left panel has a point per noise draw and a horizontal line per format. The right panel has the mean and the
-    draws of each sigma, and each format with its 95% interval.
-
-    Args:
-        noise: from `format_effects.effects_of_noise`.
-        formats: from `format_effects.effects_of_formats`, packed formats only.
+    `noise` and `formats` come from `format_effects.effects_of_noise` and `effects_of_formats` (packed formats only).
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8))
     means = noise.groupby("sigma", as_index=False).mean()

@@ -1,7 +1,5 @@
 """Read the paper's numbers from results/reference, and find those that belong beside our arms.
 
-PROVENANCE.md there gives the source of each number.
-
 Printed numbers are in paper.csv. Drawn ones come from the points in digitized/: this module computes their means as the
 lab does for its own runs, and curves.csv has the reading error of each curve.
 """
@@ -37,10 +35,7 @@ TABLE_1 = (  # settings of our arms, with method and weight format of their row 
 
 @dataclass(frozen=True)
 class Difference:
-    """An effect that the paper prints: treated minus control, or their ratio.
-
-    `error` is how far a value read from a curve may be off; 0 for a printed number.
-    """
+    """An effect that the paper prints; `error` is how far a value read from a curve may be off, else 0."""
 
     value: float
     error: float
@@ -48,21 +43,24 @@ class Difference:
 
 @cache
 def printed() -> pd.DataFrame:
-    """Return the numbers of the paper, a row each: the rows of paper.csv, and the means of digitized curves.
+    """Return the numbers of the paper, a row each: the rows of paper.csv, and two means of every digitized curve.
 
     Columns of paper.csv are text; `number` is `value` as a float, nan if it is none.
     """
     rows = pd.read_csv(package_data("results/reference") / "paper.csv", dtype=str, keep_default_na=False)
     rows = rows.assign(number=pd.to_numeric(rows["value"], errors="coerce"))
-    return pd.concat([rows, _curve_means()], ignore_index=True).fillna({"file": "", "column": "", "error": 0.0})
+    means = []
+    for curve in curves().to_dict("records"):
+        for setting in (EIGHT_STEPS, LAST_TENTH):
+            mean = float(steps_of_mean(interpolated(curve["file"]), setting)[curve["column"]].mean())
+            own = {"setting": setting, "number": mean, "value": f"{mean:.3f}", "unit": ""}
+            means.append(curve | own | {"certainty": f"approx (digitized plot, +-{curve['error']:g})"})
+    return pd.concat([rows, pd.DataFrame(means)], ignore_index=True).fillna({"file": "", "column": "", "error": 0.0})
 
 
 @cache
 def digitized(file: str) -> pd.DataFrame:
-    """Read digitized/`file`.csv, the curves of a figure: a row per step (Figure 15: stage), a column per curve.
-
-    A value is nan where another line hides the curve.
-    """
+    """Read the curves of a figure, a row per step (Figure 15: stage); nan where another line hides the curve."""
     return pd.read_csv(package_data("results/reference") / "digitized" / f"{file}.csv", index_col=0)
 
 
@@ -72,10 +70,7 @@ def interpolated(file: str) -> pd.DataFrame:
 
 
 def steps_of_mean(curves: pd.DataFrame, setting: str) -> pd.DataFrame:
-    """Select the rows of a mean: up to step 8 if `setting` is `EIGHT_STEPS`, the last tenth if it is `LAST_TENTH`.
-
-    The index of `curves` is the step.
-    """
+    """Select the steps of a mean: up to step 8 if `setting` is `EIGHT_STEPS`, the last tenth if it is `LAST_TENTH`."""
     steps = curves.index
     return curves[steps <= 8 if setting == EIGHT_STEPS else steps > 0.9 * steps[-1]]
 
@@ -84,20 +79,6 @@ def steps_of_mean(curves: pd.DataFrame, setting: str) -> pd.DataFrame:
 def curves() -> pd.DataFrame:
     """Read curves.csv: a row for each digitized curve, with file, column, model, format, metric and reading `error`."""
     return pd.read_csv(package_data("results/reference") / "curves.csv", keep_default_na=False)
-
-
-def _curve_means() -> pd.DataFrame:
-    """Return two means of every digitized curve (`EIGHT_STEPS`, `LAST_TENTH`) as rows with the columns of paper.csv.
-
-    Further columns are `number`, `file`, `column` and the reading `error`.
-    """
-    found = []
-    for curve in curves().to_dict("records"):
-        for setting in (EIGHT_STEPS, LAST_TENTH):
-            mean = float(steps_of_mean(interpolated(curve["file"]), setting)[curve["column"]].mean())
-            own = {"setting": setting, "number": mean, "value": f"{mean:.3f}", "unit": ""}
-            found.append(curve | own | {"certainty": f"approx (digitized plot, +-{curve['error']:g})"})
-    return pd.DataFrame(found)
 
 
 def _select_rows(columns: Mapping[str, str]) -> pd.DataFrame:
@@ -118,19 +99,12 @@ def _select_one_row(where: Mapping[str, str]) -> pd.Series:
 
 
 def value(**where: str) -> float:
-    """Return the paper's number with these column values (`metric="accuracy"`); a part of `setting` is enough.
-
-    Raises KeyError unless exactly one row has them, and holds a number.
-    """
+    """Return the paper's number with these column values (`metric="accuracy"`), as `_select_one_row` finds it."""
     return float(_select_one_row(where)["number"])
 
 
 def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool = False) -> Difference:
-    """Return the number `treated` of the paper minus its number `control`, or with `ratio` their quotient.
-
-    Each is given by column values as in `value`. Two curves of one figure are compared over the steps where both are
-    known. Raises KeyError as `value` does.
-    """
+    """Return the paper's number `treated` minus `control`, or their `ratio`; of two curves where both are known."""
     one, other = _select_one_row(treated), _select_one_row(control)
     a, b = one["number"], other["number"]
     if one["file"] and one["file"] == other["file"]:
@@ -140,18 +114,14 @@ def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], rat
 
 
 def numbers(**where: str) -> dict[str, float]:
-    """Map each model to the number of the paper with these column values; if several rows have them, to the last.
-
-    A part of `setting` is enough.
-    """
+    """Map each model to the number of the paper with these column values; if several rows have them, to the last."""
     return {str(model): float(number) for model, number in _select_rows(where).set_index("model")["number"].items()}
 
 
 def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Map the labels of our arms to (method, weight format) of the row in the paper's Table 1 with the same settings.
 
-    Arms that lack such a row, or one of the settings `where`, are left out. So are several arms of one model, task and
-    algorithm with the same row, as it is not known which of them the paper has.
+    Arms without the settings `where` are left out; so are several arms with one row, as the paper's is not known.
     """
     keys = ("model.path", "task.name", "algorithm.name")
     found = {

@@ -5,7 +5,7 @@ runs.parquet       a row per run found: arm, seed, state, origin, a column per s
 steps.parquet      a row per run and step: `run`, `step`, and the metrics of `runs.KEPT` as float32
 questions.parquet  a row per run, phase ("before", "after") and held-out question: its accuracy over the samples
 
-Steps and questions cover the runs that count. A report on these files equals one on the run directories.
+Steps and questions cover the runs that count.
 """
 
 import io
@@ -45,10 +45,10 @@ def find_folder(path: str) -> Path:
 
 
 def read_all(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
-    """Read every run in `folders`: return the runs, and a dict from the name of each damaged run to the reason.
+    """Read every run in `folders`; return the runs, and a dict from the name of each damaged run to the reason.
 
-    A folder that holds both results and run directories is read as both, as the directories may be newer. If two runs
-    have one name, the second gets its folder added. Raises ConfigError for a folder that holds neither.
+    A folder with both results and run directories is read as both, as the directories may be newer. Raises ConfigError
+    for a folder with neither.
     """
     found, damaged, directories = list[tuple[Path, Run]](), dict[str, str](), dict[Path, Path]()
     for folder in folders:
@@ -91,11 +91,7 @@ def _walk_run_directories(folder: Path) -> Iterator[Path]:
 
 
 def frames(runs: Sequence[Run], damaged: Mapping[str, str], arm_of: Mapping[str, str]) -> Frames:
-    """Build the tables of runs, steps and questions that a results folder stores, by file name.
-
-    `damaged` maps names of unreadable runs to reasons, and `arm_of` the name of each run that counts to its arm's
-    label.
-    """
+    """Build the tables of a results folder by file name; `damaged` maps runs to reasons, `arm_of` runs to arms."""
     keys, rows = differing_keys(runs), []
     for run in runs:
         arm = arm_of.get(run.name)
@@ -131,10 +127,7 @@ def write(folder: Path, tables: Frames) -> None:
 
 
 def read(folder: Path) -> tuple[list[Run], dict[str, str]]:
-    """Read a results folder: return the runs, and a dict from the name of each damaged run to the reason.
-
-    Raises ConfigError if a file is missing or is not what a report writes.
-    """
+    """Read a results folder as `read_all` does. Raises ConfigError unless its files are what a report writes."""
     tables = {}
     for name in (RUNS, STEPS, QUESTIONS):
         try:
@@ -151,10 +144,7 @@ def read(folder: Path) -> tuple[list[Run], dict[str, str]]:
 
 
 def runs_of(tables: Frames) -> tuple[list[Run], dict[str, str]]:
-    """Rebuild the runs from the tables of `frames`; return them, and for each damaged run its name and the reason.
-
-    Raises KeyError or ValueError for tables that `frames` did not build.
-    """
+    """Rebuild runs, and reasons of damaged ones, from `frames`. Raises KeyError or ValueError for other tables."""
     steps = {run: rows.drop(columns="run").set_index("step") for run, rows in tables[STEPS].groupby("run")}
     phases: dict[str, dict[str, pd.DataFrame]] = {}
     for (run, phase), rows in tables[QUESTIONS].groupby(["run", "phase"], sort=False):

@@ -40,21 +40,21 @@ def closing(result: dict[str, Any]) -> str:
 
 
 def where(run_dir: Path, mirror: Mirrored | None) -> str:
-    """Format where a run's record is, and how to open the run in MLflow.
-
-    `mirror` tells what MLflow has of the run; None if it is not used. If it lacks a part, the command to fill it is
-    added.
-    """
+    """Format where a run's record is, how to open it in MLflow, and how to fill what MLflow lacks of it."""
     trained = "model" if (run_dir / "model").is_dir() else "adapter"
-    lines = [f"run directory: {terminal.format_path(run_dir)}  (curves.png, metrics.jsonl, eval.parquet, {trained}/)"]
+    path, python = terminal.format_path(run_dir), terminal.python_command()
+    lines = [f"run directory: {path}  (curves.png, metrics.jsonl, eval.parquet, {trained}/)"]
     if mirror and mirror.experiment_id:
-        lines += _explain_opening(mirror.uri, f"#/experiments/{mirror.experiment_id}/runs")
+        page = f"#/experiments/{mirror.experiment_id}/runs"
+        if mirror.uri.startswith(("http://", "https://")):
+            lines.append(f"open MLflow:   {mirror.uri.replace(f'{HIDDEN}@', '').rstrip('/')}/{page}")
+        else:
+            store = '"$MLFLOW_TRACKING_URI"' if HIDDEN in mirror.uri else shlex.quote(mirror.uri)
+            lines.append(f"open MLflow:   {python} -m mlflow ui --backend-store-uri {store}")
+            lines.append(f"  then:        http://127.0.0.1:5000/{page}")
     if mirror and not mirror.is_whole:
-        what = f"MLflow at {mirror.uri} lacks a part of this run; metrics.jsonl has all. To fill it:"
-        lines += [
-            what,
-            f"  {terminal.python_command()} -m qerl_lab.tracking resync {shlex.quote(terminal.format_path(run_dir))}",
-        ]
+        lines.append(f"MLflow at {mirror.uri} lacks a part of this run; metrics.jsonl has all. To fill it:")
+        lines.append(f"  {python} -m qerl_lab.tracking resync {shlex.quote(path)}")
     return "\n".join(lines)
 
 
@@ -68,15 +68,3 @@ def next_steps(run_dir: Path) -> str:
     if not (run_dir / "model").is_dir():  # a model trained with lora=full needs no export
         lines.append(f"{line}.tools.export {here} {shell_override('out', f'exports/{run_dir.name}')}")
     return "\n".join(lines)
-
-
-def _explain_opening(uri: str, page: str) -> list[str]:
-    """Return lines that say how to open a page of MLflow: at a server's own address, else through `mlflow ui`.
-
-    `uri` is the tracking URI, and `page` the end of the address (`#/experiments/...`).
-    """
-    if uri.startswith(("http://", "https://")):
-        return [f"open MLflow:   {uri.replace(f'{HIDDEN}@', '').rstrip('/')}/{page}"]
-    store = '"$MLFLOW_TRACKING_URI"' if HIDDEN in uri else shlex.quote(uri)
-    start = f"{terminal.python_command()} -m mlflow ui --backend-store-uri {store}"
-    return [f"open MLflow:   {start}", f"  then:        http://127.0.0.1:5000/{page}"]

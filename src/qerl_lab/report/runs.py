@@ -33,55 +33,37 @@ Arm = tuple[tuple[str, str], ...]  # the settings that define an arm, sorted
 
 @dataclass(frozen=True)
 class Origin:
-    """Where, when, with which versions and by which command a run ran. Empty text means not known.
-
-    `configured` holds the settings for jobs at once (`jobs=4 ...`), which a sweep file may set. `place` holds the UUIDs
-    of the GPUs or, without one, the hosts, separated by blanks. The SHA-256 are of the training and the held-out
-    questions, and of the claims file that the run was made to test (`preregistration`).
-    """
+    """Where, when, with which versions and by which command a run ran. Empty text means not known."""
 
     command: str = ""
-    configured: str = ""
+    configured: str = ""  # settings for jobs at once (`jobs=4 ...`), which a sweep file may set
     began: str = ""
     commit: str = ""
     machine: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    training_sha256: str = ""
-    heldout_sha256: str = ""
-    place: str = ""
-    claims_sha256: str = ""
+    training_sha256: str = ""  # of the training questions
+    heldout_sha256: str = ""  # of the held-out questions; older records lack it
+    place: str = ""  # UUIDs of the GPUs or, without one, the hosts, separated by blanks; older records lack it
+    claims_sha256: str = ""  # of the claims file that the run was made to test (`preregistration`)
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A run as a report reads it. An unfinished run has no summary, accuracy or steps.
-
-    Attributes:
-        experiment: its present name in conf/experiment/.
-        settings: dotted keys to text; those that define its arm, and always model.path.
-        declared: the keys in which its experiment is meant to differ from others (`differs_in`).
-        status: `FINISHED`, or what happened instead.
-        ended: in unix seconds.
-        code: the commit, from `code_version`.
-        summary: headline numbers, from `summarize`.
-        accuracy: "before", "after" and "gain" to held-out accuracy by question id; empty without evaluation.
-        steps: from `read_steps`, limited to `KEPT`.
-        at_once: the most runs at once on its machine, itself included; set by `arms.count_overlaps`.
-    """
+    """A run as a report reads it. An unfinished run has no summary, accuracy or steps."""
 
     name: str
-    experiment: str
+    experiment: str  # its present name in conf/experiment/
     seed: int
-    settings: Mapping[str, str]
-    declared: frozenset[str]
-    status: str
-    ended: float
-    code: str
+    settings: Mapping[str, str]  # by dotted key; those that define its arm, and always model.path
+    declared: frozenset[str]  # keys in which its experiment is meant to differ from others (`differs_in`)
+    status: str  # `FINISHED`, or what happened instead
+    ended: float  # in unix seconds
+    code: str  # the commit, from `code_version`
     origin: Origin = Origin()
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    accuracy: Mapping[str, pd.Series] = field(default_factory=dict)
-    steps: pd.DataFrame = field(default_factory=lambda: NO_STEPS)
-    at_once: int = 1
+    summary: Mapping[str, Any] = field(default_factory=dict)  # headline numbers, from `summarize`
+    accuracy: Mapping[str, pd.Series] = field(default_factory=dict)  # "before", "after", "gain", by question id
+    steps: pd.DataFrame = field(default_factory=lambda: NO_STEPS)  # from `read_steps`, limited to `KEPT`
+    at_once: int = 1  # the most runs at once on its machine, itself included; set by `arms.count_overlaps`
 
     @property
     def arm(self) -> Arm:
@@ -98,10 +80,10 @@ class Run:
         return self.settings.get(key, ABSENT)
 
     def measured(self, steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> "Run":
-        """Return a copy of the run with `steps`, `accuracy` and `summary` set.
+        """Return a copy with `steps` (metrics by step), and with `accuracy` and `summary` from them and `phases`.
 
-        `steps` has metrics by step, and `phases` the held-out answers "before" and "after" (empty without evaluation).
-        `seconds` is the wall time of all sessions. Raises KeyError if a metric or one of the two phases is missing.
+        `phases` has the held-out answers, none without evaluation; `seconds` is the wall time of all sessions. Raises
+        KeyError if a metric or phase is missing.
         """
         steps = steps[[name for name in KEPT if name in steps]].dropna(axis=1, how="all").astype("float32")
         summary, accuracy = _headline(steps.astype("float64"), phases, seconds), {}
@@ -116,11 +98,7 @@ def run_from(
     values: Mapping[str, str], *, name: str, status: str, ended: float, code: str, metrics: Collection[str],
     origin: Origin = Origin(),
 ) -> Run:  # fmt: skip
-    """Build a Run, without measurements, from the flattened configuration `values` of a run directory.
-
-    `metrics` names the recorded metrics, which show the device behind device=auto. Raises ValueError if `values` are no
-    configuration of this lab.
-    """
+    """Build a Run without measurements; `metrics` show what device=auto was. Raises ValueError if a key is missing."""
     try:
         device, seed, declared = values["device"], int(values["seed"]), yaml.safe_load(values["differs_in"])
         experiment = RENAMED.get(values["experiment"], values["experiment"])
@@ -136,10 +114,7 @@ def run_from(
 
 
 def normalize(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return settings of any version with the keys that today's version has, so that runs of one arm compare equal.
-
-    Drops keys of unused rollout engines. On a CPU, optim.packing=off becomes auto, which means the same there.
-    """
+    """Return settings of any version with today's keys, without those of idle engines, so that equal arms are equal."""
     own = drop_idle_options(fill_added_keys(settings))
     if own["device"] == "cpu" and own.get("optim.packing") == "off":  # `auto` packs on GPUs only
         own["optim.packing"] = "auto"
@@ -231,8 +206,7 @@ def last_tenth(steps: pd.Series) -> pd.Series:
 def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> dict[str, Any]:
     """Compute entropy, reward, speed, time, memory and accuracy from metrics by step and held-out answers by phase.
 
-    Entropy and reward, first and last, are means over a tenth of the steps, since single steps are noisy. Without both
-    phases the numbers on accuracy are missing.
+    Entropy and reward, first and last, are means over a tenth of the steps, since single steps are noisy.
     """
     steps = steps.loc[1:]
     spent = steps["step/seconds"].sum()
@@ -267,10 +241,7 @@ def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: 
 
 
 def gain_metrics(directory: RunDirectory) -> dict[str, float]:
-    """Return the gain in held-out accuracy, with its 95% interval: `eval/gain`, `eval/gain_low`, `eval/gain_high`.
-
-    Raises KeyError unless the run was evaluated before and after training.
-    """
+    """Return metrics `eval/gain`, `eval/gain_low` and `eval/gain_high`. Raises KeyError without both evaluations."""
     interval = paired_interval(*_accuracies(directory.evaluations()))
     return dict(zip(("eval/gain", "eval/gain_low", "eval/gain_high"), interval, strict=True))
 

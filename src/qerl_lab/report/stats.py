@@ -20,10 +20,7 @@ MOST_SEEDS = 1000  # upper limit of the search for enough seeds
 
 
 def format_interval(low: float, high: float, spelled: Callable[[float], str] = "{:+.3f}".format) -> str:
-    """Format an interval as `[-0.010, +0.250]`, or as `[all alike]` if it has no width; `spelled` formats each end.
-
-    Identical values say nothing about how far others would differ, so a zero-width interval would mislead.
-    """
+    """Format an interval as `[-0.010, +0.250]`, or as `[all alike]` without a width, since that would mislead."""
     return f"[{spelled(low)}, {spelled(high)}]" if high - low > NO_WIDTH else ALIKE
 
 
@@ -46,8 +43,7 @@ def over_seeds(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
 
     Two-way random effects: value = mean + seed + question + rest. The squared half width is the sum of two squares:
     Student's t over the means of seeds (which covers seed and rest), and t times the standard error due to questions,
-    which all seeds share. A single column leaves Student's t over seeds. Raises ValueError for fewer than two seeds,
-    and for missing values.
+    which all seeds share. Raises ValueError for fewer than two seeds, and for missing values.
     """
     values = np.asarray(values_S_Q, float)
     if values.ndim != 2 or len(values) < 2 or not values.size or not np.isfinite(values).all():
@@ -57,10 +53,7 @@ def over_seeds(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
 
 
 def variance_components(values_S_Q: np.ndarray) -> tuple[float, float]:
-    """Return the variance between the means of seeds, and the variance of questions by the analysis of variance.
-
-    The second is at least 0, and 0 for a single column.
-    """
+    """Return the variances of seeds' means and of questions (at least 0, and 0 for one) by the analysis of variance."""
     values = np.asarray(values_S_Q, float)
     between, rest = float(values.mean(1).var(ddof=1)), _residual_variance(values)
     if values.shape[1] == 1:
@@ -78,11 +71,7 @@ def floored_components(values_S_Q: np.ndarray) -> tuple[float, float]:
 
 
 def moderated_variance(own: float, family: Sequence[float]) -> float:
-    """Return the variance `own` of a contrast, raised to the median of `family`, which includes it.
-
-    With few seeds a variance may be small by luck. It is never lowered, so that no verdict claims more than the
-    contrast's own interval. The median keeps one noisy arm from affecting the others.
-    """
+    """Return a contrast's variance, perhaps small by luck, raised to the median of its `family`, itself included."""
     return max(own, float(np.median(family)))
 
 
@@ -103,9 +92,9 @@ def half_width(variances: tuple[float, float], seeds: int, questions: int, level
 
 
 def mean_of_arm(values_S_Q: pd.DataFrame, bounds: tuple[float, float]) -> Interval:
-    """Return the mean of values[seeds, questions] and its 95% interval, on the questions that all seeds have.
+    """Return the mean of values[seeds, questions] and its 95% interval within `bounds`, on the questions of all seeds.
 
-    The interval is cut at `bounds`. Its ends are nan for a single seed; without any value the mean is nan too.
+    Its ends are nan for a single seed; without any value the mean is nan too.
     """
     values = values_S_Q.dropna(how="all").dropna(axis=1).to_numpy()
     if not values.size:
@@ -119,10 +108,7 @@ def clip_interval(interval: Interval, low: float, high: float) -> Interval:
 
 
 def band_over_seeds(values_S_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return mean, low and high [T] of values[seeds, T], the 95% interval of each column by Student's t over seeds.
-
-    For one seed all three are its values.
-    """
+    """Return mean, low and high [T] of values[seeds, T] by Student's t over seeds; of one seed all are its values."""
     values = np.asarray(values_S_T, float)
     mean, seeds = values.mean(0), len(values)
     if seeds == 1:
@@ -135,7 +121,7 @@ def p_above(mean: float, variances: tuple[float, float], seeds: int, questions: 
     """Return the one-sided p-value of the hypothesis that the mean over seeds and questions is at most `null`.
 
     It is below 0.025 exactly if the 95% interval from these variances lies above `null`. If nothing varies, it is the
-    sign test's 2**-seeds for a mean above `null`, else 1. For a mean of minus infinity (no lower bound) it is 1.
+    sign test's. For a mean of minus infinity (no lower bound) it is 1.
     """
     gap = mean - null
     if gap == -np.inf:
@@ -169,19 +155,13 @@ def effect_size(differences_S: np.ndarray) -> float:
 
 
 def probability_of_improvement(treated_S: np.ndarray, control_S: np.ndarray) -> float:
-    """Return the share of pairs (treated seed, control seed) in which the treated value is larger (arXiv 2108.13264).
-
-    Ties count half.
-    """
+    """Return the share of pairs of seeds in which the treated value is larger, ties as half (arXiv 2108.13264)."""
     wins = stats.mannwhitneyu(treated_S, control_S, method="asymptotic").statistic
     return float(wins) / (len(treated_S) * len(control_S))
 
 
 def fewest_seeds(decide: Callable[[int], bool], least: int) -> int | None:
-    """Return the smallest number of seeds, from `least` on, for which `decide` is true; None if above `MOST_SEEDS`.
-
-    `decide` must stay true once it is true.
-    """
+    """Return the fewest seeds from `least` to `MOST_SEEDS` at which `decide`, true from there on, is true, or None."""
     numbers = range(least, MOST_SEEDS + 1)
     index = bisect_left(numbers, True, key=decide)
     return numbers[index] if index < len(numbers) else None
@@ -191,10 +171,7 @@ def share_interval(values_Q: np.ndarray, samples: int) -> Interval:
     """Return the mean of shares in [0, 1] with its 95% interval; each share is one question's mean over `samples`.
 
     Wilson's score interval (1927) at the effective number of draws: m (1 - m) over the squared standard error of the
-    mean m over questions, which lies between the number of questions and the number of all draws. In simulation it
-    covered 0.94 to 0.96 with at least 256 questions, 0.92 to 0.98 with 30.
-
-    Raises ValueError for no question, and for a value outside [0, 1].
+    mean m over questions. Raises ValueError for no question, and for a value outside [0, 1].
     """
     values = np.asarray(values_Q, float)
     if not len(values) or not ((values >= 0) & (values <= 1)).all():

@@ -16,10 +16,7 @@ Rows = list[list[str]]
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text: the first row of `rows` is the head, the first column names the row.
-
-    `left_out` names rows and columns omitted because they would hold only dashes, and why; empty if none.
-    """
+    """A table of text with its head in the first row; `left_out` says which rows and columns were empty, and why."""
 
     title: str
     about: str
@@ -39,10 +36,9 @@ def mean_and_interval(
     spell: Callable[[float], str] = format_number,
     spell_end: Callable[[float], str] = format_number,
 ) -> str:
-    """Format (mean, low, high) as `mean [low, high]`; `spell` formats the mean, `spell_end` each end.
+    """Format (mean, low, high) as `mean [low, high]` or `>= mean [low, no bound]`; without ends `mean`, or a dash.
 
-    An infinite end is written `no bound`. If only the upper end is infinite, `>=` precedes the mean; if the lower,
-    `<=`. Without ends (nan) only the mean is given, and without a mean a dash.
+    `spell` formats the mean, `spell_end` each end.
     """
     mean, low, high = interval
     if math.isnan(low):
@@ -55,22 +51,14 @@ def mean_and_interval(
 
 
 def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
-    """Format the mean of values[seeds, questions] as `mean [95% CI] (seeds)`, with the interval cut at `bounds`.
-
-    One seed has no interval; without any value the cell is a dash.
-    """
+    """Format the mean of values[seeds, questions] as `mean [95% CI] (seeds)`; a dash without any value."""
     text = mean_and_interval(stats.mean_of_arm(values, bounds))
     return text if text == NONE else f"{text} ({len(values.dropna(how='all'))})"
 
 
 def geometric_cell(values_S: pd.Series) -> str:
-    """Format the geometric mean over seeds of positive values as `mean [95% CI] (seeds)`. One seed has no interval.
-
-    The interval is computed from logarithms, so it stays above 0.
-    """
-    if len(values_S) < 2:
-        return seeds_cell(values_S.to_frame())
-    mean, low, high = np.exp(stats.over_seeds(np.log(values_S.to_frame().to_numpy())))
+    """Format the geometric mean of positive values over seeds as `mean [95% CI] (seeds)`, by their logarithms."""
+    mean, low, high = np.exp(stats.mean_of_arm(np.log(values_S.to_frame()), ANY))
     return f"{mean_and_interval((mean, low, high))} ({len(values_S)})"
 
 

@@ -1,4 +1,4 @@
-"""Format verdicts as text, Markdown and JSON, and accuracies in the layout of the paper's Table 1."""
+"""Format verdicts as text, Markdown and JSON."""
 
 import math
 from collections.abc import Sequence
@@ -7,12 +7,13 @@ from typing import Any
 
 from scipy.stats import fisher_exact
 
-from qerl_lab.report import reference, stats
+from qerl_lab.report import stats
+from qerl_lab.report.arm_tables import IN_TABLE_1, accuracy_rows
 from qerl_lab.report.arms import format_setting
 from qerl_lab.report.claims import Claim
-from qerl_lab.report.comparison import Comparison, list_left_out, matrix, notes
+from qerl_lab.report.comparison import Comparison, list_left_out, notes
 from qerl_lab.report.measures import FALLEN, MEASURES
-from qerl_lab.report.table import ANY, NONE, mean_and_interval, seeds_cell
+from qerl_lab.report.table import ANY, NONE, Rows, mean_and_interval
 from qerl_lab.report.verdicts import LEVEL, Row, family_sizes
 from qerl_lab.system.disk import strict_json
 from qerl_lab.system.terminal import columns
@@ -31,7 +32,6 @@ repetitions are decided, at the second, where one is, most."""
 COLLAPSED = (
     f"Collapsed runs: right answers in the last tenth of the steps below {FALLEN:.0%} of those in the run's best tenth."
 )
-IN_TABLE_1 = "as in Table 1"
 
 
 def effect_cell(row: Row) -> str:
@@ -43,10 +43,7 @@ def effect_cell(row: Row) -> str:
 
 
 def paper_cell(row: Row) -> str:
-    """List the paper's effects in a contrast as `+0.049 (Table 1 7B, inside)`; a dash if it prints none.
-
-    `inside` or `outside` tells whether our interval contains the effect.
-    """
+    """List the paper's effects as `+0.049 (Table 1 7B, inside)`, which is inside our interval; a dash without any."""
     texts = []
     for where, value in row.printed:
         if row.numbers:
@@ -74,15 +71,14 @@ def describe_measure(claim: Claim) -> str:
     return f"{text} Guardrail: {rail.measure} may fall by {rail.margin:g} at most." if rail else text
 
 
-def measured_cells(row: Row) -> list[str]:
-    """Format the numbers of a contrast as nine cells; a dash for what was not measured.
-
-    They are treated, control, finished of started, effect, the paper's, effect size, P(better), p-values, guardrail.
-    """
+def measured_cells(row: Row) -> dict[str, str]:
+    """Format the numbers of a contrast by name; a dash for what was not measured."""
     counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True) if m) or NONE
+    names = ("treated", "control", "finished / started", "effect", "the paper's", "effect size", "P(better)",
+             "p of no effect, small, reverse (Holm)", "guardrail")  # fmt: skip
     numbers = row.numbers
     if numbers is None:
-        return [NONE, NONE, counts, NONE, paper_cell(row), NONE, NONE, NONE, NONE]
+        return dict.fromkeys(names, NONE) | {"finished / started": counts, "the paper's": paper_cell(row)}
     bounds = stats.SHARE if MEASURES[row.claim.measure].unit == "fraction" else ANY
     sides = [
         f"{mean_and_interval(stats.clip_interval(side, *bounds))} ({numbers.seeds})"
@@ -91,8 +87,9 @@ def measured_cells(row: Row) -> list[str]:
     size = NONE if math.isnan(numbers.effect_size) else f"{numbers.effect_size:+.2f}"
     p_values = ", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted) if row.judged else NONE
     better = f"{numbers.probability_of_improvement:.2f}"
-    guardrail = numbers.guardrail if row.judged else ""
-    return [*sides, counts, effect_cell(row), paper_cell(row), size, better, p_values, guardrail or NONE]
+    guardrail = (numbers.guardrail if row.judged else "") or NONE
+    cells = (*sides, counts, effect_cell(row), paper_cell(row), size, better, p_values, guardrail)
+    return dict(zip(names, cells, strict=True))
 
 
 def families(rows: Sequence[Row]) -> str:
@@ -102,10 +99,7 @@ def families(rows: Sequence[Row]) -> str:
 
 
 def missing_arms(rows: Sequence[Row]) -> str:
-    """List the sweeps that would make what verdicts lack, a command a line, each with the names of its claims.
-
-    Empty text if every contrast has a verdict.
-    """
+    """List the sweeps that would make what verdicts lack, a command a line, each with the names of its claims."""
     waiting: dict[str, list[str]] = {}
     for row in (row for row in rows if row.judged is None):
         waiting.setdefault(f"python -m qerl_lab +sweeps={row.claim.sweep}", []).append(row.claim.name)
@@ -115,10 +109,7 @@ def missing_arms(rows: Sequence[Row]) -> str:
 
 
 def collapses(rows: Sequence[Row]) -> list[list[str]]:
-    """Tabulate contrasts with collapsed runs as rows of cells: counts of both arms, p-value of Fisher's exact test.
-
-    Empty if no run collapsed.
-    """
+    """Tabulate contrasts with collapsed runs, with the p-value of Fisher's exact test; empty if none fell."""
     table = [["claim", "contrast", "collapsed: treated", "collapsed: control", "p, Fisher's exact test"]]
     for row in (row for row in rows if any(row.collapsed)):
         counts = list(zip(row.collapsed, row.finished, strict=True))
@@ -160,24 +151,9 @@ def _basis(rows: Sequence[Row]) -> list[str]:
     return texts
 
 
-def table_1(comparison: Comparison) -> list[list[str]]:
-    """Tabulate held-out accuracy as rows of cells: a row per arm below a head, beside its row in the paper's Table 1.
-
-    Columns of the paper are missing if its table has no row for any arm.
-    """
-    beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "algorithm.name": "grpo"})
-    rows = [["arm", "finished", "before", "after", *([IN_TABLE_1, "3B there", "7B there"] if beside else [])]]
-    for label, runs in comparison.arms.items():
-        started = sum(run.arm == runs[0].arm for run in comparison.started)
-        cells = [label, f"{len(runs)} of {started}"]
-        cells += [seeds_cell(matrix(runs, at), stats.SHARE) for at in ("before", "after")]
-        if label in beside:
-            method, weight_format = beside[label]
-            numbers = reference.numbers(table="Table 1", metric="accuracy", method=method, weight_format=weight_format)
-            there = [numbers.get(f"Qwen2.5-{size}-Instruct") for size in ("3B", "7B")]
-            cells += [f"{method}, {weight_format}", *(NONE if one is None else f"{one / 100:.3f}" for one in there)]
-        rows.append([*cells, *[NONE] * (len(rows[0]) - len(cells))])
-    return rows
+def _accuracies(comparison: Comparison) -> Rows:
+    """Tabulate held-out accuracy in the layout of the paper's Table 1, which has neither gain nor pass@n."""
+    return [[*row[:4], *row[6:]] for row in accuracy_rows(comparison)]
 
 
 def text(comparison: Comparison, rows: Sequence[Row]) -> str:
@@ -189,37 +165,35 @@ def text(comparison: Comparison, rows: Sequence[Row]) -> str:
         table.append([row.claim.name, name_of(row), seeds, effect_cell(row), paper_cell(row), said])
     parts = [columns(table), HOW_TO_READ, *_basis(rows)]
     parts += [COLLAPSED, columns(fallen)] if (fallen := collapses(rows)) else []
-    parts += [missing_arms(rows), columns(table_1(comparison)), *notes(comparison), list_left_out(comparison)]
+    parts += [missing_arms(rows), columns(_accuracies(comparison)), *notes(comparison), list_left_out(comparison)]
     return "\n\n".join(part for part in parts if part)
 
 
 def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> str:
-    """Render verdicts.md: a row per contrast with all that decided it, then accuracies, then what was left out.
+    """Render verdicts.md, made by `command_line`: what decided each contrast, then accuracies and what was left out.
 
-    `command_line` is the command that made it. Claims without a measured contrast are only named; `text` and `as_json`
-    give the reasons.
+    Claims without a measured contrast are only named; `text` and `as_json` give the reasons.
     """
-    head = ["claim", "contrast", "conditions", "measure", "treated", "control", "finished / started", "effect",
-            "the paper's", "effect size", "P(better)", "p of no effect, small, reverse (Holm)", "family", "guardrail",
-            "preregistered", "verdict"]  # fmt: skip
     letters, sizes = _letters(rows), family_sizes(rows)
     answered = {row.claim.name: row.claim for row in rows if row.numbers}
-    body = []
+    shown = []
     for row in (row for row in rows if row.claim.name in answered):
-        *numbers, guardrail = measured_cells(row)
-        body.append([
-            row.claim.name, name_of(row), letters.get(row.conditions, NONE), row.claim.measure, *numbers,
-            f"{row.claim.family}, {sizes.get(row.claim.family, 0)}", guardrail,
-            "yes" if _is_registered(row) else "no", f"**{row.verdict}**: {row.why}",
-        ])  # fmt: skip
+        numbers = measured_cells(row)
+        guardrail = numbers.pop("guardrail")
+        shown.append({
+            "claim": row.claim.name, "contrast": name_of(row), "conditions": letters.get(row.conditions, NONE),
+            "measure": row.claim.measure, **numbers, "family": f"{row.claim.family}, {sizes.get(row.claim.family, 0)}",
+            "guardrail": guardrail, "preregistered": "yes" if _is_registered(row) else "no",
+            "verdict": f"**{row.verdict}**: {row.why}",
+        })  # fmt: skip
     said = [f"- `{name}`: {claim.says} ({claim.where}). {describe_measure(claim)}" for name, claim in answered.items()]
-    table = pipe_table([head, *body]) if body else "No claim was measured."
-    parts = ["# Verdicts on the paper's claims", f"By `{command_line}`.", "\n".join(said), HOW_TO_READ if body else ""]
+    table = pipe_table([[*shown[0]], *([*cells.values()] for cells in shown)]) if shown else "No claim was measured."
+    parts = ["# Verdicts on the paper's claims", f"By `{command_line}`.", "\n".join(said), HOW_TO_READ if shown else ""]
     parts += [*_basis(rows), table]
     parts += [COLLAPSED, pipe_table(fallen)] if (fallen := collapses(rows)) else []
     rest = ", ".join(dict.fromkeys(f"`{row.claim.name}`" for row in rows if row.claim.name not in answered))
     parts += [f"These runs say nothing of {rest}; `report verdicts` prints why." if rest else "", missing_arms(rows)]
-    accuracies = table_1(comparison)
+    accuracies = _accuracies(comparison)
     title = "Accuracies in the shape of the paper's Table 1" if IN_TABLE_1 in accuracies[0] else "Held-out accuracies"
     parts += [f"## {title}", pipe_table(accuracies), *notes(comparison), list_left_out(comparison)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -232,10 +206,7 @@ def pipe_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def as_json(comparison: Comparison, rows: Sequence[Row], command_line: str) -> str:
-    """Render verdicts.json: contrasts, level, family sizes, notes, and what was left out.
-
-    `command_line` is the command that made it.
-    """
+    """Render verdicts.json, made by `command_line`: contrasts, level, family sizes, notes, and what was left out."""
 
     def as_data(row: Row) -> dict[str, Any]:
         claim, numbers = asdict(row.claim), None

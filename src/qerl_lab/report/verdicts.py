@@ -31,13 +31,26 @@ class Verdict(StrEnum):
     UNDECIDED = "undecided"
 
 
+# for each verdict what it says, and what more seeds would do to reach it; of claims of no difference see `EITHER_WAY`
+PHRASES = {
+    Verdict.SUPPORTED: ("the effect is there", "support it"),
+    Verdict.TOO_SMALL: ("the effect is there, and below {size}", "show it to be there and below {size}"),
+    Verdict.EXCLUDED: ("an effect of {size} or more is excluded", "exclude {size} or more"),
+    Verdict.REVERSED: ("the effect has the other sign", "show the other sign"),
+    Verdict.UNDECIDED: ("", ""),
+}
+EITHER_WAY = PHRASES | {
+    Verdict.SUPPORTED: ("within {size} either way", "support it"),
+    Verdict.EXCLUDED: ("the difference is larger than {size}", "show a difference larger than {size}"),
+}
+
+
 @dataclass(frozen=True)
 class Row:
     """The verdict on one contrast of a claim.
 
-    `context` holds the settings that distinguish it from contrasts of the same name, `conditions` the values of
-    `CONDITIONS`. `printed` maps sources in the paper to its effects. `registered` says whether the claim was committed
-    before the runs. `finished`, `started` and `collapsed` count runs of the treated and the control arm; `collapsed`
+    `context` holds the settings that tell it from contrasts of the same name, `conditions` the values of `CONDITIONS`,
+    `printed` the paper's effects by source. `finished`, `started` and `collapsed` count runs of both arms; `collapsed`
     stays 0 unless the measure is `answers_last`.
     """
 
@@ -63,11 +76,8 @@ class Row:
 def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] | None = None) -> list[Row]:
     """Reach a verdict on each contrast of the claims (default: the paper's); return a row per pair of arms it compares.
 
-    A contrast without such a pair has one row, without numbers, with the reason in `why`.
-
-    Args:
-        counted: the runs that give the numbers: the newest finished run of each arm and seed.
-        runs: every run; the unfinished ones only add to the numbers of started runs.
+    A contrast without such a pair has one row, with the reason in `why`. `counted` gives the numbers; of `runs` the
+    unfinished ones count as started.
     """
     rows: list[Row] = []
     started = [*counted, *(run for run in runs if not run.is_finished)]
@@ -75,18 +85,19 @@ def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] |
         for contrast in claim.contrasts:
             row = Row(claim, contrast, Verdict.UNDECIDED, "", printed=paper_effects(claim, contrast))
             try:
-                rows += [_measure_row(row, pair) for pair in find_pairs(claim, contrast, counted, started)]
+                own = [_measure_row(row, pair) for pair in find_pairs(claim, contrast, counted, started)]
             except Unmeasured as error:
-                rows.append(replace(row, why=str(error)))
-    return set_verdicts(pool_variances(_reduce_contexts(rows)))
+                own = [replace(row, why=str(error))]
+            common = set.intersection(*(set(one.context) for one in own))
+            implied = keys_implied_by_task([dict(one.context) for one in own])
+            for one in own:  # name the settings that tell the rows of a contrast apart
+                context = (item for item in one.context if item not in common and item[0] not in implied)
+                rows.append(replace(one, context=tuple(context)))
+    return set_verdicts(pool_variances(rows))
 
 
 def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
-    """Return the paper's effects of a contrast as (source, effect): factors for ratios, else differences.
-
-    Accuracies printed in percent become fractions. The source of an effect read off a figure includes the reading
-    error.
-    """
+    """Return the paper's effects of a contrast (factors, differences; percent as fractions) as (source, effect)."""
     found = []
     for treated, control in contrast.printed:
         effect = reference.paper_difference(treated, control, claim.is_ratio)
@@ -98,13 +109,9 @@ def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], 
 
 
 def _measure_row(row: Row, pair: Pair) -> Row:
-    """Return the row with settings, conditions, counts of runs and numbers of a pair of arms.
-
-    If the pair cannot be measured, `why` has the reason and there are no numbers.
-    """
+    """Return the row with settings, conditions, counts of runs and numbers of a pair of arms, or why it has none."""
     claim, sides = row.claim, (pair.treated, pair.control)
-    # settings: both values for keys that may differ, without the key that the claim spans
-    treated, control = (dict(side.runs[0].arm) for side in sides)
+    treated, control = (dict(side.runs[0].arm) for side in sides)  # both values of keys that may differ are settings
     free = treated.keys() - dict(pair.context).keys() - {claim.spanned_key}
     context = dict(pair.context) | {key: f"{treated[key]} / {control.get(key)}" for key in free}
     runs, conditions = [run for side in sides for run in side.runs], []
@@ -131,25 +138,10 @@ def _measure_row(row: Row, pair: Pair) -> Row:
     return row
 
 
-def _reduce_contexts(rows: Sequence[Row]) -> list[Row]:
-    """Keep in each row's `context` only settings that differ between the rows of its contrast.
-
-    Settings that follow from the task's name are dropped too.
-    """
-    shown = []
-    for row in rows:
-        others = [other.context for other in rows if other.claim == row.claim and other.contrast == row.contrast]
-        common = set.intersection(*(set(context) for context in others))
-        implied = keys_implied_by_task([dict(context) for context in others])
-        own = (item for item in row.context if item not in common and item[0] not in implied)
-        shown.append(replace(row, context=tuple(own)))
-    return shown
-
-
 def pool_variances(rows: Sequence[Row]) -> list[Row]:
     """Raise each contrast's variance between seeds to the median of its family and measure, and compute p-values.
 
-    Censored contrasts keep their variance and do not count in the median, because their variances describe bounds.
+    Censored contrasts take no part, because their variances describe bounds.
     """
     family: dict[tuple[str, str], list[float]] = {}
     for row in rows:
@@ -170,14 +162,12 @@ def pool_variances(rows: Sequence[Row]) -> list[Row]:
 def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
     """Compute the uncorrected p-values of a contrast; `seeds` replaces its number of seeds, all else equal.
 
-    For a claim of no difference the tests are of equivalence. A small `above` rejects effects of at least the smallest
-    size that matters: the larger p-value of two one-sided tests. A small `small` rejects smaller effects: twice the
-    smaller p-value, because either side could show it.
+    For a claim of no difference the tests are of equivalence: `above` is the larger p-value of two one-sided tests,
+    `small` twice the smaller one, because either side could show it.
     """
     low, high = float(numbers.oriented.mean()), float(numbers.at_most.mean())
 
     def p_above(mean: float, null: float) -> float:
-        """Return the one-sided p-value of a mean effect above `null`."""
         return stats.p_above(mean, numbers.variances, seeds or numbers.seeds, numbers.questions, null)
 
     if claim.direction:
@@ -207,12 +197,9 @@ def set_verdicts(rows: Sequence[Row]) -> list[Row]:
 
 
 def _decide(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
-    """Return the row of a measured contrast with verdict, reason and corrected p-values.
-
-    `others` holds the p-values of the other contrasts of its family. If the verdict is open, the reason says how many
-    seeds would decide it.
-    """
-    claim = row.claim
+    """Return the row with verdict, reason and corrected p-values; `others` are the p-values of its family's rest."""
+    claim, size = row.claim, row.claim.smallest_as_text
+    phrases = PHRASES if claim.direction else EITHER_WAY
 
     def verdict_of(own: P) -> tuple[P, Verdict]:
         """Adjust the p-values by Holm within the family, and return them with the verdict that they allow."""
@@ -224,29 +211,33 @@ def _decide(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
             return adjusted, Verdict.TOO_SMALL if is_small and claim.direction else Verdict.SUPPORTED
         return adjusted, Verdict.EXCLUDED if is_small else Verdict.UNDECIDED
 
+    def verdict_at(seeds: int) -> Verdict:
+        """Return the verdict at `seeds` seeds if effect, spread and the other contrasts stay as measured."""
+        return verdict_of(p_values(numbers, claim, seeds))[1]
+
+    def is_narrow_at(seeds: int) -> bool:
+        """Tell whether the interval at the strictest level by Holm is too narrow for both 0 and the smallest effect."""
+        level = 1 - 2 * LEVEL / (1 + len(others))
+        return 2 * stats.half_width(numbers.variances, seeds, numbers.questions, level) <= claim.margin
+
     adjusted, verdict = verdict_of(numbers.p)
-    numbers, then = replace(numbers, adjusted=adjusted), verdict
-    why = _phrases(claim)[verdict][0]
+    then, why = verdict, phrases[verdict][0].format(size=size)
+    first = any_effect = None
     if verdict == Verdict.UNDECIDED:
-
-        def verdict_at(seeds: int) -> Verdict:
-            """Return the verdict at `seeds` seeds if effect, spread and the other contrasts stay as measured."""
-            return verdict_of(p_values(numbers, claim, seeds))[1]
-
         first = stats.fewest_seeds(lambda seeds: verdict_at(seeds) != Verdict.UNDECIDED, numbers.seeds + 1)
-        any_effect = _seeds_at_any_effect(claim, numbers, 1 + len(others))
-        numbers = replace(numbers, seeds_as_measured=first, seeds_at_any_effect=any_effect)
+        if claim.direction and not numbers.censored:  # without a direction there is a border on each side
+            any_effect = stats.fewest_seeds(is_narrow_at, claim.file.seeds)
         if first:
             then = verdict_at(first)
             rest = f", {any_effect} decide whatever it is" if any_effect and any_effect > first else ""
-            why = f"about {first} seeds would {_phrases(claim)[then][1]} if the effect is as measured{rest}"
+            why = f"about {first} seeds would {phrases[then][1].format(size=size)} if the effect is as measured{rest}"
         elif numbers.censored:
             why = "too many runs never got there to tell"
         else:
-            more = f" with {numbers.questions} questions: type a larger eval.questions"
+            more = f" with {numbers.questions} questions: type a larger eval.questions" * (numbers.questions > 1)
             why = (
                 f"the measured effect is so near a border that not even {stats.MOST_SEEDS:,} seeds would decide it"
-                f"{more if numbers.questions > 1 else ''}"
+                + more
             )
     if numbers.censored:
         why += f"; censored seeds: {numbers.censored} of {numbers.seeds}"
@@ -254,41 +245,11 @@ def _decide(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
         state = f"broken: lower by more than {claim.guardrail.margin:g}" if numbers.guardrail == BROKEN else "open"
         why += f"; guardrail {claim.guardrail.measure} is {state}"
     if claim.direction and then in (Verdict.EXCLUDED, Verdict.TOO_SMALL):
-        oriented = [(claim.direction * (math.log(value) if claim.is_ratio else value), value, where)
-                    for where, value in row.printed]  # fmt: skip
-        small = [f"{claim.spell(value)} ({where})" for effect, value, where in oriented if effect < claim.margin]
+        small = [
+            f"{claim.spell(value)} ({where})" for where, value in row.printed
+            if claim.direction * (math.log(value) if claim.is_ratio else value) < claim.margin
+        ]  # fmt: skip
         if small:
-            why += f"; this cannot contradict the paper's {', '.join(small)}, which is below {claim.smallest_as_text}"
+            why += f"; this cannot contradict the paper's {', '.join(small)}, which is below {size}"
+    numbers = replace(numbers, adjusted=adjusted, seeds_as_measured=first, seeds_at_any_effect=any_effect)
     return replace(row, numbers=numbers, verdict=verdict, why=why)
-
-
-def _phrases(claim: Claim) -> dict[Verdict, tuple[str, str]]:
-    """Map each verdict on a claim to two phrases: what it says now, and what more seeds would do to reach it."""
-    size = claim.smallest_as_text
-    either_way = {
-        Verdict.SUPPORTED: (f"within {size} either way", "support it"),
-        Verdict.EXCLUDED: (f"the difference is larger than {size}", f"show a difference larger than {size}"),
-    }
-    return {
-        Verdict.SUPPORTED: ("the effect is there", "support it"),
-        Verdict.TOO_SMALL: (f"the effect is there, and below {size}", f"show it to be there and below {size}"),
-        Verdict.EXCLUDED: (f"an effect of {size} or more is excluded", f"exclude {size} or more"),
-        Verdict.REVERSED: ("the effect has the other sign", "show the other sign"),
-        Verdict.UNDECIDED: ("", ""),
-    } | ({} if claim.direction else either_way)
-
-
-def _seeds_at_any_effect(claim: Claim, numbers: Numbers, family: int) -> int | None:
-    """Return the fewest seeds with an interval too narrow to hold both 0 and the smallest effect that matters.
-
-    The level is the strictest by Holm in a family of `family` contrasts. None if `stats.MOST_SEEDS` are too few, for
-    censored contrasts, and for claims of no difference, which have a border on each side.
-    """
-    if not claim.direction or numbers.censored:
-        return None
-    level = 1 - 2 * LEVEL / family
-
-    def is_narrow_enough(seeds: int) -> bool:
-        return 2 * stats.half_width(numbers.variances, seeds, numbers.questions, level) <= claim.margin
-
-    return stats.fewest_seeds(is_narrow_enough, claim.file.seeds)

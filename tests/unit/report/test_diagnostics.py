@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from qerl_lab.report import comparison, curves, diagnostics, palette, stats, verdicts
+from qerl_lab.report.arm_tables import tables
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.measures import Unmeasured, has_collapsed
 from run_directories import make_run
@@ -58,7 +59,7 @@ def test_a_run_has_collapsed_that_lost_half_of_its_best_tenth(found: Comparison)
 
 
 def test_entropy_that_is_left_and_runs_that_collapsed_are_told_of_each_arm(found: Comparison) -> None:
-    table = diagnostics.retention(found)
+    (table,) = (table for table in tables(found, None) if table.title == "Retained entropy and collapse")
     (row,) = (cells for cells in table.rows if cells[0] == "bf16")
     assert row[1].startswith("0.57")  # four steps: 0.35 in the first, 0.2 in the last
     low, high = stats.share_interval(np.zeros(3), 1)[1:]
