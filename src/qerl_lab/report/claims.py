@@ -124,7 +124,7 @@ def read(path: Path, called: str) -> tuple[Claim, ...]:
         raise ConfigError(f"claims={called} cannot be read: {in_one_line(error)}. Type a YAML file.") from None
     try:
         return _parse_file(values, called, digest)
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError) as error:  # the latter two: a value of another kind, such as no list
         stop = "" if str(error)[-1] in ".?" else "."
         raise ConfigError(f"claims={called}: {error}{stop} docs/verdicts.md describes the fields.") from None
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,12 +133,12 @@ def curves(comparison: Comparison) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def tabulate_differing_settings(comparison: Comparison) -> list[list[str]]:
-    """Tabulate the settings in which arms differ as rows of cells: a row per arm below a head. Empty if none differ."""
+def tabulate_differing_settings(comparison: Comparison, head: str) -> list[list[str]]:
+    """Tabulate the settings in which arms differ, a row of cells per arm below the head; empty if none differ."""
     firsts = {label: runs[0] for label, runs in comparison.arms.items()}
     keys = differing_keys(list(firsts.values()))
     rows = [[label, *(arms.shorten(run.value(key)) for key in keys)] for label, run in firsts.items()]
-    return [["arms differ in", *keys], *rows] if keys else []
+    return [[head, *keys], *rows] if keys else []
 
 
 # --- the text of the report
@@ -163,19 +163,17 @@ def baseline_of(labels: Sequence[str], wanted: str | None) -> str | None:
 
 def text(comparison: Comparison, baseline: str | None) -> str:
     """Format a comparison for the terminal: arms, settings in which they differ, warnings, and runs left out."""
-    head = ["arm", "seeds", "finished", "before", "after", "gain", f"after - {baseline}", "policy entropy, nats"]
-    rows = [head if baseline else [*head[:6], head[7]]]
+    shown = {"accuracy_before": "before", "accuracy_after": "after", "gain": "gain"}  # heads by column of `by_arm`
+    shown |= {"difference": f"after - {baseline}"} if baseline else {}
+    rows = [["arm", "seeds", "finished", *shown.values(), "policy entropy, nats"]]
     for row in by_arm(comparison, baseline).to_dict("records"):
-
-        def cell(name: str, form: str, row: dict[Hashable, Any] = row) -> str:
-            mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
-            return mean_and_interval((mean, low, high), form.format, form.format)
-
         cells = [row["arm"], str(row["seeds"]), f"{row['seeds']} of {row['runs']}"]
-        cells += [cell("accuracy_before", "{:.3f}"), cell("accuracy_after", "{:.3f}"), cell("gain", "{:+.3f}")]
-        cells += [cell("difference", "{:+.3f}")] if baseline else []
+        for name in shown:
+            mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
+            spell = "{:.3f}".format if name.startswith("accuracy") else "{:+.3f}".format
+            cells.append(mean_and_interval((mean, low, high), spell, spell))
         rows.append([*cells, f"{row['entropy_first']:.3f} -> {row['entropy_last']:.3f}"])
-    differ = tabulate_differing_settings(comparison)
+    differ = tabulate_differing_settings(comparison, "arms differ in")
     parts = [columns(rows), HOW_TO_READ, columns(differ) if differ else ""]
     if baseline is not None:
         base, undeclared = comparison.arms[baseline][0], Counter[str]()
@@ -203,31 +201,21 @@ def list_left_out(comparison: Comparison) -> str:
 def notes(comparison: Comparison) -> list[str]:
     """List, as sentences, what may spoil a comparison, such as mixed machines, versions, questions or conditions."""
     runs, notes = comparison.counted, []
-
-    def several(texts: Iterable[str]) -> list[str]:
-        """Return the distinct known texts, sorted, if they are at least two."""
-        found = sorted(set(texts) - {""})
-        return found if len(found) > 1 else []
-
-    kinds = {"machines": [run.origin.machine for run in runs]}
-    for package in sorted({name for run in runs for name in run.origin.versions}):
-        kinds[f"versions of {package}"] = [run.origin.versions.get(package, "") for run in runs]
-    for what, texts in kinds.items():
-        if found := several(texts):
-            notes.append(f"The runs ran on {len(found)} {what}: {'; '.join(found)}.")
-    if found := several(run.code for run in runs):
-        notes.append(f"The runs come from {len(found)} versions of the code: {', '.join(found)}.")
-    if found := several(run.origin.training_sha256 for run in runs):
-        notes.append(
-            f"The runs were trained on {len(found)} different sets of questions (training_sha256 in env.json)."
-        )
-    if found := several(run.origin.heldout_sha256 for run in runs):
-        notes.append(
-            f"The runs were asked {len(found)} different sets of held-out questions (heldout_sha256 in env.json), "
-            "which are paired by id."
-        )
-    if tasks := several(run.value(TASK) for run in runs):
-        notes.append(f"The runs are of {len(tasks)} tasks, {', '.join(tasks)}: compare arms of one task.")
+    packages = sorted({name for run in runs for name in run.origin.versions})
+    kinds = [  # what is said of several values, what divides them, and the value of each run
+        ("ran on {} machines: {}", "; ", [run.origin.machine for run in runs]),
+        *((f"ran on {{}} versions of {name}: {{}}", "; ", [run.origin.versions.get(name, "") for run in runs])
+          for name in packages),
+        ("come from {} versions of the code: {}", ", ", [run.code for run in runs]),
+        ("were trained on {} different sets of questions (training_sha256 in env.json)", "",
+         [run.origin.training_sha256 for run in runs]),
+        ("were asked {} different sets of held-out questions (heldout_sha256 in env.json), which are paired by id", "",
+         [run.origin.heldout_sha256 for run in runs]),
+        ("are of {} tasks, {}: compare arms of one task", ", ", [run.value(TASK) for run in runs]),
+    ]  # fmt: skip
+    for words, divider, texts in kinds:
+        if len(found := sorted({*texts} - {""})) > 1:
+            notes.append(f"The runs {words.format(len(found), divider.join(found))}.")
     if mixed := [key for key in differing_keys(runs) if key in CONDITIONS]:
         notes.append(f"The arms differ in conditions ({', '.join(mixed)}): compare arms of one.")
     parts = {task_of(run) for run in runs if task_of(run) != run.value(TASK)}

@@ -40,11 +40,6 @@ class Curve:
     from_zero: bool = False
     bounds: tuple[float, float] = (-math.inf, math.inf)
 
-    @property
-    def is_speed(self) -> bool:
-        """Tell whether the curve shows tokens per second."""
-        return self.metric.endswith("tokens_per_second")
-
 
 CURVES = (
     Curve("reward", "Reward", "mean reward of a step", "reward/mean"),
@@ -75,7 +70,7 @@ def panels(arms: Sequence[str], baseline: str | None) -> list[list[str]]:
     others = [arm for arm in arms if arm != baseline]
     if len(arms) <= ARMS_A_PANEL:
         return [[*first, *others]]
-    starts = range(len(others) % BESIDE - BESIDE if len(others) % BESIDE else 0, len(others), BESIDE)
+    starts = range(-(-len(others) % BESIDE), len(others), BESIDE)
     return [[*first, *others[max(start, 0) : start + BESIDE]] for start in starts]
 
 

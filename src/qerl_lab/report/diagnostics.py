@@ -3,7 +3,7 @@
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -90,16 +90,14 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
 @styled()
 def draw_effects(rows: Sequence[Row]) -> Figure | None:
     """Draw effects with 95% intervals, and the paper's as diamonds, a panel per claim; None without a measured one."""
-    claims: dict[str, list[tuple[Row, Interval]]] = {}
-    for row in rows:
-        if row.numbers:
-            claims.setdefault(row.claim.name, []).append((row, row.numbers.effect))
+    measured = [(row, row.numbers.effect) for row in rows if row.numbers]
+    claims = [list(own) for _, own in groupby(measured, lambda pair: pair[0].claim.name)]
     if not claims:
         return None
     across = min(PANELS_ACROSS, len(claims))
-    down, tallest = math.ceil(len(claims) / across), max(map(len, claims.values()))
+    down, tallest = math.ceil(len(claims) / across), max(map(len, claims))
     figure, axes = plt.subplots(down, across, figsize=(4.4 * across, down * (1.1 + 0.5 * tallest)), squeeze=False)
-    for axis, own in zip_longest(axes.flat, claims.values()):
+    for axis, own in zip_longest(axes.flat, claims):
         if own is None:
             axis.set_axis_off()
             continue

@@ -68,32 +68,23 @@ def _numeric_setting(run: Run, key: str) -> float:
     return float(run.value(key))
 
 
-def _per_run(number: Callable[[Run], float]) -> MeasureFunction:
-    """Turn a function of one run into a measure, which raises Unmeasured if a number is not finite."""
+def shared_machines(*sides: Sequence[Run]) -> bool:
+    """Tell whether any run shared its machine with another run, so that seconds and tokens/s cannot be compared."""
+    return any(run.at_once > 1 for runs in sides for run in runs)
+
+
+def _per_run(number: Callable[[Run], float], is_speed: bool = False) -> MeasureFunction:
+    """Turn a function of one run into a measure; it raises Unmeasured if a number is not finite, or a shared speed."""
 
     def measure_runs(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
+        if is_speed and shared_machines(runs, controls):
+            raise Unmeasured(f"{SHARED} (start them one after another; in a sweep type jobs=1 jobs_per_gpu=1)")
         values = pd.DataFrame({"run": {run.seed: float(number(run)) for run in runs}})
         if not np.isfinite(values.to_numpy()).all():
             raise Unmeasured("a run's record has no such number, or one that is not finite")
         return values
 
     return measure_runs
-
-
-def shared_machines(*sides: Sequence[Run]) -> bool:
-    """Tell whether any run shared its machine with another run, so that seconds and tokens/s cannot be compared."""
-    return any(run.at_once > 1 for runs in sides for run in runs)
-
-
-def _speed(name: str) -> MeasureFunction:
-    """Make a measure of the tokens/s `summary[name]`, which raises Unmeasured if a run shared its machine."""
-
-    def measure_speed(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
-        if shared_machines(runs, controls):
-            raise Unmeasured(f"{SHARED} (start them one after another; in a sweep type jobs=1 jobs_per_gpu=1)")
-        return _per_run(lambda run: run.summary[name])(runs, controls)
-
-    return measure_speed
 
 
 def answer_shares(run: Run) -> pd.Series:
@@ -160,10 +151,12 @@ MEASURES: dict[str, Measure] = {
         most=lambda run: float(len(answer_shares(run))),
     ),
     "rollout_throughput": Measure(
-        "tokens/s", "completion tokens / seconds of rollouts", _speed("rollout_tokens_per_second"), ratio=True
+        "tokens/s", "completion tokens / seconds of rollouts",
+        _per_run(lambda run: run.summary["rollout_tokens_per_second"], is_speed=True), ratio=True,
     ),
     "step_throughput": Measure(
-        "tokens/s", "completion tokens / seconds of whole steps", _speed("tokens_per_second"), ratio=True
+        "tokens/s", "completion tokens / seconds of whole steps",
+        _per_run(lambda run: run.summary["tokens_per_second"], is_speed=True), ratio=True,
     ),
     "accuracy_before": Measure(
         "fraction", "held-out accuracy before training", lambda runs, _: _accuracies(runs, "before")

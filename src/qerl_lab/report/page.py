@@ -104,7 +104,8 @@ def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn
         about = f"Reward, entropy and held-out accuracy of {', '.join(group)}"
         drawn["Weight formats"].append(Drawn(name, about, palette.png(curves.draw_formats(points, group, title))))
     for curve in curves.recorded_curves(points):
-        of_axis = {curves.STEP: alone if curve.is_speed else points, curves.CLOCK: alone}
+        is_speed = curve.metric.endswith("tokens_per_second")
+        of_axis = {curves.STEP: alone if is_speed else points, curves.CLOCK: alone}
         drawn[curve.title] = [
             Drawn(f"{curve.name}-{BY[by]}", f"{curve.title}, {curve.label}, {BY[by].replace('-', ' ')}",
                   palette.png(curves.draw(chosen, curve, by, baseline, styles)))
@@ -129,7 +130,6 @@ def html(
 ) -> str:  # fmt: skip
     """Render report.html, with the figures inside. `line` is the command that makes it, `title` its folder's name."""
     measured = [row for row in rows if row.numbers]
-    differ = comparison.tabulate_differing_settings(compared)
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters["breakable"] = breakable
     environment.filters["base64"] = lambda png: base64.b64encode(png).decode()
@@ -146,7 +146,7 @@ def html(
         to_make=verdict_tables.missing_arms(rows), tables=tables(compared, baseline), speed=speed,
         of_paper=any(figure.name.startswith("paper_") for pair in drawn.values() for figure in pair),
         figures=drawn,
-        provenance=_list_provenance(compared), arms_differ=[["arm", *keys[1:]] for keys in differ[:1]] + differ[1:],
+        provenance=_list_provenance(compared), arms_differ=comparison.tabulate_differing_settings(compared, "arm"),
     )  # fmt: skip
 
 

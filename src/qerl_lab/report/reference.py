@@ -7,7 +7,6 @@ lab does for its own runs, and curves.csv has the reading error of each curve.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import pandas as pd
@@ -31,14 +30,6 @@ TABLE_1 = (  # settings of our arms, with method and weight format of their row 
     ({"format.name": "nvfp4", **QUIET, **PLAIN}, ("QeRL w/o AQN", "NVFP4")),
     ({"format.name": "nvfp4", **AQN, **PLAIN}, ("QeRL +AQN", "NVFP4")),
 )
-
-
-@dataclass(frozen=True)
-class Difference:
-    """An effect that the paper prints; `error` is how far a value read from a curve may be off, else 0."""
-
-    value: float
-    error: float
 
 
 @cache
@@ -103,14 +94,19 @@ def value(**where: str) -> float:
     return float(_select_one_row(where)["number"])
 
 
-def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool = False) -> Difference:
-    """Return the paper's number `treated` minus `control`, or their `ratio`; of two curves where both are known."""
+def paper_difference(
+    treated: Mapping[str, str], control: Mapping[str, str], ratio: bool = False
+) -> tuple[float, float]:  # fmt: skip
+    """Return the paper's number `treated` minus `control`, or their `ratio`; and how far reading a curve may be off.
+
+    Two curves of one figure are compared where both are known.
+    """
     one, other = _select_one_row(treated), _select_one_row(control)
     a, b = one["number"], other["number"]
     if one["file"] and one["file"] == other["file"]:
         both = steps_of_mean(interpolated(one["file"]), one["setting"])[[one["column"], other["column"]]].dropna()
         a, b = both.mean()
-    return Difference(float(a / b if ratio else a - b), float(max(one["error"], other["error"])))
+    return float(a / b if ratio else a - b), float(max(one["error"], other["error"]))
 
 
 def numbers(**where: str) -> dict[str, float]:

@@ -58,7 +58,9 @@ def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
 
 def geometric_cell(values_S: pd.Series) -> str:
     """Format the geometric mean of positive values over seeds as `mean [95% CI] (seeds)`, by their logarithms."""
-    mean, low, high = np.exp(stats.mean_of_arm(np.log(values_S.to_frame()), ANY))
+    if len(values_S) < 2:  # exactly as measured
+        return seeds_cell(values_S.to_frame())
+    mean, low, high = np.exp(stats.over_seeds(np.log(values_S.to_frame().to_numpy())))
     return f"{mean_and_interval((mean, low, high))} ({len(values_S)})"
 
 

@@ -100,11 +100,11 @@ def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], 
     """Return the paper's effects of a contrast (factors, differences; percent as fractions) as (source, effect)."""
     found = []
     for treated, control in contrast.printed:
-        effect = reference.paper_difference(treated, control, claim.is_ratio)
+        effect, error = reference.paper_difference(treated, control, claim.is_ratio)
         scale = 100 if treated.get("metric") == "accuracy" else 1  # printed in percent
         model = treated.get("model", "").removeprefix("Qwen2.5-").removesuffix("-Instruct")
-        error = f", +-{effect.error:g}" if effect.error else ""
-        found.append((f"{treated['table']} {model}".strip() + error, effect.value / scale))
+        source = f"{treated['table']} {model}".strip() + (f", +-{error:g}" if error else "")
+        found.append((source, effect / scale))
     return tuple(found)
 
 

@@ -44,8 +44,8 @@ def of_schedule(name: str, setting: str) -> dict[str, str]:
 def test_two_lines_of_a_figure_are_compared_where_both_are_known(other: str, expected: float) -> None:
     """Linear was not read at steps 145 and 150: the means of each alone would be of other steps."""
     one, two = (of_schedule(name, reference.LAST_TENTH) for name in ("exponential", other))
-    found = reference.paper_difference(one, two)
-    assert (round(found.value, 3), found.error) == (expected, 0.006)
+    difference, error = reference.paper_difference(one, two)
+    assert (round(difference, 3), error) == (expected, 0.006)
     table = reference.interpolated("fig09_scheduler_3b")[["exponential", other]].dropna()
     table = table[table.index > 0.9 * 150]
-    assert found.value == pytest.approx((table["exponential"] - table[other]).mean())
+    assert difference == pytest.approx((table["exponential"] - table[other]).mean())
