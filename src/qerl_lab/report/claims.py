@@ -26,6 +26,7 @@ Settings = Mapping[str, str]
 DEFAULTS = {name: option.metadata for name, option, _ in leaves(RunConfig())}
 KEYS_AND_GROUPS = {*DEFAULTS, *(name.rpartition(".")[0] for name in DEFAULTS)} - {""}
 FEWEST_SEEDS = 2  # an interval needs two
+LISTS = ("claims", "free", "contrasts", "printed")  # fields of a file, a claim and a contrast
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def read(path: Path, called: str) -> tuple[Claim, ...]:
         raise ConfigError(f"claims={called} cannot be read: {in_one_line(error)}. Type a YAML file.") from None
     try:
         return _parse_file(values, called, digest)
-    except (ValueError, TypeError, AttributeError) as error:  # the latter two: a value of another kind, such as no list
+    except ValueError as error:
         stop = "" if str(error)[-1] in ".?" else "."
         raise ConfigError(f"claims={called}: {error}{stop} docs/verdicts.md describes the fields.") from None
 
@@ -198,6 +199,8 @@ def _checked(values: Any, needed: Collection[str], optional: Collection[str], wh
         raise ValueError(f"{where} lacks {', '.join(lacking)}")
     if unknown := sorted(values.keys() - {*needed, *optional}):
         raise ValueError(f"{where} has {unknown[0]}, which is none of {', '.join(sorted({*needed, *optional}))}")
+    if wrong := [name for name in LISTS if not isinstance(values.get(name, []), list)]:
+        raise ValueError(f"{where}: {wrong[0]} {values[wrong[0]]} is no list")
     return values
 
 

@@ -136,7 +136,7 @@ def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(
     (("control: plain}", "control: plain, printed: [{where: {table: Table 0}, treated: {}, control: {}}]}"),
      "0 numbers of the paper have"),
     (("claims:", "claims: ["), "cannot be read"),
-    (("free: [format, aqn]", "free: 1"), "'int' object is not iterable. docs/verdicts.md describes the fields."),
+    (("free: [format, aqn]", "free: format"), "claim ours: free format is no list. docs/verdicts.md describes"),
 ])  # fmt: skip
 def test_a_claims_file_that_cannot_be_tested_is_refused(
     sweep: Path, change: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]
