@@ -1,7 +1,5 @@
 """The mirror when MLflow is absent, dies or never answers, and when the run itself is killed."""
 
-import base64
-import http.server
 import socket
 import sqlite3
 import subprocess
@@ -10,7 +8,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from mlflow.exceptions import MlflowException
 
 from mlflow_store import config, log, mirrored, recorded, runs
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.tracking import mlflow as mlflow_module
 from qerl_lab.tracking.__main__ import main
 from qerl_lab.tracking.mlflow import resync
 from qerl_lab.tracking.tracker import Tracker
@@ -168,37 +165,6 @@ def test_a_server_that_never_answers_holds_up_neither_the_end_nor_the_exit(run_d
     assert process.returncode == 0
     assert err.count("\n") == 1, err
     assert "gave no answer within 1 s" in err
-
-
-class Endless(http.server.BaseHTTPRequestHandler):
-    """Answers every request with JSON that does not end."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        with suppress(ConnectionError):
-            while True:
-                self.wfile.write(b" " * 2**16)
-
-    def log_message(self, *_: object) -> None: ...
-
-
-def test_an_answer_without_end_is_left_and_the_password_still_sent(
-    run_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[str | None] = []
-    monkeypatch.setattr(mlflow_module, "ANSWER_BYTES", 2**20)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        answer = Endless.do_GET
-        monkeypatch.setattr(Endless, "do_GET", lambda self: (seen.append(self.headers["Authorization"]), answer(self)))
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:secret@127.0.0.1:{server.server_port}")
-        tracker = Tracker(config(run_dir), RunDirectory(run_dir))
-        wait_for(lambda: tracker._mlflow and tracker._mlflow._is_away, 60)
-        tracker.finish("FINISHED")
-        server.shutdown()
-    assert "the server's answer has not ended after 1 MiB" in capfd.readouterr().err
-    assert seen[0] == f"Basic {base64.b64encode(b'me:secret').decode()}"
 
 
 def schema(database: Path) -> list[tuple[str]]:

@@ -1,15 +1,14 @@
-"""Mirror a run directory to MLflow. A run and `resync` use the same `MlflowMirror`, and opening it again is harmless.
+"""Mirror a run directory to MLflow: add the points (by name, step and time), parameters and artifacts that it lacks.
 
-The mirror only adds the points (by name, step and time), parameters and artifacts that MLflow lacks. MLflow cannot
-delete a point, so a step trained again after a kill has two there; the later one is the record's. An extended run has
-other parameters, which MLflow cannot change, so it gets a new MLflow run and the shorter one stays.
+MLflow cannot delete a point, so a step trained again after a kill has two there; the later one is the record's. An
+extended run has other parameters, which MLflow cannot change, so it gets a new MLflow run and the shorter one stays.
 """
 
 import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -37,10 +36,7 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "MLFLOW_TRACKING_AUTH": "qerl-lab-bounded-answers",  # `BoundedAnswers`; no word of a message, which `redact` hides
 }
-ANSWER_BYTES, ANSWER_SECONDS = 64 * 2**20, 60.0  # the longest answer of a server that is read
-Point = tuple[str, int, int]  # name, step and unix milliseconds
 
 
 def prepare_mlflow() -> None:
@@ -52,12 +48,11 @@ def prepare_mlflow() -> None:
 def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
     """Return the URI of the run's MLflow store, with the path of a sqlite file made absolute.
 
-    The first that is set counts: tracking.uri, MLFLOW_TRACKING_URI, the URI in the run's mlflow.json; the default is
-    mlflow.db in the working directory. Raises ConfigError for a URI with *** in place of a password, except an http(s)
-    URI while MLFLOW_TRACKING_USERNAME is set.
+    Raises ConfigError for a URI with *** in place of a password, except an http(s) URI while MLFLOW_TRACKING_USERNAME
+    is set.
     """
-    known = directory.mirror().get("uri")
-    uri = cfg.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or known or "sqlite:///mlflow.db"
+    uri = cfg.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or directory.mirror().get("uri")
+    uri = uri or "sqlite:///mlflow.db"
     if HIDDEN in uri:
         if not (uri.startswith("http") and os.environ.get("MLFLOW_TRACKING_USERNAME")):
             raise ConfigError(
@@ -69,59 +64,6 @@ def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
     return sqlite_uri(path.absolute()) if path else uri
 
 
-def build_client(uri: str) -> Any:
-    """Build MLflow's client. It reads at most `ANSWER_BYTES` of an answer unless the user has set another auth."""
-    from mlflow import MlflowClient
-    from mlflow.tracking.request_auth import registry
-
-    providers = registry._request_auth_provider_registry  # private: the public way is an installed entry point
-    if not any(isinstance(provider, BoundedAnswers) for provider in providers):
-        providers.register(BoundedAnswers)
-    return MlflowClient(tracking_uri=uri)
-
-
-class BoundedAnswers:
-    """An auth provider of MLflow's that bounds the answer to each request; credentials stay as requests finds them."""
-
-    def get_name(self) -> str:
-        """Override MLflow's hook: return the name that selects this auth provider."""
-        return MLFLOW_ENVIRONMENT["MLFLOW_TRACKING_AUTH"]
-
-    def get_auth(self) -> "BoundedAnswers":
-        """Override MLflow's hook: return the callable that requests applies to each request."""
-        return self
-
-    def __call__(self, request: Any) -> Any:
-        """Add the hook that bounds the answer, and the credentials that requests would have sent; return `request`."""
-        from requests import auth, utils
-
-        of_url = utils.get_auth_from_url(request.url)
-        found = of_url if any(of_url) else utils.get_netrc_auth(request.url)
-        request.register_hook("response", self._bound_answer)
-        return auth.HTTPBasicAuth(*found)(request) if found and "Authorization" not in request.headers else request
-
-    @staticmethod
-    def _bound_answer(response: Any, stream: bool = False, **_: Any) -> Any:
-        """Hook of requests: bound the length and time of an answer, except for streamed artifacts."""
-        if not stream:  # MLflow streams artifacts to a file
-            response.raw.stream = _bound_stream(response.raw.stream)
-        return response
-
-
-def _bound_stream(stream: Any) -> Any:
-    """Wrap the `stream` of a urllib3 response: raise OSError once an answer is too long or takes too long."""
-
-    def read_within_bounds(*args: Any, **keywords: Any) -> Iterator[bytes]:
-        read, deadline = 0, time.monotonic() + ANSWER_SECONDS
-        for part in stream(*args, **keywords):
-            read += len(part)
-            if read > ANSWER_BYTES or time.monotonic() > deadline:
-                raise OSError(f"the server's answer has not ended after {read / 2**20:.0f} MiB")
-            yield part
-
-    return read_within_bounds
-
-
 def params(cfg: RunConfig) -> dict[str, str]:
     """Return MLflow's parameters: all settings, dotted key to text, but tracking.uri, resume, dry_run and run_dir."""
     skip = ("tracking.uri", "resume", "dry_run", "run_dir")  # resolved.yaml has values longer than PARAM_CHARS
@@ -129,10 +71,7 @@ def params(cfg: RunConfig) -> dict[str, str]:
 
 
 def tags(cfg: RunConfig, directory: RunDirectory, key: str) -> dict[str, str]:
-    """Return the MLflow tags that identify the run; `run_dir` and `command` lead back to its record.
-
-    `key` is the run's, from mlflow.json.
-    """
+    """Return the MLflow tags that identify the run; `key` is the one in its mlflow.json."""
     began = directory.environment()
     found = {
         "mlflow.runName": run_name(cfg, began.get("words") or []),
@@ -152,7 +91,7 @@ def tags(cfg: RunConfig, directory: RunDirectory, key: str) -> dict[str, str]:
 
 
 def run_name(cfg: RunConfig, overrides: Sequence[str]) -> str:
-    """Return the run's name in MLflow: arm, seed, other command-line overrides, and 6 digits of `config_hash`."""
+    """Format the run's name in MLflow: arm, seed, other command-line overrides, and 6 digits of `config_hash`."""
     apart = ("experiment=", "seed=", "run_dir=", "tracking", "hydra", "sweeps=", "cpu_threads=", "checkpoint.")
     said = " ".join(override for override in overrides if not override.lstrip("+").startswith(apart))
     return f"{' '.join([f'{cfg.experiment}-seed{cfg.seed}', said]).strip()[:NAME_CHARS]} [{config_hash(cfg)[:6]}]"
@@ -165,6 +104,7 @@ class MlflowMirror:
     """
 
     def __init__(self, cfg: RunConfig, directory: RunDirectory) -> None:
+        from mlflow import MlflowClient
         from mlflow.entities import Param
 
         logging.getLogger("mlflow").setLevel(os.environ["MLFLOW_LOGGING_LEVEL"].upper())  # trl may have imported it
@@ -172,7 +112,7 @@ class MlflowMirror:
         uri = mlflow_uri(cfg, directory)
         directory.note_mirror(uri=url_without_secrets(uri))  # a resumed run needs it, even if the store is down
         create_sqlite(uri)
-        self._directory, self._offset, self._client = directory, 0, build_client(uri)
+        self._directory, self._offset, self._client = directory, 0, MlflowClient(tracking_uri=uri)
         experiment_id, key = self._experiment_id(cfg.tracking.experiment, uri), str(directory.mirror()["key"])
         wanted = f"tags.run_key = '{key}' and tags.config_hash = '{config_hash(cfg)}'"
         found = next(iter(self._client.search_runs([experiment_id], wanted)), None)
@@ -184,7 +124,7 @@ class MlflowMirror:
         directory.note_mirror(run_id=self.run_id, experiment_id=experiment_id)
         self._client.set_tag(self.run_id, "run_dir", str(directory.path.absolute()))  # it may have moved
         self._client.update_run(self.run_id, status="RUNNING")
-        self._known: set[Point] = {
+        self._known: set[tuple[str, int, int]] = {  # name, step and unix milliseconds
             (name, point.step, point.timestamp)
             for name in found.data.metrics for point in self._client.get_metric_history(self.run_id, name)
         }  # fmt: skip
@@ -195,15 +135,14 @@ class MlflowMirror:
     def _experiment_id(self, name: str, uri: str) -> str:
         """Return the id of the MLflow experiment `name`; create it if missing.
 
-        If `uri` is an sqlite file, the new experiment's artifacts go beside that file.
+        With an sqlite store the artifacts go beside its file; MLflow's default is a folder in the working directory.
         """
         from mlflow.exceptions import MlflowException
 
         found = self._client.get_experiment_by_name(name)
         if found is None:
-            place = None
-            if path := sqlite_file(uri):  # MLflow's default would be a folder in the working directory
-                place = (path.absolute().parent / "mlruns" / quote(name, safe="")).as_uri()
+            path = sqlite_file(uri)
+            place = (path.absolute().parent / "mlruns" / quote(name, safe="")).as_uri() if path else None
             try:
                 self._client.create_experiment(name, artifact_location=place)
             except MlflowException:  # another run of the sweep may have created it
@@ -251,8 +190,7 @@ class MlflowMirror:
 def resync(directory: RunDirectory, uri: str | None = None) -> str:
     """Fill MLflow from the record in a run directory; return a line describing what was added.
 
-    A run still going counts as killed until it ends. Raises ConfigError for a damaged record, and MLflow's exceptions
-    if it is down.
+    Raises ConfigError for a damaged record, and MLflow's exceptions if it is down.
     """
     cfg = directory.config()
     if directory.status == "not run":
@@ -274,10 +212,9 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
 
 
 def create_sqlite(uri: str) -> None:
-    """Create the sqlite database of `uri` under another name, then link it into place. Does nothing for another URI.
+    """Create the sqlite database of `uri`, if missing, under another name, then link it into place.
 
-    A database half created by a killed run, or by two runs of a sweep at once, could not be opened again. An existing
-    one stays.
+    A database half created by a killed run, or by two runs of a sweep at once, could not be opened again.
     """
     path = sqlite_file(uri)
     if path is None or path.exists():

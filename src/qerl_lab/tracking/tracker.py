@@ -1,7 +1,7 @@
 """Write a run's metrics to `metrics.jsonl`, the source of truth, and mirror the record to MLflow or Weights & Biases.
 
-`Tracker.log` only appends a line to metrics.jsonl. A daemon thread for each store follows that file, so that a slow or
-dead store cannot delay or end training. Imports no torch; the threads import MLflow and wandb, which takes seconds.
+A daemon thread for each store follows that file, so that a slow or dead store cannot delay or end training. The threads
+import MLflow and wandb, which takes seconds.
 """
 
 import shlex
@@ -29,7 +29,7 @@ FINISH_SECONDS = 20.0  # maximum wait for a store when a run ends
 class Follower:
     """Keep a store equal to the record in a thread; open it anew after every outage.
 
-    `open_mirror` opens the store, `name` returns its name for messages, and `remedy` says how to fill it later.
+    `name` returns the store's name for messages, and `remedy` says how to fill it later.
     """
 
     def __init__(
@@ -42,10 +42,7 @@ class Follower:
         self.thread.start()
 
     def finish(self, status: Status, result: Mapping[str, Any]) -> None:
-        """Send the rest of the record and end the store's run as `status`; wait at most FINISH_SECONDS.
-
-        `result` holds the headline numbers.
-        """
+        """Send the rest of the record and end the store's run as `status`; wait at most FINISH_SECONDS."""
         self._ending = (status, result, time.time())
         self._stop.set()
         self.thread.join(FINISH_SECONDS)
@@ -53,14 +50,15 @@ class Follower:
             self._report_outage(f"gave no answer within {FINISH_SECONDS:.0f} s")
 
     def _follow_record(self) -> None:
-        """Run as the thread: open the store; keep it equal to the record until `finish`; reopen it after an error."""
         while not self.is_whole:
             is_last = self._stop.is_set()
             try:
                 mirror = self._open()
                 while not self._stop.is_set():
                     mirror.update()
-                    self._report_end_of_outage()
+                    if self._is_away:
+                        self._is_away = False
+                        print(f"qerl-lab: {self._name()} is back and has every line.", file=sys.stderr)
                     self._stop.wait(FLUSH_SECONDS)
                 mirror.update()
                 mirror.close(*self._ending)
@@ -72,16 +70,9 @@ class Follower:
                 self._stop.wait(RETRY_SECONDS)
 
     def _report_outage(self, what: str) -> None:
-        """Print that the store is away and `what` happened, once per outage. `_follow_record` retries silently."""
         if not self._is_away:
             self._is_away = True
             print(redact(f"qerl-lab: {self._name()} {what}; training goes on and {self._remedy}"), file=sys.stderr)
-
-    def _report_end_of_outage(self) -> None:
-        """Print that the store is back, once after an outage."""
-        if self._is_away:
-            self._is_away = False
-            print(f"qerl-lab: {self._name()} is back and has every line.", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -97,7 +88,7 @@ class Tracker:
     """Append to RUN_DIR/metrics.jsonl, and let the run's stores follow it.
 
     `parts` names the reward parts, which are metrics too. Lines after `last_step` are cut, because a resumed run writes
-    them again. Write env.json first: the tags `git_sha` and `command` come from it.
+    them again. Write env.json first: MLflow's tags come from it.
     """
 
     def __init__(
@@ -125,7 +116,6 @@ class Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the stores' runs as failed on an exception, unless the run is done; otherwise `finish` was called."""
         if kind is not None and self._directory.status != "done":
             self.finish("FAILED")
 
@@ -146,9 +136,6 @@ class Tracker:
         self._directory.append_metrics(step, metrics)
 
     def finish(self, status: Status, result: Mapping[str, Any] | None = None) -> None:
-        """Wait until every store has the record and ended its run, at most FINISH_SECONDS each.
-
-        `result` holds the headline numbers.
-        """
+        """Wait until every store has the record, the headline numbers `result`, and ended its run."""
         for follower in self._followers:
             follower.finish(status, result or {})

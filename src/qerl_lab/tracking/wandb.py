@@ -40,10 +40,7 @@ class WandbMirror:
         self._first = self._run.step  # 0, or the one after the last that W&B has
 
     def update(self) -> int:
-        """Log the lines that metrics.jsonl got since the last call, except of steps that W&B has.
-
-        Returns the number of all these lines.
-        """
+        """Log the new lines of metrics.jsonl, except of steps that W&B has; return the number of all."""
         lines, self._offset = self._directory.metrics_from(self._offset)
         for line in lines:
             if line["step"] >= self._first:
@@ -51,10 +48,7 @@ class WandbMirror:
         return len(lines)
 
     def close(self, status: Status, result: Mapping[str, Any], end_time: float) -> int:
-        """Store the artifacts and the headline numbers `result`, and end the run; return the number of artifacts.
-
-        `end_time` is not used.
-        """
+        """Store the artifacts and the headline numbers `result`, and end the run; return the number of artifacts."""
         import wandb
 
         artifacts = self._directory.artifacts()
