@@ -28,10 +28,9 @@ def test_a_job_is_told_what_was_typed_for_it(capfd: pytest.CaptureFixture[str]) 
     assert main(["-m", f"seed={DONE},10", "hydra.sweep.dir=a/sweep", "+hydra.job.env_set.X=1"]) == 0
     assert "job 1: done, reward 0.50, seed=10 (2 of 2 done)" in capfd.readouterr().err
     environment = seen(Path("a/sweep/1-adhoc-seed10"))["environment"]
-    assert json.loads(environment["QERL_LAB_WORDS"]) == ["seed=10"]
-    assert environment["QERL_LAB_SWEEP"] == "a/sweep"
-    assert environment["QERL_LAB_COMMAND"].startswith("python -m qerl_lab -m seed=0,10 hydra.sweep.dir=a/sweep")
-    assert environment["QERL_LAB_JOB"] == "job 1 (2 of 2)"
+    noted = json.loads(Path("a/sweep/1-adhoc-seed10/.typed").read_text())
+    assert (noted["words"], noted["sweep"]) == (["seed=10"], "a/sweep")
+    assert noted["command"].startswith("python -m qerl_lab -m seed=0,10 hydra.sweep.dir=a/sweep")
     assert environment["X"] == "1"
     assert "X" not in os.environ
 
@@ -48,9 +47,9 @@ def test_what_a_stopped_sweep_did_not_begin_is_not_run_and_can_be_continued(
     assert run.status == "not run"
     assert main(["resume=a sweep/1-adhoc-seed0"]) == 0
     assert (run.status, run.config().seed, run.config().lora.rank) == ("done", 0, 4)
-    environment = seen(run.path)["environment"]
-    assert json.loads(environment["QERL_LAB_WORDS"]) == ["seed=0", "lora.rank=4"]
-    assert environment["QERL_LAB_SWEEP"].endswith("/a sweep")
+    noted = json.loads((run.path / ".typed").read_text())
+    assert noted["words"] == ["seed=0", "lora.rank=4"]
+    assert noted["sweep"].endswith("/a sweep")
 
 
 def test_a_job_that_somebody_else_runs_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:

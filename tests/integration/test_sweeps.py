@@ -173,11 +173,26 @@ def test_a_launcher_of_hydra_s_own_runs_checked_jobs_and_the_same_line_goes_on(
     assert sessions() == [1, 2, 1]
 
 
+def most_at_once() -> int:
+    """The most jobs that ran at one moment, of those that came to their ends."""
+    spans = [(seen(run)["began"], seen(run)["ended"]) for run in _runs() if "ended" in seen(run)]
+    return max(sum(begin <= moment < end for begin, end in spans) for moment, _ in spans)
+
+
+def test_a_sweep_goes_on_with_as_many_jobs_at_once_as_are_typed_now() -> None:
+    words = ["-m", "seed=20,21", "lora.rank=4"]
+    assert main(words) == 0
+    assert most_at_once() == 1
+    for run in _runs():
+        (run / "DONE").unlink()
+    assert main([*words, "jobs=2", "cpu_threads=1"]) == 0
+    assert sessions() == [2, 2]
+    assert most_at_once() == 2
+
+
 def test_a_pool_runs_so_many_jobs_at_once_and_no_more(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "seed=20,21,22,1", "jobs=2", "cpu_threads=1"]) == 1
-    spans = [(seen(run)["began"], seen(run)["ended"]) for run in _runs() if "ended" in seen(run)]
-    at_once = [sum(begin <= moment < end for begin, end in spans) for moment, _ in spans]
-    assert max(at_once) == 2
+    assert most_at_once() == 2
     out, err = capfd.readouterr()
     assert "1 failed" in out
     assert "ValueError: the reason" in err

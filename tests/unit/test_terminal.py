@@ -60,15 +60,12 @@ def test_an_error_closes_the_bar_of_a_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert progress.bar.disable, "closed"
 
 
-def test_a_job_of_a_sweep_says_which_it_is(
-    monkeypatch: pytest.MonkeyPatch, clock: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(terminal.JOB, "job 2 (3 of 8)")
+def test_a_run_says_how_far_it_is(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     bar = terminal.Progress(10, 0)
     clock[0] += 1
     bar.show(1, METRICS)
-    assert capsys.readouterr().err.startswith("job 2 (3 of 8), step 1/10, ETA 00:09, reward 0.50")
+    assert capsys.readouterr().err.startswith("step 1/10, ETA 00:09, reward 0.50")
     with terminal.Amount("held-out questions", 10, unit="completion") as amount:
         clock[0] += 2
         amount.advance(5)
-    assert capsys.readouterr().err.startswith("job 2 (3 of 8), held-out questions: 5/10 completions")
+    assert capsys.readouterr().err.startswith("held-out questions: 5/10 completions")

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.experimental.callback import Callback
@@ -26,15 +26,12 @@ HERE = ("basic", "joblib", "submitit_local")  # other launchers whose jobs run o
 
 
 class PastHydra(BaseException):
-    """Carries an exception past Hydra, which logs exceptions of callbacks and announces those of jobs."""
+    """Carries its cause past Hydra, which logs exceptions of callbacks and announces those of jobs."""
 
 
 @contextmanager
 def past_hydra() -> Iterator[None]:
-    """Context manager, also a decorator: re-raise an exception as `PastHydra`, so that Hydra does not log it.
-
-    The exception is the cause of the `PastHydra`, and `train._run_hydra` raises it again.
-    """
+    """Re-raise an exception as `PastHydra`, of which `train._run_hydra` raises the cause again."""
     try:
         yield
     except Exception as error:
@@ -44,13 +41,13 @@ def past_hydra() -> Iterator[None]:
 class CheckJobs(Callback):
     """Hydra's callback: check and claim a sweep's jobs when it starts; print the results and exit when it ends."""
 
-    plan: Plan
+    plan: ClassVar[Plan]  # of the sweep, also for the launcher
 
     @past_hydra()
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Override Hydra's hook before the first job of a sweep: check its jobs and create their directories.
 
-        Puts these directories into `config`, the sweep's composed configuration, in place. Raises PastHydra.
+        Puts the sweep's directory into `config`, its composed configuration, in place. Raises PastHydra.
         """
         launcher = config.hydra.runtime.choices["hydra/launcher"]
         plan = compose.plan_sweep(config, GlobalHydra.instance().config_loader())
@@ -61,13 +58,11 @@ class CheckJobs(Callback):
                 f"{ours[0]} is for hydra/launcher={LAUNCHER}, and hydra/launcher={launcher} was given. Leave one of "
                 "the two out."
             )
-        self.plan = check_and_claim(plan, first.config.launcher == "local" and launcher in (LAUNCHER, *HERE))
+        CheckJobs.plan = check_and_claim(plan, first.config.launcher == "local" and launcher in (LAUNCHER, *HERE))
         with read_write(config.hydra), open_dict(config.hydra):
             config.hydra.sweep.dir = str(self.plan.directory)
             # Other launchers compose their jobs again from these words.
             config.hydra.overrides.hydra.append(hydra_override("hydra.sweep.dir", str(self.plan.directory)))
-            if launcher == LAUNCHER:
-                config.hydra.launcher.run_dirs = [str(job.run_dir) for job in self.plan.jobs]
 
     @past_hydra()
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
@@ -76,10 +71,7 @@ class CheckJobs(Callback):
 
 
 def command_line(overrides: Sequence[str] | None = None) -> str:
-    """Return the typed line `python -m qerl_lab ARGUMENTS` with secrets hidden.
-
-    The arguments are `overrides`, or those of this process if None.
-    """
+    """Return the typed line `python -m qerl_lab ...` with `overrides` or this process's arguments, secrets hidden."""
     return redact(shlex.join(["python", "-m", "qerl_lab", *(sys.argv[1:] if overrides is None else overrides)]))
 
 
@@ -89,9 +81,8 @@ def check_and_claim(plan: Plan, is_here: bool) -> Plan:
     A dry run prints a table and exits instead. `is_here` says that the jobs run on this machine. Reuses the directories
     of an earlier sweep of the same jobs (`jobs.continue_sweep`). Raises ConfigError.
     """
-    plan = jobs.continue_sweep(plan)
     is_dry = any(job.config.dry_run for job in plan.jobs)
-    plan = check_jobs(plan, is_here, is_dry)
+    plan = check_jobs(jobs.continue_sweep(plan), is_here, is_dry)
     if plan.multirun and RunDirectory(plan.directory).is_claimed:
         raise ConfigError(f"hydra.sweep.dir={plan.directory} is the directory of a run. Type another for the sweep.")
     if plan.directory_given and not plan.multirun:
@@ -108,8 +99,7 @@ def check_jobs(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
     """Check that every unfinished job could start; return the plan with notes for the user in its jobs.
 
     If the jobs run here (`is_here`), checks this machine's hardware; for a cluster, the flags and that this machine can
-    submit jobs. A dry run (`is_dry`) notes what this machine lacks, because the run may be meant for another. Raises
-    ConfigError.
+    submit jobs. A dry run notes what this machine lacks, because the run may be meant for another. Raises ConfigError.
     """
     checked, first = [], plan.jobs[0].config
     for job in plan.jobs:

@@ -35,10 +35,7 @@ TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):(\d+):(\d+)|(\d+))")  # of the formats o
 
 
 def check_slurm_flags(cfg: RunConfig) -> None:
-    """Raise ConfigError if the flags in `cfg.slurm` are unreadable, or lack a time limit of LEAST_MINUTES or more.
-
-    A job needs that time to save. Checks nothing unless launcher=slurm.
-    """
+    """With launcher=slurm raise ConfigError if the flags of sbatch are unreadable, or the time limit is too short."""
     if cfg.launcher == "slurm" and (limit := time_limit_minutes(parse_sbatch_flags(cfg.slurm))) < LEAST_MINUTES:
         raise ConfigError(
             f"--time of slurm= is {limit} minutes, and {SIGNAL_SECONDS} seconds before that a job stops to save. "
@@ -48,8 +45,8 @@ def check_slurm_flags(cfg: RunConfig) -> None:
 
 def check_can_submit(cfg: RunConfig) -> None:
     """Raise ConfigError if this machine lacks the package of launcher=slurm or ray, or for Slurm sbatch or srun."""
-    package = {"slurm": "submitit", "ray": "ray"}[cfg.launcher]
-    if importlib.util.find_spec(package) is None:
+    package = {"slurm": "submitit", "ray": "ray"}.get(cfg.launcher)
+    if package and importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"launcher={cfg.launcher} needs the package {package}, which is not installed. "
             f"Type pip install 'qerl-lab[{cfg.launcher}]', or launcher=local."
@@ -59,10 +56,7 @@ def check_can_submit(cfg: RunConfig) -> None:
 
 
 def parse_sbatch_flags(text: str) -> dict[str, Any]:
-    """Parse sbatch flags, `--NAME=VALUE` or `--NAME`, into a dict from NAME to VALUE or True.
-
-    Raises ConfigError for anything else, and for a flag that submitit sets.
-    """
+    """Parse sbatch flags, `--NAME=VALUE` or `--NAME`, to VALUE or True by NAME; raise ConfigError for anything else."""
     found: dict[str, Any] = {}
     try:
         words = shlex.split(text)
@@ -81,10 +75,7 @@ def parse_sbatch_flags(text: str) -> dict[str, Any]:
 
 
 def time_limit_minutes(flags: Mapping[str, Any]) -> int:
-    """Return the time limit of a Slurm job in minutes, rounded up. `flags` come from `parse_sbatch_flags`.
-
-    Raises ConfigError if the limit is missing or unreadable.
-    """
+    """Return the time limit of a Slurm job in minutes, rounded up; raise ConfigError without a readable one."""
     match = TIME.fullmatch(str(flags.get("time", "")))
     if match is None:
         raise ConfigError(
@@ -98,8 +89,8 @@ def time_limit_minutes(flags: Mapping[str, Any]) -> int:
 def resources_to_request(configs: Sequence[RunConfig], flags: Mapping[str, Any]) -> dict[str, int]:
     """Return as parameters of submitit what each Slurm job gets: the most GPUs of any job, or CPUs if none uses a GPU.
 
-    Empty if `flags`, from `parse_sbatch_flags`, request them already, or on the CPU if cpu_threads is 0. With a GPU the
-    cluster chooses the CPUs; without one it would give a single CPU to all threads.
+    Empty if `flags` request them already, or on the CPU if cpu_threads is 0. With a GPU the cluster chooses the CPUs;
+    without one it would give a single CPU to all threads.
     """
     on_gpu = [cfg.gpus for cfg in configs if cfg.device != "cpu"]
     if on_gpu:
@@ -109,7 +100,6 @@ def resources_to_request(configs: Sequence[RunConfig], flags: Mapping[str, Any])
 
 
 def _error_as_sentence(error: BaseException) -> str:
-    """Return an error's text in one line that ends with a full stop."""
     return in_one_line(error).rstrip(".") + "."
 
 
@@ -174,9 +164,6 @@ def submit_to_ray(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) 
 
 
 def ray_resources(cfg: RunConfig, has_gpus: bool) -> dict[str, float]:
-    """Return the CPUs ("CPU") and GPUs ("GPU") that a job requests from Ray; a GPU can be a fraction.
-
-    `has_gpus` says that the Ray cluster has GPUs. Without them, or with device=cpu, "GPU" is 0.
-    """
+    """Return the CPUs ("CPU") and GPUs ("GPU") that a job requests from Ray: no GPU if the cluster has none."""
     share = 1 / cfg.jobs_per_gpu if cfg.gpus == 1 else cfg.gpus  # Ray gives several GPUs only whole
     return {"CPU": max(1, cfg.cpu_threads), "GPU": share if has_gpus and cfg.device != "cpu" else 0}

@@ -1,7 +1,7 @@
 """Compose and check every job of a command before the first one starts. Imports Hydra and no torch.
 
-`plan_run` and `plan_sweep` take what Hydra composed (`@hydra.main` in `train.py`). `make_plan` composes by itself, for
-callers that start no run. Every error is a `ConfigError`.
+`plan_run` and `plan_sweep` take what Hydra composed (`@hydra.main` in `train.py`); `make_plan` composes by itself.
+Everything here raises ConfigError for a command that cannot run.
 """
 
 import copy
@@ -27,9 +27,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli import intent
 from qerl_lab.cli.overrides import (
+    GROUPS,
     as_config_errors,
     explain,
-    groups,
     parse_overrides,
     spell_for_hydra,
     without_hydra_overrides,
@@ -38,7 +38,6 @@ from qerl_lab.config.arm import OF_SWEEPS, values_of
 from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
 from qerl_lab.config.keys import NUMBERS, spell_value, types_by_key
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.config.rules import build_config, validate
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import shell_override
@@ -79,10 +78,10 @@ def register_schema() -> None:
 
 
 def make_plan(overrides: list[str], multirun: bool) -> Plan:
-    """Compose and check every job of a command, and start none; return the plan. Raises ConfigError.
+    """Compose and check every job of a command, and start none; return the plan.
 
-    `overrides` are spelled for Hydra (`overrides.spell_for_hydra`). `multirun` plans a sweep, as the flag -m does; an
-    override such as +sweeps=NAME plans one without it.
+    `overrides` are spelled for Hydra (`overrides.spell_for_hydra`). `multirun` is the flag -m; an override such as
+    +sweeps=NAME plans a sweep without it.
     """
     parsed = parse_overrides(overrides)
     register_schema()
@@ -99,10 +98,7 @@ def make_plan(overrides: list[str], multirun: bool) -> Plan:
 
 
 def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
-    """Check the single run that Hydra composed as `cfg`; return a plan with this job and its directory.
-
-    Creates nothing. `loader` is Hydra's. Raises ConfigError, also for an override that only sweeps take.
-    """
+    """Check the single run that Hydra composed as `cfg`; return a plan with this job and its directory."""
     typed, words = _typed_words(cfg.hydra.overrides.task), _typed_words(cfg.hydra.overrides.hydra)
     job = _checked_job(0, cfg, typed, loader)
     of_sweeps = [word for word in job.overrides if word.partition("=")[0] in OF_SWEEPS]
@@ -117,10 +113,7 @@ def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
 
 
 def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
-    """Expand the sweep that Hydra composed as `master` into jobs; compose and check each; return the plan.
-
-    Creates nothing. `loader` is Hydra's. Raises ConfigError.
-    """
+    """Expand the sweep that Hydra composed as `master` into jobs; compose and check each; return the plan."""
     directory, jobs = Path(str(master.hydra.sweep.dir)).expanduser().absolute(), list[Job]()
     composed: dict[tuple[str, ...], DictConfig] = {}
     for number, overrides in enumerate(_expand_sweep(master, loader)):
@@ -149,12 +142,9 @@ def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
 def _compose_job(
     master: DictConfig, overrides: list[str], loader: ConfigLoader, known: dict[tuple[str, ...], DictConfig]
 ) -> DictConfig:
-    """Compose the configuration of one job of the sweep `master` from the job's overrides.
-
-    Jobs that differ only in plain values share one composition (0.1 s), which `known` caches for the sweep.
-    """
+    """Compose one job of the sweep `master`; jobs that differ only in plain values share a composition in `known`."""
     is_named_by_words = "override_dirname" in str(OmegaConf.to_container(master.hydra.sweep, resolve=False))
-    values = types_by_key().keys() - set(groups())  # scale and experiment are both a key and a group
+    values = types_by_key().keys() - set(GROUPS)  # scale and experiment are both a key and a group
     plain = [word for word in overrides if word.partition("=")[0] in values and "${" not in word]
     if is_named_by_words or not plain:
         return loader.load_sweep_config(master, overrides)
@@ -168,7 +158,7 @@ def _compose_job(
 
 
 def _checked_job(number: int, cfg: DictConfig, overrides: list[str], loader: ConfigLoader) -> Job:
-    """Build and check job `number` from `cfg`, which Hydra composed; `run_dir` is not set yet. Raises ConfigError."""
+    """Build and check job `number` from `cfg`, which Hydra composed; its `run_dir` is not set yet."""
     typed = intent.overrides_by_key(overrides)
     config = job_config(cfg, typed)
     intent.check_overrides(config, typed)
@@ -180,10 +170,7 @@ def _checked_job(number: int, cfg: DictConfig, overrides: list[str], loader: Con
 def _refuse_mislabelled_experiment(
     config: RunConfig, typed: Mapping[str, str], cfg: DictConfig, loader: ConfigLoader
 ) -> None:
-    """Raise ConfigError if a typed override changes what experiment=NAME stands for: the run would keep that name.
-
-    `config` was built from `cfg`, which Hydra composed. `typed` maps each typed key or group to its value.
-    """
+    """Raise ConfigError if a typed override changes what experiment=NAME stands for: the run would keep that name."""
     arm, declared = cfg.hydra.runtime.choices.get("experiment"), sorted(_experiment_keys())
     suspects = [key for key in typed if key in declared or any(name.startswith(f"{key}.") for name in declared)]
     if arm is None or not suspects:
@@ -224,10 +211,7 @@ def _typed_words(overrides: ListConfig) -> list[str]:
 
 
 def _expand_sweep(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
-    """List the overrides of each job of the sweep that Hydra composed as `master`. Raises ConfigError.
-
-    The order is Hydra's: the last key varies fastest.
-    """
+    """List the overrides of each job of the sweep that Hydra composed as `master`, in Hydra's order."""
     if (size := master.hydra.sweeper.get("max_batch_size")) is not None:
         raise ConfigError(f"hydra.sweeper.max_batch_size={size} does nothing here. Type jobs={size}.")
     if (name := master.hydra.runtime.choices["hydra/sweeper"]) != "basic":
@@ -273,20 +257,11 @@ def _refuse_equal_jobs(jobs: list[Job]) -> None:
 
 
 def job_config(cfg: DictConfig, typed: Mapping[str, str]) -> RunConfig:
-    """Build the RunConfig of a job from `cfg`, which Hydra composed; set implied values; check it. Raises ConfigError.
-
-    Implied are the model's name, absolute paths, hashes, micro-batch size, and a checkpoint's rounding rules. `typed`
-    maps each typed key to its value; only untyped names, sizes and rules are replaced.
-    """
-    nodes = {str(key): cfg[key] for key in cfg if key != "hydra"}
+    """Build and check the RunConfig of a job from `cfg`, which Hydra composed, with implied values."""
     values = {
-        key: OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-        for key, node in nodes.items()
-    }
-    config = build_config(values)
-    intent.name_model(config, typed)
-    config = with_absolute_paths(config)
-    intent.fit_micro_batch(config, typed)
-    intent.take_rounding_of_checkpoint(config, typed)
+        str(key): OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        for key in cfg if key != "hydra" for node in [cfg[key]]
+    }  # fmt: skip
+    config = intent.with_implied_values(build_config(values), typed)
     validate(config)
     return config

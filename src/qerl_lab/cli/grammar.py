@@ -44,10 +44,9 @@ class Command(Generic[Options]):
     alone: bool = False  # runs in one process: each of several would repeat the whole work
 
     def run(self, arguments: list[str]) -> int:
-        """Run the command on its command-line arguments, or print its help if asked; return exit code 0.
+        """Run the command, or print its help if asked or if a required option is missing; return exit code 0.
 
-        Also prints the help if no argument is given although an option is required. Raises ConfigError for wrong
-        arguments, and the errors of `work`.
+        Raises ConfigError for wrong arguments, and the errors of `work`.
         """
         if set(HELP) & set(arguments) or (self.required and not arguments):
             print(command_help(self))
@@ -58,10 +57,7 @@ class Command(Generic[Options]):
         return OK
 
     def read(self, arguments: Sequence[str]) -> Options:
-        """Parse command-line arguments (`key=value`) into the command's options.
-
-        Raises ConfigError, also if a required option is missing.
-        """
+        """Parse command-line arguments (`key=value`) into the command's options. Raises ConfigError."""
         options = parse_options(self.options, arguments, self.bare)
         for name in self.required:
             if not any(getattr(options, each) for each in name.split("|")):
@@ -72,10 +68,7 @@ class Command(Generic[Options]):
 
 
 def run_subcommand(commands: Mapping[str, Command[Any]], arguments: list[str]) -> int:
-    """Run the subcommand that the first argument names, or list the subcommands; return the exit code.
-
-    `commands` maps each name to its command. Raises ConfigError for an unknown name.
-    """
+    """Run the subcommand that the first argument names, or list the subcommands; return the exit code."""
     name, *rest = arguments or HELP
     if name in HELP:
         width = max(len(command.usage) for command in commands.values()) + 2
@@ -89,18 +82,15 @@ def run_subcommand(commands: Mapping[str, Command[Any]], arguments: list[str]) -
 
 
 def main_of(commands: Mapping[str, Command[Any]]) -> Main:
-    """Build the function `main(arguments)` of a module with these subcommands.
-
-    It runs one, prints an error instead of raising it, and returns the exit code (see `exits.command`).
-    """
+    """Build the `main` of a module with these subcommands (see `exits.command`)."""
     return command(partial(run_subcommand, commands))
 
 
 def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "") -> Options:
     """Parse command-line arguments (`key=value`) into the flat dataclass `kind`. Raises ConfigError.
 
-    Values are written as in Hydra's grammar, but a text needs no quotes. Arguments without a key are values of the
-    option named `bare`: paths from the shell.
+    Values are written as in Hydra's grammar, but a text needs no quotes. Arguments without a key, such as paths from
+    the shell, are values of the option `bare`.
     """
     types, defaults = get_type_hints(kind), kind()
     given: dict[str, Any] = {}
@@ -135,10 +125,7 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
 
 
 def _parse_value(key: str, kind: Any, text: str, default: Any) -> Any:
-    """Parse the text of a key's value as type `kind`; `a,b` is the list `[a,b]`.
-
-    Raises ConfigError for another type; the message may suggest `default`.
-    """
+    """Parse a value as type `kind`; `a,b` is the list `[a,b]`. Raises ConfigError, which may suggest `default`."""
     if get_origin(kind) is list:
         inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         quote = '"' if '"' in inner else "'"
@@ -152,10 +139,6 @@ def _parse_value(key: str, kind: Any, text: str, default: Any) -> Any:
 
 
 def _parse_scalar(text: str, kind: Any) -> Any:
-    """Parse a text as null, a truth value or a number; any other text stays as it is.
-
-    If `kind` is text, only null is parsed, and quotes are removed.
-    """
     if kind in TEXT:
         return None if text == "null" else unquoted(text)
     for number in (float,) if kind in (float, float | None) else (int, float):
@@ -167,10 +150,7 @@ def _parse_scalar(text: str, kind: Any) -> Any:
 
 
 def unknown_flag_error(argument: str, keys: Mapping[str, str], flags: Sequence[str]) -> ConfigError:
-    """Return the error for an argument with dashes that is no flag, with a hint.
-
-    `keys` maps each key to what to type for it, such as `seed=VALUE`; `flags` lists the flags that exist.
-    """
+    """Return the error for an argument that is none of the `flags`; `keys` maps each key to what to type for it."""
     key, sign, _ = argument.lstrip("-").replace("-", "_").partition("=")
     close = did_you_mean(key, list(keys)) if sign else did_you_mean(argument, list(flags))
     hint = f" Type {keys[key]}." if key in keys else close or " Type --help for what may be typed."
@@ -202,7 +182,7 @@ def refuse_repeated_keys(pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def command_help(command: Command[Any]) -> str:
-    """Format the `--help` text of a command: examples, then every key with its default and meaning."""
+    """Format the `--help` text of a command."""
     options = leaves(command.options())
     lines = [command.about, "", f"  {command.usage}{' KEY=VALUE ...' if options else ''}"]
     lines += ["", "Examples:"] if command.examples else []
@@ -223,10 +203,7 @@ def format_key_entry(name: str, field: Any, default: Any, width: int) -> list[st
 
 
 def format_entry(name: str, text: str, width: int) -> list[str]:
-    """Format one entry of a `--help` text as lines: `name` padded to `width` columns, then `text` wrapped beside it.
-
-    A name of `width` characters or more gets its own line. The text wraps at column WIDTH.
-    """
+    """Format one entry of a `--help` text as lines: `name` in `width` columns, then `text`, wrapped at WIDTH."""
     lines = textwrap.wrap(text, WIDTH - width - 2, break_on_hyphens=False) or [""]
     head = [f"  {name}"] if len(name) >= width else [f"  {name:<{width}}{lines.pop(0)}"]
     return head + [" " * (width + 2) + line for line in lines]

@@ -1,7 +1,7 @@
 """Check the overrides (`key=value`) that a user typed, set implied values, add notes. Imports no torch.
 
-The schema and its rules check values from any source. A typed key must moreover have an effect: the schema holds every
-key for every run, since a scale may set keys that its run ignores, but a user who types an ignored key is misled.
+The schema holds every key for every run, and a scale may set keys that its run ignores. A user who types an ignored key
+is misled, so a typed key must have an effect.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import yaml
 
-from qerl_lab.config.arm import OF_SWEEPS, OF_VLLM_HERE, values_of
+from qerl_lab.config.arm import ENGINE_KEYS, OF_SWEEPS, values_of
 from qerl_lab.config.conf_folder import group_folder
 from qerl_lab.config.keys import is_met, spell_value
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.config.rules import largest_divisor
 from qerl_lab.config.schema import POCKET, FormatConfig, RunConfig
 from qerl_lab.config.task import TaskConfig
@@ -32,7 +33,6 @@ class Variant(NamedTuple):
     arm: str = ""  # what to type instead of the remedy in a run that names its experiment
 
     def has_key(self, key: str) -> bool:
-        """Tell whether `keys` lists this dotted key, by its full name or by a prefix that ends with a dot."""
         return any(key == name or (name[-1] == "." and key.startswith(name)) for name in self.keys.split())
 
 
@@ -51,10 +51,9 @@ VARIANTS = (
     *(Variant(f"task.{name}.", f"task.name={name}", f"task={name}")
       for name, group in vars(TaskConfig()).items() if is_dataclass(group) and name != "columns"),
     Variant("task.path task.columns.", "task.name!=arithmetic", "task=gsm8k"),
-    Variant("rollout.vllm.", "rollout.engine=vllm|vllm_server", "rollout=vllm"),
-    Variant(" ".join(OF_VLLM_HERE), "rollout.engine=vllm", "rollout=vllm"),
+    *(Variant(key, f"rollout.engine={'|'.join(engines)}", f"rollout={engines[0]}")
+      for key, engines in ENGINE_KEYS.items()),
     Variant("lora. rollout.vllm.lora", "lora.rank!=0", "lora=rank32"),
-    Variant("rollout.vllm_server.", "rollout.engine=vllm_server", "rollout=vllm_server"),
     Variant("rollout.importance_clip_max", "rollout.importance_correction!=off|in_ratio",
             "rollout.importance_correction=token_truncate"),
     Variant("jobs_per_gpu", "jobs!=1", "jobs=2"),
@@ -73,46 +72,30 @@ def overrides_by_key(overrides: Sequence[str]) -> dict[str, str]:
     return {key.lstrip("+"): value for key, _, value in (line.partition("=") for line in overrides)}
 
 
-def fit_micro_batch(cfg: RunConfig, typed: Mapping[str, str]) -> None:
-    """Lower optim.micro_batch_size, unless typed, to a divisor of the completions per update and GPU. In place.
+def with_implied_values(cfg: RunConfig, typed: Collection[str]) -> RunConfig:
+    """Return the configuration with the values that others imply, unless these keys are `typed`.
 
-    Changes nothing if these completions cannot be split into updates, which `rules.validate` refuses.
-    """
-    per_update, rest = divmod(cfg.completions_per_gpu, cfg.algorithm.updates_per_rollout)
-    if "optim.micro_batch_size" not in typed and rest == 0 and per_update:
-        cfg.optim.micro_batch_size = largest_divisor(per_update, cfg.optim.micro_batch_size)
-
-
-def name_model(cfg: RunConfig, typed: Mapping[str, str]) -> None:
-    """Set model.name to the last part of model.path if it still names an option of conf/model with another path.
-
-    In place. A typed name stays.
+    Implied are absolute paths and hashes, the model's name, a micro-batch size that divides an update, and the rounding
+    rules that a quantized checkpoint records. Raises ConfigError for a missing file.
     """
     option = group_folder("model") / f"{cfg.model.name}.yaml"
-    if "model.name" in typed or not option.is_file():
-        return
-    usual = yaml.safe_load(option.read_text(encoding="utf-8")) or {}
-    if cfg.model.path != usual.get("path", POCKET):
-        cfg.model.name = Path(cfg.model.path).absolute().name.removesuffix(".gguf")
-
-
-def take_rounding_of_checkpoint(cfg: RunConfig, typed: Mapping[str, str]) -> None:
-    """Set the format's rounding rules to those recorded in the quantized checkpoint at model.path. In place.
-
-    Leaves a typed rule, or one that is not the default. Does nothing if the checkpoint has another format.
-    """
+    if "model.name" not in typed and option.is_file():
+        usual = yaml.safe_load(option.read_text(encoding="utf-8")) or {}
+        if cfg.model.path != usual.get("path", POCKET):  # an option of conf/model with another path
+            cfg.model.name = Path(cfg.model.path).absolute().name.removesuffix(".gguf")
+    cfg = with_absolute_paths(cfg)
+    per_update, rest = divmod(cfg.completions_per_gpu, cfg.algorithm.updates_per_rollout)
+    if "optim.micro_batch_size" not in typed and rest == 0 and per_update:  # else `rules.validate` refuses
+        cfg.optim.micro_batch_size = largest_divisor(per_update, cfg.optim.micro_batch_size)
     name, rules = on_disk.noted_rounding(Path(cfg.model.path)) if cfg.model.path != POCKET else ("", {})
     for key, value in rules.items() if name == cfg.format.name else ():
         if getattr(cfg.format, key) == getattr(FormatConfig(), key) and f"format.{key}" not in typed:
             setattr(cfg.format, key, value)
+    return cfg
 
 
 def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
-    """Raise ConfigError for a typed override that this job cannot have, whatever the sweep's other jobs are.
-
-    Refuses keys that the lab sets, task.name or algorithm.name instead of the group, a model of one's own with the
-    scale of the embedded policy, and more noise stages or probe prompts than fit.
-    """
+    """Raise ConfigError for a typed override that this job cannot have, whatever the sweep's other jobs are."""
     for key in ("differs_in", "extended"):
         if key in typed:
             raise ConfigError(f"{key} is set by the lab, not by the command. Leave {key} out.")
@@ -151,10 +134,7 @@ def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
 
 
 def inert_keys(cfg: RunConfig) -> dict[str, Variant]:
-    """Map each key without effect in this configuration to its `Variant`, which tells when it has one.
-
-    With task.module no task key is included: the user's file may read any of them.
-    """
+    """Map each key without effect in this configuration to its `Variant`; with task.module a task key may have one."""
     values = values_of(cfg)
     found = {
         key: variant
@@ -168,10 +148,9 @@ def inert_keys(cfg: RunConfig) -> dict[str, Variant]:
 
 
 def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
-    """Raise ConfigError for an override that has no effect in any job that has it.
+    """Raise ConfigError for an override without effect in all `jobs`, pairs of configuration and overrides by key.
 
-    `jobs` pairs each configuration with its overrides, as a dict from key to value. An override that differs between
-    jobs must act in each: else two jobs would be the same run under two names.
+    An override that differs between jobs must act in each: else two jobs would be the same run under two names.
     """
     inert = [inert_keys(cfg) for cfg, _ in jobs]
     for number, (cfg, words) in enumerate(jobs):
@@ -189,10 +168,7 @@ def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) 
 
 
 def notes_before_start(cfg: RunConfig, micro_batch_size: int, typed: Collection[str]) -> list[str]:
-    """Return notes to print before a job starts: fitted values, skipped noise stages, overrides of little effect.
-
-    `micro_batch_size` is the value before `fit_micro_batch`; `typed` are the keys that the user typed.
-    """
+    """Return notes to print before a job starts: a value fitted from `micro_batch_size`, overrides of little effect."""
     said = []
     if cfg.updates_per_step == 1 and (clips := [key for key in CLIPS if key in typed]):
         said.append(

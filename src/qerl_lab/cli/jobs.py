@@ -26,17 +26,16 @@ def continue_sweep(plan: Plan) -> Plan:
     """Find an earlier sweep of the same jobs; return the plan with its run directories, to continue the runs there.
 
     Looks in a typed hydra.sweep.dir, else in all directories beside the planned one, newest first. Jobs are the same if
-    directory name, arm, seed, gpus and question files agree. If none is found, or with rerun=true, returns the plan
-    unchanged. Raises ConfigError if another run has a job's directory.
+    directory name, arm, seed, gpus and question files agree. A single run, or a sweep with rerun=true, is always new.
+    Raises ConfigError if another run has a job's directory.
     """
-    if not plan.multirun:
-        return plan
-    is_new = plan.jobs[0].config.rerun
+    is_new = not plan.multirun or plan.jobs[0].config.rerun
     if not plan.directory_given:
         for directory in () if is_new else sorted(plan.directory.parent.glob("*"), reverse=True):
             jobs = [replace(job, begun=True) for job in _move_jobs(plan, directory)]
             if all(map(_has_same_run, jobs)):
                 return replace(plan, jobs=jobs, directory=directory, directory_given=True)
+    if not plan.directory_given or not plan.multirun:
         return plan
     jobs = []
     for job in plan.jobs:
@@ -49,7 +48,7 @@ def continue_sweep(plan: Plan) -> Plan:
 
 
 def _move_jobs(plan: Plan, directory: Path) -> list[Job]:
-    """Return the plan's jobs with the run directories that they would have in the sweep directory `directory`."""
+    """Return the plan's jobs with their run directories in another sweep directory."""
     return [replace(job, run_dir=directory / job.run_dir.relative_to(plan.directory)) for job in plan.jobs]
 
 
@@ -78,25 +77,16 @@ def _has_same_questions(run: RunDirectory, config: RunConfig) -> bool:
 
 
 def sweep_name(directory: Path) -> str:
-    """Return a sweep's name, which the records of its runs hold: the last two parts of its directory, as `a/b`."""
+    """Return a sweep's name in the records of its runs: the last two parts of its directory."""
     return f"{directory.parent.name}/{directory.name}"
 
 
 def plan_of_sweep(directory: Path) -> Plan | None:
-    """Return the plan of an existing sweep, read from its directory; None if the directory has no sweep.
-
-    Raises ConfigError if a run's record is damaged.
-    """
+    """Read the plan of an existing sweep from its directory; None if the directory has no sweep."""
     if not (directory / LOCK).exists():
         return None
-    run_dirs = [path.parent for path in directory.rglob("resolved.yaml")]
-    return read_plan(directory, sorted(run_dirs, key=lambda path: by_numbers(str(path))))
-
-
-def read_plan(directory: Path, run_dirs: list[Path]) -> Plan:
-    """Build the plan of the sweep in `directory`, with a job read from each of `run_dirs`. Raises ConfigError."""
-    jobs = []
-    for number, path in enumerate(run_dirs):
+    jobs, run_dirs = list[Job](), [path.parent for path in directory.rglob("resolved.yaml")]
+    for number, path in enumerate(sorted(run_dirs, key=lambda path: by_numbers(str(path)))):
         run = RunDirectory(path)
         jobs.append(Job(number, run.overrides(), run.config(), path, begun=run.status != "not run"))
     return Plan(jobs, directory, True, True)
@@ -106,7 +96,7 @@ def claim_directories(plan: Plan, command: str) -> Plan:
     """Create the run directories that do not exist yet; return the plan with the final paths.
 
     If the planned directory was not typed and exists, takes the next free name (NAME-2). Each new directory records
-    `command`, the typed line. Raises ConfigError if a directory is in use or cannot be created.
+    `command`. Raises ConfigError if a directory is in use or cannot be created.
     """
     made = first_missing(plan.directory)
     directory = plan.directory if plan.directory_given else reserve_directory(plan.directory)
@@ -122,10 +112,9 @@ def claim_directories(plan: Plan, command: str) -> Plan:
 
 
 def extend_run(run: RunDirectory, steps: int) -> None:
-    """Record that a finished run shall continue up to step `steps`. The run itself adapts its schedules.
+    """Record that a finished run shall continue up to step `steps`; the run itself adapts its schedules.
 
-    Raises ConfigError unless the run is finished, has fewer steps, kept the checkpoint of its last step, and could
-    resume on this machine with the same questions.
+    Raises ConfigError unless it has fewer steps, kept its last checkpoint, and could resume here with its questions.
     """
     was = run.config()
     if run.status != "done":
@@ -155,10 +144,7 @@ def extend_run(run: RunDirectory, steps: int) -> None:
 
 @contextmanager
 def locked_sweep(directory: Path) -> Iterator[None]:
-    """Context manager: lock a sweep's directory, creating it if missing.
-
-    Raises ConfigError if another command holds the lock.
-    """
+    """Lock a sweep's directory, creating it if missing. Raises ConfigError if another command holds the lock."""
     make_run_directory(directory)
     with open(directory / LOCK, "a", encoding="utf-8") as file:  # opened for writing, because NFS locks no other files
         lock(

@@ -53,14 +53,12 @@ _children: list[subprocess.Popen[bytes]] = []  # the processes of all runs that 
 class SweepJob:
     """A job of a sweep. Can be pickled, and called again by a cluster, on any machine: a begun run resumes.
 
-    The run stops after its step once `stop_file` exists, and at once if that contains `ABORT`. Its output goes to its
-    console.txt.
+    The run stops after its step once `stop_file` exists, and at once if that contains `ABORT`.
     """
 
     run_dir: Path
     typed: Typed  # recorded in a run that resumes
     stop_file: Path
-    label: str  # names the run on the terminal
     variables: Mapping[str, str] = field(default_factory=dict)  # added to the environment of its processes
 
     def __call__(self, gpus: Mapping[str, str] | None = None) -> str:
@@ -74,10 +72,7 @@ class SweepJob:
             return f"error: {redact(str(error))}"
 
     def checkpoint(self) -> Any:
-        """Override submitit's hook near the time limit: stop the run so that it saves; return the job to requeue.
-
-        Waits at most SAVE_SECONDS.
-        """
+        """Override submitit's hook near the time limit: stop the run so that it saves; return the job to requeue."""
         from submitit.helpers import DelayedSubmission
 
         deadline = time.monotonic() + SAVE_SECONDS
@@ -90,7 +85,7 @@ class SweepJob:
 
 
 def failure_message(run: RunDirectory) -> str:
-    """Format the message for a failed run: the reason, and which file has its traceback."""
+    """Format why a run failed, and which file has the traceback."""
     file = run.path / "FAILED"
     more = f"\n{terminal.format_path(file)} has the whole of it" if file.stat().st_size else ""  # empty: a full disk
     return f"failed: {run.reason}{more}"
@@ -101,9 +96,9 @@ def start(
 ) -> int:
     """Start the run in its created directory, or resume it, and wait; return 0 (done), 1 (failed) or 130 (interrupted).
 
-    `typed` is the command to record if the run resumes. `sweep_job` adds its variables and sends output to console.txt.
-    Raises ConfigError if the run cannot use its configuration. If it never began, its directory is deleted, with the
-    empty parents up to `made`.
+    `typed` is the command to record if the run resumes. The output of a `sweep_job` goes to console.txt. Raises
+    ConfigError if the run cannot use its configuration. If it never began, its directory is deleted, with the empty
+    parents up to `made`.
     """
     config = run.config()
     with run.locked() as lock:
@@ -114,12 +109,10 @@ def start(
             run.check()
             with redirect_stderr(io.StringIO()):  # the child prints what it skips
                 run.starting_point(config)
-        typed = run.begin() or typed
+        run.begin(typed)
         threads = {"OMP_NUM_THREADS": str(config.cpu_threads)} if config.cpu_threads > 0 else {}
-        shared = {
-            **CHILD_ENVIRONMENT, **threads, **os.environ, **(sweep_job.variables if sweep_job else {}),
-            **(typed.variables() if typed else {}), terminal.JOB: sweep_job.label if sweep_job else "",
-        }  # fmt: skip
+        added = sweep_job.variables if sweep_job else {}
+        shared = {**CHILD_ENVIRONMENT, **threads, **os.environ, **added}
         try:
             refuse_several_processes(os.environ)  # a job on a cluster has another environment than the command
             environments = [shared | variables for variables in rank_variables(config.gpus)]
@@ -135,7 +128,6 @@ def start(
 
 
 def child_command(run_dir: Path) -> list[str]:
-    """Return the command line that starts a training process of the run."""
     return [sys.executable, "-m", "qerl_lab.train", str(run_dir), str(os.getpid())]
 
 
@@ -144,9 +136,9 @@ def _run_processes(
 ) -> tuple[int, int]:
     """Run one process per environment, in order of rank; return exit status and rank of the first that failed.
 
-    If none failed, the rank is 0. A negative status is a signal number. Every process inherits the open file `lock`. A
-    signal is forwarded as SIGTERM, upon which the processes finish their step and save; the second SIGINT kills them. A
-    terminal also sends SIGINT and SIGHUP to the children, to no effect, so the parent alone counts signals.
+    If none failed, the rank is 0. A negative status is a signal number. Signals are forwarded as SIGTERM, so that the
+    processes finish their step and save; the second SIGINT kills them. A terminal also sends SIGINT and SIGHUP to the
+    children, to no effect, so the parent alone counts signals.
     """
     children: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
@@ -184,11 +176,9 @@ def _run_processes(
 def _wait_for_children(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int:
     """Wait for every process; return the rank of the first that failed, or 0.
 
-    Kills the others GRACE_SECONDS after a failure. Once `stop_file` exists, terminates all, or kills them if it
-    contains ABORT.
+    Kills the others GRACE_SECONDS after a failure. Once `stop_file` exists, terminates or kills all.
     """
     first, deadline = None, math.inf
-    is_single = len(children) == 1 and stop_file is None
     while running := [child for child in children if child.poll() is None]:
         if first is None and (first := _first_failed(children)) is not None:
             deadline = time.monotonic() + GRACE_SECONDS
@@ -198,31 +188,24 @@ def _wait_for_children(children: list[subprocess.Popen[bytes]], stop_file: Path 
             elif stop_file is not None and stop_file.exists():
                 child.terminate()
         with suppress(subprocess.TimeoutExpired):
-            running[0].wait(None if is_single else LOOK_SECONDS)
+            running[0].wait(LOOK_SECONDS)
     first = _first_failed(children) if first is None else first
     return first or 0
 
 
 def _abort_requested(stop_file: Path | None) -> bool:
-    """Tell whether a second Ctrl-C wrote ABORT into the sweep's stop file. False without a stop file."""
     return stop_file is not None and stop_file.exists() and stop_file.read_text(encoding="utf-8") == ABORT
 
 
 def _first_failed(children: list[subprocess.Popen[bytes]]) -> int | None:
-    """Return the rank of the process that probably failed first; None if none failed.
-
-    A process that a signal ended counts as earlier than one with an error status.
-    """
+    """Return the rank of the process that probably failed first, one that a signal ended before one with an error."""
     codes = {rank: child.returncode for rank, child in enumerate(children) if child.returncode}
     return min(codes, key=lambda rank: (codes[rank] > 0, -codes[rank]), default=None)
 
 
 @contextmanager
 def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Context manager: let `handler` receive the signals that stop a run (`exits.stop_signals`).
-
-    Does nothing outside the main thread. Restores the earlier handlers at the end.
-    """
+    """Let `handler` receive the signals that stop a run, in the main thread, until the context ends."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

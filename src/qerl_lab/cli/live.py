@@ -1,7 +1,4 @@
-"""Show the progress of a sweep: on a terminal a table redrawn in place, elsewhere plain lines.
-
-It reads only the records of the runs, so it works wherever they run.
-"""
+"""Show the progress of a sweep, read from the records of its runs: on a terminal a table, elsewhere plain lines."""
 
 import os
 import sys
@@ -29,18 +26,18 @@ class JobProgress:
         self.run, self.is_running = RunDirectory(job.run_dir), False
         self._earlier_sessions = self._count_sessions() if job.begun else -1
         self.step, self.first, self.reward, self.eta = 0, 0, "-", "-"
+        self.said: int | None = None  # last tenth printed
         self.read_progress()
         self.first = self.step
-        self.said: int | None = None  # last tenth printed
 
     def refresh(self) -> None:
-        """Look whether the job is running; if so, update its progress from the run's record."""
+        """Update whether the job is running, and its progress."""
         self.is_running = self.run.status == "interrupted" and self._count_sessions() > self._earlier_sessions
         if self.is_running:
             self.read_progress()
 
     def read_progress(self) -> None:
-        """Update step, reward and estimated time left from the run's record; keep them if the record is damaged."""
+        """Update step, reward and ETA from the run's record; keep them if it is damaged."""
         with suppress(ConfigError):
             lines = [line for line in self.run.metrics() if line["step"] > 0 and "reward/mean" in line["metrics"]]
             if lines:
@@ -50,17 +47,13 @@ class JobProgress:
             self.eta = estimate_time_left(times[-1] - times[0], len(times) - 1, left) if times else "-"
 
     def _count_sessions(self) -> int:
-        """Return how often the run was started or resumed; 0 if its record is damaged or says nothing."""
         with suppress(ConfigError):
             return len(self.run.sessions())
         return 0
 
 
 class SweepProgress:
-    """Show the jobs of a sweep, of which `left` are to run.
-
-    After `stop_file` appears the table continues below the message that announced the stop.
-    """
+    """Show the jobs of a sweep, of which `left` are to run."""
 
     def __init__(self, jobs: list[Job], left: Sequence[Job], stop_file: Path) -> None:
         words = {job.number: " ".join(own) for job, own in zip(jobs, split_overrides(jobs)[1], strict=True)}
@@ -71,10 +64,7 @@ class SweepProgress:
         self._drawn, self._looked = 0, -REDRAW_SECONDS
 
     def update(self) -> None:
-        """Show the progress of running jobs, at most once in REDRAW_SECONDS.
-
-        Redraws the table on a terminal; elsewhere prints a line at a job's start and at each tenth of it.
-        """
+        """Redraw the table, or without a terminal print a line at a job's start and at each tenth of it."""
         if time.monotonic() < self._looked + REDRAW_SECONDS:
             return
         self._looked = time.monotonic()
@@ -85,7 +75,7 @@ class SweepProgress:
             rows = [[str(s.number), f"{s.step}/{s.steps}", s.reward, s.eta, s.words] for s in running]
             self._draw_table([*(columns([HEAD, *rows]).splitlines() if rows else []), self._summary()])
             return
-        for seen in running:  # a line at the start of a job, and at each tenth of it
+        for seen in running:
             tenth = seen.step * LINES // seen.steps
             if tenth != seen.said:
                 seen.said = tenth
@@ -93,10 +83,7 @@ class SweepProgress:
                 print(f"job {seen.number}: {said if tenth else f'running, {seen.words}'}", file=sys.stderr, flush=True)
 
     def end_job(self, job: Job, message: str) -> None:
-        """Take an ended job out of the table; print its status, then `message`, which says why it failed or is empty.
-
-        Prints nothing for a job that never began, unless there is a message.
-        """
+        """Take an ended job out of the table; print its status, then `message`, if any, which says why it failed."""
         seen = self._left.pop(job.number)
         seen.read_progress()
         status = seen.run.status
@@ -109,7 +96,6 @@ class SweepProgress:
         print("\n".join(filter(None, (line, message))), file=sys.stderr, flush=True)
 
     def is_running(self, job: Job) -> bool:
-        """Tell whether a process was working on the job at the last update."""
         return self._left[job.number].is_running
 
     def close(self) -> None:
@@ -129,10 +115,7 @@ class SweepProgress:
         return ", ".join(parts)
 
     def _draw_table(self, table: list[str]) -> None:
-        """Draw lines of text over the previous ones on the terminal; drop from the top those that do not fit.
-
-        Does nothing without a terminal.
-        """
+        """Draw lines over the previous ones on a terminal, below the message of a stop; drop those that do not fit."""
         if not sys.stderr.isatty():
             return
         if not self._is_stopped and self._stop_file.exists():

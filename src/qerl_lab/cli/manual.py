@@ -11,7 +11,7 @@ import yaml
 
 from qerl_lab.cli.compose import Job, Plan, make_plan
 from qerl_lab.cli.grammar import format_entry, format_key_entry
-from qerl_lab.cli.overrides import groups
+from qerl_lab.cli.overrides import GROUPS
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
 from qerl_lab.config.spelling import resume_override, shell_override
@@ -19,20 +19,6 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system.terminal import by_numbers, columns, format_path, python_command
 
 ABOUT = "qerl-lab: reinforcement learning of language models on 4-bit weights (QeRL, arXiv 2510.11696)"
-GROUPS = {
-    "experiment": "one arm of a comparison (+experiment=NAME)",
-    "scale": "what it runs on and at what size; a group or key that you type wins over it",
-    "model": "the policy",
-    "format": "weight format of its frozen base",
-    "lora": "rank of the adapters that learn; full: all weights do",
-    "aqn": "adaptive quantization noise: how sigma falls over the run",
-    "algorithm": "advantages and loss",
-    "task": "questions and rewards",
-    "rollout": "what turns prompts into completions",
-    "optim": "the optimizer",
-    "tracking": "where the metrics go",
-    "sweeps": "a grid of runs, as a file of sweeps/ (+sweeps=NAME)",
-}
 EXAMPLES = (
     ("python -m qerl_lab +experiment=nvfp4_aqn", "the main job: two CPU cores, two to four minutes"),
     ("python -m qerl_lab +experiment=nvfp4_aqn scale=paper_gsm8k_7b", "the paper's run on GSM8K"),
@@ -57,7 +43,7 @@ FLAGS = (
 
 
 def overview() -> str:
-    """Format the text that `python -m qerl_lab` prints without arguments: the experiments and what to type."""
+    """Format what `python -m qerl_lab` prints without arguments: the experiments and what to type."""
     return "\n".join([
         ABOUT, "", "Experiments:", *_format_options("experiment"), "",
         f"Run one: {EXAMPLES[0][0]}",
@@ -73,8 +59,8 @@ def help_text() -> str:
         lines += [f"  {command}", f"      {meaning}"]
     lines += ["", "Groups and their options (* is the default):"]
     defaults = default_option_by_group()
-    for group in sorted(groups(), key=list(GROUPS).index):
-        lines += ["", f"{group}: {GROUPS[group]}", *_format_options(group, defaults.get(group))]
+    for group, about in GROUPS.items():
+        lines += ["", f"{group}: {about}", *_format_options(group, defaults.get(group))]
     lines += ["", "Keys and their values in the default run (a scale or an option may set others; see --cfg job):"]
     section, (usual,) = None, make_plan([], multirun=False).jobs
     for name, field, value in leaves(usual.config):
@@ -110,17 +96,14 @@ def dry_run_table(plan: Plan) -> str:
     """Format the table of a dry run: the jobs of a command, one per line, with the overrides in which they differ."""
     rows, own = [], split_overrides(plan.jobs)[1] if plan.multirun else [[]]
     for job, words in zip(plan.jobs, own, strict=True):
-        cfg = job.config
-        row = {
+        cfg, in_columns = job.config, ("experiment", "seed", "dry_run")
+        rows.append({
             "job": job.number, "experiment": cfg.experiment, "scale": cfg.scale, "model": cfg.model.name,
             "format": cfg.format.name, "aqn": cfg.aqn.schedule, "algorithm": cfg.algorithm.name, "rank": cfg.lora.rank,
             "seed": cfg.seed, "steps": cfg.steps, "batch": cfg.completions_per_step,
-        }  # fmt: skip
-        row["overrides"] = " ".join(
-            word for word in words if word.lstrip("+").partition("=")[0] not in ("experiment", "seed", "dry_run")
-        )
-        row["run directory"] = job.run_dir.relative_to(plan.directory) if plan.multirun else format_path(job.run_dir)
-        rows.append(row)
+            "overrides": " ".join(word for word in words if word.lstrip("+").partition("=")[0] not in in_columns),
+            "run directory": job.run_dir.relative_to(plan.directory) if plan.multirun else format_path(job.run_dir),
+        })  # fmt: skip
     shown = [name for name in rows[0] if name != "overrides" or any(row[name] for row in rows)]
     table = columns([shown, *([str(row[name]) for name in shown] for row in rows)])
     place = f"in {format_path(plan.directory)}" if plan.multirun else "as above"
@@ -131,7 +114,7 @@ def dry_run_table(plan: Plan) -> str:
 
 
 def opening_lines(plan: Plan) -> str:
-    """Format the first lines that a command prints: its run's or sweep's directory, jobs done already, and notes."""
+    """Format the first lines that a command prints."""
     what = f"{count_jobs(plan.jobs)} in" if plan.multirun else "run directory:"
     begun = [RunDirectory(job.run_dir).status for job in plan.jobs if job.begun]
     earlier = f"{begun.count('done')} are done already, {len(begun) - begun.count('done')} go on (rerun=true: all anew)"
@@ -139,7 +122,7 @@ def opening_lines(plan: Plan) -> str:
 
 
 def format_notes(jobs: list[Job]) -> list[str]:
-    """Format each note of the jobs once, with the numbers of the jobs that have it unless all have."""
+    """Format each note once, with the numbers of the jobs that have it unless all have."""
     about: dict[str, list[int]] = {}
     for job in jobs:
         for note in job.notes:
@@ -151,7 +134,6 @@ def format_notes(jobs: list[Job]) -> list[str]:
 
 
 def count_jobs(jobs: list[Job]) -> str:
-    """Format the number of jobs: `1 job`, `2 jobs`."""
     return f"{len(jobs)} {'job' if len(jobs) == 1 else 'jobs'}"
 
 
@@ -181,7 +163,7 @@ def sweep_table(plan: Plan) -> str:
 
 
 def interrupted_message(run: RunDirectory) -> str:
-    """Format the message for an interrupted run: the steps saved, and the command that resumes it."""
+    """Format how many steps of an interrupted run are saved, and the command that resumes it."""
     saved, resume = f"{run.last_saved()} of {run.config().steps}", resume_override(format_path(run.path))
     return f"interrupted; {saved} steps are saved. Continue with\n  {python_command()} -m qerl_lab {resume}"
 

@@ -13,7 +13,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli.grammar import refuse_repeated_keys, unreadable_override_error
-from qerl_lab.config.conf_folder import choices_of, package_data
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import TEXT, check_type, describe_type, spell_value, type_of_key, types_by_key
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
@@ -23,11 +23,20 @@ OTHER_LAUNCHERS = "jobs=N runs several at once, launcher=slurm and launcher=ray 
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
 SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'")  # Hydra's message without -m
 APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/config.yaml
-
-
-def groups() -> list[str]:
-    """List the names of all configuration groups: the folders of conf/, and sweeps."""
-    return [*sorted(path.name for path in package_data("conf").iterdir() if path.is_dir()), "sweeps"]
+GROUPS = {  # the folders of conf/, and sweeps
+    "experiment": "one arm of a comparison (+experiment=NAME)",
+    "scale": "what it runs on and at what size; a group or key that you type wins over it",
+    "model": "the policy",
+    "format": "weight format of its frozen base",
+    "lora": "rank of the adapters that learn; full: all weights do",
+    "aqn": "adaptive quantization noise: how sigma falls over the run",
+    "algorithm": "advantages and loss",
+    "task": "questions and rewards",
+    "rollout": "what turns prompts into completions",
+    "optim": "the optimizer",
+    "tracking": "where the metrics go",
+    "sweeps": "a grid of runs, as a file of sweeps/ (+sweeps=NAME)",
+}
 
 
 def spell_for_hydra(override: str) -> str:
@@ -43,7 +52,7 @@ def spell_for_hydra(override: str) -> str:
         return override if value.isdecimal() else quote_text(override.partition("=")[0], value)
     if key == "slurm" and value[:1] not in ("'", '"'):
         return f"{key}={quoted(value)}"
-    if types_by_key().get(key) in TEXT and key not in groups():
+    if types_by_key().get(key) in TEXT and key not in GROUPS:
         return quote_text(key, value)
     return f"{'+' if key in APPENDED else ''}{key}={value}"
 
@@ -81,7 +90,7 @@ def _check_override(override: Override) -> None:
         raise ConfigError(f"{line} gives the jobs another order each time. Leave shuffle() out.")
     if override.is_sweep_override() and not override.is_discrete_sweep():
         raise ConfigError(f"{line} is not a list of jobs. Type {name}=a,b or {name}=range(1,4).")
-    if name in groups():
+    if name in GROUPS:
         if isinstance(value, list | dict) or value is None:  # Hydra would accept them
             raise unknown_option_error(name, value, choices_of(name))
         return
@@ -136,7 +145,7 @@ def explain(error: Exception) -> str:
             return str(error)
         case ConfigCompositionException() if found := SEVERAL.match(str(error)):
             name, _, value = found[1].lstrip("+").partition("=")
-            is_text = types_by_key().get(name) in TEXT and name not in groups()
+            is_text = types_by_key().get(name) in TEXT and name not in GROUPS
             one = f", or {shell_override(name, value)} if the comma is part of it" if is_text else ""
             return (
                 f"{name}={value} is several values, and this command runs one job. Type -m to run a job for each{one}."
@@ -146,10 +155,10 @@ def explain(error: Exception) -> str:
         case OverrideParseException() if module := _module_of_command(error.override):
             return f"{error.override} is a command of its own. Type python -m {module}."
         case OverrideParseException():
-            return str(unreadable_override_error(error.override, dict(types_by_key()) | dict.fromkeys(groups())))
+            return str(unreadable_override_error(error.override, dict(types_by_key()) | dict.fromkeys(GROUPS)))
         case MissingConfigException() if error.missing_cfg_file and error.options:
             file = str(error.missing_cfg_file)  # an option that is a path has slashes of its own
-            group = next((name for name in groups() if file.startswith(f"{name}/")), file.rpartition("/")[0])
+            group = next((name for name in GROUPS if file.startswith(f"{name}/")), file.rpartition("/")[0])
             option = file.removeprefix(f"{group}/")
             said = str(unknown_option_error(group, option, list(error.options)))
             return f"{said} {OTHER_LAUNCHERS}" if group == "hydra/launcher" else said

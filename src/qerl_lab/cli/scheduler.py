@@ -1,8 +1,4 @@
-"""Run the jobs of a sweep: on this machine's cores and shares of its GPUs, on Slurm, or on Ray.
-
-Every job already has its directory with its configuration. A job on another machine gets only that directory, so every
-machine must see it at the same path.
-"""
+"""Run the jobs of a sweep: on this machine's cores and shares of its GPUs, on Slurm, or on Ray."""
 
 import itertools
 import signal
@@ -46,9 +42,8 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
     left = [job for job in plan.jobs if RunDirectory(job.run_dir).status != "done"]
     sweep_jobs, configs = list[SweepJob](), [job.config for job in left]
     for job in left:
-        label = f"job {job.number} ({job.number + 1} of {len(plan.jobs)})"
         typed = Typed(command, job.overrides, sweep)
-        sweep_jobs.append(SweepJob(job.run_dir, typed, stop_file, label, variables or {}))
+        sweep_jobs.append(SweepJob(job.run_dir, typed, stop_file, variables or {}))
     with jobs.locked_sweep(plan.directory), suppress(KeyboardInterrupt):  # of the second Ctrl-C
         stop_file.unlink(missing_ok=True)  # under the lock: the stop file of another command stays
         if not left:
@@ -68,10 +63,7 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
 
 
 def _show_until_done(waiting: dict[Any, Job], shown: SweepProgress, stop_file: Path) -> None:
-    """Show the jobs' progress until all have ended. Once `stop_file` exists, cancel the jobs that have not begun.
-
-    `waiting` maps the future of each job, or submitit's job, to the job. It is empty at the end.
-    """
+    """Show the progress of the jobs, `waiting` by future, until all have ended; after a stop cancel those not begun."""
     while waiting:
         shown.update()
         for outcome, job in list(waiting.items()):
@@ -90,7 +82,7 @@ def _show_until_done(waiting: dict[Any, Job], shown: SweepProgress, stop_file: P
 
 @contextmanager
 def _stop_at_signals(stop_file: Path) -> Iterator[None]:
-    """Context manager: on a signal create `stop_file`, upon which running jobs save and no other starts.
+    """On a signal create `stop_file`, upon which running jobs save and no other starts.
 
     A second SIGINT writes ABORT into it, upon which running jobs are killed, and raises KeyboardInterrupt.
     """
@@ -125,10 +117,7 @@ def finish(plan: Plan) -> int:
 
 
 class GpuPool:
-    """The GPUs of this machine, each for up to `share` jobs at once. Names are written as in CUDA_VISIBLE_DEVICES.
-
-    A job shares a GPU only if no other is free.
-    """
+    """The GPUs of this machine, each for up to `share` jobs at once; a job shares a GPU only if no other is free."""
 
     def __init__(self, names: Sequence[str], share: int) -> None:
         self._free: PriorityQueue[tuple[int, str]] = PriorityQueue()  # the first place on each GPU, then the second
@@ -138,7 +127,7 @@ class GpuPool:
 
     @contextmanager
     def take(self, count: int) -> Iterator[list[str]]:
-        """Context manager: wait until `count` GPUs have room, hold them, and yield their names."""
+        """Wait until `count` GPUs have room, hold them, and yield their names for CUDA_VISIBLE_DEVICES."""
         with self._one_takes:
             taken = [self._free.get() for _ in range(count)]
         try:
@@ -149,10 +138,7 @@ class GpuPool:
 
 
 def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
-    """Return the pool of this machine's GPUs for these jobs; None if they run on the CPU or one at a time.
-
-    Raises ConfigError if the GPUs cannot be listed.
-    """
+    """Return the pool of this machine's GPUs for these jobs; None if they run on the CPU or one at a time."""
     if configs[0].jobs == 1 or all(cfg.device == "cpu" for cfg in configs) or not machine.has_gpu():
         return None
     names = machine.visible_gpus()
@@ -163,10 +149,10 @@ def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
 
 @contextmanager
 def run_locally(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) -> Iterator[list[Future[str]]]:
-    """Context manager: run the jobs on this machine, `configs[0].jobs` at once; yield their futures, in order.
+    """Run the jobs on this machine, `configs[0].jobs` at once; yield their futures, which return as `SweepJob` does.
 
-    A future returns why its job was refused or failed, or "". If several run at once, a job waits until `cfg.gpus` GPUs
-    have room and sees only those, unless it runs on the CPU. Leaving the context waits for all jobs.
+    If several run at once, a job waits until `cfg.gpus` GPUs have room and sees only those, unless it runs on the CPU.
+    Leaving the context waits for all jobs.
     """
     cards = gpu_pool_of(configs)
 

@@ -24,8 +24,8 @@ from qerl_lab.cli.compose import VERSION_BASE, register_schema
 from qerl_lab.cli.grammar import refuse_repeated_keys, unknown_flag_error
 from qerl_lab.cli.intent import overrides_by_key
 from qerl_lab.cli.overrides import (
+    GROUPS,
     as_config_errors,
-    groups,
     parse_overrides,
     spell_for_hydra,
     without_hydra_overrides,
@@ -58,10 +58,9 @@ NO_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--experimental-reru
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")
 def run(cfg: DictConfig) -> int:
-    """Start the run that Hydra composed as `cfg`, and wait. Hydra calls this once per run.
+    """Start the run that Hydra composed as `cfg`, and wait; exit with its exit code, or return that of a sweep's job.
 
-    A single run exits the process with its exit code. A job of a sweep returns it; sweeps of hydra/launcher=lab do not
-    come here.
+    Jobs of hydra/launcher=lab do not come here.
     """
     hydra_config = HydraConfig.get()
     if hydra_config.mode != RunMode.MULTIRUN:
@@ -168,10 +167,10 @@ def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[s
 
 def _hints_by_name() -> dict[str, str]:
     """Map names that people type with dashes by mistake, such as `lr`, to what to type instead."""
-    keys = types_by_key()
-    targets = {name.rpartition(".")[2]: name for name in reversed(list(keys))} | dict(FOREIGN_NAMES)
+    names = [*types_by_key(), *GROUPS]
+    targets = {name.rpartition(".")[2]: name for name in reversed(names)}
+    targets |= dict(FOREIGN_NAMES) | {name: name for name in names}
     hints = {name: what_to_type(target) for name, target in targets.items()}
-    hints |= {name: what_to_type(name) for name in [*keys, *groups()]}
     return hints | {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
 
 

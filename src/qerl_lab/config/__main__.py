@@ -1,6 +1,5 @@
 """`python -m qerl_lab.config tables`: print every group, option and key as Markdown for docs/configuration.md."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ with exits.starting(__name__):
     import yaml
 
     from qerl_lab.cli.grammar import Command, main_of
-    from qerl_lab.cli.manual import GROUPS, default_option_by_group, describe_option
-    from qerl_lab.config.arm import is_of_arm, leaves
+    from qerl_lab.cli.manual import default_option_by_group, describe_option
+    from qerl_lab.cli.overrides import GROUPS
+    from qerl_lab.config.arm import flatten, is_of_arm, leaves
     from qerl_lab.config.conf_folder import choices_of, group_folder
     from qerl_lab.config.keys import describe_type, spell_value, types_by_key
     from qerl_lab.config.option import ConfigError, bounds_in_words, option
@@ -29,10 +29,7 @@ class TablesOptions:
 
 
 def write_tables(options: TablesOptions) -> None:
-    """Print the tables of options and keys, or write them into the Markdown file `options.page`, after its mark.
-
-    Raises ConfigError if the file has no mark.
-    """
+    """Print the tables of options and keys, or write them into the Markdown file `options.page`, after its mark."""
     if options.page is None:
         print(format_tables(), end="")
         return
@@ -46,7 +43,7 @@ def write_tables(options: TablesOptions) -> None:
 
 
 def format_tables() -> str:
-    """Format two chapters of Markdown: groups with their options, sections of the schema with their keys."""
+    """Format two chapters of Markdown: every group with its options, every section of the schema with its keys."""
     text = "\n## Every group\n"
     for group, about in GROUPS.items():
         default = default_option_by_group().get(group)
@@ -78,15 +75,7 @@ def _settings_of_option(path: Path, group: str) -> list[str]:
     sweeper = content.pop("hydra", {}).get("sweeper", {})
     words += [f"{key.lstrip('+')}={value}" for key, value in sweeper.get("params", {}).items()]
     prefix = "" if group in ("experiment", "scale", "sweeps") else f"{group}."
-    return words + [
-        f"{name}={spell_value(value)}" for name, value in _flatten_keys(content, prefix) if name not in LABELS
-    ]
-
-
-def _flatten_keys(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every value in nested dictionaries."""
-    for key, value in node.items():
-        yield from _flatten_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+    return words + [f"{name}={spell_value(value)}" for name, value in flatten(content, prefix) if name not in LABELS]
 
 
 def _format_row(*cells: str) -> str:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -36,28 +36,27 @@ ADDED: Mapping[str, Any] = {
 # Keys deleted after runs were recorded, ignored in their records. Of the runs that are kept none used them.
 REMOVED = ("task.code_io.min_level", "task.code_io.max_level", "task.code_io.tests")
 
-
-OF_VLLM_HERE = (  # settings of the engine inside the trainer's process, unused by a server
-    "rollout.vllm.lora", "rollout.vllm.sleep", "rollout.vllm.share_base", "rollout.vllm.dense_rows",
-)  # fmt: skip
-# Keys of each engine, by prefix. They are ignored for a run that samples with another engine.
+# Keys, or prefixes of keys, that only these engines use. They are ignored for a run that samples with another engine.
 ENGINE_KEYS = {
     "rollout.vllm.": ("vllm", "vllm_server"),
     "rollout.vllm_server.": ("vllm_server",),
-    **dict.fromkeys(OF_VLLM_HERE, ("vllm",)),
+    **{f"rollout.vllm.{key}": ("vllm",) for key in ("lora", "sleep", "share_base", "dense_rows")},  # in this process
 }
 
 
 def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """List (dotted name, dataclass field, value) of every key of a configuration, depth first in schema order.
-
-    `node` can be one section of it; then `prefix` is the section's dotted name with a final dot.
-    """
+    """List (dotted name, dataclass field, value) of every key of a configuration, or of its section `prefix`."""
     found: list[tuple[str, Any, Any]] = []
     for f in fields(node):
         value, name = getattr(node, f.name), prefix + f.name
         found += leaves(value, name + ".") if is_dataclass(value) else [(name, f, value)]
     return found
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every value in nested dictionaries; `prefix` is put before each key."""
+    for key, value in values.items():
+        yield from flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
 
 
 def values_of(cfg: Any) -> dict[str, Any]:
@@ -71,10 +70,7 @@ def as_recorded(cfg: Any) -> dict[str, str]:
 
 
 def is_of_arm(name: str) -> bool:
-    """Tell whether a dotted key defines an arm: runs that differ in it belong to different arms.
-
-    True for both model.path and model.hash, of which `model_by_content` keeps one.
-    """
+    """Tell whether a dotted key defines an arm. True for model.path and model.hash; `model_by_content` keeps one."""
     return name not in NOT_OF_ARM and not name.startswith("tracking.")
 
 
@@ -84,9 +80,9 @@ def settings_of_arm(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drop_idle_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop from settings, by dotted key, the options of rollout engines that their rollout.engine does not use.
+    """Drop from settings, by dotted key, options of engines that they do not use, and FP8's option in other formats.
 
-    Also FP8's option in other formats. Their own options stay in all formats, as in the hashes of older runs.
+    Options of other formats stay, as in the hashes of older runs.
     """
     idle = [prefix for prefix, engines in ENGINE_KEYS.items() if values.get("rollout.engine") not in engines]
     idle += [] if values.get("format.name") == "fp8" else ["format.activations"]
@@ -94,10 +90,7 @@ def drop_idle_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fill_added_keys(settings: Mapping[str, str]) -> dict[str, str]:
-    """Complete settings of an older record: add the keys of `ADDED` that it lacks, and drop those of `REMOVED`.
-
-    Keys are dotted, values are text.
-    """
+    """Complete settings (text by dotted key) of an older record: add missing keys of `ADDED`, drop `REMOVED` ones."""
     return drop_removed_keys({name: str(value) for name, value in ADDED.items()} | dict(settings))
 
 

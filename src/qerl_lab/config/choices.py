@@ -11,14 +11,12 @@ from qerl_lab.config.schema import RunConfig
 
 
 def matching_option(group: str, settings: Mapping[str, str], keys: Collection[str]) -> str | None:
-    """Return the option of a group in conf/ that agrees with `settings`; None if none does.
+    """Return the option of a group in conf/ that agrees with `settings` and sets most; None if none does.
 
     Args:
         group: a folder of conf/ and a section of the schema, such as `aqn`.
         settings: values as text by dotted key. An option that sets a key missing here does not agree.
         keys: dotted keys of the group that must agree too, even if the option leaves them at the schema's default.
-
-    If several options agree, the one that sets most is returned.
     """
     defaults = _values_of_option(group, None)
     fit = dict[str, int]()

@@ -10,10 +10,7 @@ TILES_RANKS, TILES_MAX_RANK = 8, 128  # fp4_tiles takes multiples of the first
 
 
 def check(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each rule about rollout engines that the run breaks.
-
-    Raises ConfigError if the engine cannot run with device=cpu.
-    """
+    """Yield a message for each rule about rollout engines that the run breaks; raise ConfigError for device=cpu."""
     own, rollout, rank = cfg.rollout.vllm, cfg.rollout, cfg.lora.rank
     if cfg.device == "cpu":
         check_engine_on_cpu(cfg, "device=cpu was given")
@@ -46,10 +43,7 @@ def fp4_tiles_takes_rank(lora_rank: int) -> bool:
 
 
 def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
-    """Raise ConfigError if the engine is vLLM in this process and cannot run the configuration on a CPU.
-
-    `why` says in the error why a CPU is used.
-    """
+    """Raise ConfigError if vLLM in this process cannot run on a CPU; `why` says in the error why a CPU is used."""
     if cfg.rollout.engine == "vllm" and cfg.format.name != DENSE_FORMAT:
         raise ConfigError(
             f"rollout.engine=vllm computes format.name={cfg.format.name} on a GPU only, and {why}; "

@@ -75,7 +75,7 @@ def type_of_key(name: str) -> Any:
 
 
 def unknown_key_error(name: str) -> ConfigError:
-    """Return the error for a dotted name that is no key of the schema: what to type instead, or close keys."""
+    """Return the error for a dotted name that is no key: what to type instead, or close keys."""
     known = types_by_key()
     inside = [key for key in known if key.startswith(name + ".")]
     if inside:
@@ -94,20 +94,14 @@ def unknown_key_error(name: str) -> ConfigError:
 
 
 def translate_foreign_name(name: str) -> str | None:
-    """Return our key, group or override for a setting's dotted name in TRL, verl, vLLM and others; None if unknown.
-
-    The longest known ending decides: actor_rollout_ref.model.path is our model.path.
-    """
+    """Return our key, group or override for a name in TRL, verl, vLLM and others, by its longest known ending."""
     meant, parts = {**{key: key for key in types_by_key()}, **FOREIGN_NAMES}, name.split(".")
     ends = [".".join(parts[start:]) for start in range(len(parts))]
     return next((meant[end] for end in ends if end in meant), None)
 
 
 def what_to_type(target: str) -> str:
-    """Return how to type a key, a group, or an override as it is: `steps=VALUE`, `task=OPTION (gsm8k, ...)`.
-
-    `target` is a key, a group, or a value of `FOREIGN_NAMES`.
-    """
+    """Return how to type a key, a group or an override: `steps=VALUE`, `task=OPTION (gsm8k, ...)`, as it is."""
     if "=" in target:
         return target
     if target in types_by_key():
@@ -128,7 +122,7 @@ def check_type(name: str, kind: Any, value: Any) -> None:
 
 
 def wrong_type_message(name: str, kind: Any, value: Any, default: Any) -> str:
-    """Return the error message for a value of the key `name` that is not of its type `kind`.
+    """Return the error message for a value of another type than `kind`.
 
     The message suggests `default`, unless that is empty or a long text. For 1e3 as a whole number it suggests 1000.
     """
@@ -149,7 +143,6 @@ def describe_type(kind: Any) -> str:
 
 
 def _strip_optional(kind: Any) -> Any:
-    """Return `int` for `int | None`, and any other type unchanged."""
     return get_args(kind)[0] if type(None) in get_args(kind) else kind
 
 

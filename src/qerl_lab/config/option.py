@@ -38,7 +38,6 @@ def option(
     """Declare a key of the schema: a dataclass field with default, meaning, bounds and unit.
 
     `only` names the option of the key's group, such as nvfp4 of `format`, under which alone the key has an effect.
-    `unit` is empty for text, pure numbers, and counts of what the meaning names.
     """
     metadata = {
         "help": help, "choices": choices, "at_least": at_least, "above": above, "at_most": at_most, "only": only,
@@ -70,10 +69,7 @@ def did_you_mean(given: str, allowed: list[str]) -> str:
 
 
 def check_bounds(name: str, bounds: Any, value: Any) -> None:
-    """Raise ConfigError if the value of key `name`, or an item of its list, is outside the bounds. Null is inside.
-
-    `bounds` is the metadata of the key's field (see `option`).
-    """
+    """Raise ConfigError if a value, or an item of a list, is outside `bounds`, a field's metadata. Null is inside."""
     is_list = isinstance(value, list)
     for item in value if is_list else [value]:
         if item is None or (found := _find_violation(bounds, item)) is None:

@@ -29,7 +29,7 @@ def check_free(
 ) -> None:
     """Raise ConfigError if `out` exists, unless `overwrite` is set and `is_own` recognises it as this command's output.
 
-    `other` says in the error what is wrong with a folder that `is_own` refuses.
+    `other` says what is wrong with a folder that `is_own` refuses.
     """
     if not options.folder.exists():
         return

@@ -13,11 +13,10 @@ SQLITE = "sqlite:///"
 
 
 def with_absolute_paths(cfg: RunConfig) -> RunConfig:
-    """Return the configuration with local paths made absolute and hashes of their files filled in.
+    """Return the configuration with local paths made absolute, except run_dir, and hashes of their files filled in.
 
-    Leaves run_dir, which the plan sets. The hashes are model.hash, lora.start_hash, task.module_hash and
-    preregistration_sha256. A hub id gets none: the local copy may differ from the hub. Raises ConfigError if an adapter
-    or file is missing, or if a given hash does not match.
+    A hub id gets none: the local copy may differ from the hub. Raises ConfigError if an adapter or file is missing, or
+    if a given hash does not match.
     """
     model, lora, task, uri = cfg.model, cfg.lora, cfg.task, cfg.tracking.uri
     if uri is not None and (file := sqlite_file(uri)):

@@ -89,18 +89,11 @@ def from_dict(values: dict[str, Any]) -> RunConfig:
 
 
 def build_config(values: dict[str, Any]) -> RunConfig:
-    """Build a RunConfig from nested plain values; check names and types, but no bounds.
-
-    Drops deleted keys, which older runs recorded. Raises ConfigError for an unknown key or a value of another type.
-    """
+    """Build a RunConfig from nested plain values; check names, types and bounds. Drops `REMOVED` keys."""
     return _build_section(RunConfig, values, "")
 
 
-def _build_section(kind: type, values: Any, prefix: str) -> Any:
-    """Build the dataclass `kind` of a section from nested values; `prefix` is its dotted name with a final dot.
-
-    Raises ConfigError for an unknown key or a value of another type.
-    """
+def _build_section(kind: Any, values: Any, prefix: str) -> Any:
     if not isinstance(values, dict):
         raise unknown_key_error(prefix.rstrip("."))
     types, arguments = get_type_hints(kind), {}
@@ -113,6 +106,7 @@ def _build_section(kind: type, values: Any, prefix: str) -> Any:
             value = _build_section(types[key], value, f"{prefix}{key}.")
         else:
             check_type(f"{prefix}{key}", types[key], value)
+            check_bounds(f"{prefix}{key}", kind.__dataclass_fields__[key].metadata, value)
         arguments[key] = value
     return kind(**arguments)
 
@@ -134,7 +128,6 @@ def check_engine(cfg: RunConfig) -> None:
 
 
 def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> Iterator[str]:
-    """Yield a message for each row that the configuration breaks: two values that do not go together."""
     values = values_of(cfg)
     for needs in rows:
         if not is_met(needs.given, values) or is_met(needs.allowed, values):
@@ -148,7 +141,6 @@ def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> Iterator[str]
 
 
 def _check_addresses(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each URL or path with a password or token in it, because the run's records would keep it."""
     store = "MLFLOW_TRACKING_URI=URL, or MLFLOW_TRACKING_USERNAME=NAME MLFLOW_TRACKING_PASSWORD=PASSWORD,"
     for key, url, remedy in (
         ("tracking.uri", cfg.tracking.uri, store),
@@ -164,7 +156,6 @@ def _check_addresses(cfg: RunConfig) -> Iterator[str]:
 
 
 def _check_names(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each name or path that is empty or unknown. Raises ConfigError for a bad tracking.uri."""
     if cfg.tracking.mlflow and cfg.tracking.uri:
         check_store("tracking.uri", cfg.tracking.uri)
     for name, value, allowed, example in (
@@ -183,7 +174,6 @@ def _check_names(cfg: RunConfig) -> Iterator[str]:
 
 
 def _check_order(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each pair of keys, such as a minimum and a maximum, that is in the wrong order."""
     pairs = [
         ("task.arithmetic.min_steps", "task.arithmetic.max_steps"),
         ("algorithm.overlong_buffer_tokens", "rollout.max_completion_tokens"),
@@ -212,7 +202,6 @@ def check_store(key: str, uri: str) -> None:
 
 
 def _check_batch(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message if a step's completions cannot be split over GPUs, updates and micro-batches."""
     prompts, gpus = cfg.rollout.prompts_per_step, cfg.gpus
     if prompts % gpus:
         yield (
@@ -240,7 +229,6 @@ def largest_divisor(number: int, at_most: int) -> int:
 
 
 def _check_aqn(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each setting with which the quantization noise (AQN) could not be added."""
     aqn, unit = cfg.aqn, cfg.aqn.unit
     if not aqn.norms:
         yield (
@@ -269,10 +257,6 @@ def _check_aqn(cfg: RunConfig) -> Iterator[str]:
 
 
 def _check_learning(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each setting with which nothing could be learned or measured, such as rewards that are all 0.
-
-    Raises ConfigError for a bad pattern in format.ignore.
-    """
     algorithm, task = cfg.algorithm, cfg.task
     # The KL of a token times the ratio of its completion estimates no KL.
     if algorithm.name == "gspo" and algorithm.beta > 0 and algorithm.kl_estimator != "k3":

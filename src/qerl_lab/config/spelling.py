@@ -7,24 +7,13 @@ from pathlib import Path
 
 _QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
 _PLAIN = re.compile(r"[\w./:@%+-]+", re.ASCII)  # what Hydra reads as it is, unless it is a number
+_NUMBER = re.compile(r"[+-]?(?:[\d._]*\d[\d._]*(?:e[+-]?\d+)?|inf|infinity|nan)", re.IGNORECASE)
 _ONE_VALUE = re.compile(r"""[^,=()\[\]{}'"$\\]+""")  # no list, sweep, function, interpolation or quoted text
 
 
 def quote_text(key: str, value: str) -> str:
-    """Format an override `key=value` of a text for Hydra; quote a value that Hydra cannot read unquoted: ~/x, ä.
-
-    A list, sweep, interpolation, quoted text or null stays as typed.
-    """
+    """Format an override of a text for Hydra; quote a value that Hydra cannot read unquoted, if it is one value."""
     return hydra_override(key, value) if _ONE_VALUE.fullmatch(value) and value != "null" else f"{key}={value}"
-
-
-def _is_number(text: str) -> bool:
-    """Tell whether `float` can read the text."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def spell_list(values: Sequence[str]) -> str:
@@ -35,7 +24,7 @@ def spell_list(values: Sequence[str]) -> str:
 
 def hydra_override(key: str, value: str) -> str:
     """Format an override `key=value` of any text for Hydra, quoted unless Hydra reads the text as it is."""
-    return f"{key}={value if _PLAIN.fullmatch(value) and not _is_number(value) else quoted(value)}"
+    return f"{key}={value if _PLAIN.fullmatch(value) and not _NUMBER.fullmatch(value) else quoted(value)}"
 
 
 def shell_override(key: str, value: str | Path) -> str:
@@ -44,10 +33,7 @@ def shell_override(key: str, value: str | Path) -> str:
 
 
 def shell_line(arguments: Sequence[str]) -> str:
-    """Join command-line arguments into a line for the shell, each quoted if needed.
-
-    An argument with apostrophes is put in double quotes where these are safe: "KEY='a b'".
-    """
+    """Join command-line arguments into a line for the shell; prefer double quotes around apostrophes: "KEY='a b'"."""
     in_double = [("'" in text and not set(text.replace("\\'", "")) & set('"$`\\!')) for text in arguments]
     return " ".join(f'"{text}"' if so else shlex.quote(text) for text, so in zip(arguments, in_double, strict=True))
 

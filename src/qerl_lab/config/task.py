@@ -38,10 +38,7 @@ class Gsm8kConfig:
 
 
 def subset_in_words(name: str, max_steps: int | None) -> str:
-    """Describe the questions of task `name` that a run reads, as ` with at most 2 steps`; empty if it reads all.
-
-    `max_steps` is task.gsm8k.max_steps, and counts only for gsm8k.
-    """
+    """Describe the questions of a task that a run reads, as ` with at most 2 steps`; empty if it reads all."""
     return f" with at most {max_steps} steps" if name == "gsm8k" and max_steps else ""
 
 

@@ -1,7 +1,6 @@
-"""Check a run's model, questions and machine before it starts. Imports no torch.
+"""Check a run's model, questions and machine before it starts. Imports no torch, downloads and writes nothing.
 
-Composing a command checks what was typed; this module checks files and hardware. It downloads and writes nothing. If a
-limit is an estimate, the error names the override that lifts it (`device=cpu`).
+If a limit is an estimate, the error names the override that lifts it (`device=cpu`).
 """
 
 import importlib.util
@@ -64,10 +63,7 @@ def check_machine(cfg: RunConfig, run_dir: Path) -> None:
 
 
 def _require_package(asked: str, package: str, remedy: str) -> None:
-    """Raise ConfigError unless `package` is installed.
-
-    The error says that the setting `asked` (`key=value`) needs it, and tells the user to type `remedy`.
-    """
+    """Raise ConfigError unless `package` is installed, which the setting `asked` (`key=value`) needs."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{asked} needs the package {package}, which is not installed. Type {remedy}.")
 
@@ -87,10 +83,7 @@ def check_directory(run_dir: Path) -> None:
 
 
 def _check_device(cfg: RunConfig) -> None:
-    """Raise ConfigError if this machine lacks the GPUs or CPU cores that the run asks for.
-
-    Also refuses format.dense_cache=on if device=auto takes a GPU here.
-    """
+    """Raise ConfigError if this machine lacks the GPUs or CPU cores that the run asks for."""
     if cfg.device == "cuda" and not machine.has_gpu():
         raise ConfigError("device=cuda was given, and this machine shows no GPU. Type device=cpu, or device=auto.")
     if cfg.gpus > 1 and cfg.device != "cpu" and not machine.has_gpu():
@@ -124,7 +117,7 @@ def check_engine(cfg: RunConfig) -> None:
 def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
     """Raise ConfigError for a model too large for this machine's memory, or too slow on its CPU.
 
-    `folder` is the model's local directory; it is None for a hub id, or for a GGUF file not yet unpacked.
+    `folder` is the model's local directory; None for a hub id, or for a GGUF file not yet unpacked.
     """
     count = _count_parameters(cfg.model.path, folder)
     if count is None:
@@ -153,10 +146,7 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
 
 
 def _count_parameters(path: str, folder: Path | None) -> int | None:
-    """Return the number of a model's weights; None if unknown.
-
-    Reads its local `folder`, else the GGUF file at `path`, else the number in the hub id `path`.
-    """
+    """Return the number of weights of a model, in its local `folder` or at `path`; None if unknown."""
     if folder:
         return on_disk.parameters(folder)
     return _gguf_header(path).parameters if gguf.is_gguf(path) else parameters_in_name(path)
@@ -175,10 +165,7 @@ def parameters_in_name(hub_id: str) -> int | None:
 
 
 def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
-    """Raise ConfigError if the disk lacks room for the model's download or the run's checkpoints.
-
-    `folder` is the model's local directory; it is None for a hub id, or for a GGUF file not yet unpacked.
-    """
+    """Raise ConfigError if the disk lacks room for the model's download or the run's checkpoints."""
     if cfg.trains_all:
         trained = _count_parameters(cfg.model.path, folder) or 0
     else:
@@ -198,10 +185,7 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
 
 
 def _refuse_full_disk(place: Path, needed: int, what: str, remedy: str) -> None:
-    """Raise ConfigError if the disk of `place` has less than `needed` bytes free for `what`.
-
-    `place` need not exist yet. `remedy` ends the error.
-    """
+    """Raise ConfigError if the disk of `place`, which need not exist, has less than `needed` bytes free for `what`."""
     above = next(path for path in (place, *place.parents) if path.is_dir())
     free = shutil.disk_usage(above).free
     if needed > free:

@@ -2,9 +2,10 @@
 
 import os
 import re
-import subprocess
 from functools import cache
 from pathlib import Path
+
+from qerl_lab.system.processes import output_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")  # NVIDIA, WSL, ROCm, Jetson
@@ -16,21 +17,12 @@ def has_gpu() -> bool:
     return hidden not in ("", "-1") and any(Path(node).exists() for node in GPU_NODES)
 
 
-def _ask_nvidia_smi(*arguments: str) -> list[str]:
-    """Return the lines that nvidia-smi prints; an empty list if it is missing, fails or takes over 30 seconds."""
-    try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout.splitlines()
-
-
 @cache
 def visible_gpus() -> list[str] | None:
     """List the names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES; None if unknown."""
     if given := os.environ.get(VISIBLE):
         return given.split(",")
-    count = sum(line.startswith("GPU ") for line in _ask_nvidia_smi("-L"))
+    count = sum(line.startswith("GPU ") for line in (output_of("nvidia-smi", "-L") or "").splitlines())
     return [str(index) for index in range(count)] or None
 
 
@@ -48,5 +40,5 @@ def memory_bytes() -> int | None:
 @cache
 def gpu_memory_bytes() -> int | None:
     """Return the memory in bytes of the largest NVIDIA GPU; None if unknown."""
-    lines = _ask_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    return max((int(line) for line in lines if line.isdigit()), default=0) * 2**20 or None
+    lines = output_of("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
+    return max((int(line) for line in lines.splitlines() if line.isdigit()), default=0) * 2**20 or None

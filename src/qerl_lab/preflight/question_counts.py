@@ -19,8 +19,8 @@ from qerl_lab.tasks import arithmetic, question_files
 def check(cfg: RunConfig) -> list[str]:
     """Return the task's warnings, such as rows left out, and notes if the run asks for more questions than exist.
 
-    Returns an empty list, without counting, if the questions are not on this machine. Raises ConfigError for a task
-    that is for evaluation only, a blank task.path, or too few questions to train on or to evaluate.
+    Counts nothing if the questions are not on this machine. Raises ConfigError for a task that is for evaluation only,
+    a blank task.path, or too few questions to train on or to evaluate.
     """
     tasks.check_trains(cfg.task)
     if cfg.task.path is not None and not cfg.task.path.strip():
@@ -34,16 +34,13 @@ def check(cfg: RunConfig) -> list[str]:
 
 
 def recorded_questions(cfg: RunConfig) -> Mapping[str, Any]:
-    """Return the data that a run records about its local files of questions, such as hashes; empty if it has none.
-
-    Raises ConfigError if the files cannot be read.
-    """
+    """Return what a run records about its local files of questions, such as hashes; empty if it has none."""
     lie_here = cfg.task.path is not None and question_files.is_local(cfg.task.path)
     return _load_task(json.dumps(asdict(cfg.task))).data if lie_here else {}
 
 
 def are_questions_here(cfg: RunConfig) -> bool:
-    """Tell whether a run's questions are on this machine, so that they can be counted before it starts."""
+    """Tell whether a run's questions are on this machine, so that they can be counted."""
     path = cfg.task.path
     return not tasks.is_on_the_hub(cfg.task) if path is None else question_files.is_local(path)
 
@@ -55,9 +52,9 @@ def _load_task(task: str) -> tasks.Task:
 
 
 def note_cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
-    """Return a note for each number of questions above those available: `train` to train on, `heldout` to evaluate on.
+    """Return a note for each number of questions above the available `train` and `heldout` ones.
 
-    Raises ConfigError if there is none to train on, or fewer than two for an evaluation.
+    Raises ConfigError if there are too few to train on or to evaluate.
     """
     more = "a larger task.arithmetic.max_operand" if cfg.task.name == "arithmetic" else "another task.path"
     keys = [f"task.{key}={given}" for key in ("module", "path") if (given := getattr(cfg.task, key))]

@@ -1,8 +1,7 @@
 """Save and load checkpoints that survive a `kill -9` at any moment: written aside, checksummed, then renamed.
 
-A checkpoint is a folder `checkpoints/step-000025/`. Its `manifest.json`, written last, stores the SHA-256 of every
-other file, so that a truncated or altered checkpoint is detected and the one before it is used. Loading never runs
-code: the files are safetensors, JSON, and tensors that torch loads with `weights_only=True`.
+A checkpoint is a folder `checkpoints/step-000025/`. Its `manifest.json` has the SHA-256 of every other file, so that of
+a damaged one the one before it is used. Loading never runs code.
 """
 
 import json
@@ -42,9 +41,9 @@ class Saved:
     noise: dict[str, Any] = field(default_factory=dict)
 
     def refuse_other_config(self, cfg: RunConfig, where: Path) -> None:
-        """Raise ConfigError if `cfg` differs from the configuration that the checkpoint was trained with.
+        """Raise ConfigError if `cfg`, from the file `where`, is not what the checkpoint was trained with.
 
-        `where` is the file of `cfg`, for the error. An extension of the run since then is allowed.
+        An extension of the run since then is allowed.
         """
         then, now = drop_removed_keys({**ADDED, **self.config}), settings_of_run(cfg)
         if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension
@@ -101,10 +100,7 @@ def last_step(folder: Path) -> int:
 
 
 def newest(folder: Path) -> Saved | None:
-    """Return the newest intact checkpoint in `checkpoints/`; None if there is none.
-
-    Prints a warning to stderr for each damaged checkpoint it skips.
-    """
+    """Return the newest intact checkpoint in `checkpoints/`, or None; warn of each damaged one on standard error."""
     candidates = _step_folders(folder)
     while candidates:
         path = candidates.pop()
@@ -141,17 +137,14 @@ def load(path: Path) -> Saved:
 
 
 def _step_folders(folder: Path) -> list[Path]:
-    """Return the folders step-N, sorted by step. Other files are ignored."""
     return sorted((path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdecimal()), key=_step_of)
 
 
 def _step_of(path: Path) -> int:
-    """Return the step of a folder named step-N."""
     return int(path.name.removeprefix("step-"))
 
 
 def _flush_to_disk(path: Path) -> None:
-    """Wait until a file or directory is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

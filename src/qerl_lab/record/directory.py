@@ -29,7 +29,7 @@ from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_override
 from qerl_lab.record import checkpoint, environment, metrics, resolved
-from qerl_lab.record.environment import Typed
+from qerl_lab.record.environment import TYPED, Typed
 from qerl_lab.record.folders import make_run_directory
 from qerl_lab.record.line_files import SAMPLES_FILE, Sample, encode_samples
 from qerl_lab.record.metrics import METRICS_FILE, MetricsLine
@@ -39,7 +39,7 @@ from qerl_lab.system.exits import FAILURE, FULL, INTERRUPTED, OK, SIGNALS, USAGE
 if TYPE_CHECKING:
     import pandas as pd
 
-DONE, FAILED, QUEUED, TYPED = "DONE", "FAILED", "QUEUED", ".typed"
+DONE, FAILED, QUEUED = "DONE", "FAILED", "QUEUED"
 CONSOLE, MIRROR, SESSIONS, EVALUATIONS = "console.txt", "mlflow.json", "sessions.json", "eval.parquet"
 ARTIFACTS = (resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, EVALUATIONS, "curves.png")
 WRITTEN_IN_PLACE = ("", resolved.NAME, METRICS_FILE.name, SAMPLES_FILE.name, "checkpoints", "adapter", "model")
@@ -59,7 +59,7 @@ class RunDirectory:
         self.curves, self.console = self.path / "curves.png", self.path / CONSOLE
 
     def _read_json(self, name: str, kind: type) -> Any:
-        """Read a JSON file that holds a `kind` (dict or list); return an empty one if the file does not exist."""
+        """Read a JSON file that holds a `kind` (dict or list); an empty one if it does not exist."""
         path = self.path / name
         return read_json(path, kind) if path.exists() else kind()
 
@@ -84,40 +84,34 @@ class RunDirectory:
         )
 
     def claim(self, cfg: RunConfig, typed: Typed) -> None:
-        """Create the directory; write the configuration and the typed command.
-
-        Raises ConfigError if the directory is in use or cannot be created.
-        """
+        """Create the directory with configuration and typed command; raise ConfigError if it is in use."""
         self.refuse_used()
         make_run_directory(self.path)
         resolved.write_config(self.path, cfg)
-        replace_file(self.path / QUEUED, redact(json.dumps(asdict(typed))).encode())
+        self._note_command(QUEUED, typed)
 
-    def begin(self) -> Typed | None:
-        """Mark the run as started; delete FAILED. Return the typed command, or None if env.json has it already."""
-        typed = self._read_typed_command()
+    def _note_command(self, name: str, typed: Typed) -> None:
+        replace_file(self.path / name, redact(json.dumps(asdict(typed))).encode())
+
+    def begin(self, typed: Typed | None = None) -> None:
+        """Mark the run as started; delete FAILED. Notes the command `typed`, unless env.json still lacks the first."""
         if (self.path / QUEUED).exists():
             (self.path / QUEUED).replace(self.path / TYPED)
+        elif typed and (self.environment() or not (self.path / TYPED).exists()):
+            self._note_command(TYPED, typed)
         (self.path / FAILED).unlink(missing_ok=True)
-        return typed
-
-    def _read_typed_command(self) -> Typed | None:
-        """Read the command line of a run that has not started; None once env.json has it, or if it was not noted."""
-        noted = next((path for name in (QUEUED, TYPED) if (path := self.path / name).exists()), None)
-        if noted is None or self.environment():
-            return None
-        return Typed(**read_json(noted, dict))
 
     def overrides(self) -> list[str]:
         """Return the command-line overrides (`key=value`) that concern this run; empty if not recorded."""
-        typed = self._read_typed_command()
-        return list(typed.words if typed else self.environment().get("words", []))
+        noted = next((path for name in (QUEUED, TYPED) if (path := self.path / name).exists()), None)
+        began = self.environment() or (read_json(noted, dict) if noted else {})
+        return list(began.get("words", []))
 
     @contextmanager
     def locked(self) -> Iterator[TextIO]:
-        """Context manager: lock resolved.yaml and yield it. Raises ConfigError if another process holds the lock.
+        """Lock resolved.yaml and yield it; a child process that inherits the file keeps the lock.
 
-        A child process that inherits the file holds the lock on if its parent is killed.
+        Raises ConfigError if another process holds it.
         """
         with open(self.path / resolved.NAME, "r+", encoding="utf-8") as file:  # NFS locks only writable files
             lock(file, f"another process is running in {self.path}. Wait for it or stop it first.")
@@ -156,10 +150,9 @@ class RunDirectory:
         return self._read_json(DONE, dict)
 
     def fail(self, text: str) -> None:
-        """Write `text`, with the reason in its first line, into FAILED.
+        """Write `text`, with the reason in its first line, into FAILED; on a full disk print that line.
 
-        On a full disk FAILED is empty, and that line is printed. A directory that was removed or renamed is created
-        again for it.
+        Creates a directory that was removed or renamed again.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         try:
@@ -173,9 +166,8 @@ class RunDirectory:
     def settle(self, ended_with: int, rank: str = "") -> int:
         """Return the run's exit code, 0, 1, 2 or 130; write FAILED if a failed process has not.
 
-        `ended_with` is the process's exit status, or minus a signal number. With several processes `rank` names the
-        first that failed, e.g. "rank 1 of 2"; if a signal killed it, its FAILED replaces those of other ranks, which
-        only followed.
+        `ended_with` is its exit status, or minus a signal number. With several processes `rank` names the first that
+        failed, e.g. "rank 1 of 2"; if a signal killed it, its FAILED replaces those of ranks that only followed.
         """
         if self.status == "done":
             return OK
@@ -198,17 +190,13 @@ class RunDirectory:
     def extend(self, cfg: RunConfig) -> None:
         """Extend a finished run to the steps of `cfg`, so that resuming continues it. Renames DONE to DONE-STEPS.
 
-        If the process is killed between the two writes, the old configuration stays and resuming finishes the run
-        again.
+        After a kill between the two writes, resuming finishes the run again.
         """
         (self.path / DONE).rename(self.path / f"{DONE}-{cfg.extended[-1]}")
         resolved.replace_config(self.path, cfg)
 
     def discard(self, topmost: Path | None) -> None:
-        """Delete the files of a run that never started, then its directory and empty parents up to `topmost`.
-
-        If `topmost` is None, all directories stay. Does nothing if the directory contains other files.
-        """
+        """Delete the files of a run that never started, unless there are others; then empty folders up to `topmost`."""
         if {path.name for path in self.path.iterdir()} - LEFT_BY_A_REFUSED_RUN:
             return
         for path in self.path.iterdir():
@@ -235,10 +223,7 @@ class RunDirectory:
         return (self.path / resolved.NAME).read_text(encoding="utf-8")
 
     def check(self) -> None:
-        """Raise ConfigError if this directory is not writable, or a small file that a resumed run needs is damaged.
-
-        These files are sessions.json, mlflow.json and eval.parquet.
-        """
+        """Raise ConfigError if the directory is not writable, or a small file that a resumed run needs is damaged."""
         for path in (self.path / name for name in WRITTEN_IN_PLACE):
             if path.exists() and not os.access(path, os.W_OK):
                 raise ConfigError(f"{path} cannot be written. Make it writable, or copy {self.path} to where it is.")
@@ -248,8 +233,7 @@ class RunDirectory:
     def starting_point(self, cfg: RunConfig) -> checkpoint.Saved | None:
         """Return the newest intact checkpoint to resume from; None to start from step 0.
 
-        Raises ConfigError if `cfg` differs from the checkpoint's configuration, or metrics.jsonl lacks one of its
-        steps.
+        Raises ConfigError if `cfg` is not the checkpoint's, or metrics.jsonl lacks one of its steps.
         """
         saved = checkpoint.newest(self.checkpoints)
         if saved is None:
@@ -265,10 +249,7 @@ class RunDirectory:
         return saved
 
     def refuse_other_data(self, data: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the questions differ from those that the run started with.
-
-        `data` holds their numbers and SHA-256, as env.json records them.
-        """
+        """Raise ConfigError unless the run started with questions of these numbers and SHA-256 (`data` of env.json)."""
         then = self.environment().get("data") or {}  # older versions of the lab do not record the questions
         for role in ("training", "heldout"):
             count, digest = f"{role}_questions", f"{role}_sha256"
@@ -299,7 +280,6 @@ class RunDirectory:
     def write_environment(self, data: Mapping[str, Any], linear_backend: str | None = None) -> None:
         """Write env.json and code.diff (see `environment.write_environment`); a resumed run adds a numbered pair."""
         environment.write_environment(self.path, data, linear_backend)
-        (self.path / TYPED).unlink(missing_ok=True)
 
     def environment(self) -> dict[str, Any]:
         """Read env.json; empty if the run has not started."""
@@ -317,8 +297,7 @@ class RunDirectory:
     def begin_session(self, start: float) -> None:
         """Record that a process works on the run from `start` (unix seconds) on.
 
-        An earlier session without an end, of a killed process, gets the time of the last line in metrics.jsonl. So call
-        this before that file is cut.
+        The session of a killed process ends at the last line in metrics.jsonl. So call this before that file is cut.
         """
         sessions = self.sessions()
         if sessions and sessions[-1][1] is None:
@@ -340,16 +319,13 @@ class RunDirectory:
     def mirror(self) -> dict[str, str | None]:
         """Read mlflow.json: the MLflow run that mirrors this one; empty if there is none.
 
-        `key` is a tag of the MLflow run and finds it, because `run_id` may belong to another store or be missing. `uri`
-        has *** in place of a password. `run_dir` is where the directory was when the file was last written.
+        `key` is a tag that finds the MLflow run, because `run_id` may belong to another store or be missing. `uri` has
+        *** in place of a password. `run_dir` is where the directory was when the file was written.
         """
         return self._read_json(MIRROR, dict)
 
     def note_mirror(self, **changes: str | None) -> None:
-        """Change these values in mlflow.json (see `mirror`); a new file also gets a new random `key`.
-
-        A copied directory whose original still exists gets a new key too, so that both have an MLflow run.
-        """
+        """Change these values in mlflow.json (see `mirror`). A new file, or a copy, gets a random `key`."""
         here, values = str(self.path.absolute()), self.mirror()
         first = values.get("run_dir") or here
         is_elsewhere = os.path.exists(first) and not os.path.samefile(first, here)
@@ -391,8 +367,7 @@ class RunDirectory:
     def checked_metrics(self) -> list[MetricsLine]:
         """Check every file of the record; return the lines of metrics.jsonl. Raises ConfigError if one is damaged.
 
-        A finished run trained all configured steps, any other run at least those up to its newest checkpoint. Reports,
-        sweeps, `resync` and `samples` call this, so that they agree on which runs are damaged.
+        A finished run trained all configured steps, any other run at least those up to its newest checkpoint.
         """
         is_done = self.status == "done"
         settings = self.settings() if is_done else {}
@@ -405,10 +380,7 @@ class RunDirectory:
         return lines
 
     def evaluations(self) -> "dict[str, pd.DataFrame]":
-        """Read the held-out answers: a table per phase ("before", "after"), a row per question; empty if none.
-
-        Raises ConfigError for a damaged file.
-        """
+        """Read the held-out answers: a table per phase ("before", "after"), a row per question; empty if none."""
         import pandas as pd  # imported here, because it takes a second
 
         path = self.path / EVALUATIONS
@@ -424,7 +396,6 @@ class RunDirectory:
             ) from None
 
     def _check_evaluations(self, is_expected: bool) -> None:
-        """Raise ConfigError if eval.parquet is cut off, or missing though `is_expected`. Imports no pandas."""
         path = self.path / EVALUATIONS
         if is_expected and not path.exists():
             raise ConfigError(f"{path.name} is missing")
@@ -439,7 +410,7 @@ class RunDirectory:
         replace_file(self.path / EVALUATIONS, data)
 
     def artifacts(self) -> list[Path]:
-        """Return the existing files that a mirror such as MLflow uploads unchanged."""
+        """Return the existing files that a mirror uploads."""
         return [path for name in ARTIFACTS if (path := self.path / name).exists()]
 
 

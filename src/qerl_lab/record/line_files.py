@@ -42,10 +42,7 @@ class LineFile(Generic[T]):
             replace_file(run_dir / self.name, b"".join(kept))
 
     def _parse(self, run_dir: Path, offset: int = 0) -> list[tuple[bytes, int, T]]:
-        """Parse the complete lines from byte `offset` on; return each line with its step and its record.
-
-        Raises ConfigError for a line that is not a record.
-        """
+        """Return each complete line from byte `offset` on, with its step and its record."""
         path, parsed = run_dir / self.name, list[tuple[bytes, int, T]]()
         if not path.exists():
             return parsed
@@ -104,7 +101,6 @@ def encode_samples(samples: Iterable[Sample]) -> bytes:
 
 
 def _decode_sample(values: Any) -> Sample:
-    """Convert the parsed JSON of a line of samples.jsonl. Raises ValueError or TypeError if it is no sample."""
     sample = Sample(**values)
     float(sum(sample.rewards.values()))  # raises for anything but numbers
     return sample

@@ -222,10 +222,7 @@ def metrics_table() -> str:
 
 
 def declared_metrics(parts: Iterable[str] = ()) -> dict[str, Metric]:
-    """Return METRICS with the entry `reward/<part>` replaced by one metric per reward part in `parts`.
-
-    Raises ValueError if a part has the name of another metric.
-    """
+    """Return METRICS with one metric per reward part; raise ValueError if a part has the name of another metric."""
     of_parts = {PART.replace("<part>", part): METRICS[PART] for part in parts}
     if taken := of_parts.keys() & METRICS.keys():
         raise ValueError(f"a part of the reward is called {sorted(taken)}, which is another metric")
@@ -241,17 +238,13 @@ class MetricsLine(TypedDict):
 
 
 def encode_line(step: int, metrics: Mapping[str, float]) -> bytes:
-    """Encode one line of metrics.jsonl: a JSON object of `step`, `time` (now, in Unix seconds) and `metrics`.
-
-    NaN and infinite values become null, because strict JSON lacks them.
-    """
+    """Encode one line of metrics.jsonl, with the time now; NaN and infinite values become null."""
     values = {name: float(value) for name, value in metrics.items()}
     finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
     return json.dumps({"step": int(step), "time": time.time(), "metrics": finite}, allow_nan=False).encode() + b"\n"
 
 
 def _decode_line(values: Any) -> MetricsLine:
-    """Convert the parsed JSON of a line of metrics.jsonl; null values become NaN. Raises ValueError or TypeError."""
     match values:
         case {"step": int(step), "time": int() | float() as when, "metrics": dict(metrics)}:
             found = {name: math.nan if value is None else float(value) for name, value in metrics.items()}

@@ -1,7 +1,6 @@
 """Build a directory as NAME.partial and rename it when complete.
 
-A journal in it stores what the directory will become and which files are complete, so that the same command can
-continue after an interruption and a different one cannot write into it.
+By the journal in it the same command continues after an interruption, and a different one cannot write into it.
 """
 
 import json
@@ -57,7 +56,7 @@ class Unfinished:
         os.close(self._lock)
 
     def clear(self) -> None:
-        """Delete everything in the unfinished directory, then write a new journal that lists no complete files."""
+        """Delete everything in the unfinished directory, and begin a new journal."""
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._journal["files"] = {}
@@ -74,10 +73,7 @@ class Unfinished:
         replace_file(self.folder / JOURNAL, json.dumps(self._journal, indent=1).encode() + b"\n")
 
     def finish(self) -> None:
-        """Rename the directory to its final name `out`, replacing an existing one; make its safetensors files readable.
-
-        Callers refuse an existing `out` before, unless `overwrite` is set.
-        """
+        """Rename the directory to `out`, replacing an existing one; make its safetensors files readable."""
         make_readable(self.folder.glob("*.safetensors"))
         before = self.out.with_name(self.out.name + ".replaced")
         if self.out.exists():
@@ -89,7 +85,6 @@ class Unfinished:
 
 
 def _other_options_error(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> ConfigError:
-    """Return the error for a directory begun with other options; `begun` and `now` map each option to its value."""
     differ = [key for key in {**now, **begun} if now.get(key) != begun.get(key)]
     keys = [key for key in differ if not isinstance(now.get(key), dict)]
     if not keys:

@@ -1,14 +1,13 @@
 """RUN_DIR/resolved.yaml: the complete configuration of a run."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from qerl_lab.config.arm import ADDED, OF_SWEEPS, REGISTERED, fill_added_keys, leaves
+from qerl_lab.config.arm import ADDED, OF_SWEEPS, REGISTERED, fill_added_keys, flatten, leaves
 from qerl_lab.config.message import in_one_line, some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
@@ -41,7 +40,7 @@ def read_config(run_dir: Path) -> RunConfig:
         cfg = from_dict(values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    known = {*dict(_flatten_values(values)), *OF_SWEEPS, *ADDED, *REGISTERED, "model.hash"}
+    known = {*dict(flatten(values)), *OF_SWEEPS, *ADDED, *REGISTERED, "model.hash"}
     lacking = [name for name, _, _ in leaves(RunConfig()) if name not in known and not name.startswith("tracking.")]
     if lacking:
         raise ConfigError(f"{path} lacks {some_of(lacking)}: it was cut off, or another version wrote it. {_REPLACE}")
@@ -55,15 +54,11 @@ def read_config(run_dir: Path) -> RunConfig:
 
 
 def read_settings(run_dir: Path) -> dict[str, str]:
-    """Return the value of every dotted key as text, whatever version of the lab wrote the file.
-
-    Raises ConfigError if the file contains no configuration.
-    """
-    return fill_added_keys(dict(_flatten_values(_parse_values(run_dir))))
+    """Return the value of every dotted key as text, whatever version of the lab wrote the file."""
+    return fill_added_keys({name: str(value) for name, value in flatten(_parse_values(run_dir))})
 
 
 def _parse_values(run_dir: Path) -> dict[str, Any]:
-    """Parse resolved.yaml. Raises ConfigError if it is missing or unreadable."""
     path = run_dir / NAME
     if not os.path.isfile(path):  # Path.is_file raises if the name is too long
         what = f"has no {NAME}, so it is no run directory" if os.path.isdir(run_dir) else "is no directory"
@@ -78,12 +73,3 @@ def _parse_values(run_dir: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no configuration; the run was stopped before it began. Start a new run.")
     return values
-
-
-def _flatten_values(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, value as text) of every value in nested dictionaries; `prefix` is put before each key."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flatten_values(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)

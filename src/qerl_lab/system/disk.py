@@ -37,7 +37,7 @@ def lock(opened: int | TextIO, refusal: str | None = None) -> bool:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[bool]:
-    """Context manager: lock a folder, waiting for other processes; yield True, or False where there are no locks."""
+    """Lock a folder, waiting for other processes; yield True, or False where there are no locks."""
     held = os.open(folder, os.O_RDONLY)
     try:
         yield lock(held)
@@ -46,10 +46,7 @@ def exclusive(folder: Path) -> Iterator[bool]:
 
 
 def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
-    """Write a file atomically: write to a temporary name, then rename. Raises OSError with the file's name.
-
-    `aside` is the ending of the temporary name; use one per process if several may write the file at once.
-    """
+    """Write a file atomically; raise OSError with its name. `aside` ends the temporary name: one for each writer."""
     beside = path.with_name(f"{path.name}.{aside}")
     try:
         with beside.open("wb") as file:
@@ -65,10 +62,7 @@ def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
 
 
 def make_readable(files: Iterable[Path]) -> None:
-    """Let everyone who may read or write a file's folder do the same with the file.
-
-    safetensors (0.8) writes files that only their owner can read.
-    """
+    """Give files the rights of their folder, because safetensors (0.8) writes them for their owner only."""
     for file in files:
         file.chmod(file.parent.stat().st_mode & 0o666)
 
@@ -108,10 +102,7 @@ def cache_folder() -> Path:
 
 
 def make_directory(folder: Path, given: str) -> None:
-    """Create a folder and check that it is writable, before a command's work starts. Raises ConfigError.
-
-    `given` is the option as typed, such as `out=x`, for the error. A folder created by a failed check is removed.
-    """
+    """Create a folder and check that it is writable. Raises ConfigError with the option as typed, such as `out=x`."""
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)

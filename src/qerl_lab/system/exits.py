@@ -32,10 +32,7 @@ _left: list[int] = []  # exit code passed to `leave`
 
 @contextmanager
 def starting(module: str) -> Iterator[None]:
-    """Context manager around a command's imports: on Ctrl-C print one line and exit.
-
-    `module` is the caller's `__name__`; unless it is `__main__`, the KeyboardInterrupt passes.
-    """
+    """Around the imports of a command `module` (its `__name__`): on Ctrl-C print one line and exit."""
     try:
         yield
     except KeyboardInterrupt:
@@ -56,17 +53,13 @@ def run(main: Main) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit with this code like `sys.exit`, without tearing down imported modules, for which torch takes seconds.
-
-    Waits for threads, runs atexit functions, and flushes standard output and error.
-    """
+    """Exit with this code like `sys.exit`, without tearing down imported modules, for which torch takes seconds."""
     _left.append(code)
     sys.exit(code)
 
 
 @atexit.register  # registered before slow imports, because atexit runs the first function last
 def _exit_without_teardown() -> None:
-    """Flush the output and end the process at once, if `leave` was called. Runs after all other atexit functions."""
     if _left:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
@@ -77,8 +70,7 @@ def _exit_without_teardown() -> None:
 def command(main: Main) -> Main:
     """Wrap a command's `main`: turn expected errors into one printed message and an exit code.
 
-    ConfigError gives 2; ValueError and OSError, which the work of a command raises, give 1. Ctrl-C gives 130; an
-    argument of the KeyboardInterrupt, which says how to continue, is printed.
+    ConfigError gives 2; ValueError and OSError give 1. Ctrl-C gives 130, and prints the KeyboardInterrupt's argument.
     """
 
     @wraps(main)
@@ -113,10 +105,6 @@ def survive_lost_console() -> None:
 
 
 def _lasting_stream(stream: TextIO | None, descriptor: int) -> io.TextIOWrapper:
-    """Return a text stream to `descriptor` that discards what is written once its terminal or reader is gone.
-
-    It takes the encoding of `stream`, which is None if the descriptor was closed.
-    """
     if stream is not None:
         stream.flush()
     encoding, errors = getattr(stream, "encoding", "utf-8"), getattr(stream, "errors", None)

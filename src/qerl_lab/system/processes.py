@@ -1,7 +1,8 @@
-"""The processes of one run or arm: their rank variables, and when one must end. Imports no torch."""
+"""The processes of one run or arm: their rank variables, when one must end, and what another program prints."""
 
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Mapping
@@ -20,8 +21,7 @@ SIZES = {
 def rank_variables(gpus: int) -> list[dict[str, str]]:
     """Return the environment variables of each process of a run, by rank, as torchrun would set them.
 
-    One process needs none. The processes are children of the command instead of torchrun: they inherit the lock, a
-    signal leaves them time to finish a step (torchrun kills after a fixed time), and each reports how it ended.
+    torchrun itself would kill them a fixed time after a signal, within a step. One process needs no variables.
     """
     if gpus == 1:
         return [{}]
@@ -36,10 +36,7 @@ def rank_variables(gpus: int) -> list[dict[str, str]]:
 
 
 def refuse_several_processes(environment: Mapping[str, str], ranks: int = 1) -> None:
-    """Raise ConfigError if `environment` shows that a launcher such as torchrun started several of this process.
-
-    A WORLD_SIZE of `ranks` is allowed: the run's own command starts that many.
-    """
+    """Raise ConfigError if a launcher such as torchrun started several of this process; WORLD_SIZE may be `ranks`."""
     for name, launcher in SIZES.items():
         given = environment.get(name, "")
         if given.isdecimal() and int(given) > 1 and not (name == "WORLD_SIZE" and int(given) == ranks):
@@ -63,3 +60,12 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=exit_after_parent, daemon=True).start()
+
+
+def output_of(*command: str, env: Mapping[str, str] | None = None) -> str | None:
+    """Run a command and return its standard output; None if it is missing, fails or takes over 30 s."""
+    try:
+        done = subprocess.run(command, capture_output=True, check=True, timeout=30, env=env)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="replace")

@@ -3,7 +3,6 @@
 import atexit
 import gc
 import logging
-import os
 import re
 import shutil
 import sys
@@ -16,7 +15,6 @@ from typing import Self
 
 from tqdm import tqdm
 
-JOB = "QERL_LAB_JOB"  # environment variable: label of a sweep's job, as `job 2 (3 of 8)`
 SHOWN = {  # metric -> label and format on the bar
     "reward/mean": ("reward", "{:.2f}"),
     "policy/entropy_nats": ("entropy", "{:.3f}"),
@@ -27,13 +25,13 @@ LINES = 10  # lines per run without a terminal
 
 
 class Amount:
-    """Show progress and ETA of work on `total` units, of which `done` were complete before. A context manager.
+    """Show progress and ETA of work on `total` units by a bar on a terminal, elsewhere by a line at each tenth.
 
-    On a terminal it is a progress bar, elsewhere a line now and then.
+    A context manager. `done` units were complete before.
     """
 
     def __init__(self, label: str, total: int, done: int = 0, unit: str = "B") -> None:
-        self.label, self.total, self.first, self.now, self.unit = _with_job_label(label), total, done, done, unit
+        self.label, self.total, self.first, self.now, self.unit = label, total, done, done, unit
         self.started = self.printed = time.monotonic()
         width, height = shutil.get_terminal_size((100, 24))  # tqdm draws nothing if the terminal reports 0 x 0
         self.bar = tqdm(
@@ -48,10 +46,7 @@ class Amount:
             self.bar.close()
 
     def advance(self, count: int, status: str = "") -> None:
-        """Count `count` more units as done, and show `status` behind the amount on the bar.
-
-        Without a terminal print a line at each tenth, at most one a second.
-        """
+        """Count `count` more units as done, and show `status` behind the amount."""
         before, self.now = self.now, self.now + count
         is_due = self.now * LINES // self.total > before * LINES // self.total
         if self.bar is not None:
@@ -65,7 +60,6 @@ class Amount:
             self._print_line(f"{self.label}: {amount}", status)
 
     def _print_line(self, amount: str, status: str) -> None:
-        """Print the amount, the estimated time left and the status as one line on standard error."""
         eta = estimate_time_left(time.monotonic() - self.started, self.now - self.first, self.total - self.now)
         print(", ".join(filter(None, (amount, f"ETA {eta}", status))), file=sys.stderr, flush=True)
 
@@ -84,12 +78,7 @@ class Progress(Amount):
             return
         self.now = step
         if step % max(1, self.total // LINES) == 0 or step in (self.first + 1, self.total):
-            self._print_line(_with_job_label(f"step {step}/{self.total}"), shown)
-
-
-def _with_job_label(text: str = "") -> str:
-    """Put the label of the sweep's job, if this process runs one, in front of `text`."""
-    return ", ".join(filter(None, (os.environ.get(JOB), text)))
+            self._print_line(f"step {step}/{self.total}", shown)
 
 
 def estimate_time_left(seconds: float, done: int, left: int) -> str:
@@ -98,10 +87,7 @@ def estimate_time_left(seconds: float, done: int, left: int) -> str:
 
 
 def quiet_third_parties() -> None:
-    """Silence loading bars, deprecation warnings and advice of third-party libraries.
-
-    Errors and our own warnings still show.
-    """
+    """Silence loading bars, deprecation warnings and advice of third-party libraries, but no errors."""
     from datasets.utils.logging import disable_progress_bar
     from transformers.utils import logging as transformers_logging
 

@@ -77,7 +77,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepJob:
     monkeypatch.setattr(RunDirectory, "check", lambda run: None)
     run = RunDirectory(tmp_path / "run")
     run.claim(RunConfig(run_dir=str(run.path)), Typed("the command"))
-    job = SweepJob(run.path, Typed("the command"), tmp_path / "INTERRUPTED", "job 0 (1 of 1)")
+    job = SweepJob(run.path, Typed("the command"), tmp_path / "INTERRUPTED")
     return pickle.loads(pickle.dumps(job))
 
 

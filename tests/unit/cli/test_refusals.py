@@ -53,6 +53,10 @@ def refused(line: str, capsys) -> str:
         # types
         ("lora.rank=abc", ["lora.rank=abc", "a whole number", "lora.rank=32"]),
         ("lora.target_modules=q_proj", ["a list of names", "[q_proj,"]),
+        # bounds, of numbers too that a check divides by
+        ("lora.rank=-1", ["lora.rank=-1", "at least 0"]),
+        ("gpus=0", ["gpus=0", "at least 1"]),
+        ("algorithm.updates_per_rollout=0", ["algorithm.updates_per_rollout=0", "at least 1"]),
         # words that act nowhere
         ("aqn=off aqn.sigma_start=0.1", ["aqn.sigma_start=0.1", "aqn.schedule=off", "example aqn=exponential"]),
         ("+experiment=nf4 format.scale_rule=max", ["format.scale_rule=max", "format.name=nf4", "+experiment=nvfp4"]),

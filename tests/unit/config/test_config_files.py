@@ -12,7 +12,7 @@ import yaml
 
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.manual import describe_option
-from qerl_lab.config.arm import config_hash, leaves, settings_of_arm, values_of
+from qerl_lab.config.arm import config_hash, flatten, leaves, settings_of_arm, values_of
 from qerl_lab.config.conf_folder import choices_of, package_data
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import PAPER_INSTRUCTION
@@ -32,15 +32,10 @@ def composed() -> dict[tuple[str, str], RunConfig]:
 def body(path: Path) -> dict[str, Any]:
     """What an option sets, by dotted key."""
 
-    def flat(values: dict[str, Any], prefix: str) -> dict[str, Any]:
-        found = {}
-        for key, value in values.items():
-            found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-        return found
-
     values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     values.pop("defaults", None)
-    return flat(values, "" if "@package _global_" in path.read_text(encoding="utf-8") else f"{path.parent.name}.")
+    is_global = "@package _global_" in path.read_text(encoding="utf-8")
+    return dict(flatten(values, "" if is_global else f"{path.parent.name}."))
 
 
 def differing(a: RunConfig, b: RunConfig) -> set[str]:

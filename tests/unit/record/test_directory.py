@@ -40,17 +40,20 @@ def test_a_claim_holds_the_configuration_and_what_was_typed(run: RunDirectory) -
     assert run.settings()["lora.rank"] == "32"
 
 
-def test_what_was_typed_is_kept_until_the_record_has_it(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_typed_is_kept_until_the_record_has_it(run: RunDirectory) -> None:
+    resumed = Typed("python -m qerl_lab resume=run")
     for _ in range(2):  # a run that is stopped while it loads begins again
-        assert run.begin() == TYPED
+        run.begin(resumed)
         assert (run.status, names(run.path)) == ("interrupted", {"resolved.yaml", ".typed"})
-    for name, value in TYPED.variables().items():
-        monkeypatch.setenv(name, value)
+        assert run.overrides() == TYPED.words
     run.write_environment({})
     began = run.environment()
     assert Typed(began["command"], began["words"], began["sweep"]) == TYPED
     assert names(run.path) == {"resolved.yaml", "env.json", "code.diff"}
-    assert run.begin() is None
+    run.begin(resumed)
+    run.write_environment({})
+    assert [session["command"] for session in run.environments()] == [TYPED.command, resumed.command]
+    assert run.overrides() == TYPED.words
 
 
 def test_two_runs_never_share_a_directory(run: RunDirectory, tmp_path: Path) -> None:

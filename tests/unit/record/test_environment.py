@@ -99,9 +99,12 @@ def test_no_secret_is_written(checkout: Path, run_dir: Path, monkeypatch: pytest
     commit(checkout)
     (checkout / "src" / "a.py").write_text("uri = 'http://me:pw-456@host'\n")
     monkeypatch.setenv("HF_TOKEN", "tok-123")
-    monkeypatch.setenv(environment.COMMAND, "python -m qerl_lab -m task.path=https://me:pw-456@host/a seed=0,1")
-    monkeypatch.setenv(environment.WORDS, '["task.instruction=two words", "task.path=https://me:pw-456@host/a"]')
-    monkeypatch.setenv(environment.SWEEP, "adhoc/20260131-120000")
+    typed = {
+        "command": "python -m qerl_lab -m task.path=https://me:pw-456@host/a seed=0,1",
+        "words": ["task.instruction=two words", "task.path=https://me:pw-456@host/a"],
+        "sweep": "adhoc/20260131-120000",
+    }
+    (run_dir / ".typed").write_text(json.dumps(typed))
     environment.write_environment(run_dir, {})
     env, diff = (run_dir / "env.json").read_text(), (run_dir / "code.diff").read_text()
     assert not [secret for secret in ("tok-123", "pw-456") if secret in env + diff]
