@@ -16,10 +16,7 @@ with exits.starting(__name__):
 
 
 def quantize(options: QuantizeOptions) -> None:
-    """Run the command: check the options, quantize a model, write the checkpoint and print its quality.
-
-    Raises ConfigError for invalid options, and the errors of `quantize_model.run`.
-    """
+    """Check the options, then quantize. Raises ConfigError for invalid options, and as `quantize_model.run` does."""
     check(options)
     # llmcompressor draws hundreds of progress bars, each update a new line in a log file.
     calm = {} if sys.stderr.isatty() else {"TQDM_MININTERVAL": "30"}

@@ -39,10 +39,7 @@ def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int,
 
 
 def _texts(dataset: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[str]:
-    """Yield the texts of a .txt file (one), or of each row of a .jsonl file or hub dataset, shuffled by `seed`.
-
-    Raises ConfigError for an unreadable dataset, and for a row without a known column.
-    """
+    """Yield the texts of a dataset, shuffled by `seed`. Raises ConfigError as `sequences` does."""
     path = Path(dataset).expanduser()
     if path.suffix == ".txt" and path.is_file():
         yield path.read_text(encoding="utf-8") + (tokenizer.eos_token or "")
@@ -82,10 +79,7 @@ def _hub_rows(dataset: str, seed: int) -> Iterator[Any]:
 
 
 def _text_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return a row as text; None without a known column.
-
-    The text ends with the end token, or as the chat template ends a conversation.
-    """
+    """Return a row as text, which ends as a conversation does or with the end token; None without a known column."""
     end = tokenizer.eos_token or ""
     if isinstance(row.get("text"), str):
         return row["text"] + end

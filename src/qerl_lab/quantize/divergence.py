@@ -23,38 +23,36 @@ PROBLEMS = 16
 
 
 def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, device: torch.device) -> dict[str, Any]:
-    """Return KL(quantized || original) and the entropies of both, in nats per token, on the same tokens, as a dict.
+    """Return KL(quantized || original) and the entropies of both, in nats per token, on the same tokens.
 
-    `source` and `folder` hold the original and the quantized model, `weights` is the number of weights. The models are
-    loaded one after the other; only log-probs of the first are kept (float32, on the CPU). If a dense model fits no
-    memory, the dict has only `skipped`, the reason.
+    `source` and `folder` hold the original and the quantized model of `weights` weights. They are loaded one after the
+    other; only log-probs of the first are kept. If a dense model fits no memory, the dict has only `skipped`, why.
     """
     place = find_device_and_dtype(weights, device)
     if place is None:
         return {"skipped": f"{weights / 1e9:.1f} billion weights in bfloat16 fit neither the GPU nor the CPU memory"}
     where, dtype = place
-    dense = FormatConfig(name=DENSE_FORMAT, ignore=["re:.*"])
-    model, tokenizer = policy.load_base(run_config(source, dense, dtype), where)
+    original_as = FormatConfig(name=DENSE_FORMAT, ignore=["re:.*"])
+    before, after = (
+        RunConfig(model=ModelConfig(path=str(path), dtype=dtype), format=stored_as)
+        for path, stored_as in ((source, original_as), (folder, options.format_config()))
+    )
+    model, tokenizer = policy.load_base(before, where)
     pairs = word_problem_pairs(tokenizer)
     original = [logprobs(model, pair) for pair in pairs]
     del model
-    model, _ = policy.load_base(run_config(folder, options.format_config(), dtype), where)
+    model, _ = policy.load_base(after, where)
     measured = []  # per text [3, T]: KL and both entropies of each token
     for pair, p in zip(pairs, original, strict=True):
         q = logprobs(model, pair)
         measured.append(torch.stack([kl.per_token(q, p), kl.entropy_per_token(p), kl.entropy_per_token(q)]))
     lengths = [len(compared) for _, compared in pairs]
-    found, before, after = (kl.mean(values, lengths) for values in torch.cat(measured, 1))
+    found, *entropies = (kl.mean(values, lengths) for values in torch.cat(measured, 1))
     return {
         "nats_per_token": found.nats, "standard_error": found.standard_error,
-        "entropy_original": before.nats, "entropy_quantized": after.nats, "tokens": sum(lengths),
+        "entropy_original": entropies[0].nats, "entropy_quantized": entropies[1].nats, "tokens": sum(lengths),
         "text": "word problems", "device": where.type, "dtype": dtype,
     }  # fmt: skip
-
-
-def run_config(folder: Path, weight_format: FormatConfig, dtype: str) -> RunConfig:
-    """Return the configuration that loads the model in `folder` with this format and dtype."""
-    return RunConfig(model=ModelConfig(path=str(folder), dtype=dtype), format=weight_format)
 
 
 def find_device_and_dtype(weights: int, device: torch.device) -> tuple[torch.device, str] | None:
@@ -77,18 +75,12 @@ def available_bytes() -> int:
 
 
 def logprobs(model: PreTrainedModel, pair: tuple[list[int], list[int]]) -> Tensor:
-    """Return the model's log-probs `[tokens, vocabulary]` at the compared tokens; float32, on the CPU.
-
-    `pair` has the token ids of the context, and those to compare.
-    """
+    """Return the model's log-probs [tokens, vocabulary] at the compared tokens of a pair; float32, on the CPU."""
     return torch.cat([chunk.cpu() for chunk in kl.logprobs(model, kl.hidden_states(model, [pair]))])
 
 
 def word_problem_pairs(tokenizer: PreTrainedTokenizerBase) -> kl.Pairs:
-    """Make pairs of token ids to compare models on: a word problem as prompt, and its worked solution.
-
-    The models are compared at the tokens of the solution.
-    """
+    """Make pairs of token ids: a word problem as prompt, and its worked solution, at which models are compared."""
     rng, cfg = random.Random(0), tasks.read_task_config("arithmetic")
     pairs, chat = [], Chat(tokenizer)
     for problem in [arithmetic.problem(rng, cfg) for _ in range(PROBLEMS)]:
@@ -99,10 +91,7 @@ def word_problem_pairs(tokenizer: PreTrainedTokenizerBase) -> kl.Pairs:
 
 
 def prompt_ids(chat: Chat, instruction: str, question: str) -> list[int]:
-    """Return the prompt's token ids.
-
-    The instruction is the system message. Without a chat template that allows one, it precedes the question.
-    """
+    """Return the prompt's token ids. Without a chat template that allows a system message, one text holds both."""
     together = f"{instruction}\n\n{question}"
     if not chat.tokenizer.chat_template:
         return chat.tokenizer(f"{together}\n\n")["input_ids"]

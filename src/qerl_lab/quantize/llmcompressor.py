@@ -30,12 +30,8 @@ if TYPE_CHECKING:
 def run(options: QuantizeOptions, source: Path, left_dense: list[str], folder: Path) -> None:
     """Write the calibrated weights of the model in `source` and its config files to `folder`. Call `check` first.
 
-    Args:
-        left_dense: full names of the Linears that stay dense.
-
-    Raises:
-        ConfigError: there is too little text for `samples` sequences of `tokens`, or the context is too short for them.
-        ValueError: a layer does not divide into blocks; names the layers.
+    `left_dense` are full names of the Linears that stay dense. Raises ConfigError if there is too little text for
+    `samples` sequences of `tokens` or the context is too short, ValueError if a layer does not divide into blocks.
     """
     longest = getattr(AutoConfig.from_pretrained(source, trust_remote_code=False), "max_position_embeddings", None)
     if longest is not None and options.tokens > longest:
@@ -43,6 +39,8 @@ def run(options: QuantizeOptions, source: Path, left_dense: list[str], folder: P
             f"tokens={options.tokens} is more than model={options.model} can read. Type tokens={longest}."
         )
     from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
     from loguru import logger
 
     logger.remove()  # llmcompressor logs a line per layer, its metrics above the level of a warning
@@ -54,7 +52,10 @@ def run(options: QuantizeOptions, source: Path, left_dense: list[str], folder: P
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in data]
     batches = DataLoader(cast(Dataset, rows), batch_size=1)
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True, trust_remote_code=False)
-    oneshot(model=model, processor=tokenizer, recipe=_build_recipe(options, left_dense), dataset=batches)
+    which: dict[str, Any] = {"targets": "Linear", "scheme": SCHEMES[options.format], "ignore": left_dense}
+    is_gptq = options.method == "gptq"
+    recipe = [GPTQModifier(**which)] if is_gptq else [_awq_modifier(), QuantizationModifier(**which)]
+    oneshot(model=model, processor=tokenizer, recipe=recipe, dataset=batches)
     model.save_pretrained(folder, save_compressed=True)
 
 
@@ -71,15 +72,6 @@ def check(options: QuantizeOptions) -> None:
             f"device=cpu with method={options.method}: llmcompressor takes the GPU if it sees one. "
             "Put CUDA_VISIBLE_DEVICES= before the command, or type device=auto."
         )
-
-
-def _build_recipe(options: QuantizeOptions, left_dense: list[str]) -> list["Modifier"]:
-    """Return llmcompressor's modifiers for `options.method`. `left_dense` are full names of Linears."""
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-
-    which: dict[str, Any] = {"targets": "Linear", "scheme": SCHEMES[options.format], "ignore": left_dense}
-    return [GPTQModifier(**which)] if options.method == "gptq" else [_awq_modifier(), QuantizationModifier(**which)]
 
 
 def _awq_modifier() -> "Modifier":

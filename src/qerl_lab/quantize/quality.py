@@ -84,10 +84,9 @@ def measure_layer(
     weight_format: Format, dense: WeightFiles, packed: WeightFiles, name: str, device: torch.device,
     *, fit_scales: bool,
 ) -> Layer:  # fmt: skip
-    """Measure the weight and rounding error of the Linear `name`: differences in float32, sums in float64.
+    """Measure the weight and rounding error of the Linear `name`, without the scales that AWQ moved if `fit_scales`.
 
-    `fit_scales` first fits the scales that AWQ moved into the layer before, and removes them. Raises ValueError, naming
-    file and Linear, if a weight is NaN, infinite, or too large to square in float32.
+    Raises ValueError, naming file and Linear, if a weight is NaN, infinite, or too large to square in float32.
     """
     weight = dense.tensor(f"{name}.weight", device).float()
     shape = (weight.shape[0], weight.shape[1])
@@ -102,10 +101,7 @@ def measure_layer(
 
 
 def sqnr_summary(layers: Sequence[Layer], *, fit_scales: bool) -> dict[str, Any]:
-    """Return the SQNR in dB: of all weights (`all`), of every layer (`layers`), and of the lowest layers (`lowest`).
-
-    None means that it is infinite. `fit_scales` is recorded as `scales_fitted`.
-    """
+    """Return the SQNR in dB of all weights, of every layer, and of the lowest layers; None where it is infinite."""
     levels = {layer.name: decibels(layer.signal, layer.error) for layer in layers}
     ranked = sorted(levels, key=lambda name: math.inf if (level := levels[name]) is None else level)
     return {

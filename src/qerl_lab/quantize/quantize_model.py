@@ -48,10 +48,8 @@ class Source(NamedTuple):
 def run(options: QuantizeOptions) -> None:
     """Quantize a model: write the checkpoint and print its quality.
 
-    Raises:
-        ConfigError: the model cannot be loaded, or OUT.partial has other options.
-        ValueError: a file is damaged, or the format cannot store a weight; names file and tensor.
-        OSError: the disk is full, or a file cannot be read or written.
+    Raises ConfigError if the model cannot be loaded or OUT.partial has other options, ValueError, naming file and
+    tensor, if a file is damaged or the format cannot store a weight.
     """
     device = policy.device_of(options.device)
     if options.method != "rtn":
@@ -77,7 +75,7 @@ def run(options: QuantizeOptions) -> None:
 
 
 def training_overrides(options: QuantizeOptions) -> list[str]:
-    """Return the command-line overrides (`key=value`) that train on the checkpoint, after `python -m qerl_lab`."""
+    """Return the command-line overrides (`key=value`) with which the main command trains on the checkpoint."""
     arm = f"{options.format}_aqn"
     chosen, usual = options.format_config(), FormatConfig()
     words = [

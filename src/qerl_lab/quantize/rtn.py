@@ -21,14 +21,11 @@ from qerl_lab.system.disk import replace_file
 
 
 class Unit(NamedTuple):
-    """Source tensors that are read together: the weights of one fused layer, or one copied tensor.
-
-    `modules` are the fused layer's Linears; empty for a copied tensor. `layout` describes the tensors written.
-    """
+    """Source tensors that are read together: the weights of one fused layer, or one copied tensor."""
 
     names: tuple[str, ...]
-    modules: tuple[str, ...]
-    layout: Layout
+    modules: tuple[str, ...]  # the fused layer's Linears; none for a copied tensor
+    layout: Layout  # of the tensors written
 
     @property
     def bytes(self) -> int:

@@ -46,9 +46,8 @@ class Task:
     """A configured task.
 
     `grade(texts, questions)` returns scores in [0, 1] by part, shape [len(texts)]. It depends on its arguments alone,
-    never raises on model output, and is time-limited: what exceeds the limits scores 0. Every task has the parts
-    "format" and "answer", which evaluations read; it may have UNPARSED. `weights` covers all parts but UNPARSED.
-    `warnings` reports rows left out, `data` is the description stored in the record.
+    never raises on model output, and scores 0 what exceeds its time. Every task has the parts "format" and "answer",
+    which evaluations read. `weights` covers all parts but UNPARSED.
     """
 
     name: str
@@ -58,8 +57,8 @@ class Task:
     weights: dict[str, float]
     grade: Callable[[Sequence[str], Sequence[Question]], Scores]
     format_reward_for: str = "any"
-    warnings: tuple[str, ...] = ()
-    data: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    warnings: tuple[str, ...] = ()  # rows left out
+    data: Mapping[str, Any] = field(default_factory=dict, hash=False)  # description stored in the record
 
     def messages(self, question: Question) -> list[dict[str, str]]:
         """Return the chat for a question: the instruction as system message (if any), then the question."""
@@ -67,17 +66,13 @@ class Task:
         return [*system, {"role": "user", "content": question.prompt}]
 
     def rewards(self, texts: Sequence[str], questions: Sequence[Question]) -> Scores:
-        """Grade completions `texts`, one per question; return a dict from part to weight x score, shape [len(texts)].
-
-        The parts are "format", "answer" and further ones of the task. Their sum is the reward.
-        """
+        """Grade completions `texts`, one per question; return weight x score by part. Their sum is the reward."""
         return self.weighted(self.grade(texts, questions), texts)
 
     def weighted(self, scores: Scores, texts: Sequence[str]) -> Scores:
         """Multiply `scores`, the result of `grade` for `texts`, by the weight of each part; leave UNPARSED out.
 
-        Each array has shape [len(texts)]. "format" becomes 0 for a text without a thought if task.format_reward_for is
-        "thought", and for a wrong answer if it is "right".
+        "format" becomes 0 where task.format_reward_for does not pay for it.
         """
         parts = {part: self.weights[part] * score for part, score in scores.items() if part != UNPARSED}
         if self.format_reward_for == "thought":
@@ -90,18 +85,16 @@ class Task:
 def load(cfg: TaskConfig) -> Task:
     """Build the task `cfg.name` to train on. Training questions that are held out too are removed.
 
-    Raises ConfigError if they are over 1% of the training questions, if the questions cannot be read, or if the task is
-    for evaluation only.
+    Raises ConfigError if they are over 1%, if questions cannot be read, or if the task is for evaluation only.
     """
     check_trains(cfg)
     return _task(cfg, _functions(cfg), "train")
 
 
 def load_worked(cfg: TaskConfig) -> Task:
-    """Build the task with a worked solution in `payload["solution"]` of each question in `Task.train`.
+    """Build the task as `load` does, with a worked solution in `payload["solution"]` of each training question.
 
-    Raises ConfigError if the task has no solutions, if its data cannot be read, or if over 1% of the training questions
-    are held out too.
+    Raises ConfigError as `load` does, and if the task has no solutions.
     """
     functions = _functions(cfg)
     if not hasattr(functions, "worked"):
@@ -112,18 +105,12 @@ def load_worked(cfg: TaskConfig) -> Task:
 
 
 def load_benchmark(cfg: TaskConfig) -> Task:
-    """Build any task to evaluate on: `Task.train` is empty, because no training question is read.
-
-    Raises ConfigError if the held-out questions cannot be read.
-    """
+    """Build any task to evaluate on, without training questions. Raises ConfigError if it cannot be read."""
     return _task(cfg, _functions(cfg), None)
 
 
 def read_task_config(name: str, **given: Any) -> TaskConfig:
-    """Read conf/task/NAME.yaml as a TaskConfig; keys in `given` replace keys of the file.
-
-    Raises ConfigError for a wrong value.
-    """
+    """Read conf/task/NAME.yaml as a TaskConfig; keys in `given` replace its keys. Raises ConfigError."""
     written = OmegaConf.to_container(OmegaConf.load(group_folder("task") / f"{name}.yaml"))
     return from_dict({"task": {**written, **given}}).task  # type: ignore[dict-item]
 
@@ -139,15 +126,12 @@ def check_trains(cfg: TaskConfig) -> None:
 
 
 def is_on_the_hub(cfg: TaskConfig) -> bool:
-    """Tell whether the task reads its questions from the hub if task.path is not set. Does not ask the hub.
-
-    False if the file `task.module` defines both `train` and `heldout`.
-    """
+    """Tell, without asking the hub, whether the task reads its questions there if task.path is not set."""
     return cfg.name in question_sets.SOURCES and not {"train", "heldout"} <= _functions(cfg).of_file
 
 
 def _names_with(function: str) -> list[str]:
-    """List the tasks in conf/task that have the task function named `function`, e.g. "train" or "worked"."""
+    """List the tasks in conf/task that have the function named `function`, e.g. "train" or "worked"."""
     return [name for name in choices_of("task") if hasattr(_functions(TaskConfig(name=name)), function)]
 
 
@@ -166,9 +150,9 @@ def _functions(cfg: TaskConfig) -> SimpleNamespace:
 
 
 def _task(cfg: TaskConfig, functions: SimpleNamespace, training: str | None) -> Task:
-    """Build a Task from its configuration and functions; load and check its questions. Raises ConfigError.
+    """Build a Task whose training questions the function named `training` returns (None: there are none).
 
-    `training` names the function that returns the training questions, "train" or "worked"; None: there are none.
+    Raises ConfigError.
     """
     asked = getattr(functions, training)(cfg) if training else []
     heldout = functions.heldout(cfg)

@@ -63,10 +63,7 @@ class Problem:
 
 
 def problem(rng: random.Random, cfg: TaskConfig) -> Problem:
-    """Draw a problem within `cfg.arithmetic`, uniform over the number of changes.
-
-    The total stays between 0 and twice the largest operand.
-    """
+    """Draw a problem, uniform over the number of changes, with totals between 0 and twice the largest operand."""
     largest, steps = cfg.arithmetic.max_operand, (cfg.arithmetic.min_steps, cfg.arithmetic.max_steps)
     start = rng.randint(2, largest)
     total, changes = start, []
@@ -115,8 +112,8 @@ def _distinct(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Problem]:
 def worked_solution(rng: random.Random, of: Problem) -> str:
     """Write one of many correct solutions of the problem `of`, as `<think>..</think><answer>..</answer>`.
 
-    `rng` picks the order of the changes, the wording, and how much is written. The variety gives a policy trained on it
-    the entropy of a real model, and something to explore: shorter solutions go wrong more often.
+    The variety gives a policy trained on it the entropy of a real model, and something to explore: shorter solutions go
+    wrong more often.
     """
     way = rng.choices(WAYS, WEIGHTS)[0]
     if way == "in the head":
@@ -137,17 +134,14 @@ def _ordered(rng: random.Random, of: Problem) -> list[int]:
 
 
 def _together(rng: random.Random, of: Problem) -> str:
-    """Write the work of a solution that sums gains and losses separately, then applies both sums to the start.
-
-    `rng` picks the wording.
-    """
+    """Write the work of a solution that sums gains and losses separately, then applies both sums to the start."""
     gains, losses = [c for c in of.changes if c > 0], [-c for c in of.changes if c < 0]
     sums = [_chain(rng, part[0], part[1:]) for part in (gains, losses) if len(part) > 1]
     return " ".join([*sums, _chain(rng, of.start, [c for c in (sum(gains), -sum(losses)) if c])])
 
 
 def _chain(rng: random.Random, start: int, changes: list[int]) -> str:
-    """Write the sums that apply `changes` to `start` in turn, e.g. "7+5=12. 12-3=9."; `rng` picks the wording."""
+    """Write the sums that apply `changes` to `start` in turn, e.g. "7+5=12. 12-3=9."."""
     total, lines = start, []
     for change in changes:
         lines.append(_sum(rng, total, change))
@@ -156,7 +150,7 @@ def _chain(rng: random.Random, start: int, changes: list[int]) -> str:
 
 
 def _sum(rng: random.Random, total: int, change: int) -> str:
-    """Write `total` plus a signed `change`, e.g. "7+5=12" or "12 minus 3 is 9"; `rng` picks the wording."""
+    """Write `total` plus a signed `change`, e.g. "7+5=12" or "12 minus 3 is 9"."""
     if change > 0:
         left, right = rng.sample((total, change), 2)
         return rng.choice([f"{left}+{right}={left + right}", f"{left} plus {right} is {left + right}"])

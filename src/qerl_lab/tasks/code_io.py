@@ -44,10 +44,7 @@ def weights(cfg: TaskConfig) -> dict[str, float]:
 
 
 def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
-    """Read the training or held-out problems; their payload has the tests' "inputs" and "outputs", and the limits.
-
-    Raises ConfigError.
-    """
+    """Read the training or held-out problems, with tests and limits as payload. Raises ConfigError."""
     if cfg.path is None:
         raise ConfigError(
             "task=code_io reads its problems from task.path, which is not set. Type task.path=DIRECTORY with "
@@ -67,10 +64,7 @@ def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
 
 
 def _tests(row: Row) -> list[dict[str, str]]:
-    """Return the tests of a row, each a dict with text under "input" and "output".
-
-    Raises BadRow if the row has no test, or one without both texts or with an empty output.
-    """
+    """Return a row's tests, dicts of "input" and "output". Raises BadRow if one lacks a text or its output is empty."""
     tests = row.value("tests")
     if not isinstance(tests, list) or not tests:
         raise BadRow(f"has no list of tests in {row.columns['tests']!r}")
@@ -82,10 +76,7 @@ def _tests(row: Row) -> list[dict[str, str]]:
 
 
 def program(completion: str) -> str | None:
-    """Return the program in a completion's final answer: its last ``` block, or the whole answer if it has no block.
-
-    None if the completion has no final answer, or one of over MAX_PROGRAM_CHARACTERS.
-    """
+    """Return the last ``` block in a completion's final answer, or the whole answer; None if it has none or is long."""
     text = final_answer(completion)
     if text is None or len(text) > MAX_PROGRAM_CHARACTERS:
         return None
@@ -113,10 +104,7 @@ def grade(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
 
 
 def _passed_share(outputs: Sequence[str | None], question: Question) -> float:
-    """Return the share of tests passed, 0 to 1. `outputs` has one text per test, None if it failed; empty: no program.
-
-    Spaces at the end of lines and empty lines at the end do not matter.
-    """
+    """Return the share of tests passed. `outputs` has one text per test, None if it failed; empty: no program."""
     expected = question.payload["outputs"]
     pairs = zip(outputs, expected, strict=False)  # no outputs for a completion without a program
     return sum(output is not None and _lines(output) == _lines(known) for output, known in pairs) / len(expected)

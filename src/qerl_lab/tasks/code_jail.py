@@ -62,10 +62,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(what: str, *arguments: int | bytes) -> int:
-    """Make the system call with number `arguments[0]`, and return its result.
-
-    Raises OSError, with `what` at the start of its message.
-    """
+    """Make the system call with number `arguments[0]`. Raises OSError, with `what` at the start of its message."""
     result = _libc.syscall(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
@@ -79,10 +76,7 @@ def _prctl(option: int, *arguments: object) -> None:
 
 
 def limit(seconds: int, memory_bytes: int, output_bytes: int) -> None:
-    """Limit this process: seconds of CPU time, bytes of address space and of each file, 64 open files, no core dump.
-
-    A hard limit that is lower stays.
-    """
+    """Limit this process: seconds of CPU time, bytes of address space and of each file. A lower hard limit stays."""
     for what, most in (
         (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, output_bytes),
         (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0),
@@ -139,10 +133,7 @@ def allow_calls(machine: str) -> None:
 
 
 def _argument(place: int, high: bool = False) -> int:
-    """Return the offset in seccomp's data, in bytes, of the low or `high` half of a call's argument; `place` is from 0.
-
-    Both architectures are little-endian.
-    """
+    """Return the offset in seccomp's data of the low or `high` half of an argument, on little-endian machines."""
     return 16 + 8 * place + 4 * high
 
 
@@ -164,18 +155,12 @@ def _allow_one_of(number: int, place: int, values: tuple[int, ...]) -> list[Line
 
 
 def _for_call(number: int, lines: list[Line]) -> list[Line]:
-    """Return BPF lines that apply `lines` to system call `number` only; none if it is -1: no such call on this machine.
-
-    `lines` must end in a verdict for every case.
-    """
+    """Return BPF lines that apply `lines`, which end in a verdict, to system call `number` only; none if it is -1."""
     return [(EQUAL, 0, len(lines), number), *lines] if number >= 0 else []
 
 
 def confine(parent: int, limits: list[int], readable: list[str], listed: list[str]) -> None:
-    """Restrict this process to `limits` (arguments of `limit`), the paths `readable` and the folders `listed`.
-
-    If the process with id `parent` ends, the kernel ends this one too. Raises OSError if the kernel cannot do all this.
-    """
+    """Restrict this process, which ends with the process `parent`. Raises OSError if the kernel cannot do all this."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
         raise OSError(f"a machine {machine}; allowed: {', '.join(ARCHITECTURES)}")
@@ -189,13 +174,10 @@ def confine(parent: int, limits: list[int], readable: list[str], listed: list[st
 
 
 def main(program: str, numbers: str, readable: str, listed: str) -> None:
-    """Restrict this process, report success or the reason to the parent, and run the program as a script.
+    """Restrict this process, report success or the reason to the parent, and run the file `program` as a script.
 
-    Args:
-        program: path of the program's file.
-        numbers: the parent's process id, the file descriptor to report to, and the arguments of `limit`, with spaces
-            between.
-        readable, listed: paths, one per line.
+    `numbers` are the parent's process id, the file descriptor to report to, and the arguments of `limit`. `readable`
+    and `listed` are paths, one per line.
     """
     parent, report_end, *limits = map(int, numbers.split())
     try:

@@ -77,11 +77,8 @@ class Program:
 def run(programs: Sequence[Program]) -> list[list[str | None]]:
     """Run each program on its inputs. Return for each program its outputs; None where it fails or exceeds a limit.
 
-    After the first input that runs out of time a program is not run again: its other outputs are None too.
-
-    Raises:
-        ConfigError: this machine cannot confine programs.
-        RuntimeError: the kernel refuses something that it allowed in `check`, such as a new process.
+    After the first input that runs out of time a program is not run again: its other outputs are None too. Raises
+    ConfigError if this machine cannot confine programs, RuntimeError if it no longer can.
     """
     check()
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
@@ -106,10 +103,7 @@ def check() -> None:
 
 
 def _outputs(program: Program) -> list[str | None]:
-    """Run a program on its inputs, one process each, until one runs out of time. Return an output for each input.
-
-    An output is None if the program failed or was not run. Raises RuntimeError if it could not be confined.
-    """
+    """Run one program as `run` does. Raises RuntimeError if it could not be confined."""
     outputs: list[str | None] = []
     with tempfile.TemporaryDirectory(prefix="qerl-code-") as folder:
         file = Path(folder) / "main.py"
@@ -123,10 +117,7 @@ def _outputs(program: Program) -> list[str | None]:
 
 
 def _output(program: Program, file: Path, given: str) -> tuple[str | None, bool]:
-    """Run the program in `file` on the input `given`. Return its output and whether it ended in time.
-
-    The output is None if the program fails. Raises RuntimeError if the program could not be confined.
-    """
+    """Run the program in `file` on the input `given`. Return its output, None if it fails, and if it ended in time."""
     report, report_end = os.pipe()
     with open(report, "rb") as reports, open(os.memfd_create("output"), "w+b") as written:
         numbers = (os.getpid(), report_end, program.seconds, program.memory_mib * 2**20, OUTPUT_BYTES)
@@ -149,10 +140,7 @@ def _output(program: Program, file: Path, given: str) -> tuple[str | None, bool]
 
 @cache
 def _library() -> tuple[str, str]:
-    """Return the paths a program may read and the folders it may list, both as lines of text.
-
-    They are Python's standard library and the shared libraries that it loads, without added packages.
-    """
+    """Return the paths of Python's standard and shared libraries, which a program may read, and folders it may list."""
     folders = sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
     entries = [
         str(entry)

@@ -24,12 +24,8 @@ PARTS = ("format", "answer", UNPARSED)  # parts that every `grade` may return
 def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
     """Return the functions defined in the file `cfg.module`, by name, wrapped to check their results.
 
-    Args:
-        of_task: the task's own functions by name. Its `weights` count if the file defines `grade` without `weights`.
-
-    Raises:
-        ConfigError: the file cannot be imported, defines no task function, weights without grade or wrong weights, or
-            has changed since the run was composed.
+    `of_task` are the task's own functions, of which `weights` counts if the file defines `grade` alone. Raises
+    ConfigError for a file that cannot be imported, breaks the contract, or has changed since the run was composed.
     """
     assert cfg.module is not None
     if cfg.module_hash not in (None, found := module_hash(cfg.module)):
@@ -63,15 +59,12 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
 
 
 def _join(parts: set[str]) -> str:
-    """Return the names, sorted and joined by commas."""
+    """Join names, sorted, by commas."""
     return ", ".join(sorted(parts))
 
 
 def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
-    """Return the parts of the reward in `given`, the result of weights(cfg).
-
-    Raises ConfigError unless it is a dict from names other than PARTS to finite numbers.
-    """
+    """Return the names in `given`. Raises ConfigError unless it maps names other than PARTS to finite numbers."""
     said = f"task.module={cfg.module}: weights(cfg)"
     if not isinstance(given, dict) or not all(
         isinstance(part, str) and isinstance(weight, int | float) and math.isfinite(weight)
@@ -87,10 +80,7 @@ def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
 
 
 def _checked_questions(said: str, function: Callable[..., Any]) -> Callable[[TaskConfig], list[Question]]:
-    """Wrap `function` so that it raises ConfigError unless it returns valid questions with unique ids.
-
-    `said` names the function, at the start of the error.
-    """
+    """Wrap a function, `said` in errors, so that it raises ConfigError unless it returns valid, distinct questions."""
 
     def checked(cfg: TaskConfig) -> list[Question]:
         found = function(cfg)

@@ -25,23 +25,18 @@ Located = tuple[str, Any]  # location and row: a line of JSON, or a dict
 class Source:
     """A question set on the hub.
 
-    Attributes:
-        train: training split; None for a set for evaluation only.
-        test: evaluation split; None if there is none, so that a share of `train` is held out by a hash of the text,
-            ignoring whitespace and case.
-        columns: column names for "question", "answer", and "id" if rows have one. A dot leads into a struct.
-        file: name of its files, if different from the split's.
+    If `test` is None, a share of `train` is held out by a hash of the text, ignoring whitespace and case.
     """
 
     hub_id: str
     hub_config: str
-    train: str | None
-    test: str | None
-    columns: Mapping[str, str]
-    file: str | None = None
+    train: str | None  # training split; None: for evaluation only
+    test: str | None  # evaluation split
+    columns: Mapping[str, str]  # names for "question", "answer", and "id" if rows have one; a dot leads into a struct
+    file: str | None = None  # name of its files, if different from the split's
 
     def split(self, of_heldout: bool) -> str:
-        """Return the name of the split for the training or held-out questions; without a test split, one for both."""
+        """Return the name of the split for the training or held-out questions."""
         found = self.test if of_heldout and self.test else self.train
         assert found is not None, f"{self.hub_id} has no training split"
         return found
@@ -55,10 +50,7 @@ class Row:
     columns: Mapping[str, str]
 
     def value(self, role: str) -> Any:
-        """Return the value in the column that `columns` names for `role`, such as "question" or "answer".
-
-        It has any type. Raises BadRow if it is missing or null.
-        """
+        """Return the value, of any type, in the column for `role`, such as "question". Raises BadRow without one."""
         found: Any = self.values
         for part in self.columns[role].split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
@@ -67,14 +59,11 @@ class Row:
         return found
 
     def text(self, role: str) -> str:
-        """Return the text in the column for `role`, see `value`. Raises BadRow if it is blank or no text."""
+        """Return the text in the column for `role`. Raises BadRow if it is blank or no text."""
         return as_text(self.value(role), self.columns[role])
 
     def number_or_text(self, role: str) -> str:
-        """Return the stripped text, or the number as text, in the column for `role`, see `value`: 27.0 becomes "27".
-
-        Raises BadRow for a blank text or another type.
-        """
+        """Return the stripped text, or the number as text (27.0 as "27"), in the column for `role`. Raises BadRow."""
         found = self.value(role)
         if isinstance(found, float) and found.is_integer():
             found = int(found)
@@ -100,11 +89,8 @@ Make = Callable[[str, Row], Question | None]
 def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Questions:
     """Return the training or held-out questions of a set, in row order. A repeated row counts once.
 
-    Args:
-        make: makes a question from id and row. It returns None to leave the row out, and raises BadRow to count it.
-
-    Raises:
-        ConfigError: nothing can be read, or more than 1% of the rows are bad.
+    `make` makes a question from id and row; it returns None to leave the row out, and raises BadRow to count it.
+    Raises ConfigError if nothing can be read, or more than 1% of the rows are bad.
     """
     columns = {**source.columns, **{what: name for what, name in vars(cfg.columns).items() if name is not None}}
     found, bad, total = dict[str, Question](), list[str](), 0
@@ -143,10 +129,7 @@ def is_local(path: str, before: str = "task.path=") -> bool:
 
 
 def reword_path_error(error: ConfigError, before: str) -> ConfigError:
-    """Reword an error about task.path for a command with another option, e.g. `before` is "task_path=".
-
-    The hint to the column options is replaced, because such a command has none.
-    """
+    """Reword an error about task.path for a command with the option `before`, e.g. "task_path=", but no columns."""
     said = str(error).replace("Check task.path.", f"Check {before}PATH.").replace("task.path=", before)
     columns = f"Check {before}PATH and the names of its columns."
     return ConfigError(re.sub(r"Check task\.path, or say .*", columns, said))
@@ -165,15 +148,16 @@ def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located
             "an evaluation. Type task.path=DIRECTORY with train.jsonl and test.jsonl."
         )
     for file in [local] if local.is_file() else _files_of(local, source, of_heldout):
-        yield from _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
+        try:
+            yield from _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
+        except (OSError, ValueError) as error:  # no permission, a directory of that name, damage
+            raise ConfigError(
+                f"{file} cannot be read as {file.suffix} ({first_line(error)}). Check task.path."
+            ) from error
 
 
 def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
-    """Find the files with the training or held-out rows in a local folder: one file, or all shards of one name.
-
-    Looks in `folder`, then data/, then the folder of the hub configuration. Tries these names in order: the split,
-    `source.file`, and "test" for the held-out rows of a set with a test split. Raises ConfigError if none is there.
-    """
+    """Find the file, or all shards of one, with the training or held-out rows in a local folder. Raises ConfigError."""
     names = [source.split(of_heldout), source.file, "test" if of_heldout and source.test else None]
     for inside in (folder, folder / "data", folder / source.hub_config):
         for name in filter(None, names):
@@ -187,14 +171,11 @@ def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
 
 
 def _read_jsonl(file: Path) -> Iterator[Located]:
-    """Yield location (FILE:LINE) and bytes of each line that is not blank. Raises ConfigError if the reading fails."""
-    try:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"{file}:{number}", line
-    except OSError as error:  # a directory of that name, or no read permission
-        raise _read_error(file, error) from error
+    """Yield location (FILE:LINE) and bytes of each line that is not blank."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"{file}:{number}", line
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:
@@ -209,14 +190,11 @@ def _parse_line(line: bytes) -> dict[str, Any]:
 
 
 def _read_parquet(file: Path) -> Iterator[Located]:
-    """Yield location and row, a dict, of each row of a Parquet file. Raises ConfigError if the reading fails."""
+    """Yield location and row, a dict, of each row of a Parquet file."""
     import pyarrow.parquet
 
-    try:
-        with pyarrow.parquet.ParquetFile(file) as opened:
-            yield from _of_batches(str(file), opened.iter_batches(BATCH_ROWS))
-    except (OSError, ValueError) as error:
-        raise _read_error(file, error) from error
+    with pyarrow.parquet.ParquetFile(file) as opened:
+        yield from _of_batches(str(file), opened.iter_batches(BATCH_ROWS))
 
 
 def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:
@@ -225,15 +203,10 @@ def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:
     yield from ((f"{name}, row {number},", row) for number, row in enumerate(rows))
 
 
-def _read_error(file: Path, error: Exception) -> ConfigError:
-    """Make the ConfigError for a file that cannot be read, with the first line of `error`."""
-    return ConfigError(f"{file} cannot be read as {file.suffix} ({first_line(error)}). Check task.path.")
-
-
 def _read_hub(path: str, source: Source, of_heldout: bool) -> Iterator[Located]:
-    """Yield location and row, a dict, of each row of the hub dataset `path`, in the configuration `source.hub_config`.
+    """Yield location and row, a dict, of each row of the hub dataset `path`. Raises ConfigError.
 
-    A dataset other than `source.hub_id` may lack that configuration; then its default is read. Raises ConfigError.
+    A dataset other than `source.hub_id` that lacks the configuration `source.hub_config` is read in its default.
     """
     say_hub_is_asked(f"task.path={path}")
     from datasets import get_dataset_config_names, load_dataset

@@ -46,10 +46,7 @@ DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
 def functions(name: str) -> dict[str, Callable[..., Any]]:
-    """Return the functions of the question set `name`, a key of SOURCES, by name.
-
-    They are "heldout", "grade", "train" unless the set is for evaluation only, and "worked" for gsm8k.
-    """
+    """Return the functions of the question set `name`, a key of SOURCES, by name (see `qerl_lab.tasks`)."""
     found: dict[str, Callable[..., Any]] = {"heldout": lambda cfg: _read(cfg, True), "grade": grade_math}
     if SOURCES[name].train:
         found["train"] = lambda cfg: _read(cfg, False)
@@ -102,9 +99,9 @@ def _gsm8k(id: str, row: Row) -> Question:
 
 
 def _gsm8k_worked(id: str, row: Row) -> Question:
-    """Make a question as `_gsm8k` does, with the row's solution in the paper's format in payload["solution"].
+    """Make a question with the row's solution in the paper's format, without calculator annotations (`<<48/2=24>>`).
 
-    Calculator annotations (`<<48/2=24>>`) are removed. Raises BadRow if no solution is left, or if it has a "<".
+    Raises BadRow if no solution is left, or if it has a "<".
     """
     question, solution = _gsm8k(id, row), _gsm8k_solution(row)
     steps = re.sub(r"<<[^<>]*>>", "", solution).strip()
@@ -119,10 +116,7 @@ def _gsm8k_solution(row: Row) -> str:
 
 
 def _read_bigmath(cfg: TaskConfig, of_heldout: bool) -> Questions:
-    """Read the questions of the levels `task.bigmath.levels`. Rows without a column `level` all stay.
-
-    If they are local rows, a note of the result says how many.
-    """
+    """Read the questions of the levels `task.bigmath.levels`; rows without a column `level` stay and are noted."""
     levels, without = cfg.bigmath.levels, 0
 
     def make(id: str, row: Row) -> Question | None:
@@ -150,8 +144,7 @@ def _level(value: object) -> int:
 def _dapo_math(id: str, row: Row) -> Question:
     """Make a question from a row of DAPO, without DAPO's own request for an answer format.
 
-    The row's question is text, or a list of chat messages; of a list, the last message's text is taken. Raises BadRow
-    if that message is not the user's, if the text is missing or empty, or if the answer is not a number.
+    The row's question is text, or a list of chat messages of which the last is taken. Raises BadRow.
     """
     column, value = row.columns["question"], row.value("question")
     if isinstance(value, list):
@@ -182,7 +175,7 @@ def _amc(id: str, row: Row) -> Question:
 
 
 def _number(row: Row) -> str:
-    """Return the row's answer, as it is written, if it is one number. Raises BadRow if not."""
+    """Return the row's answer, as it is written. Raises BadRow if it is no number."""
     found = row.number_or_text("answer")
     if number(found) is None:
         raise BadRow(f"has no number in {row.columns['answer']!r}: {found[:80]!r}")

@@ -46,10 +46,7 @@ class LeftOut:
         return f"{self.count:,} of {self.rows:,} rows are bad and left out; the first: {self.first}"
 
     def check(self, remedy: str) -> None:
-        """Raise ConfigError if more than 1% of the rows are bad, because then the file or its columns are wrong.
-
-        `remedy` is the advice at the end of the error.
-        """
+        """Raise ConfigError, which ends with `remedy`, if over 1% of the rows are bad: then the columns are wrong."""
         if self.count > 0.01 * self.rows:
             raise ConfigError(f"{self}, and more than 1% is an error. {remedy}")
 
@@ -73,11 +70,7 @@ def wording(text: str) -> str:
 
 
 def is_heldout(key: str, one_in: int = 8) -> bool:
-    """Tell whether the question with the text `key` is held out: one of `one_in` keys, decided by SHA-256.
-
-    The split depends on the question, not on a draw, so training and held-out sets are disjoint for every seed, size
-    and process.
-    """
+    """Tell whether the question with the text `key` is held out: one of `one_in` keys, by SHA-256, for every seed."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % one_in == 0
 
 
@@ -88,8 +81,8 @@ def without_heldout(train: list[Question], heldout: list[Question], size: int) -
     """
     asked = {wording(question.prompt) for question in heldout}
     kept = [question for question in train if wording(question.prompt) not in asked]
-    shared = [f"{question.id} is held out too" for question in train if wording(question.prompt) in asked]
-    leaked = LeftOut(len(shared), len(train), shared[0] if shared else "")
+    shared = [question for question in train if wording(question.prompt) in asked]
+    leaked = LeftOut(len(shared), len(train), f"{shared[0].id} is held out too" if shared else "")
     leaked.check("Check task.path.")
     known = train if isinstance(train, Questions) else Questions(train)
     return Questions(kept[: size or None], [*known.left_out, leaked], known.notes)

@@ -34,14 +34,8 @@ _one_at_a_time = threading.Lock()
 def call_each(module: str, function: str, calls: Sequence[Sequence[Any]], seconds: float) -> list[Any]:
     """Call a module's function for each argument list in `calls`; None where it raises or exceeds a limit.
 
-    Results are in order. Can be called from any thread; one call runs at a time.
-
-    Args:
-        module: full name; only the worker imports it. Arguments and results are passed as JSON.
-        seconds: CPU time limit of one call, independent of machine load. The memory limit is MEMORY_BYTES.
-
-    Raises:
-        RuntimeError: the worker cannot start, e.g. because a package cannot be imported.
+    Only the worker imports the module; arguments and results are JSON. `seconds` limits the CPU time of one call,
+    MEMORY_BYTES its memory. Any thread may call; one call runs at a time. Raises RuntimeError if no worker can start.
     """
     results, key = [], (module, function, seconds)
     for arguments in calls:
