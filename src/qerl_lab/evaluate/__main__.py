@@ -1,7 +1,5 @@
 """Commands that measure a policy: `python -m qerl_lab.evaluate accuracy|compare|entropy|sigma KEY=VALUE ...`."""
 
-import itertools
-from dataclasses import replace
 from typing import Any
 
 from qerl_lab.system import exits
@@ -21,50 +19,21 @@ with exits.starting(__name__):
     )
     from qerl_lab.system import terminal
 
-OF_SUBJECT = ("run", "model", "revision", "format", "adapter", "rollout", "device", "batch_size", "max_prompt_tokens")
 
-
-def accuracy(*evaluations: AccuracyOptions) -> None:
-    """Run the command `accuracy`: check all options first, then evaluate on benchmarks and print the tables.
-
-    Raises ConfigError for invalid options, and the errors of `accuracy_run.run`.
-    """
-    for options in evaluations:
-        check_accuracy(options)
+def accuracy(options: AccuracyOptions) -> None:
+    """Check the options, then evaluate on benchmarks and print the table. Raises the errors of `accuracy_run.run`."""
+    check_accuracy(options)
     try:
         with terminal.quiet_imports():
             from qerl_lab.evaluate.accuracy_run import run
 
-        run(*evaluations)
+        run(options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the same command goes on where it stopped") from None
 
 
-class AccuracyCommand(Command[AccuracyOptions]):
-    """The command `accuracy`; after the word `and` further evaluations of the same run or model, by the same engine."""
-
-    def run(self, words: list[str]) -> int:
-        """Run the command on its arguments `words`, in which the word `and` separates evaluations; return exit code 0.
-
-        From the second evaluation on, an option in OF_SUBJECT that has its default takes the value of the first
-        evaluation.
-        """
-        groups = [list(group) for is_and, group in itertools.groupby(words, lambda word: word == "and") if not is_and]
-        if len(groups) < 2:
-            return super().run(words)
-        usual, several = AccuracyOptions(), [self.read(group) for group in groups]
-        for options in several[1:]:
-            for name in OF_SUBJECT:
-                if getattr(options, name) == getattr(usual, name):
-                    setattr(options, name, getattr(several[0], name))
-        return replace(self, work=lambda _: accuracy(*several)).run([])
-
-
 def compare(options: CompareOptions) -> None:
-    """Run the command `compare`: print the differences B - A of two evaluations, paired by question.
-
-    Raises ConfigError unless two directories are given and their evaluations can be paired.
-    """
+    """Print the differences B - A of two evaluations. Raises ConfigError unless they are two and can be paired."""
     if len(options.directories) != 2:
         raise ConfigError(
             f"directories are given: {', '.join(options.directories) or 'none'}; allowed: two, A and B. "
@@ -76,11 +45,7 @@ def compare(options: CompareOptions) -> None:
 
 
 def entropy(options: EntropyOptions) -> None:
-    """Run the command `entropy`: print and write how quantization changes the policy's entropy.
-
-    Every weight format and checkpoint gets its entropy, its KL to the dense model, and its weight error, all formats on
-    the same sampled tokens. Raises ConfigError for invalid options.
-    """
+    """Print and write how quantization changes the policy's entropy. Raises ConfigError for invalid options."""
     check_model(options.model)
     check_task(split_name_and_path(options.prompts)[0], f"prompts={options.prompts}", "prompts=gsm8k:DIR")
     with terminal.quiet_imports():
@@ -90,10 +55,9 @@ def entropy(options: EntropyOptions) -> None:
 
 
 def sigma(options: SigmaOptions) -> None:
-    """Run the command `sigma`: compare noise to quantization by the KL that each causes to the BF16 model.
+    """Compare noise to quantization by the KL that each causes to the BF16 model.
 
-    Prints the KL of each weight format and of each noise `sigmas`, and the sigma that causes each of `kls`. Raises
-    ConfigError for a model that cannot be measured, and if neither `sigmas` nor `kls` has an entry.
+    Raises ConfigError for a model that cannot be measured, and if neither `sigmas` nor `kls` has an entry.
     """
     if not options.sigmas and not options.kls:
         raise ConfigError("sigmas=[] is empty; allowed: numbers above 0. Type for example sigmas=[0.05,0.1].")
@@ -106,7 +70,7 @@ def sigma(options: SigmaOptions) -> None:
 
 LINE = "python -m qerl_lab.evaluate"
 COMMANDS: dict[str, Command[Any]] = {
-    "accuracy": AccuracyCommand(
+    "accuracy": Command(
         f"{LINE} accuracy RUN_DIR",
         "Accuracy of a run or a model on benchmarks: avg@k and pass@k with intervals, length, truncation.",
         AccuracyOptions,
@@ -114,7 +78,6 @@ COMMANDS: dict[str, Command[Any]] = {
         examples=(
             (f"{LINE} accuracy RUN_DIR", "the run's own held-out questions, with its adapter"),
             (f"{LINE} accuracy RUN_DIR benchmarks=gsm8k,math500 samples=8 common=true", "also dequantized"),
-            (f"{LINE} accuracy RUN_DIR temperature=0 and questions=256 samples=64", "two evaluations by one engine"),
             (f"{LINE} accuracy model=DIR benchmarks=gsm8k:DIR,aime24:FILE.jsonl", "local copies of the questions"),
         ),
         bare="run",

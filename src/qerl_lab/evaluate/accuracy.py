@@ -35,8 +35,7 @@ def ask_questions(
 ) -> Answers:  # fmt: skip
     """Sample each question `samples` times with the engine's current weights, and grade the completions.
 
-    `policy` makes the prompts and decodes the completions. Calls `on_done` with the number of newly finished
-    completions. Raises EngineFailed.
+    Calls `on_done` with the number of newly finished completions. Raises EngineFailed.
     """
     prompts = [policy.prompt_ids(task.messages(question)) for question in questions]
     out = engine.generate(prompts, samples, sampling, on_done)
@@ -73,10 +72,7 @@ class Evaluation:
     entropy: float | None
 
     def metrics(self, prefix: str = "eval/") -> dict[str, float]:
-        """Return the means over questions by their names in metrics.jsonl, which begin with `prefix`.
-
-        These are accuracy, format score, completion tokens, share of truncated completions, and entropy if it is known.
-        """
+        """Return the means over questions by their names in metrics.jsonl, which begin with `prefix`."""
         entropy = {} if self.entropy is None else {f"{prefix}entropy_nats": self.entropy}
         return {
             f"{prefix}accuracy": float(self.rows["accuracy"].mean()),
@@ -107,10 +103,7 @@ def evaluate(
 
 
 def merge_parts(parts: Sequence[Evaluation]) -> Evaluation:
-    """Merge evaluations of consecutive parts of the questions, with the same number of samples per question.
-
-    The merged entropy is weighted by completion tokens; it is None if no part has one.
-    """
+    """Merge evaluations of consecutive parts of the questions; the entropy is weighted by completion tokens."""
     tokens = [float(part.rows["tokens"].sum()) for part in parts]
     shares = [own / sum(tokens) for own in tokens]
     entropies = [p.entropy * share for p, share in zip(parts, shares, strict=True) if p.entropy is not None]

@@ -1,17 +1,16 @@
 """`python -m qerl_lab.evaluate accuracy`: ask benchmarks part by part, so that a stopped command can continue.
 
 The files of an evaluation are written to OUT.partial, which is renamed to OUT when complete: eval.parquet with a row
-per completion, evaluation.json with settings and results. Several evaluations of one run or model share its engines:
-its own, which loads the base as stored, and with common=true the common one, which loads it dequantized to bfloat16.
+per completion, evaluation.json with settings and results. The own engine loads the base as stored, with common=true the
+common one loads it dequantized to bfloat16.
 """
 
 import hashlib
-import itertools
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,10 @@ from qerl_lab.config.message import first_line
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import WEIGHTS, sha256
-from qerl_lab.config.schema import EvalConfig
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.evaluate import benchmarks, subject, summary
 from qerl_lab.evaluate.accuracy import ask_questions, evaluation_seed
-from qerl_lab.evaluate.evaluate_options import (
-    BY_FIRST_CHARACTER,
-    BY_TASK,
-    SMALL,
-    SMALL_SAMPLES,
-    AccuracyOptions,
-)
+from qerl_lab.evaluate.evaluate_options import BY_FIRST_CHARACTER, BY_TASK, SMALL, SMALL_SAMPLES, AccuracyOptions
 from qerl_lab.evaluate.subject import Subject
 from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA
 from qerl_lab.model import policy
@@ -46,95 +39,49 @@ from qerl_lab.tasks import Task
 from qerl_lab.tasks.answers.completion import final_answer
 
 
-@dataclass
-class Job:
-    """One evaluation: what is asked of whom, and the directory that it writes.
-
-    Attributes:
-        identity: settings that determine the answers, by option name.
-        too_long: number of questions left out, by benchmark.
-        seconds: time spent asking.
-    """
-
-    options: AccuracyOptions
-    subject: Subject
-    tasks: list[Task]
-    identity: dict[str, Any]
-    out: Path
-    is_done: bool
-    too_long: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-
-
-def run(*evaluations: AccuracyOptions) -> None:
-    """Run evaluations on benchmarks: ask, grade, write and print. An evaluation that is complete is only printed.
-
-    Raises:
-        ConfigError: the run or model cannot be evaluated, a benchmark cannot be read, or `out` holds something else.
-        ValueError: the engine failed; finished parts are kept.
-        OSError: the disk is full, or a file cannot be written.
-    """
-    jobs = list({job.out: job for job in map(plan, evaluations)}.values())
-    left = [job for job in jobs if not job.is_done]
-    # Evaluations that differ only in the sampling share policy and engine.
-    alike = itertools.groupby(left, lambda job: (replace(job.subject.cfg, eval=EvalConfig()), job.subject.adapter))
-    groups = [list(group) for _, group in alike]
-    with ExitStack() as stack:
-        folders = {
-            job.out: stack.enter_context(Unfinished(job.out, job.identity, job.options.overwrite)) for job in left
-        }
-        for group, engine in itertools.product(groups, (OWN, COMMON)):
-            # A dense base is asked once: its own engine is the common one.
-            asked = [job for job in group if engine == OWN or (job.options.common and not job.subject.is_dense)]
-            if not asked:
-                continue
-            with ExitStack() as loaded:
-                one = group[0].subject
-                if engine == COMMON:
-                    one = loaded.enter_context(subject.dequantized_subject(one))
-                learner = subject.load_policy(one)
-                sampler = loaded.enter_context(closing(rollout.build(one.cfg, learner)))
-                for job in asked:
-                    answer_missing_parts(job, engine, learner, sampler, folders[job.out])
-        for job in left:
-            write_results(job, folders[job.out])
-    for job in jobs:
-        print_results(job.out, "was evaluated before" if job.is_done else "is evaluated")
-
-
-def plan(options: AccuracyOptions) -> Job:
-    """Resolve the run or model of an evaluation, load its questions, and choose its directory.
+def run(options: AccuracyOptions) -> None:
+    """Run an evaluation on benchmarks: ask, grade, write and print. One that is complete is only printed.
 
     The directory is `out`, or one below the run or below evaluations/ that is named by a hash of the settings. Raises
-    ConfigError if the run, the model or a benchmark cannot be read, or the directory holds something else.
+    ConfigError if the run or model cannot be evaluated, a benchmark cannot be read, or the directory holds something
+    else; ValueError if the engine failed (finished parts are kept); OSError if a file cannot be written.
     """
-    found = subject.resolve_subject(options)
-    tasks = benchmarks.load_benchmarks(options, found.cfg)
+    chosen = subject.resolve_subject(options)
+    tasks = benchmarks.load_benchmarks(options, chosen.cfg)
     for task in tasks:
         if options.grading == BY_FIRST_CHARACTER and not all(question.answer for question in task.heldout):
             raise ConfigError(
                 f"grading={BY_FIRST_CHARACTER} compares with an answer, and questions of {task.name} have none. "
                 "Leave grading out."
             )
-    identity = identifying_settings(options, found, tasks)
+    identity = identifying_settings(options, chosen, tasks)
     out = Path(options.out or "").expanduser()
     if not options.out:
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
         above = Path(options.run).expanduser() / "evaluations" if options.run else Path("evaluations")
-        out = (above if options.run else above / found.cfg.model.name) / f"{'+'.join(t.name for t in tasks)}-{key}"
+        out = (above if options.run else above / chosen.cfg.model.name) / f"{'+'.join(t.name for t in tasks)}-{key}"
     out = out.absolute()
-    is_done = (out / ABOUT).is_file() and read_json(out / ABOUT, dict).get("identity") == identity
-    if out.exists() and not is_done and not options.overwrite:
+    if (out / ABOUT).is_file() and read_json(out / ABOUT, dict).get("identity") == identity:
+        return print_results(out, "was evaluated before")
+    if out.exists() and not options.overwrite:
         raise ConfigError(f"out={out} holds something else. Type another out, or overwrite=true to replace it.")
-    return Job(options, found, tasks, identity, out, is_done)
+    too_long, seconds = dict[str, int](), 0.0
+    with Unfinished(out, identity, options.overwrite) as unfinished:
+        # A dense base is asked once: its own engine is the common one.
+        for engine in (OWN, COMMON) if options.common and not chosen.is_dense else (OWN,):
+            with ExitStack() as loaded:
+                one = loaded.enter_context(subject.dequantized_subject(chosen)) if engine == COMMON else chosen
+                learner = subject.load_policy(one)
+                sampler = loaded.enter_context(closing(rollout.build(one.cfg, learner)))
+                started = time.time()
+                too_long = answer_missing_parts(chosen.cfg, tasks, identity, engine, learner, sampler, unfinished)
+                seconds += time.time() - started
+        write_results(options, chosen, tasks, identity, too_long, seconds, unfinished)
+    print_results(out, "is evaluated")
 
 
 def identifying_settings(options: AccuracyOptions, chosen: Subject, tasks: Sequence[Task]) -> dict[str, Any]:
-    """Return the settings that determine an evaluation's answers, as a dict for JSON.
-
-    They include hashes of weights and adapter, the format, the engine, the benchmarks and the sampling. `chosen` is the
-    run or model, `tasks` are the benchmarks.
-    """
+    """Return the settings that determine the answers of the run or model `chosen` to `tasks`, as a dict for JSON."""
     cfg, device = chosen.cfg, policy.device_of(chosen.cfg.device)
     drawn = f"temperature {cfg.eval.temperature:g}, top-p {cfg.eval.top_p:g}" if cfg.eval.temperature else "greedy"
     sampling = f"{drawn}, {cfg.rollout.max_completion_tokens:,} tokens"
@@ -160,27 +107,21 @@ def identifying_settings(options: AccuracyOptions, chosen: Subject, tasks: Seque
     } | ({} if options.grading == BY_TASK else {"grading": options.grading})  # fmt: skip
 
 
-def answer_missing_parts(job: Job, engine: str, learner: Policy, sampler: Engine, unfinished: Unfinished) -> None:
-    """Ask the questions of `job` that `unfinished` has no answers to, and store a row per completion there.
+def answer_missing_parts(
+    cfg: RunConfig, tasks: Sequence[Task], identity: Mapping[str, Any], engine: str, learner: Policy, sampler: Engine,
+    unfinished: Unfinished,
+) -> dict[str, int]:  # fmt: skip
+    """Ask the questions that `unfinished` has no answers to, and store a row per completion there.
 
-    Questions are asked in parts. A part is about one generation batch, or four for vLLM, which refills its batch. Its
-    number enters the sampling seed, which is the same for all arms and engines. Also sets `job.too_long` and adds to
-    `job.seconds`.
-
-    Args:
-        engine: OWN or COMMON, the name of `sampler` in the rows.
-        learner: makes the prompts and decodes completions.
-        sampler: generates the completions.
-
-    Raises:
-        ConfigError: all questions of a benchmark are too long.
-        ValueError: the engine failed.
+    `engine` is OWN or COMMON, the name of `sampler` in the rows. Questions are asked in parts of about one generation
+    batch, or four for vLLM, which refills its batch. The number of a part enters the sampling seed, which is the same
+    for all arms and engines. Returns the number of questions that are too long, by benchmark. Raises ConfigError if all
+    of one are, ValueError if the engine failed.
     """
-    started, cfg = time.time(), job.subject.cfg
     at_once = cfg.rollout.batch_size * (1 if cfg.rollout.engine == "transformers" else 4)
-    ((sampling_name, samples),) = job.identity["samplings"].items()
-    parts = []  # file, task, number, questions
-    for task in job.tasks:
+    ((sampling_name, samples),) = identity["samplings"].items()
+    too_long, parts = {}, []  # file, task, number, questions of each part
+    for task in tasks:
         lengths = [len(learner.prompt_ids(task.messages(question))) for question in task.heldout]
         limit = cfg.rollout.max_prompt_tokens
         fitting = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
@@ -189,7 +130,7 @@ def answer_missing_parts(job: Job, engine: str, learner: Policy, sampler: Engine
                 f"max_prompt_tokens={limit} leaves out all {len(lengths):,} questions of {task.name}; the shortest has "
                 f"{min(lengths)} tokens. Type max_prompt_tokens={max(lengths)}."
             )
-        job.too_long[task.name] = len(lengths) - len(fitting)
+        too_long[task.name] = len(lengths) - len(fitting)
         size = max(1, at_once // samples[task.name])
         for number, begin in enumerate(range(0, len(fitting), size)):
             parts.append((f"{engine}-{task.name}-{number:05d}.parquet", task, number, fitting[begin : begin + size]))
@@ -203,7 +144,7 @@ def answer_missing_parts(job: Job, engine: str, learner: Policy, sampler: Engine
                 rows = ask_questions(sampler, learner, task, questions, count, sampling, bar.advance).rows
             except EngineFailed as error:
                 raise ValueError(f"{first_line(error)} The same command goes on where it stopped.") from error
-            if job.options.grading == BY_FIRST_CHARACTER:
+            if "grading" in identity:
                 rows["accuracy"] = same_first_character(rows["completion"], rows["answer"])
             prompts = [json.dumps(task.messages(question)).encode() for question in questions]
             hashes = [hashlib.sha256(prompt).hexdigest()[:16] for prompt in prompts for _ in range(count)]
@@ -211,7 +152,7 @@ def answer_missing_parts(job: Job, engine: str, learner: Policy, sampler: Engine
             rows = pd.concat([pd.DataFrame(columns, index=rows.index), rows], axis=1)
             replace_file(unfinished.folder / file, rows.to_parquet(index=False))
             unfinished.note(file)
-    job.seconds += time.time() - started
+    return too_long
 
 
 def same_first_character(completions: Iterable[str], answers: Iterable[str]) -> list[float]:
@@ -224,37 +165,35 @@ def same_first_character(completions: Iterable[str], answers: Iterable[str]) -> 
     return [float(final[:1] == answer[:1] != "") for final, answer in zip(finals, answers, strict=True)]
 
 
-def write_results(job: Job, unfinished: Unfinished) -> None:
-    """Merge the answers in the unfinished folder, write eval.parquet and evaluation.json, and give it its final name.
-
-    Answers of the own engine come before answers of the common engine.
-    """
-    found, cfg, folder = job.subject, job.subject.cfg, unfinished.folder
+def write_results(
+    options: AccuracyOptions, chosen: Subject, tasks: Sequence[Task], identity: Mapping[str, Any],
+    too_long: Mapping[str, int], seconds: float, unfinished: Unfinished,
+) -> None:  # fmt: skip
+    """Merge the answers in the unfinished folder, write eval.parquet and evaluation.json, and rename the folder."""
+    cfg, folder = chosen.cfg, unfinished.folder
     files = sorted(folder.glob("*-*-*.parquet"))
     rows = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
-    rows = rows.sort_values("engine", ascending=False, kind="stable", ignore_index=True)
+    rows = rows.sort_values("engine", ascending=False, kind="stable", ignore_index=True)  # own before common
     notes = []
-    for task in job.tasks:
+    for task in tasks:
         notes += [f"{task.name}: {line}" for line in task.warnings]
-        if count := job.too_long[task.name]:
+        if count := too_long[task.name]:
             limit = f"max_prompt_tokens={cfg.rollout.max_prompt_tokens}"
             notes.append(f"{task.name}: {count} questions are longer than {limit}, and left out")
-    if job.options.common and found.is_dense:
+    if options.common and chosen.is_dense:
         notes.append(f"its own engine is the common one: {cfg.format.name} is dense")
     about = {
         "schema": SCHEMA,
-        "identity": job.identity,
-        "subject": found.said,
+        "identity": identity,
+        "subject": chosen.said,
         "model": {"path": cfg.model.path, "revision": cfg.model.revision},
-        "run_seed": found.run_seed,
-        "arm": found.arm,
-        "own_is_common": found.is_dense,
+        "run_seed": chosen.run_seed,
+        "arm": chosen.arm,
+        "own_is_common": chosen.is_dense,
         "notes": notes,
-        "benchmarks": {
-            name: data | {"too_long": job.too_long[name]} for name, data in job.identity["benchmarks"].items()
-        },
+        "benchmarks": {name: data | {"too_long": too_long[name]} for name, data in identity["benchmarks"].items()},
         "results": summary.summarize_each(rows),
-        "seconds": round(job.seconds, 1),
+        "seconds": round(seconds, 1),
         "environment": environment(),
     }
     replace_file(folder / ROWS, rows.to_parquet(index=False))
@@ -265,10 +204,7 @@ def write_results(job: Job, unfinished: Unfinished) -> None:
 
 
 def print_results(folder: Path, state: str) -> None:
-    """Print the settings, table and notes of the finished evaluation in `folder`, and its path.
-
-    `state` is the verb of the first line: "is evaluated" or "was evaluated before".
-    """
+    """Print the settings, table and notes of the finished evaluation in `folder`; `state` is the first line's verb."""
     about = read_json(folder / ABOUT, dict)
     identity = about["identity"]
     print(f"{about['subject']} {state}: {identity['format']}, {identity['rollout']}, no noise, seed {identity['seed']}")

@@ -27,10 +27,7 @@ def load_benchmarks(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
 
 
 def load_questions(cfg: TaskConfig, before: str) -> Task:
-    """Load a task for evaluation; its training questions are not read. Raises ConfigError if it cannot be read.
-
-    The error quotes the path as the user typed it: after `before`, which is for example `benchmarks=gsm8k:`.
-    """
+    """Load a task for evaluation. Raises ConfigError, which quotes the path as typed, after `before`."""
     try:
         return tasks.load_benchmark(cfg)
     except ConfigError as error:
@@ -40,8 +37,7 @@ def load_questions(cfg: TaskConfig, before: str) -> Task:
 def task_config(run_task: TaskConfig | None, name: str, path: str | None) -> TaskConfig:
     """Return the configuration of the benchmark `name`: the run's own task if it has that name, else the task's YAML.
 
-    The questions are in `path`; None keeps the path of the run's own task. A YAML without an instruction takes the
-    run's. `run_task` is None if no run is evaluated.
+    A YAML without an instruction takes the run's. `path` None keeps the path of the run's own task.
     """
     if run_task is not None and name == run_task.name and not run_task.module:
         return replace(run_task, path=path or run_task.path)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -15,8 +15,9 @@ from qerl_lab.config.arm import fill_added_keys, settings_of_arm
 from qerl_lab.config.message import some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_override
+from qerl_lab.evaluate import summary
 from qerl_lab.evaluate.evaluate_options import BY_TASK
-from qerl_lab.evaluate.summary import ABOUT, COMMON, OWN, ROWS, SCHEMA, TRAINED_ON, answer_entropies, pass_rates, scores
+from qerl_lab.evaluate.summary import ABOUT, COMMON, GROUP, OWN, ROWS, SCHEMA, TRAINED_ON
 from qerl_lab.report.stats import Interval, format_interval, over_seeds, p_value, paired_interval, powers_of_two
 from qerl_lab.system.disk import read_json
 from qerl_lab.system.terminal import columns, format_path
@@ -24,7 +25,6 @@ from qerl_lab.system.terminal import columns, format_path
 # These change kernels, random draws or grading.
 HOW_IT_RAN = ("seed", "rollout", "device", "dtype", "batch_size", "grading")
 OF_A_SEED = ("seed", "adapter")  # keys that may differ between the seeds of one arm
-GROUP = ["benchmark", "engine", "sampling"]
 PAIRED = {  # columns that two evaluations must share
     "questions": ["id"], "questions in those words": ["id", "prompt_sha256"],
     "questions with that answer": ["id", "answer"], "samples": ["id", "draw"],
@@ -34,8 +34,7 @@ Differences are B - A, paired by question{seeds}, with intervals of 95%. Of diff
 p < 0.05; engine=common is the one in which both bases are dequantized to BF16."""
 
 
-@dataclass(frozen=True)
-class Evaluated:
+class Evaluated(NamedTuple):
     """One evaluation: its settings and results (evaluation.json), and a row per completion (eval.parquet)."""
 
     about: dict[str, Any]
@@ -44,10 +43,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference in one measure of one benchmark, engine and sampling.
-
-    `by_question` is B - A [seeds, questions].
-    """
+    """Difference in one measure of one benchmark, engine and sampling."""
 
     benchmark: str
     engine: str
@@ -55,13 +51,10 @@ class Difference:
     measure: str
     mean_a: float
     mean_b: float
-    by_question: pd.DataFrame
+    by_question: pd.DataFrame  # B - A [seeds, questions]
 
     def interval(self, level: float = 0.95) -> Interval:
-        """Return mean and interval of B - A at confidence `level`, as (mean, low, high).
-
-        For one seed the interval is over questions, for several it is over seeds and questions.
-        """
+        """Return (mean, low, high) of B - A at confidence `level`, over questions, for several seeds over both."""
         if len(self.by_question) > 1:
             return over_seeds(self.by_question.to_numpy(), level)
         after = self.by_question.iloc[0]
@@ -82,10 +75,10 @@ def run(a_path: str, b_path: str) -> None:
     Each path is the folder of one evaluation, or a folder above the evaluations of several seeds. Raises ConfigError if
     A and B cannot be paired.
     """
-    arms = {"A": read_arm(a_path), "B": read_arm(b_path)}
-    pairs, notes = pair_evaluations(*arms.values())
+    a, b = read_arm(a_path), read_arm(b_path)
+    pairs, notes = pair_evaluations(a, b)
     found = list(differences(pairs, notes))
-    for (name, arm), path in zip(arms.items(), (a_path, b_path), strict=True):
+    for name, arm, path in (("A", a, a_path), ("B", b, b_path)):
         subject, seeds = next(iter(arm.values())).about["subject"], ", ".join(map(str, arm))
         print(f"{name}: {subject} ({path}), seed{'s' if len(arm) > 1 else ''} {seeds}")
     print(f"\n{table(found)}\n\n{HOW_TO_READ.format(seeds=' and seed' if len(pairs) > 1 else '')}")
@@ -132,10 +125,9 @@ def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing_keys(mine: Mapping[str, str] | None, others: Mapping[str, str] | None) -> list[str]:
-    """Return, sorted, the keys in which the arms of two runs differ: configurations without seed, labels and device.
+    """Return, sorted, the keys in which the arms of two runs differ; none if one is None, as in older evaluations.
 
-    `mine` and `others` map dotted keys to values as text. If one is None, as in older evaluations, returns an empty
-    list. Training questions are compared by hash if both have one, otherwise by path.
+    Arms map dotted keys to values as text. Training questions are compared by hash if both have one, else by path.
     """
     if mine is None or others is None:
         return []
@@ -147,8 +139,8 @@ def differing_keys(mine: Mapping[str, str] | None, others: Mapping[str, str] | N
 def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[Pairs, list[str]]:
     """Pair evaluations of the same seed in `a` and `b`, which map seeds to evaluations; return the pairs and notes.
 
-    One evaluation on each side makes a pair even if the seeds differ. The notes name other differences between A and B:
-    seeds, sampling, engines, versions of the code. Raises ConfigError if no seed is in both.
+    One evaluation on each side makes a pair even if the seeds differ. Notes name what else differs between A and B.
+    Raises ConfigError if no seed is in both.
     """
     shared, alone = sorted(a.keys() & b.keys()), sorted(a.keys() ^ b.keys())
     notes: list[str] = []
@@ -174,13 +166,9 @@ def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[
 def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
     """Yield B - A in each measure, for every benchmark, engine and sampling that all evaluations have.
 
-    Each pair is one evaluation of A and one of B, usually of the same seed. Measures are accuracy, and for several
-    samples pass@k and answer entropy (nats). Answer entropy is left out if an evaluation lacks its completions, which
-    `tools.queue` drops.
-
-    If all bases are dense, the own and the common engine are the same, so only the own one is compared. Appends that,
-    and what some evaluations lack, to `notes`. Raises ConfigError if nothing is in all, or if A and B differ in
-    questions, prompts, answers or numbers of samples.
+    Measures are accuracy, and for several samples pass@k and, if the completions are there (`tools.queue` drops them),
+    answer entropy (nats). Appends to `notes` what is left out. Raises ConfigError if nothing is in all evaluations, or
+    if A and B differ in questions, prompts, answers or numbers of samples.
     """
     groups = [[rows_by_group(one) for one in pair] for pair in pairs]
     every = [of_one for of_pair in groups for of_one in of_pair]
@@ -208,10 +196,10 @@ def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
                         f"{len(other - one)} in B. Evaluate both alike."
                     )
         samples = int(rows[0][0]["draw"].max()) + 1
-        measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {"accuracy": scores}
-        measures |= {f"pass@{k}": partial(pass_rates, k=k) for k in powers_of_two(samples) if k > 1}
+        measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {"accuracy": summary.scores}
+        measures |= {f"pass@{k}": partial(summary.pass_rates, k=k) for k in powers_of_two(samples) if k > 1}
         if samples > 1 and all("completion" in side for of_pair in rows for side in of_pair):
-            measures["answer entropy"] = answer_entropies
+            measures["answer entropy"] = summary.answer_entropies
         for measure, of in measures.items():
             before, after = (pd.DataFrame([of(of_pair[side]) for of_pair in rows]) for side in (0, 1))
             by_question = (after[before.columns] - before).reset_index(drop=True)
@@ -220,20 +208,14 @@ def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
 
 
 def rows_by_group(one: Evaluated) -> dict[tuple[str, ...], pd.DataFrame]:
-    """Return an evaluation's rows by (benchmark, engine, sampling).
-
-    If its base is dense, the rows of the own engine are also returned under the common engine, which equals it.
-    """
+    """Return an evaluation's rows by GROUP; those of a dense base count for the common engine too."""
     found = {tuple(map(str, name)): rows for name, rows in one.rows.groupby(GROUP, sort=False)}
     common = {(name[0], COMMON, name[2]): rows for name, rows in found.items()} if one.about["own_is_common"] else {}
     return found | common
 
 
 def table(compared: list[Difference]) -> str:
-    """Format the differences as the printed table: a row per benchmark, engine, sampling and measure.
-
-    The column `sampling` is left out if all rows have the same.
-    """
+    """Format the differences as the printed table; the column `sampling` is left out if all rows have the same."""
     several = len({one.sampling for one in compared}) > 1
     head = ["benchmark", "engine", *["sampling"] * several, "measure", "questions", "A", "B"]
     rows = [[*head, "B - A, 95% interval", "p"]]

@@ -50,10 +50,7 @@ class Arm(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name in the results: format, options that differ from the default, and method.
-
-        Options that the checkpoint does not record (None) are left out.
-        """
+        """Name in the results: format, recorded options that differ from the default, and method."""
         usual, own = FormatConfig(), asdict(self.weight_format)
         changed = {key: value for key, value in own.items() if value not in (None, getattr(usual, key))}
         options = [f"{key}={spell_value(value)}" for key, value in changed.items()]
@@ -62,16 +59,13 @@ class Arm(NamedTuple):
 
 @dataclass(frozen=True)
 class Texts:
-    """Prompts and completions, with the dense policy's hidden states [T, hidden] and entropies [T] on them.
-
-    Models read `batch_size` texts at once.
-    """
+    """Prompts and completions, with the dense policy's hidden states and entropies on them."""
 
     policy: policy.Policy
     pairs: kl.Pairs
-    states: Tensor
+    states: Tensor  # [T, hidden]
     entropies_T: Tensor
-    batch_size: int
+    batch_size: int  # texts that a model reads at once
 
     @property
     def model(self) -> PreTrainedModel:
@@ -85,10 +79,9 @@ class Texts:
 
 
 def run(options: EntropyOptions) -> None:
-    """Run the command `entropy`: measure every arm, print the table, and write entropy.json and entropy.png.
+    """Measure every arm, print the table, and write entropy.json and entropy.png.
 
-    An arm is a format that the model is rounded to, or a given checkpoint. Raises ConfigError for a model that is
-    packed or cannot be loaded, and for an `out` with results.
+    Raises ConfigError for a model that is packed or cannot be loaded, and for an `out` with results.
     """
     folder = local_folder(options.model, options.revision, key="model")
     remedy = f"Type it, and checkpoints=[{options.model}]."
@@ -111,7 +104,12 @@ def run(options: EntropyOptions) -> None:
         "rows": rows, "environment": environment(),
     }  # fmt: skip
     replace_file(out / ABOUT, strict_json(about))
-    draw_results(rows, out / "entropy.png")
+    from qerl_lab.report import plots  # matplotlib takes a second
+
+    changes = {row_name(row): row["entropy_change"] for row in rows[1:]}
+    shares = {row_name(row): row["weight_error"]["parts"] for row in rows if "weight_error" in row}
+    intervals = {name: (change["mean"], change["low"], change["high"]) for name, change in changes.items()}
+    plots.save_entropy(intervals, {name: parts for name, parts in shares.items() if parts}, out / "entropy.png")
     print(f"\n{table(rows)}\n\nwritten: {terminal.format_path(out)}  ({ABOUT}, entropy.png)")
 
 
@@ -125,10 +123,7 @@ def results_folder(options: EntropyOptions) -> Path:
 
 
 def arms_to_measure(options: EntropyOptions) -> Iterator[Arm]:
-    """Yield an arm for every packed format in `options.formats`, rounded to nearest, then one for every checkpoint.
-
-    Raises ConfigError for a checkpoint that is dense.
-    """
+    """Yield an arm for every packed format, rounded to nearest, then for every checkpoint. Raises ConfigError."""
     names = choices_of("format") if "all" in options.formats else dict.fromkeys(options.formats)
     for name in names:
         if name != DENSE_FORMAT:
@@ -173,9 +168,9 @@ def run_config(options: EntropyOptions, name: str) -> RunConfig:
 def measure_arm(options: EntropyOptions, arm: Arm, texts: Texts, folder: Path) -> list[dict[str, Any]]:
     """Measure entropy, KL and weight error of a packed model; return its row of the results, and rows of error parts.
 
-    For round to nearest, `options.parts` also measures parts of the weight error, each in a row. The rows `grid`,
-    `dead` and `grid and dead` measure the dense model in `folder` with that error added. `grid and dead` equals the
-    format with exact block scales, so the rest of the entropy change is due to rounded scales, the row `scale`.
+    For round to nearest, `options.parts` adds the rows `grid`, `dead` and `grid and dead`: the dense model in `folder`
+    with that error added. `grid and dead` equals the format with exact block scales, so the rest of the entropy change
+    is due to rounded scales, the row `scale`.
     """
     device = texts.states.device
     model, _ = policy.load_base(arm.cfg, device)
@@ -213,10 +208,7 @@ def compare_to_dense(model: PreTrainedModel, texts: Texts) -> tuple[Tensor, Tens
 
 
 def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
-    """Return a row's entropies: mean, change from the dense model, mean over forking tokens, mean over the others.
-
-    Forking tokens (`kl.split_by_entropy`) have the highest entropy under the measured model itself.
-    """
+    """Return a row's entropies: mean, change from the dense model, mean over its own forking tokens and the others."""
     forking, rest = kl.split_by_entropy(entropies_T)
     return {
         "entropy": mean_and_interval(entropies_T, texts),
@@ -227,25 +219,19 @@ def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
 
 
 def mean_change(values_T: Tensor, texts: Texts) -> dict[str, float]:
-    """Return `mean`, `low`, `high` (95% interval) and p-value `p` of a difference that is given for each token.
-
-    `p` is NaN if a difference is not finite.
-    """
+    """Return `mean_and_interval` of a difference at each token, with its p-value `p`: NaN if one is not finite."""
     is_finite = bool(values_T.isfinite().all())
     p = p_value(lambda level: interval(values_T, texts.lengths, level), len(texts.lengths)) if is_finite else math.nan
     return mean_and_interval(values_T, texts) | {"p": p}
 
 
 def mean_and_interval(values_T: Tensor, texts: Texts) -> dict[str, float]:
-    """Return the mean of token values and its 95% interval as a dict `mean`, `low`, `high`."""
+    """Return the mean of token values and its 95% interval, as `mean`, `low`, `high`."""
     return dict(zip(("mean", "low", "high"), interval(values_T, texts.lengths), strict=True))
 
 
 def interval(values_T: Tensor, lengths: list[int], level: float = 0.95) -> Interval:
-    """Return (mean, low, high) of token values, with Student's t interval at confidence `level`.
-
-    The interval is over texts, which have `lengths` tokens, because tokens of one text are correlated.
-    """
+    """Return (mean, low, high) of token values, with Student's t interval over texts, which have `lengths` tokens."""
     found = kl.mean(values_T, lengths)
     assert found.standard_error is not None, "two texts at least"
     half = float(stats.t.ppf(0.5 + level / 2, len(lengths) - 1)) * found.standard_error
@@ -275,16 +261,3 @@ def table(rows: list[dict[str, Any]]) -> str:
             cells += [f"{error['relative']:.5f}", *(f"{share:+.0%}" for share in (error["parts"] or {}).values())]
         lines.append(cells + [""] * (len(lines[0]) - len(cells)))
     return terminal.columns(lines)
-
-
-def draw_results(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot the entropy changes, and the share of each part in the weight error, to the image file `path`."""
-    from qerl_lab.report import plots  # matplotlib takes a second
-
-    changes, shares = {}, {}
-    for row in rows[1:]:
-        found = row["entropy_change"]
-        changes[row_name(row)] = found["mean"], found["low"], found["high"]
-        if row.get("weight_error") and row["weight_error"]["parts"]:
-            shares[row_name(row)] = row["weight_error"]["parts"]
-    plots.save_entropy(changes, shares, path)

@@ -84,7 +84,7 @@ def check_accuracy(options: AccuracyOptions) -> None:
     for name in names:
         check_task(name, f"{name} in benchmarks=[{','.join(options.benchmarks)}]", "benchmarks=gsm8k")
         if names.count(name) > 1:
-            raise ConfigError(f"{name} is in benchmarks {names.count(name)} times. Type it once, another after `and`.")
+            raise ConfigError(f"{name} is in benchmarks {names.count(name)} times. Type it once in each command.")
     if run:
         requested_run(options)
     else:
@@ -123,7 +123,7 @@ def check_task(name: str, given: str, example: str) -> None:
 
 
 def split_name_and_path(spec: str) -> tuple[str, str | None]:
-    """Split the benchmark `NAME:PATH` or `NAME` into name and path; the path of `NAME` is None."""
+    """Split `NAME:PATH` or `NAME` into name and path; the path of `NAME` is None."""
     name, sign, path = spec.partition(":")
     return name, path if sign else None
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from qerl_lab.aqn import Noise
@@ -35,10 +35,7 @@ def values_of_a_block(weight_format: Format, largest: float = 1.0) -> list[float
 
 
 def largest_of_blocks(weight_format: Format, weight: Tensor) -> Tensor:
-    """Return the ratio stored / exact of the largest weight in each block of `weight[N, K]`: [N * K / block].
-
-    The largest weight is the one with the largest magnitude.
-    """
+    """Return the ratio stored / exact of the weight of largest magnitude in each block of `weight[N, K]`."""
     assert weight_format.BLOCK is not None, f"{weight_format.NAME} has no blocks"
     block = weight_format.BLOCK or weight.shape[1]
     exact, stored = (each.reshape(-1, block) for each in (weight.float(), rounded(weight_format, weight)))
@@ -73,26 +70,16 @@ def errors(weight_formats: Iterable[Format], weight: Tensor, inputs: Tensor) -> 
 
 
 def linear_of(texts: Texts, layer: str) -> tuple[Tensor, Tensor]:
-    """Return weight [N, K] and inputs [T, K], float32, of the dense policy's Linear with full name `layer`.
-
-    The inputs are those at all tokens of the texts, prompts included.
-    """
+    """Return weight [N, K] and inputs [T, K], float32, of the dense policy's Linear `layer`, at all tokens of texts."""
     seen: list[Tensor] = []
-
-    def keep_inputs(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Hook of torch: keep the Linear's inputs, one row per token."""
-        seen.append(args[0].flatten(0, 1).float())
-
-    with texts.model.get_submodule(layer).register_forward_pre_hook(keep_inputs):
+    linear = texts.model.get_submodule(layer)
+    with linear.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1).float())):
         kl.hidden_states(texts.model, texts.pairs, batch_size=1)  # without padding
     return base_tensors(texts.policy)[f"{layer}.weight"].float(), torch.cat(seen)
 
 
 def packed_model(model: str, weight_format: Format, device: torch.device) -> PreTrainedModel:
-    """Load the dense model `model` (hub id, directory, GGUF file or `pocket`) and pack it; lm_head stays dense.
-
-    Raises ValueError, naming the layer, for a weight that the format cannot store.
-    """
+    """Load the dense model `model` as `model.path` of a run, and pack all but lm_head. Raises ValueError."""
     folder, cfg = local_folder(model, None, key="model"), RunConfig()
     return loading.load_model(
         AutoConfig.from_pretrained(folder, trust_remote_code=False), WeightFiles(folder),
@@ -102,10 +89,7 @@ def packed_model(model: str, weight_format: Format, device: torch.device) -> Pre
 
 
 def effects_of_formats(texts: Texts, model: str, weight_formats: Iterable[Format]) -> pd.DataFrame:
-    """Tabulate bits per weight, KL to the dense policy and entropy by format.
-
-    `model`, from which `texts` were sampled, is loaded and packed in each format.
-    """
+    """Tabulate bits per weight, KL to the dense policy and entropy by format; `texts` were sampled from `model`."""
     rows = []
     for weight_format in weight_formats:
         packed = packed_model(model, weight_format, texts.states.device)
@@ -115,7 +99,7 @@ def effects_of_formats(texts: Texts, model: str, weight_formats: Iterable[Format
 
 
 def effects_of_noise(texts: Texts, sigmas: Sequence[float], draws: int) -> pd.DataFrame:
-    """Tabulate KL and entropy of the dense policy with AQN noise: for each sigma, one row for each of `draws` draws."""
+    """Tabulate KL and entropy of the dense policy with AQN noise: `draws` rows for each sigma."""
     return pd.DataFrame(
         {"sigma": sigma, "draw": draw} | _effect(texts, *with_noise(texts, Noise(sigma, seed=0, step=draw)))
         for sigma in sigmas
@@ -126,9 +110,8 @@ def effects_of_noise(texts: Texts, sigmas: Sequence[float], draws: int) -> pd.Da
 def effects_at_kl(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.DataFrame:
     """Tabulate sigma, KL and entropy change of noise that causes each KL in `kls`, in a row per KL.
 
-    `noise`, a result of `effects_of_noise`, gives the sigma by interpolation between the mean KLs of its sigmas. The
-    effect is measured again at that sigma with as many draws, and averaged. Raises ValueError if a KL is outside the
-    measured range.
+    Interpolates the sigma between the mean KLs in `noise`, from `effects_of_noise`, and measures as many draws at it.
+    Raises ValueError if a KL is outside the measured range.
     """
     means, rows = noise.groupby("sigma")["kl"].mean(), {}
     for name, target in kls.items():
@@ -149,11 +132,7 @@ def with_noise(texts: Texts, noise: Noise) -> tuple[Tensor, Tensor]:
 
 
 def _effect(texts: Texts, entropies_T: Tensor, kl_T: Tensor) -> dict[str, float]:
-    """Average the entropy of a packed or noisy policy, and its KL to the dense one, over tokens; in nats, as a row.
-
-    `entropies_T` and `kl_T` have one value per token of `texts`. The entropy change is from the dense policy's entropy,
-    `texts.entropies_T`, and `p` is its p-value. Keys ending in _low and _high are 95% intervals over texts.
-    """
+    """Average entropy and KL to the dense policy over tokens, in nats, as a row; _low and _high are 95% intervals."""
     changed = mean_change(entropies_T - texts.entropies_T, texts)
     nats, low, high = interval(kl_T, texts.lengths)
     return {

@@ -21,10 +21,7 @@ QUESTIONS, DRAWS = 64, 8
 
 
 def run(options: SigmaOptions) -> None:
-    """Run the command `sigma`: print the KL of each format and sigma, and the sigma that causes each of `options.kls`.
-
-    Raises ConfigError for a packed model.
-    """
+    """Print the KL of each format and sigma, and the sigma of each of `options.kls`. Raises ConfigError."""
     folder = local_folder(options.model, None, key="model")
     refuse_packed(folder, f"model={options.model}", "against which the KL is measured. Type its path.")
     device = policy.device_of("auto")

@@ -30,25 +30,15 @@ LONGEST = 4096  # completion tokens for a model without a run, if its context al
 
 @dataclass(frozen=True)
 class Subject:
-    """What to evaluate. `cfg` loads it and says how to ask it (`eval` and `rollout`).
+    """What to evaluate. `cfg` loads it and says how to ask it (`eval` and `rollout`)."""
 
-    Attributes:
-        said: description for the user.
-        adapter: folder of the adapter; None for the base alone and for a run that trained all weights.
-        base: with lora=full the model that the run began with; `cfg.model` is then the one that it trained.
-        run_seed: the run's seed, which identifies it within its arm even if `seed=` changes the draw. For a model
-            alone, the draw's seed.
-        arm: settings that identify the run's arm, and the SHA-256 of its training questions; empty for a base alone.
-        day: date for chat templates that print one: the day the run started.
-    """
-
-    said: str
+    said: str  # description for the user
     cfg: RunConfig
-    adapter: Path | None = None
-    base: ModelConfig | None = None
-    run_seed: int = 0
-    arm: Mapping[str, str] = field(default_factory=dict)
-    day: date = field(default_factory=date.today)
+    adapter: Path | None = None  # folder; None for a base alone, and for a run that trained all weights
+    base: ModelConfig | None = None  # with lora=full what the run began with; `cfg.model` is what it trained
+    run_seed: int = 0  # identifies a run within its arm even if `seed=` changes the draw; of a model the draw's
+    arm: Mapping[str, str] = field(default_factory=dict)  # its settings, SHA-256 of the training questions
+    day: date = field(default_factory=date.today)  # on which the run started, for chat templates that print it
 
     @property
     def is_dense(self) -> bool:
@@ -81,10 +71,7 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
 
 
 def _resolve_run(options: AccuracyOptions) -> Subject:
-    """Return the subject of `run=`: the run's base with its final adapter, or for `adapter=false` the base alone.
-
-    With lora=full it is the model that the run trained.
-    """
+    """Return the subject of `run=`: base and final adapter, the base alone, or with lora=full the trained model."""
     directory = requested_run(options)
     cfg, said, day = directory.config(), f"run {options.run}", directory.first_day()
     on_disk.check_content(cfg)
@@ -145,10 +132,7 @@ def load_policy(subject: Subject) -> Policy:
 
 @contextmanager
 def dequantized_subject(subject: Subject) -> Iterator[Subject]:
-    """Context manager: yield the subject with its base dequantized to bfloat16, in a temporary folder.
-
-    Layers that the format leaves dense are unchanged.
-    """
+    """Yield the subject with its packed layers dequantized to bfloat16, in a temporary folder."""
     loaded = policy.build(subject.cfg, policy.device_of(subject.cfg.device))
     tensors = dense_tensors(loaded, torch.bfloat16)
     own = local_folder(subject.cfg.model.path, subject.cfg.model.revision)

@@ -24,6 +24,7 @@ OWN, COMMON = "own", "common"
 SCHEMA = 2  # version of both files
 TRAINED_ON = "training_sha256"  # key for the hash of a run's training questions, stored with its arm
 ROWS, ABOUT = "eval.parquet", "evaluation.json"
+GROUP = ["benchmark", "engine", "sampling"]  # columns of `rows` that say which answers are summarized together
 
 
 def scores(rows: pd.DataFrame) -> pd.Series:
@@ -52,10 +53,7 @@ def answer_entropy(completions: Iterable[str]) -> float:
 
 
 def _answer(completion: str) -> Decimal | str:
-    """Return the completion's final answer: a Decimal if it is a number, otherwise normalized text; "" if it has none.
-
-    Text of more than MAX_ANSWER_CHARACTERS is returned as it is.
-    """
+    """Return the final answer: a Decimal if it is a number, otherwise normalized text; "" if there is none."""
     text = final_answer(completion) or ""
     value = number(text)
     if value is None:
@@ -94,25 +92,21 @@ def summarize(rows: pd.DataFrame) -> Summary:
 
 def summarize_each(rows: pd.DataFrame) -> list[Summary]:
     """Return a summary (see `summarize`) for each benchmark, engine and sampling in `rows`, with these as keys too."""
-    names = ["benchmark", "engine", "sampling"]
-    return [
-        dict(zip(names, group, strict=True)) | summarize(part) for group, part in rows.groupby(names, sort=False)
-    ]  # fmt: skip
+    groups = rows.groupby(GROUP, sort=False)
+    return [dict(zip(GROUP, group, strict=True)) | summarize(part) for group, part in groups]
 
 
 def table(results: Sequence[Summary]) -> str:
-    """Format the printed table: a row per benchmark, engine and sampling. One sampling in all rows gets no column.
+    """Format the printed table: a row per benchmark and engine.
 
     The column pass@k reads `@2 0.500  @4 0.625`. It omits pass@1, which equals accuracy for right-or-wrong scores.
     """
-    several = len({one["sampling"] for one in results}) > 1
     sampled = any(one["samples"] > 1 for one in results)
-    head = ["benchmark", "engine", *["sampling"] * several, "questions", "samples", "accuracy, 95% interval", "error"]
+    head = ["benchmark", "engine", "questions", "samples", "accuracy, 95% interval", "error"]
     rows = [[*head, *["pass@k", "answer entropy"] * sampled, "format", "tokens", "cut"]]
     for one in results:
         error = one["standard_error"]
-        cells = [one["benchmark"], one["engine"], *[one["sampling"]] * several]
-        cells += [f"{one['questions']:,}", str(one["samples"])]
+        cells = [one["benchmark"], one["engine"], f"{one['questions']:,}", str(one["samples"])]
         cells += [f"{one['accuracy']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"]
         cells += ["-" if error is None else f"{error:.3f}"]
         if sampled:

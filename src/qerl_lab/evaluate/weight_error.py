@@ -62,13 +62,10 @@ def layers(
     weight_format: Format, dense: WeightFiles, packed: WeightFiles | None, linears: list[str], device: torch.device,
     *, fit_scales: bool = False,
 ) -> Iterator[LayerError]:  # fmt: skip
-    """Yield the weights of each Linear before and after quantization, as a `LayerError`.
+    """Yield the weights of each Linear in `linears` before and after quantization.
 
-    Args:
-        dense: files of the unquantized model.
-        packed: files of a quantized checkpoint, which give `stored`; None: `stored` is rounded to nearest.
-        linears: names of the Linears.
-        fit_scales: fit the scales that AWQ moved into the layer before, and remove them from `stored`.
+    The checkpoint `packed` of the model `dense` gives `stored`; with None it is rounded to nearest. `fit_scales`
+    removes from `stored` the scales that AWQ moved into the layer before.
     """
     for group in fused_groups(linears):
         weights = {name: dense.tensor(f"{name}.weight", device) for name in group}
@@ -95,10 +92,7 @@ def stored_weight(
 
 
 def remove_scales(weight: Tensor, other: Tensor) -> Tensor:
-    """Return `other[N, K]` with its columns and rows scaled so that it fits `weight` in least squares.
-
-    Columns and rows are scaled in turn, FIT_ROUNDS times.
-    """
+    """Scale columns and rows of `other[N, K]` in turn, FIT_ROUNDS times, to fit `weight` in least squares."""
     for dim in (0, 1) * FIT_ROUNDS:
         product, square = (weight * other).sum(dim, keepdim=True), other.square().sum(dim, keepdim=True)
         other = other * torch.where(square > 0, product / square, 1.0)
@@ -106,10 +100,10 @@ def remove_scales(weight: Tensor, other: Tensor) -> Tensor:
 
 
 def sum_errors(errors: Iterable[LayerError]) -> dict[str, Any]:
-    """Sum the squared weight errors of the layers, in float64, and return them as a dict.
+    """Sum the squared weight errors of the layers, in float64.
 
-    `relative` is |stored - weight|^2 / |weight|^2, and `sqnr_db` its inverse in decibels. `parts` holds the share of
-    each of PARTS in |stored - weight|^2; they add up to 1. It is None if nothing changed or the format has no ideal.
+    `relative` is |stored - weight|^2 / |weight|^2, `sqnr_db` its inverse in decibels, `parts` the share of each of
+    PARTS in it: None if nothing changed or the format has no ideal.
     """
     signal = error = 0.0
     parts: dict[str, float] | None = dict.fromkeys(PARTS, 0.0)
@@ -130,11 +124,7 @@ def decibels(signal: float, error: float) -> float | None:
 
 
 def error_parts(layer: LayerError) -> dict[str, float] | None:
-    """Split one Linear's squared error into PARTS, which add up to it; None if the format has no ideal.
-
-    grid: values move to the grid. dead: small values become zero. scale: block scales are rounded. method: AWQ or GPTQ
-    against round to nearest. The module's docstring has the formulas.
-    """
+    """Split one Linear's squared error into PARTS, as in the module's docstring; None if the format has no ideal."""
     if layer.ideal is None:
         return None
     grid, dead = sum_of_squares(layer.grid), sum_of_squares(layer.dead)

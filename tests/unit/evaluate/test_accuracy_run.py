@@ -121,28 +121,6 @@ def test_every_configuration_has_its_own_directory_and_is_asked_once(run_dir, ca
     shutil.rmtree(run_dir / "evaluations")
 
 
-def test_several_evaluations_in_one_command_share_each_engine(run_dir, tmp_path, capsys, monkeypatch) -> None:
-    """Every one has the directory and the answers of a command of its own."""
-    first = ["questions=3", "samples=1", "common=true"]
-    second = ["benchmarks=arithmetic", "questions=2", "samples=2"]
-    for words in (first, second):
-        assert go(f"run={run_dir}", *words) == 0
-    alone = (run_dir / "evaluations").rename(tmp_path / "alone")
-    build, built = rollout.build, []
-    monkeypatch.setattr(rollout, "build", lambda *args: built.append(args) or build(*args))
-    assert evaluate.main(["accuracy", str(run_dir), "device=cpu", *first, "and", *second]) == 0
-    together = run_dir / "evaluations"
-    assert len(built) == 2, "the run's own engine and the common one"
-    assert sorted(path.name for path in together.iterdir()) == sorted(path.name for path in alone.iterdir())
-    for folder in together.iterdir():
-        assert (folder / ROWS).read_bytes() == (alone / folder.name / ROWS).read_bytes()
-    assert capsys.readouterr().out.count("is evaluated") == 4
-    third = ["questions=3", "samples=1", "seed=1", "temperature=0"]
-    assert evaluate.main(["accuracy", str(run_dir), "device=cpu", *first, "and", *third]) == 0
-    assert len(built) == 3, "the first is there already"
-    shutil.rmtree(run_dir / "evaluations")
-
-
 def test_the_common_engine_is_the_dequantized_base_with_the_adapter(run_dir, build_policy, tmp_path) -> None:
     """Its logits are those of the packed base to rounding in bfloat16, and not to the bit."""
     found = subject.resolve_subject(AccuracyOptions(run=str(run_dir), device="cpu"))
