@@ -46,13 +46,13 @@ class ExportOptions(Writes):
 def check(options: ExportOptions) -> RunDirectory:
     """Return the run to export. Raises ConfigError unless it is done, has an adapter, and `out` may be written."""
     run = RunDirectory(Path(options.run).expanduser().absolute())
-    is_whole = run.config().trains_all
+    trains_all = run.config().trains_all  # first, which raises for a directory that is no run
     if run.status != "done":
         raise ConfigError(
             f"run={options.run} is {run.status_in_words}; allowed: a finished run. "
             f"Type python -m qerl_lab {resume_override(options.run)} first."
         )
-    if is_whole:
+    if trains_all:
         raise ConfigError(
             f"run={options.run} trained all weights, and export is of adapters. Copy {run.model}, a model that "
             "transformers and vLLM load."
@@ -66,9 +66,8 @@ def check(options: ExportOptions) -> RunDirectory:
 def export(options: ExportOptions) -> None:
     """Write a run's adapter or merged model, model card, configuration and export.json to OUT, after checks.
 
-    Raises:
-        ConfigError: an option cannot work, the run's base cannot be loaded or has changed, or the adapter is damaged.
-        OSError: the disk is full, or a file cannot be read or written.
+    Raises ConfigError if an option cannot work, the run's base cannot be loaded or has changed, or the adapter is
+    damaged.
     """
     record = check(options)
     with terminal.quiet_imports():
@@ -95,10 +94,8 @@ def export(options: ExportOptions) -> None:
         else:
             policy.adapter_tensors(record.adapter)  # raises for damaged weights
             shutil.copyfile(record.adapter / WEIGHTS, out / WEIGHTS)
-            settings = LoraConfig.from_pretrained(record.adapter)
-            settings.base_model_name_or_path = path if is_on_hub else str(base)
-            if options.base:
-                settings.base_model_name_or_path = str(options.folder / "base")
+            settings, own = LoraConfig.from_pretrained(record.adapter), path if is_on_hub else str(base)
+            settings.base_model_name_or_path = str(options.folder / "base") if options.base else own
             settings.revision = run.model.revision
             settings.target_modules = sorted(settings.target_modules)  # PEFT keeps a set, whose order varies
             settings.save_pretrained(out)
@@ -115,8 +112,7 @@ def export(options: ExportOptions) -> None:
 def write_dense(run: RunConfig, adapter: Path, base: Path, out: Path, dtype_name: str, *, merged: bool) -> None:
     """Write a run's base, quantized as in the run and dequantized, to `out` for transformers; `merged` adds `adapter`.
 
-    Writes weights in `dtype_name` ("bfloat16" or "float32") and config.json, and copies tokenizer and chat template
-    from the folder `base`. Changes `run` in place, to merge in float32 on the CPU.
+    Changes `run` in place, to merge in float32 on the CPU.
     """
     import torch
 
@@ -157,10 +153,7 @@ def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
 
 
 def base_in_words(run: RunConfig) -> str:
-    """Return words of the model card that name the weights to load the adapter on.
-
-    If the run quantized them itself, they include the command that makes them.
-    """
+    """Return the model card's words on the weights to load the adapter on, with the command that quantizes them."""
     from qerl_lab.model.loading import stored_as
     from qerl_lab.model.weight_files import local_folder
     from qerl_lab.rollout.vllm_server.server_command import quantize_line

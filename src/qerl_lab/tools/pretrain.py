@@ -1,14 +1,14 @@
 """Make the pocket policy from random weights: `python -m qerl_lab.tools.pretrain out=DIR [seed=0] [updates=650]`.
 
-The policy is a Qwen2-architecture model of about 0.9M parameters, trained on worked solutions of `task=arithmetic`,
-never on held-out problems. Training stops at about half the answers right, which leaves room for reinforcement learning
-in both directions. It is seeded and takes minutes on two cores. `recipe.json`, beside the weights, holds the recipe and
-the SHA-256 of every file.
+The policy is a Qwen2 of about 0.9M parameters, trained on worked solutions of `task=arithmetic`, never on held-out
+problems. Training stops at about half the answers right, which leaves room for reinforcement learning in both
+directions. `recipe.json`, beside the weights, holds the recipe and the SHA-256 of every file.
 """
 
 from qerl_lab.system import exits
 
 with exits.starting(__name__):
+    import itertools
     import json
     import math
     import random
@@ -28,13 +28,13 @@ with exits.starting(__name__):
     from qerl_lab.system.disk import make_directory
     from qerl_lab.tasks import arithmetic
     from qerl_lab.tasks.answers.completion import TAGS
+    from qerl_lab.tools.warmup import worked_example
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 LINE = "python -m qerl_lab.tools.pretrain"
-IGNORED = -100  # label of a token without loss
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -96,10 +96,8 @@ def train(recipe: Recipe, cfg: TaskConfig) -> tuple["Qwen2ForCausalLM", "PreTrai
     import torch
 
     task, source = tasks.load(cfg), examples(cfg, random.Random(recipe.seed))
-    texts = [
-        f"system\n{task.instruction}\nuser\n{text}\nassistant\n{solution}"
-        for text, solution in (next(source) for _ in range(4000))
-    ]
+    drawn = itertools.islice(source, 4000)
+    texts = [f"system\n{task.instruction}\nuser\n{text}\nassistant\n{solution}" for text, solution in drawn]
     tokenizer = make_tokenizer(recipe, texts)
     model = make_model(recipe, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -171,18 +169,13 @@ def make_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "Qwen2Fo
 def batch_of(
     task: tasks.Task, tokenizer: "PreTrainedTokenizerFast", pairs: list[tuple[str, str]]
 ) -> dict[str, "Tensor"]:
-    """Tokenize pairs of question and solution as chats: input_ids, attention_mask, labels, each [pairs, longest].
-
-    Only the tokens of the solution and its end have labels; all others are IGNORED.
-    """
+    """Tokenize pairs of question and solution as a warm-up does: input_ids, attention_mask, labels [pairs, longest]."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    rows = []
-    for text, solution in pairs:
-        messages = task.messages(tasks.Question("", text, ""))
-        chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        prompt, learned = tokenizer(chat)["input_ids"], tokenizer(solution + "<|im_end|>")["input_ids"]
-        rows.append({"input_ids": prompt + learned, "labels": [IGNORED] * len(prompt) + learned})
+    from qerl_lab.model.chat import Chat
+
+    chat = Chat(tokenizer)
+    rows = [worked_example(chat, task, tasks.Question("", text, ""), solution) for text, solution in pairs]
     return DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id)(rows)
 
 

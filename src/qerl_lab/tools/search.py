@@ -50,6 +50,15 @@ class SearchOptions(Writes):
         [100, 101], "seeds of each trial, from 100 on: those below are of sweeps that report", at_least=FIRST_SEED
     )
 
+    @property
+    def seed_override(self) -> str:
+        """Return the override `seed=A,B,...` of each trial's sweep."""
+        return f"seed={','.join(map(str, self.seeds))}"
+
+    def folder_of(self, trial: "FrozenTrial") -> Path:
+        """Return the folder of a trial's sweep: OUT/trial-NNNN."""
+        return self.folder / f"trial-{trial.number:04}"
+
 
 def is_own(word: str) -> bool:
     """Tell whether an override is an option of the search; all others are for the main command."""
@@ -81,7 +90,7 @@ def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ran
         raise ConfigError("no word has a range. Type for example optim.learning_rate=1e-4..1e-2.")
     if options.objective == "reward" and not any(word.startswith("eval.questions=") for word in shared):
         shared.append("eval.questions=0")
-    jobs = make_plan([spell_for_hydra(word) for word in (*shared, *lowest, _seed(options))], multirun=True).jobs
+    jobs = make_plan([spell_for_hydra(word) for word in (*shared, *lowest, options.seed_override)], multirun=True).jobs
     if len(jobs) > len(options.seeds):
         raise ConfigError(
             f"the words make {len(jobs)} runs for {len(options.seeds)} seeds, and a search is of one arm. "
@@ -99,18 +108,11 @@ def _read_range(value: str) -> tuple[float, float] | None:
         return None
 
 
-def _seed(options: SearchOptions) -> str:
-    """Return the override `seed=A,B,...` of a trial's sweep."""
-    return f"seed={','.join(map(str, options.seeds))}"
-
-
 def search(options: SearchOptions, words: list[str]) -> None:
     """Run trials until the study has the requested number; print the results and the command for a report.
 
-    Raises:
-        ConfigError: wrong options or words, OUT holds another search, or Optuna is not installed.
-        ValueError: every trial failed.
-        KeyboardInterrupt: a stop came.
+    Raises ConfigError for wrong options or words, another search in OUT or a missing Optuna, ValueError if every trial
+    failed, KeyboardInterrupt after a stop.
     """
     shared, ranges = read_space(words, options)
     if importlib.util.find_spec("optuna") is None:
@@ -139,16 +141,14 @@ def search(options: SearchOptions, words: list[str]) -> None:
     study.set_user_attr(ASKED, asked)
     while trial := _next_trial(study, options, ranges):
         print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_overrides(trial))}", flush=True)
-        sweep = f"hydra.sweep.dir={_trial_folder(trial, options)}"
-        code = train.main(["-m", *shared, *_overrides(trial), _seed(options), sweep])
+        sweep = f"hydra.sweep.dir={options.folder_of(trial)}"
+        code = train.main(["-m", *shared, *_overrides(trial), options.seed_override, sweep])
         if code == exits.INTERRUPTED:
             raise KeyboardInterrupt("the same command goes on with this trial")
         if code == exits.USAGE:
             raise ConfigError(f"the runs of trial {trial.number} were refused, see above.")
-        if (value := _mean_over_runs(_trial_folder(trial, options), options)) is None:
-            study.tell(trial.number, state=TrialState.FAIL)
-        else:
-            study.tell(trial.number, value)
+        value = _mean_over_runs(options.folder_of(trial), options)
+        study.tell(trial.number, value, TrialState.FAIL if value is None else None)
         if exits.STOPS:  # a stop came, although the sweep finished
             raise KeyboardInterrupt("the same command goes on with the next trial")
     table = _format_table(study, options, shared)
@@ -181,16 +181,8 @@ def _overrides(trial: "FrozenTrial") -> list[str]:
     return [f"{key}={value:.3g}" for key, value in sorted(trial.params.items())]
 
 
-def _trial_folder(trial: "FrozenTrial", options: SearchOptions) -> Path:
-    """Return the folder of a trial's sweep: OUT/trial-NNNN."""
-    return options.folder / f"trial-{trial.number:04}"
-
-
 def _mean_over_runs(directory: Path, options: SearchOptions) -> float | None:
-    """Return the mean over a trial's runs: held-out accuracy after training, or mean reward over all steps.
-
-    None if a run is not done, or has no finite value.
-    """
+    """Return the mean of the objective over a trial's runs; None if a run is not done, or has no finite value."""
     done = [run for path in sorted(directory.glob("*")) if (run := RunDirectory(path)).status == "done"]
     values = []
     for run in done:
@@ -202,16 +194,13 @@ def _mean_over_runs(directory: Path, options: SearchOptions) -> float | None:
 
 
 def _format_table(study: "Study", options: SearchOptions, shared: list[str]) -> str:
-    """Format a table of the trials, best first, and the command that runs the best values with other seeds.
-
-    `shared` holds the overrides of all trials.
-    """
+    """Format a table of the trials, best first, and the command that runs the best values with other seeds."""
     trials = sorted(study.trials, key=lambda trial: -math.inf if trial.value is None else trial.value, reverse=True)
     best = trials[0]
     rows = [["trial", options.objective, "values", "directory"]]
     for trial in trials:
         value = "failed" if trial.value is None else f"{trial.value:.4f}"
-        rows.append([str(trial.number), value, " ".join(_overrides(trial)), format_path(_trial_folder(trial, options))])
+        rows.append([str(trial.number), value, " ".join(_overrides(trial)), format_path(options.folder_of(trial))])
     words = [*(word for word in shared if word != "eval.questions=0"), *_overrides(best), "seed=0,1,2,3,4"]
     lines = [columns(rows), f"mean of seeds {', '.join(map(str, options.seeds))}."]
     lines += [f"Report on others: python -m qerl_lab -m {shlex.join(words)}"] if best.value is not None else []

@@ -21,10 +21,7 @@ WORDS are the words of the run, as after python -m qerl_lab, with rollout=vllm_s
 
 @exits.command
 def main(words: list[str]) -> int:
-    """Print the command that starts a run's server, or the manual if there are no overrides; return the exit code.
-
-    Raises ConfigError for wrong words, several runs, or a run without a server.
-    """
+    """Print the command that starts a run's server, or the manual; return the exit code. Raises ConfigError."""
     if not words or set(HELP) & set(words):
         print(MANUAL, end="")
         return exits.OK

@@ -39,6 +39,8 @@ with exits.starting(__name__):
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from qerl_lab.model.chat import Chat
+
 LINE = "python -m qerl_lab.tools.warmup"
 SCALES = {POCKET: POCKET, "SmolLM2-135M": "smollm2"}  # part of a model's path -> the scale made for it
 IGNORED = -100  # label of a token without loss
@@ -95,13 +97,10 @@ def check(options: WarmupOptions) -> None:
 
 
 def warm_up(options: WarmupOptions) -> None:
-    """Fine-tune all weights of a model, supervised, on a task's worked solutions; write it to `options.out`.
+    """Fine-tune all weights of a model on a task's worked solutions; write it and warmup.json to `options.out`.
 
-    First checks the options. The record warmup.json beside the model says how it was made.
-
-    Raises:
-        ConfigError: an option cannot work, or model or task cannot be loaded.
-        ValueError: the model has NaN or Inf, or the training diverged.
+    Raises ConfigError if an option cannot work, or model or task cannot be loaded; ValueError if the model has NaN or
+    Inf, or the training diverged.
     """
     check(options)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
@@ -155,21 +154,27 @@ def warm_up(options: WarmupOptions) -> None:
     print(f"train on it: {terminal.python_command()} -m qerl_lab {shell_line(training_words(options))}")
 
 
-def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[Rows, int]:
-    """Return the task's examples of at most `max_tokens` as input_ids and labels, and how many are longer.
+def worked_example(chat: "Chat", task: tasks.Task, question: tasks.Question, solution: str) -> dict[str, list[int]]:
+    """Return `input_ids` of a run's prompt for the question and of the solution, and `labels`: those of the latter.
 
-    The question has the chat format of a run. Only tokens of the solution and its end are labelled. Raises ConfigError
-    if no example is left.
+    The solution ends with the end token, and lacks what the chat template has already begun of it.
+    """
+    prompt = chat.prompt_ids(task.messages(question))
+    solution = without_answer_start(chat.tokenizer.decode(prompt), solution)
+    ids = [*chat.tokenizer(solution, add_special_tokens=False)["input_ids"], chat.tokenizer.eos_token_id]
+    return {"input_ids": prompt + ids, "labels": [IGNORED] * len(prompt) + ids}
+
+
+def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[Rows, int]:
+    """Return the task's examples of at most `max_tokens`, and how many are longer.
+
+    Raises ConfigError if no example is left.
     """
     from qerl_lab.model.chat import Chat
 
-    rows, chat = Rows(), Chat(tokenizer)
-    for question in task.train:
-        prompt = chat.prompt_ids(task.messages(question))
-        solution = without_answer_start(tokenizer.decode(prompt), question.payload["solution"])
-        ids = [*tokenizer(solution, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        if len(prompt) + len(ids) <= max_tokens:
-            rows.append({"input_ids": prompt + ids, "labels": [IGNORED] * len(prompt) + ids})
+    chat = Chat(tokenizer)
+    rows = [worked_example(chat, task, question, question.payload["solution"]) for question in task.train]
+    rows = [row for row in rows if len(row["input_ids"]) <= max_tokens]
     for note in chat.notes:
         print(f"note: {note}", file=sys.stderr)
     left_out = len(task.train) - len(rows)
@@ -229,11 +234,8 @@ def train(
 def training_words(options: WarmupOptions) -> list[str]:
     """Return the command-line overrides (`key=value`) with which the main command trains on the result."""
     scale = next((scale for name, scale in SCALES.items() if name in options.model), "custom")
-    words = [
-        "+experiment=nvfp4_aqn",
-        f"scale={scale}",
-        hydra_override("model.path", terminal.format_path(options.folder)),
-    ]
+    words = ["+experiment=nvfp4_aqn", f"scale={scale}"]
+    words += [hydra_override("model.path", terminal.format_path(options.folder))]
     words += [] if options.task == "arithmetic" else [f"task={options.task}"]
     further = {"path": options.task_path, "instruction": options.instruction}
     return words + [hydra_override(f"task.{key}", value) for key, value in further.items() if value is not None]
