@@ -90,22 +90,16 @@ def _check_inert(options: QuantizeOptions) -> None:
     for key, value in vars(options).items():
         if value == getattr(usual, key):
             continue
-        given = f"{key}={spell_value(value)}"
+        owner = of_format.get(key, options.format)
         if key in CALIBRATION and options.method == "rtn":
-            raise ConfigError(
-                f"{given} is an option of method=awq and method=gptq; method=rtn reads no data. Leave {key} out, or "
-                "type method=gptq."
-            )
-        if of_format.get(key, options.format) != options.format:
-            raise ConfigError(
-                f"{given} is an option of {of_format[key]}, and format={options.format} was given. Leave {key} out, or "
-                f"type format={of_format[key]}."
-            )
-        if key in of_format and options.method != "rtn":
-            raise ConfigError(
-                f"{given} is an option of method=rtn; llmcompressor, which does method={options.method}, has its own "
-                f"rule. Leave {key} out."
-            )
+            why = f"method=awq and method=gptq; method=rtn reads no data. Leave {key} out, or type method=gptq."
+        elif owner != options.format:
+            why = f"{owner}, and format={options.format} was given. Leave {key} out, or type format={owner}."
+        elif key in of_format and options.method != "rtn":
+            why = f"method=rtn; llmcompressor, which does method={options.method}, has its own rule. Leave {key} out."
+        else:
+            continue
+        raise ConfigError(f"{key}={spell_value(value)} is an option of {why}")
 
 
 def _holds_quantized_model(folder: Path) -> bool:

@@ -65,14 +65,10 @@ class Task:
         system = [{"role": "system", "content": self.instruction}] if self.instruction else []
         return [*system, {"role": "user", "content": question.prompt}]
 
-    def rewards(self, texts: Sequence[str], questions: Sequence[Question]) -> Scores:
-        """Grade completions `texts`, one per question; return weight x score by part. Their sum is the reward."""
-        return self.weighted(self.grade(texts, questions), texts)
-
     def weighted(self, scores: Scores, texts: Sequence[str]) -> Scores:
-        """Multiply `scores`, the result of `grade` for `texts`, by the weight of each part; leave UNPARSED out.
+        """Return weight x score by part of `scores`, the result of `grade` for `texts`. The sum is the reward.
 
-        "format" becomes 0 where task.format_reward_for does not pay for it.
+        Leaves UNPARSED out. "format" becomes 0 where task.format_reward_for does not pay for it.
         """
         parts = {part: self.weights[part] * score for part, score in scores.items() if part != UNPARSED}
         if self.format_reward_for == "thought":

@@ -51,10 +51,8 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
     if "weights" in functions and "grade" not in functions:
         raise ConfigError(f"task.module={cfg.module} defines weights without grade. Define grade too.")
     if "grade" in functions:
-        weights = {**of_task, **functions}.get("weights", lambda cfg: {})(cfg)
-        parts = _weighted_parts(cfg, weights)
-        required = parts if "weights" in functions else set()
-        functions["grade"] = _checked_grade(cfg, functions["grade"], required, allowed=parts)
+        parts = _weighted_parts(cfg, {**of_task, **functions}.get("weights", lambda cfg: {})(cfg))
+        functions["grade"] = _checked_grade(cfg, functions["grade"], parts, all_of_them="weights" in functions)
     return functions
 
 
@@ -102,11 +100,11 @@ def _checked_questions(said: str, function: Callable[..., Any]) -> Callable[[Tas
 
 
 def _checked_grade(
-    cfg: TaskConfig, function: Callable[..., Any], required: set[str], allowed: set[str]
+    cfg: TaskConfig, function: Callable[..., Any], weighted: set[str], all_of_them: bool
 ) -> Callable[..., Scores]:
     """Wrap the file's `grade` so that it raises ConfigError unless each part has one score from 0 to 1 per text.
 
-    "format", "answer" and the parts in `required` must be there; other parts must be in PARTS or `allowed`.
+    Allowed are PARTS and the `weighted` ones; "format" and "answer" must be there, and the latter if `all_of_them`.
     """
 
     def checked(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
@@ -116,9 +114,9 @@ def _checked_grade(
         given = function(texts, questions)
         if not isinstance(given, dict) or not {"format", "answer"} <= set(given):
             raise ConfigError(f"{said} must return a dict of scores with the keys format and answer.")
-        if unknown := set(given) - {*PARTS, *allowed}:
+        if unknown := set(given) - {*PARTS, *weighted}:
             raise ConfigError(f"{said} returned {_join(unknown)}, for which weights(cfg) of the file has no weight.")
-        if missing := required - set(given):
+        if all_of_them and (missing := weighted - set(given)):
             raise ConfigError(f"{said} did not return {_join(missing)}, for which weights(cfg) has a weight.")
         scores: Scores = {}
         for part, values in given.items():

@@ -68,7 +68,8 @@ def test_the_parts_of_the_reward_are_weighted(tmp_path: Path) -> None:
     path = str(hub_rows.write_jsonl(tmp_path / "rows.jsonl", [problem(n) for n in range(100)]))
     task = tasks.load(TaskConfig(name="code_io", path=path, answer_reward=2.0, code_io=CodeIoConfig(tests_reward=0.25)))
     texts = [answer("print(int(input()) * 2)"), answer("print(4)"), "print(4)"]
-    rewards = task.rewards(texts, [question_of(("2\n", "4"), ("5\n", "10"))] * 3)
+    questions = [question_of(("2\n", "4"), ("5\n", "10"))] * 3
+    rewards = task.weighted(task.grade(texts, questions), texts)
     assert {part: values.tolist() for part, values in rewards.items() if part != "format"} == {
         "answer": [2.0, 0.0, 0.0], "tests": [0.25, 0.125, 0.0],
     }  # fmt: skip

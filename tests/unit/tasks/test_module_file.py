@@ -46,7 +46,7 @@ def test_the_first_example_is_a_task(tmp_path: Path) -> None:
     assert (len(task.train), len(task.heldout), task.warnings) == (1110, 186, ())
     question = task.train[0]
     texts = [f"<think>x</think><answer>{question.answer}</answer>", f"{'x' * 90}<answer>{question.answer}</answer>"]
-    rewards = task.rewards(texts, [question] * 2)
+    rewards = task.weighted(task.grade(texts, [question] * 2), texts)
     assert sum(rewards.values()).tolist() == pytest.approx([0.2 + 1 + 0.1, 1])
 
 
@@ -145,13 +145,13 @@ def test_a_file_that_breaks_the_contract_is_refused(tmp_path: Path, text: str, s
 def test_a_grade_that_breaks_the_contract_says_so(tmp_path: Path, returned: str, said: str) -> None:
     task = load(tmp_path, f"def grade(texts, questions): return {returned}")
     with pytest.raises(ConfigError, match=re.escape(said)):
-        task.rewards(["a"], [Question("", "?", "1")])
+        task.grade(["a"], [Question("", "?", "1")])
 
 
 def test_a_part_that_has_a_weight_is_returned(tmp_path: Path) -> None:
     task = load(tmp_path, "def weights(cfg): return {'short': 1.0}\n" + REWARD)
     with pytest.raises(ConfigError, match=r"did not return short, for which weights\(cfg\) has a weight"):
-        task.rewards(["a"], [Question("", "?", "1")])
+        task.grade(["a"], [Question("", "?", "1")])
 
 
 @pytest.mark.parametrize("tests", [", 'tests': right / 2", ""])
@@ -160,7 +160,8 @@ def test_a_grade_of_ones_own_may_return_the_parts_that_the_task_weighs(tmp_path:
         {"question": f"Q {n}?", "tests": [{"input": "", "output": "1"}]} for n in range(200)
     ]))  # fmt: skip
     task = load(tmp_path, REWARD.replace('"answer": right}', f'"answer": right{tests}}}'), name="code_io", path=path)
-    assert task.rewards(["a"], [Question("", "?", "a")]).get("tests", 0.25) == 0.25
+    rewards = task.weighted(task.grade(["a"], [Question("", "?", "a")]), ["a"])
+    assert rewards.get("tests", 0.25) == 0.25
 
 
 def test_scores_may_be_lists(tmp_path: Path) -> None:

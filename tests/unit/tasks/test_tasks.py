@@ -47,7 +47,8 @@ def problems(cfg: TaskConfig, count: int, seed: int = 0) -> list[arithmetic.Prob
 
 def earned(task: tasks.Task, completion: str, answer: str) -> float:
     """The reward of one completion."""
-    return sum(part.item() for part in task.rewards([completion], [tasks.Question("", "?", answer)]).values())
+    scores = task.grade([completion], [tasks.Question("", "?", answer)])
+    return sum(part.item() for part in task.weighted(scores, [completion]).values())
 
 
 # --- arithmetic
@@ -155,7 +156,7 @@ def test_reward_parts_are_separate_and_configured() -> None:
     task = tasks.load(TaskConfig(format_reward=0.5, answer_reward=3.0, train_questions=1))
     texts = ["<think>x</think><answer>4</answer>", "<think>x</think><answer>5</answer>", "<answer>4</answer>", "4"]
     questions = [tasks.Question("", "?", "4")] * 4
-    parts = {part: values.tolist() for part, values in task.rewards(texts, questions).items()}
+    parts = {part: values.tolist() for part, values in task.weighted(task.grade(texts, questions), texts).items()}
     assert parts == {"format": [0.5, 0.5, 0.0, 0.0], "answer": [3.0, 0.0, 3.0, 0.0]}
     assert set(task.weights) == set(parts) == set(task.grade(texts, questions)) - {tasks.UNPARSED}
 
@@ -168,7 +169,7 @@ def test_the_format_may_be_paid_for_a_thought_or_a_right_answer_only(paid: str, 
     task = tasks.load(TaskConfig(format_reward_for=paid, train_questions=1))
     texts = [f"<think>{thought}</think><answer>{given}</answer>" for thought in ("2+2", " . ") for given in "45"]
     questions = [tasks.Question("", "?", "4")] * 4
-    parts = task.rewards(texts, questions)
+    parts = task.weighted(task.grade(texts, questions), texts)
     assert parts["format"].tolist() == pytest.approx(earned_by_format)
     assert parts["answer"].tolist() == [1.0, 0.0, 1.0, 0.0]
     assert task.grade(texts, questions)["format"].tolist() == [1.0] * 4  # what an evaluation counts
@@ -183,7 +184,8 @@ def test_a_new_task_is_one_module_and_one_option(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
     task = tasks.load(from_dict({"task": {"name": "echo", "answer_reward": 2.0}}).task)
     assert len({*task.train, *task.train}) == 1, "a question is a key, whatever its payload"
-    parts = task.rewards(["hello", "hi", "no"], [task.train[0]] * 3)
+    texts = ["hello", "hi", "no"]
+    parts = task.weighted(task.grade(texts, [task.train[0]] * 3), texts)
     assert {part: values.tolist() for part, values in parts.items()} == {"format": [0, 0, 0], "answer": [2, 2, 0]}
 
 
