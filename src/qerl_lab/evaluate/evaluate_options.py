@@ -11,6 +11,7 @@ from qerl_lab.config.spelling import resume_override
 from qerl_lab.model import on_disk
 from qerl_lab.record.directory import RunDirectory
 
+PAPER = EvalConfig()  # the defaults are the paper's
 SMALL = ("aime24", "aime25", "amc23")  # 30 or 40 questions: one sample each is too noisy
 SMALL_SAMPLES = 16
 BY_TASK, BY_FIRST_CHARACTER = "task", "first_character"  # ways of grading
@@ -18,11 +19,7 @@ BY_TASK, BY_FIRST_CHARACTER = "task", "first_character"  # ways of grading
 
 @dataclass
 class AccuracyOptions:
-    run: str = option(
-        "",
-        "directory of a finished run: evaluate its base, in its format, with its final adapter; its key may be left "
-        "out",
-    )
+    run: str = option("", "directory of a finished run, asked with its final adapter; its key may be left out")
     model: str = option("", "or a model alone: Hugging Face id, local directory, FILE.gguf, or `pocket`")
     revision: str | None = option(None, "model=: branch, tag or commit on the hub; null is the newest")
     format: str | None = option(None, "model=: weight format; null is the stored one, bf16 for a dense model")
@@ -30,36 +27,25 @@ class AccuracyOptions:
     benchmarks: list[str] = option([], "tasks, NAME or NAME:PATH (as task.path); none means the run's own task")
     questions: int = option(0, "how many first questions of each; 0: all", at_least=0)
     samples: int | None = option(
-        None,
-        f"samples per question; null is the run's eval.samples, or {EvalConfig().samples} with model=; AIME, AMC: "
-        f"{SMALL_SAMPLES}; always 1 if greedy",
+        None, f"per question; null is the run's, or {PAPER.samples} with model=; AIME, AMC: {SMALL_SAMPLES}; greedy: 1",
         at_least=1, at_most=4096,
     )  # fmt: skip
     temperature: float | None = option(
-        None,
-        "sampling temperature, 0 is greedy; null is the run's eval.temperature, or "
-        f"{EvalConfig().temperature:g} with model= (Sec. 4.1)",
+        None, f"0 is greedy; null is the run's eval.temperature, or {PAPER.temperature:g} with model= (Sec. 4.1)",
         at_least=0, at_most=100,
     )  # fmt: skip
     top_p: float | None = option(
-        None, f"nucleus sampling; null is the run's eval.top_p, or {EvalConfig().top_p:g} with model= (Sec. 4.1)",
-        above=0, at_most=1,
-    )  # fmt: skip
-    seed: int | None = option(
-        None, "seeds the sampling; null is the run's, or 0 with model=", at_least=0, at_most=2**32 - 1
+        None, f"null is the run's eval.top_p, or {PAPER.top_p:g} with model= (Sec. 4.1)", above=0, at_most=1
     )
+    seed: int | None = option(None, "of the sampling; null is the run's, or 0", at_least=0, at_most=2**32 - 1)
     grading: str = option(
         BY_TASK, "task: as in training; first_character: as QeRL's released eval/gsm8k.py, which counts 16 for 18",
         choices=(BY_TASK, BY_FIRST_CHARACTER),
     )  # fmt: skip
     instruction: str | None = option(None, "system message; null is the run's, or that in the task's YAML")
-    max_prompt_tokens: int | None = option(
-        None, "longer questions are dropped and counted; null is the run's", at_least=1
-    )
+    max_prompt_tokens: int | None = option(None, "longer questions are left out; null is the run's", at_least=1)
     max_completion_tokens: int | None = option(None, "longest completion; null is the run's", at_least=1)
-    common: bool = option(
-        False, "also with one engine common to all arms: the base dequantized to BF16, with the adapter"
-    )
+    common: bool = option(False, "also by an engine common to all arms: the base dequantized to BF16, with the adapter")
     rollout: str | None = option(None, "engine; null is the run's, or transformers with model=", choices=ENGINES)
     device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
     batch_size: int | None = option(None, "most completions generated at once; null is the run's", at_least=1)

@@ -83,8 +83,7 @@ def load(cfg: TaskConfig) -> Task:
 
     Raises ConfigError if they are over 1%, if questions cannot be read, or if the task is for evaluation only.
     """
-    check_trains(cfg)
-    return _task(cfg, _functions(cfg), "train")
+    return _task(cfg, "train")
 
 
 def load_worked(cfg: TaskConfig) -> Task:
@@ -92,17 +91,12 @@ def load_worked(cfg: TaskConfig) -> Task:
 
     Raises ConfigError as `load` does, and if the task has no solutions.
     """
-    functions = _functions(cfg)
-    if not hasattr(functions, "worked"):
-        others = _names_with("worked")
-        raise ConfigError(f"task={cfg.name} has no worked solutions; allowed: {', '.join(others)}. "
-                          f"Type task={others[-1]}.")  # fmt: skip
-    return _task(cfg, functions, "worked")
+    return _task(cfg, "worked")
 
 
 def load_benchmark(cfg: TaskConfig) -> Task:
     """Build any task to evaluate on, without training questions. Raises ConfigError if it cannot be read."""
-    return _task(cfg, _functions(cfg), None)
+    return _task(cfg, None)
 
 
 def read_task_config(name: str, **given: Any) -> TaskConfig:
@@ -113,12 +107,7 @@ def read_task_config(name: str, **given: Any) -> TaskConfig:
 
 def check_trains(cfg: TaskConfig) -> None:
     """Raise ConfigError if the task has no function `train`, because it is for evaluation only. Reads no questions."""
-    if not hasattr(_functions(cfg), "train"):
-        raise ConfigError(
-            f"task={cfg.name} is for evaluation only: a policy trained on it could not be judged by it. "
-            f"Type one to train on: task={', '.join(_names_with('train'))}; or python -m qerl_lab.evaluate accuracy "
-            f"run=RUN_DIR benchmarks={cfg.name}."
-        )
+    _functions(cfg, "train")
 
 
 def is_on_the_hub(cfg: TaskConfig) -> bool:
@@ -126,15 +115,11 @@ def is_on_the_hub(cfg: TaskConfig) -> bool:
     return cfg.name in question_sets.SOURCES and not {"train", "heldout"} <= _functions(cfg).of_file
 
 
-def _names_with(function: str) -> list[str]:
-    """List the tasks in conf/task that have the function named `function`, e.g. "train" or "worked"."""
-    return [name for name in choices_of("task") if hasattr(_functions(TaskConfig(name=name)), function)]
-
-
-def _functions(cfg: TaskConfig) -> SimpleNamespace:
+def _functions(cfg: TaskConfig, needed: str | None = None) -> SimpleNamespace:
     """Return the task's functions (train, heldout, grade, ...) as attributes; functions in `task.module` replace them.
 
-    The attribute `of_file` is the set of the names that the file `task.module` defines.
+    The attribute `of_file` is the set of the names that the file `task.module` defines. Raises ConfigError if the task
+    lacks the function `needed`, "train" or "worked".
     """
     if cfg.name in question_sets.SOURCES:
         functions = question_sets.functions(cfg.name)
@@ -142,14 +127,26 @@ def _functions(cfg: TaskConfig) -> SimpleNamespace:
         module = vars(importlib.import_module(f"qerl_lab.tasks.{cfg.name}"))
         functions = {name: module[name] for name in module_file.NAMES if name in module}
     of_file = module_file.load(cfg, functions) if cfg.module else {}
-    return SimpleNamespace(**functions | of_file, of_file=frozenset(of_file))
+    found = SimpleNamespace(**functions | of_file, of_file=frozenset(of_file))
+    if needed is None or hasattr(found, needed):
+        return found
+    others = [name for name in choices_of("task") if hasattr(_functions(TaskConfig(name=name)), needed)]
+    if needed == "worked":
+        raise ConfigError(
+            f"task={cfg.name} has no worked solutions; allowed: {', '.join(others)}. Type task={others[-1]}."
+        )
+    raise ConfigError(
+        f"task={cfg.name} is for evaluation only: a policy trained on it could not be judged by it. Type one to train "
+        f"on: task={', '.join(others)}; or python -m qerl_lab.evaluate accuracy run=RUN_DIR benchmarks={cfg.name}."
+    )
 
 
-def _task(cfg: TaskConfig, functions: SimpleNamespace, training: str | None) -> Task:
-    """Build a Task whose training questions the function named `training` returns (None: there are none).
+def _task(cfg: TaskConfig, training: str | None) -> Task:
+    """Build a Task whose training questions the function `training` returns: "train", "worked", None for no questions.
 
     Raises ConfigError.
     """
+    functions = _functions(cfg, training)
     asked = getattr(functions, training)(cfg) if training else []
     heldout = functions.heldout(cfg)
     sets = {
