@@ -13,7 +13,7 @@ from qerl_lab.config.schema import TaskConfig
 from qerl_lab.tasks.grading import grade_math as grade
 from qerl_lab.tasks.questions import Question, is_heldout
 
-__all__ = ["Problem", "grade", "heldout", "problem", "train", "worked", "worked_solution"]
+__all__ = ["Problem", "grade", "heldout", "problem", "train", "worked", "worked_question", "worked_solution"]
 
 TRAIN_QUESTIONS, HELDOUT_QUESTIONS = 4096, 1024
 PATIENCE = 10_000  # stop after this many draws, plus ten per known problem, without a new problem
@@ -89,7 +89,12 @@ def heldout(cfg: TaskConfig) -> list[Question]:
 def worked(cfg: TaskConfig) -> list[Question]:
     """Return the training problems, each with a worked solution in `payload["solution"]`."""
     rng = random.Random(0)
-    return [replace(of.question, payload={"solution": worked_solution(rng, of)}) for of in _train_problems(cfg)]
+    return [worked_question(rng, of) for of in _train_problems(cfg)]
+
+
+def worked_question(rng: random.Random, of: Problem) -> Question:
+    """Return the problem `of` as a Question with a worked solution in `payload["solution"]`."""
+    return replace(of.question, payload={"solution": worked_solution(rng, of)})
 
 
 def _train_problems(cfg: TaskConfig) -> list[Problem]:

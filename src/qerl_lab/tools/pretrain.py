@@ -96,9 +96,10 @@ def train(recipe: Recipe, cfg: TaskConfig) -> tuple["Qwen2ForCausalLM", "PreTrai
     import torch
 
     task, source = tasks.load(cfg), examples(cfg, random.Random(recipe.seed))
-    drawn = itertools.islice(source, 4000)
-    texts = [f"system\n{task.instruction}\nuser\n{text}\nassistant\n{solution}" for text, solution in drawn]
-    tokenizer = make_tokenizer(recipe, texts)
+    tokenizer = make_tokenizer(recipe, [
+        f"system\n{task.instruction}\nuser\n{question.prompt}\nassistant\n{question.payload['solution']}"
+        for question in itertools.islice(source, 4000)
+    ])  # fmt: skip
     model = make_model(recipe, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     started = time.perf_counter()
@@ -120,12 +121,12 @@ def train(recipe: Recipe, cfg: TaskConfig) -> tuple["Qwen2ForCausalLM", "PreTrai
     return model, tokenizer
 
 
-def examples(cfg: TaskConfig, rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Yield pairs of question text and worked solution, endlessly and without held-out problems."""
+def examples(cfg: TaskConfig, rng: random.Random) -> Iterator[tasks.Question]:
+    """Yield questions with worked solutions, endlessly and without held-out problems."""
     while True:
         drawn = arithmetic.problem(rng, cfg)
         if not drawn.is_heldout:
-            yield drawn.text, arithmetic.worked_solution(rng, drawn)
+            yield arithmetic.worked_question(rng, drawn)
 
 
 def make_tokenizer(recipe: Recipe, texts: list[str]) -> "PreTrainedTokenizerFast":
@@ -167,15 +168,15 @@ def make_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "Qwen2Fo
 
 
 def batch_of(
-    task: tasks.Task, tokenizer: "PreTrainedTokenizerFast", pairs: list[tuple[str, str]]
+    task: tasks.Task, tokenizer: "PreTrainedTokenizerFast", questions: list[tasks.Question]
 ) -> dict[str, "Tensor"]:
-    """Tokenize pairs of question and solution as a warm-up does: input_ids, attention_mask, labels [pairs, longest]."""
+    """Tokenize questions and solutions as a warm-up does: input_ids, attention_mask, labels [questions, longest]."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     from qerl_lab.model.chat import Chat
 
     chat = Chat(tokenizer)
-    rows = [worked_example(chat, task, tasks.Question("", text, ""), solution) for text, solution in pairs]
+    rows = [worked_example(chat, task, question) for question in questions]
     return DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id)(rows)
 
 

@@ -154,13 +154,13 @@ def warm_up(options: WarmupOptions) -> None:
     print(f"train on it: {terminal.python_command()} -m qerl_lab {shell_line(training_words(options))}")
 
 
-def worked_example(chat: "Chat", task: tasks.Task, question: tasks.Question, solution: str) -> dict[str, list[int]]:
-    """Return `input_ids` of a run's prompt for the question and of the solution, and `labels`: those of the latter.
+def worked_example(chat: "Chat", task: tasks.Task, question: tasks.Question) -> dict[str, list[int]]:
+    """Return `input_ids` of a run's prompt for the question and of its solution, and `labels`: those of the latter.
 
     The solution ends with the end token, and lacks what the chat template has already begun of it.
     """
     prompt = chat.prompt_ids(task.messages(question))
-    solution = without_answer_start(chat.tokenizer.decode(prompt), solution)
+    solution = without_answer_start(chat.tokenizer.decode(prompt), question.payload["solution"])
     ids = [*chat.tokenizer(solution, add_special_tokens=False)["input_ids"], chat.tokenizer.eos_token_id]
     return {"input_ids": prompt + ids, "labels": [IGNORED] * len(prompt) + ids}
 
@@ -173,7 +173,7 @@ def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens:
     from qerl_lab.model.chat import Chat
 
     chat = Chat(tokenizer)
-    rows = [worked_example(chat, task, question, question.payload["solution"]) for question in task.train]
+    rows = [worked_example(chat, task, question) for question in task.train]
     rows = [row for row in rows if len(row["input_ids"]) <= max_tokens]
     for note in chat.notes:
         print(f"note: {note}", file=sys.stderr)

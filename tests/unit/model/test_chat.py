@@ -37,7 +37,7 @@ def test_a_prompt_is_what_the_template_writes() -> None:
 @pytest.mark.parametrize(("template", "words"), [
     ("{{ messages[-1].content }}", ["leaves out the instruction", "task.instruction=''"]),
     ("{{ messages[0].content }}", ["leaves out the question"]),
-    ("{{ raise_exception('no system role') }}", ["refuses the questions (no system role)"]),
+    ("{{ raise_exception('no system role') }}", ["refuses the questions (no system role)", "task.instruction=''"]),
     ("{{ messages[7].content }}", ["refuses the questions (list object has no element 7)"]),
     ("{{ 1 // 0 }}", ["refuses the questions (ZeroDivisionError: "]),
     ("{{ 'a' + 1 }}", ["refuses the questions (TypeError: "]),
@@ -54,6 +54,7 @@ def test_a_template_that_does_not_write_the_question_is_refused_in_a_line(templa
 def test_every_question_is_looked_at() -> None:
     own = with_template("{% if messages[-1].content != 'No' %}" + EVERY + "{% endif %}")
     assert own.prompt_ids(ASKED)
+    assert own.prompt_ids(ASKED[1:])
     with pytest.raises(ConfigError, match="leaves out the question"):
         own.prompt_ids([{"role": "user", "content": "No"}])
 

@@ -75,7 +75,7 @@ def test_the_split_is_a_property_of_the_question_and_the_pocket_is_never_taught_
     cfg = TaskConfig()
     heldout = {question.prompt for question in arithmetic.heldout(cfg)}
     taught = examples(cfg, random.Random(seed))
-    assert not heldout & {next(taught)[0] for _ in range(3000)}
+    assert not heldout & {next(taught).prompt for _ in range(3000)}
     drawn = problems(cfg, 3000, seed)
     assert sum(problem.is_heldout for problem in drawn) / len(drawn) == pytest.approx(1 / 8, abs=0.03)
 

@@ -1,6 +1,5 @@
 """The embedded policy: small, as its recipe says, and able to read anything."""
 
-import copy
 import hashlib
 import json
 import random
@@ -10,9 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from qerl_lab import tasks
-from qerl_lab.config.option import ConfigError
 from qerl_lab.model.on_disk import ASSETS
-from qerl_lab.model.policy import Policy
 from qerl_lab.tasks import arithmetic
 from qerl_lab.tools.pretrain import Recipe, batch_of, make_model, make_tokenizer
 
@@ -45,18 +42,10 @@ def test_its_teacher_scores_the_solution_and_its_end_alone() -> None:
     solution = arithmetic.worked_solution(rng, of)
     recipe = Recipe(vocab_size=300, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=1)
     tokenizer = make_tokenizer(recipe, [of.text, solution])
-    batch = batch_of(task, tokenizer, [(of.text, solution), ("?", "<think>x</think><answer>1</answer>")])
+    solutions = {of.text: solution, "?": "<think>x</think><answer>1</answer>"}
+    asked = [tasks.Question("", text, "", {"solution": worked}) for text, worked in solutions.items()]
+    batch = batch_of(task, tokenizer, asked)
     scored = batch["labels"][0] != -100
     assert tokenizer.decode(batch["input_ids"][0][scored]) == solution + "<|im_end|>"
     assert torch.equal(batch["labels"][scored.nonzero()[0] * 0][0][scored], batch["input_ids"][0][scored])
     assert make_model(recipe, tokenizer)(**batch).loss.isfinite()
-
-
-def test_a_chat_template_that_takes_no_system_message_is_named(tokenizer: AutoTokenizer) -> None:
-    picky = copy.deepcopy(tokenizer)
-    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    picky.chat_template = refusal + "{{ messages[0].content }}"
-    asked = Policy(None, picky, {}, {})
-    with pytest.raises(ConfigError, match=r"refuses the questions \(no system role\).*task\.instruction=''"):
-        asked.prompt_ids([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
-    assert asked.prompt_ids([{"role": "user", "content": "y"}])
