@@ -26,7 +26,10 @@ def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int,
     `answer`. Raises ConfigError for an unreadable dataset, a row without these columns, and too little text.
     """
     needed, ids = samples * tokens, list[int]()
-    for text in _texts(dataset, tokenizer, seed):
+    for number, row in enumerate(_rows(dataset, seed)):
+        text = _text_of(row, tokenizer) if isinstance(row, Mapping) else None
+        if text is None:
+            raise ConfigError(f"dataset={dataset}: row {number} is {str(row)[:60]}; allowed: {FIELDS}.")
         ids += tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) >= needed:
             return torch.tensor(ids[:needed]).view(samples, tokens)
@@ -38,44 +41,35 @@ def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int,
     )
 
 
-def _texts(dataset: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[str]:
-    """Yield the texts of a dataset, shuffled by `seed`. Raises ConfigError as `sequences` does."""
-    path = Path(dataset).expanduser()
-    if path.suffix == ".txt" and path.is_file():
-        yield path.read_text(encoding="utf-8") + (tokenizer.eos_token or "")
-        return
-    is_file = path.suffix == ".jsonl" and path.is_file()
-    for number, row in enumerate(_file_rows(path, seed) if is_file else _hub_rows(dataset, seed)):
-        text = _text_of(row, tokenizer) if isinstance(row, Mapping) else None
-        if text is None:
-            raise ConfigError(f"dataset={dataset}: row {number} is {str(row)[:60]}; allowed: {FIELDS}.")
-        yield text
+def _rows(dataset: str, seed: int) -> Iterator[Any]:
+    """Yield the rows of a .jsonl file or of a hub dataset's split `train`, shuffled by `seed`; a .txt file is one row.
 
-
-def _file_rows(path: Path, seed: int) -> Iterator[Any]:
-    """Yield the rows of a .jsonl file, shuffled by `seed`. Raises ConfigError for a line that is no JSON."""
-    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    random.Random(seed).shuffle(lines)
-    for line in lines:
-        try:
-            yield parse_json(line)
-        except ValueError as error:
-            raise ConfigError(f"dataset={path}: {line[:60]!r} is no JSON ({error}).") from error
-
-
-def _hub_rows(dataset: str, seed: int) -> Iterator[Any]:
-    """Yield the rows of a hub dataset's split `train`, shuffled by `seed`. Raises ConfigError if it cannot be read."""
+    Raises ConfigError if the dataset cannot be read, or for a line that is no JSON.
+    """
     from datasets import load_dataset
 
-    if dataset.startswith(("/", ".", "~")) or dataset.endswith((".txt", ".jsonl")):
+    path = Path(dataset).expanduser()
+    if path.suffix == ".txt" and path.is_file():
+        yield {"text": path.read_text(encoding="utf-8")}
+    elif path.suffix == ".jsonl" and path.is_file():
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        random.Random(seed).shuffle(lines)
+        for line in lines:
+            try:
+                yield parse_json(line)
+            except ValueError as error:
+                raise ConfigError(f"dataset={path}: {line[:60]!r} is no JSON ({error}).") from error
+    elif dataset.startswith(("/", ".", "~")) or dataset.endswith((".txt", ".jsonl")):
         raise ConfigError(f"dataset={dataset} is no file. Type dataset=FILE.txt, dataset=FILE.jsonl or a hub id.")
-    try:
-        yield from load_dataset(dataset, split="train", streaming=True).shuffle(seed=seed, buffer_size=SHUFFLED_ROWS)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"dataset={dataset} could not be read from the hub ({type(error).__name__}: {first_line(error)}). "
-            "Type dataset=FILE.jsonl for a local file."
-        ) from error
+    else:
+        try:
+            rows = load_dataset(dataset, split="train", streaming=True)
+            yield from rows.shuffle(seed=seed, buffer_size=SHUFFLED_ROWS)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"dataset={dataset} could not be read from the hub ({type(error).__name__}: {first_line(error)}). "
+                "Type dataset=FILE.jsonl for a local file."
+            ) from error
 
 
 def _text_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str | None:
