@@ -13,6 +13,9 @@ from qerl_lab.tasks import Question, Task
 from qerl_lab.tasks.answers.completion import with_answer_start
 
 REWARDED = ("answer", "format")  # score parts that every task has
+METRICS = {  # measured column of an evaluation -> metric
+    "accuracy": "accuracy", "format": "format", "tokens": "completion_tokens", "truncated": "truncated_fraction",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,8 @@ class Evaluation:
 
     def metrics(self, prefix: str = "eval/") -> dict[str, float]:
         """Return the means over questions by their names in metrics.jsonl, which begin with `prefix`."""
-        entropy = {} if self.entropy is None else {f"{prefix}entropy_nats": self.entropy}
-        return {
-            f"{prefix}accuracy": float(self.rows["accuracy"].mean()),
-            f"{prefix}format": float(self.rows["format"].mean()),
-            f"{prefix}completion_tokens": float(self.rows["tokens"].mean()),
-            f"{prefix}truncated_fraction": float(self.rows["truncated"].mean()),
-        } | entropy
+        means = {f"{prefix}{metric}": float(self.rows[column].mean()) for column, metric in METRICS.items()}
+        return means if self.entropy is None else means | {f"{prefix}entropy_nats": self.entropy}
 
 
 def evaluate(
@@ -94,9 +92,7 @@ def evaluate(
     how = cfg.rollout.max_completion_tokens, evaluation_seed(cfg.seed), cfg.eval.temperature, cfg.eval.top_p
     sampling = Sampling(*how, first=part.start)
     found = ask_questions(engine, policy, task, asked, samples, sampling, on_done)
-    shape = len(asked), samples
-    measured = ("accuracy", "format", "tokens", "truncated")
-    means = {name: found.rows[name].to_numpy(float).reshape(shape).mean(1) for name in measured}
+    means = {name: found.rows[name].to_numpy(float).reshape(len(asked), samples).mean(1) for name in METRICS}
     first = found.rows[found.rows["draw"] == 0]
     rows = {"id": first["id"], "answer": first["answer"], **means, "sample": first["completion"]}
     return Evaluation(pd.DataFrame(rows).reset_index(drop=True), found.entropy)
