@@ -54,7 +54,7 @@ class Difference:
     by_question: pd.DataFrame  # B - A [seeds, questions]
 
     def interval(self, level: float = 0.95) -> Interval:
-        """Return (mean, low, high) of B - A at confidence `level`, over questions, for several seeds over both."""
+        """Return (mean, low, high) of B - A, over questions, or over seeds and questions if there are several seeds."""
         if len(self.by_question) > 1:
             return over_seeds(self.by_question.to_numpy(), level)
         after = self.by_question.iloc[0]
@@ -208,7 +208,7 @@ def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
 
 
 def rows_by_group(one: Evaluated) -> dict[tuple[str, ...], pd.DataFrame]:
-    """Return an evaluation's rows by GROUP; those of a dense base count for the common engine too."""
+    """Return an evaluation's rows by GROUP; with a dense base the rows of the own engine are the common one's too."""
     found = {tuple(map(str, name)): rows for name, rows in one.rows.groupby(GROUP, sort=False)}
     common = {(name[0], COMMON, name[2]): rows for name, rows in found.items()} if one.about["own_is_common"] else {}
     return found | common

@@ -102,8 +102,8 @@ def remove_scales(weight: Tensor, other: Tensor) -> Tensor:
 def sum_errors(errors: Iterable[LayerError]) -> dict[str, Any]:
     """Sum the squared weight errors of the layers, in float64.
 
-    `relative` is |stored - weight|^2 / |weight|^2, `sqnr_db` its inverse in decibels, `parts` the share of each of
-    PARTS in it: None if nothing changed or the format has no ideal.
+    `relative` is |stored - weight|^2 / |weight|^2, `sqnr_db` its inverse in decibels. `parts` has the share of each of
+    PARTS in |stored - weight|^2; it is None if nothing changed or the format has no ideal.
     """
     signal = error = 0.0
     parts: dict[str, float] | None = dict.fromkeys(PARTS, 0.0)

@@ -64,7 +64,7 @@ def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
 
 
 def _tests(row: Row) -> list[dict[str, str]]:
-    """Return a row's tests, dicts of "input" and "output". Raises BadRow if one lacks a text or its output is empty."""
+    """Return a row's tests, dicts of "input" and "output". Raises BadRow without a test, or if one lacks a text."""
     tests = row.value("tests")
     if not isinstance(tests, list) or not tests:
         raise BadRow(f"has no list of tests in {row.columns['tests']!r}")
@@ -76,7 +76,7 @@ def _tests(row: Row) -> list[dict[str, str]]:
 
 
 def program(completion: str) -> str | None:
-    """Return the last ``` block in a completion's final answer, or the whole answer; None if it has none or is long."""
+    """Return the last ``` block of the final answer, or the whole answer; None without one, or one that is too long."""
     text = final_answer(completion)
     if text is None or len(text) > MAX_PROGRAM_CHARACTERS:
         return None

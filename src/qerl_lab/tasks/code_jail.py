@@ -160,7 +160,7 @@ def _for_call(number: int, lines: list[Line]) -> list[Line]:
 
 
 def confine(parent: int, limits: list[int], readable: list[str], listed: list[str]) -> None:
-    """Restrict this process, which ends with the process `parent`. Raises OSError if the kernel cannot do all this."""
+    """Restrict this process, and let it end with the process `parent`. Raises OSError if the kernel cannot."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
         raise OSError(f"a machine {machine}; allowed: {', '.join(ARCHITECTURES)}")

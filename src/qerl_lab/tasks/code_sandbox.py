@@ -117,7 +117,7 @@ def _outputs(program: Program) -> list[str | None]:
 
 
 def _output(program: Program, file: Path, given: str) -> tuple[str | None, bool]:
-    """Run the program in `file` on the input `given`. Return its output, None if it fails, and if it ended in time."""
+    """Run the program in `file` on one input. Return its output (None: it failed), and whether it ended in time."""
     report, report_end = os.pipe()
     with open(report, "rb") as reports, open(os.memfd_create("output"), "w+b") as written:
         numbers = (os.getpid(), report_end, program.seconds, program.memory_mib * 2**20, OUTPUT_BYTES)

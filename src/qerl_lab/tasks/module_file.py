@@ -104,7 +104,7 @@ def _checked_grade(
 ) -> Callable[..., Scores]:
     """Wrap the file's `grade` so that it raises ConfigError unless each part has one score from 0 to 1 per text.
 
-    Allowed are PARTS and the `weighted` ones; "format" and "answer" must be there, and the latter if `all_of_them`.
+    Allowed are PARTS and those `weighted`. "format" and "answer" must be there, with `all_of_them` all weighted too.
     """
 
     def checked(texts: Sequence[str], questions: Sequence[Question]) -> Scores:

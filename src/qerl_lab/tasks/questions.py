@@ -70,7 +70,7 @@ def wording(text: str) -> str:
 
 
 def is_heldout(key: str, one_in: int = 8) -> bool:
-    """Tell whether the question with the text `key` is held out: one of `one_in` keys, by SHA-256, for every seed."""
+    """Tell whether the question with the text `key` is held out, in every run: one in `one_in`, chosen by SHA-256."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % one_in == 0
 
 
