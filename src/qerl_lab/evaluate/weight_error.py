@@ -72,23 +72,23 @@ def layers(
         exact = {name: weight.float() for name, weight in weights.items()}
         for name, tensors in pack_fused(weight_format, weights):
             weight = exact.pop(name)
-            shape = (weight.shape[0], weight.shape[1])
-            nearest = weight_format.dequantize(tensors, shape, torch.float32)
-            stored = nearest if packed is None else stored_weight(weight_format, packed, name, shape, device)
-            stored = remove_scales(weight, stored) if fit_scales else stored
+            nearest = weight_format.dequantize(tensors, (weight.shape[0], weight.shape[1]), torch.float32)
+            stored = nearest if packed is None else stored_weight(weight_format, packed, name, weight, fit_scales)
             yield LayerError(name, weight, weight_format.ideal(weight), nearest, stored)
 
 
-def stored_weight(
-    weight_format: Format, packed: WeightFiles, name: str, shape: tuple[int, int], device: torch.device
-) -> Tensor:
-    """Return the dequantized weight, float32 `shape`, of the Linear `name` in a packed checkpoint.
+def stored_weight(weight_format: Format, packed: WeightFiles, name: str, weight: Tensor, fit_scales: bool) -> Tensor:
+    """Return the dequantized weight of the Linear `name` in a packed checkpoint: float32, shape and device of `weight`.
 
-    Raises ValueError, naming file and tensor, for tensors that `Format.accept` refuses.
+    `weight` is the original, to which `fit_scales` fits it. Raises ValueError, naming file and tensor, for tensors that
+    `Format.accept` refuses.
     """
-    parts = {key: packed.tensor(f"{name}.{key}", device) for key in weight_format.layout(shape)}
+    shape = (weight.shape[0], weight.shape[1])
+    parts = {key: packed.tensor(f"{name}.{key}", weight.device) for key in weight_format.layout(shape)}
     where = packed.where(f"{name}.{next(iter(parts))}")
-    return weight_format.dequantize(weight_format.accept(parts, shape, name=f"{where}: {name}"), shape, torch.float32)
+    parts = weight_format.accept(parts, shape, name=f"{where}: {name}")
+    stored = weight_format.dequantize(parts, shape, torch.float32)
+    return remove_scales(weight, stored) if fit_scales else stored
 
 
 def remove_scales(weight: Tensor, other: Tensor) -> Tensor:

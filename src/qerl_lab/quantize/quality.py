@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from qerl_lab import formats
 from qerl_lab.config.records import QUALITY
-from qerl_lab.evaluate.weight_error import decibels, remove_scales, stored_weight
+from qerl_lab.evaluate.weight_error import decibels, stored_weight
 from qerl_lab.formats.format import Format
 from qerl_lab.model.weight_files import WeightFiles, lab_records
 from qerl_lab.quantize import divergence
@@ -89,11 +89,9 @@ def measure_layer(
     Raises ValueError, naming file and Linear, if a weight is NaN, infinite, or too large to square in float32.
     """
     weight = dense.tensor(f"{name}.weight", device).float()
-    shape = (weight.shape[0], weight.shape[1])
-    stored = stored_weight(weight_format, packed, name, shape, device)
-    stored = remove_scales(weight, stored) if fit_scales else stored
+    stored = stored_weight(weight_format, packed, name, weight, fit_scales)
     signal, error = (part.square().sum(dtype=torch.float64).item() for part in (weight, weight - stored))
-    tensors = [f"{name}.{key}" for key in weight_format.layout(shape)]
+    tensors = [f"{name}.{key}" for key in weight_format.layout((weight.shape[0], weight.shape[1]))]
     if not math.isfinite(error):
         file = packed.where(tensors[0]) if math.isfinite(signal) else dense.where(f"{name}.weight")
         raise ValueError(f"{file}: {name} has weights that are NaN, infinite or above 1e19: it has no SQNR")

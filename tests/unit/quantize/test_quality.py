@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packed_layers import NVFP4, tiny_model
 from qerl_lab import tasks
+from qerl_lab.evaluate.weight_error import remove_scales
 from qerl_lab.model.linear import packable
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.weight_files import WeightFiles
@@ -139,12 +140,12 @@ def test_the_scales_that_awq_moves_are_undone_and_nothing_else():
     rows, columns = torch.rand(256, 1) * 3 + 0.2, torch.rand(1, 192) * 3 + 0.2
     moved = rows * (weight + noise) * columns
     plain = (noise**2).sum().item()
-    assert ((quality.remove_scales(weight, moved) - weight) ** 2).sum() == pytest.approx(plain, rel=0.02)
-    assert ((quality.remove_scales(weight, weight + noise) - weight) ** 2).sum() == pytest.approx(plain, rel=0.02)
+    assert ((remove_scales(weight, moved) - weight) ** 2).sum() == pytest.approx(plain, rel=0.02)
+    assert ((remove_scales(weight, weight + noise) - weight) ** 2).sum() == pytest.approx(plain, rel=0.02)
     assert ((moved - weight) ** 2).sum() > 100 * plain
     dead = moved.clone()
     dead[:, 3] = 0
-    assert quality.remove_scales(weight, dead).isfinite().all()
+    assert remove_scales(weight, dead).isfinite().all()
 
 
 def test_awq_alone_is_compared_after_its_scales(folders, tmp_path):
