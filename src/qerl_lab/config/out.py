@@ -1,6 +1,5 @@
 """The key `out`: the directory that a command writes, and when `overwrite=true` may replace it. Imports no torch."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from qerl_lab.config.option import ConfigError
@@ -24,16 +23,13 @@ def check_apart(options: Writes, model: str) -> None:
         raise ConfigError(f"out={options.out} and model={model} lie within each other. Type an out beside the model.")
 
 
-def check_free(
-    options: Writes, overwrite: bool, is_own: Callable[[Path], bool], other: str = "was not made by this command"
-) -> None:
-    """Raise ConfigError if `out` exists, unless `overwrite` is set and `is_own` recognises it as this command's output.
-
-    `other` says what is wrong with a folder that `is_own` refuses.
-    """
+def check_free(options: Writes, overwrite: bool, record: str) -> None:
+    """Raise ConfigError if `out` exists, unless `overwrite` is set and `out` has the file `record` of this command."""
     if not options.folder.exists():
         return
     if not overwrite:
         raise ConfigError(f"out={options.out} exists. Type another out, or overwrite=true to replace it.")
-    if not is_own(options.folder):
-        raise ConfigError(f"out={options.out} {other}, so overwrite=true does not remove it. Type another out.")
+    if not (options.folder / record).is_file():
+        raise ConfigError(
+            f"out={options.out} was not made by this command, so overwrite=true does not remove it. Type another out."
+        )

@@ -1,14 +1,13 @@
 """Options of `python -m qerl_lab.quantize`, and rules between them. Imports no torch."""
 
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.out import Writes, check_apart, check_free
-from qerl_lab.config.records import METHODS
+from qerl_lab.config.records import METHODS, QUALITY
 from qerl_lab.config.rules import check_patterns
 from qerl_lab.config.schema import DENSE_FORMAT, DEVICES, FormatConfig, ModelConfig
 from qerl_lab.model import on_disk
@@ -79,7 +78,7 @@ def check(options: QuantizeOptions) -> None:
         )
     _check_inert(options)
     check_apart(options, options.model)
-    check_free(options, options.overwrite, _holds_quantized_model, "is no quantized checkpoint")
+    check_free(options, options.overwrite, QUALITY)
     check_patterns("ignore", options.ignore)
 
 
@@ -100,9 +99,3 @@ def _check_inert(options: QuantizeOptions) -> None:
         else:
             continue
         raise ConfigError(f"{key}={spell_value(value)} is an option of {why}")
-
-
-def _holds_quantized_model(folder: Path) -> bool:
-    """Tell whether config.json in the folder has a `quantization_config`."""
-    config = folder / "config.json"
-    return config.is_file() and '"quantization_config"' in config.read_text(encoding="utf-8")

@@ -59,7 +59,7 @@ def check(options: ExportOptions) -> RunDirectory:
         )
     if not (run.adapter / WEIGHTS).is_file():
         raise ConfigError(f"run={options.run} has no adapter/{WEIGHTS}. Type another run.")
-    check_free(options, options.overwrite, lambda folder: (folder / EXPORT).is_file())
+    check_free(options, options.overwrite, EXPORT)
     return run
 
 

@@ -96,10 +96,11 @@ def test_a_wrong_command_is_refused(words, parts, capsys):
 def test_where_it_would_overwrite_it_says_so(here, model, capsys):
     (here / "out").mkdir()
     assert "overwrite=true" in refused(capsys, model, "out=out")
-    assert "is no quantized checkpoint" in refused(capsys, model, "out=out", "overwrite=true")
+    (here / "out" / "config.json").write_text('{"quantization_config": {}}')  # as another program's
+    assert "was not made by this command" in refused(capsys, model, "out=out", "overwrite=true")
     for out in ("model", "model/out", "."):
         assert "lie within each other" in refused(capsys, model, f"out={out}", "overwrite=true")
-    (here / "out" / "config.json").write_text('{"quantization_config": {}}')
+    (here / "out" / "quality.json").touch()
     (here / "out" / "model.gguf").touch()
     text = refused(capsys, "model=out/model.gguf", "out=out", "overwrite=true")
     assert "out=out and model=out/model.gguf lie within each other" in text
