@@ -11,14 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from qerl_lab import tasks
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.train.step import Batch
-from qerl_lab.train.stop import Stop
-from qerl_lab.train.trainer import LabTrainer
-from qerl_lab.train.training_data import Cursor, select
 from reference_losses import Sample, advantages, policy_loss
-from trained import Jittered
+from trained import Jittered, train
 
 STEPS = 3
 
@@ -65,25 +61,18 @@ def test_updates_of_all_weights_are_those_of_the_formulas(tiny, build_policy, tm
         lora__rank=0, format__name="bf16", steps=STEPS, algorithm__name=algorithm, optim__learning_rate=1e-3,
         optim__weight_decay=0.1, optim__beta1=0.8, optim__beta2=0.95, optim__max_grad_norm=clip,
     )  # fmt: skip
-    policy, batches, norms = build_policy(cfg), list[Batch](), list[float]()
-
-    def keep(step: int, metrics: dict[str, float]) -> None:
-        batches.append(trainer.batch)
-        norms.append(metrics["policy/grad_norm"])
-
-    cursor = Cursor(select(cfg, policy, tasks.load(cfg.task)))
-    trainer = LabTrainer(cfg, policy, Jittered(policy, 64), cursor, tmp_path, keep, Stop())
-    trainer.before_save = lambda: {"config": {}}
-    trainer.train()
+    policy = build_policy(cfg)
+    run = train(cfg, policy, Jittered(policy, 64), tmp_path)
 
     model = AutoModelForCausalLM.from_pretrained(ASSETS, dtype=torch.float64, use_safetensors=True)
     weights = dict(model.named_parameters())
     began = {name: weight.detach().clone() for name, weight in weights.items()}
     optimizer = ReferenceAdamW(weights, 1e-3, 0.1, (0.8, 0.95))
-    for batch, norm in zip(batches, norms, strict=True):
+    for batch, metrics in zip(run.batches, run.steps, strict=True):
         samples = samples_of(batch, model, cfg.algorithm.normalize_std)
         gradients = torch.autograd.grad(policy_loss(samples, samples, cfg), list(weights.values()))
-        assert optimizer.step(dict(zip(weights, gradients, strict=True)), clip) == pytest.approx(norm, rel=1e-3)
+        norm = optimizer.step(dict(zip(weights, gradients, strict=True)), clip)
+        assert norm == pytest.approx(metrics["policy/grad_norm"], rel=1e-3)
     assert {name for name, _ in policy.model.named_parameters()} == weights.keys()
     for name, weight in policy.model.named_parameters():
         moved, expected = weight.detach().double() - began[name], weights[name].detach() - began[name]

@@ -6,12 +6,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from qerl_lab import tasks
 from qerl_lab.aqn import Noise
 from qerl_lab.rollout.transformers import TransformersEngine
-from qerl_lab.train.stop import Stop
-from qerl_lab.train.trainer import LabTrainer
-from qerl_lab.train.training_data import Cursor, select
+from trained import train
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +36,7 @@ class Delay(TrainerCallback):
 def test_seconds_hold_what_the_gpu_does_after_the_last_call(tiny, build_policy, tmp_path: Path) -> None:
     assert torch.cuda.device_count() == 1, "TRL refuses several GPUs in one process: type CUDA_VISIBLE_DEVICES=0"
     cfg = tiny(device="cuda", steps=3)
-    policy, delay, steps = build_policy(cfg), Delay(), []
+    policy, delay = build_policy(cfg), Delay()
 
     class SlowToSync(TransformersEngine):
         def sync(self, noise: Noise) -> None:
@@ -48,10 +45,7 @@ def test_seconds_hold_what_the_gpu_does_after_the_last_call(tiny, build_policy, 
 
     engine = SlowToSync(policy, batch_size=64)
     delay.spans["sync"].clear()
-    cursor = Cursor(select(cfg, policy, tasks.load(cfg.task)))
-    trainer = LabTrainer(cfg, policy, engine, cursor, tmp_path, lambda _, metrics: steps.append(metrics), Stop())
-    trainer.add_callback(delay)
-    trainer.train()
+    steps = train(cfg, policy, engine, tmp_path, prepare=lambda run: run.trainer.add_callback(delay)).steps
     for metrics, update, sync in zip(steps, delay.seconds("update"), delay.seconds("sync"), strict=True):
         assert update > 0.2
         assert metrics["seconds/train"] >= update

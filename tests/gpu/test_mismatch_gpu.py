@@ -30,7 +30,7 @@ def test_gradients_are_those_of_trls_correction(
     found, expected = [], []
     for is_old, gradients in ((False, found), (True, expected)):
         policy = build_policy(cfg)
-        run = train(cfg, policy, Jittered(policy, 64), tmp_path, is_old)
+        run = train(cfg, policy, Jittered(policy, 64), tmp_path, is_old=is_old)
         assert run.scored == (1 + is_old) * rows
         gradients += run.gradients
     of_new, of_old = (torch.cat([grad.flatten() for grad in grads[0].values()]) for grads in (found, expected))

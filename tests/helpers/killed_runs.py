@@ -4,18 +4,19 @@ The children are forked (forked.py) and run the main function of `python -m qerl
 """
 
 import json
-import multiprocessing
 import os
 import signal
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from forked import SERVER
+import forked
+from forked import Moment, ended
 from mlflow_store import latest, mirrored, recorded, runs
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.train import __main__ as child
 from repeated import files_of, lines_of
 
 STEPS = 6
@@ -28,67 +29,25 @@ SETTINGS = {
 }  # fmt: skip
 
 
-# --- children
+def train(run_dir: Path) -> int:
+    return child.main(RunDirectory(run_dir), os.getppid())
 
 
-def enter(run_dir: Path) -> None:
-    """Prepare a forked child: change into the run's parent directory, redirect output to a file."""
-    assert "qerl_lab.train.run" in sys.modules, "the server has not imported what a run needs"
-    os.chdir(run_dir.parent)
-    with (run_dir / "output.txt").open("ab", buffering=0) as out:
-        os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)
+def start(run_dir: Path, *moment: Any) -> BaseProcess:
+    """Start the run's process, which may die at the `Moment` of these words."""
+    log = run_dir / "output.txt"
+    return forked.start(partial(train, run_dir), run_dir.parent, log, Moment(*moment) if moment else None)
 
 
-def run_to_the_end(run_dir: Path) -> None:
-    enter(run_dir)
-    from qerl_lab.train import __main__ as child
-
-    sys.exit(child.main(RunDirectory(run_dir), os.getppid()))
-
-
-def run_until(run_dir: Path, module: str, function: str, call: int, after: bool) -> None:
-    """Die by SIGKILL at the `call`th call of a function, before or after it acts."""
-    enter(run_dir)
-    import importlib
-
-    from qerl_lab.train import __main__ as child
-
-    owner: Any = importlib.import_module(module)
-    *path, name = function.split(".")
-    for part in path:
-        owner = getattr(owner, part)
-    original, calls = getattr(owner, name), iter(range(1, 1000))
-
-    def deadly(*args: Any, **keywords: Any) -> Any:
-        last = next(calls) == call
-        if last and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = original(*args, **keywords)
-        if last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(owner, name, deadly)
-    sys.exit(child.main(RunDirectory(run_dir), os.getppid()))
-
-
-def start(target: Callable[..., None], *args: object) -> multiprocessing.Process:
-    process = SERVER.Process(target=target, args=args)
-    process.start()
-    return process
-
-
-def ended(process: multiprocessing.Process) -> int:
-    process.join(300)
-    assert process.exitcode is not None, "the run hangs"
-    return process.exitcode
+def kill(run_dir: Path, *moments: tuple[Any, ...]) -> None:
+    """Let the run die at each of the moments in turn, and continue it each time."""
+    for moment in moments:
+        assert ended(start(run_dir, *moment)) == -signal.SIGKILL, (moment, (run_dir / "output.txt").read_text())
+        assert not (run_dir / "DONE").exists(), moment
 
 
 def finish(run_dir: Path) -> None:
-    assert ended(start(run_to_the_end, run_dir)) == 0, (run_dir / "output.txt").read_text()
-
-
-# --- runs and their records
+    assert ended(start(run_dir)) == 0, (run_dir / "output.txt").read_text()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Small trainings that record their gradients, corrected by TRL or in the single forward."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
+from qerl_lab.tasks import Task
+from qerl_lab.train.step import Batch
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
 from qerl_lab.train.training_data import Cursor, select
@@ -30,14 +33,21 @@ class Jittered(TransformersEngine):
 
 @dataclass
 class Trained:
-    """Results of a training."""
+    """Results of a training, and what it trains with."""
 
     trainer: LabTrainer
+    engine: Engine
+    numbers: list[int] = field(default_factory=list)  # of the steps that were reported
+    steps: list[dict[str, float]] = field(default_factory=list)  # metrics of each
+    batches: list[Batch] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # per update, clipped
     rates: list[float] = field(default_factory=list)  # learning rate of each update
-    steps: list[dict[str, float]] = field(default_factory=list)
     scored: int = 0  # rows in the trainer's forwards: completions, or packed micro-batches
-    sampled: int = 0
+
+    def keep(self, step: int, metrics: dict[str, float]) -> None:
+        self.numbers.append(step)
+        self.steps.append(metrics)
+        self.batches.append(self.trainer.batch)
 
 
 class Gradients(TrainerCallback):
@@ -50,19 +60,28 @@ class Gradients(TrainerCallback):
         self.trained.gradients.append({name: p.grad.clone() for name, p in named if p.requires_grad})
 
 
-def train(cfg: RunConfig, policy: Policy, engine: Engine, folder: Path, is_old: bool = False) -> Trained:
-    """Train to the end; `is_old` makes TRL apply the correction, as in a run with several updates."""
-    cursor, steps = Cursor(select(cfg, policy, tasks.load(cfg.task))), list[dict[str, float]]()
-    trainer = LabTrainer(cfg, policy, engine, cursor, folder, lambda _, metrics: steps.append(metrics), Stop())
+def train(
+    cfg: RunConfig, policy: Policy, engine: Engine, folder: Path, *, is_old: bool = False, task: Task | None = None,
+    stop: Stop | None = None, prepare: Callable[[Trained], object] = lambda _: None,
+) -> Trained:  # fmt: skip
+    """Train to the end; `is_old` makes TRL apply the correction, as in a run with several updates.
+
+    `prepare` is given the training before it starts.
+    """
+    cursor = Cursor(select(cfg, policy, task or tasks.load(cfg.task)))
+    trainer = LabTrainer(cfg, policy, engine, cursor, folder, lambda *step: trained.keep(*step), stop or Stop())
     trainer.before_save = lambda: {"config": {}}
     trainer.vllm_importance_sampling_correction |= is_old
-    trained = Trained(trainer, steps=steps, sampled=cfg.completions_per_step * cfg.steps)
+    trained = Trained(trainer, engine)
     trainer.add_callback(Gradients(trained))
 
     def count(_model: object, _args: object, kwargs: dict[str, Any]) -> None:
         trained.scored += len(kwargs["input_ids"]) if "labels" in kwargs else 0
 
+    prepare(trained)
     handle = policy.model.register_forward_pre_hook(count, with_kwargs=True)
-    trainer.train()
-    handle.remove()
+    try:
+        trainer.train()
+    finally:
+        handle.remove()
     return trained

@@ -4,16 +4,15 @@ Starting Python costs seconds, so the ones that are to be killed are forked (for
 """
 
 import json
-import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forked import SERVER
+from forked import Moment, ended, start
 from processes import run_module
+from qerl_lab.evaluate import __main__ as evaluate
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 WORDS = [
@@ -22,42 +21,26 @@ WORDS = [
 ]  # fmt: skip
 
 
-def run(folder: Path, moment: str = "", call: int = 0) -> None:
-    """The command, killed before its `call`-th call of `moment`."""
-    os.chdir(folder)
-    with (folder / "output.txt").open("ab", buffering=0) as out:
-        os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)
-    from qerl_lab.evaluate import __main__ as evaluate
-    from qerl_lab.record.partial import Unfinished
-
-    if moment:
-        original, calls = getattr(Unfinished, moment), iter(range(1, 100))
-
-        def deadly(*args: Any) -> Any:
-            if next(calls) == call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args)
-
-        setattr(Unfinished, moment, deadly)
-    sys.exit(evaluate.main(WORDS))
+def command() -> int:
+    return evaluate.main(WORDS)
 
 
-def ended(folder: Path, *moment: Any) -> int:
-    process = SERVER.Process(target=run, args=(folder, *moment))
-    process.start()
-    process.join(300)
-    return process.exitcode
+def run(folder: Path, *moment: Any) -> int:
+    """Exit code of the command in `folder`, which may be killed at the moment of these words."""
+    log, at = folder / "output.txt", Moment(*moment) if moment else None
+    return ended(start(command, folder, log, at))
 
 
 def test_an_evaluation_that_is_killed_goes_on_and_ends_the_same(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
-    assert ended(whole) == 0, (whole / "output.txt").read_text()
+    assert run(whole) == 0, (whole / "output.txt").read_text()
     moments = [("note", 2), ("note", 1), ("note", 3), ("finish", 1)]  # a part is written and not noted; all is written
-    for moment in moments:
-        assert ended(killed, *moment) == -signal.SIGKILL, (killed / "output.txt").read_text()
+    for method, call in moments:
+        code = run(killed, "qerl_lab.record.partial", f"Unfinished.{method}", call)
+        assert code == -signal.SIGKILL, (killed / "output.txt").read_text()
         assert not (killed / "out").exists()
-    assert ended(killed) == 0, (killed / "output.txt").read_text()
+    assert run(killed) == 0, (killed / "output.txt").read_text()
     assert (killed / "out" / "eval.parquet").read_bytes() == (whole / "out" / "eval.parquet").read_bytes()
     assert sorted(path.name for path in killed.iterdir()) == ["out", "output.txt"]
 

@@ -4,14 +4,12 @@ Starting Python costs seconds, so the runs that are to be killed are forked (for
 """
 
 import json
-import os
 import re
 import resource
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,14 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from forked import SERVER
+from forked import Moment, ended, start
 from processes import run_module
+from qerl_lab.quantize import __main__ as quantize
 from small_checkpoints import write_dense
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 WORDS = ["model=model", "format=nvfp4", "quality=weights", "shard_gb=2e-5", "out=out"]
+AMID_WEIGHTS = "qerl_lab.quantize.rtn", "output_tensors", 12
 
 
 @pytest.fixture
@@ -45,44 +45,14 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "quality.json"}
 
 
-# --- children
+def command() -> int:
+    return quantize.main(WORDS)
 
 
-def run(folder: Path, moment: str, call: int, number: int) -> None:
-    """The command, sent the signal `number` before its `call`-th call of `moment`."""
-    os.chdir(folder)
-    with (folder / "output.txt").open("ab", buffering=0) as out:
-        os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)
-    from qerl_lab.quantize import __main__ as quantize
-    from qerl_lab.quantize import quality, rtn
-
-    places = {"unit": (rtn, "output_tensors"), "measure": (quality, "measure_layer"), "rename": (Path, "rename")}
-    if moment in places:
-        owner, name = places[moment]
-        setattr(owner, name, signalling(getattr(owner, name), call, number))
-    sys.exit(quantize.main(WORDS))
-
-
-def signalling(function: Callable[..., Any], call: int, number: int) -> Callable[..., Any]:
-    calls = 0
-
-    def wrapped(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            os.kill(os.getpid(), number)
-        return function(*args, **options)
-
-    return wrapped
-
-
-def child(folder: Path, moment: str = "never", call: int = 0, number: int = signal.SIGKILL) -> int:
-    """Its exit code."""
-    process = SERVER.Process(target=run, args=(folder, moment, call, number))
-    process.start()
-    process.join(120)
-    assert process.exitcode is not None
-    return process.exitcode
+def child(folder: Path, *moment: Any) -> int:
+    """Exit code of the command in `folder`, which may get a signal at the moment of these words."""
+    log, at = folder / "output.txt", Moment(*moment) if moment else None
+    return ended(start(command, folder, log, at))
 
 
 @pytest.fixture
@@ -90,9 +60,6 @@ def uninterrupted(model) -> dict[str, bytes]:
     assert child(model.parent) == 0
     (model.parent / "out").rename(model.parent / "reference")
     return files(model.parent / "reference")
-
-
-# --- tests
 
 
 def test_the_embedded_policy_becomes_a_checkpoint_with_its_quality_beside_it(tmp_path):
@@ -116,28 +83,28 @@ def test_the_embedded_policy_becomes_a_checkpoint_with_its_quality_beside_it(tmp
 
 
 @pytest.mark.parametrize(
-    ("moment", "call"),
+    "moment",
     [
-        ("unit", 12),  # in the middle of the weights
-        ("measure", 2),  # the weights are complete
-        ("rename", 1),  # everything is
+        AMID_WEIGHTS,
+        ("qerl_lab.quantize.quality", "measure_layer", 2),  # the weights are complete
+        ("pathlib", "Path.rename", 1),  # everything is
     ],
 )
-def test_after_a_kill_the_same_command_comes_to_the_same_bytes(model, uninterrupted, moment, call):
+def test_after_a_kill_the_same_command_comes_to_the_same_bytes(model, uninterrupted, moment):
     folder = model.parent
-    assert child(folder, moment, call) == -signal.SIGKILL
+    assert child(folder, *moment) == -signal.SIGKILL
     assert not (folder / "out").exists()
     kept = {path.name: path.stat().st_mtime_ns for path in (folder / "out.partial").glob("*.safetensors")}
     assert child(folder) == 0, (folder / "output.txt").read_text()
     assert files(folder / "out") == uninterrupted
     same = [name for name, time in kept.items() if (folder / "out" / name).stat().st_mtime_ns == time]
-    assert same == ([] if moment == "unit" else list(kept)), "complete weights are not written again"
+    assert same == ([] if moment == AMID_WEIGHTS else list(kept)), "complete weights are not written again"
     assert sorted(path.name for path in folder.iterdir()) == ["model", "out", "output.txt", "reference"]
 
 
 def test_ctrl_c_is_answered_in_one_line_and_leaves_nothing(model):
     folder = model.parent
-    assert child(folder, "unit", 12, signal.SIGINT) == 130
+    assert child(folder, *AMID_WEIGHTS, False, signal.SIGINT) == 130
     assert (folder / "output.txt").read_text().endswith("interrupted\n")
     assert sorted(path.name for path in folder.iterdir()) == ["model", "output.txt"]
 

@@ -26,10 +26,8 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import PHASES
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
 from qerl_lab.train.step import sampling_settings
-from qerl_lab.train.stop import Stop
-from qerl_lab.train.trainer import LabTrainer
-from qerl_lab.train.training_data import Cursor, select
 from repeated import files_of, last_step, lines_of
+from trained import train
 from waiting import wait_for
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -117,14 +115,11 @@ def test_two_ranks_are_one_run_on_the_same_draws(two: Path, tiny, tmp_path) -> N
     engine, task = BothRanks(rollout.build(cfg, learner), cfg), tasks.load(cfg.task)
     halves = [evaluate(engine.engine, learner, task, cfg, part, 1) for part in (range(2), range(2, 4))]
     pd.testing.assert_frame_equal(RunDirectory(two).evaluations()["before"], merge_parts(halves).rows)
-    cursor, steps = Cursor(select(cfg, learner, task)), list[tuple[int, dict[str, float]]]()
-    trainer = LabTrainer(cfg, learner, engine, cursor, tmp_path, lambda *step: steps.append(step), Stop())
-    trainer.before_save = lambda: {"config": {}}
-    trainer.train()
+    run = train(cfg, learner, engine, tmp_path)
 
     logged = [(step, metrics) for step, metrics in lines_of(two) if "reward/mean" in metrics]
-    assert [step for step, _ in logged] == [step for step, _ in steps] == [1, 2, 3, 4]
-    for (_, found), (_, expected) in zip(logged, steps, strict=True):
+    assert [step for step, _ in logged] == run.numbers == [1, 2, 3, 4]
+    for (_, found), expected in zip(logged, run.steps, strict=True):
         assert set(found) <= set(expected)
         assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-3, abs=1e-6)
     save_adapter(learner.model, tmp_path / "adapter")

@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from killed_runs import STEPS, Reference, check, ended, finish, run_to_the_end, run_until, start
+from forked import ended
+from killed_runs import STEPS, Reference, check, finish, kill, start
 from processes import run_module
 from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.model.on_disk import ASSETS
@@ -82,26 +83,24 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_continue(killable, referen
 def test_kill_9_at_the_worst_moments(killable, reference) -> None:
     """One run that dies at each of these in turn, and is continued each time; it keeps one until it is done."""
     run_dir = killable(checkpoint__keep=0)
-    for moment in (
-        ("qerl_lab.record.directory", "RunDirectory.note_mirror", 1, False),  # before MLflow is asked for anything
+    kill(
+        run_dir,
+        ("qerl_lab.record.directory", "RunDirectory.note_mirror", 1),  # before MLflow is asked for anything
         ("qerl_lab.record.directory", "RunDirectory.write_evaluations", 1, True),  # evaluated, and not yet logged
         ("qerl_lab.tracking.tracker", "Tracker.log", 1, True),  # logged
         ("qerl_lab.tracking.tracker", "Tracker.log", 1, True),  # step 1 logged, and no checkpoint of it
-        ("qerl_lab.record.checkpoint", "sha256", 3, False),  # a checkpoint without manifest
-        ("qerl_lab.record.checkpoint", "_flush_to_disk", 2, False),  # a whole one that is not named yet
-        ("qerl_lab.record.checkpoint", "shutil.rmtree", 2, False),  # the next, before the last one is dropped
-        ("qerl_lab.aqn.solver", "solve", 1, False),  # the texts for a stage's sigma are sampled
+        ("qerl_lab.record.checkpoint", "sha256", 3),  # a checkpoint without manifest
+        ("qerl_lab.record.checkpoint", "_flush_to_disk", 2),  # a whole one that is not named yet
+        ("qerl_lab.record.checkpoint", "shutil.rmtree", 2),  # the next, before the last one is dropped
+        ("qerl_lab.aqn.solver", "solve", 1),  # the texts for a stage's sigma are sampled
         ("qerl_lab.aqn.solver", "solve", 1, True),  # the sigma is found, and nothing holds it
         ("qerl_lab.record.checkpoint", "save", 3, True),  # exactly between two steps
-        ("qerl_lab.record.directory", "RunDirectory.write_evaluations", 1, False),  # the last evaluation is not kept
+        ("qerl_lab.record.directory", "RunDirectory.write_evaluations", 1),  # the last evaluation is not kept
         ("qerl_lab.record.directory", "RunDirectory.write_evaluations", 1, True),  # its rows are there, its line is not
-        ("qerl_lab.report.plots", "save_curves", 1, False),  # its line is there
-        ("qerl_lab.tracking.tracker", "Tracker.finish", 1, False),
+        ("qerl_lab.report.plots", "save_curves", 1),  # its line is there
+        ("qerl_lab.tracking.tracker", "Tracker.finish", 1),
         ("qerl_lab.tracking.tracker", "Tracker.finish", 1, True),  # MLflow says finished, and there is no DONE
-    ):
-        code = ended(start(run_until, run_dir, *moment))
-        assert code == -signal.SIGKILL, (moment, (run_dir / "output.txt").read_text())
-        assert not (run_dir / "DONE").exists(), moment
+    )
     finish(run_dir)
     check(run_dir, reference)
     assert not (run_dir / "checkpoints").exists()
@@ -113,12 +112,12 @@ def test_a_run_of_all_weights_that_is_killed_ends_in_the_same_weights(killable) 
     full = {"lora__rank": 0, "format__name": "bf16", "algorithm__beta": 0.0, "optim__learning_rate": 1e-3}
     whole, killed = killable(**full), killable(**full)
     finish(whole)
-    for moment in (
+    kill(
+        killed,
         ("qerl_lab.record.checkpoint", "save", 2, True),
-        ("qerl_lab.record.checkpoint", "sha256", 3, False),
-        ("qerl_lab.train.run", "evaluate_heldout", 2, False),
-    ):
-        assert ended(start(run_until, killed, *moment)) == -signal.SIGKILL, (killed / "output.txt").read_text()
+        ("qerl_lab.record.checkpoint", "sha256", 3),
+        ("qerl_lab.train.run", "evaluate_heldout", 2),
+    )
     finish(killed)
     assert len(lines_of(whole)) == STEPS + 2
     assert lines_of(killed) == lines_of(whole)
@@ -128,6 +127,25 @@ def test_a_run_of_all_weights_that_is_killed_ends_in_the_same_weights(killable) 
     for name in ("model.safetensors", "optimizer.pt"):
         assert (killed / last / name).read_bytes() == (whole / last / name).read_bytes(), name
     assert not (killed / "adapter").exists()
+
+
+@pytest.mark.slow
+def test_kill_9_around_an_evaluation_during_training(killable) -> None:
+    """Before it, with its rows and without its line, with both and no checkpoint of its step; all three go on alike."""
+    every = {"steps": 4, "eval__every": 2, "eval__subset_questions": 4, "checkpoint__every": 2}
+    whole, killed = (killable(**every, tracking__mlflow=False) for _ in range(2))
+    finish(whole)
+    kill(
+        killed,
+        ("qerl_lab.train.run", "evaluate", 3),  # before training, step 0, step 2
+        ("qerl_lab.record.directory", "RunDirectory.write_evaluations", 1, True),
+        ("qerl_lab.train.trainer", "LabTrainer._save_checkpoint", 1),
+    )
+    finish(killed)
+    assert lines_of(killed) == lines_of(whole)
+    assert [step for step, metrics in lines_of(whole) if "eval/subset_accuracy" in metrics] == [0, 2, 4]
+    for name in ("eval.parquet", "adapter/adapter_model.safetensors"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
 
 
 def truncate(path: Path) -> None:
@@ -148,7 +166,7 @@ def test_damaged_checkpoints_are_passed_over_with_a_warning(killable, reference)
 
     def killed_at(step: int) -> list[Path]:
         """Checkpoints of a run that is killed when it has this one, the newest first."""
-        process = start(run_to_the_end, run_dir)
+        process = start(run_dir)
         wait_for((folder / f"step-{step:06d}").exists, pause=0.001, alive=process.is_alive)
         process.kill()
         ended(process)

@@ -1,9 +1,9 @@
-"""LabTrainer with the real engine: the data and seeds of each step, what it measures, and when it stops."""
+"""LabTrainer with the real engine: forwards, optimizer, seeds of each step, what it measures, and when it stops."""
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -11,82 +11,84 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+import trained
 from qerl_lab import tasks
 from qerl_lab.aqn import Noise
-from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.record import checkpoint
 from qerl_lab.record.metrics import declared_metrics
-from qerl_lab.rollout.engine import Rollout, Sampling
+from qerl_lab.rollout.engine import Rollout
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.tasks import Task
 from qerl_lab.train.noise_level import probe
 from qerl_lab.train.ranks import Ranks
 from qerl_lab.train.stop import Diverged, Stop
-from qerl_lab.train.trainer import LabTrainer
-from qerl_lab.train.training_data import Cursor, select
+from trained import Trained
 
 REFILLS = {"algorithm__dynamic_sampling": True, "algorithm__max_resamples": 2}
 NOISE = {"aqn__schedule": "linear", "aqn__reading": "equation", "aqn__stages": 2, "aqn__sigma_start": 0.3}
-
-
-class RecordingEngine(TransformersEngine):
-    """Keeps what it was asked for, and the norms that it had."""
-
-    def __init__(self, policy: Policy) -> None:
-        super().__init__(policy, batch_size=64)
-        self.asked: list[tuple[list[list[int]], Sampling]] = []
-        self.held: list[dict[str, torch.Tensor]] = []
-        self.gave: list[Rollout] = []
-
-    def generate(self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling) -> Rollout:
-        self.asked.append((prompt_ids_P, sampling))
-        self.held.append({name: weight.clone() for name, weight in self.norms().items()})
-        self.gave.append(super().generate(prompt_ids_P, group_size, sampling))
-        return self.gave[-1]
-
-
-class Run:
-    """A finished training: its trainer, its engine, and (step, metrics) of each step."""
-
-    def __init__(
-        self, cfg: RunConfig, policy: Policy, task: Task, folder: Path, stop: Stop, prepare: Callable[["Run"], object]
-    ) -> None:
-        self.cfg, self.policy, self.engine = cfg, policy, RecordingEngine(policy)
-        self.steps: list[tuple[int, dict[str, float]]] = []
-        cursor = Cursor(select(cfg, policy, task))
-        self.trainer = LabTrainer(cfg, policy, self.engine, cursor, folder, lambda *step: self.keep(*step), stop)
-        self.trainer.before_save = lambda: {"config": {}}
-        prepare(self)
-        self.trainer.train()
-
-    def keep(self, step: int, metrics: dict[str, float]) -> None:
-        self.steps.append((step, metrics))
+SMALL = {"steps": 1, "rollout__prompts_per_step": 2, "rollout__max_completion_tokens": 40}
 
 
 @pytest.fixture
-def train(tiny, build_policy, tmp_path) -> Callable[..., Run]:
-    """Trains; `prepare` is given the run before it starts, with `earn` every completion earns that."""
-
+def train(tiny, build_policy, tmp_path) -> Callable[..., Trained]:
     def run(
-        policy: Policy | None = None, stop: Stop | None = None, earn: float | None = None,
-        prepare: Callable[[Run], object] = lambda _: None, **changes: object,
-    ) -> Run:  # fmt: skip
-        cfg = tiny(**({"steps": 1, "rollout__prompts_per_step": 2, "rollout__max_completion_tokens": 40} | changes))
-        task = tasks.load(cfg.task)
-        if earn is not None:
-            ones = {"format": earn, "answer": 0.0}
-            task = replace(task, weights=ones, grade=lambda texts, _: {part: np.ones(len(texts)) for part in ones})
-        return Run(cfg, policy or build_policy(cfg), task, tmp_path, stop or Stop(), prepare)
+        policy: Policy | None = None, kind: type[TransformersEngine] = TransformersEngine, task: Task | None = None,
+        stop: Stop | None = None, prepare: Callable[[Trained], object] = lambda _: None, **changes: object,
+    ) -> Trained:  # fmt: skip
+        cfg = tiny(**(SMALL | changes))
+        policy = policy or build_policy(cfg)
+        return trained.train(cfg, policy, kind(policy, 64), tmp_path, task=task, stop=stop, prepare=prepare)
 
     return run
 
 
+@pytest.mark.parametrize(
+    ("changes", "forwards"),
+    [
+        ({}, 1),
+        (NOISE | {"aqn__scope": "rollout_and_train"}, 1),
+        ({"rollout__importance_correction": "off"}, 1),
+        ({"algorithm__beta": 0.1}, 2),  # the reference's
+        ({"lora__dropout": 0.5}, 2),
+        ({"algorithm__updates_per_rollout": 2}, 2),
+        ({"algorithm__num_iterations": 2}, 3),
+    ],
+)
+def test_a_completion_is_scored_by_one_forward_on_policy(train, changes: dict[str, Any], forwards: int) -> None:
+    """golden/test_loss.py has the loss of it. Dropout parts neither sampler and trainer nor update and rollout."""
+    run = train(**changes)
+    assert run.scored == forwards * 8
+    (metrics,) = run.steps
+    assert metrics["sampler/logprob_gap_max"] < 1e-4
+    assert metrics["policy/clip_fraction"] == 0
+
+
+def test_a_base_with_dropout_of_its_own_keeps_the_forward_without(train, tiny, build_policy) -> None:
+    policy = build_policy(tiny())
+    assert not policy.drops_out
+    policy.model.config.attention_dropout = 0.1
+    assert policy.drops_out
+    assert train(policy).scored == 2 * 8
+
+
+def test_rates_betas_decay_and_clipping_are_those_asked_for(train) -> None:
+    """Four steps of two updates, half of them with a linear warm-up. Every value differs from TRL's default."""
+    optim = {"learning_rate": 0.01, "warmup_ratio": 0.5, "weight_decay": 0.2, "beta1": 0.7, "beta2": 0.95}
+    words = {f"optim__{name}": value for name, value in (optim | {"max_grad_norm": 1e-3}).items()}
+    run = train(steps=4, algorithm__updates_per_rollout=2, rollout__prompts_per_step=4, **words)
+    assert run.rates == pytest.approx([0, 0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01, 0.01])
+    groups = [group for group in run.trainer.optimizer.param_groups if group["params"]]
+    assert {(*group["betas"], group["weight_decay"]) for group in groups} == {(0.7, 0.95, 0.2)}
+    norms = [torch.cat([grad.flatten() for grad in update.values()]).norm().item() for update in run.gradients]
+    assert norms == pytest.approx([1e-3] * 8, rel=1e-2)
+
+
 def test_every_step_is_reported_once_with_declared_metrics(train) -> None:
     run = train(steps=3, algorithm__updates_per_rollout=2, **NOISE, **REFILLS, algorithm__overlong_buffer_tokens=8)
-    assert [step for step, _ in run.steps] == [1, 2, 3]
+    assert run.numbers == [1, 2, 3]
     names = set(declared_metrics(["format", "answer"]))
-    for _, metrics in run.steps:
+    for metrics in run.steps:
         assert set(metrics) <= names
         assert all(math.isfinite(value) for value in metrics.values())
         phases = [metrics[f"seconds/{name}"] for name in ("rollout", "reward", "sync", "probe", "train")]
@@ -94,31 +96,20 @@ def test_every_step_is_reported_once_with_declared_metrics(train) -> None:
         assert metrics["step/seconds"] == pytest.approx(sum(phases))
     of_others = {"policy/kl_reference", "policy/weight_cut_fraction", "policy/entropy_coef", "memory/gpu_peak_gib"}
     of_others |= {"noise/kl_target", "noise/kl_solved", "noise/probes", "seconds/wait"}  # aqn.unit=kl, gpus=2
-    missing = names - set(run.steps[0][1]) - of_others
+    missing = names - set(run.steps[0]) - of_others
     assert all(name.startswith("eval/") for name in missing)
-    assert [metrics["noise/sigma"] for _, metrics in run.steps] == pytest.approx([0.3, 0.3, 5e-4])
-
-
-def test_policy_and_sampler_entropy_agree_without_noise(train) -> None:
-    """Micro-batches of four hold different numbers of tokens, which a mean of their means would not know."""
-    ((_, metrics),) = train(rollout__max_completion_tokens=80).steps
-    assert metrics["policy/entropy_nats"] > 0.01
-    assert metrics["policy/entropy_nats"] == pytest.approx(metrics["sampler/entropy_nats"], abs=1e-5)
-    assert metrics["sampler/logprob_gap_max"] < 1e-4
-
-
-def test_dropout_parts_neither_sampler_and_trainer_nor_an_update_and_its_rollout(train) -> None:
-    ((_, metrics),) = train(lora__dropout=0.5).steps
-    assert metrics["sampler/logprob_gap_max"] < 1e-4
-    assert metrics["policy/clip_fraction"] == 0
+    assert [metrics["noise/sigma"] for metrics in run.steps] == pytest.approx([0.3, 0.3, 5e-4])
 
 
 @pytest.mark.parametrize(("algorithm", "group"), [("grpo", 16), ("dapo", 8)])
 def test_equal_rewards_change_not_one_bit_of_the_adapter(train, tiny, build_policy, algorithm: str, group: int) -> None:
     policy = build_policy(tiny())
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters() if p.requires_grad}
-    run = train(policy, earn=0.2, steps=2, rollout__group_size=group, algorithm__name=algorithm)
-    for _, metrics in run.steps:
+    parts = {"format": 0.2, "answer": 0.0}
+    ones = {"weights": parts, "grade": lambda texts, _: {part: np.ones(len(texts)) for part in parts}}
+    task = replace(tasks.load(tiny().task), **ones)
+    run = train(policy, task=task, steps=2, rollout__group_size=group, algorithm__name=algorithm)
+    for metrics in run.steps:
         assert metrics["reward/zero_variance_groups"] == 1
         assert metrics["reward/mean"] == pytest.approx(0.2, abs=1e-15)
         assert metrics["policy/grad_norm"] == 0
@@ -139,7 +130,7 @@ def test_a_clock_is_read_when_the_device_is_done(train) -> None:
     """A device works on after a call has returned: the ends of a sync and of a step wait for it."""
     events: list[str] = []
 
-    def watch(run: Run) -> None:
+    def watch(run: Trained) -> None:
         run.trainer.clock.wait = lambda: events.append("wait")
         run.trainer.add_callback(After(lambda: events.append("update")))
         run.keep = lambda *_: events.append("report")
@@ -156,7 +147,7 @@ def test_a_loss_that_is_nan_ends_the_run_with_its_line(train, tmp_path) -> None:
     """The second update of step 1 meets the weights that the first has made."""
     steps: list[dict[str, float]] = []
 
-    def explode(run: Run) -> None:
+    def explode(run: Trained) -> None:
         run.keep = lambda _, metrics: steps.append(metrics)
         run.trainer.args.learning_rate = 1e30
 
@@ -172,8 +163,8 @@ def test_a_loss_that_is_nan_ends_the_run_with_its_line(train, tmp_path) -> None:
 def test_a_weight_that_is_nan_ends_the_run_before_it_is_saved(train, tmp_path) -> None:
     reported: list[int] = []
 
-    def poison(run: Run) -> None:
-        weight = next(p for name, p in run.policy.model.named_parameters() if "lora_B" in name)
+    def poison(run: Trained) -> None:
+        weight = next(p for name, p in run.trainer.policy.model.named_parameters() if "lora_B" in name)
         run.keep = lambda step, _: reported.append(step)
         run.trainer.add_callback(After(lambda: run.trainer.step == 2 and weight.data[0].fill_(math.nan)))
 
@@ -183,18 +174,27 @@ def test_a_weight_that_is_nan_ends_the_run_before_it_is_saved(train, tmp_path) -
     assert checkpoint.newest(tmp_path / "checkpoints").step == 1
 
 
+class Keeps(TransformersEngine):
+    """Keeps the norms of each rollout."""
+
+    def generate(self, *asked: Any) -> Rollout:
+        self.__dict__.setdefault("held", []).append({name: weight.clone() for name, weight in self.norms().items()})
+        return super().generate(*asked)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_engine_holds_the_noise_of_the_seed_and_step(train, dtype: str) -> None:
     """Its last sigma is 5e-4, where bfloat16 weights of 1 have steps of 16 sigma."""
-    small = {"rollout__prompts_per_step": 2, "rollout__max_completion_tokens": 8}
-    run = train(steps=3, seed=7, model__dtype=dtype, algorithm__updates_per_rollout=2, **small, **NOISE)
+    small = {"seed": 7, "rollout__max_completion_tokens": 8}
+    run = train(kind=Keeps, steps=3, model__dtype=dtype, algorithm__updates_per_rollout=2, **small, **NOISE)
     assert len(run.engine.held) == 3
-    for step, (held, (_, metrics)) in enumerate(zip(run.engine.held, run.steps, strict=True), start=1):
+    clean_norms = run.trainer.policy.clean_norms
+    for step, (held, metrics) in enumerate(zip(run.engine.held, run.steps, strict=True), start=1):
         noise = Noise(metrics["noise/sigma"], seed=7, step=step)
-        gaps = [held[name] - clean for name, clean in run.policy.clean_norms.items()]
+        gaps = [held[name] - clean for name, clean in clean_norms.items()]
         assert metrics["noise/std_observed"] == pytest.approx(torch.cat(gaps).std().item(), rel=1e-6)
         assert metrics["noise/std_observed"] == pytest.approx(noise.sigma, rel=0.1)
-        for name, clean in run.policy.clean_norms.items():
+        for name, clean in clean_norms.items():
             assert torch.equal(held[name], noise.onto_norms({name: clean})[name])
 
 
@@ -202,12 +202,12 @@ def test_without_noise_nothing_is_probed(train, monkeypatch: pytest.MonkeyPatch)
     """The KL is 0, and every token tells the kernels' gap. An engine with other norms is probed."""
     spy = Mock(wraps=probe)
     monkeypatch.setattr("qerl_lab.train.trainer.probe", spy)
-    ((_, metrics),) = train().steps
+    (metrics,) = train().steps
     assert not spy.called
     assert metrics["noise/kl_nats"] == 0
     for of in ("mean", "max"):
         assert metrics[f"sampler/kernel_gap_{of}"] == metrics[f"sampler/logprob_gap_{of}"] > 0
-    ((_, noisy),) = train(rollout__temperature=0.7, **NOISE).steps
+    (noisy,) = train(rollout__temperature=0.7, **NOISE).steps
     assert spy.call_count == 1
     assert noisy["sampler/kernel_gap_max"] < 1e-4 < noisy["sampler/logprob_gap_max"]
 
@@ -216,7 +216,7 @@ def test_without_noise_nothing_is_probed(train, monkeypatch: pytest.MonkeyPatch)
 
     held = TransformersEngine.norms
     monkeypatch.setattr(TransformersEngine, "norms", off)
-    ((_, wrong),) = train().steps
+    (wrong,) = train().steps
     assert spy.call_count == 2
     assert wrong["noise/kl_nats"] > 0
 
@@ -234,7 +234,7 @@ def test_a_request_to_stop_lets_the_step_end_saves_and_stops(train, tmp_path) ->
     stop = Stop()
     stop.signalled = True
     run = train(stop=stop, steps=3, algorithm__updates_per_rollout=2, checkpoint__every=0)
-    assert [step for step, _ in run.steps] == [1]
+    assert run.numbers == [1]
     saved = checkpoint.newest(tmp_path / "checkpoints")
     assert (saved.step, saved.prompts_seen) == (1, 2)
 
@@ -254,7 +254,6 @@ def test_a_signal_that_arrives_while_stopping_is_decided_still_saves(train, tmp_
     assert checkpoint.newest(tmp_path / "checkpoints").step == run.trainer.steps_done
 
 
-@pytest.mark.parametrize(("every", "kept"), [(0, [5]), (2, [4, 5])])
-def test_checkpoints_are_written_every_so_often_and_at_the_end(train, tmp_path, every: int, kept: list[int]) -> None:
-    train(steps=5, checkpoint__every=every, rollout__max_completion_tokens=4)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [f"step-{step:06d}" for step in kept]
+def test_checkpoints_are_written_every_so_often_and_at_the_end(train, tmp_path) -> None:
+    train(steps=5, checkpoint__every=2, rollout__max_completion_tokens=4)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
