@@ -4,7 +4,6 @@ Tests must depend neither on the machine nor on what ran before: the first lines
 `process_restored` and `globals_unchanged` watch over what a test leaves in the process.
 """
 
-import copy
 import gc
 import logging
 import os
@@ -20,7 +19,7 @@ import pytest
 from qerl_lab.cli import launch
 from qerl_lab.config.message import say_hub_is_asked
 from qerl_lab.config.rules import from_dict
-from qerl_lab.config.schema import POCKET, RunConfig
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.preflight import machine
 from qerl_lab.system import exits
 from qerl_lab.tracking.mlflow import MLFLOW_ENVIRONMENT
@@ -168,32 +167,28 @@ def tiny() -> Callable[..., RunConfig]:
 
 @pytest.fixture(scope="session")
 def build_policy() -> "Callable[[RunConfig], Policy]":
-    """Builds a policy whose adapters already do something (a fresh adapter is exactly zero).
-
-    The embedded model is read, packed and wrapped once for each kind of policy, and copied, in a quarter of the time.
-    """
+    """Builds a policy whose adapters already do something (a fresh adapter is exactly zero)."""
     import torch
 
+    from made_once import copies
     from qerl_lab.model import policy
 
-    def build(cfg: RunConfig) -> policy.Policy:
-        built = policy.build(cfg, policy.device_of(cfg.device))
+    def build(cfg: RunConfig, device: torch.device) -> policy.Policy:
+        built = policy.build(cfg, device)
         generator = torch.Generator().manual_seed(5)
         for name, parameter in built.model.named_parameters():
             if "lora_B" in name:
                 parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter)
         return built
 
-    known: dict[str, policy.Policy] = {}
+    build_or_copy = copies(build)
+    return lambda cfg: build_or_copy(cfg, policy.device_of(cfg.device))
 
-    def build_or_copy(cfg: RunConfig) -> policy.Policy:
-        if cfg.model.path != POCKET or cfg.trains_all:  # a copy would part the clean norms from those that are trained
-            return build(cfg)
-        kind = str((cfg.model, cfg.format, cfg.lora, cfg.aqn.norms, cfg.seed, cfg.device))
-        if kind not in known:
-            if len(known) == 8:
-                del known[next(iter(known))]
-            known[kind] = build(cfg)
-        return copy.deepcopy(known[kind], {id(known[kind].tokenizer): known[kind].tokenizer})
 
-    return build_or_copy
+@pytest.fixture(scope="module")
+def drawn_once() -> Iterator[pytest.MonkeyPatch]:
+    """Draws and tokenizes the questions once, for files that train and assert nothing of that."""
+    from made_once import questions
+
+    with questions() as patch:
+        yield patch

@@ -4,6 +4,7 @@ import copy
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from packed_layers import dense_twin
 from qerl_lab.model.linear import PackedLinear
@@ -22,7 +23,8 @@ def distributions(
 ) -> list[Tensor]:
     """Return log-probs [tokens, vocabulary] in float64 of each completion, optionally with other norms.
 
-    Computes one sequence at a time, without padding or cache, with dense weights. (transformers' norms use float32.)
+    Computes all sequences at once, without cache and mask, with dense weights: causal attention does not see what lies
+    to the right of a text. (transformers' norms use float32.)
     """
     model = copy.deepcopy(policy.model).eval()
     packed = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()
@@ -33,13 +35,16 @@ def distributions(
     base = model if policy.trains_all else model.get_base_model()
     for name, weight in (norms or {}).items():
         base.get_submodule(name).weight.data = weight.to(policy.device, torch.float64)
-    found = []
-    for prompt, completion, _ in rows(rollout):
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + completion], device=policy.device)).logits[0]
-        assert logits.dtype == torch.float64
-        found.append((logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1).cpu())
-    return found
+    texts = [(prompt, completion) for prompt, completion, _ in rows(rollout)]
+    ids = pad_sequence([torch.tensor(prompt + completion) for prompt, completion in texts], batch_first=True)
+    with torch.no_grad():
+        logits = model(input_ids=ids.to(policy.device)).logits
+    assert logits.dtype == torch.float64
+    logps = (logits / temperature).log_softmax(-1).cpu()
+    return [
+        own[len(prompt) - 1 : len(prompt) + len(completion) - 1]
+        for own, (prompt, completion) in zip(logps, texts, strict=True)
+    ]
 
 
 def of_tokens(distributions: list[Tensor], rollout: Rollout) -> Tensor:

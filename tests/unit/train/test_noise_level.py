@@ -89,9 +89,11 @@ def test_the_controller_follows_what_was_measured(finished) -> None:
 
 
 def test_the_probes_take_no_question_from_the_run(finished, new_runs) -> None:
-    """Nor do they sample with the seed of a step; the texts come without noise."""
-    usual = new_runs(aqn__schedule="linear", aqn__reading="equation", steps=1)
+    """Nor do they sample with the seed of a step; the texts come without noise. Here the usual noise is relative."""
+    usual = new_runs(aqn__schedule="linear", aqn__reading="equation", aqn__relative=True, aqn__sigma_start=0.1, steps=1)
     assert usual.run() == OK
+    assert of(usual, "sigma") == [0.1]
+    assert of(usual, "std_observed") == [pytest.approx(0.1, rel=0.05)]
     solved = finished["kl"].plan
     (prompts, how) = solved.asked[0]
     assert (len(prompts), how.max_tokens) == (6, 24)
@@ -110,14 +112,6 @@ def test_with_noise_in_the_trainer_too_every_update_of_a_step_has_the_noise_of_i
     assert all(kl > 1e-4 for kl in of(runs, "kl_nats")), "noise that acts"
     assert len(set(of(runs, "sigma"))) > 1
     assert all(metrics["sampler/logprob_gap_max"] < 1e-4 for metrics in metrics_of(runs))
-
-
-def test_relative_noise_is_measured_as_what_it_is(new_runs) -> None:
-    runs = new_runs(aqn__schedule="linear", aqn__reading="equation", aqn__relative=True, aqn__sigma_start=0.1, steps=1)
-    assert runs.run() == OK
-    ((sigma,), (observed,)) = of(runs, "sigma"), of(runs, "std_observed")
-    assert sigma == 0.1
-    assert observed == pytest.approx(0.1, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["kl", "adaptive"])

@@ -110,5 +110,5 @@ def test_a_signal_within_an_evaluation_saves_the_step_and_the_run_goes_on_as_if_
 
 
 def test_without_the_evaluations_around_it_a_run_still_has_those_within(configured, tmp_path: Path) -> None:
-    assert go(configured(eval__every=4, eval__questions=0), tmp_path / "run") == OK
-    assert list(RunDirectory(tmp_path / "run").evaluations()) == ["step 0", "step 4"]
+    assert go(configured(steps=1, eval__every=1, eval__questions=0), tmp_path / "run") == OK
+    assert list(RunDirectory(tmp_path / "run").evaluations()) == ["step 0", "step 1"]
