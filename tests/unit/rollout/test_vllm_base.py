@@ -1,8 +1,8 @@
 """The directory that vLLM reads the base from holds the policy's very weights, and is gone afterwards."""
 
+import multiprocessing
 import shutil
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,47 +85,43 @@ def test_runs_of_one_architecture_and_format_read_the_same_path_one_after_anothe
 
 
 @contextmanager
-def elsewhere(folder: str, place: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
-    """A folder that another process has, with a file in it, and the process."""
-    script = (
-        "import sys; from pathlib import Path; from qerl_lab.rollout.vllm import base\n"
-        "place = base.IN_MEMORY = Path(sys.argv[1])\n"
-        f"with {folder} as made:\n"
-        "    (made / 'weights').write_text('of the other'); print(made, flush=True); input()\n"
-    )
-    line = [sys.executable, "-c", script, str(place)]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        yield Path(other.stdout.readline().strip()), other
+def elsewhere(place: Path) -> Iterator[tuple[list[Path], multiprocessing.Process]]:
+    """Two folders that another process has, each with a file in it, and the process: a named and a scratch one."""
+
+    def hold() -> None:
+        with base.named_folder("model", place / "named") as named, base.scratch_folder(10) as scratch:
+            for made in (named, scratch):
+                (made / "weights").write_text("of the other")
+            told.send([named, scratch])
+            time.sleep(600)
+
+    heard, told = multiprocessing.Pipe(duplex=False)
+    other = multiprocessing.get_context("fork").Process(target=hold)  # imports nothing again
+    other.start()
+    yield heard.recv(), other
+    other.kill()
+    other.join()
+
+
+def test_what_another_process_has_is_left_alone_until_it_is_killed(tmp_path: Path, monkeypatch) -> None:
+    """A scratch folder of another kind of name, which nobody locks, may be in use for ever."""
+    monkeypatch.setattr(base, "IN_MEMORY", tmp_path / "memory")
+    place, foreign = tmp_path / "named", tmp_path / "memory" / "qerl-lab-a1b2c3d4"
+    place.mkdir(), foreign.mkdir(parents=True)
+    with elsewhere(tmp_path) as ((named, scratch), other), base.scratch_folder(10) as mine:
+        assert mine.parent == scratch.parent == tmp_path / "memory"
+        with base.named_folder("model", place) as beside:
+            assert [named.name, beside.name] == ["model-0", "model-1"]
         other.kill()
-
-
-def test_what_another_process_reads_is_left_alone(tmp_path: Path) -> None:
-    with (
-        elsewhere("base.named_folder('model', place)", tmp_path) as (theirs, _),
-        base.named_folder("model", tmp_path) as mine,
-    ):
-        assert [theirs.name, mine.name] == ["model-0", "model-1"]
-        assert (theirs / "weights").read_text() == "of the other"
-    with base.named_folder("model", tmp_path) as mine:  # what a killed process left is taken over, empty
-        assert mine == theirs
-        assert not list(mine.iterdir())
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_a_killed_process_left_is_removed_when_the_next_looks_for_a_place(tmp_path: Path, monkeypatch) -> None:
-    """And nothing that may be in use: a folder that is locked, or of another kind of name, which nobody locks."""
-    monkeypatch.setattr(base, "IN_MEMORY", tmp_path)
-    (tmp_path / "qerl-lab-a1b2c3d4").mkdir()
-    with elsewhere("base.scratch_folder(10)", tmp_path) as (theirs, other), base.scratch_folder(10) as mine:
-        assert mine.parent == theirs.parent == tmp_path
-        assert (theirs / "weights").read_text() == "of the other"
-        other.kill()
-        other.wait()
-        assert theirs.exists()
+        other.join()
+        assert [(theirs / "weights").read_text() for theirs in (named, scratch)] == ["of the other"] * 2
         with base.scratch_folder(10):
-            pass
-        assert sorted(tmp_path.iterdir()) == sorted([mine, tmp_path / "qerl-lab-a1b2c3d4"])
+            assert not scratch.exists()  # removed when the next one looks for a place
+        assert sorted(mine.parent.iterdir()) == sorted([mine, foreign])
+    with base.named_folder("model", place) as mine:  # taken over, empty
+        assert mine == named
+        assert not list(mine.iterdir())
+    assert not list(place.iterdir())
 
 
 @pytest.mark.parametrize(("free", "in_memory"), [(1000, False), (1300, True)])
