@@ -25,6 +25,7 @@ from qerl_lab.train.trainer import LabTrainer
 from qerl_lab.train.training_data import Cursor, select
 from reference_losses import END, Bonus, Sample, advantages, clipped, counts, policy_loss, tokens_of
 
+pytestmark = pytest.mark.usefixtures("drawn_once")
 WORDS, LONGEST, PROMPTS, GROUP, MICRO = 6, 9, 4, 4, 4  # tokens of the vocabulary and of a completion; completions
 
 

@@ -19,6 +19,7 @@ from qerl_lab.rollout.transformers import TransformersEngine
 from small_checkpoints import write_dense
 from trained import train
 
+pytestmark = pytest.mark.usefixtures("drawn_once")
 FULL = {"lora__rank": 0, "format__name": "bf16"}
 IDS = torch.tensor([list(range(5, 45)), list(range(105, 145))])
 
