@@ -5,6 +5,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
+import psutil
+
 T = TypeVar("T")
 
 
@@ -31,3 +33,11 @@ def give_time(condition: Callable[[], object], seconds: float = 0.5) -> None:
     """
     with suppress(AssertionError):
         wait_for(condition, seconds, pause=0.001)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Return whether a process ended, also one that nobody has waited for."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -12,6 +12,7 @@ import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mlflow_store import runs
@@ -20,7 +21,7 @@ from qerl_lab.cli import launch
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.record.directory import RunDirectory
 from repeated import last_step
-from waiting import wait_for
+from waiting import has_ended, wait_for
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 WORDS = (
@@ -53,24 +54,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
-def child_of(process: subprocess.Popen[str]) -> int:
-    """The process id of the run, once it is there and imports torch."""
-    found: list[int] = []
+def child_of(process: subprocess.Popen[str]) -> psutil.Process:
+    """The process of the run, once it is there and imports torch."""
 
-    def imports_torch() -> bool:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        found[:] = [int(pid) for pid in children]
-        return bool(found) and "libtorch" in Path(f"/proc/{found[0]}/maps").read_text()
+    def importing() -> psutil.Process | None:
+        children = psutil.Process(process.pid).children()
+        maps = Path(f"/proc/{children[0].pid}/maps").read_text() if children else ""
+        return children[0] if "libtorch" in maps else None
 
-    wait_for(imports_torch)
-    return found[0]
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
-    except FileNotFoundError:
-        return True
+    return wait_for(importing)
 
 
 def test_a_run_goes_on_to_its_end_when_nobody_reads_it(start: Start, tmp_path: Path) -> None:
@@ -113,17 +105,6 @@ def test_a_second_ctrl_c_aborts_and_the_last_checkpoint_stays(start: Start, tmp_
     )
     assert max(path.name for path in (run / "checkpoints").glob("step-*")) == f"step-{int(saved):06d}"
     assert RunDirectory(run).status == "interrupted"
-
-
-def test_an_evaluation_is_left_between_two_of_its_batches(start: Start, tmp_path: Path) -> None:
-    process = start("steps=2", "eval.questions=256", "rollout.batch_size=8", "tracking.mlflow=true")
-    wait_for((tmp_path / "run" / "metrics.jsonl").exists)
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "interrupted; 0 of 2 steps are saved. Continue with\n" in out
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
-    assert RunDirectory(tmp_path / "run").status == "interrupted"
 
 
 def test_a_lost_terminal_saves_the_step_under_way(start: Start, tmp_path: Path) -> None:

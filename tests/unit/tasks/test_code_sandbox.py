@@ -1,6 +1,5 @@
 """Programs that try to get out, to take too much or to hurt others, and those that only do their work."""
 
-import contextlib
 import os
 import secrets
 import signal
@@ -12,11 +11,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.tasks import code_jail, code_sandbox
 from qerl_lab.tasks.code_sandbox import Program
+from waiting import has_ended, wait_for
 
 SECRET = "a-secret-of-the-parent"
 # A program prints "out" where it got out: what it tries is in a block that ends in that.
@@ -244,11 +245,11 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     code_sandbox.check()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = (threading.active_count(), set(os.listdir("/proc/self/fd")))
-    of_other_tests = set(children(os.getpid()))
+    of_other_tests = set(psutil.Process().children())
     code_sandbox.run([Program(text, ["", ""], 1, 256) for text in ("print(1)", "while True: pass", "1/0")])
     assert list(tmp_path.iterdir()) == []
     assert (threading.active_count(), set(os.listdir("/proc/self/fd"))) == before
-    assert set(children(os.getpid())) <= of_other_tests
+    assert set(psutil.Process().children()) <= of_other_tests
 
 
 @pytest.mark.slow
@@ -263,25 +264,11 @@ def test_a_program_ends_with_its_parent(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=here)
     assert child.stdout
     assert child.stdout.readline() == "ready\n"
-    deadline = time.monotonic() + 60
-    while not (programs := children(child.pid)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert programs
-    assert os.getsid(programs[0]) != os.getsid(child.pid), "Ctrl-C would reach it"
+    programs = wait_for(psutil.Process(child.pid).children, 60)
+    assert os.getsid(programs[0].pid) != os.getsid(child.pid), "Ctrl-C would reach it"
     child.kill()
     child.wait()
-    while any(Path(f"/proc/{pid}").exists() for pid in programs) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in programs)
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(stat.parent.name))
-    return found
+    wait_for(lambda: all(map(has_ended, programs)), 60)
 
 
 # --- a machine that cannot keep a program in

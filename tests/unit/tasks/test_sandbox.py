@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
+import psutil
 import pytest
 
 from qerl_lab.tasks import sandbox
 from qerl_lab.tasks.sandbox import call_each
+from waiting import has_ended, wait_for
 
 
 @pytest.mark.parametrize(("function", "calls", "results"), [
@@ -60,22 +61,6 @@ def test_a_child_that_cannot_start_is_an_error_and_no_score() -> None:
 # --- who outlives whom
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not waited for does not. Its threads may end after its first."""
-    try:
-        stats = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/stat")]
-    except (FileNotFoundError, ProcessLookupError):  # one ended just now
-        return Path(f"/proc/{pid}").exists() and is_running(pid)
-    return any(stat.rpartition(")")[2].split()[0] != "Z" for stat in stats)
-
-
-def wait_until_ended(pid: int, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while is_running(pid):
-        assert time.monotonic() < until, f"process {pid} still runs"
-        time.sleep(0.05)
-
-
 def worker_pid() -> int:
     return call_each("os", "getpid", [()], 5)[0]
 
@@ -87,8 +72,9 @@ def test_a_worker_is_kept_for_the_next_batch() -> None:
 
 def test_a_worker_that_was_killed_between_two_batches_costs_no_result() -> None:
     pid = worker_pid()
-    os.kill(pid, signal.SIGKILL)
-    wait_until_ended(pid, 10)
+    worker = psutil.Process(pid)
+    worker.kill()
+    wait_for(lambda: has_ended(worker), 10)
     assert worker_pid() not in (pid, None)
 
 
@@ -118,17 +104,12 @@ def test_no_worker_outlives_a_parent_that_was_killed() -> None:
     )
     idle = int(parent.stdout.readline())
     assert parent.stdout.readline() == "ready\n"
-    children = [
-        int(pid)
-        for task in Path(f"/proc/{parent.pid}/task").iterdir()
-        for pid in (task / "children").read_text().split()
-    ]
+    children = psutil.Process(parent.pid).children()
     assert len(children) == 3
-    assert idle in children
-    workers = [pid for pid in children if b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(parent.pid, signal.SIGKILL)
+    workers = [child for child in children if any("serve" in word for word in child.cmdline())]
+    assert idle in [worker.pid for worker in workers]
+    parent.kill()
     parent.wait()
-    for pid in workers:
-        wait_until_ended(pid, 10)
-    os.kill(next(pid for pid in children if pid not in workers), signal.SIGKILL)
+    wait_for(lambda: all(map(has_ended, workers)), 10)
+    next(child for child in children if child not in workers).kill()
     parent.stdout.close()
