@@ -1,13 +1,16 @@
-"""Generate hostile answers from a seed."""
+"""The golds of tests/data, and hostile answers from a seed."""
 
 import random
 from pathlib import Path
 
-GOLDS = [
-    line
-    for line in (Path(__file__).parents[1] / "data" / "golds.txt").read_text(encoding="utf-8").split("\n")
-    if line and not line.startswith("# ")
-]
+
+def lines(name: str) -> list[str]:
+    """Return the lines of a file of tests/data that are neither empty nor comments."""
+    text = (Path(__file__).parents[1] / "data" / name).read_text(encoding="utf-8")
+    return [line for line in text.split("\n") if line and not line.startswith("# ")]
+
+
+GOLDS = lines("golds.txt")
 PIECES = r"""
 23 999999999 10^{9} 0. E9 E99999 ! !! pi \frac \frac{1}{ \sqrt \sqrt[3]{ \pm \text{ \{ \} \left \right \sin \log_ \binom
 \infty \cup \in \le \begin{pmatrix} \\ \end{pmatrix} \overline \boxed{ \int \int_0^1 \sum_{k=1}^{n} \lim_{x\to0} dx

@@ -74,20 +74,6 @@ def same_when_nudged(round_: object, x: Array, relative: float = 1e-6) -> NDArra
     return round_(x * (1 - relative)) == round_(x * (1 + relative))
 
 
-def nvfp4(weight: Array, global_scale: float | None = None) -> Quantized:
-    """Quantize with a global scale that maps the largest magnitude to 448 * 6, and block scales that map it to 6."""
-    divisor = 448.0 * 6.0 / np.abs(weight).max() if global_scale is None else global_scale
-    blocks = weight.reshape(len(weight), -1, 16)
-    exact_scale = divisor * np.abs(blocks).max(-1) / 6.0
-    scale = round_e4m3(exact_scale)
-    step = np.where(scale == 0, 1.0, scale / divisor)[..., None]
-    ratio = np.where(scale[..., None] == 0, 0.0, blocks / step)
-    values = round_e2m1(ratio) * step
-    stable = same_when_nudged(round_e4m3, exact_scale)[..., None] & same_when_nudged(round_e2m1, ratio)
-    shape = weight.shape
-    return Quantized(e2m1_codes(ratio).reshape(shape), scale, values.reshape(shape), stable.reshape(shape))
-
-
 class BlockCodes(NamedTuple):
     """Blocks `[N, B, 16]` with one choice of scales; `certain` marks scales that do not depend on rounding errors."""
 
@@ -95,6 +81,7 @@ class BlockCodes(NamedTuple):
     values: Array
     codes: NDArray[np.int64]
     error: Array  # squared, per block
+    ratio: Array  # of weights to steps
     certain: NDArray[np.bool_]
 
 
@@ -106,7 +93,16 @@ def mapped_to(top: float, blocks: Array, divisor: float) -> BlockCodes:
     ratio = np.where(scale[..., None] == 0, 0.0, blocks / step)
     values = round_e2m1(ratio) * step
     error = ((values - blocks) ** 2).sum(-1)
-    return BlockCodes(scale, values, e2m1_codes(ratio), error, same_when_nudged(round_e4m3, exact))
+    return BlockCodes(scale, values, e2m1_codes(ratio), error, ratio, same_when_nudged(round_e4m3, exact))
+
+
+def nvfp4(weight: Array, global_scale: float | None = None) -> Quantized:
+    """Quantize with a global scale that maps the largest magnitude to 448 * 6, and block scales that map it to 6."""
+    divisor = 448.0 * 6.0 / np.abs(weight).max() if global_scale is None else global_scale
+    found = mapped_to(6.0, weight.reshape(len(weight), -1, 16), divisor)
+    stable = found.certain[..., None] & same_when_nudged(round_e2m1, found.ratio)
+    shape = weight.shape
+    return Quantized(found.codes.reshape(shape), found.scale, found.values.reshape(shape), stable.reshape(shape))
 
 
 def four_over_six(weight: Array) -> Quantized:

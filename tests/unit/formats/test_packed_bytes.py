@@ -27,10 +27,11 @@ each_rule = pytest.mark.parametrize("weight_format", RULES, ids=repr)
 COMPUTED = ("float32", "bfloat16")
 
 
-@pytest.fixture(scope="module", params=[*COMPUTED, "float16"])
+@pytest.fixture(scope="module", params=["float32", "float16"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense checkpoint in each dtype."""
-    return write_dense(tmp_path_factory.mktemp("dense"), tiny_model(hidden=128, dtype=getattr(torch, request.param)))
+    """A dense checkpoint in each dtype that bfloat16 does not hold."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return write_dense(folder, tiny_model(hidden=128, dtype=getattr(torch, request.param)))
 
 
 def loaded(tiny: Callable[..., RunConfig], folder: Path, weight_format: Format, dtype: str) -> Any:
@@ -63,7 +64,7 @@ def test_the_bytes_do_not_depend_on_what_the_model_computes_in(
     in_float32, in_bfloat16 = map(linears, models)
     assert [model.model.layers[0].self_attn.q_proj.bias.dtype for model in models] == [torch.float32, torch.bfloat16]
     assert_same(in_float32, in_bfloat16)
-    if weight_format.NAME != "bf16":
+    if weight_format.NAME != "bf16" and "float32" in checkpoint.name:
         words = [f"{key}={str(value).lower()}" for key, value in asdict(weight_format).items()]
         out = tmp_path / "packed"
         command = [f"model={checkpoint}", f"format={weight_format.NAME}", f"out={out}", "quality=weights", "device=cpu"]

@@ -13,23 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from hostile_answers import hostile
+from hostile_answers import GOLDS, hostile, lines
 from qerl_lab.tasks.answers import number, surface
 from qerl_lab.tasks.answers.judge import Verdict, judge
 from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS
 from qerl_lab.tasks.grading import answers_equal
 
-DATA = Path(__file__).parents[3] / "data"
 MATH500 = Path(__file__).parents[5] / "shared" / "data" / "math500" / "test.jsonl"
 
 
-def lines(name: str) -> list[str]:
-    found = (DATA / name).read_text(encoding="utf-8").split("\n")
-    return [line for line in found if line and not line.startswith("# ")]
-
-
 CASES = [line.split("\t") for line in lines("answers.tsv")[1:]]
-GOLDS = lines("golds.txt")
 
 
 def right(given: str, known: str) -> bool:
