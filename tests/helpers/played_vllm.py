@@ -35,6 +35,28 @@ class NoAdapter:
     def close(self) -> None: ...
 
 
+class PlayedLlm:
+    """What `VllmEngine` needs of vLLM's LLM, over a model; `ended` is called as its engine ends."""
+
+    def __init__(
+        self, model: nn.Module, kv_cache_memory_bytes: int = 0, ended: Callable[[], None] = lambda: None
+    ) -> None:
+        self.model = model
+        cache = SimpleNamespace(kv_cache_memory_bytes=kv_cache_memory_bytes)
+        self.llm_engine = SimpleNamespace(
+            vllm_config=SimpleNamespace(cache_config=cache), engine_core=SimpleNamespace(shutdown=ended)
+        )
+
+    def apply_model(self, function: Callable[[nn.Module], Any]) -> list[Any]:
+        return [function(self.model)]
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+    def adapter_arrives(self) -> None:
+        """Hear of a sync."""
+
+
 @contextmanager
 def played_engine(
     monkeypatch: pytest.MonkeyPatch, llm: Callable[..., Any], more: dict[str, dict[str, Any]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from played_vllm import played_engine
+from played_vllm import PlayedLlm, played_engine
 from qerl_lab.aqn import Noise
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
@@ -54,17 +54,6 @@ class FusedModel(nn.Module):
         return loaded
 
 
-class Llm:
-    def __init__(self, model: nn.Module, **_: Any) -> None:
-        self.model = model
-
-    def reset_prefix_cache(self) -> bool:
-        return True
-
-    def apply_model(self, function: Callable[[nn.Module], Any]) -> list[Any]:
-        return [function(self.model)]
-
-
 def fused(name: str) -> str:
     return next((name.replace(part, whole) for part, whole in FUSED.items() if f".{part}." in name), name)
 
@@ -81,7 +70,7 @@ def policy(cfg: RunConfig, build_policy: Callable[[RunConfig], Policy]) -> Polic
 
 def test_every_sync_copies_all_weights_rounded_into_the_tensors_that_are_there(cfg, policy: Policy) -> None:
     weights = all_weights.weights(policy.base)
-    llm, sync = Llm(FusedModel(weights)), AllWeights(policy.model, cfg)
+    llm, sync = PlayedLlm(FusedModel(weights)), AllWeights(policy.model, cfg)
     addresses = {name: weight.data_ptr() for name, weight in llm.model.held.items()}
     for _ in range(2):
         sync.sync(llm)
@@ -100,7 +89,7 @@ def test_a_model_with_other_weights_is_refused(cfg, policy: Policy) -> None:
     del less.held["model.norm.weight"]
     for model, said in ((more, "model.visual.weight"), (less, "model.norm.weight")):
         with pytest.raises(ConfigError, match=f"has others .*{said}.* Type rollout=transformers, or lora=rank32"):
-            AllWeights(policy.model, cfg).sync(Llm(model))
+            AllWeights(policy.model, cfg).sync(PlayedLlm(model))
 
 
 def test_a_tensor_that_moves_is_an_error_since_cuda_graphs_read_its_old_address(cfg, policy: Policy) -> None:
@@ -111,7 +100,7 @@ def test_a_tensor_that_moves_is_an_error_since_cuda_graphs_read_its_old_address(
             return loaded
 
     with pytest.raises(AssertionError, match="other tensors"):
-        AllWeights(policy.model, cfg).sync(Llm(Moving(all_weights.weights(policy.base))))
+        AllWeights(policy.model, cfg).sync(PlayedLlm(Moving(all_weights.weights(policy.base))))
 
 
 def test_with_lora_full_the_engine_sends_the_weights_and_then_the_noisy_norms(cfg, policy, monkeypatch) -> None:
@@ -120,9 +109,9 @@ def test_with_lora_full_the_engine_sends_the_weights_and_then_the_noisy_norms(cf
     began, given = FusedModel(weights), dict[str, Any]()
     began.load_weights((name, weight.clone()) for name, weight in weights.items())
 
-    def start(**arguments: Any) -> Llm:
+    def start(**arguments: Any) -> PlayedLlm:
         given.update(arguments)
-        return Llm(began)
+        return PlayedLlm(began)
 
     with played_engine(monkeypatch, start, {}) as module:
         engine = module.VllmEngine(policy, cfg)

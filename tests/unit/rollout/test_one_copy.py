@@ -5,7 +5,6 @@ tests/gpu/test_one_copy_gpu.py has vLLM's own.
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_models import Form, engine_of, in_marlin, in_tiles, model_of, put
-from played_vllm import played_engine
+from played_vllm import PlayedLlm, played_engine
 from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.marlin import CODES, SCALE
 from qerl_lab.formats.tiles import TILES
@@ -184,38 +183,27 @@ def test_what_cannot_be_shared_is_refused_and_nothing_is_changed(policy: Policy,
 # The engine, where vLLM is not installed: over an LLM that reads its folder, packs, and does nothing else.
 
 
-class Llm:
+class Llm(PlayedLlm):
     """`seen` are the devices of the policy's packed weights while it starts; `wrong` is raised then."""
 
     seen: ClassVar[list[set[str]]] = []
     wrong: ClassVar[Exception | None] = None
     policy: ClassVar[Policy | None] = None
 
-    def __init__(self, model: str, **arguments: Any) -> None:
+    def __init__(self, model: str, *, kv_cache_memory_bytes: int, **_: Any) -> None:
         layers = one_copy.layers_of(self.policy).values()
         self.seen.append({"shared" if layer.form else layer.weight.device.type for layer in layers})
         if self.wrong is not None:
             raise self.wrong
         files, parts = WeightFiles(Path(model)), ("weight_packed", "weight_scale", "weight_global_scale")
         names = [name.removesuffix(".weight_packed") for name in files.names if name.endswith(".weight_packed")]
-        self.model = model_of({name: {part: files.tensor(f"{name}.{part}") for part in parts} for name in names})
+        own = model_of({name: {part: files.tensor(f"{name}.{part}") for part in parts} for name in names})
         for name in files.names:
             if name.endswith("norm.weight"):
                 norm = nn.Module()
                 norm.weight = nn.Parameter(files.tensor(name).float())
-                put(self.model, name.removesuffix(".weight"), norm)
-        cache = SimpleNamespace(kv_cache_memory_bytes=arguments["kv_cache_memory_bytes"])
-        self.llm_engine = SimpleNamespace(
-            vllm_config=SimpleNamespace(cache_config=cache), engine_core=SimpleNamespace(shutdown=lambda: None)
-        )
-
-    def apply_model(self, function: Callable[[nn.Module], Any]) -> list[Any]:
-        return [function(self.model)]
-
-    def reset_prefix_cache(self) -> bool:
-        return True
-
-    def adapter_arrives(self) -> None: ...
+                put(own, name.removesuffix(".weight"), norm)
+        super().__init__(own, kv_cache_memory_bytes)
 
 
 @pytest.fixture

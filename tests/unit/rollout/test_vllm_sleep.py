@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from played_vllm import played_engine
+from played_vllm import PlayedLlm, played_engine
 from qerl_lab.aqn import CLEAN
 from qerl_lab.config.units import GIB
 from qerl_lab.model.policy import Policy
@@ -62,20 +62,19 @@ class Factory:
         cls.classes[name] = module, class_name
 
 
-class Llm:
+class Llm(PlayedLlm):
     """As vLLM 0.26: a scheduler that pauses, an executor that knows whether it sleeps, a worker that does it."""
 
     def __init__(self, gpu: Gpu, policy: Policy, arguments: dict[str, Any]) -> None:
+        model = copy.deepcopy(policy.model.get_base_model())
+        super().__init__(model, arguments["kv_cache_memory_bytes"], lambda: gpu.events.append("end"))
         self.gpu, self.arguments, self.sleeps, self.backend = gpu, arguments, False, None
-        self.model = copy.deepcopy(policy.model.get_base_model())
         config = SimpleNamespace(sleep_mode_backend="cumem")
         self.worker = SimpleNamespace(vllm_config=SimpleNamespace(model_config=config), wake_up=self._worker_wakes)
-        cache = SimpleNamespace(kv_cache_memory_bytes=arguments["kv_cache_memory_bytes"])
         self.asked: list[tuple[str, Any]] = []
-        self.llm_engine = SimpleNamespace(
-            vllm_config=SimpleNamespace(cache_config=cache), add_request=self._add, step=self._step,
-            has_unfinished_requests=lambda: bool(self.asked), abort_request=lambda names: self.asked.clear(),
-            engine_core=SimpleNamespace(shutdown=self._end),
+        vars(self.llm_engine).update(
+            add_request=self._add, step=self._step, has_unfinished_requests=lambda: bool(self.asked),
+            abort_request=lambda names: self.asked.clear(),
         )  # fmt: skip
 
     def collective_rpc(self, method: Any) -> list[Any]:
@@ -105,7 +104,7 @@ class Llm:
 
     def apply_model(self, function: Callable[[nn.Module], Any]) -> list[Any]:
         self.gpu.events.append("model")
-        return [function(self.model)]
+        return super().apply_model(function)
 
     def reset_prefix_cache(self) -> bool:
         assert self.gpu.awake()
@@ -123,9 +122,6 @@ class Llm:
         found = [SimpleNamespace(finished=True, request_id=name, outputs=[out] * how.n) for name, how in self.asked]
         self.asked.clear()
         return found
-
-    def _end(self) -> None:
-        self.gpu.events.append("end")
 
     def adapter_arrives(self) -> None:
         assert self.gpu.awake()
