@@ -1,20 +1,18 @@
 """The benchmark commands on a GPU, at the smallest size."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from processes import run_module
 from vllm_engines import NEEDS_VLLM
 
 pytestmark = pytest.mark.gpu
 
 
 def bench(tmp_path: Path, *words: str) -> tuple[dict, str]:
-    command = [sys.executable, "-m", "qerl_lab.bench", *words, f"out={tmp_path}/result"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = run_module("qerl_lab.bench", *words, f"out={tmp_path}/result", cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "result.png").stat().st_size > 10_000
     return json.loads((tmp_path / "result.json").read_text()), done.stdout

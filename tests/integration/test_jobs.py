@@ -19,14 +19,11 @@ from standin import DONE, STOPS, seen
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("standin")]
 
 
-def test_every_directory_is_claimed_before_the_first_job_starts() -> None:
-    assert main(["-m", f"seed={DONE},10,11", "hydra.sweep.dir=sweep"]) == 0
-    assert seen(Path("sweep/0-adhoc-seed0"))["claimed"] == ["0-adhoc-seed0", "1-adhoc-seed10", "2-adhoc-seed11"]
-
-
 def test_a_job_is_told_what_was_typed_for_it(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", f"seed={DONE},10", "hydra.sweep.dir=a/sweep", "+hydra.job.env_set.X=1"]) == 0
     assert "job 1: done, reward 0.50, seed=10 (2 of 2 done)" in capfd.readouterr().err
+    claimed = seen(Path("a/sweep/0-adhoc-seed0"))["claimed"]
+    assert claimed == ["0-adhoc-seed0", "1-adhoc-seed10"], "every directory before the first job starts"
     environment = seen(Path("a/sweep/1-adhoc-seed10"))["environment"]
     noted = json.loads(Path("a/sweep/1-adhoc-seed10/.typed").read_text())
     assert (noted["words"], noted["sweep"]) == (["seed=10"], "a/sweep")

@@ -1,9 +1,5 @@
 """The noise: what it is a function of, its size, that it is held as it was drawn, and that it never stays."""
 
-import hashlib
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,15 +7,6 @@ from torch import Tensor
 from qerl_lab.aqn import Noise, observed_std
 
 LAYER = "model.layers.0.input_layernorm"
-DRAWS = """
-import hashlib, torch
-from qerl_lab.aqn import Noise
-torch.manual_seed(99), torch.rand(7)
-clean = torch.linspace(0.5, 2, 1000)
-name = "model.layers.0.input_layernorm"
-noisy = Noise(0.01, seed=3, step=17).onto_norms({name: clean})[name]
-print(hashlib.sha256(noisy.numpy().tobytes()).hexdigest())
-"""
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -44,10 +31,10 @@ def test_the_draw_is_a_function_of_seed_step_and_layer() -> None:
     assert torch.equal(torch.get_rng_state(), state)  # nor does it disturb anybody else's draws
 
 
-def test_the_draw_is_the_same_in_another_process() -> None:
-    out = subprocess.run([sys.executable, "-c", DRAWS], capture_output=True, text=True, check=True).stdout.strip()
-    own = onto(Noise(0.01, seed=3, step=17), torch.linspace(0.5, 2, 1000))
-    assert hashlib.sha256(own.numpy().tobytes()).hexdigest() == out
+def test_the_draw_is_the_same_in_every_process() -> None:
+    """It hangs on no hash of Python's, and resumed runs of other versions have it too."""
+    first = drawn(sigma=0.01, seed=3, step=17, n=1000)[:3].tolist()
+    assert first == pytest.approx([0.018875772, -0.0040088333, -0.0250920597], rel=1e-5)
 
 
 def test_the_noise_is_standard_normal_times_sigma() -> None:

@@ -74,10 +74,9 @@ def test_a_models_own_sampling_defaults_do_not_reach_the_sampler(tmp_path, tiny,
     assert max(ranks) > 1  # top_k=2 would allow ranks 0 and 1
 
 
-@pytest.mark.parametrize("batch_size", [64, 4])
-def test_entropy_is_the_mean_over_completion_tokens_for_any_batch_split(policy, prompts, batch_size) -> None:
+def test_entropy_is_the_mean_over_completion_tokens_of_several_batches(policy, prompts) -> None:
     """Completions end early and batches differ in length, so that padding or a mean of means would show."""
-    out = TransformersEngine(policy, batch_size).generate(prompts, 3, Sampling(80, seed=1))
+    out = TransformersEngine(policy, batch_size=4).generate(prompts, 3, Sampling(80, seed=1))
     assert len({len(completion) for _, completion, _ in rows(out)}) > 3
     logps = torch.cat(distributions(policy, out))
     assert out.entropy == pytest.approx(-(logps.exp() * logps).sum(-1).mean().item(), abs=1e-5)
