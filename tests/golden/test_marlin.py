@@ -76,15 +76,6 @@ def test_parts_of_a_fused_layer_are_views_of_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", list(BITS))
-def test_a_linear_computes_with_the_same_bits(dtype: torch.dtype) -> None:
-    packed = anything(128, 192, E4M3[8:].flip(0))
-    held, form = held_by_marlin(packed)
-    own, other = NVFP4.decoder(packed, (128, 192)), form.decoder(held, (128, 192))
-    assert own.alpha == other.alpha
-    assert torch.equal(own.unpack(dtype).view(BITS[dtype]), other.unpack(dtype).view(BITS[dtype]))
-
-
-@pytest.mark.parametrize("dtype", list(BITS))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_kernel_has_the_bits_of_the_torch_code(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Of a weight, and of the parts of a fused one."""

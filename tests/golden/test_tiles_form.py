@@ -16,8 +16,6 @@ from qerl_lab.model.linear import PackedLinear
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-EVERY_TILE = range(2, 9)
-each_tile = pytest.mark.parametrize("tile", EVERY_TILE)
 # Rows of the parts, columns, blocks of a tile: parts that begin and end within tiles, or are several; K an odd multiple
 # of 64; tiles that are not full.
 LAYERS = [([64], 64, 2), ([128, 64, 64], 192, 3), ([320, 64, 64], 128, 4), ([192, 576], 320, 5), ([640], 192, 6),
@@ -94,18 +92,6 @@ def test_what_is_lost_where_a_weight_is_0(scale: int, code: int, back: tuple[int
     packed["weight_scale"].view(torch.uint8)[5, 2] = back[0]
     packed["weight_packed"][5, 16:24] = back[1] * 0x11
     check_same(form.stored(held), packed)
-
-
-@pytest.mark.parametrize("dtype", list(BITS))
-@each_tile
-def test_a_linear_decodes_to_the_same_bits(tile: int, dtype: torch.dtype) -> None:
-    parts = [anything(rows, 192, E4M3) for rows in (192, 64, 320)]
-    held, forms = held_in_tiles(parts, tile)
-    for packed, form in zip(parts, forms, strict=True):
-        shape = (form.rows, 192)
-        own, other = NVFP4.decoder(packed, shape), form.decoder(held, shape)
-        assert own.alpha == other.alpha
-        assert same_bits(own.unpack(dtype), other.unpack(dtype))
 
 
 @pytest.mark.parametrize("dtype", list(BITS))
