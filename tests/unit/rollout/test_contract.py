@@ -65,7 +65,7 @@ def engine_param(name: str):
     return pytest.param(name, marks=pytest.mark.skipif(missing, reason="needs vLLM"))
 
 
-@pytest.fixture(scope="module", params=[engine_param(name) for name in SETTINGS])
+@pytest.fixture(scope="module", params=[engine_param(name) for name in SETTINGS if name != "transformers_full"])
 def built(request, tiny, build_policy, tmp_path_factory) -> Iterator[Built]:
     url = f"http://127.0.0.1:{vllm_servers.free_port()}"
     cfg = tiny(rollout__batch_size=64, rollout__vllm_server__url=url, **SETTINGS[request.param])
@@ -343,6 +343,15 @@ def fresh(built: Built) -> Iterator[Built]:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_an_engine_keeps_the_contract(fresh: Built, check: Callable[[Built], None]) -> None:
+    check(fresh)
+
+
+@pytest.mark.parametrize("built", ["transformers_full"], indirect=True)
+@pytest.mark.parametrize(
+    "check", [check_logprobs, check_adapter, check_noise, check_no_accumulation, check_policy_is_left_as_found],
+    ids=lambda check: check.__name__,
+)  # fmt: skip
+def test_an_engine_over_all_weights_keeps_what_hangs_on_weights(fresh: Built, check: Callable[[Built], None]) -> None:
     check(fresh)
 
 
