@@ -120,6 +120,10 @@ BUGS = [
     Bug("a resumed run asks its questions from the start", "train/run.py",
         "Cursor(session.data, saved.prompts_seen if saved else 0)", "Cursor(session.data, 0)",
         "unit/train/test_noise_level.py"),
+    Bug("a checkpoint forgets the refills", "train/trainer.py",
+        '"prompts_seen": self.cursor.position',
+        '"prompts_seen": self.steps_done * self.cfg.rollout.prompts_per_step',
+        "unit/train/test_engine_failure.py"),
     # formats and adapters
     Bug("scale of a zero block is zero", "formats/nvfp4.py",
         "_SCALE_OF_ZERO_BLOCK = 0.125", "_SCALE_OF_ZERO_BLOCK = 0.0",

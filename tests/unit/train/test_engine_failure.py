@@ -3,6 +3,8 @@
 The runs drop out and refill, so that random numbers and the place in the data matter.
 """
 
+from itertools import accumulate
+
 import pytest
 
 from failing_engines import Runs
@@ -44,17 +46,19 @@ DIED = "the worker died"
     "failures",  # one after another, of one run that is resumed each time; with the steps that are saved then
     [
         [("die@2", DIED, 0), ("die@{0}", DIED, 1), ("sync@1", "the adapter did not arrive", 1),
-         ("group@1", "the engine gave ", 1)],
+         ("group@1", "the engine gave ", 1), ("die@{2}", DIED, 2)],
         [("die@1", DIED, 0), ("timeout@{1}", "no answer in 0.2 s", 1),
-         ("logprobs@2", "the engine gave 0 log-probs for a completion of ", 1), ("die@{2}", DIED, 3)],
+         ("logprobs@2", "the engine gave 0 log-probs for a completion of ", 1), ("die@{3}", DIED, 3)],
     ],
     ids=["before a step", "within a step, and in the evaluations"],
 )  # fmt: skip
 def test_a_failure_saves_the_state_before_the_step_and_says_how_to_go_on(new_runs, whole, failures: list) -> None:
-    runs, step_2 = new_runs(), first_call(whole, 2)
-    calls = step_2, step_2 + 1, 1 + len(whole.plan.asked) - step_2  # first try of step 2, its refill; the last of all
-    assert first_call(whole, 3) - step_2 > 1, "step 2 refills nothing"
-    drawn = whole.directory.metrics()[1]["metrics"]["rollout/prompts_drawn"]
+    runs, step_2, step_3 = new_runs(), first_call(whole, 2), first_call(whole, 3)
+    # First try of step 2, its refill; after step 1 the first try of step 3, and the last call of all.
+    calls = step_2, step_2 + 1, 1 + step_3 - step_2, 1 + len(whole.plan.asked) - step_2
+    assert step_3 - step_2 > 1, "step 2 refills nothing"
+    metrics = [line["metrics"] for line in whole.directory.metrics()]
+    drawn = [0, *accumulate(row["rollout/prompts_drawn"] for row in metrics if "reward/mean" in row)]
     for words, cause, saved in failures:
         with pytest.raises(EngineFailed) as raised:
             runs.run(words.format(*calls))
@@ -63,7 +67,7 @@ def test_a_failure_saves_the_state_before_the_step_and_says_how_to_go_on(new_run
         assert str(raised.value).endswith(remedy)
         newest = checkpoint.newest(runs.directory.checkpoints)
         assert (newest.step if newest else 0) == saved
-        assert saved != 1 or newest.prompts_seen == drawn
+        assert (newest.prompts_seen if newest else 0) == drawn[saved]
     assert runs.run() == OK
     one, other = runs.directory.path, whole.directory.path
     assert lines_of(one) == lines_of(other)
