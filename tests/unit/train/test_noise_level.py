@@ -10,7 +10,7 @@ import torch
 
 from failing_engines import Runs
 from qerl_lab import tasks
-from qerl_lab.aqn import Noise, level
+from qerl_lab.aqn import Noise, level, observed_std
 from qerl_lab.aqn.solver import adapt_sigma
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
@@ -88,12 +88,16 @@ def test_the_controller_follows_what_was_measured(finished) -> None:
     assert "noise/kl_solved" not in metrics_of(runs)[0]
 
 
-def test_the_probes_take_no_question_from_the_run(finished, new_runs) -> None:
+def test_the_probes_take_no_question_from_the_run(finished, new_runs, build_policy) -> None:
     """Nor do they sample with the seed of a step; the texts come without noise. Here the usual noise is relative."""
     usual = new_runs(aqn__schedule="linear", aqn__reading="equation", aqn__relative=True, aqn__sigma_start=0.1, steps=1)
     assert usual.run() == OK
     assert of(usual, "sigma") == [0.1]
-    assert of(usual, "std_observed") == [pytest.approx(0.1, rel=0.05)]
+    clean = build_policy(usual.cfg).clean_norms
+    noisy = Noise(0.1, usual.cfg.seed, 1, relative=True).onto_norms(clean)
+    relative, absolute = (observed_std(noisy, clean, relative=kind) for kind in (True, False))
+    assert of(usual, "std_observed") == [pytest.approx(relative, rel=1e-6)]
+    assert relative != pytest.approx(absolute, rel=1e-5)
     solved = finished["kl"].plan
     (prompts, how) = solved.asked[0]
     assert (len(prompts), how.max_tokens) == (6, 24)
