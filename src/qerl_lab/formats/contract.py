@@ -147,16 +147,13 @@ def _test_weight() -> Tensor:
 
 
 def _require_refusal(call: Callable[[], object], what: str) -> None:
-    """Raise AssertionError unless `call` raises a ValueError that names the layer q_proj.
-
-    `what` says in the message what was to be refused.
-    """
-    refusal = None
+    """Raise AssertionError unless `call` raises a ValueError that names the layer q_proj; `what` was to be refused."""
     try:
         call()
     except ValueError as error:
         refusal = str(error)
-    assert refusal is not None, f"{what} is not refused"
+    else:
+        raise AssertionError(f"{what} is not refused")
     assert "q_proj" in refusal, f"the error for {what} does not name the layer: {refusal}"
 
 

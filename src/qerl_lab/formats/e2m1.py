@@ -1,6 +1,5 @@
 """E2M1, the 4-bit float of NVFP4 and MXFP4: 1 sign, 2 exponent, 1 mantissa bit (OCP MX v1.0, 5.3.3)."""
 
-from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 
@@ -24,23 +23,6 @@ def encode(values: Tensor) -> Tensor:
     for code, midpoint in enumerate(_MIDPOINTS):
         codes += size >= midpoint if code % 2 else size > midpoint
     return codes | (values < 0).to(torch.uint8) << 3
-
-
-def split_rows(weight: Tensor) -> tuple[Tensor, ...]:
-    """Split `weight[N, K]` into slices of whole rows with about a million elements each."""
-    return weight.split(max(1, 2**20 // weight.shape[1]))
-
-
-def quantize_by_slices(
-    weight: Tensor, quantize_rows: Callable[[Tensor], tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
-    """Quantize `weight[N, K]` a slice of rows at a time, because rounding makes several float32 copies of its input.
-
-    `quantize_rows` maps rows `[n, K]` to packed bytes `[n, K/2]` and block scales `[n, K/block]`, both uint8: torch.cat
-    of float8 fails under autocast. Returns the two, joined over all rows.
-    """
-    packed, scale = zip(*map(quantize_rows, split_rows(weight)), strict=True)
-    return torch.cat(packed), torch.cat(scale)
 
 
 def pack(codes: Tensor) -> Tensor:

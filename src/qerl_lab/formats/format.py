@@ -16,9 +16,7 @@ LIMIT = 2.0**100
 # Allowed dtypes of a dense weight in a checkpoint.
 STORED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# Elements quantized at a time. Intermediate results take about 14 bytes each; on a GPU a slice costs forty launches,
-# however small it is.
-_SLICE_ELEMENTS, _SLICE_ELEMENTS_ON_GPU = 2**19, 2**24
+_SLICE_ELEMENTS = 2**20  # quantized at a time, because rounding takes about 14 bytes for each
 
 # Shape and dtype of the packed tensors, by name.
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -193,8 +191,7 @@ def pack_fused(weight_format: Format, weights: dict[str, Tensor]) -> Iterator[tu
         check(weight, weight_format, name=name)
     quantize = weight_format.fused_quantize(list(weights.values()))
     for name in list(weights):
-        elements = _SLICE_ELEMENTS_ON_GPU if weights[name].is_cuda else _SLICE_ELEMENTS
-        rows = max(1, elements // max(1, weights[name].shape[-1])) if weight_format.BY_ROWS else None
+        rows = max(1, _SLICE_ELEMENTS // max(1, weights[name].shape[-1])) if weight_format.BY_ROWS else None
         yield name, quantized_by_rows(quantize, weights.pop(name), rows, name=name)
 
 

@@ -89,9 +89,4 @@ def block_scales(scale: Tensor, boost: float) -> Tensor:
     lines, tiles = scale.shape[0], scale.shape[1] // ROWS
     upper = scale.view(torch.uint8).unflatten(1, (tiles, 8, 2, 2, 2)).permute(1, 3, 5, 4, 2, 0)  # T w w h c S
     halves = (upper.reshape(tiles * ROWS, lines).to(torch.int16) << 7).view(torch.float16)
-    return (halves.float() * unit(boost)).to(torch.float8_e4m3fn)
-
-
-def unit(boost: float) -> float:
-    """Return the factor from the float16 that a scale byte of Marlin encodes to the block scale, 2^-7 / `boost`."""
-    return 2.0**-7 / boost
+    return (halves.float() * (2.0**-7 / boost)).to(torch.float8_e4m3fn)

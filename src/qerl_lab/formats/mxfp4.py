@@ -17,7 +17,6 @@ names are in `ScaleCalculationMode` (torchao/prototype/mx_formats/config.py).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,15 +52,10 @@ class Mxfp4(CompressedTensors):
         if self.exponent_rule not in EXPONENT_RULES:
             raise ValueError(f"unknown exponent_rule {self.exponent_rule!r}; allowed: {', '.join(EXPONENT_RULES)}")
         weight = checked(weight, self, name=name)
-        packed, scale = e2m1.quantize_by_slices(weight, partial(self._quantize_rows, exponent_rule=self.exponent_rule))
-        return {"weight_packed": packed, "weight_scale": scale}
-
-    def _quantize_rows(self, rows: Tensor, exponent_rule: str) -> tuple[Tensor, Tensor]:
-        """Quantize `rows[n, K]` of a weight to packed bytes `[n, K/2]` and block scales `[n, K/32]`, E8M0 as uint8."""
-        blocks = rows.unflatten(1, (-1, self.BLOCK))
-        scale = _scale_bytes(blocks.abs().amax(-1).float(), exponent_rule)
-        codes = e2m1.encode(blocks / scale.view(torch.float8_e8m0fnu).to(rows.dtype).unsqueeze(-1)).flatten(1)
-        return e2m1.pack(codes), scale
+        blocks = weight.unflatten(1, (-1, self.BLOCK))
+        scale = _scale_bytes(blocks.abs().amax(-1).float(), self.exponent_rule)
+        codes = e2m1.encode(blocks / scale.view(torch.float8_e8m0fnu).to(weight.dtype).unsqueeze(-1)).flatten(1)
+        return {"weight_packed": e2m1.pack(codes), "weight_scale": scale}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Unpack packed tensors to a weight `[N, K]`; exact in bfloat16 and float32."""

@@ -68,21 +68,13 @@ class Nvfp4(CompressedTensors):
         if divisor.shape != (1,) or not 0 < divisor.item() < float("inf"):
             raise ValueError(f"{name}: global_scale must be one positive finite number of shape [1], got {divisor}")
         divisor = divisor.to(weight.device, torch.float32, copy=True)
-        packed, scale = e2m1.quantize_by_slices(weight, partial(self._quantize_rows, divisor=divisor))
-        return {"weight_packed": packed, "weight_scale": scale.view(torch.float8_e4m3fn), DIVISOR: divisor}
-
-    def _quantize_rows(self, rows: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize `rows[n, K]` of a weight by its global scale, `divisor`.
-
-        Returns packed bytes `[n, K/2]` and block scales `[n, K/16]`, E4M3 as uint8.
-        """
-        blocks = rows.unflatten(1, (-1, self.BLOCK))
+        blocks = weight.unflatten(1, (-1, self.BLOCK))
         scale = _block_scale(blocks, divisor, e2m1.MAX)
         if self.scale_rule == "four_over_six":
             other = _block_scale(blocks, divisor, 4.0)
             scale = torch.where(_error(blocks, divisor, other) < _error(blocks, divisor, scale), other, scale)
-        codes = e2m1.encode(_divide_by_scales(blocks, divisor, scale)).flatten(1)
-        return e2m1.pack(codes), scale.to(torch.float8_e4m3fn).view(torch.uint8)
+        packed = e2m1.pack(e2m1.encode(_divide_by_scales(blocks, divisor, scale)).flatten(1))
+        return {"weight_packed": packed, "weight_scale": scale.to(torch.float8_e4m3fn), DIVISOR: divisor}
 
     def fused_quantize(self, weights: Sequence[Tensor]) -> Quantize:
         """Return a `quantize` that gives all parts of a fused layer one global scale, because engines keep one."""

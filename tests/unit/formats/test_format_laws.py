@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from packed_layers import ALL
-from qerl_lab.formats import FORMATS, e2m1
+from qerl_lab.formats import FORMATS
 from qerl_lab.formats.contract import LAWS, broken_laws
 from qerl_lab.formats.format import Decoder, Format
 from qerl_lab.formats.mxfp4 import EXPONENT_RULES, Mxfp4
@@ -87,14 +87,3 @@ def test_an_error_of_the_format_is_an_answer() -> None:
             raise RuntimeError("no kernel")
 
     assert broken_laws(Fails("round"))["gives_weights_back"] == "RuntimeError: no kernel"
-
-
-@pytest.mark.parametrize("weight_format", RULES, ids=repr)
-def test_slices_of_rows_round_to_the_bits_of_the_whole(weight_format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(2100, 1024)
-    sliced = weight_format.quantize(weight)
-    assert len(e2m1.split_rows(weight)) == 3
-    monkeypatch.setattr(e2m1, "split_rows", lambda weight: (weight,))
-    whole = weight_format.quantize(weight)
-    for key, tensor in whole.items():
-        assert torch.equal(sliced[key].view(torch.uint8), tensor.view(torch.uint8)), key
