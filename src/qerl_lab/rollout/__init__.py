@@ -6,10 +6,7 @@ from qerl_lab.rollout.engine import Engine
 
 
 def build(cfg: RunConfig, policy: Policy) -> Engine:
-    """Build the engine that `rollout.engine` names, with the weights of `policy` and no noise.
-
-    Imports only that engine. Raises ValueError for an unknown name.
-    """
+    """Build the engine that `rollout.engine` names, without noise. Raises ValueError for an unknown name."""
     match cfg.rollout.engine:
         case "transformers":
             from qerl_lab.rollout.transformers import TransformersEngine

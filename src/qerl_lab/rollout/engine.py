@@ -28,11 +28,7 @@ class Sampling:
     first: int = 0
 
     def seeds(self, prompts: int) -> list[int]:
-        """Return a sampling seed for each of `prompts` prompts, the first of which has the global index `first`.
-
-        A prompt's seed depends on its global index and `seed` alone, so it is the same whichever engine samples the
-        prompt.
-        """
+        """Return a seed for each of `prompts` prompts from `first` on, which depends on `seed` and its index alone."""
         generator = random.Random(self.seed)
         return [generator.getrandbits(62) for _ in range(self.first + prompts)][self.first :]
 
@@ -65,10 +61,7 @@ class Rollout:
 
 
 class EngineFailed(RuntimeError):
-    """The engine died, timed out, or returned less than was asked; the message is one line for the user.
-
-    The run saves its state and ends with the command that resumes.
-    """
+    """The engine died, timed out, or returned less than was asked. The run saves its state and can be resumed."""
 
 
 def refuse_incomplete(rollout: Rollout, prompts: int, group_size: int, sampling: Sampling) -> None:
@@ -94,9 +87,7 @@ def refuse_incomplete(rollout: Rollout, prompts: int, group_size: int, sampling:
                 raise EngineFailed(f"the engine gave {len(logprobs)} log-probs for a completion of {len(ids)} tokens")
 
 
-# Key of `Engine.held` for memory given back while asleep.
-ASLEEP = "asleep"
-
+ASLEEP = "asleep"  # key of `Engine.held` for memory given back while asleep
 OnDone = Callable[[int], None]
 
 
@@ -105,11 +96,15 @@ def do_nothing(count: int) -> None:
 
 
 class Engine(Protocol):
-    """A sampler of the policy it was built on; its weights are the policy's at the last `sync` or later."""
+    """A sampler of the policy it was built on; its weights are the policy's at the last `sync` or later.
 
-    @property
-    def linear_backend(self) -> str | None:
-        """Return the kernel of 4-bit products by its name in `rollout.vllm`; None if a run cannot choose it."""
+    The defaults are for an engine without memory of its own on this machine.
+
+    Attributes:
+        linear_backend: kernel of 4-bit products by its name in `rollout.vllm`; None if a run cannot choose it.
+    """
+
+    linear_backend: str | None = None
 
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
@@ -120,17 +115,11 @@ class Engine(Protocol):
         """
 
     def sync(self, noise: Noise) -> None:
-        """Copy what the policy trains and its clean norms to the engine, and add `noise` to these norms.
-
-        With `aqn.CLEAN` they stay clean.
-        Raises EngineFailed.
-        """
+        """Copy what the policy trains and its clean norms plus `noise` to the engine. Raises EngineFailed."""
 
     def sleep(self) -> None:
-        """Release memory that only sampling needs, if configured; the next `sync` or `generate` takes it again.
-
-        May be called twice. Raises EngineFailed.
-        """
+        """Release memory that only sampling needs, until the next `sync` or `generate`. Raises EngineFailed."""
+        return
 
     def norms(self) -> dict[str, Tensor]:
         """Read back the noisy norm weights that the engine holds, by full layer name."""
@@ -140,6 +129,7 @@ class Engine(Protocol):
 
         `ASLEEP` is the key of memory that `sleep` released, which torch still counts as reserved.
         """
+        return {}
 
     def close(self) -> None:
         """Release everything; the engine cannot be used again."""

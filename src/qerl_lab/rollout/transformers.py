@@ -11,35 +11,23 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import OnDone, Rollout, Sampling, do_nothing
+from qerl_lab.rollout.engine import Engine, OnDone, Rollout, Sampling, do_nothing
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """Engine over `policy.model`, generating at most `batch_size` completions at once."""
-
-    linear_backend = None  # its products are the trainer's
 
     def __init__(self, policy: Policy, batch_size: int) -> None:
         self.policy, self.batch_size = policy, batch_size
         self.sync(CLEAN)
 
     def sync(self, noise: Noise) -> None:
-        """Add `noise` to copies of the policy's clean norm weights, which `generate` then samples with.
-
-        What is trained is not copied, because the engine samples from the policy's own modules.
-        """
+        """Add `noise` to copies of the clean norms. What is trained is shared with the policy, and not copied."""
         self._norms = noise.onto_norms(self.policy.clean_norms)
-
-    def sleep(self) -> None:
-        """Do nothing, because no memory is held between rollouts."""
 
     def norms(self) -> dict[str, Tensor]:
         """Return the noisy norm weights by full layer name."""
         return self._norms
-
-    def held(self) -> dict[str, int]:
-        """Return an empty dict, because the weights are the policy's and the cache lives only during a rollout."""
-        return {}
 
     def close(self) -> None:
         """Drop the noisy norms."""
@@ -73,10 +61,7 @@ class TransformersEngine:
     def _generate_batch(
         self, prompts: list[list[int]], sampling: Sampling
     ) -> list[tuple[list[int], list[float], str, float]]:
-        """Generate one completion for each prompt's token ids, all in one batch.
-
-        Returns a tuple by prompt: completion ids, log-probs, finish reason, and entropy summed over tokens (nats).
-        """
+        """Generate a completion of each prompt: ids, log-probs, finish reason, entropy summed over tokens (nats)."""
         ids, mask = left_padded(prompts, self.policy.tokenizer.pad_token_id, self.policy.device)
         is_drawn, ends = sampling.temperature > 0, self.policy.end_ids()
         recorder = Recorder(sampling.temperature if is_drawn else 1.0)

@@ -31,10 +31,7 @@ class DenseAdapter:
         self.model, self.lora, self.cfg = model, cfg.lora, cfg
 
     def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM` that this adapter needs, for the model in `folder`.
-
-        `backend` is the result of `backends.choose_backend`.
-        """
+        """Return the arguments of `vllm.LLM` that this adapter needs; `backend` is from `backends.choose_backend`."""
         routes = one_adapter.Routes(backend == FP4_TILES, self.cfg.rollout.vllm.dense_rows)
         return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, routes)
 
@@ -51,10 +48,7 @@ class DenseAdapter:
         self.read = [(module, module.weight) for module in modules]
 
     def sync(self, llm: LLM) -> None:
-        """Copy the policy's current adapter into the buffers of vLLM's layers.
-
-        Raises AssertionError if the policy has replaced a tensor of its adapter since `begin`.
-        """
+        """Copy the policy's adapter into vLLM's layers. Raises AssertionError if its tensors are no longer the same."""
         if any(module.weight is not weight for module, weight in self.read):
             raise AssertionError("the policy's adapter has other tensors than when the engine began")
         scaling = (self.lora.alpha or self.lora.rank) / self.lora.rank
@@ -79,20 +73,14 @@ class AdapterFile:
         return LoRARequest(NAME, ID, str(self.folder))
 
     def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM` that this adapter needs; `folder` and `backend` do not matter.
-
-        Raises ConfigError for a rank that vLLM does not support.
-        """
+        """Return the arguments of `vllm.LLM` for this adapter. Raises ConfigError for a rank that vLLM has not."""
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(self.rank)}
 
     def begin(self, llm: LLM) -> None:
-        """Do nothing: a started vLLM needs no preparation, because `sync` makes it read the adapter's files."""
+        """Do nothing, because `sync` makes vLLM read the adapter's files."""
 
     def sync(self, llm: LLM) -> None:
-        """Write the policy's current adapter and have vLLM reload it.
-
-        Raises AssertionError unless vLLM then holds exactly this adapter.
-        """
+        """Write the policy's adapter and have vLLM reload it. Raises AssertionError unless vLLM then holds it alone."""
         write_weights(self.model, self.folder)
         llm.llm_engine.add_lora(LoRARequest(NAME, ID, str(self.folder), load_inplace=True))
         if (held := llm.llm_engine.list_loras()) != {ID}:

@@ -92,11 +92,10 @@ def block_k_of(rows: int) -> int:
 
 
 def blocks_of(rows: int, columns: int) -> tuple[int, int, int]:
-    """Return the rows and columns of y for each program of the kernel `_expand`, and the number of its warps.
+    """Return the rows and columns of y `[rows, columns]` for each program of `_expand`, and the number of its warps.
 
-    `rows` and `columns` are the shape of y. Every program adds up the sums of its rows again. So a wide y gets wide
-    programs, as long as there are two per multiprocessor: for gate/up of 7B at 64 rows narrow ones would read 68 MB of
-    sums for 10 MB of y.
+    Every program adds up the sums of its rows again. So a wide y gets wide programs, as long as there are two per
+    multiprocessor: for gate/up of 7B at 64 rows narrow ones would read 68 MB of sums for 10 MB of y.
     """
     if rows <= 16:
         return 16, 128, 4
@@ -106,10 +105,7 @@ def blocks_of(rows: int, columns: int) -> tuple[int, int, int]:
 
 
 def launch_options(tensor: Tensor) -> dict[str, bool]:
-    """Return Triton's launch arguments: from Hopper on, a kernel may begin before the previous one ends.
-
-    `tensor` lies on the GPU of the launch.
-    """
+    """Return Triton's launch arguments: on a `tensor` of a Hopper GPU or later, a kernel may begin early."""
     able = tensor.is_cuda and _capability(tensor.device) >= (9, 0)
     return {"AHEAD": able, "launch_pdl": able}
 

@@ -30,10 +30,7 @@ class AllWeights:
         """Do nothing: unlike an adapter, all weights need no buffers in a started vLLM."""
 
     def sync(self, llm: Any) -> None:
-        """Copy the policy's current weights into vLLM's model.
-
-        Raises ConfigError, at the first sync, if vLLM's model has other weights than the policy.
-        """
+        """Copy the policy's weights into vLLM's model. Raises ConfigError, at the first sync, if that has others."""
         llm.apply_model(self._load)
 
     def _load(self, model: Any) -> None:

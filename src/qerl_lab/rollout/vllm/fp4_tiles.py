@@ -105,18 +105,14 @@ def shared_by_mps() -> bool:
 
 
 def counters(rows: int, device: torch.device) -> Tensor:
-    """Allocate the counters of a layer with `rows` rows of W: int64 zeros by which thread blocks synchronize.
-
-    Only the kernel writes them.
-    """
+    """Allocate the counters of a layer with `rows` rows of W: int64 zeros by which thread blocks synchronize."""
     return torch.zeros(2 + rows // BLOCK, dtype=torch.int64, device=device)
 
 
 def tile_of(N: int, columns: int, multiprocessors: int) -> int:
-    """Choose how many 64-row blocks of a weight [N, K] form a tile, for the least work of the busiest multiprocessor.
+    """Choose how many 64-row blocks of a weight [N, K = `columns`] form a tile, for the least work of a multiprocessor.
 
-    `columns` is K. The work is the stages of its tiles, and the end of each tile, where a block costs about `_STEP`
-    stages.
+    The work is the stages of its tiles, and the end of each tile, where a block costs about `_STEP` stages.
     """
 
     def stages_of_busiest(tile: int) -> int:
@@ -134,10 +130,7 @@ def groups_of(tile: int) -> int:
 
 
 def _blocks_per_tile(tiles: int, columns: int, multiprocessors: int) -> int:
-    """Return how many thread blocks share each of `tiles` tiles, so that few multiprocessors are idle.
-
-    `columns` is K; at most one thread block per `AT_A_TIME` blocks of 64 columns.
-    """
+    """Return how many thread blocks share each of `tiles` tiles, so that few multiprocessors are idle."""
     return max(1, min(multiprocessors // tiles, depth_of(columns)))
 
 
@@ -192,8 +185,7 @@ def _multiply(
 def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machine) -> Plan:
     """Choose kernel variant and launch parameters for `rows` rows of x, with as many stages as fit in shared memory.
 
-    `packed` is the shape of the packed weight, `parts` the number of its parts. Raises ValueError if two stages do not
-    fit.
+    `packed` is the packed weight's shape. Raises ValueError if two stages do not fit.
     """
     variant = next(most for most in VARIANTS if rows <= most)
     tiles, depth, _, tile, _ = packed
@@ -238,10 +230,7 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def _launch_kernel(how: Plan, x: Tensor, B: Tensor, tensors: Sequence[Tensor | None], shape: Shape) -> None:
-    """Start the planned kernel on the current stream, which a CUDA graph may be capturing.
-
-    `tensors` and `shape` are the kernel's arguments after x, in the order of fp4_tiles.cu.
-    """
+    """Start the planned kernel; its arguments after x are `tensors` and `shape`, in the order of fp4_tiles.cu."""
     from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
 
     name, line = instance(how.rows, how.tile, how.groups, how.pieces > 1)
@@ -252,9 +241,6 @@ def _launch_kernel(how: Plan, x: Tensor, B: Tensor, tensors: Sequence[Tensor | N
 
 
 def instance(rows: int, tile: int, groups: int, shared: bool) -> tuple[str, str]:
-    """Return a kernel variant's name, and the line of CUDA source that instantiates it.
-
-    The first three arguments are as in `Plan`; `shared` tells whether several thread blocks share a tile.
-    """
+    """Return the name of a kernel variant, `shared` if blocks share a tile, and the line that instantiates it."""
     of_variant = rows, tile, groups, int(shared)
     return "_".join(["fp4_tiles", *map(str, of_variant)]), f"FP4_TILES({', '.join(map(str, of_variant))})"

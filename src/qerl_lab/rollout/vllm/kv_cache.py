@@ -22,10 +22,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def bytes_per_token(config: dict[str, Any], element_bytes: int) -> int:
-    """Return the bytes of a token's keys and values in all layers, with `element_bytes` bytes per number.
-
-    `config` is the model's config.json.
-    """
+    """Return the bytes of a token's keys and values in all layers of `config`, the model's config.json."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim * element_bytes
@@ -34,12 +31,8 @@ def bytes_per_token(config: dict[str, Any], element_bytes: int) -> int:
 def kv_cache_bytes(cfg: RunConfig, per_token: int, free: int) -> int:
     """Choose the cache's bytes: `rollout.vllm.kv_cache_gib`, else enough for a full batch, at most SHARE of `free`.
 
-    Args:
-        per_token: bytes of one token's keys and values.
-        free: free bytes of device memory beside the engine's weights.
-
-    Raises:
-        ConfigError: not one completion of full length fits.
+    `per_token` are the bytes of a token's keys and values, `free` those of device memory beside the engine's weights.
+    Raises ConfigError if not one completion of full length fits.
     """
     rollout = cfg.rollout
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens

@@ -34,10 +34,7 @@ def load_kernel(source: Path, name: str, device: int, variant: str = "", registe
 
 
 def architecture(major: int, minor: int) -> str:
-    """Return NVRTC's name of a GPU architecture, e.g. "sm_90a" for compute capability 9.0.
-
-    The "a" allows the instructions that only this capability has.
-    """
+    """Return NVRTC's name of a GPU architecture, "sm_90a" for 9.0; "a" adds the instructions of this one alone."""
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
@@ -54,10 +51,7 @@ def shared_by_mps(device: int) -> bool:
 
 
 def compile_source(source: Path, architecture: str, variant: str = "") -> tuple[bytes, str]:
-    """Compile a CUDA file plus a `variant` line for an architecture such as "sm_90"; return machine code and log.
-
-    Needs no GPU. Raises RuntimeError with NVRTC's message.
-    """
+    """Compile a CUDA file plus a `variant` line; return code and log. Raises RuntimeError with NVRTC's message."""
     program = check_status(
         nvrtc.nvrtcCreateProgram(source.read_bytes() + variant.encode(), source.name.encode(), 0, [], [])
     )
@@ -85,12 +79,8 @@ def launch(
         early: let it start before the previous kernel has ended ("programmatic dependent launch" of the CUDA
             programming guide); it must call `griddepcontrol.wait` before it reads what that kernel wrote.
     """
-    values = [
-        ctypes.c_void_p(None if given is None else given.data_ptr())
-        if given is None or isinstance(given, Tensor)
-        else given
-        for given in arguments
-    ]
+    of_tensors = [given.data_ptr() if isinstance(given, Tensor) else given for given in arguments]
+    values = [ctypes.c_void_p(given) if given is None or isinstance(given, int) else given for given in of_tensors]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     config = driver.CUlaunchConfig()
     config.gridDimX, config.blockDimX, config.sharedMemBytes = blocks, threads, shared_bytes
@@ -113,8 +103,7 @@ def _early_start_attribute() -> Any:
 def tiles_map(x: Tensor, stride: int, rows: int, blocks: int) -> Any:
     """Build a TMA descriptor (CUtensorMap) with 128-byte swizzle for x, bfloat16 `[M, K]`, as an argument of `launch`.
 
-    With it a kernel copies a tile of x, `rows` rows by `blocks` blocks of 64 columns, to shared memory at once.
-    `stride` is x's row stride in elements.
+    A copy has `rows` rows and `blocks` blocks of 64 columns. `stride` is x's row stride in elements.
     """
     sizes = (64, x.shape[0], -(-x.shape[1] // 64))
     return _build_tensor_map(
@@ -123,10 +112,7 @@ def tiles_map(x: Tensor, stride: int, rows: int, blocks: int) -> Any:
 
 
 def rows_map(B: Tensor, rows: int, columns: int) -> Any:
-    """Build a tensor map without swizzle as an argument of `launch`, to copy from B, bfloat16 `[N, rank]`.
-
-    A copy has `rows` rows and `columns` columns.
-    """
+    """Build a tensor map without swizzle for copies of `rows` x `columns` from B, bfloat16 `[N, rank]`."""
     (N, rank), none = B.shape, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
     return _build_tensor_map(B, (rank, N), (2 * rank,), (columns, rows), none)
 
@@ -136,10 +122,7 @@ def _build_tensor_map(
 ) -> Any:
     """Build a CUtensorMap of a bfloat16 matrix, as an argument of `launch`. Copies read zeros beyond the last element.
 
-    Args:
-        sizes: elements by axis, innermost first.
-        strides: bytes by axis, without the innermost.
-        box: elements of one copy by axis.
+    `sizes` and `box` are the elements of matrix and copy by axis, innermost first; `strides` are bytes, without it.
     """
     made = check_status(
         driver.cuTensorMapEncodeTiled(
@@ -154,10 +137,7 @@ def _build_tensor_map(
 
 
 def check_status(result: tuple[Any, ...]) -> Any:
-    """Return the first value in the result of a cuda.bindings call, None without one.
-
-    Raises RuntimeError if the call failed.
-    """
+    """Return the first value in a result of cuda.bindings, None without one. Raises RuntimeError if the call failed."""
     status, *values = result
     if status.value:
         raise RuntimeError(f"CUDA: {status.name}")

@@ -79,7 +79,10 @@ def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str], routes: 
 
 @register_quantization_config(NAME)
 class OneAdapterConfig(QuantizationConfig):
-    """Quantization config that adds an adapter of `rank` on the layers `targets` to `base` (None: not quantized)."""
+    """Quantization config that adds an adapter of `rank` on the layers `targets` to `base` (None: not quantized).
+
+    vLLM's hooks without a docstring pass on to `base`, if there is one.
+    """
 
     def __init__(
         self, base: QuantizationConfig | None, rank: int, targets: Sequence[str], routes: Mapping[str, Any]
@@ -89,12 +92,10 @@ class OneAdapterConfig(QuantizationConfig):
 
     @property
     def packed_modules_mapping(self) -> dict[str, list[str]]:
-        """Override vLLM's property: return the names of a fused layer's parts by its name, as vLLM's model set them."""
         return self._parts if self.base is None else self.base.packed_modules_mapping
 
     @packed_modules_mapping.setter
     def packed_modules_mapping(self, parts: dict[str, list[str]]) -> None:
-        """Override vLLM's property: set the names of a fused layer's parts by its name, in `base` if there is one."""
         if self.base is None:
             self._parts = parts
         else:
@@ -113,50 +114,36 @@ class OneAdapterConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Override vLLM's hook: return this method's name if the user asked for it, so that vLLM takes it; else None.
-
-        `llm_arguments` asks for it, also where the directory names another method.
-        """
+        """Override vLLM's hook: take this method if `llm_arguments` asks for it, whatever config.json names."""
         return NAME if user_quant == NAME else None
 
     def get_name(self) -> str:
-        """Override vLLM's hook: return this method's name."""
         return NAME
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Override vLLM's hook: return the dtypes of activations that `base` supports."""
         every = [torch.float32, torch.float16, torch.bfloat16]
         return every if self.base is None else self.base.get_supported_act_dtypes()
 
     def get_min_capability(self) -> int:
-        """Override vLLM's hook: return the least compute capability that `base` supports; 0 without a `base`."""
         return 0 if self.base is None else self.base.get_min_capability()
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Override vLLM's hook: name no further configuration files."""
         return []
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Override vLLM's hook: let `base` translate its layer names from the checkpoint's to vLLM's."""
         if self.base is not None:
             self.base.apply_vllm_mapper(hf_to_vllm_mapper)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Override vLLM's hook: pass the model's name and configuration on to `base`, if there is one."""
         if self.base is not None:
             self.base.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
 
     def get_cache_scale_mapper(self) -> Any:
-        """Override vLLM's hook: return the mapper of `base` for names of key-value cache scales, or vLLM's default."""
         return super().get_cache_scale_mapper() if self.base is None else self.base.get_cache_scale_mapper()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Override vLLM's hook: return the method that computes a layer; `prefix` is the layer's full name.
-
-        It is the method of `base`. Without one it is vLLM's unquantized method for a linear layer, else None. For
-        linear layers with an adapter it is wrapped in `OneAdapterMethod`.
-        """
+        """Override vLLM's hook: return the method of the layer `prefix`, in `OneAdapterMethod` if it has an adapter."""
         method = None if self.base is None else self.base.get_quant_method(layer, prefix)
         if not isinstance(layer, LinearBase):
             return method
@@ -174,10 +161,7 @@ _BY_ADAPTER: WeakValueDictionary[int, LinearBase] = WeakValueDictionary()
 
 @torch.library.custom_op("qerl_lab::linear_with_adapter", mutates_args=())
 def linear_with_adapter(x: Tensor, adapter: Tensor, bias: Tensor | None, columns: int) -> Tensor:
-    """Custom operation: compute y[M, columns] of x[M, K] by a layer and its adapter.
-
-    `adapter` is the layer's buffer `adapter_A`; its address identifies the layer.
-    """
+    """Custom operation: compute y[M, columns] of x[M, K] by the layer whose buffer `adapter_A` is `adapter`."""
     layer = _BY_ADAPTER[adapter.data_ptr()]
     return layer.quant_method.routed(layer, x, bias)
 
@@ -207,19 +191,10 @@ class OneAdapterMethod(LinearMethodBase):
             self.quant_config = base.quant_config  # bitsandbytes' loader reads it to find packed layers
 
     def create_weights(
-        self,
-        layer: LinearBase,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """Override vLLM's hook: create the base weights, and adapter buffers of zeros.
-
-        Raises ConfigError under tensor parallelism.
-        """
+        self, layer: LinearBase, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
+        """Override vLLM's hook: create base weights and a zero adapter. Raises ConfigError under tensor parallelism."""
         if layer.tp_size > 1:
             raise ConfigError(
                 f"tensor_parallel_size={layer.tp_size} is not allowed with the dense products of one adapter; allowed: "
@@ -256,10 +231,7 @@ class OneAdapterMethod(LinearMethodBase):
         _BY_ADAPTER[layer.adapter_A.data_ptr()] = layer
 
     def _lay_in_tiles(self, layer: LinearBase) -> None:
-        """Replace the layer's loaded weights by buffers in the layout of `fp4_tiles`.
-
-        Raises ConfigError for a GPU or layer that `fp4_tiles` does not support.
-        """
+        """Replace the loaded weights by the layout of `fp4_tiles`. Raises ConfigError if that is not possible."""
         columns = layer.adapter_A.shape[1]
         what = f"{self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {fp4_tiles.SUPPORTED}"
         untaken = "" if fp4_tiles.supports(self.sizes, columns, self.rank) else f"does not take {what}"
@@ -280,8 +252,7 @@ class OneAdapterMethod(LinearMethodBase):
     def _keep_dense(self, layer: LinearBase) -> None:
         """Give the layer a buffer `stacked` [N + P * r, K]: its weight, unpacked as by the trainer, above its A.
 
-        `adapter_A` becomes a view of it. Sets `self.alpha`, by which the product with the unpacked weight must be
-        multiplied.
+        Sets `self.alpha`, by which the product with the unpacked weight must be multiplied.
         """
         stored = {name: getattr(layer, name).data for name in ("weight_packed", "weight_scale")}
         stored["weight_global_scale"] = layer.weight_global_scale.data[:1]
@@ -293,10 +264,7 @@ class OneAdapterMethod(LinearMethodBase):
         layer.adapter_A, self.alpha = stacked[N:], decoder.alpha
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Override vLLM's hook: return x W^T + bias plus the adapter's product.
-
-        On a GPU torch.compile sees one operation.
-        """
+        """Override vLLM's hook: return x W^T + bias plus the adapter's product, on a GPU as one operation."""
         rows, columns = x.view(-1, x.shape[-1]), sum(self.sizes)
         if x.is_cuda:
             return linear_with_adapter(rows, layer.adapter_A, bias, columns).view(*x.shape[:-1], columns)
@@ -305,10 +273,7 @@ class OneAdapterMethod(LinearMethodBase):
         return y
 
     def routed(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x[M, K] W^T + bias plus the adapter's product, y[M, N], by the kernel for this number of rows.
-
-        The kernels are the lab's `fp4_tiles`, the base's own, and cuBLAS on unpacked weights.
-        """
+        """Return x[M, K] W^T + bias plus the adapter's product, y[M, N], by the kernel for this number of rows."""
         rows, dense_rows = len(x), self.routes.dense_rows
         A, B = layer.adapter_A, layer.adapter_B
         plain = None if bias is None else layer.plain_bias
@@ -331,10 +296,7 @@ class OneAdapterMethod(LinearMethodBase):
 
 
 def use_packed_layers(model: nn.Module, layers: Mapping[str, PackedLinear]) -> None:
-    """Let vLLM's layers read the policy's packed weights in calls with at least `UNPACK_ROWS` rows.
-
-    `layers` are by checkpoint name. A layer of vLLM that lacks a part there stays as it is.
-    """
+    """Let vLLM's layers whose parts are all in `layers` read those packed weights in calls of `UNPACK_ROWS` rows on."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, OneAdapterMethod) and all(part in layers for part in method.parts):
@@ -358,10 +320,7 @@ class AdapterBuffers:
     """Copies an adapter into the buffers of vLLM's layers, found once because the search takes 10 ms for a 7B."""
 
     def __init__(self, model: nn.Module, adapter: Mapping[str, Pair]) -> None:
-        """Find the buffers in vLLM's `model`.
-
-        Args:
-            adapter: from `adapter_of`, in any dtype, best on the model's device. It is only read.
+        """Find the buffers in vLLM's `model` for the matrices of `adapter`, from `adapter_of`.
 
         Raises ConfigError unless exactly the layers that the engine was built for have an adapter, in the built shapes.
         """

@@ -18,8 +18,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.formats.marlin import CODES, ROWS, SCALE, Marlin, part
 from qerl_lab.formats.nvfp4 import DIVISOR
 from qerl_lab.formats.tiles import TILES, Tiles
-from qerl_lab.model import linear
-from qerl_lab.model.linear import PackedLinear
+from qerl_lab.model.linear import PackedLinear, packed_layers
 from qerl_lab.model.policy import Policy
 
 # Class name of `layer.scheme.kernel`. vLLM documents no way to ask for a layer's kernel; tests/gpu/test_one_copy_gpu.py
@@ -30,7 +29,7 @@ Layers = dict[str, PackedLinear]
 
 def layers_of(policy: Policy) -> Layers:
     """Return the policy's packed layers by checkpoint name."""
-    return linear.packed_layers(policy.base)
+    return packed_layers(policy.base)
 
 
 @contextmanager
@@ -51,18 +50,14 @@ def packed_on_host(policy: Policy) -> Iterator[None]:
 
 
 def share(policy: Policy, model: nn.Module) -> list[str]:
-    """Let the layers of `policy` hold the tensors of vLLM's `model`; return the names of layers that keep their own.
-
-    Raises ConfigError, before any layer changes, unless `model` holds each layer in the layout of `fp4_tiles` or
-    Marlin.
-    """
+    """Let `policy` hold the tensors of vLLM's `model`; return the layers that keep their own. Raises ConfigError."""
     layers = layers_of(policy)
     pairs = list(_fused_pairs(layers, model))
     found = {name for _, parts in pairs for name in parts}
     if missing := [name for name in layers if name not in found]:
         raise cannot_share(f"finds no layer in vLLM's model that holds {missing[0]}")
     for theirs, parts in pairs:
-        if not _is_in_tiles(theirs):  # the lab's own layout was checked when it was made
+        if TILES not in theirs._buffers:  # the lab's own layout was checked when it was made
             _check_marlin(theirs, parts)
     return [name for theirs, parts in pairs for name in _share_layer(theirs, parts)]
 
@@ -78,10 +73,7 @@ def cannot_share(why: str) -> ConfigError:
 
 
 def _fused_pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, Layers]]:
-    """Yield each of vLLM's layers with the policy's layers that it fuses, by name, in the order of their rows.
-
-    Skips layers of vLLM that the policy has not packed.
-    """
+    """Yield each of vLLM's layers whose parts the policy has packed, with these parts by name, in the order of rows."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     # A `.base_layer` comes after its wrapper in named_modules, and so replaces it.
     theirs = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}
@@ -90,11 +82,6 @@ def _fused_pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, 
         names = [f"{parent}.{one}" for one in fused.get(leaf, [leaf])]
         if all(one in layers for one in names):
             yield layer, {one: layers[one] for one in names}
-
-
-def _is_in_tiles(theirs: nn.Module) -> bool:
-    """Tell whether vLLM's layer holds its weight in the layout of `fp4_tiles`."""
-    return TILES in dict(theirs.named_buffers(recurse=False))
 
 
 def _check_marlin(theirs: nn.Module, parts: Layers) -> None:
@@ -112,15 +99,12 @@ def _check_marlin(theirs: nn.Module, parts: Layers) -> None:
 
 
 def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
-    """Let `parts`, which are fused in vLLM's layer `theirs`, hold its tensors.
-
-    Returns the names of the parts that keep their own, because the bits differ.
-    """
+    """Let the `parts` of vLLM's layer `theirs` hold its tensors; return the names of those whose bits differ."""
     keep, first = [], 0  # `first` is the row of the fused layer at which a part begins
     for name, layer in parts.items():
         packed = layer.packed()
         form: Tiles | Marlin
-        if _is_in_tiles(theirs):
+        if TILES in theirs._buffers:
             tiles = theirs.get_buffer(TILES)
             held = {TILES: tiles, DIVISOR: packed[DIVISOR].to(tiles.device)}
             form = Tiles(first, layer.out_features, layer.in_features)

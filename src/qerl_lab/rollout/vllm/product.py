@@ -72,11 +72,7 @@ def stacked_product(
     One cuBLAS product gives x W^T and t = x A^T side by side, which saves a launch and a pass over x. Both are rounded
     to the dtype of x before `expand` joins them, as in `add_adapter`.
 
-    Args:
-        x: `[M, K]`.
-        stacked: `[N + P * r, K]`, W above A.
-        B, sizes: as in `add_adapter`.
-        bias: `[N]`.
+    x is `[M, K]`, `stacked` `[N + P * r, K]`, W above A; bias `[N]`; B and `sizes` are as in `add_adapter`.
     """
     W, A = stacked.split([len(B), len(stacked) - len(B)])
     if not (x.is_cuda and expand_is_faster(len(x), B.shape[1])):
@@ -96,14 +92,8 @@ def unpacked_product(
 ) -> Tensor:
     """Return x W^T + bias plus the adapter's product, y `[M, N]`; unpacks each weight whole for cuBLAS.
 
-    The adapter's product comes first and the large product adds to it in its epilogue: y is written twice and read
-    once.
-
-    Args:
-        x: `[M, K]`.
-        decoders: one per part; the parts are stacked in W.
-        A, B, sizes: as in `add_adapter`.
-        bias: `[N]`.
+    The adapter's product comes first and the large product adds to it in its epilogue. `decoders` has one per part; the
+    other arguments are as in `stacked_product`.
     """
     y, t = x.new_empty(len(x), len(B)), x @ A.t()
     biases = len(sizes) * [None] if bias is None else bias.split(sizes)
@@ -121,15 +111,7 @@ def tiles_product(
     x: Tensor, packed: Tensor, divisor: Tensor, meeting: Tensor, decoders: Sequence[Decoder], A: Tensor, B: Tensor,
     sizes: list[int], bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return x W^T + bias plus the adapter's product, y `[M, N]`, for a weight packed in FP4 tiles.
-
-    Up to `TILES_ROWS` rows of x `fp4_tiles.linear` is faster, which reads the packed weight; beyond them
-    `unpacked_product`, which unpacks it whole for cuBLAS.
-
-    Args:
-        x, packed, divisor, meeting, A, B, sizes, bias: as in `fp4_tiles.linear`.
-        decoders: as in `unpacked_product`.
-    """
+    """Return y of `fp4_tiles.linear`, or beyond `TILES_ROWS` rows of x that of `unpacked_product`, which is faster."""
     if len(x) > TILES_ROWS:
         return unpacked_product(x, decoders, A, B, sizes, bias)
     return fp4_tiles.linear(x, packed, divisor, A, B, sizes, meeting, bias)
@@ -137,5 +119,4 @@ def tiles_product(
 
 @add_adapter.register_fake
 def _change_no_shape(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
-    """Return nothing: `y` keeps its shape under torch.compile."""
-    return None
+    """Leave `y` in its shape under torch.compile."""

@@ -32,10 +32,7 @@ class CacheAlone(CuMemBackend):
                 part.is_asleep = True
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Override vLLM's hook: map the key-value cache again at any `tags`, and zero it.
-
-        Raises OutOfMemoryError if others hold the memory.
-        """
+        """Override vLLM's hook: map the cache again, zeroed. Raises OutOfMemoryError if others hold the memory."""
         for part in _cache_allocations():
             if part.is_asleep:
                 _, size, address, _ = part.handle

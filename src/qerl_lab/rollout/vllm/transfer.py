@@ -53,10 +53,7 @@ def serving_arguments(cfg: RunConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def sampling_arguments(sampling: Sampling, group_size: int, seed: int, end_ids: list[int]) -> dict[str, Any]:
-    """Return a prompt's sampling arguments, for `vllm.SamplingParams` and as keys of a /v1/completions request.
-
-    `seed` is the prompt's; completion g of `group_size` draws with seed + g.
-    """
+    """Return a prompt's sampling arguments, for `vllm.SamplingParams` and as keys of a /v1/completions request."""
     return {
         "n": group_size,
         "seed": seed,  # completion g uses seed + g
@@ -70,10 +67,7 @@ def sampling_arguments(sampling: Sampling, group_size: int, seed: int, end_ids: 
 
 
 def check_norms(held: Mapping[str, Tensor], clean: Mapping[str, Tensor], holder: str, way_out: str) -> None:
-    """Raise ConfigError unless an engine holds the policy's clean norms: same names, same weights, in float32.
-
-    The message begins with `holder`, the engine, and ends with `way_out`, what to type.
-    """
+    """Raise ConfigError, ending in `way_out`, unless the engine `holder` holds the policy's clean norms in float32."""
     for name, weight in clean.items():
         if name not in held:
             why = f"has no layer {name}: its model is another, or names layers otherwise, so that no noise can be added"

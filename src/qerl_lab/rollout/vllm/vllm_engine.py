@@ -32,7 +32,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.policy import Policy
 from qerl_lab.model.weight_files import read_json
-from qerl_lab.rollout.engine import ASLEEP, EngineFailed, OnDone, Rollout, Sampling, do_nothing
+from qerl_lab.rollout.engine import ASLEEP, Engine, EngineFailed, OnDone, Rollout, Sampling, do_nothing
 from qerl_lab.rollout.vllm import logprob_scheduler, one_copy
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.all_weights import AllWeights
@@ -48,7 +48,7 @@ IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 SEEDS_IN_ONE_KERNEL = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """Engine on a copy of `policy`'s base, or with `share_base` on the only one. One per process.
 
     A completion's draws depend on its seed, not on its batch; on a GPU they repeat as far as vLLM's sums do. Raises
@@ -92,10 +92,7 @@ class VllmEngine:
         return self._llm
 
     def sync(self, noise: Noise) -> None:
-        """Copy what the policy trains and its noisy norms into vLLM, and reset the prefix cache of the old weights.
-
-        Raises EngineFailed if vLLM refuses.
-        """
+        """Copy what the policy trains and its noisy norms into vLLM, and reset the prefix cache of the old weights."""
         self._wake()
         noisy = noise.onto_norms(self.policy.clean_norms)
 
@@ -112,10 +109,7 @@ class VllmEngine:
                 torch.cuda.synchronize(self.policy.device)
 
     def sleep(self) -> None:
-        """Release the key-value cache's memory until `sync` or `generate`, if rollout.vllm.sleep is set.
-
-        Raises EngineFailed.
-        """
+        """Release the key-value cache's memory until `sync` or `generate`, if rollout.vllm.sleep is set."""
         if self._asleep or not self.cfg.rollout.vllm.sleep:
             return
         from qerl_lab.rollout.vllm import sleep
@@ -129,10 +123,7 @@ class VllmEngine:
                     raise
 
     def _wake(self) -> None:
-        """Map the memory of a sleeping key-value cache again, zeroed; do nothing if it is not asleep.
-
-        Raises EngineFailed, and stays asleep, if another program holds the memory.
-        """
+        """Map a sleeping key-value cache again, zeroed. Raises EngineFailed, still asleep, if others hold memory."""
         if not self._asleep:
             return
         with raising_engine_failed("wake_up"):
@@ -143,10 +134,7 @@ class VllmEngine:
         self._asleep = False
 
     def _share_base(self) -> None:
-        """Let the policy use vLLM's copy of the base weights. Prints a warning if some layers keep their own.
-
-        Raises ConfigError if vLLM's layout cannot be shared.
-        """
+        """Let the policy use vLLM's copy of the base. Raises ConfigError if its layout cannot be shared."""
         torch.cuda.synchronize(self.policy.device)  # vLLM may have loaded on another stream
         keep = self.llm.apply_model(lambda model: one_copy.share(self.policy, model))[0]
         if keep:
@@ -172,10 +160,7 @@ class VllmEngine:
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
-        """Sample `group_size` completions of each prompt. The log-probs are empty with top_p < 1.
-
-        Raises EngineFailed if vLLM dies or takes longer than rollout.vllm.timeout_minutes.
-        """
+        """Sample `group_size` completions of each prompt, without log-probs for top_p < 1. Raises EngineFailed."""
         started, engine = time.perf_counter(), self.llm.llm_engine
         minutes = self.cfg.rollout.vllm.timeout_minutes
         deadline = started + 60 * minutes
@@ -253,10 +238,7 @@ class VllmEngine:
 
 
 def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter: dict[str, Any]) -> LLM:
-    """Build vLLM's `LLM` for the model in `folder`. Raises ConfigError if vLLM refuses, or if memory is too small.
-
-    `backend` is the result of `choose_backend`. `of_adapter` are further arguments of `LLM`, from the adapter.
-    """
+    """Build vLLM's `LLM` with the adapter's arguments. Raises ConfigError if vLLM refuses, or memory is too small."""
     own = cfg.rollout.vllm
     config, dtype = read_json(folder / "config.json"), policy.dtype
     per_token = bytes_per_token(config, 1 if own.kv_cache_dtype == "fp8" else dtype.itemsize)
@@ -292,10 +274,7 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
 
 @contextmanager
 def raising_engine_failed(what: str) -> Iterator[None]:
-    """Context manager: turn RuntimeErrors, out of memory included, and a dead vLLM into EngineFailed.
-
-    Other errors pass, because a wrong call raises them. `what` names the call in the message.
-    """
+    """Context manager: turn RuntimeErrors, out of memory included, and a dead vLLM into EngineFailed."""
     try:
         yield
     except torch.OutOfMemoryError as error:

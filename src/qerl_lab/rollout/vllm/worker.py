@@ -86,10 +86,7 @@ class NormWorker(Worker):
 
         Every worker draws the same noise. Layers of other pipeline stages are skipped.
 
-        Args:
-            names: full layer names.
-            sigma: a float as text, because JSON has no NaN.
-            seed, step, relative: as in `aqn.Noise`.
+        `names` are full layer names, `sigma` a float as text, because JSON has no NaN; the rest is as in `aqn.Noise`.
         """
         weights = self._qerl_parameters()
         clean: dict[str, Tensor] = self.__dict__.setdefault("qerl_clean", {})  # as loaded

@@ -44,11 +44,8 @@ class Server:
         A lost connection is tried again for `patience` seconds. So the request must be safe to repeat, because an
         answer may be lost.
 
-        Raises:
-            Refused: the server answered with an error.
-            Unanswered: a connected server did not answer in `seconds`.
-            EngineFailed: there is no server.
-            ConfigError: the server wants a key.
+        Raises Refused for an error as answer, Unanswered after `seconds` without one, EngineFailed without a server,
+        ConfigError if it wants a key.
         """
         timeout, lost = httpx.Timeout(seconds, connect=CONNECT_SECONDS), None
         while True:

@@ -22,7 +22,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.formats.fp8 import W8A8
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import EngineFailed, OnDone, Rollout, Sampling, do_nothing
+from qerl_lab.rollout.engine import Engine, EngineFailed, OnDone, Rollout, Sampling, do_nothing
 from qerl_lab.rollout.vllm.base import scratch_folder
 from qerl_lab.rollout.vllm.transfer import (
     adapter_bytes,
@@ -47,14 +47,12 @@ NO_NAN = "not JSON compliant"  # Python's json error for a NaN, passed on by the
 Completion = tuple[list[int], list[float], str]  # token ids, log-probs, finish reason
 
 
-class VllmServerEngine:
+class VllmServerEngine(Engine):
     """Engine on the server at `rollout.vllm_server.url`, which serves `policy`'s base to one run at a time.
 
     Seeds determine the draws as in `vllm_engine`. Raises ConfigError if there is no server, or it serves another model
     or with other settings.
     """
-
-    linear_backend = None  # chosen by the server
 
     def __init__(self, policy: Policy, cfg: RunConfig) -> None:
         self.policy, self.cfg, own = policy, cfg, cfg.rollout.vllm_server
@@ -76,10 +74,7 @@ class VllmServerEngine:
             raise
 
     def _temporary_folder(self) -> AbstractContextManager[str | Path]:
-        """Return a context manager for a temporary folder of adapter files, in rollout.vllm_server.adapter_dir.
-
-        If that is null, the folder is on this machine, in RAM if there is room.
-        """
+        """Return a context manager for a folder of adapter files: in adapter_dir, or here, in RAM if there is room."""
         if (shared := self.cfg.rollout.vllm_server.adapter_dir) is None:
             return scratch_folder(adapter_bytes(self.policy.model))
         Path(shared).mkdir(parents=True, exist_ok=True)
@@ -103,10 +98,7 @@ class VllmServerEngine:
                     raise ConfigError(f"{self._server.name} has {key}={value}; allowed for this run: {allowed}. {LINE}")
 
     def _check_logprobs(self) -> None:
-        """Raise ConfigError unless server and policy give a text that the server samples nearly the same log-probs.
-
-        Their mean absolute difference must be below `NEAR`, in nats.
-        """
+        """Raise ConfigError unless server and policy give a sampled text log-probs within `NEAR` nats, on average."""
         policy, model, rollout = self.policy, self.cfg.model, self.cfg.rollout
         prompt = policy.tokenizer(PROBE)["input_ids"][: rollout.max_prompt_tokens]
         out = self.generate([prompt], 1, Sampling(min(PROBE_TOKENS, rollout.max_completion_tokens), seed=0))
@@ -122,10 +114,7 @@ class VllmServerEngine:
             )
 
     def _take_over(self) -> None:
-        """Make this engine's adapter the only one on the server. Requests of an earlier run fail from then on.
-
-        Raises ConfigError if the server cannot load the adapter's files.
-        """
+        """Make this engine's adapter the server's only one. Raises ConfigError if the server cannot load its files."""
         held = self._adapter_names()
         self._server.ask("POST", "/abort_requests", {})  # running requests would keep the prefix cache
         self._call_workers("qerl_clear")  # the first sync resets the prefix cache
@@ -155,10 +144,7 @@ class VllmServerEngine:
             raise EngineFailed(f"{self._server.name} {what}")
 
     def sync(self, noise: Noise) -> None:
-        """Send the policy's adapter and the noise's parameters to the server's workers, and reset the prefix cache.
-
-        Raises EngineFailed if the server is away, was restarted or taken by another run, or refuses.
-        """
+        """Send adapter and noise to the server's workers. Raises EngineFailed, also if another run took the server."""
         self._require_only_adapter()
         write_weights(self.policy.model, self._folder)
         held = self._call_workers("qerl_adapter", name=self._name, folder=str(self._folder))
@@ -169,14 +155,8 @@ class VllmServerEngine:
         if not self._server.ask("POST", "/reset_prefix_cache")["success"]:
             raise EngineFailed(f"{self._server.name} kept its prefix cache at a sync: it still serves other requests")
 
-    def sleep(self) -> None:
-        """Do nothing, because the server has its own memory."""
-
     def norms(self) -> dict[str, Tensor]:
-        """Read the norm layers' weights, with their noise, back from the server; return them by full layer name.
-
-        Norm layers that the server lacks are left out. Raises EngineFailed if its workers hold different weights.
-        """
+        """Read the noisy norms back from the server. Raises EngineFailed if its workers hold different weights."""
         found: dict[str, list[str]] = {}
         for held in self._call_workers("qerl_norms", names=list(self.policy.norms)):
             if differ := [name for name, weight in held.items() if found.setdefault(name, weight) != weight]:
@@ -190,10 +170,7 @@ class VllmServerEngine:
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
-        """Sample `group_size` completions of each prompt. The log-probs are empty with top_p < 1.
-
-        Raises EngineFailed if the server is away or takes longer than rollout.vllm.timeout_minutes.
-        """
+        """Sample `group_size` completions of each prompt, without log-probs for top_p < 1. Raises EngineFailed."""
         started, seeds = time.perf_counter(), sampling.seeds(len(prompt_ids_P))
         # As ids, because texts are not used.
         fixed = {"model": self._name, "return_token_ids": True, "return_tokens_as_token_ids": True}
@@ -251,20 +228,13 @@ class VllmServerEngine:
             found.append((choice["token_ids"], logprobs["token_logprobs"] if logprobs else [], reason))
         return found
 
-    def held(self) -> dict[str, int]:
-        """Return an empty dict, because the server has its own memory."""
-        return {}
-
     def close(self) -> None:
         """Remove the adapter's files. The server keeps the adapter until another engine takes over."""
         self._open.close()
 
 
 def format_of(name: str | None, config: dict[str, Any] | None) -> str:
-    """Return the weight format of a server's base, from vLLM's `quantization` and `quantization_config` of the model.
-
-    If the lab does not know the format, returns vLLM's name of it, with the reason.
-    """
+    """Return the weight format of a server's base from vLLM's two settings; for an unknown one vLLM's name and why."""
     try:
         if config is None:
             return name or DENSE_FORMAT
