@@ -57,17 +57,22 @@ def test_auto_is_the_labs_kernel_where_it_fits_and_else_vllms_choice(
     assert backends.choose_backend(cfg, policy.model) == taken
 
 
-@pytest.mark.parametrize(("capability", "told"), [
-    ((7, 5), "compute capability 7.5: not tried, the lab was measured on H100 and H200; bfloat16 is emulated and slow"),
-    ((8, 9), "compute capability 8.9: not tried, the lab was measured on H100 and H200"),
-    ((7, 0), "compute capability 7.0: too old"), (HOPPER, ""),
-], ids=["T4", "L4", "V100", "H100"])  # fmt: skip
-def test_it_says_what_works_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], told: str) -> None:
-    machine(monkeypatch, capability)
+@pytest.mark.parametrize(("capability", "mps", "told"), [
+    ((7, 5), False, ("compute capability 7.5: not tried", "nvfp4", "slow; type model.dtype=float32", "needs a GPU of")),
+    ((8, 9), False, ("capability 8.9: not tried", "mxfp4", "bfloat16: in hardware", "needs a GPU of compute cap")),
+    (HOPPER, False, ("compute capability 9.0", "nf4", "bfloat16: in hardware", "fp4_tiles of rollout=vllm: works")),
+    (HOPPER, True, ("compute capability 9.0", "nf4", "bfloat16: in hardware", "cannot be where MPS shares the GPU")),
+    ((7, 0), False, ("compute capability 7.0: too old",)),
+], ids=["T4", "L4", "H100", "H100 with MPS", "V100"])  # fmt: skip
+def test_it_says_what_works_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], mps: bool, told: tuple[str, ...]
+) -> None:
+    machine(monkeypatch, capability, mps=mps)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(backends, "find_spec", lambda name: name == "vllm")
     lines = backends.describe_gpu()
-    assert [told in line for line in lines] == [True] * bool(told)
-    assert all(("float32" in line) == (capability == (7, 5)) for line in lines)
+    assert len(lines) == len(told)
+    assert [part for part, line in zip(told, lines, strict=True) if part not in line] == []
 
 
 def test_a_gpu_that_mps_shares_has_no_tiles(tiny, policy: Policy, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -1,12 +1,14 @@
 """Choose the kernel for products with packed weights, and say which kernels and weight formats work on a GPU."""
 
 from importlib.metadata import version
+from importlib.util import find_spec
 
 import torch
 from packaging.version import Version
 from torch import nn
 
 from qerl_lab import formats
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.formats.fp8 import W8A8, W8A16
@@ -74,12 +76,20 @@ def humming_races() -> bool:
 
 
 def describe_gpu() -> list[str]:
-    """Return a line on what compiles and computes on a GPU where the lab was not tried; none for an H100 or H200."""
+    """Return lines on the weight formats, the dtype and the kernels that work on this GPU, by its compute capability.
+
+    Only GPUs of `fp4_tiles.CAPABILITY` were tried; for others the lines say what compiles.
+    """
     found = torch.cuda.get_device_capability()
-    if found == fp4_tiles.CAPABILITY:
-        return []
     card = f"{torch.cuda.get_device_name()}, compute capability {'.'.join(map(str, found))}"
     if found < COMPILED_FROM:
         return [f"{card}: too old, the kernels that unpack 4-bit weights need {'.'.join(map(str, COMPILED_FROM))}"]
-    slow = "" if found >= BFLOAT16_FROM else "; bfloat16 is emulated and slow there, type model.dtype=float32"
-    return [f"{card}: not tried, the lab was measured on H100 and H200{slow}"]
+    is_tried = found == fp4_tiles.CAPABILITY
+    why = fp4_tiles.refusal() if find_spec("vllm") else "needs vLLM, which is not installed"
+    has_bfloat16 = "in hardware" if found >= BFLOAT16_FROM else "emulated and slow; type model.dtype=float32"
+    return [
+        card if is_tried else f"{card}: not tried, the lab was measured on H100 and H200",
+        f"formats {', '.join(choices_of('format'))}: train here, each product with unpacked weights",
+        f"bfloat16: {has_bfloat16}",
+        f"kernel fp4_tiles of rollout=vllm: {f'{why}; vLLM chooses another' if why else 'works'}",
+    ]
