@@ -50,10 +50,7 @@ def check(cfg: RunConfig) -> None:
 
 
 def _read_settings(folder: Path, setting: str) -> dict[str, Any]:
-    """Read adapter_config.json of the adapter in `folder`. `setting` (`key=value`) names the adapter in messages.
-
-    Raises ConfigError unless it is a LoRA adapter of PEFT with a list of target modules.
-    """
+    """Read adapter_config.json of `folder`. Raises ConfigError unless it is PEFT's LoRA with a list of layers."""
     try:
         settings = parse_json((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

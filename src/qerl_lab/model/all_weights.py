@@ -42,10 +42,7 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
 
 def load(model: PreTrainedModel, folder: Path) -> None:
-    """Copy the weights that `save` wrote to `folder` into those of `model`, which keep their addresses.
-
-    Raises KeyError if one is missing.
-    """
+    """Copy the weights that `save` wrote into those of `model`, in place. Raises KeyError if one is missing."""
     held = load_file(folder / SINGLE)
     for name, tensor in weights(model).items():
         tensor.copy_(held[name])

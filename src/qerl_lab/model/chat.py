@@ -31,17 +31,11 @@ class Chat:
 
     @property
     def notes(self) -> list[str]:
-        """Return lines for the user about the chat template, maybe none.
-
-        Read it after `prompt_ids`, which detects the date.
-        """
+        """Return lines for the user about the chat template, maybe none; `prompt_ids` must have run before."""
         return [f"the chat template writes a date into each prompt, here always {self.day}"] if self.writes_date else []
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the token ids of a chat, up to where the answer begins. A message has the keys "role" and "content".
-
-        Raises ConfigError for a template that raises or leaves a message out.
-        """
+        """Return a chat's token ids up to the answer. Raises ConfigError if the template raises or leaves text out."""
         said = f"the chat template of {self.tokenizer.name_or_path}"
         try:
             text = self._apply_template(messages, tokenize=False)
@@ -62,10 +56,7 @@ class Chat:
         return ids
 
     def _apply_template(self, messages: list[dict[str, str]], **output: bool) -> Any:
-        """Apply the template to a chat.
-
-        Returns text with tokenize=False, a dict with "input_ids" with return_dict=True.
-        """
+        """Apply the template to a chat: text with tokenize=False, a dict with "input_ids" with return_dict=True."""
 
         def strftime_now(form: str) -> str:  # replaces transformers' own, by which templates ask for the date
             self.writes_date = True

@@ -132,10 +132,7 @@ def _read_header(opened: BinaryIO, size: int) -> Header:
 
 
 def unpack(file: Path) -> Path:
-    """Return the directory of an unpacked GGUF file. Unpacks it first if needed, and then prints a line on stderr.
-
-    Raises ConfigError for a file that is damaged or that transformers cannot read.
-    """
+    """Return the directory of an unpacked GGUF file, unpacking it if needed. Raises ConfigError if it is damaged."""
     folder = folder_of(file)
     if folder.is_dir():
         return folder
@@ -148,10 +145,7 @@ def unpack(file: Path) -> Path:
 
 
 def _unpack_to(file: Path, folder: Path, file_header: Header) -> None:
-    """Dequantize a GGUF file into a temporary directory and rename it to `folder`, so that a kill leaves no half of it.
-
-    Prints a line on stderr. Raises ConfigError if transformers cannot read the file.
-    """
+    """Dequantize a GGUF file aside and rename the result to `folder`, so that a kill leaves no half of it."""
     kinds = ", ".join(f"{kind} ({count})" for kind, count in file_header.kinds.items())
     said = f"{file.name}: tensors in {kinds}; transformers dequantizes them to {DTYPE}, kept in {folder}"
     print(said, file=sys.stderr, flush=True)

@@ -24,7 +24,7 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class WeightBytes(NamedTuple):
-    """Bytes of a model. `linears`: formatted weights without biases. `total`: all parameters and buffers."""
+    """Bytes of a model: `linears` of the formatted weights without biases, `total` of all parameters and buffers."""
 
     linears: int
     total: int
@@ -46,10 +46,7 @@ class PackedLinear(nn.Linear):
     """
 
     def __init__(self, linear: nn.Linear, weight_format: Format, packed: Mapping[str, Tensor]) -> None:
-        """Take the place of `linear`, which may be on the meta device: its shape, dtype and bias, with weight `packed`.
-
-        Raises ValueError if a packed Linear cannot compute in this dtype.
-        """
+        """Take the place of `linear`, which may be on the meta device. Raises ValueError for another dtype."""
         nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
         self.out_features, self.in_features = linear.out_features, linear.in_features
         self.weight_format = weight_format
@@ -60,9 +57,8 @@ class PackedLinear(nn.Linear):
         self.hold(packed)
 
     def hold(self, tensors: Mapping[str, Tensor], form: Marlin | Tiles | None = None) -> None:
-        """Replace the buffers that hold the weight by `tensors`.
+        """Replace the buffers that hold the weight by `tensors`, which must encode the same weight.
 
-        The caller must ensure that they encode the same weight.
         Without `form` they are in checkpoint layout; with it in that engine's layout, which `form` can read.
         """
         # Not register_buffer: bitsandbytes calls its packed tensor `weight`, which is a property here.
@@ -73,10 +69,7 @@ class PackedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # nn.Linear has a parameter by this name
-        """Return the first packed tensor in place of a Linear's weight, because PEFT reads the device from it.
-
-        PEFT takes the dtype from `compute_dtype`.
-        """
+        """Return the first packed tensor, whose device PEFT reads. (It takes the dtype from `compute_dtype`.)"""
         return next(iter(self.held().values()))
 
     def packed(self) -> dict[str, Tensor]:
@@ -104,10 +97,7 @@ class PackedLinear(nn.Linear):
             self.decoder: Decoder = read.decoder(self.held(), (self.out_features, self.in_features))
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
-        """Return the dense W' `[N, K]` in `dtype`.
-
-        The weight is alpha * W', and the caller multiplies by `decoder.alpha`.
-        """
+        """Return the dense W' `[N, K]` in `dtype`; the weight is `decoder.alpha` * W'."""
         if dtype in self._dense:
             return self._dense[dtype]
         dense = self.decoder.unpack(_checked_dtype(dtype))
@@ -127,15 +117,10 @@ class PackedLinear(nn.Linear):
         output = _PackedProduct.apply(x, bias, self)
         return output if dtype else output.to(input.dtype)
 
-    def extra_repr(self) -> str:
-        """Override torch's hook: describe the layer in a printed model."""
-        return f"{super().extra_repr()}, weight_format={self.weight_format.NAME}, dense_cache={self.dense_cache}"
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Override torch's hook behind `to` and `cuda`: move all tensors to another device.
+        """Override torch's hook behind `to` and `cuda`: a change of dtype affects only `compute_dtype` and the bias.
 
-        Packed tensors keep their dtypes. A change of dtype affects only `compute_dtype` and the bias. Raises ValueError
-        for a dtype not in COMPUTE_DTYPES.
+        Raises ValueError for a dtype not in COMPUTE_DTYPES.
         """
         probe = fn(torch.empty(1, dtype=self.compute_dtype, device=self.weight.device))
         self.compute_dtype = _checked_dtype(probe.dtype)
@@ -164,19 +149,17 @@ class PackedLinear(nn.Linear):
 class _PackedProduct(torch.autograd.Function):
     """x[..., K], bias[N] -> y[..., N] for the frozen weight and bias of `layer`; x and bias have one dtype.
 
-    Saves the layer, not a tensor, for the backward pass.
+    Saves the layer for the backward pass, which unpacks its weight again.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: PackedLinear) -> Tensor:
-        """Compute y[..., N] from x[..., K] for autograd, saving the layer instead of a dense weight."""
         ctx.layer, ctx.dtype = layer, x.dtype
         return scaled_linear(x, layer.unpack(x.dtype), layer.decoder.alpha, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of x from the gradient of y, unpacking the weight again; bias and layer get None."""
         with autocast_off(grad_y):
             grad_x = scaled_linear(grad_y, ctx.layer.unpack(ctx.dtype).t(), ctx.layer.decoder.alpha)
         return grad_x, None, None
@@ -198,19 +181,15 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
-    """Context manager for a backward pass with gradient `x`: switch autocast off if the forward pass ran without it.
-
-    The forward pass did so if autocast is on with another dtype than the gradient has.
-    """
+    """Context manager: switch autocast off for a backward pass if the gradient `x` is not of its dtype."""
     on = autocast_dtype(x.device) not in (None, x.dtype)
     return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
 
 
 def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
-    """List the names of the Linears that a format packs: all but those tied to an embedding or named in `ignore`.
+    """List the names of the Linears that a format packs: all but those tied to an embedding or `on_disk.is_ignored`.
 
-    `ignore` has entries as in `on_disk.is_ignored`. The model may be on the meta device. Raises ValueError if a Linear
-    is packed already.
+    The model may be on the meta device. Raises ValueError if a Linear is packed already.
     """
     ignore = tuple(ignore)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -224,10 +203,7 @@ def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
 
 
 def packed_head(model: "PreTrainedModel", weight_format: Format, ignore: Iterable[str]) -> str | None:
-    """Return the name of the output layer if the format would pack it, else None. `ignore` is as in `packable`.
-
-    Callers refuse a name, because the loss reads the output layer's dense weight.
-    """
+    """Return the name of the output layer, whose dense weight the loss reads, if it would be packed; else None."""
     head = model.get_output_embeddings()
     names = packable(model, ignore) if weight_format.BLOCK is not None else []
     return next((name for name in names if model.get_submodule(name) is head), None)
@@ -256,9 +232,8 @@ def weight_bytes(model: nn.Module) -> WeightBytes:
 def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Format) -> None:
     """Pack one list of `fused_groups` and put it into the model: the parts of a fused layer, or a single Linear.
 
-    `weights` has their dense weights by Linear name, in the stored dtype; each is removed from the dict when packed. A
-    layer computes in the dtype of the Linear it replaces, which may be on the meta device. Under a dense format the
-    Linear stays, with its weight rounded.
+    `weights` has their dense weights by Linear name, in the stored dtype; each is removed from the dict when packed.
+    Under a dense format the Linear stays, with its weight rounded.
     """
     for name, packed in pack_fused(weight_format, weights):
         linear = cast(nn.Linear, model.get_submodule(name))

@@ -28,23 +28,14 @@ _COMPUTED = r"rotary_emb\.inv_freq$"
 
 
 class TensorSource(Protocol):
-    """Tensors by checkpoint name, with the file of each for messages. `weight_files.WeightFiles` implements it."""
+    """Tensors by checkpoint name; the methods are those of `weight_files.WeightFiles`."""
 
     @property
-    def names(self) -> Collection[str]:
-        """Return all tensor names."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the tensor `name`."""
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of the tensor `name`."""
-
-    def where(self, name: str) -> str:
-        """Return the file that holds the tensor `name`, for messages."""
-
-    def tensor(self, name: str, device: torch.device | str) -> Tensor:
-        """Read the tensor `name` into memory of `device`."""
+    def names(self) -> Collection[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> torch.dtype: ...
+    def where(self, name: str) -> str: ...
+    def tensor(self, name: str, device: torch.device | str) -> Tensor: ...
 
 
 def stored_as(folder: Path) -> PackedAs | None:
@@ -68,10 +59,7 @@ def stored_as(folder: Path) -> PackedAs | None:
 
 
 def refuse_packed(folder: Path, setting: str, why: str) -> None:
-    """Raise ConfigError unless `folder` holds a dense model with a chat template.
-
-    `setting` (`key=value`) names the model in the message. `why` ends it: what needs the dense model, and what to type.
-    """
+    """Raise ConfigError, which ends in `why`, unless `folder` holds a dense model with a chat template."""
     on_disk.check_files(folder, setting)
     on_disk.check_chat_template(folder, setting)
     if stored_as(folder) is not None:
@@ -82,10 +70,7 @@ def load_model(
     config: PretrainedConfig, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device,
     dtype: torch.dtype,
 ) -> PreTrainedModel:  # fmt: skip
-    """Build a frozen model from `config` and the tensors of `source`, on `device` in `dtype`.
-
-    See `fill` for `packed_as`, `is_packed` and the errors. Removes quantization_config from `config`.
-    """
+    """Build a frozen model on `device` in `dtype` from `config`, less its quantization_config, as `fill` does."""
     model = empty_model(config, dtype)
     fill(model, source, packed_as, is_packed=is_packed, device=device)
     return model
@@ -95,7 +80,6 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str = "
     """Create a causal LM of transformers on the meta device, in eval mode: it has shapes and `dtype`, but no memory.
 
     Removes quantization_config from `config`, because libraries would otherwise treat the model as one of their own.
-    `attention` is transformers' name of the attention implementation.
     """
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -114,11 +98,8 @@ def fill(
 
     With `is_packed` the source holds packed weights. Otherwise it holds dense ones; each fused layer (q/k/v, gate/up)
     is packed in its stored dtype and its dense weights are freed before the next is read. Layers left dense get the
-    model's dtype.
-
-    Raises:
-        ValueError: a tensor is missing, superfluous, or has the wrong shape or dtype (names it and its file). Or a
-            tensor holds NaN or Inf, or the parts of a fused layer do not fit together.
+    model's dtype. Raises ValueError, naming tensor and file, for one that is missing, superfluous, or has the wrong
+    shape or dtype, for NaN or Inf, and for parts of a fused layer that do not fit together.
     """
     weight_format, linears, again = packed_as.weight_format, packable(model, packed_as.ignore), tied(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in again}
@@ -149,8 +130,8 @@ def _check_names(
 ) -> None:  # fmt: skip
     """Raise ValueError unless `source` has exactly the tensors of the model, the dense ones in valid shapes and dtypes.
 
-    `dense` has the shapes of the dense tensors by name, `packed` the names of the packed Linears. Tied copies and
-    tensors that the model ignores may be there too.
+    `dense` has their shapes by name, `packed` the names of the packed Linears. Tied copies and tensors that the model
+    ignores may be there too.
     """
     expected = dense.keys() | {f"{name}.{key}" for name in packed for key in weight_format.layout((64, 64))}
     stored, patterns = set(source.names), [*(model._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]

@@ -36,11 +36,7 @@ class LoraLinear(Linear):
         return y if dtype else y.to(x.dtype)
 
     def _is_plain(self, adapter: str) -> bool:
-        """Tell whether `_LoraProduct` can compute this adapter.
-
-        It must be LoRA without variant, bias and dropout, neither disabled nor merged, on a frozen Linear or
-        PackedLinear.
-        """
+        """Tell whether `_LoraProduct` can compute this adapter."""
         return not (
             adapter not in self.lora_A
             or adapter in self.lora_variant
@@ -73,7 +69,6 @@ class _LoraProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, A: Tensor, B: Tensor, scaling: float, base: nn.Linear) -> Tensor:
-        """Compute y[M, N] from x[M, K] for autograd, base and adapter together."""
         weight, alpha = _scaled_weight(base, x.dtype)
         bias = None if base.bias is None else base.bias.to(x.dtype)
         inner = x @ A.t()
@@ -84,7 +79,6 @@ class _LoraProduct(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
-        """Return the gradients of x (None if not needed), A and B from that of y; scaling and base get None."""
         x, inner, A, B = ctx.saved_tensors
         with autocast_off(grad_y):
             grad_inner = scaled_linear(grad_y, B.t(), ctx.scaling)
@@ -98,10 +92,7 @@ class _LoraProduct(torch.autograd.Function):
 
 
 def _add_product(y: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0) -> Tensor:
-    """Return y + scaling * a @ b, in y's memory except under torch.compile.
-
-    torch 2.11 compiles the in-place version to wrong gradients.
-    """
+    """Return y + scaling * a @ b, in place unless compiled: torch 2.11 would compile that to wrong gradients."""
     if torch.compiler.is_compiling():
         return torch.addmm(y, a, b, alpha=scaling)
     return y.addmm_(a, b, alpha=scaling)

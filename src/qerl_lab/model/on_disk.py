@@ -1,6 +1,7 @@
 """Check a local model directory from its files alone, without torch, transformers or loading a tensor.
 
-So a command refuses an unusable model within a moment: before anything starts, or right after a download.
+So a command refuses an unusable model within a moment: before anything starts, or right after a download. `setting` is
+what the user typed for the model (`key=value`), for messages.
 """
 
 import math
@@ -22,8 +23,7 @@ from qerl_lab.model import gguf
 ASSETS = Path(__file__).with_name("pocket")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head"  # output layer of a causal LM; in no file if tied to the embedding
-# 4-bit weights are stored two per byte, as U8.
-_PACKED = re.compile(r"(.*)\.(weight_packed|weight)$")
+_WEIGHT = re.compile(r"(.*)\.(weight_packed|weight)$")
 
 
 class Layer(NamedTuple):
@@ -61,10 +61,7 @@ def local_path(path: str, key: str = "model.path") -> Path | None:
 
 
 def check_content(cfg: RunConfig) -> None:
-    """Raise ConfigError if the model at model.path changed or vanished since the run was composed.
-
-    Compares its hash to model.hash; without model.hash it checks nothing.
-    """
+    """Raise ConfigError if the model at model.path changed or vanished since the run noted its model.hash."""
     if cfg.model.hash is None:
         return
     path = Path(cfg.model.path)
@@ -97,20 +94,14 @@ def check(folder: Path, cfg: RunConfig) -> None:
 
 
 def noted_rounding(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return format name and rounding rules by option from quality.json, which the quantize command writes.
-
-    Returns "" and {} without that file.
-    """
+    """Return format name and rounding rules by option from the quantize command's quality.json; "" and {} without."""
     file = folder / QUALITY
     about = read_json(file) if file.is_file() else {}
     return about.get("format", ""), about.get("options", {})
 
 
 def check_rounding(cfg: RunConfig, name: str, rules: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the run's format differs from a packed model's.
-
-    `name` is the packed model's format, `rules` its rounding rules by option of `format`.
-    """
+    """Raise ConfigError if the run's format is not `name` with the `rules`, by option, of a packed model."""
     said = f"model.path={cfg.model.path} is packed in {name}"
     if name != cfg.format.name:
         arms = f"an experiment with that format, for example +experiment={name}, "
@@ -136,10 +127,7 @@ def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:
 
 
 def check_files(folder: Path, setting: str) -> None:
-    """Raise ConfigError if config.json, weights or tokenizer are missing in `folder`, or there are two sets of weights.
-
-    `setting` (`key=value`) names the model in messages.
-    """
+    """Raise ConfigError if config.json, weights or tokenizer are missing in `folder`, or weights are there twice."""
     read_json(folder / "config.json", setting)
     names = {path.name for path in folder.iterdir()}
     list_weight_files(folder)
@@ -173,10 +161,7 @@ def list_weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def read_json(file: Path, setting: str | None = None) -> dict[str, Any]:
-    """Read a JSON file of a model directory as a dict. Raises ConfigError if it is missing or holds anything else.
-
-    `setting` (`key=value`) names the model if the file is missing; None: its directory does.
-    """
+    """Read a JSON object of a model directory. Raises ConfigError if it is missing or holds anything else."""
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
         if isinstance(content, dict):
@@ -191,7 +176,7 @@ def read_json(file: Path, setting: str | None = None) -> dict[str, Any]:
 
 
 def check_chat_template(folder: Path, setting: str) -> None:
-    """Raise ConfigError, beginning with `setting`, if `folder` has no chat template."""
+    """Raise ConfigError if `folder` has no chat template."""
     if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return
     settings = folder / "tokenizer_config.json"
@@ -217,10 +202,7 @@ def context_tokens(config: dict[str, Any]) -> int | None:
 
 
 def _check_context(config: dict[str, Any], cfg: RunConfig, setting: str) -> None:
-    """Raise ConfigError if prompt and completion can exceed the model's context.
-
-    `config` is the model's config.json. `setting` (`key=value`) names the model in the message.
-    """
+    """Raise ConfigError if prompt and completion can exceed the context of `config`, the model's config.json."""
     prompt, completion = cfg.rollout.max_prompt_tokens, cfg.rollout.max_completion_tokens
     context = context_tokens(config)
     if context is None or prompt + completion <= context:
@@ -240,10 +222,7 @@ def _check_context(config: dict[str, Any], cfg: RunConfig, setting: str) -> None
 
 
 def _check_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) -> None:
-    """Raise ConfigError if a configured layer name (LoRA targets, noisy norms, ignored layers) is none of `in_model`.
-
-    `setting` (`key=value`) names the model in the message.
-    """
+    """Raise ConfigError if a configured layer (LoRA target, noisy norm, ignored one) is none of `in_model`."""
     linears = [layer.name for layer in in_model if layer.is_linear]
     norms = sorted({layer.name.rpartition(".")[2] for layer in in_model if len(layer.shape) == 1})
     ends = sorted({name.rpartition(".")[2] for name in linears} - {HEAD})
@@ -275,15 +254,12 @@ def is_ignored(name: str, ignore: Sequence[str]) -> bool:
 
 @cache
 def layers(folder: Path) -> tuple[Layer, ...]:
-    """List the modules with a weight of the model in `folder`, read from the headers of its weight files.
-
-    Raises ConfigError for an invalid header. The result is cached.
-    """
+    """List the modules with a weight of the model in `folder`, from the headers of its files. Raises ConfigError."""
     found = []
     for file in list_weight_files(folder):
         for name, entry in read_safetensors_header(file)[0].items():
-            if name != "__metadata__" and (match := _PACKED.match(name)):
-                shape, per_byte = tuple(entry["shape"]), 2 if entry["dtype"] == "U8" else 1
+            if name != "__metadata__" and (match := _WEIGHT.match(name)):
+                shape, per_byte = tuple(entry["shape"]), 2 if entry["dtype"] == "U8" else 1  # two 4-bit weights
                 # bitsandbytes' NF4 is one column of bytes; only its number of weights is known
                 found.append(Layer(match[1], (*shape[:-1], shape[-1] * per_byte)))
     return tuple(found)
@@ -295,10 +271,7 @@ def parameters(folder: Path) -> int:
 
 
 def adapter_parameters(folder: Path, cfg: RunConfig) -> int:
-    """Count the weights of the adapter that this run puts on `lora.target_modules` of the model in `folder`.
-
-    Leaves out adapters on bitsandbytes' NF4 layers, which store no shape.
-    """
+    """Count the weights of the adapter that this run puts on a model, less those on NF4, which stores no shape."""
     targets = tuple(f".{entry}" for entry in cfg.lora.target_modules)
     shapes = [layer.shape for layer in layers(folder) if f".{layer.name}".endswith(targets) and layer.is_linear]
     return cfg.lora.rank * sum(sum(shape) for shape in shapes if shape[-1] > 2)

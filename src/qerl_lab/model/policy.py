@@ -75,10 +75,7 @@ class Policy:
 
     @property
     def drops_out(self) -> bool:
-        """Tell whether training uses dropout, in the adapters or by the base's config.
-
-        Any dropout key of the config counts, even if the model does not use it.
-        """
+        """Tell whether training drops out: the adapters, or any dropout key of the base's config, used or not."""
         settings = self.model.config.to_dict()
         base = [value for key, value in settings.items() if "drop" in key and isinstance(value, int | float)]
         own = self.model.peft_config["default"].lora_dropout if isinstance(self.model, PeftModel) else 0.0
@@ -93,10 +90,7 @@ class Policy:
 
     @contextmanager
     def norms_as(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """Context manager: compute with `weights`, by full layer name for all `norms`, then put the former ones back.
-
-        Swaps pointers and copies nothing.
-        """
+        """Context manager: compute with `weights`, by full layer name of all `norms`, without copying them."""
         own = {name: norm.data for name, norm in self.norms.items()}
         try:
             for name, norm in self.norms.items():
@@ -137,10 +131,7 @@ class Policy:
         return Chat(self.tokenizer)
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the token ids of a chat, up to where the answer begins. A message has the keys "role" and "content".
-
-        Raises ConfigError for a bad chat template.
-        """
+        """Return the token ids of a chat, as `Chat.prompt_ids` does."""
         return self.chat.prompt_ids(messages)
 
     def prompt(self, prompt_ids: list[int]) -> str:
@@ -152,12 +143,8 @@ class Policy:
 
         Other special tokens stay, because some tokenizers hold words such as `<think>` as one.
         """
-        return self.tokenizer.decode([token for token in completion_ids if token not in self._end_and_padding_ids])
-
-    @cached_property
-    def _end_and_padding_ids(self) -> frozenset[int]:
-        """Return the token ids that `decode` drops."""
-        return frozenset({*self.end_ids(), self.tokenizer.pad_token_id})
+        dropped = {*self.end_ids(), self.tokenizer.pad_token_id}
+        return self.tokenizer.decode([token for token in completion_ids if token not in dropped])
 
     def end_ids(self) -> list[int]:
         """Return the token ids that end a completion: the tokenizer's and the generation config's."""
@@ -167,10 +154,7 @@ class Policy:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the torch device for `device=`: "cuda", "cpu", or "auto", which takes a GPU if torch sees one.
-
-    Raises ConfigError for "cuda" without a GPU.
-    """
+    """Return the torch device for `device=`; auto takes a GPU if there is one. Raises ConfigError for a missing one."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda was given and torch sees no GPU here. Type device=cpu, or device=auto.")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
@@ -186,11 +170,8 @@ def compute_dtype(cfg: RunConfig, device: torch.device) -> torch.dtype:
 def build(cfg: RunConfig, device: torch.device) -> Policy:
     """Build the policy: load the base, pack its Linears, find the norms, attach new adapters (seeded).
 
-    With lora=full it attaches none, and lets all weights of the base be trained.
-
-    Raises:
-        ConfigError: the model cannot be loaded, lacks a configured module, or a norm of aqn.norms feeds no linear
-            layer.
+    With lora=full it attaches none, and lets all weights of the base be trained. Raises ConfigError if the model cannot
+    be loaded or lacks a configured module, or a norm of aqn.norms feeds no linear layer.
     """
     base, tokenizer = load_base(cfg, device)
     norms = {name: hold_in_float32(norm) for name, norm in noisy_norms(base, cfg.aqn.norms, cfg.model.path).items()}
@@ -209,28 +190,19 @@ def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict
     The paper adds noise to norms that feed linear layers: q, k, v, and gate, up. Their names differ between models: in
     Gemma 2 `post_attention_layernorm` follows the attention, and `pre_feedforward_layernorm` feeds gate and up.
 
-    Args:
-        path: model.path, for the message.
-
-    Raises:
-        ConfigError: no module has such a name, or one that has it feeds no linear layer.
+    Raises ConfigError if no module has such a name, or one that has it feeds no linear layer. `path` is model.path.
     """
-    found = {name: module for name, module in model.named_modules() if _last_part(name) in names}
+    found = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in names}
     feeding = _norms_before_linears(model)
-    missing = sorted(set(names) - {_last_part(name) for name in found})
+    missing = sorted(set(names) - {name.rpartition(".")[2] for name in found})
     if wrong := [*missing, *(name for name in found if name not in feeding)]:
-        allowed = sorted({_last_part(name) for name in feeding})
+        allowed = sorted({name.rpartition(".")[2] for name in feeding})
         remedy = f" Type aqn.norms={spell_list(allowed)}." if allowed else ""
         raise ConfigError(
             f"aqn.norms={spell_list(names)}: in {path} {wrong[0]} feeds no linear layer, and noise belongs on the "
             f"norms before q, k, v and gate, up; allowed: {', '.join(allowed) or 'none of this model'}.{remedy}"
         )
     return found
-
-
-def _last_part(name: str) -> str:
-    """Return the part of a module's full name after its last dot."""
-    return name.rpartition(".")[2]
 
 
 @torch.no_grad()
@@ -297,10 +269,7 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
 
 
 def _check_packing(cfg: RunConfig, model: PreTrainedModel, packed_as: PackedAs, *, is_packed: bool) -> None:
-    """Raise ConfigError if the output layer is or would be packed, or a packed model differs from the run's `format`.
-
-    With `is_packed`, `packed_as` is read from the model directory; otherwise it is the run's.
-    """
+    """Raise ConfigError if the output layer would be packed, or a packed model differs from the run's `format`."""
     name = packed_as.weight_format.NAME
     if head := packed_head(model, packed_as.weight_format, packed_as.ignore):
         if not is_packed:
@@ -344,10 +313,7 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
 
 
 def load_start_adapter(model: PeftModel, folder: Path) -> None:
-    """Load the adapter in `folder`, which this run starts from, into the model, in place.
-
-    Raises ConfigError unless it can be read and its matrices match the model's in name and shape.
-    """
+    """Load the adapter in `folder` in place. Raises ConfigError unless its matrices have the model's shapes."""
     own = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
     held = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(folder).items()}
     if differ := sorted(name for name in own.keys() | held.keys() if own.get(name) != held.get(name)):
@@ -360,10 +326,7 @@ def load_start_adapter(model: PeftModel, folder: Path) -> None:
 
 
 def attach_adapters(base: PreTrainedModel, cfg: RunConfig) -> PeftModel:
-    """Attach float32 adapters to `lora.target_modules`, initialized from the run's seed alone.
-
-    Raises ConfigError if the model has none of these modules.
-    """
+    """Attach float32 adapters, initialized from the seed alone. Raises ConfigError without a target module."""
     lora = PeftLoraConfig(
         r=cfg.lora.rank, lora_alpha=cfg.lora.alpha or cfg.lora.rank, lora_dropout=cfg.lora.dropout,
         target_modules=list(cfg.lora.target_modules), task_type="CAUSAL_LM",

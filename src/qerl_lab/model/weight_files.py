@@ -36,11 +36,7 @@ class WeightFiles:
     """Tensors of a folder by name. Reads and checks the headers at once, the tensors on request."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the headers.
-
-        Raises ValueError, naming the file, for a folder without weights or with two sets of them, and a missing or
-        truncated file.
-        """
+        """Read the headers. Raises ValueError for a missing or truncated file, ConfigError for two sets of weights."""
         self.files = on_disk.list_weight_files(folder)
         self._stored: dict[str, _Stored] = {}
         for file in self.files:
@@ -57,11 +53,9 @@ class WeightFiles:
         return tuple(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the tensor `name`."""
         return self._stored[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of the tensor `name`."""
         return self._stored[name].dtype
 
     def bytes(self, name: str) -> int:
@@ -108,10 +102,7 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
 
 
 def loading_error(setting: str, error: Exception) -> ConfigError:
-    """Return the ConfigError for a model that could not be loaded because of `error`; the caller raises it.
-
-    `setting` (`key=value`) names the model in the message.
-    """
+    """Return the ConfigError for the model `setting` (`key=value`) that could not be loaded because of `error`."""
     return ConfigError(
         f"{setting} could not be loaded ({type(error).__name__}: {first_line(error)}). "
         "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."
@@ -119,10 +110,7 @@ def loading_error(setting: str, error: Exception) -> ConfigError:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy tokenizer, chat template, licence and generation config from the model directory `source` to `target`.
-
-    Leaves out weights, config.json and the lab's records (RECORDS).
-    """
+    """Copy tokenizer, chat template, licence and generation config of a model, but no config.json and no RECORDS."""
     for file in sorted(source.iterdir()):
         is_wanted = file.suffix in _COMPANIONS or file.name.startswith(("LICENSE", "NOTICE"))
         is_wanted = is_wanted and file.name not in ("config.json", *RECORDS)
@@ -136,17 +124,11 @@ def lab_records(folder: Path) -> dict[str, Any]:
 
 
 def _read_header(file: Path) -> dict[str, _Stored]:
-    """Read the shape and dtype of each tensor in one file, by name in stored order.
-
-    Raises ValueError if the file is damaged or truncated, or has an unknown dtype.
-    """
+    """Read each tensor's shape and dtype, in stored order. Raises ValueError for a damaged file, an unknown dtype."""
     try:
         with safe_open(file, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
-            return {
-                name: _Stored(file, tuple(entry.get_shape()), DTYPES[entry.get_dtype()])
-                for name, entry in slices.items()
-            }
+            entries = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            return {name: _Stored(file, tuple(of.get_shape()), DTYPES[of.get_dtype()]) for name, of in entries.items()}
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read, or is not whole ({error}); download it again") from None
     except KeyError as error:

@@ -86,10 +86,7 @@ def needs_no_traceback(error: Exception) -> bool:
 
 
 def read_arguments(arguments: list[str]) -> tuple[RunDirectory, int]:
-    """Parse RUN_DIR and PARENT (default: the parent process's id).
-
-    Raises ConfigError for other arguments, or for a RUN_DIR without resolved.yaml.
-    """
+    """Parse RUN_DIR and PARENT (default: the parent process). Raises ConfigError unless RUN_DIR is claimed."""
     path, parent = (*arguments, str(os.getppid()))[:2] if arguments else ("", "")
     if len(arguments) not in (1, 2) or not parent.isdecimal() or not RunDirectory(Path(path)).is_claimed:
         raise ConfigError(

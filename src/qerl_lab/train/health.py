@@ -33,10 +33,7 @@ class Watch:
             self.add_step(metrics)
 
     def add_step(self, metrics: Metrics) -> dict[str, str]:
-        """Add one step's metrics; return advice by sign of trouble, only for signs not returned before.
-
-        Ignores the metrics of a held-out evaluation.
-        """
+        """Add one step's metrics; return advice by sign of trouble, only for signs not returned before."""
         if "reward/mean" not in metrics:  # held-out evaluation
             return {}
         if len(self.first) < WINDOW:
@@ -128,10 +125,7 @@ def _advice_if_shrunk(began: Metrics, now: Metrics, cfg: RunConfig) -> str:
 
 
 def _engine_signs(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
-    """Return advice by sign of trouble in the sampler: another policy than the trainer's, or not the requested noise.
-
-    `last` has the metrics of the last steps; a sign must hold in all of them.
-    """
+    """Return advice by sign of trouble in the sampler, which must hold in all of the `last` steps."""
     found: dict[str, str] = {}
     sigmas = [metrics.get("noise/sigma", 0.0) for metrics in last]
     apart = min(metrics.get("sampler/logprob_gap_max", 0.0) for metrics in last)

@@ -47,20 +47,14 @@ class NoiseLevel:
         return aqn.level(self.aqn, step, self.cfg.steps)
 
     def noise(self, step: int) -> aqn.Noise:
-        """Return the noise to sample a step with.
-
-        With unit=kl and a schedule of stages, `solve` must have run for its stage.
-        """
+        """Return the noise to sample a step with. If the step `needs_solving`, call `solve` before."""
         sigma = self.target(step)
         if sigma > 0 and (self.solves or self.follows):
             sigma = self.state["sigma"]
         return aqn.Noise(sigma, self.cfg.seed, step, self.aqn.relative)
 
     def needs_solving(self, step: int) -> bool:
-        """Return whether `solve` must run before the step, because its stage has noise and no solved sigma yet.
-
-        Always false with unit=sigma and with schedule=adaptive.
-        """
+        """Return whether `solve` must run before the step, because its stage has noise and no solved sigma yet."""
         stage = schedule.stage(step, self.cfg.steps, self.aqn.stages)
         return self.solves and self.target(step) > 0 and self.state.get("stage") != stage
 
@@ -83,10 +77,7 @@ class NoiseLevel:
         return result
 
     def end_step(self) -> None:
-        """Set sigma for the next step from the measured `kl` if the schedule is adaptive; otherwise do nothing.
-
-        Call it after the step's last update, which still uses the current sigma.
-        """
+        """Set sigma for the next step from the measured `kl` if it adapts. Call it after the step's last update."""
         if self.follows:
             self.state = {"sigma": solver.adapt_sigma(self.aqn, self.state["sigma"], self.kl)}
 
@@ -131,7 +122,6 @@ def build_kl_measure(
     how = replace(how, max_tokens=min(how.max_tokens, LONGEST))
 
     def sample_own_texts() -> kl.Pairs:
-        """Return this rank's prompts with one completion each, sampled without noise."""
         engine.sync(aqn.CLEAN)
         if not prompts:
             return []
@@ -145,7 +135,6 @@ def build_kl_measure(
     tokens = sum(ranks.gather(texts.tokens))
 
     def mean_kl_of_noises(noises: list[aqn.Noise]) -> float:
-        """Return the mean KL over all ranks' completions, in nats per token; each noise gets a share of them."""
         first = ranks.rank % len(noises)  # start each rank at another noise, so that ranks with few texts cover all
         return sum(ranks.gather(texts.nats(noises[first:] + noises[:first]))) / tokens
 
@@ -157,14 +146,10 @@ def probe(
 ) -> tuple[Tensor, Tensor]:
     """Measure on a rollout the KL that noise causes, and the gap between the sampler's and the trainer's log-probs.
 
-    Args:
-        completions: number of the rollout's completions to compare, spread over its prompts.
-        norms: the engine's norm weights by full layer name; on any device.
-
-    Returns:
-        For each token, in nats, float64 [T]: the KL from the policy with the engine's norms to the policy without
-        noise; and abs(sampler log-prob - log-prob of the policy with the engine's norms). Both sides of the latter use
-        the same weights and noise, so it comes from the engines' arithmetic or from an error.
+    Compares a number of `completions` spread over the prompts, with the engine's `norms` by full layer name. Returns
+    for each token, in nats, float64 [T]: the KL from the policy with these norms to the policy without noise; and
+    abs(sampler log-prob - log-prob of the policy with these norms), which comes from the engines' arithmetic or from an
+    error.
     """
     groups = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True)
     rows = [(prompt, *row) for prompt, *group in groups for row in zip(*group, strict=True)]

@@ -17,9 +17,8 @@ MUCH = 4 * GIB  # held by other programs; CUDA itself takes about half a GiB per
 
 
 def bytes_by_owner(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
-    """Return the bytes that each owner holds on the policy's device, with the free ones.
+    """Return the bytes that each owner holds on the policy's device, with the free ones; `Engine.held` is the engine's.
 
-    `held_by_engine`: `Engine.held`.
     "others" covers other programs and CUDA's own memory. On a CPU only base, adapter and engine are counted.
     """
     learned = sum(parameter.nbytes for parameter in policy.model.parameters() if parameter.requires_grad)
@@ -38,10 +37,7 @@ def bytes_by_owner(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, 
 
 
 def while_loading(cfg: RunConfig, device: torch.device, error: Exception) -> str:
-    """Return the message for a model that does not fit on the GPU `device` when it is loaded: memory and remedies.
-
-    `error` is torch's out-of-memory error.
-    """
+    """Return the message for a model that does not fit on the GPU `device` when it is loaded: memory and remedies."""
     free, total = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
     shares = {"this run": own, OTHERS: max(0, total - free - own), "free": free}
@@ -64,20 +60,15 @@ def _first_line(error: Exception) -> str:
 
 
 def in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], error: Exception) -> str:
-    """Return the message for a run out of memory in training: bytes by owner, and config keys that lower them.
-
-    `held_by_engine` comes from `Engine.held`; `error` is torch's out-of-memory error.
-    """
+    """Return the message for a run out of memory in training: bytes by owner, and config keys that lower them."""
     found = bytes_by_owner(policy, held_by_engine)
     shares = _format_gib_by_owner(found)
     if asleep := held_by_engine.get(ASLEEP, 0):
         shares += f" (vLLM's key-value cache, {asleep / GIB:.2f}, sleeps and holds none)"
     remedies = ["a smaller jobs_per_gpu"] if found.get(OTHERS, 0) > MUCH else []
     remedies += [f"optim.micro_batch_size lower than {cfg.optim.micro_batch_size}"]
-    if cfg.trains_all:
-        remedies.append("lora=rank32")
-    if not cfg.model.gradient_checkpointing:
-        remedies.append("model.gradient_checkpointing=true")
+    remedies += ["lora=rank32"] if cfg.trains_all else []
+    remedies += [] if cfg.model.gradient_checkpointing else ["model.gradient_checkpointing=true"]
     if cfg.rollout.engine == "vllm" and not asleep:
         if not (cfg.rollout.vllm.sleep or cfg.rollout.vllm.share_base):
             remedies.append("rollout.vllm.sleep=true")

@@ -29,7 +29,6 @@ def without_padding(model: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def forward_packed(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **kwargs: Any) -> SimpleNamespace:
-        """Compute log-probs and entropies of the padded batch as one packed row."""
         held = attention_mask.bool()
         lengths = held.sum(1)
         out = model(
@@ -48,19 +47,13 @@ def without_padding(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unpack(row: Tensor, held: Tensor) -> Tensor:
-    """Scatter values of the packed row [1, tokens - 1] back to the padded shape [B, T]; the row's first token gets 0.
-
-    `held` [B, T] is true at tokens and false at padding.
-    """
+    """Scatter a packed row [1, tokens - 1] back to `held` [B, T], true at tokens; the row's first token gets 0."""
     return row.new_zeros(held.shape).masked_scatter(held, F.pad(row, (1, 0)))
 
 
 @contextmanager
 def packed_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager: let the model use packed attention.
-
-    Keep it open in the backward pass, which may recompute it.
-    """
+    """Context manager: let the model use packed attention, also in the backward pass, which may recompute it."""
     before = model.config._attn_implementation  # transformers has a public setter and no getter
     model.set_attn_implementation(NAME)
     try:
@@ -105,12 +98,9 @@ def attend(
 
     Args:
         query: [1, heads, tokens, dim]; key and value are [1, key-value heads, tokens, dim].
-        scaling: factor of the scores.
         cu_seq_lens_q: start of each sequence, then the end; int32 [sequences + 1].
-        max_length_q: length of the longest sequence.
 
-    Returns:
-        The output [1, tokens, heads, dim], and None in place of attention weights.
+    Returns the output [1, tokens, heads, dim], and None in place of attention weights.
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -122,10 +112,7 @@ def attend(
 
 
 def _flash_attention(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float) -> Tensor:
-    """Run causal FlashAttention-2 on packed tensors; query, key, value and result are [tokens, heads, dim].
-
-    `starts` and `longest` are `cu_seq_lens_q` and `max_length_q` of `attend`. Key and value may have fewer heads.
-    """
+    """Run causal FlashAttention-2 on packed tensors; query, key, value and result are [tokens, heads, dim]."""
     from torch.nn.attention.varlen import varlen_attn
 
     shared: dict[str, Any] = {}

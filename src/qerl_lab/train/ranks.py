@@ -49,7 +49,6 @@ class Ranks:
         return values
 
     def _gather_over_network(self, value: T) -> list[T]:
-        """Exchange `value` by torch.distributed; return all ranks' values in rank order."""
         values: list[Any] = [None] * self.size
         distributed.all_gather_object(values, value)
         return values
@@ -75,15 +74,10 @@ class Ranks:
             distributed.destroy_process_group()
 
     def any(self, flag: bool) -> bool:
-        """Return whether `flag` is true on any rank."""
         return any(self.gather(flag))
 
     def run_on_all(self, act: Callable[[], T], *endings: type[Exception]) -> T:
-        """Call `act`, as every rank does, and return this rank's result.
-
-        If it raises one of the types `endings` on any rank, every rank raises it. Other errors are raised on their rank
-        alone.
-        """
+        """Call `act` and return its result. If it raises one of `endings` on any rank, every rank raises that."""
         if self.size == 1:
             return act()
         done, own = None, None
@@ -112,10 +106,7 @@ ALONE = Ranks()
 
 
 def join(cfg: RunConfig, device: torch.device) -> Ranks:
-    """Join torch's process group, with NCCL on GPUs and Gloo on the CPU; return `ALONE` for a single process.
-
-    Raises ConfigError if the number of processes differs from `gpus`.
-    """
+    """Join torch's process group, or return `ALONE`. Raises ConfigError if the number of processes is not `gpus`."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size != cfg.gpus:
         raise ConfigError(

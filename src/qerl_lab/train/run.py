@@ -42,10 +42,7 @@ from qerl_lab.train.training_data import Cursor, TrainingData, select
 class Session:
     """All parts of a run in one process.
 
-    Attributes:
-        saved: the checkpoint to resume from.
-        notes: lines for the user.
-        tracker: writes the metrics; only rank 0 has one.
+    `saved` is the checkpoint to resume from, `notes` are lines for the user, and only rank 0 has a `tracker`.
     """
 
     cfg: RunConfig
@@ -130,10 +127,7 @@ def close_engine(engine: Engine) -> None:
 
 
 def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
-    """Build the policy, engine and data of a new or resumed run.
-
-    Raises ConfigError if model, data or device do not allow it.
-    """
+    """Build the policy, engine and data of a run. Raises ConfigError if model, data or device do not allow it."""
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
     device = device_of(cfg.device)
@@ -222,10 +216,7 @@ def evaluate_heldout(
 
 
 def train(session: Session) -> None:
-    """Train the steps after the checkpoint that the session resumes from, or all; record each step, evaluate every few.
-
-    After a signal, finish the current step, save a checkpoint and return.
-    """
+    """Train the steps that are left; record each, evaluate every few. After a signal save a checkpoint and return."""
     cfg, policy, saved, tracker = session.cfg, session.policy, session.saved, session.tracker
     if saved and session.done == cfg.steps:  # killed after the last step: only evaluation is missing
         policy.load_trained(saved.path)
@@ -269,10 +260,7 @@ def train(session: Session) -> None:
 
 
 def conclude(session: Session, tracker: Tracker) -> None:
-    """Complete a finished run: save adapter or model, and curves, end the tracking, write DONE, and print the summary.
-
-    DONE holds the headline numbers. Deletes the checkpoints if checkpoint.keep is 0.
-    """
+    """Complete a finished run: save the result, curves and DONE (the headline numbers), and print the summary."""
     cfg, directory, data = session.cfg, session.directory, session.data
     if cfg.trains_all:
         base = local_folder(cfg.model.path, cfg.model.revision)

@@ -45,10 +45,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str, on_device: bool = True) -> Iterator[None]:
-        """Context manager: add the block's time to phase `name`, less the time spent waiting for other ranks.
-
-        `on_device` waits for the device at the end of the block, so that its queued work counts too.
-        """
+        """Context manager: add the block's time to phase `name`, with `on_device` that of its queued work too."""
         started, waited = time.perf_counter(), self.ranks.waited
         yield
         if on_device:
@@ -56,14 +53,11 @@ class Clock:
         self.seconds[name] += time.perf_counter() - started - (self.ranks.waited - waited)
 
     def start_step(self) -> None:
-        """Note the start of a step, from which `end_step` measures."""
+        """Note the start of a step."""
         self._step_started, self._waited_before = time.perf_counter(), self.ranks.waited
 
     def end_step(self) -> None:
-        """Store the seconds of the whole step as "step", and those spent waiting for other ranks as "wait".
-
-        Waits for the device first, so that the last backward pass and optimizer update count.
-        """
+        """Store the seconds of the whole step, the device's work included, and those spent waiting for other ranks."""
         self.wait()
         self.seconds["step"] = time.perf_counter() - self._step_started
         self.seconds["wait"] = self.ranks.waited - self._waited_before
@@ -73,9 +67,7 @@ class Clock:
 class Group:
     """A question and its graded completions.
 
-    Attributes:
-        parts: reward parts by name, [G] each.
-        unparsed_G: 1 for an answer that could not be parsed; None if the task does not report it.
+    `parts` has the reward's parts by name, [G] each; `unparsed_G` 1 for an answer that could not be parsed.
     """
 
     question: Question
@@ -156,10 +148,7 @@ def collect(
 
 
 def ask_engine(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, how: Sampling) -> Rollout | None:
-    """Sample `group_size` completions of each prompt with the settings `how`; None without prompts.
-
-    Raises EngineFailed, also if a completion or log-prob is missing.
-    """
+    """Sample completions with the settings `how`; None without prompts. Raises EngineFailed, also if one is missing."""
     if not prompt_ids_P:
         return None
     rollout = engine.generate(prompt_ids_P, group_size, how)
@@ -168,10 +157,7 @@ def ask_engine(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, h
 
 
 def sampling_settings(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sampling:
-    """Return the sampling settings of one attempt on one rank at a step, with a seed of its own.
-
-    A step's first rollout is attempt 0, further ones count up. The seed is the same in a resumed run.
-    """
+    """Return the settings of one attempt (from 0) on one rank at a step; its seed is the same in a resumed run."""
     seed = cfg.seed * 1_000_003 + step
     if attempt or rank:
         name = f"rollout/{cfg.seed}/{step}/{attempt}/{rank}"
@@ -180,11 +166,7 @@ def sampling_settings(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sam
 
 
 def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question], rollout: Rollout) -> list[Group]:
-    """Grade a rollout's completions by the task; return a group per question.
-
-    Adds the overlong penalty as a part of the reward if configured. `questions_P` are the rollout's questions, in its
-    order. `policy` decodes the tokens.
-    """
+    """Grade a rollout's completions of `questions_P`, with the overlong penalty if configured; return a group each."""
     asked_P = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, strict=True)
     texts_P_G = [
         with_answer_start(policy.prompt(prompt), [policy.decode(ids) for ids in group]) for prompt, group in asked_P
@@ -209,10 +191,7 @@ def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question
 
 
 def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """Return the metrics of a step's completions and rewards, over all groups drawn on all ranks.
-
-    Every rank gets the same. With dynamic sampling they include what it dropped and what that cost.
-    """
+    """Return the metrics of a step's completions and rewards, over all groups drawn on all ranks, on every rank."""
     parts = ranks.pool([group.parts for group in batch.drawn])
     finished = ranks.pool([group.finished_G for group in batch.drawn])
     answer_entropies = ranks.pool([answer_entropy(group.texts_G) for group in batch.drawn])

@@ -33,10 +33,7 @@ class Stop:
 
     @classmethod
     def on_signals(cls, parent: int) -> Self:
-        """Create a Stop that SIGINT, SIGTERM and SIGHUP set from now on, also if the process began with them blocked.
-
-        It watches the process with id `parent` too.
-        """
+        """Create a Stop that SIGINT, SIGTERM, SIGHUP and the death of `parent` set, also if signals were blocked."""
         stop = cls(parent=parent)
         for number in stop_signals():
             signal.signal(number, lambda *_: stop._handle_signal())
@@ -45,10 +42,7 @@ class Stop:
         return stop
 
     def _watch_parent(self) -> None:
-        """Watch `parent` in a thread until `can_save` is set: exit the process with status 130 if `parent` dies.
-
-        Later the steps check `requested`.
-        """
+        """Exit with status 130 if `parent` dies before `can_save` is set. Later the steps check `requested`."""
         while not self.can_save:
             if self.requested:
                 os._exit(INTERRUPTED)

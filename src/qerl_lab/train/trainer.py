@@ -103,8 +103,8 @@ class LabTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Override TRL's hook: collect a batch in place of TRL's placeholder `inputs`; return its tensors.
 
-        Sets the advantages, and keeps masked completions in the attention but out of the loss. Overrides a private
-        method, because TRL has no public one between grading and loss.
+        Keeps masked completions in the attention but out of the loss. A private method, because TRL has no public one
+        between grading and loss.
         """
         self.batch = batch = self._collect_batch()
         with self.clock.phase("probe"):
@@ -166,10 +166,7 @@ class LabTrainer(GRPOTrainer):
             raise
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
-        """Serve as TRL's rollout function: return prompt ids, completion ids and log-probs of the collected batch.
-
-        Sets `use_vllm`, so that TRL keeps the log-probs.
-        """
+        """Serve as TRL's rollout function: return prompt ids, completion ids and log-probs of the collected batch."""
         self.use_vllm = True  # again, so that TRL keeps these log-probs
         groups = self.batch.groups
         return {
@@ -179,17 +176,11 @@ class LabTrainer(GRPOTrainer):
         }
 
     def _collected_reward(self, **_: object) -> list[float]:
-        """Serve as TRL's reward function: return the reward of each completion.
-
-        Only TRL's log uses it, not the advantages.
-        """
+        """Serve as TRL's reward function: return the reward of each completion, which only TRL's log uses."""
         return [float(reward) for group in self.batch.groups for reward in group.reward_G]
 
     def _importance_weights(self, logps_B_T: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """Return the importance weights, [B, T] or [B, 1], from the trainer's log-probs; store their `term_sums`.
-
-        `batch` has TRL's tensors, with the sampler's log-probs and the completion mask.
-        """
+        """Return the importance weights, [B, T] or [B, 1], of TRL's tensors `batch`; store their `term_sums`."""
         rollout = self.cfg.rollout
         of_tokens = logps_B_T, batch["sampling_per_token_logps"], batch["completion_mask"]
         found = correction.weights(rollout.importance_correction, rollout.importance_clip_max, *of_tokens)
@@ -197,11 +188,7 @@ class LabTrainer(GRPOTrainer):
         return found.value
 
     def _measure_noise(self, rollout: Rollout) -> None:
-        """Store the noise metrics of the current step in `measured`.
-
-        With aqn.probe_prompts also the KL that the noise causes on completions of `rollout`, and the gap between the
-        log-probs of sampler and trainer under the same noise.
-        """
+        """Store the noise metrics of the current step in `measured`; with aqn.probe_prompts those of `probe` too."""
         self.measured |= self.level.metrics(self.step)
         norms, temperature = self.engine.norms(), self.cfg.rollout.temperature
         self.measured["noise/std_observed"] = aqn.observed_std(norms, self.policy.clean_norms, self.cfg.aqn.relative)
@@ -242,20 +229,12 @@ class LabTrainer(GRPOTrainer):
         return logps, entropies, aux_loss
 
     def _scoring_mode(self) -> AbstractContextManager[None]:
-        """Return a context manager for computing log-probs without gradients and dropout.
-
-        The policy keeps the current weights of its norm layers, with any noise they hold. The reference gets the
-        weights without noise. TRL computes the reference by disabling the policy's adapter.
-        """
+        """Return a context manager for log-probs without gradients and dropout, of the reference without noise too."""
         held = {name: norm.data for name, norm in self.policy.norms.items()}
         return self.policy.as_sampler(self.policy.clean_norms if self.policy.adapter_is_off else held)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Override the Trainer's hook: run the forward and backward pass of a micro-batch; return its loss.
-
-        `compute_loss` switches on the noise of the norm weights and packed attention. Both stay on until the backward
-        pass ends, because it reads these weights and may recompute the attention.
-        """
+        """Override the Trainer's hook: keep what `compute_loss` switches on until the backward pass ends."""
         with ExitStack() as self.until_backward:
             return super().training_step(*args, **kwargs)
 
@@ -278,7 +257,7 @@ class LabTrainer(GRPOTrainer):
         in_loss = batch.get("tool_mask", batch["completion_mask"])
         self.loss_tokens.append(float(in_loss.sum()))
         # Enter only here, because TRL also samples inside a training step. Stay until the backward pass ends, because
-        # autograd keeps a reference to the norm parameter, not a copy.
+        # autograd keeps a reference to the norm parameter, not a copy, and may recompute the attention.
         self.until_backward.enter_context(self._noise_in_trainer())
         self.until_backward.enter_context(self._packed_attention())
         target = self.cfg.algorithm.entropy_target  # an adaptive bonus is 0 above it
@@ -363,20 +342,14 @@ class LabTrainer(GRPOTrainer):
             self.policy.save_trained(Path(str(output_dir)))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        """Override the Trainer's hook: load what `save_model` wrote.
-
-        Overrides a private method, because the Trainer's warns of tied weights that the file lacks.
-        """
+        """Override the Trainer's private hook, which warns of tied weights that the file of `save_model` lacks."""
         if self.cfg.trains_all:
             self.policy.load_trained(Path(resume_from_checkpoint))
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
-        """Override the Trainer's hook: write TRL's files and the run's own state atomically, into one folder.
-
-        Every rank must call it. `model` and `trial` are the Trainer's.
-        """
+        """Override the Trainer's hook: write TRL's files and the run's state atomically. Every rank must call it."""
         own = self.args.output_dir
 
         def write_trainer_files(folder: Path) -> None:
@@ -407,10 +380,7 @@ class _Steps(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, lr_scheduler: LambdaLR, **_: Any
     ) -> None:
-        """Override the Trainer's hook before the first update: set the learning rate of a run extended to more steps.
-
-        Its checkpoint holds the learning rate of the shorter run.
-        """
+        """Override the Trainer's hook: set the learning rate of an extended run, for the checkpoint has another one."""
         extended = [steps * self.trainer.cfg.updates_per_step for steps in self.trainer.cfg.extended]
         if state.global_step not in extended:
             return
@@ -424,10 +394,7 @@ class _Steps(TrainerCallback):
             self.trainer.clock.start_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Override the Trainer's hook after each update: after a step's last one decide whether to save and stop.
-
-        Stops after the last step, or if any rank was asked to.
-        """
+        """Override the Trainer's hook after each update: after a step's last one decide whether to save and stop."""
         trainer = self.trainer
         step, updates_left = divmod(state.global_step, trainer.cfg.updates_per_step)
         if updates_left:
