@@ -26,11 +26,7 @@ class Noise:
         """Return the norms with noise: clean + sigma * Z as new float32 tensors, with Z ~ N(0, 1).
 
         Z is drawn from (seed, step, layer). With `relative`: clean + sigma * rms(clean) * Z, with the root mean square
-        of each norm's weights.
-
-        Args:
-            clean: float32 weights by full layer name, e.g. `model.layers.0.input_layernorm`, all on one device; not
-                changed.
+        of each norm's weights. `clean` has float32 weights by full layer name, all on one device, and is not changed.
         """
         if self.sigma == 0 or not clean:
             return {name: weight.clone() for name, weight in clean.items()}
@@ -44,10 +40,7 @@ class Noise:
         return {name: part.view_as(clean[name]) for name, part in zip(clean, parts, strict=True)}
 
     def _draw(self, layer: str, shape: torch.Size) -> Tensor:
-        """Draw a standard normal number per entry of a norm of `shape`; return them flattened.
-
-        Draws from (seed, step, layer) on the CPU, so that every machine gets the same numbers.
-        """
+        """Draw a standard normal number per entry of a norm of `shape`, on the CPU; return them flattened."""
         digest = hashlib.sha256(f"{self.seed}/{self.step}/{layer}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # torch takes 63 bits
         return torch.randn(shape, generator=generator).flatten()
@@ -70,10 +63,7 @@ def observed_std(norms: dict[str, Tensor], clean: dict[str, Tensor], relative: b
     """Measure sigma in norms with noise: the standard deviation of (norms - clean) over all entries.
 
     With `relative` each norm's differences are first divided by the root mean square of its clean weights, unless that
-    is zero.
-
-    Args:
-        norms, clean: weights by the same full layer names.
+    is zero. `norms` and `clean` have weights by the same full layer names.
     """
     gaps = torch.cat([(norms[name].to(weight) - weight).flatten() for name, weight in clean.items()])
     if relative:

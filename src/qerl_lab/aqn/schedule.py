@@ -21,15 +21,9 @@ def steps_of(number: int, total_steps: int, stages: int) -> range:
 def level(cfg: AqnConfig, step: int, total_steps: int) -> float:
     """Return the noise level of a step in `cfg.unit`: a standard deviation, or nats per token. Pure.
 
-    Args:
-        step: 1..total_steps; 0 is the untrained policy, which carries no noise.
-
-    Returns:
-        A value between the schedule's start and end; kl_start at every step with schedule=adaptive. 0 at step 0, with
-        schedule=off, and in the first stage unless `cfg.reading` is "equation".
-
-    Raises:
-        ValueError: step outside 0..total_steps.
+    Returns a value between the schedule's start and end; kl_start at every step with schedule=adaptive. 0 at step 0
+    (the untrained policy), with schedule=off, and in the first stage unless `cfg.reading` is "equation". Raises
+    ValueError for a step outside 0..total_steps.
     """
     if not 0 <= step <= total_steps:
         raise ValueError(f"step={step} is outside 0..{total_steps}")

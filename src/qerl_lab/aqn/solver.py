@@ -43,11 +43,8 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
 
     Args:
         measure: returns the KL in nats per token of a sigma; must not fall as sigma grows.
-        target: above 0.
+        target: above 0, else raises ValueError.
         guess: first sigma to try, clamped to the bounds.
-
-    Raises:
-        ValueError: target of 0 or less.
     """
     if target <= 0:
         raise ValueError(f"a KL of {target} is not solved for; allowed: above 0")
@@ -57,7 +54,7 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
     while at is not None and len(tried) < cfg.solver.probes:
         at = min(max(at, low), high)
         kl = measure(_exp_within_bounds(cfg, at))
-        gap = _log_gap(kl, target)
+        gap = math.log(kl / target) if kl > 0 else math.inf if math.isnan(kl) else -math.inf
         kls.append(kl)
         tried.append((at, gap))
         if abs(gap) <= near:
@@ -71,19 +68,9 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
 
 
 def _exp_within_bounds(cfg: AqnConfig, at: float) -> float:
-    """Convert the log sigma `at` to sigma.
-
-    The log of a bound gives that exact bound, which exp would miss by a rounding.
-    """
+    """Convert the log sigma `at` to sigma; the log of a bound gives exactly that bound, which exp would miss."""
     bounds = {math.log(bound): bound for bound in (cfg.sigma_min, cfg.sigma_max)}
     return bounds.get(at, math.exp(at))
-
-
-def _log_gap(kl: float, target: float) -> float:
-    """Return log(KL / target); infinite for NaN, -infinite for a KL of 0 or less."""
-    if math.isnan(kl):
-        return math.inf
-    return math.log(kl / target) if kl > 0 else -math.inf
 
 
 Point = tuple[float, float]  # log sigma, log(KL / target)

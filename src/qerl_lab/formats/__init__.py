@@ -40,7 +40,7 @@ def recognize(config: Mapping[str, Any]) -> PackedAs:
         if method == kind.QUANT_METHOD and (found := kind.recognize(config)) is not None:
             return found
     if method == CompressedTensors.QUANT_METHOD:
-        layouts = (kind.layout_name() for kind in kinds if issubclass(kind, CompressedTensors))
+        layouts = (kind.LAYOUT for kind in kinds if issubclass(kind, CompressedTensors))
         raise unsupported_entry("format", layout_of(config), ", ".join(layouts))
     methods = dict.fromkeys(str(kind.QUANT_METHOD) for kind in kinds)
     raise unsupported_entry("quant_method", method, ", ".join(methods))

@@ -15,17 +15,10 @@ class Bf16(Format):
 
     NAME = "bf16"
     BLOCK = None
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Return 16."""
-        return 16.0
+    bits_per_weight = 16.0
 
     def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
-        """Return `{"weight": bfloat16 [N, K]}`.
-
-        Raises ValueError, naming `name`, for another shape or dtype, NaN or Inf.
-        """
+        """Return `{"weight": bfloat16 [N, K]}`. Raises ValueError as `checked` does."""
         return {"weight": checked(weight, self, name=name).to(torch.bfloat16)}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -27,14 +27,15 @@ class CompressedTensors(Format):
 
     QUANT_METHOD = "compressed-tensors"
     BY_ROWS = True
+    BITS: ClassVar[int] = 4
+    LAYOUT: ClassVar[str]  # config.json's name of the checkpoint layout
     STRATEGY: ClassVar[str]  # `group`: a scale per block; `tensor_group`: one per tensor, too; `channel`: one per row
     SCALE_DTYPE: ClassVar[torch.dtype]
 
     @property
     def bits_per_weight(self) -> float:
-        """Return 4 bits plus a byte per block. (NVFP4's global scale adds 4 bytes per tensor.)"""
-        assert self.BLOCK is not None
-        return 4 + 8 / self.BLOCK
+        """Return the bits of a value plus a byte per block. NVFP4 stores 4 bytes more per tensor, FP8 2 per row."""
+        return self.BITS + (8 / self.BLOCK if self.BLOCK else 0.0)
 
     def ideal(self, weight: Tensor) -> Tensor:
         """Round a weight to the nearest E2M1 values under exact block scales, which map each block's maximum to 6."""
@@ -54,11 +55,6 @@ class CompressedTensors(Format):
             "weight_scale": ((rows, columns // self.BLOCK), self.SCALE_DTYPE),
         }
 
-    @classmethod
-    def layout_name(cls) -> str:
-        """Return the name that config.json gives the checkpoint layout of this format."""
-        return f"{cls.NAME}-pack-quantized"
-
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
         """Build the `quantization_config` that compressed-tensors would write; `dtype` is not recorded.
 
@@ -71,8 +67,8 @@ class CompressedTensors(Format):
         }  # fmt: skip
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         return {
-            "config_groups": {"group_0": group | {"format": self.layout_name()}}, "quant_method": self.QUANT_METHOD,
-            "kv_cache_scheme": None, "format": self.layout_name(), "quantization_status": "compressed",
+            "config_groups": {"group_0": group | {"format": self.LAYOUT}}, "quant_method": self.QUANT_METHOD,
+            "kv_cache_scheme": None, "format": self.LAYOUT, "quantization_status": "compressed",
             "global_compression_ratio": None, "ignore": [_ignore_pattern(entry) for entry in ignore],
         }  # fmt: skip
 
@@ -82,7 +78,7 @@ class CompressedTensors(Format):
 
         Raises ValueError for an entry that this package cannot load. The rounding rule is not recorded, so it is None.
         """
-        if layout_of(config) != cls.layout_name():
+        if layout_of(config) != cls.LAYOUT:
             return None
         group = only_group(config)
         weights = group.get("weights") or {}
@@ -106,16 +102,13 @@ class CompressedTensors(Format):
     def _weights_section(cls) -> dict[str, Any]:
         """Return the `weights` section of the `quantization_config` that this format requires."""
         return {
-            "num_bits": 4, "type": "float", "symmetric": True, "group_size": cls.BLOCK, "strategy": cls.STRATEGY,
-            "dynamic": False,
+            "num_bits": cls.BITS, "type": "float", "symmetric": True, "group_size": cls.BLOCK or None,
+            "strategy": cls.STRATEGY, "dynamic": False,
         }  # fmt: skip
 
 
 def layout_of(config: Mapping[str, Any]) -> str | None:
-    """Return the checkpoint layout's name in a `quantization_config`, None if it has none.
-
-    Raises ValueError unless `config_groups` has exactly one entry, so that all layers share a layout.
-    """
+    """Return the name of the checkpoint layout, None if it has none. Raises ValueError as `only_group` does."""
     return only_group(config).get("format") or config.get("format")
 
 

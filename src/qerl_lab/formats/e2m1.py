@@ -36,10 +36,7 @@ def decode(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled(packed: Tensor, scale: Tensor) -> Tensor:
-    """Multiply E2M1 values, packed as bytes `[N, K/2]`, by block scales `[N, K/block]`.
-
-    Returns `[N, K]` in the dtype of the scales.
-    """
+    """Multiply E2M1 values, bytes `[N, K/2]`, by block scales `[N, K/block]`: `[N, K]` in the dtype of the scales."""
     blocks = decode(packed, scale.dtype).unflatten(1, (scale.shape[1], -1))
     return (blocks * scale.unsqueeze(-1)).flatten(1)
 

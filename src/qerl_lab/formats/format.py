@@ -142,10 +142,7 @@ def checked(weight: Tensor, weight_format: Format, *, name: str) -> Tensor:
 
 
 def check(weight: Tensor, weight_format: Format, *, name: str) -> None:
-    """Raise ValueError unless `weight` is a matrix of finite floats below 2**100 in magnitude.
-
-    `name` and the format appear in the message.
-    """
+    """Raise ValueError, naming the tensor, unless `weight` is a matrix of finite floats below 2**100 in magnitude."""
     if weight.ndim != 2 or weight.dtype not in STORED_DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES)
         raise ValueError(
@@ -156,10 +153,7 @@ def check(weight: Tensor, weight_format: Format, *, name: str) -> None:
 
 
 def check_values(tensor: Tensor, holder: str, *, name: str) -> None:
-    """Raise ValueError for NaN, Inf or magnitudes of 2**100 and more.
-
-    The message names the tensor, `name`, and the format or dtype that cannot hold them, `holder`.
-    """
+    """Raise ValueError for NaN, Inf or magnitudes from 2**100 on, which `holder`, a format or dtype, cannot hold."""
     tensor = tensor.detach()
     low, high = torch.aminmax(tensor) if tensor.numel() else (tensor.new_zeros(()),) * 2  # no copy of the tensor
     if not (low > -LIMIT and high < LIMIT):  # NaN compares false
@@ -222,8 +216,5 @@ def layers(key: str, listed: Any) -> tuple[str, ...]:
 
 
 def unsupported_entry(key: str, given: Any, allowed: str) -> ValueError:
-    """Return a ValueError for the entry `key` of a `quantization_config`.
-
-    It quotes the value `given`, and says in the words `allowed` which values can be loaded.
-    """
+    """Return a ValueError for the entry `key` of a `quantization_config`; `allowed` says what can be loaded."""
     return ValueError(f"quantization_config: {key}={given!r} cannot be loaded; allowed: {allowed}")

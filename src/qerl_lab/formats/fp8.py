@@ -40,15 +40,12 @@ class Fp8(CompressedTensors):
 
     NAME = "fp8"
     BLOCK = 0
+    BITS = 8
+    LAYOUT = "float-quantized"
     STRATEGY = "channel"
     SCALE_DTYPE = torch.bfloat16
 
     activations: str
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Return 8. (The scale of a row adds 16 bits per row, so 16 / K per weight.)"""
-        return 8.0
 
     def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
         """Pack `weight[N, K]` of any K into `weight` float8_e4m3fn `[N, K]` and `weight_scale` bfloat16 `[N, 1]`.
@@ -88,11 +85,6 @@ class Fp8(CompressedTensors):
             raise ValueError(f"{name}.weight_scale has other than positive finite numbers; allowed: these")
         return accepted
 
-    @classmethod
-    def layout_name(cls) -> str:
-        """Return the name that config.json gives the checkpoint layout of this format."""
-        return "float-quantized"
-
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
         """Build the `quantization_config` of `CompressedTensors`, with `activations` as `input_activations`."""
         config = super().quantization_config(ignore, dtype)
@@ -104,7 +96,7 @@ class Fp8(CompressedTensors):
     @classmethod
     def recognize(cls, config: Mapping[str, Any]) -> PackedAs | None:
         """Parse a `quantization_config` as `CompressedTensors` does; activations may be dynamic FP8, per token."""
-        if layout_of(config) != cls.layout_name():
+        if layout_of(config) != cls.LAYOUT:
             return None
         group = only_group(config)
         given = group.get("input_activations") or {}
@@ -113,11 +105,6 @@ class Fp8(CompressedTensors):
         weights_alone = {**config, "config_groups": {"group_0": {**group, "input_activations": None}}}
         found = super().recognize(weights_alone)
         return found and found._replace(weight_format=W8A8 if given else W8A16)
-
-    @classmethod
-    def _weights_section(cls) -> dict[str, Any]:
-        """Return the `weights` section of the `quantization_config` that this format requires."""
-        return super()._weights_section() | {"num_bits": 8, "group_size": None}
 
 
 W8A16, W8A8 = Fp8("auto"), Fp8("fp8")

@@ -60,10 +60,7 @@ class Marlin:
 
 
 def part(held: Mapping[str, Tensor], first: int, rows: int) -> dict[str, Tensor]:
-    """Return views of the rows from `first` to `first + rows` of a held weight, e.g. of q, k or v.
-
-    Both are multiples of `ROWS`.
-    """
+    """Return views of `rows` rows from `first` on of a held weight, e.g. of q, k or v; both are multiples of `ROWS`."""
     return {
         CODES: held[CODES].narrow(1, 2 * first, 2 * rows),
         SCALE: held[SCALE].narrow(1, first, rows),

@@ -38,6 +38,7 @@ class Mxfp4(CompressedTensors):
 
     NAME = "mxfp4"
     BLOCK = 32
+    LAYOUT = "mxfp4-pack-quantized"
     STRATEGY = "group"
     SCALE_DTYPE = torch.uint8
 
@@ -53,18 +54,14 @@ class Mxfp4(CompressedTensors):
             raise ValueError(f"unknown exponent_rule {self.exponent_rule!r}; allowed: {', '.join(EXPONENT_RULES)}")
         weight = checked(weight, self, name=name)
         blocks = weight.unflatten(1, (-1, self.BLOCK))
-        scale = _scale_bytes(blocks.abs().amax(-1).float(), self.exponent_rule)
+        largest = blocks.abs().amax(-1).float()
+        mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2**exponent, mantissa in [0.5, 1)
+        exponent = exponent - 1 + (mantissa >= _NEXT_EXPONENT_FROM[self.exponent_rule]).int()
+        scale = (exponent - _E2M1_EMAX + _BIAS).clamp(min=0)
+        scale = torch.where(largest == 0, 0, scale).to(torch.uint8)
         codes = e2m1.encode(blocks / scale.view(torch.float8_e8m0fnu).to(weight.dtype).unsqueeze(-1)).flatten(1)
         return {"weight_packed": e2m1.pack(codes), "weight_scale": scale}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Unpack packed tensors to a weight `[N, K]`; exact in bfloat16 and float32."""
         return e2m1.dequantize(packed["weight_packed"], packed["weight_scale"], dtype)
-
-
-def _scale_bytes(largest: Tensor, exponent_rule: str) -> Tensor:
-    """Compute the E8M0 scale byte of each block from the largest magnitude in it."""
-    mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2**exponent, mantissa in [0.5, 1)
-    exponent = exponent - 1 + (mantissa >= _NEXT_EXPONENT_FROM[exponent_rule]).int()
-    scale = (exponent - _E2M1_EMAX + _BIAS).clamp(min=0)
-    return torch.where(largest == 0, 0, scale).to(torch.uint8)

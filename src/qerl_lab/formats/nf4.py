@@ -105,10 +105,7 @@ class Nf4(Format):
         return single | (nested if self.double_quant else {}) | {_HEADER: ((_HEADER_BYTES,), torch.uint8)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Check packed tensors as `Format.accept` does, and pad their JSON header to the size that `quantize` writes.
-
-        bitsandbytes writes a shorter header.
-        """
+        """Check packed tensors as `Format.accept` does, and pad bitsandbytes' JSON header as `quantize` does."""
         header = packed[_HEADER]
         if header.dtype is torch.uint8 and header.numel() < _HEADER_BYTES:
             header = _pad_header(header)

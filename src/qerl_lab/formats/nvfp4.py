@@ -45,6 +45,7 @@ class Nvfp4(CompressedTensors):
 
     NAME = "nvfp4"
     BLOCK = 16
+    LAYOUT = "nvfp4-pack-quantized"
     SHARED = DIVISOR
     STRATEGY = "tensor_group"
     SCALE_DTYPE = torch.float8_e4m3fn

@@ -100,10 +100,7 @@ class Tiles:
 
 
 def decoders(held: Mapping[str, Tensor], sizes: Sequence[int], columns: int) -> list[Decoder]:
-    """Return a decoder for each part of a fused layer (q, k, v) that `held` holds as one weight with `columns` columns.
-
-    `sizes` are the numbers of rows of the parts, from top to bottom.
-    """
+    """Return a decoder for each part, of `sizes` rows, of the fused weight that `held` has with `columns` columns."""
     firsts = [sum(sizes[:part]) for part in range(len(sizes))]
     return [Tiles(first, size, columns).decoder(held, (size, columns))
             for first, size in zip(firsts, sizes, strict=True)]  # fmt: skip
@@ -174,10 +171,7 @@ def _packed_codes(words: Tensor) -> Tensor:
 
 
 def _shifted_words(words: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield h, b and the words shifted so that the codes of (h, b) lie at bits 15 and 8, 7, 6 of both halves.
-
-    The module explains h and b: they number the four codes in each half of a word.
-    """
+    """Yield h, b of the module and the words, shifted so that their codes lie at bits 15 and 8, 7, 6 of both halves."""
     yield 0, 0, words
     yield 1, 0, words << 3
     yield 0, 1, words << 6
