@@ -18,11 +18,7 @@ PLAIN = {
 
 
 def check(cfg: RunConfig) -> None:
-    """Check from its files that this run can start from the adapter of lora.start_from, which must be set.
-
-    Raises ConfigError unless it is plain LoRA, rank, scaling and target modules match, and the file has not changed
-    since the run was composed.
-    """
+    """Raise ConfigError unless lora.start_from is plain LoRA of this run's shape, unchanged since it was composed."""
     assert cfg.lora.start_from is not None
     folder, setting = adapter_folder(cfg.lora.start_from), f"lora.start_from={cfg.lora.start_from}"
     settings, own = _read_settings(folder, setting), cfg.lora

@@ -73,11 +73,7 @@ def check_content(cfg: RunConfig) -> None:
 
 
 def check(folder: Path, cfg: RunConfig) -> None:
-    """Raise ConfigError if the model in `folder` cannot serve this run, judged by its files alone.
-
-    Reasons: a missing file or chat template, no layer of a configured name, another packed format than the run's, an
-    output layer that would be packed, texts longer than the model's context.
-    """
+    """Raise ConfigError if the model in `folder` cannot serve this run, judged by its files alone."""
     setting = f"model.path={cfg.model.path}"
     check_files(folder, setting)
     check_chat_template(folder, setting)

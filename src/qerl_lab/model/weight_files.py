@@ -77,11 +77,7 @@ class WeightFiles:
 
 
 def local_folder(path: str, revision: str | None, *, key: str = "model.path") -> Path:
-    """Return the local directory of a model; unpack a GGUF file or download from the hub where needed.
-
-    `path` is the value of `key`: a directory, `pocket`, a GGUF file or a hub id. Raises ConfigError if it is none of
-    these, or the hub does not deliver it.
-    """
+    """Return the local directory of the model `path`, unpacked or downloaded if needed. Raises ConfigError."""
     if (folder := on_disk.local_path(path, key)) is not None:
         return folder
     if gguf.is_gguf(path):

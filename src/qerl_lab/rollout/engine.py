@@ -4,9 +4,10 @@ Suffixes name the axes of ragged lists: `x_P` is a list by prompt, `x_P_G` by pr
 """
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
@@ -53,6 +54,12 @@ class Rollout:
     finish_reasons_P_G: list[list[str]]
     entropy: float | None
     seconds: float
+
+    @classmethod
+    def of(cls, prompts: list[list[int]], rows_P_G: list[list[Any]], entropy: float | None, started: float) -> Self:
+        """Build a rollout, which began at `started` (time.perf_counter), from rows: ids, log-probs, finish reason."""
+        ids, logprobs, reasons = ([[row[column] for row in group] for group in rows_P_G] for column in range(3))
+        return cls(prompts, ids, logprobs, reasons, entropy, time.perf_counter() - started)
 
     @property
     def tokens(self) -> int:

@@ -48,21 +48,16 @@ class TransformersEngine(Engine):
                 rows += part
                 on_done(len(part))
         grouped = [rows[at : at + group_size] for at in range(0, len(rows), group_size)]
-        tokens = sum(len(ids) for ids, _, _, _ in rows)
-        return Rollout(
-            prompt_ids_P=prompt_ids_P,
-            completion_ids_P_G=[[ids for ids, _, _, _ in group] for group in grouped],
-            logprobs_P_G=[[logprobs for _, logprobs, _, _ in group] for group in grouped],
-            finish_reasons_P_G=[[reason for _, _, reason, _ in group] for group in grouped],
-            entropy=sum(entropy for _, _, _, entropy in rows) / tokens,
-            seconds=time.perf_counter() - started,
-        )
+        tokens = sum(len(ids) for ids, *_ in rows)
+        return Rollout.of(prompt_ids_P, grouped, sum(entropy for *_, entropy in rows) / tokens, started)
 
     def _generate_batch(
         self, prompts: list[list[int]], sampling: Sampling
     ) -> list[tuple[list[int], list[float], str, float]]:
         """Generate a completion of each prompt: ids, log-probs, finish reason, entropy summed over tokens (nats)."""
-        ids, mask = left_padded(prompts, self.policy.tokenizer.pad_token_id, self.policy.device)
+        longest, pad_id, device = max(map(len, prompts)), self.policy.tokenizer.pad_token_id, self.policy.device
+        ids = torch.tensor([[pad_id] * (longest - len(row)) + row for row in prompts], device=device)
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=device)
         is_drawn, ends = sampling.temperature > 0, self.policy.end_ids()
         recorder = Recorder(sampling.temperature if is_drawn else 1.0)
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if is_drawn else {}
@@ -71,10 +66,9 @@ class TransformersEngine(Engine):
             attention_mask=mask,
             logits_processor=LogitsProcessorList([recorder]),
             generation_config=GenerationConfig(
-                do_sample=is_drawn, max_new_tokens=sampling.max_tokens, eos_token_id=ends,
-                pad_token_id=self.policy.tokenizer.pad_token_id, **drawn,
+                do_sample=is_drawn, max_new_tokens=sampling.max_tokens, eos_token_id=ends, pad_token_id=pad_id, **drawn
             ),
-        )[:, ids.shape[1] :]  # fmt: skip
+        )[:, longest:]
         logprobs, entropies = recorder.finish(out)
         is_end = torch.isin(out, torch.tensor(ends, device=out.device))
         lengths = ((is_end.cumsum(1) - is_end.long()) == 0).sum(1).tolist()  # including the first end token
@@ -114,11 +108,3 @@ class Recorder(LogitsProcessor):
         """Record the last token; return all tokens' log-probs and entropies, each [batch, tokens] as `completions`."""
         self._record_logprobs(completions[:, -1])
         return torch.stack(self.logprobs, 1), torch.stack(self.entropies, 1)
-
-
-def left_padded(rows: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pad lists of token ids on the left to one length; return ids and attention mask, each [N, longest]."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[pad_id] * (longest - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask

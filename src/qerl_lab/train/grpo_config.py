@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from trl import GRPOConfig
@@ -16,6 +15,8 @@ from qerl_lab.train.ranks import PATIENCE
 def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
     """Build TRL's configuration of a run. `max_steps` and `logging_steps` count optimizer updates, not steps."""
     micro, updates = cfg.optim.micro_batch_size, cfg.algorithm.updates_per_rollout
+    correction = cfg.rollout.importance_correction
+    is_off = correction in ("off", "in_ratio")
     return GRPOConfig(
         output_dir=str(run_dir / "checkpoints"),
         max_steps=cfg.steps * cfg.updates_per_step,
@@ -47,22 +48,13 @@ def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
         disable_tqdm=True,
         logging_nan_inf_filter=False,
         dataloader_pin_memory=False,
-        **algorithms.loss_settings(cfg.algorithm),
-        **correction_settings(cfg, policy),
-    )
-
-
-def correction_settings(cfg: RunConfig, policy: Policy) -> dict[str, Any]:
-    """Return the `trl.GRPOConfig` arguments for `rollout.importance_correction`: whether and how TRL corrects."""
-    correction = cfg.rollout.importance_correction
-    is_off = correction in ("off", "in_ratio")
-    return {
         # With several updates or dropout TRL scores the rollout in a forward of its own before the first update, and
         # corrects. Else the training forward has the same policy (weights, noise), and `_importance_weights` corrects.
-        "vllm_importance_sampling_correction": cfg.updates_per_step > 1 or policy.drops_out,
+        vllm_importance_sampling_correction=cfg.updates_per_step > 1 or policy.drops_out,
         # A clip of [1, 1] turns the correction off, while TRL still measures the gap between sampler and trainer.
         # TRL requires two different bounds; in float32 these two are equal.
-        "vllm_importance_sampling_mode": "token_truncate" if is_off else correction,
-        "vllm_importance_sampling_clip_max": 1.0 if is_off else cfg.rollout.importance_clip_max,
-        "vllm_importance_sampling_clip_min": math.nextafter(1.0, 0.0) if is_off else None,
-    }
+        vllm_importance_sampling_mode="token_truncate" if is_off else correction,
+        vllm_importance_sampling_clip_max=1.0 if is_off else cfg.rollout.importance_clip_max,
+        vllm_importance_sampling_clip_min=math.nextafter(1.0, 0.0) if is_off else None,
+        **algorithms.loss_settings(cfg.algorithm),
+    )

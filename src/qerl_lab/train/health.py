@@ -87,23 +87,15 @@ def _mean_metrics(steps: Sequence[Metrics]) -> Metrics:
 
 
 def _has_collapsed(began: Metrics, now: Metrics, cfg: RunConfig) -> bool:
-    """Return whether the reward fell below half of its initial value, by more than `SIGMAS` standard errors.
-
-    `began` and `now` are mean metrics of the first and last steps. Completions of one question are correlated, so they
-    count as one sample.
-    """
+    """Return whether the mean reward fell below half, by more than `SIGMAS` standard errors over questions."""
     before, after = began["reward/mean"], now["reward/mean"]
     variance = began["reward/std"] ** 2 + now["reward/std"] ** 2
-    error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))
+    error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))  # completions of a question are correlated
     return after < REWARD_LEFT * before and before - after > SIGMAS * error
 
 
 def _advice_if_shrunk(began: Metrics, now: Metrics, cfg: RunConfig) -> str:
-    """Return advice if completions shrank to under a third of their initial length without better answers, else "".
-
-    `began` and `now` are mean metrics of the first and last steps. An improvement is a rise of more than one standard
-    error. Completions of one question count as one sample.
-    """
+    """Return advice if completions shrank below a third and answers are not better by a standard error, else ""."""
     is_short = now["rollout/completion_tokens"] < LENGTH_LEFT * began["rollout/completion_tokens"]
     if cfg.task.answer_reward == 0 or not is_short:
         return ""

@@ -15,11 +15,7 @@ from qerl_lab.tasks import Question, Task
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Questions of `task` with prompts that fit into rollout.max_prompt_tokens.
-
-    `questions` are the training questions and `task.heldout` the held-out ones. `left_out` and `heldout_left_out` count
-    those that are too long.
-    """
+    """Questions of `task` whose prompts fit rollout.max_prompt_tokens, and how many of both kinds were left out."""
 
     task: Task
     questions: list[Question]
@@ -35,11 +31,7 @@ class TrainingData:
 
 
 def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
-    """Select the task's questions with a chat prompt of at most rollout.max_prompt_tokens tokens.
-
-    Keeps no held-out question in a run that does not evaluate. Raises ConfigError if no training question fits, or
-    fewer than two held-out questions in a run that evaluates.
-    """
+    """Select the questions that fit rollout.max_prompt_tokens. Raises ConfigError if too few are left."""
     limit = cfg.rollout.max_prompt_tokens
     unasked = overrides_without_evaluation(cfg)
     asked = task.heldout if unasked else []

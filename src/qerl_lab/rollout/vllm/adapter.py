@@ -73,7 +73,7 @@ class AdapterFile:
         return LoRARequest(NAME, ID, str(self.folder))
 
     def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM` for this adapter. Raises ConfigError for a rank that vLLM has not."""
+        """Return the arguments of `vllm.LLM` for this adapter. Raises ConfigError above vLLM's largest rank."""
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(self.rank)}
 
     def begin(self, llm: LLM) -> None:

@@ -7,7 +7,6 @@ a quarter of the host time of scheduler and outputs, and the GPU waits whenever 
 tests/unit/rollout/test_contract.py tests what is used of it.
 """
 
-from logging import LogRecord
 from typing import Any
 
 SCHEDULER = f"{__name__}.build_scheduler"  # for `LLM(scheduler_cls=...)`
@@ -45,8 +44,3 @@ class StoresLogprobs:
 def completion_names(request: str, group_size: int) -> list[str]:
     """Return the ids that vLLM gives the `group_size` completions of the request `request`, in order."""
     return [request] if group_size == 1 else [f"{index}_{request}" for index in range(group_size)]
-
-
-def is_no_custom_class_warning(record: LogRecord) -> bool:
-    """Filter a log: return False, which drops the record, for vLLM's warning about a custom scheduler; else True."""
-    return "custom scheduler class" not in str(record.msg)

@@ -34,7 +34,7 @@ def load_kernel(source: Path, name: str, device: int, variant: str = "", registe
 
 
 def architecture(major: int, minor: int) -> str:
-    """Return NVRTC's name of a GPU architecture, "sm_90a" for 9.0; "a" adds the instructions of this one alone."""
+    """Return NVRTC's name of an architecture, such as "sm_90a"; "a" allows instructions that only 9.0 has."""
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 

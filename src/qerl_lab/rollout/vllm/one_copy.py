@@ -50,7 +50,10 @@ def packed_on_host(policy: Policy) -> Iterator[None]:
 
 
 def share(policy: Policy, model: nn.Module) -> list[str]:
-    """Let `policy` hold the tensors of vLLM's `model`; return the layers that keep their own. Raises ConfigError."""
+    """Let the layers of `policy` hold the tensors of vLLM's `model`; return the names of layers that keep their own.
+
+    Raises ConfigError, before any layer changes, for a layout that the trainer cannot read.
+    """
     layers = layers_of(policy)
     pairs = list(_fused_pairs(layers, model))
     found = {name for _, parts in pairs for name in parts}

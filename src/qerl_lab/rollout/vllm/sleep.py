@@ -36,7 +36,12 @@ class CacheAlone(CuMemBackend):
         for part in _cache_allocations():
             if part.is_asleep:
                 _, size, address, _ = part.handle
-                _map_again(part.handle)
+                try:
+                    create_and_map(part.handle)
+                except RuntimeError as error:
+                    if "out of memory" in str(error):
+                        raise torch.OutOfMemoryError(str(error)) from error
+                    raise
                 part.is_asleep = False
                 libcudart.cudaMemset(address, 0, size)
 
@@ -77,13 +82,3 @@ def asleep_bytes() -> int:
 def _cache_allocations() -> list[Any]:
     """Return vLLM's memory allocations that belong to the key-value cache."""
     return [part for part in CuMemAllocator.get_instance().pointer_to_data.values() if part.tag == TAG]
-
-
-def _map_again(handle: tuple[int, ...]) -> None:
-    """Map memory for an allocation's vLLM handle again. Raises torch.OutOfMemoryError if no memory is left."""
-    try:
-        create_and_map(handle)
-    except RuntimeError as error:
-        if "out of memory" in str(error):
-            raise torch.OutOfMemoryError(str(error)) from error
-        raise

@@ -192,14 +192,12 @@ class VllmEngine(Engine):
                 if len(found) < len(prompt_ids_P):  # so that an interrupted engine can go on
                     engine.abort_request([str(index) for index in range(len(prompt_ids_P))])
         outputs_P = [sorted(found[str(p)].outputs, key=lambda output: output.index) for p in range(len(prompt_ids_P))]
-        return Rollout(
-            prompt_ids_P=prompt_ids_P,
-            completion_ids_P_G=[[list(output.token_ids) for output in group] for group in outputs_P],
-            logprobs_P_G=[[logprob_scheduler.LOGPROBS.pop(name, []) for name in names] for names in names_P_G],
-            finish_reasons_P_G=[[str(output.finish_reason) for output in group] for group in outputs_P],
-            entropy=None,
-            seconds=time.perf_counter() - started,
-        )
+        rows_P_G = [
+            [(list(one.token_ids), logprob_scheduler.LOGPROBS.pop(names[one.index], []), str(one.finish_reason))
+             for one in group]
+            for group, names in zip(outputs_P, names_P_G, strict=True)
+        ]  # fmt: skip
+        return Rollout.of(prompt_ids_P, rows_P_G, None, started)
 
     def held(self) -> dict[str, int]:
         """Return the bytes of vLLM's weights (without those shared with the policy) and of its key-value cache."""
@@ -262,7 +260,8 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
     }
     if cfg.format.activations == "fp8":  # by vLLM's kernel, because the dense adapter hides them from its compiler
         arguments["compilation_config"] = {"custom_ops": ["+quant_fp8"]}
-    logging.getLogger("vllm.config.scheduler").addFilter(logprob_scheduler.is_no_custom_class_warning)
+    # Drop the warning that the class of a scheduler is not a public interface.
+    logging.getLogger("vllm.config.scheduler").addFilter(lambda record: "custom scheduler class" not in str(record.msg))
     try:
         return LLM(model=str(folder), **arguments, **of_adapter)
     except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:

@@ -197,21 +197,10 @@ class VllmServerEngine(Engine):
             pool.shutdown(wait=False, cancel_futures=True)  # a hanging request ends at the deadline
         groups = [job.result() for job in jobs]
         self._require_only_adapter()  # so it was during the whole rollout
-        return Rollout(
-            prompt_ids_P=prompt_ids_P,
-            completion_ids_P_G=[[ids for ids, _, _ in group] for group in groups],
-            logprobs_P_G=[[logprobs for _, logprobs, _ in group] for group in groups],
-            finish_reasons_P_G=[[reason for _, _, reason in group] for group in groups],
-            entropy=None,
-            seconds=time.perf_counter() - started,
-        )
+        return Rollout.of(prompt_ids_P, groups, None, started)
 
     def _complete(self, body: dict[str, Any], deadline: float) -> list[Completion]:
-        """Send `body`, a /v1/completions request for one prompt, and return its completions in order.
-
-        `deadline` is a value of `time.monotonic`; after it Unanswered is raised. Raises EngineFailed for other
-        failures, and if a completion was aborted.
-        """
+        """Return the completions of a request for one prompt. Raises Unanswered after `deadline`, else EngineFailed."""
         try:
             answer = self._server.ask("POST", "/v1/completions", body, max(0.01, deadline - time.monotonic()))
         except Refused as error:
