@@ -26,7 +26,10 @@ class LabLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run all jobs to their ends. Their directories record the results, so none is returned to Hydra."""
         from qerl_lab.cli import check, scheduler  # late: other Hydra applications import plug-ins
+        from qerl_lab.config.option import ConfigError
 
+        if "check" not in (self.config.hydra.callbacks or {}):
+            raise ConfigError("~hydra.callbacks.check leaves out the check of every job. Leave it out of the command.")
         variables = {str(name): str(value) for name, value in self.config.hydra.job.env_set.items()}
         scheduler.run(check.CheckJobs.plan, check.command_line(), variables)
         return [JobReturn(overrides=words, status=JobStatus.COMPLETED) for words in job_overrides]

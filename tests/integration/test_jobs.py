@@ -1,5 +1,6 @@
 """The jobs of a plan, with a stand-in for the child: composed once, claimed before the first starts."""
 
+import errno
 import json
 import os
 import signal
@@ -58,6 +59,40 @@ def test_a_job_that_somebody_else_runs_is_left_alone(capfd: pytest.CaptureFixtur
         assert scheduler.finish(plan) == 130
     assert f"another process is running in {second.path.absolute()}" in capfd.readouterr().err
     assert second.status == "interrupted"
+
+
+def test_a_continued_sweep_gives_each_job_what_its_directory_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {}
+
+    def run_locally(configs: Any, sweep_jobs: Any) -> Any:
+        given.update({cfg.seed: (cfg.device, cfg.cpu_threads, cfg.jobs) for cfg in configs})
+        raise KeyboardInterrupt
+
+    sweep = [f"seed={DONE},10", "hydra.sweep.dir=sweep"]
+    jobs.claim_directories(make_plan([*sweep, "device=cpu", "cpu_threads=1"], True), "the command")
+    monkeypatch.setattr(scheduler, "run_locally", run_locally)
+    plan = jobs.continue_sweep(make_plan([*sweep, "device=cpu", "cpu_threads=2", "jobs=2"], True))
+    scheduler.run(plan, "the command")
+    assert given == {DONE: ("cpu", 1, 2), 10: ("cpu", 1, 2)}
+
+
+def test_a_full_disk_fails_the_job_that_goes_on_and_not_the_sweep(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(run: RunDirectory, *_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "sweep")
+
+    monkeypatch.setattr(RunDirectory, "begin", full)
+    assert main(["-m", f"seed={DONE},10", "hydra.sweep.dir=sweep"]) == 1
+    out, err = capfd.readouterr()
+    assert "No space left on device" in err
+    assert "Traceback" not in err
+    assert "2 jobs in sweep: 2 failed" in out
+
+
+def test_a_sweep_without_our_callback_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", f"seed={DONE},10", "~hydra.callbacks.check"]) == 2
+    assert "~hydra.callbacks.check leaves out the check of every job" in capfd.readouterr().err
 
 
 def test_what_breaks_around_a_job_is_told_and_the_others_go_on(

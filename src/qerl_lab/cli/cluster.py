@@ -45,8 +45,8 @@ def check_slurm_flags(cfg: RunConfig) -> None:
 
 def check_can_submit(cfg: RunConfig) -> None:
     """Raise ConfigError if this machine lacks the package of launcher=slurm or ray, or for Slurm sbatch or srun."""
-    package = {"slurm": "submitit", "ray": "ray"}.get(cfg.launcher)
-    if package and importlib.util.find_spec(package) is None:
+    package = {"slurm": "submitit", "ray": "ray"}[cfg.launcher]
+    if importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"launcher={cfg.launcher} needs the package {package}, which is not installed. "
             f"Type pip install 'qerl-lab[{cfg.launcher}]', or launcher=local."

@@ -70,6 +70,9 @@ class SweepJob:
             return failure_message(run) if start(run, self.typed, job, run.path) == FAILURE else ""
         except ConfigError as error:
             return f"error: {redact(str(error))}"
+        except OSError as error:  # a full disk, before the run's process could say so
+            run.fail(f"{type(error).__name__}: {error}")
+            return failure_message(run)
 
     def checkpoint(self) -> Any:
         """Override submitit's hook near the time limit: stop the run so that it saves; return the job to requeue."""
@@ -188,7 +191,7 @@ def _wait_for_children(children: list[subprocess.Popen[bytes]], stop_file: Path 
             elif stop_file is not None and stop_file.exists():
                 child.terminate()
         with suppress(subprocess.TimeoutExpired):
-            running[0].wait(LOOK_SECONDS)
+            running[0].wait(None if len(children) == 1 and stop_file is None else LOOK_SECONDS)
     first = _first_failed(children) if first is None else first
     return first or 0
 

@@ -24,7 +24,8 @@ class JobProgress:
     def __init__(self, job: Job, words: str) -> None:
         self.number, self.steps, self.words = job.number, job.config.steps, words
         self.run, self.is_running = RunDirectory(job.run_dir), False
-        self._earlier_sessions = self._count_sessions() if job.begun else -1
+        has_begun = job.begun and self.run.status != "not run"  # else it has only its directory
+        self._earlier_sessions = self._count_sessions() if has_begun else -1
         self.step, self.first, self.reward, self.eta = 0, 0, "-", "-"
         self.said: int | None = None  # last tenth printed
         self.read_progress()

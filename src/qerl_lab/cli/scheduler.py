@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from queue import PriorityQueue
 from types import FrameType
@@ -17,6 +18,7 @@ from qerl_lab.cli import cluster, jobs, launch, manual
 from qerl_lab.cli.compose import Job, Plan
 from qerl_lab.cli.launch import SweepJob
 from qerl_lab.cli.live import SweepProgress
+from qerl_lab.config.arm import OF_SWEEPS
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
@@ -40,7 +42,11 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
     """
     stop_file, sweep = plan.directory / STOP_FILE, jobs.sweep_name(plan.directory)
     left = [job for job in plan.jobs if RunDirectory(job.run_dir).status != "done"]
-    sweep_jobs, configs = list[SweepJob](), [job.config for job in left]
+    configs = [  # settings of a job as its directory records them; how the sweep runs its jobs, as typed now
+        replace(RunDirectory(job.run_dir).config(), **{key: getattr(job.config, key) for key in OF_SWEEPS})
+        for job in left
+    ]
+    sweep_jobs = list[SweepJob]()
     for job in left:
         typed = Typed(command, job.overrides, sweep)
         sweep_jobs.append(SweepJob(job.run_dir, typed, stop_file, variables or {}))

@@ -82,6 +82,9 @@ def packs_rows_apart(weight_format: Format) -> None:
     quantize = weight_format.fused_quantize([weight])
     whole, apart = quantize(weight), quantized_by_rows(quantize, weight, 5, name="weight")
     assert _same_bytes(whole, apart), "rows packed five at a time are other bytes than the whole"
+    with torch.autocast("cpu", torch.bfloat16):
+        apart = quantized_by_rows(quantize, weight, 5, name="weight")
+    assert _same_bytes(whole, apart), "rows packed under autocast are other bytes than the whole"
 
 
 def packs_a_value_alike(weight_format: Format) -> None:

@@ -201,7 +201,11 @@ def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, n
         quantize(part, name=f"{name}, row {i * rows} and following")
         for i, part in enumerate(weight.detach().split(rows))
     ]
-    return {key: torch.cat([part[key] for part in parts]) if one.ndim == 2 else one for key, one in parts[0].items()}
+    joined = dict(parts[0])
+    for key, one in joined.items():
+        if one.ndim == 2:  # joined as bytes, because autocast refuses torch.cat of float8
+            joined[key] = torch.cat([part[key].view(torch.uint8) for part in parts]).view(one.dtype)
+    return joined
 
 
 def layers(key: str, listed: Any) -> tuple[str, ...]:

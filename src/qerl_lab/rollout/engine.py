@@ -5,6 +5,7 @@ Suffixes name the axes of ragged lists: `x_P` is a list by prompt, `x_P_G` by pr
 
 import random
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -113,6 +114,7 @@ class Engine(Protocol):
 
     linear_backend: str | None = None
 
+    @abstractmethod
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
@@ -121,6 +123,7 @@ class Engine(Protocol):
         Raises EngineFailed, and whatever `on_done` raises.
         """
 
+    @abstractmethod
     def sync(self, noise: Noise) -> None:
         """Copy what the policy trains and its clean norms plus `noise` to the engine. Raises EngineFailed."""
 
@@ -128,6 +131,7 @@ class Engine(Protocol):
         """Release memory that only sampling needs, until the next `sync` or `generate`. Raises EngineFailed."""
         return
 
+    @abstractmethod
     def norms(self) -> dict[str, Tensor]:
         """Read back the noisy norm weights that the engine holds, by full layer name."""
 
@@ -138,5 +142,6 @@ class Engine(Protocol):
         """
         return {}
 
+    @abstractmethod
     def close(self) -> None:
         """Release everything; the engine cannot be used again."""

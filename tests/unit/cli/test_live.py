@@ -73,6 +73,14 @@ def test_a_job_that_waits_to_go_on_is_not_running(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err.startswith("job 0: step 4/20")
 
 
+def test_a_claimed_job_of_an_earlier_command_runs_once_it_begins(tmp_path: Path) -> None:
+    one = job(tmp_path, 0, begun=True)  # its directory was found, and nothing in it has begun
+    shown = SweepProgress([one], [one], tmp_path / "INTERRUPTED")
+    RunDirectory(one.run_dir).begin()
+    shown.update()
+    assert shown.is_running(one), "it loads its model, before its first session is noted"
+
+
 def test_the_pace_is_that_of_this_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs of 20 steps, one of which an earlier command left at step 10: 5 steps in 10 s leave 25, so 50 s."""
     now = [100.0]

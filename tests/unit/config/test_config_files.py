@@ -12,6 +12,7 @@ import yaml
 
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.manual import describe_option
+from qerl_lab.cli.overrides import GROUPS
 from qerl_lab.config.arm import config_hash, flatten, leaves, settings_of_arm, values_of
 from qerl_lab.config.conf_folder import choices_of, package_data
 from qerl_lab.config.schema import RunConfig
@@ -22,6 +23,11 @@ FILES = [path for folder in ("conf", "sweeps") for path in sorted(package_data(f
 OPTIONS = [path for path in FILES if path.parent.name not in ("conf", "sweeps")]
 DEFAULTS = {name: value for name, _, value in leaves(RunConfig())}
 GOLDEN = runpy.run_path(str(Path(__file__).parents[2] / "golden" / "resolved_configs.py"))
+
+
+def test_every_folder_of_conf_is_a_group() -> None:
+    folders = {path.name for path in package_data("conf").iterdir() if path.is_dir()}
+    assert folders | {"sweeps"} == set(GROUPS)
 
 
 @pytest.fixture(scope="module")

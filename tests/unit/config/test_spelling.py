@@ -62,8 +62,9 @@ def test_what_an_error_says_to_type_is_that_one_value(text: str, tmp_path: Path,
 
 
 @pytest.mark.parametrize(("value", "spelled"), [
-    ("~/läufe", "'~/läufe'"), ("7e12345", "'7e12345'"), ("runs/a-1", "runs/a-1"), ("null", "null"),
-    ("a,b", "a,b"), ("'ä'", "'ä'"), ("${oc.env:HOME}/ä", "${oc.env:HOME}/ä"),
+    ("~/läufe", "'~/läufe'"), ("7e12345", "'7e12345'"), ("1e1_0", "'1e1_0'"),
+    ("runs/a-1", "runs/a-1"), ("null", "null"), ("a,b", "a,b"), ("'ä'", "'ä'"),
+    ("${oc.env:HOME}/ä", "${oc.env:HOME}/ä"),
 ])  # fmt: skip
 def test_one_text_is_quoted_where_hydra_would_not_read_it(value: str, spelled: str) -> None:
     assert quote_text("run_dir", value) == f"run_dir={spelled}"

@@ -96,11 +96,14 @@ def elsewhere(place: Path) -> Iterator[tuple[list[Path], multiprocessing.Process
             time.sleep(600)
 
     heard, told = multiprocessing.Pipe(duplex=False)
-    other = multiprocessing.get_context("fork").Process(target=hold)  # imports nothing again
+    other = multiprocessing.get_context("fork").Process(target=hold, daemon=True)  # imports nothing again
     other.start()
-    yield heard.recv(), other
-    other.kill()
-    other.join()
+    told.close()  # so that `recv` fails if the process has died
+    try:
+        yield heard.recv(), other
+    finally:
+        other.kill()
+        other.join()
 
 
 def test_what_another_process_has_is_left_alone_until_it_is_killed(tmp_path: Path, monkeypatch) -> None:

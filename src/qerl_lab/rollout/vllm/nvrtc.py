@@ -79,8 +79,12 @@ def launch(
         early: let it start before the previous kernel has ended ("programmatic dependent launch" of the CUDA
             programming guide); it must call `griddepcontrol.wait` before it reads what that kernel wrote.
     """
-    of_tensors = [given.data_ptr() if isinstance(given, Tensor) else given for given in arguments]
-    values = [ctypes.c_void_p(given) if given is None or isinstance(given, int) else given for given in of_tensors]
+    values = [
+        ctypes.c_void_p(given.data_ptr() if isinstance(given, Tensor) else None)
+        if given is None or isinstance(given, Tensor)
+        else given
+        for given in arguments
+    ]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     config = driver.CUlaunchConfig()
     config.gridDimX, config.blockDimX, config.sharedMemBytes = blocks, threads, shared_bytes

@@ -260,8 +260,7 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
     }
     if cfg.format.activations == "fp8":  # by vLLM's kernel, because the dense adapter hides them from its compiler
         arguments["compilation_config"] = {"custom_ops": ["+quant_fp8"]}
-    # Drop the warning that the class of a scheduler is not a public interface.
-    logging.getLogger("vllm.config.scheduler").addFilter(lambda record: "custom scheduler class" not in str(record.msg))
+    logging.getLogger("vllm.config.scheduler").addFilter(_is_no_scheduler_warning)
     try:
         return LLM(model=str(folder), **arguments, **of_adapter)
     except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:
@@ -269,6 +268,11 @@ def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter
             f"vLLM cannot serve model.path={cfg.model.path} in {cfg.format.name} here ({type(error).__name__}: "
             f"{first_line(error)}). Type rollout=transformers, or change what it names."
         ) from error
+
+
+def _is_no_scheduler_warning(record: logging.LogRecord) -> bool:
+    """Filter vLLM's log: drop the warning that the class of a scheduler is not a public interface."""
+    return "custom scheduler class" not in str(record.msg)
 
 
 @contextmanager
