@@ -1,4 +1,4 @@
-"""Weight formats: NVFP4, MXFP4, NF4, FP8, BF16. Each is a frozen dataclass of options that packs and unpacks."""
+"""Weight formats: NVFP4, MXFP4, NF4, FP8, BF16. The fields of each are its options."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -16,13 +16,16 @@ FORMATS: dict[str, type[Format]] = {kind.NAME: kind for kind in (Bf16, Fp8, Mxfp
 
 
 class Chosen(Protocol):
-    """The config group `format`: a name in `FORMATS`, and the options of every format under their names."""
+    """The config group `format`: `name`, a key of `FORMATS`, and an attribute for each option of any format."""
 
     name: str
 
 
 def build(chosen: Chosen) -> Format:
-    """Build the format that the config group `format` names, with its options. Raises ValueError for another name."""
+    """Build the format `chosen.name` with its options, which `chosen` has as attributes.
+
+    Raises ValueError if `FORMATS` has no such name.
+    """
     if chosen.name not in FORMATS:
         raise ValueError(f"unknown weight format {chosen.name!r}; allowed: {', '.join(FORMATS)}")
     kind: Any = FORMATS[chosen.name]
@@ -30,9 +33,9 @@ def build(chosen: Chosen) -> Format:
 
 
 def recognize(config: Mapping[str, Any]) -> PackedAs:
-    """Parse the `quantization_config` of a config.json; return the format and the modules left dense.
+    """Parse `config`, the `quantization_config` of a config.json; return the format and the modules left dense.
 
-    Reads files of this lab, llmcompressor and transformers. Raises ValueError for a layout that no format supports.
+    Reads what this lab, llmcompressor and transformers write. Raises ValueError for settings that no format supports.
     """
     method = config.get("quant_method")
     kinds = [kind for kind in FORMATS.values() if kind.QUANT_METHOD is not None]

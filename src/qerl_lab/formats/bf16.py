@@ -18,7 +18,10 @@ class Bf16(Format):
     bits_per_weight = 16.0
 
     def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
-        """Return `{"weight": bfloat16 [N, K]}`. Raises ValueError as `checked` does."""
+        """Return `{"weight": bfloat16 [N, K]}`.
+
+        Raises ValueError, naming `name`, unless `weight` is a matrix of finite floats below 2**100.
+        """
         return {"weight": checked(weight, self, name=name).to(torch.bfloat16)}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

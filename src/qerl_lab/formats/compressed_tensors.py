@@ -34,7 +34,10 @@ class CompressedTensors(Format):
 
     @property
     def bits_per_weight(self) -> float:
-        """Return the bits of a value plus a byte per block. NVFP4 stores 4 bytes more per tensor, FP8 2 per row."""
+        """Return the bits per weight: its value, and its part of the block's scale, one byte.
+
+        Not counted are 4 bytes per tensor in NVFP4, and 2 bytes per row in FP8.
+        """
         return self.BITS + (8 / self.BLOCK if self.BLOCK else 0.0)
 
     def ideal(self, weight: Tensor) -> Tensor:
@@ -47,7 +50,7 @@ class CompressedTensors(Format):
         return (rounded.view_as(blocks) * scale).flatten(1)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return shape and dtype of the tensors of codes and of block scales."""
+        """Return shape and dtype of the tensors of codes and of block scales, by name."""
         assert self.BLOCK is not None
         rows, columns = shape
         return {
@@ -58,8 +61,8 @@ class CompressedTensors(Format):
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
         """Build the `quantization_config` that compressed-tensors would write; `dtype` is not recorded.
 
-        An entry of `ignore` is a layer's full name or its last parts, a module around layers, or `re:` and a pattern.
-        All but patterns and `lm_head` are written as patterns.
+        An entry of `ignore` is the full name of a layer, the last parts of its name, a module that contains layers, or
+        `re:` and a pattern. Entries other than patterns and `lm_head` are written as patterns (see `_ignore_pattern`).
         """
         weights = self._weights_section() | {
             "block_structure": None, "actorder": None, "scale_dtype": str(self.SCALE_DTYPE), "zp_dtype": None,
@@ -76,7 +79,8 @@ class CompressedTensors(Format):
     def recognize(cls, config: Mapping[str, Any]) -> PackedAs | None:
         """Parse a `quantization_config` of compressed-tensors or llmcompressor; None if it describes another layout.
 
-        Raises ValueError for an entry that this package cannot load. The rounding rule is not recorded, so it is None.
+        The options of the returned format are None, because the rounding rule is not recorded. Raises ValueError for an
+        entry that this package cannot load.
         """
         if layout_of(config) != cls.LAYOUT:
             return None
@@ -108,12 +112,15 @@ class CompressedTensors(Format):
 
 
 def layout_of(config: Mapping[str, Any]) -> str | None:
-    """Return the name of the checkpoint layout, None if it has none. Raises ValueError as `only_group` does."""
+    """Return the name of the checkpoint layout in a `quantization_config`, e.g. `nvfp4-pack-quantized`, or None.
+
+    Raises ValueError unless `config` has exactly one entry in `config_groups`.
+    """
     return only_group(config).get("format") or config.get("format")
 
 
 def only_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the single entry of `config_groups`. Raises ValueError if there is none, or several."""
+    """Return the only entry of `config_groups` in a `quantization_config`. Raises ValueError for none or several."""
     groups = config.get("config_groups") or {}
     if len(groups) != 1:
         raise unsupported_entry("config_groups", sorted(groups), "one group, in which all layers have the same format")
@@ -123,8 +130,8 @@ def only_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _ignore_pattern(entry: str) -> str:
     """Turn an entry of `ignore` into a compressed-tensors pattern that matches the same layers.
 
-    compressed-tensors reads a plain entry as a full layer name, never as the end of one or as a module around layers.
-    Returns `lm_head` and patterns unchanged.
+    compressed-tensors reads an entry that is no pattern as the full name of a layer. `ignore` also allows the last
+    parts of a name, and a module that contains layers. `lm_head` and `re:` patterns are returned unchanged.
     """
     if entry == _HEAD or entry.startswith("re:"):
         return entry
@@ -135,7 +142,8 @@ def _ignore_pattern(entry: str) -> str:
 def _ignore_entry(pattern: str) -> str:
     """Turn a compressed-tensors pattern back into the entry of `ignore` from which `_ignore_pattern` makes it.
 
-    Also reads an older form, which matched no layers below a module. Returns any other pattern unchanged.
+    Also reads an older form of these patterns, which did not match the layers in a module. Returns any other pattern
+    unchanged.
     """
     name = pattern.removeprefix(_ANY_PARENT).partition(_END)[0].replace("\\", "")
     return name if pattern in (_ignore_pattern(name), _ANY_PARENT + re.escape(name) + _END) else pattern

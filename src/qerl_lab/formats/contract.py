@@ -1,6 +1,7 @@
-"""Laws that every weight format must obey, as checks to run on a new `Format` before a model is packed in it.
+"""Laws that every weight format must obey. Check them on a new `Format` before a model is packed in it.
 
-Each law takes a format and raises AssertionError with what the format does instead. `broken_laws` runs all of them.
+Each law is a function that takes a format and raises AssertionError, saying what the format does instead, if the format
+breaks the law. `broken_laws` runs all of them on a small test weight.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ SHAPE = (_ROWS, _COLUMNS)
 
 
 def broken_laws(weight_format: Format) -> dict[str, str]:
-    """Check all laws on a format; return each broken law's message by the law's name, empty if none is broken."""
+    """Run every law (`LAWS`) on a format. Return the message of each broken law by its name; {} if all are obeyed."""
     found = {}
     for law in LAWS:
         try:
@@ -30,7 +31,10 @@ def broken_laws(weight_format: Format) -> dict[str, str]:
 
 
 def packs_what_its_layout_says(weight_format: Format) -> None:
-    """Assert the law: `quantize` returns the names, shapes and dtypes of `layout`, and `accept` takes exactly these."""
+    """Raise AssertionError unless `quantize` returns tensors of the names, shapes and dtypes that `layout` says.
+
+    Also unless `accept` returns these tensors, and refuses them if one has twice the size.
+    """
     packed, layout = weight_format.quantize(_test_weight()), weight_format.layout(SHAPE)
     found = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in packed.items()}
     assert found == layout, f"quantize makes {found}, layout says {layout}"
@@ -41,7 +45,10 @@ def packs_what_its_layout_says(weight_format: Format) -> None:
 
 
 def gives_weights_back(weight_format: Format) -> None:
-    """Assert the law: `dequantize` returns `[N, K]` near the weight, rounded once to the dtype; zeros stay zeros."""
+    """Raise AssertionError unless `dequantize` returns the weight `[N, K]` with an error below half of its norm.
+
+    Also unless the result in bfloat16 is the result in float32 rounded once, and zeros stay zeros.
+    """
     weight = _test_weight()
     packed = weight_format.quantize(weight)
     exact = weight_format.dequantize(packed, SHAPE, torch.float32)
@@ -55,9 +62,10 @@ def gives_weights_back(weight_format: Format) -> None:
 
 
 def decodes_what_it_stores(weight_format: Format) -> None:
-    """Assert the law: alpha * unpack(float32) equals `dequantize`, and unpack(bfloat16) is unpack(float32), rounded.
+    """Raise AssertionError unless the format's `decoder` and `dequantize` unpack the same weight.
 
-    `decoder` returns unpack and alpha; unpack(dtype) makes the weight without its factor alpha, see `Decoder`.
+    alpha * unpack(float32) must equal `dequantize` in float32 up to a relative 1e-6, and unpack(bfloat16) must be
+    unpack(float32) rounded; `Decoder` explains alpha and unpack.
     """
     packed = weight_format.quantize(_test_weight())
     unpack, alpha = weight_format.decoder(packed, SHAPE)
@@ -68,14 +76,17 @@ def decodes_what_it_stores(weight_format: Format) -> None:
 
 
 def stores_its_bits(weight_format: Format) -> None:
-    """Assert the law: the packed tensors take `bits_per_weight` bits per weight, plus at most 2 KiB of constants."""
+    """Raise AssertionError unless packed tensors take `bits_per_weight` bits per weight and at most 2 KiB more."""
     stored = sum(tensor.nbytes for tensor in weight_format.quantize(_test_weight()).values())
     beyond = stored - _ROWS * _COLUMNS * weight_format.bits_per_weight / 8
     assert -1 < beyond <= CONSTANT_BYTES, f"{stored} bytes are stored, {beyond:+.0f} beyond bits_per_weight"
 
 
 def packs_rows_apart(weight_format: Format) -> None:
-    """Assert the law, for BY_ROWS: packing five rows at a time gives the same bytes as packing the whole weight."""
+    """Raise AssertionError unless packing five rows at a time gives the same bytes as packing the whole weight.
+
+    Formats without BY_ROWS are not checked.
+    """
     if not weight_format.BY_ROWS:
         return
     weight = _test_weight()
@@ -88,9 +99,9 @@ def packs_rows_apart(weight_format: Format) -> None:
 
 
 def packs_a_value_alike(weight_format: Format) -> None:
-    """Assert the law: equal weights are packed in equal bytes, and `quantize` leaves its input unchanged.
+    """Raise AssertionError unless equal weights are packed in equal bytes, and `quantize` leaves its input unchanged.
 
-    The weights are equal in value, but float32, float64, not contiguous, or packed by `pack_fused`.
+    The same values are packed in float32, in float64, from a tensor that is not contiguous, and by `pack_fused`.
     """
     weight = _test_weight().bfloat16().float()
     before, usual = weight.clone(), weight_format.quantize(weight)
@@ -103,9 +114,9 @@ def packs_a_value_alike(weight_format: Format) -> None:
 
 
 def refuses_what_it_cannot_hold(weight_format: Format) -> None:
-    """Assert the law: `quantize` raises a ValueError, naming the layer, for NaN, Inf, vectors and integers.
+    """Raise AssertionError unless `quantize` raises ValueError, naming the layer, for NaN, Inf, vectors and integers.
 
-    If the format has BY_ROWS, the same holds for a K that does not divide into blocks.
+    A format with BY_ROWS must also refuse a K that is no multiple of BLOCK.
     """
     weight = _test_weight()
     for value in (float("nan"), float("inf")):
@@ -119,13 +130,16 @@ def refuses_what_it_cannot_hold(weight_format: Format) -> None:
 
 
 def is_a_value(weight_format: Format) -> None:
-    """Assert the law: two formats with equal options are equal and have the same hash."""
+    """Raise AssertionError unless two formats with equal options are equal and have the same hash."""
     twin: Any = replace(weight_format)
     assert {twin} == {weight_format}, "a copy of it is not equal to it"
 
 
 def is_recognized(weight_format: Format) -> None:
-    """Assert the law, for QUANT_METHOD: `recognize` parses what `quantization_config` writes, with ignored layers."""
+    """Raise AssertionError unless `recognize` reads format and ignored layers back from `quantization_config`.
+
+    Formats without QUANT_METHOD are not checked.
+    """
     if weight_format.QUANT_METHOD is None:
         return
     written = weight_format.quantization_config(["lm_head"], torch.bfloat16)
@@ -143,14 +157,17 @@ LAWS: tuple[Callable[[Format], None], ...] = (
 
 
 def _test_weight() -> Tensor:
-    """Make a test weight: normal values with one outlier and one row of zeros."""
+    """Make a test weight, float32 of SHAPE: normal values with one outlier and one row of zeros."""
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).mul_(0.02)
     weight[1, 7], weight[2] = 0.7, 0.0
     return weight
 
 
 def _require_refusal(call: Callable[[], object], what: str) -> None:
-    """Raise AssertionError unless `call` raises a ValueError that names the layer q_proj; `what` was to be refused."""
+    """Raise AssertionError unless `call` raises a ValueError that names the layer q_proj.
+
+    `what` describes, for the message, the input that `call` must refuse.
+    """
     try:
         call()
     except ValueError as error:
@@ -161,7 +178,7 @@ def _require_refusal(call: Callable[[], object], what: str) -> None:
 
 
 def _same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Tell whether two sets of packed tensors have the same bytes."""
+    """Tell whether two sets of packed tensors have the same names, dtypes and bytes."""
     return one.keys() == other.keys() and all(
         one[key].dtype == other[key].dtype
         and torch.equal(one[key].contiguous().view(torch.uint8), other[key].contiguous().view(torch.uint8))

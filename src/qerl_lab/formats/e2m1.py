@@ -26,7 +26,7 @@ def encode(values: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Pack codes `[N, K]` into bytes `[N, K/2]`, even column in the low nibble."""
+    """Pack E2M1 codes, uint8 `[N, K]`, into bytes `[N, K/2]`, even column in the low nibble."""
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
@@ -36,7 +36,10 @@ def decode(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled(packed: Tensor, scale: Tensor) -> Tensor:
-    """Multiply E2M1 values, bytes `[N, K/2]`, by block scales `[N, K/block]`: `[N, K]` in the dtype of the scales."""
+    """Unpack bytes `[N, K/2]` to E2M1 values and multiply them by block scales `[N, K/block]`.
+
+    Returns `[N, K]` in the dtype of `scale`.
+    """
     blocks = decode(packed, scale.dtype).unflatten(1, (scale.shape[1], -1))
     return (blocks * scale.unsqueeze(-1)).flatten(1)
 
@@ -55,6 +58,6 @@ def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _value_pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a table of the two E2M1 values that each byte packs, `[256, 2]`."""
+    """Return a table `[256, 2]` with the two E2M1 values that each byte packs, low nibble first."""
     values = [sign * magnitude for sign in (1.0, -1.0) for magnitude in MAGNITUDES]
     return torch.tensor([[values[byte & 15], values[byte >> 4]] for byte in range(256)], dtype=dtype, device=device)

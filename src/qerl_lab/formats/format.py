@@ -16,19 +16,18 @@ LIMIT = 2.0**100
 # Allowed dtypes of a dense weight in a checkpoint.
 STORED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-_SLICE_ELEMENTS = 2**20  # quantized at a time, because rounding takes about 14 bytes for each
+_SLICE_ELEMENTS = 2**20  # weights quantized at a time, because rounding takes about 14 bytes per weight
 
 # Shape and dtype of the packed tensors, by name.
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
-Quantize = Callable[..., dict[str, Tensor]]
+Quantize = Callable[..., dict[str, Tensor]]  # called like `Format.quantize`
 
 
 class Decoder(NamedTuple):
-    """Unpacks the weight of a Linear as W = alpha * W'.
+    """Unpacks the weight W of a Linear as W = alpha * W'.
 
-    Made once per layer, so that a call reads nothing back from a GPU.
-
-    `unpack(dtype)` makes W' `[N, K]` in float32 or bfloat16; multiply by alpha after the matrix product.
+    `unpack(dtype)` returns W' `[N, K]` in float32 or bfloat16. The caller multiplies its matrix product by `alpha`. A
+    decoder is made once per layer, so that `unpack` reads no numbers back from a GPU.
     """
 
     unpack: Callable[[torch.dtype], Tensor]
@@ -36,7 +35,7 @@ class Decoder(NamedTuple):
 
 
 class PackedAs(NamedTuple):
-    """How a model is packed: its format, and in `ignore` the modules left dense (see `model.on_disk.is_ignored`)."""
+    """How a model is packed: its format, and in `ignore` what stays dense (see `model.on_disk.is_ignored`)."""
 
     weight_format: "Format"
     ignore: tuple[str, ...]
@@ -46,8 +45,9 @@ class PackedAs(NamedTuple):
 class Format(ABC):
     """A way to store a weight `[N, K]` in few bits. The dataclass fields are the format's options.
 
-    Each field has the name of its key in the config group `format`, which holds its default. None means a rounding rule
-    that the checkpoint does not record. Packed tensors are named as in a checkpoint.
+    Each field has the name of its key in the config group `format`, which holds its default. A rounding rule is None if
+    the format comes from a checkpoint, because checkpoints do not record the rule. Packed tensors are named as in a
+    checkpoint, without the module's name.
     """
 
     NAME: ClassVar[str]
@@ -59,21 +59,24 @@ class Format(ABC):
     @property
     @abstractmethod
     def bits_per_weight(self) -> float:
-        """Return the stored bits per weight with block scales, without row scales and constants (at most 2 KiB)."""
+        """Return the bits stored per weight: its value and its part of a block scale.
+
+        Row scales and constants of a whole tensor (at most 2 KiB) do not count.
+        """
 
     @abstractmethod
     def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
-        """Pack `weight[N, K]` into tensors, by their names in a checkpoint after the module's name.
+        """Pack a dense `weight[N, K]`; return the packed tensors by name, e.g. `weight_packed`.
 
-        Raises ValueError, naming `name`, for values or shapes that the format cannot store.
+        Raises ValueError, naming the layer `name`, for values or shapes that the format cannot store.
         """
 
     @abstractmethod
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Unpack packed tensors to a weight `[N, K]`, rounded once to `dtype`."""
+        """Unpack the tensors that `quantize` returned to a weight of `shape` [N, K], rounded once to `dtype`."""
 
     def ideal(self, weight: Tensor) -> Tensor | None:
-        """Round `weight[N, K]` as this format would if block scales were exact: float32 `[N, K]`.
+        """Round `weight[N, K]` to the format's values as if its scales were not rounded; return float32 `[N, K]`.
 
         None if the format does not define it; evaluate/weight_error.py then does not split the error into parts.
         """
@@ -81,24 +84,24 @@ class Format(ABC):
 
     @abstractmethod
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return shape and dtype of each tensor that `quantize` makes of a weight `[N, K]`."""
+        """Return shape and dtype, by name, of each tensor that `quantize` makes of a weight of `shape` [N, K]."""
 
     def fused_quantize(self, weights: Sequence[Tensor]) -> Quantize:
-        """Return the function that quantizes the parts of one fused layer (q/k/v or gate/up).
+        """Return a function, called like `quantize`, that packs each part of one fused layer (q/k/v or gate/up).
 
-        A format whose parts share a constant, such as a tensor scale, computes it here from all dense `weights`. By
-        default nothing is shared, and the function is `quantize`.
+        `weights` are the dense parts. If a format's parts share a constant, such as a tensor scale, it is computed here
+        from all of them. By default nothing is shared, and the function is `quantize`.
         """
         return self.quantize
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return the decoder of a Linear's packed weight; `shape` is [N, K]. A GPU gives the same bits as the CPU."""
+        """Return the decoder of a packed weight of `shape` [N, K]. It gives the same bits on a GPU as on a CPU."""
         return Decoder(partial(self.dequantize, packed, shape))
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Check packed tensors that another program wrote, and return them as `quantize` would.
+        """Check tensors that another program packed from a weight of `shape` [N, K]; return those that `layout` lists.
 
-        Raises ValueError, naming the tensor of the module `name`, if one is not in the layout of a weight `[N, K]`.
+        Raises ValueError, naming module `name` and tensor, if shape or dtype of a tensor differ from `layout(shape)`.
         """
         layout = self.layout(shape)
         for key, (expected, dtype) in layout.items():
@@ -113,26 +116,28 @@ class Format(ABC):
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
         """Build the `quantization_config` of a packed checkpoint's config.json.
 
-        `ignore` names the Linears left dense, in full or by their last parts; compressed-tensors also takes `re:`
-        patterns. `dtype` is the model's compute dtype. Raises ValueError for an entry that config.json cannot express.
+        `ignore` names the Linears left dense (see `model.on_disk.is_ignored`). `dtype` is the model's compute dtype.
+        Raises ValueError for an entry of `ignore` that config.json cannot express, and if the format has no
+        `quantization_config`.
         """
         raise ValueError(f"{self.NAME} has no quantization_config")
 
     @classmethod
     def recognize(cls, config: Mapping[str, Any]) -> PackedAs | None:
-        """Parse a `quantization_config` with this format's QUANT_METHOD; None if it describes another format.
+        """Parse `config`, a `quantization_config` with this format's QUANT_METHOD; None if it is of another format.
 
-        Raises ValueError for what this package cannot compute with: another block size or scale type, quantized
-        activations or cache, rotated weights, uncompressed weights.
+        Raises ValueError for settings that this package cannot compute with: another block size or scale type,
+        quantized activations or cache, rotated weights, uncompressed weights.
         """
         return None
 
 
 def checked(weight: Tensor, weight_format: Format, *, name: str) -> Tensor:
-    """Validate `weight[N, K]` and return it contiguous in float32 or bfloat16.
+    """Validate `weight[N, K]` for packing; return it contiguous in float32 or bfloat16.
 
-    float16 converts exactly; float64 is rounded to float32. Raises ValueError, naming the tensor, as `check` does. If
-    blocks do not cross rows (BY_ROWS), raises it also for a K that is no multiple of the block.
+    float16 converts exactly to float32; float64 is rounded to float32. Raises ValueError, naming the tensor `name`,
+    unless `weight` is a matrix of finite floats below 2**100. Where blocks do not cross rows (BY_ROWS), also raises it
+    if K is no multiple of the block.
     """
     check(weight, weight_format, name=name)
     if weight_format.BY_ROWS:
@@ -142,7 +147,7 @@ def checked(weight: Tensor, weight_format: Format, *, name: str) -> Tensor:
 
 
 def check(weight: Tensor, weight_format: Format, *, name: str) -> None:
-    """Raise ValueError, naming the tensor, unless `weight` is a matrix of finite floats below 2**100 in magnitude."""
+    """Raise ValueError, naming tensor and format, unless `weight` is a matrix of finite floats below 2**100."""
     if weight.ndim != 2 or weight.dtype not in STORED_DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES)
         raise ValueError(
@@ -153,7 +158,10 @@ def check(weight: Tensor, weight_format: Format, *, name: str) -> None:
 
 
 def check_values(tensor: Tensor, holder: str, *, name: str) -> None:
-    """Raise ValueError for NaN, Inf or magnitudes from 2**100 on, which `holder`, a format or dtype, cannot hold."""
+    """Raise ValueError if `tensor` has NaN, Inf, or magnitudes of 2**100 or more.
+
+    The message calls the tensor `name`, and says that `holder`, the name of a format or dtype, cannot hold them.
+    """
     tensor = tensor.detach()
     low, high = torch.aminmax(tensor) if tensor.numel() else (tensor.new_zeros(()),) * 2  # no copy of the tensor
     if not (low > -LIMIT and high < LIMIT):  # NaN compares false
@@ -166,7 +174,10 @@ def check_values(tensor: Tensor, holder: str, *, name: str) -> None:
 
 
 def check_divides(count: int, what: str, weight_format: Format, *, name: str) -> None:
-    """Raise ValueError, naming the tensor, unless `count` elements (called `what` in the message) make whole blocks."""
+    """Raise ValueError, naming the tensor, unless `count` elements make whole blocks.
+
+    `what` is the name of the count in the message, e.g. K.
+    """
     if count % (block := weight_format.BLOCK or 1):
         raise ValueError(
             f"{name}: {what}={count} is not divisible by {block}, the block of {weight_format.NAME}; "
@@ -177,9 +188,10 @@ def check_divides(count: int, what: str, weight_format: Format, *, name: str) ->
 def pack_fused(weight_format: Format, weights: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Pack the parts of one fused layer (q/k/v, gate/up); yield each part's name and packed tensors.
 
-    The only way from dense weights to packed bytes. `weights[N, K]`, by name, come in their stored dtype, whatever the
-    model computes in, so that the bytes depend on the checkpoint alone. Each weight is removed from `weights` when its
-    turn comes. Raises ValueError, naming the weight, for values or shapes that the format cannot store.
+    Loading, evaluation and the quantize command all pack with it. `weights` holds the dense parts `[N, K]` by name, in
+    the dtype of the checkpoint and not in the compute dtype, so that the bytes depend on the checkpoint alone. Each
+    part is removed from `weights` when it is packed. Raises ValueError, naming the part, for values or shapes that the
+    format cannot store.
     """
     for name, weight in weights.items():  # before the shared constants, which one bad part would spoil
         check(weight, weight_format, name=name)
@@ -190,10 +202,10 @@ def pack_fused(weight_format: Format, weights: dict[str, Tensor]) -> Iterator[tu
 
 
 def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, name: str) -> dict[str, Tensor]:
-    """Quantize a weight `rows` rows at a time (None: all at once), which takes a fraction of the memory.
+    """Quantize `weight[N, K]` in slices of `rows` rows, to save memory; None quantizes all rows at once.
 
-    The tensors are those of quantizing all rows at once. `quantize` must come from `Format.fused_quantize`, so that it
-    knows the constant that the rows share.
+    The packed tensors are the same either way. `quantize` must come from `Format.fused_quantize`, so that all slices
+    use the same constants, such as the tensor scale.
     """
     if rows is None or len(weight) <= rows:
         return quantize(weight, name=name)
@@ -209,9 +221,10 @@ def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, n
 
 
 def layers(key: str, listed: Any) -> tuple[str, ...]:
-    """Return `listed`, the layers left dense in a `quantization_config`, as a tuple; empty for None.
+    """Return `listed`, the layers that a `quantization_config` leaves dense, as a tuple; empty for None.
 
-    Raises ValueError, naming the config's entry `key`, unless it is None or a list of strings.
+    `key` is the name of the entry that lists them. Raises ValueError, naming `key`, unless `listed` is None or a list
+    of strings.
     """
     entries = [] if listed is None else listed
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
@@ -220,5 +233,5 @@ def layers(key: str, listed: Any) -> tuple[str, ...]:
 
 
 def unsupported_entry(key: str, given: Any, allowed: str) -> ValueError:
-    """Return a ValueError for the entry `key` of a `quantization_config`; `allowed` says what can be loaded."""
+    """Return a ValueError: a `quantization_config` has the value `given` at `key`, and only `allowed` can be loaded."""
     return ValueError(f"quantization_config: {key}={given!r} cannot be loaded; allowed: {allowed}")

@@ -4,16 +4,16 @@
 
 - scale = bfloat16(max|row| / 448), computed in float32 whatever the dtype of the weight; 2**-7 where that is zero;
 - value = E4M3(weight / scale), rounded once, to nearest and ties to even; it saturates at 448.
-Scales are those of compressed-tensors 0.17 (preset FP8_DYNAMIC: `calculate_qparams`, round to nearest, min-max
-observer) for a bfloat16 weight, and rounded to bfloat16 for others. Values are its `quantize` of the float32 weight. Of
-a bfloat16 weight compressed-tensors rounds the quotient twice, first to bfloat16, so that it takes the farther of two
-neighbours for about 3% of the values.
+For a bfloat16 weight the scales equal those of compressed-tensors 0.17 (preset FP8_DYNAMIC: `calculate_qparams`, round
+to nearest, min-max observer); for other dtypes they are those rounded to bfloat16. The values equal its `quantize` of
+the weight in float32. Given a bfloat16 weight, compressed-tensors rounds weight / scale twice, first to bfloat16, and
+so takes the farther of two neighbours for about 3% of the values.
 
-The scale is bfloat16, because vLLM's Marlin rounds it to the compute dtype: a float32 scale would give the engine other
-weights than the trainer's. Products in float32 are exact; bfloat16 rounds them once.
+The scale is bfloat16, because vLLM's Marlin rounds it to the compute dtype: with a float32 scale engine and trainer
+would compute with different weights. value * scale is exact in float32; bfloat16 rounds it once.
 
 With `activations=fp8` vLLM also quantizes a layer's input, each token by its own maximum (W8A8). Packed weights are the
-same, and the trainer computes with its activations as they are.
+same, and the trainer does not quantize its activations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from qerl_lab.formats.compressed_tensors import CompressedTensors, layout_of, on
 from qerl_lab.formats.format import Layout, PackedAs, checked, unsupported_entry
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
-_SCALE_OF_ZERO_ROW = torch.finfo(torch.bfloat16).eps  # any would do; compressed-tensors writes this one
+_SCALE_OF_ZERO_ROW = torch.finfo(torch.bfloat16).eps  # any positive value would do; compressed-tensors writes this one
 _NAN = 0x7F  # its bits, without the sign
 _PER_TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
 _UNUSED = dict.fromkeys(("group_size", "block_structure", "actorder", "scale_dtype", "zp_dtype", "observer"))
@@ -50,7 +50,7 @@ class Fp8(CompressedTensors):
     def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
         """Pack `weight[N, K]` of any K into `weight` float8_e4m3fn `[N, K]` and `weight_scale` bfloat16 `[N, 1]`.
 
-        Raises ValueError, naming `name`, for another shape or dtype, NaN or Inf.
+        Raises ValueError, naming `name`, unless `weight` is a matrix of finite floats below 2**100.
         """
         weight = checked(weight, self, name=name)
         low, high = torch.aminmax(weight, dim=1, keepdim=True)
@@ -69,13 +69,14 @@ class Fp8(CompressedTensors):
         return _round(torch.where(scale > 0, weight / scale, 0.0)).float() * scale
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return shape and dtype of the tensors of values and of row scales."""
+        """Return shape and dtype of `weight` (values) and `weight_scale` (a scale per row), by name."""
         return {"weight": (shape, torch.float8_e4m3fn), "weight_scale": ((shape[0], 1), self.SCALE_DTYPE)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Check packed tensors of another program and return them as `quantize` would.
+        """Check tensors that another program packed; return those that `layout` lists.
 
-        Raises ValueError for another layout, values that are NaN, and scales that are not positive and finite.
+        Raises ValueError, naming the tensor, for a shape or dtype other than in `layout(shape)`, for values that are
+        NaN, and for scales that are not positive and finite.
         """
         accepted = super().accept(packed, shape, name=name)
         if (accepted["weight"].view(torch.uint8) & _NAN == _NAN).any():
@@ -86,16 +87,23 @@ class Fp8(CompressedTensors):
         return accepted
 
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
-        """Build the `quantization_config` of `CompressedTensors`, with `activations` as `input_activations`."""
+        """Build the `quantization_config` that compressed-tensors would write; `dtype` is not recorded.
+
+        `ignore` is explained at `CompressedTensors`; the option `activations` sets `input_activations`.
+        """
         config = super().quantization_config(ignore, dtype)
         group = config["config_groups"]["group_0"]
-        group["weights"]["scale_dtype"] = None  # as in the preset: that of the weight
+        group["weights"]["scale_dtype"] = None  # as in the preset: the dtype of the weight
         group["input_activations"] = INPUT_ACTIVATIONS[self.activations]
         return config
 
     @classmethod
     def recognize(cls, config: Mapping[str, Any]) -> PackedAs | None:
-        """Parse a `quantization_config` as `CompressedTensors` does; activations may be dynamic FP8, per token."""
+        """Parse a `quantization_config` of compressed-tensors; None if its layout is not that of FP8.
+
+        Activations may be unquantized, or FP8 with a dynamic scale per token. Raises ValueError for other entries that
+        this package cannot load.
+        """
         if layout_of(config) != cls.LAYOUT:
             return None
         group = only_group(config)

@@ -49,7 +49,7 @@ class Nf4(Format):
         Returns the tensors of a bitsandbytes checkpoint: `weight` uint8 `[N*K/2, 1]` (HIGH nibble = even element),
         `weight.absmax` `[N*K/64]` (uint8 if `double_quant`, else float32), `weight.quant_map` float32 `[16]`, a JSON
         header uint8 `[256]`, and with `double_quant` `weight.nested_absmax` and `weight.nested_quant_map`. Raises
-        ValueError, naming `name`, for another shape or dtype, NaN or Inf.
+        ValueError, naming `name`, unless `weight` is a matrix of finite floats below 2**100 with such an N*K.
         """
         from bitsandbytes.functional import quantize_4bit
 
@@ -68,9 +68,9 @@ class Nf4(Format):
         return self.decoder(packed, shape).unpack(dtype)
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return the decoder of a Linear's packed weight. Reads the JSON header here, so that unpacking does not.
+        """Return the decoder of a packed weight of `shape` [N, K]. Reads the JSON header now, not at each unpacking.
 
-        Unpacking applies all scales, so alpha is 1 (W = alpha * W', see `Decoder`).
+        Unpacking applies all scales, so the decoder's alpha is 1.
         """
         from bitsandbytes.functional import QuantState
 
@@ -91,7 +91,7 @@ class Nf4(Format):
         return single.dequantize(single.quantize(weight), shape, torch.float32)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return the layout of codes, scales, tables and header as `quantize` makes them."""
+        """Return shape and dtype of the codes, block scales, tables and JSON header of a weight, by name."""
         blocks = shape[0] * shape[1] // self.BLOCK
         single: Layout = {
             "weight": ((blocks * self.BLOCK // 2, 1), torch.uint8),
@@ -105,7 +105,10 @@ class Nf4(Format):
         return single | (nested if self.double_quant else {}) | {_HEADER: ((_HEADER_BYTES,), torch.uint8)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Check packed tensors as `Format.accept` does, and pad bitsandbytes' JSON header as `quantize` does."""
+        """Check tensors that bitsandbytes packed; return those in `layout`, with the JSON header padded to 256 bytes.
+
+        Raises ValueError, naming module `name` and tensor, for a shape or dtype other than in `layout(shape)`.
+        """
         header = packed[_HEADER]
         if header.dtype is torch.uint8 and header.numel() < _HEADER_BYTES:
             header = _pad_header(header)
@@ -114,9 +117,8 @@ class Nf4(Format):
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
         """Build the `quantization_config` that `transformers.BitsAndBytesConfig` would write.
 
-        vLLM reads only full names and last parts in `ignore`.
-
-        Raises ValueError for a `re:` pattern, which bitsandbytes would read as a name.
+        `ignore` names the layers left dense: full names, last parts of names, or modules that contain layers; vLLM
+        reads only the first two. Raises ValueError for a `re:` pattern, because bitsandbytes would read it as a name.
         """
         if any(entry.startswith("re:") for entry in ignore):
             raise ValueError(
@@ -133,9 +135,10 @@ class Nf4(Format):
 
     @classmethod
     def recognize(cls, config: Mapping[str, Any]) -> PackedAs:
-        """Parse a `quantization_config` that this class or transformers wrote. Raises ValueError for all but 4-bit NF4.
+        """Parse a `quantization_config` that this class or transformers wrote.
 
-        A list of ignored layers that is null means `lm_head`, which transformers then leaves dense.
+        If its list of layers left dense is null, the list is `lm_head`, as in transformers. Raises ValueError for all
+        but 4-bit NF4 stored in uint8.
         """
         for key, value in {"load_in_4bit": True, "bnb_4bit_quant_type": cls.NAME}.items():
             if config.get(key) != value:
@@ -148,10 +151,10 @@ class Nf4(Format):
 
 
 def _hold_scales_in_8_bits(state: "QuantState") -> None:
-    """Quantize the block scales of `state` to 8 bits in place, on the CPU and less a mean summed in float64.
+    """Quantize the float32 block scales of `state` to 8 bits, in place and on the CPU: NF4's double quantization.
 
-    Otherwise as bitsandbytes does with `compress_statistics`. The last bits of its float32 sum depend on the device and
-    on the number of threads.
+    bitsandbytes' own (`compress_statistics`) differs in one point: it sums the mean, which is subtracted first, in
+    float32 instead of float64. The last bits of its sum depend on the device and on the number of threads.
     """
     from bitsandbytes.functional import quantize_blockwise
 
@@ -164,14 +167,17 @@ def _hold_scales_in_8_bits(state: "QuantState") -> None:
 def _unpack_weight(
     codes: Tensor, states: "dict[torch.dtype, QuantState]", shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """Unpack NF4 codes to a weight of `shape`, rounded once to `dtype`. `states` has the state for each dtype."""
+    """Unpack NF4 codes to a weight of `shape`, rounded once to `dtype`.
+
+    `states` holds bitsandbytes' quantization state (scales and tables) for each possible `dtype`.
+    """
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(codes, states[dtype]).reshape(shape)
 
 
 def _pad_header(header: Tensor) -> Tensor:
-    """Pad the JSON header with spaces to 256 bytes, because its length depends on the digits of a float."""
+    """Pad bitsandbytes' JSON header with spaces to 256 bytes, because its length depends on the digits of a float."""
     padded = torch.full((_HEADER_BYTES,), ord(" "), dtype=torch.uint8, device=header.device)
     padded[: header.numel()] = header
     return padded

@@ -57,11 +57,12 @@ class Nvfp4(CompressedTensors):
     ) -> dict[str, Tensor]:
         """Pack `weight[N, K]`, K divisible by 16.
 
-        `global_scale` (float32 `[1]`) replaces the tensor's own. Returns `weight_packed` uint8 `[N, K/2]` (low nibble =
-        even column), `weight_scale` float8_e4m3fn `[N, K/16]`, `weight_global_scale` float32 `[1]`.
+        Returns `weight_packed` uint8 `[N, K/2]` (low nibble = even column), `weight_scale` float8_e4m3fn `[N, K/16]`,
+        `weight_global_scale` float32 `[1]`. `global_scale`, float32 `[1]`, is used if given; otherwise it is computed
+        from `weight`.
 
-        Raises ValueError for an unknown rule and, naming `name`, for another shape or dtype, NaN or Inf, or a global
-        scale that is not positive and finite.
+        Raises ValueError for an unknown `scale_rule`. Also, naming `name`, unless `weight` is a matrix of finite floats
+        below 2**100 with such a K, and `global_scale` is positive and finite.
         """
         self._check_rule()
         weight = checked(weight, self, name=name)
@@ -78,14 +79,18 @@ class Nvfp4(CompressedTensors):
         return {"weight_packed": packed, "weight_scale": scale.to(torch.float8_e4m3fn), DIVISOR: divisor}
 
     def fused_quantize(self, weights: Sequence[Tensor]) -> Quantize:
-        """Return a `quantize` that gives all parts of a fused layer one global scale, because engines keep one."""
+        """Return `quantize` with one global scale, computed from all `weights`, the dense parts of a fused layer.
+
+        The parts share it, because engines keep one global scale per fused layer.
+        """
         return partial(self.quantize, global_scale=self.global_scale(weights))
 
     def global_scale(self, weights: Sequence[Tensor]) -> Tensor:
-        """Compute the global scale, a divisor float32 `[1]`, for the largest magnitude of all `weights` together.
+        """Compute one global scale, a divisor float32 `[1]`, for all `weights` together.
 
-        It maps that magnitude to 448 * 6, or to 256 * 6 for `four_over_six`. It is 1 where that overflows. Computed in
-        bfloat16 if all weights are, otherwise in float32. Raises ValueError for an unknown `scale_rule`.
+        It is 448 * 6 (`four_over_six`: 256 * 6) / their largest magnitude, or 1 if that overflows. The quotient is
+        computed in bfloat16 if all `weights` are bfloat16, otherwise in float32. Raises ValueError for an unknown
+        `scale_rule`.
         """
         largest_block = _TENSOR_SCALE[self._check_rule()]
         every = [weight.detach().abs().max() for weight in weights]
@@ -96,7 +101,7 @@ class Nvfp4(CompressedTensors):
         return torch.nan_to_num(divisor, nan=1.0, posinf=1.0).float().reshape(1)
 
     def _check_rule(self) -> str:
-        """Return the scale rule. Raises ValueError if it is unknown."""
+        """Return `scale_rule`. Raises ValueError if it is not in SCALE_RULES."""
         if self.scale_rule not in SCALE_RULES:
             raise ValueError(f"unknown scale_rule {self.scale_rule!r}; allowed: {', '.join(SCALE_RULES)}")
         return self.scale_rule
@@ -109,20 +114,22 @@ class Nvfp4(CompressedTensors):
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
         """Return a decoder with W' = E2M1 value * block scale, alpha = 1 / global scale, as the engines' kernels do.
 
-        W' has at most six significant bits and is 0 or within 2**-10 and 2688: exact in bfloat16, float16 and float32.
+        W' is exact in bfloat16, float16 and float32: it has at most six significant bits, and its magnitude is 0 or
+        from 2**-10 to 2688.
         """
         alpha = packed[DIVISOR].reciprocal().item()
         return Decoder(partial(e2m1.dequantize, packed["weight_packed"], packed["weight_scale"]), alpha)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return shape and dtype of the tensors of codes, block scales and global scale."""
+        """Return shape and dtype of the tensors of codes, block scales and global scale, by name."""
         return super().layout(shape) | {DIVISOR: ((1,), torch.float32)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Check packed tensors of another program and return them as `quantize` would.
+        """Check tensors that another program packed; return those that `layout` lists.
 
-        Raises ValueError for another layout, a global scale that is not positive and finite, and block scales that are
-        negative or NaN. The engines' kernels ignore the sign of a block scale; the trainer would not.
+        Raises ValueError, naming the tensor, for a shape or dtype other than in `layout(shape)`, for a global scale
+        that is not positive and finite, and for block scales that are negative or NaN. The engines' kernels ignore the
+        sign of a block scale; the trainer would not.
         """
         accepted = super().accept(packed, shape, name=name)
         if not 0 < (divisor := accepted[DIVISOR].item()) < float("inf"):
@@ -149,8 +156,8 @@ def _divide_by_scales(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
 def _error(blocks: Tensor, divisor: Tensor, scale: Tensor) -> Tensor:
     """Compute each block's squared rounding error `[N, K/16]` with block scales `scale` and global scale `divisor`.
 
-    The error is times `divisor` squared, so that nothing overflows float32. It is summed in float64, so that the order
-    in which a device adds sixteen float32 squares does not matter.
+    The error is multiplied by `divisor` squared, so that nothing overflows float32. It is summed in float64, so that
+    the order in which a device adds the sixteen squares does not matter.
     """
     exact = _divide_by_scales(blocks, divisor, scale)
     rounded = e2m1.decode(e2m1.pack(e2m1.encode(exact).flatten(1)), torch.float32).view_as(exact)

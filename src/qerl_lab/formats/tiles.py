@@ -1,4 +1,4 @@
-"""NVFP4 in the layout of the kernel `fp4_tiles`: convert to it and back.
+"""NVFP4 in the layout of the kernel `fp4_tiles` (rollout/vllm/fp4_tiles.cu): convert to it and back.
 
 The layout reorders the same codes and scales into blocks of 64 rows x 64 columns, 2304 bytes each. `tile` blocks below
 each other form a tile. A weight `[N, K]` is uint8 `[tiles, D, 2, tile, 2304]` with N / (64 tile) tiles and D = K/128,
@@ -37,10 +37,11 @@ _ROWS_AT_ONCE = 4096  # int32 takes eight times the memory of codes
 
 @dataclass(frozen=True)
 class Tiles:
-    """Reader of `rows` rows from `first` on of an NVFP4 weight held as `TILES`, and `DIVISOR` as in a checkpoint.
+    """Reads one part (q, k or v) of a fused NVFP4 layer in the layout of `fp4_tiles`: `rows` rows from `first` on.
 
-    All three fields are multiples of 64. A part of a fused layer (q, k or v) may begin and end within a tile, where no
-    view exists. So each part holds the tensor of the whole layer.
+    The methods take the layer as `held`: `TILES`, the tensor of the whole layer, and `DIVISOR`, its global scale as in
+    a checkpoint. No part has a tensor of its own, because a part may begin and end within a tile. `first`, `rows` and
+    `columns` are multiples of 64.
     """
 
     first: int
@@ -50,7 +51,8 @@ class Tiles:
     def stored(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert this part of `held` (TILES, DIVISOR) to the tensors of an NVFP4 checkpoint.
 
-        They are bit-equal to `Nvfp4.quantize` except where a scale is 0 (see the module).
+        They are bit-equal to the tensors that were packed, except where 16 weights with one scale are all 0 (see the
+        module).
         """
         blocks = self._blocks_of_part(held[TILES]).unflatten(-1, (4, -1))  # N/64 K/64 w
         words = blocks.view(torch.int32)[..., :_CODE_WORDS]
@@ -64,7 +66,7 @@ class Tiles:
         }
 
     def decoder(self, held: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return the decoder of this part of a held weight, with the bits of `Nvfp4.decoder` on `stored(held)`.
+        """Return the decoder of this part of `held`; it gives the same bits as `Nvfp4.decoder` on `stored(held)`.
 
         Raises ValueError if `held` lacks these rows and columns, or if the Linear's `shape` is not (rows, columns).
         """
@@ -72,7 +74,7 @@ class Tiles:
         return Decoder(partial(self._unpack_part, held), held[DIVISOR].reciprocal().item())
 
     def _unpack_part(self, held: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Unpack this part to `[rows, columns]` in `dtype`, on a GPU with a Triton kernel."""
+        """Unpack this part to `[rows, columns]` in `dtype`, without the global scale; on a GPU by a Triton kernel."""
         if held[TILES].is_cuda:
             from qerl_lab.formats.unpack_kernels import dequantize_tiles
 
@@ -80,7 +82,10 @@ class Tiles:
         return Nvfp4(None).decoder(self.stored(held), (self.rows, self.columns)).unpack(dtype)
 
     def _check_shapes(self, packed: Tensor, shape: tuple[int, int]) -> None:
-        """Raise ValueError unless `packed` contains this part in whole blocks, and `shape` is (rows, columns)."""
+        """Raise ValueError unless `packed`, the TILES tensor, contains this part and `shape` is (rows, columns).
+
+        The part must be made of whole blocks of 64 rows x 64 columns.
+        """
         tiles, depth, _, tile, _ = packed.shape
         whole = self.first % BLOCK == self.rows % BLOCK == self.columns % DEPTH == 0
         inside = 0 <= self.first <= self.first + self.rows <= tiles * tile * BLOCK
@@ -92,7 +97,10 @@ class Tiles:
             )
 
     def _blocks_of_part(self, packed: Tensor) -> Tensor:
-        """Return the blocks of this part, `[rows/64, columns/64, 2304]`. Copies only the tiles that overlap it."""
+        """Return this part of the TILES tensor `packed` as blocks, uint8 `[rows/64, columns/64, 2304]`.
+
+        Copies only the tiles that overlap the part.
+        """
         tile, first, end = packed.shape[3], self.first // BLOCK, (self.first + self.rows) // BLOCK
         before = first // tile
         blocks = packed[before : -(-end // tile)].permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
@@ -100,7 +108,10 @@ class Tiles:
 
 
 def decoders(held: Mapping[str, Tensor], sizes: Sequence[int], columns: int) -> list[Decoder]:
-    """Return a decoder for each part, of `sizes` rows, of the fused weight that `held` has with `columns` columns."""
+    """Return a decoder for each part (q, k, v or gate, up) of the fused layer in `held` (TILES, DIVISOR).
+
+    `sizes` gives the rows of each part, in order; every part has `columns` columns.
+    """
     firsts = [sum(sizes[:part]) for part in range(len(sizes))]
     return [Tiles(first, size, columns).decoder(held, (size, columns))
             for first, size in zip(firsts, sizes, strict=True)]  # fmt: skip
@@ -112,12 +123,14 @@ def depth_of(columns: int) -> int:
 
 
 def pack(codes: Tensor, scale: Tensor, tile: int) -> Tensor:
-    """Convert an NVFP4 weight to the layout of `fp4_tiles`, uint8 `[tiles, K/128, 2, tile, 2304]`.
+    """Convert an NVFP4 weight to the layout of `fp4_tiles`, uint8 `[N / (64 tile), K / 128, 2, tile, 2304]`.
+
+    Both quotients are rounded up, and the space beyond N and K is filled with zeros.
 
     Args:
         codes: uint8 `[N, K/2]`, low nibble = even column; N and K are multiples of 64.
         scale: float8_e4m3fn `[N, K/16]`, none negative.
-        tile: blocks of 64 rows per tile.
+        tile: number of blocks of 64 rows in a tile.
     """
     tiles, depth = -(-len(codes) // (BLOCK * tile)), depth_of(2 * codes.shape[1])
     shape = (tiles * tile, depth * AT_A_TIME, BLOCK_BYTES)
@@ -130,7 +143,7 @@ def pack(codes: Tensor, scale: Tensor, tile: int) -> Tensor:
 
 
 def _to_blocks(codes: Tensor, scale: Tensor) -> Tensor:
-    """Convert codes `[N, K/2]` and scales `[N, K/16]` to blocks `[N/64, K/64, 2304]`."""
+    """Convert NVFP4 codes, uint8 `[N, K/2]`, and scales, E4M3 `[N, K/16]`, to blocks, uint8 `[N/64, K/64, 2304]`."""
     N, K = len(codes), 2 * codes.shape[1]
     code = torch.stack([codes & 15, codes >> 4], dim=-1).view(N, K // 16, 16).int()
     code *= (scale.float() != 0)[..., None]
@@ -148,9 +161,10 @@ def _to_blocks(codes: Tensor, scale: Tensor) -> Tensor:
 
 @cache
 def _wider_exponents() -> Tensor:
-    """Return a table uint8 `[256]` from E4M3 bytes to scale bytes of the layout: 5-bit exponent above 3-bit mantissa.
+    """Return a table, uint8 `[256]`, that maps each E4M3 byte to the scale byte of `fp4_tiles` with the same value.
 
-    Byte 0 becomes 0, which means 2^-9. Entries from 127 on (NaN, negative) are unused.
+    A scale byte has a 5-bit exponent above a 3-bit mantissa and cannot express 0. So E4M3 0 becomes scale byte 0, which
+    means 2^-9; `_to_blocks` sets the codes under such a scale to 0. Entries from 127 on (NaN, negative) are unused.
     """
     table = torch.zeros(256, dtype=torch.uint8)
     for bits in range(1, 127):
@@ -160,7 +174,10 @@ def _wider_exponents() -> Tensor:
 
 
 def _packed_codes(words: Tensor) -> Tensor:
-    """Convert code words, int32 `[N/64, K/64, 4, 128]`, to bytes `[N, K/2]`, low nibble = even column."""
+    """Convert code words of `fp4_tiles`, int32 `[N/64, K/64, 4, 128]`, to NVFP4 codes, uint8 `[N, K/2]`.
+
+    The low nibble of a byte is the even column.
+    """
     words = words.unflatten(3, (8, 4, 4)).permute(0, 2, 3, 1, 5, 4)  # N/64 w g K/64 s t
     rows, _, _, columns, _, _ = words.shape
     out = torch.empty(rows, 4, 2, 8, columns, 4, 2, 4, dtype=torch.uint8, device=words.device)  # w h g K/64 s b t
@@ -171,7 +188,10 @@ def _packed_codes(words: Tensor) -> Tensor:
 
 
 def _shifted_words(words: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield h, b of the module and the words, shifted so that their codes lie at bits 15 and 8, 7, 6 of both halves."""
+    """Yield `(h, b, shifted)` for each of the four codes in a 16-bit half of a word; the module explains h and b.
+
+    `shifted` is `words` with the sign of that code at bit 15 and its magnitude at bits 8, 7, 6 of both halves.
+    """
     yield 0, 0, words
     yield 1, 0, words << 3
     yield 0, 1, words << 6
@@ -179,6 +199,6 @@ def _shifted_words(words: Tensor) -> Iterator[tuple[int, int, Tensor]]:
 
 
 def _scales_in_rows(scales: Tensor) -> Tensor:
-    """Reorder scale bytes `[N/64, K/64, 4, 64]` to `[N, K/16]`."""
+    """Reorder scale bytes of `fp4_tiles`, `[N/64, K/64, 4, 64]`, to `[N, K/16]`."""
     rows, columns = scales.shape[:2]
     return scales.unflatten(3, (8, 2, 4)).permute(0, 2, 4, 3, 1, 5).reshape(rows * BLOCK, columns * DEPTH // 16)

@@ -36,7 +36,10 @@ def dequantize_e2m1(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype:
 
 @triton.jit
 def _unpack(codes, scale, out, blocks, WIDTH: tl.constexpr, E8M0: tl.constexpr):
-    """Triton kernel of `dequantize_e2m1`: each program unpacks `_BLOCKS` blocks of `WIDTH` weights."""
+    """Triton kernel of `dequantize_e2m1`: each program unpacks `_BLOCKS` of the `blocks` blocks of `WIDTH` weights.
+
+    Scales are E8M0 with `E8M0`, else E4M3.
+    """
     first = tl.program_id(0).to(tl.int64) * _BLOCKS
     block = tl.arange(0, _BLOCKS)
     inside = first + block < blocks
@@ -52,12 +55,14 @@ def _unpack(codes, scale, out, blocks, WIDTH: tl.constexpr, E8M0: tl.constexpr):
 
 
 def dequantize_marlin(codes: Tensor, scale: Tensor, boost: float, dtype: torch.dtype) -> Tensor:
-    """Unpack Marlin's layout (`marlin.py`) to `[N, K]` in `dtype`: float32, or bfloat16 (exact).
+    """Unpack an NVFP4 weight in Marlin's layout (`marlin.py`), without its global scale, to `[N, K]` in `dtype`.
+
+    `dtype` is float32 or bfloat16; both are exact.
 
     Args:
-        codes: int32 `[K/16, 2 N]`, contiguous within a line; may be a slice of longer lines.
-        scale: `[K/16, N]`, float8_e4m3fn by dtype, E5M3 by content; may be a slice, too.
-        boost: as in `Marlin`.
+        codes: int32 `[K/16, 2 N]`, each row contiguous; may be a view of some columns of a fused layer's tensor.
+        scale: `[K/16, N]`, E5M3 bytes in a tensor of dtype float8_e4m3fn; may be such a view, too.
+        boost: the power of two by which vLLM multiplied the block scales, divided out here.
     """
     (lines, N), scale = scale.shape, scale.view(torch.uint8)
     out = torch.empty((N, 16 * lines), dtype=dtype, device=codes.device)
@@ -69,7 +74,11 @@ def dequantize_marlin(codes: Tensor, scale: Tensor, boost: float, dtype: torch.d
 
 @triton.jit
 def _unpack_marlin(codes, scale, out, lines, code_line, scale_line, factor):
-    """Triton kernel of `dequantize_marlin`: a program unpacks 64 rows x 16 `_LINES` columns. See `marlin.py`."""
+    """Triton kernel of `dequantize_marlin`: a program unpacks 64 rows x 16 `_LINES` columns.
+
+    A line is a row of `codes` and `scale`, 16 columns of the weight; `code_line` and `scale_line` are the strides
+    between lines. `marlin.py` explains the letters.
+    """
     tile, first = tl.program_id(0), tl.program_id(1) * _LINES
     w, c = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 8)[None, :, None, None]
     line, r = first + tl.arange(0, _LINES)[None, None, :, None], tl.arange(0, 4)[None, None, None, :]
@@ -94,9 +103,10 @@ def _unpack_marlin(codes, scale, out, lines, code_line, scale_line, factor):
 
 @triton.jit
 def _decode_nibbles(words, NIBBLE: tl.constexpr):
-    """Decode four nibbles of each of Marlin's words to float32, along two new last axes b and a.
+    """Decode four of the eight nibbles in each of Marlin's code words, int32, to float32; return `[..., 2, 2]`.
 
-    They are the nibbles 4 a + NIBBLE + b. NIBBLE is 2 h, in the letters of `marlin.py`.
+    Element [..., b, a] is nibble NIBBLE + 4 a + b, counted from the lowest. NIBBLE is 0 for the tile's rows with h = 0
+    and 2 for rows with h = 1; `marlin.py` explains the letters.
     """
     even = tl.join(from_e2m1(words >> 4 * NIBBLE), from_e2m1(words >> 4 * (NIBBLE + 1)))
     odd = tl.join(from_e2m1(words >> 4 * (NIBBLE + 4)), from_e2m1(words >> 4 * (NIBBLE + 5)))
@@ -104,11 +114,14 @@ def _decode_nibbles(words, NIBBLE: tl.constexpr):
 
 
 def dequantize_tiles(packed: Tensor, first: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Unpack the layout of `tiles.py` to `[rows, columns]` in `dtype`: float32, or bfloat16 (exact).
+    """Unpack `rows` rows from row `first` on of an NVFP4 weight in the layout of `tiles.py`, without its global scale.
+
+    Returns `[rows, columns]` in `dtype`: float32 or bfloat16, both exact.
 
     Args:
-        packed: the whole weight, from `tiles.pack`.
-        first, rows, columns: as in `Tiles`.
+        packed: the whole weight, uint8 from `tiles.pack`.
+        first, rows: multiples of 64.
+        columns: K of the weight, a multiple of 64.
     """
     out, (_, depth, _, tile, _) = torch.empty((rows, columns), dtype=dtype, device=packed.device), packed.shape
     grid = (depth, rows // 64)  # programs side by side write the same rows
@@ -118,7 +131,10 @@ def dequantize_tiles(packed: Tensor, first: int, rows: int, columns: int, dtype:
 
 @triton.jit
 def _unpack_tiles(codes, scale, out, block, tile, columns):
-    """Triton kernel of `dequantize_tiles`: each program unpacks 64 rows x 128 columns. Letters as in `tiles.py`."""
+    """Triton kernel of `dequantize_tiles`: each program unpacks 64 rows x 128 columns.
+
+    `block` counts the blocks of 64 rows before the first row, `tile` the blocks per tile. `tiles.py` explains letters.
+    """
     d, depth, block = tl.program_id(0), tl.num_programs(0), block + tl.program_id(1)
     place = ((block // tile).to(tl.int64) * depth + d) * 2 * tile + block % tile
     i, w = tl.arange(0, 2)[:, None, None, None, None], tl.arange(0, 4)[None, :, None, None, None]
@@ -140,31 +156,34 @@ def _unpack_tiles(codes, scale, out, block, tile, columns):
 
 @triton.jit
 def _decode_pair(words):
-    """Decode the lowest E2M1 code of each 16-bit half of a `tiles.py` word to float32, along a new last axis of 2."""
+    """Decode one E2M1 code of each 16-bit half of int32 words to float32, along a new last axis of 2, low half first.
+
+    The code has its sign at bit 15 and its magnitude at bits 8 to 6 of the half; other bits are ignored.
+    """
     return tl.join(_decode_code(words), _decode_code(words >> 16))
 
 
 @triton.jit
 def _decode_code(half):
-    """Decode an E2M1 code with sign at bit 15 and magnitude at bits 8 to 6 to float32."""
+    """Decode the E2M1 code with its sign at bit 15 and its magnitude at bits 8 to 6 of `half` to float32."""
     return ((half & 0x81C0) << 16).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
 
 
 @triton.jit
 def _decode_scale_byte(byte):
-    """Decode a scale byte of `tiles.py` to float32: exponent bias 127 in place of 9."""
+    """Decode a scale byte of `tiles.py`, 5-bit exponent e above 3-bit mantissa m, to float32: (1 + m/8) 2^(e - 9)."""
     return ((byte.to(tl.int32) << 20) + (118 << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def from_e2m1(code):
-    """Decode the E2M1 code in the low four bits to float32: exponent bias 127 in place of 1, subnormals included."""
+    """Decode the E2M1 code in the low four bits of `code` to float32, exactly; other bits are ignored."""
     return (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
 
 
 @triton.jit
 def from_e4m3(byte):
-    """Decode an E4M3 byte to float32: exponent bias 127 in place of 7."""
+    """Decode an E4M3 byte to float32, exactly; 0x7F and 0xFF are NaN."""
     bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
     value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120: bias 127 in place of 7
     return tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
@@ -172,6 +191,6 @@ def from_e4m3(byte):
 
 @triton.jit
 def _from_e8m0(byte):
-    """Decode an E8M0 byte to float32: 2 ** (byte - 127)."""
+    """Decode an E8M0 byte to float32: 2 ** (byte - 127); 255 is NaN."""
     value = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)  # 2**-127 is subnormal
     return tl.where(byte == 255, float("nan"), value)
