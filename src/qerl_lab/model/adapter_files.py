@@ -18,7 +18,10 @@ PLAIN = {
 
 
 def check(cfg: RunConfig) -> None:
-    """Raise ConfigError unless lora.start_from is plain LoRA of this run's shape, unchanged since it was composed."""
+    """Raise ConfigError unless the adapter lora.start_from is plain LoRA with rank, alpha and targets of cfg.lora.
+
+    Also if its weights differ from lora.start_hash, which `cfg` notes when the run is composed.
+    """
     assert cfg.lora.start_from is not None
     folder, setting = adapter_folder(cfg.lora.start_from), f"lora.start_from={cfg.lora.start_from}"
     settings, own = _read_settings(folder, setting), cfg.lora
@@ -46,7 +49,10 @@ def check(cfg: RunConfig) -> None:
 
 
 def _read_settings(folder: Path, setting: str) -> dict[str, Any]:
-    """Read adapter_config.json of `folder`. Raises ConfigError unless it is PEFT's LoRA with a list of layers."""
+    """Read adapter_config.json of `folder`. Raises ConfigError unless it is PEFT's LoRA with a list of layers.
+
+    `setting` (`key=value`) is how the user named the adapter.
+    """
     try:
         settings = parse_json((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

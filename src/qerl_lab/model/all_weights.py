@@ -19,8 +19,8 @@ from qerl_lab.system.disk import make_readable
 def make_trainable(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Convert all weights of `model` to float32 and let them be trained.
 
-    Under autocast to `dtype`, which they had, the model computes as before. Autocast rounds the weights of products. It
-    leaves embeddings and norms in float32, so hooks round their outputs.
+    `dtype` is the dtype that the weights had: under autocast to `dtype` the model computes as before. Autocast rounds
+    the weights of matrix products only, so hooks round the outputs of embeddings and norms.
     """
     model.float().requires_grad_(True)
     for module in model.modules():
@@ -42,7 +42,7 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
 
 def load(model: PreTrainedModel, folder: Path) -> None:
-    """Copy the weights that `save` wrote into those of `model`, in place. Raises KeyError if one is missing."""
+    """Copy the weights that `save` wrote to `folder` into `model`, in place. Raises KeyError if a weight is missing."""
     held = load_file(folder / SINGLE)
     for name, tensor in weights(model).items():
         tensor.copy_(held[name])

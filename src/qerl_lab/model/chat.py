@@ -31,11 +31,15 @@ class Chat:
 
     @property
     def notes(self) -> list[str]:
-        """Return lines for the user about the chat template, maybe none; `prompt_ids` must have run before."""
+        """Return lines to print for the user: [] unless the template writes a date. Call `prompt_ids` before."""
         return [f"the chat template writes a date into each prompt, here always {self.day}"] if self.writes_date else []
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return a chat's token ids up to the answer. Raises ConfigError if the template raises or leaves text out."""
+        """Return the token ids of a chat up to the answer.
+
+        `messages` have keys `role` and `content`. Raises ConfigError if the template raises an error or leaves a
+        message out.
+        """
         said = f"the chat template of {self.tokenizer.name_or_path}"
         try:
             text = self._apply_template(messages, tokenize=False)
@@ -78,10 +82,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> int:
-    """Return the padding token's id: the tokenizer's if the model has an embedding for it, else the end token's.
+    """Return the id of the token to pad with: the tokenizer's padding token, or its end token.
 
-    `embeddings` is the model's number of embeddings. Any token would do, because padding is masked. Raises ConfigError
-    if neither id is below `embeddings`.
+    The end token serves if the model has no embedding for the padding token; padding is masked, so any token would do.
+    `embeddings` is the model's number of embeddings. Raises ConfigError if neither id is below it.
     """
     for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if number is not None and number < embeddings:

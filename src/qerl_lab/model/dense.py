@@ -19,9 +19,9 @@ from qerl_lab.model.weight_files import copy_companions, read_json
 def base_tensors(policy: Policy) -> dict[str, Tensor]:
     """Return the tensors of a policy's base by checkpoint name, without the adapter.
 
-    Names leave out PEFT's wrapper layers. Packed Linears give their packed tensors; tied parameters appear once. Norms
+    Names are without PEFT's `.base_layer`. Packed Linears give their packed tensors; tied parameters appear once. Norms
     are converted back from float32 to the policy's dtype, in which they were loaded. With lora=full every tensor is
-    converted to that dtype, on the host.
+    converted to that dtype and moved to the CPU.
     """
     if policy.trains_all:
         return {name: tensor.to("cpu", policy.dtype) for name, tensor in all_weights.weights(policy.base).items()}
@@ -41,9 +41,10 @@ def base_tensors(policy: Policy) -> dict[str, Tensor]:
 
 
 def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -> dict[str, Tensor]:
-    """Return the policy's `base_tensors` with each packed Linear dequantized to `dtype`; dense layers stay as loaded.
+    """Return the policy's `base_tensors` with each packed Linear dequantized to `dtype`.
 
-    With `merged` a layer with an adapter becomes W + scaling * B A, added in float32 and rounded once.
+    Dense layers keep the dtype in which they were loaded. With `merged` the weight of a layer with an adapter becomes
+    W + scaling * B A, added in float32 and rounded once to `dtype`.
     """
     base, tensors = policy.base, base_tensors(policy)
     packed = packed_layers(base)
@@ -64,9 +65,10 @@ def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -
 
 
 def write_model(tensors: Mapping[str, Tensor], dtype: torch.dtype, base: Path, folder: Path) -> None:
-    """Write a dense model to `folder`, for transformers and vLLM: `tensors` in `dtype`, and the tokenizer of `base`.
+    """Write a dense model to `folder`, for transformers and vLLM.
 
-    config.json comes last, so that a folder that has one is whole.
+    `tensors` are written in `dtype`; config.json, tokenizer and chat template come from the model in `base`.
+    config.json is written last, so that a folder with a config.json is complete.
     """
     folder.mkdir(exist_ok=True)
     save_torch_state_dict({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, folder)

@@ -77,7 +77,7 @@ def folder_of(file: Path) -> Path:
 def header(file: Path) -> Header:
     """Read a GGUF file's header. Raises ConfigError if the package gguf is missing or the file is damaged.
 
-    The package's reader takes 7 s for a vocabulary of 150,000 tokens, this function half a second.
+    The reader of the package gguf takes 7 s for a vocabulary of 150,000 tokens, this function half a second.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(f"{file} needs the package gguf, which is not installed. Type pip install gguf.")
@@ -91,7 +91,8 @@ def header(file: Path) -> Header:
 def _read_header(opened: BinaryIO, size: int) -> Header:
     """Read keys and tensor entries of a GGUF file of `size` bytes (https://github.com/ggml-org/ggml, docs/gguf.md).
 
-    Raises ValueError, and others for damaged values, if it is not GGUF version 2 or 3 or is shorter than its tensors.
+    Raises ValueError if the file is not GGUF version 2 or 3, or ends before its tensors do. Damaged values may raise
+    KeyError, TypeError or struct.error instead.
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -132,7 +133,10 @@ def _read_header(opened: BinaryIO, size: int) -> Header:
 
 
 def unpack(file: Path) -> Path:
-    """Return the directory of an unpacked GGUF file, unpacking it if needed. Raises ConfigError if it is damaged."""
+    """Return the cache directory of an unpacked GGUF file; unpack it first if it is not there.
+
+    Raises ConfigError if the file is damaged, transformers cannot read it, or the package gguf is missing.
+    """
     folder = folder_of(file)
     if folder.is_dir():
         return folder
@@ -145,7 +149,10 @@ def unpack(file: Path) -> Path:
 
 
 def _unpack_to(file: Path, folder: Path, file_header: Header) -> None:
-    """Dequantize a GGUF file aside and rename the result to `folder`, so that a kill leaves no half of it."""
+    """Dequantize a GGUF file to a temporary directory, and rename it to `folder` when it is complete.
+
+    Raises ConfigError if transformers cannot read the file.
+    """
     kinds = ", ".join(f"{kind} ({count})" for kind, count in file_header.kinds.items())
     said = f"{file.name}: tensors in {kinds}; transformers dequantizes them to {DTYPE}, kept in {folder}"
     print(said, file=sys.stderr, flush=True)
@@ -164,7 +171,7 @@ def _unpack_to(file: Path, folder: Path, file_header: Header) -> None:
 
 
 def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
-    """Dequantize `file` and write model, tokenizer and `gguf.json` to `folder`."""
+    """Dequantize a GGUF file and write model, tokenizer and `gguf.json` to the existing directory `folder`."""
     import torch
     from transformers import TOKENIZER_MAPPING, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 

@@ -24,7 +24,7 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class WeightBytes(NamedTuple):
-    """Bytes of a model: `linears` of the formatted weights without biases, `total` of all parameters and buffers."""
+    """Bytes of a model. `linears`: the Linears' weights in the run's format, no biases. `total`: all tensors."""
 
     linears: int
     total: int
@@ -37,16 +37,19 @@ class PackedLinear(nn.Linear):
     scale) multiplies the product's float32 sums before they are rounded, once, to the compute dtype.
 
     PEFT attaches LoRA to it as to any `nn.Linear`. The packed tensors are buffers with checkpoint names (in attribute
-    names "." becomes "__"); they keep their dtypes when the model changes its own. The backward pass unpacks again
+    names "." becomes "__"); they keep their dtypes when the model's dtype changes. The backward pass unpacks again
     instead of saving a dense weight. With `dense_cache` (CPU only) the unpacked weight is kept between calls, outside
     the state dict; the result is bit-equal.
 
     After `hold` with a `form` the buffers are an engine's tensors in the engine's layout; the layer computes the same
-    bits. Moved to another device, the layer gets tensors of its own again.
+    bits. If it is then moved to another device, its buffers become copies in checkpoint layout again.
     """
 
     def __init__(self, linear: nn.Linear, weight_format: Format, packed: Mapping[str, Tensor]) -> None:
-        """Take the place of `linear`, which may be on the meta device. Raises ValueError for another dtype."""
+        """Take sizes, bias and compute dtype from `linear`, and the weight from `packed`, tensors of `weight_format`.
+
+        `linear` may be on the meta device. Raises ValueError if its dtype is not in COMPUTE_DTYPES.
+        """
         nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
         self.out_features, self.in_features = linear.out_features, linear.in_features
         self.weight_format = weight_format
@@ -59,7 +62,7 @@ class PackedLinear(nn.Linear):
     def hold(self, tensors: Mapping[str, Tensor], form: Marlin | Tiles | None = None) -> None:
         """Replace the buffers that hold the weight by `tensors`, which must encode the same weight.
 
-        Without `form` they are in checkpoint layout; with it in that engine's layout, which `form` can read.
+        `form` reads tensors in an engine's layout; None means that `tensors` are in checkpoint layout.
         """
         # Not register_buffer: bitsandbytes calls its packed tensor `weight`, which is a property here.
         self._buffers.clear()
@@ -69,7 +72,10 @@ class PackedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # nn.Linear has a parameter by this name
-        """Return the first packed tensor, whose device PEFT reads. (It takes the dtype from `compute_dtype`.)"""
+        """Return the first packed tensor, not a dense weight. PEFT reads the layer's device from it.
+
+        PEFT takes the dtype from `compute_dtype`.
+        """
         return next(iter(self.held().values()))
 
     def packed(self) -> dict[str, Tensor]:
@@ -77,12 +83,12 @@ class PackedLinear(nn.Linear):
         return self.held() if self.form is None else self.form.stored(self.held())
 
     def held(self) -> dict[str, Tensor]:
-        """Return the buffers that hold the weight, by name, in the layout in which they are held."""
+        """Return the buffers that hold the weight, by name, not converted: an engine's layout stays."""
         # Not get_buffer: it would find the property `weight` instead of NF4's tensor of that name.
         return {name: cast(Tensor, self._buffers[_buffer_name(name)]) for name in self._held_names}
 
     def packed_bytes(self) -> int:
-        """Return the bytes of this layer's packed tensors, without bias and dense cache."""
+        """Return the bytes of this layer's packed tensors in checkpoint layout, without bias and dense cache."""
         layout = self.weight_format.layout((self.out_features, self.in_features))
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
 
@@ -118,7 +124,9 @@ class PackedLinear(nn.Linear):
         return output if dtype else output.to(input.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Override torch's hook behind `to` and `cuda`: a change of dtype affects only `compute_dtype` and the bias.
+        """Override torch's hook behind `to` and `cuda`: move all tensors, but change only the bias' dtype.
+
+        A new dtype also becomes `compute_dtype`; the packed tensors keep theirs.
 
         Raises ValueError for a dtype not in COMPUTE_DTYPES.
         """
@@ -181,15 +189,16 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
-    """Context manager: switch autocast off for a backward pass if the gradient `x` is not of its dtype."""
+    """Context manager: switch autocast off for a backward pass if the gradient `x` has another dtype than autocast."""
     on = autocast_dtype(x.device) not in (None, x.dtype)
     return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
 
 
 def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
-    """List the names of the Linears that a format packs: all but those tied to an embedding or `on_disk.is_ignored`.
+    """List the full names of the Linears of a dense model that a format packs.
 
-    The model may be on the meta device. Raises ValueError if a Linear is packed already.
+    Linears tied to an embedding, and those that an entry of `ignore` matches (`on_disk.is_ignored`), are left out. The
+    model may be on the meta device. Raises ValueError if a Linear is packed already.
     """
     ignore = tuple(ignore)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -203,7 +212,10 @@ def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
 
 
 def packed_head(model: "PreTrainedModel", weight_format: Format, ignore: Iterable[str]) -> str | None:
-    """Return the name of the output layer, whose dense weight the loss reads, if it would be packed; else None."""
+    """Return the name of the output layer if `weight_format` and `ignore` would pack it, else None.
+
+    Callers refuse such a model, because the loss reads the dense weight of the output layer.
+    """
     head = model.get_output_embeddings()
     names = packable(model, ignore) if weight_format.BLOCK is not None else []
     return next((name for name in names if model.get_submodule(name) is head), None)
@@ -218,7 +230,10 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 
 def weight_bytes(model: nn.Module) -> WeightBytes:
-    """Count the bytes of the Linears' weights in the run's format and of the whole model, without dense caches."""
+    """Count the bytes of the Linears in the run's format, without biases, and of the whole model.
+
+    Dense caches do not count.
+    """
     linears = 0
     for module in model.modules():
         if isinstance(module, PackedLinear):
@@ -230,10 +245,10 @@ def weight_bytes(model: nn.Module) -> WeightBytes:
 
 
 def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Format) -> None:
-    """Pack one list of `fused_groups` and put it into the model: the parts of a fused layer, or a single Linear.
+    """Pack the parts of one fused layer (q/k/v, gate/up), or a single Linear, and put them into the model.
 
-    `weights` has their dense weights by Linear name, in the stored dtype; each is removed from the dict when packed.
-    Under a dense format the Linear stays, with its weight rounded.
+    `weights` holds the dense weights by Linear name, in the dtype of the checkpoint; each is removed from the dict when
+    packed. With a dense format (bf16) the Linear stays, and its weight is rounded.
     """
     for name, packed in pack_fused(weight_format, weights):
         linear = cast(nn.Linear, model.get_submodule(name))
@@ -247,7 +262,7 @@ def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Form
 
 
 def fused_groups(names: list[str]) -> Iterator[list[str]]:
-    """Yield lists of the Linears that engines fuse into one layer (q/k/v, gate/up); other Linears come alone."""
+    """Group the full names of Linears: one list per layer that engines fuse (q/k/v, gate/up), else one name a list."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
         parent, _, leaf = name.rpartition(".")

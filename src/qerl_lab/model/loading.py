@@ -23,7 +23,7 @@ from qerl_lab.model import on_disk
 from qerl_lab.model.linear import PackedLinear, fused_groups, pack_group, packable
 from qerl_lab.model.weight_files import read_json
 
-# In old checkpoints; models compute it anew.
+# Tensors in old checkpoints that models compute anew.
 _COMPUTED = r"rotary_emb\.inv_freq$"
 
 
@@ -59,7 +59,10 @@ def stored_as(folder: Path) -> PackedAs | None:
 
 
 def refuse_packed(folder: Path, setting: str, why: str) -> None:
-    """Raise ConfigError, which ends in `why`, unless `folder` holds a dense model with a chat template."""
+    """Raise ConfigError unless `folder` holds a dense model with a tokenizer and a chat template.
+
+    `setting` (`key=value`) is how the user named the model; `why` ends the message about a packed model.
+    """
     on_disk.check_files(folder, setting)
     on_disk.check_chat_template(folder, setting)
     if stored_as(folder) is not None:
@@ -70,7 +73,11 @@ def load_model(
     config: PretrainedConfig, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device,
     dtype: torch.dtype,
 ) -> PreTrainedModel:  # fmt: skip
-    """Build a frozen model on `device` in `dtype` from `config`, less its quantization_config, as `fill` does."""
+    """Build the model of `config` with the weights of `source`, frozen, on `device` in `dtype`.
+
+    `empty_model` creates it, and removes quantization_config from `config`; `fill` loads the weights and explains
+    `packed_as`, `is_packed` and the errors.
+    """
     model = empty_model(config, dtype)
     fill(model, source, packed_as, is_packed=is_packed, device=device)
     return model
@@ -79,7 +86,7 @@ def load_model(
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
     """Create a causal LM of transformers on the meta device, in eval mode: it has shapes and `dtype`, but no memory.
 
-    Removes quantization_config from `config`, because libraries would otherwise treat the model as one of their own.
+    Removes quantization_config from `config`, because libraries would otherwise treat the model as quantized by them.
     """
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -94,12 +101,13 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str = "
 def fill(
     model: PreTrainedModel, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device
 ) -> None:
-    """Load the weights into an `empty_model` on `device`, with Linears packed as `packed_as` says, all frozen.
+    """Load the weights of `source` into a model made by `empty_model`; put it on `device` and freeze it.
 
-    With `is_packed` the source holds packed weights. Otherwise it holds dense ones; each fused layer (q/k/v, gate/up)
-    is packed in its stored dtype and its dense weights are freed before the next is read. Layers left dense get the
-    model's dtype. Raises ValueError, naming tensor and file, for one that is missing, superfluous, or has the wrong
-    shape or dtype, for NaN or Inf, and for parts of a fused layer that do not fit together.
+    Linears are packed as `packed_as` says. With `is_packed` the source holds packed weights. Otherwise it holds dense
+    weights: each fused layer (q/k/v, gate/up) is packed in its stored dtype, and its dense weights are freed before the
+    next layer is read. Layers left dense get the model's dtype. Raises ValueError, naming tensor and file, for a tensor
+    that is missing, superfluous, of wrong shape or dtype, or has NaN or Inf, and for parts of a fused layer that differ
+    in their shared tensor scale.
     """
     weight_format, linears, again = packed_as.weight_format, packable(model, packed_as.ignore), tied(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in again}
@@ -128,10 +136,10 @@ def _check_names(
     model: PreTrainedModel, source: TensorSource, dense: Mapping[str, tuple[int, ...]], weight_format: Format,
     packed: Sequence[str],
 ) -> None:  # fmt: skip
-    """Raise ValueError unless `source` has exactly the tensors of the model, the dense ones in valid shapes and dtypes.
+    """Raise ValueError unless `source` has exactly the tensors that the model needs, in valid shapes and dtypes.
 
-    `dense` has their shapes by name, `packed` the names of the packed Linears. Tied copies and tensors that the model
-    ignores may be there too.
+    `dense` maps names of dense tensors to shapes; `packed` names the Linears stored in `weight_format`, and their
+    shapes are not checked here. Copies of tied tensors and tensors that the model ignores may be in `source` too.
     """
     expected = dense.keys() | {f"{name}.{key}" for name in packed for key in weight_format.layout((64, 64))}
     stored, patterns = set(source.names), [*(model._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]
@@ -157,24 +165,31 @@ def _check_names(
 
 
 def tied(model: PreTrainedModel) -> list[str]:
-    """List the further names of a model's tied parameters, which a checkpoint may omit."""
+    """List the names of parameters that are the same tensor as a parameter with an earlier name.
+
+    An example is `lm_head.weight` of a model that ties it to the embedding. A checkpoint may omit these names.
+    """
     once = dict(model.named_parameters())
     return [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in once]
 
 
 def check_dense_values(tensor: Tensor, *, name: str) -> None:
-    """Raise ValueError, naming the tensor, for NaN or Inf, which would make a model answer nonsense silently."""
+    """Raise ValueError, calling the tensor `name`, if it has NaN, Inf or magnitudes of 2**100 or more.
+
+    A model with such values would answer nonsense silently.
+    """
     check_values(tensor, str(tensor.dtype).removeprefix("torch."), name=name)
 
 
 def _fill_packed(
     model: PreTrainedModel, source: TensorSource, group: Sequence[str], weight_format: Format, device: torch.device
 ) -> None:
-    """Replace the empty Linears in `group`, the parts of a fused layer, by `PackedLinear`s with weights of `source`.
+    """Replace the Linears named in `group`, the parts of a fused layer, by `PackedLinear`s with weights of `source`.
 
-    Biases stay empty. Raises ValueError if a tensor is invalid, or the parts differ in the number that the format
-    shares among them (SHARED). vLLM keeps the largest for all parts and would sample from other weights than those
-    trained on. Rescaling the parts would round their block scales again and so make another checkpoint.
+    The Linears are empty, on the meta device; their biases stay empty. Raises ValueError if a tensor is invalid, or if
+    the parts differ in a tensor scale that the format makes them share (SHARED): vLLM keeps the largest for all parts
+    and would sample from weights other than the trained ones. Rescaling the parts would round their block scales again
+    and so make another checkpoint.
     """
     packed = {}
     for name in group:

@@ -22,7 +22,7 @@ class LoraLinear(Linear):
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Override PEFT's hook: compute base and adapter, as one operation for one plain adapter (`_is_plain`)."""
+        """Override PEFT's hook: compute base and adapter, in one operation if one adapter is active and `_is_plain`."""
         active = self.active_adapters
         if args or kwargs or len(active) != 1 or not self._is_plain(active[0]):
             return super().forward(x, *args, **kwargs)
@@ -36,7 +36,10 @@ class LoraLinear(Linear):
         return y if dtype else y.to(x.dtype)
 
     def _is_plain(self, adapter: str) -> bool:
-        """Tell whether `_LoraProduct` can compute this adapter."""
+        """Tell whether `_LoraProduct` can compute the adapter of this name.
+
+        It must be enabled, not merged, without variant, bias and active dropout, on a frozen Linear.
+        """
         return not (
             adapter not in self.lora_A
             or adapter in self.lora_variant
@@ -92,7 +95,10 @@ class _LoraProduct(torch.autograd.Function):
 
 
 def _add_product(y: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0) -> Tensor:
-    """Return y + scaling * a @ b, in place unless compiled: torch 2.11 would compile that to wrong gradients."""
+    """Return y + scaling * a @ b. Overwrites `y`, except under torch.compile.
+
+    torch 2.11 would compile the overwriting to wrong gradients.
+    """
     if torch.compiler.is_compiling():
         return torch.addmm(y, a, b, alpha=scaling)
     return y.addmm_(a, b, alpha=scaling)

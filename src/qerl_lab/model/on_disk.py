@@ -27,21 +27,25 @@ _WEIGHT = re.compile(r"(.*)\.(weight_packed|weight)$")
 
 
 class Layer(NamedTuple):
-    """A module with a weight, by full name. `shape` is the unpacked weight's; a norm's has one axis."""
+    """A module with a weight: its full name, and the shape of its unpacked weight.
+
+    A norm's shape has one axis. NF4 stores no shape: there it is [weights / 2, 2].
+    """
 
     name: str
     shape: tuple[int, ...]
 
     @property
     def is_linear(self) -> bool:
-        """Tell whether the layer is a Linear: its weight has two axes, and its name is no embedding's."""
+        """Tell whether the layer is a Linear: its weight has two axes, and its name is not that of an embedding."""
         return len(self.shape) == 2 and not re.search(r"embed|\bwte\b|\bwpe\b", self.name)
 
 
 def local_path(path: str, key: str = "model.path") -> Path | None:
     """Return the local directory of the model `path`; None for a hub id or a GGUF file not yet unpacked.
 
-    `pocket` is the embedded model. Raises ConfigError, naming the config key `key`, if `path` is none of these.
+    `pocket` is the model that comes with the lab. Raises ConfigError if `path` is none of these, or a GGUF file that
+    does not exist; the message names the config key `key`.
     """
     if path == POCKET:
         return ASSETS
@@ -61,7 +65,10 @@ def local_path(path: str, key: str = "model.path") -> Path | None:
 
 
 def check_content(cfg: RunConfig) -> None:
-    """Raise ConfigError if the model at model.path changed or vanished since the run noted its model.hash."""
+    """Raise ConfigError if the model at model.path is gone, or differs from cfg.model.hash, noted when it was composed.
+
+    Without a cfg.model.hash nothing is checked.
+    """
     if cfg.model.hash is None:
         return
     path = Path(cfg.model.path)
@@ -73,7 +80,7 @@ def check_content(cfg: RunConfig) -> None:
 
 
 def check(folder: Path, cfg: RunConfig) -> None:
-    """Raise ConfigError if the model in `folder` cannot serve this run, judged by its files alone."""
+    """Raise ConfigError if the model in `folder` is incomplete or does not fit `cfg`, judged by its files alone."""
     setting = f"model.path={cfg.model.path}"
     check_files(folder, setting)
     check_chat_template(folder, setting)
@@ -90,14 +97,20 @@ def check(folder: Path, cfg: RunConfig) -> None:
 
 
 def noted_rounding(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return format name and rounding rules by option from the quantize command's quality.json; "" and {} without."""
+    """Return format name and format options of a checkpoint that the quantize command wrote, from its quality.json.
+
+    Without quality.json returns ("", {}).
+    """
     file = folder / QUALITY
     about = read_json(file) if file.is_file() else {}
     return about.get("format", ""), about.get("options", {})
 
 
 def check_rounding(cfg: RunConfig, name: str, rules: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the run's format is not `name` with the `rules`, by option, of a packed model."""
+    """Raise ConfigError if cfg.format differs from the format of the packed model at model.path.
+
+    The model is packed in the format `name`, with `rules`: values of format options, by option.
+    """
     said = f"model.path={cfg.model.path} is packed in {name}"
     if name != cfg.format.name:
         arms = f"an experiment with that format, for example +experiment={name}, "
@@ -123,7 +136,10 @@ def packed_head_refusal(cfg: RunConfig, head: str) -> ConfigError:
 
 
 def check_files(folder: Path, setting: str) -> None:
-    """Raise ConfigError if config.json, weights or tokenizer are missing in `folder`, or weights are there twice."""
+    """Raise ConfigError if `folder` lacks config.json, weights or tokenizer, or has two sets of weights.
+
+    `setting` (`key=value`) is how the user named the model.
+    """
     read_json(folder / "config.json", setting)
     names = {path.name for path in folder.iterdir()}
     list_weight_files(folder)
@@ -137,10 +153,10 @@ def check_files(folder: Path, setting: str) -> None:
 
 
 def list_weight_files(folder: Path) -> tuple[Path, ...]:
-    """Return the weight files of `folder`: those that its index lists, else model.safetensors, which may be missing.
+    """Return the weight files of `folder`: the files in its index, or without index model.safetensors, even if missing.
 
-    Raises ConfigError for an unreadable index. Also for an index beside a model.safetensors that it does not list
-    alone, because the lab would read the shards and transformers the single file.
+    Raises ConfigError for an unreadable index. Also for model.safetensors beside an index of other files, because the
+    lab would read those files and transformers model.safetensors.
     """
     index = folder / INDEX
     if not index.is_file():
@@ -157,7 +173,11 @@ def list_weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def read_json(file: Path, setting: str | None = None) -> dict[str, Any]:
-    """Read a JSON object of a model directory. Raises ConfigError if it is missing or holds anything else."""
+    """Read `file` of a model directory, which must hold a JSON object.
+
+    Raises ConfigError if the file is missing, unreadable, or holds anything else. `setting` (`key=value`) is how the
+    user named the model.
+    """
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
         if isinstance(content, dict):
@@ -172,7 +192,7 @@ def read_json(file: Path, setting: str | None = None) -> dict[str, Any]:
 
 
 def check_chat_template(folder: Path, setting: str) -> None:
-    """Raise ConfigError if `folder` has no chat template."""
+    """Raise ConfigError if `folder` has no chat template. `setting` (`key=value`) is how the user named the model."""
     if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return
     settings = folder / "tokenizer_config.json"
@@ -184,10 +204,10 @@ def check_chat_template(folder: Path, setting: str) -> None:
 
 
 def context_tokens(config: dict[str, Any]) -> int | None:
-    """Return the model's context length in tokens from its config.json, None if not given.
+    """Return the model's context length in tokens from `config`, its config.json; None if not given there.
 
-    Rope scaling added afterwards (linear, dynamic, yarn) multiplies the positions by a factor. For other kinds (llama3,
-    longrope, a table by kind of layer) `max_position_embeddings` is already the stretched number.
+    Rope scaling of the kinds linear, dynamic and yarn multiplies the trained positions by a factor. For other kinds
+    (llama3, longrope, a table by kind of layer) `max_position_embeddings` is already the stretched number.
     """
     positions = config.get("max_position_embeddings")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -218,7 +238,10 @@ def _check_context(config: dict[str, Any], cfg: RunConfig, setting: str) -> None
 
 
 def _check_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) -> None:
-    """Raise ConfigError if a configured layer (LoRA target, noisy norm, ignored one) is none of `in_model`."""
+    """Raise ConfigError if the model lacks a layer that lora.target_modules, aqn.norms or format.ignore names.
+
+    `in_model` lists the layers of the model.
+    """
     linears = [layer.name for layer in in_model if layer.is_linear]
     norms = sorted({layer.name.rpartition(".")[2] for layer in in_model if len(layer.shape) == 1})
     ends = sorted({name.rpartition(".")[2] for name in linears} - {HEAD})
@@ -250,24 +273,30 @@ def is_ignored(name: str, ignore: Sequence[str]) -> bool:
 
 @cache
 def layers(folder: Path) -> tuple[Layer, ...]:
-    """List the modules with a weight of the model in `folder`, from the headers of its files. Raises ConfigError."""
+    """List the modules with a weight of the model in `folder`, from the headers of its files.
+
+    Raises ConfigError if an index or a header cannot be read, or there are two sets of weights.
+    """
     found = []
     for file in list_weight_files(folder):
         for name, entry in read_safetensors_header(file)[0].items():
             if name != "__metadata__" and (match := _WEIGHT.match(name)):
                 shape, per_byte = tuple(entry["shape"]), 2 if entry["dtype"] == "U8" else 1  # two 4-bit weights
-                # bitsandbytes' NF4 is one column of bytes; only its number of weights is known
+                # bitsandbytes stores NF4 as one column of bytes, so that only the number of weights is known
                 found.append(Layer(match[1], (*shape[:-1], shape[-1] * per_byte)))
     return tuple(found)
 
 
 def parameters(folder: Path) -> int:
-    """Count the weights of the model in `folder`, each once however it is packed. Biases do not count."""
+    """Count the weights of the model in `folder`; a packed weight counts as its unpacked numbers. No biases."""
     return sum(math.prod(layer.shape) for layer in layers(folder))
 
 
 def adapter_parameters(folder: Path, cfg: RunConfig) -> int:
-    """Count the weights of the adapter that this run puts on a model, less those on NF4, which stores no shape."""
+    """Count the weights of the LoRA adapter that `cfg` puts on the model in `folder`.
+
+    Layers packed in NF4 are left out, because NF4 stores no shape.
+    """
     targets = tuple(f".{entry}" for entry in cfg.lora.target_modules)
     shapes = [layer.shape for layer in layers(folder) if f".{layer.name}".endswith(targets) and layer.is_linear]
     return cfg.lora.rank * sum(sum(shape) for shape in shapes if shape[-1] > 2)

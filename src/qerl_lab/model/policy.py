@@ -37,8 +37,8 @@ class Policy:
 
     Attributes:
         model: the base with its adapter, or the base itself if all of its weights are trained.
-        norms: the weights that get noise, in float32, by full layer name.
-        clean_norms: the same without noise. They are copies, or if all weights are trained the memory that is trained.
+        norms: the norm weights that get noise, in float32, by full layer name.
+        clean_norms: the same weights without noise: copies, or with lora=full the trained memory itself.
         autocast: dtype in which a model with float32 master weights computes; None for a model with an adapter.
     """
 
@@ -60,12 +60,12 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype that the policy computes in, which is that of an engine's weights."""
+        """Return the dtype that the policy computes in. Engines hold its weights in the same dtype."""
         return self.autocast or self.model.dtype
 
     @property
     def adapter_is_off(self) -> bool:
-        """Tell whether the policy has an adapter that is disabled, and so computes as its base."""
+        """Tell whether the policy has an adapter and it is disabled, so that the policy computes as its base."""
         return isinstance(self.model, PeftModel) and not self.model.get_model_status().enabled
 
     @property
@@ -75,7 +75,10 @@ class Policy:
 
     @property
     def drops_out(self) -> bool:
-        """Tell whether training drops out: the adapters, or any dropout key of the base's config, used or not."""
+        """Tell whether training uses dropout: the adapter does, or a key with "drop" in the base's config is above 0.
+
+        The model may not use that key.
+        """
         settings = self.model.config.to_dict()
         base = [value for key, value in settings.items() if "drop" in key and isinstance(value, int | float)]
         own = self.model.peft_config["default"].lora_dropout if isinstance(self.model, PeftModel) else 0.0
@@ -90,7 +93,10 @@ class Policy:
 
     @contextmanager
     def norms_as(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """Context manager: compute with `weights`, by full layer name of all `norms`, without copying them."""
+        """Context manager: compute with `weights` in place of `norms`, then put the old weights back.
+
+        `weights` has a tensor for each name in `norms`; nothing is copied.
+        """
         own = {name: norm.data for name, norm in self.norms.items()}
         try:
             for name, norm in self.norms.items():
@@ -102,7 +108,10 @@ class Policy:
 
     @contextmanager
     def as_sampler(self, norms: dict[str, Tensor]) -> Iterator[None]:
-        """Context manager: compute with the weights `norms`, by full layer name, without dropout and gradients."""
+        """Context manager: compute with `norms` as norm weights, without dropout and gradients.
+
+        `norms` has a tensor for each name in the attribute `norms`. Computes in the policy's dtype.
+        """
         training = self.model.training
         self.model.eval()
         try:
@@ -131,7 +140,11 @@ class Policy:
         return Chat(self.tokenizer)
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the token ids of a chat, as `Chat.prompt_ids` does."""
+        """Return the token ids of a chat up to the answer.
+
+        `messages` have keys `role` and `content`. Raises ConfigError if the chat template raises an error or leaves a
+        message out.
+        """
         return self.chat.prompt_ids(messages)
 
     def prompt(self, prompt_ids: list[int]) -> str:
@@ -154,7 +167,10 @@ class Policy:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the torch device for `device=`; auto takes a GPU if there is one. Raises ConfigError for a missing one."""
+    """Return the torch device for the option `device`: cpu, cuda, or auto, which takes a GPU if there is one.
+
+    Raises ConfigError for cuda without a GPU.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda was given and torch sees no GPU here. Type device=cpu, or device=auto.")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
@@ -168,10 +184,11 @@ def compute_dtype(cfg: RunConfig, device: torch.device) -> torch.dtype:
 
 
 def build(cfg: RunConfig, device: torch.device) -> Policy:
-    """Build the policy: load the base, pack its Linears, find the norms, attach new adapters (seeded).
+    """Build the policy: load the base, pack its Linears, find the norms that get noise, attach new adapters.
 
-    With lora=full it attaches none, and lets all weights of the base be trained. Raises ConfigError if the model cannot
-    be loaded or lacks a configured module, or a norm of aqn.norms feeds no linear layer.
+    The adapters are initialized from cfg.seed. With lora=full there are none, and all weights of the base are trained.
+    Raises ConfigError if the model cannot be loaded, lacks a module that `cfg` names, or a norm of aqn.norms feeds no
+    linear layer.
     """
     base, tokenizer = load_base(cfg, device)
     norms = {name: hold_in_float32(norm) for name, norm in noisy_norms(base, cfg.aqn.norms, cfg.model.path).items()}
@@ -185,12 +202,13 @@ def build(cfg: RunConfig, device: torch.device) -> Policy:
 
 
 def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict[str, nn.Module]:
-    """Return the modules that get noise, by full name: those with a last name part in `names`, e.g. `input_layernorm`.
+    """Return the modules that get noise, by full name: their last name part is in `names`, e.g. `input_layernorm`.
 
     The paper adds noise to norms that feed linear layers: q, k, v, and gate, up. Their names differ between models: in
     Gemma 2 `post_attention_layernorm` follows the attention, and `pre_feedforward_layernorm` feeds gate and up.
 
-    Raises ConfigError if no module has such a name, or one that has it feeds no linear layer. `path` is model.path.
+    Raises ConfigError if no module has one of the `names`, or a module found so feeds no linear layer. `path` is
+    model.path, for the message.
     """
     found = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in names}
     feeding = _norms_before_linears(model)
@@ -224,7 +242,7 @@ def _norms_before_linears(model: PreTrainedModel) -> set[str]:
 
 
 def hold_in_float32(norm: nn.Module) -> nn.Parameter:
-    """Convert the weight of `norm` to float32 in place and return it. The output keeps the input's dtype.
+    """Convert the weight of `norm` to float32 in place and return it. The norm still returns the dtype of its input.
 
     In bfloat16 a weight between 1 and 2 has steps of 0.0078, too coarse for a small sigma.
     Unchanged weights give unchanged bits: the float32 product of two bfloat16 numbers is exact and so rounded once,
@@ -240,9 +258,9 @@ def hold_in_float32(norm: nn.Module) -> nn.Parameter:
 def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the frozen base of model.path in the run's format on `device`, and its tokenizer.
 
-    A dense model is packed while it is read; a packed one must have the run's format and ignored layers. Reads
-    safetensors only and runs no code of the model. Raises ConfigError, naming file and tensor, for a model that cannot
-    be loaded.
+    A dense model is packed while it is read; a packed model must have the format and ignored layers of `cfg`. Reads
+    safetensors only and runs no code of the model. Raises ConfigError for a model that cannot be loaded or does not fit
+    `cfg`.
     """
     folder = local_folder(cfg.model.path, cfg.model.revision)
     try:
@@ -269,7 +287,11 @@ def load_base(cfg: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Pr
 
 
 def _check_packing(cfg: RunConfig, model: PreTrainedModel, packed_as: PackedAs, *, is_packed: bool) -> None:
-    """Raise ConfigError if the output layer would be packed, or a packed model differs from the run's `format`."""
+    """Raise ConfigError if the output layer is or would be packed, or a packed model does not fit cfg.format.
+
+    `packed_as` says how the model is packed (`is_packed`) or will be. A packed model must have the format, rounding
+    rules and ignored layers of cfg.format.
+    """
     name = packed_as.weight_format.NAME
     if head := packed_head(model, packed_as.weight_format, packed_as.ignore):
         if not is_packed:
@@ -313,7 +335,10 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
 
 
 def load_start_adapter(model: PeftModel, folder: Path) -> None:
-    """Load the adapter in `folder` in place. Raises ConfigError unless its matrices have the model's shapes."""
+    """Load the adapter in `folder` into the model, in place.
+
+    Raises ConfigError if the file cannot be read, or its matrices differ in names or shapes from the model's adapter.
+    """
     own = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
     held = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(folder).items()}
     if differ := sorted(name for name in own.keys() | held.keys() if own.get(name) != held.get(name)):
@@ -326,7 +351,10 @@ def load_start_adapter(model: PeftModel, folder: Path) -> None:
 
 
 def attach_adapters(base: PreTrainedModel, cfg: RunConfig) -> PeftModel:
-    """Attach float32 adapters, initialized from the seed alone. Raises ConfigError without a target module."""
+    """Attach new float32 LoRA adapters to `base` as cfg.lora says, initialized from cfg.seed alone.
+
+    Raises ConfigError if `base` has none of lora.target_modules.
+    """
     lora = PeftLoraConfig(
         r=cfg.lora.rank, lora_alpha=cfg.lora.alpha or cfg.lora.rank, lora_dropout=cfg.lora.dropout,
         target_modules=list(cfg.lora.target_modules), task_type="CAUSAL_LM",

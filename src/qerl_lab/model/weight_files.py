@@ -33,10 +33,14 @@ class _Stored(NamedTuple):
 
 
 class WeightFiles:
-    """Tensors of a folder by name. Reads and checks the headers at once, the tensors on request."""
+    """Safetensors weights of a folder, by tensor name. Reads and checks headers at once, tensors on request."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the headers. Raises ValueError for a missing or truncated file, ConfigError for two sets of weights."""
+        """Read the headers of the weight files in `folder`.
+
+        Raises ValueError for a missing or damaged file or an unknown dtype, ConfigError for an unreadable index or two
+        sets of weights.
+        """
         self.files = on_disk.list_weight_files(folder)
         self._stored: dict[str, _Stored] = {}
         for file in self.files:
@@ -63,7 +67,7 @@ class WeightFiles:
         return torch.Size(self.shape(name)).numel() * self.dtype(name).itemsize
 
     def where(self, name: str) -> str:
-        """Return the file that holds `name`, for messages."""
+        """Return the path of the file that holds the tensor `name`, for messages."""
         return str(self._stored[name].file)
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
@@ -77,7 +81,11 @@ class WeightFiles:
 
 
 def local_folder(path: str, revision: str | None, *, key: str = "model.path") -> Path:
-    """Return the local directory of the model `path`, unpacked or downloaded if needed. Raises ConfigError."""
+    """Return the local directory of the model `path`; if needed, unpack a GGUF file or download `revision` of a hub id.
+
+    Raises ConfigError, naming the config key `key` that holds `path`, if there is no such model, the hub cannot be
+    reached, or the GGUF file cannot be unpacked.
+    """
     if (folder := on_disk.local_path(path, key)) is not None:
         return folder
     if gguf.is_gguf(path):
@@ -98,7 +106,7 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
 
 
 def loading_error(setting: str, error: Exception) -> ConfigError:
-    """Return the ConfigError for the model `setting` (`key=value`) that could not be loaded because of `error`."""
+    """Return the ConfigError for a model, named as `setting` (`key=value`), that `error` kept from being loaded."""
     return ConfigError(
         f"{setting} could not be loaded ({type(error).__name__}: {first_line(error)}). "
         "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."
@@ -106,7 +114,10 @@ def loading_error(setting: str, error: Exception) -> ConfigError:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy tokenizer, chat template, licence and generation config of a model, but no config.json and no RECORDS."""
+    """Copy tokenizer, chat template, licence and generation config from folder `source` to folder `target`.
+
+    Leaves out weights, config.json and the lab's records (RECORDS, such as quality.json).
+    """
     for file in sorted(source.iterdir()):
         is_wanted = file.suffix in _COMPANIONS or file.name.startswith(("LICENSE", "NOTICE"))
         is_wanted = is_wanted and file.name not in ("config.json", *RECORDS)
@@ -120,7 +131,10 @@ def lab_records(folder: Path) -> dict[str, Any]:
 
 
 def _read_header(file: Path) -> dict[str, _Stored]:
-    """Read each tensor's shape and dtype, in stored order. Raises ValueError for a damaged file, an unknown dtype."""
+    """Read shape and dtype of each tensor in a safetensors file, in stored order.
+
+    Raises ValueError for a damaged file or an unknown dtype.
+    """
     try:
         with safe_open(file, framework="pt") as opened:
             entries = {name: opened.get_slice(name) for name in opened.offset_keys()}
