@@ -16,7 +16,11 @@ with exits.starting(__name__):
 
 
 def quantize(options: QuantizeOptions) -> None:
-    """Check the options, then quantize. Raises ConfigError for invalid options, and as `quantize_model.run` does."""
+    """Check the options, then quantize the model and print the quality of the checkpoint.
+
+    Raises ConfigError for invalid options or an unusable model, ValueError if a file is damaged or the format cannot
+    store a weight.
+    """
     check(options)
     # llmcompressor draws hundreds of progress bars, each update a new line in a log file.
     calm = {} if sys.stderr.isatty() else {"TQDM_MININTERVAL": "30"}

@@ -23,7 +23,8 @@ def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int,
     Each text ends with an end token, or as the chat template ends a conversation. `dataset` is a .txt file (one text),
     a .jsonl file or a hub id (split train); `seed` shuffles its rows. A row is its `text`, or a conversation rendered
     by the model's chat template: `messages` (role, content), `conversations` (from, value), or GSM8K's `question` and
-    `answer`. Raises ConfigError for an unreadable dataset, a row without these columns, and too little text.
+    `answer`. Raises ConfigError for an unreadable dataset, a row without such columns, and a dataset of fewer tokens
+    than `samples` * `tokens`.
     """
     needed, ids = samples * tokens, list[int]()
     for number, row in enumerate(_rows(dataset, seed)):
@@ -73,7 +74,10 @@ def _rows(dataset: str, seed: int) -> Iterator[Any]:
 
 
 def _text_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return a row as text, which ends as a conversation does or with the end token; None without a known column."""
+    """Return the text of a row of a dataset, as `sequences` describes; None if the row has no known column.
+
+    It ends with the end token, or as the chat template ends a conversation.
+    """
     end = tokenizer.eos_token or ""
     if isinstance(row.get("text"), str):
         return row["text"] + end

@@ -25,8 +25,9 @@ PROBLEMS = 16
 def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, device: torch.device) -> dict[str, Any]:
     """Return KL(quantized || original) and the entropies of both, in nats per token, on the same tokens.
 
-    `source` and `folder` hold the original and the quantized model of `weights` weights. They are loaded one after the
-    other; only log-probs of the first are kept. If a dense model fits no memory, the dict has only `skipped`, why.
+    `source` is the folder of the original, `folder` that of the quantized model, and `weights` the number of weights of
+    either. The models are loaded one after the other; only log-probs of the original are kept. If the model fits
+    neither GPU nor CPU memory, the dict has only `skipped`, the reason.
     """
     place = find_device_and_dtype(weights, device)
     if place is None:
@@ -75,12 +76,18 @@ def available_bytes() -> int:
 
 
 def logprobs(model: PreTrainedModel, pair: tuple[list[int], list[int]]) -> Tensor:
-    """Return the model's log-probs [tokens, vocabulary] at the compared tokens of a pair; float32, on the CPU."""
+    """Return the model's log-probs [tokens, vocabulary] at the compared tokens; float32, on the CPU.
+
+    `pair` has the token ids of the context and of the tokens to compare.
+    """
     return torch.cat([chunk.cpu() for chunk in kl.logprobs(model, kl.hidden_states(model, [pair]))])
 
 
 def word_problem_pairs(tokenizer: PreTrainedTokenizerBase) -> kl.Pairs:
-    """Make pairs of token ids: a word problem as prompt, and its worked solution, at which models are compared."""
+    """Make pairs of token ids: a word problem as prompt, and its worked solution, on which models are compared.
+
+    The PROBLEMS problems are the same at each call.
+    """
     rng, cfg = random.Random(0), tasks.read_task_config("arithmetic")
     pairs, chat = [], Chat(tokenizer)
     for problem in [arithmetic.problem(rng, cfg) for _ in range(PROBLEMS)]:
@@ -91,7 +98,10 @@ def word_problem_pairs(tokenizer: PreTrainedTokenizerBase) -> kl.Pairs:
 
 
 def prompt_ids(chat: Chat, instruction: str, question: str) -> list[int]:
-    """Return the prompt's token ids. Without a chat template that allows a system message, one text holds both."""
+    """Return the token ids of a prompt: `instruction` as system message, then `question`.
+
+    If the chat template refuses system messages, or there is none, one message or text holds both.
+    """
     together = f"{instruction}\n\n{question}"
     if not chat.tokenizer.chat_template:
         return chat.tokenizer(f"{together}\n\n")["input_ids"]

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def run(options: QuantizeOptions, source: Path, left_dense: list[str], folder: Path) -> None:
-    """Write the calibrated weights of the model in `source` and its config files to `folder`. Call `check` first.
+    """Quantize the model in `source` by AWQ or GPTQ; write weights and config files to `folder`. Call `check` first.
 
-    `left_dense` are full names of the Linears that stay dense. Raises ConfigError if there is too little text for
-    `samples` sequences of `tokens` or the context is too short, ValueError if a layer does not divide into blocks.
+    `left_dense` are full names of the Linears that stay dense. Raises ConfigError if the dataset has too little text,
+    or `tokens` is longer than the model's context; ValueError if a layer does not divide into blocks.
     """
     longest = getattr(AutoConfig.from_pretrained(source, trust_remote_code=False), "max_position_embeddings", None)
     if longest is not None and options.tokens > longest:
@@ -60,7 +60,7 @@ def run(options: QuantizeOptions, source: Path, left_dense: list[str], folder: P
 
 
 def check(options: QuantizeOptions) -> None:
-    """Raise ConfigError if llmcompressor is missing or would not use the requested device."""
+    """Raise ConfigError if llmcompressor is not installed, or device=cpu is given where it would take a GPU."""
     if importlib.util.find_spec("llmcompressor") is None:
         raise ConfigError(
             f"method={options.method} needs llmcompressor, which is not installed here. It is in the extra `quantize`, "

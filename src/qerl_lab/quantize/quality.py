@@ -84,9 +84,11 @@ def measure_layer(
     weight_format: Format, dense: WeightFiles, packed: WeightFiles, name: str, device: torch.device,
     *, fit_scales: bool,
 ) -> Layer:  # fmt: skip
-    """Measure the weight and rounding error of the Linear `name`, without the scales that AWQ moved if `fit_scales`.
+    """Measure the weight and rounding error of the Linear `name`, from the files of dense and packed model.
 
-    Raises ValueError, naming file and Linear, if a weight is NaN, infinite, or too large to square in float32.
+    With `fit_scales` the rows and columns of the packed weight are first scaled to fit the dense weight, because AWQ
+    moves scales between layers. Raises ValueError, naming file and Linear, if a weight is NaN, infinite, or too
+    large to square in float32.
     """
     weight = dense.tensor(f"{name}.weight", device).float()
     stored = stored_weight(weight_format, packed, name, weight, fit_scales)
@@ -99,7 +101,10 @@ def measure_layer(
 
 
 def sqnr_summary(layers: Sequence[Layer], *, fit_scales: bool) -> dict[str, Any]:
-    """Return the SQNR in dB of all weights, of every layer, and of the lowest layers; None where it is infinite."""
+    """Return the SQNR in dB of all weights, of every layer, and of the LOWEST lowest layers; None where it is infinite.
+
+    `fit_scales` is noted only.
+    """
     levels = {layer.name: decibels(layer.signal, layer.error) for layer in layers}
     ranked = sorted(levels, key=lambda name: math.inf if (level := levels[name]) is None else level)
     return {
@@ -111,7 +116,7 @@ def sqnr_summary(layers: Sequence[Layer], *, fit_scales: bool) -> dict[str, Any]
 
 
 def table(options: QuantizeOptions, result: dict[str, Any]) -> str:
-    """Return the printed table of a checkpoint's quality. `result` is returned by `measure`."""
+    """Return a table of a checkpoint's quality to print, from the `result` that `measure` returned."""
 
     def decibel(value: float | None) -> str:
         return "inf dB" if value is None else f"{value:.2f} dB"

@@ -48,8 +48,9 @@ class Source(NamedTuple):
 def run(options: QuantizeOptions) -> None:
     """Quantize a model: write the checkpoint and print its quality.
 
-    Raises ConfigError if the model cannot be loaded or OUT.partial has other options, ValueError, naming file and
-    tensor, if a file is damaged or the format cannot store a weight.
+    Raises ConfigError if the model cannot be loaded, or OUT.partial was begun with other options (unless
+    options.overwrite). Raises ValueError, naming file and tensor, if a file is damaged or the format cannot store a
+    weight.
     """
     device = policy.device_of(options.device)
     if options.method != "rtn":
@@ -144,7 +145,10 @@ def read_source(options: QuantizeOptions) -> Source:
 
 
 def identifying_options(options: QuantizeOptions, source: Source, device: torch.device) -> dict[str, Any]:
-    """Return what determines the checkpoint's bytes: options, device type, size and modification time of each file."""
+    """Return what determines the checkpoint's bytes: options, device type, and the files of the source model.
+
+    Each file is identified by its size and modification time.
+    """
     left_out = NOT_IDENTITY + (CALIBRATION if options.method == "rtn" else ())
     chosen = {key: value for key, value in asdict(options).items() if key not in left_out}
     files = {file: file.stat() for file in (*source.weights.files, source.folder / "config.json")}

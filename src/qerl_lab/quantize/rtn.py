@@ -39,9 +39,9 @@ def write(
 ) -> None:  # fmt: skip
     """Pack the Linears named in `linears`, copy all other tensors, and write weight files and their index to `folder`.
 
-    Tensors keep the source's order, with fused layers together. Each file has at most `shard_bytes` of tensors unless a
-    single fused layer or copied tensor is larger. Raises ValueError, naming file and tensor, for a weight that the
-    format cannot store, or NaN or Inf in a copied one; and OSError, naming the file, if writing fails.
+    Tensors keep the order of `source`, with fused layers together. Each file has at most `shard_bytes` of tensors
+    unless a single fused layer or copied tensor is larger. Raises ValueError, naming file and tensor, for a weight that
+    the format cannot store, or NaN or Inf in a copied tensor. Raises OSError, naming the file, if writing fails.
     """
     units = list_units(source, linears, weight_format)
     split = split_state_dict_into_shards_factory(
@@ -67,7 +67,10 @@ def write(
 
 
 def list_units(source: WeightFiles, linears: Sequence[str], weight_format: Format) -> dict[str, Unit]:
-    """Return the fused layers to pack and the tensors to copy, by the name of their first tensor, in source order."""
+    """Return the fused layers to pack and the tensors to copy, each by the name of its first tensor in `source`.
+
+    They are in the order of `source`; `linears` names the Linears to pack.
+    """
     groups = {f"{name}.weight": tuple(group) for group in fused_groups(list(linears)) for name in group}
     units: dict[str, Unit] = {}
     done: set[str] = set()
@@ -86,9 +89,9 @@ def list_units(source: WeightFiles, linears: Sequence[str], weight_format: Forma
 
 
 def output_tensors(unit: Unit, source: WeightFiles, weight_format: Format, device: torch.device) -> dict[str, Tensor]:
-    """Return the output tensors of one unit by name: packed, or copied in their dtype.
+    """Read the source tensors of one unit; return the tensors to write, by name: packed, or unchanged for a copy.
 
-    Raises ValueError, naming file and tensor, for values that the format or dtype cannot hold.
+    Raises ValueError, naming file and tensor, for values that the format cannot store, or NaN or Inf in a copy.
     """
     if not unit.modules:
         (name,) = unit.names
