@@ -29,7 +29,7 @@ class Bf16(Format):
         return packed["weight"].to(dtype).reshape(shape)
 
     def ideal(self, weight: Tensor) -> Tensor:
-        """Return the weight rounded to bfloat16, because there are no block scales."""
+        """Round the weight to bfloat16 and return it in float32; bf16 has no block scales."""
         return weight.to(torch.bfloat16).float()
 
     def layout(self, shape: tuple[int, int]) -> Layout:

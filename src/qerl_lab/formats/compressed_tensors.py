@@ -41,7 +41,10 @@ class CompressedTensors(Format):
         return self.BITS + (8 / self.BLOCK if self.BLOCK else 0.0)
 
     def ideal(self, weight: Tensor) -> Tensor:
-        """Round a weight to the nearest E2M1 values under exact block scales, which map each block's maximum to 6."""
+        """Round `weight[N, K]` to E2M1 values times exact block scales, which map each block's maximum to 6.
+
+        Returns float32 `[N, K]`.
+        """
         assert self.BLOCK is not None
         blocks = weight.float().unflatten(1, (-1, self.BLOCK))
         scale = blocks.abs().amax(-1, keepdim=True) / e2m1.MAX

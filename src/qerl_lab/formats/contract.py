@@ -116,7 +116,7 @@ def packs_a_value_alike(weight_format: Format) -> None:
 def refuses_what_it_cannot_hold(weight_format: Format) -> None:
     """Raise AssertionError unless `quantize` raises ValueError, naming the layer, for NaN, Inf, vectors and integers.
 
-    A format with BY_ROWS must also refuse a K that is no multiple of BLOCK.
+    A format with blocks within rows (BY_ROWS) must also refuse a K that is no multiple of BLOCK.
     """
     weight = _test_weight()
     for value in (float("nan"), float("inf")):

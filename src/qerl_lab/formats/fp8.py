@@ -28,7 +28,7 @@ from qerl_lab.formats.format import Layout, PackedAs, checked, unsupported_entry
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 _SCALE_OF_ZERO_ROW = torch.finfo(torch.bfloat16).eps  # any positive value would do; compressed-tensors writes this one
-_NAN = 0x7F  # its bits, without the sign
+_NAN = 0x7F  # bits of NaN, without the sign
 _PER_TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
 _UNUSED = dict.fromkeys(("group_size", "block_structure", "actorder", "scale_dtype", "zp_dtype", "observer"))
 INPUT_ACTIVATIONS = {"auto": None, "fp8": _PER_TOKEN | _UNUSED | {"observer_kwargs": {}}}  # of a quantization_config
@@ -63,7 +63,10 @@ class Fp8(CompressedTensors):
         return packed["weight"].to(dtype).mul_(packed["weight_scale"])
 
     def ideal(self, weight: Tensor) -> Tensor:
-        """Round a weight to the nearest E4M3 values under exact scales, which map each row's maximum to 448."""
+        """Round `weight[N, K]` to E4M3 values times exact row scales, which map each row's maximum to 448.
+
+        Returns float32 `[N, K]`.
+        """
         weight = weight.float()
         scale = weight.abs().amax(1, keepdim=True) / E4M3_MAX
         return _round(torch.where(scale > 0, weight / scale, 0.0)).float() * scale
@@ -89,7 +92,8 @@ class Fp8(CompressedTensors):
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
         """Build the `quantization_config` that compressed-tensors would write; `dtype` is not recorded.
 
-        `ignore` is explained at `CompressedTensors`; the option `activations` sets `input_activations`.
+        `ignore` names the layers left dense (see `model.on_disk.is_ignored`); the option `activations` sets
+        `input_activations`.
         """
         config = super().quantization_config(ignore, dtype)
         group = config["config_groups"]["group_0"]

@@ -28,7 +28,7 @@ from qerl_lab.formats.format import checked
 _BIAS = 127  # of E8M0
 _E2M1_EMAX = 2  # 6 = 1.5 * 2**2
 # Mantissa of max|block|, in [0.5, 1), from which on the exponent is raised by one.
-_NEXT_EXPONENT_FROM = {"round": 0.875, "floor": 1.0, "ceil": 0.75 + 2**-24}  # above 0.75
+_NEXT_EXPONENT_FROM = {"round": 0.875, "floor": 1.0, "ceil": 0.75 + 2**-24}  # the next float32 above 0.75
 EXPONENT_RULES = tuple(_NEXT_EXPONENT_FROM)
 
 

@@ -163,8 +163,8 @@ def _to_blocks(codes: Tensor, scale: Tensor) -> Tensor:
 def _wider_exponents() -> Tensor:
     """Return a table, uint8 `[256]`, that maps each E4M3 byte to the scale byte of `fp4_tiles` with the same value.
 
-    A scale byte has a 5-bit exponent above a 3-bit mantissa and cannot express 0. So E4M3 0 becomes scale byte 0, which
-    means 2^-9; `_to_blocks` sets the codes under such a scale to 0. Entries from 127 on (NaN, negative) are unused.
+    A scale byte has a 5-bit exponent above a 3-bit mantissa and cannot express 0. So the entry of E4M3 0 is scale byte
+    0, which means 2^-9; `_to_blocks` sets codes with scale 0 to 0. Entries from 127 on (NaN, negative) are unused.
     """
     table = torch.zeros(256, dtype=torch.uint8)
     for bits in range(1, 127):

@@ -55,7 +55,7 @@ def is_gguf(path: str) -> bool:
 
 
 def existing_file(path: str, key: str) -> Path:
-    """Return `path` as a file. Raises ConfigError if it does not exist; the message names the config key `key`."""
+    """Return `path` with ~ expanded. Raises ConfigError, naming the config key `key`, if there is no such file."""
     file = Path(path).expanduser()
     if file.is_file():
         return file

@@ -262,7 +262,10 @@ def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Form
 
 
 def fused_groups(names: list[str]) -> Iterator[list[str]]:
-    """Group the full names of Linears: one list per layer that engines fuse (q/k/v, gate/up), else one name a list."""
+    """Group the full names of Linears into lists. Parts that engines fuse into one layer come together (see FUSED).
+
+    Every other Linear comes alone.
+    """
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
         parent, _, leaf = name.rpartition(".")

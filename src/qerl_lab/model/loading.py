@@ -123,7 +123,7 @@ def fill(
         parent_name, _, leaf = name.rpartition(".")
         parent = model.get_submodule(parent_name)
         own = getattr(parent, leaf)
-        # Cast another dtype on the host, so that the device never holds both.
+        # If the dtype must change, cast on the CPU, so that the device never holds both tensors.
         same = source.dtype(name) is own.dtype
         tensor = source.tensor(name, device if same else "cpu").to(own.dtype).to(device)
         check_dense_values(tensor, name=f"{source.where(name)}: {name}")

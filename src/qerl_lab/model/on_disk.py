@@ -29,7 +29,7 @@ _WEIGHT = re.compile(r"(.*)\.(weight_packed|weight)$")
 class Layer(NamedTuple):
     """A module with a weight: its full name, and the shape of its unpacked weight.
 
-    A norm's shape has one axis. NF4 stores no shape: there it is [weights / 2, 2].
+    A norm's shape has one axis. NF4 stores no shape: there it is [N*K/2, 2].
     """
 
     name: str
@@ -65,9 +65,9 @@ def local_path(path: str, key: str = "model.path") -> Path | None:
 
 
 def check_content(cfg: RunConfig) -> None:
-    """Raise ConfigError if the model at model.path is gone, or differs from cfg.model.hash, noted when it was composed.
+    """Raise ConfigError if the model at model.path is gone, or its hash is not cfg.model.hash.
 
-    Without a cfg.model.hash nothing is checked.
+    That hash was set when the run was composed; if it is None, nothing is checked.
     """
     if cfg.model.hash is None:
         return
@@ -107,9 +107,9 @@ def noted_rounding(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def check_rounding(cfg: RunConfig, name: str, rules: Mapping[str, Any]) -> None:
-    """Raise ConfigError if cfg.format differs from the format of the packed model at model.path.
+    """Raise ConfigError if cfg.format is not the format in which the model at model.path is packed.
 
-    The model is packed in the format `name`, with `rules`: values of format options, by option.
+    `name` is the name of that format; `rules` has its options, such as scale_rule, by name.
     """
     said = f"model.path={cfg.model.path} is packed in {name}"
     if name != cfg.format.name:

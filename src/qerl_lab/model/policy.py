@@ -77,7 +77,7 @@ class Policy:
     def drops_out(self) -> bool:
         """Tell whether training uses dropout: the adapter does, or a key with "drop" in the base's config is above 0.
 
-        The model may not use that key.
+        A key counts even if the model does not use it.
         """
         settings = self.model.config.to_dict()
         base = [value for key, value in settings.items() if "drop" in key and isinstance(value, int | float)]
@@ -154,13 +154,13 @@ class Policy:
     def decode(self, completion_ids: list[int]) -> str:
         """Decode a completion to text, without end and padding tokens.
 
-        Other special tokens stay, because some tokenizers hold words such as `<think>` as one.
+        Other special tokens stay, because some tokenizers hold words such as `<think>` as a special token.
         """
         dropped = {*self.end_ids(), self.tokenizer.pad_token_id}
         return self.tokenizer.decode([token for token in completion_ids if token not in dropped])
 
     def end_ids(self) -> list[int]:
-        """Return the token ids that end a completion: the tokenizer's and the generation config's."""
+        """Return the token ids that end a completion: end tokens of the tokenizer and of the generation config."""
         configured = self.model.generation_config.eos_token_id
         ids = configured if isinstance(configured, list) else [configured]
         return sorted({self.tokenizer.eos_token_id, *ids} - {None})
@@ -177,7 +177,7 @@ def device_of(name: str) -> torch.device:
 
 
 def compute_dtype(cfg: RunConfig, device: torch.device) -> torch.dtype:
-    """Return the base's compute dtype for `model.dtype`; auto is bfloat16 on a GPU, float32 on a CPU."""
+    """Return the dtype that cfg.model.dtype names; auto is bfloat16 on a GPU, float32 on a CPU."""
     if cfg.model.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, cfg.model.dtype)

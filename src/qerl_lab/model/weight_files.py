@@ -106,7 +106,7 @@ def local_folder(path: str, revision: str | None, *, key: str = "model.path") ->
 
 
 def loading_error(setting: str, error: Exception) -> ConfigError:
-    """Return the ConfigError for a model, named as `setting` (`key=value`), that `error` kept from being loaded."""
+    """Return a ConfigError: the model `setting` (`key=value`) could not be loaded because of `error`."""
     return ConfigError(
         f"{setting} could not be loaded ({type(error).__name__}: {first_line(error)}). "
         "Allowed: pocket, a directory with safetensors weights and a tokenizer, FILE.gguf, a reachable hub id."

@@ -14,7 +14,7 @@ from qerl_lab.config.option import ConfigError, parse_json
 
 FIELDS = "text; messages or conversations; question and answer"
 SHUFFLED_ROWS = 1000  # shuffle buffer of a hub dataset, which is streamed
-ROLES = {"human": "user", "gpt": "assistant"}  # of `conversations`, which may also have the chat template's
+ROLES = {"human": "user", "gpt": "assistant"}  # in `conversations`; the template's own names are allowed, too
 
 
 def sequences(dataset: str, tokenizer: PreTrainedTokenizerBase, *, samples: int, tokens: int, seed: int) -> Tensor:

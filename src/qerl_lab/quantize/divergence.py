@@ -100,7 +100,7 @@ def word_problem_pairs(tokenizer: PreTrainedTokenizerBase) -> kl.Pairs:
 def prompt_ids(chat: Chat, instruction: str, question: str) -> list[int]:
     """Return the token ids of a prompt: `instruction` as system message, then `question`.
 
-    If the chat template refuses system messages, or there is none, one message or text holds both.
+    If the chat template refuses system messages, or there is none, one user message or plain text holds both.
     """
     together = f"{instruction}\n\n{question}"
     if not chat.tokenizer.chat_template:

@@ -101,9 +101,9 @@ def measure_layer(
 
 
 def sqnr_summary(layers: Sequence[Layer], *, fit_scales: bool) -> dict[str, Any]:
-    """Return the SQNR in dB of all weights, of every layer, and of the LOWEST lowest layers; None where it is infinite.
+    """Return the SQNR in dB of all weights, of every layer, and of the five lowest layers; None where it is infinite.
 
-    `fit_scales` is noted only.
+    `fit_scales` is only copied into the result, as `scales_fitted`.
     """
     levels = {layer.name: decibels(layer.signal, layer.error) for layer in layers}
     ranked = sorted(levels, key=lambda name: math.inf if (level := levels[name]) is None else level)

@@ -76,7 +76,7 @@ def run(options: QuantizeOptions) -> None:
 
 
 def training_overrides(options: QuantizeOptions) -> list[str]:
-    """Return the command-line overrides (`key=value`) with which the main command trains on the checkpoint."""
+    """Return the command-line overrides (`key=value`) with which the main command trains on the written checkpoint."""
     arm = f"{options.format}_aqn"
     chosen, usual = options.format_config(), FormatConfig()
     words = [

@@ -58,7 +58,7 @@ class QuantizeOptions(Writes):
     overwrite: bool = option(False, "replace what is at `out`, and an unfinished directory of another command")
 
     def format_config(self) -> FormatConfig:
-        """Return the config group `format` of a run that trains on the checkpoint."""
+        """Return the config group `format` of a run that trains on the checkpoint that these options write."""
         shared = {f.name: getattr(self, f.name) for f in fields(FormatConfig) if hasattr(self, f.name)}
         return FormatConfig(name=self.format, **shared)
 
