@@ -17,10 +17,11 @@ from qerl_lab.aqn import Noise
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings. `seed` and the policy determine the draws, so that a resumed run repeats them.
+    """Sampling settings. Draws depend only on `seed`, prompts and policy, so a resumed run repeats them.
 
-    When several engines share prompts under one seed, `first` is the index of this engine's first prompt. Temperature 0
-    is greedy, with one completion per prompt; log-probs and entropy are then those at temperature 1.
+    Several engines may split one list of prompts under one seed; `first` is then the index of this engine's first
+    prompt in that list. Temperature 0 is greedy and needs a group size of 1. Log-probs and entropy are then those at
+    temperature 1.
     """
 
     max_tokens: int
@@ -30,7 +31,7 @@ class Sampling:
     first: int = 0
 
     def seeds(self, prompts: int) -> list[int]:
-        """Return a seed for each of `prompts` prompts from `first` on, which depends on `seed` and its index alone."""
+        """Return a seed for each of `prompts` prompts from `first` on; it depends on `seed` and the prompt's index."""
         generator = random.Random(self.seed)
         return [generator.getrandbits(62) for _ in range(self.first + prompts)][self.first :]
 
@@ -41,12 +42,13 @@ class Rollout:
 
     Attributes:
         completion_ids_P_G: token ids, including the end token.
-        logprobs_P_G: the sampler's log-probs of the sampled tokens in nats, at its temperature and before any nucleus
-            cut; NaN where its logits are NaN. Empty with top_p < 1 if the engine sees only the log-probs after the cut.
+        logprobs_P_G: the sampler's log-probs of the sampled tokens in nats, at the sampling temperature and before any
+            nucleus (top_p) cut; NaN where the logits are NaN. Empty with top_p < 1 if the engine sees only the
+            log-probs after the cut.
         finish_reasons_P_G: "stop" at an end token, "length" at `Sampling.max_tokens` without one.
-        entropy: -sum p log p over the vocabulary in nats, averaged over all completion tokens, with p as in
-            `logprobs_P_G`. None if the engine never sees the whole vocabulary.
-        seconds: wall time until the device is done.
+        entropy: -sum p log p over the vocabulary in nats, averaged over all completion tokens, with the probabilities
+            of `logprobs_P_G`. None if the engine never sees the probabilities of the whole vocabulary.
+        seconds: wall time of sampling, until the device has finished.
     """
 
     prompt_ids_P: list[list[int]]
@@ -58,7 +60,10 @@ class Rollout:
 
     @classmethod
     def of(cls, prompts: list[list[int]], rows_P_G: list[list[Any]], entropy: float | None, started: float) -> Self:
-        """Build a rollout, which began at `started` (time.perf_counter), from rows: ids, log-probs, finish reason."""
+        """Build a rollout that began at `started` (time.perf_counter).
+
+        Each row of `rows_P_G` begins with the token ids, log-probs and finish reason of one completion.
+        """
         ids, logprobs, reasons = ([[row[column] for row in group] for group in rows_P_G] for column in range(3))
         return cls(prompts, ids, logprobs, reasons, entropy, time.perf_counter() - started)
 
@@ -69,13 +74,13 @@ class Rollout:
 
 
 class EngineFailed(RuntimeError):
-    """The engine died, timed out, or returned less than was asked. The run saves its state and can be resumed."""
+    """The engine died, timed out, or returned less than was asked. The run then saves its state and can be resumed."""
 
 
 def refuse_incomplete(rollout: Rollout, prompts: int, group_size: int, sampling: Sampling) -> None:
-    """Raise EngineFailed unless each of `prompts` prompts has `group_size` nonempty completions with finish reasons.
+    """Raise EngineFailed unless each of the `prompts` prompts has `group_size` nonempty completions.
 
-    Each completion needs one log-prob per token, or none at all with top_p < 1.
+    Each completion needs a finish reason and one log-prob per token; with top_p < 1 it may lack all log-probs.
     """
     parts: dict[str, Sequence[Sequence[object]]] = {
         "completions": rollout.completion_ids_P_G,
@@ -95,7 +100,7 @@ def refuse_incomplete(rollout: Rollout, prompts: int, group_size: int, sampling:
                 raise EngineFailed(f"the engine gave {len(logprobs)} log-probs for a completion of {len(ids)} tokens")
 
 
-ASLEEP = "asleep"  # key of `Engine.held` for memory given back while asleep
+ASLEEP = "asleep"  # key of `Engine.held` for memory that a sleeping engine has released
 OnDone = Callable[[int], None]
 
 
@@ -104,12 +109,14 @@ def do_nothing(count: int) -> None:
 
 
 class Engine(Protocol):
-    """A sampler of the policy it was built on; its weights are the policy's at the last `sync` or later.
+    """Samples completions from the policy that it was built on.
 
-    The defaults are for an engine without memory of its own on this machine.
+    It uses the policy's weights as they were at the last `sync`, or the current ones if it shares the policy's memory.
+    The default methods suit an engine that holds no memory on this machine.
 
     Attributes:
-        linear_backend: kernel of 4-bit products by its name in `rollout.vllm`; None if a run cannot choose it.
+        linear_backend: name of the kernel for products with packed weights, a choice of rollout.vllm.linear_backend;
+            None if the engine does not choose one.
     """
 
     linear_backend: str | None = None
@@ -120,15 +127,18 @@ class Engine(Protocol):
     ) -> Rollout:
         """Sample `group_size` completions of each prompt; call `on_done` with the number of newly finished ones.
 
-        Raises EngineFailed, and whatever `on_done` raises.
+        Raises EngineFailed if sampling fails. An exception from `on_done` ends the sampling and is passed on.
         """
 
     @abstractmethod
     def sync(self, noise: Noise) -> None:
-        """Copy what the policy trains and its clean norms plus `noise` to the engine. Raises EngineFailed."""
+        """Give the engine the policy's trained weights, and its norms plus `noise`. Raises EngineFailed."""
 
     def sleep(self) -> None:
-        """Release memory that only sampling needs, until the next `sync` or `generate`. Raises EngineFailed."""
+        """Release memory that only sampling needs; the next `sync` or `generate` takes it back.
+
+        Raises EngineFailed if that fails.
+        """
         return
 
     @abstractmethod
@@ -136,9 +146,9 @@ class Engine(Protocol):
         """Read back the noisy norm weights that the engine holds, by full layer name."""
 
     def held(self) -> dict[str, int]:
-        """Return the bytes of device memory that only the engine uses, by a name for messages; empty if it has none.
+        """Return the device memory that only the engine uses, in bytes, by a label for messages; {} if there is none.
 
-        `ASLEEP` is the key of memory that `sleep` released, which torch still counts as reserved.
+        The key `ASLEEP` stands for memory that `sleep` has released; torch still counts that memory as reserved.
         """
         return {}
 

@@ -1,6 +1,6 @@
 """Rollout engine on transformers' `generate`: runs on any device, without a second copy of the policy.
 
-It shares the trainer's modules. Its only own weights are the noisy norms, swapped in while it generates.
+It shares the trainer's modules. Only the noisy norms are copies, which replace the clean norms while it generates.
 """
 
 import time
@@ -22,7 +22,7 @@ class TransformersEngine(Engine):
         self.sync(CLEAN)
 
     def sync(self, noise: Noise) -> None:
-        """Add `noise` to copies of the clean norms. What is trained is shared with the policy, and not copied."""
+        """Add `noise` to copies of the clean norms. Trained weights need no copy: the engine uses the policy's."""
         self._norms = noise.onto_norms(self.policy.clean_norms)
 
     def norms(self) -> dict[str, Tensor]:
@@ -36,7 +36,7 @@ class TransformersEngine(Engine):
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
-        """Sample `group_size` completions of each prompt. Deterministic in (policy, prompts, sampling) on a CPU."""
+        """Sample `group_size` completions of each prompt. On a CPU the same arguments and policy repeat the result."""
         started = time.perf_counter()
         flat = [ids for ids in prompt_ids_P for _ in range(group_size)]
         devices = [self.policy.device] if self.policy.device.type == "cuda" else []
@@ -54,7 +54,10 @@ class TransformersEngine(Engine):
     def _generate_batch(
         self, prompts: list[list[int]], sampling: Sampling
     ) -> list[tuple[list[int], list[float], str, float]]:
-        """Generate a completion of each prompt: ids, log-probs, finish reason, entropy summed over tokens (nats)."""
+        """Generate one completion of each prompt.
+
+        Returns for each its token ids, log-probs, finish reason, and entropy in nats summed over its tokens.
+        """
         longest, pad_id, device = max(map(len, prompts)), self.policy.tokenizer.pad_token_id, self.policy.device
         ids = torch.tensor([[pad_id] * (longest - len(row)) + row for row in prompts], device=device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=device)
@@ -82,7 +85,7 @@ class TransformersEngine(Engine):
 class Recorder(LogitsProcessor):
     """Records the entropy of each step's logits and the log-prob of the token sampled from them.
 
-    Keeps one step's [batch, vocabulary] at a time, where `output_logits=True` would keep all.
+    Holds the [batch, vocabulary] scores of one step at a time; `output_logits=True` would hold those of all steps.
     """
 
     def __init__(self, temperature: float) -> None:
@@ -92,7 +95,7 @@ class Recorder(LogitsProcessor):
         self._scores: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Record this step's entropy, and the log-prob of the token that was sampled in the last step."""
+        """Record this step's entropy, and the log-prob of the token sampled in the previous step; return the scores."""
         self._record_logprobs(input_ids[:, -1])
         self._scores = (scores.float() / self.temperature).log_softmax(-1)
         self.entropies.append(-(self._scores.exp() * self._scores).sum(-1))
@@ -100,11 +103,11 @@ class Recorder(LogitsProcessor):
         return scores.masked_fill_(self._scores[:, :1].isnan(), 0.0)
 
     def _record_logprobs(self, sampled: Tensor) -> None:
-        """Append the log-probs of the token ids `sampled` [batch], which were drawn from the last step's scores."""
+        """Append the log-probs of the token ids `sampled` [batch] under the scores that they were drawn from."""
         if self._scores is not None:
             self.logprobs.append(self._scores.gather(-1, sampled[:, None])[:, 0])
 
     def finish(self, completions: Tensor) -> tuple[Tensor, Tensor]:
-        """Record the last token; return all tokens' log-probs and entropies, each [batch, tokens] as `completions`."""
+        """Record the last token of `completions` [batch, tokens]; return log-probs and entropies in the same shape."""
         self._record_logprobs(completions[:, -1])
         return torch.stack(self.logprobs, 1), torch.stack(self.entropies, 1)

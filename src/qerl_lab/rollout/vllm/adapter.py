@@ -1,6 +1,6 @@
-"""Put the policy's adapter into vLLM: as dense products in its layers, or through vLLM's own LoRA.
+"""Put the policy's adapter into vLLM: as dense products in vLLM's layers, or through vLLM's own LoRA.
 
-Both keep exactly one adapter, in buffers at fixed addresses, which CUDA graphs read.
+Either way vLLM holds exactly one adapter, in buffers whose addresses never change, because CUDA graphs contain them.
 """
 
 from contextlib import ExitStack
@@ -31,14 +31,18 @@ class DenseAdapter:
         self.model, self.lora, self.cfg = model, cfg.lora, cfg
 
     def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM` that this adapter needs; `backend` is from `backends.choose_backend`."""
+        """Return the arguments of `vllm.LLM` that this adapter needs.
+
+        `folder` is the model's directory, `backend` the kernel from `backends.choose_backend`.
+        """
         routes = one_adapter.Routes(backend == FP4_TILES, self.cfg.rollout.vllm.dense_rows)
         return one_adapter.llm_arguments(folder, self.lora.rank, self.lora.target_modules, routes)
 
     def begin(self, llm: LLM) -> None:
-        """Prepare a started vLLM: find the adapter's buffers, and let its layers read the policy's packed weights.
+        """Prepare a started vLLM: find the adapter's buffers, and let vLLM's layers read the policy's packed weights.
 
-        With FP8 activations they do not, because products with unpacked weights would take activations in 16 bits.
+        With FP8 activations vLLM's layers read only their own weights, because a product that unpacks the policy's
+        weights would take activations in 16 bits.
         """
         layers, adapter = packed_layers(self.model.get_base_model()), one_adapter.adapter_of(self.model)
         if self.cfg.format.activations != "fp8":
@@ -48,7 +52,10 @@ class DenseAdapter:
         self.read = [(module, module.weight) for module in modules]
 
     def sync(self, llm: LLM) -> None:
-        """Copy the policy's adapter into vLLM's layers. Raises AssertionError if its tensors are no longer the same."""
+        """Copy the policy's adapter into vLLM's layers.
+
+        Raises AssertionError if the policy's adapter consists of other tensors than at `begin`.
+        """
         if any(module.weight is not weight for module, weight in self.read):
             raise AssertionError("the policy's adapter has other tensors than when the engine began")
         scaling = (self.lora.alpha or self.lora.rank) / self.lora.rank
@@ -60,7 +67,7 @@ class DenseAdapter:
 
 
 class AdapterFile:
-    """The adapter as files that a LoRARequest names (`transfer`)."""
+    """The adapter as files, which vLLM's own LoRA loads."""
 
     def __init__(self, model: PeftModel, cfg: RunConfig) -> None:
         self.model, self.rank, self._open = model, cfg.lora.rank, ExitStack()
@@ -69,18 +76,24 @@ class AdapterFile:
 
     @property
     def request(self) -> LoRARequest:
-        """Return a prompt's LoRARequest, without `load_inplace`, which would read the files again at every token."""
+        """Return the LoRARequest to send with a prompt.
+
+        It lacks `load_inplace`, with which vLLM would read the files again at every token.
+        """
         return LoRARequest(NAME, ID, str(self.folder))
 
     def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM` for this adapter. Raises ConfigError above vLLM's largest rank."""
+        """Return the arguments of `vllm.LLM` for this adapter. Raises ConfigError if vLLM allows no rank that high."""
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(self.rank)}
 
     def begin(self, llm: LLM) -> None:
         """Do nothing, because `sync` makes vLLM read the adapter's files."""
 
     def sync(self, llm: LLM) -> None:
-        """Write the policy's adapter and have vLLM reload it. Raises AssertionError unless vLLM then holds it alone."""
+        """Write the policy's adapter to files and let vLLM reload them.
+
+        Raises AssertionError if vLLM then lacks this adapter or holds a second one.
+        """
         write_weights(self.model, self.folder)
         llm.llm_engine.add_lora(LoRARequest(NAME, ID, str(self.folder), load_inplace=True))
         if (held := llm.llm_engine.list_loras()) != {ID}:

@@ -1,5 +1,8 @@
 """Triton kernels for one adapter's product with few rows, as in decoding. Importing this module imports triton.
 
+Letters: x is `[M, K]`, y `[M, N]`. A layer fuses P parts, such as q, k and v, each with an adapter of rank r. A stacks
+their R = P * r rows.
+
 Two launches per layer: `shrink`, t = x A^T, and `expand`, y += t B^T. With few rows both are bound by reading A and B
 once, so a layer's K is cut into splits until every multiprocessor has a program. If a cuBLAS product already gave y and
 t, only `expand` runs, with the scale and the bias of y.
@@ -38,7 +41,9 @@ WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # the interpret
 
 
 def shrink(x: Tensor, A: Tensor) -> Tensor:
-    """Return t = x A^T as S partial sums, float32 `[S, M, R]`, each over one piece of K; their sum over S is t.
+    """Return t = x A^T as S partial sums, float32 `[S, M, R]`: t is their sum over the first axis.
+
+    Each partial sum covers one range of the K columns of x and A.
 
     Args:
         x: `[M, K]` in bfloat16, float16 or float32, columns contiguous.
@@ -63,17 +68,19 @@ def expand(
     y: Tensor, sums: Tensor, B: Tensor, sizes: list[int],
     alpha: float = 1.0, bias: Tensor | None = None, out: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Add adapter and bias to a fused layer: write alpha * y + bias + t_p B_p^T to the columns of each part p of `out`.
+    """Add adapter and bias to the product `y` of a layer with P fused parts (e.g. q, k, v), each of rank r.
 
-    t is x A^T, the sum of `sums` over S; t_p are its r columns of part p.
+    Writes alpha * y + bias + t_p B_p^T to the columns of each part p of `out`. B_p are the rows of `B` for part p, and
+    t_p are the r columns for part p of t = x A^T.
 
     Args:
         y: `[M, N]`, columns contiguous.
-        sums: `[S, M, P * r]` of any dtype, columns contiguous. t is rounded to the dtype of B.
+        sums: partial sums of t as from `shrink`, `[S, M, P * r]` of any dtype, columns contiguous. Their sum over S is
+            rounded to the dtype of B.
         B: `[N, r]`, contiguous.
-        sizes: columns of the P parts, N in sum.
+        sizes: number of columns of each part, N in total.
         bias: `[N]`, contiguous.
-        out: like y; defaults to y itself.
+        out: the result, shaped like y; None overwrites y.
     """
     out = y if out is None else out
     rows, rank = y.shape[0], B.shape[1]
@@ -87,15 +94,16 @@ def expand(
 
 
 def block_k_of(rows: int) -> int:
-    """Choose how many columns of x the kernel `_shrink` loads at once, for a call with this many rows."""
+    """Choose how many columns of x the kernel `_shrink` loads at once, if x has `rows` rows."""
     return 256 if rows <= SHRINK_M else 128
 
 
 def blocks_of(rows: int, columns: int) -> tuple[int, int, int]:
-    """Return the rows and columns of y `[rows, columns]` for each program of `_expand`, and the number of its warps.
+    """Choose how many rows and columns of y `[rows, columns]` each program of `_expand` computes, and its warps.
 
-    Every program adds up the sums of its rows again. So a wide y gets wide programs, as long as there are two per
-    multiprocessor: for gate/up of 7B at 64 rows narrow ones would read 68 MB of sums for 10 MB of y.
+    Every program adds up the partial sums of its rows again, so fewer and wider programs read less. For gate/up of a 7B
+    at 64 rows, narrow programs would read 68 MB of sums for 10 MB of y. Programs are wide only where there are still
+    two per multiprocessor.
     """
     if rows <= 16:
         return 16, 128, 4
@@ -105,19 +113,19 @@ def blocks_of(rows: int, columns: int) -> tuple[int, int, int]:
 
 
 def launch_options(tensor: Tensor) -> dict[str, bool]:
-    """Return Triton's launch arguments: on a `tensor` of a Hopper GPU or later, a kernel may begin early."""
+    """Return Triton's launch arguments for the GPU of `tensor`: from Hopper on, kernels may begin early."""
     able = tensor.is_cuda and _capability(tensor.device) >= (9, 0)
     return {"AHEAD": able, "launch_pdl": able}
 
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the GPU's compute capability, cached because a pass of 7B makes 224 launches."""
+    """Return the GPU's compute capability, cached because one forward pass of a 7B makes 224 launches."""
     return torch.cuda.get_device_capability(device)
 
 
 def tiles_of(sizes: list[int], block: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-    """Cut parts of `sizes` columns into tiles of `block` columns, so that no tile crosses two parts.
+    """Cut parts of `sizes` columns into tiles of at most `block` columns, so that each tile lies in one part.
 
     Returns the number of tiles, and for each part its first tile, its first column, and the column after its last.
     """
@@ -158,7 +166,7 @@ def _expand(
 ):  # fmt: skip
     """Triton kernel of `expand`: a program writes alpha y + bias + t B^T to BLOCK_M rows x BLOCK_N columns of `out`.
 
-    t is the sum of `sums` over `splits`. PARTS is from `tiles_of`.
+    t is the sum of `sums` over its first axis, of length `splits`. PARTS is the second result of `tiles_of`.
     """
     part, first, end = place(tl.program_id(0), PARTS, BLOCK_N)
     n, r = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
@@ -184,7 +192,7 @@ def _expand(
 def place(tile, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the part that contains tile number `tile`, the tile's first column, and the column after the part's last.
 
-    PARTS is from `tiles_of`.
+    PARTS is the second result of `tiles_of`.
     """
     part, first, end = 0, tile * BLOCK_N, PARTS[0][2]
     for p in tl.static_range(1, len(PARTS)):

@@ -12,9 +12,10 @@ from qerl_lab.model import all_weights
 
 
 class AllWeights:
-    """All weights, which vLLM's model loads as it loads a checkpoint: it fuses q/k/v and gate/up, and rounds to bf16.
+    """Puts all weights of the policy into vLLM through the function with which vLLM's model loads a checkpoint.
 
-    It copies them into the tensors that it has, whose addresses CUDA graphs read.
+    That function fuses q/k/v and gate/up and rounds to the model's dtype. It copies into existing tensors, because CUDA
+    graphs contain their addresses.
     """
 
     request = None
@@ -23,18 +24,24 @@ class AllWeights:
         self.model, self.path = model, cfg.model.path
 
     def arguments(self, folder: Path, backend: str) -> dict[str, Any]:
-        """Return no arguments of `vllm.LLM`, because its model is that of `folder` as it stands."""
+        """Return {}: to load the model in `folder`, `vllm.LLM` needs no further arguments."""
         return {}
 
     def begin(self, llm: Any) -> None:
         """Do nothing: unlike an adapter, all weights need no buffers in a started vLLM."""
 
     def sync(self, llm: Any) -> None:
-        """Copy the policy's weights into vLLM's model. Raises ConfigError, at the first sync, if that has others."""
+        """Copy the policy's weights into vLLM's model.
+
+        Raises ConfigError if vLLM's model has weights that the policy lacks, or the reverse; the first call shows this.
+        """
         llm.apply_model(self._load)
 
     def _load(self, model: Any) -> None:
-        """Load the policy's weights into vLLM's `model`. Raises AssertionError if one of its tensors has moved."""
+        """Load the policy's weights into vLLM's `model`.
+
+        Raises ConfigError if the weights of the two do not match, AssertionError if a tensor of `model` has moved.
+        """
         addresses = {name: weight.data_ptr() for name, weight in model.named_parameters()}
         try:
             loaded = model.load_weights(all_weights.weights(self.model).items())
@@ -50,4 +57,4 @@ class AllWeights:
             raise AssertionError("vLLM's model has other tensors than when its CUDA graphs were captured")
 
     def close(self) -> None:
-        """Do nothing: the engine holds the weights."""
+        """Do nothing: this object holds no memory, and the engine releases vLLM's."""

@@ -27,13 +27,14 @@ BFLOAT16_FROM = (8, 0)
 
 
 def choose_backend(cfg: RunConfig, model: nn.Module) -> str:
-    """Return the kernel of packed products: `rollout.vllm.linear_backend`, with `auto` replaced by a kernel that fits.
+    """Choose the kernel for products with packed weights: rollout.vllm.linear_backend, or for `auto` one that fits.
 
-    That is `fp4_tiles` if GPU and model support it, because it was faster than Marlin at all rows measured, 1 to 256
-    (docs/speed.md). Otherwise vLLM chooses, except that a shared base needs Marlin's layout, and that vLLM would choose
-    Humming for W8A16. Prints why it is not `fp4_tiles`, and a warning for a Humming with races.
+    For `auto` it is `fp4_tiles` if GPU and model support that, because `fp4_tiles` was faster than Marlin at all row
+    counts measured, 1 to 256 (docs/speed.md). Otherwise it is "vllm" (vLLM's own choice), with two exceptions: "marlin"
+    for a shared base, which needs Marlin's layout, and for W8A16, where vLLM would choose Humming. Prints why an NVFP4
+    model does not get `fp4_tiles`, and a warning if the installed Humming has a data race.
 
-    Raises ConfigError for FP8 activations on a GPU that cannot multiply them, where vLLM would leave them in 16 bits.
+    Raises ConfigError for FP8 activations on a GPU that cannot multiply FP8; vLLM would leave them in 16 bits there.
     """
     own, weight_format = cfg.rollout.vllm, formats.build(cfg.format)
     if weight_format == W8A8 and torch.cuda.is_available() and torch.cuda.get_device_capability() < MULTIPLIES_FP8:
@@ -59,7 +60,7 @@ def choose_backend(cfg: RunConfig, model: nn.Module) -> str:
 
 
 def tiles_fit(model: nn.Module, lora_rank: int) -> bool:
-    """Tell whether the kernel `fp4_tiles` supports all packed layers of `model`, fused as engines fuse them."""
+    """Tell whether the kernel `fp4_tiles` supports all packed layers of `model`, with q/k/v and gate/up fused."""
     layers = packed_layers(model)
     groups = [[layers[name] for name in group] for group in fused_groups(list(layers))]
     return all(
@@ -71,14 +72,15 @@ def tiles_fit(model: nn.Module, lora_rank: int) -> bool:
 
 
 def humming_races() -> bool:
-    """Tell whether the kernel Humming has a data race here: a Hopper GPU, and a version before `ORDERED_HUMMING`."""
+    """Tell whether the installed Humming kernels have a data race: on Hopper, in versions before `ORDERED_HUMMING`."""
     return torch.cuda.get_device_capability()[0] == 9 and Version(version("humming-kernels")) < ORDERED_HUMMING
 
 
 def describe_gpu() -> list[str]:
-    """Return lines on the weight formats, the dtype and the kernels that work on this GPU, by its compute capability.
+    """Return lines of text that say which weight formats, dtype and kernels work on this GPU.
 
-    Only GPUs of `fp4_tiles.CAPABILITY` were tried; for others the lines say what compiles.
+    They depend on its compute capability. Only GPUs of `fp4_tiles.CAPABILITY` were tried; for other GPUs the lines say
+    what compiles.
     """
     found = torch.cuda.get_device_capability()
     card = f"{torch.cuda.get_device_name()}, compute capability {'.'.join(map(str, found))}"

@@ -24,15 +24,15 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.model.weight_files import WeightFiles, local_folder, read_json
 
 IN_MEMORY = Path("/dev/shm")  # RAM, so that a copy never touches a disk
-OF_RUNS = f"qerl-lab-{12 * '[0-9a-f]'}-*"  # folders of runs; each process holds a lock on its own
+OF_RUNS = f"qerl-lab-{12 * '[0-9a-f]'}-*"  # folders of runs; each process holds a lock on its folder
 
 
 @contextmanager
 def folder_of(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
     """Context manager: yield a model directory with exactly the policy's base weights, for vLLM to load.
 
-    It is the model's own directory if that is packed, or if the policy is dense and all its files are bfloat16.
-    Otherwise it is a temporary copy.
+    It is the directory of model.path if that is packed, or if the run's format is dense and all stored weights are
+    bfloat16. Otherwise it is a temporary copy of the policy's weights, removed at the end.
     """
     own = local_folder(cfg.model.path, cfg.model.revision)
     files = WeightFiles(own)
@@ -61,7 +61,8 @@ def size_of(tensors: Mapping[str, Tensor]) -> int:
 def scratch_folder(size: int, name: str | None = None) -> Iterator[Path]:
     """Context manager: yield a temporary folder, in RAM if `size` bytes fit there.
 
-    Removes leftovers of killed runs first. `name`, 12 hex digits, becomes part of its path; None: random.
+    First removes the folders that killed runs left in RAM. `name`, 12 hex digits, becomes part of the folder's name;
+    None draws one at random.
     """
     remove_leftovers(IN_MEMORY, OF_RUNS)
     has_room = IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 1.2 * size
@@ -72,9 +73,10 @@ def scratch_folder(size: int, name: str | None = None) -> Iterator[Path]:
 
 @contextmanager
 def named_folder(name: str, place: Path) -> Iterator[Path]:
-    """Context manager: yield a temporary folder NAME-0 in `place`, or with the first number that is not in use.
+    """Context manager: yield a temporary folder `name`-N in `place`, N the lowest number from 0 that is not in use.
 
-    vLLM's cache of compiled code depends on the model's path, so a random path would make every run compile.
+    The path is not random, because vLLM's cache of compiled code depends on the model's path: with a random path every
+    run would compile again.
     """
     numbered = (place / f"{name}-{number}" for number in itertools.count())
     path, held = next((path, held) for path in numbered if (held := lock_folder(path)) is not None)
@@ -94,15 +96,16 @@ def remove_leftovers(place: Path, pattern: str) -> None:
 
 
 def lock_folder(path: Path) -> int | None:
-    """Lock the folder `path` and delete what is in it; create it if there is none.
+    """Lock the folder `path` and empty it; create it if it does not exist.
 
-    Returns the file descriptor that holds the lock, or None if another process or user has the folder.
+    Returns the file descriptor that holds the lock until it is closed, or None if another process or user has the
+    folder.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     try:
         held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:  # another user's, or removed by its owner just now
+    except OSError:  # the folder is another user's, or its owner has just removed it
         return None
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,6 +2,9 @@
 
     y = x W^T + bias + (x A^T) B^T,   W = E2M1 value * block scale / divisor
 
+Letters: x is `[M, K]`, W `[N, K]`, y `[M, N]`. A layer fuses P parts, such as q, k and v, each with an adapter of rank
+r. A stage is 128 columns of x and of a tile of W in shared memory.
+
 From about ten rows on the product is bound by compute as well as by memory. Triton cannot unpack an operand into
 registers while the previous product runs, and other NVFP4 kernels need extra launches for the adapter. This kernel
 includes the adapter: it computes x A^T while weights are loading and adds (x A^T) B^T at the end.
@@ -32,7 +35,7 @@ _GROUP, _OTHERS = 128, 128  # threads of a warpgroup; threads that do not multip
 _MOST_STAGES = 16
 _RANKS = 32  # a part of x A^T is padded to a multiple of this
 _STEP_OF_SPLIT, _SUMS_AT_ONCE, _MAKERS = 64, 16, 3  # for x A^T: columns, sums of splits, warps per block
-_STEP = 2  # about the stages that a block of W costs at the end of a tile
+_STEP = 2  # the end of a tile costs about as much as this many stages
 
 SUPPORTED = (
     f"up to 3 parts in multiples of {BLOCK}, columns in multiples of {DEPTH}, a rank in multiples of {TILES_RANKS} "
@@ -41,7 +44,7 @@ SUPPORTED = (
 
 
 class Shape(ctypes.Structure):
-    """The struct Shape of fp4_tiles.cu."""
+    """The struct `Shape` of fp4_tiles.cu, an argument of the kernel."""
 
     _fields_ = [
         (name, ctypes.c_int)
@@ -52,7 +55,7 @@ class Shape(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU's multiprocessors, and the shared memory in bytes that a thread block may use."""
+    """The number of a GPU's multiprocessors, and the shared memory in bytes that a thread block may use."""
 
     multiprocessors: int
     shared_bytes: int
@@ -60,10 +63,20 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """Parameters of a launch: `groups` warpgroups multiply `rows` rows of x and `tile` blocks of W.
+    """Parameters of a launch.
 
-    `pieces` thread blocks share a tile. A part of x A^T has `width` columns in shared memory; all parts fill `slabs` of
-    64 columns. x A^T is summed over `splits` of x with `of_split` columns each.
+    Attributes:
+        rows: rows of x that the kernel variant takes, at least those of the call.
+        tile: 64-row blocks of W in a tile.
+        groups: warpgroups that multiply, per thread block.
+        pieces: thread blocks that share a tile, each with a range of K.
+        blocks: thread blocks of the launch.
+        stages: stages that shared memory holds at once.
+        width: columns that each part of x A^T takes in shared memory: the rank, rounded up.
+        slabs: number of 64-column slabs for all parts of x A^T.
+        splits: ranges of K over which x A^T is summed separately.
+        of_split: columns of such a range.
+        shared_bytes: shared memory of a thread block.
     """
 
     rows: int
@@ -80,7 +93,7 @@ class Plan:
 
 
 def supports(sizes: Sequence[int], columns: int, rank: int) -> bool:
-    """Tell whether `linear` supports a weight with parts of `sizes` rows and K `columns`, with an adapter of `rank`."""
+    """Tell whether `linear` supports a weight with parts of `sizes` rows and `columns` columns, at this LoRA `rank`."""
     whole = columns % DEPTH == 0 and all(size % BLOCK == 0 for size in sizes)
     return whole and len(sizes) <= 3 and fp4_tiles_takes_rank(rank)
 
@@ -110,9 +123,10 @@ def counters(rows: int, device: torch.device) -> Tensor:
 
 
 def tile_of(N: int, columns: int, multiprocessors: int) -> int:
-    """Choose how many 64-row blocks of a weight [N, K = `columns`] form a tile, for the least work of a multiprocessor.
+    """Choose how many 64-row blocks of a weight [N, K = `columns`] form a tile.
 
-    The work is the stages of its tiles, and the end of each tile, where a block costs about `_STEP` stages.
+    Minimizes the work of the busiest multiprocessor: its stages, plus about `_STEP` stages for the end of a tile, times
+    the blocks per tile.
     """
 
     def stages_of_busiest(tile: int) -> int:
@@ -130,7 +144,10 @@ def groups_of(tile: int) -> int:
 
 
 def _blocks_per_tile(tiles: int, columns: int, multiprocessors: int) -> int:
-    """Return how many thread blocks share each of `tiles` tiles, so that few multiprocessors are idle."""
+    """Return how many thread blocks share a tile, if there are `tiles` tiles of `columns` columns.
+
+    As many as fit on all multiprocessors at once.
+    """
     return max(1, min(multiprocessors // tiles, depth_of(columns)))
 
 
@@ -145,11 +162,13 @@ def linear(
 
     Args:
         x: bfloat16 `[M, K]`, rows aligned to 16 bytes, columns contiguous.
-        packed: W from `tiles.pack`. It is read before the previous launch ends, so that launch must not write it.
+        packed: W `[N, K]`, packed by `formats.tiles.pack`. The kernel reads it before the previous launch ends, so that
+            launch must not write it.
         divisor: float32 `[1]`, the global scale as in a checkpoint. The previous launch must not write it either.
-        A, B: bfloat16 `[P * r, K]`, the parts stacked, and `[N, r]`, scaling included.
-        sizes: columns of the P parts in y, N in sum.
-        meeting: the layer's `counters`.
+        A: bfloat16 `[P * r, K]`, the matrices of the layer's P parts (e.g. q, k, v) stacked, each with rank r.
+        B: bfloat16 `[N, r]`, scaling included.
+        sizes: number of columns of each part in y, N in total.
+        meeting: the layer's tensor from `counters`.
         bias: bfloat16 `[N]`.
 
     Raises ValueError for shapes that `supports` refuses.
@@ -185,7 +204,8 @@ def _multiply(
 def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machine) -> Plan:
     """Choose kernel variant and launch parameters for `rows` rows of x, with as many stages as fit in shared memory.
 
-    `packed` is the packed weight's shape. Raises ValueError if two stages do not fit.
+    `packed` is the shape of the packed weight, `parts` the number of fused parts (q, k, v: 3). Raises ValueError if
+    shared memory is too small for two stages.
     """
     variant = next(most for most in VARIANTS if rows <= most)
     tiles, depth, _, tile, _ = packed
@@ -207,10 +227,10 @@ def plan(rows: int, packed: Sequence[int], parts: int, rank: int, machine: Machi
 
 @cache
 def split_of(columns: int, tiles: int, warps: int) -> int:
-    """Choose how many columns of x each split of x A^T covers, for the fewest sequential trips to memory.
+    """Choose how many columns of x each partial sum (split) of x A^T covers, for the fewest trips to memory in a row.
 
-    `tiles` counts the 16 x 16 tiles of x A^T, `warps` the warps that compute it. A warp makes one trip per 64 columns
-    of a tile, and one per sums of 16 splits.
+    `columns` is K, `tiles` the number of 16 x 16 tiles of x A^T, `warps` the number of warps that compute x A^T. A warp
+    makes one trip per 64 columns of a tile, and one per 16 splits to add them up.
     """
 
     def count_trips(of_split: int) -> int:
@@ -222,7 +242,7 @@ def split_of(columns: int, tiles: int, warps: int) -> int:
 
 @cache
 def machine_of(device: torch.device) -> Machine:
-    """Return the GPU's multiprocessors and shared memory, cached."""
+    """Return the number of multiprocessors and the shared memory of the GPU `device`; cached."""
     from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
 
     number = torch.cuda.current_device() if device.index is None else device.index
@@ -230,7 +250,7 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def _launch_kernel(how: Plan, x: Tensor, B: Tensor, tensors: Sequence[Tensor | None], shape: Shape) -> None:
-    """Start the planned kernel; its arguments after x are `tensors` and `shape`, in the order of fp4_tiles.cu."""
+    """Launch the kernel variant of the plan `how`, with the arguments x, `tensors` and `shape` of fp4_tiles.cu."""
     from qerl_lab.rollout.vllm import nvrtc  # needs cuda.bindings
 
     name, line = instance(how.rows, how.tile, how.groups, how.pieces > 1)
@@ -241,6 +261,9 @@ def _launch_kernel(how: Plan, x: Tensor, B: Tensor, tensors: Sequence[Tensor | N
 
 
 def instance(rows: int, tile: int, groups: int, shared: bool) -> tuple[str, str]:
-    """Return the name of a kernel variant, `shared` if blocks share a tile, and the line that instantiates it."""
+    """Return the name of a kernel variant and the C++ line that instantiates it.
+
+    `rows`, `tile` and `groups` are as in `Plan`; `shared` says whether several thread blocks share a tile.
+    """
     of_variant = rows, tile, groups, int(shared)
     return "_".join(["fp4_tiles", *map(str, of_variant)]), f"FP4_TILES({', '.join(map(str, of_variant))})"

@@ -14,7 +14,7 @@ SHARE = 0.5  # of the memory free beside the weights; the trainer needs the rest
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the device's free memory in bytes, after torch has returned its unused memory."""
+    """Return the free memory of `device` in bytes. On a GPU torch first gives its unused cached memory back."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # torch's cached memory would count as used
         return torch.cuda.mem_get_info(device)[0]
@@ -22,17 +22,21 @@ def free_bytes(device: torch.device) -> int:
 
 
 def bytes_per_token(config: dict[str, Any], element_bytes: int) -> int:
-    """Return the bytes of a token's keys and values in all layers of `config`, the model's config.json."""
+    """Return the bytes that one token's keys and values take in all layers together.
+
+    `config` is the model's config.json, `element_bytes` the bytes of one number in the cache.
+    """
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim * element_bytes
 
 
 def kv_cache_bytes(cfg: RunConfig, per_token: int, free: int) -> int:
-    """Choose the cache's bytes: `rollout.vllm.kv_cache_gib`, else enough for a full batch, at most SHARE of `free`.
+    """Choose the size of the key-value cache in bytes.
 
-    `per_token` are the bytes of a token's keys and values, `free` those of device memory beside the engine's weights.
-    Raises ConfigError if not one completion of full length fits.
+    It is rollout.vllm.kv_cache_gib if set, else enough for a full batch, but at most `SHARE` of `free`. `per_token` is
+    the bytes of one token's keys and values, `free` the bytes of device memory left beside the engine's weights. Raises
+    ConfigError if the longest prompt and completion allowed do not fit in the cache.
     """
     rollout = cfg.rollout
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens

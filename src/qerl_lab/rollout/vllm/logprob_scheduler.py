@@ -1,4 +1,4 @@
-"""A vLLM scheduler that keeps the log-probs of sampled tokens where the engine finds them.
+"""A vLLM scheduler that stores the log-probs of sampled tokens in `LOGPROBS`, where the engine reads them.
 
 vLLM passes each log-prob on as slices of three arrays, an object and items of four lists. With 256 completions that is
 a quarter of the host time of scheduler and outputs, and the GPU waits whenever it ends before the host.
@@ -11,13 +11,13 @@ from typing import Any
 
 SCHEDULER = f"{__name__}.build_scheduler"  # for `LLM(scheduler_cls=...)`
 
-# Log-probs in nats by vLLM's name of a completion. A global, because vLLM documents no way from an engine to its
-# scheduler; a process has one engine.
+# Log-probs in nats, by vLLM's id of a completion (`completion_names`). A global, because vLLM documents no way from an
+# engine to its scheduler; a process has one engine.
 LOGPROBS: dict[str, list[float]] = {}
 
 
 def build_scheduler(vllm_config: Any, **given: Any) -> Any:
-    """Build the scheduler that vLLM would use, with `StoresLogprobs` mixed in; vLLM calls it as a class."""
+    """Build the scheduler that vLLM would use, with `StoresLogprobs` mixed in. vLLM calls this like a class."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -26,10 +26,10 @@ def build_scheduler(vllm_config: Any, **given: Any) -> Any:
 
 
 class StoresLogprobs:
-    """Mixin for a scheduler that changes only where log-probs go."""
+    """Mixin that makes a vLLM scheduler store log-probs in `LOGPROBS`, and changes nothing else."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Override vLLM's hook: store each accepted token's log-prob in `LOGPROBS`, and hide log-probs from vLLM."""
+        """Override vLLM's hook: store each new token's log-prob in `LOGPROBS`; hide log-probs from vLLM's method."""
         sampled, model_runner_output.logprobs = model_runner_output.logprobs, None
         outputs_of_clients = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         if sampled is not None:
@@ -42,5 +42,5 @@ class StoresLogprobs:
 
 
 def completion_names(request: str, group_size: int) -> list[str]:
-    """Return the ids that vLLM gives the `group_size` completions of the request `request`, in order."""
+    """Return the ids that vLLM gives the `group_size` completions of the request with the id `request`, in order."""
     return [request] if group_size == 1 else [f"{index}_{request}" for index in range(group_size)]

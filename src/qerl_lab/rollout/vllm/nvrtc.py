@@ -1,6 +1,6 @@
 """Compile a CUDA kernel with NVRTC, which ships with PyTorch, and launch it. Needs no compiler on the machine.
 
-Importing this module imports cuda.bindings, NVIDIA's own, which ships with vLLM.
+Importing this module imports cuda.bindings, NVIDIA's package, which ships with vLLM.
 """
 
 import ctypes
@@ -18,9 +18,9 @@ from torch import Tensor
 def load_kernel(source: Path, name: str, device: int, variant: str = "", registers: int | None = None) -> Any:
     """Compile `source`, load its kernel `name` with all shared memory allowed, and return its handle for `launch`.
 
-    `device` must be the current one. `variant` is a line appended to the source: a template instantiation. Raises
-    RuntimeError unless a thread gets exactly `registers` registers (None: any number). A kernel that redistributes
-    registers counts on their number, and would hang.
+    `device` is the number of the current GPU. `variant` is a line appended to the source: a template instantiation.
+    Raises RuntimeError unless the compiler gives a thread exactly `registers` registers (None: any number), because a
+    kernel that redistributes registers would hang with any other number.
     """
     major, minor = torch.cuda.get_device_capability(device)
     module = check_status(driver.cuModuleLoadData(compile_source(source, architecture(major, minor), variant)[0]))
@@ -39,19 +39,22 @@ def architecture(major: int, minor: int) -> str:
 
 
 def shared_bytes(device: int) -> int:
-    """Return the shared memory in bytes that a thread block may use on this GPU."""
+    """Return the shared memory in bytes that a thread block may use on GPU number `device`."""
     asked = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     return check_status(driver.cuDeviceGetAttribute(asked, device))
 
 
 def shared_by_mps(device: int) -> bool:
-    """Tell whether other processes may compute on the GPU at the same time, through NVIDIA's MPS."""
+    """Tell whether other processes may compute on GPU number `device` at the same time, through NVIDIA's MPS."""
     asked = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
     return bool(check_status(driver.cuDeviceGetAttribute(asked, device)))
 
 
 def compile_source(source: Path, architecture: str, variant: str = "") -> tuple[bytes, str]:
-    """Compile a CUDA file plus a `variant` line; return code and log. Raises RuntimeError with NVRTC's message."""
+    """Compile a CUDA file plus a line `variant`; return the machine code and NVRTC's log.
+
+    Raises RuntimeError with that log if the file does not compile.
+    """
     program = check_status(
         nvrtc.nvrtcCreateProgram(source.read_bytes() + variant.encode(), source.name.encode(), 0, [], [])
     )
@@ -76,8 +79,8 @@ def launch(
     Args:
         blocks: thread blocks, each with `threads` threads and `shared_bytes` bytes of dynamic shared memory.
         arguments: tensors or None, passed as pointers, and ctypes values.
-        early: let it start before the previous kernel has ended ("programmatic dependent launch" of the CUDA
-            programming guide); it must call `griddepcontrol.wait` before it reads what that kernel wrote.
+        early: let the kernel start before the previous one has ended ("programmatic dependent launch" of the CUDA
+            programming guide). It must then call `griddepcontrol.wait` before it reads what the previous one wrote.
     """
     values = [
         ctypes.c_void_p(given.data_ptr() if isinstance(given, Tensor) else None)
@@ -107,7 +110,7 @@ def _early_start_attribute() -> Any:
 def tiles_map(x: Tensor, stride: int, rows: int, blocks: int) -> Any:
     """Build a TMA descriptor (CUtensorMap) with 128-byte swizzle for x, bfloat16 `[M, K]`, as an argument of `launch`.
 
-    A copy has `rows` rows and `blocks` blocks of 64 columns. `stride` is x's row stride in elements.
+    Each TMA copy loads `rows` rows and `blocks` blocks of 64 columns. `stride` is the row stride of x in elements.
     """
     sizes = (64, x.shape[0], -(-x.shape[1] // 64))
     return _build_tensor_map(
@@ -116,7 +119,10 @@ def tiles_map(x: Tensor, stride: int, rows: int, blocks: int) -> Any:
 
 
 def rows_map(B: Tensor, rows: int, columns: int) -> Any:
-    """Build a tensor map without swizzle for copies of `rows` x `columns` from B, bfloat16 `[N, rank]`."""
+    """Build a TMA descriptor (CUtensorMap) without swizzle for B, bfloat16 `[N, rank]`, as an argument of `launch`.
+
+    Each TMA copy loads `rows` x `columns` elements.
+    """
     (N, rank), none = B.shape, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
     return _build_tensor_map(B, (rank, N), (2 * rank,), (columns, rows), none)
 
@@ -126,7 +132,8 @@ def _build_tensor_map(
 ) -> Any:
     """Build a CUtensorMap of a bfloat16 matrix, as an argument of `launch`. Copies read zeros beyond the last element.
 
-    `sizes` and `box` are the elements of matrix and copy by axis, innermost first; `strides` are bytes, without it.
+    `sizes` gives the matrix's number of elements along each axis, innermost axis first, `box` that of a copy.
+    `strides` gives the stride in bytes of each axis but the innermost.
     """
     made = check_status(
         driver.cuTensorMapEncodeTiled(
@@ -141,7 +148,10 @@ def _build_tensor_map(
 
 
 def check_status(result: tuple[Any, ...]) -> Any:
-    """Return the first value in a result of cuda.bindings, None without one. Raises RuntimeError if the call failed."""
+    """Return the first value of `result`, a return tuple of cuda.bindings after its status; None if it has no value.
+
+    Raises RuntimeError if the status is an error.
+    """
     status, *values = result
     if status.value:
         raise RuntimeError(f"CUDA: {status.name}")

@@ -54,7 +54,12 @@ _OWN_KEY = "one_adapter"  # entry of quantization_config, which is part of the k
 
 @dataclass(frozen=True)
 class Routes:
-    """Alternatives to the base's own kernel, for NVFP4: `fp4_tiles`, and cuBLAS from `dense_rows` rows on."""
+    """Which kernels may replace vLLM's own kernel of a packed NVFP4 layer.
+
+    Attributes:
+        fp4_tiles: use the kernel `fp4_tiles`.
+        dense_rows: use cuBLAS on an unpacked copy in calls with at least this many rows; None: never.
+    """
 
     fp4_tiles: bool = False
     dense_rows: int | None = None
@@ -63,7 +68,7 @@ class Routes:
 def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str], routes: Routes = Routes()) -> dict[str, Any]:
     """Return the arguments that make `vllm.LLM` compute the model in `folder` with one adapter (`OneAdapterConfig`).
 
-    `targets` name the layers with an adapter, as in PEFT: by the last part, or parts, of a layer's name.
+    `targets` names the layers with an adapter as in PEFT, by the end of the layer's name, e.g. "q_proj".
     """
     stored = read_json(folder / "config.json").get("quantization_config") or {"quant_method": NAME}
     own = {"rank": lora_rank, "targets": list(targets), "routes": asdict(routes)}
@@ -79,9 +84,10 @@ def llm_arguments(folder: Path, lora_rank: int, targets: Sequence[str], routes: 
 
 @register_quantization_config(NAME)
 class OneAdapterConfig(QuantizationConfig):
-    """Quantization config that adds an adapter of `rank` on the layers `targets` to `base` (None: not quantized).
+    """vLLM quantization config that wraps the weights' own config `base` and adds one adapter.
 
-    vLLM's hooks without a docstring pass on to `base`, if there is one.
+    `base` is None for unquantized weights, `targets` names the layers with an adapter, `routes` has the fields of
+    `Routes`. Methods without a docstring override vLLM's hooks, most of them by the same hook of `base`.
     """
 
     def __init__(
@@ -114,7 +120,7 @@ class OneAdapterConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Override vLLM's hook: take this method if `llm_arguments` asks for it, whatever config.json names."""
+        """Override vLLM's hook: use this config if `llm_arguments` asked for it, whatever method config.json names."""
         return NAME if user_quant == NAME else None
 
     def get_name(self) -> str:
@@ -143,7 +149,10 @@ class OneAdapterConfig(QuantizationConfig):
         return super().get_cache_scale_mapper() if self.base is None else self.base.get_cache_scale_mapper()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Override vLLM's hook: return the method of the layer `prefix`, in `OneAdapterMethod` if it has an adapter."""
+        """Override vLLM's hook: return the method that computes `layer`, whose full name is `prefix`.
+
+        That is the method of `base`, wrapped in `OneAdapterMethod` if the layer has an adapter.
+        """
         method = None if self.base is None else self.base.get_quant_method(layer, prefix)
         if not isinstance(layer, LinearBase):
             return method
@@ -161,7 +170,10 @@ _BY_ADAPTER: WeakValueDictionary[int, LinearBase] = WeakValueDictionary()
 
 @torch.library.custom_op("qerl_lab::linear_with_adapter", mutates_args=())
 def linear_with_adapter(x: Tensor, adapter: Tensor, bias: Tensor | None, columns: int) -> Tensor:
-    """Custom operation: compute y[M, columns] of x[M, K] by the layer whose buffer `adapter_A` is `adapter`."""
+    """Custom operation: return y[M, columns] = x[M, K] W^T + bias plus the adapter's product.
+
+    The layer, which holds W, is found by `adapter`: it must be that layer's buffer `adapter_A`.
+    """
     layer = _BY_ADAPTER[adapter.data_ptr()]
     return layer.quant_method.routed(layer, x, bias)
 
@@ -174,15 +186,15 @@ def _empty_result(x: Tensor, adapter: Tensor, bias: Tensor | None, columns: int)
 
 @register_weight_loader_v2_supported_method
 class OneAdapterMethod(LinearMethodBase):
-    """Linear method that adds an adapter to `base`; `parts` are the layer's parts (e.g. q, k, v).
+    """vLLM linear method that computes a layer by another method, `base`, and adds the product of one adapter.
 
-    The layer gets the buffers `adapter_A` [P * r, K] and `adapter_B` [N, r], zero until `AdapterBuffers.write`. N and K
-    are this process's. Tensor parallelism is not supported: it would have to cut B of a column-parallel and A of a
-    row-parallel layer like the weight.
+    A layer with weight [N, K] and P fused parts (e.g. q, k, v) gets the buffers `adapter_A` [P * r, K] and `adapter_B`
+    [N, r], where r is the rank. They are zero until `AdapterBuffers.write`. Tensor parallelism is not supported: it
+    would have to cut B of a column-parallel layer, and A of a row-parallel one, as it cuts the weight.
     """
 
     def __init__(self, base: Any, rank: int, parts: list[str], own: list[bool], routes: Routes = Routes()) -> None:
-        """Wrap `base`. `parts` are full checkpoint names, `own` says which of them have an adapter."""
+        """Wrap `base`. `parts` has the full checkpoint name of each part, `own` whether that part has an adapter."""
         self.base, self.rank, self.parts, self.own = base, rank, parts, own
         # A dense layer (`format.ignore`) has only the base's route.
         self.routes = Routes() if isinstance(base, UnquantizedLinearMethod) else routes
@@ -214,9 +226,10 @@ class OneAdapterMethod(LinearMethodBase):
         layer.register_buffer("adapter_B", B, persistent=False)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        """Override vLLM's hook: lay the weights out for `fp4_tiles` or the base's kernel; keep a copy for `dense_rows`.
+        """Override vLLM's hook: convert the loaded weights to the layout of `fp4_tiles` or of the base's kernel.
 
-        Keeps the bias in stored order, because Marlin and Humming reorder `layer.bias`.
+        With `dense_rows` also keeps an unpacked copy. Keeps the bias in stored order as `plain_bias`, because Marlin
+        and Humming reorder `layer.bias`.
         """
         if (bias := getattr(layer, "bias", None)) is not None:
             layer.register_buffer("plain_bias", bias.data.clone(), persistent=False)
@@ -231,7 +244,10 @@ class OneAdapterMethod(LinearMethodBase):
         _BY_ADAPTER[layer.adapter_A.data_ptr()] = layer
 
     def _lay_in_tiles(self, layer: LinearBase) -> None:
-        """Replace the loaded weights by the layout of `fp4_tiles`. Raises ConfigError if that is not possible."""
+        """Replace the layer's loaded weights by buffers in the layout of `fp4_tiles`.
+
+        Raises ConfigError if `fp4_tiles` does not support this GPU, or the layer's shape or rank.
+        """
         columns = layer.adapter_A.shape[1]
         what = f"{self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {fp4_tiles.SUPPORTED}"
         untaken = "" if fp4_tiles.supports(self.sizes, columns, self.rank) else f"does not take {what}"
@@ -250,9 +266,10 @@ class OneAdapterMethod(LinearMethodBase):
         self.decoders = decoders({TILES: packed, DIVISOR: divisor}, self.sizes, columns)
 
     def _keep_dense(self, layer: LinearBase) -> None:
-        """Give the layer a buffer `stacked` [N + P * r, K]: its weight, unpacked as by the trainer, above its A.
+        """Give the layer a buffer `stacked` [N + P * r, K]: the unpacked weight [N, K] and below it A [P * r, K].
 
-        Sets `self.alpha`, by which the product with the unpacked weight must be multiplied.
+        P is the number of fused parts, r the rank. `adapter_A` becomes a view of this buffer. Unpacking leaves out one
+        factor of the weight, which `self.alpha` stores: the weight is `self.alpha * stacked[:N]`.
         """
         stored = {name: getattr(layer, name).data for name in ("weight_packed", "weight_scale")}
         stored["weight_global_scale"] = layer.weight_global_scale.data[:1]
@@ -264,7 +281,7 @@ class OneAdapterMethod(LinearMethodBase):
         layer.adapter_A, self.alpha = stacked[N:], decoder.alpha
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Override vLLM's hook: return x W^T + bias plus the adapter's product, on a GPU as one operation."""
+        """Override vLLM's hook: return x W^T + bias plus the adapter's product, on a GPU by one custom operation."""
         rows, columns = x.view(-1, x.shape[-1]), sum(self.sizes)
         if x.is_cuda:
             return linear_with_adapter(rows, layer.adapter_A, bias, columns).view(*x.shape[:-1], columns)
@@ -273,7 +290,7 @@ class OneAdapterMethod(LinearMethodBase):
         return y
 
     def routed(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x[M, K] W^T + bias plus the adapter's product, y[M, N], by the kernel for this number of rows."""
+        """Return x[M, K] W^T + bias plus the adapter's product, y[M, N]. `self.routes` and M select the kernel."""
         rows, dense_rows = len(x), self.routes.dense_rows
         A, B = layer.adapter_A, layer.adapter_B
         plain = None if bias is None else layer.plain_bias
@@ -289,14 +306,20 @@ class OneAdapterMethod(LinearMethodBase):
         return y
 
     def places(self, layer: LinearBase) -> dict[str, Pair]:
-        """Return the layer's adapter buffers, A[r, K] and B[n, r] of each part with an adapter, by the part's name."""
+        """Return views of the layer's adapter buffers, A[r, K] and B[n, r], by name of each part with an adapter.
+
+        n is the number of the part's output columns.
+        """
         blocks = zip(self.parts, self.own, layer.adapter_A.split(self.rank), layer.adapter_B.split(self.sizes),
                      strict=True)  # fmt: skip
         return {part: (A, B) for part, own, A, B in blocks if own}
 
 
 def use_packed_layers(model: nn.Module, layers: Mapping[str, PackedLinear]) -> None:
-    """Let vLLM's layers whose parts are all in `layers` read those packed weights in calls of `UNPACK_ROWS` rows on."""
+    """Let the layers of vLLM's `model` use the policy's packed `layers` in calls with at least `UNPACK_ROWS` rows.
+
+    `layers` is by checkpoint name. vLLM layers with a part that is not in `layers` stay as they are.
+    """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, OneAdapterMethod) and all(part in layers for part in method.parts):
@@ -317,12 +340,15 @@ def adapter_of(model: PeftModel) -> dict[str, Pair]:
 
 
 class AdapterBuffers:
-    """Copies an adapter into the buffers of vLLM's layers, found once because the search takes 10 ms for a 7B."""
+    """Copies the policy's adapter into the buffers of vLLM's layers.
+
+    Finds the buffers once, when it is built, because the search takes 10 ms in a 7B.
+    """
 
     def __init__(self, model: nn.Module, adapter: Mapping[str, Pair]) -> None:
         """Find the buffers in vLLM's `model` for the matrices of `adapter`, from `adapter_of`.
 
-        Raises ConfigError unless exactly the layers that the engine was built for have an adapter, in the built shapes.
+        Raises ConfigError unless `adapter` covers the same layers as the buffers, with the same shapes.
         """
         places = {
             part: place for layer in model.modules()
@@ -342,9 +368,9 @@ class AdapterBuffers:
         self.places_of_A, self.places_of_B = ([place[which] for place in places.values()] for which in (0, 1))
 
     def write(self, scaling: float) -> None:
-        """Copy the policy's adapter into the buffers of vLLM's layers, for use from the next call on.
+        """Copy the policy's adapter into the buffers of vLLM's layers, which use it from their next call on.
 
-        `scaling` is alpha / rank; it is multiplied into the copy of B, rounded once to the model's dtype.
+        The copy of B is multiplied by `scaling`, which is alpha / rank, and rounded once to the model's dtype.
         """
         # All layers in three calls, because one call per layer would take longer than the copy. `torch.optim` uses the
         # same private functions; tests/unit/rollout/test_one_adapter.py fails if they disappear.

@@ -3,9 +3,9 @@
 An engine reorders every weight for its kernel, so the trainer reads that layout: `formats.tiles` for the lab's kernel,
 `formats.marlin` for vLLM's. Both unpack to the same bits. A part of a fused layer (q/k/v, gate/up) is a range of rows.
 
-Each layer's engine tensors are compared with its own, bit for bit, before the own ones are dropped. A layer that
-differs keeps its own, because Marlin drops block scales below 2^-6. While vLLM starts, the policy's packed tensors lie
-in host memory, so that the GPU never holds two copies.
+`share` compares the engine's tensors with the policy's, bit for bit, before it drops the policy's. A layer whose bits
+differ keeps its own tensors: Marlin drops block scales below 2^-6, and `formats.tiles` has one way to write a block of
+zeros. While vLLM starts, the policy's packed tensors lie in host memory, so that the GPU never holds two copies.
 """
 
 from collections.abc import Iterator
@@ -34,9 +34,9 @@ def layers_of(policy: Policy) -> Layers:
 
 @contextmanager
 def packed_on_host(policy: Policy) -> Iterator[None]:
-    """Context manager: move the policy's packed weights to host memory; at the end move back unshared ones.
+    """Context manager: move the policy's packed weights to host memory, to free the GPU while vLLM loads.
 
-    `share` may make some read vLLM's tensors meanwhile; these need no copy.
+    At the end layers return to the GPU, except those that `share` has switched to vLLM's tensors.
     """
     layers, device = layers_of(policy).values(), policy.device
     for layer in layers:
@@ -50,9 +50,10 @@ def packed_on_host(policy: Policy) -> Iterator[None]:
 
 
 def share(policy: Policy, model: nn.Module) -> list[str]:
-    """Let the layers of `policy` hold the tensors of vLLM's `model`; return the names of layers that keep their own.
+    """Replace the packed weights of `policy` by the tensors of vLLM's `model`.
 
-    Raises ConfigError, before any layer changes, for a layout that the trainer cannot read.
+    Returns the names of the policy's layers that keep their own tensors, because vLLM's differ in some bits. Raises
+    ConfigError, before any layer changes, if vLLM's model lacks a layer or the trainer cannot read its layout.
     """
     layers = layers_of(policy)
     pairs = list(_fused_pairs(layers, model))
@@ -76,7 +77,10 @@ def cannot_share(why: str) -> ConfigError:
 
 
 def _fused_pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, Layers]]:
-    """Yield each of vLLM's layers whose parts the policy has packed, with these parts by name, in the order of rows."""
+    """Yield each layer of vLLM's `model` with the policy's layers that it fuses, by name, in the order of their rows.
+
+    `layers` are the policy's packed layers. Skips vLLM's layers with a part that is not among them.
+    """
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     # A `.base_layer` comes after its wrapper in named_modules, and so replaces it.
     theirs = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}
@@ -102,7 +106,10 @@ def _check_marlin(theirs: nn.Module, parts: Layers) -> None:
 
 
 def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
-    """Let the `parts` of vLLM's layer `theirs` hold its tensors; return the names of those whose bits differ."""
+    """Let the policy's layers `parts` hold the tensors of vLLM's layer `theirs`, which fuses them.
+
+    Returns the names of parts that keep their own tensors, because vLLM's differ in some bits.
+    """
     keep, first = [], 0  # `first` is the row of the fused layer at which a part begins
     for name, layer in parts.items():
         packed = layer.packed()
@@ -127,9 +134,9 @@ def _share_layer(theirs: nn.Module, parts: Layers) -> list[str]:
 
 
 def boost(divisor: Tensor, theirs: Tensor) -> float:
-    """Return the power of two by which vLLM multiplied the block scales, from both global scales.
+    """Return the power of two by which vLLM multiplied a layer's block scales for Marlin.
 
-    `divisor` is the checkpoint's; `theirs` is vLLM's, 2^119 / divisor / boost.
+    `divisor` is the global scale in the checkpoint, `theirs` the one in vLLM: 2^119 / divisor / boost.
     """
     ratio = 2.0**119 / divisor.double() / theirs.double()
     return float(ratio.log2().round().exp2().item())

@@ -22,21 +22,21 @@ TILES_ROWS = 320  # up to here five launches of `fp4_tiles` beat unpacking, 7B a
 def add_adapter(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
     """Add an adapter's product (x A_p^T) B_p^T to the columns of each part p of a fused layer's `y`, in place.
 
-    Opaque to torch.compile, so that the rows of a call choose the route and a CUDA graph captures that route's
-    launches. A and B are read when it runs, so later writes to them take effect in the next replay.
+    Opaque to torch.compile, so that each call can choose kernels by its number of rows, and a CUDA graph captures the
+    chosen ones. They read A and B when they run, so later writes to A and B take effect in the graph's next replay.
 
     Args:
         y: `[M, N]`, rows of any stride.
         x: `[M, K]`.
-        A: `[P * r, K]`, the parts stacked.
-        B: `[N, r]`, scaling included.
-        sizes: columns of the parts in `y`, N in sum.
+        A: `[P * r, K]`, the matrices A_p of the P parts (e.g. q, k, v) stacked, each with rank r.
+        B: `[N, r]`, the matrices B_p stacked, scaling included.
+        sizes: number of columns of each part in `y`, N in total.
     """
     add_products(y, x, A, B, sizes)
 
 
 def add_products(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
-    """Add an adapter's product to `y` in place by torch's matrix products, as `add_adapter` documents."""
+    """Add an adapter's product to `y` in place by torch's matrix products. Arguments are as in `add_adapter`."""
     rank, at = B.shape[1], 0
     inner = x @ A.t()
     for part, size in enumerate(sizes):
@@ -47,7 +47,7 @@ def add_products(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -
 
 @add_adapter.register_kernel("cuda")
 def add_on_gpu(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> None:
-    """Add an adapter's product to `y` in place by the lab's kernels, or by cuBLAS where it should be faster."""
+    """Add an adapter's product to `y` in place by the lab's kernels, or by cuBLAS where that should be faster."""
     from qerl_lab.rollout.vllm import adapter_kernels  # needs triton
 
     rows = x.shape[0]
@@ -69,10 +69,14 @@ def stacked_product(
 ) -> Tensor:
     """Return alpha * x W^T + bias plus the adapter's product, y `[M, N]`, for W and A stacked in one tensor.
 
-    One cuBLAS product gives x W^T and t = x A^T side by side, which saves a launch and a pass over x. Both are rounded
-    to the dtype of x before `expand` joins them, as in `add_adapter`.
+    One cuBLAS product gives x W^T and x A^T side by side, which saves a launch and a pass over x. Both are rounded to
+    the dtype of x before `adapter_kernels.expand` joins them.
 
-    x is `[M, K]`, `stacked` `[N + P * r, K]`, W above A; bias `[N]`; B and `sizes` are as in `add_adapter`.
+    Args:
+        x: `[M, K]`.
+        stacked: `[N + P * r, K]`: W `[N, K]`, and below it A as in `add_adapter`.
+        B, sizes: as in `add_adapter`.
+        bias: `[N]`.
     """
     W, A = stacked.split([len(B), len(stacked) - len(B)])
     if not (x.is_cuda and expand_is_faster(len(x), B.shape[1])):
@@ -90,10 +94,10 @@ def stacked_product(
 def unpacked_product(
     x: Tensor, decoders: Sequence[Decoder], A: Tensor, B: Tensor, sizes: list[int], bias: Tensor | None = None
 ) -> Tensor:
-    """Return x W^T + bias plus the adapter's product, y `[M, N]`; unpacks each weight whole for cuBLAS.
+    """Return x W^T + bias plus the adapter's product, y `[M, N]`. Unpacks the whole weight of each part for cuBLAS.
 
-    The adapter's product comes first and the large product adds to it in its epilogue. `decoders` has one per part; the
-    other arguments are as in `stacked_product`.
+    Computes the adapter's product first, because cuBLAS can add the large product to it without another launch.
+    `decoders` unpack the parts of W, in order; `A` is as in `add_adapter`, other arguments as in `stacked_product`.
     """
     y, t = x.new_empty(len(x), len(B)), x @ A.t()
     biases = len(sizes) * [None] if bias is None else bias.split(sizes)
@@ -111,7 +115,11 @@ def tiles_product(
     x: Tensor, packed: Tensor, divisor: Tensor, meeting: Tensor, decoders: Sequence[Decoder], A: Tensor, B: Tensor,
     sizes: list[int], bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return y of `fp4_tiles.linear`, or beyond `TILES_ROWS` rows of x that of `unpacked_product`, which is faster."""
+    """Return x W^T + bias plus the adapter's product, y `[M, N]`, for a weight in the layout of `fp4_tiles`.
+
+    Up to `TILES_ROWS` rows of x it calls `fp4_tiles.linear`, for more rows `unpacked_product`, which is then faster.
+    Arguments are as in these two functions.
+    """
     if len(x) > TILES_ROWS:
         return unpacked_product(x, decoders, A, B, sizes, bias)
     return fp4_tiles.linear(x, packed, divisor, A, B, sizes, meeting, bias)

@@ -22,7 +22,10 @@ TAG = "kv_cache"  # vLLM's tag for the cache's allocations, small zeroed tensors
 
 
 class CacheAlone(CuMemBackend):
-    """Unmaps the cache only. Tracks each part, so that a failed wake-up can be continued."""
+    """Sleep backend that unmaps only the key-value cache.
+
+    It marks each allocation as asleep or awake, so that a wake-up which failed halfway can be continued.
+    """
 
     def suspend(self, level: int = 1) -> None:
         """Override vLLM's hook: unmap the key-value cache, and nothing else at any `level`."""
@@ -32,7 +35,7 @@ class CacheAlone(CuMemBackend):
                 part.is_asleep = True
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Override vLLM's hook: map the cache again, zeroed. Raises OutOfMemoryError if others hold the memory."""
+        """Override vLLM's hook: map the cache again, zeroed. Raises OutOfMemoryError if too little memory is free."""
         for part in _cache_allocations():
             if part.is_asleep:
                 _, size, address, _ = part.handle
@@ -54,7 +57,7 @@ SleepModeBackendFactory.register_backend(NAME, __name__, CacheAlone.__name__)
 
 
 def install(llm: LLM) -> None:
-    """Let `llm`, built with `enable_sleep_mode`, release only the key-value cache when it sleeps."""
+    """Make `llm.sleep()` release only the key-value cache. `llm` must have been built with `enable_sleep_mode`."""
 
     def choose_backend(worker: Any) -> None:
         worker.vllm_config.model_config.sleep_mode_backend = NAME  # `LLM` has no argument for it
@@ -65,7 +68,7 @@ def install(llm: LLM) -> None:
 
 
 def release() -> None:
-    """Release all GPU memory that vLLM's allocator still holds for an `llm` that was shut down."""
+    """Release all GPU memory that vLLM's allocator still holds. Call it after vLLM has been shut down."""
     parts = CuMemAllocator.get_instance().pointer_to_data
     torch.cuda.synchronize()
     while parts:

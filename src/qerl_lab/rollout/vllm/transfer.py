@@ -28,10 +28,10 @@ MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # allowed by vLLM's LoRAConf
 
 
 def serving_arguments(cfg: RunConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Return the arguments that a run sets in any vLLM: keywords of `vllm.LLM` in process, flags of `vllm serve`.
+    """Return a run's arguments for vLLM by name: keywords of `vllm.LLM` in this process, or flags of `vllm serve`.
 
-    `additional_config` names the norms that `NormWorker` holds in float32, because it is part of vLLM's key for
-    compiled code. Otherwise a graph compiled for bfloat16 norms would read float32 ones.
+    `dtype` is the compute dtype. The norms that `NormWorker` holds in float32 are named in `additional_config`, because
+    it is part of vLLM's key for compiled code. Otherwise a graph compiled for bfloat16 norms would read float32 ones.
     """
     rollout, own = cfg.rollout, cfg.rollout.vllm
     arguments: dict[str, Any] = {
@@ -53,7 +53,10 @@ def serving_arguments(cfg: RunConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def sampling_arguments(sampling: Sampling, group_size: int, seed: int, end_ids: list[int]) -> dict[str, Any]:
-    """Return a prompt's sampling arguments, for `vllm.SamplingParams` and as keys of a /v1/completions request."""
+    """Return one prompt's sampling arguments: keywords of `vllm.SamplingParams`, or keys of a /v1/completions request.
+
+    `seed` is the prompt's seed, `end_ids` the token ids that end a completion.
+    """
     return {
         "n": group_size,
         "seed": seed,  # completion g uses seed + g
@@ -67,7 +70,10 @@ def sampling_arguments(sampling: Sampling, group_size: int, seed: int, end_ids: 
 
 
 def check_norms(held: Mapping[str, Tensor], clean: Mapping[str, Tensor], holder: str, way_out: str) -> None:
-    """Raise ConfigError, ending in `way_out`, unless the engine `holder` holds the policy's clean norms in float32."""
+    """Raise ConfigError unless the engine's norms `held` equal the policy's norms `clean` and are float32.
+
+    Both are by full layer name. The message begins with `holder`, which names the engine, and ends with `way_out`.
+    """
     for name, weight in clean.items():
         if name not in held:
             why = f"has no layer {name}: its model is another, or names layers otherwise, so that no noise can be added"
@@ -81,7 +87,10 @@ def check_norms(held: Mapping[str, Tensor], clean: Mapping[str, Tensor], holder:
 
 
 def encode_tensor(tensor: Tensor) -> list[str]:
-    """Encode a tensor as [dtype, base64], bit for bit. Decimal numbers take four times the space and cannot be NaN."""
+    """Encode a tensor for JSON as [dtype, base64], bit for bit.
+
+    Decimal numbers would take four times the space, and JSON has no NaN.
+    """
     held = tensor.detach().cpu().contiguous()
     return [str(held.dtype).removeprefix("torch."), base64.b64encode(held.view(torch.uint8).numpy().tobytes()).decode()]
 
@@ -92,7 +101,10 @@ def decode_tensor(dtype: str, data: str) -> Tensor:
 
 
 def max_rank(rank: int) -> int:
-    """Return the smallest rank allowed by vLLM that holds `rank`. Raises ConfigError above the largest."""
+    """Return the smallest `max_lora_rank` that vLLM allows for an adapter of `rank`.
+
+    Raises ConfigError if `rank` is higher than all that vLLM allows.
+    """
     if rank > MAX_RANKS[-1]:
         raise ConfigError(
             f"lora.rank={rank} is more than vLLM takes; allowed: up to {MAX_RANKS[-1]}. "
@@ -102,7 +114,7 @@ def max_rank(rank: int) -> int:
 
 
 def adapter_bytes(model: PeftModel) -> int:
-    """Return the bytes of the adapter's weights."""
+    """Return the size of the adapter's weights in bytes."""
     return sum(tensor.nbytes for tensor in get_peft_model_state_dict(model, adapter_name="default").values())
 
 

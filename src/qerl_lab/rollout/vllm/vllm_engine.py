@@ -1,8 +1,8 @@
 """Rollout engine on vLLM in the trainer's process: packed base and the policy's adapter, or all weights; noisy norms.
 
 Uses vLLM's documented interfaces only: `LLM(...)`, `add_request` and `step` of its engine, `add_lora`, `apply_model`,
-`collective_rpc`, `reset_prefix_cache`, `sleep`, `wake_up`. logprob_scheduler.py uses one that is documented as not
-public.
+`collective_rpc`, `reset_prefix_cache`, `sleep`, `wake_up`. The exception is logprob_scheduler.py, whose interface vLLM
+documents as not public.
 Tested by tests/unit/rollout/test_contract.py, and for every format by tests/gpu.
 """
 
@@ -49,10 +49,12 @@ SEEDS_IN_ONE_KERNEL = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
 class VllmEngine(Engine):
-    """Engine on a copy of `policy`'s base, or with `share_base` on the only one. One per process.
+    """vLLM in the trainer's process, with its own copy of the policy's base. A process can have only one.
 
-    A completion's draws depend on its seed, not on its batch; on a GPU they repeat as far as vLLM's sums do. Raises
-    ConfigError if vLLM cannot serve the model in its format here, or memory is too small.
+    With rollout.vllm.share_base the policy drops its base and uses vLLM's copy. A completion's draws depend on its
+    seed, not on the other requests in its batch; on a GPU they can differ where vLLM sums in another order.
+
+    Raises ConfigError if vLLM cannot serve the model in its format on this machine, or memory is too small.
     """
 
     def __init__(self, policy: Policy, cfg: RunConfig) -> None:
@@ -92,7 +94,10 @@ class VllmEngine(Engine):
         return self._llm
 
     def sync(self, noise: Noise) -> None:
-        """Copy what the policy trains and its noisy norms into vLLM, and reset the prefix cache of the old weights."""
+        """Copy the policy's trained weights, and its norms plus `noise`, into vLLM. Raises EngineFailed if that fails.
+
+        Resets the prefix cache too, which holds results of the old weights.
+        """
         self._wake()
         noisy = noise.onto_norms(self.policy.clean_norms)
 
@@ -123,7 +128,10 @@ class VllmEngine(Engine):
                     raise
 
     def _wake(self) -> None:
-        """Map a sleeping key-value cache again, zeroed. Raises EngineFailed, still asleep, if others hold memory."""
+        """Map the key-value cache again, zeroed, if the engine sleeps.
+
+        Raises EngineFailed if too little memory is free; the engine then stays asleep.
+        """
         if not self._asleep:
             return
         with raising_engine_failed("wake_up"):
@@ -134,7 +142,7 @@ class VllmEngine(Engine):
         self._asleep = False
 
     def _share_base(self) -> None:
-        """Let the policy use vLLM's copy of the base. Raises ConfigError if its layout cannot be shared."""
+        """Let the policy use vLLM's copy of the base. Raises ConfigError if the trainer cannot read its layout."""
         torch.cuda.synchronize(self.policy.device)  # vLLM may have loaded on another stream
         keep = self.llm.apply_model(lambda model: one_copy.share(self.policy, model))[0]
         if keep:
@@ -149,7 +157,7 @@ class VllmEngine(Engine):
         return {name: weight.detach().clone() for name, weight in self._find_norms().items()}
 
     def _find_norms(self) -> dict[str, nn.Parameter]:
-        """Return the norm weights of vLLM's model by full layer name, without the policy's norms that it lacks."""
+        """Return vLLM's parameters for the norms of `policy.norms`, by full layer name, as far as vLLM has them."""
 
         def find_norms(model: nn.Module) -> dict[str, nn.Parameter]:
             weights = dict(model.named_parameters())
@@ -160,11 +168,14 @@ class VllmEngine(Engine):
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
-        """Sample `group_size` completions of each prompt, without log-probs for top_p < 1. Raises EngineFailed."""
+        """Sample `group_size` completions of each prompt, without log-probs if top_p < 1.
+
+        Raises EngineFailed if vLLM fails or needs more than rollout.vllm.timeout_minutes.
+        """
         started, engine = time.perf_counter(), self.llm.llm_engine
         minutes = self.cfg.rollout.vllm.timeout_minutes
         deadline = started + 60 * minutes
-        names_P_G, found = list[list[str]](), dict[str, RequestOutput]()  # vLLM's names of completions; by request id
+        names_P_G, found = list[list[str]](), dict[str, RequestOutput]()  # vLLM's ids of completions; by request id
         logprob_scheduler.LOGPROBS.clear()  # leftovers of a failed rollout
         self._wake()
         with random_state_restored(self.policy.device):
@@ -236,7 +247,10 @@ class VllmEngine(Engine):
 
 
 def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter: dict[str, Any]) -> LLM:
-    """Build vLLM's `LLM` with the adapter's arguments. Raises ConfigError if vLLM refuses, or memory is too small."""
+    """Build vLLM's `LLM` on the model directory `folder`, with the adapter's arguments `of_adapter`.
+
+    `backend` is the kernel from `choose_backend`. Raises ConfigError if vLLM refuses the model or memory is too small.
+    """
     own = cfg.rollout.vllm
     config, dtype = read_json(folder / "config.json"), policy.dtype
     per_token = bytes_per_token(config, 1 if own.kv_cache_dtype == "fp8" else dtype.itemsize)
@@ -277,7 +291,10 @@ def _is_no_scheduler_warning(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def raising_engine_failed(what: str) -> Iterator[None]:
-    """Context manager: turn RuntimeErrors, out of memory included, and a dead vLLM into EngineFailed."""
+    """Context manager: turn RuntimeErrors (also out of memory) and vLLM's EngineDeadError into EngineFailed.
+
+    `what` names the failed call in the message.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:

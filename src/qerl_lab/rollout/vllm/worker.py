@@ -1,4 +1,4 @@
-"""vLLM's worker class, in the trainer's process and in a server: holds the noisy norms in float32.
+"""The worker class that vLLM runs, in the trainer's process and in a server: holds the noisy norms in float32.
 
 Set by `worker_cls` (`vllm serve --worker-cls qerl_lab.rollout.vllm.worker.NormWorker`). With a server, the trainer
 calls the methods `qerl_*` in every worker, by name and with plain JSON (`/collective_rpc`).
@@ -25,10 +25,10 @@ class NormWorker(Worker):
     """vLLM's worker plus float32 norms, noise on them, and reloading of a server's one adapter."""
 
     def load_model(self, **options: Any) -> None:
-        """Override vLLM's hook: load the model, then convert the norms of `transfer.serving_arguments` to float32.
+        """Override vLLM's hook: load the model, then convert the norms named in vLLM's `additional_config` to float32.
 
-        This happens before vLLM compiles the model and captures CUDA graphs, which fix a weight's dtype and address.
-        vLLM's RMSNorm multiplies in the dtype of its weight and returns the dtype of its input.
+        This must happen before vLLM compiles the model and captures CUDA graphs, which fix a weight's dtype and
+        address. vLLM's RMSNorm multiplies in the dtype of its weight and returns the dtype of its input.
         """
         super().load_model(**options)
         names = self.vllm_config.additional_config[FLOAT32_NORMS]
@@ -37,7 +37,7 @@ class NormWorker(Worker):
                 module.weight.data = module.weight.data.float()
 
     def qerl_describe(self) -> dict[str, Any]:
-        """Return the server's quantization, and settings that a run compares with `server_command.settings`."""
+        """Return this vLLM's quantization and settings, which a run compares with `server_command.settings`."""
         own = self.vllm_config
         model, lora = own.model_config, own.lora_config
         return {
@@ -54,7 +54,7 @@ class NormWorker(Worker):
         }
 
     def qerl_clear(self) -> None:
-        """Zero the key-value cache, as at the start; the caller must then reset the prefix cache.
+        """Zero the key-value cache, as it was when vLLM started. The caller must then reset the prefix cache.
 
         A run whose weights became NaN leaves NaN in the cache. Attention of later runs multiplies it by zero, which
         gives NaN again. `kv_caches` is undocumented; tests/unit/rollout/test_contract.py fails without it
@@ -65,13 +65,13 @@ class NormWorker(Worker):
                 tensor.zero_()
 
     def qerl_adapter(self, name: str, folder: str) -> list[Any]:
-        """Replace the server's only loaded adapter by the files in `folder`; do nothing if it has none or several.
+        """Replace the loaded adapter, called `name`, by the files in `folder`. Do nothing unless exactly one is loaded.
 
-        It does so by `add_lora`, because vLLM would keep a /v1/load_lora_adapter request with load_inplace and read the
-        files again at every token.
+        Uses `add_lora`, because after a /v1/load_lora_adapter request with load_inplace vLLM would read the files again
+        at every token.
 
-        Returns the ids of the loaded adapters, or [type, message] of an error. An exception in several workers would
-        leave all answers but the first queued in vLLM, so that each later call would get answers of the call before.
+        Returns the ids of the loaded adapters, or [type, message] of an error. It raises no exception: if several
+        workers did, vLLM would queue all answers but the first, and each later call would get an earlier call's answer.
         """
         held = sorted(self.list_loras())
         if len(held) == 1:
@@ -82,11 +82,10 @@ class NormWorker(Worker):
         return sorted(self.list_loras())
 
     def qerl_noise(self, names: list[str], sigma: str, seed: int, step: int, relative: bool) -> None:
-        """Write clean weights + noise into the norms `names`, and clean weights into the norms that had noise before.
+        """Write clean weights + noise into the norms `names`, and clean weights into all other norms that had noise.
 
-        Every worker draws the same noise. Layers of other pipeline stages are skipped.
-
-        `names` are full layer names, `sigma` a float as text, because JSON has no NaN; the rest is as in `aqn.Noise`.
+        Every worker draws the same noise, and skips layers that it does not hold (pipeline parallelism). `names` are
+        full layer names. `sigma` is a float as text, because JSON has no NaN. The rest is as in `aqn.Noise`.
         """
         weights = self._qerl_parameters()
         clean: dict[str, Tensor] = self.__dict__.setdefault("qerl_clean", {})  # as loaded

@@ -24,7 +24,10 @@ class Unanswered(EngineFailed):
 
 
 class Server:
-    """Client of the server at `url`, usable from several threads."""
+    """Client of the server at `url`, usable from several threads.
+
+    It retries a lost connection for `patience` seconds, and opens at most `connections` connections.
+    """
 
     def __init__(self, url: str, patience: float, connections: int) -> None:
         self.name = f"the vLLM server at {url_without_secrets(url)}"
@@ -41,11 +44,11 @@ class Server:
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS) -> Any:
         """Send an HTTP request and return the parsed JSON answer, or None for an empty one.
 
-        A lost connection is tried again for `patience` seconds. So the request must be safe to repeat, because an
-        answer may be lost.
+        The request must be safe to repeat: after a lost connection it is sent again for `patience` seconds, although
+        the server may have handled it already.
 
-        Raises Refused for an error as answer, Unanswered after `seconds` without one, EngineFailed without a server,
-        ConfigError if it wants a key.
+        Raises Refused if the server answers with an error, Unanswered if it gives no answer within `seconds`,
+        EngineFailed if it cannot be reached, and ConfigError if it wants an API key.
         """
         timeout, lost = httpx.Timeout(seconds, connect=CONNECT_SECONDS), None
         while True:

@@ -42,7 +42,7 @@ def commands(cfg: RunConfig) -> list[str]:
 
 
 def quantize_line(cfg: RunConfig, out: str) -> str:
-    """Return the quantize command that packs the model as the run would, into the directory `out`."""
+    """Return the shell command that packs the model, in the run's format, into the directory `out`."""
     words = [hydra_override("model", cfg.model.path), f"format={cfg.format.name}", hydra_override("out", out)]
     if cfg.model.revision:
         words.append(hydra_override("revision", cfg.model.revision))
@@ -53,13 +53,13 @@ def quantize_line(cfg: RunConfig, out: str) -> str:
 
 
 def changed_format_options(cfg: RunConfig) -> dict[str, str]:
-    """Return the run's format options that differ from the defaults, spelled for the command line, by name."""
+    """Return the format options of a run that differ from the defaults: command-line values by name."""
     own, usual = asdict(cfg.format), asdict(FormatConfig())
     return {key: str(own[key]).lower() for key in asdict(formats.build(cfg.format)) if own[key] != usual[key]}
 
 
 def settings(cfg: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the settings that a server must have for a run, by vLLM's names; `dtype` is the compute dtype."""
+    """Return the settings that a run needs from its server, by vLLM's names. `dtype` is the compute dtype."""
     backend = cfg.rollout.vllm.linear_backend
     usual = "marlin" if cfg.format.name == "fp8" else "auto"  # auto is vLLM's choice, which for FP8 is Humming
     return serving_arguments(cfg, dtype, device_of(cfg.device)) | {

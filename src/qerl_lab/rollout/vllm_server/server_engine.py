@@ -48,10 +48,10 @@ Completion = tuple[list[int], list[float], str]  # token ids, log-probs, finish 
 
 
 class VllmServerEngine(Engine):
-    """Engine on the server at `rollout.vllm_server.url`, which serves `policy`'s base to one run at a time.
+    """Engine on the server at rollout.vllm_server.url, which serves the policy's base to one run at a time.
 
-    Seeds determine the draws as in `vllm_engine`. Raises ConfigError if there is no server, or it serves another model
-    or with other settings.
+    Seeds determine the draws as in `VllmEngine`. Raises ConfigError if there is no server, or if its model or settings
+    differ from the run's.
     """
 
     def __init__(self, policy: Policy, cfg: RunConfig) -> None:
@@ -59,7 +59,7 @@ class VllmServerEngine(Engine):
         self._open = ExitStack()
         self._server = Server(own.url, own.patience_seconds, cfg.rollout.batch_size)
         self._open.callback(self._server.close)
-        self._name = f"policy-{secrets.token_hex(4)}"  # the adapter's on the server, unique to this engine
+        self._name = f"policy-{secrets.token_hex(4)}"  # name of the adapter on the server, unique to this engine
         try:
             self._folder = Path(self._open.enter_context(self._temporary_folder()))
             write_settings(policy.model, self._folder)
@@ -74,7 +74,10 @@ class VllmServerEngine(Engine):
             raise
 
     def _temporary_folder(self) -> AbstractContextManager[str | Path]:
-        """Return a context manager for a folder of adapter files: in adapter_dir, or here, in RAM if there is room."""
+        """Return a context manager that makes a temporary folder for the adapter's files.
+
+        It lies in rollout.vllm_server.adapter_dir if that is set, else on this machine, in RAM if there is room.
+        """
         if (shared := self.cfg.rollout.vllm_server.adapter_dir) is None:
             return scratch_folder(adapter_bytes(self.policy.model))
         Path(shared).mkdir(parents=True, exist_ok=True)
@@ -98,7 +101,10 @@ class VllmServerEngine(Engine):
                     raise ConfigError(f"{self._server.name} has {key}={value}; allowed for this run: {allowed}. {LINE}")
 
     def _check_logprobs(self) -> None:
-        """Raise ConfigError unless server and policy give a sampled text log-probs within `NEAR` nats, on average."""
+        """Raise ConfigError if the server's weights differ from the policy's, judged by one sampled text.
+
+        They differ if the mean distance between the log-probs of server and policy is at least `NEAR` nats per token.
+        """
         policy, model, rollout = self.policy, self.cfg.model, self.cfg.rollout
         prompt = policy.tokenizer(PROBE)["input_ids"][: rollout.max_prompt_tokens]
         out = self.generate([prompt], 1, Sampling(min(PROBE_TOKENS, rollout.max_completion_tokens), seed=0))
@@ -114,7 +120,7 @@ class VllmServerEngine(Engine):
             )
 
     def _take_over(self) -> None:
-        """Make this engine's adapter the server's only one. Raises ConfigError if the server cannot load its files."""
+        """Replace all adapters on the server by this engine's. Raises ConfigError if the server cannot load it."""
         held = self._adapter_names()
         self._server.ask("POST", "/abort_requests", {})  # running requests would keep the prefix cache
         self._call_workers("qerl_clear")  # the first sync resets the prefix cache
@@ -133,7 +139,7 @@ class VllmServerEngine(Engine):
                 ) from error
 
     def _adapter_names(self) -> list[str]:
-        """Return the names of the adapters on the server: models that have a parent."""
+        """Return the names of the adapters on the server, which lists them as models with a parent."""
         cards = self._server.ask("GET", "/v1/models")["data"]
         return [card["id"] for card in cards if card["parent"]]
 
@@ -144,7 +150,10 @@ class VllmServerEngine(Engine):
             raise EngineFailed(f"{self._server.name} {what}")
 
     def sync(self, noise: Noise) -> None:
-        """Send adapter and noise to the server's workers. Raises EngineFailed, also if another run took the server."""
+        """Send adapter and noise to the server's workers.
+
+        Raises EngineFailed if the server fails, or if another run has taken it over.
+        """
         self._require_only_adapter()
         write_weights(self.policy.model, self._folder)
         held = self._call_workers("qerl_adapter", name=self._name, folder=str(self._folder))
@@ -170,9 +179,13 @@ class VllmServerEngine(Engine):
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
-        """Sample `group_size` completions of each prompt, without log-probs for top_p < 1. Raises EngineFailed."""
+        """Sample `group_size` completions of each prompt, without log-probs if top_p < 1.
+
+        Raises EngineFailed if the server fails, needs more than rollout.vllm.timeout_minutes, or was taken over by
+        another run.
+        """
         started, seeds = time.perf_counter(), sampling.seeds(len(prompt_ids_P))
-        # As ids, because texts are not used.
+        # Ask for token ids, because texts are not used.
         fixed = {"model": self._name, "return_token_ids": True, "return_tokens_as_token_ids": True}
         bodies = [
             fixed | {"prompt": ids} | sampling_arguments(sampling, group_size, seed, self.policy.end_ids())
@@ -196,11 +209,14 @@ class VllmServerEngine(Engine):
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # a hanging request ends at the deadline
         groups = [job.result() for job in jobs]
-        self._require_only_adapter()  # so it was during the whole rollout
+        self._require_only_adapter()  # then no other run has used the server during the rollout
         return Rollout.of(prompt_ids_P, groups, None, started)
 
     def _complete(self, body: dict[str, Any], deadline: float) -> list[Completion]:
-        """Return the completions of a request for one prompt. Raises Unanswered after `deadline`, else EngineFailed."""
+        """Send the /v1/completions request `body` for one prompt; return its completions.
+
+        Raises Unanswered if there is no answer by `deadline` (time.monotonic), EngineFailed if the request fails.
+        """
         try:
             answer = self._server.ask("POST", "/v1/completions", body, max(0.01, deadline - time.monotonic()))
         except Refused as error:
@@ -223,7 +239,10 @@ class VllmServerEngine(Engine):
 
 
 def format_of(name: str | None, config: dict[str, Any] | None) -> str:
-    """Return the weight format of a server's base from vLLM's two settings; for an unknown one vLLM's name and why."""
+    """Return the name of a server's weight format, from vLLM's quantization name and config.
+
+    For a format that the lab does not know, return vLLM's name and the reason.
+    """
     try:
         if config is None:
             return name or DENSE_FORMAT
