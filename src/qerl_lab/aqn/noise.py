@@ -10,11 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise of one step, small enough to send to any process that draws it.
+    """The noise of one step, stored as the few numbers from which any process can draw it.
 
     Attributes:
-        sigma: standard deviation. With `relative` in units of each norm's root mean square, so that E|noise|^2 =
-            sigma^2 |clean|^2 for every norm, as in filter normalization (arXiv 1712.09913, Sec. 4), per layer.
+        sigma: standard deviation; 0 means no noise.
+        relative: whether sigma is in units of the root mean square of each norm's weights. Then E|noise|^2 =
+            sigma^2 |clean|^2 for every norm, as in filter normalization (arXiv 1712.09913, Sec. 4), but per layer.
     """
 
     sigma: float
@@ -25,12 +26,13 @@ class Noise:
     def onto_norms(self, clean: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the norms with noise: clean + sigma * Z as new float32 tensors, with Z ~ N(0, 1).
 
-        Z is drawn from (seed, step, layer). With `relative`: clean + sigma * rms(clean) * Z, with the root mean square
-        of each norm's weights. `clean` has float32 weights by full layer name, all on one device, and is not changed.
+        Z is drawn from (seed, step, layer). With `relative` it is clean + sigma * rms(clean) * Z, with the root mean
+        square over the weights of each norm. `clean` has the float32 norm weights by full layer name, all on one
+        device.
         """
         if self.sigma == 0 or not clean:
             return {name: weight.clone() for name, weight in clean.items()}
-        # Add to all norms at once: copying each draw of a few thousand numbers to a GPU takes longer.
+        # Add to all norms at once, because copying each norm's draw to a GPU by itself would take longer.
         drawn = torch.cat([self._draw(name, weight.shape) for name, weight in clean.items()])
         flat = torch.cat([weight.flatten() for weight in clean.values()])
         noise = (self.sigma * drawn).to(flat.device)
@@ -40,7 +42,7 @@ class Noise:
         return {name: part.view_as(clean[name]) for name, part in zip(clean, parts, strict=True)}
 
     def _draw(self, layer: str, shape: torch.Size) -> Tensor:
-        """Draw a standard normal number per entry of a norm of `shape`, on the CPU; return them flattened."""
+        """Draw standard normal numbers for the norm `layer`, one per entry of its `shape`, on the CPU; flattened."""
         digest = hashlib.sha256(f"{self.seed}/{self.step}/{layer}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # torch takes 63 bits
         return torch.randn(shape, generator=generator).flatten()
@@ -50,9 +52,10 @@ CLEAN = Noise(sigma=0.0, seed=0, step=0)
 
 
 def rms_per_entry(clean: Mapping[str, Tensor]) -> Tensor:
-    """Return the root mean square of each norm's weights, repeated for each entry: float32, norms concatenated.
+    """Return the root mean square of each norm's weights, repeated for each entry of the norm.
 
-    Sums in float64, so that the order in which a device sums does not show in float32.
+    The result is one float32 tensor, with the norms concatenated in the order of `clean`. Sums in float64, so that the
+    order in which a device sums does not show in float32.
     """
     sizes = torch.stack([weight.double().square().mean().sqrt() for weight in clean.values()]).float()
     counts = torch.tensor([weight.numel() for weight in clean.values()], device=sizes.device)
@@ -60,10 +63,10 @@ def rms_per_entry(clean: Mapping[str, Tensor]) -> Tensor:
 
 
 def observed_std(norms: dict[str, Tensor], clean: dict[str, Tensor], relative: bool = False) -> float:
-    """Measure sigma in norms with noise: the standard deviation of (norms - clean) over all entries.
+    """Measure sigma in norms with noise: the standard deviation of (norms - clean) over all entries of all norms.
 
-    With `relative` each norm's differences are first divided by the root mean square of its clean weights, unless that
-    is zero. `norms` and `clean` have weights by the same full layer names.
+    With `relative` the differences of each norm are first divided by the root mean square of its clean weights, unless
+    that is zero. `norms` and `clean` have weights by full layer name; `norms` must have every layer of `clean`.
     """
     gaps = torch.cat([(norms[name].to(weight) - weight).flatten() for name, weight in clean.items()])
     if relative:

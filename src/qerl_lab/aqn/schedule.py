@@ -6,22 +6,22 @@ from qerl_lab.config.schema import AqnConfig
 
 
 def stage(step: int, total_steps: int, stages: int) -> int:
-    """Return the stage (from 0) that a step (from 1) belongs to. Stages are `stages` equal parts of the run.
+    """Return the stage (from 0) that `step` (from 1) belongs to, if the run is cut into `stages` equal parts.
 
-    With more stages than steps some stages are skipped, evenly.
+    With more stages than steps some stages, evenly spread, have no step.
     """
     return (step - 1) * stages // total_steps
 
 
 def steps_of(number: int, total_steps: int, stages: int) -> range:
-    """Return the steps (from 1) of stage `number` (from 0); empty if the stage is skipped."""
+    """Return the steps (from 1) of stage `number` (from 0); empty if the stage has none."""
     return range(-(-number * total_steps // stages) + 1, -(-(number + 1) * total_steps // stages) + 1)
 
 
 def level(cfg: AqnConfig, step: int, total_steps: int) -> float:
-    """Return the noise level of a step in `cfg.unit`: a standard deviation, or nats per token. Pure.
+    """Return the noise level of a step in `cfg.unit`: sigma (a standard deviation), or a KL in nats per token.
 
-    Returns a value between the schedule's start and end; kl_start at every step with schedule=adaptive. 0 at step 0
+    It lies between the schedule's start and end. With schedule=adaptive it is kl_start at every step. It is 0 at step 0
     (the untrained policy), with schedule=off, and in the first stage unless `cfg.reading` is "equation". Raises
     ValueError for a step outside 0..total_steps.
     """
@@ -36,15 +36,16 @@ def level(cfg: AqnConfig, step: int, total_steps: int) -> float:
         return decay(cfg, now, last)
     if now == 0:
         return 0.0
-    # The released code spreads K-1 values over stages 2..K; Algorithm 1 keeps Eq. 8's K-1 in the exponent.
+    # The first of K stages has no noise. The released code spreads K-1 values over stages 2..K; the paper's Algorithm 1
+    # keeps the K-1 of Eq. 8 in the exponent.
     return decay(cfg, now - 1, last - 1 if cfg.reading == "released" else last)
 
 
 def decay(cfg: AqnConfig, index: int, last: int) -> float:
-    """Return the noise level at place `index` of 0..`last` on the schedule's curve from start to end, in `cfg.unit`.
+    """Return the noise level in `cfg.unit` at point `index` of the schedule's curve: 0 is its start, `last` its end.
 
-    The exponential is Eq. 8 of the paper; the other shapes are in its Fig. 15. Raises ValueError for "off" and
-    "adaptive".
+    The exponential curve is Eq. 8 of the paper; the other shapes are in its Fig. 15. Raises ValueError for the
+    schedules "off" and "adaptive", which have no curve.
     """
     share = index / last if last > 0 else 0.0
     start, end = (cfg.kl_start, cfg.kl_end) if cfg.unit == "kl" else (cfg.sigma_start, cfg.sigma_end)

@@ -27,7 +27,7 @@ LEAP = math.log(100)  # largest step of log sigma outside a bracket, where the l
 
 @dataclass(frozen=True)
 class Solution:
-    """A sigma, its measured KL in nats per token, and the number of sigmas tried."""
+    """The sigma that a search found, its measured KL in nats per token, and how many sigmas were tried (`probes`)."""
 
     sigma: float
     kl: float
@@ -35,16 +35,16 @@ class Solution:
 
 
 def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, guess: float) -> Solution:
-    """Search in sigma_min..sigma_max for the sigma at which the KL is `target`. Pure apart from `measure`.
+    """Search in sigma_min..sigma_max for the sigma at which the KL is `target`.
 
-    Stops within solver.tolerance of the target. Stops at a bound if the target lies beyond it. After solver.probes
-    tries, or if the KL jumps over the target, returns the tried sigma with the nearest KL. A NaN KL counts as infinite,
-    a KL of 0 or less as 0.
+    Stops as soon as a KL is within the factor 1 + solver.tolerance of `target`, or at a bound of sigma if the target
+    lies beyond that bound. After solver.probes tries, or if the KL jumps over the target, it returns the tried sigma
+    with the nearest KL. A NaN KL counts as infinite, a KL of 0 or less as 0.
 
     Args:
         measure: returns the KL in nats per token of a sigma; must not fall as sigma grows.
-        target: above 0, else raises ValueError.
-        guess: first sigma to try, clamped to the bounds.
+        target: KL in nats per token, above 0, else raises ValueError.
+        guess: first sigma to try, clamped to sigma_min..sigma_max.
     """
     if target <= 0:
         raise ValueError(f"a KL of {target} is not solved for; allowed: above 0")
@@ -68,7 +68,7 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
 
 
 def _exp_within_bounds(cfg: AqnConfig, at: float) -> float:
-    """Convert the log sigma `at` to sigma; the log of a bound gives exactly that bound, which exp would miss."""
+    """Convert the log sigma `at` to sigma. The log of sigma_min or sigma_max gives that bound exactly."""
     bounds = {math.log(bound): bound for bound in (cfg.sigma_min, cfg.sigma_max)}
     return bounds.get(at, math.exp(at))
 
@@ -77,10 +77,11 @@ Point = tuple[float, float]  # log sigma, log(KL / target)
 
 
 def _next_log_sigma(tried: list[Point], near: float) -> float | None:
-    """Return the next log sigma to try. `near` is the tolerance as a log: log(1 + solver.tolerance).
+    """Return the next log sigma to try, from the points tried so far. `near` is log(1 + solver.tolerance).
 
-    Between a point below and a point above the target it is the secant's zero, or the middle; else an extrapolation.
-    None if those two points are closer than near / 10: between them the KL jumps over the target.
+    With points on both sides of the target it is the zero of the secant between the two nearest, or their middle.
+    Otherwise it is an extrapolation. None if these two points are closer than near / 10 in log sigma, because between
+    them the KL jumps over the target.
     """
     above = min((point for point in tried if point[1] > 0), default=None)
     below = max((point for point in tried if point[1] < 0 and (above is None or point[0] < above[0])), default=None)
@@ -96,10 +97,10 @@ def _next_log_sigma(tried: list[Point], near: float) -> float | None:
 
 
 def _extrapolate_log_sigma(tried: list[Point]) -> float:
-    """Return the log sigma at which a line through the last point reaches the target.
+    """Return the log sigma at which a line through the last tried point reaches the target.
 
-    The line has slope SLOPE, or less if the last two points show less. A smaller slope overshoots, so that points lie
-    on both sides of the target; undershooting does not.
+    The line's slope is `SLOPE`, or that of the last two points if it is smaller. Too small a slope overshoots the
+    target, which helps: then points lie on both sides of it.
     """
     at, gap = tried[-1]
     slope = SLOPE
