@@ -1,7 +1,7 @@
 """RL algorithms, one file each: the objective, its source and the departures from its paper.
 
 `groups` computes the advantages, `correction` the importance weights for noisy sampling. TRL computes the loss
-(`GRPOTrainer._compute_loss`). `tests/golden/test_loss.py` and `tests/golden/test_objective.py` hold all three to a
+(`GRPOTrainer._compute_loss`). `tests/golden/test_loss.py` and `tests/golden/test_objective.py` compare all three with a
 float64 reference of the papers' formulas. docs/algorithms.md compares the algorithms.
 
 Symbols: o_i is completion i of G and |o_i| its length in tokens. r_it = pi(o_it) / pi_old(o_it) is the probability
@@ -15,7 +15,7 @@ from qerl_lab.config.schema import AlgorithmConfig
 
 
 def loss_settings(cfg: AlgorithmConfig) -> dict[str, Any]:
-    """Return the keyword arguments of `trl.GRPOConfig` for the loss of `cfg`: ratio, clips, KL, entropy bonus."""
+    """Return keyword arguments of `trl.GRPOConfig` that select the loss of `cfg`: ratio, clips, KL, entropy bonus."""
     algorithm = importlib.import_module(f"qerl_lab.algorithms.{cfg.name}")
     return {
         "loss_type": algorithm.LOSS_TYPE,

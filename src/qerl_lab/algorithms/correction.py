@@ -4,7 +4,7 @@ Axes: B completions of the batch, T tokens of a completion, N micro-batches of a
 
 The sampler draws a token with its own probability; the trainer's differs by noise and kernels. The ratio trainer /
 sampler, truncated at `rollout.importance_clip_max`, weighs the token's loss (truncated importance sampling). The
-weights equal TRL's (`GRPOTrainer._generate_and_score_completions`); tests/golden/test_loss.py holds both.
+weights equal those of TRL (`GRPOTrainer._generate_and_score_completions`); tests/golden/test_loss.py compares them.
 """
 
 import math
@@ -15,11 +15,11 @@ from torch import Tensor
 
 
 class Weights(NamedTuple):
-    """Loss weight of each token. Both fields are [B, T], or [B, 1] for one weight per completion.
+    """Importance weights of the loss: one per token, both fields [B, T], or one per completion, both [B, 1].
 
     Attributes:
-        value: 0 or more, in the dtype of the log-probs.
-        is_cut: whether the ratio exceeded the bound and was lowered to it or set to zero.
+        value: the weight, 0 or more, in the dtype of the log-probs.
+        is_cut: whether the ratio exceeded its upper bound, so that `value` is that bound or 0.
     """
 
     value: Tensor
@@ -33,7 +33,8 @@ def weights(correction: str, clip_max: float, trainer_B_T: Tensor, sampler_B_T: 
 
     Args:
         correction: one of `schema.CORRECTIONS`.
-        trainer_B_T, sampler_B_T: log-probs in nats, without gradients. NaN in either gives a ratio of 1, as in TRL.
+        trainer_B_T, sampler_B_T: log-probs of the sampled tokens in nats, without gradients. NaN in either gives the
+            token a ratio of 1, as in TRL.
         mask_B_T: 1 for completion tokens, 0 for padding, which gets a ratio of 1.
     """
     log_ratio = ((trainer_B_T - sampler_B_T) * mask_B_T).nan_to_num(nan=0.0)
@@ -48,13 +49,13 @@ def weights(correction: str, clip_max: float, trainer_B_T: Tensor, sampler_B_T: 
 
 
 def term_sums(weights: Weights, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
-    """Sum the terms of the metrics of `mismatch` over the completion tokens of a micro-batch, as a float64 tensor [10].
+    """Sum what `mismatch` needs over the completion tokens of a micro-batch: a float64 tensor [10].
 
-    The last entry is no sum but the largest absolute log-ratio.
+    The last entry is not a sum, but the largest absolute log-ratio.
 
     Args:
-        weights: result of the function `weights`. One weight per completion is summed over completions.
-        trainer_B_T, sampler_B_T: log-probs in nats.
+        weights: result of the function `weights`. Weights per completion are counted once per completion.
+        trainer_B_T, sampler_B_T: log-probs of the sampled tokens in nats.
         mask_B_T: 1 for completion tokens, 0 for padding.
     """
     mask = mask_B_T.double()
@@ -71,7 +72,8 @@ def term_sums(weights: Weights, trainer_B_T: Tensor, sampler_B_T: Tensor, mask_B
 def mismatch(sums_N: list[list[float]]) -> dict[str, float]:
     """Compute the metrics `sampler/*` of the gap between sampler and trainer from sums over micro-batches.
 
-    `sums_N` has the `term_sums` of each micro-batch of all ranks, as lists. A NaN makes the averages over it NaN.
+    `sums_N` has the result of `term_sums`, as a list, for each micro-batch of all ranks. A NaN log-prob makes the
+    averages NaN.
     """
     *added, largest = zip(*sums_N, strict=True)
     tokens, gap, k1, k3, ratio, ratio_squared, cut, weight, counted = map(math.fsum, added)

@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Rewards = NDArray[np.float64]
-SAME = 1e-9  # relative: equal rewards summed from different parts differ by rounding
+SAME = 1e-9  # relative difference up to which rewards count as equal, because sums of parts differ by rounding
 
 
 def is_flat(reward_P_G: Rewards) -> NDArray[np.bool_]:
-    """Return, for each group [P], whether all its completions earned the same reward: its advantages are then 0.
+    """Return, for each group [P], whether all its completions earned the same reward: the group is flat.
 
-    Dynamic sampling replaces these groups. DAPO (arXiv 2503.14476, Eq. 11) compares right and wrong answers only; here
-    every part of the task's reward counts, format too.
+    The advantages of a flat group are 0, and dynamic sampling replaces it. DAPO (arXiv 2503.14476, Eq. 11) compares
+    right and wrong answers only; here every part of the task's reward counts, format too.
     """
     return np.ptp(reward_P_G, axis=1) <= SAME * np.abs(reward_P_G).max(axis=1)
 
@@ -23,7 +23,7 @@ def is_flat(reward_P_G: Rewards) -> NDArray[np.bool_]:
 def advantage(reward_P_G: Rewards, normalize_std: bool) -> Rewards:
     """Compute the advantage of each completion, [P, G]: its reward minus the group's mean, 0 in a flat group.
 
-    With `normalize_std` it is divided by the group's unbiased standard deviation + 1e-4. Flat groups: see `is_flat`.
+    With `normalize_std` it is divided by the group's unbiased standard deviation + 1e-4. `is_flat` defines flat groups.
     """
     centred = reward_P_G - reward_P_G.mean(axis=1, keepdims=True)
     if normalize_std:
@@ -32,9 +32,10 @@ def advantage(reward_P_G: Rewards, normalize_std: bool) -> Rewards:
 
 
 def overlong_penalty(lengths: ArrayLike, max_tokens: int, buffer_tokens: int) -> Rewards:
-    """Compute the penalty of long completions (DAPO's soft overlong punishment), in [-1, 0], from `lengths` in tokens.
+    """Compute the penalty for long completions, in [-1, 0] and shaped like `lengths`, which counts their tokens.
 
-    Zero up to max_tokens - buffer_tokens, then linear to -1 at max_tokens (arXiv 2503.14476, Eq. 13).
+    It is 0 up to max_tokens - buffer_tokens, then falls linearly to -1 at max_tokens: the soft overlong punishment of
+    DAPO (arXiv 2503.14476, Eq. 13).
     """
     allowed = max_tokens - buffer_tokens
     return np.clip((allowed - np.asarray(lengths, np.float64)) / buffer_tokens, -1.0, 0.0)
