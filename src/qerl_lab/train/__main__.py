@@ -30,7 +30,7 @@ from qerl_lab.train.stop import Diverged, Stop
 def main(directory: RunDirectory, parent: int) -> int:
     """Train the run in `directory`; return the exit status: 0 done, 130 interrupted, 2 for a ConfigError, else 1.
 
-    Writes FAILED on an error. `parent` is a process id: the run stops when that process dies.
+    Writes FAILED on an error. `parent` is the id of the process that started this one: the run stops when it dies.
     """
     stop, is_alone = Stop.on_signals(parent), True
     try:
@@ -86,7 +86,10 @@ def needs_no_traceback(error: Exception) -> bool:
 
 
 def read_arguments(arguments: list[str]) -> tuple[RunDirectory, int]:
-    """Parse RUN_DIR and PARENT (default: the parent process). Raises ConfigError unless RUN_DIR is claimed."""
+    """Parse the arguments RUN_DIR and PARENT, a process id (default: this process's parent).
+
+    Raises ConfigError for other arguments, or if RUN_DIR has no resolved.yaml.
+    """
     path, parent = (*arguments, str(os.getppid()))[:2] if arguments else ("", "")
     if len(arguments) not in (1, 2) or not parent.isdecimal() or not RunDirectory(Path(path)).is_claimed:
         raise ConfigError(

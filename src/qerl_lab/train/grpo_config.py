@@ -13,7 +13,7 @@ from qerl_lab.train.ranks import PATIENCE
 
 
 def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
-    """Build TRL's configuration of a run. `max_steps` and `logging_steps` count optimizer updates, not steps."""
+    """Build TRL's configuration of a run. TRL's `max_steps` and `logging_steps` count optimizer updates, not steps."""
     micro, updates = cfg.optim.micro_batch_size, cfg.algorithm.updates_per_rollout
     correction = cfg.rollout.importance_correction
     is_off = correction in ("off", "in_ratio")
@@ -48,8 +48,9 @@ def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
         disable_tqdm=True,
         logging_nan_inf_filter=False,
         dataloader_pin_memory=False,
-        # With several updates or dropout TRL scores the rollout in a forward of its own before the first update, and
-        # corrects. Else the training forward has the same policy (weights, noise), and `_importance_weights` corrects.
+        # With several updates or dropout TRL computes the rollout's log-probs in an extra forward pass before the first
+        # update, and applies the correction. Otherwise the loss's forward pass has the same weights and noise, and
+        # `LabTrainer._importance_weights` corrects.
         vllm_importance_sampling_correction=cfg.updates_per_step > 1 or policy.drops_out,
         # A clip of [1, 1] turns the correction off, while TRL still measures the gap between sampler and trainer.
         # TRL requires two different bounds; in float32 these two are equal.

@@ -1,6 +1,7 @@
 """Detect from the metrics that a run does not learn, forgets, or samples from another policy. Imports no torch.
 
-A sign must hold for `WINDOW` consecutive steps, because a single step can be bad luck. Each sign is reported once.
+A sign of trouble must hold for `WINDOW` consecutive steps, because a single step can be bad luck. Each sign is reported
+once.
 """
 
 import math
@@ -16,14 +17,17 @@ ENTROPY_LEFT = 0.02  # below this share of the initial entropy the policy hardly
 REWARD_LEFT = 0.5  # below this share of the initial reward the policy has collapsed
 APART = 5.0  # nats per token without noise; rounding alone gives a smaller sampler-trainer gap (docs/running.md)
 LENGTH_LEFT = 1 / 3  # below this share of the initial completion length the policy may have stopped reasoning
-HELD = 0.2  # allowed relative difference between requested and observed noise
+HELD = 0.2  # allowed relative difference between the sigma that was asked for and the one observed in the engine
 SIGMAS = 4  # standard errors that a reward drop must exceed, so that a small batch does not trigger it
 
 Metrics = Mapping[str, float]
 
 
 class Watch:
-    """Collect the metrics of every step and report new signs. A resumed run passes its earlier steps first."""
+    """Collects the metrics of every step and reports new signs of trouble.
+
+    A resumed run passes the metrics of its earlier steps as `earlier`; their signs are not reported again.
+    """
 
     def __init__(self, cfg: RunConfig, earlier: Iterable[Metrics]) -> None:
         self.cfg, self.told = cfg, set[str]()
@@ -33,7 +37,7 @@ class Watch:
             self.add_step(metrics)
 
     def add_step(self, metrics: Metrics) -> dict[str, str]:
-        """Add one step's metrics; return advice by sign of trouble, only for signs not returned before."""
+        """Add one step's metrics; return a dict from each new sign of trouble to advice. Both are text for the user."""
         if "reward/mean" not in metrics:  # held-out evaluation
             return {}
         if len(self.first) < WINDOW:
@@ -46,7 +50,10 @@ class Watch:
 
 
 def trouble_signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
-    """Return advice by sign of trouble, from the first and the last `WINDOW` steps of a run; {} without trouble."""
+    """Return a dict from each sign of trouble to advice; {} without trouble. Both are text for the user.
+
+    `first` and `last` are the metrics of the run's first and last `WINDOW` steps.
+    """
     began, now = _mean_metrics(first), _mean_metrics(last)
     is_flat, is_truncated = now["reward/zero_variance_groups"] == 1, now["rollout/truncated_fraction"] == 1
     look = f"Look at the completions: python -m qerl_lab.tools.samples {shlex.quote(cfg.run_dir)}."
@@ -82,12 +89,15 @@ def trouble_signs(first: Sequence[Metrics], last: Sequence[Metrics], cfg: RunCon
 
 
 def _mean_metrics(steps: Sequence[Metrics]) -> Metrics:
-    """Return the mean of each metric that all steps have."""
+    """Return the mean over `steps` of each metric that all of them have."""
     return {name: fmean(step[name] for step in steps) for name in steps[0] if all(name in step for step in steps)}
 
 
 def _has_collapsed(began: Metrics, now: Metrics, cfg: RunConfig) -> bool:
-    """Return whether the mean reward fell below half, by more than `SIGMAS` standard errors over questions."""
+    """Return whether the mean reward fell below half of its initial value, by more than `SIGMAS` standard errors.
+
+    `began` and `now` are mean metrics of the first and the last steps.
+    """
     before, after = began["reward/mean"], now["reward/mean"]
     variance = began["reward/std"] ** 2 + now["reward/std"] ** 2
     error = math.sqrt(variance / (WINDOW * cfg.rollout.prompts_per_step))  # completions of a question are correlated
@@ -95,7 +105,11 @@ def _has_collapsed(began: Metrics, now: Metrics, cfg: RunConfig) -> bool:
 
 
 def _advice_if_shrunk(began: Metrics, now: Metrics, cfg: RunConfig) -> str:
-    """Return advice if completions shrank below a third and answers are not better by a standard error, else ""."""
+    """Return advice if completions shrank below a third of their initial length while answers did not improve, else "".
+
+    Answers improve if the share of right ones rises by more than a standard error. `began` and `now` are mean metrics
+    of the first and the last steps.
+    """
     is_short = now["rollout/completion_tokens"] < LENGTH_LEFT * began["rollout/completion_tokens"]
     if cfg.task.answer_reward == 0 or not is_short:
         return ""
@@ -117,7 +131,7 @@ def _advice_if_shrunk(began: Metrics, now: Metrics, cfg: RunConfig) -> str:
 
 
 def _engine_signs(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
-    """Return advice by sign of trouble in the sampler, which must hold in all of the `last` steps."""
+    """Return a dict from each sign of trouble in the sampler, if it holds in all of the `last` steps, to advice."""
     found: dict[str, str] = {}
     sigmas = [metrics.get("noise/sigma", 0.0) for metrics in last]
     apart = min(metrics.get("sampler/logprob_gap_max", 0.0) for metrics in last)

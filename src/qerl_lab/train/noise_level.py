@@ -1,7 +1,7 @@
 """Choose the noise level (sigma) of each step: scheduled, solved for a target KL per stage, or adaptive.
 
-`NoiseLevel.state` holds everything beyond the configuration that sigma depends on; checkpoints store it. All ranks get
-the same sigma, because measurements are pooled over ranks.
+Sigma depends only on the configuration and on `NoiseLevel.state`, which checkpoints store. All ranks get the same
+sigma, because measurements are pooled over ranks.
 """
 
 import math
@@ -24,15 +24,16 @@ from qerl_lab.train.step import sampling_settings
 from qerl_lab.train.training_data import Cursor
 
 LONGEST = 1024  # tokens per text when solving for sigma: longer texts delay every rank and add little information
-PROBING = -1  # attempt number for sampling these texts; a step's own attempts start at 0
+PROBING = -1  # attempt number for sampling the texts to solve on; the attempts of a step start at 0
 
 
 class NoiseLevel:
-    """Sigma of each step.
+    """Chooses sigma of each step.
 
     Attributes:
-        state: JSON-serializable. With unit=kl: the last solved stage and its `solver.Solution`. With schedule=adaptive:
-            sigma of the next step. Otherwise empty.
+        state: what checkpoints store, JSON-serializable. With aqn.schedule=adaptive: sigma of the next step. Else with
+            aqn.unit=kl: the last solved stage and its `solver.Solution`. Otherwise empty.
+        kl: KL in nats per token, measured with the noise of the current step. The trainer sets it.
     """
 
     def __init__(self, cfg: RunConfig) -> None:
@@ -40,14 +41,14 @@ class NoiseLevel:
         self.follows = cfg.aqn.schedule == "adaptive"
         self.solves = cfg.aqn.unit == "kl" and cfg.aqn.schedule not in ("off", "adaptive")
         self.state: dict[str, Any] = {"sigma": cfg.aqn.sigma_start} if self.follows else {}
-        self.kl = math.nan  # in nats per token, measured with the noise of the current step
+        self.kl = math.nan
 
     def target(self, step: int) -> float:
         """Return the scheduled noise level of a step, in units of aqn.unit: a sigma, or a KL in nats per token."""
         return aqn.level(self.aqn, step, self.cfg.steps)
 
     def noise(self, step: int) -> aqn.Noise:
-        """Return the noise to sample a step with. If the step `needs_solving`, call `solve` before."""
+        """Return the noise to sample `step` with. If `needs_solving(step)`, call `solve(step, ...)` before."""
         sigma = self.target(step)
         if sigma > 0 and (self.solves or self.follows):
             sigma = self.state["sigma"]
@@ -59,10 +60,10 @@ class NoiseLevel:
         return self.solves and self.target(step) > 0 and self.state.get("stage") != stage
 
     def solve(self, step: int, nats_per_token: Callable[[list[aqn.Noise]], float]) -> Solution:
-        """Find the sigma at which the KL equals the target of the step's stage; keep it in `state` for the stage.
+        """Find the sigma whose KL equals the target of the step's stage; store it in `state` for the whole stage.
 
-        `nats_per_token` returns the mean KL of some noises. They are draws for steps of the stage, evenly spread, so
-        that the KL fits the noise actually used.
+        `nats_per_token` must return the mean KL, in nats per token, of a list of noises. `solve` passes it the noises
+        of evenly spread steps of the stage, so that the KL fits the noise actually used.
         """
         stage, target = schedule.stage(step, self.cfg.steps, self.aqn.stages), self.target(step)
         steps = schedule.steps_of(stage, self.cfg.steps, self.aqn.stages)
@@ -77,12 +78,15 @@ class NoiseLevel:
         return result
 
     def end_step(self) -> None:
-        """Set sigma for the next step from the measured `kl` if it adapts. Call it after the step's last update."""
+        """With aqn.schedule=adaptive, set sigma of the next step from the measured `kl`; otherwise do nothing.
+
+        Call it after the step's last update.
+        """
         if self.follows:
             self.state = {"sigma": solver.adapt_sigma(self.aqn, self.state["sigma"], self.kl)}
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return a step's metrics `noise/*` that need no measurement: sigma, target KL, and how sigma was solved."""
+        """Return the metrics `noise/*` of a step that need no new measurement: sigma, target KL, result of `solve`."""
         target, sigma = self.target(step), self.noise(step).sigma
         metrics = {"noise/sigma": sigma}
         if self.aqn.unit == "kl" and self.aqn.schedule != "off":
@@ -110,10 +114,10 @@ class NoiseLevel:
 def build_kl_measure(
     cfg: RunConfig, step: int, cursor: Cursor, policy: Policy, engine: Engine, ranks: Ranks
 ) -> Callable[[list[aqn.Noise]], float]:
-    """Sample clean completions; return a function that gives the mean KL of each noise on them, in nats per token.
+    """Sample completions without noise; return a function that gives the mean KL of noises on them, in nats per token.
 
-    The completions answer the step's upcoming questions, split over ranks; each noise is measured on a share of them.
-    The engine is left without noise. Raises EngineFailed on every rank if any rank fails.
+    The completions answer the next questions of `cursor`, split over ranks. Each noise is measured on a share of them.
+    Afterwards the engine holds clean norms. Raises EngineFailed on every rank if any rank fails.
     """
     share = ranks.share(cfg.aqn.solver.prompts)
     questions = cursor.peek(share.stop)[share.start :]
@@ -146,10 +150,14 @@ def probe(
 ) -> tuple[Tensor, Tensor]:
     """Measure on a rollout the KL that noise causes, and the gap between the sampler's and the trainer's log-probs.
 
-    Compares a number of `completions` spread over the prompts, with the engine's `norms` by full layer name. Returns
-    for each token, in nats, float64 [T]: the KL from the policy with these norms to the policy without noise; and
-    abs(sampler log-prob - log-prob of the policy with these norms), which comes from the engines' arithmetic or from an
-    error.
+    Returns two float64 tensors [T], in nats for each token: KL(policy with `norms` || policy with clean norms), and
+    abs(sampler's log-prob - log-prob of the policy with `norms`). That gap comes from other arithmetic in the engine,
+    or from an error.
+
+    Args:
+        norms: the engine's noisy norms by full layer name.
+        completions: number of completions to measure on, spread over the prompts of `rollout`.
+        temperature: sampling temperature of `rollout`.
     """
     groups = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True)
     rows = [(prompt, *row) for prompt, *group in groups for row in zip(*group, strict=True)]

@@ -17,9 +17,10 @@ MUCH = 4 * GIB  # held by other programs; CUDA itself takes about half a GiB per
 
 
 def bytes_by_owner(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, int]:
-    """Return the bytes that each owner holds on the policy's device, with the free ones; `Engine.held` is the engine's.
+    """Return the bytes of memory on the policy's device by owner, with an entry "free" for free memory.
 
-    "others" covers other programs and CUDA's own memory. On a CPU only base, adapter and engine are counted.
+    `held_by_engine` is the result of `Engine.held`. The owner "others" stands for other programs and CUDA's own memory.
+    On a CPU only base, adapter and engine are counted.
     """
     learned = sum(parameter.nbytes for parameter in policy.model.parameters() if parameter.requires_grad)
     found = {
@@ -37,7 +38,10 @@ def bytes_by_owner(policy: Policy, held_by_engine: dict[str, int]) -> dict[str, 
 
 
 def while_loading(cfg: RunConfig, device: torch.device, error: Exception) -> str:
-    """Return the message for a model that does not fit on the GPU `device` when it is loaded: memory and remedies."""
+    """Return the error message for a model that does not fit on the GPU `device` when it is loaded.
+
+    It says how much memory is used and free, and what to type instead. `error` is torch's out-of-memory error.
+    """
     free, total = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
     shares = {"this run": own, OTHERS: max(0, total - free - own), "free": free}
@@ -60,7 +64,10 @@ def _first_line(error: Exception) -> str:
 
 
 def in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], error: Exception) -> str:
-    """Return the message for a run out of memory in training: bytes by owner, and config keys that lower them."""
+    """Return the error message for a run out of memory in training: memory by owner, and config keys that lower it.
+
+    `held_by_engine` is the result of `Engine.held`, `error` torch's out-of-memory error.
+    """
     found = bytes_by_owner(policy, held_by_engine)
     shares = _format_gib_by_owner(found)
     if asleep := held_by_engine.get(ASLEEP, 0):

@@ -23,9 +23,10 @@ NAME = "qerl_lab_packed"
 
 
 def without_padding(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a model that returns log-probs through TRL's head, so that it computes a padded batch as one packed row.
+    """Wrap `model` so that it computes a padded batch as one row without padding. Call it inside `packed_attention`.
 
-    Inputs and results keep the padded shape; padded positions are 0. Call the result inside `packed_attention`.
+    `model` must return `log_probs` and `entropy` of the labels, as TRL's output head does. The wrapped function takes
+    and returns padded tensors [B, T]; its results are 0 at padding.
     """
 
     def forward_packed(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **kwargs: Any) -> SimpleNamespace:
@@ -47,13 +48,13 @@ def without_padding(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unpack(row: Tensor, held: Tensor) -> Tensor:
-    """Scatter a packed row [1, tokens - 1] back to `held` [B, T], true at tokens; the row's first token gets 0."""
+    """Scatter a packed `row` [1, tokens - 1] to shape [B, T]. `held` [B, T] is true at tokens; the first one gets 0."""
     return row.new_zeros(held.shape).masked_scatter(held, F.pad(row, (1, 0)))
 
 
 @contextmanager
 def packed_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager: let the model use packed attention, also in the backward pass, which may recompute it."""
+    """Context manager: let the model use packed attention. Keep it open until the backward pass ends."""
     before = model.config._attn_implementation  # transformers has a public setter and no getter
     model.set_attn_implementation(NAME)
     try:
@@ -65,7 +66,7 @@ def packed_attention(model: PreTrainedModel) -> Iterator[None]:
 def should_pack(cfg: RunConfig, model: PreTrainedModel) -> bool:
     """Return whether the run packs sequences. Raises ConfigError if optim.packing=on is impossible.
 
-    optim.packing=auto packs on a GPU when model.attention=sdpa and the model allows it.
+    With optim.packing=auto it does on a GPU with model.attention=sdpa, if the model allows packing.
     """
     why = why_not_packable(model)
     if cfg.optim.packing == "on" and why:
@@ -98,7 +99,8 @@ def attend(
 
     Args:
         query: [1, heads, tokens, dim]; key and value are [1, key-value heads, tokens, dim].
-        cu_seq_lens_q: start of each sequence, then the end; int32 [sequences + 1].
+        cu_seq_lens_q: index of each sequence's first token, then the number of all tokens; int32 [sequences + 1].
+        max_length_q: number of tokens of the longest sequence.
 
     Returns the output [1, tokens, heads, dim], and None in place of attention weights.
     """
@@ -112,7 +114,10 @@ def attend(
 
 
 def _flash_attention(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float) -> Tensor:
-    """Run causal FlashAttention-2 on packed tensors; query, key, value and result are [tokens, heads, dim]."""
+    """Run causal FlashAttention-2 on packed tensors; query, key, value and result are [tokens, heads, dim].
+
+    `starts` is `cu_seq_lens_q` of `attend`, `longest` its `max_length_q`.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     shared: dict[str, Any] = {}

@@ -25,9 +25,9 @@ PATIENCE = timedelta(days=1)  # timeout for slow or hung ranks; the command itse
 
 @dataclass(eq=False)
 class Ranks:
-    """Rank `rank` (from 0) of `size`. Every rank must make the same calls in the same order.
+    """This process as rank `rank` (from 0) of `size` ranks. Every rank must make the same calls in the same order.
 
-    `waited` counts the seconds this process has spent waiting for other ranks.
+    `waited` counts the seconds that this process has spent in exchanges with other ranks.
     """
 
     rank: int = 0
@@ -40,7 +40,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Exchange `value` with all ranks; return everybody's values, in rank order, on every rank."""
+        """Exchange `value` with all ranks; return the values of all ranks, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         started = time.perf_counter()
@@ -74,10 +74,14 @@ class Ranks:
             distributed.destroy_process_group()
 
     def any(self, flag: bool) -> bool:
+        """Return, on every rank, whether `flag` is true on any rank."""
         return any(self.gather(flag))
 
     def run_on_all(self, act: Callable[[], T], *endings: type[Exception]) -> T:
-        """Call `act` and return its result. If it raises one of `endings` on any rank, every rank raises that."""
+        """Call `act` on every rank and return this rank's result.
+
+        If it raises an exception of a type in `endings` on any rank, every rank raises an exception of that type.
+        """
         if self.size == 1:
             return act()
         done, own = None, None
@@ -106,7 +110,10 @@ ALONE = Ranks()
 
 
 def join(cfg: RunConfig, device: torch.device) -> Ranks:
-    """Join torch's process group, or return `ALONE`. Raises ConfigError if the number of processes is not `gpus`."""
+    """Join torch's process group; return `ALONE` for a run of one process.
+
+    Raises ConfigError if the number of processes differs from cfg.gpus.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size != cfg.gpus:
         raise ConfigError(
@@ -131,7 +138,7 @@ def visible_gpus() -> list[str]:
 
 
 def refuse_fewer_gpus(wanted: int, count: int) -> None:
-    """Raise ConfigError if more than one GPU is `wanted` and torch sees only `count`, which is less."""
+    """Raise ConfigError if `wanted` is more than 1 and more than `count`, the number of GPUs that torch sees."""
     if wanted > max(1, count):
         raise ConfigError(
             f"gpus={wanted} and torch sees {count} GPUs here. Type gpus={max(1, count)}, or device=cpu for processes "
@@ -140,10 +147,11 @@ def refuse_fewer_gpus(wanted: int, count: int) -> None:
 
 
 def hide_other_gpus(wanted: int) -> str | None:
-    """Hide all but the first `wanted` GPUs from this process; return a line for the user, None if there are no others.
+    """Hide all but the first `wanted` GPUs from this process; return a line for the user, None if it hides none.
 
-    Otherwise transformers' Trainer would use all of them through DataParallel, which engines and packed layers do not
-    support. Call it before CUDA starts, which reads CUDA_VISIBLE_DEVICES once. Raises ConfigError for too few GPUs.
+    Otherwise transformers' Trainer would use all GPUs through DataParallel, which engines and packed layers do not
+    support. Call it before CUDA starts, because CUDA reads CUDA_VISIBLE_DEVICES only then. Raises ConfigError if
+    `wanted` is more than 1 and torch sees fewer GPUs.
     """
     names = visible_gpus()
     count = len(names)

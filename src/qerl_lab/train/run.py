@@ -1,6 +1,6 @@
 """Run from configuration to record: build -> evaluate -> train -> evaluate -> record.
 
-A directory with checkpoints resumes from the newest valid one.
+A run whose directory has checkpoints resumes from the newest intact one.
 """
 
 import shutil
@@ -42,7 +42,8 @@ from qerl_lab.train.training_data import Cursor, TrainingData, select
 class Session:
     """All parts of a run in one process.
 
-    `saved` is the checkpoint to resume from, `notes` are lines for the user, and only rank 0 has a `tracker`.
+    `saved` is the checkpoint to resume from, None for a new run. `notes` are lines for the user. Only rank 0 has a
+    `tracker`.
     """
 
     cfg: RunConfig
@@ -58,7 +59,7 @@ class Session:
 
     @property
     def done(self) -> int:
-        """Return the last step of the checkpoint that this session resumes from, 0 without one."""
+        """Return the step of the checkpoint that this session resumes from; 0 for a new run."""
         return self.saved.step if self.saved else 0
 
     def check(self) -> None:
@@ -70,8 +71,8 @@ class Session:
 def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
     """Do a whole run: build, evaluate, train, evaluate, record. Return the exit status: 0 done, 130 interrupted.
 
-    Raises ConfigError for a run that cannot start, EngineFailed with the command that resumes, and OutOfMemoryError
-    with memory by owner.
+    Raises ConfigError if the run cannot start. Raises EngineFailed with the command that resumes the run, and
+    OutOfMemoryError with the memory of each owner, in their messages.
     """
     started = time.time()
     session = build_session(cfg, directory, stop)
@@ -119,7 +120,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
 
 
 def close_engine(engine: Engine) -> None:
-    """Close the engine. If that fails, print the error, so that it does not hide one that is being raised."""
+    """Close the engine. If closing fails, print the error: raising it would hide the error that ended the run."""
     try:
         engine.close()
     except Exception as error:
@@ -127,7 +128,10 @@ def close_engine(engine: Engine) -> None:
 
 
 def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
-    """Build the policy, engine and data of a run. Raises ConfigError if model, data or device do not allow it."""
+    """Build the policy, engine and data of a run.
+
+    Raises ConfigError if model, data or device do not fit the configuration, or the run's directory.
+    """
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
     device = device_of(cfg.device)
@@ -178,9 +182,10 @@ def evaluate_heldout(
 ) -> None:
     """Sample `samples` answers to each of the first `questions` held-out questions, without noise, and grade them.
 
-    Does nothing if they are recorded already. Rank 0 writes the answers of all ranks to eval.parquet under `phase`, and
-    their means to metrics.jsonl under `step`, with keys that start with `prefix`. The metrics line is written last; a
-    resumed run removes it together with later steps. Raises Interrupted and EngineFailed on every rank.
+    Does nothing if eval.parquet and metrics.jsonl have this evaluation already. Rank 0 writes the answers of all ranks
+    to eval.parquet under `phase`, then their means to metrics.jsonl under `step`, with keys that start with `prefix`. A
+    resumed run removes that line together with later steps. Raises Interrupted or EngineFailed on every rank if any
+    rank raises it.
     """
     cfg, directory, ranks, task = session.cfg, session.directory, session.ranks, session.data.task
     phases, is_logged = {}, False
@@ -216,7 +221,7 @@ def evaluate_heldout(
 
 
 def train(session: Session) -> None:
-    """Train the steps that are left; record each, evaluate every few. After a signal save a checkpoint and return."""
+    """Train the remaining steps; record each, evaluate every few. On a signal save a checkpoint and return."""
     cfg, policy, saved, tracker = session.cfg, session.policy, session.saved, session.tracker
     if saved and session.done == cfg.steps:  # killed after the last step: only evaluation is missing
         policy.load_trained(saved.path)
@@ -260,7 +265,7 @@ def train(session: Session) -> None:
 
 
 def conclude(session: Session, tracker: Tracker) -> None:
-    """Complete a finished run: save the result, curves and DONE (the headline numbers), and print the summary."""
+    """Complete a finished run: save adapter or model, curves and DONE (the headline numbers), and print the summary."""
     cfg, directory, data = session.cfg, session.directory, session.data
     if cfg.trains_all:
         base = local_folder(cfg.model.path, cfg.model.revision)

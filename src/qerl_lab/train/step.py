@@ -34,8 +34,8 @@ OVERLONG = "overlong"  # reward part that the algorithm adds to the task's rewar
 class Clock:
     """Accumulate wall time by phase in `seconds`, which the trainer clears after each step.
 
-    `wait` blocks until the device has finished all queued work. Phases exclude the time that this process waits for
-    other ranks; `end_step` stores it as "wait".
+    The function `wait` must block until the device has finished all queued work. Phases exclude the time that this
+    process waits for other ranks; `end_step` stores that time as "wait".
     """
 
     def __init__(self, wait: Callable[[], None], ranks: Ranks = ALONE) -> None:
@@ -45,7 +45,10 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str, on_device: bool = True) -> Iterator[None]:
-        """Context manager: add the block's time to phase `name`, with `on_device` that of its queued work too."""
+        """Context manager: add the time of the block to phase `name`.
+
+        With `on_device` it waits at the end for the device, so that work which the block queued counts too.
+        """
         started, waited = time.perf_counter(), self.ranks.waited
         yield
         if on_device:
@@ -57,7 +60,7 @@ class Clock:
         self._step_started, self._waited_before = time.perf_counter(), self.ranks.waited
 
     def end_step(self) -> None:
-        """Store the seconds of the whole step, the device's work included, and those spent waiting for other ranks."""
+        """Store the seconds since `start_step` as "step", and those of them spent waiting for other ranks as "wait"."""
         self.wait()
         self.seconds["step"] = time.perf_counter() - self._step_started
         self.seconds["wait"] = self.ranks.waited - self._waited_before
@@ -67,7 +70,8 @@ class Clock:
 class Group:
     """A question and its graded completions.
 
-    `parts` has the reward's parts by name, [G] each; `unparsed_G` 1 for an answer that could not be parsed.
+    `parts` has the parts of the reward by name, [G] each. `unparsed_G` is 1 for each answer that could not be parsed;
+    None if the task does not tell.
     """
 
     question: Question
@@ -86,19 +90,19 @@ class Group:
 
     @property
     def task_reward_G(self) -> Rewards:
-        """Return the task's reward of each completion [G], without the algorithm's penalty for long ones."""
+        """Return the task's reward of each completion [G], without the algorithm's penalty for long completions."""
         return np.sum([part for name, part in self.parts.items() if name != OVERLONG], axis=0)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The groups that a step trains on, and all that it sampled to get them.
+    """The groups that a step trains on, and all groups that it sampled to get them, on one rank.
 
     Attributes:
-        groups: rollout.prompts_per_step groups out of `drawn`, in the same order.
+        groups: this rank's share of rollout.prompts_per_step groups, chosen from `drawn` and in the same order.
         advantage_P_G: advantages of `groups`, one row per group.
         drawn: every sampled group, in question order.
-        rollouts: one engine result per attempt.
+        rollouts: one result of the engine per attempt that asked this rank.
     """
 
     groups: list[Group]
@@ -112,9 +116,10 @@ def collect(
 ) -> Batch:
     """Sample and grade completions of the cursor's next questions; return the batch of this rank.
 
-    Each rank asks its share of rollout.prompts_per_step questions. Dynamic sampling replaces groups with equal rewards
-    by further questions; if groups are still missing after algorithm.max_resamples further rollouts, such groups fill
-    the batch. Raises Diverged if the sampler's logits are NaN, and EngineFailed on every rank if any rank fails.
+    Each rank asks its share of rollout.prompts_per_step questions. Dynamic sampling replaces flat groups, whose
+    completions all earned the same reward, by asking new questions, in at most algorithm.max_resamples more rollouts.
+    If groups are still missing then, flat ones fill the batch. Raises Diverged if the sampler's logits are NaN, and
+    EngineFailed on every rank if any rank fails.
     """
     task = cursor.data.task
     wanted = missing = cfg.rollout.prompts_per_step // ranks.size
@@ -148,7 +153,10 @@ def collect(
 
 
 def ask_engine(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, how: Sampling) -> Rollout | None:
-    """Sample completions with the settings `how`; None without prompts. Raises EngineFailed, also if one is missing."""
+    """Sample completions with the settings `how`; return None if there are no prompts.
+
+    Raises EngineFailed if the engine fails or its result is incomplete.
+    """
     if not prompt_ids_P:
         return None
     rollout = engine.generate(prompt_ids_P, group_size, how)
@@ -157,7 +165,10 @@ def ask_engine(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, h
 
 
 def sampling_settings(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sampling:
-    """Return the settings of one attempt (from 0) on one rank at a step; its seed is the same in a resumed run."""
+    """Return the settings to sample with, for one attempt (from 0) of a step on one rank.
+
+    The seed depends only on the arguments, so a resumed run samples the same.
+    """
     seed = cfg.seed * 1_000_003 + step
     if attempt or rank:
         name = f"rollout/{cfg.seed}/{step}/{attempt}/{rank}"
@@ -166,7 +177,7 @@ def sampling_settings(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sam
 
 
 def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question], rollout: Rollout) -> list[Group]:
-    """Grade a rollout's completions of `questions_P`, with the overlong penalty if configured; return a group each."""
+    """Grade a rollout of `questions_P`, with the overlong penalty if configured; return one group per question."""
     asked_P = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, strict=True)
     texts_P_G = [
         with_answer_start(policy.prompt(prompt), [policy.decode(ids) for ids in group]) for prompt, group in asked_P
@@ -232,7 +243,7 @@ def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, 
 
 
 def first_samples(batch: Batch, step: int) -> list[Sample]:
-    """Return the completions to record for a step: the first one of each of the batch's first `PER_STEP` questions."""
+    """Return samples to record for a step: the first completion of each of the batch's first `PER_STEP` questions."""
     return [
         Sample(
             step=step, question_id=group.question.id, question=group.question.prompt, completion=group.texts_G[0],

@@ -20,11 +20,11 @@ class Diverged(FloatingPointError):
 
 @dataclass
 class Stop:
-    """Whether the run was asked to stop after the current step.
+    """Tells whether the run was asked to stop after the current step: by a signal, or because process `parent` died.
 
-    The run also stops when the process `parent` dies. None disables that for a run called from another program, such as
-    a test: a shell may exit and leave that program in the background. Until `can_save` is set there is nothing to save,
-    and a signal or the death of `parent` ends the process at once.
+    With `parent` None only signals stop the run. Programs that call a run, such as tests, use this, because they may go
+    on in the background after their shell has exited. Until `can_save` is set there is nothing to save, and a signal or
+    the death of `parent` ends the process at once.
     """
 
     signalled: bool = False
@@ -33,7 +33,10 @@ class Stop:
 
     @classmethod
     def on_signals(cls, parent: int) -> Self:
-        """Create a Stop that SIGINT, SIGTERM, SIGHUP and the death of `parent` set, also if signals were blocked."""
+        """Create a Stop that reacts to SIGINT, SIGTERM, SIGHUP and the death of process `parent`.
+
+        Unblocks these signals first, in case the starting program had blocked them.
+        """
         stop = cls(parent=parent)
         for number in stop_signals():
             signal.signal(number, lambda *_: stop._handle_signal())
@@ -49,7 +52,7 @@ class Stop:
             time.sleep(1)
 
     def _handle_signal(self) -> None:
-        """Handle a signal: exit with status 130 if there is nothing to save, else stop the run after its step."""
+        """Handle a signal: exit with status 130 if there is nothing to save, else stop after the current step."""
         if not self.can_save:
             os._exit(INTERRUPTED)
         self.signalled = True

@@ -4,8 +4,9 @@ A *step* is one batch of `step.collect` and the optimizer updates on it; TRL's `
 patched: TRL's rollout and reward functions return what `collect` stored, TRL's vLLM switch keeps the sampler's
 log-probs, and overridden methods add correction, clocks, noise and atomic checkpoints.
 
-The correction needs the trainer's log-probs of the rollout. With one update per rollout and no dropout the training
-forward yields them and `_importance_weights` corrects. Otherwise TRL computes them in an earlier forward and corrects.
+Correction for noisy sampling needs the trainer's log-probs of the rollout. With one update per rollout and no dropout
+the forward pass of the loss gives them, and `_importance_weights` corrects. Otherwise TRL computes them in an extra
+forward pass before the first update, and corrects.
 """
 
 import math
@@ -44,7 +45,7 @@ from qerl_lab.train.training_data import Cursor
 
 
 class LabTrainer(GRPOTrainer):
-    """Trainer of one run. It calls `on_step(step, metrics)` after every step with all its metrics."""
+    """Trainer of one run. After every step it calls `on_step(step, metrics)` with all metrics of the step."""
 
     def __init__(
         self, cfg: RunConfig, policy: Policy, engine: Engine, cursor: Cursor, run_dir: Path,
@@ -82,7 +83,7 @@ class LabTrainer(GRPOTrainer):
 
     @property
     def steps_done(self) -> int:
-        """Return the number of steps of which all updates are done."""
+        """Return the number of finished steps; a step is finished when all its optimizer updates are done."""
         return self.state.global_step // self.cfg.updates_per_step
 
     @property
@@ -96,15 +97,15 @@ class LabTrainer(GRPOTrainer):
         return self.level.noise(self.step)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Override the Trainer's hook: return an empty batch per micro-batch; the cursor draws the questions."""
+        """Override the Trainer's hook: return empty batches, one per micro-batch: the cursor draws the questions."""
         count = self.args.max_steps * self.args.gradient_accumulation_steps
         return DataLoader(range(count), collate_fn=lambda _: {})  # type: ignore[arg-type]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Override TRL's hook: collect a batch in place of TRL's placeholder `inputs`; return its tensors.
+        """Override TRL's hook: collect a batch in place of TRL's placeholder `inputs`; return it as TRL's tensors.
 
-        Keeps masked completions in the attention but out of the loss. A private method, because TRL has no public one
-        between grading and loss.
+        Masked completions (algorithm.mask_truncated) stay in the attention but out of the loss. Overrides a private
+        method, because TRL has no public one between grading and loss.
         """
         self.batch = batch = self._collect_batch()
         with self.clock.phase("probe"):
@@ -124,10 +125,11 @@ class LabTrainer(GRPOTrainer):
         return tensors
 
     def _set_old_logprobs(self, tensors: dict[str, Any]) -> None:
-        """Set in `tensors` the log-probs that TRL's ratio divides by.
+        """Set `old_per_token_logps` in `tensors`: the log-probs pi_old of TRL's ratio pi / pi_old.
 
-        They are the sampler's with in_ratio, else the trainer's if a step has several updates, else none, so that the
-        ratio is 1. Also notes whether TRL has computed the trainer's log-probs of the rollout.
+        With rollout.importance_correction=in_ratio they are the sampler's. Otherwise they are the trainer's if a step
+        has several updates, and left out if it has one, so that the ratio is 1. Also notes in `scored_before` whether
+        TRL has computed the trainer's log-probs of the rollout.
         """
         scored = tensors.pop("old_per_token_logps", None)
         self.scored_before = scored is not None
@@ -141,8 +143,8 @@ class LabTrainer(GRPOTrainer):
     def _collect_batch(self) -> Batch:
         """Solve for sigma if the step needs it, sync the engine, sample a batch, and let the engine sleep.
 
-        If the engine fails, move the cursor back to the step's start, save a checkpoint of the steps done unless
-        there is one, and raise EngineFailed.
+        If the engine fails, it moves the cursor back to the step's start, saves a checkpoint of the finished steps if
+        there is none yet, and raises EngineFailed.
         """
         engine, began_at = self.engine, self.cursor.position
         try:
@@ -162,7 +164,7 @@ class LabTrainer(GRPOTrainer):
             self.cursor.go_to(began_at)
             if self.ranks.gather(checkpoint.last_step(Path(self.args.output_dir)))[0] < self.steps_done:
                 self._save_checkpoint(self.model, None)
-                self.ranks.wait()  # for the first one, which completes it
+                self.ranks.wait()  # for rank 0, which completes the checkpoint
             raise
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
@@ -180,7 +182,10 @@ class LabTrainer(GRPOTrainer):
         return [float(reward) for group in self.batch.groups for reward in group.reward_G]
 
     def _importance_weights(self, logps_B_T: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """Return the importance weights, [B, T] or [B, 1], of TRL's tensors `batch`; store their `term_sums`."""
+        """Return the importance weights, [B, T] or [B, 1], of the completions in `batch`, TRL's tensors.
+
+        `logps_B_T` are the trainer's log-probs in nats. Also stores the `correction.term_sums` for the step's metrics.
+        """
         rollout = self.cfg.rollout
         of_tokens = logps_B_T, batch["sampling_per_token_logps"], batch["completion_mask"]
         found = correction.weights(rollout.importance_correction, rollout.importance_clip_max, *of_tokens)
@@ -188,7 +193,7 @@ class LabTrainer(GRPOTrainer):
         return found.value
 
     def _measure_noise(self, rollout: Rollout) -> None:
-        """Store the noise metrics of the current step in `measured`; with aqn.probe_prompts those of `probe` too."""
+        """Store the step's noise metrics in `measured`, with aqn.probe_prompts also the results of `probe`."""
         self.measured |= self.level.metrics(self.step)
         norms, temperature = self.engine.norms(), self.cfg.rollout.temperature
         self.measured["noise/std_observed"] = aqn.observed_std(norms, self.policy.clean_norms, self.cfg.aqn.relative)
@@ -208,10 +213,10 @@ class LabTrainer(GRPOTrainer):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Override TRL's hook: return log-probs and entropies of the last `keep` tokens, and TRL's auxiliary loss.
 
-        The forward pass skips padding if the run packs. TRL calls this without gradients to score the rollout under the
-        policy or the reference, and with gradients for the loss. With gradients it also multiplies the advantages in
-        `micro_batch` by the importance weights, unless TRL has applied them already. Every loss is linear in the
-        advantages, so this weights the loss.
+        TRL calls this without gradients to compute the rollout's log-probs under the policy or the reference, and with
+        gradients for the loss. With gradients it also multiplies the advantages in `micro_batch` by the importance
+        weights, unless TRL has applied the weights already. Every loss is linear in the advantages, so this weights the
+        loss. The forward pass skips padding if the run packs.
         """
         call = packing.without_padding(model) if self.packs else model
         if not torch.is_grad_enabled():
@@ -229,12 +234,15 @@ class LabTrainer(GRPOTrainer):
         return logps, entropies, aux_loss
 
     def _scoring_mode(self) -> AbstractContextManager[None]:
-        """Return a context manager for log-probs without gradients and dropout, of the reference without noise too."""
+        """Return a context manager to compute log-probs without gradients and dropout.
+
+        If the adapter is off, the log-probs are those of the KL reference, and the norms are clean too.
+        """
         held = {name: norm.data for name, norm in self.policy.norms.items()}
         return self.policy.as_sampler(self.policy.clean_norms if self.policy.adapter_is_off else held)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Override the Trainer's hook: keep what `compute_loss` switches on until the backward pass ends."""
+        """Override the Trainer's hook: keep the contexts of `compute_loss` open until the backward pass ends."""
         with ExitStack() as self.until_backward:
             return super().training_step(*args, **kwargs)
 
@@ -250,8 +258,9 @@ class LabTrainer(GRPOTrainer):
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Override TRL's hook: compute TRL's loss with the run's noise and attention, and correct its entropy bonus.
 
-        TRL averages the bonus's entropy per micro-batch. The correction replaces that by the micro-batch's share of the
-        mean over all tokens of the update, as in the loss of DAPO, so that the split into micro-batches does not count.
+        TRL averages the entropy of the bonus within each micro-batch. The correction replaces this mean by the
+        micro-batch's share of the mean over all tokens of the update, as in the loss of DAPO. So the result does not
+        depend on the split into micro-batches.
         """
         batch = self.micro_batch = dict(inputs)  # a copy, since the advantages are weighted in it
         in_loss = batch.get("tool_mask", batch["completion_mask"])
@@ -270,9 +279,10 @@ class LabTrainer(GRPOTrainer):
         return loss + applied * (share / self.current_gradient_accumulation_steps)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Override the Trainer's hook after a step: pass its metrics to `on_step`, clear them, and call `after_step`.
+        """Override the Trainer's hook after a step: pass its metrics to `on_step`, clear them, call `after_step`.
 
-        First averages the means of TRL's micro-batches with weights. Raises Diverged for values that are not finite.
+        First averages TRL's means of micro-batches, weighted by tokens where a metric is a mean over tokens. Raises
+        Diverged if loss, gradient norm or a weight is not finite.
         """
         if "train_runtime" in logs:  # the Trainer's closing summary of the whole run
             return
@@ -296,7 +306,7 @@ class LabTrainer(GRPOTrainer):
         self.after_step(self.steps_done)
 
     def _step_metrics(self, logs: dict[str, float]) -> dict[str, float]:
-        """Return all metrics of a step, pooled over ranks; `logs` has TRL's."""
+        """Return all metrics of a step, pooled over ranks. `logs` are TRL's metrics."""
         means = {name: logs[metric.trl] for name, metric in METRICS.items() if metric.trl in logs}
         metrics = {name: math.nan if mean is None else mean for name, mean in means.items()}  # TRL's NaN is None
         entropies_T = torch.tensor(self.ranks.pool(torch.cat(self.entropies).tolist()), dtype=torch.float64)
@@ -320,7 +330,7 @@ class LabTrainer(GRPOTrainer):
         return metrics | self.measured | {name: max(rank[name] for rank in memory) for name in memory[0]}
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
-        """Raise Diverged if loss, gradient norm or a weight is not finite, before checkpoint or sampler get it."""
+        """Raise Diverged if loss, gradient norm or a weight is not finite, before a checkpoint stores it."""
         trained = [parameter for parameter in self.policy.model.parameters() if parameter.requires_grad]
         largest = torch.nn.utils.get_total_norm(trained, math.inf).item()
         of = "model" if self.cfg.trains_all else "adapter"
@@ -337,12 +347,19 @@ class LabTrainer(GRPOTrainer):
         """Override the Trainer's hook: write no model card, because the run directory is the record."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Override the Trainer's hook: write only what is trained to `output_dir`; the tokenizer does not change."""
+        """Override the Trainer's hook: write the trained weights to `output_dir`.
+
+        Writes no tokenizer, which the Trainer would write too, because training does not change it.
+        """
         if self.ranks.is_first:
             self.policy.save_trained(Path(str(output_dir)))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        """Override the Trainer's private hook, which warns of tied weights that the file of `save_model` lacks."""
+        """Override the Trainer's private hook: with lora=full load all weights from a checkpoint.
+
+        The Trainer's own method would warn of tied weights, which `save_model` does not write. With an adapter it is
+        used as it is.
+        """
         if self.cfg.trains_all:
             self.policy.load_trained(Path(resume_from_checkpoint))
         else:
@@ -380,7 +397,10 @@ class _Steps(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, lr_scheduler: LambdaLR, **_: Any
     ) -> None:
-        """Override the Trainer's hook: set the learning rate of an extended run, for the checkpoint has another one."""
+        """Override the Trainer's hook: set the learning rate of an extended run to that of its new, longer schedule.
+
+        The checkpoint has restored the rate of the schedule before the extension.
+        """
         extended = [steps * self.trainer.cfg.updates_per_step for steps in self.trainer.cfg.extended]
         if state.global_step not in extended:
             return

@@ -15,7 +15,14 @@ from qerl_lab.tasks import Question, Task
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Questions of `task` whose prompts fit rollout.max_prompt_tokens, and how many of both kinds were left out."""
+    """Questions of a run whose prompts fit rollout.max_prompt_tokens.
+
+    Attributes:
+        task: the task, with only those held-out questions that fit; with none if the run never evaluates.
+        questions: the training questions that fit.
+        left_out, heldout_left_out: numbers of training and held-out questions that are too long.
+        seed: determines the order of the training questions.
+    """
 
     task: Task
     questions: list[Question]
@@ -24,14 +31,20 @@ class TrainingData:
     seed: int
 
     def order(self) -> Iterator[int]:
-        """Yield indices into `questions` without end, one permutation of all after another, drawn from the seed."""
+        """Yield indices into `questions` without end: all in a random order, then all in a new random order, and so on.
+
+        `seed` determines the orders.
+        """
         generator = torch.Generator().manual_seed(self.seed)
         while True:
             yield from torch.randperm(len(self.questions), generator=generator).tolist()
 
 
 def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
-    """Select the questions that fit rollout.max_prompt_tokens. Raises ConfigError if too few are left."""
+    """Select the questions of `task` whose prompts fit rollout.max_prompt_tokens.
+
+    Raises ConfigError if no training question is left, or fewer than two held-out questions that the run needs.
+    """
     limit = cfg.rollout.max_prompt_tokens
     unasked = overrides_without_evaluation(cfg)
     asked = task.heldout if unasked else []
@@ -63,7 +76,7 @@ class Cursor:
         self.go_to(position)
 
     def go_to(self, position: int) -> None:
-        """Move the cursor to `position`, forwards or backwards: the number of questions before it, from 0."""
+        """Move the cursor, forwards or backwards, so that `position` questions of the order lie before it."""
         self.position = position
         self._order = islice(self.data.order(), position, None)
 
