@@ -23,7 +23,8 @@ def is_flat(reward_P_G: Rewards) -> NDArray[np.bool_]:
 def advantage(reward_P_G: Rewards, normalize_std: bool) -> Rewards:
     """Compute the advantage of each completion, [P, G]: its reward minus the group's mean, 0 in a flat group.
 
-    With `normalize_std` it is divided by the group's unbiased standard deviation + 1e-4. `is_flat` defines flat groups.
+    With `normalize_std` the difference is divided by the group's unbiased standard deviation + 1e-4. A group is flat if
+    all its rewards are equal, see `is_flat`.
     """
     centred = reward_P_G - reward_P_G.mean(axis=1, keepdims=True)
     if normalize_std:

@@ -125,14 +125,18 @@ class Engine(Protocol):
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
-        """Sample `group_size` completions of each prompt; call `on_done` with the number of newly finished ones.
+        """Sample `group_size` completions of each prompt.
 
-        Raises EngineFailed if sampling fails. An exception from `on_done` ends the sampling and is passed on.
+        Calls `on_done` with the number of completions that finished since its last call. An exception from `on_done`
+        ends the sampling and is passed on. Raises EngineFailed if sampling fails.
         """
 
     @abstractmethod
     def sync(self, noise: Noise) -> None:
-        """Give the engine the policy's trained weights, and its norms plus `noise`. Raises EngineFailed."""
+        """Give the engine the policy's current trained weights, and the policy's clean norms plus `noise`.
+
+        Raises EngineFailed if the engine cannot take them.
+        """
 
     def sleep(self) -> None:
         """Release memory that only sampling needs; the next `sync` or `generate` takes it back.

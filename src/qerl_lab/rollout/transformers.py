@@ -36,7 +36,7 @@ class TransformersEngine(Engine):
     def generate(
         self, prompt_ids_P: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone = do_nothing
     ) -> Rollout:
-        """Sample `group_size` completions of each prompt. On a CPU the same arguments and policy repeat the result."""
+        """Sample `group_size` completions of each prompt. On a CPU equal policy and arguments give equal results."""
         started = time.perf_counter()
         flat = [ids for ids in prompt_ids_P for _ in range(group_size)]
         devices = [self.policy.device] if self.policy.device.type == "cuda" else []

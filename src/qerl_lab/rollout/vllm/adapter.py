@@ -23,7 +23,7 @@ NAME, ID = "policy", 1
 
 
 class DenseAdapter:
-    """The adapter in buffers of vLLM's layers (`one_adapter`), updated in place."""
+    """Puts the policy's adapter into buffers of vLLM's layers (`one_adapter`), which `sync` updates in place."""
 
     request = None
 
@@ -67,7 +67,7 @@ class DenseAdapter:
 
 
 class AdapterFile:
-    """The adapter as files, which vLLM's own LoRA loads."""
+    """Puts the policy's adapter into files, which vLLM's own LoRA loads."""
 
     def __init__(self, model: PeftModel, cfg: RunConfig) -> None:
         self.model, self.rank, self._open = model, cfg.lora.rank, ExitStack()

@@ -113,7 +113,10 @@ def blocks_of(rows: int, columns: int) -> tuple[int, int, int]:
 
 
 def launch_options(tensor: Tensor) -> dict[str, bool]:
-    """Return Triton's launch arguments for the GPU of `tensor`: from Hopper on, kernels may begin early."""
+    """Return Triton's launch arguments for the GPU of `tensor`.
+
+    From Hopper on they let a kernel begin before the previous one has ended.
+    """
     able = tensor.is_cuda and _capability(tensor.device) >= (9, 0)
     return {"AHEAD": able, "launch_pdl": able}
 

@@ -71,7 +71,7 @@ class Plan:
         groups: warpgroups that multiply, per thread block.
         pieces: thread blocks that share a tile, each with a range of K.
         blocks: thread blocks of the launch.
-        stages: stages that shared memory holds at once.
+        stages: stages that shared memory holds at once, each 128 columns of x and of a tile.
         width: columns that each part of x A^T takes in shared memory: the rank, rounded up.
         slabs: number of 64-column slabs for all parts of x A^T.
         splits: ranges of K over which x A^T is summed separately.

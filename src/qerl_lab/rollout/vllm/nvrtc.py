@@ -34,7 +34,10 @@ def load_kernel(source: Path, name: str, device: int, variant: str = "", registe
 
 
 def architecture(major: int, minor: int) -> str:
-    """Return NVRTC's name of an architecture, such as "sm_90a"; "a" allows instructions that only 9.0 has."""
+    """Return NVRTC's name of a compute capability, such as "sm_90a".
+
+    The "a", from 9.0 on, allows instructions that only this architecture has.
+    """
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 

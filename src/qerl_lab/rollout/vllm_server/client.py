@@ -20,7 +20,7 @@ class Refused(EngineFailed):
 
 
 class Unanswered(EngineFailed):
-    """The server did not answer in the time it was given."""
+    """The server did not answer a request in time."""
 
 
 class Server:
