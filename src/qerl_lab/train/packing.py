@@ -48,7 +48,10 @@ def without_padding(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unpack(row: Tensor, held: Tensor) -> Tensor:
-    """Scatter a packed `row` [1, tokens - 1] to shape [B, T]. `held` [B, T] is true at tokens; the first one gets 0."""
+    """Scatter a packed `row` [1, tokens - 1] to the shape of `held` [B, T], which is true at tokens.
+
+    The row has no value for the first token of the batch, which gets 0.
+    """
     return row.new_zeros(held.shape).masked_scatter(held, F.pad(row, (1, 0)))
 
 
@@ -66,7 +69,7 @@ def packed_attention(model: PreTrainedModel) -> Iterator[None]:
 def should_pack(cfg: RunConfig, model: PreTrainedModel) -> bool:
     """Return whether the run packs sequences. Raises ConfigError if optim.packing=on is impossible.
 
-    With optim.packing=auto it does on a GPU with model.attention=sdpa, if the model allows packing.
+    With optim.packing=auto a run packs on a GPU with model.attention=sdpa, if the model allows packing.
     """
     why = why_not_packable(model)
     if cfg.optim.packing == "on" and why:

@@ -80,7 +80,7 @@ class Ranks:
     def run_on_all(self, act: Callable[[], T], *endings: type[Exception]) -> T:
         """Call `act` on every rank and return this rank's result.
 
-        If it raises an exception of a type in `endings` on any rank, every rank raises an exception of that type.
+        If `act` raises an exception of a type in `endings` on any rank, every rank raises an exception of that type.
         """
         if self.size == 1:
             return act()

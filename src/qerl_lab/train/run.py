@@ -130,7 +130,7 @@ def close_engine(engine: Engine) -> None:
 def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     """Build the policy, engine and data of a run.
 
-    Raises ConfigError if model, data or device do not fit the configuration, or the run's directory.
+    Raises ConfigError if model, data or device do not fit `cfg`, or what `directory` records of an earlier session.
     """
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
@@ -221,7 +221,10 @@ def evaluate_heldout(
 
 
 def train(session: Session) -> None:
-    """Train the remaining steps; record each, evaluate every few. On a signal save a checkpoint and return."""
+    """Train the remaining steps; record every step, evaluate every few steps.
+
+    On a signal it saves a checkpoint after the current step and returns.
+    """
     cfg, policy, saved, tracker = session.cfg, session.policy, session.saved, session.tracker
     if saved and session.done == cfg.steps:  # killed after the last step: only evaluation is missing
         policy.load_trained(saved.path)

@@ -56,7 +56,7 @@ class Clock:
         self.seconds[name] += time.perf_counter() - started - (self.ranks.waited - waited)
 
     def start_step(self) -> None:
-        """Note the start of a step."""
+        """Start the clock of a step; `end_step` stops it."""
         self._step_started, self._waited_before = time.perf_counter(), self.ranks.waited
 
     def end_step(self) -> None:
@@ -102,7 +102,7 @@ class Batch:
         groups: this rank's share of rollout.prompts_per_step groups, chosen from `drawn` and in the same order.
         advantage_P_G: advantages of `groups`, one row per group.
         drawn: every sampled group, in question order.
-        rollouts: one result of the engine per attempt that asked this rank.
+        rollouts: the engine's result of each sampling attempt on this rank.
     """
 
     groups: list[Group]

@@ -15,7 +15,7 @@ class Interrupted(Exception):
 
 
 class Diverged(FloatingPointError):
-    """Training cannot continue: the loss, a gradient or a weight is NaN or infinite."""
+    """Training cannot continue: loss, gradient norm or a weight is not finite, or the sampler's logits are NaN."""
 
 
 @dataclass

@@ -97,7 +97,7 @@ class LabTrainer(GRPOTrainer):
         return self.level.noise(self.step)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Override the Trainer's hook: return empty batches, one per micro-batch: the cursor draws the questions."""
+        """Override the Trainer's hook: return one empty batch per micro-batch. The cursor draws the questions."""
         count = self.args.max_steps * self.args.gradient_accumulation_steps
         return DataLoader(range(count), collate_fn=lambda _: {})  # type: ignore[arg-type]
 
@@ -355,10 +355,10 @@ class LabTrainer(GRPOTrainer):
             self.policy.save_trained(Path(str(output_dir)))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        """Override the Trainer's private hook: with lora=full load all weights from a checkpoint.
+        """Override the Trainer's private hook: load the trained weights from a checkpoint.
 
-        The Trainer's own method would warn of tied weights, which `save_model` does not write. With an adapter it is
-        used as it is.
+        With an adapter it calls the Trainer's method. With lora=full that method would warn of tied weights, because
+        `save_model` writes them under one name only.
         """
         if self.cfg.trains_all:
             self.policy.load_trained(Path(resume_from_checkpoint))
@@ -414,7 +414,7 @@ class _Steps(TrainerCallback):
             self.trainer.clock.start_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Override the Trainer's hook after each update: after a step's last one decide whether to save and stop."""
+        """Override the Trainer's hook after each update: after a step's last update decide whether to save and stop."""
         trainer = self.trainer
         step, updates_left = divmod(state.global_step, trainer.cfg.updates_per_step)
         if updates_left:
