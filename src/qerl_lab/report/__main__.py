@@ -1,6 +1,6 @@
 """`python -m qerl_lab.report DIR ... KEY=VALUE ...`: compare the arms of run directories in one table.
 
-`python -m qerl_lab.report verdicts DIR ...` tests the paper's claims on them. Neither needs MLflow.
+`python -m qerl_lab.report verdicts DIR ...` tests the paper's claims on these runs. Neither command reads MLflow.
 """
 
 import shlex
@@ -32,9 +32,10 @@ class ReportOptions:
 
 
 def report(options: ReportOptions) -> None:
-    """Run the command `report`: print a table that compares arms, and write the folder `options.out`, if any.
+    """Run the command `report`: print a table that compares arms, and write the folder `options.out` if it is given.
 
-    Raises ConfigError for `bench` without `out`, and if no run counts and there is no `out`.
+    Raises ConfigError for `bench` without `out`. Raises it also if no run counts, unless `out` is given and there are
+    unfinished or damaged runs to list.
     """
     from qerl_lab.report import comparison  # pandas and scipy take a second
 
@@ -66,7 +67,11 @@ class VerdictsOptions:
 
 
 def verdicts(options: VerdictsOptions) -> None:
-    """Run the command `verdicts`: judge the claims, the paper's or those of `options.claims`, and print verdicts."""
+    """Run the command `verdicts`: test claims on the runs in `options.sweep`, and print the verdicts.
+
+    The claims are those in the files `options.claims`, or the paper's if none is given. With `options.out` the verdicts
+    are also written there, as verdicts.json and verdicts.md.
+    """
     from qerl_lab.report import claims, verdict_tables
     from qerl_lab.report.verdicts import judge
 
@@ -85,7 +90,10 @@ def verdicts(options: VerdictsOptions) -> None:
 
 
 def _compare_runs(options: ReportOptions | VerdictsOptions) -> "Comparison":
-    """Read and group the runs in `options.sweep`. Raises ConfigError if none counts, unless `out` is given."""
+    """Read the runs in `options.sweep` and group them into arms.
+
+    Raises ConfigError if no run counts, unless `out` is given and there are unfinished or damaged runs to list.
+    """
     from qerl_lab.report import comparison, results
 
     found = comparison.compare(*results.read_all([Path(folder).expanduser() for folder in options.sweep]))
@@ -130,7 +138,7 @@ COMMANDS: dict[str, Command[Any]] = {
 
 @exits.command
 def main(arguments: list[str]) -> int:
-    """Run `python -m qerl_lab.report` with these arguments and return its exit code."""
+    """Run `python -m qerl_lab.report` with the given command-line arguments, and return the exit code."""
     if arguments and arguments[0] in COMMANDS:
         return run_subcommand(COMMANDS, arguments)
     if arguments and not Path(arguments[0]).exists() and (hint := did_you_mean(arguments[0], list(COMMANDS))):

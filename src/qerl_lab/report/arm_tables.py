@@ -1,4 +1,4 @@
-"""Tables of arms in the layout of the paper's tables: our number, the paper's, and the difference to the baseline."""
+"""Tables of arms, laid out like the paper's: our numbers, the paper's beside them, differences to a baseline arm."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,14 +28,18 @@ Differences = Mapping[tuple[str, str], list[str]]  # (label of an arm, key of DI
 
 
 class Compared(NamedTuple):
-    """How arms are compared in a number: `sign` is 1 if more is better, 0 for neither; `ratio` compares logarithms."""
+    """How to compare two arms in one number, called `label` in tables.
+
+    `sign` is 1 if larger is better, 0 if neither larger nor smaller is. With `ratio` the numbers are divided, else
+    subtracted.
+    """
 
     label: str
     sign: int = 0
     ratio: bool = False
 
 
-DIFFERENCES = {  # by phase of `matrix`, or name in the summary of a run
+DIFFERENCES = {  # keys: a phase of `matrix`, or a name in `Run.summary`
     "after": Compared("accuracy after", 1),
     "gain": Compared("gain in accuracy", 1),
     "reward_last": Compared("reward, last tenth", 1),
@@ -45,7 +49,7 @@ DIFFERENCES = {  # by phase of `matrix`, or name in the summary of a run
     "tokens_per_second": Compared("end to end, tokens/s", 1, ratio=True),
 }
 SPEEDS, PHASES = ("rollout_tokens_per_second", "tokens_per_second"), ("rollout", "train", "sync")
-ENTROPIES = {  # further columns of the entropy table
+ENTROPIES = {  # further columns of the entropy table: head -> metric
     "forking tokens, first tenth": "policy/entropy_forking_nats", "other tokens": "policy/entropy_rest_nats",
     "answers, first tenth": "rollout/answer_entropy_nats",
 }  # fmt: skip
@@ -53,7 +57,10 @@ OF_PAPER = ["Figure 1, 7B: rollouts / BF16", "Table 3, 7B: end to end / BF16"]
 
 
 def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
-    """Build the tables of report.html that compare arms, also with the arm `baseline`; an empty list without arms."""
+    """Build the tables of report.html that compare arms: accuracy, differences to `baseline`, entropy, collapse, speed.
+
+    `baseline` is the label of an arm, or None for no differences. Returns an empty list if the comparison has no arms.
+    """
     if not comparison.arms:
         return []
     differences: Differences = {
@@ -73,7 +80,10 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
 
 
 def accuracy_rows(comparison: Comparison) -> Rows:
-    """Tabulate held-out accuracy, a row of cells per arm below a head, beside the paper's Table 1 if it has an arm."""
+    """Tabulate held-out accuracy as text: a head, then a row of cells per arm.
+
+    If an arm is also in the paper's Table 1, three further columns show its row there and the accuracies at 3B and 7B.
+    """
     beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "algorithm.name": "grpo"})
     head = ["arm", "finished", "before", "after", "gain", "pass@n after"]
     rows = [[*head, *([IN_TABLE_1, "3B there", "7B there"] if beside else [])]]
@@ -96,7 +106,7 @@ def accuracy_rows(comparison: Comparison) -> Rows:
 
 
 def _accuracy_table(comparison: Comparison) -> Table:
-    """Build the table of held-out accuracy from `accuracy_rows`."""
+    """Build the table of held-out accuracy: `accuracy_rows` without empty columns, with explanations."""
     rows, empty = without_empty_columns(accuracy_rows(comparison), 2)
     beside = IN_TABLE_1 in rows[0]
     why = "no held-out questions were evaluated" if "after" in empty else "eval.samples=1, or no question"
@@ -111,7 +121,7 @@ def _accuracy_table(comparison: Comparison) -> Table:
 
 
 def _difference_table(differences: Differences, baseline: str) -> Table:
-    """Build the table of differences to the arm `baseline`."""
+    """Build the table of differences to the arm `baseline`; `differences` holds its cells."""
     rows = [[arm, DIFFERENCES[name].label, *cells] for (arm, name), cells in differences.items()]
     return Table(
         f"Differences to {baseline}",
@@ -130,9 +140,10 @@ def _by_seed(runs: Sequence[Run], name: str) -> pd.Series:
 
 
 def _difference_cells(runs: Sequence[Run], control: Sequence[Run], name: str) -> list[str]:
-    """Format how `runs` differ from `control` in `name`, a key of `DIFFERENCES`: difference, effect size, P(better).
+    """Format how the arm `runs` differs from the arm `control` in the number `name`, a key of `DIFFERENCES`.
 
-    Empty if the two arms share no seed with values, and for tokens/s if a run shared its machine.
+    Returns three cells: difference with interval, effect size, and P(better), the share of seed pairs in which `runs`
+    is better. Returns an empty list if the arms share no seed with values, or for tokens/s if a run shared its machine.
     """
     _, sign, ratio = DIFFERENCES[name]
     if ratio and shared_machines(runs, control):
@@ -160,7 +171,10 @@ def _difference_cells(runs: Sequence[Run], control: Sequence[Run], name: str) ->
 
 
 def _entropy_table(comparison: Comparison, baseline: str | None, differences: Differences) -> Table:
-    """Tabulate the policy's entropy in the first and the last tenth of the steps, beside the paper's Figure 5."""
+    """Tabulate the policy's entropy by arm, in the first and the last tenth of the steps, beside the paper's Figure 5.
+
+    Further columns show the difference to `baseline` and the metrics `ENTROPIES`.
+    """
     beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "aqn.schedule": "off"})
     against = [f"first tenth - {baseline}"] if baseline else []
     rows = [["arm", "first tenth of the steps", "last tenth", *against, *ENTROPIES, *["Figure 5, 7B"] * bool(beside)]]
@@ -189,7 +203,10 @@ def _entropy_table(comparison: Comparison, baseline: str | None, differences: Di
 
 
 def _retention_table(comparison: Comparison) -> Table:
-    """Tabulate, by arm, entropy in the last tenth of the steps / in the first, and how many runs collapsed."""
+    """Tabulate by arm the ratio of final to initial entropy, and the number of collapsed runs.
+
+    Final and initial are means over the last and the first tenth of the steps.
+    """
     rows = [["arm", "entropy, last tenth / first", "runs that collapsed"]]
     for arm, runs in comparison.arms.items():
         ratios = _by_seed(runs, "entropy_last") / _by_seed(runs, "entropy_first")
@@ -211,7 +228,10 @@ def _retention_table(comparison: Comparison) -> Table:
 
 
 def _speed_table(comparison: Comparison, baseline: str | None, differences: Differences) -> Table:
-    """Tabulate tokens/s, time by phase and peak memory, beside the paper's speeds over BF16 (Figure 1, Table 3)."""
+    """Tabulate tokens/s, shares of time by phase, peak memory and seconds of each arm.
+
+    Beside them stand ratios of tokens/s to `baseline`, and the paper's ratios to BF16 (Figure 1, Table 3).
+    """
     beside = reference.rows_of_table_1(comparison.arms, {})
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", f"rollouts / {baseline}", f"end to end / {baseline}",
              *OF_PAPER, "rollout, train, sync", "peak GiB", "seconds a run"]]  # fmt: skip

@@ -14,18 +14,20 @@ from qerl_lab.report.runs import ABSENT, CONTENT, PLACE, QUESTIONS, TASK, Arm, R
 
 NO_EXPERIMENT = RunConfig().experiment
 CHOICES = ("algorithm", "aqn")  # groups of conf/ in which one choice sets several keys
-LONGEST = 48  # characters of a value in a label; the pocket model's longest path has 41
+LONGEST = 48  # most characters of a value in a label; the longest path to the embedded model has 41
 
 
 # --- which records are of one run, and which runs of one arm
 
 
 def match_questions(runs: Sequence[Run]) -> list[Run]:
-    """Set task.path: equal for runs on equal questions (by SHA-256), unequal where questions changed; return the runs.
+    """Return the runs with task.path changed so that it tells whether two runs were asked the same questions.
 
-    Equal questions get the path seen first. If runs with equal `task.*` settings had different questions, a hash is
-    added to the path. A SHA-256 that an older record lacks is taken from runs on the same training questions; if it
-    lacks both, from runs with the same path. Neither is taken if those runs disagree.
+    Questions are compared by SHA-256. Runs with equal questions get the path seen first. If runs with equal `task.*`
+    settings had different questions, a hash of the questions is added to each path.
+
+    An older record without the SHA-256 of the held-out questions takes it from runs with the same training questions. A
+    record without both SHA-256s takes both from runs with the same path. Neither is taken from runs that disagree.
     """
     training = [run.origin.training_sha256 for run in runs]
     heldout = _fill_blanks(training, [run.origin.heldout_sha256 for run in runs])
@@ -49,7 +51,10 @@ def match_questions(runs: Sequence[Run]) -> list[Run]:
 
 
 def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
-    """Fill each empty text from the non-empty texts with an equal key; leave it empty unless those are all equal."""
+    """Replace each empty text by the one non-empty text with an equal key; `keys[i]` is the key of `texts[i]`.
+
+    A text stays empty if its key has no other text, or several different ones.
+    """
     known = defaultdict[str, set[str]](set)
     for key, text in zip(keys, texts, strict=True):
         known[key].update({text} - {""})
@@ -58,7 +63,10 @@ def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
 
 
 def fill_in_device(runs: Sequence[Run]) -> list[Run]:
-    """Replace device=auto, as of runs that failed early, by cpu or cuda if exactly one of them makes a known arm."""
+    """Replace device=auto, which runs that failed early still record, by cpu or cuda.
+
+    The device is taken that makes the run part of an arm among `runs`. If both devices or neither do, auto stays.
+    """
     known, found = {run.arm for run in runs}, []
     for run in runs:
         if run.value("device") == "auto":
@@ -70,21 +78,28 @@ def fill_in_device(runs: Sequence[Run]) -> list[Run]:
 
 
 def run_key(run: Run) -> tuple[object, ...]:
-    """Return what identifies a run on any machine: arm, seed and time of start; its name if that is not recorded."""
+    """Return a key that is equal for all records of one run, on any machine: arm, seed and start time.
+
+    If the start time is not recorded, the run's name stands in its place.
+    """
     return run.arm, run.seed, run.origin.began or run.name
 
 
 def drop_copies(runs: Sequence[Run]) -> list[Run]:
-    """Keep one record of each run, which may stop on one machine and finish on another: a finished one, or the last."""
+    """Keep one record of each run: the finished record if there is one, else the record that ended last.
+
+    A run has several records if it stopped on one machine and was resumed on another.
+    """
     furthest = {run_key(run): run for run in sorted(runs, key=lambda run: (run.is_finished, run.ended))}
     return [run for run in runs if furthest[run_key(run)] is run]
 
 
 def count_overlaps(runs: Sequence[Run]) -> list[Run]:
-    """Set `at_once` in each run: how many runs were on its machine at the same time, itself included.
+    """Return the runs with `at_once` set: the most runs at one time on the machine of each run, itself included.
 
-    It is the larger of two numbers: overlaps by start (in whole seconds) and end, and jobs=N or jobs_per_gpu=N of the
-    run's command. A machine is the GPUs or, without one, the host; older records know only its kind.
+    `at_once` is the larger of two numbers: overlaps by start and end times, and the N of jobs=N or jobs_per_gpu=N in
+    the command of the run or its sweep file. Two runs share a machine if they share a GPU or, without GPUs, a host.
+    Older records name only the kind of machine, which then stands for the machine.
     """
     spans, allowed = [], []
     for run in runs:
@@ -92,7 +107,7 @@ def count_overlaps(runs: Sequence[Run]) -> list[Run]:
         options = re.findall(rf"\b{option}=(\d+)", f"{run.origin.command} {run.origin.configured}")
         places = set(run.origin.place.split()) or {run.origin.machine if not options else ""} - {""}
         begin = datetime.fromisoformat(run.origin.began).timestamp() if run.origin.began else run.ended
-        spans.append((begin, run.ended - 1, places))
+        spans.append((begin, run.ended - 1, places))  # - 1: starts are recorded in whole seconds, rounded down
         allowed.append(max(map(int, options), default=1))
     counted = []
     for run, most_allowed, (begin, end, places) in zip(runs, allowed, spans, strict=True):
@@ -104,7 +119,10 @@ def count_overlaps(runs: Sequence[Run]) -> list[Run]:
 
 
 def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """Choose the newest finished run of each arm and seed, sorted by settings; list `NAME: REASON` for the others."""
+    """Return the runs that count, and a line `NAME: REASON` for each other run.
+
+    The newest finished run of each arm and seed counts. The runs are sorted by experiment, settings and seed.
+    """
     counted: dict[tuple[Arm, int], Run] = {}
     left_out = [f"{run.name}: {run.status}" for run in runs if not run.is_finished]
     for run in sorted((run for run in runs if run.is_finished), key=lambda run: run.ended):
@@ -122,8 +140,8 @@ def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
 def differing_keys(runs: Sequence[Run]) -> list[str]:
     """List the keys of settings in which the runs differ, sorted, without a redundant model.path or model.hash.
 
-    The hash is redundant if paths and hashes pair one to one, because readers know the path. Otherwise the path is
-    redundant if all hashes are known and equal.
+    The hash is redundant if each path has one hash and each hash one path, because readers know the path. Otherwise the
+    path is redundant if all hashes are known and equal.
     """
     pairs = {(run.value(PLACE), run.value(CONTENT)) for run in runs}
     places, contents = ({pair[n] for pair in pairs} for n in (0, 1))
@@ -138,15 +156,18 @@ def differing_keys(runs: Sequence[Run]) -> list[str]:
 
 
 def labels(runs: Sequence[Run]) -> dict[Arm, str]:
-    """Map each arm to a label: its experiment, if any, and the settings that the experiment's name does not imply.
+    """Map each arm to its label in tables: `EXPERIMENT (key=value, ...)`, or only one of the two parts.
 
-    A label omits settings that follow from the task's name, and settings outside `Run.declared` if more than half of
-    the arms that do not declare them share the value. The settings of a group in `CHOICES` appear as its choice.
+    A label shows only settings in which `runs` differ, without those that follow from the task's name. It shows a
+    setting that the experiment declares (`Run.declared`) only if runs of the experiment differ in it. It shows any
+    other setting only if at most half of the arms that do not declare it have the same value. The settings of a group
+    in `CHOICES` appear as one choice, such as `aqn=linear`.
     """
     arms, found = {run.arm: run for run in runs}, {}
     implied, differ = keys_implied_by_task([run.settings for run in runs]), differing_keys(runs)
 
     def is_needed(key: str, run: Run) -> bool:
+        """Tell whether the label of a run's arm must show the setting `key`."""
         undeclared = [other.value(key) for other in arms.values() if key not in other.declared]
         if key in run.declared or len(set(undeclared)) == 1:
             return len({other.value(key) for other in runs if other.experiment == run.experiment}) > 1
@@ -167,7 +188,10 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
 
 
 def keys_implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the `task.*` keys that follow from task.name: in `settings`, a mapping per run, one value per task."""
+    """Return the `task.*` keys that have the same value in all runs of one task, so that task.name implies them.
+
+    `settings` holds the settings of each run.
+    """
     names = {one.get(TASK) for one in settings}
     keys = {key for one in settings for key in one if key.startswith("task.") and key != TASK}
     return {key for key in keys if len({(one.get(TASK), one.get(key)) for one in settings}) == len(names)}
@@ -180,14 +204,20 @@ def task_of(run: Run) -> str:
 
 
 def format_setting(key: str, value: str) -> str:
-    """Format a setting as `key=value` for a label, with a long value shortened."""
+    """Format a setting as `key=value` for a label, with a long value shortened.
+
+    task.name appears as `task`, and lora.rank=0 as `lora=full`.
+    """
     if (key, value) == ("lora.rank", "0"):
         return "lora=full"
     return f"{'task' if key == TASK else key}={shorten(value)}"
 
 
 def shorten(value: str) -> str:
-    """Shorten a value above `LONGEST` to its beginning, or its end if it is a path; a hash keeps labels unique."""
+    """Shorten a value of more than `LONGEST` characters, and add a hash of the whole value so that labels stay unique.
+
+    The beginning of a text with blanks stays, and the end of any other value, such as a path.
+    """
     if len(value) <= LONGEST:
         return value
     mark, room = hashlib.sha256(value.encode()).hexdigest()[:6], LONGEST - 12

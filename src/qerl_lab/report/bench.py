@@ -21,12 +21,12 @@ SETTINGS = (
     "gpus", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefix_caching", "async_scheduling", "eager",
     "cuda_graphs", "dtype", "model_runner",
 )  # fmt: skip
-CLOCKS_APART = 0.03
-Columns = Sequence[tuple[str, str]]  # head of a column, and format of a row
+CLOCKS_APART = 0.03  # share by which GPU clocks may differ
+Columns = Sequence[tuple[str, str]]  # for each column its head, and the format string of a row's cell
 OF_BASES = (("of BF16", "{of_bf16:.2f}"), ("of QLoRA", "{of_qlora:.2f}"))
 SPEED, ARM = ("tokens/s", "{tokens_per_second:,.0f}"), ("arm", "{arm}")
 ENGINE = (("weights", "{weights_gib:.1f}"), ("KV", "{kv_gib:.1f}"))
-TABLES: Mapping[str, Columns] = {
+TABLES: Mapping[str, Columns] = {  # by benchmark
     "train_step": (
         ARM, ("micro-batch", "{micro_batch_tokens:,.0f}"), SPEED, *OF_BASES, ("peak GB", "{peak_gb:.1f}"),
         ("base GB", "{base_gb:.2f}"),
@@ -74,16 +74,16 @@ def origin(result: Result) -> str:
 
 
 def list_deaths(result: Result) -> list[str]:
-    """Return a line per arm and rank at which the process of the arm died, with the reason."""
+    """Return a line `ARM, rank R, died: REASON` for each arm and LoRA rank at which the arm's process died."""
     return [f"{row['arm']}, rank {row['rank']}, died: {row['died']}" for row in result.get("rows", []) if "died" in row]
 
 
 def measured(result: Result) -> pd.DataFrame:
-    """Return the rows of a benchmark, without those of dead arms; empty if every arm died.
+    """Return the measured rows of a benchmark, with two ratios of tokens/s to a baseline: `of_bf16` and `of_qlora`.
 
-    Two columns have the ratio of tokens/s to a baseline at an equal rank, batch and micro-batch: `of_bf16` and
-    `of_qlora`. In rollouts and steps these are the stock arms, vLLM or TRL as they are; in train_step the lab's BF16
-    and bitsandbytes. Raises KeyError for a benchmark that has no table.
+    A row and its baseline agree in the columns `ALIKE`. In rollouts and steps the baselines are the stock arms: vLLM or
+    TRL as they are. In train_step they are the lab's BF16 and bitsandbytes. Arms that died have no rows; the table is
+    empty if every arm died. Raises KeyError for a benchmark that is not in `ALIKE`.
     """
     kind = result["benchmark"]
     rows = pd.DataFrame([row for row in result["steps" if "steps" in result else "rows"] if "died" not in row])
@@ -113,7 +113,7 @@ def with_ratios(
 
 
 def text(result: Result) -> str:
-    """Format a result for the terminal: a table with ratios to baselines, dead arms, and notes on what else differs."""
+    """Format a result for the terminal: a table with ratios to baselines, arms that died, and warnings from `notes`."""
     rows, kind = measured(result), result["benchmark"]
     lines = [columns(table_rows(rows, TABLES[kind])), *UNITS[kind]] if len(rows) else []
     if "host_share" in rows and rows["host_share"].notna().any():
@@ -124,9 +124,9 @@ def text(result: Result) -> str:
 
 
 def notes(rows: pd.DataFrame) -> list[str]:
-    """List, as sentences, what makes the arms of `measured` rows incomparable: `SETTINGS` that differ, and GPU clocks.
+    """List, as sentences, what makes the arms of `measured` rows incomparable.
 
-    Clocks may differ by the share `CLOCKS_APART`.
+    These are settings of `SETTINGS` that differ, and GPU clocks that differ by more than the share `CLOCKS_APART`.
     """
     found = []
     for name in [name for name in SETTINGS if name in rows]:
@@ -146,7 +146,8 @@ def notes(rows: pd.DataFrame) -> list[str]:
 def table_rows(rows: pd.DataFrame, spec: Columns) -> list[list[str]]:
     """Format a data frame as rows of cells below a head; `spec` has (head, format string) for each column of cells.
 
-    A format string names columns of the data frame. The cell is a dash if one of them is missing or nan.
+    A format string names columns of the data frame. A cell is a dash if a column in its format string is missing or
+    nan.
     """
     names = {form: [name for _, name, _, _ in Formatter().parse(form) if name] for _, form in spec}
     cells = [

@@ -18,7 +18,7 @@ from qerl_lab.report.speed_tables import printed_rollouts
 
 # Arms of other libraries, hatched in the color of their weight format.
 OTHER_LIBRARIES = {"bf16_peft": "bf16", "qlora": "nf4"}
-BASES = {"qlora": "nf4", "bf16": "bf16"}  # stock arms, and the paper's weight format of each
+BASES = {"qlora": "nf4", "bf16": "bf16"}  # names of baselines -> weight format of the baseline in the paper
 PAPER = "paper, Figure 11, batch 1"
 VISIBLE = 0.002  # share of the longest bar; shorter parts would show only in the legend
 
@@ -34,22 +34,23 @@ def figure(result: Result) -> Figure | None:
 
 
 def draw(result: Result, path: Path) -> None:
-    """Draw a benchmark result to the PNG file `path`; write no file if `figure` returns None."""
+    """Draw a benchmark result to the PNG file `path`; write no file if every arm died."""
     if drawn := figure(result):
         path.write_bytes(png(drawn))
 
 
 def _draw_rollouts(rows: pd.DataFrame, about: Mapping[str, Any], gpu: str) -> Figure:
-    """Draw tokens/s of each arm by batch, at the first rank of the result.
+    """Draw tokens/s of each arm by batch, at the first LoRA rank of the result; `about` holds the benchmark's options.
 
-    If measured, further panels show ratios to stock BF16 by batch, and, for several ranks, ratios to a stock arm by
-    rank with the paper's Figure 11.
+    Two further panels follow if measured: ratios to stock BF16 by batch, and ratios to a stock arm by rank. The latter
+    needs several ranks; it uses the smallest batch, and shows the paper's Figure 11 too.
     """
     formats = rows.drop_duplicates("arm").set_index("arm")["format"].to_dict()
     styles = palette.styles(formats) | {PAPER: {"color": "black", "linestyle": ":"}}
     rank, batch = rows["rank"].iloc[0], rows["batch"].min()
 
     def pivot_by_arm(chosen: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
+        """Return a table of the column `y`: a row per value of `x`, a column per arm."""
         lines = chosen.pivot(index=x, columns="arm", values=y)
         return lines[[arm for arm in formats if arm in lines]].dropna(axis=1, how="all")
 
@@ -80,7 +81,7 @@ def _draw_rollouts(rows: pd.DataFrame, about: Mapping[str, Any], gpu: str) -> Fi
 
 
 def _draw_step_times(rows: pd.DataFrame, about: Mapping[str, Any], gpu: str) -> Figure:
-    """Draw the seconds of a step as a bar per arm, split by phase; what no phase covers is `other`."""
+    """Draw the seconds of a step: a bar per arm, split by phase. Time outside the phases appears as `other`."""
     rows = rows.set_index("arm")
     parts = rows.reindex(columns=[f"{phase}_seconds" for phase in PHASES]).fillna(0.0).set_axis(PHASES, axis=1)
     parts["other"] = (rows["step_seconds"] - parts.sum(axis=1)).clip(lower=0.0)
@@ -92,7 +93,7 @@ def _draw_step_times(rows: pd.DataFrame, about: Mapping[str, Any], gpu: str) -> 
 
 
 def _draw_train_step_costs(rows: pd.DataFrame, about: Mapping[str, Any], gpu: str) -> Figure:
-    """Draw tokens/s and peak memory of training steps, a bar per arm; each has a panel per size of micro-batch."""
+    """Draw tokens/s and peak memory of training steps: a panel per quantity and micro-batch size, a bar per arm."""
     arms = rows["arm"].unique()
     panels = {
         f"{label},\nmicro-batches of {size:,}": same.set_index("arm")[[column]].reindex(arms)
@@ -109,10 +110,10 @@ def _draw_train_step_costs(rows: pd.DataFrame, about: Mapping[str, Any], gpu: st
 
 
 def _draw_bar_panels(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Draw panels side by side: a horizontal bar per row (an arm), stacked from a part per column, with its total.
+    """Draw panels side by side, each with a horizontal bar per arm, stacked from parts and labeled with the total.
 
-    `panels` maps an x label to a table of parts, and all tables have the same arms. `looks` maps a part to arguments of
-    `barh`.
+    `panels` maps the x label of a panel to a table with a row per arm and a column per part; all tables have the same
+    arms. `looks` maps a part to arguments of `barh`.
     """
     arms = [textwrap.fill(arm, 40, break_long_words=False) for arm in next(iter(panels.values())).index]
     size = max(7.5, 3.2 * len(panels)), 1.4 + 0.22 * sum(arm.count("\n") + 2 for arm in arms)

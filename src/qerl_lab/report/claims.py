@@ -1,7 +1,7 @@
-"""Read claims and their tests from YAML; `results/reference/claims.yaml` holds those of the QeRL paper.
+"""Read claims, each with its test, from YAML; `results/reference/claims.yaml` has the claims of the QeRL paper.
 
-A sweep can have its own claims file, committed before its runs; each run then records the file's SHA-256
-(`preregistration=FILE`). `docs/verdicts.md` describes the fields.
+A claim says how an arm differs from another in a measure. A sweep can have its own claims file, committed before the
+runs; then each run records the file's SHA-256 (`preregistration=FILE`). `docs/verdicts.md` describes the fields.
 """
 
 import math
@@ -23,15 +23,19 @@ from qerl_lab.report import reference
 from qerl_lab.report.measures import MEASURES
 
 Settings = Mapping[str, str]
-DEFAULTS = {name: option.metadata for name, option, _ in leaves(RunConfig())}
-KEYS_AND_GROUPS = {*DEFAULTS, *(name.rpartition(".")[0] for name in DEFAULTS)} - {""}
-FEWEST_SEEDS = 2  # an interval needs two
-LISTS = ("claims", "free", "contrasts", "printed")  # fields of a file, a claim and a contrast
+DEFAULTS = {name: option.metadata for name, option, _ in leaves(RunConfig())}  # by dotted key: default, choices, ...
+KEYS_AND_GROUPS = {*DEFAULTS, *(name.rpartition(".")[0] for name in DEFAULTS)} - {""}  # such as lora.rank and lora
+FEWEST_SEEDS = 2  # an interval needs two seeds
+LISTS = ("claims", "free", "contrasts", "printed")  # fields of a file, a claim or a contrast that must be lists
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """Two arms to compare, by name and settings; `printed` holds the paper's numbers, as columns of paper.csv."""
+    """A comparison of two arms, treated and control, each given by name and settings.
+
+    `printed` holds pairs of the paper's numbers (treated, control), each as column values that find it in
+    `reference.printed`.
+    """
 
     treated: str
     control: str
@@ -47,7 +51,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Guardrail:
-    """A limit on side effects: `measure` of the treated arm may fall by at most `margin`."""
+    """A limit on side effects: `measure` may be lower in the treated arm than in the control by at most `margin`."""
 
     measure: str
     margin: float
@@ -55,14 +59,14 @@ class Guardrail:
 
 @dataclass(frozen=True)
 class Claims:
-    """What all claims of one file share; `seeds` is the number of seeds that both arms must have in common."""
+    """What all claims of one file share."""
 
     path: str
     sha256: str
-    committed: str
-    seeds: int
-    conditions: Settings
-    analysis: str = ""
+    committed: str  # the day of the first commit
+    seeds: int  # how many seeds both arms of a contrast must have in common
+    conditions: Settings  # settings that all runs must have; other runs are ignored
+    analysis: str = ""  # other planned analysis, in words
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,8 @@ class Claim:
     """One claim of a file, with its test."""
 
     name: str
-    says: str
-    where: str
+    says: str  # the claim in words
+    where: str  # the place in the paper
     family: str  # contrasts of one family are corrected together for multiple tests (Holm)
     measure: str
     direction: int  # 1 if the claim says that the measure rises, -1 falls, 0 stays within `smallest`
@@ -79,35 +83,35 @@ class Claim:
     reason: str  # why `smallest` has this value
     contrasts: tuple[Contrast, ...]
     free: tuple[str, ...]  # keys and groups of keys that may differ between the arms of a contrast
-    sweep: str  # makes the arms
+    sweep: str  # runs the arms (`+sweeps=SWEEP`)
     file: Claims
     guardrail: Guardrail | None = None
-    best_of: str = ""  # a key; each arm is taken at its best value
+    best_of: str = ""  # a key; each arm is measured at the value that is best for it
     mean_over: str = ""  # a key; each seed's effect is averaged over the values that both arms have
     added: str = ""  # the day on which the claim was added to a file committed earlier
 
     @property
     def spanned_key(self) -> str:
-        """Return the key in `best_of` or `mean_over`; empty text if none."""
+        """Return `best_of` or `mean_over`, a key that takes several values in each arm; empty text without both."""
         return self.best_of or self.mean_over
 
     @property
     def is_ratio(self) -> bool:
-        """Tell whether effects are factors, not differences. Factors are compared by their logarithms."""
+        """Tell whether effects are ratios (treated / control), compared by their logarithms, instead of differences."""
         return MEASURES[self.measure].ratio
 
     @property
     def margin(self) -> float:
-        """Return `smallest` for a difference, its logarithm for a ratio."""
+        """Return the smallest effect that matters as tests use it: `smallest`, or for a ratio its logarithm."""
         return math.log(self.smallest) if self.is_ratio else self.smallest
 
     @property
     def smallest_as_text(self) -> str:
-        """Format `smallest`: `0.02`, or `1.1x` for a ratio."""
+        """Format `smallest`, the smallest effect that matters: `0.02` for a difference, `1.1x` for a ratio."""
         return f"{self.smallest:g}x" if self.is_ratio else f"{self.smallest:g}"
 
     def spell(self, effect: float) -> str:
-        """Format an effect for readers: `+0.013` for a difference, `1.23x` for a factor."""
+        """Format an effect for readers: `+0.013` for a difference, `1.23x` for a ratio."""
         return f"{effect:.2f}x" if self.is_ratio else f"{effect:+.3f}"
 
 
@@ -118,7 +122,10 @@ def of_paper() -> tuple[Claim, ...]:
 
 
 def read(path: Path, called: str) -> tuple[Claim, ...]:
-    """Read the claims of a YAML file, `called` so in messages and verdicts. Raises ConfigError if it is not valid."""
+    """Read the claims of a YAML file; `called` is the file's name in messages and verdicts.
+
+    Raises ConfigError if the file cannot be read, or if its claims are invalid.
+    """
     try:
         values, digest = yaml.safe_load(path.read_text(encoding="utf-8")), sha256(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -131,7 +138,10 @@ def read(path: Path, called: str) -> tuple[Claim, ...]:
 
 
 def _parse_file(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
-    """Build the claims of a file. Raises ValueError, as the functions below, for a field that cannot be."""
+    """Build the claims of a file from `values` (the parsed YAML) and `digest` (the SHA-256).
+
+    This function and the functions below raise ValueError for an invalid field.
+    """
     values = _checked(values, ("committed", "seeds", "claims"), ("conditions", "analysis", "arms"), "the file")
     if type(values["seeds"]) is not int or values["seeds"] < FEWEST_SEEDS:
         raise ValueError(f"seeds={values['seeds']} is no whole number of at least {FEWEST_SEEDS}")
@@ -147,7 +157,7 @@ def _parse_file(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
 
 
 def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Claim:
-    """Build one claim; `arms` maps the names of arms to their settings."""
+    """Build one claim from `values`, its entry in the file; `arms` maps names of arms to their settings."""
     own_fields = [one for one in fields(Claim) if one.name != "file"]
     needed = [one.name for one in own_fields if one.default is MISSING]
     where = f"claim {values.get('name') if isinstance(values, dict) else values}"
@@ -174,7 +184,10 @@ def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Cla
 
 
 def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Contrast:
-    """Build one contrast of the claim `where`. The paper must have the numbers in `printed`."""
+    """Build one contrast from `values`, its entry in the claim; `where` names the claim in messages.
+
+    Raises ValueError for an unknown arm, and if the paper lacks a number of `printed`.
+    """
     own = _checked(values, ("treated", "control"), ("printed",), f"{where}, a contrast")
     for name in (own["treated"], own["control"]):
         if name not in arms:
@@ -192,7 +205,10 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Co
 
 
 def _checked(values: Any, needed: Collection[str], optional: Collection[str], where: str) -> dict[str, Any]:
-    """Return `values` unchanged if it is a dict with all `needed` fields and, beyond them, only `optional` ones."""
+    """Return `values` unchanged if they are a dict with all `needed` fields and otherwise only `optional` fields.
+
+    Raises ValueError if not, or if a field of `LISTS` is no list. `where` names the place in the file for the message.
+    """
     if not isinstance(values, dict):
         raise ValueError(f"{where} is no mapping")
     if lacking := sorted({*needed} - values.keys()):
@@ -205,13 +221,16 @@ def _checked(values: Any, needed: Collection[str], optional: Collection[str], wh
 
 
 def _check_key(key: str, where: str, known: Collection[str]) -> None:
-    """Refuse a `key` that is not among those `known`."""
+    """Raise ValueError if `key` is not in `known`; `where` names the place in the file for the message."""
     if key not in known:
         raise ValueError(f"{where}: {key} is no key of a run.{did_you_mean(str(key), sorted(known))}")
 
 
 def _parse_settings(values: Any, where: str) -> dict[str, str]:
-    """Convert settings to text, spelled as run records spell it: 1 becomes `1.0` for a float key."""
+    """Convert settings to text, spelled as run records spell them: 1 becomes `1.0` for a float key.
+
+    Raises ValueError for an unknown key or choice; `where` names the place in the file for the message.
+    """
     if not isinstance(values, dict):
         raise ValueError(f"{where} is no mapping of keys to values")
     found = {}

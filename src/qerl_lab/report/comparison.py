@@ -1,4 +1,4 @@
-"""Compare arms: choose the runs that count, and build a row per arm and the text of the report."""
+"""Compare arms: choose the runs that count, build a row per arm, and format the report for the terminal."""
 
 import math
 from collections import Counter
@@ -19,7 +19,7 @@ from qerl_lab.report.table import mean_and_interval
 from qerl_lab.system.terminal import columns
 
 BASELINE = "bf16"  # the default baseline
-# Conditions under which a verdict holds; a table that mixes values of one says so.
+# Settings that limit what a verdict is about. `notes` warns if the arms of a comparison differ in one of them.
 CONDITIONS = (
     "model.path", "model.hash", "rollout.importance_correction", "rollout.temperature", "eval.temperature",
     "optim.learning_rate", "algorithm.updates_per_rollout",
@@ -31,9 +31,10 @@ differ: read the difference, which is paired by seed and question. One in 20 tru
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs that count, by label of their arm; every readable run, and the reasons why others do not count.
+    """Runs grouped into arms, and the reasons why other runs do not count.
 
-    `damaged` maps the names of unreadable runs to the reason; `left_out` has a line for each run that does not count.
+    `arms` maps the label of an arm to its runs that count. `runs` has every readable run. `damaged` maps the name of an
+    unreadable run to the reason. `left_out` has a line `NAME: REASON` for each run that does not count.
     """
 
     arms: dict[str, list[Run]]
@@ -58,7 +59,7 @@ class Comparison:
 
     @property
     def alone(self) -> list[str]:
-        """Return the labels of arms in which no run shared its machine: only their seconds and tokens/s count."""
+        """Return the labels of arms in which no run shared its machine, so that seconds and tokens/s are comparable."""
         return [label for label, runs in self.arms.items() if all(run.at_once == 1 for run in runs)]
 
     def require_counted(self) -> "Comparison":
@@ -69,12 +70,15 @@ class Comparison:
 
 
 def read(folders: Sequence[Path]) -> Comparison:
-    """Read every run in `folders` of runs or results, and group them into arms. Raises ConfigError if none counts."""
+    """Read every run in `folders` (of runs or results), and group them into arms. Raises ConfigError if none counts."""
     return compare(*results.read_all(folders)).require_counted()
 
 
 def compare(runs: list[Run], damaged: dict[str, str]) -> Comparison:
-    """Choose the runs that count and group them into arms; `damaged` maps each unreadable run to the reason."""
+    """Choose the runs that count and group them into arms; `damaged` maps each unreadable run to the reason.
+
+    The newest finished run of each arm and seed counts.
+    """
     runs = arms.count_overlaps(arms.drop_copies(arms.fill_in_device(arms.match_questions(runs))))
     counted, left_out = arms.choose_runs(runs)
     labels, by_arm = arms.labels(counted), dict[str, list[Run]]()
@@ -87,9 +91,10 @@ def compare(runs: list[Run], damaged: dict[str, str]) -> Comparison:
 
 
 def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
-    """Return a row per arm: counts, means over seeds, and code. Accuracies and gain have intervals (`_low`, `_high`).
+    """Tabulate the arms, a row each: counts of seeds, runs and questions, means over seeds, and the code's commits.
 
-    Differences are to the arm `baseline`, over the seeds that both have.
+    Accuracies, gain and differences have 95% intervals, in columns that end in `_low` and `_high`. Differences are to
+    the arm `baseline`, over the seeds and questions that both arms have.
     """
     rows = []
     for label, runs in comparison.arms.items():
@@ -118,12 +123,18 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
 
 
 def matrix(runs: Sequence[Run], phase: str) -> pd.DataFrame:
-    """Return held-out accuracy or gain (`phase`) of an arm [seeds, questions], on the questions of every seed."""
+    """Return held-out accuracy or gain of an arm [seeds, questions]; `phase` is "before", "after" or "gain".
+
+    Only questions that every seed answered have a column. Runs without evaluation have no row.
+    """
     return pd.DataFrame({run.seed: run.accuracy[phase] for run in runs if run.accuracy}).T.dropna(axis=1)
 
 
 def curves(comparison: Comparison) -> pd.DataFrame:
-    """Return the metrics by step of all runs that count, tidy; `seconds` is the time of training up to the step."""
+    """Tabulate the metrics by step of all runs that count (`Comparison.counted`): a row per run, metric and step.
+
+    The columns are run_id, arm, metric, step, seconds (the sum of step/seconds so far) and value.
+    """
     frames = []
     for run in comparison.counted:
         seconds = run.steps["step/seconds"].astype("float64").fillna(0).cumsum()
@@ -134,7 +145,10 @@ def curves(comparison: Comparison) -> pd.DataFrame:
 
 
 def tabulate_differing_settings(comparison: Comparison, head: str) -> list[list[str]]:
-    """Tabulate the settings in which arms differ, a row of cells per arm below the head; empty if none differ."""
+    """Tabulate the settings in which arms differ: a row per arm with its label and its values.
+
+    The first row has `head` (the text above the labels) and the keys. Returns an empty list if the arms differ in none.
+    """
     firsts = {label: runs[0] for label, runs in comparison.arms.items()}
     keys = differing_keys(list(firsts.values()))
     rows = [[label, *(arms.shorten(run.value(key)) for key in keys)] for label, run in firsts.items()]
@@ -147,8 +161,8 @@ def tabulate_differing_settings(comparison: Comparison, head: str) -> list[list[
 def baseline_of(labels: Sequence[str], wanted: str | None) -> str | None:
     """Find the label of the baseline in `labels`; `wanted` is a full label or the name of an experiment.
 
-    If `wanted` is None, returns the arm called `BASELINE` if it is one of several arms, else None. Raises ConfigError
-    if `wanted` names no arm or several.
+    If `wanted` is None, `BASELINE` is looked for, and the result is None unless `BASELINE` fits exactly one of several
+    arms. Raises ConfigError if a given `wanted` fits no arm or several.
     """
     name = wanted or BASELINE
     fits = [arm for arm in labels if arm == name] or [arm for arm in labels if arm.partition(" (")[0] == name]
@@ -162,7 +176,10 @@ def baseline_of(labels: Sequence[str], wanted: str | None) -> str | None:
 
 
 def text(comparison: Comparison, baseline: str | None) -> str:
-    """Format a comparison for the terminal: arms, settings in which they differ, warnings, and runs left out."""
+    """Format a comparison for the terminal: arms, settings in which they differ, warnings, and runs left out.
+
+    With a `baseline`, the label of an arm, there are differences to it.
+    """
     shown = {"accuracy_before": "before", "accuracy_after": "after", "gain": "gain"}  # heads by column of `by_arm`
     shown |= {"difference": f"after - {baseline}"} if baseline else {}
     rows = [["arm", "seeds", "finished", *shown.values(), "policy entropy, nats"]]
@@ -223,7 +240,7 @@ def notes(comparison: Comparison) -> list[str]:
     if (most := max((run.at_once for run in runs), default=1)) > 1:
         others = "another" if most == 2 else f"up to {most - 1} others"
         notes.append(f"Runs ran beside {others}: seconds and tokens/s are of shared machines, and left out.")
-    # two local models at one path look equal
+    # without a hash, two local models that lay at one path look equal
     if count := sum(run.value(CONTENT) == ABSENT and run.value(PLACE).startswith("/") for run in runs):
         notes.append(
             f"model.hash is not known of {count} run{'s' * (count != 1)}, which an older version began: two models "

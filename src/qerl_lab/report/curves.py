@@ -22,7 +22,7 @@ from qerl_lab.report.reference import PLAIN, QUIET
 from qerl_lab.report.stats import NATS, SHARE, band_over_seeds
 
 STEP, CLOCK = "step", "seconds"  # columns of `comparison.curves`
-ARMS_A_PANEL = 4  # with more, bands hide lines
+ARMS_A_PANEL = 4  # most arms that share one panel; with more, bands would hide lines
 BESIDE = 2  # arms per panel beside the baseline when there are several panels
 MOMENTS = 100  # most times at which the mean by wall clock is interpolated
 MARKS = 10  # markers per line
@@ -31,7 +31,10 @@ LEGEND_CHARS = 46  # characters per line of the legend
 
 @dataclass(frozen=True)
 class Curve:
-    """One figure: file name, title, axis label and metric; `bounds` are the possible values."""
+    """One figure of a metric: file name, title, label of the y axis, and metric.
+
+    `from_zero` lets the y axis start at 0. `bounds` are the smallest and the largest value that the metric can have.
+    """
 
     name: str
     title: str
@@ -55,16 +58,20 @@ CURVES = (
 
 
 def recorded_curves(points: pd.DataFrame) -> list[Curve]:
-    """Return the `CURVES` with a value in `points` (from `comparison.curves`); sigma only if it was ever not 0."""
+    """Return the entries of `CURVES` that have a value in `points`, a table from `comparison.curves`.
+
+    The curve of the noise's sigma also needs a value other than 0.
+    """
     points = points[points["value"].notna()]
     used = set(points.loc[(points["metric"] != "noise/sigma") | (points["value"] != 0), "metric"])
     return [curve for curve in CURVES if curve.metric in used]
 
 
 def panels(arms: Sequence[str], baseline: str | None) -> list[list[str]]:
-    """Split the labels of arms into groups, one for each panel of a figure; the baseline, if any, is first in each.
+    """Split labels of arms into groups, one for each panel of a figure; the baseline, if any, is first in each group.
 
-    An incomplete group comes first, so that an arm and the next one, the same with noise, share a panel.
+    The other arms go in pairs, counted from the end. Arms are sorted by name, so a pair is usually an arm and the same
+    arm with noise. An arm left over is in the first group.
     """
     first = [arm for arm in arms if arm == baseline]
     others = [arm for arm in arms if arm != baseline]
@@ -79,7 +86,8 @@ def draw(
 ) -> Figure:  # fmt: skip
     """Draw one metric in panels below each other, a few arms each; the caller closes the figure.
 
-    `points` come from `comparison.curves`, `styles` from `palette.styles`; `by` is `STEP` or `CLOCK`.
+    `points` come from `comparison.curves`, `styles` from `palette.styles`. `by` is the x axis: `STEP`, or `CLOCK` for
+    the time spent in training steps.
     """
     chosen = points[(points["metric"] == curve.metric) & points["value"].notna()]
     if curve.metric == "noise/sigma":  # a line at 0 says nothing
@@ -106,9 +114,10 @@ def draw(
 
 
 def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
-    """Group arms that differ only in weight format: title of the group -> format -> label of its arm.
+    """Group arms that differ only in weight format; return title of the group -> weight format -> label of the arm.
 
-    Only arms without noise and with the settings `PLAIN` (at any rank) take part. The largest groups come first.
+    Only arms without noise and with the settings `PLAIN` (at any LoRA rank) take part, and only groups of several
+    formats are returned, the largest first.
     """
     plain = QUIET | {key: value for key, value in PLAIN.items() if key != "lora.rank"}
     found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
@@ -130,9 +139,9 @@ def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
 
 @styled()
 def draw_formats(points: pd.DataFrame, formats: Mapping[str, str], title: str) -> Figure:
-    """Draw panels of reward, trainer's entropy and held-out accuracy, a line per format; the caller closes the figure.
+    """Draw reward, policy entropy and held-out accuracy by step, a panel each, with a line per weight format.
 
-    `points` come from `comparison.curves`, `formats` and `title` from `group_formats`.
+    `points` come from `comparison.curves`, `formats` and `title` from `group_formats`. The caller closes the figure.
     """
     points = points[points["arm"].isin(formats.values()) & points["value"].notna()]
     of, recorded = {curve.name: curve for curve in CURVES}, set(points["metric"])
@@ -155,7 +164,11 @@ def draw_formats(points: pd.DataFrame, formats: Mapping[str, str], title: str) -
 
 
 def _axis_limits(drawn: tuple[float, float], values: pd.Series, curve: Curve) -> tuple[float, float]:
-    """Return (low, high) of the y axis: intervals only as far as a quarter of the data's range beyond the data."""
+    """Return (low, high) of the y axis: the limits `drawn` so far, cut so that wide intervals do not flatten the lines.
+
+    The cut is at a quarter of the range of `values` beyond `values`, and at `curve.bounds`. With `curve.from_zero` low
+    is 0.
+    """
     room = (values.max() - values.min()) / 4 or abs(values.max()) or 1.0
     low, high = max(drawn[0], values.min() - room, curve.bounds[0]), min(drawn[1], values.max() + room, curve.bounds[1])
     return 0 if curve.from_zero else low, high
@@ -167,7 +180,8 @@ def _draw_arms(
 ) -> None:  # fmt: skip
     """Draw each arm of `labels` (arm -> legend text): a thin line per seed, a thick mean, its 95% interval over seeds.
 
-    By `CLOCK` the mean is taken at measured times while all seeds run, with linear interpolation.
+    `thin=False` omits the lines of seeds. By `CLOCK` the seeds have values at different times: each seed is
+    interpolated linearly, and the mean covers only the time in which all seeds ran.
     """
     halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]  # sets the mean off from the seeds, in grey too
     for arm, label in labels.items():
@@ -194,7 +208,10 @@ def _draw_arms(
 
 
 def style_panel(axis: Axes, label: str, unit: str) -> None:
-    """Label the x axis `unit` and the y axis `label`. Ticks are plain, and whole if the unit is step or stage."""
+    """Label the x axis `unit` and the y axis `label`, and format the numbers at ticks without exponents.
+
+    If `unit` is step or stage, the ticks of the x axis are at whole numbers.
+    """
     axis.set(xlabel=unit, ylabel=label)
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=unit in ("step", "stage")))  # there is no step 1.5
     axis.xaxis.set_major_formatter(format_tick)
@@ -202,6 +219,9 @@ def style_panel(axis: Axes, label: str, unit: str) -> None:
 
 
 def add_panel_legend(axis: Axes) -> None:
-    """Add a legend below the tick labels of a panel. The distance is in font sizes, since panels vary in height."""
+    """Add a legend to a panel, below the tick labels of its x axis.
+
+    The distance is in font sizes, since panels vary in height.
+    """
     axis.tick_params(labelbottom=True)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3.7)

@@ -26,7 +26,11 @@ PANELS_ACROSS, NAME_CHARS = 3, 22
 
 
 def pass_at_each_k(runs: Sequence[Run]) -> dict[int, Interval]:
-    """Map k to pass@k after training, with its interval. Raises Unmeasured without two seeds, questions and samples."""
+    """Map each k (1, 2, 4, ..., eval.samples) to pass@k of an arm after training, with its interval over seeds.
+
+    Raises Unmeasured unless there are at least two seeds, questions and samples per question, and all runs have equally
+    many samples. Also raises Unmeasured if answers are partly right.
+    """
     right, samples = count_right(runs)
     right_S_Q, count = right.dropna(axis=1).to_numpy(int), int(samples.max())
     if min(right_S_Q.shape) < 2 or samples.nunique() > 1:
@@ -39,7 +43,7 @@ def pass_at_each_k(runs: Sequence[Run]) -> dict[int, Interval]:
 
 @styled()
 def draw_passes(comparison: Comparison) -> Figure | None:
-    """Draw pass@k after training by k, a line per arm; None if no arm has one. The caller closes the figure."""
+    """Draw pass@k after training by k, a line per arm; None if no arm has pass@k. The caller closes the figure."""
     found: dict[str, dict[int, Interval]] = {}
     for arm, runs in comparison.arms.items():
         try:
@@ -62,7 +66,10 @@ def draw_passes(comparison: Comparison) -> Figure | None:
 
 @styled()
 def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
-    """Plot initial entropy against gain, a point per run, and say their correlation; None for fewer than two runs."""
+    """Plot each run's gain in held-out accuracy against its initial entropy, a point per run.
+
+    Returns the figure, and sentences with the correlation. Returns None for fewer than two evaluated runs.
+    """
     rows = [
         {"arm": arm, "entropy": run.summary["entropy_first"], "gain": run.accuracy["gain"].mean()}
         for arm, runs in comparison.arms.items() for run in runs if run.accuracy
@@ -89,7 +96,10 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
 
 @styled()
 def draw_effects(rows: Sequence[Row]) -> Figure | None:
-    """Draw effects with 95% intervals, and the paper's as diamonds, a panel per claim; None without a measured one."""
+    """Draw the effects of contrasts with 95% intervals, a panel per claim, and the paper's effects as diamonds.
+
+    Returns None if no row has numbers.
+    """
     measured = [(row, row.numbers.effect) for row in rows if row.numbers]
     claims = [list(own) for _, own in groupby(measured, lambda pair: pair[0].claim.name)]
     if not claims:
@@ -123,7 +133,7 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
 
 
 def _create_panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:
-    """Create a figure with one panel. Also returns, for each arm, arguments of `plot`: look and legend label."""
+    """Create a figure with one panel; also return the arguments of `plot` (look and legend label) for each arm."""
     labels = {arm: textwrap.fill(arm, LEGEND_CHARS) for arm in comparison.arms}
     lines = sum(label.count("\n") + 1 for label in labels.values())
     figure, axis = plt.subplots(figsize=(4.4, 3.1 + 0.19 * lines))

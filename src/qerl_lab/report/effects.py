@@ -1,4 +1,7 @@
-"""Find the arms that a contrast compares, and measure their effect by seed and question. Pure."""
+"""Find the arms that a contrast (treated against control) compares, and measure the effect by seed and question.
+
+Pure: nothing is read or written.
+"""
 
 import math
 from collections import Counter
@@ -15,12 +18,16 @@ from qerl_lab.report.measures import MEASURES, Unmeasured, Values
 from qerl_lab.report.runs import Arm, Run
 
 HELD, BROKEN, OPEN = "held", "broken", "open"
-INTERVAL_SEEDS = 3  # with fewer seeds than a claim needs, from these on there is an interval, without a verdict
+INTERVAL_SEEDS = 3  # from this many seeds on there is an interval; a verdict may need more (`Claims.seeds`)
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a contrast: its runs by value of the key that the claim spans (one entry if it spans none)."""
+    """One side of a contrast, the treated or the control arm, with its newest finished run of each seed.
+
+    `options` maps each value of the claim's `spanned_key` to the runs with this value. Without a spanned key it has one
+    entry. `finished` and `started` are numbers of runs.
+    """
 
     options: Mapping[str, Sequence[Run]]
     finished: int
@@ -38,7 +45,10 @@ class Side:
 
 
 class Pair(NamedTuple):
-    """Two sides that differ only in what may differ; `context` holds the settings that they share."""
+    """A treated and a control side that differ only in keys in which the claim lets arms differ.
+
+    `context` holds the other settings, which both sides share.
+    """
 
     treated: Side
     control: Side
@@ -46,10 +56,11 @@ class Pair(NamedTuple):
 
 
 def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Run], started: Sequence[Run]) -> list[Pair]:
-    """Return every pair of arms that tests a contrast. The two differ only in what the claim allows (`free`).
+    """Return every pair of arms that tests a contrast: one has the treated settings, the other the control settings.
 
-    `counted` holds the runs that count; `started` adds the unfinished ones, which are only counted. Raises Unmeasured,
-    with the reason, if there is no pair.
+    Apart from keys that the claim lets differ (`free`, and the spanned key) the two have equal settings. `counted`
+    holds the newest finished run of each arm and seed. `started` holds these and the unfinished runs, and serves only
+    to count them. Raises Unmeasured, with the reason, if there is no pair.
     """
 
     def split_settings(run: Run) -> tuple[Arm, Arm]:
@@ -90,7 +101,10 @@ def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Run], started
 
 
 class Range(NamedTuple):
-    """Lower and upper bounds of each value [seeds, questions]; equal unless the value is censored."""
+    """Lower and upper bounds of measured values [seeds, questions].
+
+    The two are equal unless a value is censored: only its lower bound is then known, and the upper bound is infinite.
+    """
 
     low: Values
     high: Values
@@ -109,28 +123,32 @@ NOTHING_SHOWN = P(1.0, 1.0, 1.0)
 
 @dataclass(frozen=True)
 class Numbers:
-    """The measurements of one contrast; with censored seeds a mean is a lower bound, and one end is infinite."""
+    """The measurements of one contrast.
+
+    If seeds are censored, only bounds of their values are known. Means then take the values at their lower bound, and
+    an interval is infinite on the side that is unknown.
+    """
 
     seeds: int
     questions: int
-    censored: int
+    censored: int  # seeds
     treated: stats.Interval
     control: stats.Interval
     effect: stats.Interval  # the paired difference, for a ratio the factor
-    oriented: np.ndarray  # [seeds, questions], the effect, positive where the claim holds
-    at_most: np.ndarray  # its upper bound
-    variances: tuple[float, float]  # of seeds, which `verdicts.pool_variances` moderates, and of questions
+    oriented: np.ndarray  # [seeds, questions], the effect or its lower bound, positive where the claim holds
+    at_most: np.ndarray  # the upper bound of the same effect
+    variances: tuple[float, float]  # of seeds' means (`verdicts.pool_variances` raises it), and of questions
     effect_size: float
     probability_of_improvement: float
-    guardrail: str
+    guardrail: str  # `HELD`, `BROKEN` or `OPEN`; empty without one
     p: P = NOTHING_SHOWN
     adjusted: P = NOTHING_SHOWN  # corrected (Holm)
-    seeds_as_measured: int | None = None
-    seeds_at_any_effect: int | None = None
+    seeds_as_measured: int | None = None  # seeds that would decide if the effect is as measured
+    seeds_at_any_effect: int | None = None  # seeds that would decide whatever the effect is
 
 
 def measure_pair(claim: Claim, pair: Pair) -> Numbers:
-    """Measure the effect of a pair of arms over the seeds that both have. P-values are filled in later.
+    """Measure the effect of a pair of arms over the seeds that both have; `verdicts.pool_variances` adds the p-values.
 
     Raises Unmeasured for too few shared seeds, questions or values of the spanned key, and if runs lack the measure.
     """
@@ -156,6 +174,7 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
     known = low - base_low  # takes censored values at their lower bound
 
     def interval(known: np.ndarray, least: np.ndarray, most: np.ndarray) -> stats.Interval:
+        """Return (mean, low, high) of `known`; low or high is infinite if the bounds `least` or `most` are."""
         mean, start, end = stats.over_seeds(known)
         start = start if np.isfinite(least).all() else -math.inf
         end = end if np.isfinite(most).all() else math.inf
@@ -174,14 +193,15 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
 
 
 def _measure_side(claim: Claim, measure: str, side: Side, pair: Pair, seeds: Sequence[int]) -> Range:
-    """Return `measure` [seeds, questions] on one side of a pair, as lower and upper bounds, in logarithms for a ratio.
+    """Return lower and upper bounds of `measure` on one side of a pair, for the given seeds; logarithms for a ratio.
 
-    With several values of the spanned key it is their mean (`mean_over`), or for each seed the value that was best over
-    the other seeds, by the claim's own measure (`best_of`), also for a guardrail. No seed chooses for itself, so an arm
-    cannot win by the luck that chose its value.
+    If the side has several values of the spanned key, `mean_over` takes the mean over these values. `best_of` takes for
+    each seed the value that was best over the other seeds: no seed chooses for itself, so an arm cannot win by the luck
+    that chose its value. Best is always by `claim.measure`, even if `measure` is the guardrail's.
     """
 
     def measure_option(measure: str, runs: Sequence[Run]) -> Range:
+        """Return the bounds of `measure` for the runs at one value of the spanned key."""
         own = MEASURES[measure]
         low = own.of(runs, pair.control.runs).dropna(axis=1).loc[list(seeds)]
         high = low if own.most is None else low.where(low <= own.most(runs[0]), np.inf)
@@ -201,7 +221,11 @@ def _measure_side(claim: Claim, measure: str, side: Side, pair: Pair, seeds: Seq
 
 
 def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
-    """Tell whether the guardrail's difference is above -margin (`HELD`), below (`BROKEN`) or neither (`OPEN`)."""
+    """Return `HELD`, `BROKEN` or `OPEN` for the claim's guardrail; an empty string if the claim has none.
+
+    `HELD` if the 95% interval of treated minus control is above -margin, `BROKEN` if it is below -margin, else `OPEN`.
+    Also `OPEN` if the runs lack the measure.
+    """
     if claim.guardrail is None:
         return ""
     measure, margin = claim.guardrail.measure, claim.guardrail.margin

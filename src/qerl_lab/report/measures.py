@@ -10,10 +10,10 @@ import pandas as pd
 from qerl_lab.report.runs import Arm, Run, first_tenth, last_tenth
 
 Values: TypeAlias = pd.DataFrame  # a row per seed, a column per question or a single column
-MeasureFunction = Callable[[Sequence[Run], Sequence[Run]], Values]  # from runs and their controls
+MeasureFunction = Callable[[Sequence[Run], Sequence[Run]], Values]  # (runs, runs of the control arm) -> values
 SHARED = "runs ran beside others, whose seconds are theirs too"
 FALLEN = 0.5  # a run has collapsed below this share of its best tenth's right answers
-LEAST_RISE = 0.05  # in the share of right answers; half of anything smaller is within the noise of a step
+LEAST_RISE = 0.05  # smallest rise in the share of right answers; half of a smaller one is within the noise of a step
 
 
 class Unmeasured(ValueError):
@@ -22,9 +22,10 @@ class Unmeasured(ValueError):
 
 @dataclass(frozen=True)
 class Measure:
-    """One measure; a `ratio` is compared by the ratio of geometric means over seeds, others by the difference of means.
+    """One measure: `of(runs, controls)` returns its values, in `unit`; `meaning` says in words what is measured.
 
-    Values above `most(run)` are right-censored: the true value is at least as large.
+    Two arms are compared by the difference of their means over seeds, or with `ratio` by the ratio of their geometric
+    means. Values above `most(run)` are right-censored: the true value is at least as large.
     """
 
     unit: str
@@ -35,7 +36,10 @@ class Measure:
 
 
 def _accuracies(runs: Sequence[Run], phase: str) -> Values:
-    """Return held-out accuracy [seeds, questions] in `phase`. Raises Unmeasured if a run was not evaluated."""
+    """Return held-out accuracy [seeds, questions]; `phase` is "before" or "after".
+
+    Raises Unmeasured if a run was not evaluated.
+    """
     if not all(run.accuracy for run in runs):
         raise Unmeasured("runs without held-out evaluation (eval.questions=0)")
     return pd.DataFrame({run.seed: run.accuracy[phase] for run in runs}).T
@@ -62,7 +66,10 @@ def _any_right(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
 
 
 def _numeric_setting(run: Run, key: str) -> float:
-    """Return a setting of a run as a number. Raises Unmeasured if the run, of another version, lacks the key."""
+    """Return the setting `key` of a run as a number.
+
+    Raises Unmeasured if the run's record lacks the key, because another version of the lab wrote it.
+    """
     if key not in run.settings:
         raise Unmeasured(f"runs of another version of the lab, without {key}")
     return float(run.value(key))
@@ -74,7 +81,10 @@ def shared_machines(*sides: Sequence[Run]) -> bool:
 
 
 def _per_run(number: Callable[[Run], float], is_speed: bool = False) -> MeasureFunction:
-    """Turn a function of one run into a measure; it raises Unmeasured if a number is not finite, or a shared speed."""
+    """Turn `number`, a function of one run, into a function of all runs that returns a single column, a row per seed.
+
+    The new function raises Unmeasured if a number is not finite or, with `is_speed`, if a run shared its machine.
+    """
 
     def measure_runs(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
         if is_speed and shared_machines(runs, controls):
@@ -88,7 +98,10 @@ def _per_run(number: Callable[[Run], float], is_speed: bool = False) -> MeasureF
 
 
 def answer_shares(run: Run) -> pd.Series:
-    """Return the share of right answers by training step. Raises Unmeasured if the task earns nothing for answers."""
+    """Return the share of right answers among a step's completions, by training step.
+
+    Raises Unmeasured if the task's reward for a right answer is 0 or not recorded.
+    """
     weight = _numeric_setting(run, "task.answer_reward")
     if weight == 0:
         raise Unmeasured("runs that earn nothing for answers (task.answer_reward=0)")
@@ -96,21 +109,25 @@ def answer_shares(run: Run) -> pd.Series:
 
 
 def _trailing_means(shares: pd.Series) -> pd.Series:
-    """Return, for each step, the mean over the tenth of all steps up to it; nan before the first full window."""
+    """Return for each step the mean over the tenth of all steps that ends there; nan before the first full window."""
     return shares.rolling(max(1, len(shares) // 10)).mean()
 
 
 def has_collapsed(run: Run) -> bool:
-    """Tell whether right answers in the last tenth of the steps are below `FALLEN` times those in the best tenth."""
+    """Tell whether right answers in the last tenth of the steps are below `FALLEN` times those in the best tenth.
+
+    Right answers are counted as a share of completions. Raises Unmeasured as `answer_shares` does.
+    """
     shares = answer_shares(run)
     return bool(last_tenth(shares).mean() < FALLEN * _trailing_means(shares).max())
 
 
 def _half_rise_steps(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
-    """Return, by seed, the first step at which right answers have made half of the control's rise, else steps + 1.
+    """Return, by seed, the first step at which right answers reach the middle of the control's rise, else steps + 1.
 
-    The rise is from the first to the last tenth of the steps, of the control at the learning rate with most right
-    answers. Raises Unmeasured if it is below `LEAST_RISE`.
+    Right answers are averaged over a trailing tenth of the steps. The control's rise goes from the mean over the first
+    tenth of its steps to the mean over the last tenth. Of several control arms, such as learning rates, the arm with
+    most right answers gives the rise. Raises Unmeasured if the rise is below `LEAST_RISE`.
     """
     by_arm: dict[Arm, list[pd.Series]] = {}
     for run in controls:
@@ -121,6 +138,7 @@ def _half_rise_steps(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
         raise Unmeasured(f"the control's right answers went from {first:.3f} to {last:.3f}: no rise to be half of")
 
     def steps_to_half(run: Run) -> float:
+        """Return the first step at which a run reaches the middle of the rise; steps + 1 if none does."""
         trailing = _trailing_means(answer_shares(run))
         reached = trailing.index[trailing >= (first + last) / 2]
         return float(reached[0] if len(reached) else trailing.index.max() + 1)

@@ -1,4 +1,4 @@
-"""Write a results folder: the runs as Parquet and, from these alone, tables, figures, verdicts and report.html."""
+"""Write a results folder: runs as Parquet and, from these files alone, tables, figures, verdicts and report.html."""
 
 import base64
 import re
@@ -35,14 +35,14 @@ from qerl_lab.system.terminal import format_path
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 MOST_GROUPS = 4  # most figures of formats on a page
-BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}
+BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}  # x axis -> end of the file name
 # Files that a report may write, and removes if an earlier one left them.
 OPTIONAL = ("arms.csv", "figures/*-by-*.png", "figures/paper_*.png", "figures/passes.png",
             "figures/entropy-and-gain.png", "figures/effects.png", "figures/power.png")  # fmt: skip
 
 
 class Drawn(NamedTuple):
-    """A figure as PNG, with its file name, a description (`about`), and the `caption` below it on the page."""
+    """A figure as PNG, with its file name, a short description (`about`), and the `caption` below it on the page."""
 
     name: str
     about: str
@@ -51,10 +51,12 @@ class Drawn(NamedTuple):
 
 
 def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequence[Path] = ()) -> list[Path]:
-    """Write runs, tables, figures, verdicts and report.html to `folder`, delete outdated files, return the new ones.
+    """Write runs, tables, figures, verdicts and report.html to `folder`; return the paths of the files.
 
-    `wanted` names the baseline, `bench` files or folders of benchmark results. The claims are from claims.yaml in the
-    folder if there is one, else the paper's. Raises ConfigError or OSError.
+    Outdated files of an earlier report are deleted. `wanted` names the baseline (see `comparison.baseline_of`), `bench`
+    lists files or folders of benchmark results. The claims are read from claims.yaml in the folder if there is one,
+    else they are the paper's. Raises ConfigError for a wrong baseline, benchmark or claim, OSError if a file cannot be
+    written.
     """
     speed = speed_tables.tabulate_files(bench)
     made = results.frames(compared.runs, compared.damaged, compared.arm_of)
@@ -89,9 +91,10 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
 
 
 def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
-    """Draw the figures of a page, by title of section: formats, recorded curves with the paper's, and diagnostics.
+    """Draw the figures of report.html; return title of the section -> figures.
 
-    Figures of speed, and those by time, have only arms in which no run shared its machine.
+    The sections are weight formats, each recorded curve with the paper's figures beside it, and diagnostics. Figures of
+    speed, and figures by time, show only arms in which no run shared its machine.
     """
     if not compared.arms:
         return {}
@@ -128,7 +131,10 @@ def html(
     compared: Comparison, rows: Sequence[Row], baseline: str | None, drawn: dict[str, list[Drawn]], speed: Speed,
     line: str, title: str,
 ) -> str:  # fmt: skip
-    """Render report.html, with the figures inside. `line` is the command that makes it, `title` its folder's name."""
+    """Render report.html, with the figures inside; `rows` are the verdicts.
+
+    `line` is the command that makes the page, `title` the name of the folder.
+    """
     measured = [row for row in rows if row.numbers]
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters["breakable"] = breakable
@@ -156,7 +162,7 @@ def breakable(text: str) -> str:
 
 
 def _list_counts(compared: Comparison, verdicts: Counter[Verdict]) -> list[tuple[int, str]]:
-    """Count runs by state, arms, seeds and verdicts, as (number, what is counted), for the head of the page."""
+    """List (number, what is counted) for the head of the page: runs by state, arms, seeds, and contrasts by verdict."""
 
     def count(number: int, noun: str, rest: str = "") -> tuple[int, str]:
         return number, f"{noun}{'s' * (number != 1)}{rest}"
@@ -174,7 +180,7 @@ def _list_counts(compared: Comparison, verdicts: Counter[Verdict]) -> list[tuple
 
 
 def _list_gaps(compared: Comparison) -> list[str]:
-    """List, as sentences, which arms have unfinished runs, which means exclude, and which have no finished run."""
+    """List, as sentences, arms with unfinished runs (left out of means), and arms without a finished run."""
     if not compared.arms:
         return ["No run finished, so there is nothing to measure. The runs and their states are at the end."]
     short = []
@@ -202,7 +208,7 @@ def _list_provenance(compared: Comparison) -> list[tuple[str, list[str]]]:
     """List commands, code, machines, versions, times, and runs that were left out, as (title, texts)."""
 
     def with_counts(texts: Iterable[str]) -> list[str]:
-        """List each text once, with its number of runs unless all agree."""
+        """List each distinct text; if there are several, each with its number of runs."""
         counts = Counter(texts)
         if len(counts) == 1:
             return [text for text in counts if text]

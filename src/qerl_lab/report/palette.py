@@ -30,7 +30,10 @@ PRINTED = {"bf16/float16": DENSE_FORMAT}  # names in the paper's figures that di
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw figures in the style of the file `STYLE`; unlike `plt.style.context` this leaves a notebook interactive."""
+    """Draw figures in the style of the file `STYLE`, as a context manager or a decorator.
+
+    Unlike `plt.style.context` it leaves a notebook interactive.
+    """
     style = rc_params_from_file(STYLE, use_default_template=False)
     before = {key: plt.rcParams[key] for key in style}
     plt.rcParams.update(style)
@@ -41,7 +44,7 @@ def styled() -> Iterator[None]:
 
 
 def color(name: str, number: int = OTHERS.index("#777777")) -> str:
-    """Return the hex color of a weight format, ours or the paper's; another name gets color `number` of `OTHERS`."""
+    """Return the hex color of a weight format, ours or the paper's; any other name gets color `number` of `OTHERS`."""
     name = name.lower()
     return FORMATS.get(PRINTED.get(name, name), OTHERS[number % len(OTHERS)])
 
@@ -54,7 +57,8 @@ def formats(arms: Mapping[str, Sequence[Run]]) -> dict[str, str]:
 def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return color, line style and marker of each arm as arguments of `plot`; `formats` maps arms to weight formats.
 
-    Arms of one format share its color and differ in dashes; with a single format the others have unused colors.
+    Arms of one format share a color and differ in dashes. If all arms have one format, only the first has the color of
+    the format, and the others have colors of `OTHERS`.
     """
     several, found, seen = len(set(formats.values())) > 1, {}, dict[str, int]()
     for place, (arm, weight_format) in enumerate(formats.items()):
@@ -72,7 +76,7 @@ def format_tick(value: float, _: object = None) -> str:
 
 
 def add_title(figure: Figure, title: str) -> None:
-    """Add the title of a whole figure, on the left as those of panels, in lines as wide as the figure."""
+    """Add a title to a whole figure, aligned left like the titles of panels, in lines as wide as the figure."""
     lines = [textwrap.fill(line, int(11 * figure.get_figwidth())) for line in title.splitlines()]
     figure.suptitle("\n".join(lines), x=0.01, ha="left")
 
@@ -96,7 +100,10 @@ def png(figure: Figure) -> bytes:
 
 
 def in_64_colors(png: bytes) -> bytes:
-    """Reduce a PNG to 64 colors, a third of its size; without k-means all thin lines would turn grey."""
+    """Reduce a PNG to 64 colors, which makes it a third of its size.
+
+    The colors are chosen by k-means; without k-means all thin lines would turn grey.
+    """
     small, drawn = io.BytesIO(), Image.open(io.BytesIO(png)).convert("RGB")
     drawn.quantize(64, kmeans=3, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
     return small.getvalue()

@@ -14,7 +14,7 @@ from qerl_lab.report.arms import differing_keys, task_of
 from qerl_lab.report.curves import MARKS, add_panel_legend, style_panel
 from qerl_lab.report.runs import Run
 
-TASKS = {"gsm8k": "GSM8K", "bigmath": "BigMath"}  # prefix of a figure's `task`, by task.name
+TASKS = {"gsm8k": "GSM8K", "bigmath": "BigMath"}  # task.name -> name in the paper, with which `PaperFigure.task` begins
 LABELS = {"reward": "accuracy reward", "entropy": "nats per token", "sigma": "standard deviation"}
 
 
@@ -42,7 +42,7 @@ class PaperFigure:
         return f"The paper's {self.number}: {self.model}, {self.task}"
 
     def is_of(self, tasks: Collection[str]) -> bool:
-        """Tell whether the figure is on one of `tasks` (GSM8K, BigMath), or on no task, as for a schedule."""
+        """Tell whether the figure is on one of `tasks` (GSM8K, BigMath), or on no task, as a figure of schedules."""
         return not self.task.startswith(tuple(TASKS.values())) or self.task.startswith(tuple(tasks))
 
 
@@ -53,7 +53,11 @@ FIGURES = [
 
 
 def figures_beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
-    """Select the paper's figures for below our curve `below`: those that vary what `runs`, one per arm, vary."""
+    """Select the paper's figures that belong below our curve named `below`; `runs` has one run per arm.
+
+    A figure belongs there if it varies a setting in which the runs differ, and is on a task of the runs. If the paper
+    has no task of the runs, figures on any task belong there.
+    """
     schedules, varied = {run.value("aqn.schedule") for run in runs}, set(differing_keys(runs))
     varied |= {"noise"} if "off" in schedules and len(schedules) > 1 else set()
     varied |= {"schedule"} if len(schedules - {"off"}) > 1 else set()
@@ -68,7 +72,10 @@ def _tasks_of_paper(runs: Sequence[Run]) -> set[str]:
 
 
 def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
-    """Format the caption of a paper's figure: its subject, reading error and remark, and what ours above it is of."""
+    """Format the caption of a paper's figure: subject, reading error, remark, and what our figure above it is about.
+
+    `runs` has one run for each arm in our figure; their models, tasks and algorithms are named.
+    """
     ours = "Ours above" if figure.is_of(_tasks_of_paper(runs)) else "Ours above, on another task"
     models = {PurePath(run.value("model.path")).name for run in runs}
     tasks, algorithms = {task_of(run) for run in runs}, {run.value("algorithm.name") for run in runs}

@@ -1,4 +1,4 @@
-"""Figures of one run, of quantization errors, and of weight formats and noise (evaluate/format_effects.py)."""
+"""Figures of one run, of quantization errors, and of weight formats beside noise (evaluate/format_effects.py)."""
 
 import itertools
 import math
@@ -31,7 +31,8 @@ PANELS = (  # title, y label, (metric, label) for each line
 def save_curves(steps: pd.DataFrame, title: str, path: Path, weight_format: str) -> None:
     """Plot reward, entropy, noise and throughput of one run by step to the PNG file `path`. No smoothing.
 
-    Metrics that were not recorded have no panel; neither has noise that was always 0.
+    `steps` come from `runs.read_steps`; `weight_format` gives the color. Metrics that were not recorded have no panel,
+    and noise that was always 0 has none either.
     """
     training = steps.loc[1:].dropna(axis=1, how="all")
     quiet = [metric for metric in training if metric.startswith("noise/") and not training[metric].any()]
@@ -57,7 +58,11 @@ def save_curves(steps: pd.DataFrame, title: str, path: Path, weight_format: str)
 
 @styled()
 def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
-    """Plot the SQNR in dB (None: lossless) of every quantized Linear by layer, a line per kind, to a PNG file."""
+    """Plot the signal-to-quantization-noise ratio of every quantized Linear by layer to the PNG file `path`.
+
+    `layers` maps the name of a Linear to its ratio in dB, None if it is lossless. There is a line per kind of Linear,
+    such as q_proj.
+    """
     numbers = {name: int(found[1]) for name in layers if (found := re.search(r"\.(\d+)\.", name))}
     behind = max(numbers.values(), default=-1) + 1  # position of an lm_head
     kinds: dict[str, list[tuple[int, float]]] = {}
@@ -77,10 +82,11 @@ def save_sqnr(layers: dict[str, float | None], title: str, path: Path) -> None:
 
 @styled()
 def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, dict[str, float]], path: Path) -> None:
-    """Plot each arm's entropy minus the dense model's to a PNG file, beside the parts of the error of its weights.
+    """Plot entropy by arm, minus the entropy of the dense model, to the PNG file `path`.
 
-    `arms` maps an arm to (mean, low, high) of the difference in nats per token, `shares` some arms to shares of the
-    squared error by part; a share is below 0 where a part cancels others.
+    `arms` maps an arm to (mean, low, high) of the difference in nats per token. A second panel splits the squared error
+    of an arm's weights into parts: `shares` maps an arm, where known, to part -> share of the error. A share is below 0
+    where a part cancels others.
     """
     names = list(arms)
     size = (11, 1.6 + 0.34 * len(names))
@@ -108,7 +114,10 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, 
 
 @styled()
 def plot_block_values(values: Mapping[str, Sequence[float]]) -> Figure:
-    """Plot, in a row per format, the values that a weight can take, in units of the largest of its block."""
+    """Plot the values that a weight can take, in a row per format, in units of the largest weight in its block.
+
+    `values` maps a format to these values.
+    """
     figure, axis = plt.subplots(figsize=(8, 0.7 + 0.45 * len(values)))
     for row, (name, found) in enumerate(values.items()):
         axis.plot(found, [row] * len(found), "|", ms=16, mew=1.8, color=palette.color(name, row))
@@ -120,7 +129,10 @@ def plot_block_values(values: Mapping[str, Sequence[float]]) -> Figure:
 
 @styled()
 def plot_block_maxima(stored: Mapping[str, Sequence[float]]) -> Figure:
-    """Plot a histogram per format of stored / exact for the largest weight of each block."""
+    """Plot a histogram per format of the ratio stored / exact for the largest weight of each block.
+
+    `stored` maps a format to these ratios.
+    """
     figure, axes = plt.subplots(1, len(stored), figsize=(3 * len(stored), 2.6), sharex=True, squeeze=False)
     for number, (axis, (name, found)) in enumerate(zip(axes.flat, stored.items(), strict=True)):
         axis.hist(found, bins=40, range=(0.75, 1.25), color=palette.color(name, number))
@@ -132,9 +144,10 @@ def plot_block_maxima(stored: Mapping[str, Sequence[float]]) -> Figure:
 
 @styled()
 def plot_noise_and_formats(noise: pd.DataFrame, formats: pd.DataFrame) -> Figure:
-    """Plot noise beside weight formats: left KL by sigma, right change of entropy by KL, with 95% intervals.
+    """Plot noise beside weight formats: left KL to the dense policy by sigma, right change of entropy by KL.
 
     `noise` and `formats` come from `format_effects.effects_of_noise` and `effects_of_formats` (packed formats only).
+    Changes of entropy by formats have 95% intervals.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8))
     means = noise.groupby("sigma", as_index=False).mean()

@@ -1,7 +1,7 @@
 """Read the paper's numbers from results/reference, and find those that belong beside our arms.
 
-Printed numbers are in paper.csv. Drawn ones come from the points in digitized/: this module computes their means as the
-lab does for its own runs, and curves.csv has the reading error of each curve.
+Numbers that the paper prints are in paper.csv. Numbers that it only draws are means of the points in digitized/, which
+this module computes as the lab does for its own runs; curves.csv has the reading error of each curve.
 """
 
 import math
@@ -15,8 +15,8 @@ from qerl_lab.config.conf_folder import package_data
 from qerl_lab.report.runs import Run
 
 EIGHT_STEPS, LAST_TENTH = "mean over steps 0-8", "mean over the last tenth of the steps"
-# Settings of the paper's arms, beside format and noise. A number of the paper beside an arm that the paper lacks, such
-# as BF16 at another temperature, would mislead.
+# Settings of the paper's arms, apart from format and noise. A number of the paper beside an arm that the paper lacks,
+# such as BF16 at another temperature, would mislead.
 PLAIN = {
     "rollout.temperature": "1.0", "algorithm.entropy_coef": "0.0", "algorithm.entropy_target": "None",
     "format.scale_rule": "max", "lora.rank": "32",
@@ -34,9 +34,9 @@ TABLE_1 = (  # settings of our arms, with method and weight format of their row 
 
 @cache
 def printed() -> pd.DataFrame:
-    """Return the numbers of the paper, a row each: the rows of paper.csv, and two means of every digitized curve.
+    """Tabulate the numbers of the paper, a row each: the rows of paper.csv, and two means of every digitized curve.
 
-    Columns of paper.csv are text; `number` is `value` as a float, nan if it is none.
+    The columns of paper.csv are text. `number` is `value` as a float, nan if `value` is no number.
     """
     rows = pd.read_csv(package_data("results/reference") / "paper.csv", dtype=str, keep_default_na=False)
     rows = rows.assign(number=pd.to_numeric(rows["value"], errors="coerce"))
@@ -51,17 +51,20 @@ def printed() -> pd.DataFrame:
 
 @cache
 def digitized(file: str) -> pd.DataFrame:
-    """Read the curves of a figure, a row per step (Figure 15: stage); nan where another line hides the curve."""
+    """Read the curves of a figure from digitized/FILE.csv: a row per step, a column per curve.
+
+    In Figure 15 there is a row per stage. Values are nan where another line hides the curve.
+    """
     return pd.read_csv(package_data("results/reference") / "digitized" / f"{file}.csv", index_col=0)
 
 
 def interpolated(file: str) -> pd.DataFrame:
-    """Return the curves of `digitized` with gaps filled linearly; nan before the first and after the last point."""
+    """Return the curves of `digitized` with gaps filled linearly. Values outside a curve's known points stay nan."""
     return digitized(file).interpolate("index", limit_area="inside")
 
 
 def steps_of_mean(curves: pd.DataFrame, setting: str) -> pd.DataFrame:
-    """Select the steps of a mean: up to step 8 if `setting` is `EIGHT_STEPS`, the last tenth if it is `LAST_TENTH`."""
+    """Select the rows of `curves` to average: up to step 8 if `setting` is `EIGHT_STEPS`, else the last tenth."""
     steps = curves.index
     return curves[steps <= 8 if setting == EIGHT_STEPS else steps > 0.9 * steps[-1]]
 
@@ -73,7 +76,10 @@ def curves() -> pd.DataFrame:
 
 
 def _select_rows(columns: Mapping[str, str]) -> pd.DataFrame:
-    """Return the rows of `printed` with these values by column. For the column `setting`, a part is enough."""
+    """Return the rows of `printed` that have the given values; `columns` maps names of columns to values.
+
+    In the column `setting` a part of the text is enough.
+    """
     rows = printed()
     for column, wanted in columns.items():
         is_it = rows[column].str.contains(wanted, regex=False) if column == "setting" else rows[column] == wanted
@@ -82,7 +88,7 @@ def _select_rows(columns: Mapping[str, str]) -> pd.DataFrame:
 
 
 def _select_one_row(where: Mapping[str, str]) -> pd.Series:
-    """Return the row that `_select_rows` finds. Raises KeyError unless it finds exactly one, with a number."""
+    """Return the row that `_select_rows` finds. Raises KeyError unless it finds exactly one row, with a number."""
     rows = _select_rows(where)
     if len(rows) != 1 or math.isnan(rows["number"].iloc[0]):
         raise KeyError(f"{len(rows)} numbers of the paper have {where}; one is needed")
@@ -90,16 +96,20 @@ def _select_one_row(where: Mapping[str, str]) -> pd.Series:
 
 
 def value(**where: str) -> float:
-    """Return the paper's number with these column values (`metric="accuracy"`), as `_select_one_row` finds it."""
+    """Return the paper's number in the row with the given column values, such as `metric="accuracy"`.
+
+    Raises KeyError unless exactly one row has them.
+    """
     return float(_select_one_row(where)["number"])
 
 
 def paper_difference(
     treated: Mapping[str, str], control: Mapping[str, str], ratio: bool = False
 ) -> tuple[float, float]:  # fmt: skip
-    """Return the paper's number `treated` minus `control`, or their `ratio`; and how far reading a curve may be off.
+    """Return (difference, error): the paper's number `treated` minus `control`, and how far reading curves may be off.
 
-    Two curves of one figure are compared where both are known.
+    `treated` and `control` are column values, as in `value`. With `ratio` the numbers are divided. Two curves of one
+    figure are compared only at steps at which both are known.
     """
     one, other = _select_one_row(treated), _select_one_row(control)
     a, b = one["number"], other["number"]
@@ -110,14 +120,15 @@ def paper_difference(
 
 
 def numbers(**where: str) -> dict[str, float]:
-    """Map each model to the number of the paper with these column values; if several rows have them, to the last."""
+    """Map each model to the paper's number in the row with the given column values; of several rows the last."""
     return {str(model): float(number) for model, number in _select_rows(where).set_index("model")["number"].items()}
 
 
 def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Map the labels of our arms to (method, weight format) of the row in the paper's Table 1 with the same settings.
+    """Map labels of our arms to (method, weight format) of the row with the same settings in the paper's Table 1.
 
-    Arms without the settings `where` are left out; so are several arms with one row, as the paper's is not known.
+    Arms without the settings `where` are left out. So are several arms on one model, task and algorithm that fit the
+    same row, since nothing tells which one is the paper's.
     """
     keys = ("model.path", "task.name", "algorithm.name")
     found = {

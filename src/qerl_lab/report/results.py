@@ -29,14 +29,17 @@ from qerl_lab.system.terminal import format_path
 RUNS, STEPS, QUESTIONS = "runs.parquet", "steps.parquet", "questions.parquet"
 Frames = dict[str, pd.DataFrame]  # the content of the three files, by name
 ORIGIN = tuple(field.name for field in fields(Origin))
-NOT_SETTINGS = {
+NOT_SETTINGS = {  # columns of runs.parquet that are no settings
     "run", "arm", "experiment", "seed", "state", "ended", "seconds", "code", "differs_in", "settings", *ORIGIN,
-    "missing", "sessions",  # columns of files that were written before
+    "missing", "sessions",  # columns of older files
 }  # fmt: skip
 
 
 def find_folder(path: str) -> Path:
-    """Find the folder `path` here or, for notebooks, in the folder above. Raises ConfigError if neither has it."""
+    """Find the folder `path` in the working directory or, for notebooks, in the folder above.
+
+    Raises ConfigError if neither has it.
+    """
     given = Path(path).expanduser()
     for folder in (given, Path.cwd().parent / given):
         if folder.is_dir():
@@ -91,7 +94,11 @@ def _walk_run_directories(folder: Path) -> Iterator[Path]:
 
 
 def frames(runs: Sequence[Run], damaged: Mapping[str, str], arm_of: Mapping[str, str]) -> Frames:
-    """Build the tables of a results folder by file name; `damaged` maps runs to reasons, `arm_of` runs to arms."""
+    """Build the tables of a results folder by file name; the module's docstring describes them.
+
+    `damaged` maps the name of an unreadable run to the reason, `arm_of` the name of a run that counts to its arm's
+    label.
+    """
     keys, rows = differing_keys(runs), []
     for run in runs:
         arm = arm_of.get(run.name)
@@ -127,7 +134,10 @@ def write(folder: Path, tables: Frames) -> None:
 
 
 def read(folder: Path) -> tuple[list[Run], dict[str, str]]:
-    """Read a results folder as `read_all` does. Raises ConfigError unless its files are what a report writes."""
+    """Read the runs of a results folder; return them, and a dict from the name of each damaged run to the reason.
+
+    Raises ConfigError if a file is missing, or is not what a report writes.
+    """
     tables = {}
     for name in (RUNS, STEPS, QUESTIONS):
         try:
@@ -144,7 +154,10 @@ def read(folder: Path) -> tuple[list[Run], dict[str, str]]:
 
 
 def runs_of(tables: Frames) -> tuple[list[Run], dict[str, str]]:
-    """Rebuild runs, and reasons of damaged ones, from `frames`. Raises KeyError or ValueError for other tables."""
+    """Rebuild runs from tables of `frames`; return them, and a dict from the name of each damaged run to the reason.
+
+    Raises KeyError or ValueError if the tables are not from `frames`.
+    """
     steps = {run: rows.drop(columns="run").set_index("step") for run, rows in tables[STEPS].groupby("run")}
     phases: dict[str, dict[str, pd.DataFrame]] = {}
     for (run, phase), rows in tables[QUESTIONS].groupby(["run", "phase"], sort=False):

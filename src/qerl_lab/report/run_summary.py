@@ -12,7 +12,7 @@ from qerl_lab.tracking.tracker import Mirrored
 
 
 def closing(result: dict[str, Any]) -> str:
-    """Format the table that a run prints at its end, from the result of `runs.summarize`."""
+    """Format the table that a run prints at its end; `result` comes from `runs.summarize`."""
     rows: list[tuple[str, str]] = []
     if "accuracy_gain" in result:
         interval = format_interval(*result["accuracy_gain_interval"])
@@ -40,7 +40,10 @@ def closing(result: dict[str, Any]) -> str:
 
 
 def where(run_dir: Path, mirror: Mirrored | None) -> str:
-    """Format where a run's record is, how to open it in MLflow, and how to fill what MLflow lacks of it."""
+    """Format where the record of a run is, how to open the run in MLflow, and how to fill in what MLflow lacks.
+
+    `mirror` is None for a run without MLflow.
+    """
     trained = "model" if (run_dir / "model").is_dir() else "adapter"
     path, python = terminal.format_path(run_dir), terminal.python_command()
     lines = [f"run directory: {path}  (curves.png, metrics.jsonl, eval.parquet, {trained}/)"]
@@ -59,7 +62,10 @@ def where(run_dir: Path, mirror: Mirrored | None) -> str:
 
 
 def next_steps(run_dir: Path) -> str:
-    """Return the commands that show and report a finished run, and export its adapter, a line each."""
+    """Format the commands to type after a finished run, a line each: show samples, make a report, export the adapter.
+
+    A model trained with lora=full needs no export.
+    """
     here, line = shlex.quote(terminal.format_path(run_dir)), f"next: {terminal.python_command()} -m qerl_lab"
     lines = [
         f"{line}.tools.samples {here}",

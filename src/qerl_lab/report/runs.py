@@ -16,7 +16,7 @@ from qerl_lab.report.stats import paired_interval
 FINISHED = "finished"
 PLACE, CONTENT, QUESTIONS, TASK = "model.path", "model.hash", "task.path", "task.name"
 ABSENT = "(absent)"  # stands for a setting that a run lacks
-RENAMED = {"bf16_hot": "bf16_temperature", "bf16_bonus": "bf16_entropy_bonus"}  # earlier names of experiments
+RENAMED = {"bf16_hot": "bf16_temperature", "bf16_bonus": "bf16_entropy_bonus"}  # earlier -> present name
 # Metrics used by tables, verdicts and figures; a report keeps no others.
 KEPT = (
     "reward/mean", "reward/answer", "reward/format", "reward/zero_variance_groups", "policy/entropy_nats",
@@ -26,7 +26,7 @@ KEPT = (
     "seconds/rollout", "seconds/train", "seconds/sync", "noise/sigma", "noise/kl_nats", "memory/rss_gib",
     "memory/gpu_peak_gib", "eval/accuracy", "eval/entropy_nats", "eval/subset_accuracy",
 )  # fmt: skip
-REASON = 300  # characters of a failure's reason; FAILED has all
+REASON = 300  # most characters of a failure's reason; the file FAILED has all
 NO_STEPS = pd.DataFrame(index=pd.Index([], dtype="int64", name="step"))
 Arm = tuple[tuple[str, str], ...]  # the settings that define an arm, sorted
 
@@ -43,7 +43,7 @@ class Origin:
     versions: Mapping[str, str] = field(default_factory=dict)
     training_sha256: str = ""  # of the training questions
     heldout_sha256: str = ""  # of the held-out questions; older records lack it
-    place: str = ""  # UUIDs of the GPUs or, without one, the hosts, separated by blanks; older records lack it
+    place: str = ""  # UUIDs of the GPUs or, without a GPU, hosts; separated by blanks; older records lack it
     claims_sha256: str = ""  # of the claims file that the run was made to test (`preregistration`)
 
 
@@ -54,7 +54,7 @@ class Run:
     name: str
     experiment: str  # its present name in conf/experiment/
     seed: int
-    settings: Mapping[str, str]  # by dotted key; those that define its arm, and always model.path
+    settings: Mapping[str, str]  # by dotted key; those that define the arm, and always model.path
     declared: frozenset[str]  # keys in which its experiment is meant to differ from others (`differs_in`)
     status: str  # `FINISHED`, or what happened instead
     ended: float  # in unix seconds
@@ -76,14 +76,15 @@ class Run:
         return self.status == FINISHED
 
     def value(self, key: str) -> str:
-        """Return the setting `key` as text, or `ABSENT` if the run, perhaps of another version, lacks it."""
+        """Return the setting `key` as text, or `ABSENT` if the run's record (of another version, say) lacks the key."""
         return self.settings.get(key, ABSENT)
 
     def measured(self, steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> "Run":
-        """Return a copy with `steps` (metrics by step), and with `accuracy` and `summary` from them and `phases`.
+        """Return a copy of the run with measurements: `steps`, and `accuracy` and `summary`, which are computed here.
 
-        `phases` has the held-out answers, none without evaluation; `seconds` is the wall time of all sessions. Raises
-        KeyError if a metric or phase is missing.
+        `steps` has a row per step and a column per metric. `phases` maps "before" and "after" to held-out answers, a
+        row per question; it is empty without evaluation. `seconds` is the wall time of all sessions. Raises KeyError if
+        a metric or phase is missing.
         """
         steps = steps[[name for name in KEPT if name in steps]].dropna(axis=1, how="all").astype("float32")
         summary, accuracy = _headline(steps.astype("float64"), phases, seconds), {}
@@ -98,7 +99,11 @@ def run_from(
     values: Mapping[str, str], *, name: str, status: str, ended: float, code: str, metrics: Collection[str],
     origin: Origin = Origin(),
 ) -> Run:  # fmt: skip
-    """Build a Run without measurements; `metrics` show what device=auto was. Raises ValueError if a key is missing."""
+    """Build a Run without measurements from `values`, its configuration as text by dotted key.
+
+    `metrics` are the names of recorded metrics, which tell whether device=auto was cpu or cuda. The other arguments are
+    fields of Run. Raises ValueError if a key is missing.
+    """
     try:
         device, seed, declared = values["device"], int(values["seed"]), yaml.safe_load(values["differs_in"])
         experiment = RENAMED.get(values["experiment"], values["experiment"])
@@ -114,7 +119,12 @@ def run_from(
 
 
 def normalize(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return settings of any version with today's keys, without those of idle engines, so that equal arms are equal."""
+    """Translate settings of any version of the lab to today's keys, so that all runs of one arm have equal settings.
+
+    A key that the version lacked is added, with the value that the version used. Dropped are keys that no longer exist,
+    and options that the run ignores: options of engines that it does not use, and format.activations in formats other
+    than FP8. With device=cpu optim.packing=off becomes auto, which does the same.
+    """
     own = drop_idle_options(fill_added_keys(settings))
     if own["device"] == "cpu" and own.get("optim.packing") == "off":  # `auto` packs on GPUs only
         own["optim.packing"] = "auto"
@@ -189,7 +199,7 @@ def read_steps(directory: RunDirectory) -> pd.DataFrame:
 
 
 def summarize(directory: RunDirectory, seconds: float) -> dict[str, Any]:
-    """Return a finished run's headline numbers by name; `seconds` is the wall time of all sessions of the run."""
+    """Compute the headline numbers of a finished run, by name; `seconds` is the wall time of all its sessions."""
     return _headline(read_steps(directory), directory.evaluations(), seconds)
 
 
@@ -241,7 +251,10 @@ def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: 
 
 
 def gain_metrics(directory: RunDirectory) -> dict[str, float]:
-    """Return metrics `eval/gain`, `eval/gain_low` and `eval/gain_high`. Raises KeyError without both evaluations."""
+    """Return the gain in held-out accuracy with its 95% interval, as `eval/gain`, `eval/gain_low` and `eval/gain_high`.
+
+    Raises KeyError if an evaluation, before or after training, is missing.
+    """
     interval = paired_interval(*_accuracies(directory.evaluations()))
     return dict(zip(("eval/gain", "eval/gain_low", "eval/gain_high"), interval, strict=True))
 

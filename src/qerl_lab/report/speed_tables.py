@@ -16,7 +16,7 @@ from qerl_lab.report.table import Table, format_number, without_constant_columns
 from qerl_lab.system.terminal import by_numbers, format_path
 
 PRINTED_RANK = 16  # not stated in Tables 5 to 8, but their numbers equal Table 9's at this rank
-STEP_METRICS = {
+STEP_METRICS = {  # metric in paper.csv -> column of `printed_steps`
     "end-to-end training speedup vs BF16 LoRA": "table_3",
     "E2E RL w/ gradient checkpointing": "checkpointed",
     "E2E RL speedup w/o gradient checkpointing": "plain",
@@ -36,7 +36,8 @@ class Speed(NamedTuple):
 def tabulate_files(paths: Sequence[Path]) -> Speed:
     """Tabulate benchmark results beside the paper's speed and memory; `paths` are result files, or folders of them.
 
-    Invalid and incomplete files are left out with a note. Raises ConfigError for a path without any file.
+    Invalid and incomplete files are left out with a note. Raises ConfigError for a path that does not exist or has no
+    file.
     """
     if not paths:
         return Speed([], [WITHOUT])
@@ -65,9 +66,9 @@ def tabulate_files(paths: Sequence[Path]) -> Speed:
 
 
 def _describe_result(result: Result, rows: pd.DataFrame) -> str:
-    """Describe a result in one line: benchmark, origin, dead arms, missing rows, what spoils a comparison of arms.
+    """Describe a result in one line: benchmark, origin, arms that died, missing rows, what makes arms incomparable.
 
-    `rows` are those of `bench.measured`.
+    `rows` come from `bench.measured`.
     """
     options, about = result["options"], f"{result['benchmark']}, {bench.origin(result)}"
     if result["benchmark"] not in bench.TABLES:
@@ -82,7 +83,7 @@ def _describe_result(result: Result, rows: pd.DataFrame) -> str:
 
 
 def _with_columns(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
-    """Add the columns of all tables to the measured rows of a result; `weights` and `peak` are in GB.
+    """Add to the measured rows of a result the columns that the tables show; `weights` and `peak` are in GB.
 
     `arm` is shortened: `nvfp4 rollout.vllm.lora=dense` becomes `nvfp4 lora=dense`.
     """
@@ -107,7 +108,10 @@ def _with_columns(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
 
 
 def _sizes(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return weights and peak memory in GB by arm and rank; the peak is the largest over rows, such as batches."""
+    """Return weights and peak memory in GB, and the ratio of weights to BF16, a row per arm and LoRA rank.
+
+    The peak is the largest over the rows of an arm and rank, such as batches.
+    """
     same = dict.fromkeys(("weights", "format", "baseline", "benchmark", "model", "gpu", "commit"), "last")
     sizes = rows.groupby(["arm", "rank"], sort=False).agg(same | {"peak": "max"}).reset_index()
     if sizes["rank"].nunique() > 1:
@@ -119,7 +123,7 @@ def _sizes(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _paper_rows(*metrics: str) -> pd.DataFrame:
-    """Return the paper's rows of these metrics for BF16, NF4 and NVFP4, with our names of models and formats.
+    """Return the paper's rows of the given metrics for BF16, NF4 and NVFP4, with our names of models and formats.
 
     Adds `batch` (0 if the paper states none) and `rank` (`PRINTED_RANK` if it states none).
     """
@@ -134,7 +138,7 @@ def _paper_rows(*metrics: str) -> pd.DataFrame:
 
 
 def printed_rollouts() -> pd.DataFrame:
-    """Return the paper's tokens/s of rollouts (`number`), a row per model, batch, rank and format.
+    """Tabulate the paper's tokens/s of rollouts (`number`), a row per model, batch, LoRA rank and format.
 
     `of_bf16` and `of_nf4` are ratios to these formats. `where` names the paper's tables and the rank.
     """
@@ -147,7 +151,10 @@ def printed_rollouts() -> pd.DataFrame:
 
 
 def printed_steps() -> pd.DataFrame:
-    """Return the paper's speeds of whole steps as text: a row per model, batch, format; a column per `STEP_METRICS`."""
+    """Tabulate the paper's speeds of whole steps as text: a row per model, batch and format.
+
+    The columns of speeds are the values of `STEP_METRICS`.
+    """
     rows = _paper_rows(*STEP_METRICS)
     rows["text"] = (rows["value"] + " " + rows["unit"]).str.strip().str.replace(" x", "x")
     wide = rows.pivot(index=["model", "batch", "format"], columns="metric", values="text")
@@ -161,7 +168,7 @@ def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
     """Build the table of rollouts: our tokens/s beside the paper's at the same model, format and batch.
 
     At batch 1 the LoRA ranks must be equal too. At other batches our row, whatever its rank, stands beside the paper's
-    at `PRINTED_RANK`.
+    row at `PRINTED_RANK`. `ours` has a frame per result.
     """
     papers = printed_rollouts().rename(columns={"rank": "printed_rank"})
     place = papers["batch"].astype(str) + " at " + papers["printed_rank"].astype(str)
@@ -217,13 +224,13 @@ def _join_with_paper(
     title: str, about: str, columns: Columns, ours: Sequence[pd.DataFrame], papers: pd.DataFrame,
     key: list[str], benchmarks: str, setting: str,
 ) -> Table:  # fmt: skip
-    """Build a table of our rows, each beside the paper's row with an equal `key`; name below what only the paper has.
+    """Build a table of our rows, each beside the paper's row with an equal `key`; a note lists rows only the paper has.
 
     Args:
         columns: head and format of each column; names of the paper's columns get the prefix `paper_`.
         ours: our rows, a frame per result.
-        papers: the paper's rows. Column `place` names a row that we lack, such as "8 at 16"; nan keeps it out.
-        benchmarks: the benchmarks that make such rows, for the note if there are none.
+        papers: the paper's rows. Column `place` names a row in the note, such as "8 at 16"; with nan it is not listed.
+        benchmarks: names of the benchmarks that make such rows; a note gives them if `ours` is empty.
         setting: what `place` means, such as "batch at rank".
     """
     if not ours:

@@ -20,15 +20,16 @@ MOST_SEEDS = 1000  # upper limit of the search for enough seeds
 
 
 def format_interval(low: float, high: float, spelled: Callable[[float], str] = "{:+.3f}".format) -> str:
-    """Format an interval as `[-0.010, +0.250]`, or as `[all alike]` without a width, since that would mislead."""
+    """Format an interval as `[-0.010, +0.250]`; as `[all alike]` if low equals high, since `[x, x]` would mislead."""
     return f"[{spelled(low)}, {spelled(high)}]" if high - low > NO_WIDTH else ALIKE
 
 
 def paired_interval(before: pd.Series, after: pd.Series, level: float = 0.95) -> Interval:
     """Return the mean per-question difference `after - before` of one run, with Student's t interval over questions.
 
-    Paired, because the same questions are asked twice and their difficulty cancels (Miller, arXiv 2411.00640). Both
-    series are indexed by question id. Raises ValueError unless they hold the same questions, at least two.
+    The difference is paired, because the same questions are asked twice and their difficulty cancels (Miller, arXiv
+    2411.00640). Both series are indexed by question id. Raises ValueError unless they hold the same questions, at least
+    two.
     """
     if set(before.index) != set(after.index) or len(before) < 2:
         raise ValueError("a paired interval needs the same questions before and after, two at least")
@@ -41,9 +42,9 @@ def paired_interval(before: pd.Series, after: pd.Series, level: float = 0.95) ->
 def over_seeds(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
     """Return the mean of values[seeds, questions] with its interval when both seeds and questions are sampled.
 
-    Two-way random effects: value = mean + seed + question + rest. The squared half width is the sum of two squares:
-    Student's t over the means of seeds (which covers seed and rest), and t times the standard error due to questions,
-    which all seeds share. Raises ValueError for fewer than two seeds, and for missing values.
+    Two-way random effects: value = mean + seed + question + rest. The squared half width is the sum of two squares. The
+    first is Student's t over the means of seeds, which covers seed and rest. The second is t times the standard error
+    due to questions, which all seeds share. Raises ValueError for fewer than two seeds, and for missing values.
     """
     values = np.asarray(values_S_Q, float)
     if values.ndim != 2 or len(values) < 2 or not values.size or not np.isfinite(values).all():
@@ -53,7 +54,10 @@ def over_seeds(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
 
 
 def variance_components(values_S_Q: np.ndarray) -> tuple[float, float]:
-    """Return the variances of seeds' means and of questions (at least 0, and 0 for one) by the analysis of variance."""
+    """Return (variance of seeds' means, variance of questions) of values[seeds, questions], by analysis of variance.
+
+    The second is at least 0, and it is 0 for a single question.
+    """
     values = np.asarray(values_S_Q, float)
     between, rest = float(values.mean(1).var(ddof=1)), _residual_variance(values)
     if values.shape[1] == 1:
@@ -62,21 +66,24 @@ def variance_components(values_S_Q: np.ndarray) -> tuple[float, float]:
 
 
 def floored_components(values_S_Q: np.ndarray) -> tuple[float, float]:
-    """Return `variance_components`, the first raised to what noise in answers adds: residual variance / questions.
+    """Return `variance_components`, with the first raised to at least the residual variance / number of questions.
 
-    A few seeds may agree in their means by luck although their answers differ.
+    This is what noise in answers adds. A few seeds may agree in their means by luck although their answers differ.
     """
     between, of_questions = variance_components(values_S_Q)
     return max(between, _residual_variance(np.asarray(values_S_Q, float)) / np.shape(values_S_Q)[1]), of_questions
 
 
 def moderated_variance(own: float, family: Sequence[float]) -> float:
-    """Return a contrast's variance, perhaps small by luck, raised to the median of its `family`, itself included."""
+    """Return `own`, the variance of a contrast, raised to at least the median over its family: it may be small by luck.
+
+    `family` holds the variances of all contrasts of the family, `own` included.
+    """
     return max(own, float(np.median(family)))
 
 
 def _residual_variance(values_S_Q: np.ndarray) -> float:
-    """Return the variance that neither seed nor question explains; 0 for a single question."""
+    """Return the variance in values[seeds, questions] that neither seed nor question explains; 0 for one question."""
     seeds, questions = values_S_Q.shape
     if questions == 1:
         return 0.0
@@ -85,16 +92,16 @@ def _residual_variance(values_S_Q: np.ndarray) -> float:
 
 
 def half_width(variances: tuple[float, float], seeds: int, questions: int, level: float) -> float:
-    """Return half the width of the interval of `over_seeds`; `variances` are those of seeds' means and of questions."""
+    """Return half the width of the interval of `over_seeds`; `variances` come from `variance_components`."""
     squares = np.array(variances) / [seeds, questions]
     quantiles = stats.t.ppf(0.5 + level / 2, [seeds - 1, max(questions - 1, 1)])
     return float(np.sqrt((quantiles**2 * squares).sum()))
 
 
 def mean_of_arm(values_S_Q: pd.DataFrame, bounds: tuple[float, float]) -> Interval:
-    """Return the mean of values[seeds, questions] and its 95% interval within `bounds`, on the questions of all seeds.
+    """Return (mean, low, high) of values[seeds, questions]: the mean with its 95% interval, cut to `bounds`.
 
-    Its ends are nan for a single seed; without any value the mean is nan too.
+    Questions that some seed lacks are ignored. For a single seed low and high are nan; without any value all three are.
     """
     values = values_S_Q.dropna(how="all").dropna(axis=1).to_numpy()
     if not values.size:
@@ -103,12 +110,15 @@ def mean_of_arm(values_S_Q: pd.DataFrame, bounds: tuple[float, float]) -> Interv
 
 
 def clip_interval(interval: Interval, low: float, high: float) -> Interval:
-    """Cut an interval to the possible range of its mean, beyond which Student's t on few seeds reaches far."""
+    """Cut an interval to low..high, the possible range of its mean.
+
+    Student's t on few seeds reaches far beyond this range.
+    """
     return interval[0], max(interval[1], float(low)), min(interval[2], float(high))
 
 
 def band_over_seeds(values_S_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return mean, low and high [T] of values[seeds, T] by Student's t over seeds; of one seed all are its values."""
+    """Return (mean, low, high) [T] of values[seeds, T] by Student's t over seeds; for one seed all are its values."""
     values = np.asarray(values_S_T, float)
     mean, seeds = values.mean(0), len(values)
     if seeds == 1:
@@ -120,8 +130,8 @@ def band_over_seeds(values_S_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
 def p_above(mean: float, variances: tuple[float, float], seeds: int, questions: int, null: float = 0.0) -> float:
     """Return the one-sided p-value of the hypothesis that the mean over seeds and questions is at most `null`.
 
-    It is below 0.025 exactly if the 95% interval from these variances lies above `null`. If nothing varies, it is the
-    sign test's. For a mean of minus infinity (no lower bound) it is 1.
+    The p-value is below 0.025 exactly if the 95% interval by `variances` (see `variance_components`) is above `null`.
+    If nothing varies, it is the p-value of a sign test. For a mean of minus infinity (no lower bound) it is 1.
     """
     gap = mean - null
     if gap == -np.inf:
@@ -149,19 +159,25 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def effect_size(differences_S: np.ndarray) -> float:
-    """Return the mean of the differences divided by their standard deviation; nan if they are equal up to rounding."""
+    """Return the mean of the seeds' differences divided by their standard deviation; nan if they are all alike."""
     spread = float(np.std(differences_S, ddof=1)) if len(differences_S) > 1 else 0.0
     return float(np.mean(differences_S)) / spread if spread > NO_WIDTH else np.nan
 
 
 def probability_of_improvement(treated_S: np.ndarray, control_S: np.ndarray) -> float:
-    """Return the share of pairs of seeds in which the treated value is larger, ties as half (arXiv 2108.13264)."""
+    """Return the share of pairs of seeds in which the treated value is above the control's (arXiv 2108.13264).
+
+    A tie counts as half.
+    """
     wins = stats.mannwhitneyu(treated_S, control_S, method="asymptotic").statistic
     return float(wins) / (len(treated_S) * len(control_S))
 
 
 def fewest_seeds(decide: Callable[[int], bool], least: int) -> int | None:
-    """Return the fewest seeds from `least` to `MOST_SEEDS` at which `decide`, true from there on, is true, or None."""
+    """Return the smallest number of seeds n, `least` to `MOST_SEEDS`, for which `decide(n)` is true, or None.
+
+    `decide` must remain true above the first such n, since the search is by bisection.
+    """
     numbers = range(least, MOST_SEEDS + 1)
     index = bisect_left(numbers, True, key=decide)
     return numbers[index] if index < len(numbers) else None
@@ -170,8 +186,9 @@ def fewest_seeds(decide: Callable[[int], bool], least: int) -> int | None:
 def share_interval(values_Q: np.ndarray, samples: int) -> Interval:
     """Return the mean of shares in [0, 1] with its 95% interval; each share is one question's mean over `samples`.
 
-    Wilson's score interval (1927) at the effective number of draws: m (1 - m) over the squared standard error of the
-    mean m over questions. Raises ValueError for no question, and for a value outside [0, 1].
+    Wilson's score interval (1927) at the effective number of draws, at most the number of answers: m (1 - m) over the
+    squared standard error of the mean m over questions. Raises ValueError for no question, and for a share outside 0 to
+    1.
     """
     values = np.asarray(values_Q, float)
     if not len(values) or not ((values >= 0) & (values <= 1)).all():
@@ -187,14 +204,14 @@ def share_interval(values_Q: np.ndarray, samples: int) -> Interval:
 
 
 def p_value(interval: Callable[[float], Interval], pairs: int) -> float:
-    """Return the two-sided p-value of an interval: 1 minus the level at which `interval(level)` reaches 0.
+    """Return the two-sided p-value of an interval: 1 minus the level at which an end of `interval(level)` is 0.
 
-    It is at least 2 / 2**pairs, the minimum of a sign test on `pairs` differences, since Student's t would give 0 for
-    equal differences; and at least 1e-15, the resolution of `1 - p`.
+    The p-value is at least 2 / 2**pairs, the minimum of a sign test on `pairs` differences, since Student's t would
+    give 0 for equal differences. It is also at least 1e-15, the resolution of `1 - p`.
     """
 
     def gap_to_zero(p: float) -> float:
-        """Return how far the interval at level 1 - p lies from 0; below 0 if it holds 0."""
+        """Return how far the interval at level 1 - p lies from 0; negative if the interval contains 0."""
         mean, low, high = interval(1 - p)
         return abs(mean) - (high - low) / 2
 
@@ -207,9 +224,9 @@ def p_value(interval: Callable[[float], Interval], pairs: int) -> float:
 def pass_at(k: int, right_Q: Sequence[int] | np.ndarray, samples: int) -> np.ndarray:
     """Return pass@k of each question [Q], given that `right_Q` of `samples` samples are right.
 
-    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, Eq. 1): 1 - C(n - c, k) / C(n, k), computed as one
-    minus the product of 1 - k / i over i from n - c + 1 to n. Raises ValueError for k outside 1 to `samples`, and for
-    impossible counts.
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, Eq. 1) for c right of n samples: 1 - C(n - c, k) /
+    C(n, k). It is computed as one minus the product of 1 - k / i over i from n - c + 1 to n. Raises ValueError for k
+    outside 1 to `samples`, and for impossible counts.
     """
     right = np.asarray(right_Q)
     if not 1 <= k <= samples:

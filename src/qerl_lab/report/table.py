@@ -1,4 +1,4 @@
-"""Cells and tables of text: numbers, intervals over seeds, and what to leave out because nothing was measured. Pure."""
+"""Cells and tables of text: numbers, intervals over seeds, and removal of columns without a measurement. Pure."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ import pandas as pd
 from qerl_lab.report import stats
 
 NONE = "-"  # a cell without a measurement
-ANY = (-math.inf, math.inf)
+ANY = (-math.inf, math.inf)  # bounds that cut nothing
 Rows = list[list[str]]
 
 
@@ -36,9 +36,10 @@ def mean_and_interval(
     spell: Callable[[float], str] = format_number,
     spell_end: Callable[[float], str] = format_number,
 ) -> str:
-    """Format (mean, low, high) as `mean [low, high]` or `>= mean [low, no bound]`; without ends `mean`, or a dash.
+    """Format (mean, low, high) as `mean [low, high]`; with an infinite end as `>= mean [low, no bound]`.
 
-    `spell` formats the mean, `spell_end` each end.
+    With nan for low it is `mean` alone, and with nan for the mean too a dash. `spell` formats the mean, `spell_end`
+    each end.
     """
     mean, low, high = interval
     if math.isnan(low):
@@ -51,13 +52,19 @@ def mean_and_interval(
 
 
 def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
-    """Format the mean of values[seeds, questions] as `mean [95% CI] (seeds)`; a dash without any value."""
+    """Format the mean of values[seeds, questions] as `mean [95% CI] (number of seeds)`; a dash without any value.
+
+    The interval is cut to `bounds`.
+    """
     text = mean_and_interval(stats.mean_of_arm(values, bounds))
     return text if text == NONE else f"{text} ({len(values.dropna(how='all'))})"
 
 
 def geometric_cell(values_S: pd.Series) -> str:
-    """Format the geometric mean of positive values over seeds as `mean [95% CI] (seeds)`, by their logarithms."""
+    """Format the geometric mean of positive values over seeds as `mean [95% CI] (number of seeds)`.
+
+    The interval is computed on logarithms.
+    """
     if len(values_S) < 2:  # exactly as measured
         return seeds_cell(values_S.to_frame())
     mean, low, high = np.exp(stats.over_seeds(np.log(values_S.to_frame().to_numpy())))
@@ -73,7 +80,7 @@ def without_empty_columns(rows: Rows, names: int = 1) -> tuple[Rows, list[str]]:
 
 
 def without_constant_columns(rows: Rows, heads: Iterable[str]) -> tuple[Rows, str]:
-    """Drop columns among `heads` with one value in all rows; return the rows and a sentence that gives those values."""
+    """Drop columns among `heads` that have one value in all rows; return the rows and a sentence with these values."""
     head, *body = rows
     alike = {n: body[0][n] for n, name in enumerate(head) if name in set(heads) and len({row[n] for row in body}) == 1}
     said = ", ".join(f"{head[n]} {text}" for n, text in alike.items())

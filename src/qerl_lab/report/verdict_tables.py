@@ -35,7 +35,7 @@ COLLAPSED = (
 
 
 def effect_cell(row: Row) -> str:
-    """Format our effect as `+0.013 [-0.003, +0.030]` or `>= 1.9x [1.3, no bound]`; a dash if it was not measured."""
+    """Format the measured effect as `+0.013 [-0.003, +0.030]` or `>= 1.9x [1.3, no bound]`; a dash if there is none."""
     if row.numbers is None:
         return NONE
     spell_end = "{:.2f}".format if row.claim.is_ratio else "{:+.3f}".format
@@ -43,7 +43,10 @@ def effect_cell(row: Row) -> str:
 
 
 def paper_cell(row: Row) -> str:
-    """List the paper's effects as `+0.049 (Table 1 7B, inside)`, which is inside our interval; a dash without any."""
+    """List the paper's effects as `+0.049 (Table 1 7B, inside)`; a dash without any.
+
+    Inside and outside say whether our interval holds the paper's effect.
+    """
     texts = []
     for where, value in row.printed:
         if row.numbers:
@@ -54,7 +57,7 @@ def paper_cell(row: Row) -> str:
 
 
 def name_of(row: Row) -> str:
-    """Return the name of a row's contrast, with the settings that distinguish it from others of its name."""
+    """Return the name of a row's contrast, with the settings that distinguish it from contrasts of the same name."""
     context = format_conditions(row.context)
     return f"{row.contrast.name} ({context})" if context else row.contrast.name
 
@@ -65,14 +68,14 @@ def format_conditions(settings: Conditions) -> str:
 
 
 def describe_measure(claim: Claim) -> str:
-    """Say how a claim is measured, and which measure must not fall with it (the guardrail)."""
+    """Say how a claim is measured, and which second measure must not fall too far (the guardrail)."""
     measure, rail = MEASURES[claim.measure], claim.guardrail
     text = f"{claim.measure} ({measure.unit}): {measure.meaning}."
     return f"{text} Guardrail: {rail.measure} may fall by {rail.margin:g} at most." if rail else text
 
 
 def measured_cells(row: Row) -> dict[str, str]:
-    """Format the numbers of a contrast by name; a dash for what was not measured."""
+    """Format the numbers of a contrast as heads of columns -> cells; a dash for what was not measured."""
     counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True) if m) or NONE
     names = ("treated", "control", "finished / started", "effect", "the paper's", "effect size", "P(better)",
              "p of no effect, small, reverse (Holm)", "guardrail")  # fmt: skip
@@ -93,13 +96,19 @@ def measured_cells(row: Row) -> dict[str, str]:
 
 
 def families(rows: Sequence[Row]) -> str:
-    """Say for how many judged contrasts of each family p-values are corrected; empty text if none was judged."""
+    """Format a sentence with the number of judged contrasts (`Row.judged`) by family, for which p-values are corrected.
+
+    It is empty if none was judged.
+    """
     sizes = family_sizes(rows)
     return "Corrected for: " + ", ".join(f"{n} of {name}" for name, n in sizes.items()) + "." if sizes else ""
 
 
 def missing_arms(rows: Sequence[Row]) -> str:
-    """List the sweeps that would make what verdicts lack, a command a line, each with the names of its claims."""
+    """List the commands of sweeps that would run what verdicts lack, a line each, with the names of the claims.
+
+    Empty text if every contrast has enough seeds.
+    """
     waiting: dict[str, list[str]] = {}
     for row in (row for row in rows if row.judged is None):
         waiting.setdefault(f"python -m qerl_lab +sweeps={row.claim.sweep}", []).append(row.claim.name)
@@ -109,7 +118,7 @@ def missing_arms(rows: Sequence[Row]) -> str:
 
 
 def collapses(rows: Sequence[Row]) -> list[list[str]]:
-    """Tabulate contrasts with collapsed runs, with the p-value of Fisher's exact test; empty if none fell."""
+    """Tabulate contrasts with collapsed runs, with the p-value of Fisher's exact test; empty if no run collapsed."""
     table = [["claim", "contrast", "collapsed: treated", "collapsed: control", "p, Fisher's exact test"]]
     for row in (row for row in rows if any(row.collapsed)):
         counts = list(zip(row.collapsed, row.finished, strict=True))
@@ -120,7 +129,7 @@ def collapses(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _is_registered(row: Row) -> bool:
-    """Tell whether all runs of a contrast record the hash of its claims file."""
+    """Tell whether all runs of a contrast record the SHA-256 of its claims file."""
     return row.registered.startswith("preregistered")
 
 
@@ -131,7 +140,7 @@ def _letters(rows: Sequence[Row]) -> dict[Conditions, str]:
 
 
 def _basis(rows: Sequence[Row]) -> list[str]:
-    """Return paragraphs on the basis of verdicts: corrections, claims files with their hash, conditions of the runs."""
+    """List paragraphs on the basis of verdicts: corrections, claims files with SHA-256, conditions of the runs."""
     texts = [families(rows)]
     for file in {row.claim.file.sha256: row.claim.file for row in rows}.values():
         own = [row for row in rows if row.claim.file == file and row.numbers]
@@ -152,7 +161,7 @@ def _basis(rows: Sequence[Row]) -> list[str]:
 
 
 def _accuracies(comparison: Comparison) -> Rows:
-    """Tabulate held-out accuracy in the layout of the paper's Table 1, which has neither gain nor pass@n."""
+    """Tabulate held-out accuracy in the layout of the paper's Table 1: `accuracy_rows` without gain and pass@n."""
     return [[*row[:4], *row[6:]] for row in accuracy_rows(comparison)]
 
 
@@ -170,9 +179,10 @@ def text(comparison: Comparison, rows: Sequence[Row]) -> str:
 
 
 def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> str:
-    """Render verdicts.md, made by `command_line`: what decided each contrast, then accuracies and what was left out.
+    """Render verdicts.md: what decided each contrast, then accuracies and what was left out.
 
-    Claims without a measured contrast are only named; `text` and `as_json` give the reasons.
+    `command_line` is the command that makes the file. Claims without a measured contrast are only named; `text` and
+    `as_json` give the reasons.
     """
     letters, sizes = _letters(rows), family_sizes(rows)
     answered = {row.claim.name: row.claim for row in rows if row.numbers}
@@ -206,7 +216,10 @@ def pipe_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def as_json(comparison: Comparison, rows: Sequence[Row], command_line: str) -> str:
-    """Render verdicts.json, made by `command_line`: contrasts, level, family sizes, notes, and what was left out."""
+    """Render verdicts.json: contrasts, level, family sizes, notes, and what was left out.
+
+    `command_line` is the command that makes the file.
+    """
 
     def as_data(row: Row) -> dict[str, Any]:
         claim, numbers = asdict(row.claim), None

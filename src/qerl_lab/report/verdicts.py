@@ -1,9 +1,10 @@
 """Reach verdicts on claims, with the numbers behind them. Pure.
 
-The effect of a contrast is the treated measure minus the control's, paired by seed (and question), in logarithms for a
-ratio, with the sign chosen so that the claim predicts a positive effect. Three one-sided tests at `LEVEL` decide: the
-effect is above 0, below the smallest effect that matters, below 0. Each is Holm-corrected over the measured contrasts
-of its family and uses a variance moderated by the family.
+The effect of a contrast is the measure in the treated arm minus the measure in the control arm, paired by seed (and
+question), in logarithms for a ratio. The sign is chosen so that the claim predicts a positive effect. Three one-sided
+tests at `LEVEL` decide: the effect is above 0, below the smallest effect that matters, below 0. Each test is corrected
+by Holm over the contrasts of its family (`Claim.family`) that have enough seeds, and uses a variance moderated by the
+family.
 """
 
 import math
@@ -24,6 +25,8 @@ LEVEL = 0.025  # of each one-sided test, which matches a 95% interval
 
 
 class Verdict(StrEnum):
+    """What the tests of a contrast showed. `PHRASES` says what each verdict means."""
+
     SUPPORTED = "supported"
     TOO_SMALL = "too small to matter"
     EXCLUDED = "excluded"
@@ -31,7 +34,7 @@ class Verdict(StrEnum):
     UNDECIDED = "undecided"
 
 
-# for each verdict what it says, and what more seeds would do to reach it; of claims of no difference see `EITHER_WAY`
+# For each verdict: what it says, and what more seeds would do to reach it. `EITHER_WAY` is for claims of no difference.
 PHRASES = {
     Verdict.SUPPORTED: ("the effect is there", "support it"),
     Verdict.TOO_SMALL: ("the effect is there, and below {size}", "show it to be there and below {size}"),
@@ -47,11 +50,12 @@ EITHER_WAY = PHRASES | {
 
 @dataclass(frozen=True)
 class Row:
-    """The verdict on one contrast of a claim.
+    """The verdict on one contrast of a claim, for one pair of arms.
 
-    `context` holds the settings that tell it from contrasts of the same name, `conditions` the values of `CONDITIONS`,
-    `printed` the paper's effects by source. `finished`, `started` and `collapsed` count runs of both arms; `collapsed`
-    stays 0 unless the measure is `answers_last`.
+    `context` holds the settings that tell the row from others on this contrast, `conditions` the values of
+    `CONDITIONS`, `registered` whether the runs record the claims file, `printed` the paper's effects by source.
+    `finished`, `started` and `collapsed` count runs of (treated, control); `collapsed` stays 0 unless the measure is
+    `answers_last`.
     """
 
     claim: Claim
@@ -74,10 +78,10 @@ class Row:
 
 
 def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] | None = None) -> list[Row]:
-    """Reach a verdict on each contrast of the claims (default: the paper's); return a row per pair of arms it compares.
+    """Reach a verdict on each contrast of the claims (None: the paper's); return a row per pair of arms that tests it.
 
-    A contrast without such a pair has one row, with the reason in `why`. `counted` gives the numbers; of `runs` the
-    unfinished ones count as started.
+    A contrast without such a pair has one row, with the reason in `why`. `counted` holds the newest finished run of
+    each arm and seed, which give the numbers. Unfinished runs in `runs` only add to the number of started runs.
     """
     rows: list[Row] = []
     started = [*counted, *(run for run in runs if not run.is_finished)]
@@ -97,7 +101,10 @@ def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] |
 
 
 def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
-    """Return the paper's effects of a contrast (factors, differences; percent as fractions) as (source, effect)."""
+    """Return the paper's effects of a contrast as (source, effect): factors for a ratio, else differences.
+
+    Accuracies, which the paper prints in percent, become fractions.
+    """
     found = []
     for treated, control in contrast.printed:
         effect, error = reference.paper_difference(treated, control, claim.is_ratio)
@@ -109,7 +116,10 @@ def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], 
 
 
 def _measure_row(row: Row, pair: Pair) -> Row:
-    """Return the row with settings, conditions, counts of runs and numbers of a pair of arms, or why it has none."""
+    """Complete `row` for a pair of arms: settings, conditions, counts of runs, and numbers.
+
+    If the pair cannot be measured, `why` has the reason in place of the numbers.
+    """
     claim, sides = row.claim, (pair.treated, pair.control)
     treated, control = (dict(side.runs[0].arm) for side in sides)  # both values of keys that may differ are settings
     free = treated.keys() - dict(pair.context).keys() - {claim.spanned_key}
@@ -139,9 +149,10 @@ def _measure_row(row: Row, pair: Pair) -> Row:
 
 
 def pool_variances(rows: Sequence[Row]) -> list[Row]:
-    """Raise each contrast's variance between seeds to the median of its family and measure, and compute p-values.
+    """Raise each contrast's variance of seeds to at least the median of its family and measure, and compute p-values.
 
-    Censored contrasts take no part, because their variances describe bounds.
+    Contrasts with censored seeds neither enter the median nor are raised, because their variances describe bounds. Rows
+    without enough seeds stay as they are.
     """
     family: dict[tuple[str, str], list[float]] = {}
     for row in rows:
@@ -162,12 +173,14 @@ def pool_variances(rows: Sequence[Row]) -> list[Row]:
 def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
     """Compute the uncorrected p-values of a contrast; `seeds` replaces its number of seeds, all else equal.
 
-    For a claim of no difference the tests are of equivalence: `above` is the larger p-value of two one-sided tests,
-    `small` twice the smaller one, because either side could show it.
+    For a claim of no difference (direction 0) the tests are of equivalence: `above` is the larger p-value of two
+    one-sided tests that the difference is within the margin. `small` is twice the smaller p-value of two tests that it
+    is outside, because either side could show it. `below` is 1.
     """
     low, high = float(numbers.oriented.mean()), float(numbers.at_most.mean())
 
     def p_above(mean: float, null: float) -> float:
+        """Return the p-value of the hypothesis that the effect is at most `null`, if it is measured as `mean`."""
         return stats.p_above(mean, numbers.variances, seeds or numbers.seeds, numbers.questions, null)
 
     if claim.direction:
@@ -178,12 +191,12 @@ def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
 
 
 def family_sizes(rows: Sequence[Row]) -> dict[str, int]:
-    """Map each family to its number of judged contrasts, for which p-values are corrected."""
+    """Map each family to its number of judged contrasts (`Row.judged`), for which p-values are corrected."""
     return dict(Counter(row.claim.family for row in rows if row.judged))
 
 
 def set_verdicts(rows: Sequence[Row]) -> list[Row]:
-    """Correct p-values within families and set the verdict of each row that has seeds enough; others stay undecided."""
+    """Correct p-values within families, and set the verdict of each row with enough seeds; others stay undecided."""
     done = []
     for row in rows:
         others = [other.judged.p for other in rows
@@ -197,7 +210,10 @@ def set_verdicts(rows: Sequence[Row]) -> list[Row]:
 
 
 def _decide(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
-    """Return the row with verdict, reason and corrected p-values; `others` are the p-values of its family's rest."""
+    """Return the row with verdict, reason and p-values corrected within its family.
+
+    `others` holds the uncorrected p-values of the other contrasts in the family.
+    """
     claim, size = row.claim, row.claim.smallest_as_text
     phrases = PHRASES if claim.direction else EITHER_WAY
 
