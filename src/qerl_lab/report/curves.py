@@ -208,7 +208,7 @@ def _draw_arms(
 
 
 def style_panel(axis: Axes, label: str, unit: str) -> None:
-    """Label the x axis `unit` and the y axis `label`, and format the numbers at ticks without exponents.
+    """Label the x axis `unit` and the y axis `label`, and spell the numbers at ticks by `format_tick`.
 
     If `unit` is step or stage, the ticks of the x axis are at whole numbers.
     """

@@ -224,7 +224,7 @@ def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
     """Return `HELD`, `BROKEN` or `OPEN` for the claim's guardrail; an empty string if the claim has none.
 
     `HELD` if the 95% interval of treated minus control is above -margin, `BROKEN` if it is below -margin, else `OPEN`.
-    Also `OPEN` if the runs lack the measure.
+    Also `OPEN` if the runs lack the measure, or were asked too few of the same questions.
     """
     if claim.guardrail is None:
         return ""
