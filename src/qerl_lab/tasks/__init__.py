@@ -6,9 +6,10 @@ A task offers these functions, which `Task` binds to a configuration. They stand
     train(cfg) -> list[Question]         training questions; missing in a task for evaluation only
     heldout(cfg) -> list[Question]       never in training, disjoint by construction
     grade(texts, questions) -> Scores    one score per completion for each part
-    worked(cfg) -> list[Question]        training questions with a solution in the answer's format, if any, in
-                                         payload["solution"]
-    weights(cfg) -> dict[str, float]     of the parts beside "format" and "answer", if `grade` returns any
+    worked(cfg) -> list[Question]        training questions with a worked solution in payload["solution"]; missing in a
+                                         task without solutions
+    weights(cfg) -> dict[str, float]     reward weights of the parts that `grade` returns beside "format" and "answer";
+                                         missing if there are no such parts
 """
 
 import hashlib
@@ -43,11 +44,12 @@ __all__ = ["UNPARSED", "BadRow", "Question", "Scores", "Task", "is_heldout"]
 
 @dataclass(frozen=True)
 class Task:
-    """A configured task.
+    """A configured task: its questions, the function that grades answers, and the reward weights.
 
-    `grade(texts, questions)` returns scores in [0, 1] by part, shape [len(texts)]. It depends on its arguments alone,
-    never raises on model output, and scores 0 what exceeds its time. Every task has the parts "format" and "answer",
-    which evaluations read. `weights` covers all parts but UNPARSED.
+    `grade(texts, questions)` returns a dict: for each part of the reward, such as "answer", scores from 0 to 1 of shape
+    [len(texts)]. It depends on its arguments alone, does not raise on any model output, and scores 0 an answer that
+    takes too long to check. Every task has the parts "format" and "answer", because evaluations read them. `weights`
+    holds the reward weight of every part except UNPARSED.
     """
 
     name: str
@@ -57,7 +59,7 @@ class Task:
     weights: dict[str, float]
     grade: Callable[[Sequence[str], Sequence[Question]], Scores]
     format_reward_for: str = "any"
-    warnings: tuple[str, ...] = ()  # rows left out
+    warnings: tuple[str, ...] = ()  # messages for the user, such as the number of rows left out
     data: Mapping[str, Any] = field(default_factory=dict, hash=False)  # description stored in the record
 
     def messages(self, question: Question) -> list[dict[str, str]]:
@@ -66,9 +68,10 @@ class Task:
         return [*system, {"role": "user", "content": question.prompt}]
 
     def weighted(self, scores: Scores, texts: Sequence[str]) -> Scores:
-        """Return weight x score by part of `scores`, the result of `grade` for `texts`. The sum is the reward.
+        """Multiply the scores of each part by its reward weight. The sum over the parts is the reward of each text.
 
-        Leaves UNPARSED out. "format" becomes 0 where task.format_reward_for does not pay for it.
+        `scores` is the result of `grade` for `texts`. The part UNPARSED is dropped. "format" becomes 0 for texts
+        without a thought if `format_reward_for` is "thought", and for texts with a wrong answer if it is "right".
         """
         parts = {part: self.weights[part] * score for part, score in scores.items() if part != UNPARSED}
         if self.format_reward_for == "thought":
@@ -79,28 +82,36 @@ class Task:
 
 
 def load(cfg: TaskConfig) -> Task:
-    """Build the task `cfg.name` to train on. Training questions that are held out too are removed.
+    """Build the task `cfg.name` for training. Training questions that are also held out are removed.
 
-    Raises ConfigError if they are over 1%, if questions cannot be read, or if the task is for evaluation only.
+    Raises ConfigError if over 1% of the training questions are removed, if questions cannot be read, or if the task is
+    for evaluation only.
     """
     return _task(cfg, "train")
 
 
 def load_worked(cfg: TaskConfig) -> Task:
-    """Build the task as `load` does, with a worked solution in `payload["solution"]` of each training question.
+    """Build the task for training, with a worked solution in `payload["solution"]` of each training question.
 
-    Raises ConfigError as `load` does, and if the task has no solutions.
+    Training questions that are also held out are removed. Raises ConfigError if they are over 1%, if questions cannot
+    be read, or if the task has no worked solutions.
     """
     return _task(cfg, "worked")
 
 
 def load_benchmark(cfg: TaskConfig) -> Task:
-    """Build any task to evaluate on, without training questions. Raises ConfigError if it cannot be read."""
+    """Build a task for evaluation: any task, with its held-out questions and without training questions.
+
+    Raises ConfigError if the questions cannot be read.
+    """
     return _task(cfg, None)
 
 
 def read_task_config(name: str, **given: Any) -> TaskConfig:
-    """Read conf/task/NAME.yaml as a TaskConfig; keys in `given` replace its keys. Raises ConfigError."""
+    """Read conf/task/NAME.yaml as a TaskConfig. Values in `given` replace the file's values of the same keys.
+
+    Raises ConfigError if a key is unknown or a value is not allowed.
+    """
     written = OmegaConf.to_container(OmegaConf.load(group_folder("task") / f"{name}.yaml"))
     return from_dict({"task": {**written, **given}}).task  # type: ignore[dict-item]
 
@@ -111,15 +122,15 @@ def check_trains(cfg: TaskConfig) -> None:
 
 
 def is_on_the_hub(cfg: TaskConfig) -> bool:
-    """Tell, without asking the hub, whether the task reads its questions there if task.path is not set."""
+    """Tell whether the task reads questions from the Hugging Face hub if task.path is not set. Does not ask the hub."""
     return cfg.name in question_sets.SOURCES and not {"train", "heldout"} <= _functions(cfg).of_file
 
 
 def _functions(cfg: TaskConfig, needed: str | None = None) -> SimpleNamespace:
     """Return the task's functions (train, heldout, grade, ...) as attributes; functions in `task.module` replace them.
 
-    The attribute `of_file` is the set of the names that the file `task.module` defines. Raises ConfigError if the task
-    lacks the function `needed`, "train" or "worked".
+    The attribute `of_file` is the set of names of the functions that the file `task.module` defines. Raises ConfigError
+    if that file cannot be used, or if the task lacks the function `needed` ("train" or "worked").
     """
     if cfg.name in question_sets.SOURCES:
         functions = question_sets.functions(cfg.name)
@@ -142,9 +153,10 @@ def _functions(cfg: TaskConfig, needed: str | None = None) -> SimpleNamespace:
 
 
 def _task(cfg: TaskConfig, training: str | None) -> Task:
-    """Build a Task whose training questions the function `training` returns: "train", "worked", None for no questions.
+    """Build a Task. Training questions come from its function `training`, "train" or "worked"; None: there are none.
 
-    Raises ConfigError.
+    Raises ConfigError if the task lacks that function, if questions cannot be read, or if over 1% of the training
+    questions are also held out.
     """
     functions = _functions(cfg, training)
     asked = getattr(functions, training)(cfg) if training else []
@@ -173,7 +185,7 @@ def _task(cfg: TaskConfig, training: str | None) -> Task:
 
 
 def _summary(questions: Questions) -> dict[str, Any]:
-    """Describe questions for the run's record: their number, the number of rows left out, SHA-256 of the contents."""
+    """Describe questions for the run's record: how many, how many rows were left out, SHA-256 of their contents."""
     digest = hashlib.sha256()
     for question in questions:
         content = [question.id, question.prompt, question.answer, dict(question.payload)]

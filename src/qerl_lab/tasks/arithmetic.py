@@ -1,8 +1,10 @@
-"""Seeded multi-step word problems of addition and subtraction; the pocket policy is trained on `worked_solution`.
+"""Seeded multi-step word problems of addition and subtraction, with worked solutions.
 
 A problem is defined by its numbers: a start and signed changes. Names and things in the text are a function of these
-numbers, so one problem has one text. The held-out set is one in eight multisets of stated numbers, chosen by hash: no
+numbers, so one problem has one text. One in eight multisets of stated numbers is held out, chosen by hash. So no
 held-out problem has the numbers of a training problem in another order or with other signs, for any seed.
+
+`tools/pretrain.py` trains the pocket policy, a tiny model that is part of the package, on `worked_solution`.
 """
 
 import hashlib
@@ -26,7 +28,10 @@ LOSSES = ["gives away {}", "loses {}", "sells {}", "drops {}"]
 
 @dataclass(frozen=True)
 class Problem:
-    """`start` things, then `changes` to their number (positive is a gain); the total never falls below zero."""
+    """A word problem: someone has `start` things, then gains (positive) or loses (negative) each of `changes`.
+
+    The running total never falls below zero.
+    """
 
     start: int
     changes: tuple[int, ...]
@@ -63,7 +68,10 @@ class Problem:
 
 
 def problem(rng: random.Random, cfg: TaskConfig) -> Problem:
-    """Draw a problem, uniform over the number of changes, with totals between 0 and twice the largest operand."""
+    """Draw a problem of `min_steps` to `max_steps` changes; each number of changes is equally likely.
+
+    Running totals stay between 0 and twice `max_operand`. All three limits are keys of `cfg.arithmetic`.
+    """
     largest, steps = cfg.arithmetic.max_operand, (cfg.arithmetic.min_steps, cfg.arithmetic.max_steps)
     start = rng.randint(2, largest)
     total, changes = start, []
@@ -77,33 +85,39 @@ def problem(rng: random.Random, cfg: TaskConfig) -> Problem:
 
 
 def train(cfg: TaskConfig) -> list[Question]:
-    """Return `cfg.train_questions` (0: 4096) distinct problems that are not held out; fewer if there are no more."""
-    return [of.question for of in _train_problems(cfg)]
+    """Return `cfg.train_questions` distinct problems (0: 4096) that are not held out.
+
+    Returns fewer if new problems become rare at a low difficulty.
+    """
+    return [problem.question for problem in _train_problems(cfg)]
 
 
 def heldout(cfg: TaskConfig) -> list[Question]:
-    """Return 1024 distinct held-out problems, or all there are at a low difficulty."""
-    return [of.question for of in _distinct(cfg, HELDOUT_QUESTIONS, of_heldout=True)]
+    """Return 1024 distinct held-out problems; fewer if new problems become rare at a low difficulty."""
+    return [problem.question for problem in _distinct(cfg, HELDOUT_QUESTIONS, of_heldout=True)]
 
 
 def worked(cfg: TaskConfig) -> list[Question]:
-    """Return the training problems, each with a worked solution in `payload["solution"]`."""
+    """Return the questions of `train`, each with a worked solution in `payload["solution"]`."""
     rng = random.Random(0)
-    return [worked_question(rng, of) for of in _train_problems(cfg)]
+    return [worked_question(rng, problem) for problem in _train_problems(cfg)]
 
 
-def worked_question(rng: random.Random, of: Problem) -> Question:
-    """Return the problem `of` as a Question with a worked solution in `payload["solution"]`."""
-    return replace(of.question, payload={"solution": worked_solution(rng, of)})
+def worked_question(rng: random.Random, problem: Problem) -> Question:
+    """Convert a problem to a Question with a worked solution in `payload["solution"]`."""
+    return replace(problem.question, payload={"solution": worked_solution(rng, problem)})
 
 
 def _train_problems(cfg: TaskConfig) -> list[Problem]:
-    """Draw `cfg.train_questions` distinct training problems, TRAIN_QUESTIONS of them if it is 0."""
+    """Draw `cfg.train_questions` distinct training problems (0: TRAIN_QUESTIONS); fewer if new ones become rare."""
     return _distinct(cfg, cfg.train_questions or TRAIN_QUESTIONS, of_heldout=False)
 
 
 def _distinct(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Problem]:
-    """Draw `count` distinct problems, all held out or none, with a fixed seed; fewer if the difficulty has no more."""
+    """Draw `count` distinct problems with a fixed seed: only held-out problems if `of_heldout`, else only others.
+
+    Returns fewer if new problems become rare at a low difficulty.
+    """
     rng, found, since_new = random.Random(2510_11696), dict[Problem, None](), 0
     for _ in range(50 * count):
         drawn, since_new = problem(rng, cfg), since_new + 1
@@ -114,39 +128,39 @@ def _distinct(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Problem]:
     return list(found)
 
 
-def worked_solution(rng: random.Random, of: Problem) -> str:
-    """Write one of many correct solutions of the problem `of`, as `<think>..</think><answer>..</answer>`.
+def worked_solution(rng: random.Random, problem: Problem) -> str:
+    """Write a correct solution of a problem as `<think>..</think><answer>..</answer>`; method and words vary at random.
 
-    The variety gives a policy trained on it the entropy of a real model, and something to explore: shorter solutions go
-    wrong more often.
+    The variety gives a model trained on these solutions the entropy of a real model. It also gives the model something
+    to explore, because its shorter solutions go wrong more often.
     """
     way = rng.choices(WAYS, WEIGHTS)[0]
     if way == "in the head":
         work = rng.choice(["in my head", "quick sum", "easy"]) + "."
-    elif way == "together" and len(of.changes) > 2:
-        work = _together(rng, of)
+    elif way == "together" and len(problem.changes) > 2:
+        work = _together(rng, problem)
     else:
-        work = _chain(rng, of.start, _ordered(rng, of) if way == "any order" else list(of.changes))
-    return f"<think>{work}</think><answer>{of.answer}</answer>"
+        work = _chain(rng, problem.start, _ordered(rng, problem) if way == "any order" else list(problem.changes))
+    return f"<think>{work}</think><answer>{problem.answer}</answer>"
 
 
-def _ordered(rng: random.Random, of: Problem) -> list[int]:
-    """Return the changes of the problem `of` in a random order in which the total never falls below zero."""
+def _ordered(rng: random.Random, problem: Problem) -> list[int]:
+    """Return the changes of a problem in a random order. The running total of this order never falls below zero."""
     while True:
-        order = rng.sample(of.changes, len(of.changes))
-        if all(of.start + sum(order[: n + 1]) >= 0 for n in range(len(order))):
+        order = rng.sample(problem.changes, len(problem.changes))
+        if all(problem.start + sum(order[: n + 1]) >= 0 for n in range(len(order))):
             return order
 
 
-def _together(rng: random.Random, of: Problem) -> str:
-    """Write the work of a solution that sums gains and losses separately, then applies both sums to the start."""
-    gains, losses = [c for c in of.changes if c > 0], [-c for c in of.changes if c < 0]
+def _together(rng: random.Random, problem: Problem) -> str:
+    """Write calculations that sum the gains and the losses separately, then apply both sums to the start."""
+    gains, losses = [c for c in problem.changes if c > 0], [-c for c in problem.changes if c < 0]
     sums = [_chain(rng, part[0], part[1:]) for part in (gains, losses) if len(part) > 1]
-    return " ".join([*sums, _chain(rng, of.start, [c for c in (sum(gains), -sum(losses)) if c])])
+    return " ".join([*sums, _chain(rng, problem.start, [c for c in (sum(gains), -sum(losses)) if c])])
 
 
 def _chain(rng: random.Random, start: int, changes: list[int]) -> str:
-    """Write the sums that apply `changes` to `start` in turn, e.g. "7+5=12. 12-3=9."."""
+    """Write the calculations that apply `changes` to `start` one after another, e.g. "7+5=12. 12-3=9."."""
     total, lines = start, []
     for change in changes:
         lines.append(_sum(rng, total, change))
@@ -155,7 +169,7 @@ def _chain(rng: random.Random, start: int, changes: list[int]) -> str:
 
 
 def _sum(rng: random.Random, total: int, change: int) -> str:
-    """Write `total` plus a signed `change`, e.g. "7+5=12" or "12 minus 3 is 9"."""
+    """Write the calculation `total` plus signed `change`, e.g. "7+5=12" or "12 minus 3 is 9"; wording is random."""
     if change > 0:
         left, right = rng.sample((total, change), 2)
         return rng.choice([f"{left}+{right}={left + right}", f"{left} plus {right} is {left + right}"])

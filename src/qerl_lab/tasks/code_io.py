@@ -4,8 +4,8 @@ Problems are rows of `task.path` with `question` and `tests`, a list of `{"input
 train and test files; of a single file one question in 64 is held out by hash. Outputs are compared line by line,
 ignoring trailing spaces and empty lines at the end.
 
-The answer is the program, alone or in a ``` block with any text around it. Parts: "answer" (every test passed) and
-"tests" (the share of tests passed, weighted by `task.code_io.tests_reward`).
+The answer is the program, alone or in a ``` block with any text around it. Its scores are "answer" (every test passed)
+and "tests" (the share of tests passed, with the reward weight `task.code_io.tests_reward`).
 """
 
 import re
@@ -29,12 +29,18 @@ _BLOCK = re.compile(
 
 
 def train(cfg: TaskConfig) -> Questions:
-    """Return the training problems in `task.path`. Raises ConfigError if they cannot be read, or run in the sandbox."""
+    """Return the training problems in `task.path`.
+
+    Raises ConfigError if the problems cannot be read, or if this machine cannot sandbox programs.
+    """
     return _read(cfg, of_heldout=False)
 
 
 def heldout(cfg: TaskConfig) -> Questions:
-    """Return the held-out problems in `task.path`. Raises ConfigError if they cannot be read, or run in the sandbox."""
+    """Return the held-out problems in `task.path`.
+
+    Raises ConfigError if the problems cannot be read, or if this machine cannot sandbox programs.
+    """
     return _read(cfg, of_heldout=True)
 
 
@@ -44,7 +50,10 @@ def weights(cfg: TaskConfig) -> dict[str, float]:
 
 
 def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
-    """Read the training or held-out problems, with tests and limits as payload. Raises ConfigError."""
+    """Read the training or held-out problems in `task.path`, with tests and limits (seconds, MiB) as payload.
+
+    Raises ConfigError if task.path is not set or cannot be read, or if this machine cannot sandbox programs.
+    """
     if cfg.path is None:
         raise ConfigError(
             "task=code_io reads its problems from task.path, which is not set. Type task.path=DIRECTORY with "
@@ -64,7 +73,10 @@ def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
 
 
 def _tests(row: Row) -> list[dict[str, str]]:
-    """Return a row's tests, dicts of "input" and "output". Raises BadRow without a test, or if one lacks a text."""
+    """Return the tests of a row: dicts with texts "input" and "output".
+
+    Raises BadRow if the row has no tests, or if a test has no input text or a missing or blank output text.
+    """
     tests = row.value("tests")
     if not isinstance(tests, list) or not tests:
         raise BadRow(f"has no list of tests in {row.columns['tests']!r}")
@@ -76,7 +88,10 @@ def _tests(row: Row) -> list[dict[str, str]]:
 
 
 def program(completion: str) -> str | None:
-    """Return the last ``` block of the final answer, or the whole answer; None without one, or one that is too long."""
+    """Return the program in the final answer: its last ``` block, or the whole answer if it has no such block.
+
+    Returns None if the completion has no final answer, or if the answer is over MAX_PROGRAM_CHARACTERS long.
+    """
     text = final_answer(completion)
     if text is None or len(text) > MAX_PROGRAM_CHARACTERS:
         return None
@@ -85,9 +100,10 @@ def program(completion: str) -> str | None:
 
 
 def grade(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
-    """Return scores "format", "answer" (every test passed: 0 or 1) and "tests" (the share passed), shape [len(texts)].
+    """Return the scores "format", "answer" and "tests" of completions, each of shape [len(texts)].
 
-    If several completions give one program to one question, it runs once.
+    "format" is 0 or 1, "answer" is 1 if every test passed, else 0, and "tests" is the share of tests passed.
+    Completions with the same program for the same question share one run of the program.
     """
     import numpy as np  # imported here, because checking a command does not need it
 
@@ -104,7 +120,10 @@ def grade(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
 
 
 def _passed_share(outputs: Sequence[str | None], question: Question) -> float:
-    """Return the share of tests passed. `outputs` has one text per test, None if it failed; empty: no program."""
+    """Return the share of the question's tests that passed.
+
+    `outputs` has one text per test, None where the program failed; it is empty if the completion has no program.
+    """
     expected = question.payload["outputs"]
     pairs = zip(outputs, expected, strict=False)  # no outputs for a completion without a program
     return sum(output is not None and _lines(output) == _lines(known) for output, known in pairs) / len(expected)

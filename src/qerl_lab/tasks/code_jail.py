@@ -62,7 +62,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(what: str, *arguments: int | bytes) -> int:
-    """Make the system call with number `arguments[0]`. Raises OSError, with `what` at the start of its message."""
+    """Make the system call number `arguments[0]` with the other arguments; return its result.
+
+    Raises OSError if the call fails; `what` begins the error message.
+    """
     result = _libc.syscall(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
@@ -70,13 +73,16 @@ def _call(what: str, *arguments: int | bytes) -> int:
 
 
 def _prctl(option: int, *arguments: object) -> None:
-    """Call prctl for this process. Raises OSError if it fails."""
+    """Call `prctl(option, *arguments)` for this process. Raises OSError if it fails."""
     if _libc.prctl(option, *arguments, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
 
 
 def limit(seconds: int, memory_bytes: int, output_bytes: int) -> None:
-    """Limit this process: seconds of CPU time, bytes of address space and of each file. A lower hard limit stays."""
+    """Limit CPU time and address space of this process, and the size of each file that it writes.
+
+    Also limits open files to 64, and core dumps and locked memory to 0. A hard limit that is already lower stays.
+    """
     for what, most in (
         (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, output_bytes),
         (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0),
@@ -87,9 +93,10 @@ def limit(seconds: int, memory_bytes: int, output_bytes: int) -> None:
 
 
 def allow_reading(files: list[str], listed: list[str]) -> None:
-    """Refuse this process access to files, irrevocably, except reading `files` and listing folders in `listed`.
+    """Forbid this process all access to files, irrevocably, except reading `files` and listing the folders `listed`.
 
-    Both hold paths; a folder in `files` stands for all below it. Raises OSError if the kernel cannot.
+    Both are lists of paths. A folder in `files` allows reading everything below it, a folder in `listed` allows listing
+    the folders below it. Raises OSError if the kernel has no Landlock, or if a path is missing.
     """
     abi = _call("Landlock", CREATE_RULESET, 0, 0, 1)
     handled = ABI_1 | sum(1 << bit for bit, since in ((13, 2), (14, 3), (15, 5)) if abi >= since)
@@ -104,16 +111,20 @@ def allow_reading(files: list[str], listed: list[str]) -> None:
 
 
 def _add_rule(ruleset: int, path: str, rights: int) -> None:
-    """Allow `rights` (bits such as READ_FILE) at `path` and below it, in a Landlock ruleset. Raises OSError."""
+    """Allow `rights` (bits such as READ_FILE) at `path` and below it, in the Landlock ruleset with this descriptor.
+
+    Raises OSError if the path is missing or the kernel refuses the rule.
+    """
     beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
     _call(f"Landlock {path}", ADD_RULE, ruleset, 1, pack("=Qi", rights, beneath), 0)
     os.close(beneath)
 
 
 def allow_calls(machine: str) -> None:
-    """Refuse all system calls, irrevocably, but those in CALLS and, with some arguments only, OPEN to MADVISE.
+    """Forbid this process all system calls, irrevocably, except those in CALLS.
 
-    `machine` is a key of ARCHITECTURES. Raises OSError.
+    The calls OPEN, OPENAT, IOCTL, FCNTL, PRLIMIT and MADVISE are allowed too, but with some arguments only. `machine`
+    is a key of ARCHITECTURES. Raises OSError if the kernel refuses the filter.
     """
     column, audit = ARCHITECTURES[machine]
     lines = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
@@ -133,14 +144,17 @@ def allow_calls(machine: str) -> None:
 
 
 def _argument(place: int, high: bool = False) -> int:
-    """Return the offset in seccomp's data of the low or `high` half of an argument, on little-endian machines."""
+    """Return the byte offset of argument `place` (from 0) of a system call, in the data that seccomp gives a filter.
+
+    The offset is that of the lower 32 bits, or of the upper 32 bits if `high`, on little-endian machines.
+    """
     return 16 + 8 * place + 4 * high
 
 
 def _allow_without_bits(number: int, place: int, bits: int, both_halves: bool = False) -> list[Line]:
-    """Return BPF lines that allow system call `number` only if its argument at `place` (from 0) has none of `bits`.
+    """Return BPF instructions that allow system call `number` only if argument `place` (from 0) has none of `bits`.
 
-    `both_halves` tests the upper 32 bits of the argument too.
+    Tests the lower 32 bits of the argument, and the upper 32 bits against the same `bits` if `both_halves`.
     """
     halves = [(LOAD, 0, 0, _argument(place)), (ANY_BIT, 0, 1, bits), (RETURN, 0, 0, REFUSE)]
     if both_halves:
@@ -149,18 +163,25 @@ def _allow_without_bits(number: int, place: int, bits: int, both_halves: bool = 
 
 
 def _allow_one_of(number: int, place: int, values: tuple[int, ...]) -> list[Line]:
-    """Return BPF lines that allow system call `number` only if its argument at `place` (from 0) is one of `values`."""
+    """Return BPF instructions that allow system call `number` only if argument `place` (from 0) is one of `values`."""
     tests = [line for value in values for line in ((EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
     return _for_call(number, [(LOAD, 0, 0, _argument(place)), *tests, (RETURN, 0, 0, REFUSE)])
 
 
 def _for_call(number: int, lines: list[Line]) -> list[Line]:
-    """Return BPF lines that apply `lines`, which end in a verdict, to system call `number` only; none if it is -1."""
+    """Return BPF instructions that run the instructions `lines` for system call `number` only.
+
+    `lines` must end in a verdict. Returns an empty list if `number` is -1, because the machine lacks this call.
+    """
     return [(EQUAL, 0, len(lines), number), *lines] if number >= 0 else []
 
 
 def confine(parent: int, limits: list[int], readable: list[str], listed: list[str]) -> None:
-    """Restrict this process, and let it end with the process `parent`. Raises OSError if the kernel cannot."""
+    """Restrict this process by `limit`, `allow_reading` and `allow_calls`; the kernel kills it when its parent ends.
+
+    `parent` is the parent's process id, `limits` are the arguments of `limit`, `readable` and `listed` are those of
+    `allow_reading`. Raises OSError if the kernel cannot restrict the process, or if the parent has already ended.
+    """
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
         raise OSError(f"a machine {machine}; allowed: {', '.join(ARCHITECTURES)}")
@@ -176,8 +197,8 @@ def confine(parent: int, limits: list[int], readable: list[str], listed: list[st
 def main(program: str, numbers: str, readable: str, listed: str) -> None:
     """Restrict this process, report success or the reason to the parent, and run the file `program` as a script.
 
-    `numbers` are the parent's process id, the file descriptor to report to, and the arguments of `limit`. `readable`
-    and `listed` are paths, one per line.
+    `numbers` are separated by spaces: the parent's process id, the file descriptor to report to, and the arguments of
+    `limit`. `readable` and `listed` are paths, one per line.
     """
     parent, report_end, *limits = map(int, numbers.split())
     try:

@@ -66,7 +66,7 @@ for name, attempt in attempts.items():
 
 @dataclass(frozen=True)
 class Program:
-    """A program, its inputs, and its limits per input: seconds of CPU time, MiB of address space."""
+    """A Python program as text, standard inputs to run it on, and limits of each run: CPU seconds, MiB of memory."""
 
     text: str
     inputs: Sequence[str]
@@ -75,10 +75,11 @@ class Program:
 
 
 def run(programs: Sequence[Program]) -> list[list[str | None]]:
-    """Run each program on its inputs. Return for each program its outputs; None where it fails or exceeds a limit.
+    """Run each program on each of its inputs. Return a list of outputs per program, None for a run that failed.
 
-    After the first input that runs out of time a program is not run again: its other outputs are None too. Raises
-    ConfigError if this machine cannot confine programs, RuntimeError if it no longer can.
+    A run fails if the program ends with an error or exceeds a limit. Once a program runs out of time, it is not run on
+    its remaining inputs: these outputs are None too. Raises ConfigError if this machine cannot confine programs, and
+    RuntimeError if a later run cannot be confined.
     """
     check()
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
@@ -103,7 +104,10 @@ def check() -> None:
 
 
 def _outputs(program: Program) -> list[str | None]:
-    """Run one program as `run` does. Raises RuntimeError if it could not be confined."""
+    """Run one program on each of its inputs; return its outputs, None for a run that failed.
+
+    Once the program runs out of time, the remaining outputs are None. Raises RuntimeError if it cannot be confined.
+    """
     outputs: list[str | None] = []
     with tempfile.TemporaryDirectory(prefix="qerl-code-") as folder:
         file = Path(folder) / "main.py"
@@ -117,7 +121,10 @@ def _outputs(program: Program) -> list[str | None]:
 
 
 def _output(program: Program, file: Path, given: str) -> tuple[str | None, bool]:
-    """Run the program in `file` on one input. Return its output (None: it failed), and whether it ended in time."""
+    """Run the program in `file` on the input `given`. Return its output (None: it failed), and whether it was in time.
+
+    Raises RuntimeError if the program cannot be confined.
+    """
     report, report_end = os.pipe()
     with open(report, "rb") as reports, open(os.memfd_create("output"), "w+b") as written:
         numbers = (os.getpid(), report_end, program.seconds, program.memory_mib * 2**20, OUTPUT_BYTES)
@@ -140,7 +147,10 @@ def _output(program: Program, file: Path, given: str) -> tuple[str | None, bool]
 
 @cache
 def _library() -> tuple[str, str]:
-    """Return the paths of Python's standard and shared libraries, which a program may read, and folders it may list."""
+    """Return two texts with one path per line: files and folders that a program may read, and folders it may list.
+
+    These are Python's standard library and the shared libraries that it needs.
+    """
     folders = sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
     entries = [
         str(entry)

@@ -10,10 +10,10 @@ SECONDS = 3.0  # CPU time limit of one comparison by math-verify; it usually tak
 
 
 def grade_math(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
-    """Return scores "format", "answer" and "unparsed", each 0 or 1, shape [len(texts)].
+    """Return the scores "format", "answer" and "unparsed" of completions, each 0 or 1 and of shape [len(texts)].
 
-    Answers are right if they are equal as mathematics (docs/answers.md). Pairs that `answers_equal` cannot decide count
-    as wrong and as unparsed. Equal pairs are compared once.
+    An answer is right if it equals the reference answer as mathematics (docs/answers.md). If this cannot be decided,
+    the answer counts as wrong and as unparsed. Identical pairs of answer and reference are compared once.
     """
     import numpy as np  # imported here, because checking a command does not need it
 
@@ -28,9 +28,9 @@ def grade_math(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
 
 
 def answers_equal(pairs: Sequence[Pair]) -> list[bool | None]:
-    """Return for each pair of final and reference answer whether they are equal.
+    """Tell for each pair of final answer and reference answer whether both are equal as mathematics.
 
-    None if that cannot be decided, or not within SECONDS.
+    None if this cannot be decided: an answer cannot be parsed, or math-verify fails or takes over SECONDS of CPU time.
     """
     from qerl_lab.tasks.answers.judge import Verdict, judge  # imported here, because it imports mpmath
     from qerl_lab.tasks.answers.surface import plain

@@ -1,4 +1,4 @@
-"""Custom tasks and rewards: functions in `task.module=FILE.py` replace the task's.
+"""Custom tasks and rewards: functions in `task.module=FILE.py` replace functions of the task.
 
 The file is imported into the run's process with the user's permissions.
 """
@@ -24,8 +24,9 @@ PARTS = ("format", "answer", UNPARSED)  # parts that every `grade` may return
 def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
     """Return the functions defined in the file `cfg.module`, by name, wrapped to check their results.
 
-    `of_task` are the task's own functions, of which `weights` counts if the file defines `grade` alone. Raises
-    ConfigError for a file that cannot be imported, breaks the contract, or has changed since the run was composed.
+    `of_task` maps names to the functions that the task has without the file. Its `weights` is used if the file defines
+    `grade` but no `weights`. Raises ConfigError if the file cannot be imported, defines no function of a task, defines
+    `weights` without `grade`, or has changed since the run was composed.
     """
     assert cfg.module is not None
     if cfg.module_hash not in (None, found := module_hash(cfg.module)):
@@ -62,7 +63,10 @@ def _join(parts: set[str]) -> str:
 
 
 def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
-    """Return the names in `given`. Raises ConfigError unless it maps names other than PARTS to finite numbers."""
+    """Check `given`, the result of `weights(cfg)`, and return the names of the parts in it.
+
+    Raises ConfigError unless `given` is a dict of finite numbers by name, and none of the names is in PARTS.
+    """
     said = f"task.module={cfg.module}: weights(cfg)"
     if not isinstance(given, dict) or not all(
         isinstance(part, str) and isinstance(weight, int | float) and math.isfinite(weight)
@@ -78,7 +82,10 @@ def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
 
 
 def _checked_questions(said: str, function: Callable[..., Any]) -> Callable[[TaskConfig], list[Question]]:
-    """Wrap a function, `said` in errors, so that it raises ConfigError unless it returns valid, distinct questions."""
+    """Wrap a function that returns questions: the wrapper raises ConfigError unless they are valid and ids differ.
+
+    `said` names the function in error messages.
+    """
 
     def checked(cfg: TaskConfig) -> list[Question]:
         found = function(cfg)
@@ -102,9 +109,10 @@ def _checked_questions(said: str, function: Callable[..., Any]) -> Callable[[Tas
 def _checked_grade(
     cfg: TaskConfig, function: Callable[..., Any], weighted: set[str], all_of_them: bool
 ) -> Callable[..., Scores]:
-    """Wrap the file's `grade` so that it raises ConfigError unless each part has one score from 0 to 1 per text.
+    """Wrap `grade` of the file: the wrapper raises ConfigError unless each part has one score from 0 to 1 per text.
 
-    Allowed are PARTS and those `weighted`. "format" and "answer" must be there, with `all_of_them` all weighted too.
+    The parts "format" and "answer" are required; with `all_of_them` the parts in `weighted` are required too. Other
+    parts than those in PARTS and `weighted` are an error.
     """
 
     def checked(texts: Sequence[str], questions: Sequence[Question]) -> Scores:

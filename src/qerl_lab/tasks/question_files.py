@@ -23,9 +23,10 @@ Located = tuple[str, Any]  # location and row: a line of JSON, or a dict
 
 @dataclass(frozen=True)
 class Source:
-    """A question set on the hub.
+    """A question set: its id on the Hugging Face hub, its splits and its columns.
 
-    If `test` is None, a share of `train` is held out by a hash of the text, ignoring whitespace and case.
+    If `test` is None, one in ONE_IN questions of `train` is held out, by a hash of the text without case and
+    whitespace.
     """
 
     hub_id: str
@@ -44,13 +45,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Row:
-    """A row, read by the roles of its columns. Every method raises BadRow for an unusable value."""
+    """A row of a question set. Its methods read a column by role, such as "question"; `columns` names it for each role.
+
+    Every method raises BadRow if the value is missing or unusable.
+    """
 
     values: Mapping[str, Any]
     columns: Mapping[str, str]
 
     def value(self, role: str) -> Any:
-        """Return the value, of any type, in the column for `role`, such as "question". Raises BadRow without one."""
+        """Return the value, of any type, in the column for `role`, e.g. "question". Raises BadRow if it is missing."""
         found: Any = self.values
         for part in self.columns[role].split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
@@ -59,11 +63,14 @@ class Row:
         return found
 
     def text(self, role: str) -> str:
-        """Return the text in the column for `role`. Raises BadRow if it is blank or no text."""
+        """Return the text in the column for `role`. Raises BadRow if the value is missing, blank or not a text."""
         return as_text(self.value(role), self.columns[role])
 
     def number_or_text(self, role: str) -> str:
-        """Return the stripped text, or the number as text (27.0 as "27"), in the column for `role`. Raises BadRow."""
+        """Return the value in the column for `role` as stripped text. Numbers become text, 27.0 becomes "27".
+
+        Raises BadRow if the value is missing, blank, or neither a number nor a text.
+        """
         found = self.value(role)
         if isinstance(found, float) and found.is_integer():
             found = int(found)
@@ -71,7 +78,10 @@ class Row:
 
 
 def as_text(value: Any, column: str) -> str:
-    """Return `value` if it is text, not blank, that UTF-8 can encode. Raises BadRow, which names the `column`."""
+    """Return `value` unchanged. Raises BadRow unless it is text that is not blank and that UTF-8 can encode.
+
+    The error names `column`.
+    """
     if not isinstance(value, str):
         raise BadRow(f"has no text in {column!r}, but {type(value).__name__}")
     if not value.strip():
@@ -87,10 +97,11 @@ Make = Callable[[str, Row], Question | None]
 
 
 def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Questions:
-    """Return the training or held-out questions of a set, in row order. A repeated row counts once.
+    """Read the training or held-out questions of a set from task.path, or from the hub if task.path is not set.
 
-    `make` makes a question from id and row; it returns None to leave the row out, and raises BadRow to count it.
-    Raises ConfigError if nothing can be read, or more than 1% of the rows are bad.
+    `make(id, row)` returns a question. It may return None to leave the row out, or raise BadRow to have the row counted
+    as bad. Questions are in the order of their rows; of equal questions with the same id one is returned. Raises
+    ConfigError if the rows cannot be read, or if over 1% of them are bad.
     """
     columns = {**source.columns, **{what: name for what, name in vars(cfg.columns).items() if name is not None}}
     found, bad, total = dict[str, Question](), list[str](), 0
@@ -114,9 +125,9 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Quest
 
 
 def is_local(path: str, before: str = "task.path=") -> bool:
-    """Tell whether a path exists on this machine; False if it can be a hub id. Raises ConfigError if it is neither.
+    """Return True if `path` exists on this machine, and False if it can be an id on the hub.
 
-    `before` is the start of the option as typed, for the error.
+    Raises ConfigError if it is neither. `before` is the option as typed, which the error repeats.
     """
     if (local := Path(path).expanduser()).exists():
         return True
@@ -129,14 +140,20 @@ def is_local(path: str, before: str = "task.path=") -> bool:
 
 
 def reword_path_error(error: ConfigError, before: str) -> ConfigError:
-    """Reword an error about task.path for a command with the option `before`, e.g. "task_path=", but no columns."""
+    """Reword an error about task.path for a command whose option has another name: `before`, e.g. "task_path=".
+
+    Advice about task.columns is reworded too, because such a command has no option for columns.
+    """
     said = str(error).replace("Check task.path.", f"Check {before}PATH.").replace("task.path=", before)
     columns = f"Check {before}PATH and the names of its columns."
     return ConfigError(re.sub(r"Check task\.path, or say .*", columns, said))
 
 
 def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located]:
-    """Yield location and row of each row in `task.path`, or in `source.hub_id` if it is not set. Raises ConfigError."""
+    """Yield location and row of each row in task.path, or on the hub in `source.hub_id` if task.path is not set.
+
+    Raises ConfigError if the rows cannot be read.
+    """
     path = cfg.path or source.hub_id
     if not is_local(path):
         yield from _read_hub(path, source, of_heldout)
@@ -157,7 +174,10 @@ def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located
 
 
 def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
-    """Find the file, or all shards of one, with the training or held-out rows in a local folder. Raises ConfigError."""
+    """Find the file with the training or held-out rows in a local folder, or all shards of that file.
+
+    Raises ConfigError if there is none.
+    """
     names = [source.split(of_heldout), source.file, "test" if of_heldout and source.test else None]
     for inside in (folder, folder / "data", folder / source.hub_config):
         for name in filter(None, names):
@@ -179,7 +199,7 @@ def _read_jsonl(file: Path) -> Iterator[Located]:
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:
-    """Parse a line as a JSON object. Raises BadRow."""
+    """Parse a line as a JSON object. Raises BadRow if it is none."""
     try:
         row = parse_json(line)
     except ValueError as error:
@@ -198,15 +218,16 @@ def _read_parquet(file: Path) -> Iterator[Located]:
 
 
 def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:
-    """Yield location and row, a dict, of each row of Arrow batches or tables; `name` begins the location."""
+    """Yield location and row, a dict, of each row of Arrow batches or tables. The location is `name` and a number."""
     rows = (row for batch in batches for row in batch.to_pylist())
     yield from ((f"{name}, row {number},", row) for number, row in enumerate(rows))
 
 
 def _read_hub(path: str, source: Source, of_heldout: bool) -> Iterator[Located]:
-    """Yield location and row, a dict, of each row of the hub dataset `path`. Raises ConfigError.
+    """Yield location and row, a dict, of each row of the dataset with the id `path` on the hub.
 
-    A dataset other than `source.hub_id` that lacks the configuration `source.hub_config` is read in its default.
+    Reads the configuration `source.hub_config`, or the default configuration of another dataset than `source.hub_id`
+    that does not have it. Raises ConfigError if the dataset cannot be loaded.
     """
     say_hub_is_asked(f"task.path={path}")
     from datasets import get_dataset_config_names, load_dataset

@@ -46,7 +46,10 @@ DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
 def functions(name: str) -> dict[str, Callable[..., Any]]:
-    """Return the functions of the question set `name`, a key of SOURCES, by name (see `qerl_lab.tasks`)."""
+    """Return the task functions of the question set `name`, a key of SOURCES, in a dict with keys such as "heldout".
+
+    The docstring of `qerl_lab.tasks` describes these functions.
+    """
     found: dict[str, Callable[..., Any]] = {"heldout": lambda cfg: _read(cfg, True), "grade": grade_math}
     if SOURCES[name].train:
         found["train"] = lambda cfg: _read(cfg, False)
@@ -56,7 +59,7 @@ def functions(name: str) -> dict[str, Callable[..., Any]]:
 
 
 def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
-    """Read the training or held-out questions of the set `cfg.name`. Raises ConfigError."""
+    """Read the training or held-out questions of the set `cfg.name`. Raises ConfigError if they cannot be read."""
     if cfg.name == "gsm8k":
         return _read_gsm8k(cfg, of_heldout, _gsm8k)
     if cfg.name == "bigmath":
@@ -65,9 +68,10 @@ def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
 
 
 def _read_gsm8k(cfg: TaskConfig, of_heldout: bool, make: Make) -> Questions:
-    """Read the questions with a solution of at most `task.gsm8k.max_steps` lines, all if it is null.
+    """Read the GSM8K questions that have a solution of at most `task.gsm8k.max_steps` lines; all if that key is null.
 
-    `make` makes a question from an id and a row. Raises ConfigError if none are left.
+    `make` makes a question from an id and a row. Raises ConfigError if the questions cannot be read, or if none has so
+    short a solution.
     """
     most, steps = cfg.gsm8k.max_steps, list[int]()
 
@@ -90,7 +94,7 @@ def _read_gsm8k(cfg: TaskConfig, of_heldout: bool, make: Make) -> Questions:
 
 
 def _gsm8k(id: str, row: Row) -> Question:
-    """Make a question from a row of GSM8K; the answer is the number after `####`. Raises BadRow if there is none."""
+    """Make a question from a row of GSM8K. The answer is the number after `####`. Raises BadRow without a number."""
     answer = row.text("answer")
     gold = answer.rpartition("####")[2].strip()
     if "####" not in answer or number(gold) is None:
@@ -99,9 +103,9 @@ def _gsm8k(id: str, row: Row) -> Question:
 
 
 def _gsm8k_worked(id: str, row: Row) -> Question:
-    """Make a question with the row's solution in the paper's format, without calculator annotations (`<<48/2=24>>`).
+    """Make a question from a row of GSM8K, with the solution as `<think>..</think><answer>..</answer>` in its payload.
 
-    Raises BadRow if no solution is left, or if it has a "<".
+    Calculator annotations (`<<48/2=24>>`) are removed. Raises BadRow if nothing is left, or if a "<" is left.
     """
     question, solution = _gsm8k(id, row), _gsm8k_solution(row)
     steps = re.sub(r"<<[^<>]*>>", "", solution).strip()
@@ -116,7 +120,10 @@ def _gsm8k_solution(row: Row) -> str:
 
 
 def _read_bigmath(cfg: TaskConfig, of_heldout: bool) -> Questions:
-    """Read the questions of the levels `task.bigmath.levels`; rows without a column `level` stay and are noted."""
+    """Read the Big-Math questions of the levels `task.bigmath.levels`. Rows without a column `level` are all kept.
+
+    A note for the user counts these rows if task.path is set. Raises ConfigError if the questions cannot be read.
+    """
     levels, without = cfg.bigmath.levels, 0
 
     def make(id: str, row: Row) -> Question | None:
@@ -134,7 +141,7 @@ def _read_bigmath(cfg: TaskConfig, of_heldout: bool) -> Questions:
 
 
 def _level(value: object) -> int:
-    """Parse a level: 5, "5", "Level 5", or 5.0 from a numeric column with gaps. Raises BadRow."""
+    """Parse a level from 1 to 5: 5, "5", "Level 5", or 5.0 from a numeric column with gaps. Else raises BadRow."""
     text = str(value).removeprefix("Level ").removesuffix(".0")
     if text not in ("1", "2", "3", "4", "5"):
         raise BadRow(f"has the level {text[:80]!r}; levels are 1 to 5")
@@ -144,7 +151,8 @@ def _level(value: object) -> int:
 def _dapo_math(id: str, row: Row) -> Question:
     """Make a question from a row of DAPO, without DAPO's own request for an answer format.
 
-    The row's question is text, or a list of chat messages of which the last is taken. Raises BadRow.
+    The question is a text, or a list of chat messages; then the last message is the question. Raises BadRow if that
+    message is not the user's, if the question is blank, or if the answer is no number.
     """
     column, value = row.columns["question"], row.value("question")
     if isinstance(value, list):
@@ -157,7 +165,10 @@ def _dapo_math(id: str, row: Row) -> Question:
 
 
 def _question_with_latex_answer(id: str, row: Row) -> Question:
-    """Make a question with the row's answer as it is, a text or a number. Raises BadRow if it is missing."""
+    """Make a question from a row, with the answer as it is written, a text or a number.
+
+    Raises BadRow if the question or the answer is missing.
+    """
     return Question(id, row.text("question"), row.number_or_text("answer"))
 
 
@@ -175,7 +186,7 @@ def _amc(id: str, row: Row) -> Question:
 
 
 def _number(row: Row) -> str:
-    """Return the row's answer, as it is written. Raises BadRow if it is no number."""
+    """Return the answer of a row as it is written. Raises BadRow if the answer is no number."""
     found = row.number_or_text("answer")
     if number(found) is None:
         raise BadRow(f"has no number in {row.columns['answer']!r}: {found[:80]!r}")

@@ -1,4 +1,4 @@
-"""Questions, the rows that could not become one, and the split into training and held-out questions."""
+"""Questions, rows that could not become questions, and the split into training and held-out questions."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ UNPARSED = "unparsed"  # unrewarded score: 1 for an answer that could not be par
 class Question:
     """One question: its text `prompt`, the reference `answer`, and an `id` that is stable across runs.
 
-    `payload` holds what else a grader needs, such as a program's tests.
+    `payload` holds further data, such as the tests for a program or a worked solution.
     """
 
     id: str
@@ -31,12 +31,15 @@ class Question:
 
 
 class BadRow(ValueError):
-    """A row that cannot become a question. The message continues the row's location: `has no 'answer'`."""
+    """A row that cannot become a question. The message lacks a subject, because the location of the row precedes it.
+
+    An example is "has no 'answer'", reported as "FILE:3 has no 'answer'".
+    """
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Rows that were left out: their number, the number of all rows, and the first with its error."""
+    """A summary of rows left out: how many (`count`) of all `rows`, and location and error of the first such row."""
 
     count: int
     rows: int
@@ -46,13 +49,16 @@ class LeftOut:
         return f"{self.count:,} of {self.rows:,} rows are bad and left out; the first: {self.first}"
 
     def check(self, remedy: str) -> None:
-        """Raise ConfigError, which ends with `remedy`, if over 1% of the rows are bad: then the columns are wrong."""
+        """Raise ConfigError if over 1% of the rows were left out, because then the file or its columns are wrong.
+
+        The advice `remedy` ends the error message.
+        """
         if self.count > 0.01 * self.rows:
             raise ConfigError(f"{self}, and more than 1% is an error. {remedy}")
 
 
 class Questions(list[Question]):
-    """Questions, the rows left out, and notes for the user."""
+    """A list of questions, with summaries of rows left out (`left_out`) and notes for the user (`notes`)."""
 
     def __init__(self, questions: Iterable[Question], left_out: Sequence[LeftOut] = (), notes: Sequence[str] = ()):
         super().__init__(questions)
@@ -65,19 +71,23 @@ def label(cfg: TaskConfig) -> str:
 
 
 def wording(text: str) -> str:
-    """Return the text without case and whitespace. Questions with equal wording are on the same side of a split."""
+    """Return the text in lower case, without whitespace. Equal wordings are on the same side of a split."""
     return "".join(text.casefold().split())
 
 
 def is_heldout(key: str, one_in: int = 8) -> bool:
-    """Tell whether the question with the text `key` is held out, in every run: one in `one_in`, chosen by SHA-256."""
+    """Tell whether the question identified by the text `key` is held out: one in `one_in` is, chosen by SHA-256.
+
+    The choice is the same in every run.
+    """
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % one_in == 0
 
 
 def without_heldout(train: list[Question], heldout: list[Question], size: int) -> Questions:
-    """Remove from `train` the questions with the `wording` of one in `heldout`; return the first `size` left (0: all).
+    """Remove training questions with the same `wording` as a held-out question; return the first `size` of the rest.
 
-    Counts the removed ones in `left_out` of the result. Raises ConfigError if they are more than 1% of `train`.
+    `size` 0 returns all. `left_out` of the result counts the removed questions. Raises ConfigError if over 1% of
+    `train` are removed.
     """
     asked = {wording(question.prompt) for question in heldout}
     kept = [question for question in train if wording(question.prompt) not in asked]

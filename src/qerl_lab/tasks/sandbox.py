@@ -3,8 +3,8 @@
 A model's text may ask a library for a number with a billion digits. A limit inside the process, such as math-verify's,
 works only in the main thread and between Python instructions. The kernel ends a worker anywhere.
 
-A worker starts when first needed and is kept for the next batch, because importing a library takes a second. It ends
-with this process, however it ends: its input closes, and it checks whether it is orphaned.
+A worker starts when first needed and is kept for the next batch, because importing a library takes a second. A worker
+ends when this process ends, even if this process is killed: its input closes, and it checks whether it is orphaned.
 """
 
 import json
@@ -32,10 +32,11 @@ _one_at_a_time = threading.Lock()
 
 
 def call_each(module: str, function: str, calls: Sequence[Sequence[Any]], seconds: float) -> list[Any]:
-    """Call a module's function for each argument list in `calls`; None where it raises or exceeds a limit.
+    """Call a function in a worker process, once per argument list in `calls`. Return the results in order.
 
-    Only the worker imports the module; arguments and results are JSON. `seconds` limits the CPU time of one call,
-    MEMORY_BYTES its memory. Any thread may call; one call runs at a time. Raises RuntimeError if no worker can start.
+    A result is None if the call raised an error or exceeded a limit: `seconds` of CPU time or MEMORY_BYTES. Only the
+    worker imports `module`. Arguments and results must be JSON. Any thread may call; one call runs at a time. Raises
+    RuntimeError if no worker can start.
     """
     results, key = [], (module, function, seconds)
     for arguments in calls:
@@ -73,7 +74,7 @@ def _start(module: str, function: str, seconds: float) -> Worker:
 
 
 def _ask(worker: Worker, arguments: Sequence[Any]) -> bytes:
-    """Send a call's arguments to the worker and return its answer, a line of JSON; empty if the worker ends first."""
+    """Send the arguments of a call to the worker; return the answer, a line of JSON, or b"" if the worker ends."""
     try:
         worker.stdin.write(json.dumps(list(arguments)).encode() + b"\n")  # type: ignore[union-attr]
         worker.stdin.flush()  # type: ignore[union-attr]
@@ -86,8 +87,9 @@ def _ask(worker: Worker, arguments: Sequence[Any]) -> bytes:
 def serve(module: str, function: str, seconds: str, parent: str) -> None:
     """Serve calls of `module.function`, as the main loop of a worker process started by `_start`.
 
-    Each line of standard input holds arguments, each answer the result as a line of JSON, null if the call raised. The
-    kernel ends the process if a call takes `seconds` of CPU time; it also ends with the process of id `parent`.
+    Each line of standard input is a JSON list of arguments. The answer is one line of JSON on standard output: the
+    result, or null if the call raised an error. The kernel ends this process if a call takes `seconds` of CPU time.
+    This process also ends when the process with the id `parent` ends.
     """
     signal.setitimer(signal.ITIMER_REAL, START_SECONDS)  # the signals of both timers are not handled: they end it
     call = getattr(import_module(module), function)
