@@ -22,7 +22,7 @@ def with_answer_start(prompt: str, completions: Sequence[str]) -> list[str]:
 
 
 def without_answer_start(prompt: str, solution: str) -> str:
-    """Return the part of a worked solution that follows the last tag of `answer_start(prompt)`, which the prompt holds.
+    """Remove from a worked solution the tags that the prompt has already: all up to the last tag of its `answer_start`.
 
     Returns the whole solution if the prompt begins no answer, or if the solution lacks this tag.
     """
@@ -31,7 +31,7 @@ def without_answer_start(prompt: str, solution: str) -> str:
 
 
 def final_answer(completion: str) -> str | None:
-    """Return the text of the last complete `<answer>` block outside of the thinking, stripped; None without one.
+    """Return the text of the last complete `<answer>` block outside of the thinking, stripped; None if there is none.
 
     Thinking ends at the last `</think>`. Unclosed thinking hides everything after it, so no answer inside counts. A
     blank last block is no answer.
@@ -68,9 +68,9 @@ def has_thought(completion: str) -> bool:
 
 
 def _answers(thinking: str) -> bool:
-    """Tell whether the text of the thinking holds an `<answer>` block with a letter or digit in it.
+    """Tell whether the text of a thinking contains an `<answer>` block with a letter or digit in it.
 
-    A block without one, such as `<answer>...</answer>`, only mentions the tags.
+    A block without letters and digits, such as `<answer>...</answer>`, only mentions the tags.
     """
     for block in thinking.split(END_ANSWER)[:-1]:
         _, opened, content = block.rpartition(ANSWER)

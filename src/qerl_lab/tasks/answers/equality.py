@@ -64,7 +64,7 @@ def _compare_named(left: Form, right: Form) -> bool:
 
 
 def _same_name(left: str, right: str) -> bool:
-    """Tell whether two names are equal, or one adds letters as arguments: `y(t)` is `y`, but `f(2)` is not `f`."""
+    """Tell whether two names are equal, apart from letters as arguments: `y(t)` is `y`, but `f(2)` is not `f`."""
     short, long = sorted((left, right), key=len)
     letters = re.fullmatch(r"\([A-Za-z,]+\)", long.removeprefix(short))
     return short == long or (long.startswith(short) and letters is not None)
@@ -82,7 +82,7 @@ def _as_relation(form: Form) -> Form:
 
 
 def _compare_amounts(left: Amount, right: Amount) -> bool:
-    """Tell whether two quantities are equal: 50% equals 0.5 and 50, and a missing unit equals any unit.
+    """Tell whether two amounts are equal. 50% equals 0.5 and 50; a unit counts only if both amounts have one.
 
     A long decimal also equals the number that it rounds, see `_is_rounding_of`.
     """
@@ -131,9 +131,10 @@ def _compare_nodes(left: Node, right: Node) -> bool:
 
 
 def _compare_at(where: Point, left: Node, right: Node) -> tuple[bool | None, bool]:
-    """Evaluate two expressions at a point. Return whether both values are real, and whether they agree.
+    """Evaluate two expressions with the variables' values in `where`.
 
-    The first is None if a value is undefined; then the second is False.
+    Return whether both results are real, and whether they agree. Returns (None, False) if a result is undefined or too
+    large.
     """
     try:
         a, b = value(left, where), value(right, where)
@@ -175,7 +176,8 @@ def _places(node: Node) -> int | None:
 def _compare_several(left: Several, right: Several) -> bool:
     """Tell whether two forms with several parts are equal: in any order for lists, sets and unions, else in order.
 
-    Other brackets must be equal, but a list equals a point, a one-column matrix a point, and `10:30` equals `10:30 am`.
+    Both must have the same `brackets`, with these exceptions: a list may equal a set, a list or a one-column matrix may
+    equal a point, and `10:30` equals `10:30 am` and `10:30 pm`.
     """
     shapes = {left.brackets, right.brackets}
     if shapes == {"[]", "()"}:
@@ -189,7 +191,7 @@ def _compare_several(left: Several, right: Several) -> bool:
 
 
 def _equal_in_any_order(left: tuple[Form, ...], right: tuple[Form, ...]) -> bool:
-    """Tell whether each part of `left` equals another part of `right`. Both must have the same length."""
+    """Tell whether each part of `left` equals a different part of `right`. Both must have the same length."""
     rest = list(right)
     for form in left:
         at = next((n for n, other in enumerate(rest) if equal(form, other)), None)
@@ -209,7 +211,7 @@ def _column(form: Several) -> Several:
 def _compare_relations(left: Form, right: Form) -> bool:
     """Tell whether two forms are equal, at least one of them a relation: an equation or inequality.
 
-    The other may be an equal relation, the interval that an inequality describes (`x > 3`: (3, infinity)), or the
+    The other form may be an equal relation, the interval that an inequality describes (`x > 3`: (3, infinity)), or the
     result of a calculation (`9+9=18`: 18).
     """
     if isinstance(left, Relation) and isinstance(right, Relation):
@@ -249,10 +251,10 @@ def _same_relation(left: Relation, right: Relation) -> bool:
 
 
 def _proportion(left: Node, right: Node) -> Value | None:
-    """Return `left` / `right` if it is the same number at several points, else None.
+    """Return the quotient of two expressions if it has the same value at several points, else None.
 
-    Also None if either is 0 at a point, or if their variables differ or are missing. Raises Unreadable for an undefined
-    value.
+    Also returns None if an expression is 0 at a point, if the variables of both differ, or if there are no variables.
+    Raises Unreadable if a value is undefined or too large.
     """
     variables = names(left) | names(right)
     if names(left) != names(right) or not variables:

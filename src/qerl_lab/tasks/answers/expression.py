@@ -1,6 +1,7 @@
 r"""Parse mathematical expressions, in LaTeX (`\frac{3\sqrt{3}}{4}`) or typed (`3*sqrt(3)/4`), into trees.
 
-Recursive descent; each method has its rule. Raises Unreadable for anything unknown, so that nothing is overlooked.
+A parser by recursive descent, with a method for each rule. It raises Unreadable for anything unknown, so that nothing
+is overlooked.
 """
 
 import re
@@ -15,7 +16,10 @@ MAX_DEPTH, MAX_EXPONENT = 40, 4000  # nested brackets and arguments; power of te
 
 @dataclass(frozen=True, slots=True)
 class Num:
-    """A number as written: `digits` without leading zeros, `places` after the decimal point, 0 for an integer."""
+    """An exact number. Of a decimal, `digits` counts the digits without leading zeros, `places` the decimal places.
+
+    Both are 0 for an integer and for a repeating decimal. An exponent counts in `places`: 1.5e-3 has 4.
+    """
 
     value: Fraction
     digits: int = 0
@@ -46,7 +50,7 @@ hat bar vec dot ddot tilde overline widehat widetilde overrightarrow underline m
 """
 _ACCENTS = frozenset(_OVER_A_LETTER.split())
 _NO_ARGUMENT = (*FUNCTIONS - {"sqrt"}, "(", "[")  # end the argument of a function without brackets
-_BEFORE_NUMBER = ("!", ")", "pi")  # as letters: they cannot be digits of the number after them
+_BEFORE_NUMBER = ("!", ")", "pi")  # a number behind one of these, or behind a letter, is a factor
 _TIMES, _OVER = ("cdot", "times", "*", "ast"), ("/", "div")
 _PAIRS = {"(": ")", "[": "]", "{": "}", "lfloor": "rfloor", "lceil": "rceil", "|": "|", r"\{": r"\}"}
 
@@ -87,6 +91,11 @@ def _repeating(text: str) -> Num:
 
 
 class _Reader:
+    """Parse tokens into a tree. Each method for a rule parses from the next token on, and steps past what it parsed.
+
+    These methods raise Unreadable if the tokens do not follow the rule.
+    """
+
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens, self.at, self.depth = tokens, 0, 0
         self.bars = 0  # open absolute values
@@ -120,7 +129,10 @@ class _Reader:
         self.at += 1
 
     def deeper(self) -> None:
-        """Count one more level of nesting, which the caller takes back. Raises Unreadable beyond MAX_DEPTH."""
+        """Count one more level of nesting; the caller must subtract it from `depth` again.
+
+        Raises Unreadable beyond MAX_DEPTH levels.
+        """
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise Unreadable("too deep")
@@ -155,7 +167,11 @@ class _Reader:
                 return factors[0] if len(factors) == 1 else Op("*", tuple(factors))
 
     def begins_factor(self) -> bool:
-        """Tell whether the next token begins a factor without a sign. A number mostly does not: `2 3` is no product."""
+        """Tell whether the next token begins a factor that is multiplied without a sign, such as `y` in `xy`.
+
+        A number does so only behind a letter, `!`, `)` or pi, and behind an exponent that surely ends before the
+        number, as in `2^{6}3` and `2^6 3^5`. So `2 3` is no product.
+        """
         token = self.next
         if token is None:
             return False
@@ -193,7 +209,9 @@ class _Reader:
     def is_factor(self, letter: str, inside: Node) -> bool:
         """Tell whether `letter` before brackets is a factor, as in `n(n+1)`, and not a function, as in `f(2x)`.
 
-        A factor stands elsewhere without brackets; or it has brackets once, is not f or g, and `inside` has a sum.
+        The letter is a factor if it also stands in the text without brackets, exponent, subscript or prime behind it.
+        It is a factor too if it is not f or g, has brackets behind it only once, and `inside`, the expression in these
+        brackets, contains a sum.
         """
         name = letter.removeprefix("\\")
         is_function = name in ("f", "g") or self.before_bracket.count(name) > 1
@@ -223,7 +241,10 @@ class _Reader:
         raise Unreadable("too deep")
 
     def argument(self, signed: bool = False) -> Node:
-        r"""Parse a macro's argument, a group or one character as in `\frac12`; if `signed`, an exponent: `2^-10`."""
+        r"""Parse the argument of a macro: a group, or one character as in `\frac12`.
+
+        `signed`: parse an exponent instead, which may have a sign and many digits: `2^-10`.
+        """
         if signed and self.sees("-", "+"):
             return self.factor()
         token = self.next
@@ -235,7 +256,10 @@ class _Reader:
         return node
 
     def first_digit(self) -> Node:
-        """Parse the first digit of the next number, and leave its other digits. Raises Unreadable for a decimal."""
+        """Parse the first digit of the next number, and leave its other digits for the next call.
+
+        Raises Unreadable if the number is a decimal of more than one character.
+        """
         token = self.take()
         if len(token.text) > 1:
             if not token.text.isdigit():
@@ -245,7 +269,10 @@ class _Reader:
         return read_number(token.text[0])
 
     def group(self, opening: str) -> Node:
-        """Parse a sum and the bracket that closes `opening`, which the caller has taken. Raises Unreadable."""
+        """Parse a sum and the closing bracket. The caller has already taken the opening bracket, `opening`.
+
+        Raises Unreadable if another token follows the sum.
+        """
         node = self.sum()
         self.expect(_PAIRS[opening])
         return node
@@ -282,7 +309,7 @@ class _Reader:
         return node
 
     def fraction_behind(self) -> Fraction | None:
-        """Parse a fraction of two integers. If there is none, return None; the caller then steps back."""
+        """Parse a fraction of two integers. Return None if there is none; then the caller must restore the position."""
         if self.sees("frac"):
             self.take()
             over, under = self.argument(), self.argument()
@@ -389,7 +416,7 @@ class _Reader:
 
 
 def _letter(node: Node) -> str:
-    """Return the name of a variable, also under an exponent as in `f^{-1}`; "" for anything else, constants too."""
+    """Return the name if `node` is a variable or its power, as in `f^{-1}`; else, for constants too, return ""."""
     node = node.args[0] if isinstance(node, Op) and node.name == "^" else node
     return node.name if isinstance(node, Sym) and node.name not in CONSTANTS else ""
 

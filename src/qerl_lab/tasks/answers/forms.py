@@ -11,7 +11,10 @@ from qerl_lab.tasks.answers.expression import Node
 
 @dataclass(frozen=True)
 class Amount:
-    """An expression with unit or percent. `letters` is all of it read as an expression: `2 m` is 2m or 2 meters."""
+    """An expression `node`, with a unit, a percent sign or a scale (1000000 for "million") if the answer has one.
+
+    `letters` is the whole text read as an expression, the unit too, if possible: `2 m` is 2 meters or 2 times m.
+    """
 
     node: Node
     unit: str = ""
@@ -22,7 +25,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Words:
-    """Normalized text; three letters alone may also be a product: `xyz`."""
+    """An answer in words, normalized. Three letters alone may also be a product (`xyz`); then `product` holds it."""
 
     text: str
     product: Node | None = field(default=None, compare=False)
@@ -30,11 +33,11 @@ class Words:
 
 @dataclass(frozen=True)
 class Several:
-    """Parts in brackets.
+    """An answer of several parts.
 
-    `brackets` is "()", "[)" and so on for a point or interval, "[]" for a matrix of rows "[]", "{}" for a set, "" for a
-    list, "or" for a union, "minus" for a difference, "base 8" for the digits of a numeral,
-    ":" for a ratio or a time of day, "am" and "pm" for a time with its half of the day.
+    `brackets` says what the parts form: "()", "[)" and so on a point or an interval, "[]" also a matrix or one of its
+    rows, "{}" a set, "" a list, "or" a union, "minus" a difference of sets, "base 8" the digits of a numeral in base 8,
+    ":" a ratio or a time of day, "am" and "pm" a time in that half of the day.
     """
 
     brackets: str
@@ -51,7 +54,10 @@ class Named:
 
 @dataclass(frozen=True)
 class Relation:
-    """`a < b <= c`: one sign fewer than sides. In `crossed` the `x` of `12 x 5 = 60` is read as a product sign."""
+    """An equation or inequality such as `a < b <= c`: its `sides`, and the `signs` between them.
+
+    If an `x` may be a product sign, as in `12 x 5 = 60`, `crossed` holds the sides in that reading.
+    """
 
     sides: tuple[Node, ...]
     signs: tuple[str, ...]

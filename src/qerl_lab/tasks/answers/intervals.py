@@ -1,6 +1,7 @@
 """Compare sets of real numbers: intervals, inequalities, unions, differences.
 
-Two sets are equal if they agree on every end point, and on one number between each two neighbouring end points.
+An end point is a number where an interval of either set begins or ends. Two sets are equal if they agree on every end
+point, on one number between each two neighbouring end points, and on one number beyond the first and the last.
 """
 
 from functools import lru_cache
@@ -15,9 +16,10 @@ OPPOSITE = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 
 
 def same_set(left: Form, right: Form) -> bool:
-    """Tell whether two forms describe the same set of real numbers, with at most one variable in all.
+    """Tell whether two forms describe the same set of real numbers.
 
-    At least one must be an inequality, a union or a difference, because `(1, 2)` alone may be a point. Otherwise False.
+    False if a form is no such set, if both together have more than one variable, or if none of the two is an
+    inequality, a union or a difference: `(1, 2)` alone may be a point.
     """
     if not (_is_set(left) or _is_set(right)) or len(_variables(left) | _variables(right)) > 1:
         return False
@@ -31,7 +33,7 @@ def same_set(left: Form, right: Form) -> bool:
 
 
 def interval(relation: Relation) -> Several | None:
-    """Convert `-2 < x <= 7` to (-2, 7], `x > 3` to (3, infinity); None for other relations."""
+    """Convert an inequality to an interval: `-2 < x <= 7` to (-2, 7], `x > 3` to (3, infinity); else return None."""
     sides, signs = relation.sides, relation.signs
     if signs[0] in (">", ">="):
         sides, signs = sides[::-1], tuple(OPPOSITE[sign] for sign in signs[::-1])
@@ -49,7 +51,7 @@ def interval(relation: Relation) -> Several | None:
 
 
 def _is_set(form: Form) -> bool:
-    """Tell whether a form is surely no point: an equation or inequality, a union, or a difference."""
+    """Tell whether a form can only be a set, not a point: it is an equation, an inequality, a union or a difference."""
     return isinstance(form, Relation) or (isinstance(form, Several) and form.brackets in ("or", "minus"))
 
 
@@ -60,9 +62,10 @@ def _variables(form: Form) -> frozenset[str]:
 
 
 def _ends(form: Form) -> list[Value]:
-    """Return the end points of a set, unsorted and with infinite ones; of an inequality with both signs, for |x| < 3.
+    """Return the numbers where the intervals of a set begin or end, unsorted, infinity included.
 
-    Raises Unreadable if the form is no set of real numbers, or if an end point has variables.
+    Of a set such as {1, 2} these are its elements. Of an inequality each number is returned with both signs, because
+    |x| < 3 ends at -3 and 3. Raises Unreadable if the form is no set of real numbers, or if an end has variables.
     """
     if isinstance(form, Relation):
         numbers = [side for side in form.sides if not names(side)]
@@ -85,7 +88,10 @@ def _ends(form: Form) -> list[Value]:
 
 @lru_cache(maxsize=1024)  # called again for each test point
 def _number(form: Form) -> Value:
-    """Return the value of an end point. Raises Unreadable for one that is no real number."""
+    """Return the real number that a form stands for: an end of an interval, or an element of a set.
+
+    Raises Unreadable if the form has variables, a percent sign or a scale, or if its value is no real number.
+    """
     if isinstance(form, Amount) and not names(form.node) and not form.percent and form.scale == 1:
         number = real(value(form.node, {}))
         if is_real(number):
@@ -94,13 +100,13 @@ def _number(form: Form) -> Value:
 
 
 def _is_variable(node: Node) -> bool:
-    """Tell whether an expression is a variable or its absolute value."""
+    """Tell whether an expression is a variable `x` or its absolute value `|x|`."""
     node = node.args[0] if isinstance(node, Op) and node.name == "abs" else node
     return isinstance(node, Sym) and bool(names(node))
 
 
 def _contains(form: Form, at: Value) -> bool:
-    """Tell whether the number `at` belongs to the set `form`, which `_ends` must have accepted."""
+    """Tell whether the number `at` belongs to the set `form`. Call only if `_ends(form)` did not raise Unreadable."""
     if isinstance(form, Relation):
         sides = [real(value(side, dict.fromkeys(names(side), at))).real for side in form.sides]
         return all(map(_is_true, sides, form.signs, sides[1:]))

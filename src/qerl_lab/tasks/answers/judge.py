@@ -21,7 +21,7 @@ _NOT_FOR_LIBRARY = re.compile(r"[A-Za-z]{4}|[eE][-+]?\d{3}|\d{40}|\^\s*\{?\s*-?\
 class Verdict(Enum):
     RIGHT = "right"
     WRONG = "wrong"
-    UNREADABLE = "unreadable"  # one of the two cannot be parsed: graded wrong, and counted
+    UNREADABLE = "unreadable"  # an answer cannot be parsed or evaluated: graded wrong, and counted
     LIBRARY = "library"  # left to math-verify
 
 
@@ -59,10 +59,10 @@ def _form(text: str) -> Form | None:
 
 
 def _may_equal(form: Form | None, other: str) -> bool:
-    """Tell whether a parsed answer can equal `other`, a text that only math-verify reads.
+    """Tell whether an answer, parsed as `form`, may equal the other answer, of which `other` is the text.
 
-    `other` must contain every variable of `form`. True if `form` is None, False if it is neither an expression nor a
-    matrix of expressions.
+    If `form` is None, it was not parsed and may equal anything. Else it must be an expression or a matrix of
+    expressions, and `other` must contain all its variables.
     """
     form = form.form if isinstance(form, Named) else form
     if form is None:
@@ -77,10 +77,10 @@ def _may_equal(form: Form | None, other: str) -> bool:
 
 
 def _is_for_library(form: Form | None, text: str) -> bool:
-    """Tell whether math-verify may read `text`: short, no prose, no huge numbers; and parsed, or with a known macro.
+    """Tell whether math-verify may read `text`: it is short, and has no prose and no huge numbers.
 
-    `form` is the parsed text, None if that failed. Prose is refused, because math-verify picks a number out of it and
-    drops words as units.
+    `form` is the parsed text; if it is None, because parsing failed, `text` must also have a macro of _LIBRARYS, such
+    as a sum. Prose is refused, because math-verify picks a number out of it and drops words as units.
     """
     letters = re.sub(r"\\(?:begin|end)\s*\{[a-z]+\}|\\[A-Za-z]+", " ", text)
     if len(text) > MAX_LIBRARY_CHARACTERS or _NOT_FOR_LIBRARY.search(letters) or "\\text" in text:

@@ -58,7 +58,11 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+|\s*\\(?:times|cdot)\s*10\s*\^\s*
 
 @dataclass(frozen=True)
 class Quantity:
-    """`body` times `scale`, in percent or not; `unit` is a name from MEASURES, "" for none and for counted things."""
+    """An answer, split into the text of its expression (`body`), its unit, its percent sign and its scale.
+
+    `unit` is short, such as "cm^2", "km/h" or "dollar"; it is "" if the answer has no unit or counts things ("5
+    apples"). `scale` is the factor of a word such as "million".
+    """
 
     body: str
     unit: str = ""
@@ -69,7 +73,7 @@ class Quantity:
 def quantity(text: str) -> Quantity | None:
     """Split an answer such as "5 cm", "40%" or "3 million dollars" into expression, unit, percent and scale.
 
-    None if words change the number, as in "18 or more" and "18 wrong".
+    Returns None if words change the number, as in "18 or more" and "18 wrong".
     """
     unit = ""
     if found := _BEFORE.match(text):
@@ -94,9 +98,9 @@ def quantity(text: str) -> Quantity | None:
 
 
 def _may_be_unit(words: str, body: str, money: str) -> bool:
-    """Tell whether `words` behind the number `body` are words, not variables: `5 cm`, `18 apples`, `60/day`, not `3xy`.
+    """Tell whether `words`, the text behind `body`, may be a unit or a thing: `5 cm`, `18 apples`, `60/day`, not `3xy`.
 
-    `money` is the currency of the number, or "". Behind money a unit of two letters may follow `/`, as in `$5/kg`.
+    `money` is the currency found beside the number, or "". With money a unit of two letters may follow `/`: `$5/kg`.
     """
     is_rate = _RATE.match(words)
     named = re.split(r"[ /^.]+", words[is_rate.end() :] if is_rate else words)
@@ -112,9 +116,10 @@ def _may_be_unit(words: str, body: str, money: str) -> bool:
 
 
 def _of_words(body: str, words: str, money: str) -> Quantity | None:
-    """Make the quantity of `body` with the unit and scale that `words` behind it name; a currency `money` is the unit.
+    """Return `body` as a Quantity, with the scale and the unit in the text behind it: `words`, as in "million dollars".
 
-    `money` is "" if there is none. Returns None if the words change the number, or name nothing measured or counted.
+    `money` is the currency found beside the number, or ""; a currency replaces the unit in `words`. Returns None if
+    `words` change the number ("or more"), or name nothing that can be measured or counted ("red").
     """
     parts = re.sub(r"\s+\^\s*", "^", words).replace(".", " ").replace("/", " / ").split()
     scale = 1

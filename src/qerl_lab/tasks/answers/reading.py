@@ -66,9 +66,9 @@ def read(text: str) -> Form:
 
 
 def _read(text: str, nesting: int, listed: bool = False) -> Form:
-    """Parse the text of an answer, or of a part at depth `nesting`, into its form. Raises Unreadable.
+    """Parse the text of an answer, or of a part of it inside `nesting` levels of parts, into its form.
 
-    `listed`: the text is a part in brackets, where `1,800` is two numbers.
+    `listed`: the text is a part in brackets, where `1,800` is two numbers. Raises Unreadable if it cannot be parsed.
     """
     text = text.strip()
     if not text or nesting > MAX_NESTING:
@@ -121,10 +121,10 @@ def _simple(text: str) -> Form | None:
 
 
 def _words(text: str) -> str:
-    """Return words in lower case, without article and punctuation; "" if the text is no words.
+    """Return the words of a text in lower case, without article and punctuation; "" if the text is not words alone.
 
-    It is none if all runs of letters are shorter than three (`xy`, but "no" is a word), or if it has "and", "or", or
-    the name of a function or a Greek letter.
+    The text must have a run of three letters or the word "no", because `xy` is a product. It must not have "and", "or",
+    "infinity", or the name of a function or a Greek letter.
     """
     text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).strip()
     runs = re.findall(r"[A-Za-z]+", text)
@@ -136,7 +136,10 @@ def _words(text: str) -> str:
 
 
 def _numeral(digits: str, base: str) -> Form:
-    """Return the form of `digits` in a base, "8" or "eight". Raises Unreadable for a wrong base or digit."""
+    """Return the form of a numeral: its digits, and its base, such as "8" or "eight".
+
+    Raises Unreadable unless the base is from 2 to 36 and has all the digits.
+    """
     radix = int(base) if base.isdigit() and len(base) < 3 else _NUMBERS.get(base.lower(), 0)
     if not 2 <= radix <= 36 or any(int(digit, 36) >= radix for digit in digits):
         raise Unreadable(digits)
@@ -185,12 +188,12 @@ def _depths(text: str) -> list[int]:
 
 
 def _at_top(text: str, depths: list[int], pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
-    """Yield the matches of `pattern`, but blank ones, outside of all brackets. `depths` is `_depths(text)`."""
+    """Yield the matches of `pattern` outside of all brackets, except blank ones. `depths` must be `_depths(text)`."""
     return (found for found in pattern.finditer(text) if depths[found.start()] == 0 and found[0].strip())
 
 
 def _split(text: str, depths: list[int], pattern: re.Pattern[str]) -> list[str]:
-    """Split `text` at the matches of `pattern` outside of all brackets. `depths` is `_depths(text)`."""
+    """Split `text` at the matches of `pattern` outside of all brackets. `depths` must be `_depths(text)`."""
     parts, last = list[str](), 0
     for found in _at_top(text, depths, pattern):
         parts.append(text[last : found.start()])
@@ -199,10 +202,10 @@ def _split(text: str, depths: list[int], pattern: re.Pattern[str]) -> list[str]:
 
 
 def _several(brackets: str, parts: list[str], nesting: int, says_or: bool = False) -> Form:
-    r"""Parse `parts` into one form with `brackets` (see `Several`). In a list or set `3 \pm \sqrt{2}` is two parts.
+    r"""Parse each of `parts`; return them as one form with `brackets` (see `Several`).
 
-    `says_or`: the word "or" joins the parts, which makes a union of inequalities, and a set of anything else. Raises
-    Unreadable.
+    In a list or set `3 \pm \sqrt{2}` becomes two parts. `says_or`: the word "or" joins the parts; then inequalities
+    form a union, and other parts a set. Raises Unreadable if a part cannot be parsed, or if there are over MAX_PARTS.
     """
     if len(parts) > MAX_PARTS:
         raise Unreadable("too many parts")
@@ -217,10 +220,10 @@ def _several(brackets: str, parts: list[str], nesting: int, says_or: bool = Fals
 
 
 def _relation(text: str, sides: list[str], signs: list[str], nesting: int) -> Form:
-    r"""Parse `text`, split into `sides` at its `signs`, into a Relation. Raises Unreadable.
+    r"""Parse an equation or inequality. `sides` are the texts between the `signs` of `text`.
 
-    `x = 5` and `x \in A` become Named, `= 5` the value alone. Of `a \approx b` only a is read, or b if a is a name or
-    blank.
+    `x = 5` and `x \in A` become Named, `= 5` becomes the value alone, other texts a Relation. Of `a \approx b` only a
+    is parsed, or only b if a is a name or blank. Raises Unreadable if a side cannot be parsed.
     """
     signs = [_SIGNS.get(sign, sign) for sign in signs]
     if signs[0] == r"\in" and len(signs) == 1:
@@ -242,7 +245,7 @@ def _relation(text: str, sides: list[str], signs: list[str], nesting: int) -> Fo
 
 
 def _sides(texts: Iterable[str]) -> tuple[Node, ...]:
-    """Parse each text, without its unit and money sign, as an expression. Raises Unreadable."""
+    """Parse each text, without its unit and money sign, as an expression. Raises Unreadable if one is no expression."""
     return tuple(read_expression(_body(text)) for text in texts)
 
 
@@ -259,7 +262,10 @@ def _name(text: str) -> str:
 
 
 def _body(text: str) -> str:
-    """Return the expression in a text, without unit and money. Raises Unreadable for a percent or a scale (million)."""
+    """Return the expression in a text, without unit and money sign.
+
+    Raises Unreadable if the text has a percent sign or a scale such as "million", or words that change the number.
+    """
     found = quantity(_without_thousands(_MONEY.sub("", text).strip()))
     if found is None or found.percent or found.scale != 1:
         raise Unreadable(text)
@@ -269,7 +275,7 @@ def _body(text: str) -> str:
 def _bracketed(text: str, nesting: int) -> Form | None:
     """Parse a text in one pair of brackets: a point, an interval, a set, or one form in brackets that only group.
 
-    None if the text is not within one pair, or if it has parts that these brackets cannot hold.
+    Returns None if no single pair of brackets encloses the whole text, or if its brackets cannot hold what is inside.
     """
     opening = next((sign for sign in _SHAPES if text.startswith(sign)), None)
     ending = next((sign for sign in _ENDS if text.endswith(sign)), None)
@@ -290,7 +296,10 @@ def _bracketed(text: str, nesting: int) -> Form | None:
 
 
 def _amount(text: str) -> Form:
-    r"""Parse an expression with unit, percent or scale; with `\pm` it is a list of two. Raises Unreadable."""
+    r"""Parse an expression with unit, percent sign or scale. An expression with `\pm` gives a list of two amounts.
+
+    Raises Unreadable if the text is no expression, or if words behind it change its value.
+    """
     found = quantity(text)
     if found is None or not found.body.strip():
         raise Unreadable(text)
@@ -304,7 +313,7 @@ def _amount(text: str) -> Form:
 
 
 def _read_or_none(text: str) -> Node | None:
-    """Parse a text as an expression; None if it is none."""
+    """Parse a text as an expression; return None if that fails."""
     try:
         return read_expression(text)
     except Unreadable:
@@ -312,7 +321,7 @@ def _read_or_none(text: str) -> Node | None:
 
 
 def _signed(node: Node, negative: str) -> Node:
-    r"""Return one value of an expression with `\pm`: the operation `negative` ("pm", "mp") is minus, the other plus."""
+    r"""Choose the signs of `\pm` and `\mp` in an expression: `negative`, "pm" or "mp", is minus, the other is plus."""
     if not isinstance(node, Op):
         return node
     args = tuple(_signed(arg, negative) for arg in node.args)

@@ -135,7 +135,7 @@ def plain(text: str) -> str:
 
 
 def _apply_spellings(text: str, spellings: list[tuple[re.Pattern[str], str]]) -> str:
-    """Replace the matches of each pattern by the text beside it, in order."""
+    """Replace all matches of each pattern by its new text, one (pattern, new text) of `spellings` after another."""
     for pattern, new in spellings:
         text = pattern.sub(new, text)
     return text
@@ -155,7 +155,7 @@ def _powers(text: str) -> str:
 
 
 def _without_dollars(text: str) -> str:
-    r"""Replace each `$`, but not `\$`, by a space; a single one before a number is money and becomes `\dollar`."""
+    r"""Replace each `$` (but not `\$`) by a space. The only `$` of a text becomes `\dollar` if a number follows it."""
     if len(re.findall(r"(?<!\\)\$", text)) == 1:
         text = re.sub(r"(?<!\\)\$(?=\s*-?[\d.])", r"\\dollar ", text)
     return re.sub(r"(?<!\\)\$", " ", text)
@@ -172,7 +172,7 @@ def _unboxed(text: str) -> str:
 
 
 def closing(text: str, start: int) -> int:
-    """Return the index of the `}` that closes the `{` at `start`; -1 without one."""
+    """Return the index of the `}` that closes the `{` at index `start`; -1 if there is none."""
     depth = 0
     for found in re.compile(r"\\.|[{}]").finditer(text, start):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
@@ -182,7 +182,7 @@ def closing(text: str, start: int) -> int:
 
 
 def _without_wrapping(text: str) -> str:
-    """Remove ornaments, heading signs, emphasis, quotes, fonts and braces around the whole, and final punctuation."""
+    """Remove ornaments, heading signs, emphasis, quotes, fonts and braces around the text, and final punctuation."""
     before = None
     while text != before:
         before = text
@@ -200,9 +200,10 @@ def _without_wrapping(text: str) -> str:
 
 
 def _without_lead_in(text: str) -> str:
-    """Remove "The answer is", a label (`Total cost:`), a sentence up to its verb, or "is the answer" at the end.
+    """Remove words that introduce an answer: "The answer is 5", "Total cost: 5" and "Tom has 5" all become "5".
 
-    A label or sentence stays if it contains a word of _DOUBTS, such as "not", or if neither digit nor macro follows.
+    Also removes "is the answer" at the end. A label such as "Total cost:" or words such as "Tom has" stay if they
+    contain the name of a function or a word of _DOUBTS such as "not", or if no digit or backslash follows them.
     """
     text = _LEAD_OUT.sub("", text)
     if found := _LEAD_IN.match(text):

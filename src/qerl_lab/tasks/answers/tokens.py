@@ -34,9 +34,9 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    kind: str
+    kind: str  # a group of _TOKEN such as "number", or "letter"
     text: str
-    spaced: bool  # a space stands before it
+    spaced: bool  # whether a space stands before the token
 
 
 def tokens_of(text: str) -> list[Token]:
@@ -52,7 +52,7 @@ def tokens_of(text: str) -> list[Token]:
 
 
 def _words(kind: str, text: str, spaced: bool) -> list[Token]:
-    """Make the tokens of one match: `kind` is the group of _TOKEN, `spaced` tells whether a space stands before it.
+    """Make the tokens of one match of _TOKEN: `text` in the group `kind`. `spaced`: a space stands before the match.
 
     A typed word is a function, a Greek letter, or a product of up to three letters. Raises Unreadable for other words.
     """

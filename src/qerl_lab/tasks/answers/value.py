@@ -34,10 +34,10 @@ Point = Mapping[str, Value]
 
 
 def point(variables: frozenset[str], draw: int) -> Point:
-    """Return a value for each variable, determined by its name and the number `draw` of the point, below POINTS.
+    """Return the point number `draw`, from 0 to POINTS - 1: a fixed value for each variable, chosen by a hash.
 
-    Draws 0 and 1 give magnitudes below 1, where most functions are real; the last give values large enough to expose
-    rounding to integers. Odd draws include negative values.
+    Values of points 0 and 1 are at most 1 in magnitude, where most functions are real. Those of the last two points can
+    be up to 30, to expose rounding to integers. Points with an odd number include negative values.
     """
     found = {}
     for name in variables:
@@ -106,9 +106,10 @@ def _bounded(result: Value) -> Value:
 
 
 def _apply(name: str, args: list[Value]) -> Value:
-    """Compute the operation or function `name` (see `Op`) of its arguments' values.
+    """Apply the operation or function `name` (see `Op`) to the values `args`.
 
-    Raises Unreadable if the result or an angle is too large; `value` catches errors of undefined results.
+    Raises Unreadable if the result or an angle is too large. An undefined result raises another error, which `value`
+    converts to Unreadable.
     """
     if name in _ARITHMETIC:
         return _ARITHMETIC[name](*args)
@@ -127,9 +128,9 @@ def _apply(name: str, args: list[Value]) -> Value:
 
 
 def _fold(operation: Callable[[Any, Any], Any]) -> Callable[..., Value]:
-    """Turn a two-argument operation into one of many values, applied from the left, exact between Fractions.
+    """Turn an operation of two values into a function of any number of values, which applies it from the left.
 
-    The new operation raises Unreadable if a result is too large.
+    Results of Fractions are exact. The function raises Unreadable if a result is too large.
     """
 
     def apply(left: Value, right: Value) -> Value:
@@ -147,9 +148,9 @@ def divide(left: Value, right: Value) -> Value:
 
 
 def _power(base: Value, exponent: Value) -> Value:
-    """Return the power, exact for a rational base if the exponent is an integer or the root is rational too.
+    """Return `base` to the power of `exponent`. Raises Unreadable if the result would be too large.
 
-    Raises Unreadable if the result would be too large.
+    For Fractions the result is exact if the exponent is an integer, or if the root is rational: (8/27)^(2/3) is 4/9.
     """
     if isinstance(base, Fraction) and isinstance(exponent, Fraction):
         if exponent.denominator == 1:
@@ -166,9 +167,9 @@ def _power(base: Value, exponent: Value) -> Value:
 
 
 def _root(base: Value, degree: Value) -> Value:
-    """Return the root of degree `degree`; of a negative number the real one if the degree is odd.
+    """Return the root of `base` of degree `degree`. For a negative base and an odd degree it is the real root.
 
-    Raises ZeroDivisionError for degree 0.
+    Raises ZeroDivisionError for degree 0, and Unreadable if the result would be too large.
     """
     if degree == 0:
         raise ZeroDivisionError
@@ -179,7 +180,7 @@ def _root(base: Value, degree: Value) -> Value:
 
 
 def _exact_root(base: Fraction, degree: int) -> Fraction | None:
-    """Return the root of a positive number if it is rational; None if not, and for a degree above 64."""
+    """Return the root of a positive number if that root is rational, else None. None too for a degree above 64."""
     if degree > 64:
         return None
     with _CTX.workprec(max(base.numerator.bit_length(), base.denominator.bit_length()) // degree + 64):
@@ -208,7 +209,7 @@ def _binomial(above: Value, below: Value) -> Value:
 
 
 def _rounded(name: str, number: Value) -> Value:
-    """Round down if `name` is "floor", else up, to an integer. Raises Unreadable for an inexact number over 2**200."""
+    """Round to an integer, down if `name` is "floor", else up. Raises Unreadable for a number over 2**200 in mpmath."""
     if isinstance(number, Fraction):
         return Fraction(number.__floor__() if name == "floor" else number.__ceil__())
     if _CTX.mag(number) > 200:
@@ -217,9 +218,10 @@ def _rounded(name: str, number: Value) -> Value:
 
 
 def _log(name: str, number: Value, base: Value = None) -> Value:
-    """Return the logarithm: natural for the name "ln", else with base 10 if no base is given, as in the problem sets.
+    """Return the natural logarithm if `name` is "ln", else the logarithm to `base`, or to 10 if no base is given.
 
-    Exact for an integer power of a rational base. Raises ZeroDivisionError for 0.
+    Problem sets write `\\log` for base 10. If the number is an integer power of a rational base, the result is exact.
+    Raises ZeroDivisionError for 0.
     """
     if number == 0:
         raise ZeroDivisionError
