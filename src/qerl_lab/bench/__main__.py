@@ -21,8 +21,8 @@ with exits.starting(__name__):
 def measure(options: AnyOptions) -> None:
     """Measure each arm in its own process; print and write each row at once, and at the end a table and a figure.
 
-    Raises ConfigError for invalid options and without a GPU before anything is measured, and ValueError at the end if
-    an arm died.
+    Raises ConfigError before measuring if options are invalid or there is no GPU, and ValueError at the end if an arm
+    died.
     """
     check(options)
     require_gpu()

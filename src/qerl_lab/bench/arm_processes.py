@@ -36,13 +36,13 @@ LINES = 40  # log lines kept if a process died without a reason
 
 
 def prepare(options: AnyOptions) -> None:
-    """Remove leftovers of killed benchmarks and runs, then check the machine.
+    """Check that the machine can measure all arms, and remove leftovers of killed benchmarks and runs.
 
-    Raises ConfigError if it has too few GPUs, or too little space in `scratch`.
+    Raises ConfigError if the machine has too few GPUs, or too little free space in the directory `options.scratch`.
     """
     jobs, scratch, architecture = read_jobs(options, ""), Path(options.scratch), ARCHITECTURES[options.model]
     ranks.refuse_fewer_gpus(max((job.gpus for job in jobs if not job.is_on_cpu), default=1), len(ranks.visible_gpus()))
-    remove_leftovers(scratch, f"{SCRATCH}-*")  # of killed benchmarks; the next of killed arms and runs
+    remove_leftovers(scratch, f"{SCRATCH}-*")  # of killed benchmarks; the next call: of killed arms and runs
     remove_leftovers(IN_MEMORY, OF_RUNS)
     needed, largest = max(
         (random_model.size_of(architecture, formats.build(FormatConfig(name=name))), name)
@@ -78,8 +78,8 @@ def run(options: AnyOptions) -> Iterator[Row]:
 def measure(job: Job, folder: Path) -> Iterator[Row]:
     """Run a job in new processes, one per GPU of its arm, and yield its rows. `folder` receives job, rows and log.
 
-    If a process fails or all take too long, the last row has the reason under `died`. Ctrl-C yields the rows so far,
-    then is raised.
+    If a process fails, or if not all end in `timeout_minutes`, the last row has the reason under `died`. After Ctrl-C
+    yields the rows so far, then raises KeyboardInterrupt.
     """
     asked, rows, log = (folder / name for name in ("job.json", "rows.jsonl", "log.txt"))
     asked.write_text(json.dumps(asdict(job)), encoding="utf-8")

@@ -17,9 +17,10 @@ READ = {"sm_mhz": "clocks.sm", "watts": "power.draw", "celsius": "temperature.gp
 
 @contextmanager
 def clocks() -> Iterator[dict[str, float | None]]:
-    """Context manager: sample the GPU with nvidia-smi; yield a dict of the columns of `READ`, filled at the end.
+    """Context manager: measure clock (MHz), power (watts) and temperature (celsius) of the GPU during a `with` block.
 
-    Values are medians; None without nvidia-smi or a GPU.
+    Yields a dict with the keys of READ. Its values are None during the block, and after it the medians of what
+    nvidia-smi printed. They stay None if there is no nvidia-smi or no GPU.
     """
     row: dict[str, float | None] = dict.fromkeys(READ)
     program = shutil.which("nvidia-smi")
@@ -38,9 +39,9 @@ def clocks() -> Iterator[dict[str, float | None]]:
 
 
 def parse_clocks(lines: str) -> dict[str, float | None]:
-    """Parse the lines of nvidia-smi to medians by the names in `READ`; empty if no line is complete.
+    """Parse the lines that nvidia-smi printed; return the median of each column, with the keys of READ.
 
-    Skips incomplete lines and lines with [N/A].
+    Skips incomplete lines and lines with [N/A]. Returns an empty dict if no line is left.
     """
     read = pd.read_csv(io.StringIO(lines), names=list(READ), skipinitialspace=True)
     whole = read.apply(pd.to_numeric, errors="coerce").dropna()
@@ -54,9 +55,9 @@ def wait_for_gpu() -> None:
 
 
 def memory_at_end() -> dict[str, float | None]:
-    """Return the peak GiB of torch's tensors in this process, and the GiB in use on the GPU, by all programs.
+    """Return the memory used on the GPU: `peak_gib` and `used_gib`, both None without a GPU.
 
-    Both are None without a GPU.
+    `peak_gib` is the peak of the tensors of this process, `used_gib` what all programs use now.
     """
     if not torch.cuda.is_available():
         return {"peak_gib": None, "used_gib": None}

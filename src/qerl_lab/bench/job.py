@@ -22,10 +22,10 @@ BLOCK = 128  # tokens per block of vLLM's key-value cache: its largest default
 
 @dataclass(frozen=True)
 class Job:
-    """An arm at one rank.
+    """What one process measures, or one per GPU: an arm with an adapter of one rank.
 
     Attributes:
-        overrides: values of keys of the lab's run, or of the baseline's arguments.
+        overrides: values by key of the run configuration, or for a baseline by argument.
         architecture: the keys of config.json that affect speed.
         scratch: directory of the checkpoints and adapters.
         options: the benchmark's options by name.
@@ -43,7 +43,7 @@ class Job:
 
     @property
     def folder(self) -> str:
-        """Return the directory of the checkpoint, which arms of one format share."""
+        """Return the directory of the checkpoint. Arms of the same format share it."""
         return f"{self.scratch}/{self.format}"
 
     @property
@@ -53,7 +53,7 @@ class Job:
 
     @property
     def gpus(self) -> int:
-        """Return the number of GPUs, and so of processes, that the arm uses: its override `gpus`, or 1."""
+        """Return the number of GPUs of the arm, each with a process: its override `gpus`, or 1; for a baseline 1."""
         return 1 if self.is_baseline else self.overrides.get("gpus", 1)
 
     @property
@@ -70,7 +70,10 @@ class Job:
         }  # fmt: skip
 
     def config(self) -> RunConfig:
-        """Build the configuration of the run that measures an arm of the lab. Raises ConfigError if it is invalid."""
+        """Build the run configuration that measures this arm, from its overrides and the benchmark's options.
+
+        Only for arms of the lab, not for baselines. Raises ConfigError if the configuration is invalid.
+        """
         options = self.options
         given = {
             "model.path": self.folder, "model.name": options["model"], "format.name": self.format,
@@ -101,9 +104,9 @@ class Job:
 
 
 def kv_gib(architecture: Mapping[str, Any], sequences: int, longest: int) -> float:
-    """Return the GiB of a bfloat16 key-value cache for `sequences` of `longest` tokens.
+    """Return the GiB of a bfloat16 key-value cache that holds `sequences` sequences of `longest` tokens each.
 
-    Adds room for one more sequence, and for one more block of `BLOCK` tokens in each.
+    Adds room for one more sequence, and for one more block of `BLOCK` tokens in each sequence.
     """
     head_dim = architecture["hidden_size"] // architecture["num_attention_heads"]
     per_token = 4 * architecture["num_hidden_layers"] * architecture["num_key_value_heads"] * head_dim
@@ -111,10 +114,10 @@ def kv_gib(architecture: Mapping[str, Any], sequences: int, longest: int) -> flo
 
 
 def read_jobs(options: AnyOptions, scratch: str) -> list[Job]:
-    """Parse the arms of `options` to a job per arm and rank; `scratch` is where their checkpoints will be.
+    """Parse the arms of `options`; return one job per arm and rank.
 
-    An arm such as "nvfp4 rollout.vllm.kv_cache_dtype=fp8" is a format or baseline, then overrides. Raises ConfigError
-    if a part cannot be read.
+    An arm such as "nvfp4 rollout.vllm.kv_cache_dtype=fp8" is a format or baseline, then overrides. `scratch` is the
+    directory for checkpoints and adapters. Raises ConfigError if an arm has an unknown name or an unreadable override.
     """
     jobs, baselines, architecture = [], options.BASELINES, ARCHITECTURES[options.model]
     ranks = options.ranks if isinstance(options, RolloutOptions) else [options.rank]
@@ -142,7 +145,11 @@ def read_jobs(options: AnyOptions, scratch: str) -> list[Job]:
 
 
 def check(options: AnyOptions) -> None:
-    """Raise ConfigError for options that cannot be measured: a list, an arm, `micro_batch`, `scratch` or `out`."""
+    """Raise ConfigError if options cannot be measured.
+
+    Refused are an empty list, an invalid arm, a `micro_batch` that does not divide the completions of a step, a
+    `scratch` that is no directory, and an `out` without a file name.
+    """
     for name, _, value in leaves(options):
         if value == []:
             raise ConfigError(f"{name}=[] leaves nothing to measure. Leave {name} out, or name one or more.")

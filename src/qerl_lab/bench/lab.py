@@ -13,20 +13,24 @@ from qerl_lab.rollout.engine import Engine
 
 
 class RandomPolicy(Policy):
-    """A policy without its tokenizer's end token, which a random checkpoint cannot sample and engines refuse."""
+    """A policy on a random checkpoint, which does not use the end token of its tokenizer.
+
+    The id of this token lies beyond the vocabulary: the model cannot sample it, and engines refuse it.
+    """
 
     def end_ids(self) -> list[int]:
-        """Return the token ids that end a completion, without the tokenizer's; none if the checkpoint has no other.
+        """Return the token ids that end a completion, except the tokenizer's end token.
 
-        A checkpoint made with a mean completion length has others: see `random_model.end_ids`.
+        The list is empty unless the checkpoint was written with a mean completion length, see `random_model.end_ids`.
         """
         return [index for index in super().end_ids() if index != self.tokenizer.eos_token_id]
 
 
 def build(job: Job) -> tuple[Policy, Engine, Row]:
-    """Build a job's policy with its adapter, and the engine on it.
+    """Build the policy of a job with its adapter, and the engine that samples from this policy.
 
-    The row has the seconds that each took, the GiB of the policy's base weights, and the engine's `linear_backend`.
+    The row has the seconds to load the policy and to start the engine, the GiB of the policy's base weights, and
+    `linear_backend` if the engine has such a setting.
     """
     cfg, started = job.config(), time.perf_counter()
     policy = RandomPolicy(**vars(build_policy(cfg, device_of(cfg.device))))

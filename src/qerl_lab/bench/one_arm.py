@@ -17,10 +17,10 @@ LONGEST = 300  # characters of a reason
 
 
 def main(words: list[str]) -> None:
-    """Measure a job in this process, and append each row to a file. Ends when the parent process ends.
+    """Measure a job in this process, and append each row to a file. The process ends when its parent ends.
 
-    `words` are the paths JOB.json and ROWS.jsonl and the parent's process id. An error is raised again after it was
-    appended as a row with `died`.
+    `words` are the path JOB.json, the path ROWS.jsonl, and the parent's process id. If an error is raised, a row with
+    the reason as `died` is appended, then the error is raised again.
     """
     asked, out, parent = words
     end_with_parent(int(parent))
@@ -37,7 +37,10 @@ def main(words: list[str]) -> None:
 
 
 def rows_of(job: Job) -> Iterator[Row]:
-    """Measure a job with the module named as its benchmark; import vLLM and TRL only if needed."""
+    """Measure a job with the function `rows` of the module `qerl_lab.bench.NAME`; NAME is `job.benchmark`.
+
+    Imports only that module, so that vLLM and TRL load only where they are needed.
+    """
     rows: Iterator[Row] = import_module(f"qerl_lab.bench.{job.benchmark}").rows(job)
     return rows
 

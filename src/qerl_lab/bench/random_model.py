@@ -33,7 +33,7 @@ CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 class RandomWeights:
     """Tensors for `load_model`: normal(0, 0.02) matrices, ones for norms, zeros for biases.
 
-    They are made on `device` on request, seeded by name, so that every format packs the same weights.
+    Tensors are made on `device` on request, seeded by name, so that every format packs the same weights.
     """
 
     def __init__(self, config: Qwen2Config, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class RandomWeights:
         return torch.bfloat16
 
     def where(self, name: str) -> str:
-        """Return where tensors come from, for messages."""
+        """Return where the tensor comes from, for messages."""
         return "random weights"
 
     def tensor(self, name: str, device: torch.device | str) -> Tensor:
@@ -72,7 +72,10 @@ class RandomWeights:
 
 
 def config_of(architecture: dict[str, Any]) -> Qwen2Config:
-    """Return the Qwen2.5 configuration of an architecture, without an end token, which `end_ids` chooses."""
+    """Return the Qwen2.5 configuration for an architecture, the keys of config.json that affect speed.
+
+    It has no end token, because `write` puts the end tokens into the generation config.
+    """
     return Qwen2Config(
         **architecture, architectures=["Qwen2ForCausalLM"], max_position_embeddings=32_768, rope_theta=1e6,
         bos_token_id=None, pad_token_id=0, eos_token_id=None, dtype=torch.bfloat16,
@@ -80,7 +83,7 @@ def config_of(architecture: dict[str, Any]) -> Qwen2Config:
 
 
 def size_of(architecture: dict[str, Any], weight_format: Format) -> float:
-    """Return about how many bytes a checkpoint of `architecture` in `weight_format` has. Allocates none."""
+    """Return about how many bytes a checkpoint of `architecture` in `weight_format` has. Makes no tensors."""
     source = RandomWeights(config_of(architecture), torch.device("cpu"))
     packed = sum(math.prod(source.shape(f"{name}.weight")) for name in source.linears)
     every = sum(math.prod(source.shape(name)) for name in source.names)
@@ -93,7 +96,7 @@ def write(
     """Write a random checkpoint of `architecture` in `weight_format`; weights are made and packed on `device`.
 
     Args:
-        mean_tokens: mean length of completions, see `end_ids`; 0: they never end.
+        mean_tokens: mean length of completions, see `end_ids`; with 0 the model never ends a completion.
     """
     config = config_of(architecture)
     packed_as, source = PackedAs(weight_format, tuple(FormatConfig().ignore)), RandomWeights(config, device)
@@ -109,10 +112,10 @@ def write(
 
 
 def end_ids(vocabulary: int, mean_tokens: float) -> list[int]:
-    """Choose the token ids that end a completion: one that is never sampled, and more if `mean_tokens` is not 0.
+    """Choose the token ids that end a completion: `vocabulary`, an id that is never sampled, and perhaps others.
 
-    Those are a random share 1 / `mean_tokens` of the vocabulary. Random logits are nearly uniform, so each sampled
-    token is one of them with that probability, and lengths are geometric.
+    If `mean_tokens` is not 0, a random share 1 / `mean_tokens` of the vocabulary ends a completion too. Random logits
+    are nearly uniform, so each sampled token ends it with that probability, and lengths are geometric.
     """
     count = round(vocabulary / mean_tokens) if mean_tokens else 0
     drawn = torch.randperm(vocabulary - 1, generator=torch.Generator().manual_seed(0))[:count] + 1  # token 0 pads
@@ -147,13 +150,16 @@ def prompt_texts(count: int, length: int) -> list[str]:
 
 
 def plain_lora(rank: int) -> LoraConfig:
-    """Return PEFT's configuration of an adapter on the lab's default layers, with scaling 1."""
+    """Return PEFT's configuration of an adapter on the layers that the lab adapts by default, with scaling 1."""
     targets = list(RunConfig().lora.target_modules)
     return LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, task_type="CAUSAL_LM")
 
 
 def write_adapter(folder: Path, architecture: dict[str, Any], rank: int) -> None:
-    """Write a random adapter for all Linears that formats pack, in PEFT's format; its product is small, not zero."""
+    """Write a random adapter for all Linears that formats pack, in PEFT's format.
+
+    The product of the two matrices of a Linear is small, but not zero.
+    """
     base = RandomWeights(config_of(architecture), torch.device("cpu"))
     generator, tensors = torch.Generator().manual_seed(rank), dict[str, Tensor]()
     for name in base.linears:

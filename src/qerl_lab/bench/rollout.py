@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LabSampler:
-    """The lab's engine as `measure` uses it; `stock_vllm.StockSampler` is the baseline."""
+    """The lab's engine, with the methods that `measure` calls. `stock_vllm.StockSampler` is the same for baselines."""
 
     def __init__(self, job: Job) -> None:
         engine: Any  # some engines have no `llm`, which is vLLM's object
@@ -34,11 +34,11 @@ class LabSampler:
         self.engine, self.llm = engine, engine.llm
 
     def renew(self) -> None:
-        """Send adapter and norms to the engine, as before every rollout."""
+        """Send the adapter and the norms of the policy to the engine, as the trainer does before every rollout."""
         self.engine.sync(aqn.CLEAN)
 
     def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
-        """Sample one completion of `new` tokens for each prompt; return its log-probs, a list per prompt."""
+        """Sample one completion of `new` tokens per prompt; return the log-probs of its tokens, one list per prompt."""
         out = self.engine.generate(prompt_ids_P, 1, Sampling(new, seed=seed))
         return [group[0] for group in out.logprobs_P_G]
 
@@ -56,7 +56,7 @@ def rows(job: Job) -> Iterator[Row]:
 def measure(sampler: "LabSampler | StockSampler", job: Job) -> Iterator[Row]:
     """Measure an engine and yield a row per batch size.
 
-    Raises RuntimeError if the key-value cache cannot hold the largest batch, and as `time_call` does.
+    Raises RuntimeError if the key-value cache cannot hold the largest batch, or if `time_call` finds wrong completions.
     """
     options = job.options
     held, about = memory(sampler.llm), settings(sampler.llm)
@@ -75,9 +75,10 @@ def measure(sampler: "LabSampler | StockSampler", job: Job) -> Iterator[Row]:
 
 
 def time_calls(sampler: "LabSampler | StockSampler", job: Job, batch: int) -> Row:
-    """Time calls of `new` tokens and short calls of a quarter of it in turn, after an untimed pair.
+    """Time calls that sample the tokens of the option `new`, in turn with short calls that sample a quarter of them.
 
-    Returns medians as a row. The difference of both medians is the time to decode the extra tokens, without prefill.
+    The first two calls do not count. Returns a row, mostly of medians. `decode_ms` is the time to decode one token of
+    each completion, without prefill: the difference between both kinds of call, per extra token.
     """
     new, seeds = job.options["new"], itertools.count(1_000_000 * batch)
     short_new, tokens = max(1, new // 4), batch * new
@@ -99,8 +100,8 @@ def time_calls(sampler: "LabSampler | StockSampler", job: Job, batch: int) -> Ro
 def time_call(sampler: "LabSampler | StockSampler", job: Job, batch: int, new: int, seed: int) -> Row:
     """Time a sync of the engine, then a call that samples `new` tokens for each of `batch` fresh prompts.
 
-    The row has the seconds of both, the share of the call in which this thread computed, and nats per sampled token.
-    Raises RuntimeError if completions or tokens are missing, or if log-probs are NaN or all certain.
+    The row has the seconds of the sync and of the call, the share of the call in which this thread computed, and nats
+    per sampled token. Raises RuntimeError if completions or tokens are missing, or if the nats are NaN or at most 0.5.
     """
     prompts = random_model.prompt_ids(batch, job.options["prompt"], job.architecture["vocab_size"], seed)
     started = time.perf_counter()

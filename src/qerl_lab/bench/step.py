@@ -1,8 +1,8 @@
 """Measure whole GRPO steps: rollout, reward, log-probs, loss, backward, optimizer, sync.
 
-A lab arm is the lab's trainer, with its phases. The baseline is TRL's unchanged GRPOTrainer with vLLM in its process;
-overrides of such an arm are arguments of GRPOConfig. GSM8K's grader reads each answer, but a coin decides the reward: a
-random model would earn none, and its gradients would be zero.
+A lab arm is the lab's trainer, timed by phase. The baseline is TRL's unchanged GRPOTrainer with vLLM in its process;
+overrides of such an arm are arguments of GRPOConfig. GSM8K's grader reads each answer, but a coin decides the reward,
+because a random model would get no answer right, and its gradients would be zero.
 """
 
 import math
@@ -42,12 +42,12 @@ Step = dict[str, float]  # measured values of one step
 
 
 def rows(job: Job) -> Iterator[Row]:
-    """Train random weights; yield one row that summarizes the steps after the first."""
+    """Train a model with random weights; yield one row that summarizes all steps but the first."""
     return rows_of_trl(job) if job.is_baseline else rows_of_lab(job)
 
 
 def rows_of_lab(job: Job) -> Iterator[Row]:
-    """Train with the lab's trainer, and yield the row. With several GPUs only the first rank yields it."""
+    """Train with the lab's trainer; yield one row that summarizes the steps. Of several ranks only the first yields."""
     cfg, found = job.config(), list[Step]()
     ranks = join(cfg, device_of(cfg.device))
     policy, engine, about = lab.build(job)
@@ -72,7 +72,7 @@ def rows_of_lab(job: Job) -> Iterator[Row]:
 
 
 class Watch(TrainerCallback):
-    """Time each step like the lab's trainer, and keep TRL's logs of it."""
+    """Callback of TRL's trainer: append the seconds, tokens, entropy and gradient norm of each step to `found`."""
 
     def __init__(self, completions: int) -> None:
         self.completions, self.found, self._started, self._seconds = completions, list[Step](), 0.0, 0.0
@@ -87,10 +87,7 @@ class Watch(TrainerCallback):
         self._seconds = time.perf_counter() - self._started
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        """Override TRL's hook: append the step's seconds, tokens, entropy and gradient norm to `found`.
-
-        Ignores logs of anything but a step.
-        """
+        """Override TRL's hook: append the values of the step to `found`. Ignores `logs` of anything but a step."""
         if "completions/mean_length" in logs:
             tokens = self.completions * logs["completions/mean_length"]
             self.found.append(
@@ -100,7 +97,7 @@ class Watch(TrainerCallback):
 
 
 def rows_of_trl(job: Job) -> Iterator[Row]:
-    """Train with TRL's trainer, and yield the row. TRL reports no seconds by phase."""
+    """Train with TRL's trainer; yield one row that summarizes the steps, without seconds by phase: TRL reports none."""
     options, started = job.options, time.perf_counter()
     completions = options["groups"] * options["group_size"]
     watch, micro_batches = Watch(completions), completions // options["micro_batch"]
@@ -132,7 +129,7 @@ def rows_of_trl(job: Job) -> Iterator[Row]:
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """Return a reward of 0 or 1 for each completion, the answer score of `coin`; TRL's trainer calls this."""
+    """Return a reward of 0 or 1 for each completion: the answer score of `coin`. TRL's trainer calls this function."""
     return coin(completions, [Question("", "", "0")] * len(completions))["answer"].tolist()
 
 
@@ -148,7 +145,7 @@ def gpu_share(job: Job) -> float:
 
 
 def make_task(job: Job) -> Task:
-    """Make a task for all steps of a job: random questions of `options["prompt"]` tokens, scored by `coin`."""
+    """Make a task with questions for all steps of a job: random texts of `options["prompt"]` tokens. `coin` grades."""
     options = job.options
     texts = random_model.prompt_texts(options["groups"] * (options["steps"] + 1), options["prompt"])
     questions = [Question(str(index), text, "0") for index, text in enumerate(texts)]
@@ -165,7 +162,7 @@ def coin(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
 
 
 def step_values(metrics: dict[str, float]) -> Step:
-    """Return a step's seconds by phase and in all, tokens, entropy (nats) and gradient norm, from `metrics`."""
+    """Return seconds (by phase and in all), tokens, entropy (nats) and gradient norm of a step with these metrics."""
     step = {f"{phase}_seconds": metrics[f"seconds/{phase}"] for phase in PHASES}
     seconds = metrics["step/seconds"]
     step |= {"step_seconds": seconds, "tokens": seconds * metrics["step/tokens_per_second"]}
@@ -173,7 +170,7 @@ def step_values(metrics: dict[str, float]) -> Step:
 
 
 def summarize(job: Job, steps: list[Step]) -> Row:
-    """Summarize a run as a row: medians over the steps after the first, and their total tokens per second.
+    """Summarize the steps of a run, except the first, as a row: medians, and tokens per second over all these steps.
 
     Raises RuntimeError if steps or tokens are missing, or if a gradient is zero or NaN.
     """

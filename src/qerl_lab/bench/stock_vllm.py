@@ -16,7 +16,10 @@ from qerl_lab.rollout.vllm.adapter import max_rank
 
 
 class StockSampler:
-    """vLLM on a job's checkpoint, as `rollout.measure` uses it. The arm's overrides are arguments of `LLM`."""
+    """Unchanged vLLM on the checkpoint of a job, with the methods that `rollout.measure` calls.
+
+    The overrides of the arm are passed to `LLM` as arguments.
+    """
 
     def __init__(self, job: Job) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, as in TRL
@@ -34,7 +37,7 @@ class StockSampler:
         self.row = {"start_seconds": time.perf_counter() - started}
 
     def renew(self) -> None:
-        """Reload the adapter and clear the prefix cache, as before every rollout.
+        """Reload the adapter and clear the prefix cache, as a trainer does before every rollout.
 
         Raises RuntimeError if vLLM keeps the cache.
         """
@@ -43,7 +46,7 @@ class StockSampler:
             raise RuntimeError("vLLM kept its prefix cache")
 
     def generate(self, prompt_ids_P: list[list[int]], new: int, seed: int) -> list[list[float]]:
-        """Sample one completion of `new` tokens per prompt; return its log-probs, a list per prompt.
+        """Sample one completion of `new` tokens per prompt; return the log-probs of its tokens, one list per prompt.
 
         Ignores `seed`, because vLLM is slow with a seed per request.
         """
