@@ -153,7 +153,7 @@ def _functions(cfg: TaskConfig, needed: str | None = None) -> SimpleNamespace:
 
 
 def _task(cfg: TaskConfig, training: str | None) -> Task:
-    """Build a Task. Training questions come from its function `training`, "train" or "worked"; None: there are none.
+    """Build a Task, with training questions from its function named `training`; without such questions if it is None.
 
     Raises ConfigError if the task lacks that function, if questions cannot be read, or if over 1% of the training
     questions are also held out.

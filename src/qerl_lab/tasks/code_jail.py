@@ -93,7 +93,7 @@ def limit(seconds: int, memory_bytes: int, output_bytes: int) -> None:
 
 
 def allow_reading(files: list[str], listed: list[str]) -> None:
-    """Forbid this process all access to files, irrevocably, except reading `files` and listing the folders `listed`.
+    """Forbid this process to read or change files, irrevocably, except to read `files` and to list folders `listed`.
 
     Both are lists of paths. A folder in `files` allows reading everything below it, a folder in `listed` allows listing
     the folders below it. Raises OSError if the kernel has no Landlock, or if a path is missing.
@@ -111,9 +111,10 @@ def allow_reading(files: list[str], listed: list[str]) -> None:
 
 
 def _add_rule(ruleset: int, path: str, rights: int) -> None:
-    """Allow `rights` (bits such as READ_FILE) at `path` and below it, in the Landlock ruleset with this descriptor.
+    """Allow `rights` (bits such as READ_FILE) at `path` and below it, in a Landlock ruleset.
 
-    Raises OSError if the path is missing or the kernel refuses the rule.
+    `ruleset` is the file descriptor of the ruleset. Raises OSError if the path is missing or the kernel refuses the
+    rule.
     """
     beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
     _call(f"Landlock {path}", ADD_RULE, ruleset, 1, pack("=Qi", rights, beneath), 0)

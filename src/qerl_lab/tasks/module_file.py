@@ -25,8 +25,8 @@ def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[...,
     """Return the functions defined in the file `cfg.module`, by name, wrapped to check their results.
 
     `of_task` maps names to the functions that the task has without the file. Its `weights` is used if the file defines
-    `grade` but no `weights`. Raises ConfigError if the file cannot be imported, defines no function of a task, defines
-    `weights` without `grade`, or has changed since the run was composed.
+    `grade` but no `weights`. Raises ConfigError if the file cannot be imported, has no function of a task, has
+    `weights` without `grade`, gives invalid weights, or has changed since the run was composed.
     """
     assert cfg.module is not None
     if cfg.module_hash not in (None, found := module_hash(cfg.module)):

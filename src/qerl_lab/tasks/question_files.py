@@ -45,7 +45,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a question set. Its methods read a column by role, such as "question"; `columns` names it for each role.
+    """A row of a question set. Its methods take a role such as "question"; `columns` maps roles to names of columns.
 
     Every method raises BadRow if the value is missing or unusable.
     """
@@ -218,7 +218,7 @@ def _read_parquet(file: Path) -> Iterator[Located]:
 
 
 def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:
-    """Yield location and row, a dict, of each row of Arrow batches or tables. The location is `name` and a number."""
+    """Yield location and row, a dict, of each row of Arrow batches or tables. The location is `name` and row number."""
     rows = (row for batch in batches for row in batch.to_pylist())
     yield from ((f"{name}, row {number},", row) for number, row in enumerate(rows))
 
@@ -226,8 +226,8 @@ def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:
 def _read_hub(path: str, source: Source, of_heldout: bool) -> Iterator[Located]:
     """Yield location and row, a dict, of each row of the dataset with the id `path` on the hub.
 
-    Reads the configuration `source.hub_config`, or the default configuration of another dataset than `source.hub_id`
-    that does not have it. Raises ConfigError if the dataset cannot be loaded.
+    Reads the configuration `source.hub_config`. If another dataset than `source.hub_id` lacks this configuration, reads
+    the default configuration. Raises ConfigError if the dataset cannot be loaded.
     """
     say_hub_is_asked(f"task.path={path}")
     from datasets import get_dataset_config_names, load_dataset

@@ -71,7 +71,7 @@ def label(cfg: TaskConfig) -> str:
 
 
 def wording(text: str) -> str:
-    """Return the text in lower case, without whitespace. Equal wordings are on the same side of a split."""
+    """Return the text in lower case, without whitespace. Questions with equal wording share a side of a split."""
     return "".join(text.casefold().split())
 
 

@@ -34,9 +34,9 @@ _one_at_a_time = threading.Lock()
 def call_each(module: str, function: str, calls: Sequence[Sequence[Any]], seconds: float) -> list[Any]:
     """Call a function in a worker process, once per argument list in `calls`. Return the results in order.
 
-    A result is None if the call raised an error or exceeded a limit: `seconds` of CPU time or MEMORY_BYTES. Only the
-    worker imports `module`. Arguments and results must be JSON. Any thread may call; one call runs at a time. Raises
-    RuntimeError if no worker can start.
+    A result is None if the call raised an error or exceeded a limit: `seconds` of CPU time, MEMORY_BYTES of memory, or
+    about WALL_FACTOR times `seconds` of wall time. Only the worker imports `module`. Arguments and results must be
+    JSON. Any thread may call; one call runs at a time. Raises RuntimeError if no worker can start.
     """
     results, key = [], (module, function, seconds)
     for arguments in calls:

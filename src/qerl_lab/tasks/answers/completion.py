@@ -10,7 +10,8 @@ _BEGUN = re.compile(r"<think>\s*(?:</think>\s*)?(?:<answer>\s*)?\Z")
 def answer_start(prompt: str) -> str:
     """Return the tags at the end of a prompt that already begin the answer, from `<think>` on; "" if there are none.
 
-    Chat templates of reasoning models open the thinking for the model; some close it at once. Others do neither.
+    Chat templates of reasoning models open the thinking for the model, and some close it at once. Other templates
+    do neither.
     """
     found = _BEGUN.search(prompt)
     return found[0] if found else ""

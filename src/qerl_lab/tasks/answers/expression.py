@@ -28,6 +28,8 @@ class Num:
 
 @dataclass(frozen=True, slots=True)
 class Sym:
+    r"""A variable or constant, by name: "x", "x_1", "e", "infty", or with a backslash as in `\pi`."""
+
     name: str
 
 
@@ -416,7 +418,7 @@ class _Reader:
 
 
 def _letter(node: Node) -> str:
-    """Return the name if `node` is a variable or its power, as in `f^{-1}`; else, for constants too, return ""."""
+    """Return the name of a variable, also of one with an exponent as in `f^{-1}`; "" for constants and other nodes."""
     node = node.args[0] if isinstance(node, Op) and node.name == "^" else node
     return node.name if isinstance(node, Sym) and node.name not in CONSTANTS else ""
 

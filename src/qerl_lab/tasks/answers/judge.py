@@ -19,6 +19,8 @@ _NOT_FOR_LIBRARY = re.compile(r"[A-Za-z]{4}|[eE][-+]?\d{3}|\d{40}|\^\s*\{?\s*-?\
 
 
 class Verdict(Enum):
+    """What `judge` decides about two answers."""
+
     RIGHT = "right"
     WRONG = "wrong"
     UNREADABLE = "unreadable"  # an answer cannot be parsed or evaluated: graded wrong, and counted
@@ -59,7 +61,7 @@ def _form(text: str) -> Form | None:
 
 
 def _may_equal(form: Form | None, other: str) -> bool:
-    """Tell whether an answer, parsed as `form`, may equal the other answer, of which `other` is the text.
+    """Tell whether an answer, parsed as `form`, may equal the other answer, with the text `other`.
 
     If `form` is None, it was not parsed and may equal anything. Else it must be an expression or a matrix of
     expressions, and `other` must contain all its variables.

@@ -61,7 +61,7 @@ _NAME = re.compile(  # a variable or a word; with an argument: f(x), P(X=2), f^{
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> Form:
-    """Parse the text of an answer, normalized by `surface.plain`, into its form (see forms.py). Raises Unreadable."""
+    """Parse an answer, normalized by `surface.plain`, into its form (see forms.py). Raises Unreadable if that fails."""
     return _read(text, nesting=0)
 
 
@@ -321,7 +321,10 @@ def _read_or_none(text: str) -> Node | None:
 
 
 def _signed(node: Node, negative: str) -> Node:
-    r"""Choose the signs of `\pm` and `\mp` in an expression: `negative`, "pm" or "mp", is minus, the other is plus."""
+    r"""Return one of the two values of an expression with `\pm` or `\mp`.
+
+    The sign named `negative` ("pm" or "mp") becomes minus, the other sign becomes plus.
+    """
     if not isinstance(node, Op):
         return node
     args = tuple(_signed(arg, negative) for arg in node.args)

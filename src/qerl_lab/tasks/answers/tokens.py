@@ -34,6 +34,8 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Token:
+    """A piece of an expression: a number, a letter, a macro, a sign or the content of `\\text{}`."""
+
     kind: str  # a group of _TOKEN such as "number", or "letter"
     text: str
     spaced: bool  # whether a space stands before the token
