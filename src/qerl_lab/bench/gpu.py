@@ -55,9 +55,9 @@ def wait_for_gpu() -> None:
 
 
 def memory_at_end() -> dict[str, float | None]:
-    """Return the memory used on the GPU: `peak_gib` and `used_gib`, both None without a GPU.
+    """Return the GPU memory in use, in GiB: `peak_gib` and `used_gib`, both None without a GPU.
 
-    `peak_gib` is the peak of the tensors of this process, `used_gib` what all programs use now.
+    `peak_gib` is the peak of torch's tensors in this process, `used_gib` is what all programs use now.
     """
     if not torch.cuda.is_available():
         return {"peak_gib": None, "used_gib": None}

@@ -22,7 +22,7 @@ BLOCK = 128  # tokens per block of vLLM's key-value cache: its largest default
 
 @dataclass(frozen=True)
 class Job:
-    """What one process measures, or one per GPU: an arm with an adapter of one rank.
+    """An arm of a benchmark, to be measured with an adapter of one rank, in processes of its own.
 
     Attributes:
         overrides: values by key of the run configuration, or for a baseline by argument.

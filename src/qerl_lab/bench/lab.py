@@ -13,9 +13,9 @@ from qerl_lab.rollout.engine import Engine
 
 
 class RandomPolicy(Policy):
-    """A policy on a random checkpoint, which does not use the end token of its tokenizer.
+    """A policy on a random checkpoint. It ignores the end token of its tokenizer.
 
-    The id of this token lies beyond the vocabulary: the model cannot sample it, and engines refuse it.
+    The id of that token lies beyond the vocabulary: the model cannot sample it, and engines refuse it.
     """
 
     def end_ids(self) -> list[int]:

@@ -72,7 +72,7 @@ class RandomWeights:
 
 
 def config_of(architecture: dict[str, Any]) -> Qwen2Config:
-    """Return the Qwen2.5 configuration for an architecture, the keys of config.json that affect speed.
+    """Return the Qwen2.5 configuration for `architecture`, a value of `bench_options.ARCHITECTURES`.
 
     It has no end token, because `write` puts the end tokens into the generation config.
     """
@@ -112,10 +112,11 @@ def write(
 
 
 def end_ids(vocabulary: int, mean_tokens: float) -> list[int]:
-    """Choose the token ids that end a completion: `vocabulary`, an id that is never sampled, and perhaps others.
+    """Choose the token ids that end a completion, for a vocabulary of `vocabulary` tokens.
 
-    If `mean_tokens` is not 0, a random share 1 / `mean_tokens` of the vocabulary ends a completion too. Random logits
-    are nearly uniform, so each sampled token ends it with that probability, and lengths are geometric.
+    The first is the id `vocabulary`, which is never sampled. If `mean_tokens` is not 0, a random share 1 /
+    `mean_tokens` of the vocabulary follows. Random logits are nearly uniform, so each sampled token ends the completion
+    with that probability, and lengths are geometric.
     """
     count = round(vocabulary / mean_tokens) if mean_tokens else 0
     drawn = torch.randperm(vocabulary - 1, generator=torch.Generator().manual_seed(0))[:count] + 1  # token 0 pads

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LabSampler:
-    """The lab's engine, with the methods that `measure` calls. `stock_vllm.StockSampler` is the same for baselines."""
+    """The lab's engine, with the methods that `measure` calls. `stock_vllm.StockSampler` is its counterpart."""
 
     def __init__(self, job: Job) -> None:
         engine: Any  # some engines have no `llm`, which is vLLM's object

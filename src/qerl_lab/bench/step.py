@@ -47,7 +47,10 @@ def rows(job: Job) -> Iterator[Row]:
 
 
 def rows_of_lab(job: Job) -> Iterator[Row]:
-    """Train with the lab's trainer; yield one row that summarizes the steps. Of several ranks only the first yields."""
+    """Train with the lab's trainer; yield one row that summarizes all steps but the first.
+
+    With several GPUs only the first of the processes yields the row.
+    """
     cfg, found = job.config(), list[Step]()
     ranks = join(cfg, device_of(cfg.device))
     policy, engine, about = lab.build(job)
@@ -97,7 +100,10 @@ class Watch(TrainerCallback):
 
 
 def rows_of_trl(job: Job) -> Iterator[Row]:
-    """Train with TRL's trainer; yield one row that summarizes the steps, without seconds by phase: TRL reports none."""
+    """Train with TRL's trainer; yield one row that summarizes all steps but the first.
+
+    The row has no seconds by phase, because TRL does not report them.
+    """
     options, started = job.options, time.perf_counter()
     completions = options["groups"] * options["group_size"]
     watch, micro_batches = Watch(completions), completions // options["micro_batch"]
@@ -155,7 +161,7 @@ def make_task(job: Job) -> Task:
 def coin(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
     """Score texts by GSM8K's grader, then replace each answer score by the lowest bit of the text's CRC-32.
 
-    A random model would get no answer right, and so no gradient.
+    A random model would get no answer right, so that its gradient would be zero.
     """
     scores = grade_math(texts, questions)
     return scores | {"answer": np.array([zlib.crc32(text.encode()) % 2 for text in texts], dtype=np.float64)}

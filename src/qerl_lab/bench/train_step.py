@@ -23,7 +23,7 @@ from qerl_lab.model import policy
 
 
 def build(job: Job, device: torch.device) -> PeftModel:
-    """Load the checkpoint of a job and add new adapters: by the lab's code, or for a baseline by transformers and PEFT."""
+    """Load the checkpoint of a job and add new adapters, by the lab's code or for a baseline by plain PEFT."""
     if job.is_baseline:
         base = AutoModelForCausalLM.from_pretrained(
             job.folder, dtype=torch.bfloat16, device_map={"": device}, trust_remote_code=False, use_safetensors=True
@@ -49,7 +49,7 @@ def train_step(model: PeftModel, optimizer: torch.optim.Optimizer, ids: Tensor, 
 
 
 def rows(job: Job) -> Iterator[Row]:
-    """Time training steps; yield one row with all sequences of a step in one micro-batch, and one with one in each.
+    """Time training steps; yield a row for micro-batches of all sequences, and a row for micro-batches of one sequence.
 
     A row has the median milliseconds of a step, tokens per second in a step of median time, and GB (1e9 bytes) of the
     base weights and at the peak.
