@@ -18,13 +18,20 @@ ConfigStore.instance().store(group="hydra/launcher", name="lab", node=LabLaunche
 
 
 class LabLauncher(Launcher):
-    """Run the jobs that `cli.check` has claimed; the keys `jobs`, `jobs_per_gpu` and `launcher` say where."""
+    """Hydra launcher that runs the jobs of a sweep, after `cli.check` has checked them and created their directories.
+
+    The keys `jobs`, `jobs_per_gpu` and `launcher` say how many jobs run at once, and where.
+    """
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
+        """Override Hydra's hook: keep `config`, the composed configuration of the sweep, for `launch`."""
         self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run all jobs to their ends. Their directories record the results, so none is returned to Hydra."""
+        """Override Hydra's hook: run all jobs of the sweep to their ends.
+
+        Hydra gets the status COMPLETED for every job, also for a failed one: run directories record how the jobs ended.
+        """
         from qerl_lab.cli import check, scheduler  # late: other Hydra applications import plug-ins
         from qerl_lab.config.option import ConfigError
 

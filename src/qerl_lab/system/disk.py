@@ -14,15 +14,15 @@ from typing import Any, TextIO
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError, parse_json
 
-# Errors of file systems without locks, and of NFS for a directory: it locks only what is open for writing (flock(2)).
+# Error numbers that mean "no locks here". NFS gives EBADF for a directory, as it locks only files open for writing.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
 def lock(opened: int | TextIO, refusal: str | None = None) -> bool:
-    """Lock an open file or directory until it is closed; return True, or False where the file system has no locks.
+    """Lock an open file or directory until it is closed. Return True if locked, False if the file system has no locks.
 
-    If another process holds the lock, wait, or with `refusal` raise ConfigError with that text. A child process that
-    inherits the file keeps the lock.
+    If another process holds the lock, waits, or with `refusal` raises ConfigError with that text. A child process that
+    inherits the open file keeps the lock.
     """
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | (fcntl.LOCK_NB if refusal else 0))
@@ -37,7 +37,10 @@ def lock(opened: int | TextIO, refusal: str | None = None) -> bool:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[bool]:
-    """Lock a folder, waiting for other processes; yield True, or False where there are no locks."""
+    """Context manager: lock a folder, after waiting for other processes that hold the lock.
+
+    Yields True if locked, False if the file system has no locks.
+    """
     held = os.open(folder, os.O_RDONLY)
     try:
         yield lock(held)
@@ -46,7 +49,10 @@ def exclusive(folder: Path) -> Iterator[bool]:
 
 
 def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
-    """Write a file atomically; raise OSError with its name. `aside` ends the temporary name: one for each writer."""
+    """Write `data` to a file atomically, through a temporary file `NAME.<aside>` beside it.
+
+    Processes that may write the same file at once must each give another `aside`. Raises OSError that names the file.
+    """
     beside = path.with_name(f"{path.name}.{aside}")
     try:
         with beside.open("wb") as file:
@@ -62,7 +68,10 @@ def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
 
 
 def make_readable(files: Iterable[Path]) -> None:
-    """Give files the rights of their folder, because safetensors (0.8) writes them for their owner only."""
+    """Give files the read and write permissions of their folder.
+
+    safetensors (0.8) writes files that only their owner may read.
+    """
     for file in files:
         file.chmod(file.parent.stat().st_mode & 0o666)
 
@@ -81,7 +90,10 @@ def strict_json(content: Any) -> bytes:
 
 
 def read_json(path: Path, kind: type) -> Any:
-    """Read a JSON file. Raises ConfigError if it is missing or damaged, or holds no value of type `kind`."""
+    """Read a JSON file whose content must be a `kind`, such as dict or list.
+
+    Raises ConfigError if the file is missing or damaged, or holds another type.
+    """
     try:
         values = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -102,7 +114,11 @@ def cache_folder() -> Path:
 
 
 def make_directory(folder: Path, given: str) -> None:
-    """Create a folder and check that it is writable. Raises ConfigError with the option as typed, such as `out=x`."""
+    """Create a folder and its parents, and check that the folder is writable.
+
+    Raises ConfigError if not, after removing what it created. `given` is the option as the user typed it, such as
+    `out=x`; the message begins with it.
+    """
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -24,15 +24,18 @@ USAGE = 2  # a configuration error
 INTERRUPTED = 130  # ended by a signal; the same command, or resume=, continues
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOST = (errno.EPIPE, errno.EIO)  # the pipe has no reader; the terminal is closed
-FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full; the user's quota is
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full; the user's quota is used up
 STOPS: list[int] = []  # signals received by a sweep of this process; shows a stop even if the sweep ended as done
 Main = Callable[[list[str]], int]  # command-line arguments -> exit code
-_left: list[int] = []  # exit code passed to `leave`
+_left: list[int] = []  # the exit code that was passed to `leave`
 
 
 @contextmanager
 def starting(module: str) -> Iterator[None]:
-    """Around the imports of a command `module` (its `__name__`): on Ctrl-C print one line and exit."""
+    """Context manager around the imports of a command: on Ctrl-C print one line and exit with code 130.
+
+    `module` is the `__name__` of the caller. Unless it is `__main__`, Ctrl-C raises KeyboardInterrupt as usual.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -43,7 +46,7 @@ def starting(module: str) -> Iterator[None]:
 
 
 def run(main: Main) -> None:
-    """Run a command's `main` on this process's arguments, and exit with its exit code."""
+    """Call a command's `main` with the arguments of this process, then exit with the exit code that `main` returns."""
     survive_lost_console()
     sys.excepthook = lambda *about: sys.stderr.write(redact("".join(traceback.format_exception(*about)))) and None
     code = command(main)(sys.argv[1:])
@@ -53,13 +56,14 @@ def run(main: Main) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit with this code like `sys.exit`, without tearing down imported modules, for which torch takes seconds."""
+    """Exit with this code like `sys.exit`, but skip the teardown of imported modules, which takes torch seconds."""
     _left.append(code)
     sys.exit(code)
 
 
 @atexit.register  # registered before slow imports, because atexit runs the first function last
 def _exit_without_teardown() -> None:
+    """At exit, after a call of `leave`: flush the output and end the process at once."""
     if _left:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
@@ -70,7 +74,8 @@ def _exit_without_teardown() -> None:
 def command(main: Main) -> Main:
     """Wrap a command's `main`: turn expected errors into one printed message and an exit code.
 
-    ConfigError gives 2; ValueError and OSError give 1. Ctrl-C gives 130, and prints the KeyboardInterrupt's argument.
+    ConfigError gives 2, another ValueError or an OSError gives 1. Ctrl-C gives 130 and prints `interrupted`, with the
+    text of the KeyboardInterrupt if it has one.
     """
 
     @wraps(main)
@@ -95,7 +100,7 @@ def command(main: Main) -> Main:
 
 
 def survive_lost_console() -> None:
-    """Replace stdout and stderr by streams that discard what is written once their terminal or reader is gone."""
+    """Replace stdout and stderr by streams that discard output once their terminal or the pipe's reader is gone."""
     for descriptor in (0, 1, 2):  # a closed descriptor would be reused for the next opened file, e.g. a record
         try:
             os.fstat(descriptor)
@@ -105,6 +110,7 @@ def survive_lost_console() -> None:
 
 
 def _lasting_stream(stream: TextIO | None, descriptor: int) -> io.TextIOWrapper:
+    """Return a text stream that writes to `descriptor` through `_LastingFile`, encoded like `stream`."""
     if stream is not None:
         stream.flush()
     encoding, errors = getattr(stream, "encoding", "utf-8"), getattr(stream, "errors", None)
@@ -133,5 +139,5 @@ def say_now(text: str) -> None:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """List the signals that stop a run: all of `SIGNALS`, but SIGHUP only if it is not ignored (nohup)."""
+    """Return the signals that stop a run: SIGINT, SIGTERM, and SIGHUP unless it is ignored (nohup)."""
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)

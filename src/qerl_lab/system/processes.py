@@ -1,4 +1,4 @@
-"""The processes of one run or arm: their rank variables, when one must end, and what another program prints."""
+"""Child processes: variables of a run's ranks, refusal of other launchers, end with the parent, output of a program."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from qerl_lab.config.option import ConfigError
 
-# Variables in which launchers give the number of processes.
+# Environment variable in which each launcher gives the number of processes that it started.
 SIZES = {
     "WORLD_SIZE": "torchrun and accelerate launch",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -19,9 +19,10 @@ SIZES = {
 
 
 def rank_variables(gpus: int) -> list[dict[str, str]]:
-    """Return the environment variables of each process of a run, by rank, as torchrun would set them.
+    """Return the environment variables that torchrun would set: one dict per process of a run on `gpus` GPUs, by rank.
 
-    torchrun itself would kill them a fixed time after a signal, within a step. One process needs no variables.
+    A run of one process gets `[{}]`. The lab does without torchrun, which after a signal waits only a fixed time before
+    it kills the processes, even within a step.
     """
     if gpus == 1:
         return [{}]
@@ -36,7 +37,11 @@ def rank_variables(gpus: int) -> list[dict[str, str]]:
 
 
 def refuse_several_processes(environment: Mapping[str, str], ranks: int = 1) -> None:
-    """Raise ConfigError if a launcher such as torchrun started several of this process; WORLD_SIZE may be `ranks`."""
+    """Raise ConfigError if a launcher such as torchrun or srun started several copies of this process.
+
+    `environment` is searched for the launchers' variables (`SIZES`). WORLD_SIZE=`ranks` is accepted, because the lab
+    sets it for the processes of a run on several GPUs.
+    """
     for name, launcher in SIZES.items():
         given = environment.get(name, "")
         if given.isdecimal() and int(given) > 1 and not (name == "WORLD_SIZE" and int(given) == ranks):
@@ -49,9 +54,10 @@ def refuse_several_processes(environment: Mapping[str, str], ranks: int = 1) -> 
 
 
 def end_with_parent(parent: int) -> None:
-    """End this process within a second of the end of the process `parent`, by a thread that watches it.
+    """Start a thread that ends this process within a second after the process with id `parent` has ended.
 
-    A pipe would not do: a fork of the parent may hold its other end open.
+    `parent` must be the parent of this process. A closed pipe would not show its end reliably, because a fork of the
+    parent may hold the pipe open.
     """
 
     def exit_after_parent() -> None:
@@ -63,7 +69,10 @@ def end_with_parent(parent: int) -> None:
 
 
 def output_of(*command: str, env: Mapping[str, str] | None = None) -> str | None:
-    """Run a command and return its standard output; None if it is missing, fails or takes over 30 s."""
+    """Run a command and return its standard output. None if the program is missing, fails or takes over 30 s.
+
+    `env` replaces the whole environment; None passes on that of this process.
+    """
     try:
         done = subprocess.run(command, capture_output=True, check=True, timeout=30, env=env)
     except (OSError, subprocess.SubprocessError):

@@ -21,13 +21,14 @@ SHOWN = {  # metric -> label and format on the bar
     "noise/sigma": ("sigma", "{:.2g}"),
     "rollout/tokens_per_second": ("tokens/s", "{:,.0f}"),
 }
-LINES = 10  # lines per run without a terminal
+LINES = 10  # lines printed per run if there is no terminal
 
 
 class Amount:
-    """Show progress and ETA of work on `total` units by a bar on a terminal, elsewhere by a line at each tenth.
+    """Context manager that shows progress and ETA: on a terminal a bar, elsewhere a printed line at each tenth.
 
-    A context manager. `done` units were complete before.
+    The work has `total` units, of which `done` were complete before. `unit` is their name in the singular; `B` stands
+    for bytes.
     """
 
     def __init__(self, label: str, total: int, done: int = 0, unit: str = "B") -> None:
@@ -60,18 +61,25 @@ class Amount:
             self._print_line(f"{self.label}: {amount}", status)
 
     def _print_line(self, amount: str, status: str) -> None:
+        """Print `amount`, the ETA and `status` as one line to standard error."""
         eta = estimate_time_left(time.monotonic() - self.started, self.now - self.first, self.total - self.now)
         print(", ".join(filter(None, (amount, f"ETA {eta}", status))), file=sys.stderr, flush=True)
 
 
 class Progress(Amount):
-    """Show step, ETA, reward, entropy, sigma and rollout tokens/s of a run of `steps`, `done` of them completed."""
+    """Show step, ETA, reward, entropy, sigma and rollout tokens/s of a training run.
+
+    `steps` is the number of steps of the whole run, `done` how many of them earlier sessions completed.
+    """
 
     def __init__(self, steps: int, done: int) -> None:
         super().__init__("", steps, done, "step")
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
-        """Show the step and its metrics on the bar; without a terminal print a line at every tenth of the run."""
+        """Show the step and its metrics on the bar; without a terminal print a line at every tenth of the run.
+
+        `metrics` must have a value for each name in `SHOWN`.
+        """
         shown = ", ".join(f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items())
         if self.bar is not None:
             self.advance(step - self.now, shown)
@@ -82,7 +90,7 @@ class Progress(Amount):
 
 
 def estimate_time_left(seconds: float, done: int, left: int) -> str:
-    """Format the time that `left` units will take if `done` units took `seconds`; a dash if none is done."""
+    """Format the time that `left` units will take if `done` units took `seconds`; `-` if `done` is 0."""
     return str(tqdm.format_interval(seconds / done * left)) if done > 0 else "-"
 
 
@@ -102,10 +110,10 @@ def quiet_third_parties() -> None:
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Context manager for importing large packages: silence them, and pause garbage collection.
+    """Context manager around imports of large packages: silence the packages and pause garbage collection.
 
-    Scanning a million new objects takes a sixth of the import time, and every later `gc.collect()`, which each training
-    calls, would scan them again.
+    Scanning their million objects takes a sixth of the import time. The objects are also left out of later collections,
+    because every training calls `gc.collect()`.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -125,12 +133,12 @@ def say(text: str) -> None:
 
 
 def format_path(path: Path) -> str:
-    """Format a path, relative to the current directory if it lies in it."""
+    """Format a path for a message: relative if it lies in the current directory, else unchanged."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def python_command() -> str:
-    """Return how to type the Python that runs this process: `python` if the shell finds the same, else its path."""
+    """Return what to type for the Python of this process: `python` if the shell finds the same, else its path."""
     return "python" if shutil.which("python") == sys.executable else format_path(Path(sys.executable))
 
 
@@ -146,7 +154,7 @@ def aligned(rows: list[tuple[str, str]]) -> str:
 
 
 def columns(rows: list[list[str]]) -> str:
-    """Format rows of cells as lines of text, each column as wide as its widest cell."""
+    """Format rows of cells as lines of text; each column is as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)
