@@ -20,7 +20,7 @@ with exits.starting(__name__):
     from qerl_lab.system.terminal import format_path
 
 MARK = "<!-- From here on `python -m qerl_lab.config tables page=docs/configuration.md` writes this page. -->\n"
-LABELS = ("experiment", "scale", "differs_in")  # keys that an option sets to its own name
+LABELS = ("experiment", "scale", "differs_in")  # keys that only label an option
 
 
 @dataclass
@@ -67,7 +67,7 @@ def format_tables() -> str:
 
 
 def _settings_of_option(path: Path, group: str) -> list[str]:
-    """List the settings in an option's YAML file as overrides (`key=value`), without the keys that label it."""
+    """List the settings in an option's YAML file as overrides (`key=value`), without the keys in `LABELS`."""
     content, words = yaml.safe_load(path.read_text(encoding="utf-8")) or {}, []
     for entry in content.pop("defaults", []):
         named = entry if isinstance(entry, dict) else {group: entry}

@@ -12,13 +12,13 @@ OF_SWEEPS = ("rerun", "jobs", "jobs_per_gpu", "launcher", "slurm")  # how a swee
 REGISTERED = ("preregistration", "preregistration_sha256")  # a preregistration does not change the run
 NOT_OF_ARM = (
     "seed",
-    "run_dir", "resume", "dry_run", *OF_SWEEPS,  # how the run is started; also all of tracking
+    "run_dir", "resume", "dry_run", *OF_SWEEPS,  # how the run is started; `is_of_arm` excludes tracking.* too
     "checkpoint.every", "checkpoint.keep",
     "eval.samples_before",  # how precisely the untrained model is measured
     "device", "gpus", "cpu_threads",  # where it ran; reports read this from the record
     "rollout.vllm_server.url", "rollout.vllm_server.adapter_dir", "rollout.vllm_server.patience_seconds",
-    "lora.start_from",  # counted by content, as lora.start_hash
-    "task.module",  # counted by content, as task.module_hash
+    "lora.start_from",  # lora.start_hash stands for its content
+    "task.module",  # task.module_hash stands for its content
     *REGISTERED,
     "experiment", "differs_in", "scale", "model.name",  # labels, which set nothing
 )  # fmt: skip
@@ -33,19 +33,22 @@ ADDED: Mapping[str, Any] = {
     "rollout.vllm.sleep": False,
     "format.activations": "auto",
 }
-# Keys deleted after runs were recorded, ignored in their records. Of the runs that are kept none used them.
+# Keys deleted after runs were recorded. They are ignored in records; none of the runs that are kept used them.
 REMOVED = ("task.code_io.min_level", "task.code_io.max_level", "task.code_io.tests")
 
-# Keys, or prefixes of keys, that only these engines use. They are ignored for a run that samples with another engine.
+# Key, or prefix of keys -> the engines that use it. A run with another engine ignores these keys.
 ENGINE_KEYS = {
     "rollout.vllm.": ("vllm", "vllm_server"),
     "rollout.vllm_server.": ("vllm_server",),
-    **{f"rollout.vllm.{key}": ("vllm",) for key in ("lora", "sleep", "share_base", "dense_rows")},  # in this process
+    **{f"rollout.vllm.{key}": ("vllm",) for key in ("lora", "sleep", "share_base", "dense_rows")},  # not by a server
 }
 
 
 def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """List (dotted name, dataclass field, value) of every key of a configuration, or of its section `prefix`."""
+    """List (dotted name, dataclass field, value) of every key in `node`, a configuration or one of its sections.
+
+    `prefix` is put before each name: pass `aqn.` for the section `cfg.aqn`.
+    """
     found: list[tuple[str, Any, Any]] = []
     for f in fields(node):
         value, name = getattr(node, f.name), prefix + f.name
@@ -54,7 +57,7 @@ def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every value in nested dictionaries; `prefix` is put before each key."""
+    """Yield (dotted key, value) of every value in nested dictionaries. `prefix` is put before each key."""
     for key, value in values.items():
         yield from flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
 
@@ -70,19 +73,26 @@ def as_recorded(cfg: Any) -> dict[str, str]:
 
 
 def is_of_arm(name: str) -> bool:
-    """Tell whether a dotted key defines an arm. True for model.path and model.hash; `model_by_content` keeps one."""
+    """Tell whether a dotted key defines an arm.
+
+    True for model.path and also for model.hash; `model_by_content` drops one of the two.
+    """
     return name not in NOT_OF_ARM and not name.startswith("tracking.")
 
 
 def settings_of_arm(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Select from a run's settings, by dotted key, those that define its arm. Values may be text, as in records."""
+    """Select from a run's settings (value by dotted key) those that define its arm.
+
+    Values may be text, as in records.
+    """
     return model_by_content({name: value for name, value in drop_idle_options(values).items() if is_of_arm(name)})
 
 
 def drop_idle_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop from settings, by dotted key, options of engines that they do not use, and FP8's option in other formats.
+    """Return settings (value by dotted key) without the options of rollout engines that the run does not use.
 
-    Options of other formats stay, as in the hashes of older runs.
+    Also drops format.activations unless the format is fp8. Options of other formats stay, because the hashes of older
+    runs include them.
     """
     idle = [prefix for prefix, engines in ENGINE_KEYS.items() if values.get("rollout.engine") not in engines]
     idle += [] if values.get("format.name") == "fp8" else ["format.activations"]
@@ -90,28 +100,40 @@ def drop_idle_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fill_added_keys(settings: Mapping[str, str]) -> dict[str, str]:
-    """Complete settings (text by dotted key) of an older record: add missing keys of `ADDED`, drop `REMOVED` ones."""
+    """Complete the settings (text by dotted key) of an older record.
+
+    Adds missing keys of `ADDED` and drops keys of `REMOVED`.
+    """
     return drop_removed_keys({name: str(value) for name, value in ADDED.items()} | dict(settings))
 
 
 def drop_removed_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop from settings, by dotted key, those that older runs recorded and the schema no longer has (`REMOVED`)."""
+    """Return settings (value by dotted key) without the keys in `REMOVED`.
+
+    Older runs recorded these keys, and the schema no longer has them.
+    """
     return {name: value for name, value in values.items() if name not in REMOVED}
 
 
 def model_by_content(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the one setting that identifies the model: model.hash if it is set, else model.path. Drop the other."""
+    """Return settings (value by dotted key) with a single key that identifies the model.
+
+    This is model.hash if it is set, else model.path; the other one is dropped.
+    """
     idle = "model.hash" if values.get("model.hash") in (None, "None") else "model.path"
     return {name: value for name, value in values.items() if name != idle}
 
 
 def settings_of_run(cfg: RunConfig) -> dict[str, Any]:
-    """Return the settings, by dotted key, that all sessions of a run must share: those of its arm, seed and gpus."""
+    """Return the settings (value by dotted key) that all sessions of a run must share.
+
+    These are the keys of its arm, seed and gpus.
+    """
     shared = {name: value for name, value in values_of(cfg).items() if name in ("seed", "gpus") or is_of_arm(name)}
     return model_by_content(shared)
 
 
 def config_hash(cfg: RunConfig) -> str:
-    """Return the first 12 hex digits of the SHA-256 of a run's `settings_of_arm`: equal for all runs of one arm."""
+    """Return the first 12 hex digits of the SHA-256 of a run's `settings_of_arm`, equal for all runs of an arm."""
     values = settings_of_arm(values_of(cfg))
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""Find the option of a group in conf/ that matches given settings, to label them with one word."""
+"""Find the option of a group in conf/ that matches the settings of a run, to label them with one word."""
 
 from collections.abc import Collection, Mapping
 from functools import cache
@@ -11,7 +11,9 @@ from qerl_lab.config.schema import RunConfig
 
 
 def matching_option(group: str, settings: Mapping[str, str], keys: Collection[str]) -> str | None:
-    """Return the option of a group in conf/ that agrees with `settings` and sets most; None if none does.
+    """Return the option of a group in conf/ that agrees with `settings`; of several, the one that sets most keys.
+
+    Returns None if no option agrees.
 
     Args:
         group: a folder of conf/ and a section of the schema, such as `aqn`.
@@ -30,7 +32,10 @@ def matching_option(group: str, settings: Mapping[str, str], keys: Collection[st
 
 @cache
 def _values_of_option(group: str, choice: str | None) -> dict[str, str]:
-    """Map the dotted keys of a group to their values as text in the option `choice`; None: in the schema's defaults."""
+    """Map every dotted key of a group to its value as text, under the option `choice`.
+
+    If `choice` is None, the values are the schema's defaults.
+    """
     part = OmegaConf.structured(getattr(RunConfig(), group))
     if choice is not None:
         part = OmegaConf.merge(part, OmegaConf.load(group_folder(group) / f"{choice}.yaml"))

@@ -1,4 +1,7 @@
-"""Check what rollout engines, their kernels and servers require of a run. `rules.NEEDS` has simple exclusions."""
+"""Check what rollout engines, their kernels and servers require of a run.
+
+Rules that only exclude one value of a key with another are in `rules.NEEDS`.
+"""
 
 import re
 from collections.abc import Iterator
@@ -6,11 +9,14 @@ from collections.abc import Iterator
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, VllmServerConfig
 
-TILES_RANKS, TILES_MAX_RANK = 8, 128  # fp4_tiles takes multiples of the first
+TILES_RANKS, TILES_MAX_RANK = 8, 128  # the kernel fp4_tiles takes ranks 8, 16 ... 128
 
 
 def check(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each rule about rollout engines that the run breaks; raise ConfigError for device=cpu."""
+    """Yield an error message for each rule about rollout engines that the run breaks.
+
+    Raises ConfigError instead if device=cpu was given and vLLM needs a GPU for this run.
+    """
     own, rollout, rank = cfg.rollout.vllm, cfg.rollout, cfg.lora.rank
     if cfg.device == "cpu":
         check_engine_on_cpu(cfg, "device=cpu was given")
@@ -38,12 +44,15 @@ def check(cfg: RunConfig) -> Iterator[str]:
 
 
 def fp4_tiles_takes_rank(lora_rank: int) -> bool:
-    """Tell whether the kernel `fp4_tiles` supports this LoRA rank. `fp4_tiles.supports` checks its other conditions."""
+    """Tell whether the kernel `fp4_tiles` supports this LoRA rank. `fp4_tiles.supports` checks shapes too."""
     return lora_rank % TILES_RANKS == 0 and 0 < lora_rank <= TILES_MAX_RANK
 
 
 def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
-    """Raise ConfigError if vLLM in this process cannot run on a CPU; `why` says in the error why a CPU is used."""
+    """Raise ConfigError if rollout.engine=vllm needs a GPU for this run, which has only a CPU.
+
+    `why` goes into the message and says why there is only a CPU, e.g. `device=cpu was given`.
+    """
     if cfg.rollout.engine == "vllm" and cfg.format.name != DENSE_FORMAT:
         raise ConfigError(
             f"rollout.engine=vllm computes format.name={cfg.format.name} on a GPU only, and {why}; "

@@ -19,8 +19,8 @@ TYPE_WORDS: dict[Any, tuple[str, Any]] = {
     list[int]: ("a list of whole numbers", [1, 2]),
     list[float]: ("a list of numbers", [0.1, 0.2]),
 }
-# What other programs (TRL, PEFT, transformers, verl, vLLM) call a key of ours: the last parts of its name there. The
-# value is a key, a group, or a whole word.
+# The last parts of a name in TRL, PEFT, transformers, verl or vLLM -> what the lab calls it: a key, a group, or a whole
+# override (`key=value`).
 FOREIGN_NAMES: Mapping[str, str] = {
     # TRL, transformers, PEFT
     "max_steps": "steps", "num_train_epochs": "steps", "num_generations": "rollout.group_size",
@@ -75,7 +75,7 @@ def type_of_key(name: str) -> Any:
 
 
 def unknown_key_error(name: str) -> ConfigError:
-    """Return the error for a dotted name that is no key: what to type instead, or close keys."""
+    """Return the error for a dotted name that is no key. The message says what to type, or lists similar keys."""
     known = types_by_key()
     inside = [key for key in known if key.startswith(name + ".")]
     if inside:
@@ -94,14 +94,20 @@ def unknown_key_error(name: str) -> ConfigError:
 
 
 def translate_foreign_name(name: str) -> str | None:
-    """Return our key, group or override for a name in TRL, verl, vLLM and others, by its longest known ending."""
+    """Translate a name from TRL, verl, vLLM and others to our key, group or override; None if unknown.
+
+    Compares the ends of the dotted name, longest first: `actor.optim.lr` is `optim.learning_rate`.
+    """
     meant, parts = {**{key: key for key in types_by_key()}, **FOREIGN_NAMES}, name.split(".")
     ends = [".".join(parts[start:]) for start in range(len(parts))]
     return next((meant[end] for end in ends if end in meant), None)
 
 
 def what_to_type(target: str) -> str:
-    """Return how to type a key, a group or an override: `steps=VALUE`, `task=OPTION (gsm8k, ...)`, as it is."""
+    """Return what to type for `target`: `steps=VALUE` for a key, `task=OPTION (gsm8k, ...)` for a group.
+
+    An override (`format=nf4`) is returned unchanged.
+    """
     if "=" in target:
         return target
     if target in types_by_key():
@@ -111,18 +117,18 @@ def what_to_type(target: str) -> str:
 
 
 def unknown_name_error(name: str, allowed: Sequence[str], hint: str) -> ConfigError:
-    """Return the error for a name that is none of the `allowed`; `hint` is ` Did you mean x?` or empty."""
+    """Return the error for a name that is not in `allowed`; `hint` is ` Did you mean x?` or an empty text."""
     return ConfigError(f"{name} is not a known key.{hint} Allowed: {', '.join(allowed) or 'none'}.")
 
 
 def check_type(name: str, kind: Any, value: Any) -> None:
-    """Raise ConfigError unless `value` has the type `kind` of the key `name`; an int is accepted for a float."""
+    """Raise ConfigError unless `value` has the type `kind` of the key `name`. An int is accepted for a float."""
     if not has_type(value, kind):
         raise ConfigError(wrong_type_message(name, kind, value, values_of(RunConfig())[name]))
 
 
 def wrong_type_message(name: str, kind: Any, value: Any, default: Any) -> str:
-    """Return the error message for a value of another type than `kind`.
+    """Return the error message for a value of the key `name` that does not have the type `kind`.
 
     The message suggests `default`, unless that is empty or a long text. For 1e3 as a whole number it suggests 1000.
     """
@@ -143,11 +149,15 @@ def describe_type(kind: Any) -> str:
 
 
 def _strip_optional(kind: Any) -> Any:
+    """Return X for the type `X | None`, and any other type unchanged."""
     return get_args(kind)[0] if type(None) in get_args(kind) else kind
 
 
 def is_met(condition: str, values: Mapping[str, Any]) -> bool:
-    """Tell whether values by key meet a condition: `KEY=A|B` (one of these) or `KEY!=A|B` (none of these)."""
+    """Tell whether a condition holds: `KEY=A|B` (the key has one of these values) or `KEY!=A|B` (it has none of these).
+
+    `values` maps every dotted key to its value.
+    """
     key, _, listed = condition.partition("=")
     value = values[key.rstrip("!")]
     text = f"{value:g}" if isinstance(value, float) else spell_value(value)
@@ -155,7 +165,7 @@ def is_met(condition: str, values: Mapping[str, Any]) -> bool:
 
 
 def has_type(value: Any, kind: Any) -> bool:
-    """Tell whether a value has a key's type `kind`, or is null where allowed; an int is accepted for a float."""
+    """Tell whether a value has the type `kind`, which may be a list or optional. An int is accepted for a float."""
     if value is None:
         return type(None) in get_args(kind)
     kind = _strip_optional(kind)

@@ -20,12 +20,14 @@ OF_A_TENSOR, OF_A_GGUF = 4, 1024  # number of samples
 
 
 def model_hash(path: Path) -> str | None:
-    """Return 12 hex digits that identify a local model by content: a safetensors folder or FILE.gguf; else None.
+    """Return 12 hex digits that identify a local model by content. None unless it is a safetensors folder or FILE.gguf.
 
-    The hash covers the names, sizes and bytes of the weights and of `BESIDE`, not the directory's path or other files.
-    `BESIDE` and weight files of up to 4 MiB are read whole. From larger ones it reads the size and samples of 4 KiB at
-    even distances: the header and 4 samples per tensor of safetensors (tensors of up to 64 KiB, such as norms and
-    biases, whole), 1,024 samples of a GGUF.
+    The hash covers the weights, and of a folder also the files in `BESIDE` and the names of all these files. It does
+    not depend on where the model lies.
+
+    Files in `BESIDE` and weight files of up to 4 MiB are read whole. Of a larger weight file the hash covers its size
+    and samples of 4 KiB at even distances: 1,024 samples of a GGUF; of safetensors the header and 4 samples per tensor,
+    or all of a tensor of up to 64 KiB, such as a norm or bias.
 
     Training changes a tensor throughout, so samples detect it. They can miss an edit of a few rows of a large matrix,
     or of a small tensor in a GGUF.
@@ -43,7 +45,7 @@ def model_hash(path: Path) -> str | None:
 
 
 def _hash_file(file: Path) -> str:
-    """Return the SHA-256 of a file's size and of its parts from `_parts_to_hash`, as hex digits."""
+    """Return as hex digits the SHA-256 of a file's size and of the parts that `_parts_to_hash` lists."""
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb", buffering=0) as opened:
@@ -54,7 +56,7 @@ def _hash_file(file: Path) -> str:
 
 
 def _parts_to_hash(file: Path, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (offset, length) in bytes of each part of a file to hash; `size` is the file's."""
+    """Yield (offset, length) in bytes of each part of a file to hash. `size` is the file size in bytes."""
     if size <= WHOLE or file.suffix not in (".safetensors", ".gguf"):
         yield 0, size
     elif file.suffix == ".gguf":
@@ -67,9 +69,9 @@ def _parts_to_hash(file: Path, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _spread_samples(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield (offset, length) in bytes of `count` samples spread over a range of a file.
+    """Yield (offset, length) in bytes of `count` samples of a file, evenly spread between offsets `start` and `end`.
 
-    A range of up to SMALL bytes is yielded whole.
+    A range of up to SMALL bytes is yielded whole instead.
     """
     if end - start <= SMALL:
         yield start, end - start
@@ -79,9 +81,9 @@ def _spread_samples(start: int, end: int, count: int) -> Iterator[tuple[int, int
 
 
 def read_safetensors_header(file: Path) -> tuple[dict[str, Any], int]:
-    """Read the JSON header of a safetensors file; return it and the offset where it ends.
+    """Read the JSON header of a safetensors file. Return the header and the byte offset where it ends.
 
-    Raises ConfigError if there is no header, or an entry lacks its dtype, shape or offsets.
+    Raises ConfigError if the file has no header, or a tensor in it lacks dtype, shape or offsets.
     """
     try:
         with file.open("rb") as opened:

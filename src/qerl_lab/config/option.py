@@ -1,6 +1,6 @@
 """Declare keys of the schema with default, bounds and meaning, and check values against the bounds.
 
-Also the error and the JSON parser that every room uses.
+Also defines ConfigError and the JSON parser that all of the lab uses.
 """
 
 import difflib
@@ -37,7 +37,8 @@ def option(
 ) -> Any:
     """Declare a key of the schema: a dataclass field with default, meaning, bounds and unit.
 
-    `only` names the option of the key's group, such as nvfp4 of `format`, under which alone the key has an effect.
+    `only` is for a key that has an effect under a single option of its group, and names that option: nvfp4 for a key of
+    the section `format`.
     """
     metadata = {
         "help": help, "choices": choices, "at_least": at_least, "above": above, "at_most": at_most, "only": only,
@@ -57,7 +58,7 @@ def spelled_number(number: float) -> str:
 
 
 def bounds_in_words(metadata: Any) -> str:
-    """Format the bounds in a field's `metadata` (see `option`) as `at least 1, at most 4096`; empty if it has none."""
+    """Format the bounds in a field's `metadata` (see `option`) as `at least 1, at most 4096`; empty without bounds."""
     found = ((word, metadata[key]) for key, word in BOUNDS if metadata[key] is not None)
     return ", ".join(f"{word} {spelled_number(bound)}" for word, bound in found)
 
@@ -69,7 +70,11 @@ def did_you_mean(given: str, allowed: list[str]) -> str:
 
 
 def check_bounds(name: str, bounds: Any, value: Any) -> None:
-    """Raise ConfigError if a value, or an item of a list, is outside `bounds`, a field's metadata. Null is inside."""
+    """Raise ConfigError if `value`, or an item of it if it is a list, is out of bounds or none of the choices.
+
+    None is always allowed. `name` is the key for the message, `bounds` the metadata of its dataclass field (see
+    `option`).
+    """
     is_list = isinstance(value, list)
     for item in value if is_list else [value]:
         if item is None or (found := _find_violation(bounds, item)) is None:
@@ -86,7 +91,7 @@ def check_bounds(name: str, bounds: Any, value: Any) -> None:
 
 
 def _find_violation(bounds: Any, value: Any) -> tuple[str, str] | None:
-    """Return (allowed values in words, an example) if a value is outside `bounds`; None if it is inside."""
+    """Return (allowed values in words, an example) if `value` is outside `bounds`; None if it is allowed."""
     low, above, high = (bounds[key] for key, _ in BOUNDS)
     usual = bounds["default"] if isinstance(bounds["default"], int | float) else None
     if bounds["choices"] and value not in bounds["choices"]:

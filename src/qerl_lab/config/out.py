@@ -1,4 +1,4 @@
-"""The key `out`: the directory that a command writes, and when `overwrite=true` may replace it. Imports no torch."""
+"""The key `out`: the directory that a command writes, and when it may replace an existing one. Imports no torch."""
 
 from pathlib import Path
 
@@ -6,25 +6,28 @@ from qerl_lab.config.option import ConfigError
 
 
 class Writes:
-    """Options of a command that writes a directory `out`."""
+    """Base class for the options of a command that writes a directory `out`."""
 
     out: str
 
     @property
     def folder(self) -> Path:
-        """Return the directory `out`, which the command writes, as an absolute path."""
+        """Return the directory `out` as an absolute path."""
         return Path(self.out).expanduser().absolute()
 
 
 def check_apart(options: Writes, model: str) -> None:
-    """Raise ConfigError if the directory `out` contains the local path `model` or lies in it. A hub id passes."""
+    """Raise ConfigError if the directory `out` contains the local path `model`, or lies in it. Accepts any hub id."""
     source, out = Path(model).expanduser().resolve(), options.folder.resolve()
     if source.exists() and (source.is_relative_to(out) or out.is_relative_to(source)):
         raise ConfigError(f"out={options.out} and model={model} lie within each other. Type an out beside the model.")
 
 
 def check_free(options: Writes, overwrite: bool, record: str) -> None:
-    """Raise ConfigError if `out` exists, unless `overwrite` is set and `out` has the file `record` of this command."""
+    """Raise ConfigError if `out` exists, unless `overwrite` is set and this command wrote `out`.
+
+    `record` is the name of the file that the command leaves in its output (see `records`).
+    """
     if not options.folder.exists():
         return
     if not overwrite:

@@ -13,10 +13,10 @@ SQLITE = "sqlite:///"
 
 
 def with_absolute_paths(cfg: RunConfig) -> RunConfig:
-    """Return the configuration with local paths made absolute, except run_dir, and hashes of their files filled in.
+    """Return the configuration with local paths made absolute, except run_dir, and with hashes of the local files.
 
-    A hub id gets none: the local copy may differ from the hub. Raises ConfigError if an adapter or file is missing, or
-    if a given hash does not match.
+    A model on the hub gets no hash, because the local copy may differ from the hub. Raises ConfigError if an adapter or
+    file is missing, or if a hash in `cfg` does not match its file.
     """
     model, lora, task, uri = cfg.model, cfg.lora, cfg.task, cfg.tracking.uri
     if uri is not None and (file := sqlite_file(uri)):
@@ -56,7 +56,10 @@ def with_absolute_paths(cfg: RunConfig) -> RunConfig:
 
 
 def _check_hash(key: str, given: str | None, found: str, path: str) -> str:
-    """Return `found`, the hash of the file at `path`. Raises ConfigError if `given`, the value of `key`, is another."""
+    """Return `found`, the hash of the file at `path`.
+
+    Raises ConfigError if the configuration gives another hash: `given` is the value of the key `key`, None if not set.
+    """
     if given not in (None, found):
         raise ConfigError(f"{key}={given} is not that of {path}, which is {found}. Leave {key} out.")
     return found
@@ -80,25 +83,28 @@ def file_hash(file: Path) -> str:
 
 
 def module_hash(file: str) -> str:
-    """Return 12 hex digits of the SHA-256 of task.module's Python file. Raises ConfigError if it is missing."""
+    """Return the first 12 hex digits of the SHA-256 of a Python file, the value of task.module.
+
+    Raises ConfigError if the file is missing, or its name does not end with .py.
+    """
     if not file.endswith(".py") or not Path(file).is_file():
         raise ConfigError(f"task.module={file} is no Python file. Type task.module=FILE.py.")
     return file_hash(Path(file))
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """Return the database file of a URI sqlite:///FILE; None for any other URI, and for one with parameters."""
+    """Return the database file of a URI sqlite:///FILE. None for any other URI, and for a URI with parameters."""
     name = uri.removeprefix(SQLITE)
     return None if name in (uri, "") or "?" in name else Path(name)
 
 
 def sqlite_uri(file: Path) -> str:
-    """Return the sqlite URI of a file."""
+    """Return the URI sqlite:///FILE of a database file."""
     return f"{SQLITE}{file}"
 
 
 def _absolute_model_path(path: str) -> str:
-    """Return a local path made absolute; `pocket` (the embedded policy) and a hub id stay as they are."""
+    """Return a local path made absolute; a hub id and `pocket` (the embedded policy) stay as they are."""
     is_local = path.startswith(("/", ".", "~")) or (path not in ("", POCKET) and Path(path).exists())
     return _absolute_path(path) if is_local else path
 

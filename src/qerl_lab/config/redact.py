@@ -4,7 +4,7 @@ import os
 import re
 
 HIDDEN = "***"
-# Words of names whose values are secret: DB_PASS, GITHUB_PAT, WEBHOOK_URL. A key has a word before it: API_KEY.
+# Words in names of secrets: DB_PASS, GITHUB_PAT, WEBHOOK_URL. `key` counts only after another word: API_KEY.
 SECRET_WORDS = {
     "token", "pass", "password", "passwd", "passphrase", "pwd", "secret", "secrets", "pat", "auth", "credential",
     "credentials", "dsn", "webhook", "apikey",
@@ -15,7 +15,7 @@ _USER = re.compile(r"([a-z][a-z0-9+.-]*://)[^\s/]\S*@", re.IGNORECASE)
 _PARAMETER = re.compile(rf"([?&;][\w.-]*{_IN_A_URL}[\w.-]*=)[^\s&;'\"]+", re.IGNORECASE)
 _NAME = re.compile(r"\b(\w+)['\"]?[=:]")  # in NAME=value, 'NAME': 'value', and NAME: value of YAML
 _WEBHOOK = re.compile(r"(https?://[^\s'\"]*?(?:\bhooks?\.[^\s/'\"]+|/(?:web)?hooks?)/)[^\s'\"]+", re.IGNORECASE)
-_TOKEN = re.compile(  # of the hub, GitHub, GitLab, OpenAI and others, Slack, AWS; a JSON web token; a header
+_TOKEN = re.compile(  # tokens of the hub, GitHub, GitLab, OpenAI and others, Slack, AWS; a JSON web token; a header
     r"\b(?:hf_|github_pat_|gh[opsur]_|glpat-|sk-|xox[a-z]-|AKIA)[\w-]{16,}|\beyJ[\w-]+\.[\w-]+\.[\w-]+"
     r"|(?<=Bearer )[\w.~+/=-]{6,}"
 )
@@ -23,14 +23,14 @@ SHORTEST = 6  # a shorter secret could be any word of a message
 
 
 def url_without_secrets(url: str) -> str:
-    """Hide user, password and secret query values of a URL; return any other URL unchanged."""
+    """Replace user, password and secret query values of a URL by ***; return any other URL unchanged."""
     return _PARAMETER.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", url))
 
 
 def redact(text: str) -> str:
-    """Hide secrets in text: passwords in URLs, NAME_TOKEN=value, known tokens, secret environment variables.
+    """Replace secrets in a text by ***: passwords in URLs, NAME_TOKEN=value, known tokens, secret environment values.
 
-    A variable that holds a path, such as SSH_AUTH_SOCK, is not secret.
+    A variable that holds an existing path, such as SSH_AUTH_SOCK, is not secret.
     """
     for name, value in os.environ.items():
         if _is_secret_name(name) and len(value) >= SHORTEST and not os.path.exists(value):

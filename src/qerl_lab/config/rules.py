@@ -1,7 +1,7 @@
 """Build and check a RunConfig from plain values, with every rule that spans several keys. Imports no torch.
 
-A check yields the message of each rule that a configuration breaks. `NEEDS` is the table of values that exclude each
-other; rules of engines that take more than a row are in `engine_rules`.
+Each function `_check_*` yields an error message for each rule that a configuration breaks. `NEEDS` is the table of
+values that exclude each other. Rules of rollout engines that need more than a row there are in `engine_rules`.
 """
 
 import re
@@ -19,7 +19,10 @@ from qerl_lab.config.schema import RunConfig
 
 
 class Needs(NamedTuple):
-    """A value that works only with certain values of another key, both as conditions for `is_met`."""
+    """A value of one key that works only with certain values of another key.
+
+    `given` and `allowed` are conditions for `keys.is_met`: if `given` holds, `allowed` must hold.
+    """
 
     given: str
     allowed: str
@@ -82,18 +85,25 @@ NEEDS = (
 
 
 def from_dict(values: dict[str, Any]) -> RunConfig:
-    """Build and check a RunConfig from nested plain values, such as a run's resolved.yaml. Raises ConfigError."""
+    """Build and check a RunConfig from nested plain values, such as a run's resolved.yaml.
+
+    Raises ConfigError for an unknown key, a value of a wrong type, or a configuration that cannot run.
+    """
     cfg = build_config(values)
     validate(cfg)
     return cfg
 
 
 def build_config(values: dict[str, Any]) -> RunConfig:
-    """Build a RunConfig from nested plain values; check names, types and bounds. Drops `REMOVED` keys."""
+    """Build a RunConfig from nested plain values. Drops keys in `REMOVED`. Rules across keys are left to `validate`.
+
+    Raises ConfigError for an unknown key, or a value of a wrong type or out of bounds.
+    """
     return _build_section(RunConfig, values, "")
 
 
 def _build_section(kind: Any, values: Any, prefix: str) -> Any:
+    """Build the section dataclass `kind` from nested values. `prefix` is its dotted name, such as `aqn.`."""
     if not isinstance(values, dict):
         raise unknown_key_error(prefix.rstrip("."))
     types, arguments = get_type_hints(kind), {}
@@ -112,7 +122,7 @@ def _build_section(kind: Any, values: Any, prefix: str) -> Any:
 
 
 def validate(cfg: RunConfig) -> None:
-    """Raise ConfigError for the first value out of bounds, or combination of values that cannot run."""
+    """Raise ConfigError for the first value out of bounds, or the first combination of values that cannot run."""
     for name, f, value in leaves(cfg):
         check_bounds(name, f.metadata, value)
     checks = (_check_addresses, _check_names, _check_order, _check_batch, _check_needs, _check_aqn)
@@ -122,12 +132,16 @@ def validate(cfg: RunConfig) -> None:
 
 
 def check_engine(cfg: RunConfig) -> None:
-    """Raise ConfigError if a setting needs another rollout engine than `cfg` has, which an evaluation may replace."""
+    """Raise ConfigError if a setting of `cfg` excludes its rollout engine.
+
+    For an evaluation, which may replace the engine of a run.
+    """
     for message in _check_needs(cfg, [needs for needs in NEEDS if needs.allowed.startswith("rollout.engine")]):
         raise ConfigError(message)
 
 
 def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> Iterator[str]:
+    """Yield a message for each row of `NEEDS` that the configuration breaks."""
     values = values_of(cfg)
     for needs in rows:
         if not is_met(needs.given, values) or is_met(needs.allowed, values):
@@ -141,6 +155,7 @@ def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> Iterator[str]
 
 
 def _check_addresses(cfg: RunConfig) -> Iterator[str]:
+    """Yield a message for each URL or path that contains a user, password or token."""
     store = "MLFLOW_TRACKING_URI=URL, or MLFLOW_TRACKING_USERNAME=NAME MLFLOW_TRACKING_PASSWORD=PASSWORD,"
     for key, url, remedy in (
         ("tracking.uri", cfg.tracking.uri, store),
@@ -156,6 +171,10 @@ def _check_addresses(cfg: RunConfig) -> Iterator[str]:
 
 
 def _check_names(cfg: RunConfig) -> Iterator[str]:
+    """Yield a message for each empty name, and for a format or task that does not exist.
+
+    Raises ConfigError if tracking.uri is not the address of an MLflow store.
+    """
     if cfg.tracking.mlflow and cfg.tracking.uri:
         check_store("tracking.uri", cfg.tracking.uri)
     for name, value, allowed, example in (
@@ -174,6 +193,7 @@ def _check_names(cfg: RunConfig) -> Iterator[str]:
 
 
 def _check_order(cfg: RunConfig) -> Iterator[str]:
+    """Yield a message for each lower limit that is above its upper limit."""
     pairs = [
         ("task.arithmetic.min_steps", "task.arithmetic.max_steps"),
         ("algorithm.overlong_buffer_tokens", "rollout.max_completion_tokens"),
@@ -193,7 +213,7 @@ def _check_order(cfg: RunConfig) -> Iterator[str]:
 
 
 def check_store(key: str, uri: str) -> None:
-    """Raise ConfigError if `uri`, the value of `key`, is no address of an MLflow store, such as a plain folder."""
+    """Raise ConfigError if `uri`, the value of `key`, is no address of an MLflow store, e.g. is a plain folder."""
     if "://" not in uri and uri != "databricks":
         raise ConfigError(
             f"{key}={uri} is no address of an MLflow store; allowed: sqlite:///FILE.db, https://HOST, and databricks. "
@@ -202,6 +222,7 @@ def check_store(key: str, uri: str) -> None:
 
 
 def _check_batch(cfg: RunConfig) -> Iterator[str]:
+    """Yield a message if prompts cannot be split over GPUs, or completions into updates and micro-batches."""
     prompts, gpus = cfg.rollout.prompts_per_step, cfg.gpus
     if prompts % gpus:
         yield (
@@ -229,6 +250,7 @@ def largest_divisor(number: int, at_most: int) -> int:
 
 
 def _check_aqn(cfg: RunConfig) -> Iterator[str]:
+    """Yield a message for each setting of the noise that would add none, or that its schedule cannot use."""
     aqn, unit = cfg.aqn, cfg.aqn.unit
     if not aqn.norms:
         yield (
@@ -257,6 +279,7 @@ def _check_aqn(cfg: RunConfig) -> Iterator[str]:
 
 
 def _check_learning(cfg: RunConfig) -> Iterator[str]:
+    """Yield a message for each setting of loss, rewards, adapters or evaluation that cannot work."""
     algorithm, task = cfg.algorithm, cfg.task
     # The KL of a token times the ratio of its completion estimates no KL.
     if algorithm.name == "gspo" and algorithm.beta > 0 and algorithm.kl_estimator != "k3":
@@ -286,7 +309,7 @@ def _check_learning(cfg: RunConfig) -> Iterator[str]:
 
 
 def check_patterns(name: str, entries: list[str]) -> None:
-    """Raise ConfigError if `entries`, the value of key `name`, has an `re:PATTERN` that is no regular expression."""
+    """Raise ConfigError if an `re:PATTERN` in `entries`, the value of the key `name`, is not a regular expression."""
     for entry in entries:
         try:
             re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")

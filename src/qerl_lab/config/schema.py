@@ -425,7 +425,7 @@ class RunConfig:
     def overlong_buffer(self) -> int:
         """Return the length in tokens of DAPO's soft overlong punishment; 0 is none.
 
-        Unless set, it is a fifth of rollout.max_completion_tokens.
+        If algorithm.overlong_buffer_tokens is null, it is a fifth of rollout.max_completion_tokens.
         """
         asked = self.algorithm.overlong_buffer_tokens
         return max(1, self.rollout.max_completion_tokens // 5) if asked is None else asked

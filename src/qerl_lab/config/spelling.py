@@ -12,7 +12,10 @@ _ONE_VALUE = re.compile(r"""[^,=()\[\]{}'"$\\]+""")  # no list, sweep, function,
 
 
 def quote_text(key: str, value: str) -> str:
-    """Format an override of a text for Hydra; quote a value that Hydra cannot read unquoted, if it is one value."""
+    """Format `key=value` for Hydra if the key holds a text: quote a value that Hydra cannot read without quotes.
+
+    A list, a sweep, an interpolation, null or a quoted value stays as it is.
+    """
     return hydra_override(key, value) if _ONE_VALUE.fullmatch(value) and value != "null" else f"{key}={value}"
 
 
@@ -23,17 +26,20 @@ def spell_list(values: Sequence[str]) -> str:
 
 
 def hydra_override(key: str, value: str) -> str:
-    """Format an override `key=value` of any text for Hydra, quoted unless Hydra reads the text as it is."""
+    """Format `key=value` for Hydra; quote a value that looks like a number or has special characters."""
     return f"{key}={value if _PLAIN.fullmatch(value) and not _NUMBER.fullmatch(value) else quoted(value)}"
 
 
 def shell_override(key: str, value: str | Path) -> str:
-    """Format an override `key=value` of any text, quoted for Hydra and for the shell."""
+    """Format `key=value` with the value quoted for Hydra and for the shell."""
     return shell_line([hydra_override(key, str(value))])
 
 
 def shell_line(arguments: Sequence[str]) -> str:
-    """Join command-line arguments into a line for the shell; prefer double quotes around apostrophes: "KEY='a b'"."""
+    """Join command-line arguments into a line for the shell.
+
+    An argument with an apostrophe gets double quotes if possible: "KEY='a b'".
+    """
     in_double = [("'" in text and not set(text.replace("\\'", "")) & set('"$`\\!')) for text in arguments]
     return " ".join(f'"{text}"' if so else shlex.quote(text) for text, so in zip(arguments, in_double, strict=True))
 
@@ -44,7 +50,7 @@ def resume_override(path: str | Path) -> str:
 
 
 def quoted(value: str) -> str:
-    """Quote a text for Hydra's override grammar. Doubles backslashes before a quote, because Hydra halves them."""
+    """Quote a text for Hydra's override grammar. Doubles the backslashes before a quote, because Hydra halves them."""
     return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value) + "'"
 
 

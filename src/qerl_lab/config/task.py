@@ -38,13 +38,13 @@ class Gsm8kConfig:
 
 
 def subset_in_words(name: str, max_steps: int | None) -> str:
-    """Describe the questions of a task that a run reads, as ` with at most 2 steps`; empty if it reads all."""
+    """Format the limit of gsm8k's questions as ` with at most 2 steps`; empty for another task or without limit."""
     return f" with at most {max_steps} steps" if name == "gsm8k" and max_steps else ""
 
 
 @dataclass
 class ColumnsConfig:
-    """Column names in the rows of task.path where they differ; null keeps the task's own. A dot leads into a struct."""
+    """Column names in the rows of task.path. Null means the name that the task expects. A dot leads into a struct."""
 
     question: str | None = option(None, "column of the question")
     answer: str | None = option(None, "column of the known answer")

@@ -56,7 +56,7 @@ def run(main: Main) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit with this code like `sys.exit`, but skip the teardown of imported modules, which takes torch seconds."""
+    """Exit with this code like `sys.exit`, but skip the teardown of imported modules (with torch it takes seconds)."""
     _left.append(code)
     sys.exit(code)
 
