@@ -29,10 +29,10 @@ NEEDS_GPU = (  # key, value, package, what to type instead
 
 
 def check(cfg: RunConfig, run_dir: Path, is_here: bool = True) -> list[str]:
-    """Check a run's model, questions and directory before its start; return notes on questions that it will lack.
+    """Check a run's model, questions and directory before its start. Return notes to print (`question_counts.check`).
 
-    `is_here` says that the run will use this machine, which is then checked too; elsewhere the run checks its own
-    machine. Raises ConfigError for a run that would fail at its start.
+    With `is_here` the run will use this machine, and `check_machine` is called too. Raises ConfigError for a run that
+    would fail at its start.
     """
     on_disk.check_content(cfg)
     folder = on_disk.local_path(cfg.model.path)
@@ -63,7 +63,10 @@ def check_machine(cfg: RunConfig, run_dir: Path) -> None:
 
 
 def _require_package(asked: str, package: str, remedy: str) -> None:
-    """Raise ConfigError unless `package` is installed, which the setting `asked` (`key=value`) needs."""
+    """Raise ConfigError if `package` is not installed.
+
+    For the message: `asked` is the setting (`key=value`) that needs the package, `remedy` what to type instead.
+    """
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{asked} needs the package {package}, which is not installed. Type {remedy}.")
 
@@ -107,7 +110,7 @@ def _check_device(cfg: RunConfig) -> None:
 
 
 def check_engine(cfg: RunConfig) -> None:
-    """Raise ConfigError if this machine lacks the package or the GPU that the rollout engine needs."""
+    """Raise ConfigError if this machine lacks the package or the GPU that the run's rollout engine needs."""
     if cfg.rollout.engine == "vllm":
         _require_package("rollout.engine=vllm", "vllm", "pip install 'qerl-lab[vllm]', or rollout=transformers")
     if not machine.has_gpu():
@@ -146,7 +149,11 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
 
 
 def _count_parameters(path: str, folder: Path | None) -> int | None:
-    """Return the number of weights of a model, in its local `folder` or at `path`; None if unknown."""
+    """Return the number of weights of the model `path` (the value of model.path); None if unknown.
+
+    Counts them in `folder`, the model's local directory, if given. Else reads the header of a GGUF file, or the number
+    in a hub id.
+    """
     if folder:
         return on_disk.parameters(folder)
     return _gguf_header(path).parameters if gguf.is_gguf(path) else parameters_in_name(path)
@@ -154,12 +161,12 @@ def _count_parameters(path: str, folder: Path | None) -> int | None:
 
 @cache
 def _gguf_header(path: str) -> gguf.Header:
-    """Read a GGUF file's header. Cached, because its vocabulary takes a second or two."""
+    """Read the header of a GGUF file. Cached, because reading the vocabulary in it takes a second or two."""
     return gguf.header(Path(path).expanduser())
 
 
 def parameters_in_name(hub_id: str) -> int | None:
-    """Return the number of weights that a hub id such as Qwen2.5-7B or SmolLM2-135M states; None if it states none."""
+    """Return the number of weights that a hub id states, such as 7e9 for Qwen2.5-7B; None if it states no number."""
     found = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![A-Za-z0-9])", hub_id.rpartition("/")[2], re.IGNORECASE)
     return int(max(float(number) * {"b": 1e9, "m": 1e6}[unit.lower()] for number, unit in found)) if found else None
 
@@ -185,7 +192,10 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
 
 
 def _refuse_full_disk(place: Path, needed: int, what: str, remedy: str) -> None:
-    """Raise ConfigError if the disk of `place`, which need not exist, has less than `needed` bytes free for `what`."""
+    """Raise ConfigError if the disk of `place` has less than `needed` bytes free. `place` need not exist.
+
+    For the message: `what` takes the space, `remedy` is what to type instead.
+    """
     above = next(path for path in (place, *place.parents) if path.is_dir())
     free = shutil.disk_usage(above).free
     if needed > free:

@@ -12,14 +12,14 @@ GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")  # NVI
 
 
 def has_gpu() -> bool:
-    """Tell whether the system shows a GPU to this process; torch may still be a build without GPU support."""
+    """Tell whether the system shows a GPU to this process. The installed torch may still lack GPU support."""
     hidden = os.environ.get(VISIBLE)
     return hidden not in ("", "-1") and any(Path(node).exists() for node in GPU_NODES)
 
 
 @cache
 def visible_gpus() -> list[str] | None:
-    """List the names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES; None if unknown."""
+    """List the GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES; None if unknown."""
     if given := os.environ.get(VISIBLE):
         return given.split(",")
     count = sum(line.startswith("GPU ") for line in (output_of("nvidia-smi", "-L") or "").splitlines())
@@ -27,7 +27,10 @@ def visible_gpus() -> list[str] | None:
 
 
 def memory_bytes() -> int | None:
-    """Return the bytes of this machine's memory and swap, or its control group's limit if lower; None if unknown."""
+    """Return the size in bytes of this machine's memory and swap together; None if unknown.
+
+    If the control group of this process has a lower limit, returns the limit.
+    """
     info = Path("/proc/meminfo")
     if not info.is_file():
         return None
@@ -39,6 +42,6 @@ def memory_bytes() -> int | None:
 
 @cache
 def gpu_memory_bytes() -> int | None:
-    """Return the memory in bytes of the largest NVIDIA GPU; None if unknown."""
+    """Return the memory in bytes of the NVIDIA GPU with most memory; None if unknown."""
     lines = output_of("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
     return max((int(line) for line in lines.splitlines() if line.isdigit()), default=0) * 2**20 or None

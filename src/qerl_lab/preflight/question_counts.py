@@ -1,4 +1,4 @@
-"""Count the questions of a task on this machine, and refuse a run that asks for more than it can go without.
+"""Count the questions of a run's task, as far as they are on this machine, and refuse a run with too few.
 
 Imports no torch.
 """
@@ -17,10 +17,10 @@ from qerl_lab.tasks import arithmetic, question_files
 
 
 def check(cfg: RunConfig) -> list[str]:
-    """Return the task's warnings, such as rows left out, and notes if the run asks for more questions than exist.
+    """Return notes to print: warnings of the task, such as rows left out, and settings that ask for too many questions.
 
-    Counts nothing if the questions are not on this machine. Raises ConfigError for a task that is for evaluation only,
-    a blank task.path, or too few questions to train on or to evaluate.
+    Counts only questions that are on this machine. Raises ConfigError for a task that is for evaluation only, a blank
+    task.path, or too few questions to train on or to evaluate.
     """
     tasks.check_trains(cfg.task)
     if cfg.task.path is not None and not cfg.task.path.strip():
@@ -34,7 +34,10 @@ def check(cfg: RunConfig) -> list[str]:
 
 
 def recorded_questions(cfg: RunConfig) -> Mapping[str, Any]:
-    """Return what a run records about its local files of questions, such as hashes; empty if it has none."""
+    """Return what a run records about its questions, such as their number and SHA-256 by role (`data` of env.json).
+
+    Empty unless task.path is a local path.
+    """
     lie_here = cfg.task.path is not None and question_files.is_local(cfg.task.path)
     return _load_task(json.dumps(asdict(cfg.task))).data if lie_here else {}
 
@@ -47,14 +50,15 @@ def are_questions_here(cfg: RunConfig) -> bool:
 
 @cache
 def _load_task(task: str) -> tasks.Task:
-    """Load a task whose questions are on this machine, from its configuration as JSON. Cached."""
+    """Load the task of a configuration section `task.*`, given as JSON so that it can be cached."""
     return tasks.load(build_config({"task": json.loads(task)}).task)
 
 
 def note_cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
-    """Return a note for each number of questions above the available `train` and `heldout` ones.
+    """Return a note for each setting that asks for more questions than exist.
 
-    Raises ConfigError if there are too few to train on or to evaluate.
+    `train` and `heldout` are the numbers of questions that exist. Raises ConfigError if there is none to train on, or
+    an evaluation has fewer than two.
     """
     more = "a larger task.arithmetic.max_operand" if cfg.task.name == "arithmetic" else "another task.path"
     keys = [f"task.{key}={given}" for key in ("module", "path") if (given := getattr(cfg.task, key))]
@@ -75,5 +79,5 @@ def note_cut_questions(cfg: RunConfig, train: int, heldout: int) -> list[str]:
 
 
 def overrides_without_evaluation(cfg: RunConfig) -> str:
-    """Return the overrides that switch off held-out evaluation, in one text; empty if it is off."""
+    """Return the overrides that switch off held-out evaluation, as one text; empty if the run has no evaluation."""
     return " ".join(f"eval.{key}=0" for key in ("questions", "every") if getattr(cfg.eval, key))
