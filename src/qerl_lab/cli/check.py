@@ -22,16 +22,19 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system.exits import OK
 
 LAUNCHER = "lab"  # our launcher, in hydra_plugins
-HERE = ("basic", "joblib", "submitit_local")  # other launchers whose jobs run on this machine
+HERE = ("basic", "joblib", "submitit_local")  # Hydra's other launchers whose jobs run on this machine
 
 
 class PastHydra(BaseException):
-    """Carries its cause past Hydra, which logs exceptions of callbacks and announces those of jobs."""
+    """Carries another exception, its `__cause__`, through Hydra.
+
+    Hydra would log an Exception from a callback and announce one from a job; this is a BaseException.
+    """
 
 
 @contextmanager
 def past_hydra() -> Iterator[None]:
-    """Re-raise an exception as `PastHydra`, of which `train._run_hydra` raises the cause again."""
+    """Context manager: re-raise any Exception as `PastHydra`. `train._run_hydra` then raises the original exception."""
     try:
         yield
     except Exception as error:
@@ -39,15 +42,16 @@ def past_hydra() -> Iterator[None]:
 
 
 class CheckJobs(Callback):
-    """Hydra's callback: check and claim a sweep's jobs when it starts; print the results and exit when it ends."""
+    """Hydra callback for sweeps: at the start check all jobs and create their directories; at the end print results."""
 
-    plan: ClassVar[Plan]  # of the sweep, also for the launcher
+    plan: ClassVar[Plan]  # of the sweep under way; `LabLauncher` reads it
 
     @past_hydra()
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Override Hydra's hook before the first job of a sweep: check its jobs and create their directories.
+        """Override Hydra's hook before the first job of a sweep: check all jobs and create their directories.
 
-        Puts the sweep's directory into `config`, its composed configuration, in place. Raises PastHydra.
+        `config` is the configuration that Hydra composed for the sweep. Sets its hydra.sweep.dir in place. Raises
+        PastHydra if a job cannot run.
         """
         launcher = config.hydra.runtime.choices["hydra/launcher"]
         plan = compose.plan_sweep(config, GlobalHydra.instance().config_loader())
@@ -71,15 +75,19 @@ class CheckJobs(Callback):
 
 
 def command_line(overrides: Sequence[str] | None = None) -> str:
-    """Return the typed line `python -m qerl_lab ...` with `overrides` or this process's arguments, secrets hidden."""
+    """Return the command line `python -m qerl_lab ...` as typed, with secrets hidden.
+
+    The arguments are `overrides` if given, else those of this process.
+    """
     return redact(shlex.join(["python", "-m", "qerl_lab", *(sys.argv[1:] if overrides is None else overrides)]))
 
 
 def check_and_claim(plan: Plan, is_here: bool) -> Plan:
-    """Check all jobs, create their directories, and print the command's first lines; return the plan with these paths.
+    """Check all jobs of a command, create their directories, print its first lines; return the plan with final paths.
 
-    A dry run prints a table and exits instead. `is_here` says that the jobs run on this machine. Reuses the directories
-    of an earlier sweep of the same jobs (`jobs.continue_sweep`). Raises ConfigError.
+    Continues an earlier sweep of the same jobs in its directories (`jobs.continue_sweep`). A dry run prints a table and
+    exits instead. `is_here` says that the jobs run on this machine. Raises ConfigError if a job cannot run, or a
+    directory is in use.
     """
     is_dry = any(job.config.dry_run for job in plan.jobs)
     plan = check_jobs(jobs.continue_sweep(plan), is_here, is_dry)
@@ -96,10 +104,11 @@ def check_and_claim(plan: Plan, is_here: bool) -> Plan:
 
 
 def check_jobs(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
-    """Check that every unfinished job could start; return the plan with notes for the user in its jobs.
+    """Check that every unfinished job could start. Return the plan with notes for the user added to its jobs.
 
-    If the jobs run here (`is_here`), checks this machine's hardware; for a cluster, the flags and that this machine can
-    submit jobs. A dry run notes what this machine lacks, because the run may be meant for another. Raises ConfigError.
+    If the jobs run on this machine (`is_here`), also checks its hardware. If they run on a cluster, also checks the
+    flags of sbatch, and that this machine can submit jobs. A dry run (`is_dry`) only notes what this machine lacks,
+    because the run may be meant for another machine. Raises ConfigError for the first job that could not start.
     """
     checked, first = [], plan.jobs[0].config
     for job in plan.jobs:

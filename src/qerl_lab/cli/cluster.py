@@ -1,7 +1,7 @@
 """Run the jobs of a sweep on a cluster: as a Slurm array (by submitit), or as Ray tasks.
 
-Each task gets one `SweepJob` with the directory of a job, which holds its configuration since the sweep was claimed.
-So every machine must see that directory at the same path. A task that the cluster restarts resumes its run.
+Each Slurm job or Ray task runs one `SweepJob`, which names the directory of a run. The run's configuration already lies
+in that directory, so every machine must see it at the same path. A task that the cluster restarts resumes its run.
 """
 
 import importlib.util
@@ -28,14 +28,17 @@ if TYPE_CHECKING:
 SET_BY_SUBMITIT = {"array", "output", "error", "open-mode", "nodes", "ntasks-per-node", "signal"}  # sbatch flags
 GPU_FLAGS = {"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"}
 CPU_FLAGS = {"cpus-per-task", "exclusive"}
-SIGNAL_SECONDS = 300  # sent so long before the time limit, so that the job saves; a step may take that long
+SIGNAL_SECONDS = 300  # from Slurm's signal to save until the time limit; a step may take that long
 LEAST_MINUTES = 10
 GOES_ON = "Nothing was started; the same line, corrected, begins the jobs in their directories."
-TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):(\d+):(\d+)|(\d+))")  # of the formats of Slurm D-H:M:S, H:M:S and M
+TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):(\d+):(\d+)|(\d+))")  # Slurm's formats D-H:M:S, H:M:S and M (minutes)
 
 
 def check_slurm_flags(cfg: RunConfig) -> None:
-    """With launcher=slurm raise ConfigError if the flags of sbatch are unreadable, or the time limit is too short."""
+    """Raise ConfigError if the sbatch flags in `cfg.slurm` are unreadable, or set a time limit below LEAST_MINUTES.
+
+    Jobs stop to save SIGNAL_SECONDS before their time limit. Checks nothing if the launcher is not slurm.
+    """
     if cfg.launcher == "slurm" and (limit := time_limit_minutes(parse_sbatch_flags(cfg.slurm))) < LEAST_MINUTES:
         raise ConfigError(
             f"--time of slurm= is {limit} minutes, and {SIGNAL_SECONDS} seconds before that a job stops to save. "
@@ -44,7 +47,10 @@ def check_slurm_flags(cfg: RunConfig) -> None:
 
 
 def check_can_submit(cfg: RunConfig) -> None:
-    """Raise ConfigError if this machine lacks the package of launcher=slurm or ray, or for Slurm sbatch or srun."""
+    """Raise ConfigError if this machine cannot submit jobs to the cluster that `cfg.launcher` names.
+
+    slurm needs the package submitit and the programs sbatch and srun; ray needs the package ray.
+    """
     package = {"slurm": "submitit", "ray": "ray"}[cfg.launcher]
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
@@ -56,7 +62,10 @@ def check_can_submit(cfg: RunConfig) -> None:
 
 
 def parse_sbatch_flags(text: str) -> dict[str, Any]:
-    """Parse sbatch flags, `--NAME=VALUE` or `--NAME`, to VALUE or True by NAME; raise ConfigError for anything else."""
+    """Parse sbatch flags into a dict: `--NAME=VALUE` gives {NAME: VALUE}, `--NAME` gives {NAME: True}.
+
+    Raises ConfigError for anything else, and for the flags that the lab sets itself (`SET_BY_SUBMITIT`).
+    """
     found: dict[str, Any] = {}
     try:
         words = shlex.split(text)
@@ -75,7 +84,10 @@ def parse_sbatch_flags(text: str) -> dict[str, Any]:
 
 
 def time_limit_minutes(flags: Mapping[str, Any]) -> int:
-    """Return the time limit of a Slurm job in minutes, rounded up; raise ConfigError without a readable one."""
+    """Return the time limit of a Slurm job in minutes, rounded up. `flags` are those of `parse_sbatch_flags`.
+
+    Raises ConfigError if the flag `time` is missing or unreadable.
+    """
     match = TIME.fullmatch(str(flags.get("time", "")))
     if match is None:
         raise ConfigError(
@@ -87,10 +99,11 @@ def time_limit_minutes(flags: Mapping[str, Any]) -> int:
 
 
 def resources_to_request(configs: Sequence[RunConfig], flags: Mapping[str, Any]) -> dict[str, int]:
-    """Return as parameters of submitit what each Slurm job gets: the most GPUs of any job, or CPUs if none uses a GPU.
+    """Return what every Slurm job requests, as parameters of submitit: GPUs or CPUs, as many as the largest job needs.
 
-    Empty if `flags` request them already, or on the CPU if cpu_threads is 0. With a GPU the cluster chooses the CPUs;
-    without one it would give a single CPU to all threads.
+    {"gpus_per_node": N} if any job may use a GPU; the cluster then chooses the CPUs. Else {"cpus_per_task": N}, because
+    all threads would otherwise share a single CPU. Empty if `flags` request them already, or, on CPUs, if cpu_threads
+    is 0.
     """
     on_gpu = [cfg.gpus for cfg in configs if cfg.device != "cpu"]
     if on_gpu:
@@ -100,6 +113,7 @@ def resources_to_request(configs: Sequence[RunConfig], flags: Mapping[str, Any])
 
 
 def _error_as_sentence(error: BaseException) -> str:
+    """Format an error's text in one line that ends with a period."""
     return in_one_line(error).rstrip(".") + "."
 
 
@@ -107,10 +121,11 @@ def _error_as_sentence(error: BaseException) -> str:
 def submit_to_slurm(
     configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob], folder: Path
 ) -> "Iterator[list[SlurmJob[str]]]":
-    """Context manager: submit the jobs as one Slurm array, its scripts and logs in `folder`; yield the Slurm jobs.
+    """Context manager: submit the jobs as one Slurm array; yield submitit's jobs, in order.
 
-    `configs` and `sweep_jobs` have one entry per job, in the same order. The flags and the number of jobs at once are
-    in `configs[0]`. Raises ConfigError if sbatch refuses. Leaving the context waits for nothing.
+    `configs` and `sweep_jobs` have one entry per job, in the same order. `configs[0]` has the flags of sbatch (`slurm`)
+    and the number of jobs at once (`jobs`). Scripts and logs go into `folder`. Raises ConfigError if sbatch refuses.
+    Leaving the context does not wait for the jobs.
     """
     import submitit
     from submitit.core.utils import FailedJobError
@@ -136,8 +151,9 @@ def submit_to_slurm(
 def submit_to_ray(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) -> "Iterator[list[Future[str]]]":
     """Context manager: run the jobs as Ray tasks, `configs[0].jobs` at once; yield their futures, in order.
 
-    A future returns why its job was refused or failed, or "". Leaving the context waits for all jobs and shuts Ray
-    down. Raises ConfigError if Ray cannot be reached.
+    `configs` and `sweep_jobs` have one entry per job, in the same order. The result of a future is "", or a message
+    that says why the job was refused or failed. Leaving the context waits for all jobs and shuts Ray down. Raises
+    ConfigError if Ray cannot be reached.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
     import ray as library
@@ -164,6 +180,10 @@ def submit_to_ray(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) 
 
 
 def ray_resources(cfg: RunConfig, has_gpus: bool) -> dict[str, float]:
-    """Return the CPUs ("CPU") and GPUs ("GPU") that a job requests from Ray: no GPU if the cluster has none."""
+    """Return how many CPUs and GPUs a job requests from Ray, as {"CPU": N, "GPU": N}.
+
+    Jobs that share a GPU request a fraction of it. `has_gpus` says whether the Ray cluster has GPUs; if not, no job
+    requests one.
+    """
     share = 1 / cfg.jobs_per_gpu if cfg.gpus == 1 else cfg.gpus  # Ray gives several GPUs only whole
     return {"CPU": max(1, cfg.cpu_threads), "GPU": share if has_gpus and cfg.device != "cpu" else 0}

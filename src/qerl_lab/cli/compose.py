@@ -1,7 +1,6 @@
 """Compose and check every job of a command before the first one starts. Imports Hydra and no torch.
 
 `plan_run` and `plan_sweep` take what Hydra composed (`@hydra.main` in `train.py`); `make_plan` composes by itself.
-Everything here raises ConfigError for a command that cannot run.
 """
 
 import copy
@@ -47,25 +46,31 @@ VERSION_BASE = "1.3"
 
 @dataclass(frozen=True)
 class Job:
-    """A run to start: its checked configuration, its directory, and the overrides (`key=value`) typed for it."""
+    """A run to start: its checked configuration, its directory, and the overrides (`key=value`) typed for it.
+
+    `number` counts the jobs of a command from 0.
+    """
 
     number: int
     overrides: list[str]
     config: RunConfig
     run_dir: Path
-    notes: list[str] = field(default_factory=list)  # printed before it starts
-    begun: bool = False  # an earlier command made its directory
+    notes: list[str] = field(default_factory=list)  # printed before the job starts
+    begun: bool = False  # an earlier command created `run_dir`
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The jobs of a command. `directory` is the run's, or the sweep's with one directory per job."""
+    """The jobs of a command: of a single run, or of a sweep (`multirun`).
+
+    `directory` is the directory of the run, or that of the sweep, which holds a directory per job.
+    """
 
     jobs: list[Job]
     directory: Path
     directory_given: bool  # typed by the user, so not to be renamed if it exists
     multirun: bool
-    made: Path | None = None  # topmost directory created for it
+    made: Path | None = None  # topmost folder that was created for `directory`, if any
 
 
 @cache
@@ -78,10 +83,10 @@ def register_schema() -> None:
 
 
 def make_plan(overrides: list[str], multirun: bool) -> Plan:
-    """Compose and check every job of a command, and start none; return the plan.
+    """Compose and check every job of a command without starting any; return the plan.
 
-    `overrides` are spelled for Hydra (`overrides.spell_for_hydra`). `multirun` is the flag -m; an override such as
-    +sweeps=NAME plans a sweep without it.
+    `overrides` must be spelled for Hydra (`overrides.spell_for_hydra`). `multirun` is the flag -m; without it an
+    override such as +sweeps=NAME still plans a sweep. Raises ConfigError if an override or a job is not allowed.
     """
     parsed = parse_overrides(overrides)
     register_schema()
@@ -98,7 +103,10 @@ def make_plan(overrides: list[str], multirun: bool) -> Plan:
 
 
 def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
-    """Check the single run that Hydra composed as `cfg`; return a plan with this job and its directory."""
+    """Check the single run that Hydra composed as `cfg`; return a plan with this job and its directory.
+
+    Raises ConfigError if the run cannot start, or if an override has no effect or is only for sweeps.
+    """
     typed, words = _typed_words(cfg.hydra.overrides.task), _typed_words(cfg.hydra.overrides.hydra)
     job = _checked_job(0, cfg, typed, loader)
     of_sweeps = [word for word in job.overrides if word.partition("=")[0] in OF_SWEEPS]
@@ -113,7 +121,10 @@ def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
 
 
 def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
-    """Expand the sweep that Hydra composed as `master` into jobs; compose and check each; return the plan."""
+    """Expand the sweep that Hydra composed as `master` into jobs; compose and check each; return the plan.
+
+    Raises ConfigError if a job cannot start, two jobs are equal or conflict, or an override has no effect.
+    """
     directory, jobs = Path(str(master.hydra.sweep.dir)).expanduser().absolute(), list[Job]()
     composed: dict[tuple[str, ...], DictConfig] = {}
     for number, overrides in enumerate(_expand_sweep(master, loader)):
@@ -142,7 +153,11 @@ def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
 def _compose_job(
     master: DictConfig, overrides: list[str], loader: ConfigLoader, known: dict[tuple[str, ...], DictConfig]
 ) -> DictConfig:
-    """Compose one job of the sweep `master`; jobs that differ only in plain values share a composition in `known`."""
+    """Compose the configuration of one job of the sweep `master` with Hydra.
+
+    Jobs whose overrides differ only in plain values of keys share one composition. `known` keeps these compositions
+    between calls, and grows here.
+    """
     is_named_by_words = "override_dirname" in str(OmegaConf.to_container(master.hydra.sweep, resolve=False))
     values = types_by_key().keys() - set(GROUPS)  # scale and experiment are both a key and a group
     plain = [word for word in overrides if word.partition("=")[0] in values and "${" not in word]
@@ -158,7 +173,10 @@ def _compose_job(
 
 
 def _checked_job(number: int, cfg: DictConfig, overrides: list[str], loader: ConfigLoader) -> Job:
-    """Build and check job `number` from `cfg`, which Hydra composed; its `run_dir` is not set yet."""
+    """Build job `number` from `cfg`, which Hydra composed with `overrides`, and check it. Its `run_dir` is not set yet.
+
+    Raises ConfigError if the job cannot run with these overrides.
+    """
     typed = intent.overrides_by_key(overrides)
     config = job_config(cfg, typed)
     intent.check_overrides(config, typed)
@@ -170,7 +188,10 @@ def _checked_job(number: int, cfg: DictConfig, overrides: list[str], loader: Con
 def _refuse_mislabelled_experiment(
     config: RunConfig, typed: Mapping[str, str], cfg: DictConfig, loader: ConfigLoader
 ) -> None:
-    """Raise ConfigError if a typed override changes what experiment=NAME stands for: the run would keep that name."""
+    """Raise ConfigError if a typed override changes what experiment=NAME means, because the run would keep that name.
+
+    `config` is the job's configuration, `cfg` the same as Hydra composed it. `typed` maps typed keys to their values.
+    """
     arm, declared = cfg.hydra.runtime.choices.get("experiment"), sorted(_experiment_keys())
     suspects = [key for key in typed if key in declared or any(name.startswith(f"{key}.") for name in declared)]
     if arm is None or not suspects:
@@ -198,7 +219,10 @@ def _refuse_mislabelled_experiment(
 
 @cache
 def _experiment_keys() -> frozenset[str]:
-    """Return all keys that conf/experiment/*.yaml list in `differs_in`, except numbers, which are fitted to a model."""
+    """Return all keys that files of conf/experiment/ list in `differs_in`, i.e. keys that tell experiments apart.
+
+    Keys with a number are left out, because numbers are fitted to a model.
+    """
     files, kinds = group_folder("experiment").glob("*.yaml"), types_by_key()
     declared = {key for file in files for key in yaml.safe_load(file.read_text(encoding="utf-8"))["differs_in"]}
     return frozenset(key for key in declared if kinds[key] not in NUMBERS)
@@ -211,7 +235,10 @@ def _typed_words(overrides: ListConfig) -> list[str]:
 
 
 def _expand_sweep(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
-    """List the overrides of each job of the sweep that Hydra composed as `master`, in Hydra's order."""
+    """List the overrides of each job of the sweep that Hydra composed as `master`, in Hydra's order.
+
+    Raises ConfigError if the sweep has no job, or uses a feature of Hydra's sweepers that cannot be checked beforehand.
+    """
     if (size := master.hydra.sweeper.get("max_batch_size")) is not None:
         raise ConfigError(f"hydra.sweeper.max_batch_size={size} does nothing here. Type jobs={size}.")
     if (name := master.hydra.runtime.choices["hydra/sweeper"]) != "basic":
@@ -257,7 +284,11 @@ def _refuse_equal_jobs(jobs: list[Job]) -> None:
 
 
 def job_config(cfg: DictConfig, typed: Mapping[str, str]) -> RunConfig:
-    """Build and check the RunConfig of a job from `cfg`, which Hydra composed, with implied values."""
+    """Return the checked RunConfig of a job from `cfg`, which Hydra composed, with implied values filled in.
+
+    `typed` maps typed keys to their values; typed values win over implied ones (see `intent.with_implied_values`).
+    Raises ConfigError if the configuration cannot run.
+    """
     values = {
         str(key): OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
         for key in cfg if key != "hydra" for node in [cfg[key]]

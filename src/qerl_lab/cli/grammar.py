@@ -1,6 +1,6 @@
-"""Read KEY=VALUE arguments into a dataclass of `option` fields, for every command but the main one, which is Hydra's.
+"""Parse KEY=VALUE arguments into a dataclass of `option` fields, and format `--help` from the same dataclass.
 
-The dataclass also produces `--help`.
+For every command except `python -m qerl_lab`, whose arguments Hydra parses.
 """
 
 import csv
@@ -32,7 +32,7 @@ HELP = ("--help", "-h")
 
 @dataclass(frozen=True)
 class Command(Generic[Options]):
-    """A command beside the main one: its usage, its purpose, and the function that takes its options."""
+    """A command other than `python -m qerl_lab`: usage, purpose, options, and the function `work` that runs it."""
 
     usage: str  # the command line before KEY=VALUE
     about: str
@@ -41,12 +41,13 @@ class Command(Generic[Options]):
     examples: tuple[tuple[str, str], ...] = ()  # (command, meaning)
     required: tuple[str, ...] = ()  # options that must be given; "a|b" requires one of the two
     bare: str = ""  # option whose values may be typed without KEY=
-    alone: bool = False  # runs in one process: each of several would repeat the whole work
+    alone: bool = False  # refuses to run in several processes, each of which would repeat the whole work
 
     def run(self, arguments: list[str]) -> int:
-        """Run the command, or print its help if asked or if a required option is missing; return exit code 0.
+        """Run the command with command-line arguments; return exit code 0.
 
-        Raises ConfigError for wrong arguments, and the errors of `work`.
+        Prints the help instead for `--help`, or without arguments if an option is required. Raises ConfigError for
+        wrong arguments or a missing required option, and the errors of `work`.
         """
         if set(HELP) & set(arguments) or (self.required and not arguments):
             print(command_help(self))
@@ -57,7 +58,10 @@ class Command(Generic[Options]):
         return OK
 
     def read(self, arguments: Sequence[str]) -> Options:
-        """Parse command-line arguments (`key=value`) into the command's options. Raises ConfigError."""
+        """Parse command-line arguments (`key=value`) into the command's options.
+
+        Raises ConfigError for a wrong argument, or if a required option is missing.
+        """
         options = parse_options(self.options, arguments, self.bare)
         for name in self.required:
             if not any(getattr(options, each) for each in name.split("|")):
@@ -68,7 +72,10 @@ class Command(Generic[Options]):
 
 
 def run_subcommand(commands: Mapping[str, Command[Any]], arguments: list[str]) -> int:
-    """Run the subcommand that the first argument names, or list the subcommands; return the exit code."""
+    """Run the subcommand that the first argument names; return the exit code. `commands` maps names to subcommands.
+
+    Lists the subcommands for `--help` or without arguments. Raises ConfigError for an unknown name.
+    """
     name, *rest = arguments or HELP
     if name in HELP:
         width = max(len(command.usage) for command in commands.values()) + 2
@@ -82,15 +89,19 @@ def run_subcommand(commands: Mapping[str, Command[Any]], arguments: list[str]) -
 
 
 def main_of(commands: Mapping[str, Command[Any]]) -> Main:
-    """Build the `main` of a module with these subcommands (see `exits.command`)."""
+    """Build the `main` of a module with these subcommands: it takes command-line arguments and returns an exit code.
+
+    Expected errors become printed messages (see `exits.command`).
+    """
     return command(partial(run_subcommand, commands))
 
 
 def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "") -> Options:
-    """Parse command-line arguments (`key=value`) into the flat dataclass `kind`. Raises ConfigError.
+    """Parse command-line arguments (`key=value`) into the flat dataclass `kind` of `option` fields.
 
-    Values are written as in Hydra's grammar, but a text needs no quotes. Arguments without a key, such as paths from
-    the shell, are values of the option `bare`.
+    Values are written as in Hydra's grammar, but a text needs no quotes. Arguments without `key=`, such as paths from
+    the shell, become the value of the option named `bare`. Raises ConfigError for an unknown or repeated key, or a
+    value of a wrong type or out of bounds.
     """
     types, defaults = get_type_hints(kind), kind()
     given: dict[str, Any] = {}
@@ -125,7 +136,10 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
 
 
 def _parse_value(key: str, kind: Any, text: str, default: Any) -> Any:
-    """Parse a value as type `kind`; `a,b` is the list `[a,b]`. Raises ConfigError, which may suggest `default`."""
+    """Parse the value of `key` as type `kind`. For a list, `a,b` and `[a,b]` are the same.
+
+    Raises ConfigError for a value of another type; the message may suggest the key's `default`.
+    """
     if get_origin(kind) is list:
         inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         quote = '"' if '"' in inner else "'"
@@ -139,6 +153,10 @@ def _parse_value(key: str, kind: Any, text: str, default: Any) -> Any:
 
 
 def _parse_scalar(text: str, kind: Any) -> Any:
+    """Parse a single value as null, true, false, a number or a text, whichever `kind` allows.
+
+    A value that does not fit `kind` is returned as what it looks like; the caller checks the type.
+    """
     if kind in TEXT:
         return None if text == "null" else unquoted(text)
     for number in (float,) if kind in (float, float | None) else (int, float):
@@ -150,7 +168,10 @@ def _parse_scalar(text: str, kind: Any) -> Any:
 
 
 def unknown_flag_error(argument: str, keys: Mapping[str, str], flags: Sequence[str]) -> ConfigError:
-    """Return the error for an argument that is none of the `flags`; `keys` maps each key to what to type for it."""
+    """Return the error for an argument with dashes, such as --lr, that is none of the allowed `flags`.
+
+    `keys` maps each known name to what to type for it without dashes, e.g. `lr` to `optim.learning_rate=VALUE`.
+    """
     key, sign, _ = argument.lstrip("-").replace("-", "_").partition("=")
     close = did_you_mean(key, list(keys)) if sign else did_you_mean(argument, list(flags))
     hint = f" Type {keys[key]}." if key in keys else close or " Type --help for what may be typed."
@@ -158,7 +179,10 @@ def unknown_flag_error(argument: str, keys: Mapping[str, str], flags: Sequence[s
 
 
 def unreadable_override_error(override: str, keys: Mapping[str, Any]) -> ConfigError:
-    """Return the error for an override that Hydra cannot parse or that has no value; `keys` maps keys to types."""
+    """Return the error for an override that Hydra cannot parse or that has no value.
+
+    `keys` maps each known key to its type.
+    """
     if override in keys:
         return ConfigError(f"{override} has no value. Type {override}=VALUE.")
     key, sign, value = override.partition("=")
@@ -172,7 +196,7 @@ def unreadable_override_error(override: str, keys: Mapping[str, Any]) -> ConfigE
 
 
 def refuse_repeated_keys(pairs: Iterable[tuple[str, str]]) -> None:
-    """Raise ConfigError if two of the (key, override) pairs have the same key."""
+    """Raise ConfigError if a key occurs twice. `pairs` has (key, override as typed) of each override."""
     overrides: dict[str, list[str]] = {}
     for key, override in pairs:
         overrides.setdefault(key, []).append(override)
@@ -195,7 +219,10 @@ def command_help(command: Command[Any]) -> str:
 
 
 def format_key_entry(name: str, field: Any, default: Any, width: int) -> list[str]:
-    """Format one key of a `--help` text as lines: `NAME=DEFAULT` in `width` columns, then meaning and bounds."""
+    """Format one key of a `--help` text as lines: `NAME=DEFAULT` in `width` columns, then meaning and bounds.
+
+    `field` is the dataclass field of the key (see `option`).
+    """
     shown = spell_value(default)
     shown = shown if len(shown) <= 40 else shown[:37] + "..."
     allowed = ", ".join(field.metadata["choices"] or ()) or bounds_in_words(field.metadata)

@@ -1,6 +1,6 @@
 """Check the overrides (`key=value`) that a user typed, set implied values, add notes. Imports no torch.
 
-The schema holds every key for every run, and a scale may set keys that its run ignores. A user who types an ignored key
+Every run has all keys of the schema, and a scale may set keys that a run ignores. But a user who types an ignored key
 is misled, so a typed key must have an effect.
 """
 
@@ -25,18 +25,19 @@ CLIPS = ("algorithm.epsilon_low", "algorithm.epsilon_high")
 
 
 class Variant(NamedTuple):
-    """Keys that have an effect only where a condition is met (see `is_met`), and what to type to use them."""
+    """Keys that have an effect only if a condition is met (see `keys.is_met`), and what to type to meet it."""
 
     keys: str  # separated by spaces; a name that ends with a dot covers all keys below
-    when: str
+    when: str  # condition on another key
     remedy: str
     arm: str = ""  # what to type instead of the remedy in a run that names its experiment
 
     def has_key(self, key: str) -> bool:
+        """Tell whether this row lists the dotted key, or a section that holds it."""
         return any(key == name or (name[-1] == "." and key.startswith(name)) for name in self.keys.split())
 
 
-# If several rows list a key, the last gives the reason in the error.
+# If several rows with an unmet condition list a key, the error gives the last one as the reason.
 VARIANTS = (
     *(Variant(f"format.{f.name}", f"format.name={name}", f"format={name}", f"+experiment={name}")
       for f in fields(FormatConfig) if (name := f.metadata["only"])),
@@ -73,10 +74,11 @@ def overrides_by_key(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def with_implied_values(cfg: RunConfig, typed: Collection[str]) -> RunConfig:
-    """Return the configuration with the values that others imply, unless these keys are `typed`.
+    """Return the configuration with values filled in that follow from others. May change `cfg`.
 
-    Implied are absolute paths and hashes, the model's name, a micro-batch size that divides an update, and the rounding
-    rules that a quantized checkpoint records. Raises ConfigError for a missing file.
+    Local paths become absolute and get hashes of their files. Unless the key is in `typed`, it also sets the model's
+    name, a micro-batch size that divides the completions of an update, and the rounding rules that a quantized
+    checkpoint records. Raises ConfigError if a file is missing or a hash does not match its file.
     """
     option = group_folder("model") / f"{cfg.model.name}.yaml"
     if "model.name" not in typed and option.is_file():
@@ -95,7 +97,10 @@ def with_implied_values(cfg: RunConfig, typed: Collection[str]) -> RunConfig:
 
 
 def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
-    """Raise ConfigError for a typed override that this job cannot have, whatever the sweep's other jobs are."""
+    """Raise ConfigError if a typed override is not allowed in this job, whatever other jobs the sweep has.
+
+    `typed` maps typed keys to their values.
+    """
     for key in ("differs_in", "extended"):
         if key in typed:
             raise ConfigError(f"{key} is set by the lab, not by the command. Leave {key} out.")
@@ -120,7 +125,7 @@ def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
 
 
 def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
-    """Raise ConfigError if a sweep's jobs differ in a key of `OF_SWEEPS`, or would share a vLLM server at one time."""
+    """Raise ConfigError if jobs of a sweep differ in a key of `OF_SWEEPS`, or would share a vLLM server at a time."""
     for key in OF_SWEEPS:
         if len({getattr(cfg, key) for cfg in configs}) > 1:
             raise ConfigError(f"{key} holds for the whole sweep; allowed: one value. Type {key}=VALUE, once.")
@@ -134,7 +139,10 @@ def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
 
 
 def inert_keys(cfg: RunConfig) -> dict[str, Variant]:
-    """Map each key without effect in this configuration to its `Variant`; with task.module a task key may have one."""
+    """Map each key that has no effect in this configuration to the `Variant` that says when it would have one.
+
+    With task.module, keys of task.* are left out, because the module may read them.
+    """
     values = values_of(cfg)
     found = {
         key: variant
@@ -148,9 +156,10 @@ def inert_keys(cfg: RunConfig) -> dict[str, Variant]:
 
 
 def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) -> None:
-    """Raise ConfigError for an override without effect in all `jobs`, pairs of configuration and overrides by key.
+    """Raise ConfigError for an override without effect. `jobs` has (configuration, typed values by key) of each job.
 
-    An override that differs between jobs must act in each: else two jobs would be the same run under two names.
+    An override that all jobs share must have an effect in at least one of them. An override that differs between jobs
+    must have an effect in each, because otherwise two jobs would be the same run under two names.
     """
     inert = [inert_keys(cfg) for cfg, _ in jobs]
     for number, (cfg, words) in enumerate(jobs):
@@ -168,7 +177,11 @@ def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) 
 
 
 def notes_before_start(cfg: RunConfig, micro_batch_size: int, typed: Collection[str]) -> list[str]:
-    """Return notes to print before a job starts: a value fitted from `micro_batch_size`, overrides of little effect."""
+    """Return notes to print before a job starts: on overrides with little effect, and on fitted or unusual values.
+
+    `micro_batch_size` is the composed value, before it was fitted to the size of an update. `typed` holds the typed
+    keys.
+    """
     said = []
     if cfg.updates_per_step == 1 and (clips := [key for key in CLIPS if key in typed]):
         said.append(

@@ -1,4 +1,4 @@
-"""Directories of jobs: find existing ones, claim new ones, read a sweep, extend a run."""
+"""Directories of jobs: find those of an earlier sweep, create new ones, read a sweep, extend a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,11 +23,13 @@ LOCK = ".lock"  # in a sweep's directory; held by the command that runs it
 
 
 def continue_sweep(plan: Plan) -> Plan:
-    """Find an earlier sweep of the same jobs; return the plan with its run directories, to continue the runs there.
+    """Find an earlier sweep of the same jobs. Return the plan with that sweep's directories, so that its runs continue.
 
     Looks in a typed hydra.sweep.dir, else in all directories beside the planned one, newest first. Jobs are the same if
-    directory name, arm, seed, gpus and question files agree. A single run, or a sweep with rerun=true, is always new.
-    Raises ConfigError if another run has a job's directory.
+    directory name, arm, seed, gpus and question files agree. Returns the plan unchanged if it finds no such sweep, for
+    a single run, and with rerun=true.
+
+    Raises ConfigError if a job's directory in a typed hydra.sweep.dir has another run, or with rerun=true any run.
     """
     is_new = not plan.multirun or plan.jobs[0].config.rerun
     if not plan.directory_given:
@@ -48,12 +50,15 @@ def continue_sweep(plan: Plan) -> Plan:
 
 
 def _move_jobs(plan: Plan, directory: Path) -> list[Job]:
-    """Return the plan's jobs with their run directories in another sweep directory."""
+    """Return the plan's jobs with run directories below `directory` instead of the plan's own. Touches no files."""
     return [replace(job, run_dir=directory / job.run_dir.relative_to(plan.directory)) for job in plan.jobs]
 
 
 def _has_same_run(job: Job) -> bool:
-    """Tell whether the job's directory holds a run of the same arm, seed, gpus and questions. False if damaged."""
+    """Tell whether the job's directory holds a run of the same arm, seed, gpus and questions.
+
+    False for a run with a damaged record, which could not be resumed.
+    """
     run, own = RunDirectory(job.run_dir), as_recorded(job.config)
     try:
         if not run.is_claimed:
@@ -67,7 +72,10 @@ def _has_same_run(job: Job) -> bool:
 
 
 def _has_same_questions(run: RunDirectory, config: RunConfig) -> bool:
-    """Tell whether the files of questions are unchanged since the run began. True if they are gone or unrecorded."""
+    """Tell whether the files of questions are the same as when the run began.
+
+    True also if the files are gone or the record has no hashes of them.
+    """
     try:
         then = run.environment().get("data") or {}
         now = question_counts.recorded_questions(config) if then else {}
@@ -95,8 +103,8 @@ def plan_of_sweep(directory: Path) -> Plan | None:
 def claim_directories(plan: Plan, command: str) -> Plan:
     """Create the run directories that do not exist yet; return the plan with the final paths.
 
-    If the planned directory was not typed and exists, takes the next free name (NAME-2). Each new directory records
-    `command`. Raises ConfigError if a directory is in use or cannot be created.
+    If the planned directory was not typed and exists, takes the next free name (NAME-2). `command` is the typed line,
+    which each new directory records. Raises ConfigError if a directory is in use or cannot be created.
     """
     made = first_missing(plan.directory)
     directory = plan.directory if plan.directory_given else reserve_directory(plan.directory)
@@ -112,9 +120,10 @@ def claim_directories(plan: Plan, command: str) -> Plan:
 
 
 def extend_run(run: RunDirectory, steps: int) -> None:
-    """Record that a finished run shall continue up to step `steps`; the run itself adapts its schedules.
+    """Record that a finished run shall continue up to step `steps`. Starts nothing; the run then adapts its schedules.
 
-    Raises ConfigError unless it has fewer steps, kept its last checkpoint, and could resume here with its questions.
+    Raises ConfigError unless the run is finished, has fewer steps and its last checkpoint, and could resume here with
+    the same questions.
     """
     was = run.config()
     if run.status != "done":
@@ -144,7 +153,10 @@ def extend_run(run: RunDirectory, steps: int) -> None:
 
 @contextmanager
 def locked_sweep(directory: Path) -> Iterator[None]:
-    """Lock a sweep's directory, creating it if missing. Raises ConfigError if another command holds the lock."""
+    """Context manager: lock a sweep's directory, and create it if missing.
+
+    Raises ConfigError if another command holds the lock.
+    """
     make_run_directory(directory)
     with open(directory / LOCK, "a", encoding="utf-8") as file:  # opened for writing, because NFS locks no other files
         lock(

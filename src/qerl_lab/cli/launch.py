@@ -1,4 +1,4 @@
-"""Run the job of a claimed directory in a process of its own, and read from the directory how it ended.
+"""Start the run of a created directory in processes of its own, wait, and read from the directory how the run ended.
 
 A process per run keeps jobs of a sweep from leaking state (GPU memory, thread settings, peak counters) into each other,
 and lets a job die without the sweep.
@@ -27,7 +27,7 @@ from qerl_lab.system import exits, terminal
 from qerl_lab.system.exits import FAILURE, OK, SIGNALS, USAGE, stop_signals
 from qerl_lab.system.processes import rank_variables, refuse_several_processes
 
-LOOK_SECONDS = 1.0  # between two checks of the stop file and of the ranks
+LOOK_SECONDS = 1.0  # between two checks of the stop file and of a run's processes
 GRACE_SECONDS = 60.0  # for the other ranks to end by themselves after one has died
 SAVE_SECONDS = 240.0  # for the processes of a job to save before the cluster kills it
 ABORT = "abort"  # content of the stop file
@@ -51,9 +51,10 @@ _children: list[subprocess.Popen[bytes]] = []  # the processes of all runs that 
 
 @dataclass(frozen=True)
 class SweepJob:
-    """A job of a sweep. Can be pickled, and called again by a cluster, on any machine: a begun run resumes.
+    """A job of a sweep, which is run by calling it.
 
-    The run stops after its step once `stop_file` exists, and at once if that contains `ABORT`.
+    A cluster may pickle it, and call it again on another machine: a run that has begun resumes. Once `stop_file`
+    exists, the run saves and stops after its current step; if that file contains `ABORT`, it is killed.
     """
 
     run_dir: Path
@@ -62,7 +63,11 @@ class SweepJob:
     variables: Mapping[str, str] = field(default_factory=dict)  # added to the environment of its processes
 
     def __call__(self, gpus: Mapping[str, str] | None = None) -> str:
-        """Run the job to its end, with variables that select its GPUs; return why it was refused or failed, or ""."""
+        """Run the job to its end. Return "", or a message that says why the job was refused or failed.
+
+        `gpus` has environment variables that select its GPUs, such as CUDA_VISIBLE_DEVICES. Does nothing if `stop_file`
+        exists.
+        """
         if self.stop_file.exists():
             return ""
         run, job = RunDirectory(self.run_dir), replace(self, variables={**self.variables, **(gpus or {})})
@@ -75,7 +80,10 @@ class SweepJob:
             return failure_message(run)
 
     def checkpoint(self) -> Any:
-        """Override submitit's hook near the time limit: stop the run so that it saves; return the job to requeue."""
+        """Override submitit's hook near the time limit: stop the run so that it saves.
+
+        Returns this job, to be queued again.
+        """
         from submitit.helpers import DelayedSubmission
 
         deadline = time.monotonic() + SAVE_SECONDS
@@ -88,7 +96,7 @@ class SweepJob:
 
 
 def failure_message(run: RunDirectory) -> str:
-    """Format why a run failed, and which file has the traceback."""
+    """Format why a failed run failed, and which file has the traceback."""
     file = run.path / "FAILED"
     more = f"\n{terminal.format_path(file)} has the whole of it" if file.stat().st_size else ""  # empty: a full disk
     return f"failed: {run.reason}{more}"
@@ -97,11 +105,14 @@ def failure_message(run: RunDirectory) -> str:
 def start(
     run: RunDirectory, typed: Typed | None = None, sweep_job: SweepJob | None = None, made: Path | None = None
 ) -> int:
-    """Start the run in its created directory, or resume it, and wait; return 0 (done), 1 (failed) or 130 (interrupted).
+    """Start the run of a created directory, or resume it, and wait. Return 0 (done), 1 (failed) or 130 (interrupted).
 
-    `typed` is the command to record if the run resumes. The output of a `sweep_job` goes to console.txt. Raises
-    ConfigError if the run cannot use its configuration. If it never began, its directory is deleted, with the empty
-    parents up to `made`.
+    Raises ConfigError if the run cannot use its configuration. If it never began, its files are then deleted.
+
+    Args:
+        typed: the command to record if the run resumes.
+        sweep_job: the job of a sweep that this run is. Adds its variables, and writes the output to console.txt.
+        made: topmost folder that was created for the run. With the files, empty folders up to it are deleted.
     """
     config = run.config()
     with run.locked() as lock:
@@ -131,17 +142,21 @@ def start(
 
 
 def child_command(run_dir: Path) -> list[str]:
+    """Return the command line of a process that trains the run in `run_dir` as a child of this process."""
     return [sys.executable, "-m", "qerl_lab.train", str(run_dir), str(os.getpid())]
 
 
 def _run_processes(
     run: RunDirectory, environments: list[dict[str, str]], lock: TextIO, sweep_job: SweepJob | None
 ) -> tuple[int, int]:
-    """Run one process per environment, in order of rank; return exit status and rank of the first that failed.
+    """Run one process per environment, in order of rank. Return exit status and rank of the first process that failed.
 
-    If none failed, the rank is 0. A negative status is a signal number. Signals are forwarded as SIGTERM, so that the
-    processes finish their step and save; the second SIGINT kills them. A terminal also sends SIGINT and SIGHUP to the
-    children, to no effect, so the parent alone counts signals.
+    If none failed, the rank is 0. A negative status is a signal number. Each process inherits `lock`, the lock of the
+    run's directory.
+
+    Signals to this process are forwarded as SIGTERM, so that the processes finish their step and save. A second SIGINT
+    kills them. A terminal sends SIGINT and SIGHUP to the processes too; repeats have no effect there, because only this
+    process counts signals.
     """
     children: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
@@ -177,9 +192,10 @@ def _run_processes(
 
 
 def _wait_for_children(children: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int:
-    """Wait for every process; return the rank of the first that failed, or 0.
+    """Wait for every process, in order of rank; return the rank of the first that failed, or 0.
 
-    Kills the others GRACE_SECONDS after a failure. Once `stop_file` exists, terminates or kills all.
+    Kills the others GRACE_SECONDS after a failure. Once `stop_file` exists, terminates all, so that they save; kills
+    all if the file contains ABORT.
     """
     first, deadline = None, math.inf
     while running := [child for child in children if child.poll() is None]:
@@ -197,18 +213,25 @@ def _wait_for_children(children: list[subprocess.Popen[bytes]], stop_file: Path 
 
 
 def _abort_requested(stop_file: Path | None) -> bool:
+    """Tell whether the stop file exists and asks to kill running jobs."""
     return stop_file is not None and stop_file.exists() and stop_file.read_text(encoding="utf-8") == ABORT
 
 
 def _first_failed(children: list[subprocess.Popen[bytes]]) -> int | None:
-    """Return the rank of the process that probably failed first, one that a signal ended before one with an error."""
+    """Return the rank of the ended process that probably failed first; None if none failed.
+
+    Prefers a process that was killed by a signal to one that exited with an error.
+    """
     codes = {rank: child.returncode for rank, child in enumerate(children) if child.returncode}
     return min(codes, key=lambda rank: (codes[rank] > 0, -codes[rank]), default=None)
 
 
 @contextmanager
 def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Let `handler` receive the signals that stop a run, in the main thread, until the context ends."""
+    """Context manager: call `handler` for each signal that stops a run (`exits.stop_signals`).
+
+    Does nothing outside of the main thread, where Python allows no handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

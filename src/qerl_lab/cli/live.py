@@ -19,7 +19,10 @@ HEAD = ["job", "step", "reward", "ETA", "words"]
 
 
 class JobProgress:
-    """Progress of a job, read from its record. `words` are its own overrides. The run reports damaged lines."""
+    """Progress of one job of a sweep, read from the record of its run.
+
+    `words` are the overrides in which the job differs from the others. Damaged lines are ignored: the run reports them.
+    """
 
     def __init__(self, job: Job, words: str) -> None:
         self.number, self.steps, self.words = job.number, job.config.steps, words
@@ -48,13 +51,17 @@ class JobProgress:
             self.eta = estimate_time_left(times[-1] - times[0], len(times) - 1, left) if times else "-"
 
     def _count_sessions(self) -> int:
+        """Return how many processes have worked on the run so far; 0 if its record is damaged."""
         with suppress(ConfigError):
             return len(self.run.sessions())
         return 0
 
 
 class SweepProgress:
-    """Show the jobs of a sweep, of which `left` are to run."""
+    """Show the progress of a sweep's `jobs`. `left` are those that are not done yet.
+
+    Once `stop_file` exists the sweep is stopping.
+    """
 
     def __init__(self, jobs: list[Job], left: Sequence[Job], stop_file: Path) -> None:
         words = {job.number: " ".join(own) for job, own in zip(jobs, split_overrides(jobs)[1], strict=True)}
@@ -65,7 +72,10 @@ class SweepProgress:
         self._drawn, self._looked = 0, -REDRAW_SECONDS
 
     def update(self) -> None:
-        """Redraw the table, or without a terminal print a line at a job's start and at each tenth of it."""
+        """Redraw the table, at most once a second.
+
+        Without a terminal print a line when a job starts, and at each tenth of a job.
+        """
         if time.monotonic() < self._looked + REDRAW_SECONDS:
             return
         self._looked = time.monotonic()
@@ -84,7 +94,10 @@ class SweepProgress:
                 print(f"job {seen.number}: {said if tenth else f'running, {seen.words}'}", file=sys.stderr, flush=True)
 
     def end_job(self, job: Job, message: str) -> None:
-        """Take an ended job out of the table; print its status, then `message`, if any, which says why it failed."""
+        """Remove an ended job from the table and print its status.
+
+        `message` says why the job failed and is printed below; empty if there is nothing to say.
+        """
         seen = self._left.pop(job.number)
         seen.read_progress()
         status = seen.run.status
@@ -97,6 +110,7 @@ class SweepProgress:
         print("\n".join(filter(None, (line, message))), file=sys.stderr, flush=True)
 
     def is_running(self, job: Job) -> bool:
+        """Tell whether the job was running at the last update. It must not have ended."""
         return self._left[job.number].is_running
 
     def close(self) -> None:
@@ -116,7 +130,10 @@ class SweepProgress:
         return ", ".join(parts)
 
     def _draw_table(self, table: list[str]) -> None:
-        """Draw lines over the previous ones on a terminal, below the message of a stop; drop those that do not fit."""
+        """Replace the lines drawn last on the terminal by `table`. Drops the first lines if not all fit.
+
+        After a stop it draws below the message about the stop. Draws nothing without a terminal.
+        """
         if not sys.stderr.isatty():
             return
         if not self._is_stopped and self._stop_file.exists():

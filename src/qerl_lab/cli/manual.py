@@ -77,7 +77,7 @@ def describe_option(path: Path) -> str:
 
 
 def _format_options(group: str, default: str | None = None) -> list[str]:
-    """Format all options of a group with their descriptions, as lines; a star marks `default`."""
+    """Format all options of a group with their descriptions, as lines. A star marks the option `default`."""
     folder, lines = group_folder(group), list[str]()
     names = sorted(choices_of(group), key=by_numbers)
     width = max(map(len, names)) + 4
@@ -114,7 +114,7 @@ def dry_run_table(plan: Plan) -> str:
 
 
 def opening_lines(plan: Plan) -> str:
-    """Format the first lines that a command prints."""
+    """Format what a command prints before its jobs start: the directory, runs that go on, and notes."""
     what = f"{count_jobs(plan.jobs)} in" if plan.multirun else "run directory:"
     begun = [RunDirectory(job.run_dir).status for job in plan.jobs if job.begun]
     earlier = f"{begun.count('done')} are done already, {len(begun) - begun.count('done')} go on (rerun=true: all anew)"
@@ -122,7 +122,10 @@ def opening_lines(plan: Plan) -> str:
 
 
 def format_notes(jobs: list[Job]) -> list[str]:
-    """Format each note once, with the numbers of the jobs that have it unless all have."""
+    """Format the notes of jobs as lines, each note once.
+
+    Numbers of the jobs that have the note follow, unless all jobs have it.
+    """
     about: dict[str, list[int]] = {}
     for job in jobs:
         for note in job.notes:
@@ -134,6 +137,7 @@ def format_notes(jobs: list[Job]) -> list[str]:
 
 
 def count_jobs(jobs: list[Job]) -> str:
+    """Format the number of jobs: `1 job`, `2 jobs`."""
     return f"{len(jobs)} {'job' if len(jobs) == 1 else 'jobs'}"
 
 
@@ -175,7 +179,10 @@ def split_overrides(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
 
 
 def _headline_cells(result: Mapping[str, float]) -> list[str]:
-    """Format accuracy, entropy, tokens/s and seconds of a run's result as table cells; a dash for a missing one."""
+    """Format accuracy, entropy, tokens/s and seconds of a run's result as four table cells.
+
+    A missing value becomes a dash.
+    """
     pairs = (("accuracy_before", "accuracy_after"), ("entropy_first", "entropy_last"))
     changes = [
         f"{result[first]:.3f} -> {result[last]:.3f}" if first in result and last in result else "-"

@@ -42,7 +42,7 @@ GROUPS = {  # the folders of conf/, and sweeps
 def spell_for_hydra(override: str) -> str:
     """Spell a typed override (`key=value`) for Hydra: quote a text, and put a plus before the groups of `APPENDED`.
 
-    `experiment=x` and `+experiment=x` become the same, as do `scale=x` and `+scale=x`. The flags of `slurm` are quoted
+    The user may type a plus or not: `experiment=x` and `+experiment=x` become the same. The flags of `slurm` are quoted
     as one text. Hydra's own keys (`hydra.*`, `hydra/*`) keep their plus.
     """
     key, sign, value = override.lstrip("+").partition("=")
@@ -60,9 +60,9 @@ def spell_for_hydra(override: str) -> str:
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides that are spelled for Hydra (see `spell_for_hydra`).
 
-    Raises ConfigError for one that cannot be read, a key given twice, an unknown key, a value of another type, or a
-    feature of Hydra that no run can use, such as ~key. Hydra itself checks an option against its group, after it has
-    read --config-dir.
+    Raises ConfigError for an override that cannot be read, a key given twice, an unknown key, a value of a wrong type,
+    or a feature of Hydra that no run can use, such as ~key. Whether a group has the typed option is checked later by
+    Hydra, which first reads --config-dir.
     """
     with as_config_errors():
         parsed = OverridesParser.create().parse_overrides(list(overrides))
@@ -73,7 +73,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
 
 def _check_override(override: Override) -> None:
-    """Raise ConfigError for an unknown key, a value of another type, or a feature of Hydra that no run can use."""
+    """Raise ConfigError for an unknown key, a value of a wrong type, or a feature of Hydra that no run can use."""
     name, line = override.key_or_group, override.input_line
     if override.is_hydra_override():
         if override.is_sweep_override():
@@ -175,7 +175,7 @@ def explain(error: Exception) -> str:
 
 
 def _module_of_command(name: str) -> str | None:
-    """Return the module of another command, such as qerl_lab.evaluate for `evaluate`; None if there is none."""
+    """Return the module of another command, such as qerl_lab.evaluate for `evaluate`; None if it is no command."""
     folder = Path(__file__).parents[1]
     files = {f"qerl_lab.{name}": f"{name}/__main__.py", f"qerl_lab.tools.{name}": f"tools/{name}.py"}
     found = [module for module, file in files.items() if (folder / file).is_file()]

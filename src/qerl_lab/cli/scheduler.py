@@ -30,12 +30,12 @@ from qerl_lab.system.disk import replace_file
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK
 
 TABLE = "table.txt"  # in a sweep's directory: how its jobs ended
-STOP_FILE = "INTERRUPTED"  # in a sweep's directory: no further job starts
+STOP_FILE = "INTERRUPTED"  # in a sweep's directory: while it exists, no job starts
 LOOK_SECONDS = {"local": 0.1, "ray": 0.1, "slurm": 2.0}  # between two checks for jobs that have ended
 
 
 def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) -> None:
-    """Run every job of a sweep that is not done; return when all have ended or a signal has stopped the sweep.
+    """Run all jobs of a sweep that are not done. Return when all have ended or a signal has stopped the sweep.
 
     `command` is the typed line, recorded in runs that resume. `variables` are added to the environment of the jobs.
     Raises ConfigError if another command runs this sweep.
@@ -69,7 +69,10 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
 
 
 def _show_until_done(waiting: dict[Any, Job], shown: SweepProgress, stop_file: Path) -> None:
-    """Show the progress of the jobs, `waiting` by future, until all have ended; after a stop cancel those not begun."""
+    """Show the progress of jobs until all have ended. Once `stop_file` exists, cancel the jobs that have not begun.
+
+    `waiting` maps the future of each job to the job; ended jobs are removed from it.
+    """
     while waiting:
         shown.update()
         for outcome, job in list(waiting.items()):
@@ -88,9 +91,9 @@ def _show_until_done(waiting: dict[Any, Job], shown: SweepProgress, stop_file: P
 
 @contextmanager
 def _stop_at_signals(stop_file: Path) -> Iterator[None]:
-    """On a signal create `stop_file`, upon which running jobs save and no other starts.
+    """Context manager: on a signal create `stop_file`, so that running jobs save and stop, and no other job starts.
 
-    A second SIGINT writes ABORT into it, upon which running jobs are killed, and raises KeyboardInterrupt.
+    A second SIGINT writes ABORT into the file, so that running jobs are killed, and raises KeyboardInterrupt.
     """
 
     def stop_jobs(number: int, frame: FrameType | None) -> None:
@@ -108,9 +111,9 @@ def _stop_at_signals(stop_file: Path) -> Iterator[None]:
 
 
 def finish(plan: Plan) -> int:
-    """Print how every job of a sweep ended, and save that table in its directory; return the exit code.
+    """Print a table of how the jobs of a sweep ended, and save it in the sweep's directory. Return the exit code.
 
-    0: all done; 1: one failed or never began; 130: interrupted.
+    The code is 0 if all jobs are done, 130 after an interruption, else 1: a job failed or never began.
     """
     table, stop_file = manual.sweep_table(plan), plan.directory / STOP_FILE
     replace_file(plan.directory / TABLE, f"{table.lstrip()}\n".encode())
@@ -123,7 +126,10 @@ def finish(plan: Plan) -> int:
 
 
 class GpuPool:
-    """The GPUs of this machine, each for up to `share` jobs at once; a job shares a GPU only if no other is free."""
+    """The GPUs of this machine, on each of which up to `share` jobs run at once.
+
+    `names` are the GPUs as in CUDA_VISIBLE_DEVICES. A job shares a GPU only if no GPU is idle.
+    """
 
     def __init__(self, names: Sequence[str], share: int) -> None:
         self._free: PriorityQueue[tuple[int, str]] = PriorityQueue()  # the first place on each GPU, then the second
@@ -133,7 +139,10 @@ class GpuPool:
 
     @contextmanager
     def take(self, count: int) -> Iterator[list[str]]:
-        """Wait until `count` GPUs have room, hold them, and yield their names for CUDA_VISIBLE_DEVICES."""
+        """Context manager: wait until `count` GPUs have room, and hold them.
+
+        Yields the names of the GPUs for CUDA_VISIBLE_DEVICES.
+        """
         with self._one_takes:
             taken = [self._free.get() for _ in range(count)]
         try:
@@ -144,7 +153,11 @@ class GpuPool:
 
 
 def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
-    """Return the pool of this machine's GPUs for these jobs; None if they run on the CPU or one at a time."""
+    """Return a pool of this machine's GPUs for jobs that run at once.
+
+    Returns None without a GPU, or if the jobs run one at a time or all on the CPU. Raises ConfigError if nvidia-smi
+    does not list the GPUs.
+    """
     if configs[0].jobs == 1 or all(cfg.device == "cpu" for cfg in configs) or not machine.has_gpu():
         return None
     names = machine.visible_gpus()
@@ -155,10 +168,11 @@ def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
 
 @contextmanager
 def run_locally(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) -> Iterator[list[Future[str]]]:
-    """Run the jobs on this machine, `configs[0].jobs` at once; yield their futures, which return as `SweepJob` does.
+    """Context manager: run the jobs on this machine, `configs[0].jobs` at once; yield their futures, in order.
 
-    If several run at once, a job waits until `cfg.gpus` GPUs have room and sees only those, unless it runs on the CPU.
-    Leaving the context waits for all jobs.
+    `configs` and `sweep_jobs` have one entry per job, in the same order. The result of a future is "", or a message
+    that says why the job was refused or failed. If several jobs run at once, each waits until `cfg.gpus` GPUs have room
+    and sees only those, unless it runs on the CPU. Leaving the context waits for all jobs.
     """
     cards = gpu_pool_of(configs)
 

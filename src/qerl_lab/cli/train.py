@@ -58,9 +58,10 @@ NO_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--experimental-reru
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")
 def run(cfg: DictConfig) -> int:
-    """Start the run that Hydra composed as `cfg`, and wait; exit with its exit code, or return that of a sweep's job.
+    """Start the run that Hydra composed as `cfg`, and wait for its end. Hydra calls this.
 
-    Jobs of hydra/launcher=lab do not come here.
+    Exits this process with the run's exit code. For a job of a sweep returns that code instead. Jobs of
+    hydra/launcher=lab do not come here.
     """
     hydra_config = HydraConfig.get()
     if hydra_config.mode != RunMode.MULTIRUN:
@@ -92,7 +93,7 @@ def _print_unfinished(code: int, run: RunDirectory) -> int:
 
 @exits.command
 def main(arguments: list[str]) -> int:
-    """Run the command `python -m qerl_lab` with these arguments; print an error; return the exit code."""
+    """Run the command `python -m qerl_lab` with these arguments; print errors; return the exit code."""
     if not arguments:
         print(manual.overview())
         return OK
@@ -166,7 +167,7 @@ def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[s
 
 
 def _hints_by_name() -> dict[str, str]:
-    """Map names that people type with dashes by mistake, such as `lr`, to what to type instead."""
+    """Map names that users may type with dashes by mistake, such as `lr`, to what to type instead."""
     names = [*types_by_key(), *GROUPS]
     targets = {name.rpartition(".")[2]: name for name in reversed(names)}
     targets |= dict(FOREIGN_NAMES) | {name: name for name in names}
@@ -177,7 +178,7 @@ def _hints_by_name() -> dict[str, str]:
 def _parse_resume(flags: list[str], overrides: list[str]) -> tuple[Path, int | None] | None:
     """Return (DIR, N) of `resume=DIR steps=N`, with N None if missing; return None for a command without `resume=`.
 
-    Raises ConfigError if anything else was typed.
+    Raises ConfigError if anything else was typed beside `resume=`, DIR is empty or N is no number.
     """
     given = overrides_by_key(overrides)
     directory, steps = unquoted(given.pop("resume", "null")), given.pop("steps", None)
@@ -200,7 +201,7 @@ def _parse_resume(flags: list[str], overrides: list[str]) -> tuple[Path, int | N
 def _resume(directory: Path, steps: int | None) -> int:
     """Resume the run or the sweep in a directory, or extend the finished run to `steps`; return the exit code.
 
-    Raises ConfigError if it cannot continue.
+    Raises ConfigError if the run or sweep cannot continue.
     """
     run, command = RunDirectory(directory), check.command_line()
     if plan := jobs.plan_of_sweep(directory):
@@ -227,7 +228,7 @@ def _resume(directory: Path, steps: int | None) -> int:
 def _prepare_completion() -> None:
     """Respell the command line that the shell completes (COMP_LINE) for Hydra's grammar.
 
-    Raises ConfigError unless the console script `qerl-lab` runs.
+    Raises ConfigError unless this process was started as `qerl-lab`.
     """
     if not (script := Path(sys.argv[0]).name).startswith(SCRIPT):
         raise ConfigError(f'tab completion is for {SCRIPT}, not {script}. Type: eval "$({SCRIPT} -sc install=bash)"')
