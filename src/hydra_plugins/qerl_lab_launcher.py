@@ -11,6 +11,8 @@ from hydra.plugins.launcher import Launcher
 
 @dataclass
 class LabLauncherConf:
+    """Hydra's configuration of the launcher `lab`: the class to build."""
+
     _target_: str = "hydra_plugins.qerl_lab_launcher.LabLauncher"
 
 

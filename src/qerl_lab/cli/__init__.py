@@ -1,1 +1,1 @@
-"""The command line: turn words into checked jobs, and jobs into processes."""
+"""The command line: turn arguments into checked jobs, and jobs into processes."""

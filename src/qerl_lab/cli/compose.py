@@ -237,7 +237,7 @@ def _typed_words(overrides: ListConfig) -> list[str]:
 def _expand_sweep(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
     """List the overrides of each job of the sweep that Hydra composed as `master`, in Hydra's order.
 
-    Raises ConfigError if the sweep has no job, or uses a feature of Hydra's sweepers that cannot be checked beforehand.
+    Raises ConfigError if the sweep has no job, or sets Hydra's sweeper in a way that is not allowed.
     """
     if (size := master.hydra.sweeper.get("max_batch_size")) is not None:
         raise ConfigError(f"hydra.sweeper.max_batch_size={size} does nothing here. Type jobs={size}.")

@@ -97,7 +97,7 @@ def main_of(commands: Mapping[str, Command[Any]]) -> Main:
 
 
 def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "") -> Options:
-    """Parse command-line arguments (`key=value`) into the flat dataclass `kind` of `option` fields.
+    """Parse command-line arguments (`key=value`) into the dataclass `kind`, which has `option` fields and no sections.
 
     Values are written as in Hydra's grammar, but a text needs no quotes. Arguments without `key=`, such as paths from
     the shell, become the value of the option named `bare`. Raises ConfigError for an unknown or repeated key, or a

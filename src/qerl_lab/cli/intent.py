@@ -76,7 +76,7 @@ def overrides_by_key(overrides: Sequence[str]) -> dict[str, str]:
 def with_implied_values(cfg: RunConfig, typed: Collection[str]) -> RunConfig:
     """Return the configuration with values filled in that follow from others. May change `cfg`.
 
-    Local paths become absolute and get hashes of their files. Unless the key is in `typed`, it also sets the model's
+    Local paths become absolute and get hashes of their files. Also sets, unless the key is in `typed`: the model's
     name, a micro-batch size that divides the completions of an update, and the rounding rules that a quantized
     checkpoint records. Raises ConfigError if a file is missing or a hash does not match its file.
     """
@@ -125,7 +125,7 @@ def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
 
 
 def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
-    """Raise ConfigError if jobs of a sweep differ in a key of `OF_SWEEPS`, or would share a vLLM server at a time."""
+    """Raise ConfigError if jobs of a sweep differ in a key of `OF_SWEEPS`, or would use one vLLM server at once."""
     for key in OF_SWEEPS:
         if len({getattr(cfg, key) for cfg in configs}) > 1:
             raise ConfigError(f"{key} holds for the whole sweep; allowed: one value. Type {key}=VALUE, once.")

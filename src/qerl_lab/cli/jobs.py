@@ -122,8 +122,8 @@ def claim_directories(plan: Plan, command: str) -> Plan:
 def extend_run(run: RunDirectory, steps: int) -> None:
     """Record that a finished run shall continue up to step `steps`. Starts nothing; the run then adapts its schedules.
 
-    Raises ConfigError unless the run is finished, has fewer steps and its last checkpoint, and could resume here with
-    the same questions.
+    Raises ConfigError unless the run is finished, has fewer steps, kept its last checkpoint, and could resume on this
+    machine with the same questions.
     """
     was = run.config()
     if run.status != "done":

@@ -51,10 +51,10 @@ _children: list[subprocess.Popen[bytes]] = []  # the processes of all runs that 
 
 @dataclass(frozen=True)
 class SweepJob:
-    """A job of a sweep, which is run by calling it.
+    """A job of a sweep. Calling the object runs the job.
 
     A cluster may pickle it, and call it again on another machine: a run that has begun resumes. Once `stop_file`
-    exists, the run saves and stops after its current step; if that file contains `ABORT`, it is killed.
+    exists, the run saves and stops after its current step; if that file contains `ABORT`, the run is killed.
     """
 
     run_dir: Path
@@ -65,8 +65,8 @@ class SweepJob:
     def __call__(self, gpus: Mapping[str, str] | None = None) -> str:
         """Run the job to its end. Return "", or a message that says why the job was refused or failed.
 
-        `gpus` has environment variables that select its GPUs, such as CUDA_VISIBLE_DEVICES. Does nothing if `stop_file`
-        exists.
+        `gpus` has environment variables that select GPUs for the job, such as CUDA_VISIBLE_DEVICES. Does nothing if
+        `stop_file` exists.
         """
         if self.stop_file.exists():
             return ""
@@ -111,8 +111,8 @@ def start(
 
     Args:
         typed: the command to record if the run resumes.
-        sweep_job: the job of a sweep that this run is. Adds its variables, and writes the output to console.txt.
-        made: topmost folder that was created for the run. With the files, empty folders up to it are deleted.
+        sweep_job: set for a job of a sweep: its variables join the environment, and the output goes to console.txt.
+        made: topmost folder that was created for the run. Empty folders up to it are deleted with the files.
     """
     config = run.config()
     with run.locked() as lock:

@@ -41,7 +41,7 @@ class JobProgress:
             self.read_progress()
 
     def read_progress(self) -> None:
-        """Update step, reward and ETA from the run's record; keep them if it is damaged."""
+        """Update step, reward and ETA from the run's record; keep the old values if the record is damaged."""
         with suppress(ConfigError):
             lines = [line for line in self.run.metrics() if line["step"] > 0 and "reward/mean" in line["metrics"]]
             if lines:

@@ -173,7 +173,7 @@ def interrupted_message(run: RunDirectory) -> str:
 
 
 def split_overrides(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
-    """Return the overrides that all jobs share, and for each job the rest. A single job shares none."""
+    """Return the overrides that all jobs share, and for each job the others. With a single job none are shared."""
     shared = [word for word in jobs[0].overrides if all(word in job.overrides for job in jobs)] if len(jobs) > 1 else []
     return shared, [[word for word in job.overrides if word not in shared] for job in jobs]
 

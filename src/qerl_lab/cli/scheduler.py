@@ -78,7 +78,7 @@ def _show_until_done(waiting: dict[Any, Job], shown: SweepProgress, stop_file: P
         for outcome, job in list(waiting.items()):
             if outcome.done():
                 error, message = outcome.exception(), ""
-                if error:  # in the lab or the cluster: a job returns its own
+                if error:  # of the lab or the cluster; a failed job returns a message
                     message = redact("".join(traceback.format_exception(error)).rstrip())
                 shown.end_job(job, message or outcome.result())
                 del waiting[outcome]

@@ -29,7 +29,7 @@ class TablesOptions:
 
 
 def write_tables(options: TablesOptions) -> None:
-    """Print the tables of options and keys, or write them into the Markdown file `options.page`, after its mark."""
+    """Print the tables of options and keys, or write them into a Markdown file, `options.page`, after the line MARK."""
     if options.page is None:
         print(format_tables(), end="")
         return

@@ -116,8 +116,8 @@ def cache_folder() -> Path:
 def make_directory(folder: Path, given: str) -> None:
     """Create a folder and its parents, and check that the folder is writable.
 
-    Raises ConfigError if not, after removing what it created. `given` is the option as the user typed it, such as
-    `out=x`; the message begins with it.
+    Raises ConfigError otherwise, after removing the folders it created. `given` is the option as the user typed it,
+    such as `out=x`; the message begins with it.
     """
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
