@@ -64,7 +64,7 @@ COMMANDS: dict[str, Command[Any]] = {
         "Tokens per second and peak memory of LoRA training steps of a whole model with random weights.",
         TrainStepOptions,
         measure,
-        ((f"{LINE} train_step", "what results/bench holds"),),
+        ((f"{LINE} train_step", "every format and the baselines, 7B"),),
         alone=True,
     ),
     "rollout": Command(

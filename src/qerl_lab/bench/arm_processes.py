@@ -61,7 +61,7 @@ def run(options: AnyOptions) -> Iterator[Row]:
     architecture, device = ARCHITECTURES[options.model], policy.device_of("auto")
     with named_folder(SCRATCH, Path(options.scratch)) as scratch:
         jobs = read_jobs(options, str(scratch))
-        for rank in {job.rank for job in jobs}:
+        for rank in {job.rank for job in jobs if job.benchmark != "train_step"}:  # which has new adapters
             random_model.write_adapter(scratch / f"rank{rank}", architecture, rank)
         for name in dict.fromkeys(job.format for job in jobs):
             weight_format, mean_tokens = formats.build(FormatConfig(name=name)), jobs[0].options.get("mean_tokens", 0)

@@ -1,5 +1,6 @@
 """Read clock speed, power, temperature and memory of the GPU."""
 
+import csv
 import io
 import shutil
 import subprocess
@@ -19,8 +20,8 @@ READ = {"sm_mhz": "clocks.sm", "watts": "power.draw", "celsius": "temperature.gp
 def clocks() -> Iterator[dict[str, float | None]]:
     """Context manager: measure clock (MHz), power (watts) and temperature (celsius) of the GPU during a `with` block.
 
-    Yields a dict with the keys of READ. Its values are None during the block, and after it the medians of what
-    nvidia-smi printed. They stay None if there is no nvidia-smi or no GPU.
+    Yields a dict with the keys of READ. Its values are None during the block. After it clock and power are the medians
+    of what nvidia-smi printed, and the temperature is the maximum. All stay None without nvidia-smi or a GPU.
     """
     row: dict[str, float | None] = dict.fromkeys(READ)
     program = shutil.which("nvidia-smi")
@@ -39,13 +40,15 @@ def clocks() -> Iterator[dict[str, float | None]]:
 
 
 def parse_clocks(lines: str) -> dict[str, float | None]:
-    """Parse the lines that nvidia-smi printed; return the median of each column, with the keys of READ.
+    """Parse the lines that nvidia-smi printed; return the values that `clocks` describes, with the keys of READ.
 
-    Skips incomplete lines and lines with [N/A]. Returns an empty dict if no line is left.
+    Skips incomplete or odd lines and lines with [N/A]. Returns an empty dict if no line is left.
     """
-    read = pd.read_csv(io.StringIO(lines), names=list(READ), skipinitialspace=True)
+    read = pd.read_csv(
+        io.StringIO(lines), names=list(READ), skipinitialspace=True, quoting=csv.QUOTE_NONE, on_bad_lines="skip"
+    )
     whole = read.apply(pd.to_numeric, errors="coerce").dropna()
-    return {} if whole.empty else whole.median().to_dict()
+    return {} if whole.empty else whole.agg({"sm_mhz": "median", "watts": "median", "celsius": "max"}).to_dict()
 
 
 def wait_for_gpu() -> None:

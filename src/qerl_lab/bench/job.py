@@ -147,12 +147,14 @@ def read_jobs(options: AnyOptions, scratch: str) -> list[Job]:
 def check(options: AnyOptions) -> None:
     """Raise ConfigError if options cannot be measured.
 
-    Refused are an empty list, an invalid arm, a `micro_batch` that does not divide the completions of a step, a
-    `scratch` that is no directory, and an `out` without a file name.
+    Refused are an empty list, an arm that is invalid or named twice, a `micro_batch` that does not divide the
+    completions of a step, a `scratch` that is no directory, and an `out` without a file name.
     """
     for name, _, value in leaves(options):
         if value == []:
             raise ConfigError(f"{name}=[] leaves nothing to measure. Leave {name} out, or name one or more.")
+    if twice := [arm for arm in options.arms if options.arms.count(arm) > 1]:
+        raise ConfigError(f"{twice[0]!r} is in arms {options.arms.count(twice[0])} times. Type it once.")
     if isinstance(options, StepOptions) and (count := options.groups * options.group_size) % options.micro_batch:
         raise ConfigError(
             f"micro_batch={options.micro_batch} does not divide groups x group_size = {count}; allowed: a divisor. "

@@ -57,7 +57,9 @@ def rows(job: Job) -> Iterator[Row]:
     options, device = job.options, policy.device_of("auto")
     model = build(job, device)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)
-    ids = torch.randint(job.architecture["vocab_size"], (options["sequences"], options["length"]), device=device)
+    same = torch.Generator(device).manual_seed(0)  # every arm trains on the same tokens
+    shape = options["sequences"], options["length"]
+    ids = torch.randint(job.architecture["vocab_size"], shape, generator=same, device=device)
     for micro in sorted({options["sequences"], 1}, reverse=True):
         train_step(model, optimizer, ids, micro)  # warms up and makes optimizer state
         if device.type == "cuda":

@@ -41,6 +41,7 @@ def test_an_arm_is_a_name_and_overrides() -> None:
         (RolloutOptions(arms=["nvfp4 lora.rank=16,32"]), "lora.rank=16,32 in the arm .* is no KEY=VALUE that can be"),
         (RolloutOptions(arms=["nvfp4 lora.rank={"]), r"lora.rank=\{ in the arm .* is no KEY=VALUE that can be read"),
         (RolloutOptions(ranks=[]), r"ranks=\[\] leaves nothing to measure"),
+        (RolloutOptions(arms=["nvfp4", "bf16", "nvfp4"]), "'nvfp4' is in arms 2 times"),
         (RolloutOptions(arms=["nvfp4 gpus=2"], scratch="/"), "gpus=2 in the arm 'nvfp4 gpus=2' is for whole steps"),
         (RolloutOptions(scratch="/nowhere"), "scratch=/nowhere is no directory. Type scratch=DIR"),
         (StepOptions(arms=["bf16_stock"]), "'bf16_stock' in arms"),

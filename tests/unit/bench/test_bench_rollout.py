@@ -134,8 +134,9 @@ def test_a_row_says_what_decides_the_speed() -> None:
 
 
 def test_the_clock_is_the_middle_of_whole_lines() -> None:
-    seen = gpu.parse_clocks("1980, 650.5, 60\n1500, 700.0, 71\n1965, [N/A], 70\n1900, 690.0, 65\n18")
-    assert seen == {"sm_mhz": 1900, "watts": 690.0, "celsius": 65}
+    odd = '1965, [N/A], 70\nx, y, z, w, v\n1, "2, 3\n'
+    seen = gpu.parse_clocks(f"1980, 650.5, 60\n1500, 700.0, 71\n{odd}1900, 690.0, 65\n18")
+    assert seen == {"sm_mhz": 1900, "watts": 690.0, "celsius": 71}
     assert gpu.parse_clocks("No devices were found\n") == {}
     assert gpu.parse_clocks("") == {}
 
