@@ -29,7 +29,7 @@ class TableOptions:
 def fill_mlflow(options: ResyncOptions) -> None:
     """Fill MLflow from the record in `options.run_dir`, and print what was added.
 
-    Raises ConfigError without an intact record, ConnectionError if MLflow is down.
+    Raises ConfigError if the record is missing or damaged, ConnectionError if MLflow fails or cannot be reached.
     """
     if options.uri:
         check_store("uri", options.uri)

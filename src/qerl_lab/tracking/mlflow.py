@@ -1,7 +1,9 @@
-"""Mirror a run directory to MLflow: add the points (by name, step and time), parameters and artifacts that it lacks.
+"""Mirror a run directory to MLflow: add the points, parameters and artifacts that MLflow lacks.
 
-MLflow cannot delete a point, so a step trained again after a kill has two there; the later one is the record's. An
-extended run has other parameters, which MLflow cannot change, so it gets a new MLflow run and the shorter one stays.
+A point is the value of one metric, identified by name, step and time. MLflow cannot delete a point, so a step trained
+again after a kill has two points in MLflow; the later point is the one in metrics.jsonl. MLflow cannot change a
+parameter either. So an extended run, whose `steps` differ, gets a new MLflow run, and the MLflow run of the shorter
+training stays.
 """
 
 import logging
@@ -26,7 +28,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 STATUSES: dict[str, Status] = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}  # by status of a run
 PARAM_CHARS, TAG_CHARS, NAME_CHARS = 6000, 5000, 120  # MLflow's limits
 KIND, DESCRIPTION = "mlflow.experimentKind", "mlflow.note.content"  # MLflow's tags
-RESULT_TABLE = "| result | |\n|---|---|\n"  # how our description of a run begins; a user's own stays
+RESULT_TABLE = "| result | |\n|---|---|\n"  # first lines of the lab's description of a run
 # By default MLflow retries a dead server for four minutes and sends telemetry.
 MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -40,7 +42,10 @@ MLFLOW_ENVIRONMENT = {
 
 
 def prepare_mlflow() -> None:
-    """Set MLflow's environment variables, unless the user has set them. Call it before trl imports MLflow."""
+    """Set the environment variables in MLFLOW_ENVIRONMENT, except those that the user has set.
+
+    Call it before trl imports MLflow.
+    """
     for name, value in MLFLOW_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
@@ -48,8 +53,9 @@ def prepare_mlflow() -> None:
 def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
     """Return the URI of the run's MLflow store, with the path of a sqlite file made absolute.
 
-    Raises ConfigError for a URI with *** in place of a password, except an http(s) URI while MLFLOW_TRACKING_USERNAME
-    is set.
+    It is the first that is set: `tracking.uri` in `cfg`, the variable MLFLOW_TRACKING_URI, `uri` in mlflow.json,
+    mlflow.db in the working directory. Raises ConfigError for a URI with *** in place of a password, except an http(s)
+    URI while MLFLOW_TRACKING_USERNAME is set.
     """
     uri = cfg.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or directory.mirror().get("uri")
     uri = uri or "sqlite:///mlflow.db"
@@ -65,13 +71,16 @@ def mlflow_uri(cfg: RunConfig, directory: RunDirectory) -> str:
 
 
 def params(cfg: RunConfig) -> dict[str, str]:
-    """Return MLflow's parameters: all settings, dotted key to text, but tracking.uri, resume, dry_run and run_dir."""
+    """Return the parameters for MLflow: all settings of a run as text, by dotted key.
+
+    Leaves out tracking.uri, resume, dry_run and run_dir, and cuts each value to PARAM_CHARS.
+    """
     skip = ("tracking.uri", "resume", "dry_run", "run_dir")  # resolved.yaml has values longer than PARAM_CHARS
     return {name: str(value)[:PARAM_CHARS] for name, value in values_of(cfg).items() if name not in skip}
 
 
 def tags(cfg: RunConfig, directory: RunDirectory, key: str) -> dict[str, str]:
-    """Return the MLflow tags that identify the run; `key` is the one in its mlflow.json."""
+    """Return the MLflow tags that identify a run; `key` is the random identifier in its mlflow.json."""
     began = directory.environment()
     found = {
         "mlflow.runName": run_name(cfg, began.get("words") or []),
@@ -91,7 +100,10 @@ def tags(cfg: RunConfig, directory: RunDirectory, key: str) -> dict[str, str]:
 
 
 def run_name(cfg: RunConfig, overrides: Sequence[str]) -> str:
-    """Format the run's name in MLflow: arm, seed, other command-line overrides, and 6 digits of `config_hash`."""
+    """Return a run's name in MLflow and W&B: arm, seed, other `overrides` (`key=value`) and 6 digits of a hash.
+
+    The hash is `config_hash`. Example: "nvfp4_aqn-seed0 optim.learning_rate=1e-5 [3fa4b2]".
+    """
     apart = ("experiment=", "seed=", "run_dir=", "tracking", "hydra", "sweeps=", "cpu_threads=", "checkpoint.")
     said = " ".join(override for override in overrides if not override.lstrip("+").startswith(apart))
     return f"{' '.join([f'{cfg.experiment}-seed{cfg.seed}', said]).strip()[:NAME_CHARS]} [{config_hash(cfg)[:6]}]"
@@ -100,7 +112,7 @@ def run_name(cfg: RunConfig, overrides: Sequence[str]) -> str:
 class MlflowMirror:
     """The MLflow run of a run directory, found or created. Calls may block on the store and raise MLflow's exceptions.
 
-    `created` says whether the run is new, `params_added` how many parameters it lacked.
+    `created` tells whether the MLflow run is new. `params_added` is the number of parameters that MLflow lacked.
     """
 
     def __init__(self, cfg: RunConfig, directory: RunDirectory) -> None:
@@ -133,9 +145,10 @@ class MlflowMirror:
         self.params_added = len(missing)
 
     def _experiment_id(self, name: str, uri: str) -> str:
-        """Return the id of the MLflow experiment `name`; create it if missing.
+        """Return the id of the MLflow experiment `name`; create the experiment if it is missing.
 
-        With an sqlite store the artifacts go beside its file; MLflow's default is a folder in the working directory.
+        If `uri` is an sqlite file, the artifacts of a new experiment go to mlruns/ beside that file, instead of
+        MLflow's default, a folder in the working directory.
         """
         from mlflow.exceptions import MlflowException
 
@@ -154,7 +167,7 @@ class MlflowMirror:
         return str(found.experiment_id)
 
     def update(self) -> int:
-        """Send the metric points that metrics.jsonl has and MLflow lacks; return how many."""
+        """Send the points that metrics.jsonl has and MLflow lacks; return how many were sent."""
         from mlflow.entities import Metric
 
         lines, offset = self._directory.metrics_from(self._offset)
@@ -172,8 +185,8 @@ class MlflowMirror:
     def close(self, status: Status, result: Mapping[str, Any], end_time: float) -> int:
         """Upload the artifacts, describe the MLflow run by `result` and end it; return the number of artifacts.
 
-        The description is a Markdown table of `result`, a run's headline numbers (the content of DONE). `end_time` is
-        in unix seconds.
+        The description is a Markdown table of `result`, a run's headline numbers (the content of DONE). A description
+        that a user wrote stays. `end_time` is in Unix seconds.
         """
         artifacts = self._directory.artifacts()
         for path in artifacts:
@@ -190,7 +203,8 @@ class MlflowMirror:
 def resync(directory: RunDirectory, uri: str | None = None) -> str:
     """Fill MLflow from the record in a run directory; return a line describing what was added.
 
-    Raises ConfigError for a damaged record, and MLflow's exceptions if it is down.
+    `uri` replaces the run's own store (see `mlflow_uri`). Raises ConfigError if the record is missing or damaged, and
+    MLflow's exceptions if the store fails.
     """
     cfg = directory.config()
     if directory.status == "not run":
@@ -212,9 +226,10 @@ def resync(directory: RunDirectory, uri: str | None = None) -> str:
 
 
 def create_sqlite(uri: str) -> None:
-    """Create the sqlite database of `uri`, if missing, under another name, then link it into place.
+    """Create the sqlite database of `uri` if it is missing; do nothing for another kind of store.
 
-    A database half created by a killed run, or by two runs of a sweep at once, could not be opened again.
+    The database is created under a temporary name and then linked into place. A half-created database could not be
+    opened again: a kill leaves one, and so do two runs of a sweep that create it at the same time.
     """
     path = sqlite_file(uri)
     if path is None or path.exists():

@@ -27,9 +27,10 @@ FINISH_SECONDS = 20.0  # maximum wait for a store when a run ends
 
 
 class Follower:
-    """Keep a store equal to the record in a thread; open it anew after every outage.
+    """Copy a run's record to one store, MLflow or W&B, in a daemon thread that reconnects after every outage.
 
-    `name` returns the store's name for messages, and `remedy` says how to fill it later.
+    `open_mirror` connects to the store. Messages contain the store's name, which `name` returns, and the text `remedy`,
+    which says how to fill the store later. `is_whole` tells whether the store has the whole record.
     """
 
     def __init__(
@@ -42,7 +43,10 @@ class Follower:
         self.thread.start()
 
     def finish(self, status: Status, result: Mapping[str, Any]) -> None:
-        """Send the rest of the record and end the store's run as `status`; wait at most FINISH_SECONDS."""
+        """Let the thread send the rest of the record and end the store's run as `status`.
+
+        Waits at most FINISH_SECONDS, then prints that the store gave no answer.
+        """
         self._ending = (status, result, time.time())
         self._stop.set()
         self.thread.join(FINISH_SECONDS)
@@ -50,6 +54,7 @@ class Follower:
             self._report_outage(f"gave no answer within {FINISH_SECONDS:.0f} s")
 
     def _follow_record(self) -> None:
+        """Thread: send new lines every FLUSH_SECONDS until `finish`; after an error reconnect in RETRY_SECONDS."""
         while not self.is_whole:
             is_last = self._stop.is_set()
             try:
@@ -70,6 +75,7 @@ class Follower:
                 self._stop.wait(RETRY_SECONDS)
 
     def _report_outage(self, what: str) -> None:
+        """Print that the store failed, and how (`what`); only once per outage."""
         if not self._is_away:
             self._is_away = True
             print(redact(f"qerl-lab: {self._name()} {what}; training goes on and {self._remedy}"), file=sys.stderr)
@@ -77,7 +83,7 @@ class Follower:
 
 @dataclass(frozen=True)
 class Mirrored:
-    """The run's place in MLflow, without a password, and whether MLflow has the whole record."""
+    """The run's MLflow store (`uri` without a password) and experiment, and whether MLflow has the whole record."""
 
     uri: str
     experiment_id: str | None
@@ -85,10 +91,11 @@ class Mirrored:
 
 
 class Tracker:
-    """Append to RUN_DIR/metrics.jsonl, and let the run's stores follow it.
+    """Append a run's metrics to metrics.jsonl, and mirror the record to the stores that `cfg.tracking` turns on.
 
-    `parts` names the reward parts, which are metrics too. Lines after `last_step` are cut, because a resumed run writes
-    them again. Write env.json first: MLflow's tags come from it.
+    Use it as a context manager: an error in the block ends the runs in the stores as FAILED. `parts` names the parts of
+    the reward, each of which has a metric. Metrics and samples of steps after `last_step` are deleted, because a
+    resumed run trains these steps again. Write env.json first: the MLflow tags contain values from it.
     """
 
     def __init__(
@@ -121,14 +128,17 @@ class Tracker:
 
     @property
     def mirror(self) -> Mirrored | None:
-        """Return the run's place in MLflow; None if MLflow does not mirror it."""
+        """Where MLflow mirrors the run; None if `tracking.mlflow` is off."""
         if self._mlflow is None:
             return None
         noted = self._directory.mirror()
         return Mirrored(str(noted.get("uri")), noted.get("experiment_id"), self._mlflow.is_whole)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a step's metrics to metrics.jsonl. Raises ValueError for an undeclared one, OSError on a full disk."""
+        """Append a step's metrics, by name, to metrics.jsonl.
+
+        Raises ValueError for a name that is not declared, OSError if the disk is full.
+        """
         for name in metrics:
             if name not in self._declared:
                 hint = did_you_mean(name, list(self._declared))
@@ -136,6 +146,9 @@ class Tracker:
         self._directory.append_metrics(step, metrics)
 
     def finish(self, status: Status, result: Mapping[str, Any] | None = None) -> None:
-        """Wait until every store has the record, the headline numbers `result`, and ended its run."""
+        """Send the rest of the record and the headline numbers `result` to every store, and end its run as `status`.
+
+        Waits at most FINISH_SECONDS for each store.
+        """
         for follower in self._followers:
             follower.finish(status, result or {})

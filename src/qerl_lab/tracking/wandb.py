@@ -1,7 +1,7 @@
 """Mirror a run directory to Weights & Biases through its own client: `tracking=wandb`, the extra `qerl-lab[wandb]`.
 
 Without a login (`wandb login`, WANDB_API_KEY) the client writes RUN_DIR/wandb, which `wandb sync` uploads later.
-WANDB_MODE and the other variables of the client count as its documentation says.
+WANDB_MODE and the client's other environment variables work as its documentation says.
 """
 
 import os
@@ -16,9 +16,10 @@ EXIT_CODES: dict[Status, int] = {"FINISHED": 0, "FAILED": 1, "KILLED": 130}
 
 
 class WandbMirror:
-    """The W&B run of a run directory, resumed by the run's key. Calls may block and raise the client's exceptions.
+    """The W&B run of a run directory, with `key` of mlflow.json as id, so that a resumed run continues it.
 
-    W&B keeps the first value of a step: a step trained again after a kill is not sent again.
+    Calls may block and raise the client's exceptions. A step that is trained again after a kill is not sent again,
+    because W&B keeps the first values of a step.
     """
 
     def __init__(self, cfg: RunConfig, directory: RunDirectory) -> None:
@@ -37,10 +38,13 @@ class WandbMirror:
             mode=os.environ.get("WANDB_MODE") or ("online" if _is_logged_in() else "offline"),
             settings=wandb.Settings(console="off", silent=True),
         )
-        self._first = self._run.step  # 0, or the one after the last that W&B has
+        self._first = self._run.step  # first step to send: 0, or the one after the last step in W&B
 
     def update(self) -> int:
-        """Log the new lines of metrics.jsonl, except of steps that W&B has; return the number of all."""
+        """Log new lines of metrics.jsonl to W&B, skipping steps already logged there.
+
+        Returns the number of new lines, skipped ones included.
+        """
         lines, self._offset = self._directory.metrics_from(self._offset)
         for line in lines:
             if line["step"] >= self._first:
@@ -48,7 +52,10 @@ class WandbMirror:
         return len(lines)
 
     def close(self, status: Status, result: Mapping[str, Any], end_time: float) -> int:
-        """Store the artifacts and the headline numbers `result`, and end the run; return the number of artifacts."""
+        """Store the artifacts and the headline numbers `result`, and end the W&B run; return the number of artifacts.
+
+        The exit code of the W&B run says `status`. `end_time` is not used.
+        """
         import wandb
 
         artifacts = self._directory.artifacts()
