@@ -1,7 +1,8 @@
 """Save and load checkpoints that survive a `kill -9` at any moment: written aside, checksummed, then renamed.
 
-A checkpoint is a folder `checkpoints/step-000025/`. Its `manifest.json` has the SHA-256 of every other file, so that of
-a damaged one the one before it is used. Loading never runs code.
+A checkpoint is a folder `checkpoints/step-000025/`. Its `manifest.json` is written last and has the SHA-256 of every
+other file. If a file does not match, the checkpoint is damaged, and the one of an earlier step is used. Loading runs no
+code from the checkpoint.
 """
 
 import json
@@ -20,7 +21,7 @@ from qerl_lab.config.paths import sha256
 from qerl_lab.config.schema import RunConfig
 
 MANIFEST, STATE = "manifest.json", "lab_state.json"
-ONCE_SAVED = ("run_key", "device", "dtype")  # in older checkpoints; mlflow.json and env.json have them
+ONCE_SAVED = ("run_key", "device", "dtype")  # keys that only older checkpoints have, and that are not read
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ class Saved:
     noise: dict[str, Any] = field(default_factory=dict)
 
     def refuse_other_config(self, cfg: RunConfig, where: Path) -> None:
-        """Raise ConfigError if `cfg`, from the file `where`, is not what the checkpoint was trained with.
+        """Raise ConfigError if `cfg` differs from the configuration that the checkpoint was trained with.
 
-        An extension of the run since then is allowed.
+        `where` is the file that `cfg` was read from; the message names it. A larger number of steps is allowed if the
+        run was extended after this checkpoint.
         """
         then, now = drop_removed_keys({**ADDED, **self.config}), settings_of_run(cfg)
         if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension
@@ -59,9 +61,10 @@ class Saved:
 
 
 def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], keep: int) -> Path:
-    """Write the checkpoint of `state["step"]` below `folder` atomically, then delete all but the newest `keep`.
+    """Write the checkpoint of `state["step"]` below `folder` atomically, delete old ones, and return its path.
 
-    Checkpoints of later steps are deleted too: they are damaged, or this run would have resumed from them.
+    Keeps the newest `keep` checkpoints up to this step. Deletes checkpoints of later steps too: they are damaged, or
+    this run would have resumed from them.
 
     Args:
         folder: the run's `checkpoints/`.
@@ -113,7 +116,10 @@ def newest(folder: Path) -> Saved | None:
 
 
 def load(path: Path) -> Saved:
-    """Read a checkpoint's state. Raises ValueError, saying what is wrong, unless all files match their checksums."""
+    """Verify the checkpoint in the folder `path` and read its state.
+
+    Raises ValueError, saying what is wrong, if a file is missing or does not match its checksum.
+    """
     try:
         digests = parse_json((path / MANIFEST).read_text())
     except ValueError:
@@ -137,14 +143,17 @@ def load(path: Path) -> Saved:
 
 
 def _step_folders(folder: Path) -> list[Path]:
+    """Return the checkpoint folders in `folder` in the order of their steps; none if it does not exist."""
     return sorted((path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdecimal()), key=_step_of)
 
 
 def _step_of(path: Path) -> int:
+    """Return the step that a checkpoint folder is named after: 25 for step-000025."""
     return int(path.name.removeprefix("step-"))
 
 
 def _flush_to_disk(path: Path) -> None:
+    """Wait until a file or folder is on the disk and survives a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

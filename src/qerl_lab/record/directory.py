@@ -1,7 +1,8 @@
 """A run's directory from creation to end. Imports neither torch nor pandas.
 
 resolved.yaml                                     the configuration, written when the directory is claimed
-QUEUED                                            the typed command, until the run starts; .typed until env.json exists
+QUEUED                                            the typed command, until the run starts
+.typed                                            the command that starts or resumes the run, until env.json has it
 env.json code.diff sessions.json                  where, with what code and when it ran
 metrics.jsonl samples.jsonl eval.parquet          measurements
 checkpoints/ adapter/ curves.png mlflow.json      trained weights, curves, and the MLflow run that mirrors it
@@ -50,7 +51,7 @@ LEFT_BY_A_REFUSED_RUN = {
 
 
 class RunDirectory:
-    """The only reader and writer of a run's files. Raises ConfigError for a damaged file, saying what to do."""
+    """Reads and writes a run's files. Methods raise ConfigError for a damaged file, and the message says what to do."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -59,7 +60,7 @@ class RunDirectory:
         self.curves, self.console = self.path / "curves.png", self.path / CONSOLE
 
     def _read_json(self, name: str, kind: type) -> Any:
-        """Read a JSON file that holds a `kind` (dict or list); an empty one if it does not exist."""
+        """Read the JSON file `name`, which must hold a `kind` (dict or list); an empty `kind` if it is missing."""
         path = self.path / name
         return read_json(path, kind) if path.exists() else kind()
 
@@ -84,17 +85,25 @@ class RunDirectory:
         )
 
     def claim(self, cfg: RunConfig, typed: Typed) -> None:
-        """Create the directory with configuration and typed command; raise ConfigError if it is in use."""
+        """Create the directory, with `cfg` in resolved.yaml and the command `typed` in QUEUED.
+
+        Raises ConfigError if the directory is in use or cannot be created.
+        """
         self.refuse_used()
         make_run_directory(self.path)
         resolved.write_config(self.path, cfg)
         self._note_command(QUEUED, typed)
 
     def _note_command(self, name: str, typed: Typed) -> None:
+        """Write the command `typed` into the file `name`, with passwords and tokens hidden."""
         replace_file(self.path / name, redact(json.dumps(asdict(typed))).encode())
 
     def begin(self, typed: Typed | None = None) -> None:
-        """Mark the run as started; delete FAILED. Notes the command `typed`, unless env.json still lacks the first."""
+        """Mark the run as started: rename QUEUED, which holds its first command, to .typed; delete FAILED.
+
+        A run that begins again notes the command `typed` in .typed, unless .typed still holds the first command because
+        env.json was never written.
+        """
         if (self.path / QUEUED).exists():
             (self.path / QUEUED).replace(self.path / TYPED)
         elif typed and (self.environment() or not (self.path / TYPED).exists()):
@@ -111,7 +120,7 @@ class RunDirectory:
     def locked(self) -> Iterator[TextIO]:
         """Lock resolved.yaml and yield it; a child process that inherits the file keeps the lock.
 
-        Raises ConfigError if another process holds it.
+        Raises ConfigError if another process holds the lock.
         """
         with open(self.path / resolved.NAME, "r+", encoding="utf-8") as file:  # NFS locks only writable files
             lock(file, f"another process is running in {self.path}. Wait for it or stop it first.")
@@ -142,17 +151,18 @@ class RunDirectory:
         return next(iter(text.splitlines()), f"the disk of {self.path} was full, and has no room for the reason")
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write DONE with the run's headline numbers."""
+        """Write DONE with the run's headline numbers `result`."""
         replace_file(self.path / DONE, json.dumps(result, indent=1).encode())
 
     def result(self) -> dict[str, Any]:
-        """Read DONE; empty if missing. Raises ConfigError if it is damaged; resuming writes it again."""
+        """Read the headline numbers in DONE; empty if the file is missing. Raises ConfigError if it is damaged."""
         return self._read_json(DONE, dict)
 
     def fail(self, text: str) -> None:
-        """Write `text`, with the reason in its first line, into FAILED; on a full disk print that line.
+        """Write `text`, whose first line is the reason, into FAILED.
 
-        Creates a directory that was removed or renamed again.
+        Creates the directory again if it was removed or renamed. On a full disk leaves FAILED empty and prints the
+        reason.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         try:
@@ -164,10 +174,12 @@ class RunDirectory:
             print(text.partition("\n")[0], file=sys.stderr)
 
     def settle(self, ended_with: int, rank: str = "") -> int:
-        """Return the run's exit code, 0, 1, 2 or 130; write FAILED if a failed process has not.
+        """Return the exit code of the ended run: 0, 1, 2 or 130. Write FAILED if the run failed without writing it.
 
-        `ended_with` is its exit status, or minus a signal number. With several processes `rank` names the first that
-        failed, e.g. "rank 1 of 2"; if a signal killed it, its FAILED replaces those of ranks that only followed.
+        `ended_with` is the exit status of the process, or minus the number of the signal that killed it. With several
+        processes it is that of the first that failed, and `rank` names this process, e.g. "rank 1 of 2". If a signal
+        killed it, its reason replaces FAILED of other ranks, which failed only as a consequence. An interruption
+        deletes FAILED.
         """
         if self.status == "done":
             return OK
@@ -188,15 +200,19 @@ class RunDirectory:
         return USAGE if ended_with == USAGE else FAILURE
 
     def extend(self, cfg: RunConfig) -> None:
-        """Extend a finished run to the steps of `cfg`, so that resuming continues it. Renames DONE to DONE-STEPS.
+        """Prepare a finished run to train on to the steps of `cfg` when it is resumed.
 
-        After a kill between the two writes, resuming finishes the run again.
+        Renames DONE to DONE-STEPS, with the steps so far, and replaces resolved.yaml by `cfg`. After a kill between the
+        two, resuming writes DONE again without more steps.
         """
         (self.path / DONE).rename(self.path / f"{DONE}-{cfg.extended[-1]}")
         resolved.replace_config(self.path, cfg)
 
     def discard(self, topmost: Path | None) -> None:
-        """Delete the files of a run that never started, unless there are others; then empty folders up to `topmost`."""
+        """Delete the files of a run that never started; do nothing if there are any but LEFT_BY_A_REFUSED_RUN.
+
+        Then delete the directory and its parents up to `topmost`, as far as they are empty; with None delete no folder.
+        """
         if {path.name for path in self.path.iterdir()} - LEFT_BY_A_REFUSED_RUN:
             return
         for path in self.path.iterdir():
@@ -211,7 +227,10 @@ class RunDirectory:
     # --- configuration and resuming
 
     def config(self) -> RunConfig:
-        """Read and check the whole configuration; set `run_dir` to where the directory is now. Raises ConfigError."""
+        """Read and check resolved.yaml; set `run_dir` to where the directory is now.
+
+        Raises ConfigError if the file is missing, damaged or invalid, or lacks a key.
+        """
         return resolved.read_config(self.path)
 
     def settings(self) -> dict[str, str]:
@@ -219,11 +238,14 @@ class RunDirectory:
         return resolved.read_settings(self.path)
 
     def config_text(self) -> str:
-        """Read resolved.yaml as text. Raises OSError."""
+        """Read resolved.yaml as text. Raises OSError if the file cannot be read."""
         return (self.path / resolved.NAME).read_text(encoding="utf-8")
 
     def check(self) -> None:
-        """Raise ConfigError if the directory is not writable, or a small file that a resumed run needs is damaged."""
+        """Raise ConfigError unless a run can be resumed here: its files are writable and the small ones intact.
+
+        The small files are sessions.json and mlflow.json; of eval.parquet only the ends are checked.
+        """
         for path in (self.path / name for name in WRITTEN_IN_PLACE):
             if path.exists() and not os.access(path, os.W_OK):
                 raise ConfigError(f"{path} cannot be written. Make it writable, or copy {self.path} to where it is.")
@@ -231,9 +253,10 @@ class RunDirectory:
         self._check_evaluations(is_expected=False)
 
     def starting_point(self, cfg: RunConfig) -> checkpoint.Saved | None:
-        """Return the newest intact checkpoint to resume from; None to start from step 0.
+        """Return the newest intact checkpoint to resume from, or None to start from step 0.
 
-        Raises ConfigError if `cfg` is not the checkpoint's, or metrics.jsonl lacks one of its steps.
+        Raises ConfigError if `cfg` differs from the configuration saved in the checkpoint, or if metrics.jsonl does not
+        have each step up to the checkpoint once.
         """
         saved = checkpoint.newest(self.checkpoints)
         if saved is None:
@@ -249,7 +272,11 @@ class RunDirectory:
         return saved
 
     def refuse_other_data(self, data: Mapping[str, Any]) -> None:
-        """Raise ConfigError unless the run started with questions of these numbers and SHA-256 (`data` of env.json)."""
+        """Raise ConfigError if the run began with other questions than those that `data` describes.
+
+        `data` (`Task.data`) has number and SHA-256 of the training and held-out questions; the SHA-256 are compared to
+        those in env.json. Passes if env.json does not have them.
+        """
         then = self.environment().get("data") or {}  # older versions of the lab do not record the questions
         for role in ("training", "heldout"):
             count, digest = f"{role}_questions", f"{role}_sha256"
@@ -286,7 +313,7 @@ class RunDirectory:
         return self._read_json("env.json", dict)
 
     def environments(self) -> list[dict[str, Any]]:
-        """Read env.json of every session, in order."""
+        """Read env.json and env.N.json of all sessions that wrote one, in order."""
         later = sorted(self.path.glob("env.*.json"), key=lambda path: int(path.name.split(".")[1]))
         return [read_json(path, dict) for path in (self.path / "env.json", *later) if path.exists()]
 
@@ -295,9 +322,10 @@ class RunDirectory:
         return self._read_json(SESSIONS, list)
 
     def begin_session(self, start: float) -> None:
-        """Record that a process works on the run from `start` (unix seconds) on.
+        """Record that a process works on the run from `start` (Unix seconds) on.
 
-        The session of a killed process ends at the last line in metrics.jsonl. So call this before that file is cut.
+        Ends the session of a killed process at the time of the last line in metrics.jsonl. So call this before
+        `cut_records`.
         """
         sessions = self.sessions()
         if sessions and sessions[-1][1] is None:
@@ -317,7 +345,7 @@ class RunDirectory:
         return date.fromtimestamp(sessions[0][0]) if sessions else date.today()
 
     def mirror(self) -> dict[str, str | None]:
-        """Read mlflow.json: the MLflow run that mirrors this one; empty if there is none.
+        """Read mlflow.json, which identifies the MLflow run that mirrors this run; empty if the file is missing.
 
         `key` is a tag that finds the MLflow run, because `run_id` may belong to another store or be missing. `uri` has
         *** in place of a password. `run_dir` is where the directory was when the file was written.
@@ -325,7 +353,11 @@ class RunDirectory:
         return self._read_json(MIRROR, dict)
 
     def note_mirror(self, **changes: str | None) -> None:
-        """Change these values in mlflow.json (see `mirror`). A new file, or a copy, gets a random `key`."""
+        """Set `changes` in mlflow.json (see `mirror` for its keys) and `run_dir` to this directory.
+
+        A new file gets a random `key`. So does a copy of a run directory whose original still exists; of the other
+        values it keeps only `uri`.
+        """
         here, values = str(self.path.absolute()), self.mirror()
         first = values.get("run_dir") or here
         is_elsewhere = os.path.exists(first) and not os.path.samefile(first, here)
@@ -367,7 +399,8 @@ class RunDirectory:
     def checked_metrics(self) -> list[MetricsLine]:
         """Check every file of the record; return the lines of metrics.jsonl. Raises ConfigError if one is damaged.
 
-        A finished run trained all configured steps, any other run at least those up to its newest checkpoint.
+        metrics.jsonl must have every step up to the newest checkpoint once, and all configured steps if the run is
+        finished.
         """
         is_done = self.status == "done"
         settings = self.settings() if is_done else {}
@@ -380,7 +413,10 @@ class RunDirectory:
         return lines
 
     def evaluations(self) -> "dict[str, pd.DataFrame]":
-        """Read the held-out answers: a table per phase ("before", "after"), a row per question; empty if none."""
+        """Read the held-out answers: a table per phase, with a row per question; empty if there are none.
+
+        Phases are "before" and "after" training, and "step N".
+        """
         import pandas as pd  # imported here, because it takes a second
 
         path = self.path / EVALUATIONS
@@ -396,6 +432,7 @@ class RunDirectory:
             ) from None
 
     def _check_evaluations(self, is_expected: bool) -> None:
+        """Raise ConfigError if eval.parquet is cut off, or missing although `is_expected`."""
         path = self.path / EVALUATIONS
         if is_expected and not path.exists():
             raise ConfigError(f"{path.name} is missing")
@@ -403,7 +440,7 @@ class RunDirectory:
             raise ConfigError(f"{path} is no Parquet file. Move it away; a resumed run asks the questions again.")
 
     def write_evaluations(self, phases: "dict[str, pd.DataFrame]") -> None:
-        """Write eval.parquet atomically: the held-out answers by phase ("before", "after"), a row per question."""
+        """Write eval.parquet atomically: a table of held-out answers per phase (see `evaluations`)."""
         import pandas as pd
 
         data = pd.concat([rows.assign(phase=phase) for phase, rows in phases.items()]).to_parquet(index=False)

@@ -1,6 +1,6 @@
 """Write env.json and code.diff: where a run ran and with what code. Imports torch only to query GPUs.
 
-They contain no environment variables, passwords or tokens.
+Neither file contains environment variables, passwords or tokens.
 """
 
 import importlib.metadata
@@ -33,7 +33,7 @@ TYPED = ".typed"  # in a run's directory: the command that started or resumed it
 
 @dataclass(frozen=True)
 class Typed:
-    """The command that started a run, its overrides (`key=value`) for this run, and its sweep if it belongs to one."""
+    """The command that started a run, its overrides for this run (`words`, `key=value`), and its sweep or None."""
 
     command: str
     words: Sequence[str] = ()
@@ -43,7 +43,9 @@ class Typed:
 def write_environment(run_dir: Path, data: Mapping[str, Any], linear_backend: str | None = None) -> None:
     """Write env.json and code.diff; a resumed run adds env.2.json and code.2.diff.
 
-    `data` describes the questions, `linear_backend` the kernels that `auto` chose.
+    `data` describes the questions (`Task.data`). `linear_backend` is the kernel for 4-bit products that the engine
+    uses, or None. The command comes from the file .typed, which is then deleted; without that file it is the command of
+    this process.
     """
     earlier = len(list(run_dir.glob("env*.json")))
     number = f".{earlier + 1}" if earlier else ""
@@ -56,7 +58,10 @@ def write_environment(run_dir: Path, data: Mapping[str, Any], linear_backend: st
 
 
 def environment(typed: Typed | None = None) -> dict[str, Any]:
-    """Describe as a dict for env.json where this process runs, and the command: `typed`, or that of this process."""
+    """Describe for env.json where this process runs: time, commit, machine, packages and GPUs.
+
+    Includes the command `typed`, or with None the command line of this process.
+    """
     typed = typed or Typed(shlex.join(sys.orig_argv))
     sha, dirty = git_state()
     cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -80,7 +85,7 @@ def environment(typed: Typed | None = None) -> dict[str, Any]:
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed. A checkout on PYTHONPATH does not count."""
+    """Map the name of each package that is installed to its version. A checkout on PYTHONPATH does not count."""
     found = {}
     for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -104,14 +109,20 @@ def _describe_gpus() -> list[dict[str, Any]]:
 
 
 def git_state() -> tuple[str, bool]:
-    """Return the commit of this package's checkout ("unknown" without one), and whether files changed since."""
+    """Return the commit of the checkout that holds this package, and whether files differ from that commit.
+
+    Returns ("unknown", False) if the package was installed without a checkout.
+    """
     if not _is_checkout():
         return "unknown", False
     return (_git("rev-parse", "HEAD") or "unknown").strip(), bool(_git("status", "--porcelain"))
 
 
 def code_diff() -> str:
-    """Return the names of untracked files and the text of `git diff HEAD`; a note if there is no checkout."""
+    """Return the text of code.diff: the names of untracked files, then `git diff HEAD`.
+
+    Without a checkout it is a note with the version of the installed package.
+    """
     if not _is_checkout():
         version = installed_versions(["qerl-lab"]).get("qerl-lab", "of unknown version")
         return f"# no checkout: the installed package qerl-lab {version}\n"
@@ -127,6 +138,7 @@ def _is_checkout() -> bool:
 
 
 def _git(*args: str) -> str | None:
+    """Return the output of a git command in CHECKOUT; None if the command fails."""
     # Drop a git hook's GIT_DIR, which points elsewhere. Disable optional locks, which could block the user's own git.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     return output_of("git", "-C", str(CHECKOUT), *args, env=env | {"GIT_OPTIONAL_LOCKS": "0"})

@@ -8,9 +8,9 @@ from qerl_lab.config.option import ConfigError
 
 
 def make_run_directory(wanted: Path, exist_ok: bool = True) -> None:
-    """Create a run's directory and its parents. Raises ConfigError if that fails.
+    """Create the directory `wanted` and its parents. Raises ConfigError if the system refuses.
 
-    Raises FileExistsError if a file has this name, or without `exist_ok` also a directory.
+    Raises FileExistsError if `wanted` is a file, and with `exist_ok=False` also if it is a directory.
     """
     try:
         wanted.mkdir(parents=True, exist_ok=exist_ok)
@@ -24,7 +24,7 @@ def make_run_directory(wanted: Path, exist_ok: bool = True) -> None:
 
 
 def reserve_directory(wanted: Path) -> Path:
-    """Create a new directory: NAME, or the first of NAME-2, NAME-3 ... that does not exist; return its path."""
+    """Create `wanted`, or if its NAME is taken the first free one of NAME-2, NAME-3 ...; return the new path."""
     numbers, candidate = itertools.count(2), wanted
     while True:
         try:
@@ -35,6 +35,6 @@ def reserve_directory(wanted: Path) -> Path:
 
 
 def first_missing(wanted: Path) -> Path | None:
-    """Return the topmost directory on the path that does not exist; None if the whole path exists."""
+    """Return the topmost of `wanted` and its parents that does not exist; None if `wanted` exists."""
     missing = [path for path in (wanted, *wanted.parents) if not os.path.exists(path)]
     return missing[-1] if missing else None

@@ -1,4 +1,7 @@
-"""Files with a JSON record per line, each of a step; RUN_DIR/samples.jsonl with a few completions of every step."""
+"""Files in a run directory with one JSON record per line, each with its step; among them samples.jsonl.
+
+RUN_DIR/samples.jsonl has a few completions of every step.
+"""
 
 import json
 from collections.abc import Callable, Iterable
@@ -14,12 +17,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LineFile(Generic[T]):
-    """A file of this name in every run directory; a missing one reads as empty.
+    """Reads and writes the file `name` in a run directory. A missing file reads as empty.
 
     A killed process may leave an incomplete last line. Readers skip it, and `cut` removes it.
 
     Attributes:
-        kind: name of a record in messages.
+        kind: what messages call a record, e.g. "a sample".
         decode: converts parsed JSON, with the key "step", to a record; raises ValueError or TypeError if it cannot.
     """
 
@@ -28,7 +31,7 @@ class LineFile(Generic[T]):
     decode: Callable[[Any], T]
 
     def read(self, run_dir: Path, offset: int = 0) -> tuple[list[T], int]:
-        """Read the complete lines from byte `offset` on; return their records and the next offset.
+        """Read the complete lines from byte `offset` on; return their records and the offset of the next line.
 
         Raises ConfigError for a line that is not a record.
         """
@@ -79,7 +82,11 @@ CHARACTERS = 4000  # the middle of a longer completion is cut out
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion of a step (from 1). `rewards` are by part; `finished` means that it ended with an end token."""
+    """A completion sampled in a training step (from 1).
+
+    `rewards` maps each part of the reward to its value; their sum is the reward. `finished` tells whether the
+    completion ended with an end token, not at the token limit.
+    """
 
     step: int
     question_id: str
@@ -90,7 +97,7 @@ class Sample:
 
 
 def encode_samples(samples: Iterable[Sample]) -> bytes:
-    """Encode completions as lines of samples.jsonl; cut out the middle of those above CHARACTERS."""
+    """Encode completions as lines of samples.jsonl; cut out the middle of those longer than CHARACTERS."""
     half, lines = CHARACTERS // 2, list[str]()
     for sample in samples:
         text, left_out = sample.completion, len(sample.completion) - CHARACTERS
@@ -101,6 +108,7 @@ def encode_samples(samples: Iterable[Sample]) -> bytes:
 
 
 def _decode_sample(values: Any) -> Sample:
+    """Convert a parsed line of samples.jsonl; raise an error unless it has the fields of Sample and number rewards."""
     sample = Sample(**values)
     float(sum(sample.rewards.values()))  # raises for anything but numbers
     return sample

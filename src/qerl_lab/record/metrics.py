@@ -14,12 +14,12 @@ from qerl_lab.record.line_files import LineFile
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric.
+    """Unit and meaning of one metric.
 
     Attributes:
-        trl: TRL's name for it if TRL measures it, else empty.
-        over: weights for averaging TRL's per-micro-batch means: "tokens" (tokens in the loss) or "ratios" (the same,
-            but one per completion with algorithm=gspo).
+        trl: name of the metric in TRL if TRL measures it, else empty.
+        over: how TRL's means of micro-batches are weighted in the mean of a step: "tokens" (by tokens in the loss),
+            "ratios" (the same, but equally with algorithm=gspo), or empty if they need no weights.
     """
 
     unit: str
@@ -222,7 +222,10 @@ def metrics_table() -> str:
 
 
 def declared_metrics(parts: Iterable[str] = ()) -> dict[str, Metric]:
-    """Return METRICS with one metric per reward part; raise ValueError if a part has the name of another metric."""
+    """Return all metrics of a run: METRICS, with `reward/<part>` replaced by one metric for each of `parts`.
+
+    Raises ValueError if a part has the name of another reward metric, such as "mean".
+    """
     of_parts = {PART.replace("<part>", part): METRICS[PART] for part in parts}
     if taken := of_parts.keys() & METRICS.keys():
         raise ValueError(f"a part of the reward is called {sorted(taken)}, which is another metric")
@@ -230,7 +233,10 @@ def declared_metrics(parts: Iterable[str] = ()) -> dict[str, Metric]:
 
 
 class MetricsLine(TypedDict):
-    """A line of metrics.jsonl. A step can have several (held-out evaluations). `time` is in unix seconds."""
+    """A line of metrics.jsonl: metrics by name, measured at `step`. `time` is in Unix seconds.
+
+    A step can have several lines, because held-out evaluations write their own.
+    """
 
     step: int
     time: float
@@ -238,13 +244,14 @@ class MetricsLine(TypedDict):
 
 
 def encode_line(step: int, metrics: Mapping[str, float]) -> bytes:
-    """Encode one line of metrics.jsonl, with the time now; NaN and infinite values become null."""
+    """Encode one line of metrics.jsonl, with the current time in Unix seconds; NaN and infinity become null."""
     values = {name: float(value) for name, value in metrics.items()}
     finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
     return json.dumps({"step": int(step), "time": time.time(), "metrics": finite}, allow_nan=False).encode() + b"\n"
 
 
 def _decode_line(values: Any) -> MetricsLine:
+    """Check a parsed line of metrics.jsonl, and turn null into NaN. Raises ValueError for anything else."""
     match values:
         case {"step": int(step), "time": int() | float() as when, "metrics": dict(metrics)}:
             found = {name: math.nan if value is None else float(value) for name, value in metrics.items()}
@@ -256,9 +263,10 @@ METRICS_FILE = LineFile("metrics.jsonl", "a metrics record", _decode_line)
 
 
 def check_steps(lines: Iterable[MetricsLine], steps: int) -> None:
-    """Raise ConfigError unless each step up to `steps`, and up to the last of `lines`, has exactly one training line.
+    """Raise ConfigError unless every step from 1 to `steps` has exactly one training line in `lines`.
 
-    Duplicates mean that two processes wrote the file, which can happen on a file system without locks.
+    Checks up to the last step in `lines` if that is later. A training line has a metric outside of eval/. Duplicates
+    mean that two processes wrote the file, which can happen on a file system without locks.
     """
     found = Counter(line["step"] for line in lines if any(not name.startswith("eval/") for name in line["metrics"]))
     steps = max(steps, *found, 0)

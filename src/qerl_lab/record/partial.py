@@ -1,6 +1,7 @@
-"""Build a directory as NAME.partial and rename it when complete.
+"""Build a directory as NAME.partial and rename it to NAME when complete.
 
-By the journal in it the same command continues after an interruption, and a different one cannot write into it.
+A journal in NAME.partial holds the options of the command and the files that are complete. So the same command
+continues after an interruption, and a command with other options cannot write into the directory.
 """
 
 import json
@@ -18,13 +19,17 @@ JOURNAL = "journal.json"
 
 
 class Unfinished:
-    """NAME.partial, locked by this process until the end of the `with` block."""
+    """The directory NAME.partial, locked by this process until the end of the `with` block.
+
+    An error in the block deletes the directory if no file in it is complete.
+    """
 
     def __init__(self, out: Path, identity: Mapping[str, Any], overwrite: bool) -> None:
         """Create `out`.partial, or continue the work of an earlier process with the same identity.
 
         `identity` holds the options that determine the content, by name. Raises ConfigError if `out` is not writable,
-        another process is writing it, or it was started with another identity (unless `overwrite`).
+        another process is writing `out`.partial, or that directory is not from this command. With another identity in
+        its journal, `overwrite` clears the directory; without `overwrite` this raises ConfigError too.
         """
         self.out, self.folder = out, out.with_name(out.name + ".partial")
         make_directory(self.folder, f"out={out}")
@@ -63,17 +68,21 @@ class Unfinished:
         self.note()
 
     def has(self, file: str) -> bool:
-        """Tell whether the journal has `file` as complete, and the file still has the size recorded there."""
+        """Tell whether the journal lists `file` as complete, and the file still has the size recorded there."""
         path = self.folder / file
         return path.exists() and self._journal["files"].get(file) == path.stat().st_size
 
     def note(self, *files: str) -> None:
-        """Record in the journal that these files are complete."""
+        """Record in the journal that `files`, paths within the directory, are complete."""
         self._journal["files"] |= {file: (self.folder / file).stat().st_size for file in files}
         replace_file(self.folder / JOURNAL, json.dumps(self._journal, indent=1).encode() + b"\n")
 
     def finish(self) -> None:
-        """Rename the directory to `out`, replacing an existing one; make its safetensors files readable."""
+        """Rename the directory to `out`, replacing an existing one, and delete the journal.
+
+        Gives safetensors files the read and write rights of the directory, because the library writes them for their
+        owner only.
+        """
         make_readable(self.folder.glob("*.safetensors"))
         before = self.out.with_name(self.out.name + ".replaced")
         if self.out.exists():
@@ -85,6 +94,7 @@ class Unfinished:
 
 
 def _other_options_error(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> ConfigError:
+    """Return the error that names the options in which the journal (`begun`) and this command (`now`) differ."""
     differ = [key for key in {**now, **begun} if now.get(key) != begun.get(key)]
     keys = [key for key in differ if not isinstance(now.get(key), dict)]
     if not keys:

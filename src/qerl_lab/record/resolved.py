@@ -19,7 +19,7 @@ _REPLACE = "Put it back as it was (MLflow keeps it among the run's artifacts), o
 
 
 def write_config(run_dir: Path, cfg: RunConfig) -> None:
-    """Write a new resolved.yaml. Raises FileExistsError if another process was first."""
+    """Write a new resolved.yaml. Raises FileExistsError if there is one, because another process was first."""
     with open(run_dir / NAME, "x", encoding="utf-8") as file:
         yaml.safe_dump(asdict(cfg), file, sort_keys=False)
 
@@ -30,10 +30,11 @@ def replace_config(run_dir: Path, cfg: RunConfig) -> None:
 
 
 def read_config(run_dir: Path) -> RunConfig:
-    """Read and check the configuration; set its `run_dir` to where the directory is now. Raises ConfigError.
+    """Read and check the configuration; set its `run_dir` to where the directory is now.
 
-    A missing key is refused, because its default could differ from the value the run started with. Exceptions: keys of
-    sweeps, tracking and the preregistration, keys added later, and model.hash (null: unknown).
+    Raises ConfigError if resolved.yaml is missing, damaged or invalid, or lacks a key, because the default of the key
+    could differ from the value the run started with. These keys may be missing: those of sweeps, tracking and the
+    preregistration, keys added later, and model.hash (null: unknown).
     """
     path, values = run_dir / NAME, _parse_values(run_dir)
     try:
@@ -54,11 +55,15 @@ def read_config(run_dir: Path) -> RunConfig:
 
 
 def read_settings(run_dir: Path) -> dict[str, str]:
-    """Return the value of every dotted key as text, whatever version of the lab wrote the file."""
+    """Return the value of every key in resolved.yaml as text, by dotted key, whatever version of the lab wrote it.
+
+    Raises ConfigError if the file is missing, cannot be read or has no configuration.
+    """
     return fill_added_keys({name: str(value) for name, value in flatten(_parse_values(run_dir))})
 
 
 def _parse_values(run_dir: Path) -> dict[str, Any]:
+    """Parse resolved.yaml. Raises ConfigError if it is missing, cannot be read or has no configuration."""
     path = run_dir / NAME
     if not os.path.isfile(path):  # Path.is_file raises if the name is too long
         what = f"has no {NAME}, so it is no run directory" if os.path.isdir(run_dir) else "is no directory"
