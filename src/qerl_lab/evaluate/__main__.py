@@ -21,7 +21,10 @@ with exits.starting(__name__):
 
 
 def accuracy(options: AccuracyOptions) -> None:
-    """Check the options, then evaluate on benchmarks and print the table. Raises the errors of `accuracy_run.run`."""
+    """Evaluate a run or model on benchmarks, and print the table of results.
+
+    Raises ConfigError for invalid options, and the errors of `accuracy_run.run`.
+    """
     check_accuracy(options)
     try:
         with terminal.quiet_imports():
@@ -33,7 +36,10 @@ def accuracy(options: AccuracyOptions) -> None:
 
 
 def compare(options: CompareOptions) -> None:
-    """Print the differences B - A of two evaluations. Raises ConfigError unless they are two and can be paired."""
+    """Print the differences B - A of the evaluations in two directories, A and B.
+
+    Raises ConfigError unless exactly two directories are given and their evaluations can be paired.
+    """
     if len(options.directories) != 2:
         raise ConfigError(
             f"directories are given: {', '.join(options.directories) or 'none'}; allowed: two, A and B. "
@@ -55,9 +61,9 @@ def entropy(options: EntropyOptions) -> None:
 
 
 def sigma(options: SigmaOptions) -> None:
-    """Compare noise to quantization by the KL that each causes to the BF16 model.
+    """Print KL(quantized || BF16) of each weight format and KL(noisy || BF16) of each sigma, to compare them.
 
-    Raises ConfigError for a model that cannot be measured, and if neither `sigmas` nor `kls` has an entry.
+    Raises ConfigError for a model that cannot be measured, and if both `sigmas` and `kls` are empty.
     """
     if not options.sigmas and not options.kls:
         raise ConfigError("sigmas=[] is empty; allowed: numbers above 0. Type for example sigmas=[0.05,0.1].")

@@ -23,9 +23,9 @@ class Answers:
     """Graded completions. `rows` has one row per completion, the samples of a question consecutively.
 
     Columns: id, answer (the reference answer), draw (from 0), accuracy, format and the task's other scores, tokens,
-    truncated, completion (as graded: including any start of it in the prompt).
+    truncated, completion (the graded text: if the prompt opens the answer, its opening tags are included).
 
-    `entropy` is the sampler's mean over all completion tokens, in nats; None if the engine does not report it.
+    `entropy` is the sampler's mean entropy over all completion tokens, in nats; None if the engine does not report it.
     """
 
     rows: pd.DataFrame
@@ -38,7 +38,7 @@ def ask_questions(
 ) -> Answers:  # fmt: skip
     """Sample each question `samples` times with the engine's current weights, and grade the completions.
 
-    Calls `on_done` with the number of newly finished completions. Raises EngineFailed.
+    Calls `on_done` with the number of newly finished completions. Raises EngineFailed if the engine fails.
     """
     prompts = [policy.prompt_ids(task.messages(question)) for question in questions]
     out = engine.generate(prompts, samples, sampling, on_done)
@@ -66,16 +66,20 @@ def ask_questions(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A held-out evaluation. `rows` has one row per question.
+    """A held-out evaluation. `rows` has one row per question; `entropy` is as in `Answers`.
 
-    Columns: id, answer; means over samples of accuracy, format, tokens and truncated; one sample.
+    Columns: id, answer (the reference answer); accuracy, format, tokens and truncated, each a mean over samples; sample
+    (the first completion).
     """
 
     rows: pd.DataFrame
     entropy: float | None
 
     def metrics(self, prefix: str = "eval/") -> dict[str, float]:
-        """Return the means over questions by their names in metrics.jsonl, which begin with `prefix`."""
+        """Return the metrics for metrics.jsonl, with names that begin with `prefix`: means over questions, and entropy.
+
+        Without `entropy` this metric is left out.
+        """
         means = {f"{prefix}{metric}": float(self.rows[column].mean()) for column, metric in METRICS.items()}
         return means if self.entropy is None else means | {f"{prefix}entropy_nats": self.entropy}
 
@@ -83,10 +87,11 @@ class Evaluation:
 def evaluate(
     engine: Engine, policy: Policy, task: Task, cfg: RunConfig, part: range, samples: int, on_done: OnDone = do_nothing
 ) -> Evaluation:
-    """Sample and grade the held-out questions with indices in `part` of a training run, `samples` times each.
+    """Sample and grade `samples` answers to each held-out question of a task whose index is in `part`.
 
-    Uses the engine's current weights. The sampling seed is a hash of `cfg.seed` alone: all evaluations of a run, and
-    all runs with the same seed, share it. The transformers engine adds `part.start` to it.
+    `cfg` is the configuration of the training run. Uses the engine's current weights. The sampling seed is a hash of
+    `cfg.seed` alone: all evaluations of a run, and all runs with the same seed, share it. The transformers engine adds
+    `part.start` to the seed.
     """
     asked = task.heldout[part.start : part.stop]
     how = cfg.rollout.max_completion_tokens, evaluation_seed(cfg.seed), cfg.eval.temperature, cfg.eval.top_p
@@ -110,7 +115,7 @@ def merge_parts(parts: Sequence[Evaluation]) -> Evaluation:
 def evaluation_seed(*parts: int | str) -> int:
     """Hash `parts` to a 32-bit sampling seed that no training rollout uses.
 
-    The parts are the run's seed, and for a benchmark also its name and the number of the part of the questions.
+    `parts` are the run's seed, and for a benchmark also its name and the number of the batch of questions.
     """
     text = "/".join(map(str, ("evaluation", *parts)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")

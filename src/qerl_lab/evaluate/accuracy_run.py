@@ -1,8 +1,8 @@
 """`python -m qerl_lab.evaluate accuracy`: ask benchmarks part by part, so that a stopped command can continue.
 
 The files of an evaluation are written to OUT.partial, which is renamed to OUT when complete: eval.parquet with a row
-per completion, evaluation.json with settings and results. The own engine loads the base as stored, with common=true the
-common one loads it dequantized to bfloat16.
+per completion, evaluation.json with settings and results. The engine "own" loads the base as stored. With common=true a
+second engine, "common", loads the base dequantized to bfloat16, which is the same computation for all weight formats.
 """
 
 import hashlib
@@ -40,11 +40,11 @@ from qerl_lab.tasks.answers.completion import final_answer
 
 
 def run(options: AccuracyOptions) -> None:
-    """Run an evaluation on benchmarks: ask, grade, write and print. One that is complete is only printed.
+    """Evaluate a run or model on benchmarks: ask, grade, write and print. If the results exist, only print them.
 
-    The directory is `out`, or one below the run or below evaluations/ that is named by a hash of the settings. Raises
-    ConfigError if the run or model cannot be evaluated, a benchmark cannot be read, or the directory holds something
-    else; ValueError if the engine failed (finished parts are kept); OSError if a file cannot be written.
+    The results go to `options.out`; if not given, to a folder below the run or evaluations/ that is named by a hash of
+    the settings. Raises ConfigError if the run or model cannot be evaluated, a benchmark cannot be read, or the folder
+    holds other results; ValueError if the engine failed (finished parts are kept); OSError if a file cannot be written.
     """
     chosen = subject.resolve_subject(options)
     tasks = benchmarks.load_benchmarks(options, chosen.cfg)
@@ -111,12 +111,16 @@ def answer_missing_parts(
     cfg: RunConfig, tasks: Sequence[Task], identity: Mapping[str, Any], engine: str, learner: Policy, sampler: Engine,
     unfinished: Unfinished,
 ) -> dict[str, int]:  # fmt: skip
-    """Ask the questions that `unfinished` has no answers to, and store a row per completion there.
+    """Ask the questions to which the folder `unfinished` has no answers yet, and write the answers there.
 
-    `engine` is OWN or COMMON, the name of `sampler` in the rows. Questions are asked in parts of about one generation
-    batch, or four for vLLM, which refills its batch. The number of a part enters the sampling seed, which is the same
-    for all arms and engines. Returns the number of questions that are too long, by benchmark. Raises ConfigError if all
-    of one are, ValueError if the engine failed.
+    Questions are asked in parts of about one generation batch, or four for vLLM, which refills its batch. Each part
+    gets a Parquet file with a row per completion. The number of the part enters the sampling seed, which is the same
+    for all arms and engines. Returns by benchmark how many questions are longer than max_prompt_tokens, and so not
+    asked. Raises ConfigError if all questions of a benchmark are, ValueError if the engine failed.
+
+    Args:
+        identity: settings from `identifying_settings`, with the number of samples of each benchmark.
+        engine: OWN or COMMON, the name of `sampler` in the rows.
     """
     at_once = cfg.rollout.batch_size * (1 if cfg.rollout.engine == "transformers" else 4)
     ((sampling_name, samples),) = identity["samplings"].items()
@@ -156,10 +160,10 @@ def answer_missing_parts(
 
 
 def same_first_character(completions: Iterable[str], answers: Iterable[str]) -> list[float]:
-    """Grade completions as QeRL's released eval/gsm8k.py: 1.0 if the answer's first character is right, else 0.0.
+    """Grade completions as QeRL's released eval/gsm8k.py: 1.0 if the answers' first characters are equal, else 0.0.
 
     That script compares final answer and reference answer character by character and uses the first comparison alone.
-    An empty answer, which is an error there, is wrong here.
+    An empty answer, which is an error in that script, counts as wrong here.
     """
     finals = [final_answer(completion) or "" for completion in completions]
     return [float(final[:1] == answer[:1] != "") for final, answer in zip(finals, answers, strict=True)]
@@ -169,7 +173,10 @@ def write_results(
     options: AccuracyOptions, chosen: Subject, tasks: Sequence[Task], identity: Mapping[str, Any],
     too_long: Mapping[str, int], seconds: float, unfinished: Unfinished,
 ) -> None:  # fmt: skip
-    """Merge the answers in the unfinished folder, write eval.parquet and evaluation.json, and rename the folder."""
+    """Merge the answers in the folder `unfinished` into eval.parquet, write evaluation.json, and rename the folder.
+
+    `too_long` has the number of questions left out by benchmark, `seconds` is the time taken.
+    """
     cfg, folder = chosen.cfg, unfinished.folder
     files = sorted(folder.glob("*-*-*.parquet"))
     rows = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
@@ -204,7 +211,10 @@ def write_results(
 
 
 def print_results(folder: Path, state: str) -> None:
-    """Print the settings, table and notes of the finished evaluation in `folder`; `state` is the first line's verb."""
+    """Print the settings, table and notes of the finished evaluation in `folder`.
+
+    The first line says what was evaluated, then `state`: "is evaluated" or "was evaluated before".
+    """
     about = read_json(folder / ABOUT, dict)
     identity = about["identity"]
     print(f"{about['subject']} {state}: {identity['format']}, {identity['rollout']}, no noise, seed {identity['seed']}")

@@ -11,9 +11,10 @@ from qerl_lab.tasks.question_files import reword_path_error
 
 
 def load_benchmarks(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
-    """Load every requested benchmark as a task; its `heldout` are the questions to ask.
+    """Load the tasks named in `options.benchmarks`; the field `heldout` of each holds the questions to ask.
 
-    If none is requested, loads the task of `cfg`. Raises ConfigError if one cannot be read or has no questions.
+    If none is named, loads the run's own task (`cfg.task`). Raises ConfigError if a task cannot be read or has no
+    questions.
     """
     found, own = [], cfg.task if options.run else None
     for chosen in [task_config(own, *split_name_and_path(spec)) for spec in options.benchmarks] or [cfg.task]:
@@ -27,7 +28,10 @@ def load_benchmarks(options: AccuracyOptions, cfg: RunConfig) -> list[Task]:
 
 
 def load_questions(cfg: TaskConfig, before: str) -> Task:
-    """Load a task for evaluation. Raises ConfigError, which quotes the path as typed, after `before`."""
+    """Load a task for evaluation. Raises ConfigError if the questions cannot be read.
+
+    The message names the option as typed on the command line, `before`, such as "benchmarks=gsm8k:".
+    """
     try:
         return tasks.load_benchmark(cfg)
     except ConfigError as error:
@@ -35,9 +39,11 @@ def load_questions(cfg: TaskConfig, before: str) -> Task:
 
 
 def task_config(run_task: TaskConfig | None, name: str, path: str | None) -> TaskConfig:
-    """Return the configuration of the benchmark `name`: the run's own task if it has that name, else the task's YAML.
+    """Return the configuration of the benchmark `name`, with its questions in `path`.
 
-    A YAML without an instruction takes the run's. `path` None keeps the path of the run's own task.
+    It is `run_task` if that has this name and is no task.module, else conf/task/NAME.yaml. If the YAML has no
+    instruction, that of `run_task` is used. With `path` None the questions come from the path of `run_task`, or for a
+    YAML from the task's own source.
     """
     if run_task is not None and name == run_task.name and not run_task.module:
         return replace(run_task, path=path or run_task.path)

@@ -1,6 +1,6 @@
 """`python -m qerl_lab.evaluate compare A B`: compare two evaluations, paired by question and by seed.
 
-An arm is one configuration with all of its seeds. `summary` explains the own and the common engine.
+An arm is one configuration with all of its seeds. The module `summary` explains the engines "own" and "common".
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ from qerl_lab.report.stats import Interval, format_interval, over_seeds, p_value
 from qerl_lab.system.disk import read_json
 from qerl_lab.system.terminal import columns, format_path
 
-# These change kernels, random draws or grading.
+# Keys of an evaluation's identity that change kernels, random draws or grading.
 HOW_IT_RAN = ("seed", "rollout", "device", "dtype", "batch_size", "grading")
 OF_A_SEED = ("seed", "adapter")  # keys that may differ between the seeds of one arm
 PAIRED = {  # columns that two evaluations must share
@@ -43,7 +43,7 @@ class Evaluated(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference in one measure of one benchmark, engine and sampling."""
+    """Difference B - A of two evaluations in one measure, for one benchmark, engine and sampling."""
 
     benchmark: str
     engine: str
@@ -70,7 +70,7 @@ Pairs = list[tuple[Evaluated, Evaluated]]
 
 
 def run(a_path: str, b_path: str) -> None:
-    """Print the table of differences B - A, with notes.
+    """Print the table of differences B - A between evaluations, with notes.
 
     Each path is the folder of one evaluation, or a folder above the evaluations of several seeds. Raises ConfigError if
     A and B cannot be paired.
@@ -89,8 +89,8 @@ def run(a_path: str, b_path: str) -> None:
 def read_arm(path: str) -> dict[int, Evaluated]:
     """Read the evaluation in a folder, or all evaluations below it; return them by seed of their run.
 
-    Raises ConfigError if there is none, one is of another version of the lab, two share a seed, or they were asked or
-    trained differently.
+    Raises ConfigError if there is none, if another version of the lab wrote one, or if they are not the seeds of one
+    arm: two have the same seed, or they were asked or trained differently.
     """
     top = Path(path).expanduser()
     files = [top / ABOUT] if (top / ABOUT).is_file() else sorted(top.rglob(ABOUT))
@@ -120,14 +120,17 @@ def read_arm(path: str) -> dict[int, Evaluated]:
 
 
 def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity of an evaluation from its evaluation.json, and the default grading if it names none."""
+    """Return the settings that identify an evaluation from its evaluation.json, always with `grading`.
+
+    evaluation.json leaves `grading` out if it is the default.
+    """
     return {"grading": BY_TASK} | about["identity"]
 
 
 def differing_keys(mine: Mapping[str, str] | None, others: Mapping[str, str] | None) -> list[str]:
-    """Return, sorted, the keys in which the arms of two runs differ; none if one is None, as in older evaluations.
+    """Return, sorted, the settings in which two runs' arms differ; none if one is None, as in older evaluations.
 
-    Arms map dotted keys to values as text. Training questions are compared by hash if both have one, else by path.
+    Arms map dotted keys to values as text. Training questions are compared by hash if both arms have one, else by path.
     """
     if mine is None or others is None:
         return []
@@ -208,7 +211,11 @@ def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
 
 
 def rows_by_group(one: Evaluated) -> dict[tuple[str, ...], pd.DataFrame]:
-    """Return an evaluation's rows by GROUP; with a dense base the rows of the own engine are the common one's too."""
+    """Return an evaluation's rows by (benchmark, engine, sampling).
+
+    With a dense base there are rows of the engine "own" only. They are returned for "common" too, because both engines
+    compute the same.
+    """
     found = {tuple(map(str, name)): rows for name, rows in one.rows.groupby(GROUP, sort=False)}
     common = {(name[0], COMMON, name[2]): rows for name, rows in found.items()} if one.about["own_is_common"] else {}
     return found | common

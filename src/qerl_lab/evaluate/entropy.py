@@ -41,7 +41,10 @@ ABOUT = "entropy.json"
 
 
 class Arm(NamedTuple):
-    """A packed model that `cfg` loads: a checkpoint in `folder`, or with None the dense model rounded to nearest."""
+    """A packed model to measure, which `cfg` loads, with its `method` of quantization: rtn, gptq, awq or unknown.
+
+    It is a checkpoint in `folder`, or if `folder` is None the dense model rounded to nearest.
+    """
 
     cfg: RunConfig
     weight_format: Format
@@ -59,7 +62,7 @@ class Arm(NamedTuple):
 
 @dataclass(frozen=True)
 class Texts:
-    """Prompts and completions, with the dense policy's hidden states and entropies on them."""
+    """Prompts and completions, with the dense policy's hidden states and entropies at the T completion tokens."""
 
     policy: policy.Policy
     pairs: kl.Pairs
@@ -79,9 +82,9 @@ class Texts:
 
 
 def run(options: EntropyOptions) -> None:
-    """Measure every arm, print the table, and write entropy.json and entropy.png.
+    """Measure every format and checkpoint, print the table, and write entropy.json and entropy.png.
 
-    Raises ConfigError for a model that is packed or cannot be loaded, and for an `out` with results.
+    Raises ConfigError if the model is packed or cannot be loaded, or if `out` holds results and `overwrite` is not set.
     """
     folder = local_folder(options.model, options.revision, key="model")
     remedy = f"Type it, and checkpoints=[{options.model}]."
@@ -114,7 +117,7 @@ def run(options: EntropyOptions) -> None:
 
 
 def results_folder(options: EntropyOptions) -> Path:
-    """Return `out`, or a folder below evaluations/ named by a hash of the options."""
+    """Return the folder to write: `options.out`, or if not given one below evaluations/ named by a hash."""
     if options.out:
         return Path(options.out).expanduser().absolute()
     of = {key: value for key, value in asdict(options).items() if key != "overwrite"}
@@ -123,7 +126,10 @@ def results_folder(options: EntropyOptions) -> Path:
 
 
 def arms_to_measure(options: EntropyOptions) -> Iterator[Arm]:
-    """Yield an arm for every packed format, rounded to nearest, then for every checkpoint. Raises ConfigError."""
+    """Yield an arm for every packed format, rounded to nearest, then for every checkpoint.
+
+    Raises ConfigError if a checkpoint cannot be found or is dense.
+    """
     names = choices_of("format") if "all" in options.formats else dict.fromkeys(options.formats)
     for name in names:
         if name != DENSE_FORMAT:
@@ -142,7 +148,10 @@ def arms_to_measure(options: EntropyOptions) -> Iterator[Arm]:
 
 
 def sample_texts(options: EntropyOptions, device: torch.device) -> Texts:
-    """Sample one completion per prompt from the dense model at temperature 1, and measure its entropy at each token."""
+    """Sample one completion per prompt from the dense model at temperature 1.
+
+    Also measures the model's hidden states and entropy at each completion token.
+    """
     name, path = split_name_and_path(options.prompts)
     task = benchmarks.load_questions(benchmarks.task_config(None, name, path), f"prompts={name}:")
     cfg = run_config(options, DENSE_FORMAT)
@@ -166,11 +175,11 @@ def run_config(options: EntropyOptions, name: str) -> RunConfig:
 
 
 def measure_arm(options: EntropyOptions, arm: Arm, texts: Texts, folder: Path) -> list[dict[str, Any]]:
-    """Measure entropy, KL and weight error of a packed model; return its row of the results, and rows of error parts.
+    """Measure entropy, KL and weight error of a packed model; return a row of the results, with rows for error parts.
 
     For round to nearest, `options.parts` adds the rows `grid`, `dead` and `grid and dead`: the dense model in `folder`
-    with that error added. `grid and dead` equals the format with exact block scales, so the rest of the entropy change
-    is due to rounded scales, the row `scale`.
+    plus that part of the rounding error (see `weight_error`). `grid and dead` equals the format with exact block
+    scales. So the rest of the entropy change is due to rounded scales; this difference is the row `scale`.
     """
     device = texts.states.device
     model, _ = policy.load_base(arm.cfg, device)
@@ -208,7 +217,11 @@ def compare_to_dense(model: PreTrainedModel, texts: Texts) -> tuple[Tensor, Tens
 
 
 def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
-    """Return a row's entropies: mean, change from the dense model, mean over its own forking tokens and the others."""
+    """Return the entropies in a row of the results, from a model's entropy at each token [T].
+
+    They are: the mean, the change from the dense model, and means over the model's own forking tokens (see
+    `kl.split_by_entropy`) and over the rest.
+    """
     forking, rest = kl.split_by_entropy(entropies_T)
     return {
         "entropy": mean_and_interval(entropies_T, texts),
@@ -219,19 +232,26 @@ def estimates(entropies_T: Tensor, texts: Texts) -> dict[str, Any]:
 
 
 def mean_change(values_T: Tensor, texts: Texts) -> dict[str, float]:
-    """Return `mean_and_interval` of a difference at each token, with its p-value `p`: NaN if one is not finite."""
+    """Return mean, 95% interval and p-value of differences at each token [T], as `mean`, `low`, `high`, `p`.
+
+    `p` is NaN if a difference is not finite.
+    """
     is_finite = bool(values_T.isfinite().all())
     p = p_value(lambda level: interval(values_T, texts.lengths, level), len(texts.lengths)) if is_finite else math.nan
     return mean_and_interval(values_T, texts) | {"p": p}
 
 
 def mean_and_interval(values_T: Tensor, texts: Texts) -> dict[str, float]:
-    """Return the mean of token values and its 95% interval, as `mean`, `low`, `high`."""
+    """Return the mean of token values [T] and its 95% interval, as `mean`, `low`, `high`."""
     return dict(zip(("mean", "low", "high"), interval(values_T, texts.lengths), strict=True))
 
 
 def interval(values_T: Tensor, lengths: list[int], level: float = 0.95) -> Interval:
-    """Return (mean, low, high) of token values, with Student's t interval over texts, which have `lengths` tokens."""
+    """Return (mean, low, high) of the values at all tokens, given text by text. Needs two texts or more.
+
+    The interval is Student's t over texts, because tokens of one text are correlated. `lengths` gives the number of
+    tokens of each text, in the order of `values_T`.
+    """
     found = kl.mean(values_T, lengths)
     assert found.standard_error is not None, "two texts at least"
     half = float(stats.t.ppf(0.5 + level / 2, len(lengths) - 1)) * found.standard_error
@@ -239,7 +259,7 @@ def interval(values_T: Tensor, lengths: list[int], level: float = 0.95) -> Inter
 
 
 def row_name(row: dict[str, Any]) -> str:
-    """Return the name of a row: model and part, for a checkpoint also its directory."""
+    """Return the name of a row of the results: model and part, for a checkpoint also its directory."""
     part = f", by {row['part']}" if row["part"] else ""
     return row["arm"] + part + (f" in {row['checkpoint']}" if "checkpoint" in row else "")
 

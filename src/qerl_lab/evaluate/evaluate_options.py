@@ -11,7 +11,7 @@ from qerl_lab.config.spelling import resume_override
 from qerl_lab.model import on_disk
 from qerl_lab.record.directory import RunDirectory
 
-PAPER = EvalConfig()  # the defaults are the paper's
+PAPER = EvalConfig()  # its defaults are the settings of the QeRL paper
 SMALL = ("aime24", "aime25", "amc23")  # 30 or 40 questions: one sample each is too noisy
 SMALL_SAMPLES = 16
 BY_TASK, BY_FIRST_CHARACTER = "task", "first_character"  # ways of grading
@@ -78,7 +78,10 @@ def check_accuracy(options: AccuracyOptions) -> None:
 
 
 def requested_run(options: AccuracyOptions) -> RunDirectory:
-    """Return the directory of `run=`. Raises ConfigError if it is no run, or lacks the adapter to evaluate."""
+    """Return the directory of the run in `options.run`.
+
+    Raises ConfigError if the directory holds no run, or if its adapter is wanted and the run is not finished with one.
+    """
     directory = RunDirectory(Path(options.run).expanduser())
     if not directory.is_claimed:
         raise ConfigError(f"run={options.run} is no directory of a run. Type one that holds resolved.yaml.")

@@ -26,7 +26,7 @@ _RAMP = 4096  # weights from -largest to largest that are rounded to list a bloc
 
 
 def values_of_a_block(weight_format: Format, largest: float = 1.0) -> list[float]:
-    """Return, sorted, every value that a format can store in a block with largest magnitude `largest`."""
+    """Return, sorted, every value that a format can store in a block whose largest magnitude is `largest`."""
     assert weight_format.BLOCK is not None, f"{weight_format.NAME} has no blocks"
     others = (weight_format.BLOCK or 256) - 1
     ramp = torch.linspace(-largest, largest, others * math.ceil(_RAMP / others)).view(-1, others)
@@ -35,7 +35,7 @@ def values_of_a_block(weight_format: Format, largest: float = 1.0) -> list[float
 
 
 def largest_of_blocks(weight_format: Format, weight: Tensor) -> Tensor:
-    """Return the ratio stored / exact of the weight of largest magnitude in each block of `weight[N, K]`."""
+    """Return stored / exact of the largest magnitude in each block of `weight[N, K]`: a ratio per block."""
     assert weight_format.BLOCK is not None, f"{weight_format.NAME} has no blocks"
     block = weight_format.BLOCK or weight.shape[1]
     exact, stored = (each.reshape(-1, block) for each in (weight.float(), rounded(weight_format, weight)))
@@ -70,7 +70,10 @@ def errors(weight_formats: Iterable[Format], weight: Tensor, inputs: Tensor) -> 
 
 
 def linear_of(texts: Texts, layer: str) -> tuple[Tensor, Tensor]:
-    """Return weight [N, K] and inputs [T, K], float32, of the dense policy's Linear `layer`, at all tokens of texts."""
+    """Return weight [N, K] and inputs [T, K] of the dense policy's Linear with the full name `layer`, float32.
+
+    T are all tokens of the texts, prompts included.
+    """
     seen: list[Tensor] = []
     linear = texts.model.get_submodule(layer)
     with linear.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1).float())):
@@ -79,7 +82,10 @@ def linear_of(texts: Texts, layer: str) -> tuple[Tensor, Tensor]:
 
 
 def packed_model(model: str, weight_format: Format, device: torch.device) -> PreTrainedModel:
-    """Load the dense model `model` as `model.path` of a run, and pack all but lm_head. Raises ValueError."""
+    """Load the dense model `model` (hub id, directory, GGUF file or `pocket`), all but lm_head in `weight_format`.
+
+    Raises ValueError if the model cannot be loaded or packed.
+    """
     folder, cfg = local_folder(model, None, key="model"), RunConfig()
     return loading.load_model(
         AutoConfig.from_pretrained(folder, trust_remote_code=False), WeightFiles(folder),
@@ -89,7 +95,10 @@ def packed_model(model: str, weight_format: Format, device: torch.device) -> Pre
 
 
 def effects_of_formats(texts: Texts, model: str, weight_formats: Iterable[Format]) -> pd.DataFrame:
-    """Tabulate bits per weight, KL to the dense policy and entropy by format; `texts` were sampled from `model`."""
+    """Tabulate bits per weight, KL to the dense policy and entropy, a row per format.
+
+    `model` is the dense model that sampled `texts`.
+    """
     rows = []
     for weight_format in weight_formats:
         packed = packed_model(model, weight_format, texts.states.device)
@@ -99,7 +108,7 @@ def effects_of_formats(texts: Texts, model: str, weight_formats: Iterable[Format
 
 
 def effects_of_noise(texts: Texts, sigmas: Sequence[float], draws: int) -> pd.DataFrame:
-    """Tabulate KL and entropy of the dense policy with AQN noise: `draws` rows for each sigma."""
+    """Tabulate KL to the clean dense policy and entropy of the dense policy with AQN noise: `draws` rows per sigma."""
     return pd.DataFrame(
         {"sigma": sigma, "draw": draw} | _effect(texts, *with_noise(texts, Noise(sigma, seed=0, step=draw)))
         for sigma in sigmas
@@ -110,8 +119,8 @@ def effects_of_noise(texts: Texts, sigmas: Sequence[float], draws: int) -> pd.Da
 def effects_at_kl(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.DataFrame:
     """Tabulate sigma, KL and entropy change of noise that causes each KL in `kls`, in a row per KL.
 
-    Interpolates the sigma between the mean KLs in `noise`, from `effects_of_noise`, and measures as many draws at it.
-    Raises ValueError if a KL is outside the measured range.
+    `noise` is the table of `effects_of_noise`. The sigma is interpolated between the mean KLs in this table, then
+    measured with as many noise draws. Raises ValueError if a KL is outside the table's range.
     """
     means, rows = noise.groupby("sigma")["kl"].mean(), {}
     for name, target in kls.items():
@@ -125,14 +134,20 @@ def effects_at_kl(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.DataF
 
 
 def with_noise(texts: Texts, noise: Noise) -> tuple[Tensor, Tensor]:
-    """Return entropy of the dense policy with noise and KL(noisy || clean) at each token: float64 [T] each."""
+    """Return entropy of the dense policy with noise and KL(noisy || clean) at each completion token.
+
+    Both are float64 [T], on the CPU.
+    """
     dense = texts.policy
     with dense.as_sampler(noise.onto_norms(dense.clean_norms)):
         return compare_to_dense(texts.model, texts)
 
 
 def _effect(texts: Texts, entropies_T: Tensor, kl_T: Tensor) -> dict[str, float]:
-    """Average entropy and KL to the dense policy over tokens, in nats, as a row; _low and _high are 95% intervals."""
+    """Return a row with the means over tokens, in nats: KL to the dense policy, entropy and its change.
+
+    Columns that end in _low and _high are 95% intervals; `p` is the p-value of the change.
+    """
     changed = mean_change(entropies_T - texts.entropies_T, texts)
     nats, low, high = interval(kl_T, texts.lengths)
     return {

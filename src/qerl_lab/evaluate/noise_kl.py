@@ -31,8 +31,8 @@ class Texts:
     def nats(self, noises: Sequence[Noise]) -> float:
         """Return KL(noisy || clean) in nats, summed over all tokens; 0 without texts.
 
-        Each batch has one of `noises`, in turn, so each text gets one noise draw. KL varies more between texts, a few
-        of which dominate it, than between draws.
+        Each batch of texts uses one of `noises`, in turn, so each text gets one noise draw only. This is enough,
+        because KL varies more between texts than between draws: a few texts dominate it.
         """
         model, total = self.policy.base, 0.0
         for number, (pairs, clean) in enumerate(zip(self.pairs_N, self.clean_N, strict=True)):
@@ -51,6 +51,6 @@ def texts(policy: Policy, pairs: kl.Pairs, temperature: float, batch_size: int) 
 
 @torch.no_grad()
 def states(policy: Policy, noise: Noise, pairs: kl.Pairs) -> Tensor:
-    """Return the hidden states of the policy with noise at the compared tokens, as `kl.hidden_states` does."""
+    """Return the policy's hidden states with noise at the compared tokens of all texts: [T, hidden]."""
     with policy.as_sampler(noise.onto_norms(policy.clean_norms)):
         return kl.hidden_states(policy.base, pairs)

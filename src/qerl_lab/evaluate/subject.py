@@ -1,4 +1,7 @@
-"""Resolve what to evaluate: what a run trained, which is an adapter on its base or a model; or a model alone."""
+"""Resolve what `evaluate accuracy` evaluates: a run or a model alone.
+
+Of a run it is the adapter on its base, the base alone, or with lora=full the model that the run trained.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -36,8 +39,8 @@ class Subject:
     cfg: RunConfig
     adapter: Path | None = None  # folder; None for a base alone, and for a run that trained all weights
     base: ModelConfig | None = None  # with lora=full what the run began with; `cfg.model` is what it trained
-    run_seed: int = 0  # identifies a run within its arm even if `seed=` changes the draw; of a model the draw's
-    arm: Mapping[str, str] = field(default_factory=dict)  # its settings, SHA-256 of the training questions
+    run_seed: int = 0  # seed of the run, whatever `seed=` is; for a model alone the sampling seed
+    arm: Mapping[str, str] = field(default_factory=dict)  # of a run: settings as text, hash of training questions
     day: date = field(default_factory=date.today)  # on which the run started, for chat templates that print it
 
     @property
@@ -47,9 +50,10 @@ class Subject:
 
 
 def resolve_subject(options: AccuracyOptions) -> Subject:
-    """Return what to evaluate: the run `run=` or the model `model=`. Options other than None replace its settings.
+    """Return what to evaluate: the run `options.run` or the model `options.model`.
 
-    Raises ConfigError if the run or model is missing, or does not fit the options.
+    Other options that are not None replace the settings of the run. Raises ConfigError if the run or model is missing
+    or does not fit the options.
     """
     found = _resolve_run(options) if options.run else _resolve_model(options)
     cfg = found.cfg
@@ -112,13 +116,13 @@ def _resolve_model(options: AccuracyOptions) -> Subject:
 
 
 def packed_format(stored: PackedAs) -> FormatConfig:
-    """Return the config group `format` that loads a packed checkpoint: format, recorded options and dense layers."""
+    """Return the config group `format` that loads the packed checkpoint `stored`: format, options, dense layers."""
     options = {key: value for key, value in vars(stored.weight_format).items() if value is not None}
     return FormatConfig(name=stored.weight_format.NAME, ignore=list(stored.ignore), **options)
 
 
 def load_policy(subject: Subject) -> Policy:
-    """Load a subject's base and adapter. Raises ConfigError if either cannot be loaded or they do not fit."""
+    """Load a subject's base and adapter. Raises ConfigError if they cannot be loaded or do not fit each other."""
     cfg = subject.cfg
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
@@ -132,7 +136,7 @@ def load_policy(subject: Subject) -> Policy:
 
 @contextmanager
 def dequantized_subject(subject: Subject) -> Iterator[Subject]:
-    """Yield the subject with its packed layers dequantized to bfloat16, in a temporary folder."""
+    """Context manager: yield the subject with its packed layers dequantized to bfloat16, in a temporary folder."""
     loaded = policy.build(subject.cfg, policy.device_of(subject.cfg.device))
     tensors = dense_tensors(loaded, torch.bfloat16)
     own = local_folder(subject.cfg.model.path, subject.cfg.model.revision)

@@ -1,6 +1,7 @@
 """Summarize the answers of an evaluation by benchmark and engine, as data and as a table.
 
-The own engine loads the base as the run does; the common engine, alike for all arms, loads it dequantized to bfloat16.
+The engine "own" loads the base as the run does. The engine "common", alike for all arms, loads the base dequantized to
+bfloat16.
 """
 
 import math
@@ -21,7 +22,7 @@ from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS, compact, plain
 
 Summary = dict[str, Any]
 OWN, COMMON = "own", "common"
-SCHEMA = 2  # version of both files
+SCHEMA = 2  # version of the files ROWS and ABOUT
 TRAINED_ON = "training_sha256"  # key for the hash of a run's training questions, stored with its arm
 ROWS, ABOUT = "eval.parquet", "evaluation.json"
 GROUP = ["benchmark", "engine", "sampling"]  # columns of `rows` that say which answers are summarized together
@@ -33,7 +34,10 @@ def scores(rows: pd.DataFrame) -> pd.Series:
 
 
 def pass_rates(rows: pd.DataFrame, k: int) -> pd.Series:
-    """Return pass@k of each question by id, estimated from all its samples. A sample is right if its accuracy is 1."""
+    """Return pass@k of each question, by question id, estimated from all samples of the question.
+
+    `rows` is as in `accuracy.Answers`. A sample is right if its accuracy is 1.
+    """
     right = (rows["accuracy"] >= 1).groupby(rows["id"], sort=False).sum()
     return pd.Series(pass_at(k, right.to_numpy(), int(rows["draw"].max()) + 1), right.index)
 

@@ -62,10 +62,11 @@ def layers(
     weight_format: Format, dense: WeightFiles, packed: WeightFiles | None, linears: list[str], device: torch.device,
     *, fit_scales: bool = False,
 ) -> Iterator[LayerError]:  # fmt: skip
-    """Yield the weights of each Linear in `linears` before and after quantization.
+    """Yield the weights of each Linear in `linears` (full names) before and after quantization.
 
-    The checkpoint `packed` of the model `dense` gives `stored`; with None it is rounded to nearest. `fit_scales`
-    removes from `stored` the scales that AWQ moved into the layer before.
+    `dense` holds the original weights. `packed` is a quantized checkpoint of the same model, from which the field
+    `stored` is read; with None, `stored` is the weight rounded to nearest. `fit_scales` removes from `stored` the
+    scales that AWQ moved into the previous layer.
     """
     for group in fused_groups(linears):
         weights = {name: dense.tensor(f"{name}.weight", device) for name in group}
@@ -78,10 +79,10 @@ def layers(
 
 
 def stored_weight(weight_format: Format, packed: WeightFiles, name: str, weight: Tensor, fit_scales: bool) -> Tensor:
-    """Return the dequantized weight of the Linear `name` in a packed checkpoint: float32, shape and device of `weight`.
+    """Return the weight of the Linear `name` in a packed checkpoint, dequantized: float32 [N, K].
 
-    `weight` is the original, to which `fit_scales` fits it. Raises ValueError, naming file and tensor, for tensors that
-    `Format.accept` refuses.
+    `weight[N, K]` is the original weight; the result has its device, and is scaled to fit it if `fit_scales` is set
+    (see `remove_scales`). Raises ValueError, naming file and tensor, for tensors that `Format.accept` refuses.
     """
     shape = (weight.shape[0], weight.shape[1])
     parts = {key: packed.tensor(f"{name}.{key}", weight.device) for key in weight_format.layout(shape)}
@@ -92,7 +93,7 @@ def stored_weight(weight_format: Format, packed: WeightFiles, name: str, weight:
 
 
 def remove_scales(weight: Tensor, other: Tensor) -> Tensor:
-    """Scale columns and rows of `other[N, K]` in turn, FIT_ROUNDS times, to fit `weight` in least squares."""
+    """Return `other[N, K]` with columns and rows scaled in turn, FIT_ROUNDS times, to fit `weight` in least squares."""
     for dim in (0, 1) * FIT_ROUNDS:
         product, square = (weight * other).sum(dim, keepdim=True), other.square().sum(dim, keepdim=True)
         other = other * torch.where(square > 0, product / square, 1.0)
