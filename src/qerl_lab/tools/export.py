@@ -44,7 +44,7 @@ class ExportOptions(Writes):
 
 
 def check(options: ExportOptions) -> RunDirectory:
-    """Return the run to export. Raises ConfigError unless it is done, has an adapter, and `out` may be written."""
+    """Return the run to export. Raises ConfigError unless it is finished with an adapter and `out` may be written."""
     run = RunDirectory(Path(options.run).expanduser().absolute())
     trains_all = run.config().trains_all  # first, which raises for a directory that is no run
     if run.status != "done":
@@ -64,7 +64,7 @@ def check(options: ExportOptions) -> RunDirectory:
 
 
 def export(options: ExportOptions) -> None:
-    """Write a run's adapter or merged model, model card, configuration and export.json to OUT, after checks.
+    """Write a run's adapter or merged model, with model card, configuration and export.json, to `options.out`.
 
     Raises ConfigError if an option cannot work, the run's base cannot be loaded or has changed, or the adapter is
     damaged.
@@ -110,9 +110,10 @@ def export(options: ExportOptions) -> None:
 
 
 def write_dense(run: RunConfig, adapter: Path, base: Path, out: Path, dtype_name: str, *, merged: bool) -> None:
-    """Write a run's base, quantized as in the run and dequantized, to `out` for transformers; `merged` adds `adapter`.
+    """Write a run's base model, quantized as in the run and dequantized, to `out` for transformers.
 
-    Changes `run` in place, to merge in float32 on the CPU.
+    `merged` adds `adapter` to the weights. `base` is the folder of the base model, for the tokenizer. Changes `run` in
+    place, to merge in float32 on the CPU.
     """
     import torch
 
@@ -153,7 +154,10 @@ def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
 
 
 def base_in_words(run: RunConfig) -> str:
-    """Return the model card's words on the weights to load the adapter on, with the command that quantizes them."""
+    """Return a sentence for the model card on the base weights that the adapter is to be loaded on.
+
+    If a command quantizes them, the sentence has the command.
+    """
     from qerl_lab.model.loading import stored_as
     from qerl_lab.model.weight_files import local_folder
     from qerl_lab.rollout.vllm_server.server_command import quantize_line

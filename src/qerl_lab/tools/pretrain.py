@@ -1,8 +1,9 @@
 """Make the pocket policy from random weights: `python -m qerl_lab.tools.pretrain out=DIR [seed=0] [updates=650]`.
 
-The policy is a Qwen2 of about 0.9M parameters, trained on worked solutions of `task=arithmetic`, never on held-out
-problems. Training stops at about half the answers right, which leaves room for reinforcement learning in both
-directions. `recipe.json`, beside the weights, holds the recipe and the SHA-256 of every file.
+The pocket policy is the model that the package embeds: a Qwen2 of about 0.9M parameters, trained on worked solutions of
+`task=arithmetic`, never on held-out problems. Training stops at about half the answers right, which leaves room for
+reinforcement learning in both directions. `recipe.json`, beside the weights, holds the recipe and the SHA-256 of every
+file.
 """
 
 from qerl_lab.system import exits
@@ -44,7 +45,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """All numbers that determine the weights of the pocket policy."""
+    """All numbers that determine the weights of the small model that the package embeds (`pocket`)."""
 
     seed: int = 0
     updates: int = 650
@@ -68,7 +69,10 @@ class PretrainOptions:
 
 
 def make(options: PretrainOptions) -> None:
-    """Train the pocket policy and write it to OUT. Raises ConfigError unless OUT is writable, and empty or missing."""
+    """Train the small Qwen2 that the package embeds as `model=pocket`, and write it to `options.out`.
+
+    Raises ConfigError if `options.out` cannot be written or is not empty.
+    """
     out = Path(options.out).expanduser()
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"out={options.out} is not empty. Type another directory.")
@@ -92,7 +96,10 @@ def make(options: PretrainOptions) -> None:
 
 
 def train(recipe: Recipe, cfg: TaskConfig) -> tuple["Qwen2ForCausalLM", "PreTrainedTokenizerFast"]:
-    """Train a tokenizer and a model on worked solutions of `cfg`, and return both; print the loss every 20 updates."""
+    """Train a tokenizer and a model on worked solutions of the task `cfg`; return both.
+
+    Prints the loss every 20 updates.
+    """
     import torch
 
     task, source = tasks.load(cfg), examples(cfg, random.Random(recipe.seed))
@@ -122,7 +129,7 @@ def train(recipe: Recipe, cfg: TaskConfig) -> tuple["Qwen2ForCausalLM", "PreTrai
 
 
 def examples(cfg: TaskConfig, rng: random.Random) -> Iterator[tasks.Question]:
-    """Yield questions with worked solutions, endlessly and without held-out problems."""
+    """Draw arithmetic problems from `rng` and yield them with worked solutions, endlessly, held-out ones left out."""
     while True:
         drawn = arithmetic.problem(rng, cfg)
         if not drawn.is_heldout:
@@ -130,7 +137,7 @@ def examples(cfg: TaskConfig, rng: random.Random) -> Iterator[tasks.Question]:
 
 
 def make_tokenizer(recipe: Recipe, texts: list[str]) -> "PreTrainedTokenizerFast":
-    """Train a byte-level BPE tokenizer, which reads any text; digits stay single tokens, as in Qwen2."""
+    """Train a byte-level BPE tokenizer on `texts`. It encodes any text; digits stay single tokens, as in Qwen2."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -170,7 +177,10 @@ def make_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "Qwen2Fo
 def batch_of(
     task: tasks.Task, tokenizer: "PreTrainedTokenizerFast", questions: list[tasks.Question]
 ) -> dict[str, "Tensor"]:
-    """Tokenize questions and solutions as a warm-up does: input_ids, attention_mask, labels [questions, longest]."""
+    """Tokenize questions with their worked solutions into a padded batch to train on.
+
+    Returns input_ids, attention_mask and labels, each [questions, longest]. Tokens of the question have no loss.
+    """
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     from qerl_lab.model.chat import Chat

@@ -1,8 +1,8 @@
 """Queue runs for short-lived machines: `python -m qerl_lab.tools.queue plan|run|collect QUEUE.yaml`.
 
-`plan` prints the next runs and the GPU hours left; `run` makes the next runs on a machine and packs the record of each;
-`collect` merges packed records into the results beside QUEUE.yaml. `queue_file.py` describes QUEUE.yaml. A lost machine
-costs only its current runs: runs missing from the ledger are planned again.
+`plan` prints the next runs and the GPU hours left. `run` trains and evaluates the next runs on a machine, and packs the
+record of each. `collect` merges packed records into the results beside QUEUE.yaml. `queue_file.py` describes
+QUEUE.yaml. A lost machine costs only its current runs: runs missing from the ledger are planned again.
 """
 
 import json
@@ -88,9 +88,9 @@ class CollectOptions:
 
 
 def plan(options: PlanOptions) -> None:
-    """Print the queue's parts with their hours left, the runs that failed twice, and the commands that fit `minutes`.
+    """Print the queue's parts with the hours left, the runs that failed twice, and the commands that fit `minutes`.
 
-    Also names runs made under another preregistration.
+    Also names the runs made under another version of PREREGISTRATION.md.
     """
     queue = read(Path(options.queue), shlex.split(options.words))
     at_once = options.jobs * options.gpus
@@ -125,16 +125,17 @@ def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:
 
 
 def _next_runs(queue: Queue, options: PlanOptions) -> list[Planned]:
-    """Return the runs still to make in the chosen parts, in the order of the queue."""
+    """Return the runs of the chosen parts that are not done and not failed twice, in the order of the queue."""
     chosen = _chosen_parts(queue, options)
     return [one for one in queue.left() if one.part in chosen]
 
 
 def run(options: RunOptions) -> None:
-    """Make the next runs of the queue on this machine for `minutes`, and pack the record of each that ends.
+    """Train and evaluate the next runs of the queue on this machine for `options.minutes`, and pack their records.
 
     A run or evaluation that is not done by then is stopped; the same command on the same machine continues it. Raises
-    ConfigError if the main command refuses a run, or if a run needs a complete preregistration.
+    ConfigError if the main command refuses a run, or if a preregistered run comes before PREREGISTRATION.md is
+    complete.
     """
     queue, pack = read(Path(options.queue), shlex.split(options.words)), Path(options.pack)
     make_directory(pack, f"pack={pack}")
@@ -160,7 +161,7 @@ def run(options: RunOptions) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Make planned runs on this machine. `began` is the start of the command, by the monotonic clock."""
+    """Trains and evaluates runs on this machine. `began` is the start of the command, by the monotonic clock."""
 
     queue: Queue
     options: RunOptions
@@ -177,15 +178,16 @@ class Machine:
         return Path(self.options.runs).absolute() / planned.key
 
     def lacks_evaluations(self, planned: Planned) -> bool:
-        """Tell whether an earlier command made the run here, but not all of its evaluations."""
+        """Tell whether an earlier command finished the run's training here, but not all of its evaluations."""
         file = self.run_folder(planned) / ROW
         row = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
         return row is not None and row["state"] == DONE and missing_evaluations(row) > 0
 
     def make(self, planned: Planned, number: int) -> bool:
-        """Wait for a free place on a GPU and make a run on it; return whether the run ended, as `make_on` does.
+        """Wait for a free place on a GPU, then train and evaluate a run there (see `make_on`).
 
-        `number` counts the runs from 0. The first runs on a GPU start STAGGER_SECONDS apart.
+        Returns whether the training ended, done or failed. `number` is the run's position among those of this command,
+        from 0: the first runs on a GPU start STAGGER_SECONDS apart.
         """
         if number < self.options.jobs * self.options.gpus:
             time.sleep(STAGGER_SECONDS * (number // self.options.gpus))
@@ -193,10 +195,11 @@ class Machine:
             return self.make_on(planned, {"CUDA_VISIBLE_DEVICES": gpu} if self.options.gpus > 1 else {})
 
     def make_on(self, planned: Planned, visible: Mapping[str, str]) -> bool:
-        """Train, pack, evaluate and pack again. Return whether the training ended, done or failed.
+        """Train a run, pack its record, evaluate it, and pack again.
 
-        `visible` holds environment variables that choose the GPU. A new run that does not fit the time is not started.
-        The first pack is for the case that the time ends, or the machine is lost, during an evaluation.
+        Returns whether the training ended, done or failed. `visible` holds the environment variables that choose the
+        GPU. A new run that does not fit the time left is not started. The first pack keeps the training if the time
+        ends, or the machine is lost, during an evaluation.
         """
         run, now = RunDirectory(self.run_folder(planned)), time.monotonic()
         fits = now + self.queue.seconds(planned) < self.began + 60 * (self.options.lease or self.options.minutes)
@@ -214,6 +217,7 @@ class Machine:
         if run.status == DONE and planned.part.after:
 
             def evaluate(number: int, line: str) -> bool:  # an evaluation that is there only prints its table
+                """Run the evaluate command `line`, delayed by its `number`; return whether it succeeded."""
                 time.sleep(STAGGER_SECONDS * number)
                 command, *words = shlex.split(os.path.expandvars(line))
                 arguments = ["-m", "qerl_lab.evaluate", command, f"run={run.path}", *words]
@@ -226,9 +230,9 @@ class Machine:
         return True
 
     def _train_run(self, planned: Planned, run: RunDirectory, visible: Mapping[str, str]) -> None:
-        """Start a run with the main command, or resume it, until it ends or the time is up.
+        """Start a run with the main command, or resume it; return when the run ends or the time is up.
 
-        Raises ConfigError if the command refuses its words.
+        Raises ConfigError if the command refuses the overrides of a new run.
         """
         words = [f"resume={run.path}"]
         if not run.is_claimed:
@@ -264,7 +268,8 @@ class Machine:
     def _write_row(self, planned: Planned, run: RunDirectory, seconds: float, evaluated: int) -> None:
         """Write the run's row of the ledger into its directory, and copy the console file there.
 
-        `seconds` is the time taken, `evaluated` the number of evaluations made. Drops the completions from evaluations.
+        `seconds` is the time taken, `evaluated` the number of finished evaluations. Drops the texts of completions from
+        the evaluations' files.
         """
         for file in run.path.glob("evaluations/*/eval.parquet"):
             pd.read_parquet(file).drop(columns="completion", errors="ignore").to_parquet(file, index=False)
@@ -285,9 +290,9 @@ class Machine:
         shutil.copy(self._console_file(planned), run.path / "queue.txt")
 
     def pack(self, planned: Planned) -> None:
-        """Pack the record in a run's directory into KEY.tar.gz in the folder `pack`, atomically.
+        """Pack the record in a run's directory into KEY.tar.gz in the folder `options.pack`, atomically.
 
-        Leaves out LEFT_THERE and unfinished evaluations.
+        Leaves out the files in LEFT_THERE and unfinished evaluations.
         """
         file = Path(self.options.pack) / f"{planned.key}.tar.gz"
         with tarfile.open(file.with_suffix(".tmp"), "w:gz") as packed:
@@ -299,10 +304,11 @@ class Machine:
 
 
 def collect(options: CollectOptions) -> None:
-    """Unpack packed records into `runs`, and merge new runs into the results and the ledger beside QUEUE.yaml.
+    """Unpack packed records into `options.runs`, and merge new runs into results and ledger beside QUEUE.yaml.
 
-    A run that is done in the ledger is left out, unless the pack is of that attempt with more evaluations. The ledger
-    is written last, so that the same command continues after a stop. Raises ConfigError for a missing or wrong file.
+    A run that is done in the ledger is left out, unless the pack is of the same attempt with more evaluations. The
+    ledger is written last, so that the same command continues after a stop. Raises ConfigError if the queue file or a
+    pack is missing or invalid.
     """
     queue, runs = read(Path(options.queue)), Path(options.runs)
     make_directory(runs, f"runs={runs}")
@@ -343,7 +349,7 @@ def collect(options: CollectOptions) -> None:
 
 
 def _merge(folder: Path, run_dirs: Sequence[Path]) -> None:
-    """Add run directories to the results in `folder`, with the command report, and copy their evaluations there.
+    """Add run directories to the results in `folder` with the command report, and copy their evaluations there.
 
     Raises ValueError if the report fails.
     """

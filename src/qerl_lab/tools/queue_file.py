@@ -48,7 +48,7 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the queue: grids of the main command, and how each finished run is evaluated."""
+    """A part of the queue: runs, how each finished one is evaluated, and where results go (see the module's text)."""
 
     name: str
     lines: Sequence[str]
@@ -60,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Planned:
-    """One run of the queue. `key` is equal on every machine; `words` make the run by the main command."""
+    """A run of the queue. `key` names it, equally on every machine; `words` are its overrides for the main command."""
 
     key: str
     part: Part
@@ -71,7 +71,10 @@ class Planned:
 
 @dataclass(frozen=True)
 class Queue:
-    """A parsed QUEUE.yaml: its distinct runs in order, and the rows of its ledger."""
+    """A parsed QUEUE.yaml: its distinct runs in order, and the rows of its ledger.
+
+    `seconds_at_first` is the key `seconds` of the file, the time of a run without measurements.
+    """
 
     folder: Path
     parts: Sequence[Part]
@@ -88,15 +91,16 @@ class Queue:
         return sum(row["run"] == key and row["state"] == FAILED for row in self.rows)
 
     def left(self) -> list[Planned]:
-        """Return the runs still to make: not done, and not failed twice."""
+        """Return the runs that are not done and have not failed twice, in the order of the queue."""
         return [one for one in self.runs if not self.is_done(one.key) and self.failures(one.key) < ATTEMPTS]
 
     def seconds(self, planned: Planned) -> float:
-        """Estimate how long a run takes, in seconds, from rows of the ledger with as many evaluations.
+        """Estimate how long a run takes with its evaluations, in seconds.
 
-        It is the median of the first of these that has rows: other seeds of its arm, its experiment, its part, the
-        queue. Without rows it is `estimate_from_bench`, else `seconds` of QUEUE.yaml. Only ledger rows of this queue's
-        runs count, because other words, such as another scale, make other runs.
+        The estimate is the median of finished runs of this queue in the ledger, if possible of runs with as many
+        evaluations. Of these it takes the first group that is not empty: the run's arm with any seed, its experiment,
+        its part, all. Without finished runs it is `estimate_from_bench`, else `seconds` of QUEUE.yaml. Other ledger
+        rows do not count, because their runs had other settings, such as another scale.
         """
         made = {run.key: run for run in self.runs}
         own, wanted = planned.config, f" of {len(planned.part.after)}"
@@ -120,13 +124,16 @@ class Queue:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.exists() else ""
 
     def of_another_preregistration(self) -> list[Row]:
-        """Return the ledger rows of preregistered parts with another hash than PREREGISTRATION.md has now."""
+        """Return the ledger rows of preregistered parts that were made under another version of PREREGISTRATION.md.
+
+        Compares the hash in each row to that of the file now.
+        """
         counting = {part.name for part in self.parts if part.preregistered}
         now = self.preregistration_hash()
         return [row for row in self.rows if row["part"] in counting and row["preregistration"] != now]
 
     def refuse_unregistered(self, runs: Sequence[Planned]) -> None:
-        """Raise ConfigError if one of `runs` is preregistered while PREREGISTRATION.md is missing or contains PILOT."""
+        """Raise ConfigError if one of `runs` is preregistered, and PREREGISTRATION.md is missing or has `PILOT:`."""
         file = self.folder / PREREGISTRATION
         counting = [one.part.name for one in runs if one.part.preregistered]
         lacks = f"has {PILOT}" if file.exists() else "is missing"
@@ -138,9 +145,9 @@ class Queue:
 
 
 def read(path: Path, extra: Sequence[str] = ()) -> Queue:
-    """Read the queue file at `path` and the ledger beside it; overrides in `extra` win over the words of the file.
+    """Read the queue file at `path` and the ledger beside it.
 
-    Raises ConfigError if the file is invalid.
+    Overrides in `extra` win over those of the file. Raises ConfigError if the file is invalid.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -160,9 +167,10 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
 
 
 def _runs_of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> list[Planned]:
-    """List a part's runs, seed by seed. A line wins over the overrides `words`, and the overrides `extra` win over it.
+    """List a part's runs, seed by seed.
 
-    Composes each line once for all seeds. Raises ConfigError for a line that the main command refuses.
+    The overrides of a line win over `words`, and `extra` wins over both. Composes each line once for all seeds. Raises
+    ConfigError for a line that the main command refuses.
     """
     found = []
     for line in part.lines:
@@ -185,8 +193,8 @@ def join_overrides(*words: Sequence[str]) -> list[str]:
 def key_of(config: RunConfig) -> str:
     """Return a run's key EXPERIMENT-seedN-HASH, equal on every machine.
 
-    The hash covers the settings of `settings_of_arm`, without paths that differ between machines. Settings at their
-    default are left out, so that adding a key to the schema changes no hash.
+    The hash covers the settings that define the run's arm (`settings_of_arm`), without paths that differ between
+    machines. Settings at their default are left out, so that adding a key to the schema changes no hash.
     """
     usual = values_of(RunConfig())
     values = settings_of_arm(values_of(config) | {"model.hash": None})
@@ -197,10 +205,10 @@ def key_of(config: RunConfig) -> str:
 
 
 def estimate_from_bench(config: RunConfig, folder: Path = Path("results/bench")) -> float | None:
-    """Estimate a run's seconds if all completions have full length, from step_*.json in `folder`; None if unmeasured.
+    """Estimate a run's seconds from benchmarks (step_*.json in `folder`), if all completions have full length.
 
-    Uses the most tokens per second measured for its model on one GPU. The measured steps had completions of 1,024 or
-    2,048 tokens, so a run with longer ones takes longer.
+    Uses the most tokens per second measured for the run's model on one GPU; None if there is no measurement. The
+    measured steps had completions of 1,024 or 2,048 tokens, so a run with longer completions takes longer.
     """
     rows: list[dict[str, Any]] = []
     for file in sorted(folder.glob("step_*.json")):

@@ -19,7 +19,7 @@ class SamplesOptions:
 
 
 def format_step(run_dir: Path, step: int | None) -> str:
-    """Format the completions sampled at a step (None: the last) as text.
+    """Format the completions recorded for a step (None: the last) as text.
 
     Raises ConfigError if the step has none, or if the record is damaged.
     """

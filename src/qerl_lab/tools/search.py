@@ -52,7 +52,7 @@ class SearchOptions(Writes):
 
     @property
     def seed_override(self) -> str:
-        """Return the override `seed=A,B,...` of each trial's sweep."""
+        """The override `seed=A,B,...` of each trial's sweep."""
         return f"seed={','.join(map(str, self.seeds))}"
 
     def folder_of(self, trial: "FrozenTrial") -> Path:
@@ -61,15 +61,16 @@ class SearchOptions(Writes):
 
 
 def is_own(word: str) -> bool:
-    """Tell whether an override is an option of the search; all others are for the main command."""
+    """Tell whether an override (`key=value`) is an option of the search; all others are for the main command."""
     return word.lstrip("+").partition("=")[0] in (*(f.name for f in fields(SearchOptions)), *HELP)
 
 
 def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ranges]:
-    """Split overrides into those that all trials share and the ranges KEY=LOW..HIGH to search; check them on one trial.
+    """Split overrides (`key=value`) into those that all trials share, and the ranges KEY=LOW..HIGH to search.
 
-    Turns the evaluation off if the objective needs none, unless the words ask for one. Raises ConfigError for words
-    that no trial can run with.
+    Adds eval.questions=0 to the shared ones if the objective is the reward, unless `words` set it. Plans a trial with
+    the lowest values, without starting it. Raises ConfigError if this plan is refused or has several runs per seed, and
+    for a wrong range or none.
     """
     shared, ranges, lowest = list[str](), Ranges(), list[str]()
     for word in words:
@@ -109,10 +110,10 @@ def _read_range(value: str) -> tuple[float, float] | None:
 
 
 def search(options: SearchOptions, words: list[str]) -> None:
-    """Run trials until the study has the requested number; print the results and the command for a report.
+    """Run trials until the study has `options.trials`; print the results, and the command to report the best.
 
-    Raises ConfigError for wrong options or words, another search in OUT or a missing Optuna, ValueError if every trial
-    failed, KeyboardInterrupt after a stop.
+    Raises ConfigError for wrong options or words, if `options.out` holds another search or if Optuna is missing;
+    ValueError if every trial failed; KeyboardInterrupt after a stop.
     """
     shared, ranges = read_space(words, options)
     if importlib.util.find_spec("optuna") is None:
@@ -159,7 +160,10 @@ def search(options: SearchOptions, words: list[str]) -> None:
 
 
 def _next_trial(study: "Study", options: SearchOptions, ranges: Ranges) -> "FrozenTrial | None":
-    """Return the unfinished trial of an earlier command, else a new one; None if the study has enough."""
+    """Return the unfinished trial of an earlier command, else a new trial; None if the study has all its trials.
+
+    `ranges` maps each key to its (low, high).
+    """
     from optuna.distributions import FloatDistribution
     from optuna.samplers import TPESampler
     from optuna.trial import TrialState
@@ -177,12 +181,15 @@ def _next_trial(study: "Study", options: SearchOptions, ranges: Ranges) -> "Froz
 
 
 def _overrides(trial: "FrozenTrial") -> list[str]:
-    """Return a trial's values as overrides (`key=value`) with three digits, as its runs get them."""
+    """Return a trial's values as overrides (`key=value`), rounded to three digits, as its runs get them."""
     return [f"{key}={value:.3g}" for key, value in sorted(trial.params.items())]
 
 
 def _mean_over_runs(directory: Path, options: SearchOptions) -> float | None:
-    """Return the mean of the objective over a trial's runs; None if a run is not done, or has no finite value."""
+    """Return the mean of the objective over the runs in the folder of a trial.
+
+    None if a run is not finished or has no finite value.
+    """
     done = [run for path in sorted(directory.glob("*")) if (run := RunDirectory(path)).status == "done"]
     values = []
     for run in done:
@@ -194,7 +201,7 @@ def _mean_over_runs(directory: Path, options: SearchOptions) -> float | None:
 
 
 def _format_table(study: "Study", options: SearchOptions, shared: list[str]) -> str:
-    """Format a table of the trials, best first, and the command that runs the best values with other seeds."""
+    """Format the table of trials, best first, and the command that runs the best values with other seeds."""
     trials = sorted(study.trials, key=lambda trial: -math.inf if trial.value is None else trial.value, reverse=True)
     best = trials[0]
     rows = [["trial", options.objective, "values", "directory"]]
@@ -217,7 +224,7 @@ EXAMPLES = (
 
 @exits.command
 def main(words: list[str]) -> int:
-    """Run the command on its own options, and give all other overrides to the main command; return the exit code."""
+    """Run the search: give it its own options, and the main command all other overrides; return the exit code."""
     own = [word for word in words if is_own(word)]
     if words and not own:
         own = ["out="]  # then the error names `out` as missing; the manual is only for an empty command

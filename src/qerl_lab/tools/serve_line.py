@@ -21,7 +21,10 @@ WORDS are the words of the run, as after python -m qerl_lab, with rollout=vllm_s
 
 @exits.command
 def main(words: list[str]) -> int:
-    """Print the command that starts a run's server, or the manual; return the exit code. Raises ConfigError."""
+    """Print the command that starts the vLLM server of the run that `words` (`key=value`) describe.
+
+    Prints the manual without words or for --help. Returns the exit code: 0, or 2 if the words are wrong.
+    """
     if not words or set(HELP) & set(words):
         print(MANUAL, end="")
         return exits.OK

@@ -1,6 +1,6 @@
 """Train a model on the format of the answers: `python -m qerl_lab.tools.warmup model=... task=gsm8k out=DIR`.
 
-TRL's SFTTrainer trains all weights on worked solutions of a task. The words are checked before torch is imported.
+TRL's SFTTrainer trains all weights on worked solutions of a task. The options are checked before torch is imported.
 Operations are deterministic, so two GPUs of one kind with the same packages make the same model, and runs on it can be
 pooled.
 """
@@ -155,9 +155,11 @@ def warm_up(options: WarmupOptions) -> None:
 
 
 def worked_example(chat: "Chat", task: tasks.Task, question: tasks.Question) -> dict[str, list[int]]:
-    """Return `input_ids` of a run's prompt for the question and of its solution, and `labels`: those of the latter.
+    """Tokenize a question with its worked solution as a training example: `input_ids` and `labels`.
 
-    The solution ends with the end token, and lacks what the chat template has already begun of it.
+    `input_ids` are the prompt as in a run, then the solution and the end token. If the prompt already opens the
+    solution (by its chat template), that beginning is left out of the solution. `labels` are the same ids, with IGNORED
+    for the prompt.
     """
     prompt = chat.prompt_ids(task.messages(question))
     solution = without_answer_start(chat.tokenizer.decode(prompt), question.payload["solution"])
@@ -166,7 +168,7 @@ def worked_example(chat: "Chat", task: tasks.Task, question: tasks.Question) -> 
 
 
 def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[Rows, int]:
-    """Return the task's examples of at most `max_tokens`, and how many are longer.
+    """Return the task's training examples of at most `max_tokens`, and the number of longer ones, left out.
 
     Raises ConfigError if no example is left.
     """
@@ -191,7 +193,7 @@ def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens:
 def train(
     options: WarmupOptions, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", rows: Rows, folder: Path
 ) -> list[float]:
-    """Train all weights of `model` on `rows`; return each update's loss in nats per token.
+    """Train all weights of `model` on `rows` (from `tokenize`); return each update's loss in nats per token.
 
     `folder` is the output directory for TRL. Raises ValueError if a loss is not finite.
     """
@@ -232,7 +234,7 @@ def train(
 
 
 def training_words(options: WarmupOptions) -> list[str]:
-    """Return the command-line overrides (`key=value`) with which the main command trains on the result."""
+    """Return the command-line overrides (`key=value`) with which the main command trains the new model."""
     scale = next((scale for name, scale in SCALES.items() if name in options.model), "custom")
     words = ["+experiment=nvfp4_aqn", f"scale={scale}"]
     words += [hydra_override("model.path", terminal.format_path(options.folder))]
