@@ -100,9 +100,10 @@ def tags(cfg: RunConfig, directory: RunDirectory, key: str) -> dict[str, str]:
 
 
 def run_name(cfg: RunConfig, overrides: Sequence[str]) -> str:
-    """Return a run's name in MLflow and W&B: arm, seed, other `overrides` (`key=value`) and 6 digits of a hash.
+    """Return a run's name in MLflow and W&B: arm, seed, other `overrides` (`key=value`) and 6 digits of `config_hash`.
 
-    The hash is `config_hash`. Example: "nvfp4_aqn-seed0 optim.learning_rate=1e-5 [3fa4b2]".
+    Leaves out overrides that do not tell runs of a comparison apart, such as run_dir=. Example: "nvfp4_aqn-seed0
+    optim.learning_rate=1e-5 [3fa4b2]".
     """
     apart = ("experiment=", "seed=", "run_dir=", "tracking", "hydra", "sweeps=", "cpu_threads=", "checkpoint.")
     said = " ".join(override for override in overrides if not override.lstrip("+").startswith(apart))

@@ -45,7 +45,7 @@ class Follower:
     def finish(self, status: Status, result: Mapping[str, Any]) -> None:
         """Let the thread send the rest of the record and end the store's run as `status`.
 
-        Waits at most FINISH_SECONDS, then prints that the store gave no answer.
+        Waits at most FINISH_SECONDS, and prints a message if the store gave no answer by then.
         """
         self._ending = (status, result, time.time())
         self._stop.set()
@@ -93,9 +93,10 @@ class Mirrored:
 class Tracker:
     """Append a run's metrics to metrics.jsonl, and mirror the record to the stores that `cfg.tracking` turns on.
 
-    Use it as a context manager: an error in the block ends the runs in the stores as FAILED. `parts` names the parts of
-    the reward, each of which has a metric. Metrics and samples of steps after `last_step` are deleted, because a
-    resumed run trains these steps again. Write env.json first: the MLflow tags contain values from it.
+    Use it as a context manager: an error in the block ends the runs in the stores as FAILED, unless the run is done.
+    `parts` names the parts of the reward, each of which has a metric. Metrics and samples of steps after `last_step`
+    are deleted, because a resumed run trains these steps again. Write env.json first: the MLflow tags contain values
+    from it.
     """
 
     def __init__(
@@ -146,9 +147,9 @@ class Tracker:
         self._directory.append_metrics(step, metrics)
 
     def finish(self, status: Status, result: Mapping[str, Any] | None = None) -> None:
-        """Send the rest of the record and the headline numbers `result` to every store, and end its run as `status`.
+        """Send the rest of the record and the headline numbers `result` to every store, and end the stores' runs.
 
-        Waits at most FINISH_SECONDS for each store.
+        `status` says how they end. Waits at most FINISH_SECONDS for each store.
         """
         for follower in self._followers:
             follower.finish(status, result or {})
