@@ -234,7 +234,10 @@ class RunDirectory:
         return resolved.read_config(self.path)
 
     def settings(self) -> dict[str, str]:
-        """Read the configuration as dotted keys with values as text, also from another version of the lab."""
+        """Return the value of every key in resolved.yaml as text, by dotted key, whatever version of the lab wrote it.
+
+        Raises ConfigError if the file is missing, cannot be read or has no configuration.
+        """
         return resolved.read_settings(self.path)
 
     def config_text(self) -> str:
@@ -318,7 +321,7 @@ class RunDirectory:
         return [read_json(path, dict) for path in (self.path / "env.json", *later) if path.exists()]
 
     def sessions(self) -> list[list[Any]]:
-        """Read [start, end] of every process that worked on the run, in unix seconds; the end is null while it runs."""
+        """Read [start, end] of every process that worked on the run, in Unix seconds; the end is null while it runs."""
         return self._read_json(SESSIONS, list)
 
     def begin_session(self, start: float) -> None:
