@@ -51,7 +51,7 @@ def compare(options: CompareOptions) -> None:
 
 
 def entropy(options: EntropyOptions) -> None:
-    """Print and write how quantization changes the policy's entropy. Raises ConfigError for invalid options."""
+    """Print and write how quantization changes the entropy of a model. Raises ConfigError for invalid options."""
     check_model(options.model)
     check_task(split_name_and_path(options.prompts)[0], f"prompts={options.prompts}", "prompts=gsm8k:DIR")
     with terminal.quiet_imports():

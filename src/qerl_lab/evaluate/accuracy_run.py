@@ -116,7 +116,8 @@ def answer_missing_parts(
     Questions are asked in parts of about one generation batch, or four for vLLM, which refills its batch. Each part
     gets a Parquet file with a row per completion. The number of the part enters the sampling seed, which is the same
     for all arms and engines. Returns by benchmark how many questions are longer than max_prompt_tokens, and so not
-    asked. Raises ConfigError if all questions of a benchmark are, ValueError if the engine failed.
+    asked. Raises ConfigError if all questions of a benchmark are too long, ValueError if the engine
+    failed.
 
     Args:
         identity: settings from `identifying_settings`, with the number of samples of each benchmark.

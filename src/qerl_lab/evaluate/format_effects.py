@@ -119,8 +119,8 @@ def effects_of_noise(texts: Texts, sigmas: Sequence[float], draws: int) -> pd.Da
 def effects_at_kl(texts: Texts, noise: pd.DataFrame, kls: pd.Series) -> pd.DataFrame:
     """Tabulate sigma, KL and entropy change of noise that causes each KL in `kls`, in a row per KL.
 
-    `noise` is the table of `effects_of_noise`. The sigma is interpolated between the mean KLs in this table, then
-    measured with as many noise draws. Raises ValueError if a KL is outside the table's range.
+    `noise` is a table of `effects_of_noise`. The sigma is interpolated between the mean KLs in this table, then
+    measured with as many noise draws as the table has. Raises ValueError if a KL is outside the table's range.
     """
     means, rows = noise.groupby("sigma")["kl"].mean(), {}
     for name, target in kls.items():

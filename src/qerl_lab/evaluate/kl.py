@@ -50,7 +50,7 @@ def split_by_entropy(entropies_T: Tensor) -> tuple[float, float]:
 def mean(values_T: Tensor, lengths: list[int]) -> Estimate:
     """Return the mean over tokens, with the standard error of a ratio estimator over texts.
 
-    `values_T` holds the values of all texts, one text after another; `lengths` are their numbers of tokens.
+    `values_T` holds the values of all texts, one text after another; `lengths` gives the number of tokens of each text.
     """
     values_T, texts = values_T.double(), len(lengths)
     average = values_T.mean().item()
@@ -82,7 +82,8 @@ def logprobs(model: PreTrainedModel, states: Tensor, temperature: float = 1.0) -
     """Yield float32 log-probs [at most CHUNK, vocabulary] of `model` at `temperature`, from its `hidden_states`.
 
     The model's own forward computes the logits, because some models scale them after the output layer (Granite) or cap
-    them (Gemma 2). It runs on one token, and a hook replaces its backbone's output by `states`.
+    them (Gemma 2). The forward runs on one dummy token, and a hook replaces the output of the model's backbone by
+    `states`.
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=states.device)
     for chunk in states.split(CHUNK):

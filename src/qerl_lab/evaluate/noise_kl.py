@@ -13,9 +13,9 @@ from qerl_lab.model.policy import Policy
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts (prompt, completion) to measure noise on, with the clean policy's hidden states.
+    """Texts (prompt, completion) to measure noise on, in N batches, with the clean policy's hidden states.
 
-    `clean_N` holds `kl.hidden_states` per batch of `batch_size` texts, [tokens, hidden] each.
+    `clean_N` holds the hidden states of each batch at the compared tokens, [tokens, hidden] (see `kl.hidden_states`).
     """
 
     policy: Policy

@@ -34,9 +34,13 @@ FIT_ROUNDS = 4
 
 @dataclass(frozen=True)
 class LayerError:
-    """Weights of one Linear, [N, K] in float32: `weight` w, `ideal` q(w), `nearest` r(w), `stored` w'.
+    """Weights of one Linear before and after quantization, [N, K] in float32.
 
-    `ideal` is None for a format that does not define it.
+    Attributes:
+        weight: the original, w in the module's text.
+        ideal: rounded with exact block scales, q(w); None for a format that does not define it.
+        nearest: rounded to nearest with the format's own scales, r(w).
+        stored: what a checkpoint stores, dequantized, w'; without a checkpoint the same as `nearest`.
     """
 
     name: str
@@ -47,13 +51,13 @@ class LayerError:
 
     @property
     def dead(self) -> Tensor:
-        """Error by the dead zone, [N, K]: -`weight` where `ideal` is 0, and 0 elsewhere."""
+        """Error of the weights that become 0, [N, K]: -`weight` where `ideal` is 0, and 0 elsewhere."""
         assert self.ideal is not None
         return torch.where(self.ideal == 0, -self.weight, 0.0)
 
     @property
     def grid(self) -> Tensor:
-        """Error by the grid, [N, K]: `ideal` - `weight` where `ideal` is not 0, and 0 elsewhere."""
+        """Error of the weights that move to the grid, [N, K]: `ideal` - `weight` where `ideal` is not 0, else 0."""
         assert self.ideal is not None
         return torch.where(self.ideal == 0, 0.0, self.ideal - self.weight)
 
