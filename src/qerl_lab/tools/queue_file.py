@@ -60,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Planned:
-    """A run of the queue. `key` names it, equally on every machine; `words` are its overrides for the main command."""
+    """A run of the queue. `key` is its name, equal on every machine; `words` are its overrides for the main command."""
 
     key: str
     part: Part
@@ -97,10 +97,10 @@ class Queue:
     def seconds(self, planned: Planned) -> float:
         """Estimate how long a run takes with its evaluations, in seconds.
 
-        The estimate is the median of finished runs of this queue in the ledger, if possible of runs with as many
-        evaluations. Of these it takes the first group that is not empty: the run's arm with any seed, its experiment,
-        its part, all. Without finished runs it is `estimate_from_bench`, else `seconds` of QUEUE.yaml. Other ledger
-        rows do not count, because their runs had other settings, such as another scale.
+        The estimate is the median of finished runs of this queue in the ledger, if possible of those with as many
+        evaluations as `planned`. Of these it takes the first group that is not empty: the run's arm with any seed, its
+        experiment, its part, all. Without finished runs it is `estimate_from_bench`, else `seconds` of QUEUE.yaml.
+        Other ledger rows do not count, because their runs had other settings, such as another scale.
         """
         made = {run.key: run for run in self.runs}
         own, wanted = planned.config, f" of {len(planned.part.after)}"
