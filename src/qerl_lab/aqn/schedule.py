@@ -14,16 +14,17 @@ def stage(step: int, total_steps: int, stages: int) -> int:
 
 
 def steps_of(number: int, total_steps: int, stages: int) -> range:
-    """Return the steps (from 1) of stage `number` (from 0); empty if the stage has none."""
+    """Return the steps (from 1) of stage `number` (from 0); empty if no step belongs to the stage."""
     return range(-(-number * total_steps // stages) + 1, -(-(number + 1) * total_steps // stages) + 1)
 
 
 def level(cfg: AqnConfig, step: int, total_steps: int) -> float:
     """Return the noise level of a step in `cfg.unit`: sigma (a standard deviation), or a KL in nats per token.
 
-    It lies between the schedule's start and end. With schedule=adaptive it is kl_start at every step. It is 0 at step 0
-    (the untrained policy), with schedule=off, and in the first stage unless `cfg.reading` is "equation". Raises
-    ValueError for a step outside 0..total_steps.
+    The level is 0 at step 0 (the untrained policy), and at all steps with schedule=off. With schedule=adaptive it is
+    kl_start from step 1 on. With the other schedules it goes from the schedule's start towards its end, by stages; in
+    the first stage it is 0, except when `cfg.reading` is "equation". Raises ValueError for a step outside
+    0..total_steps.
     """
     if not 0 <= step <= total_steps:
         raise ValueError(f"step={step} is outside 0..{total_steps}")

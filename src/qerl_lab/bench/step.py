@@ -1,8 +1,8 @@
 """Measure whole GRPO steps: rollout, reward, log-probs, loss, backward, optimizer, sync.
 
 A lab arm is the lab's trainer, timed by phase. The baseline is TRL's unchanged GRPOTrainer with vLLM in its process;
-overrides of such an arm are arguments of GRPOConfig. GSM8K's grader reads each answer, but a coin decides the reward,
-because a random model would get no answer right, and its gradients would be zero.
+overrides of a baseline arm are arguments of GRPOConfig. GSM8K's grader reads each answer, but a coin decides the
+reward: a random model gets no answer right, and without any reward its gradients would be zero.
 """
 
 import math
@@ -140,7 +140,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 def gpu_share(job: Job) -> float:
-    """Return the share of GPU memory for vLLM: TRL's default, or what weights and cache need if that is more."""
+    """Return the share of GPU memory for vLLM, from 0 to 1: TRL's default, or more if weights and cache need more."""
     if not torch.cuda.is_available():
         return TRLS_SHARE
     options = job.options
@@ -151,7 +151,10 @@ def gpu_share(job: Job) -> float:
 
 
 def make_task(job: Job) -> Task:
-    """Make a task with questions for all steps of a job: random texts of `options["prompt"]` tokens. `coin` grades."""
+    """Make a task with enough questions for all steps of a job. The function `coin` grades the answers.
+
+    The questions are random texts of `options["prompt"]` tokens.
+    """
     options = job.options
     texts = random_model.prompt_texts(options["groups"] * (options["steps"] + 1), options["prompt"])
     questions = [Question(str(index), text, "0") for index, text in enumerate(texts)]

@@ -25,11 +25,12 @@ LOCK = ".lock"  # in a sweep's directory; held by the command that runs it
 def continue_sweep(plan: Plan) -> Plan:
     """Find an earlier sweep of the same jobs. Return the plan with that sweep's directories, so that its runs continue.
 
-    Looks in a typed hydra.sweep.dir, else in all directories beside the planned one, newest first. Jobs are the same if
-    directory name, arm, seed, gpus and question files agree. Returns the plan unchanged if it finds no such sweep, for
-    a single run, and with rerun=true.
+    Looks in hydra.sweep.dir if the user typed it, else in all directories beside `plan.directory`, newest first. Jobs
+    are the same if directory name, arm, seed, gpus and question files agree. Returns the plan unchanged if it finds no
+    such sweep, for a single run, and with rerun=true.
 
-    Raises ConfigError if a job's directory in a typed hydra.sweep.dir has another run, or with rerun=true any run.
+    Raises ConfigError if, in a typed hydra.sweep.dir, the directory of a job holds a run that differs from the job.
+    With rerun=true it raises ConfigError if that directory holds any run.
     """
     is_new = not plan.multirun or plan.jobs[0].config.rerun
     if not plan.directory_given:
@@ -85,7 +86,7 @@ def _has_same_questions(run: RunDirectory, config: RunConfig) -> bool:
 
 
 def sweep_name(directory: Path) -> str:
-    """Return a sweep's name in the records of its runs: the last two parts of its directory."""
+    """Return the name by which runs record their sweep: the last two parts of `directory`, the sweep's directory."""
     return f"{directory.parent.name}/{directory.name}"
 
 
@@ -103,8 +104,9 @@ def plan_of_sweep(directory: Path) -> Plan | None:
 def claim_directories(plan: Plan, command: str) -> Plan:
     """Create the run directories that do not exist yet; return the plan with the final paths.
 
-    If the planned directory was not typed and exists, takes the next free name (NAME-2). `command` is the typed line,
-    which each new directory records. Raises ConfigError if a directory is in use or cannot be created.
+    If `plan.directory` already exists, the next free name (NAME-2) is used. But a directory that the user typed, or
+    that an earlier sweep has, is kept (`plan.directory_given`). `command` is the command line as the user typed it;
+    each new directory records it. Raises ConfigError if a directory is in use or cannot be created.
     """
     made = first_missing(plan.directory)
     directory = plan.directory if plan.directory_given else reserve_directory(plan.directory)
@@ -120,10 +122,11 @@ def claim_directories(plan: Plan, command: str) -> Plan:
 
 
 def extend_run(run: RunDirectory, steps: int) -> None:
-    """Record that a finished run shall continue up to step `steps`. Starts nothing; the run then adapts its schedules.
+    """Record that a finished run shall continue up to step `steps`. Does not start the run.
 
-    Raises ConfigError unless the run is finished, has fewer steps, kept its last checkpoint, and could resume on this
-    machine with the same questions.
+    When the run resumes, its schedules stretch over the new number of steps. Raises ConfigError unless the run is
+    finished, has fewer than `steps` steps, kept its last checkpoint, and can resume on this machine with the same
+    questions.
     """
     was = run.config()
     if run.status != "done":

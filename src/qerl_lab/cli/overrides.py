@@ -61,8 +61,8 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides that are spelled for Hydra (see `spell_for_hydra`).
 
     Raises ConfigError for an override that cannot be read, a key given twice, an unknown key, a value of a wrong type,
-    or a feature of Hydra that no run can use, such as ~key. Whether a group has the typed option is checked later by
-    Hydra, which first reads --config-dir.
+    or a feature of Hydra that no run can use, such as ~key. This does not check that the option chosen for a config
+    group exists. Hydra checks that later, after it has read --config-dir.
     """
     with as_config_errors():
         parsed = OverridesParser.create().parse_overrides(list(overrides))
@@ -104,9 +104,9 @@ def _check_override(override: Override) -> None:
 
 
 def unknown_option_error(group: str, value: Any, options: list[str]) -> ConfigError:
-    """Return the error for a value that is none of the `options` of a configuration group, with what to type instead.
+    """Return the error for a value that is none of the `options` of a config group. The error says what to type.
 
-    It suggests GROUP.path=VALUE for a path or a hub id, and lora.rank=256 for lora=rank256.
+    It suggests, for example, GROUP.path=VALUE for a path or a hub id, and lora.rank=256 for lora=rank256.
     """
     number = re.fullmatch(r"([a-z_]+)(\d+)", str(value))
     if "/" in str(value) and f"{group}.path" in types_by_key():
@@ -175,7 +175,10 @@ def explain(error: Exception) -> str:
 
 
 def _module_of_command(name: str) -> str | None:
-    """Return the module of another command, such as qerl_lab.evaluate for `evaluate`; None if it is no command."""
+    """Return the module that runs the command `name`, e.g. qerl_lab.evaluate for `evaluate`.
+
+    None for `train`, and for a name that is not a command of the lab.
+    """
     folder = Path(__file__).parents[1]
     files = {f"qerl_lab.{name}": f"{name}/__main__.py", f"qerl_lab.tools.{name}": f"tools/{name}.py"}
     found = [module for module, file in files.items() if (folder / file).is_file()]
@@ -183,7 +186,7 @@ def _module_of_command(name: str) -> str | None:
 
 
 def _explain_key(error: OmegaConfBaseException, key: str) -> str:
-    """Return the message for OmegaConf's error about `key`, set in a YAML file or by an interpolation."""
+    """Return the message for OmegaConf's error about `key`, whose value came from a YAML file or an interpolation."""
     said = f"{key}: {str(error).splitlines()[0].rstrip('.')}"
     if key.startswith("hydra."):
         return f"{said}."

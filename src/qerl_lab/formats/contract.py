@@ -20,7 +20,10 @@ SHAPE = (_ROWS, _COLUMNS)
 
 
 def broken_laws(weight_format: Format) -> dict[str, str]:
-    """Run every law (`LAWS`) on a format. Return the message of each broken law by its name; {} if all are obeyed."""
+    """Check that a format obeys every law in `LAWS`, the properties that each format must have.
+
+    Return a dict from the name of each broken law to its error message; {} if none is broken.
+    """
     found = {}
     for law in LAWS:
         try:
@@ -31,9 +34,9 @@ def broken_laws(weight_format: Format) -> dict[str, str]:
 
 
 def packs_what_its_layout_says(weight_format: Format) -> None:
-    """Raise AssertionError unless `quantize` returns tensors of the names, shapes and dtypes that `layout` says.
+    """Raise AssertionError unless `quantize` returns tensors with the names, shapes and dtypes that `layout` gives.
 
-    Also unless `accept` returns these tensors, and refuses them if one has twice the size.
+    Also unless `accept` returns these tensors, and refuses them if any of them has twice its size.
     """
     packed, layout = weight_format.quantize(_test_weight()), weight_format.layout(SHAPE)
     found = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in packed.items()}

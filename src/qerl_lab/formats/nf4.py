@@ -1,8 +1,9 @@
 """NF4 (QLoRA, arXiv 2305.14314, section 3 and appendix E), quantized and dequantized by bitsandbytes.
 
-Sixteen quantiles of a normal distribution, scaled by the largest magnitude of each 64 consecutive elements of the
-flattened weight. Double quantization (QLoRA's default) stores those magnitudes, less their mean, in 8 bits in blocks of
-256. One huge outlier then spoils the whole tensor, because it shifts the mean.
+A code selects one of sixteen quantiles of a normal distribution. The quantile is multiplied by absmax, the largest
+magnitude in the code's block; a block is 64 consecutive elements of the flattened weight. Double quantization (QLoRA's
+default) subtracts the mean of all absmax and stores the differences in 8 bits, in blocks of 256. One huge outlier then
+spoils the whole tensor, because it shifts the mean.
 
 Uses bitsandbytes' functional API only, because `Linear4bit` repacks its weight on a CPU in eval mode. bitsandbytes is
 imported on first use.
@@ -49,7 +50,7 @@ class Nf4(Format):
         Returns the tensors of a bitsandbytes checkpoint: `weight` uint8 `[N*K/2, 1]` (HIGH nibble = even element),
         `weight.absmax` `[N*K/64]` (uint8 if `double_quant`, else float32), `weight.quant_map` float32 `[16]`, a JSON
         header uint8 `[256]`, and with `double_quant` `weight.nested_absmax` and `weight.nested_quant_map`. Raises
-        ValueError, naming `name`, unless `weight` is a matrix of finite floats below 2**100 with such an N*K.
+        ValueError, naming `name`, unless `weight` is a matrix of finite floats below 2**100 and 64 divides N*K.
         """
         from bitsandbytes.functional import quantize_4bit
 
@@ -91,7 +92,7 @@ class Nf4(Format):
         return single.dequantize(single.quantize(weight), shape, torch.float32)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return shape and dtype of the codes, block scales, tables and JSON header of a weight, by name."""
+        """Return shape and dtype of each tensor of a packed weight, by name: codes, block scales, tables, header."""
         blocks = shape[0] * shape[1] // self.BLOCK
         single: Layout = {
             "weight": ((blocks * self.BLOCK // 2, 1), torch.uint8),
@@ -105,9 +106,10 @@ class Nf4(Format):
         return single | (nested if self.double_quant else {}) | {_HEADER: ((_HEADER_BYTES,), torch.uint8)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Check tensors that bitsandbytes packed; return those in `layout`, with the JSON header padded to 256 bytes.
+        """Check tensors that bitsandbytes packed; return those that `layout(shape)` names.
 
-        Raises ValueError, naming module `name` and tensor, for a shape or dtype other than in `layout(shape)`.
+        The JSON header is padded to 256 bytes. Raises ValueError, naming the module `name` and the tensor, for a shape
+        or dtype that differs from `layout(shape)`.
         """
         header = packed[_HEADER]
         if header.dtype is torch.uint8 and header.numel() < _HEADER_BYTES:
@@ -117,8 +119,9 @@ class Nf4(Format):
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
         """Build the `quantization_config` that `transformers.BitsAndBytesConfig` would write.
 
-        `ignore` names the layers left dense: full names, last parts of names, or modules that contain layers; vLLM
-        reads only the first two. Raises ValueError for a `re:` pattern, because bitsandbytes would read it as a name.
+        `ignore` names the layers left dense: full names, last parts of names, or modules that contain layers. vLLM
+        does not understand such modules, only the two kinds of names. Raises ValueError for a `re:` pattern, because
+        bitsandbytes would read it as a name.
         """
         if any(entry.startswith("re:") for entry in ignore):
             raise ValueError(
@@ -137,8 +140,8 @@ class Nf4(Format):
     def recognize(cls, config: Mapping[str, Any]) -> PackedAs:
         """Parse a `quantization_config` that this class or transformers wrote.
 
-        If its list of layers left dense is null, the list is `lm_head`, as in transformers. Raises ValueError for all
-        but 4-bit NF4 stored in uint8.
+        The config lists the layers that are not quantized (`llm_int8_skip_modules`). If this list is null or missing,
+        only `lm_head` is not quantized, as in transformers. Raises ValueError for all but 4-bit NF4 stored in uint8.
         """
         for key, value in {"load_in_4bit": True, "bnb_4bit_quant_type": cls.NAME}.items():
             if config.get(key) != value:
@@ -153,8 +156,9 @@ class Nf4(Format):
 def _hold_scales_in_8_bits(state: "QuantState") -> None:
     """Quantize the float32 block scales of `state` to 8 bits, in place and on the CPU: NF4's double quantization.
 
-    bitsandbytes' own (`compress_statistics`) differs in one point: it sums the mean, which is subtracted first, in
-    float32 instead of float64. The last bits of its sum depend on the device and on the number of threads.
+    Before quantizing it subtracts the mean of the scales, summed in float64. This is the only difference from
+    bitsandbytes' `compress_statistics`, which sums in float32. The last bits of a float32 sum depend on the device and
+    on the number of threads.
     """
     from bitsandbytes.functional import quantize_blockwise
 
@@ -177,7 +181,7 @@ def _unpack_weight(
 
 
 def _pad_header(header: Tensor) -> Tensor:
-    """Pad bitsandbytes' JSON header with spaces to 256 bytes, because its length depends on the digits of a float."""
+    """Pad bitsandbytes' JSON header with spaces to 256 bytes. Its unpadded length varies from weight to weight."""
     padded = torch.full((_HEADER_BYTES,), ord(" "), dtype=torch.uint8, device=header.device)
     padded[: header.numel()] = header
     return padded

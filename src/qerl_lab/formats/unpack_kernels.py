@@ -38,7 +38,7 @@ def dequantize_e2m1(codes: Tensor, scale: Tensor, shape: tuple[int, int], dtype:
 def _unpack(codes, scale, out, blocks, WIDTH: tl.constexpr, E8M0: tl.constexpr):
     """Triton kernel of `dequantize_e2m1`: each program unpacks `_BLOCKS` of the `blocks` blocks of `WIDTH` weights.
 
-    Scales are E8M0 with `E8M0`, else E4M3.
+    The scales are E8M0 if `E8M0` is True, else E4M3.
     """
     first = tl.program_id(0).to(tl.int64) * _BLOCKS
     block = tl.arange(0, _BLOCKS)
@@ -55,14 +55,15 @@ def _unpack(codes, scale, out, blocks, WIDTH: tl.constexpr, E8M0: tl.constexpr):
 
 
 def dequantize_marlin(codes: Tensor, scale: Tensor, boost: float, dtype: torch.dtype) -> Tensor:
-    """Unpack an NVFP4 weight in Marlin's layout (`marlin.py`), without its global scale, to `[N, K]` in `dtype`.
+    """Unpack an NVFP4 weight from Marlin's layout (`marlin.py`) to `[N, K]` in `dtype`.
 
-    `dtype` is float32 or bfloat16; both are exact.
+    The global scale is not applied. `dtype` is float32 or bfloat16; both are exact.
 
     Args:
         codes: int32 `[K/16, 2 N]`, each row contiguous; may be a view of some columns of a fused layer's tensor.
-        scale: `[K/16, N]`, E5M3 bytes in a tensor of dtype float8_e4m3fn; may be such a view, too.
-        boost: the power of two by which vLLM multiplied the block scales, divided out here.
+        scale: `[K/16, N]`, E5M3 bytes in a tensor of dtype float8_e4m3fn; may also be a view of some columns of a
+            fused layer's tensor.
+        boost: the power of two by which vLLM multiplied the block scales. This function divides by it.
     """
     (lines, N), scale = scale.shape, scale.view(torch.uint8)
     out = torch.empty((N, 16 * lines), dtype=dtype, device=codes.device)
@@ -74,10 +75,10 @@ def dequantize_marlin(codes: Tensor, scale: Tensor, boost: float, dtype: torch.d
 
 @triton.jit
 def _unpack_marlin(codes, scale, out, lines, code_line, scale_line, factor):
-    """Triton kernel of `dequantize_marlin`: a program unpacks 64 rows x 16 `_LINES` columns.
+    """Triton kernel of `dequantize_marlin`: each program unpacks 64 rows x (16 * `_LINES`) columns.
 
-    A line is a row of `codes` and `scale`, 16 columns of the weight; `code_line` and `scale_line` are the strides
-    between lines. `marlin.py` explains the letters.
+    A line is a row of `codes` and `scale`; it holds 16 columns of the weight. `code_line` and `scale_line` are the
+    strides between lines. `marlin.py` explains the letters in the code.
     """
     tile, first = tl.program_id(0), tl.program_id(1) * _LINES
     w, c = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 8)[None, :, None, None]
@@ -105,8 +106,8 @@ def _unpack_marlin(codes, scale, out, lines, code_line, scale_line, factor):
 def _decode_nibbles(words, NIBBLE: tl.constexpr):
     """Decode four of the eight nibbles in each of Marlin's code words, int32, to float32; return `[..., 2, 2]`.
 
-    Element [..., b, a] is nibble NIBBLE + 4 a + b, counted from the lowest. NIBBLE is 0 for the tile's rows with h = 0
-    and 2 for rows with h = 1; `marlin.py` explains the letters.
+    Element [..., b, a] of the result is nibble NIBBLE + 4 a + b, where nibble 0 is the lowest. In each 16 rows of the
+    weight, NIBBLE = 0 selects codes of the first 8 rows (h = 0 in `marlin.py`), NIBBLE = 2 of the last 8 (h = 1).
     """
     even = tl.join(from_e2m1(words >> 4 * NIBBLE), from_e2m1(words >> 4 * (NIBBLE + 1)))
     odd = tl.join(from_e2m1(words >> 4 * (NIBBLE + 4)), from_e2m1(words >> 4 * (NIBBLE + 5)))
@@ -114,9 +115,9 @@ def _decode_nibbles(words, NIBBLE: tl.constexpr):
 
 
 def dequantize_tiles(packed: Tensor, first: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Unpack `rows` rows from row `first` on of an NVFP4 weight in the layout of `tiles.py`, without its global scale.
+    """Unpack rows `first` to `first + rows - 1` of an NVFP4 weight in the layout of `tiles.py`.
 
-    Returns `[rows, columns]` in `dtype`: float32 or bfloat16, both exact.
+    Returns `[rows, columns]` in `dtype`: float32 or bfloat16, both exact. The global scale is not applied.
 
     Args:
         packed: the whole weight, uint8 from `tiles.pack`.
@@ -133,7 +134,8 @@ def dequantize_tiles(packed: Tensor, first: int, rows: int, columns: int, dtype:
 def _unpack_tiles(codes, scale, out, block, tile, columns):
     """Triton kernel of `dequantize_tiles`: each program unpacks 64 rows x 128 columns.
 
-    `block` counts the blocks of 64 rows before the first row, `tile` the blocks per tile. `tiles.py` explains letters.
+    `block` is the number of 64-row blocks before the first row, `tile` the number of blocks per tile. `tiles.py`
+    explains the letters in the code.
     """
     d, depth, block = tl.program_id(0), tl.num_programs(0), block + tl.program_id(1)
     place = ((block // tile).to(tl.int64) * depth + d) * 2 * tile + block % tile

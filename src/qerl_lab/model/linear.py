@@ -42,13 +42,13 @@ class PackedLinear(nn.Linear):
     the state dict; the result is bit-equal.
 
     After `hold` with a `form` the buffers are an engine's tensors in the engine's layout; the layer computes the same
-    bits. If it is then moved to another device, its buffers become copies in checkpoint layout again.
+    bits. If the layer is then moved to another device, its buffers become copies in checkpoint layout again.
     """
 
     def __init__(self, linear: nn.Linear, weight_format: Format, packed: Mapping[str, Tensor]) -> None:
         """Take sizes, bias and compute dtype from `linear`, and the weight from `packed`, tensors of `weight_format`.
 
-        `linear` may be on the meta device. Raises ValueError if its dtype is not in COMPUTE_DTYPES.
+        `linear` may be on the meta device. Raises ValueError if the dtype of `linear` is not in COMPUTE_DTYPES.
         """
         nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
         self.out_features, self.in_features = linear.out_features, linear.in_features
@@ -60,9 +60,10 @@ class PackedLinear(nn.Linear):
         self.hold(packed)
 
     def hold(self, tensors: Mapping[str, Tensor], form: Marlin | Tiles | None = None) -> None:
-        """Replace the buffers that hold the weight by `tensors`, which must encode the same weight.
+        """Store `tensors` in place of the buffers that now hold the weight. `tensors` must encode the same weight.
 
-        `form` reads tensors in an engine's layout; None means that `tensors` are in checkpoint layout.
+        If `tensors` are in an engine's layout, `form` is the object that reads that layout. None means that `tensors`
+        are in checkpoint layout.
         """
         # Not register_buffer: bitsandbytes calls its packed tensor `weight`, which is a property here.
         self._buffers.clear()
@@ -83,7 +84,7 @@ class PackedLinear(nn.Linear):
         return self.held() if self.form is None else self.form.stored(self.held())
 
     def held(self) -> dict[str, Tensor]:
-        """Return the buffers that hold the weight, by name, not converted: an engine's layout stays."""
+        """Return the buffers that hold the weight, by name, unconverted: they may be in an engine's layout."""
         # Not get_buffer: it would find the property `weight` instead of NF4's tensor of that name.
         return {name: cast(Tensor, self._buffers[_buffer_name(name)]) for name in self._held_names}
 
@@ -95,7 +96,8 @@ class PackedLinear(nn.Linear):
     def _make_decoder(self) -> None:
         """Make the decoder of the held tensors, unless they are on the meta device, and drop the cached dense weight.
 
-        Made here and not at the first call, because torch.compile cannot read the decoder's constants from a GPU later.
+        The decoder is made here, not at the first forward call: torch.compile could not read the decoder's constants
+        from a GPU then.
         """
         self._dense: dict[torch.dtype, Tensor] = {}
         if not self.weight.is_meta:
@@ -126,9 +128,8 @@ class PackedLinear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Override torch's hook behind `to` and `cuda`: move all tensors, but change only the bias' dtype.
 
-        A new dtype also becomes `compute_dtype`; the packed tensors keep theirs.
-
-        Raises ValueError for a dtype not in COMPUTE_DTYPES.
+        A new dtype also becomes `compute_dtype`; the packed tensors keep their dtypes. Raises ValueError for a
+        dtype not in COMPUTE_DTYPES.
         """
         probe = fn(torch.empty(1, dtype=self.compute_dtype, device=self.weight.device))
         self.compute_dtype = _checked_dtype(probe.dtype)
@@ -157,7 +158,7 @@ class PackedLinear(nn.Linear):
 class _PackedProduct(torch.autograd.Function):
     """x[..., K], bias[N] -> y[..., N] for the frozen weight and bias of `layer`; x and bias have one dtype.
 
-    Saves the layer for the backward pass, which unpacks its weight again.
+    Saves the layer for the backward pass, which unpacks the layer's weight again.
     """
 
     @staticmethod
@@ -275,7 +276,10 @@ def fused_groups(names: list[str]) -> Iterator[list[str]]:
 
 
 def _buffer_name(checkpoint_name: str) -> str:
-    """Return the attribute name of a checkpoint tensor's buffer, because torch allows no dot in it."""
+    """Return the name of the buffer that stores a checkpoint tensor: the tensor's name with "__" for each ".".
+
+    torch allows no dots in buffer names.
+    """
     return checkpoint_name.replace(".", "__")
 
 

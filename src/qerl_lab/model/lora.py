@@ -18,11 +18,16 @@ def register_lora(lora_config: LoraConfig) -> None:
 class LoraLinear(Linear):
     """PEFT's LoRA layer, computed as one operation (`_LoraProduct`) for one plain adapter without dropout.
 
-    The adapter computes in the dtype of the base (or autocast); its master weights keep their own dtype.
+    The adapter is computed in the dtype of autocast or, without autocast, of the base layer. The trained weights of the
+    adapter keep their own dtype.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Override PEFT's hook: compute base and adapter, in one operation if one adapter is active and `_is_plain`."""
+        """Override PEFT's hook: compute the output of the base layer plus the adapter.
+
+        If exactly one adapter is active and `_is_plain` holds for it, this is one operation. Otherwise, or with extra
+        arguments, PEFT's own code computes the output.
+        """
         active = self.active_adapters
         if args or kwargs or len(active) != 1 or not self._is_plain(active[0]):
             return super().forward(x, *args, **kwargs)
@@ -38,7 +43,8 @@ class LoraLinear(Linear):
     def _is_plain(self, adapter: str) -> bool:
         """Tell whether `_LoraProduct` can compute the adapter of this name.
 
-        It must be enabled, not merged, without variant, bias and active dropout, on a frozen Linear.
+        The adapter must be enabled and not merged. It must have no PEFT variant (e.g. DoRA), no bias and no active
+        dropout. Its base layer must be frozen, and exactly an nn.Linear or a PackedLinear.
         """
         return not (
             adapter not in self.lora_A
@@ -66,8 +72,9 @@ class PackedLoraLinear(LoraLinear):
 class _LoraProduct(torch.autograd.Function):
     """x @ W^T + bias + scaling * x @ A^T @ B^T for x[M, K], A[r, K], B[N, r] and the frozen weight W of `base`.
 
-    All have one dtype. The adapter's product is added in the epilogue of a matrix product, forward and backward, where
-    PEFT's modules make and keep copies of x and y. Saved for the backward pass: x, A, B and x @ A^T.
+    x, A and B have one dtype. The adapter's product is added in the epilogue of a matrix product, forward and backward.
+    This avoids the copies of x and y that PEFT's modules make and keep. Saved for the backward pass: x, A, B and
+    x @ A^T.
     """
 
     @staticmethod
@@ -97,7 +104,7 @@ class _LoraProduct(torch.autograd.Function):
 def _add_product(y: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0) -> Tensor:
     """Return y + scaling * a @ b. Overwrites `y`, except under torch.compile.
 
-    torch 2.11 would compile the overwriting to wrong gradients.
+    Under torch.compile the result is a new tensor, because torch 2.11 compiles the overwriting to wrong gradients.
     """
     if torch.compiler.is_compiling():
         return torch.addmm(y, a, b, alpha=scaling)

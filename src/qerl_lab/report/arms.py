@@ -26,8 +26,9 @@ def match_questions(runs: Sequence[Run]) -> list[Run]:
     Questions are compared by SHA-256. Runs with equal questions get the path seen first. If runs with equal `task.*`
     settings had different questions, a hash of the questions is added to each path.
 
-    An older record without the SHA-256 of the held-out questions takes it from runs with the same training questions. A
-    record without both SHA-256s takes both from runs with the same path. Neither is taken from runs that disagree.
+    Older records lack a SHA-256. If only that of the held-out questions is missing, it is taken from runs with the same
+    training questions. If both are missing, both are taken from runs with the same path. If those runs differ in the
+    SHA-256, it stays missing.
     """
     training = [run.origin.training_sha256 for run in runs]
     heldout = _fill_blanks(training, [run.origin.heldout_sha256 for run in runs])
@@ -51,9 +52,9 @@ def match_questions(runs: Sequence[Run]) -> list[Run]:
 
 
 def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
-    """Replace each empty text by the one non-empty text with an equal key; `keys[i]` is the key of `texts[i]`.
+    """Replace each empty text by the only non-empty text that has the same key; `keys[i]` is the key of `texts[i]`.
 
-    A text stays empty if its key has no other text, or several different ones.
+    A text stays empty if its key has no non-empty text, or several different texts.
     """
     known = defaultdict[str, set[str]](set)
     for key, text in zip(keys, texts, strict=True):
@@ -65,7 +66,8 @@ def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
 def fill_in_device(runs: Sequence[Run]) -> list[Run]:
     """Replace device=auto, which runs that failed early still record, by cpu or cuda.
 
-    The device is taken that makes the run part of an arm among `runs`. If both devices or neither do, auto stays.
+    For each such run, the device is chosen with which the run belongs to the same arm as other runs in `runs`. If both
+    devices fit, or neither does, the run keeps device=auto.
     """
     known, found = {run.arm for run in runs}, []
     for run in runs:
@@ -95,11 +97,12 @@ def drop_copies(runs: Sequence[Run]) -> list[Run]:
 
 
 def count_overlaps(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs with `at_once` set: the most runs at one time on the machine of each run, itself included.
+    """Return the runs with `at_once` set: the largest number of runs at one time on the machine, the run included.
 
     `at_once` is the larger of two numbers: overlaps by start and end times, and the N of jobs=N or jobs_per_gpu=N in
     the command of the run or its sweep file. Two runs share a machine if they share a GPU or, without GPUs, a host.
-    Older records name only the kind of machine, which then stands for the machine.
+    Older records name only the kind of machine. Then only N counts if there is one; otherwise all machines of one kind
+    count as one machine.
     """
     spans, allowed = [], []
     for run in runs:
@@ -216,7 +219,7 @@ def format_setting(key: str, value: str) -> str:
 def shorten(value: str) -> str:
     """Shorten a value of more than `LONGEST` characters, and add a hash of the whole value so that labels stay unique.
 
-    The beginning of a text with blanks stays, and the end of any other value, such as a path.
+    A value with blanks keeps its beginning. Any other value, such as a path, keeps its end.
     """
     if len(value) <= LONGEST:
         return value
@@ -225,7 +228,7 @@ def shorten(value: str) -> str:
 
 
 def number_first(text: str) -> tuple[bool, float, str]:
-    """Return a sort key for text: numbers come first, by size, then other text by alphabet."""
+    """Return a sort key for text: numbers come first, from low to high, then other text by alphabet."""
     try:
         return False, float(text), ""
     except ValueError:

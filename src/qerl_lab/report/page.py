@@ -91,7 +91,7 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
 
 
 def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
-    """Draw the figures of report.html; return title of the section -> figures.
+    """Draw the figures of report.html; return the list of figures of each section, by the section's title.
 
     The sections are weight formats, each recorded curve with the paper's figures beside it, and diagnostics. Figures of
     speed, and figures by time, show only arms in which no run shared its machine.
@@ -180,7 +180,7 @@ def _list_counts(compared: Comparison, verdicts: Counter[Verdict]) -> list[tuple
 
 
 def _list_gaps(compared: Comparison) -> list[str]:
-    """List, as sentences, arms with unfinished runs (left out of means), and arms without a finished run."""
+    """List up to two sentences: arms with unfinished runs (excluded from means), and arms without a finished run."""
     if not compared.arms:
         return ["No run finished, so there is nothing to measure. The runs and their states are at the end."]
     short = []
@@ -195,7 +195,7 @@ def _list_gaps(compared: Comparison) -> list[str]:
 
 
 def _list_details(row: Row) -> list[tuple[str, str]]:
-    """List the numbers behind a verdict as (label, text), without those that are missing."""
+    """List the numbers behind a verdict as (label, text). Missing numbers are left out."""
     cells, conditions = verdict_tables.measured_cells(row), verdict_tables.format_conditions(row.conditions)
     first = {row.claim.measure: cells.pop("effect"), "smallest that matters": row.claim.smallest_as_text,
              "the paper's": cells.pop("the paper's"), row.contrast.treated: cells.pop("treated"),
@@ -205,10 +205,14 @@ def _list_details(row: Row) -> list[tuple[str, str]]:
 
 
 def _list_provenance(compared: Comparison) -> list[tuple[str, list[str]]]:
-    """List commands, code, machines, versions, times, and runs that were left out, as (title, texts)."""
+    """List where the compared results come from, as (title, texts).
+
+    The titles are commands, code commits, machines, versions, times, and the runs left out. Titles without a text are
+    dropped.
+    """
 
     def with_counts(texts: Iterable[str]) -> list[str]:
-        """List each distinct text; if there are several, each with its number of runs."""
+        """List the distinct texts; `texts` has one per run. If several differ, add to each its number of runs."""
         counts = Counter(texts)
         if len(counts) == 1:
             return [text for text in counts if text]

@@ -1,4 +1,4 @@
-"""Style every figure: a color per weight format, ours and the paper's; dashes and markers separate arms."""
+"""Style every figure: one color per weight format, also in the paper's curves; dashes and markers separate arms."""
 
 import io
 import math
@@ -44,7 +44,10 @@ def styled() -> Iterator[None]:
 
 
 def color(name: str, number: int = OTHERS.index("#777777")) -> str:
-    """Return the hex color of a weight format, ours or the paper's; any other name gets color `number` of `OTHERS`."""
+    """Return the hex color of a weight format, named as in the lab or as in the paper's figures.
+
+    Any other name gets color `number` of `OTHERS`.
+    """
     name = name.lower()
     return FORMATS.get(PRINTED.get(name, name), OTHERS[number % len(OTHERS)])
 
@@ -71,7 +74,10 @@ def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def format_tick(value: float, _: object = None) -> str:
-    """Format the number of a tick without trailing zeros; from 1,000 on whole, with commas and no exponent."""
+    """Format a tick's number without trailing zeros. The second argument, which matplotlib passes, is ignored.
+
+    Numbers of 1,000 or more are rounded to whole numbers and written with commas and no exponent.
+    """
     return f"{value:g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 

@@ -42,7 +42,7 @@ class PaperFigure:
         return f"The paper's {self.number}: {self.model}, {self.task}"
 
     def is_of(self, tasks: Collection[str]) -> bool:
-        """Tell whether the figure is on one of `tasks` (GSM8K, BigMath), or on no task, as a figure of schedules."""
+        """Tell whether the figure shows one of `tasks` (GSM8K, BigMath), or no task (noise schedules)."""
         return not self.task.startswith(tuple(TASKS.values())) or self.task.startswith(tuple(tasks))
 
 
@@ -53,10 +53,11 @@ FIGURES = [
 
 
 def figures_beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
-    """Select the paper's figures that belong below our curve named `below`; `runs` has one run per arm.
+    """Select the paper's figures to show under our curve whose name is `below`, e.g. "reward", for comparison.
 
-    A figure belongs there if it varies a setting in which the runs differ, and is on a task of the runs. If the paper
-    has no task of the runs, figures on any task belong there.
+    A figure is selected if figures.yaml assigns it to this curve, if it varies a setting in which `runs` differ, and if
+    it shows a task of `runs` or none. If the paper has no task of `runs`, the task does not matter. `runs` has one run
+    per arm.
     """
     schedules, varied = {run.value("aqn.schedule") for run in runs}, set(differing_keys(runs))
     varied |= {"noise"} if "off" in schedules and len(schedules) > 1 else set()
@@ -67,14 +68,15 @@ def figures_beside(below: str, runs: Sequence[Run]) -> list[PaperFigure]:
 
 
 def _tasks_of_paper(runs: Sequence[Run]) -> set[str]:
-    """Return the tasks of the runs that the paper has too, named as in the paper (GSM8K, BigMath)."""
+    """Return the tasks that occur both in `runs` and in the paper, under the paper's names (GSM8K, BigMath)."""
     return {TASKS[name] for run in runs if (name := run.value("task.name")) in TASKS}
 
 
 def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
-    """Format the caption of a paper's figure: subject, reading error, remark, and what our figure above it is about.
+    """Format the caption of a figure of the paper: its subject, the error of the digitized points, and a remark.
 
-    `runs` has one run for each arm in our figure; their models, tasks and algorithms are named.
+    The caption also names the models, tasks and algorithms in our figure above. `runs` has one run per arm of our
+    figure.
     """
     ours = "Ours above" if figure.is_of(_tasks_of_paper(runs)) else "Ours above, on another task"
     models = {PurePath(run.value("model.path")).name for run in runs}
@@ -87,7 +89,7 @@ def caption(figure: PaperFigure, runs: Sequence[Run]) -> str:
 
 @palette.styled()
 def draw(figure: PaperFigure) -> Figure:
-    """Draw a paper's figure in panels below each other, from digitized points; the caller closes the figure."""
+    """Draw a figure of the paper from digitized points, its panels below each other. The caller closes the figure."""
     table, curves = reference.digitized(figure.file), reference.curves()
     formats = curves[curves["file"] == figure.file].set_index("column")["weight_format"]
     size = (4.4, sum(2.9 + 0.19 * len(lines) for lines in figure.panels))

@@ -139,7 +139,7 @@ def code_version(git_sha: str | None, dirty: bool | None) -> str:
 def read_run(directory: RunDirectory, name: str) -> Run:
     """Read a run directory as a Run called `name`, with measurements if the run is finished.
 
-    Raises OSError, ValueError or KeyError if something is missing or damaged.
+    Raises OSError, ValueError or KeyError if a file of the run, or an entry in it, is missing or damaged.
     """
     lines, values, sessions = directory.checked_metrics(), directory.settings(), directory.environments()
     last = lines[-1] if lines else {"step": 0, "time": 0.0}
@@ -150,7 +150,10 @@ def read_run(directory: RunDirectory, name: str) -> Run:
         status += f" (step {last['step']} of {values.get('steps')})"
 
     def join_sessions(texts: Iterable[str]) -> str:
-        """Join texts, one per session of the run, each once and without empty ones: `A then B`."""
+        """Join texts by ` then `, as in `A then B`. `texts` has one text per session of the run.
+
+        Empty and repeated texts are dropped.
+        """
         return " then ".join(dict.fromkeys(text for text in texts if text))
 
     first = sessions[0] if sessions else {}
@@ -204,19 +207,21 @@ def summarize(directory: RunDirectory, seconds: float) -> dict[str, Any]:
 
 
 def first_tenth(steps: pd.Series) -> pd.Series:
-    """Return the first tenth of a series by step, at least one step."""
+    """Return the first tenth of `steps`, a series with one value per step; at least one value."""
     return steps.head(max(1, len(steps) // 10))
 
 
 def last_tenth(steps: pd.Series) -> pd.Series:
-    """Return the last tenth of a series by step, at least one step."""
+    """Return the last tenth of `steps`, a series with one value per step; at least one value."""
     return steps.tail(max(1, len(steps) // 10))
 
 
 def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: float) -> dict[str, Any]:
-    """Compute entropy, reward, speed, time, memory and accuracy from metrics by step and held-out answers by phase.
+    """Compute a run's summary numbers, by name: entropy, reward, speed, time, memory and accuracy.
 
-    Entropy and reward, first and last, are means over a tenth of the steps, since single steps are noisy.
+    `steps` has the metrics of each step. `phases` maps the phases, such as "before" and "after", to held-out answers.
+    The first and last values of entropy and reward are means over the first and last tenth of the steps, because single
+    steps are noisy. Step 0 is left out. `seconds` is the wall time of all sessions.
     """
     steps = steps.loc[1:]
     spent = steps["step/seconds"].sum()

@@ -1,6 +1,7 @@
 """Rollout engine on transformers' `generate`: runs on any device, without a second copy of the policy.
 
-It shares the trainer's modules. Only the noisy norms are copies, which replace the clean norms while it generates.
+The engine shares the trainer's modules. Only the noisy norms are copies; they replace the clean norms during
+generation.
 """
 
 import time
@@ -56,7 +57,8 @@ class TransformersEngine(Engine):
     ) -> list[tuple[list[int], list[float], str, float]]:
         """Generate one completion of each prompt.
 
-        Returns for each its token ids, log-probs, finish reason, and entropy in nats summed over its tokens.
+        Returns for each prompt the completion's token ids, log-probs, finish reason, and entropy in nats, summed over
+        the tokens.
         """
         longest, pad_id, device = max(map(len, prompts)), self.policy.tokenizer.pad_token_id, self.policy.device
         ids = torch.tensor([[pad_id] * (longest - len(row)) + row for row in prompts], device=device)
@@ -85,7 +87,8 @@ class TransformersEngine(Engine):
 class Recorder(LogitsProcessor):
     """Records the entropy of each step's logits and the log-prob of the token sampled from them.
 
-    Holds the [batch, vocabulary] scores of one step at a time; `output_logits=True` would hold those of all steps.
+    Holds the [batch, vocabulary] scores of one step at a time, while transformers' `output_logits=True` would hold the
+    scores of all steps.
     """
 
     def __init__(self, temperature: float) -> None:
@@ -103,7 +106,10 @@ class Recorder(LogitsProcessor):
         return scores.masked_fill_(self._scores[:, :1].isnan(), 0.0)
 
     def _record_logprobs(self, sampled: Tensor) -> None:
-        """Append the log-probs of the token ids `sampled` [batch] under the scores that they were drawn from."""
+        """Append to `logprobs` the log-probs of the token ids `sampled` [batch], which the previous step sampled.
+
+        They are read from the scores of that step. Does nothing before the first step.
+        """
         if self._scores is not None:
             self.logprobs.append(self._scores.gather(-1, sampled[:, None])[:, 0])
 

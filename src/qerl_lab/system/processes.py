@@ -21,8 +21,8 @@ SIZES = {
 def rank_variables(gpus: int) -> list[dict[str, str]]:
     """Return the environment variables that torchrun would set: one dict per process of a run on `gpus` GPUs, by rank.
 
-    A run of one process gets `[{}]`. The lab does without torchrun, which after a signal waits only a fixed time before
-    it kills the processes, even within a step.
+    With one GPU the result is `[{}]`. The lab does not use torchrun: after a signal, torchrun waits a fixed time and
+    then kills the processes, even in the middle of a step.
     """
     if gpus == 1:
         return [{}]
@@ -56,8 +56,8 @@ def refuse_several_processes(environment: Mapping[str, str], ranks: int = 1) -> 
 def end_with_parent(parent: int) -> None:
     """Start a thread that ends this process within a second after the process with id `parent` has ended.
 
-    `parent` must be the parent of this process. A closed pipe would not show its end reliably, because a fork of the
-    parent may hold the pipe open.
+    `parent` must be the parent of this process. The thread asks for the parent's id every second. Waiting for a pipe to
+    close would not reliably show that the parent has ended, because a fork of the parent may hold the pipe open.
     """
 
     def exit_after_parent() -> None:
@@ -71,7 +71,7 @@ def end_with_parent(parent: int) -> None:
 def output_of(*command: str, env: Mapping[str, str] | None = None) -> str | None:
     """Run a command and return its standard output. None if the program is missing, fails or takes over 30 s.
 
-    `env` replaces the whole environment; None passes on that of this process.
+    `env` replaces the whole environment of the command; None passes on the environment of this process.
     """
     try:
         done = subprocess.run(command, capture_output=True, check=True, timeout=30, env=env)

@@ -131,8 +131,8 @@ def _distinct(cfg: TaskConfig, count: int, of_heldout: bool) -> list[Problem]:
 def worked_solution(rng: random.Random, problem: Problem) -> str:
     """Write a correct solution of a problem as `<think>..</think><answer>..</answer>`; method and words vary at random.
 
-    The variety gives a model trained on these solutions the entropy of a real model. It also gives the model something
-    to explore, because its shorter solutions go wrong more often.
+    Because the solutions vary, a small model trained on them has output entropy like that of a real language model. The
+    model also has something to explore, because its shorter solutions go wrong more often.
     """
     way = rng.choices(WAYS, WEIGHTS)[0]
     if way == "in the head":

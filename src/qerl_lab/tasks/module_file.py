@@ -24,9 +24,10 @@ PARTS = ("format", "answer", UNPARSED)  # parts that every `grade` may return
 def load(cfg: TaskConfig, of_task: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
     """Return the functions defined in the file `cfg.module`, by name, wrapped to check their results.
 
-    `of_task` maps names to the functions that the task has without the file. Its `weights` is used if the file defines
-    `grade` but no `weights`. Raises ConfigError if the file cannot be imported, has no function of a task, has
-    `weights` without `grade`, gives invalid weights, or has changed since the run was composed.
+    `of_task` maps names to the functions that the task has without the file. If the file defines `grade` but no
+    `weights`, `of_task["weights"]` gives the weights. Raises ConfigError if the file cannot be imported, defines none
+    of the functions in NAMES, has `weights` without `grade`, gives invalid weights, or has changed since the run was
+    composed.
     """
     assert cfg.module is not None
     if cfg.module_hash not in (None, found := module_hash(cfg.module)):
@@ -82,7 +83,7 @@ def _weighted_parts(cfg: TaskConfig, given: Any) -> set[str]:
 
 
 def _checked_questions(said: str, function: Callable[..., Any]) -> Callable[[TaskConfig], list[Question]]:
-    """Wrap a function that returns questions: the wrapper raises ConfigError unless they are valid and ids differ.
+    """Wrap a function that returns questions: the wrapper raises ConfigError for invalid questions or equal ids.
 
     `said` names the function in error messages.
     """
@@ -109,10 +110,11 @@ def _checked_questions(said: str, function: Callable[..., Any]) -> Callable[[Tas
 def _checked_grade(
     cfg: TaskConfig, function: Callable[..., Any], weighted: set[str], all_of_them: bool
 ) -> Callable[..., Scores]:
-    """Wrap `grade` of the file: the wrapper raises ConfigError unless each part has one score from 0 to 1 per text.
+    """Wrap `function`, which is `grade` of the user's task file, so that its result is checked.
 
-    The parts "format" and "answer" are required; with `all_of_them` the parts in `weighted` are required too. Other
-    parts than those in PARTS and `weighted` are an error.
+    The wrapper raises ConfigError unless the result has, for each part of the reward, one score from 0 to 1 per text.
+    The parts "format" and "answer" are required; with `all_of_them` the parts in `weighted` are required too. A part
+    that is in neither PARTS nor `weighted` is an error.
     """
 
     def checked(texts: Sequence[str], questions: Sequence[Question]) -> Scores:

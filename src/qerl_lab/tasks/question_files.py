@@ -150,8 +150,10 @@ def reword_path_error(error: ConfigError, before: str) -> ConfigError:
 
 
 def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located]:
-    """Yield location and row of each row in task.path, or on the hub in `source.hub_id` if task.path is not set.
+    """Read the rows from task.path, or from `source.hub_id` on the hub if task.path is not set.
 
+    Yields (location, row); error messages name the location. A row is a dict, or the bytes of a .jsonl line.
+    `of_heldout` selects the held-out rows instead of the training rows, where these have separate files or splits.
     Raises ConfigError if the rows cannot be read.
     """
     path = cfg.path or source.hub_id
@@ -176,7 +178,7 @@ def _rows(cfg: TaskConfig, source: Source, of_heldout: bool) -> Iterator[Located
 def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
     """Find the file with the training or held-out rows in a local folder, or all shards of that file.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if there is no such file.
     """
     names = [source.split(of_heldout), source.file, "test" if of_heldout and source.test else None]
     for inside in (folder, folder / "data", folder / source.hub_config):
@@ -191,7 +193,7 @@ def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
 
 
 def _read_jsonl(file: Path) -> Iterator[Located]:
-    """Yield location (FILE:LINE) and bytes of each line that is not blank."""
+    """Yield (location, bytes) of each line that is not blank. The location is FILE:LINE."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -199,7 +201,7 @@ def _read_jsonl(file: Path) -> Iterator[Located]:
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:
-    """Parse a line as a JSON object. Raises BadRow if it is none."""
+    """Parse a line as a JSON object. Raises BadRow if the line is not a JSON object."""
     try:
         row = parse_json(line)
     except ValueError as error:
@@ -210,7 +212,7 @@ def _parse_line(line: bytes) -> dict[str, Any]:
 
 
 def _read_parquet(file: Path) -> Iterator[Located]:
-    """Yield location and row, a dict, of each row of a Parquet file."""
+    """Yield (location, row) of each row of a Parquet file. The row is a dict."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(file) as opened:
@@ -218,16 +220,19 @@ def _read_parquet(file: Path) -> Iterator[Located]:
 
 
 def _of_batches(name: str, batches: Iterable[Any]) -> Iterator[Located]:
-    """Yield location and row, a dict, of each row of Arrow batches or tables. The location is `name` and row number."""
+    """Yield (location, row) of each row of Arrow batches or tables. The row is a dict.
+
+    The location is `name` and the number of the row, from 0.
+    """
     rows = (row for batch in batches for row in batch.to_pylist())
     yield from ((f"{name}, row {number},", row) for number, row in enumerate(rows))
 
 
 def _read_hub(path: str, source: Source, of_heldout: bool) -> Iterator[Located]:
-    """Yield location and row, a dict, of each row of the dataset with the id `path` on the hub.
+    """Yield (location, row) of each row of the dataset with the id `path` on the hub. The row is a dict.
 
-    Reads the configuration `source.hub_config`. If another dataset than `source.hub_id` lacks this configuration, reads
-    the default configuration. Raises ConfigError if the dataset cannot be loaded.
+    Reads the configuration `source.hub_config`. If the dataset is not `source.hub_id` and lacks this configuration, its
+    default configuration is read. Raises ConfigError if the dataset cannot be loaded.
     """
     say_hub_is_asked(f"task.path={path}")
     from datasets import get_dataset_config_names, load_dataset

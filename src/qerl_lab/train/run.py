@@ -130,7 +130,8 @@ def close_engine(engine: Engine) -> None:
 def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Session:
     """Build the policy, engine and data of a run.
 
-    Raises ConfigError if model, data or device do not fit `cfg`, or what `directory` records of an earlier session.
+    Raises ConfigError if model, data or device do not fit `cfg`. Also raises it if `cfg`, data or device
+    differ from what an earlier session of the run recorded in `directory`.
     """
     if cfg.cpu_threads:
         torch.set_num_threads(cfg.cpu_threads)
@@ -171,7 +172,10 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
 
 
 def evaluate_subset(session: Session, step: int) -> None:
-    """Ask the first eval.subset_questions held-out questions if `step` is a multiple of eval.every, else do nothing."""
+    """If `step` is a multiple of eval.every, evaluate on the first eval.subset_questions held-out questions.
+
+    Otherwise, and with eval.every=0, do nothing.
+    """
     own = session.cfg.eval
     if own.every and step % own.every == 0:
         evaluate_heldout(session, f"step {step}", step, own.subset_questions, own.subset_samples, "eval/subset_")
@@ -182,10 +186,10 @@ def evaluate_heldout(
 ) -> None:
     """Sample `samples` answers to each of the first `questions` held-out questions, without noise, and grade them.
 
-    Does nothing if eval.parquet and metrics.jsonl have this evaluation already. Rank 0 writes the answers of all ranks
-    to eval.parquet under `phase`, then their means to metrics.jsonl under `step`, with keys that start with `prefix`. A
-    resumed run removes that line together with later steps. Raises Interrupted or EngineFailed on every rank if any
-    rank raises it.
+    Does nothing if `questions` is 0, or if eval.parquet and metrics.jsonl have this evaluation already. Rank 0 writes
+    the answers of all ranks to eval.parquet under `phase`. Then it writes their means to metrics.jsonl under `step`,
+    with keys that start with `prefix`. If the run later resumes from a checkpoint before `step`, this line of
+    metrics.jsonl is deleted. Raises Interrupted or EngineFailed on every rank if any rank raises it.
     """
     cfg, directory, ranks, task = session.cfg, session.directory, session.ranks, session.data.task
     phases, is_logged = {}, False
@@ -268,7 +272,11 @@ def train(session: Session) -> None:
 
 
 def conclude(session: Session, tracker: Tracker) -> None:
-    """Complete a finished run: save adapter or model, curves and DONE (the headline numbers), and print the summary."""
+    """Complete a finished run: save its results, then print its summary.
+
+    Saves the adapter (with lora=full the whole model), the curves, and the file DONE with the headline numbers. With
+    checkpoint.keep=0 it then deletes the checkpoints.
+    """
     cfg, directory, data = session.cfg, session.directory, session.data
     if cfg.trains_all:
         base = local_folder(cfg.model.path, cfg.model.revision)

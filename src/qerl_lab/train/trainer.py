@@ -127,9 +127,9 @@ class LabTrainer(GRPOTrainer):
     def _set_old_logprobs(self, tensors: dict[str, Any]) -> None:
         """Set `old_per_token_logps` in `tensors`: the log-probs pi_old of TRL's ratio pi / pi_old.
 
-        With rollout.importance_correction=in_ratio they are the sampler's. Otherwise they are the trainer's if a step
-        has several updates, and left out if it has one, so that the ratio is 1. Also notes in `scored_before` whether
-        TRL has computed the trainer's log-probs of the rollout.
+        With rollout.importance_correction=in_ratio, pi_old are the log-probs of the sampler. Otherwise, if a step has
+        several updates, they are the log-probs of the trainer. With a single update they are left out, so that the
+        ratio is 1. Also sets `scored_before`: whether TRL has computed the trainer's log-probs of the rollout.
         """
         scored = tensors.pop("old_per_token_logps", None)
         self.scored_before = scored is not None
@@ -143,8 +143,8 @@ class LabTrainer(GRPOTrainer):
     def _collect_batch(self) -> Batch:
         """Solve for sigma if the step needs it, sync the engine, sample a batch, and let the engine sleep.
 
-        If the engine fails, it moves the cursor back to the step's start, saves a checkpoint of the finished steps if
-        there is none yet, and raises EngineFailed.
+        If the engine fails, this method moves the cursor back to the start of the step, saves a checkpoint of the
+        finished steps if there is none yet, and raises EngineFailed.
         """
         engine, began_at = self.engine, self.cursor.position
         try:
@@ -193,7 +193,7 @@ class LabTrainer(GRPOTrainer):
         return found.value
 
     def _measure_noise(self, rollout: Rollout) -> None:
-        """Store the step's noise metrics in `measured`, with aqn.probe_prompts also the results of `probe`."""
+        """Store the step's noise metrics in `measured`. With aqn.probe_prompts also store the results of `probe`."""
         self.measured |= self.level.metrics(self.step)
         norms, temperature = self.engine.norms(), self.cfg.rollout.temperature
         self.measured["noise/std_observed"] = aqn.observed_std(norms, self.policy.clean_norms, self.cfg.aqn.relative)
@@ -236,7 +236,7 @@ class LabTrainer(GRPOTrainer):
     def _scoring_mode(self) -> AbstractContextManager[None]:
         """Return a context manager to compute log-probs without gradients and dropout.
 
-        If the adapter is off, the log-probs are those of the KL reference, and the norms are clean too.
+        If the adapter is off, the log-probs are those of the KL reference. Then the noise on the norms is off as well.
         """
         held = {name: norm.data for name, norm in self.policy.norms.items()}
         return self.policy.as_sampler(self.policy.clean_norms if self.policy.adapter_is_off else held)
@@ -409,12 +409,12 @@ class _Steps(TrainerCallback):
             group["lr"] = peak * share(lr_scheduler.last_epoch)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Override the Trainer's hook before each update: start the clock if the update is a step's first."""
+        """Override the Trainer's hook before each update: start the clock if the update is the first of a step."""
         if state.global_step % self.trainer.cfg.updates_per_step == 0:
             self.trainer.clock.start_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Override the Trainer's hook after each update: after a step's last update decide whether to save and stop."""
+        """Override the Trainer's hook after each update: at the end of a step decide whether to save and to stop."""
         trainer = self.trainer
         step, updates_left = divmod(state.global_step, trainer.cfg.updates_per_step)
         if updates_left:

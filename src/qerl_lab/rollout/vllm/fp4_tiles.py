@@ -9,8 +9,8 @@ From about ten rows on the product is bound by compute as well as by memory. Tri
 registers while the previous product runs, and other NVFP4 kernels need extra launches for the adapter. This kernel
 includes the adapter: it computes x A^T while weights are loading and adds (x A^T) B^T at the end.
 
-W and x swap places: a tile of W is the operand in registers, so that the rows of x become the product's columns, of
-which 16 suffice. The kernel is fp4_tiles.cu; `formats.tiles` documents the layout of W.
+W and x swap places: the operand in registers is a tile of W, and the rows of x are the columns of the product. So 16
+rows of x suffice for a product. The kernel is fp4_tiles.cu; `formats.tiles` documents the layout of W.
 """
 
 import ctypes
@@ -75,7 +75,7 @@ class Plan:
         width: columns that each part of x A^T takes in shared memory: the rank, rounded up.
         slabs: number of 64-column slabs for all parts of x A^T.
         splits: ranges of K over which x A^T is summed separately.
-        of_split: columns of such a range.
+        of_split: columns in each of these ranges.
         shared_bytes: shared memory of a thread block.
     """
 
@@ -139,14 +139,17 @@ def tile_of(N: int, columns: int, multiprocessors: int) -> int:
 
 
 def groups_of(tile: int) -> int:
-    """Return how many warpgroups multiply a tile of `tile` blocks: three for 3 to 6 blocks, otherwise two."""
+    """Return the number of warpgroups that share the multiplication of one tile.
+
+    `tile` is the size of the tile in 64-row blocks, from 2 to 8: three warpgroups for 3 to 6 blocks, otherwise two.
+    """
     return 2 if tile == 2 or tile > 6 else 3
 
 
 def _blocks_per_tile(tiles: int, columns: int, multiprocessors: int) -> int:
     """Return how many thread blocks share a tile, if there are `tiles` tiles of `columns` columns.
 
-    As many as fit on all multiprocessors at once.
+    It is as many as fit on all multiprocessors at once, but at least one, and at most one per 128 columns.
     """
     return max(1, min(multiprocessors // tiles, depth_of(columns)))
 

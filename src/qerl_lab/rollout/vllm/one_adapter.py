@@ -9,11 +9,12 @@ There is exactly one adapter: vLLM's own LoRA is off, and vLLM refuses a request
 On a GPU a layer is one operation opaque to torch.compile, so that the route can depend on the rows of a call:
 
 - With `fp4_tiles` the layer holds NVFP4 weights in that kernel's layout only, and the kernel computes weight and
-  adapter. Many rows, as in a prefill, unpack the weights for the call and use cuBLAS.
-- With vLLM's kernels many rows unpack the policy's own packed layers (`use_packed_layers`) and use cuBLAS, too. Not
-  with FP8 activations: vLLM's kernel quantizes them, and the adapter's product takes them as they are.
-- With `dense_rows` the layer also holds NVFP4 weights unpacked, above A. That many rows use cuBLAS in decoding, too,
-  weight and A in one product.
+  adapter. A call with many rows, such as a prefill, unpacks the weights for this call and uses cuBLAS.
+- With vLLM's kernels a call with many rows unpacks the policy's packed layers (`use_packed_layers`) and uses cuBLAS,
+  too. With FP8 activations vLLM's kernel computes the weight's product in every call. It quantizes the activations,
+  while the adapter's product takes them unquantized.
+- With `dense_rows` the layer also holds the NVFP4 weights unpacked, stacked above A. A call with at least that many
+  rows, also in decoding, uses cuBLAS for weight and A in one product.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,7 +59,8 @@ class Routes:
 
     Attributes:
         fp4_tiles: use the kernel `fp4_tiles`.
-        dense_rows: use cuBLAS on an unpacked copy in calls with at least this many rows; None: never.
+        dense_rows: use cuBLAS on an unpacked copy of the weight in calls with at least this many rows (tokens). None:
+            never.
     """
 
     fp4_tiles: bool = False
@@ -190,11 +192,14 @@ class OneAdapterMethod(LinearMethodBase):
 
     A layer with weight [N, K] and P fused parts (e.g. q, k, v) gets the buffers `adapter_A` [P * r, K] and `adapter_B`
     [N, r], where r is the rank. They are zero until `AdapterBuffers.write`. Tensor parallelism is not supported: it
-    would have to cut B of a column-parallel layer, and A of a row-parallel one, as it cuts the weight.
+    would have to cut B of a column-parallel layer and A of a row-parallel layer, in the same way as the weight.
     """
 
     def __init__(self, base: Any, rank: int, parts: list[str], own: list[bool], routes: Routes = Routes()) -> None:
-        """Wrap `base`. `parts` has the full checkpoint name of each part, `own` whether that part has an adapter."""
+        """Wrap the method `base`. `rank` is the rank of the adapter.
+
+        `parts` has the full checkpoint name of each fused part. `own[i]` is True if `parts[i]` has an adapter.
+        """
         self.base, self.rank, self.parts, self.own = base, rank, parts, own
         # A dense layer (`format.ignore`) has only the base's route.
         self.routes = Routes() if isinstance(base, UnquantizedLinearMethod) else routes
@@ -226,10 +231,11 @@ class OneAdapterMethod(LinearMethodBase):
         layer.register_buffer("adapter_B", B, persistent=False)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        """Override vLLM's hook: convert the loaded weights to the layout of `fp4_tiles` or of the base's kernel.
+        """Override vLLM's hook: convert the loaded weights to the layout that the kernel in use expects.
 
-        With `dense_rows` also keeps an unpacked copy. Keeps the bias in stored order as `plain_bias`, because Marlin
-        and Humming reorder `layer.bias`.
+        This kernel is `fp4_tiles` if `self.routes.fp4_tiles` is set, else the kernel of `base`. If
+        `self.routes.dense_rows` is set, the layer also keeps an unpacked copy of the weights. It also keeps a copy of
+        the bias in checkpoint order as `plain_bias`, because vLLM's kernels Marlin and Humming reorder `layer.bias`.
         """
         if (bias := getattr(layer, "bias", None)) is not None:
             layer.register_buffer("plain_bias", bias.data.clone(), persistent=False)
@@ -327,7 +333,7 @@ def use_packed_layers(model: nn.Module, layers: Mapping[str, PackedLinear]) -> N
 
 
 def lora_modules(model: PeftModel) -> dict[str, tuple[nn.Linear, nn.Linear]]:
-    """Return PEFT's modules of the policy's A and B, by full name of the base layer."""
+    """Return the two PEFT modules that hold the policy's matrices A and B, by full name of the base layer."""
     return {
         name: (layer.lora_A["default"], layer.lora_B["default"])
         for name, layer in model.get_base_model().named_modules() if isinstance(layer, LoraLayer)
@@ -342,7 +348,7 @@ def adapter_of(model: PeftModel) -> dict[str, Pair]:
 class AdapterBuffers:
     """Copies the policy's adapter into the buffers of vLLM's layers.
 
-    Finds the buffers once, when it is built, because the search takes 10 ms in a 7B.
+    Finds the buffers once, when it is built, because the search takes 10 ms in a 7B model.
     """
 
     def __init__(self, model: nn.Module, adapter: Mapping[str, Pair]) -> None:

@@ -53,13 +53,16 @@ def quantize_line(cfg: RunConfig, out: str) -> str:
 
 
 def changed_format_options(cfg: RunConfig) -> dict[str, str]:
-    """Return the format options of a run that differ from the defaults: command-line values by name."""
+    """Return the format options of a run that differ from the defaults, by name, as values for a command line."""
     own, usual = asdict(cfg.format), asdict(FormatConfig())
     return {key: str(own[key]).lower() for key in asdict(formats.build(cfg.format)) if own[key] != usual[key]}
 
 
 def settings(cfg: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the settings that a run needs from its server, by vLLM's names. `dtype` is the compute dtype."""
+    """Return the vLLM settings with which the server of a run must be started, by vLLM's names for them.
+
+    `dtype` is the compute dtype.
+    """
     backend = cfg.rollout.vllm.linear_backend
     usual = "marlin" if cfg.format.name == "fp8" else "auto"  # auto is vLLM's choice, which for FP8 is Humming
     return serving_arguments(cfg, dtype, device_of(cfg.device)) | {

@@ -64,7 +64,7 @@ def _compare_named(left: Form, right: Form) -> bool:
 
 
 def _same_name(left: str, right: str) -> bool:
-    """Tell whether two names are equal, apart from letters as arguments: `y(t)` is `y`, but `f(2)` is not `f`."""
+    """Tell whether two names are equal, or one is the other with letters as arguments: `y(t)` and `y`, not `f(2)`."""
     short, long = sorted((left, right), key=len)
     letters = re.fullmatch(r"\([A-Za-z,]+\)", long.removeprefix(short))
     return short == long or (long.startswith(short) and letters is not None)
@@ -84,7 +84,7 @@ def _as_relation(form: Form) -> Form:
 def _compare_amounts(left: Amount, right: Amount) -> bool:
     """Tell whether two amounts are equal. 50% equals 0.5 and 50; a unit counts only if both amounts have one.
 
-    A long decimal also equals the number that it rounds, see `_is_rounding_of`.
+    A long decimal also equals the number from which it was rounded, see `_is_rounding_of`.
     """
     if left.letters is not None and right.letters is not None:
         return _compare_nodes(left.letters, right.letters)
@@ -100,7 +100,10 @@ def _compare_amounts(left: Amount, right: Amount) -> bool:
 
 
 def _is_product_of_letters(amount: Amount, other: Amount) -> bool:
-    """Tell whether `amount`, its unit read as variables (`2 m` as 2m), equals `other`, which must have variables."""
+    """Read the unit of `amount` as variables (`2 m` as 2m) and tell whether the result equals `other`.
+
+    False if `other` has no variables.
+    """
     return amount.letters is not None and bool(names(other.node)) and _compare_nodes(amount.letters, other.node)
 
 
@@ -144,9 +147,10 @@ def _compare_at(where: Point, left: Node, right: Node) -> tuple[bool | None, boo
 
 
 def _is_rounding_of(left: Node, right: Node) -> bool:
-    """Tell whether one side is a decimal of at least ENOUGH_DIGITS digits that rounds the other: 0.333333 for 1/3.
+    """Tell whether `left` or `right` is the other number rounded or truncated to a decimal, such as 0.333333 for 1/3.
 
-    The other side must be a real number with endless decimals, without variables.
+    The decimal must have at least ENOUGH_DIGITS digits. The other number must be real, with endless decimals and
+    without variables.
     """
     for decimal, exact in ((left, right), (right, left)):
         places = _places(decimal)
@@ -234,7 +238,8 @@ def _compare_relations(left: Form, right: Form) -> bool:
 def _same_relation(left: Relation, right: Relation) -> bool:
     """Tell whether two relations are equal, side by side or turned around: `a < b` and `b > a`.
 
-    Relations with one sign are also equal if one is a constant multiple of the other: `2x = 4` and `x = 2`.
+    Two relations that each have a single sign (such as = or <) are also equal if one relation is a constant multiple of
+    the other: `2x = 4` and `x = 2`.
     """
     if len(left.sides) != len(right.sides):
         return False
@@ -253,7 +258,7 @@ def _same_relation(left: Relation, right: Relation) -> bool:
 def _proportion(left: Node, right: Node) -> Value | None:
     """Return the quotient of two expressions if it has the same value at several points, else None.
 
-    Also returns None if an expression is 0 at a point, if the variables of both differ, or if there are no variables.
+    Also returns None if an expression is 0 at a point, if the two have different variables, or if they have none.
     Raises Unreadable if a value is undefined or too large.
     """
     variables = names(left) | names(right)
