@@ -68,7 +68,7 @@ class Plan:
 
     jobs: list[Job]
     directory: Path
-    directory_given: bool  # typed by the user, so not to be renamed if it exists
+    directory_given: bool  # typed by the user, or of an earlier sweep: not to be renamed if it exists
     multirun: bool
     made: Path | None = None  # topmost folder that was created for `directory`, if any
 

@@ -67,7 +67,7 @@ def existing_file(path: str, key: str) -> Path:
     raise ConfigError(f"{key}={path} is no file; allowed: a GGUF file, a directory or a hub id. {remedy}")
 
 
-def folder_of(file: Path) -> Path:
+def unpacked_folder(file: Path) -> Path:
     """Return the cache directory that a GGUF file is or will be unpacked to. A changed file gets another directory."""
     status, place = file.stat(), file.resolve()
     key = f"{LAYOUT} {place} {status.st_size} {status.st_mtime_ns}"
@@ -137,7 +137,7 @@ def unpack(file: Path) -> Path:
 
     Raises ConfigError if the file is damaged, transformers cannot read it, or the package gguf is missing.
     """
-    folder = folder_of(file)
+    folder = unpacked_folder(file)
     if folder.is_dir():
         return folder
     found = header(file)

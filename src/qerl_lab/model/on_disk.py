@@ -51,7 +51,7 @@ def local_path(path: str, key: str = "model.path") -> Path | None:
         return ASSETS
     folder = Path(path).expanduser()
     if gguf.is_gguf(path) and not folder.is_dir():
-        unpacked = gguf.folder_of(gguf.existing_file(path, key))
+        unpacked = gguf.unpacked_folder(gguf.existing_file(path, key))
         return unpacked if unpacked.is_dir() else None
     if folder.is_dir():
         return folder

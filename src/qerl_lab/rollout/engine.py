@@ -59,7 +59,9 @@ class Rollout:
     seconds: float
 
     @classmethod
-    def of(cls, prompts: list[list[int]], rows_P_G: list[list[Any]], entropy: float | None, started: float) -> Self:
+    def from_rows(
+        cls, prompts: list[list[int]], rows_P_G: list[list[Any]], entropy: float | None, started: float
+    ) -> Self:
         """Build a rollout that began at `started` (time.perf_counter).
 
         Each row of `rows_P_G` begins with the token ids, log-probs and finish reason of one completion.

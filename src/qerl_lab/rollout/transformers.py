@@ -50,7 +50,7 @@ class TransformersEngine(Engine):
                 on_done(len(part))
         grouped = [rows[at : at + group_size] for at in range(0, len(rows), group_size)]
         tokens = sum(len(ids) for ids, *_ in rows)
-        return Rollout.of(prompt_ids_P, grouped, sum(entropy for *_, entropy in rows) / tokens, started)
+        return Rollout.from_rows(prompt_ids_P, grouped, sum(entropy for *_, entropy in rows) / tokens, started)
 
     def _generate_batch(
         self, prompts: list[list[int]], sampling: Sampling

@@ -55,7 +55,7 @@ class SearchOptions(Writes):
         """The override `seed=A,B,...` of each trial's sweep."""
         return f"seed={','.join(map(str, self.seeds))}"
 
-    def folder_of(self, trial: "FrozenTrial") -> Path:
+    def trial_folder(self, trial: "FrozenTrial") -> Path:
         """Return the folder of a trial's sweep: OUT/trial-NNNN."""
         return self.folder / f"trial-{trial.number:04}"
 
@@ -142,13 +142,13 @@ def search(options: SearchOptions, words: list[str]) -> None:
     study.set_user_attr(ASKED, asked)
     while trial := _next_trial(study, options, ranges):
         print(f"\ntrial {trial.number} of {options.trials}: {' '.join(_overrides(trial))}", flush=True)
-        sweep = f"hydra.sweep.dir={options.folder_of(trial)}"
+        sweep = f"hydra.sweep.dir={options.trial_folder(trial)}"
         code = train.main(["-m", *shared, *_overrides(trial), options.seed_override, sweep])
         if code == exits.INTERRUPTED:
             raise KeyboardInterrupt("the same command goes on with this trial")
         if code == exits.USAGE:
             raise ConfigError(f"the runs of trial {trial.number} were refused, see above.")
-        value = _mean_over_runs(options.folder_of(trial), options)
+        value = _mean_over_runs(options.trial_folder(trial), options)
         study.tell(trial.number, value, TrialState.FAIL if value is None else None)
         if exits.STOPS:  # a stop came, although the sweep finished
             raise KeyboardInterrupt("the same command goes on with the next trial")
@@ -207,7 +207,7 @@ def _format_table(study: "Study", options: SearchOptions, shared: list[str]) -> 
     rows = [["trial", options.objective, "values", "directory"]]
     for trial in trials:
         value = "failed" if trial.value is None else f"{trial.value:.4f}"
-        rows.append([str(trial.number), value, " ".join(_overrides(trial)), format_path(options.folder_of(trial))])
+        rows.append([str(trial.number), value, " ".join(_overrides(trial)), format_path(options.trial_folder(trial))])
     words = [*(word for word in shared if word != "eval.questions=0"), *_overrides(best), "seed=0,1,2,3,4"]
     lines = [columns(rows), f"mean of seeds {', '.join(map(str, options.seeds))}."]
     lines += [f"Report on others: python -m qerl_lab -m {shlex.join(words)}"] if best.value is not None else []

@@ -27,7 +27,7 @@ from qerl_lab.model.weight_files import local_folder
 from qerl_lab.quantize.quantize_model import run as quantize
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from qerl_lab.quantize.quantize_options import check as check_quantize
-from qerl_lab.rollout.vllm.base import folder_of
+from qerl_lab.rollout.vllm.base import model_folder
 from qerl_lab.rollout.vllm_server.server_command import commands
 from qerl_lab.system.disk import cache_folder
 
@@ -107,7 +107,7 @@ def test_it_is_unpacked_once_and_again_when_the_file_changes(
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     file = tmp_path / "m.gguf"
     write_gguf(file)
-    half = gguf.folder_of(file).with_name(f"{gguf.folder_of(file).name}.partial")
+    half = gguf.unpacked_folder(file).with_name(f"{gguf.unpacked_folder(file).name}.partial")
     half.mkdir(parents=True)  # of a process that was killed
     (half / "model.safetensors").write_text("half")
     assert on_disk.local_path(str(file)) is None
@@ -187,7 +187,7 @@ def test_a_command_takes_it_by_a_relative_path(file: Path, monkeypatch: pytest.M
 
 def test_vllm_reads_the_unpacked_directory_itself(file: Path, tiny: Callable[..., RunConfig]) -> None:
     cfg = tiny(model__path=str(file), format__name="bf16")
-    with folder_of(policy.build(cfg, CPU), cfg) as folder:
+    with model_folder(policy.build(cfg, CPU), cfg) as folder:
         assert folder == gguf.unpack(file)
     assert str(gguf.unpack(file)) in commands(cfg)[-1]
     cfg.format.name = "nvfp4"

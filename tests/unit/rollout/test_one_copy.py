@@ -107,7 +107,7 @@ def test_what_others_read_of_the_base_is_what_it_was(policy: Policy, cfg: Any, t
     assert all(equal(tensor, dense[name]) for name, tensor in dense_tensors(policy, torch.float32).items())
     if form is in_marlin:  # whole tiles are more, and the parts of a layer count theirs once
         assert weight_bytes(policy.model) == size  # each byte has one owner, and that is the policy
-    with base.folder_of(policy, cfg) as folder:
+    with base.model_folder(policy, cfg) as folder:
         files = WeightFiles(folder)
         assert sorted(files.names) == sorted(before)
         assert all(equal(files.tensor(name), tensor.cpu()) for name, tensor in before.items())

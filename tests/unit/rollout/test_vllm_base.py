@@ -28,7 +28,7 @@ def test_a_dense_model_is_handed_over_as_the_policy_packed_it(name: str, tiny, b
     cfg = tiny(format__name=name, lora__rank=4)
     learner = build_policy(cfg)
     own = learner.model.get_base_model()
-    with base.folder_of(learner, cfg) as folder:
+    with base.model_folder(learner, cfg) as folder:
         assert folder != ASSETS
         stored = stored_as(folder)
         assert stored is not None
@@ -50,7 +50,7 @@ def test_a_dense_model_is_handed_over_as_the_policy_packed_it(name: str, tiny, b
 
 def test_a_directory_that_holds_the_same_weights_is_read_where_it_is(tiny, build_policy) -> None:
     cfg = tiny(format__name="bf16")
-    with base.folder_of(build_policy(cfg), cfg) as folder:
+    with base.model_folder(build_policy(cfg), cfg) as folder:
         assert folder == ASSETS
 
 
@@ -64,7 +64,7 @@ def test_weights_that_bf16_rounds_are_handed_over_rounded(tmp_path: Path, tiny, 
     fine.save_pretrained(model)
     cfg = tiny(format__name="bf16", model__path=str(model))
     learner = policy.build(cfg, CPU)
-    with base.folder_of(learner, cfg) as folder:
+    with base.model_folder(learner, cfg) as folder:
         assert folder != model
         assert "quantization_config" not in read_json(folder / "config.json")
         files, name = WeightFiles(folder), "model.layers.0.mlp.down_proj.weight"
@@ -79,7 +79,7 @@ def test_runs_of_one_architecture_and_format_read_the_same_path_one_after_anothe
     paths = []
     for name, seed in (("nvfp4", 0), ("nvfp4", 1), ("mxfp4", 0)):
         cfg = tiny(format__name=name, seed=seed)
-        with base.folder_of(build_policy(cfg), cfg) as folder:
+        with base.model_folder(build_policy(cfg), cfg) as folder:
             paths.append(folder)
     assert paths[0] == paths[1] != paths[2]
 

@@ -28,7 +28,7 @@ OF_RUNS = f"qerl-lab-{12 * '[0-9a-f]'}-*"  # folders of runs; each process holds
 
 
 @contextmanager
-def folder_of(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
+def model_folder(policy: Policy, cfg: RunConfig) -> Iterator[Path]:
     """Context manager: yield a model directory with exactly the policy's base weights, for vLLM to load.
 
     It is the directory of model.path if that is packed, or if the run's format is dense and all stored weights are

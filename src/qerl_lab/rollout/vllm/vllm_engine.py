@@ -37,7 +37,7 @@ from qerl_lab.rollout.vllm import logprob_scheduler, one_copy
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.all_weights import AllWeights
 from qerl_lab.rollout.vllm.backends import IN_VLLM, choose_backend
-from qerl_lab.rollout.vllm.base import folder_of
+from qerl_lab.rollout.vllm.base import model_folder
 from qerl_lab.rollout.vllm.kv_cache import bytes_per_token, free_bytes, kv_cache_bytes
 from qerl_lab.rollout.vllm.transfer import MARLIN_FOR_FP8, check_norms, sampling_arguments, serving_arguments
 
@@ -68,7 +68,7 @@ class VllmEngine(Engine):
         self._adapter: AllWeights | DenseAdapter | AdapterFile = own(policy.model, cfg)
         share = cfg.rollout.vllm.share_base
         aside = one_copy.packed_on_host(policy) if share else nullcontext()
-        with random_state_restored(policy.device), aside, folder_of(policy, cfg) as folder:
+        with random_state_restored(policy.device), aside, model_folder(policy, cfg) as folder:
             self.linear_backend = choose_backend(cfg, policy.model)
             if cfg.format.name == "fp8":  # also off, because an earlier engine or the user's shell may have set it
                 os.environ.update(dict.fromkeys(MARLIN_FOR_FP8, str(int(self.linear_backend == "marlin"))))
@@ -208,7 +208,7 @@ class VllmEngine(Engine):
              for one in group]
             for group, names in zip(outputs_P, names_P_G, strict=True)
         ]  # fmt: skip
-        return Rollout.of(prompt_ids_P, rows_P_G, None, started)
+        return Rollout.from_rows(prompt_ids_P, rows_P_G, None, started)
 
     def held(self) -> dict[str, int]:
         """Return the bytes of vLLM's weights (without those shared with the policy) and of its key-value cache."""

@@ -210,7 +210,7 @@ class VllmServerEngine(Engine):
             pool.shutdown(wait=False, cancel_futures=True)  # a hanging request ends at the deadline
         groups = [job.result() for job in jobs]
         self._require_only_adapter()  # then no other run has used the server during the rollout
-        return Rollout.of(prompt_ids_P, groups, None, started)
+        return Rollout.from_rows(prompt_ids_P, groups, None, started)
 
     def _complete(self, body: dict[str, Any], deadline: float) -> list[Completion]:
         """Send the /v1/completions request `body` for one prompt; return its completions.
