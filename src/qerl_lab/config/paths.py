@@ -88,7 +88,8 @@ def module_hash(file: str) -> str:
     Raises ConfigError if the file is missing, or its name does not end with .py.
     """
     if not file.endswith(".py") or not Path(file).is_file():
-        raise ConfigError(f"task.module={file} is no Python file. Type task.module=FILE.py.")
+        reason = "is not there" if file.endswith(".py") else "is no Python file"
+        raise ConfigError(f"task.module={file} {reason}. Type the path of a Python file: task.module=FILE.py.")
     return file_hash(Path(file))
 
 

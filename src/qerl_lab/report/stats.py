@@ -14,14 +14,14 @@ from scipy import optimize, stats
 
 Interval = tuple[float, float, float]  # mean, low, high
 SHARE, NATS = (0.0, 1.0), (0.0, math.inf)  # ranges of fractions and entropies
-ALIKE = "[all alike]"
+NO_SPREAD = "[no spread]"
 NO_WIDTH = 1e-12  # spreads below this are rounding
 MOST_SEEDS = 1000  # upper limit of the search for enough seeds
 
 
 def format_interval(low: float, high: float, spelled: Callable[[float], str] = "{:+.3f}".format) -> str:
-    """Format an interval as `[-0.010, +0.250]`; as `[all alike]` if low equals high, since `[x, x]` would mislead."""
-    return f"[{spelled(low)}, {spelled(high)}]" if high - low > NO_WIDTH else ALIKE
+    """Format an interval as `[-0.010, +0.250]`; or `[no spread]` if both are equal, because `[x, x]` would mislead."""
+    return f"[{spelled(low)}, {spelled(high)}]" if high - low > NO_WIDTH else NO_SPREAD
 
 
 def paired_interval(before: pd.Series, after: pd.Series, level: float = 0.95) -> Interval:

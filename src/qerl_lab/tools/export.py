@@ -148,7 +148,7 @@ def card(options: ExportOptions, run: RunConfig, record: RunDirectory) -> str:
         options=options, run=run, result=result, env=env, data=env.get("data") or {},
         max_rank=next((allowed for allowed in MAX_RANKS if allowed >= run.lora.rank), run.lora.rank),
         base_in_words=base_in_words(run), part_of_task=subset_in_words(run.task.name, run.task.gsm8k.max_steps),
-        interval=f"[{low:+.3f}, {high:+.3f}]" if high > low else "[all alike]",  # questions agree: no interval
+        interval=f"[{low:+.3f}, {high:+.3f}]" if high > low else "[no spread]",  # questions agree: no interval
         versions=", ".join(f"{name} {made[name]}" for name in PACKAGES if name in made),
     ))  # fmt: skip
 

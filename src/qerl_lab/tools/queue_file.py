@@ -152,6 +152,10 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         parts = [Part(**each) for each in content["parts"]]
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} is not there. Type the path of a file such as results/qwen1_5b/queue.yaml."
+        ) from None
     except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
         raise ConfigError(
             f"{path} is no queue ({in_one_line(error)}); a part may have {', '.join(Part.__annotations__)}. "

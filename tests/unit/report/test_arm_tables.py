@@ -51,7 +51,7 @@ def test_accuracies_stand_beside_table_1(made: dict[str, Table]) -> None:
     assert high > 1
     assert found["after"] == f"{mean:.3f} [{low:.3f}, 1.000] (3)"
     assert (found["finished"], found["3B there"], found["7B there"]) == ("3 of 4", "0.833", "0.885")
-    assert found["pass@n after"] == "1.000 [all alike] (3)"
+    assert found["pass@n after"] == "1.000 [no spread] (3)"
 
 
 def test_differences_are_paired_with_effect_size_and_probability(made: dict[str, Table]) -> None:

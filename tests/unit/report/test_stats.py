@@ -42,7 +42,7 @@ def test_what_does_not_vary_is_spelled_without_an_interval(values: np.ndarray) -
     """Its ends are the mean, but for rounding: nothing says how far other seeds and questions would be."""
     _, low, high = over_seeds(values)
     assert (low, high) == pytest.approx((values[0, 0], values[0, 0]))
-    assert format_interval(low, high) == "[all alike]"
+    assert format_interval(low, high) == "[no spread]"
     values = values.copy()
     values[0, 0] += 0.01
     assert format_interval(*over_seeds(values)[1:]).startswith("[")

@@ -203,7 +203,7 @@ def test_a_path_is_kept_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    ("task.module=nowhere.py", "nowhere.py is no Python file. Type task.module=FILE.py."),
+    ("task.module=nowhere.py", "nowhere.py is not there. Type the path of a Python file: task.module=FILE.py."),
     ("task.module=.", "is no Python file"), ("task.module=text.txt", "text.txt is no Python file"),
     ("task.module=mine.py task.module_hash=abc", "task.module_hash=abc is not that of"),
 ])  # fmt: skip
