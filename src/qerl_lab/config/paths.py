@@ -87,10 +87,10 @@ def module_hash(file: str) -> str:
 
     Raises ConfigError if the file is missing, or its name does not end with .py.
     """
-    if not file.endswith(".py") or not Path(file).is_file():
-        reason = "is not there" if file.endswith(".py") else "is no Python file"
-        raise ConfigError(f"task.module={file} {reason}. Type the path of a Python file: task.module=FILE.py.")
-    return file_hash(Path(file))
+    if file.endswith(".py") and Path(file).is_file():
+        return file_hash(Path(file))
+    reason = "is not there" if file.endswith(".py") else "is no Python file"
+    raise ConfigError(f"task.module={file} {reason}. Type the path of a Python file: task.module=FILE.py.")
 
 
 def sqlite_file(uri: str) -> Path | None:

@@ -16,6 +16,7 @@ from qerl_lab.system.terminal import columns
 Result = dict[str, Any]
 # Benchmarks of whole models, and the columns that must be equal for a ratio of two arms.
 ALIKE = {"train_step": ["micro_batch_tokens"], "rollout": ["rank", "batch"], "step": ["rank"]}
+OTHER_LIBRARIES = {"bf16_peft": "bf16", "qlora": "nf4"}  # arms of train_step in them, and their weight formats
 # Arms that differ in one of these settings are not comparable, so `notes` warns.
 SETTINGS = (
     "gpus", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefix_caching", "async_scheduling", "eager",

@@ -12,12 +12,10 @@ from matplotlib.figure import Figure
 
 from qerl_lab.record.metrics import PHASES
 from qerl_lab.report import bench, palette
-from qerl_lab.report.bench import Result, gpu_of
+from qerl_lab.report.bench import OTHER_LIBRARIES, Result, gpu_of
 from qerl_lab.report.palette import add_legend_below, add_title, format_tick, png, styled
 from qerl_lab.report.speed_tables import printed_rollouts
 
-# Arms of other libraries, hatched in the color of their weight format.
-OTHER_LIBRARIES = {"bf16_peft": "bf16", "qlora": "nf4"}
 BASES = {"qlora": "nf4", "bf16": "bf16"}  # names of baselines -> weight format of the baseline in the paper
 PAPER = "paper, Figure 11, batch 1"
 VISIBLE = 0.002  # share of the longest bar; shorter parts would show only in the legend

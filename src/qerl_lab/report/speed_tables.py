@@ -94,7 +94,7 @@ def _with_columns(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
         speed=rows["tokens_per_second"].map(format_number),
     )  # fmt: skip
     if kind == "train_step":
-        formats, is_base = rows["arm"].replace({"bf16_peft": "bf16", "qlora": "nf4"}), rows["arm"] == "bf16"
+        formats, is_base = rows["arm"].replace(bench.OTHER_LIBRARIES), rows["arm"] == "bf16"
         return rows.assign(format=formats, baseline=is_base, weights=rows["base_gb"], peak=rows["peak_gb"])
     for column, gib in (("weights", "weights_gib" if kind == "rollout" else "policy_gib"), ("peak", "peak_gib")):
         rows[column] = pd.to_numeric(rows.get(gib, math.nan)) * GIB / 1e9
