@@ -18,6 +18,7 @@ released code (arXiv 2602.02555, variant I, github.com/baibizhe/psn_rlvr). Depar
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from qerl_lab.config.schema import AqnConfig
 
@@ -32,6 +33,15 @@ class Solution:
     sigma: float
     kl: float
     probes: int
+
+
+class Attempt(NamedTuple):
+    """A sigma that the search tried, and its measured KL in nats per token. `gap` is log(KL / target)."""
+
+    log_sigma: float
+    sigma: float
+    kl: float
+    gap: float
 
 
 def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, guess: float) -> Solution:
@@ -49,64 +59,72 @@ def solve(cfg: AqnConfig, measure: Callable[[float], float], target: float, gues
     if target <= 0:
         raise ValueError(f"a KL of {target} is not solved for; allowed: above 0")
     low, high = math.log(cfg.sigma_min), math.log(cfg.sigma_max)
-    near, tried, kls = math.log1p(cfg.solver.tolerance), list[Point](), list[float]()
-    at: float | None = math.log(guess)
-    while at is not None and len(tried) < cfg.solver.probes:
-        at = min(max(at, low), high)
-        kl = measure(_exp_within_bounds(cfg, at))
-        gap = math.log(kl / target) if kl > 0 else math.inf if math.isnan(kl) else -math.inf
-        kls.append(kl)
-        tried.append((at, gap))
+    near, tried = math.log1p(cfg.solver.tolerance), list[Attempt]()
+    log_sigma: float | None = math.log(guess)
+    while log_sigma is not None and len(tried) < cfg.solver.probes:
+        log_sigma = min(max(log_sigma, low), high)
+        sigma = _exp_within_bounds(cfg, log_sigma)
+        kl = measure(sigma)
+        gap = _log_ratio(kl, target)
+        tried.append(Attempt(log_sigma, sigma, kl, gap))
         if abs(gap) <= near:
             break
-        if (gap < 0 and at == high) or (gap > 0 and at == low):
+        if (gap < 0 and log_sigma == high) or (gap > 0 and log_sigma == low):
             # Return the bound, not the nearest: below the KL of rounding all KLs are alike, so a large sigma may win.
-            return Solution(_exp_within_bounds(cfg, at), kl, len(tried))
-        at = _next_log_sigma(tried, near)
-    best = min(reversed(range(len(tried))), key=lambda index: abs(tried[index][1]))  # the last of equals
-    return Solution(_exp_within_bounds(cfg, tried[best][0]), kls[best], len(tried))
+            return Solution(sigma, kl, len(tried))
+        log_sigma = _next_log_sigma(tried, near)
+    best = min(reversed(tried), key=lambda attempt: abs(attempt.gap))  # the last of equals
+    return Solution(best.sigma, best.kl, len(tried))
 
 
-def _exp_within_bounds(cfg: AqnConfig, at: float) -> float:
-    """Convert the log sigma `at` to sigma. The log of sigma_min or sigma_max gives that bound exactly."""
+def _exp_within_bounds(cfg: AqnConfig, log_sigma: float) -> float:
+    """Convert a log sigma to sigma. The log of sigma_min or sigma_max gives that bound exactly."""
     bounds = {math.log(bound): bound for bound in (cfg.sigma_min, cfg.sigma_max)}
-    return bounds.get(at, math.exp(at))
+    return bounds.get(log_sigma, math.exp(log_sigma))
 
 
-Point = tuple[float, float]  # log sigma, log(KL / target)
+def _log_ratio(kl: float, target: float) -> float:
+    """Return log(kl / target). A NaN KL counts as infinite, a KL of 0 or less as 0."""
+    if math.isnan(kl):
+        return math.inf
+    return math.log(kl / target) if kl > 0 else -math.inf
 
 
-def _next_log_sigma(tried: list[Point], near: float) -> float | None:
-    """Return the next log sigma to try, from the points tried so far. `near` is log(1 + solver.tolerance).
+def _next_log_sigma(tried: list[Attempt], near: float) -> float | None:
+    """Return the next log sigma to try. `near` is log(1 + solver.tolerance).
 
-    With points on both sides of the target it is the zero of the secant between the two nearest, or their middle.
-    Otherwise it is an extrapolation. None if these two points are closer than near / 10 in log sigma, because between
+    With attempts on both sides of the target it is the zero of the secant between the two nearest, or their middle.
+    Otherwise it is an extrapolation. None if these two attempts are closer than near / 10 in log sigma, because between
     them the KL jumps over the target.
     """
-    above = min((point for point in tried if point[1] > 0), default=None)
-    below = max((point for point in tried if point[1] < 0 and (above is None or point[0] < above[0])), default=None)
+    too_high = [attempt for attempt in tried if attempt.gap > 0]
+    above = min(too_high, key=lambda attempt: attempt.log_sigma, default=None)
+    too_low = [
+        attempt for attempt in tried if attempt.gap < 0 and (above is None or attempt.log_sigma < above.log_sigma)
+    ]
+    below = max(too_low, key=lambda attempt: attempt.log_sigma, default=None)
     if above is None or below is None:
         return _extrapolate_log_sigma(tried)
-    (left, under), (right, over) = below, above
-    if right - left < near / 10:
+    distance = above.log_sigma - below.log_sigma
+    if distance < near / 10:
         return None
-    one_side_moved_twice = len(tried) > 2 and (tried[-1][1] > 0) == (tried[-2][1] > 0)
-    if math.isinf(under) or math.isinf(over) or one_side_moved_twice:
-        return (left + right) / 2
-    return left + -under / (over - under) * (right - left)
+    one_side_moved_twice = len(tried) > 2 and (tried[-1].gap > 0) == (tried[-2].gap > 0)
+    if math.isinf(below.gap) or math.isinf(above.gap) or one_side_moved_twice:
+        return (below.log_sigma + above.log_sigma) / 2
+    return below.log_sigma + -below.gap / (above.gap - below.gap) * distance
 
 
-def _extrapolate_log_sigma(tried: list[Point]) -> float:
-    """Return the log sigma at which a line through the last tried point reaches the target.
+def _extrapolate_log_sigma(tried: list[Attempt]) -> float:
+    """Return the log sigma at which a line through the last attempt reaches the target.
 
-    The line's slope is `SLOPE`, or that of the last two points if it is smaller. Too small a slope overshoots the
-    target, which helps: then points lie on both sides of it.
+    The line's slope is `SLOPE`, or that of the last two attempts if it is smaller. Too small a slope overshoots the
+    target, which helps: then attempts lie on both sides of it.
     """
-    at, gap = tried[-1]
-    slope = SLOPE
-    if len(tried) > 1 and math.isfinite(gap) and math.isfinite(tried[-2][1]):
-        slope = min(max((gap - tried[-2][1]) / (at - tried[-2][0]), SLOPE / 10), SLOPE)
-    return at - min(max(gap / slope, -LEAP), LEAP)
+    last, slope = tried[-1], SLOPE
+    if len(tried) > 1 and math.isfinite(last.gap) and math.isfinite(tried[-2].gap):
+        measured_slope = (last.gap - tried[-2].gap) / (last.log_sigma - tried[-2].log_sigma)
+        slope = min(max(measured_slope, SLOPE / 10), SLOPE)
+    return last.log_sigma - min(max(last.gap / slope, -LEAP), LEAP)
 
 
 def adapt_sigma(cfg: AqnConfig, sigma: float, kl: float) -> float:
