@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from torch import Tensor
 
@@ -36,6 +36,18 @@ class Sampling:
         return [generator.getrandbits(62) for _ in range(self.first + prompts)][self.first :]
 
 
+class Completion(NamedTuple):
+    """One sampled completion, with token ids, log-probs and finish reason as in `Rollout`.
+
+    `entropy` is summed over its tokens, in nats; None if the engine never sees all probabilities.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    entropy: float | None = None
+
+
 @dataclass(frozen=True)
 class Rollout:
     """G completions of each of P prompts, as plain data.
@@ -59,15 +71,21 @@ class Rollout:
     seconds: float
 
     @classmethod
-    def from_rows(
-        cls, prompts: list[list[int]], rows_P_G: list[list[Any]], entropy: float | None, started: float
+    def from_completions(
+        cls, prompt_ids_P: list[list[int]], completions_P_G: list[list[Completion]], started: float
     ) -> Self:
-        """Build a rollout that began at `started` (time.perf_counter).
-
-        Each row of `rows_P_G` begins with the token ids, log-probs and finish reason of one completion.
-        """
-        ids, logprobs, reasons = ([[row[column] for row in group] for group in rows_P_G] for column in range(3))
-        return cls(prompts, ids, logprobs, reasons, entropy, time.perf_counter() - started)
+        """Build a rollout that began at `started` (time.perf_counter)."""
+        every_completion = [completion for group in completions_P_G for completion in group]
+        entropies = [completion.entropy for completion in every_completion if completion.entropy is not None]
+        tokens = sum(len(completion.ids) for completion in every_completion)
+        return cls(
+            prompt_ids_P,
+            completion_ids_P_G=[[completion.ids for completion in group] for group in completions_P_G],
+            logprobs_P_G=[[completion.logprobs for completion in group] for group in completions_P_G],
+            finish_reasons_P_G=[[completion.finish_reason for completion in group] for group in completions_P_G],
+            entropy=sum(entropies) / tokens if entropies else None,
+            seconds=time.perf_counter() - started,
+        )
 
     @property
     def tokens(self) -> int:

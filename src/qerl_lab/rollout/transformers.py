@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import Engine, OnDone, Rollout, Sampling, do_nothing
+from qerl_lab.rollout.engine import Completion, Engine, OnDone, Rollout, Sampling, do_nothing
 
 
 class TransformersEngine(Engine):
@@ -43,23 +43,16 @@ class TransformersEngine(Engine):
         devices = [self.policy.device] if self.policy.device.type == "cuda" else []
         with self.policy.as_sampler(self._norms), torch.random.fork_rng(devices=devices):
             torch.manual_seed(sampling.seed + sampling.first)  # `first`: engines that share prompts draw apart
-            rows = []
+            completions = list[Completion]()
             for at in range(0, len(flat), self.batch_size):
-                part = self._generate_batch(flat[at : at + self.batch_size], sampling)
-                rows += part
-                on_done(len(part))
-        grouped = [rows[at : at + group_size] for at in range(0, len(rows), group_size)]
-        tokens = sum(len(ids) for ids, *_ in rows)
-        return Rollout.from_rows(prompt_ids_P, grouped, sum(entropy for *_, entropy in rows) / tokens, started)
+                batch = self._generate_batch(flat[at : at + self.batch_size], sampling)
+                completions += batch
+                on_done(len(batch))
+        grouped = [completions[at : at + group_size] for at in range(0, len(completions), group_size)]
+        return Rollout.from_completions(prompt_ids_P, grouped, started)
 
-    def _generate_batch(
-        self, prompts: list[list[int]], sampling: Sampling
-    ) -> list[tuple[list[int], list[float], str, float]]:
-        """Generate one completion of each prompt.
-
-        Returns for each prompt the completion's token ids, log-probs, finish reason, and entropy in nats, summed over
-        the tokens.
-        """
+    def _generate_batch(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        """Generate one completion of each prompt."""
         longest, pad_id, device = max(map(len, prompts)), self.policy.tokenizer.pad_token_id, self.policy.device
         ids = torch.tensor([[pad_id] * (longest - len(row)) + row for row in prompts], device=device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=device)
@@ -79,7 +72,7 @@ class TransformersEngine(Engine):
         lengths = ((is_end.cumsum(1) - is_end.long()) == 0).sum(1).tolist()  # including the first end token
         summed = [row[:n].sum().item() for row, n in zip(entropies, lengths, strict=True)]
         return [
-            (row[:n], scores[:n], "stop" if row[n - 1] in ends else "length", entropy)
+            Completion(row[:n], scores[:n], "stop" if row[n - 1] in ends else "length", entropy)
             for row, scores, n, entropy in zip(out.tolist(), logprobs.tolist(), lengths, summed, strict=True)
         ]
 

@@ -32,7 +32,7 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.policy import Policy
 from qerl_lab.model.weight_files import read_json
-from qerl_lab.rollout.engine import ASLEEP, Engine, EngineFailed, OnDone, Rollout, Sampling, do_nothing
+from qerl_lab.rollout.engine import ASLEEP, Completion, Engine, EngineFailed, OnDone, Rollout, Sampling, do_nothing
 from qerl_lab.rollout.vllm import logprob_scheduler, one_copy
 from qerl_lab.rollout.vllm.adapter import AdapterFile, DenseAdapter
 from qerl_lab.rollout.vllm.all_weights import AllWeights
@@ -202,13 +202,15 @@ class VllmEngine(Engine):
             finally:
                 if len(found) < len(prompt_ids_P):  # so that an interrupted engine can go on
                     engine.abort_request([str(index) for index in range(len(prompt_ids_P))])
-        outputs_P = [sorted(found[str(p)].outputs, key=lambda output: output.index) for p in range(len(prompt_ids_P))]
-        rows_P_G = [
-            [(list(one.token_ids), logprob_scheduler.LOGPROBS.pop(names[one.index], []), str(one.finish_reason))
-             for one in group]
-            for group, names in zip(outputs_P, names_P_G, strict=True)
-        ]  # fmt: skip
-        return Rollout.from_rows(prompt_ids_P, rows_P_G, None, started)
+        completions_P_G = []
+        for index, names_G in enumerate(names_P_G):
+            outputs_G = sorted(found[str(index)].outputs, key=lambda output: output.index)
+            logprobs_G = [logprob_scheduler.LOGPROBS.pop(names_G[output.index], []) for output in outputs_G]
+            completions_P_G.append([
+                Completion(list(output.token_ids), logprobs, str(output.finish_reason))
+                for output, logprobs in zip(outputs_G, logprobs_G, strict=True)
+            ])  # fmt: skip
+        return Rollout.from_completions(prompt_ids_P, completions_P_G, started)
 
     def held(self) -> dict[str, int]:
         """Return the bytes of vLLM's weights (without those shared with the policy) and of its key-value cache."""

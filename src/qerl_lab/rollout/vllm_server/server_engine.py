@@ -22,7 +22,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.formats.fp8 import W8A8
 from qerl_lab.model.policy import Policy
-from qerl_lab.rollout.engine import Engine, EngineFailed, OnDone, Rollout, Sampling, do_nothing
+from qerl_lab.rollout.engine import Completion, Engine, EngineFailed, OnDone, Rollout, Sampling, do_nothing
 from qerl_lab.rollout.vllm.base import scratch_folder
 from qerl_lab.rollout.vllm.transfer import (
     adapter_bytes,
@@ -44,7 +44,6 @@ PROBE_TOKENS = 16
 # little as two rounding rules of a format.
 NEAR = {torch.float32: 0.01, torch.bfloat16: 0.1}
 NO_NAN = "not JSON compliant"  # Python's json error for a NaN, passed on by the server
-Completion = tuple[list[int], list[float], str]  # token ids, log-probs, finish reason
 
 
 class VllmServerEngine(Engine):
@@ -210,7 +209,7 @@ class VllmServerEngine(Engine):
             pool.shutdown(wait=False, cancel_futures=True)  # a hanging request ends at the deadline
         groups = [job.result() for job in jobs]
         self._require_only_adapter()  # then no other run has used the server during the rollout
-        return Rollout.from_rows(prompt_ids_P, groups, None, started)
+        return Rollout.from_completions(prompt_ids_P, groups, started)
 
     def _complete(self, body: dict[str, Any], deadline: float) -> list[Completion]:
         """Send the /v1/completions request `body` for one prompt; return its completions.
@@ -224,13 +223,13 @@ class VllmServerEngine(Engine):
                 raise
             # JSON cannot carry NaN. Repeat the draws without log-probs and return NaN for all: the run ends at any NaN.
             drawn = self._complete({**body, "logprobs": None}, deadline)
-            return [(ids, [float("nan")] * len(ids), reason) for ids, _, reason in drawn]
+            return [completion._replace(logprobs=[float("nan")] * len(completion.ids)) for completion in drawn]
         found = []
         for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
             reason, logprobs = choice["finish_reason"], choice["logprobs"]
             if reason not in ("stop", "length"):
                 raise EngineFailed(f"{self._server.name} ended a completion by {reason!r}; allowed: stop, length")
-            found.append((choice["token_ids"], logprobs["token_logprobs"] if logprobs else [], reason))
+            found.append(Completion(choice["token_ids"], logprobs["token_logprobs"] if logprobs else [], reason))
         return found
 
     def close(self) -> None:
