@@ -53,6 +53,10 @@ class Ranks:
         distributed.all_gather_object(values, value)
         return values
 
+    def from_first(self, value: T) -> T:
+        """Return rank 0's `value` on every rank."""
+        return self.gather(value)[0]
+
     def pool(self, items: list[T]) -> list[T]:
         """Exchange lists with all ranks; return them concatenated, in rank order, on every rank."""
         return [item for of_rank in self.gather(items) for item in of_rank]
@@ -96,9 +100,9 @@ class Ranks:
 
     def share(self, count: int) -> range:
         """Return the indices of this rank's share of `count` items, split evenly and in rank order."""
-        each, rest = divmod(count, self.size)
-        start = self.rank * each + min(self.rank, rest)
-        return range(start, start + each + (self.rank < rest))
+        least, rest = divmod(count, self.size)  # the first `rest` ranks take one item more than the least
+        start = self.rank * least + min(self.rank, rest)
+        return range(start, start + least + (self.rank < rest))
 
     def deal(self, items: Sequence[T], count_R: Sequence[int]) -> list[T]:
         """Return this rank's slice of `items`: the first `count_R[0]` are rank 0's, the next `count_R[1]` rank 1's."""

@@ -161,7 +161,7 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     lacks_first_exam = cfg.eval.questions > 0 and "before" not in directory.evaluations()
     if cfg.lora.start_from and (not saved or lacks_first_exam):  # the first exam uses this adapter
         load_start_adapter(policy.model, adapter_folder(cfg.lora.start_from))
-    policy.chat.day = ranks.gather(directory.first_day())[0]
+    policy.chat.day = ranks.from_first(directory.first_day())
     data = select(cfg, policy, task)
     limit = f"rollout.max_prompt_tokens={cfg.rollout.max_prompt_tokens}"
     for count, which in ((data.left_out, "more questions"), (data.heldout_left_out, "held-out questions")):
@@ -196,7 +196,7 @@ def evaluate_heldout(
     if session.tracker:
         phases, mean = directory.evaluations(), f"{prefix}accuracy"
         is_logged = any(line["step"] == step and mean in line["metrics"] for line in directory.metrics())
-    if not questions or ranks.gather(is_logged and phase in phases)[0]:
+    if not questions or ranks.from_first(is_logged and phase in phases):
         return
     questions = min(questions, len(task.heldout))
     part, count = ranks.share(questions), questions * samples

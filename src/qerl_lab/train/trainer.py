@@ -162,7 +162,7 @@ class LabTrainer(GRPOTrainer):
             return batch
         except EngineFailed:
             self.cursor.go_to(began_at)
-            if self.ranks.gather(checkpoint.last_step(Path(self.args.output_dir)))[0] < self.steps_done:
+            if self.ranks.from_first(checkpoint.last_step(Path(self.args.output_dir))) < self.steps_done:
                 self._save_checkpoint(self.model, None)
                 self.ranks.wait()  # for rank 0, which completes the checkpoint
             raise
@@ -370,7 +370,7 @@ class LabTrainer(GRPOTrainer):
         own = self.args.output_dir
 
         def write_trainer_files(folder: Path) -> None:
-            self.args.output_dir = self.ranks.gather(str(folder))[0]
+            self.args.output_dir = self.ranks.from_first(str(folder))
             try:
                 super(LabTrainer, self)._save_checkpoint(model, trial)
             finally:
