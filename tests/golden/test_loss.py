@@ -147,7 +147,8 @@ class WatchedTrainer(LabTrainer):
         policy, initial = build_policy(cfg), build_policy(cfg)
         self.twin = Twin(cfg, build_policy, policy)
         self.data = select(cfg, policy, task)
-        super().__init__(cfg, policy, ScriptedEngine(self.twin, initial), Cursor(self.data), folder, self._keep, Stop())
+        super().__init__(cfg, policy, ScriptedEngine(self.twin, initial), Cursor(self.data), folder, Stop())
+        self.on_step = self._keep
         self.add_callback(Watch(self))
 
     def _keep(self, step: int, metrics: dict[str, float]) -> None:

@@ -146,7 +146,7 @@ def policy(tiny, build_policy) -> Policy:
 def trainer_of(policy: Policy, tmp_path: Path) -> Callable[[RunConfig], LabTrainer]:
     def make(cfg: RunConfig) -> LabTrainer:
         cursor = Cursor(select(cfg, policy, tasks.load(cfg.task)))
-        return LabTrainer(cfg, policy, TransformersEngine(policy, 64), cursor, tmp_path, lambda *_: None, Stop())
+        return LabTrainer(cfg, policy, TransformersEngine(policy, 64), cursor, tmp_path, Stop())
 
     return make
 

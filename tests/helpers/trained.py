@@ -69,7 +69,8 @@ def train(
     `prepare` is given the training before it starts.
     """
     cursor = Cursor(select(cfg, policy, task or tasks.load(cfg.task)))
-    trainer = LabTrainer(cfg, policy, engine, cursor, folder, lambda *step: trained.keep(*step), stop or Stop())
+    trainer = LabTrainer(cfg, policy, engine, cursor, folder, stop or Stop())
+    trainer.on_step = lambda *step: trained.keep(*step)
     trainer.before_save = lambda: {"config": {}}
     trainer.vllm_importance_sampling_correction |= is_old
     trained = Trained(trainer, engine)

@@ -58,10 +58,9 @@ def rows_of_lab(job: Job) -> Iterator[Row]:
     data = TrainingData(asked, asked.train, left_out=0, heldout_left_out=0, seed=0)
     try:
         with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder, clocks() as clock:
-            trainer = LabTrainer(
-                cfg, policy, engine, Cursor(data), Path(folder),
-                lambda _, metrics: found.append(step_values(metrics)), Stop(parent=os.getppid()), ranks,
-            )  # fmt: skip
+            stop = Stop(parent=os.getppid())
+            trainer = LabTrainer(cfg, policy, engine, Cursor(data), Path(folder), stop, ranks)
+            trainer.on_step = lambda step, metrics: found.append(step_values(metrics))
             trainer.train()
         if (llm := getattr(engine, "llm", None)) is not None:  # absent from some engines
             about = {**memory(llm), **settings(llm), **about}

@@ -15,7 +15,7 @@ from qerl_lab.config.arm import settings_of_run
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import adapter_folder
-from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.config.spelling import resume_override
 from qerl_lab.evaluate.accuracy import Evaluation, evaluate, merge_parts
 from qerl_lab.model import dense, linear, on_disk
@@ -89,22 +89,13 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
             tracker = Tracker(cfg, directory, parts=session.data.task.weights, last_step=session.done)
             session.tracker = closing.enter_context(tracker)
         try:
-            session.check()
-            # the quantized model: no trained adapter, no noise
-            evaluate_heldout(session, "before", 0, cfg.eval.questions, cfg.eval.samples_before or cfg.eval.samples)
-            if not session.done:
-                evaluate_subset(session, 0)
-            session.check()
-            train(session)
-            session.check()
-            # with the adapter, no noise
-            evaluate_heldout(session, "after", cfg.steps, cfg.eval.questions, cfg.eval.samples)
-        except (Interrupted, EngineFailed) as error:
-            if isinstance(error, Interrupted) or stop.requested:  # a signal may have killed the engine first
-                ranks.leave()
-                if session.tracker:
-                    session.tracker.finish("KILLED")
-                    directory.end_session()
+            evaluate_and_train(session)
+        except Interrupted:
+            end_interrupted(session)
+            return INTERRUPTED
+        except EngineFailed as error:
+            if stop.requested:  # the signal may have killed the engine first
+                end_interrupted(session)
                 return INTERRUPTED
             raise EngineFailed(
                 f"{first_line(error).rstrip('.')}. {directory.last_saved()} of {cfg.steps} steps are saved. "
@@ -117,6 +108,29 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
         if session.tracker:
             conclude(session, session.tracker)
         return OK
+
+
+def evaluate_and_train(session: Session) -> None:
+    """Evaluate, train the remaining steps, evaluate again. Raises Interrupted if the run was asked to stop."""
+    cfg = session.cfg
+    session.check()
+    # the quantized model: no trained adapter, no noise
+    evaluate_heldout(session, "before", 0, cfg.eval.questions, cfg.eval.samples_before or cfg.eval.samples)
+    if not session.done:
+        evaluate_subset(session, 0)
+    session.check()
+    train(session)
+    session.check()
+    # with the adapter, no noise
+    evaluate_heldout(session, "after", cfg.steps, cfg.eval.questions, cfg.eval.samples)
+
+
+def end_interrupted(session: Session) -> None:
+    """Leave the ranks, and record that the session was interrupted."""
+    session.ranks.leave()
+    if session.tracker:
+        session.tracker.finish("KILLED")
+        session.directory.end_session()
 
 
 def close_engine(engine: Engine) -> None:
@@ -164,9 +178,9 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     policy.chat.day = ranks.from_first(directory.first_day())
     data = select(cfg, policy, task)
     limit = f"rollout.max_prompt_tokens={cfg.rollout.max_prompt_tokens}"
-    for count, which in ((data.left_out, "more questions"), (data.heldout_left_out, "held-out questions")):
+    for count, questions in ((data.left_out, "more questions"), (data.heldout_left_out, "held-out questions")):
         if count:
-            notes.append(f"{count:,} {which} are longer than {limit}, and left out")
+            notes.append(f"{count:,} {questions} are longer than {limit}, and left out")
     notes += policy.chat.notes
     return Session(cfg, directory, stop, ranks, saved, policy, data, rollout.build(cfg, policy), notes)
 
@@ -200,7 +214,7 @@ def evaluate_heldout(
         return
     questions = min(questions, len(task.heldout))
     part, count = ranks.share(questions), questions * samples
-    when = f"{phase} training" if prefix == "eval/" else f"after {phase}"
+    when = f"{phase} training" if phase in ("before", "after") else f"after {phase}"
 
     def ask_questions_of_this_rank() -> Evaluation | None:
         if not part:
@@ -235,9 +249,7 @@ def train(session: Session) -> None:
         evaluate_subset(session, session.done)
         return
     cursor = Cursor(session.data, saved.prompts_seen if saved else 0)
-    trainer = LabTrainer(
-        cfg, policy, session.engine, cursor, session.directory.path, lambda *_: None, session.stop, session.ranks
-    )
+    trainer = LabTrainer(cfg, policy, session.engine, cursor, session.directory.path, session.stop, session.ranks)
     if saved:
         trainer.level.state = dict(saved.noise)
 
@@ -251,24 +263,30 @@ def train(session: Session) -> None:
     with ExitStack() as shown:
         if tracker:
             bar = shown.enter_context(terminal.Progress(cfg.steps, session.done))
-            watch = health.Watch(cfg, [line["metrics"] for line in session.directory.metrics()])
-
-            def record_step(step: int, metrics: dict[str, float]) -> None:
-                tracker.log(step, metrics)
-                session.directory.append_samples(first_samples(trainer.batch, step))
-                bar.show(step, metrics)
-                for sign, advice in watch.add_step(metrics).items():
-                    terminal.say(f"warning, step {step}: {sign}. {advice}")
-
-            def flush_and_describe_config() -> dict[str, object]:
-                session.directory.flush_metrics()
-                return {"config": settings_of_run(cfg)}
-
-            trainer.on_step, trainer.before_save = record_step, flush_and_describe_config
+            record_steps(session, tracker, trainer, bar)
         if saved:
             policy.load_trained(saved.path)  # only now: the trainer may copy the initial adapter as KL reference
             evaluate_subset(session, session.done)
         trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
+
+
+def record_steps(session: Session, tracker: Tracker, trainer: LabTrainer, bar: terminal.Progress) -> None:
+    """Let `trainer` record every step, show it on `bar` and warn of trouble, and store the settings in checkpoints."""
+    directory = session.directory
+    watch = health.Watch(session.cfg, [line["metrics"] for line in directory.metrics()])
+
+    def record_step(step: int, metrics: dict[str, float]) -> None:
+        tracker.log(step, metrics)
+        directory.append_samples(first_samples(trainer.batch, step))
+        bar.show(step, metrics)
+        for sign, advice in watch.add_step(metrics).items():
+            terminal.say(f"warning, step {step}: {sign}. {advice}")
+
+    def flush_and_describe_config() -> dict[str, object]:
+        directory.flush_metrics()
+        return {"config": settings_of_run(session.cfg)}
+
+    trainer.on_step, trainer.before_save = record_step, flush_and_describe_config
 
 
 def conclude(session: Session, tracker: Tracker) -> None:
@@ -301,24 +319,15 @@ def conclude(session: Session, tracker: Tracker) -> None:
 def opening_lines(session: Session) -> str:
     """Return the text printed before training: model, noise, algorithm, task and sizes, then the session's notes."""
     cfg, policy, data = session.cfg, session.policy, session.data
-    of_norms = " of each norm's size" if cfg.aqn.relative else ""
-    match cfg.aqn.schedule, cfg.aqn.unit:
-        case "off", _:
-            noise = "no AQN"
-        case "adaptive", _:
-            noise = f"AQN adaptive, KL {cfg.aqn.kl_start:g} nats, from sigma {cfg.aqn.sigma_start:g}{of_norms}"
-        case shape, "kl":
-            noise = f"AQN {shape}, KL {cfg.aqn.kl_start:g} -> {cfg.aqn.kl_end:g} nats"
-        case shape, _:
-            noise = f"AQN {shape} {cfg.aqn.sigma_start:g} -> {cfg.aqn.sigma_end:g}{of_norms}"
     bits = formats.build(cfg.format).bits_per_weight
     weights = f"{bits:.2f} bits a weight, {linear.weight_bytes(policy.model).linears / 2**20:.2f} MiB"
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     trained = "all weights in float32" if cfg.trains_all else f"LoRA rank {cfg.lora.rank}"
-    name = f" ({torch.cuda.get_device_name(policy.device)})" if policy.device.type == "cuda" else ""
+    gpu = f" ({torch.cuda.get_device_name(policy.device)})" if policy.device.type == "cuda" else ""
+    processes = f", {cfg.gpus} processes" if cfg.gpus > 1 else ""
     lines = [
         f"{cfg.experiment} at scale {cfg.scale}: {cfg.model.name} in {cfg.format.name} ({weights}), "
-        f"{noise}, on {policy.device}{name}{f', {cfg.gpus} processes' if cfg.gpus > 1 else ''}",
+        f"{noise_line(cfg.aqn)}, on {policy.device}{gpu}{processes}",
         f"{cfg.algorithm.name}, {trained} ({trainable:,} parameters), "
         f"learning rate {cfg.optim.learning_rate:g}, {data.task.name} with {len(data.questions):,} questions",
         f"{cfg.steps} steps of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions of at most "
@@ -330,5 +339,17 @@ def opening_lines(session: Session) -> str:
         from qerl_lab.rollout.vllm import backends  # imports triton
 
         lines += backends.describe_gpu()
-    lines += [f"note: {said}" for said in session.notes]
+    lines += [f"note: {note}" for note in session.notes]
     return "\n".join(lines)
+
+
+def noise_line(cfg: AqnConfig) -> str:
+    """Return the noise of a run in words: its schedule, with sigma or KL at start and end."""
+    if cfg.schedule == "off":
+        return "no AQN"
+    of_norms = " of each norm's size" if cfg.relative else ""
+    if cfg.schedule == "adaptive":
+        return f"AQN adaptive, KL {cfg.kl_start:g} nats, from sigma {cfg.sigma_start:g}{of_norms}"
+    if cfg.unit == "kl":
+        return f"AQN {cfg.schedule}, KL {cfg.kl_start:g} -> {cfg.kl_end:g} nats"
+    return f"AQN {cfg.schedule} {cfg.sigma_start:g} -> {cfg.sigma_end:g}{of_norms}"

@@ -45,16 +45,23 @@ from qerl_lab.train.training_data import Cursor
 
 
 class LabTrainer(GRPOTrainer):
-    """Trainer of one run. After every step it calls `on_step(step, metrics)` with all metrics of the step."""
+    """Trainer of one run. Callers may replace its hooks.
+
+    Attributes:
+        on_step: called after every step with the step and all its metrics.
+        after_step: called after `on_step` with the step, on every rank, before the checkpoint.
+        before_save: returns further state to store in a checkpoint.
+    """
 
     def __init__(
-        self, cfg: RunConfig, policy: Policy, engine: Engine, cursor: Cursor, run_dir: Path,
-        on_step: Callable[[int, dict[str, float]], None], stop: Stop, ranks: Ranks = ALONE,
+        self, cfg: RunConfig, policy: Policy, engine: Engine, cursor: Cursor, run_dir: Path, stop: Stop,
+        ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
-        self.cfg, self.policy, self.engine, self.cursor, self.ranks = cfg, policy, engine, cursor, ranks
-        self.on_step, self.stop = on_step, stop
-        self.before_save: Callable[[], dict[str, Any]] = dict  # extra state to store in a checkpoint
-        self.after_step: Callable[[int], None] = lambda step: None  # called on every rank, before the checkpoint
+        self.cfg, self.policy, self.engine, self.cursor = cfg, policy, engine, cursor
+        self.stop, self.ranks = stop, ranks
+        self.on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+        self.after_step: Callable[[int], None] = lambda step: None
+        self.before_save: Callable[[], dict[str, Any]] = dict
         device_done = torch.cuda.synchronize if policy.device.type == "cuda" else lambda: None
         self.clock = Clock(device_done, ranks)
         self.level = NoiseLevel(cfg)  # sigma of each step
