@@ -50,7 +50,7 @@ def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
         dataloader_pin_memory=False,
         # With several updates or dropout TRL computes the rollout's log-probs in an extra forward pass before the first
         # update, and applies the correction. Otherwise the loss's forward pass has the same weights and noise, and
-        # `LabTrainer._importance_weights` corrects.
+        # `LabTrainer` corrects in it.
         vllm_importance_sampling_correction=cfg.updates_per_step > 1 or policy.drops_out,
         # A clip of [1, 1] turns the correction off, while TRL still measures the gap between sampler and trainer.
         # TRL requires two different bounds; in float32 these two are equal.

@@ -5,8 +5,8 @@ patched: TRL's rollout and reward functions return what `collect` stored, TRL's 
 log-probs, and overridden methods add correction, clocks, noise and atomic checkpoints.
 
 Correction for noisy sampling needs the trainer's log-probs of the rollout. With one update per rollout and no dropout
-the forward pass of the loss gives them, and `_importance_weights` corrects. Otherwise TRL computes them in an extra
-forward pass before the first update, and corrects.
+the forward pass of the loss gives them, and `_get_per_token_logps_and_entropies` corrects. Otherwise TRL computes them
+in an extra forward pass before the first update, and corrects.
 """
 
 import math
@@ -141,7 +141,7 @@ class LabTrainer(GRPOTrainer):
         scored = tensors.pop("old_per_token_logps", None)
         self.scored_before = scored is not None
         if scored is not None:
-            self._importance_weights(scored, tensors)  # only to measure: TRL has applied the weights already
+            self._record_mismatch(scored, tensors)  # TRL has applied the weights already
         if self.cfg.rollout.importance_correction == "in_ratio":
             tensors["old_per_token_logps"] = tensors["sampling_per_token_logps"]
         elif scored is not None and self.cfg.updates_per_step > 1:
@@ -188,16 +188,17 @@ class LabTrainer(GRPOTrainer):
         """Serve as TRL's reward function: return the reward of each completion, which only TRL's log uses."""
         return [float(reward) for group in self.batch.groups for reward in group.reward_G]
 
-    def _importance_weights(self, logps_B_T: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """Return the importance weights, [B, T] or [B, 1], of the completions in `batch`, TRL's tensors.
+    def _record_mismatch(self, trainer_B_T: Tensor, batch: dict[str, Tensor]) -> correction.Weights:
+        """Record the mismatch of sampler and trainer for the step's metrics, and return the importance weights.
 
-        `logps_B_T` are the trainer's log-probs in nats. Also stores the `correction.term_sums` for the step's metrics.
+        `trainer_B_T` are the trainer's log-probs in nats of the completions in `batch`, TRL's tensors.
         """
-        rollout = self.cfg.rollout
-        of_tokens = logps_B_T, batch["sampling_per_token_logps"], batch["completion_mask"]
-        found = correction.weights(rollout.importance_correction, rollout.importance_clip_max, *of_tokens)
-        self.mismatch.append(correction.term_sums(found, *of_tokens))
-        return found.value
+        rollout, sampler_B_T, mask_B_T = self.cfg.rollout, batch["sampling_per_token_logps"], batch["completion_mask"]
+        weights = correction.weights(
+            rollout.importance_correction, rollout.importance_clip_max, trainer_B_T, sampler_B_T, mask_B_T
+        )
+        self.mismatch.append(correction.term_sums(weights, trainer_B_T, sampler_B_T, mask_B_T))
+        return weights
 
     def _measure_noise(self, rollout: Rollout) -> None:
         """Store the step's noise metrics in `measured`. With aqn.probe_prompts also store the results of `probe`."""
@@ -236,7 +237,7 @@ class LabTrainer(GRPOTrainer):
         self.micro_batch["entropies"] = entropies
         self.entropies.append(entropies.detach()[is_completion.bool()])
         if not self.scored_before:
-            weights = self._importance_weights(logps.detach(), self.micro_batch)
+            weights = self._record_mismatch(logps.detach(), self.micro_batch).value
             self.micro_batch["advantages"] = self.micro_batch["advantages"][:, None] * weights
         return logps, entropies, aux_loss
 
