@@ -107,15 +107,16 @@ class Policy:
                 norm.data = own[name]
 
     @contextmanager
-    def as_sampler(self, norms: dict[str, Tensor]) -> Iterator[None]:
+    def as_sampler(self, norms: dict[str, Tensor] | None = None) -> Iterator[None]:
         """Context manager: compute with `norms` as norm weights, without dropout and gradients.
 
-        `norms` has a tensor for each name in the attribute `norms`. Computes in the policy's dtype.
+        `norms` has a tensor for each name in the attribute `norms`; None keeps the weights that the norms have now.
+        Computes in the policy's dtype.
         """
         training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), self.computing(), self.norms_as(norms):
+            with torch.no_grad(), self.computing(), nullcontext() if norms is None else self.norms_as(norms):
                 yield
         finally:
             self.model.train(training)

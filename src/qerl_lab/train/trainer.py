@@ -246,8 +246,7 @@ class LabTrainer(GRPOTrainer):
 
         If the adapter is off, the log-probs are those of the KL reference. Then the noise on the norms is off as well.
         """
-        held = {name: norm.data for name, norm in self.policy.norms.items()}
-        return self.policy.as_sampler(self.policy.clean_norms if self.policy.adapter_is_off else held)
+        return self.policy.as_sampler(self.policy.clean_norms if self.policy.adapter_is_off else None)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Override the Trainer's hook: keep the contexts of `compute_loss` open until the backward pass ends."""

@@ -108,7 +108,7 @@ class VllmServerEngine(Engine):
         prompt = policy.tokenizer(PROBE)["input_ids"][: rollout.max_prompt_tokens]
         out = self.generate([prompt], 1, Sampling(min(PROBE_TOKENS, rollout.max_completion_tokens), seed=0))
         ids = out.completion_ids_P_G[0][0]
-        with policy.as_sampler({name: norm.data for name, norm in policy.norms.items()}):
+        with policy.as_sampler():
             logits = policy.model(input_ids=torch.tensor([prompt + ids], device=policy.device)).logits[0]
         own = logits[len(prompt) - 1 : -1].float().log_softmax(-1)[torch.arange(len(ids)), ids].cpu()
         gap, near = (own - torch.tensor(out.logprobs_P_G[0][0])).abs().mean().item(), NEAR[policy.model.dtype]
