@@ -293,14 +293,7 @@ class LabTrainer(GRPOTrainer):
         """
         if "train_runtime" in logs:  # the Trainer's closing summary of the whole run
             return
-        recorded = self._metrics["train"]
-        tokens = [sum(of_ranks) for of_ranks in zip(*self.ranks.gather(self.loss_tokens), strict=True)]
-        each = [1.0] * len(tokens) if self.importance_sampling_level == "sequence" else tokens
-        for metric in METRICS.values():
-            if metric.over and metric.trl in recorded:  # TRL would average the micro-batches' means without weights
-                weights = {"tokens": tokens, "ratios": each}[metric.over]
-                total = sum(mean * weight for mean, weight in zip(recorded[metric.trl], weights, strict=True))
-                recorded[metric.trl] = [total / max(sum(weights), 1.0)]
+        self._average_micro_batches()
         super().log(logs, start_time)
         metrics = self._step_metrics(logs)
         self.on_step(self.steps_done, metrics)
@@ -312,6 +305,17 @@ class LabTrainer(GRPOTrainer):
         self.clock.seconds.clear()
         self.after_step(self.steps_done)
 
+    def _average_micro_batches(self) -> None:
+        """Replace TRL's means of micro-batches by their weighted mean, because TRL would average without weights."""
+        recorded = self._metrics["train"]
+        tokens = [sum(of_ranks) for of_ranks in zip(*self.ranks.gather(self.loss_tokens), strict=True)]
+        ratios = [1.0] * len(tokens) if self.importance_sampling_level == "sequence" else tokens
+        for metric in METRICS.values():
+            if metric.over and metric.trl in recorded:
+                weights = tokens if metric.over == "tokens" else ratios
+                total = sum(mean * weight for mean, weight in zip(recorded[metric.trl], weights, strict=True))
+                recorded[metric.trl] = [total / max(sum(weights), 1.0)]
+
     def _step_metrics(self, logs: dict[str, float]) -> dict[str, float]:
         """Return all metrics of a step, pooled over ranks. `logs` are TRL's metrics."""
         means = {name: logs[metric.trl] for name, metric in METRICS.items() if metric.trl in logs}
@@ -321,28 +325,44 @@ class LabTrainer(GRPOTrainer):
         metrics["policy/entropy_forking_nats"], metrics["policy/entropy_rest_nats"] = kl.split_by_entropy(entropies_T)
         metrics |= correction.mismatch(self.ranks.pool(torch.stack(self.mismatch).tolist()))
         if self.measured.get("noise/kl_nats") == 0:  # without noise only the kernels cause a gap
-            metrics |= {f"sampler/kernel_gap_{of}": metrics[f"sampler/logprob_gap_{of}"] for of in ("mean", "max")}
+            metrics["sampler/kernel_gap_mean"] = metrics["sampler/logprob_gap_mean"]
+            metrics["sampler/kernel_gap_max"] = metrics["sampler/logprob_gap_max"]
         if self.cfg.algorithm.entropy_coef > 0 or self.cfg.algorithm.entropy_target is not None:
             metrics["policy/entropy_coef"] = self.entropy_coef
+        metrics |= self._speed()
+        return metrics | self.measured | self._peak_memory()
+
+    def _speed(self) -> dict[str, float]:
+        """Return the seconds of the step, in all and by phase, and the completion tokens of all ranks per second."""
         seconds, names = self.clock.seconds["step"], ["rollout", "reward", "sync", "probe"]
-        names += ["wait"] if self.ranks.size > 1 else []
+        if self.ranks.size > 1:
+            names.append("wait")
         phases = {f"seconds/{name}": self.clock.seconds[name] for name in names}
-        metrics |= phases | {"seconds/train": seconds - sum(phases.values()), "step/seconds": seconds}
         sampled = sum(self.ranks.gather(sum(rollout.tokens for rollout in self.batch.rollouts)))
-        metrics["step/tokens_per_second"] = sampled / seconds
+        return phases | {
+            "seconds/train": seconds - sum(phases.values()),
+            "step/seconds": seconds,
+            "step/tokens_per_second": sampled / seconds,
+        }
+
+    def _peak_memory(self) -> dict[str, float]:
+        """Return the peak memory in GiB of the rank that has used most, on the host and on the GPU."""
         peak = {"memory/rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
         if torch.cuda.is_available():
             peak["memory/gpu_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
         memory = self.ranks.gather(peak)
-        return metrics | self.measured | {name: max(rank[name] for rank in memory) for name in memory[0]}
+        return {name: max(rank[name] for rank in memory) for name in peak}
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
         """Raise Diverged if loss, gradient norm or a weight is not finite, before a checkpoint stores it."""
         trained = [parameter for parameter in self.policy.model.parameters() if parameter.requires_grad]
         largest = torch.nn.utils.get_total_norm(trained, math.inf).item()
-        of = "model" if self.cfg.trains_all else "adapter"
-        values = {"loss": metrics["policy/loss"], "gradient norm": metrics["policy/grad_norm"]}
-        for name, value in (values | {f"largest weight of the {of}": largest}).items():
+        values = {
+            "loss": metrics["policy/loss"],
+            "gradient norm": metrics["policy/grad_norm"],
+            f"largest weight of the {'model' if self.cfg.trains_all else 'adapter'}": largest,
+        }
+        for name, value in values.items():
             if not math.isfinite(value):
                 raise Diverged(
                     f"{name} is {'NaN' if math.isnan(value) else 'infinite'} at step {self.steps_done}. Type a lower "
