@@ -134,22 +134,17 @@ def collect(
         how = sampling_settings(cfg, step, attempt, ranks.rank)
         rollout = ranks.run_on_all(partial(ask_engine, engine, prompt_ids_P, cfg.rollout.group_size, how), EngineFailed)
         if rollout:
-            if any(math.isnan(logprob) for group in rollout.logprobs_P_G for row in group for logprob in row):
-                level, key = aqn.level(cfg.aqn, step, cfg.steps), "kl" if cfg.aqn.unit == "kl" else "sigma"
-                raise Diverged(
-                    f"the sampler's logits are NaN at step {step}. Type a lower optim.learning_rate (it is "
-                    f"{cfg.optim.learning_rate:g}), or with AQN a lower aqn.{key}_start ({key} is {level:g})."
-                )
+            refuse_nan(cfg, step, rollout)
             with clock.phase("reward", on_device=False):
                 drawn += grade(cfg, task, policy, questions_P, rollout)
             rollouts.append(rollout)
         kept = ~groups.is_flat(np.array([group.task_reward_G for group in drawn]))
         missing = wanted - int(kept.sum())
     clock.seconds["rollout"] += sum(rollout.seconds for rollout in rollouts)
-    chosen = sorted([*np.flatnonzero(kept), *np.flatnonzero(~kept)[:missing]])
-    batch = [drawn[index] for index in chosen]
-    reward_P_G = np.array([group.reward_G for group in batch])
-    return Batch(batch, groups.advantage(reward_P_G, cfg.algorithm.normalize_std), drawn, rollouts)
+    indices = sorted([*np.flatnonzero(kept), *np.flatnonzero(~kept)[:missing]])
+    chosen = [drawn[index] for index in indices]
+    reward_P_G = np.array([group.reward_G for group in chosen])
+    return Batch(chosen, groups.advantage(reward_P_G, cfg.algorithm.normalize_std), drawn, rollouts)
 
 
 def ask_engine(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, how: Sampling) -> Rollout | None:
@@ -162,6 +157,17 @@ def ask_engine(engine: Engine, prompt_ids_P: list[list[int]], group_size: int, h
     rollout = engine.generate(prompt_ids_P, group_size, how)
     refuse_incomplete(rollout, len(prompt_ids_P), group_size, how)
     return rollout
+
+
+def refuse_nan(cfg: RunConfig, step: int, rollout: Rollout) -> None:
+    """Raise Diverged if a log-prob of `rollout` is NaN, as it is where the sampler's logits are NaN."""
+    for logprobs_G in rollout.logprobs_P_G:
+        if any(math.isnan(logprob) for logprobs in logprobs_G for logprob in logprobs):
+            level, key = aqn.level(cfg.aqn, step, cfg.steps), "kl" if cfg.aqn.unit == "kl" else "sigma"
+            raise Diverged(
+                f"the sampler's logits are NaN at step {step}. Type a lower optim.learning_rate (it is "
+                f"{cfg.optim.learning_rate:g}), or with AQN a lower aqn.{key}_start ({key} is {level:g})."
+            )
 
 
 def sampling_settings(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sampling:
@@ -178,31 +184,38 @@ def sampling_settings(cfg: RunConfig, step: int, attempt: int, rank: int) -> Sam
 
 def grade(cfg: RunConfig, task: Task, policy: Policy, questions_P: list[Question], rollout: Rollout) -> list[Group]:
     """Grade a rollout of `questions_P`, with the overlong penalty if configured; return one group per question."""
-    asked_P = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, strict=True)
-    texts_P_G = [
-        with_answer_start(policy.prompt(prompt), [policy.decode(ids) for ids in group]) for prompt, group in asked_P
-    ]
-    asked = [question for question in questions_P for _ in range(cfg.rollout.group_size)]
-    texts = [text for group in texts_P_G for text in group]
-    scores = task.grade(texts, asked)
+    texts_P_G = []
+    for prompt_ids, completion_ids_G in zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, strict=True):
+        completions_G = [policy.decode(ids) for ids in completion_ids_G]
+        texts_P_G.append(with_answer_start(policy.prompt(prompt_ids), completions_G))
+    texts = [text for texts_G in texts_P_G for text in texts_G]
+    scores = task.grade(texts, [question for question in questions_P for _ in range(cfg.rollout.group_size)])
     parts = task.weighted(scores, texts)
     if buffer := cfg.overlong_buffer:
-        lengths = [len(ids) for group in rollout.completion_ids_P_G for ids in group]
+        lengths = [len(ids) for completion_ids_G in rollout.completion_ids_P_G for ids in completion_ids_G]
         parts[OVERLONG] = groups.overlong_penalty(lengths, cfg.rollout.max_completion_tokens, buffer)
     parts_P_G = {name: part.reshape(len(questions_P), -1) for name, part in parts.items()}
-    unparsed_P_G = scores[UNPARSED].reshape(len(questions_P), -1) if UNPARSED in scores else [None] * len(questions_P)
+    unparsed_P_G = scores[UNPARSED].reshape(len(questions_P), -1) if UNPARSED in scores else None
     return [
         Group(
-            question, rollout.prompt_ids_P[p], rollout.completion_ids_P_G[p], rollout.logprobs_P_G[p],
-            [reason == "stop" for reason in rollout.finish_reasons_P_G[p]], texts_P_G[p],
-            {name: part[p] for name, part in parts_P_G.items()}, unparsed_P_G[p],
+            question,
+            prompt_ids=rollout.prompt_ids_P[p],
+            completion_ids_G=rollout.completion_ids_P_G[p],
+            logprobs_G=rollout.logprobs_P_G[p],
+            finished_G=[reason == "stop" for reason in rollout.finish_reasons_P_G[p]],
+            texts_G=texts_P_G[p],
+            parts={name: part_P_G[p] for name, part_P_G in parts_P_G.items()},
+            unparsed_G=None if unparsed_P_G is None else unparsed_P_G[p],
         )
         for p, question in enumerate(questions_P)
-    ]  # fmt: skip
+    ]
 
 
 def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """Return the metrics of a step's completions and rewards, over all groups drawn on all ranks, on every rank."""
+    """Return the metrics of a step's completions and rewards, over all groups drawn on all ranks, on every rank.
+
+    With dynamic sampling they include `resampling_metrics`.
+    """
     parts = ranks.pool([group.parts for group in batch.drawn])
     finished = ranks.pool([group.finished_G for group in batch.drawn])
     answer_entropies = ranks.pool([answer_entropy(group.texts_G) for group in batch.drawn])
@@ -225,21 +238,30 @@ def completion_metrics(cfg: RunConfig, batch: Batch, ranks: Ranks) -> dict[str, 
         found["reward/unparsed"] = np.mean(unparsed)
     if entropies := [entropy * (count / tokens) for count, entropy in rollouts if entropy is not None]:
         found["sampler/entropy_nats"] = sum(entropies)
-    if not cfg.algorithm.dynamic_sampling:
-        return found
-    trained, further = {id(group) for group in batch.groups}, batch.rollouts[1:]
+    if cfg.algorithm.dynamic_sampling:
+        found |= resampling_metrics(batch, ranks)
+    return found
+
+
+def resampling_metrics(batch: Batch, ranks: Ranks) -> dict[str, float]:
+    """Return the metrics of dynamic sampling: sums over ranks, but rollouts and seconds of the slowest rank."""
+    further, trained = batch.rollouts[1:], {id(group) for group in batch.groups}
     dropped = [group for group in batch.drawn if id(group) not in trained]
-    own = {
-        "rollout/prompts_drawn": len(batch.drawn),
+    of_slowest_rank: dict[str, float] = {
         "rollout/resamples": len(further),
+        "seconds/resample": sum(rollout.seconds for rollout in further),
+    }
+    counts = {
+        "rollout/prompts_drawn": len(batch.drawn),
         "rollout/resampled_tokens": sum(rollout.tokens for rollout in further),
         "rollout/groups_dropped": len(dropped),
         "rollout/groups_dropped_unsolved": sum(not group.parts["answer"].any() for group in dropped),
         "rollout/groups_flat": int(groups.is_flat(np.array([group.task_reward_G for group in batch.groups])).sum()),
-        "seconds/resample": sum(rollout.seconds for rollout in further),
     }
-    of_ranks, slowest = ranks.gather(own), ("rollout/resamples", "seconds/resample")
-    return found | {name: (max if name in slowest else sum)(rank[name] for rank in of_ranks) for name in own}
+    of_ranks = ranks.gather(counts | of_slowest_rank)
+    return {name: sum(rank[name] for rank in of_ranks) for name in counts} | {
+        name: max(rank[name] for rank in of_ranks) for name in of_slowest_rank
+    }
 
 
 def first_samples(batch: Batch, step: int) -> list[Sample]:
