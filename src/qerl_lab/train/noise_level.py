@@ -159,20 +159,24 @@ def probe(
         completions: number of completions to measure on, spread over the prompts of `rollout`.
         temperature: sampling temperature of `rollout`.
     """
-    groups = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True)
-    rows = [(prompt, *row) for prompt, *group in groups for row in zip(*group, strict=True)]
+    rows = []  # prompt, completion and its log-probs
+    for prompt_ids, ids_G, logprobs_G in zip(
+        rollout.prompt_ids_P, rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True
+    ):
+        rows += [(prompt_ids, ids, logprobs) for ids, logprobs in zip(ids_G, logprobs_G, strict=True)]
     rows = rows[:: max(1, len(rows) // completions)][:completions]
-    pairs = [(prompt, completion) for prompt, completion, _ in rows]
-    tokens_T = torch.tensor([token for _, completion in pairs for token in completion], device=policy.device)
-    sampler_T = torch.tensor([logprob for *_, logprobs in rows for logprob in logprobs], dtype=torch.float64)
+    pairs = [(prompt_ids, ids) for prompt_ids, ids, _ in rows]
+    tokens_T = torch.tensor([token for _, ids in pairs for token in ids], device=policy.device)
+    sampler_T = torch.tensor([logprob for _, _, logprobs in rows for logprob in logprobs], dtype=torch.float64)
     noisy = {name: weight.to(policy.norms[name]) for name, weight in norms.items()}
-    model, kl_T, noisy_T = policy.base, list[Tensor](), list[Tensor]()
+    kl_chunks, noisy_chunks = list[Tensor](), list[Tensor]()
     with policy.as_sampler(policy.clean_norms):
-        clean_states = kl.hidden_states(model, pairs)
+        clean_states = kl.hidden_states(policy.base, pairs)
         with policy.norms_as(noisy):
-            noisy_states = kl.hidden_states(model, pairs)
-        chunks = (kl.logprobs(model, states, temperature) for states in (noisy_states, clean_states))
-        for p, q, tokens in zip(*chunks, tokens_T.split(kl.CHUNK), strict=True):
-            kl_T.append(kl.per_token(p, q).cpu())
-            noisy_T.append(p.gather(-1, tokens[:, None])[:, 0].double().cpu())
-    return torch.cat(kl_T), (sampler_T - torch.cat(noisy_T)).abs()
+            noisy_states = kl.hidden_states(policy.base, pairs)
+        noisy_logprobs = kl.logprobs(policy.base, noisy_states, temperature)
+        clean_logprobs = kl.logprobs(policy.base, clean_states, temperature)
+        for p, q, tokens in zip(noisy_logprobs, clean_logprobs, tokens_T.split(kl.CHUNK), strict=True):
+            kl_chunks.append(kl.per_token(p, q).cpu())
+            noisy_chunks.append(p.gather(-1, tokens[:, None])[:, 0].double().cpu())
+    return torch.cat(kl_chunks), (sampler_T - torch.cat(noisy_chunks)).abs()
