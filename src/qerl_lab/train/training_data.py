@@ -46,11 +46,10 @@ def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
     Raises ConfigError if no training question is left, or fewer than two held-out questions that the run needs.
     """
     limit = cfg.rollout.max_prompt_tokens
-    unasked = overrides_without_evaluation(cfg)
-    asked = task.heldout if unasked else []
-    lengths, heldout_lengths = (
-        [len(policy.prompt_ids(task.messages(question))) for question in questions] for questions in (task.train, asked)
-    )
+    without_evaluation = overrides_without_evaluation(cfg)  # empty if the run has no evaluation
+    asked = task.heldout if without_evaluation else []
+    lengths = [len(policy.prompt_ids(task.messages(question))) for question in task.train]
+    heldout_lengths = [len(policy.prompt_ids(task.messages(question))) for question in asked]
     fitting = [question for question, length in zip(task.train, lengths, strict=True) if length <= limit]
     heldout = [question for question, length in zip(asked, heldout_lengths, strict=True) if length <= limit]
     if not fitting:
@@ -61,10 +60,15 @@ def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
     if asked and len(heldout) < 2:
         raise ConfigError(
             f"rollout.max_prompt_tokens={limit} leaves {len(heldout)} of {len(asked):,} held-out questions, and an "
-            f"evaluation needs two. Type rollout.max_prompt_tokens={max(heldout_lengths)}, or {unasked}."
+            f"evaluation needs two. Type rollout.max_prompt_tokens={max(heldout_lengths)}, or "
+            f"{without_evaluation}."
         )
     return TrainingData(
-        replace(task, heldout=heldout), fitting, len(lengths) - len(fitting), len(asked) - len(heldout), cfg.seed
+        replace(task, heldout=heldout),
+        questions=fitting,
+        left_out=len(task.train) - len(fitting),
+        heldout_left_out=len(asked) - len(heldout),
+        seed=cfg.seed,
     )
 
 
