@@ -15,9 +15,9 @@ from qerl_lab.config.schema import RunConfig
 WINDOW = 5  # steps
 ENTROPY_LEFT = 0.02  # below this share of the initial entropy the policy hardly explores
 REWARD_LEFT = 0.5  # below this share of the initial reward the policy has collapsed
-APART = 5.0  # nats per token without noise; rounding alone gives a smaller sampler-trainer gap (docs/running.md)
+LARGEST_GAP = 5.0  # nats per token without noise; rounding alone gives a smaller sampler-trainer gap (docs/running.md)
 LENGTH_LEFT = 1 / 3  # below this share of the initial completion length the policy may have stopped reasoning
-HELD = 0.2  # allowed relative difference between the sigma that was asked for and the one observed in the engine
+SIGMA_TOLERANCE = 0.2  # allowed relative difference between the sigma asked for and the sigma observed in the engine
 SIGMAS = 4  # standard errors that a reward drop must exceed, so that a small batch does not trigger it
 
 Metrics = Mapping[str, float]
@@ -134,19 +134,19 @@ def _engine_signs(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
     """Return a dict from each sign of trouble in the sampler, if it holds in all of the `last` steps, to advice."""
     found: dict[str, str] = {}
     sigmas = [metrics.get("noise/sigma", 0.0) for metrics in last]
-    apart = min(metrics.get("sampler/logprob_gap_max", 0.0) for metrics in last)
-    if not any(sigmas) and apart > APART:  # noise causes a gap by design
+    gap = min(metrics.get("sampler/logprob_gap_max", 0.0) for metrics in last)
+    if not any(sigmas) and gap > LARGEST_GAP:  # noise causes a gap by design
         remedy = "rollout.vllm.linear_backend=marlin, or rollout=transformers, and compare sampler/logprob_gap_max"
         found["sampler and trainer are two policies"] = (
-            f"Without noise each of the last steps had a token whose log-probabilities were {apart:.0f} nats apart or "
+            f"Without noise each of the last steps had a token whose log-probabilities were {gap:.0f} nats apart or "
             "more: one of them computes something else. Do not believe this run. "
             f"Type {'model.dtype=float32' if cfg.rollout.engine == 'transformers' else remedy}."
         )
-    held = [metrics.get("noise/std_observed", sigma) for metrics, sigma in zip(last, sigmas, strict=True)]
-    if all(sigma > 0 and abs(std / sigma - 1) > HELD for std, sigma in zip(held, sigmas, strict=True)):
+    observed = [metrics.get("noise/std_observed", sigma) for metrics, sigma in zip(last, sigmas, strict=True)]
+    if all(sigma > 0 and abs(std / sigma - 1) > SIGMA_TOLERANCE for std, sigma in zip(observed, sigmas, strict=True)):
         found["the engine holds another noise than was asked"] = (
             f"The last step asked for sigma {sigmas[-1]:.2g}, and the engine's norms differ from clean ones by "
-            f"{held[-1]:.2g}. Do not compare this run by its sigma. "
+            f"{observed[-1]:.2g}. Do not compare this run by its sigma. "
             "Type rollout=transformers, or a higher aqn.sigma_end."
         )
     return found
