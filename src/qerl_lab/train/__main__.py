@@ -90,7 +90,8 @@ def read_arguments(arguments: list[str]) -> tuple[RunDirectory, int]:
 
     Raises ConfigError for other arguments, or if RUN_DIR has no resolved.yaml.
     """
-    path, parent = (*arguments, str(os.getppid()))[:2] if arguments else ("", "")
+    path = arguments[0] if arguments else ""
+    parent = arguments[1] if len(arguments) == 2 else str(os.getppid())
     if len(arguments) not in (1, 2) or not parent.isdecimal() or not RunDirectory(Path(path)).is_claimed:
         raise ConfigError(
             "python -m qerl_lab.train takes RUN_DIR, a directory with resolved.yaml, and maybe PARENT, the id of a "
@@ -104,10 +105,10 @@ if __name__ == "__main__":
     exits.survive_lost_console()
     held = ExitStack()
     try:
-        given = read_arguments(sys.argv[1:])
+        directory, parent = read_arguments(sys.argv[1:])
         if len(sys.argv) == 2:  # started by hand: no parent command holds the lock
-            held.enter_context(given[0].locked())
+            held.enter_context(directory.locked())
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USAGE)
-    exits.leave(main(*given))
+    exits.leave(main(directory, parent))
