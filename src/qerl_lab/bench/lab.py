@@ -1,6 +1,7 @@
 """Build the lab's policy and engine on a random checkpoint."""
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from qerl_lab import rollout
@@ -26,12 +27,21 @@ class RandomPolicy(Policy):
         return [index for index in super().end_ids() if index != self.tokenizer.eos_token_id]
 
 
-def build(job: Job) -> tuple[Policy, Engine, Row]:
-    """Build the policy of a job with its adapter, and the engine that samples from this policy.
+@dataclass(frozen=True)
+class Lab:
+    """The policy of a job with its adapter, and the engine that samples from this policy.
 
-    The row has the seconds to load the policy and to start the engine, the GiB of the policy's base weights, and
+    `row` has the seconds to load the policy and to start the engine, the GiB of the policy's base weights, and
     `linear_backend` if the engine has such a setting.
     """
+
+    policy: Policy
+    engine: Engine
+    row: Row
+
+
+def build(job: Job) -> Lab:
+    """Build the policy and the engine of a job."""
     cfg, started = job.config(), time.perf_counter()
     policy = RandomPolicy(**vars(build_policy(cfg, device_of(cfg.device))))
     load_adapter(policy.model, Path(job.adapter))
@@ -43,4 +53,4 @@ def build(job: Job) -> tuple[Policy, Engine, Row]:
     }  # fmt: skip
     if engine.linear_backend is not None:
         row["linear_backend"] = engine.linear_backend  # the lab's setting: vLLM's own does not know the lab's kernel
-    return policy, engine, row
+    return Lab(policy, engine, row)

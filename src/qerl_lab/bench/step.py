@@ -53,9 +53,10 @@ def rows_of_lab(job: Job) -> Iterator[Row]:
     """
     cfg, found = job.config(), list[Step]()
     ranks = join(cfg, device_of(cfg.device))
-    policy, engine, about = lab.build(job)
-    asked = make_task(job)
-    data = TrainingData(asked, asked.train, left_out=0, heldout_left_out=0, seed=0)
+    built = lab.build(job)
+    policy, engine, about = built.policy, built.engine, built.row
+    task = make_task(job)
+    data = TrainingData(task, task.train, left_out=0, heldout_left_out=0, seed=0)
     try:
         with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder, clocks() as clock:
             stop = Stop(parent=os.getppid())

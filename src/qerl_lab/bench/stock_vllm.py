@@ -12,7 +12,7 @@ from vllm.lora.request import LoRARequest
 
 from qerl_lab.bench.job import Job, kv_gib
 from qerl_lab.config.units import GIB
-from qerl_lab.rollout.vllm.adapter import max_rank
+from qerl_lab.rollout.vllm.transfer import max_rank
 
 
 class StockSampler:
