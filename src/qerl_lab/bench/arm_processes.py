@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -108,18 +108,26 @@ def measure(job: Job, folder: Path) -> Iterator[Row]:
         remove_leftovers(IN_MEMORY, OF_RUNS)
     found = read_rows(rows)
     yield from (row for row in found if "died" not in row)
-    status = next((code for code in codes if code), None if None in codes else 0)
     if dead := [row for row in found if "died" in row]:
         yield dead[0]  # the other ranks died of the first
-    elif status != 0 or not found:
-        if status is None:
-            why = f"took longer than timeout_minutes={minutes:g}"
-        elif status < 0:
-            why = f"ended by signal {-status}" + (" (the memory of the host may be full)" if status == -9 else "")
-        else:
-            why = f"exit status {status}" + ("" if found else ", and no row")
+    elif reason := why_dead(codes, bool(found), minutes):
         tail = log.read_text("utf-8", "replace").splitlines()[-LINES:]
-        yield job.about | {"died": why, "log": "\n".join(tail)}
+        yield job.about | {"died": reason, "log": "\n".join(tail)}
+
+
+def why_dead(codes: Sequence[int | None], has_rows: bool, minutes: float) -> str:
+    """Return why an arm's processes count as dead; an empty string if all ended well and wrote a row.
+
+    `codes` are their exit codes, None for a process that was ended after `minutes`.
+    """
+    failed = [code for code in codes if code]
+    if failed and failed[0] < 0:
+        return f"ended by signal {-failed[0]}" + (" (the memory of the host may be full)" if failed[0] == -9 else "")
+    if failed:
+        return f"exit status {failed[0]}" + ("" if has_rows else ", and no row")
+    if None in codes:
+        return f"took longer than timeout_minutes={minutes:g}"
+    return "" if has_rows else "exit status 0, and no row"
 
 
 def read_rows(file: Path) -> list[Row]:

@@ -139,8 +139,20 @@ def read_jobs(options: AnyOptions, scratch: str) -> list[Job]:
                     f"\"arms=['{name} KEY=VALUE']\", the value without commas."
                 )
             overrides[read.key_or_group] = read.value()
-        arm = options.BENCHMARK, text, baselines.get(name, name), name in baselines, overrides
-        jobs += [Job(*arm, rank, architecture, scratch, asdict(options)) for rank in ranks]
+        jobs += [
+            Job(
+                benchmark=options.BENCHMARK,
+                arm=text,
+                format=baselines.get(name, name),
+                is_baseline=name in baselines,
+                overrides=overrides,
+                rank=rank,
+                architecture=architecture,
+                scratch=scratch,
+                options=asdict(options),
+            )
+            for rank in ranks
+        ]
     return jobs
 
 
