@@ -33,25 +33,27 @@ def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, 
     if place is None:
         return {"skipped": f"{weights / 1e9:.1f} billion weights in bfloat16 fit neither the GPU nor the CPU memory"}
     where, dtype = place
-    original_as = FormatConfig(name=DENSE_FORMAT, ignore=["re:.*"])
-    before, after = (
-        RunConfig(model=ModelConfig(path=str(path), dtype=dtype), format=stored_as)
-        for path, stored_as in ((source, original_as), (folder, options.format_config()))
+    original_config = RunConfig(
+        model=ModelConfig(path=str(source), dtype=dtype), format=FormatConfig(name=DENSE_FORMAT, ignore=["re:.*"])
     )
-    model, tokenizer = policy.load_base(before, where)
+    quantized_config = RunConfig(model=ModelConfig(path=str(folder), dtype=dtype), format=options.format_config())
+    model, tokenizer = policy.load_base(original_config, where)
     pairs = word_problem_pairs(tokenizer)
     original = [logprobs(model, pair) for pair in pairs]
     del model
-    model, _ = policy.load_base(after, where)
-    measured = []  # per text [3, T]: KL and both entropies of each token
+    model, _ = policy.load_base(quantized_config, where)
+    divergences, entropies_original, entropies_quantized = list[Tensor](), list[Tensor](), list[Tensor]()
     for pair, p in zip(pairs, original, strict=True):
         q = logprobs(model, pair)
-        measured.append(torch.stack([kl.per_token(q, p), kl.entropy_per_token(p), kl.entropy_per_token(q)]))
+        divergences.append(kl.per_token(q, p))
+        entropies_original.append(kl.entropy_per_token(p))
+        entropies_quantized.append(kl.entropy_per_token(q))
     lengths = [len(compared) for _, compared in pairs]
-    found, *entropies = (kl.mean(values, lengths) for values in torch.cat(measured, 1))
+    divergence = kl.mean(torch.cat(divergences), lengths)
     return {
-        "nats_per_token": found.nats, "standard_error": found.standard_error,
-        "entropy_original": entropies[0].nats, "entropy_quantized": entropies[1].nats, "tokens": sum(lengths),
+        "nats_per_token": divergence.nats, "standard_error": divergence.standard_error,
+        "entropy_original": kl.mean(torch.cat(entropies_original), lengths).nats,
+        "entropy_quantized": kl.mean(torch.cat(entropies_quantized), lengths).nats, "tokens": sum(lengths),
         "text": "word problems", "device": where.type, "dtype": dtype,
     }  # fmt: skip
 
