@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.model_hash import TOKENIZERS, model_hash, read_safetensors_header
@@ -245,16 +245,22 @@ def _check_names(in_model: Sequence[Layer], cfg: RunConfig, setting: str) -> Non
     linears = [layer.name for layer in in_model if layer.is_linear]
     norms = sorted({layer.name.rpartition(".")[2] for layer in in_model if len(layer.shape) == 1})
     ends = sorted({name.rpartition(".")[2] for name in linears} - {HEAD})
-    targets, ignore = [] if cfg.trains_all else cfg.lora.target_modules, cfg.format.ignore
-    unknown = [("lora.target_modules", "Linear layer", ends, entry) for entry in targets
-               if not any(f".{name}".endswith(f".{entry}") for name in linears)]  # fmt: skip
-    unknown += [("aqn.norms", "norm", norms, entry) for entry in cfg.aqn.norms if entry not in norms]
-    unknown += [("format.ignore", "Linear layer", [*ends, "re:PATTERN"], entry) for entry in ignore
-                if entry != HEAD and not any(is_ignored(name, [entry]) for name in linears)]  # fmt: skip
-    if unknown:
-        key, kind, allowed, entry = unknown[0]
-        hint = did_you_mean(entry, allowed) or f" Type for example {key}=[{allowed[0]}]." if allowed else ""
+
+    def refuse(key: str, entry: str, kind: str, allowed: list[str]) -> NoReturn:
+        hint = ""
+        if allowed:
+            hint = did_you_mean(entry, allowed) or f" Type for example {key}=[{allowed[0]}]."
         raise ConfigError(f"{key}: {entry!r} is no {kind} of {setting}; allowed: {', '.join(allowed)}.{hint}")
+
+    for entry in [] if cfg.trains_all else cfg.lora.target_modules:
+        if not any(f".{name}".endswith(f".{entry}") for name in linears):
+            refuse("lora.target_modules", entry, "Linear layer", ends)
+    for entry in cfg.aqn.norms:
+        if entry not in norms:
+            refuse("aqn.norms", entry, "norm", norms)
+    for entry in cfg.format.ignore:
+        if entry != HEAD and not any(is_ignored(name, [entry]) for name in linears):
+            refuse("format.ignore", entry, "Linear layer", [*ends, "re:PATTERN"])
 
 
 def is_ignored(name: str, ignore: Sequence[str]) -> bool:
@@ -263,12 +269,13 @@ def is_ignored(name: str, ignore: Sequence[str]) -> bool:
     An entry is a full name, the last parts of a name, a parent module, or `re:` and a pattern that matches from the
     beginning, as in compressed-tensors.
     """
-    return any(
-        re.match(entry[3:], name) is not None
-        if entry.startswith("re:")
-        else name == entry or name.endswith(f".{entry}") or name.startswith(f"{entry}.")
-        for entry in ignore
-    )
+    for entry in ignore:
+        if entry.startswith("re:"):
+            if re.match(entry[3:], name):
+                return True
+        elif name == entry or name.endswith(f".{entry}") or name.startswith(f"{entry}."):
+            return True
+    return False
 
 
 @cache
@@ -281,9 +288,10 @@ def layers(folder: Path) -> tuple[Layer, ...]:
     for file in list_weight_files(folder):
         for name, entry in read_safetensors_header(file)[0].items():
             if name != "__metadata__" and (match := _WEIGHT.match(name)):
-                shape, per_byte = tuple(entry["shape"]), 2 if entry["dtype"] == "U8" else 1  # two 4-bit weights
                 # bitsandbytes stores NF4 as one column of bytes, so that only the number of weights is known
-                found.append(Layer(match[1], (*shape[:-1], shape[-1] * per_byte)))
+                *rows, columns = entry["shape"]
+                weights_per_element = 2 if entry["dtype"] == "U8" else 1  # two 4-bit weights in a byte
+                found.append(Layer(match[1], (*rows, columns * weights_per_element)))
     return tuple(found)
 
 
