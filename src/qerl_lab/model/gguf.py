@@ -120,7 +120,8 @@ def _read_header(opened: BinaryIO, size: int) -> Header:
         count = math.prod([read_number("Q") for _ in range(read_number("I"))])
         kind, offset = GGMLQuantizationType(read_number("I")), read_number("Q")
         per_block, block_bytes = GGML_QUANT_SIZES[kind]
-        parameters, end = parameters + count, max(end, offset + count // per_block * block_bytes)
+        parameters += count
+        end = max(end, offset + count // per_block * block_bytes)
         kinds[kind.name] += 1
     align = found.get("general.alignment") or 32
     end += math.ceil(opened.tell() / align) * align

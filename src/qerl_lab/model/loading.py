@@ -120,14 +120,7 @@ def fill(
         else:
             pack_group(model, {name: source.tensor(f"{name}.weight", device) for name in group}, weight_format)
     for name in dense:
-        parent_name, _, leaf = name.rpartition(".")
-        parent = model.get_submodule(parent_name)
-        own = getattr(parent, leaf)
-        # If the dtype must change, cast on the CPU, so that the device never holds both tensors.
-        same = source.dtype(name) is own.dtype
-        tensor = source.tensor(name, device if same else "cpu").to(own.dtype).to(device)
-        check_dense_values(tensor, name=f"{source.where(name)}: {name}")
-        setattr(parent, leaf, nn.Parameter(tensor, requires_grad=False) if isinstance(own, nn.Parameter) else tensor)
+        _fill_dense(model, source, name, device)
     model.tie_weights()
     model.to(device).requires_grad_(False)
 
@@ -141,7 +134,8 @@ def _check_names(
     `dense` maps names of dense tensors to shapes; `packed` names the Linears stored in `weight_format`, and their
     shapes are not checked here. Copies of tied tensors and tensors that the model ignores may be in `source` too.
     """
-    expected = dense.keys() | {f"{name}.{key}" for name in packed for key in weight_format.layout((64, 64))}
+    keys = weight_format.layout((64, 64)).keys()  # the same for every shape
+    expected = dense.keys() | {f"{name}.{key}" for name in packed for key in keys}
     stored, patterns = set(source.names), [*(model._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]
     extra = sorted(
         name for name in stored - expected - set(tied(model))
@@ -181,6 +175,21 @@ def check_dense_values(tensor: Tensor, *, name: str) -> None:
     check_values(tensor, str(tensor.dtype).removeprefix("torch."), name=name)
 
 
+def _fill_dense(model: PreTrainedModel, source: TensorSource, name: str, device: torch.device) -> None:
+    """Replace the empty parameter or buffer `name` by the tensor of `source`, cast to the empty one's dtype.
+
+    Raises ValueError if the tensor has NaN, Inf or magnitudes of 2**100 or more.
+    """
+    parent_name, _, leaf = name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    empty = getattr(parent, leaf)
+    # If the dtype must change, cast on the CPU, so that the device never holds both tensors.
+    read_on = device if source.dtype(name) is empty.dtype else "cpu"
+    tensor = source.tensor(name, read_on).to(empty.dtype).to(device)
+    check_dense_values(tensor, name=f"{source.where(name)}: {name}")
+    setattr(parent, leaf, nn.Parameter(tensor, requires_grad=False) if isinstance(empty, nn.Parameter) else tensor)
+
+
 def _fill_packed(
     model: PreTrainedModel, source: TensorSource, group: Sequence[str], weight_format: Format, device: torch.device
 ) -> None:
@@ -196,8 +205,8 @@ def _fill_packed(
         linear = cast(nn.Linear, model.get_submodule(name))
         shape = (linear.out_features, linear.in_features)
         tensors = {key: source.tensor(f"{name}.{key}", device) for key in weight_format.layout(shape)}
-        said = f"{source.where(f'{name}.{next(iter(tensors))}')}: {name}"
-        packed[name] = linear, weight_format.accept(tensors, shape, name=said)
+        file = source.where(f"{name}.{next(iter(tensors))}")
+        packed[name] = linear, weight_format.accept(tensors, shape, name=f"{file}: {name}")
     if (key := weight_format.SHARED) is not None:
         numbers = {name: tensors[key].item() for name, (_, tensors) in packed.items()}
         if len(set(numbers.values())) > 1:

@@ -119,9 +119,9 @@ def copy_companions(source: Path, target: Path) -> None:
     Leaves out weights, config.json and the lab's records (RECORDS, such as quality.json).
     """
     for file in sorted(source.iterdir()):
-        is_wanted = file.suffix in _COMPANIONS or file.name.startswith(("LICENSE", "NOTICE"))
-        is_wanted = is_wanted and file.name not in ("config.json", *RECORDS)
-        if file.is_file() and is_wanted and not file.name.endswith(".index.json"):
+        is_companion = file.suffix in _COMPANIONS or file.name.startswith(("LICENSE", "NOTICE"))
+        is_left_out = file.name in ("config.json", *RECORDS) or file.name.endswith(".index.json")
+        if file.is_file() and is_companion and not is_left_out:
             shutil.copyfile(file, target / file.name)
 
 
@@ -137,8 +137,11 @@ def _read_header(file: Path) -> dict[str, _Stored]:
     """
     try:
         with safe_open(file, framework="pt") as opened:
-            entries = {name: opened.get_slice(name) for name in opened.offset_keys()}
-            return {name: _Stored(file, tuple(of.get_shape()), DTYPES[of.get_dtype()]) for name, of in entries.items()}
+            stored = {}
+            for name in opened.offset_keys():
+                tensor = opened.get_slice(name)
+                stored[name] = _Stored(file, tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()])
+            return stored
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read, or is not whole ({error}); download it again") from None
     except KeyError as error:
