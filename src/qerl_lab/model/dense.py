@@ -50,10 +50,11 @@ def dense_tensors(policy: Policy, dtype: torch.dtype, *, merged: bool = False) -
     packed = packed_layers(base)
     adapted = {name: layer for name, layer in base.named_modules() if merged and isinstance(layer, LoraLayer)}
     for name in packed | adapted:
-        if name in packed:
-            form, shape = packed[name].weight_format, (packed[name].out_features, packed[name].in_features)
-            stored = {key: tensors.pop(f"{name}.{key}") for key in form.layout(shape)}
-            weight = form.dequantize(stored, shape, torch.float32 if name in adapted else dtype)
+        layer = packed.get(name)
+        if layer is not None:
+            weight_format, shape = layer.weight_format, (layer.out_features, layer.in_features)
+            stored = {key: tensors.pop(f"{name}.{key}") for key in weight_format.layout(shape)}
+            weight = weight_format.dequantize(stored, shape, torch.float32 if name in adapted else dtype)
         else:
             weight = tensors[f"{name}.weight"].float()
         if name in adapted:
