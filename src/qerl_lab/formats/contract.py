@@ -73,8 +73,8 @@ def decodes_what_it_stores(weight_format: Format) -> None:
     packed = weight_format.quantize(_test_weight())
     unpack, alpha = weight_format.decoder(packed, SHAPE)
     exact = weight_format.dequantize(packed, SHAPE, torch.float32)
-    same = torch.allclose(unpack(torch.float32) * alpha, exact, rtol=1e-6, atol=0)
-    assert same, "alpha * decoder.unpack is not dequantize"
+    is_close = torch.allclose(unpack(torch.float32) * alpha, exact, rtol=1e-6, atol=0)
+    assert is_close, "alpha * decoder.unpack is not dequantize"
     assert torch.equal(unpack(torch.bfloat16), unpack(torch.float32).bfloat16()), "W' in bfloat16 is another weight"
 
 
@@ -180,10 +180,10 @@ def _require_refusal(call: Callable[[], object], what: str) -> None:
     assert "q_proj" in refusal, f"the error for {what} does not name the layer: {refusal}"
 
 
-def _same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def _same_bytes(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     """Tell whether two sets of packed tensors have the same names, dtypes and bytes."""
-    return one.keys() == other.keys() and all(
-        one[key].dtype == other[key].dtype
-        and torch.equal(one[key].contiguous().view(torch.uint8), other[key].contiguous().view(torch.uint8))
-        for key in one
+    return left.keys() == right.keys() and all(
+        left[key].dtype == right[key].dtype
+        and torch.equal(left[key].contiguous().view(torch.uint8), right[key].contiguous().view(torch.uint8))
+        for key in left
     )

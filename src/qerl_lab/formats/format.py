@@ -163,7 +163,9 @@ def check_values(tensor: Tensor, holder: str, *, name: str) -> None:
     The message calls the tensor `name`, and says that `holder`, the name of a format or dtype, cannot hold them.
     """
     tensor = tensor.detach()
-    low, high = torch.aminmax(tensor) if tensor.numel() else (tensor.new_zeros(()),) * 2  # no copy of the tensor
+    if not tensor.numel():
+        return
+    low, high = torch.aminmax(tensor)  # makes no copy of the tensor
     if not (low > -LIMIT and high < LIMIT):  # NaN compares false
         bad = ~(tensor.abs() < LIMIT)
         first = bad.nonzero()[0].tolist()
@@ -214,9 +216,9 @@ def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, n
         for i, part in enumerate(weight.detach().split(rows))
     ]
     joined = dict(parts[0])
-    for key, one in joined.items():
-        if one.ndim == 2:  # joined as bytes, because autocast refuses torch.cat of float8
-            joined[key] = torch.cat([part[key].view(torch.uint8) for part in parts]).view(one.dtype)
+    for key, tensor in joined.items():
+        if tensor.ndim == 2:  # joined as bytes, because autocast refuses torch.cat of float8
+            joined[key] = torch.cat([part[key].view(torch.uint8) for part in parts]).view(tensor.dtype)
     return joined
 
 

@@ -93,10 +93,10 @@ class Nvfp4(CompressedTensors):
         `scale_rule`.
         """
         largest_block = _TENSOR_SCALE[self._check_rule()]
-        every = [weight.detach().abs().max() for weight in weights]
-        if {largest.dtype for largest in every} != {torch.bfloat16}:
-            every = [largest.float() for largest in every]  # the quotient below overflows in float16
-        largest = torch.stack(every).max()
+        maxima = [weight.detach().abs().max() for weight in weights]
+        if any(maximum.dtype != torch.bfloat16 for maximum in maxima):
+            maxima = [maximum.float() for maximum in maxima]  # the quotient below overflows in float16
+        largest = torch.stack(maxima).max()
         divisor = largest_block * e2m1.MAX / largest.clamp(min=torch.finfo(largest.dtype).tiny)
         return torch.nan_to_num(divisor, nan=1.0, posinf=1.0).float().reshape(1)
 

@@ -135,10 +135,10 @@ def pack(codes: Tensor, scale: Tensor, tile: int) -> Tensor:
     tiles, depth = -(-len(codes) // (BLOCK * tile)), depth_of(2 * codes.shape[1])
     shape = (tiles * tile, depth * AT_A_TIME, BLOCK_BYTES)
     blocks, first = torch.zeros(shape, dtype=torch.uint8, device=codes.device), 0
-    for some, of_some in zip(codes.split(_ROWS_AT_ONCE), scale.split(_ROWS_AT_ONCE), strict=True):
-        found = _to_blocks(some, of_some)
-        blocks[first : first + len(found), : found.shape[1]] = found
-        first += len(found)
+    for code_rows, scale_rows in zip(codes.split(_ROWS_AT_ONCE), scale.split(_ROWS_AT_ONCE), strict=True):
+        converted = _to_blocks(code_rows, scale_rows)
+        blocks[first : first + len(converted), : converted.shape[1]] = converted
+        first += len(converted)
     return blocks.view(tiles, tile, depth, AT_A_TIME, BLOCK_BYTES).permute(0, 2, 3, 1, 4).contiguous()
 
 
