@@ -2,7 +2,6 @@
 
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import secrets
@@ -78,8 +77,10 @@ def named_folder(name: str, place: Path) -> Iterator[Path]:
     The path is not random, because vLLM's cache of compiled code depends on the model's path: with a random path every
     run would compile again.
     """
-    numbered = (place / f"{name}-{number}" for number in itertools.count())
-    path, held = next((path, held) for path in numbered if (held := lock_folder(path)) is not None)
+    number = 0
+    while (held := lock_folder(place / f"{name}-{number}")) is None:
+        number += 1
+    path = place / f"{name}-{number}"
     try:
         yield path
     finally:
