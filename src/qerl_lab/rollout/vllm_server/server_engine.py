@@ -94,9 +94,10 @@ class VllmServerEngine(Engine):
         for found in workers:
             found["format"] = format_of(found.pop("quantization"), found.pop("quantization_config"))
             for key, value in found.items():
-                least = key in AT_LEAST
-                if value < wanted[key] if least else value != wanted[key]:
-                    allowed = f"{'at least ' if least else ''}{wanted[key]}"
+                fits, allowed = value == wanted[key], str(wanted[key])
+                if key in AT_LEAST:
+                    fits, allowed = value >= wanted[key], f"at least {allowed}"
+                if not fits:
                     raise ConfigError(f"{self._server.name} has {key}={value}; allowed for this run: {allowed}. {LINE}")
 
     def _check_logprobs(self) -> None:
@@ -111,7 +112,8 @@ class VllmServerEngine(Engine):
         with policy.as_sampler():
             logits = policy.model(input_ids=torch.tensor([prompt + ids], device=policy.device)).logits[0]
         own = logits[len(prompt) - 1 : -1].float().log_softmax(-1)[torch.arange(len(ids)), ids].cpu()
-        gap, near = (own - torch.tensor(out.logprobs_P_G[0][0])).abs().mean().item(), NEAR[policy.model.dtype]
+        gap = (own - torch.tensor(out.logprobs_P_G[0][0])).abs().mean().item()
+        near = NEAR[policy.model.dtype]
         if not gap < near:  # NaN too
             raise ConfigError(
                 f"{self._server.name} is {gap:.3g} nats a token away from the policy on a fixed prompt; allowed: "
@@ -165,11 +167,14 @@ class VllmServerEngine(Engine):
 
     def norms(self) -> dict[str, Tensor]:
         """Read the noisy norms back from the server. Raises EngineFailed if its workers hold different weights."""
-        found: dict[str, list[str]] = {}
-        for held in self._call_workers("qerl_norms", names=list(self.policy.norms)):
-            if differ := [name for name, weight in held.items() if found.setdefault(name, weight) != weight]:
-                raise EngineFailed(f"the workers of {self._server.name} hold different weights of {differ[0]}")
-        return {name: decode_tensor(*found[name]).to(self.policy.device) for name in self.policy.norms if name in found}
+        encoded: dict[str, list[str]] = {}
+        for of_worker in self._call_workers("qerl_norms", names=list(self.policy.norms)):
+            for name, weight in of_worker.items():
+                if name in encoded and encoded[name] != weight:
+                    raise EngineFailed(f"the workers of {self._server.name} hold different weights of {name}")
+                encoded[name] = weight
+        names = [name for name in self.policy.norms if name in encoded]
+        return {name: decode_tensor(*encoded[name]).to(self.policy.device) for name in names}
 
     def _call_workers(self, method: str, **arguments: Any) -> list[Any]:
         """Call the method of `NormWorker` named `method` in every worker of the server; return a result per worker."""
