@@ -85,12 +85,7 @@ def launch(
         early: let the kernel start before the previous one has ended ("programmatic dependent launch" of the CUDA
             programming guide). It must then call `griddepcontrol.wait` before it reads what the previous one wrote.
     """
-    values = [
-        ctypes.c_void_p(given.data_ptr() if isinstance(given, Tensor) else None)
-        if given is None or isinstance(given, Tensor)
-        else given
-        for given in arguments
-    ]
+    values = [_kernel_argument(argument) for argument in arguments]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     config = driver.CUlaunchConfig()
     config.gridDimX, config.blockDimX, config.sharedMemBytes = blocks, threads, shared_bytes
@@ -99,6 +94,13 @@ def launch(
     if early:
         config.attrs, config.numAttrs = [_early_start_attribute()], 1
     check_status(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+
+
+def _kernel_argument(argument: Any) -> Any:
+    """Return a kernel's argument as a ctypes value: a tensor or None becomes a pointer."""
+    if argument is None:
+        return ctypes.c_void_p(None)
+    return ctypes.c_void_p(argument.data_ptr()) if isinstance(argument, Tensor) else argument
 
 
 @cache

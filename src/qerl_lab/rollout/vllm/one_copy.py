@@ -86,9 +86,9 @@ def _fused_pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, 
     theirs = {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules()}
     for name, layer in theirs.items():
         parent, _, leaf = name.rpartition(".")
-        names = [f"{parent}.{one}" for one in fused.get(leaf, [leaf])]
-        if all(one in layers for one in names):
-            yield layer, {one: layers[one] for one in names}
+        parts = [f"{parent}.{part_leaf}" for part_leaf in fused.get(leaf, [leaf])]
+        if all(part_name in layers for part_name in parts):
+            yield layer, {part_name: layers[part_name] for part_name in parts}
 
 
 def _check_marlin(theirs: nn.Module, parts: Layers) -> None:
