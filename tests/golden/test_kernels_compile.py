@@ -103,7 +103,7 @@ SERIALIZED = "wgmma.mma_async instructions are serialized"  # a note of ptxas: n
 
 
 @pytest.mark.parametrize(
-    ("rows", "tile"), [*((fp4_tiles.MAX_ROWS, tile) for tile in fp4_tiles.TILES), (16, 5), (32, 5)]
+    ("rows", "tile"), [*((fp4_tiles.MAX_ROWS, tile) for tile in fp4_tiles.TILE_SIZES), (16, 5), (32, 5)]
 )
 def test_nvrtc_compiles_the_product_of_a_warpgroup_with_products_side_by_side(rows: int, tile: int) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")

@@ -29,7 +29,7 @@ SOURCE = Path(__file__).with_suffix(".cu")
 CAPABILITY = (9, 0)  # the only one with these instructions
 VARIANTS = (16, 32, 64)  # rows of x
 MAX_ROWS = VARIANTS[-1]  # per launch
-TILES = range(2, 9)  # blocks of W per tile
+TILE_SIZES = range(2, 9)  # blocks of W per tile
 _OUT_BYTES = 768  # as in fp4_tiles.cu
 _GROUP, _OTHERS = 128, 128  # threads of a warpgroup; threads that do not multiply
 _MOST_STAGES = 16
@@ -135,7 +135,7 @@ def tile_of(N: int, columns: int, multiprocessors: int) -> int:
         rounds = -(-tiles * pieces // multiprocessors)
         return tile * (rounds * -(-depth_of(columns) // pieces) + _STEP)
 
-    return min(TILES, key=stages_of_busiest)
+    return min(TILE_SIZES, key=stages_of_busiest)
 
 
 def groups_of(tile: int) -> int:
@@ -180,9 +180,9 @@ def linear(
     if not supports(sizes, columns, rank):
         raise ValueError(f"parts {sizes} x {columns}, rank {rank}; allowed: {SUPPORTED}")
     y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
-    for some, of_y in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
-        if len(some):  # split() of an empty x gives one empty part
-            _multiply(of_y, some, packed, divisor, A, B, sizes, meeting, bias)
+    for rows_of_x, rows_of_y in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
+        if len(rows_of_x):  # split() of an empty x gives one empty part
+            _multiply(rows_of_y, rows_of_x, packed, divisor, A, B, sizes, meeting, bias)
     return y
 
 
