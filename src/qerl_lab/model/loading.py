@@ -176,7 +176,7 @@ def check_dense_values(tensor: Tensor, *, name: str) -> None:
 
 
 def _fill_dense(model: PreTrainedModel, source: TensorSource, name: str, device: torch.device) -> None:
-    """Replace the empty parameter or buffer `name` by the tensor of `source`, cast to the empty one's dtype.
+    """Replace the empty parameter or buffer `name` by the tensor of `source`, in the dtype of the former.
 
     Raises ValueError if the tensor has NaN, Inf or magnitudes of 2**100 or more.
     """
