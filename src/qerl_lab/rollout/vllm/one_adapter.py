@@ -129,8 +129,9 @@ class OneAdapterConfig(QuantizationConfig):
         return NAME
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        every = [torch.float32, torch.float16, torch.bfloat16]
-        return every if self.base is None else self.base.get_supported_act_dtypes()
+        if self.base is None:
+            return [torch.float32, torch.float16, torch.bfloat16]
+        return self.base.get_supported_act_dtypes()
 
     def get_min_capability(self) -> int:
         return 0 if self.base is None else self.base.get_min_capability()
@@ -254,14 +255,15 @@ class OneAdapterMethod(LinearMethodBase):
 
         Raises ConfigError if `fp4_tiles` does not support this GPU, or the layer's shape or rank.
         """
-        columns = layer.adapter_A.shape[1]
-        what = f"{self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}: {fp4_tiles.SUPPORTED}"
-        untaken = "" if fp4_tiles.supports(self.sizes, columns, self.rank) else f"does not take {what}"
-        if why := fp4_tiles.refusal() or untaken:
+        columns, why = layer.adapter_A.shape[1], fp4_tiles.refusal()
+        if not why and not fp4_tiles.supports(self.sizes, columns, self.rank):
+            shape = f"{self.parts[0]}, {self.sizes} x {columns} at rank {self.rank}"
+            why = f"does not take {shape}: {fp4_tiles.SUPPORTED}"
+        if why:
             # Do not propose `auto`, which may have chosen it.
             raise ConfigError(f"rollout.vllm.linear_backend=fp4_tiles {why}. Type rollout.vllm.linear_backend=vllm.")
-        codes, scale, divisor = (layer.weight_packed.data, layer.weight_scale.data,
-                                 layer.weight_global_scale.data[:1].clone())  # fmt: skip
+        codes, scale = layer.weight_packed.data, layer.weight_scale.data
+        divisor = layer.weight_global_scale.data[:1].clone()
         for name in [name for name, _ in layer.named_parameters(recurse=False) if name.startswith("weight")]:
             delattr(layer, name)
         N, device = len(codes), codes.device
@@ -356,13 +358,13 @@ class AdapterBuffers:
 
         Raises ConfigError unless `adapter` covers the same layers as the buffers, with the same shapes.
         """
-        places = {
-            part: place for layer in model.modules()
-            if isinstance(method := getattr(layer, "quant_method", None), OneAdapterMethod)
-            for part, place in method.places(layer).items()
-        }  # fmt: skip
-        given, built = ({name: [tuple(tensor.shape) for tensor in pair] for name, pair in pairs.items()}
-                        for pairs in (adapter, places))  # fmt: skip
+        places = dict[str, Pair]()
+        for layer in model.modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, OneAdapterMethod):
+                places |= method.places(layer)
+        given = {name: [tuple(A.shape), tuple(B.shape)] for name, (A, B) in adapter.items()}
+        built = {name: [tuple(A.shape), tuple(B.shape)] for name, (A, B) in places.items()}
         if differing := sorted(name for name in given.keys() | built.keys() if given.get(name) != built.get(name)):
             name = differing[0]
             raise ConfigError(
@@ -370,8 +372,8 @@ class AdapterBuffers:
                 f"shapes {given.get(name)}; allowed: {built.get(name)}, None for no adapter. Type lora.target_modules "
                 "with linear layers of the model's blocks alone."
             )
-        self.A, self.B = ([adapter[name][which] for name in places] for which in (0, 1))
-        self.places_of_A, self.places_of_B = ([place[which] for place in places.values()] for which in (0, 1))
+        self.A, self.B = [adapter[name][0] for name in places], [adapter[name][1] for name in places]
+        self.places_of_A, self.places_of_B = [A for A, _ in places.values()], [B for _, B in places.values()]
 
     def write(self, scaling: float) -> None:
         """Copy the policy's adapter into the buffers of vLLM's layers, which use it from their next call on.
