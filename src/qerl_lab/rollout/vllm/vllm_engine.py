@@ -64,8 +64,13 @@ class VllmEngine(Engine):
         os.environ.update(IN_THIS_PROCESS)
         if policy.device.type == "cuda":
             os.environ.update(SEEDS_IN_ONE_KERNEL)
-        own = AllWeights if cfg.trains_all else DenseAdapter if cfg.rollout.vllm.lora == "dense" else AdapterFile
-        self._adapter: AllWeights | DenseAdapter | AdapterFile = own(policy.model, cfg)
+        self._adapter: AllWeights | DenseAdapter | AdapterFile
+        if cfg.trains_all:
+            self._adapter = AllWeights(policy.base, cfg)
+        elif cfg.rollout.vllm.lora == "dense":
+            self._adapter = DenseAdapter(policy.model, cfg)
+        else:
+            self._adapter = AdapterFile(policy.model, cfg)
         share = cfg.rollout.vllm.share_base
         aside = one_copy.packed_on_host(policy) if share else nullcontext()
         with random_state_restored(policy.device), aside, model_folder(policy, cfg) as folder:
@@ -181,12 +186,7 @@ class VllmEngine(Engine):
         with random_state_restored(self.policy.device):
             try:
                 for index, (ids, seed) in enumerate(zip(prompt_ids_P, sampling.seeds(len(prompt_ids_P)), strict=True)):
-                    given = sampling_arguments(sampling, group_size, seed, self.policy.end_ids())
-                    how = SamplingParams(**given, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-                    with raising_engine_failed("generate"):
-                        request = engine.add_request(
-                            str(index), {"prompt_token_ids": ids}, how, lora_request=self._adapter.request
-                        )
+                    request = self._add_request(str(index), ids, group_size, sampling, seed)
                     names_P_G.append(logprob_scheduler.completion_names(request, group_size))
                 while engine.has_unfinished_requests():
                     with raising_engine_failed("generate"):
@@ -202,15 +202,19 @@ class VllmEngine(Engine):
             finally:
                 if len(found) < len(prompt_ids_P):  # so that an interrupted engine can go on
                     engine.abort_request([str(index) for index in range(len(prompt_ids_P))])
-        completions_P_G = []
-        for index, names_G in enumerate(names_P_G):
-            outputs_G = sorted(found[str(index)].outputs, key=lambda output: output.index)
-            logprobs_G = [logprob_scheduler.LOGPROBS.pop(names_G[output.index], []) for output in outputs_G]
-            completions_P_G.append([
-                Completion(list(output.token_ids), logprobs, str(output.finish_reason))
-                for output, logprobs in zip(outputs_G, logprobs_G, strict=True)
-            ])  # fmt: skip
+        completions_P_G = [read_completions(found[str(p)], names_G) for p, names_G in enumerate(names_P_G)]
         return Rollout.from_completions(prompt_ids_P, completions_P_G, started)
+
+    def _add_request(
+        self, request_id: str, prompt_ids: list[int], group_size: int, sampling: Sampling, seed: int
+    ) -> str:
+        """Ask vLLM for the completions of a prompt; return the id that vLLM gives the request."""
+        given = sampling_arguments(sampling, group_size, seed, self.policy.end_ids())
+        how = SamplingParams(**given, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        with raising_engine_failed("generate"):
+            return self.llm.llm_engine.add_request(
+                request_id, {"prompt_token_ids": prompt_ids}, how, lora_request=self._adapter.request
+            )
 
     def held(self) -> dict[str, int]:
         """Return the bytes of vLLM's weights (without those shared with the policy) and of its key-value cache."""
@@ -246,6 +250,15 @@ class VllmEngine(Engine):
             sleep.release()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def read_completions(request: RequestOutput, names_G: list[str]) -> list[Completion]:
+    """Return the completions of a finished request, in order, with the log-probs stored under `names_G`, vLLM's ids."""
+    completions = []
+    for output in sorted(request.outputs, key=lambda output: output.index):
+        logprobs = logprob_scheduler.LOGPROBS.pop(names_G[output.index], [])
+        completions.append(Completion(list(output.token_ids), logprobs, str(output.finish_reason)))
+    return completions
 
 
 def start(cfg: RunConfig, folder: Path, policy: Policy, backend: str, of_adapter: dict[str, Any]) -> LLM:
