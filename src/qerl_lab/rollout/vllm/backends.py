@@ -51,9 +51,10 @@ def choose_backend(cfg: RunConfig, model: nn.Module) -> str:
     otherwise = "marlin" if own.share_base or weight_format == W8A16 else "vllm"
     if cfg.format.name != "nvfp4" or own.lora != "dense" or not torch.cuda.is_available():
         return otherwise
-    fits = tiles_fit(model, cfg.lora.rank)
-    unfit = "" if fits else f"takes {fp4_tiles.SUPPORTED}, in bfloat16, with one global scale"
-    if why := fp4_tiles.refusal() or unfit:
+    why = fp4_tiles.refusal()
+    if not why and not tiles_fit(model, cfg.lora.rank):
+        why = f"takes {fp4_tiles.SUPPORTED}, in bfloat16, with one global scale"
+    if why:
         print(f"linear_backend={otherwise}, because fp4_tiles {why}")
         return otherwise
     return FP4_TILES
