@@ -85,8 +85,11 @@ class CompressedTensors(Format):
         The options of the returned format are None, because the rounding rule is not recorded. Raises ValueError for an
         entry that this package cannot load.
         """
-        if layout_of(config) != cls.LAYOUT:
-            return None
+        return cls._read_config(config) if layout_of(config) == cls.LAYOUT else None
+
+    @classmethod
+    def _read_config(cls, config: Mapping[str, Any]) -> PackedAs:
+        """Parse a `quantization_config` of this format's layout, as `recognize` says."""
         group = only_group(config)
         weights = group.get("weights") or {}
         entries = [
