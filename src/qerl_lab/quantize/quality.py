@@ -30,7 +30,7 @@ SCHEMA = 1
 LOWEST = 5  # layers named in the table
 
 
-class Layer(NamedTuple):
+class MeasuredLayer(NamedTuple):
     """One packed Linear: sums of squares of its weight and its rounding error, weight count, bytes of its tensors."""
 
     name: str
@@ -83,7 +83,7 @@ def measure(
 def measure_layer(
     weight_format: Format, dense: WeightFiles, packed: WeightFiles, name: str, device: torch.device,
     *, fit_scales: bool,
-) -> Layer:  # fmt: skip
+) -> MeasuredLayer:  # fmt: skip
     """Measure the weight and rounding error of the Linear `name`, from the files of dense and packed model.
 
     With `fit_scales` the rows and columns of the packed weight are first scaled to fit the dense weight, because AWQ
@@ -97,10 +97,10 @@ def measure_layer(
     if not math.isfinite(error):
         file = packed.where(tensors[0]) if math.isfinite(signal) else dense.where(f"{name}.weight")
         raise ValueError(f"{file}: {name} has weights that are NaN, infinite or above 1e19: it has no SQNR")
-    return Layer(name, signal, error, weight.numel(), sum(packed.bytes(tensor) for tensor in tensors))
+    return MeasuredLayer(name, signal, error, weight.numel(), sum(packed.bytes(tensor) for tensor in tensors))
 
 
-def sqnr_summary(layers: Sequence[Layer], *, fit_scales: bool) -> dict[str, Any]:
+def sqnr_summary(layers: Sequence[MeasuredLayer], *, fit_scales: bool) -> dict[str, Any]:
     """Return the SQNR in dB of all weights, of every layer, and of the five lowest layers; None where it is infinite.
 
     `fit_scales` is only copied into the result, as `scales_fitted`.

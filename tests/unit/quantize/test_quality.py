@@ -109,7 +109,7 @@ def log(logits: torch.Tensor) -> np.ndarray:
 def test_a_model_against_itself_has_no_kl_and_infinite_sqnr(folders):
     options = options_for(folders, format="bf16", quality="full")
     assert divergence.compare(options, folders[0], folders[0], 10**5, CPU)["nats_per_token"] == 0
-    layers = [quality.Layer("a", 4.0, 0.0, 1, 1), quality.Layer("b", 4.0, 1.0, 1, 1)]
+    layers = [quality.MeasuredLayer("a", 4.0, 0.0, 1, 1), quality.MeasuredLayer("b", 4.0, 1.0, 1, 1)]
     levels = quality.sqnr_summary(layers, fit_scales=False)
     assert levels["layers"] == {"a": None, "b": pytest.approx(6.0206)}
     assert levels["lowest"][0]["layer"] == "b"
