@@ -82,10 +82,11 @@ def time_calls(sampler: "LabSampler | StockSampler", job: Job, batch: int) -> Ro
     """
     new, seeds = job.options["new"], itertools.count(1_000_000 * batch)
     short_new, tokens = max(1, new // 4), batch * new
-    calls = pd.DataFrame([
-        {"new": asked} | time_call(sampler, job, batch, asked, next(seeds))
-        for _ in range(job.options["repeats"] + 1) for asked in (new, short_new)
-    ])[2:]  # fmt: skip
+    timed = []
+    for _ in range(job.options["repeats"] + 1):
+        for asked in (new, short_new):
+            timed.append({"new": asked} | time_call(sampler, job, batch, asked, next(seeds)))
+    calls = pd.DataFrame(timed[2:])
     medians, whole = calls.groupby("new").median(), calls[calls["new"] == new]
     seconds = medians.loc[new, "seconds"]
     return {
