@@ -38,9 +38,9 @@ class NoiseLevel:
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg, self.aqn = cfg, cfg.aqn
-        self.follows = cfg.aqn.schedule == "adaptive"
+        self.is_adaptive = cfg.aqn.schedule == "adaptive"
         self.solves = cfg.aqn.unit == "kl" and cfg.aqn.schedule not in ("off", "adaptive")
-        self.state: dict[str, Any] = {"sigma": cfg.aqn.sigma_start} if self.follows else {}
+        self.state: dict[str, Any] = {"sigma": cfg.aqn.sigma_start} if self.is_adaptive else {}
         self.kl = math.nan
 
     def target(self, step: int) -> float:
@@ -50,7 +50,7 @@ class NoiseLevel:
     def noise(self, step: int) -> aqn.Noise:
         """Return the noise to sample `step` with. If `needs_solving(step)`, call `solve(step, ...)` before."""
         sigma = self.target(step)
-        if sigma > 0 and (self.solves or self.follows):
+        if sigma > 0 and (self.solves or self.is_adaptive):
             sigma = self.state["sigma"]
         return aqn.Noise(sigma, self.cfg.seed, step, self.aqn.relative)
 
@@ -82,7 +82,7 @@ class NoiseLevel:
 
         Call it after the step's last update.
         """
-        if self.follows:
+        if self.is_adaptive:
             self.state = {"sigma": solver.adapt_sigma(self.aqn, self.state["sigma"], self.kl)}
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -97,18 +97,16 @@ class NoiseLevel:
 
     def warning_if_missed(self, step: int) -> str:
         """Return a warning if the KL found by `solve` misses the target of the step's stage, else an empty string."""
-        target, last, own = self.target(step), self.state, self.aqn
-        if abs(math.log(max(last["kl"], 1e-300) / target)) <= math.log1p(own.solver.tolerance):
+        target, kl, sigma = self.target(step), self.state["kl"], self.state["sigma"]
+        if abs(math.log(max(kl, 1e-300) / target)) <= math.log1p(self.aqn.solver.tolerance):
             return ""
-        why = f"after {last['probes']} tries. Type a higher aqn.solver.probes, or another aqn.kl_start"
-        if last["sigma"] >= own.sigma_max:
+        if sigma >= self.aqn.sigma_max:
             why = "which is aqn.sigma_max. Type a higher one, or a lower aqn.kl_start"
-        elif last["sigma"] <= own.sigma_min:
+        elif sigma <= self.aqn.sigma_min:
             why = "which is aqn.sigma_min: rounding alone is as much. Type a higher aqn.kl_end"
-        return (
-            f"no sigma was found whose KL is {target:.2g} nats: it is {last['kl']:.2g} at sigma {last['sigma']:.2g}, "
-            f"{why}."
-        )
+        else:
+            why = f"after {self.state['probes']} tries. Type a higher aqn.solver.probes, or another aqn.kl_start"
+        return f"no sigma was found whose KL is {target:.2g} nats: it is {kl:.2g} at sigma {sigma:.2g}, {why}."
 
 
 def build_kl_measure(

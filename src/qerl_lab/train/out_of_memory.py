@@ -72,10 +72,14 @@ def in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], 
     shares = _format_gib_by_owner(found)
     if asleep := held_by_engine.get(ASLEEP, 0):
         shares += f" (vLLM's key-value cache, {asleep / GIB:.2f}, sleeps and holds none)"
-    remedies = ["a smaller jobs_per_gpu"] if found.get(OTHERS, 0) > MUCH else []
-    remedies += [f"optim.micro_batch_size lower than {cfg.optim.micro_batch_size}"]
-    remedies += ["lora=rank32"] if cfg.trains_all else []
-    remedies += [] if cfg.model.gradient_checkpointing else ["model.gradient_checkpointing=true"]
+    remedies = []
+    if found.get(OTHERS, 0) > MUCH:
+        remedies.append("a smaller jobs_per_gpu")
+    remedies.append(f"optim.micro_batch_size lower than {cfg.optim.micro_batch_size}")
+    if cfg.trains_all:
+        remedies.append("lora=rank32")
+    if not cfg.model.gradient_checkpointing:
+        remedies.append("model.gradient_checkpointing=true")
     if cfg.rollout.engine == "vllm" and not asleep:
         if not (cfg.rollout.vllm.sleep or cfg.rollout.vllm.share_base):
             remedies.append("rollout.vllm.sleep=true")

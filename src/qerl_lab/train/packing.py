@@ -84,8 +84,11 @@ def should_pack(cfg: RunConfig, model: PreTrainedModel) -> bool:
 def why_not_packable(model: PreTrainedModel) -> str:
     """Return the reason why the model's attention cannot be packed; an empty string if it can."""
     config = model.config.get_text_config()
-    everywhere = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
-    if set(getattr(config, "layer_types", None) or [everywhere]) != {"full_attention"}:
+    if layer_types := getattr(config, "layer_types", None):
+        attends_to_all = set(layer_types) == {"full_attention"}
+    else:
+        attends_to_all = getattr(config, "sliding_window", None) is None
+    if not attends_to_all:
         return "its attention has windows, or another kind of layer stands in its place"
     if getattr(config, "attn_logit_softcapping", None):
         return "its attention has a cap"
