@@ -7,6 +7,7 @@ import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -58,7 +59,7 @@ class Session:
     tracker: Tracker | None = None
 
     @property
-    def done(self) -> int:
+    def resumed_from(self) -> int:
         """Return the step of the checkpoint that this session resumes from; 0 for a new run."""
         return self.saved.step if self.saved else 0
 
@@ -86,7 +87,7 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
             directory.write_environment(session.data.task.data, session.engine.linear_backend)
             directory.begin_session(started)
             print(opening_lines(session), flush=True)
-            tracker = Tracker(cfg, directory, parts=session.data.task.weights, last_step=session.done)
+            tracker = Tracker(cfg, directory, parts=session.data.task.weights, last_step=session.resumed_from)
             session.tracker = closing.enter_context(tracker)
         try:
             evaluate_and_train(session)
@@ -116,7 +117,7 @@ def evaluate_and_train(session: Session) -> None:
     session.check()
     # the quantized model: no trained adapter, no noise
     evaluate_heldout(session, "before", 0, cfg.eval.questions, cfg.eval.samples_before or cfg.eval.samples)
-    if not session.done:
+    if not session.resumed_from:
         evaluate_subset(session, 0)
     session.check()
     train(session)
@@ -158,31 +159,39 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
     task = tasks.load(cfg.task)
     directory.refuse_other_data(task.data)  # also without a checkpoint: the exam before training may be recorded
     cut = question_counts.note_cut_questions(cfg, len(task.train), len(task.heldout))
-    notes = [] if question_counts.are_questions_here(cfg) else [*task.warnings, *cut]
+    is_said = question_counts.are_questions_here(cfg)  # by the command, before it started this process
+    task_notes = [] if is_said else [*task.warnings, *cut]
     directory.refuse_other_device(device.type)
     try:
         policy = build_policy(cfg, device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(out_of_memory.while_loading(cfg, device, error)) from error
-    if saved:
-        if saved.step in cfg.extended:
-            notes.append(
-                f"extended from {saved.step} to {cfg.steps} steps, over which the schedules of noise and learning rate "
-                f"now stretch: a run of {cfg.steps} from the start is another"
-            )
-    elif cfg.lora.start_from:
-        notes.append(f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})")
     lacks_first_exam = cfg.eval.questions > 0 and "before" not in directory.evaluations()
     if cfg.lora.start_from and (not saved or lacks_first_exam):  # the first exam uses this adapter
         load_start_adapter(policy.model, adapter_folder(cfg.lora.start_from))
     policy.chat.day = ranks.from_first(directory.first_day())
     data = select(cfg, policy, task)
-    limit = f"rollout.max_prompt_tokens={cfg.rollout.max_prompt_tokens}"
-    for count, questions in ((data.left_out, "more questions"), (data.heldout_left_out, "held-out questions")):
-        if count:
-            notes.append(f"{count:,} {questions} are longer than {limit}, and left out")
-    notes += policy.chat.notes
+    notes = [*task_notes, *start_notes(cfg, saved), *left_out_notes(cfg, data), *policy.chat.notes]
     return Session(cfg, directory, stop, ranks, saved, policy, data, rollout.build(cfg, policy), notes)
+
+
+def start_notes(cfg: RunConfig, saved: checkpoint.Saved | None) -> list[str]:
+    """Return lines for the user on what the session begins with: an extended run, or another run's adapter."""
+    if saved and saved.step in cfg.extended:
+        return [
+            f"extended from {saved.step} to {cfg.steps} steps, over which the schedules of noise and learning rate "
+            f"now stretch: a run of {cfg.steps} from the start is another"
+        ]
+    if not saved and cfg.lora.start_from:
+        return [f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})"]
+    return []
+
+
+def left_out_notes(cfg: RunConfig, data: TrainingData) -> list[str]:
+    """Return lines for the user on the questions that are too long."""
+    limit = f"rollout.max_prompt_tokens={cfg.rollout.max_prompt_tokens}"
+    numbers = {"more questions": data.left_out, "held-out questions": data.heldout_left_out}
+    return [f"{number:,} {what} are longer than {limit}, and left out" for what, number in numbers.items() if number]
 
 
 def evaluate_subset(session: Session, step: int) -> None:
@@ -205,37 +214,41 @@ def evaluate_heldout(
     with keys that start with `prefix`. If the run later resumes from a checkpoint before `step`, this line of
     metrics.jsonl is deleted. Raises Interrupted or EngineFailed on every rank if any rank raises it.
     """
-    cfg, directory, ranks, task = session.cfg, session.directory, session.ranks, session.data.task
+    directory, ranks = session.directory, session.ranks
     phases, is_logged = {}, False
     if session.tracker:
         phases, mean = directory.evaluations(), f"{prefix}accuracy"
         is_logged = any(line["step"] == step and mean in line["metrics"] for line in directory.metrics())
     if not questions or ranks.from_first(is_logged and phase in phases):
         return
-    questions = min(questions, len(task.heldout))
-    part, count = ranks.share(questions), questions * samples
+    questions = min(questions, len(session.data.task.heldout))
     when = f"{phase} training" if phase in ("before", "after") else f"after {phase}"
-
-    def ask_questions_of_this_rank() -> Evaluation | None:
-        if not part:
-            return None
-        session.engine.sync(aqn.CLEAN)
-        with terminal.Amount(f"held-out questions {when}", count, unit="completion") as asked:
-
-            def advance_progress_bar(completions: int) -> None:  # rank 0's progress bar extrapolates to all ranks
-                asked.advance(min(completions * ranks.size, count - asked.now))
-                if asked.now < count:
-                    session.stop.check()
-
-            return evaluate(session.engine, session.policy, task, cfg, part, samples, advance_progress_bar)
-
-    own = ranks.run_on_all(ask_questions_of_this_rank, Interrupted, EngineFailed)
-    answers = merge_parts([answers for answers in ranks.gather(own) if answers])
+    own_answers = ranks.run_on_all(partial(ask_own_share, session, questions, samples, when), Interrupted, EngineFailed)
+    answers = merge_parts([answers for answers in ranks.gather(own_answers) if answers])
     if session.tracker:
         directory.write_evaluations(phases | {phase: answers.rows})
         if not is_logged:
             gain = runs.gain_metrics(directory) if phase == "after" else {}
             session.tracker.log(step, answers.metrics(prefix) | gain)
+
+
+def ask_own_share(session: Session, questions: int, samples: int, when: str) -> Evaluation | None:
+    """Ask and grade this rank's share of the first `questions` held-out questions; return None if the share is empty.
+
+    `when` completes the title of the progress bar. Raises Interrupted if the run is asked to stop meanwhile.
+    """
+    share, completions_of_all = session.ranks.share(questions), questions * samples
+    if not share:
+        return None
+    session.engine.sync(aqn.CLEAN)
+    with terminal.Amount(f"held-out questions {when}", completions_of_all, unit="completion") as bar:
+
+        def advance(completions: int) -> None:  # rank 0's progress bar extrapolates to all ranks
+            bar.advance(min(completions * session.ranks.size, completions_of_all - bar.now))
+            if bar.now < completions_of_all:
+                session.stop.check()
+
+        return evaluate(session.engine, session.policy, session.data.task, session.cfg, share, samples, advance)
 
 
 def train(session: Session) -> None:
@@ -244,9 +257,9 @@ def train(session: Session) -> None:
     On a signal it saves a checkpoint after the current step and returns.
     """
     cfg, policy, saved, tracker = session.cfg, session.policy, session.saved, session.tracker
-    if saved and session.done == cfg.steps:  # killed after the last step: only evaluation is missing
+    if saved and session.resumed_from == cfg.steps:  # killed after the last step: only evaluation is missing
         policy.load_trained(saved.path)
-        evaluate_subset(session, session.done)
+        evaluate_subset(session, session.resumed_from)
         return
     cursor = Cursor(session.data, saved.prompts_seen if saved else 0)
     trainer = LabTrainer(cfg, policy, session.engine, cursor, session.directory.path, session.stop, session.ranks)
@@ -262,11 +275,11 @@ def train(session: Session) -> None:
     trainer.after_step = evaluate_after_step
     with ExitStack() as shown:
         if tracker:
-            bar = shown.enter_context(terminal.Progress(cfg.steps, session.done))
+            bar = shown.enter_context(terminal.Progress(cfg.steps, session.resumed_from))
             record_steps(session, tracker, trainer, bar)
         if saved:
             policy.load_trained(saved.path)  # only now: the trainer may copy the initial adapter as KL reference
-            evaluate_subset(session, session.done)
+            evaluate_subset(session, session.resumed_from)
         trainer.train(resume_from_checkpoint=str(saved.path) if saved else None)
 
 
@@ -333,8 +346,8 @@ def opening_lines(session: Session) -> str:
         f"{cfg.steps} steps of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions of at most "
         f"{cfg.rollout.max_completion_tokens:,} tokens, {cfg.optim.micro_batch_size} at a time, seed {cfg.seed}",
     ]
-    if session.done:
-        lines.append(f"continuing after step {session.done}")
+    if session.resumed_from:
+        lines.append(f"continuing after step {session.resumed_from}")
     if policy.device.type == "cuda":
         from qerl_lab.rollout.vllm import backends  # imports triton
 
