@@ -5,7 +5,7 @@ Pure: nothing is read or written.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -62,42 +62,78 @@ def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Run], started
     holds the newest finished run of each arm and seed. `started` holds these and the unfinished runs, and serves only
     to count them. Raises Unmeasured, with the reason, if there is no pair.
     """
-
-    def split_settings(run: Run) -> tuple[Arm, Arm]:
-        """Split a run's settings into those that must be equal and those that may differ, without the spanned key."""
-        own = [(key, value) for key, value in run.arm if key != claim.spanned_key]
-        may_differ = {key for key, _ in own if any(key == free or key.startswith(f"{free}.") for free in claim.free)}
-        shared, free = (tuple(item for item in own if (item[0] in may_differ) == is_free) for is_free in (False, True))
-        return shared, free
-
-    sides, lacking = [], []
-    named = {contrast.treated: contrast.treated_settings, contrast.control: contrast.control_settings}
-    for name, settings in named.items():
+    arms = ((contrast.treated, contrast.treated_settings), (contrast.control, contrast.control_settings))
+    sides, lacking = list[dict[tuple[Arm, Arm], Side]](), list[str]()
+    for name, settings in arms:
         wanted = {*settings.items(), *claim.file.conditions.items()}
-        runs = [run for run in started if wanted <= run.settings.items()]
-        count, options = Counter(map(split_settings, runs)), dict[tuple[Arm, Arm], dict[str, list[Run]]]()
-        for run in (run for run in counted if wanted <= run.settings.items()):
-            at = run.value(claim.spanned_key) if claim.spanned_key else ""
-            options.setdefault(split_settings(run), {}).setdefault(at, []).append(run)
-        sides.append({key: Side(own, sum(map(len, own.values())), count[key]) for key, own in options.items()})
-        lacking += [] if options else [f"{name} ({len(runs)} started)"]
+        own_counted = [run for run in counted if wanted <= run.settings.items()]
+        own_started = [run for run in started if wanted <= run.settings.items()]
+        sides.append(_group_into_sides(claim, own_counted, own_started))
+        if not own_counted:
+            lacking.append(f"{name} ({len(own_started)} started)")
     if lacking:
         raise Unmeasured(f"no finished run of {' and of '.join(lacking)}")
+    treated_sides, control_sides = sides
     pairs = []
-    for (context, _), treated in sides[0].items():
-        for control in (side for (same, _), side in sides[1].items() if same == context):
-            one, other = treated, control
-            if claim.mean_over and (shared := one.options.keys() & other.options.keys()):
-                one, other = (
-                    replace(side, options={at: runs for at, runs in side.options.items() if at in shared})
-                    for side in (one, other)
-                )
-            pairs.append(Pair(one, other, context))
+    for (context, _), treated in treated_sides.items():
+        for (other_context, _), control in control_sides.items():
+            if context == other_context:
+                pairs.append(Pair(*_with_shared_options(claim, treated, control), context))
     if not pairs:
-        differ = [sorted({key for key, _ in {*one} ^ {*other}}) for one, _ in sides[0] for other, _ in sides[1]]
-        nearest = ", ".join(sorted(differ, key=len)[0])
-        raise Unmeasured(f"no two arms are equal but for what is compared: the nearest two differ in {nearest}")
+        raise Unmeasured(
+            "no two arms are equal but for what is compared: the nearest two differ in "
+            f"{', '.join(_fewest_differing_keys(treated_sides, control_sides))}"
+        )
     return pairs
+
+
+def _split_settings(claim: Claim, run: Run) -> tuple[Arm, Arm]:
+    """Split a run's settings into those that must be equal and those that may differ, without the spanned key."""
+    equal, free = [], []
+    for key, value in run.arm:
+        if key == claim.spanned_key:
+            continue
+        may_differ = any(key == name or key.startswith(f"{name}.") for name in claim.free)
+        (free if may_differ else equal).append((key, value))
+    return tuple(equal), tuple(free)
+
+
+def _group_into_sides(
+    claim: Claim, counted: Sequence[Run], started: Sequence[Run]
+) -> dict[tuple[Arm, Arm], Side]:  # fmt: skip
+    """Group the runs of one arm of a contrast into sides; return each by its `_split_settings`."""
+    numbers_started = Counter(_split_settings(claim, run) for run in started)
+    options: dict[tuple[Arm, Arm], dict[str, list[Run]]] = {}
+    for run in counted:
+        value = run.value(claim.spanned_key) if claim.spanned_key else ""
+        options.setdefault(_split_settings(claim, run), {}).setdefault(value, []).append(run)
+    return {
+        split: Side(by_value, sum(map(len, by_value.values())), numbers_started[split])
+        for split, by_value in options.items()
+    }
+
+
+def _with_shared_options(claim: Claim, treated: Side, control: Side) -> tuple[Side, Side]:
+    """Limit both sides to the values of `mean_over` that they share; return them unchanged without such a value."""
+    shared = treated.options.keys() & control.options.keys()
+    if not claim.mean_over or not shared:
+        return treated, control
+
+    def limited(side: Side) -> Side:
+        return replace(side, options={value: runs for value, runs in side.options.items() if value in shared})
+
+    return limited(treated), limited(control)
+
+
+def _fewest_differing_keys(
+    treated_sides: Collection[tuple[Arm, Arm]], control_sides: Collection[tuple[Arm, Arm]]
+) -> list[str]:  # fmt: skip
+    """Return, sorted, the keys in which the most similar two sides differ among the settings that must be equal."""
+    differences = []
+    for treated, _ in treated_sides:
+        for control, _ in control_sides:
+            differences.append(sorted({key for key, _ in {*treated} ^ {*control}}))
+    return min(differences, key=len)
 
 
 class Range(NamedTuple):
