@@ -13,7 +13,7 @@ import yaml
 
 from qerl_lab.config.arm import ENGINE_KEYS, OF_SWEEPS, values_of
 from qerl_lab.config.conf_folder import group_folder
-from qerl_lab.config.keys import is_met, spell_value
+from qerl_lab.config.keys import is_met, parse_condition, spell_value
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.config.rules import largest_divisor
@@ -31,6 +31,11 @@ class Variant(NamedTuple):
     when: str  # condition on another key
     remedy: str
     arm: str = ""  # what to type instead of the remedy in a run that names its experiment
+
+    @property
+    def deciding_key(self) -> str:
+        """Return the key that the condition is on."""
+        return parse_condition(self.when).key
 
     def has_key(self, key: str) -> bool:
         """Tell whether this row lists the dotted key, or a section that holds it."""
@@ -143,12 +148,10 @@ def inert_keys(cfg: RunConfig) -> dict[str, Variant]:
 
     With task.module, keys of task.* are left out, because the module may read them.
     """
-    values = values_of(cfg)
-    found = {
-        key: variant
-        for variant in VARIANTS if not is_met(variant.when, values)
-        for key in values if variant.has_key(key) and key != variant.when.partition("=")[0].rstrip("!")
-    }  # fmt: skip
+    values, found = values_of(cfg), dict[str, Variant]()
+    for variant in VARIANTS:
+        if not is_met(variant.when, values):
+            found |= {key: variant for key in values if variant.has_key(key) and key != variant.deciding_key}
     path = cfg.model.path
     if path == POCKET or path.endswith(".gguf") or Path(path).expanduser().is_dir():
         found["model.revision"] = Variant("model.revision", "model.path=HUB_ID", "model.path=HUB_ID")
@@ -168,11 +171,10 @@ def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) 
             if is_shared and any(key not in of_job for of_job in inert):
                 continue
             variant, where = inert[number][key], f"job {number}: " if len(jobs) > 1 else ""
-            decides = variant.when.partition("=")[0].rstrip("!")
             remedy = variant.arm if variant.arm and cfg.experiment != RunConfig().experiment else variant.remedy
             raise ConfigError(
-                f"{where}{key}={words[key]} does nothing in a run with {decides}="
-                f"{spell_value(values_of(cfg)[decides])}. Leave {key} out, or type for example {remedy}."
+                f"{where}{key}={words[key]} does nothing in a run with {variant.deciding_key}="
+                f"{spell_value(values_of(cfg)[variant.deciding_key])}. Leave {key} out, or type for example {remedy}."
             )
 
 

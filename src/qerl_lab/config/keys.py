@@ -1,6 +1,7 @@
 """Check keys and value types against the schema, and word the errors."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -153,15 +154,27 @@ def _strip_optional(kind: Any) -> Any:
     return get_args(kind)[0] if type(None) in get_args(kind) else kind
 
 
-def is_met(condition: str, values: Mapping[str, Any]) -> bool:
-    """Tell whether a condition holds: `KEY=A|B` (the key has one of these values) or `KEY!=A|B` (it has none of these).
+@dataclass(frozen=True)
+class Condition:
+    """A condition on a key: it has one of `values` (as text), or with `excludes` none of them."""
 
-    `values` maps every dotted key to its value.
-    """
-    key, _, listed = condition.partition("=")
-    value = values[key.rstrip("!")]
+    key: str
+    values: tuple[str, ...]
+    excludes: bool
+
+
+def parse_condition(text: str) -> Condition:
+    """Parse `KEY=A|B` (the key has one of these values) or `KEY!=A|B` (it has none of these)."""
+    key, _, listed = text.partition("=")
+    return Condition(key.removesuffix("!"), tuple(listed.split("|")), key.endswith("!"))
+
+
+def is_met(condition: str, values: Mapping[str, Any]) -> bool:
+    """Tell whether a condition (see `parse_condition`) holds. `values` maps every dotted key to its value."""
+    parsed = parse_condition(condition)
+    value = values[parsed.key]
     text = f"{value:g}" if isinstance(value, float) else spell_value(value)
-    return (text in listed.split("|")) != key.endswith("!")
+    return (text in parsed.values) != parsed.excludes
 
 
 def has_type(value: Any, kind: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 from qerl_lab.config import engine_rules
 from qerl_lab.config.arm import REMOVED, leaves, values_of
 from qerl_lab.config.conf_folder import choices_of
-from qerl_lab.config.keys import check_type, is_met, spell_value, unknown_key_error
+from qerl_lab.config.keys import check_type, is_met, parse_condition, spell_value, unknown_key_error
 from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.redact import url_without_secrets
 from qerl_lab.config.schema import RunConfig
@@ -146,11 +146,11 @@ def _check_needs(cfg: RunConfig, rows: Sequence[Needs] = NEEDS) -> Iterator[str]
     for needs in rows:
         if not is_met(needs.given, values) or is_met(needs.allowed, values):
             continue
-        (key, _), (other, allowed) = (condition.split("=") for condition in (needs.given, needs.allowed))
-        (key, other), but = (key.rstrip("!"), other.rstrip("!")), "anything but " if other.endswith("!") else ""
+        key, allowed = parse_condition(needs.given).key, parse_condition(needs.allowed)
+        but = "anything but " if allowed.excludes else ""
         yield (
-            f"{key}={spell_value(values[key])} with {other}={spell_value(values[other])} is not allowed, because "
-            f"{needs.why}; allowed with it: {but}{', '.join(allowed.split('|'))}. Type {needs.remedy}."
+            f"{key}={spell_value(values[key])} with {allowed.key}={spell_value(values[allowed.key])} is not allowed, "
+            f"because {needs.why}; allowed with it: {but}{', '.join(allowed.values)}. Type {needs.remedy}."
         )
 
 
