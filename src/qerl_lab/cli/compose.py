@@ -257,8 +257,11 @@ def _expand_sweep(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
     choices: dict[str, list[str]] = {}
     for override in parsed:
         key = override.get_key_element()
-        is_sweep, one = override.is_sweep_override(), override.get_value_element_as_str
-        choices[key] = [f"{key}={value}" for value in (override.sweep_string_iterator() if is_sweep else [one()])]
+        if override.is_sweep_override():
+            values = list(override.sweep_string_iterator())
+        else:
+            values = [override.get_value_element_as_str()]
+        choices[key] = [f"{key}={value}" for value in values]
     jobs = [list(words) for words in itertools.product(*choices.values())]
     if not jobs:
         raise ConfigError("the sweep has no job: one of its lists or globs is empty.")
@@ -267,15 +270,15 @@ def _expand_sweep(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
 
 def _refuse_equal_jobs(jobs: list[Job]) -> None:
     """Raise ConfigError if two jobs have the same run directory or the same configuration."""
-    seen: dict[str, int] = {}
+    first_jobs: dict[str, int] = {}  # run directory, or configuration as text -> number of the first job that has it
     for job in jobs:
-        other = seen.setdefault(str(job.run_dir), job.number)
+        other = first_jobs.setdefault(str(job.run_dir), job.number)
         if other != job.number:
             raise ConfigError(
                 f"jobs {other} and {job.number} would share the run directory {job.run_dir}; hydra.sweep.subdir must "
                 "differ between jobs. Leave it out, or put ${hydra.job.num} in it."
             )
-        other = seen.setdefault(repr(job.config), job.number)
+        other = first_jobs.setdefault(repr(job.config), job.number)
         if other != job.number:
             raise ConfigError(
                 f"jobs {other} and {job.number} are the same run ({' '.join(job.overrides)}). "
@@ -289,10 +292,11 @@ def job_config(cfg: DictConfig, typed: Mapping[str, str]) -> RunConfig:
     `typed` maps typed keys to their values; typed values win over implied ones (see `intent.with_implied_values`).
     Raises ConfigError if the configuration cannot run.
     """
-    values = {
-        str(key): OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-        for key in cfg if key != "hydra" for node in [cfg[key]]
-    }  # fmt: skip
+    values: dict[str, Any] = {}
+    for key in cfg:
+        if key != "hydra":
+            node = cfg[key]
+            values[str(key)] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
     config = intent.with_implied_values(build_config(values), typed)
     validate(config)
     return config

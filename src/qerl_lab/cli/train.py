@@ -159,7 +159,8 @@ def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[s
             value = left.pop(0)
             flags.append(value)
         may_be_bare = not allowed or name in ("--info", "-i")
-        if (value or not may_be_bare) and value not in allowed and not (allowed == ANY and value):
+        is_allowed = value in allowed or (may_be_bare and not value) or (allowed == ANY and bool(value))
+        if not is_allowed:
             raise ConfigError(f"{word} is not allowed; allowed: {', '.join(allowed)}. Type {name} {allowed[0]}.")
         if name in ("--config-dir", "-cd") and not Path(value).is_dir():
             raise ConfigError(f"--config-dir {value} is not a directory. Type one that has groups, e.g. experiment/.")
