@@ -30,7 +30,7 @@ class JobProgress:
         has_begun = job.begun and self.run.status != "not run"  # else it has only its directory
         self._earlier_sessions = self._count_sessions() if has_begun else -1
         self.step, self.first, self.reward, self.eta = 0, 0, "-", "-"
-        self.said: int | None = None  # last tenth printed
+        self.printed_tenth: int | None = None
         self.read_progress()
         self.first = self.step
 
@@ -79,34 +79,34 @@ class SweepProgress:
         if time.monotonic() < self._looked + REDRAW_SECONDS:
             return
         self._looked = time.monotonic()
-        for seen in self._left.values():
-            seen.refresh()
-        running = [seen for seen in self._left.values() if seen.is_running]
+        for job in self._left.values():
+            job.refresh()
+        running = [job for job in self._left.values() if job.is_running]
         if sys.stderr.isatty():
-            rows = [[str(s.number), f"{s.step}/{s.steps}", s.reward, s.eta, s.words] for s in running]
+            rows = [[str(job.number), f"{job.step}/{job.steps}", job.reward, job.eta, job.words] for job in running]
             self._draw_table([*(columns([HEAD, *rows]).splitlines() if rows else []), self._summary()])
             return
-        for seen in running:
-            tenth = seen.step * LINES // seen.steps
-            if tenth != seen.said:
-                seen.said = tenth
-                said = f"step {seen.step}/{seen.steps}, ETA {seen.eta}, reward {seen.reward}"
-                print(f"job {seen.number}: {said if tenth else f'running, {seen.words}'}", file=sys.stderr, flush=True)
+        for job in running:
+            tenth = job.step * LINES // job.steps
+            if tenth != job.printed_tenth:
+                job.printed_tenth = tenth
+                said = f"step {job.step}/{job.steps}, ETA {job.eta}, reward {job.reward}"
+                print(f"job {job.number}: {said if tenth else f'running, {job.words}'}", file=sys.stderr, flush=True)
 
     def end_job(self, job: Job, message: str) -> None:
         """Remove an ended job from the table and print its status.
 
         `message` says why the job failed and is printed below; empty if there is nothing to say.
         """
-        seen = self._left.pop(job.number)
-        seen.read_progress()
-        status = seen.run.status
+        progress = self._left.pop(job.number)
+        progress.read_progress()
+        status = progress.run.status
         self._ended[status] += 1
         self.close()
         if status == "not run" and not message:  # the sweep stopped before this job began
             return
-        reward = f", reward {seen.reward}" if seen.reward != "-" else ""
-        line = f"job {job.number}: {status}{reward}, {seen.words} ({self._summary()})"
+        reward = f", reward {progress.reward}" if progress.reward != "-" else ""
+        line = f"job {job.number}: {status}{reward}, {progress.words} ({self._summary()})"
         print("\n".join(filter(None, (line, message))), file=sys.stderr, flush=True)
 
     def is_running(self, job: Job) -> bool:
@@ -121,10 +121,10 @@ class SweepProgress:
         """Format the sweep's state as `12 of 40 done, 1 failed, 2 running, ETA 2:10:00`."""
         parts = [f"{self._ended['done']} of {self._count} done"]
         parts += [f"{count} {word}" for word, count in self._ended.items() if word != "done"]
-        if running := sum(seen.is_running for seen in self._left.values()):
+        if running := sum(job.is_running for job in self._left.values()):
             parts.append(f"{running} running")
-        left = sum(seen.steps - seen.step for seen in self._left.values())
-        made = sum(seen.step - seen.first for seen in self._all)
+        left = sum(job.steps - job.step for job in self._left.values())
+        made = sum(job.step - job.first for job in self._all)
         if left and made and not self._stop_file.exists():
             parts.append(f"ETA {estimate_time_left(time.monotonic() - self._started, made, left)}")
         return ", ".join(parts)
