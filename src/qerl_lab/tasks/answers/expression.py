@@ -414,7 +414,8 @@ class _Reader:
             factors.append(self.raised(self.atom()))
         self.bare_at = self.at if _letter(factors[-1]) else -1
         self.depth -= 1
-        return Op("neg" if negative else "*", (Op("*", tuple(factors)),) if negative else tuple(factors))
+        product = Op("*", tuple(factors))
+        return Op("neg", (product,)) if negative else product
 
 
 def _letter(node: Node) -> str:
