@@ -252,7 +252,8 @@ class RunDirectory:
         for path in (self.path / name for name in WRITTEN_IN_PLACE):
             if path.exists() and not os.access(path, os.W_OK):
                 raise ConfigError(f"{path} cannot be written. Make it writable, or copy {self.path} to where it is.")
-        self.sessions(), self.mirror()
+        for read in (self.sessions, self.mirror):  # each raises for a damaged file
+            read()
         self._check_evaluations(is_expected=False)
 
     def starting_point(self, cfg: RunConfig) -> checkpoint.Saved | None:
@@ -407,7 +408,8 @@ class RunDirectory:
         """
         is_done = self.status == "done"
         settings = self.settings() if is_done else {}
-        self.result(), self.environments(), self.sessions(), self.mirror()
+        for read in (self.result, self.environments, self.sessions, self.mirror):  # each raises for a damaged file
+            read()
         steps = max(int(settings.get("steps", 0)), self.last_saved())  # a key is missing if resolved.yaml is truncated
         lines = self.metrics()  # read after the checkpoints, as a running run adds to both
         metrics.check_steps(lines, steps)
