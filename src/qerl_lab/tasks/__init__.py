@@ -17,7 +17,6 @@ import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -41,6 +40,24 @@ from qerl_lab.tasks.questions import (
 
 __all__ = ["UNPARSED", "BadRow", "Question", "Scores", "Task", "is_heldout"]
 
+ReadQuestions = Callable[[TaskConfig], list[Question]]
+Grade = Callable[[Sequence[str], Sequence[Question]], Scores]
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """The functions of a task, as the module's docstring describes them; None for a function that the task lacks.
+
+    `of_file` has the names of the functions that the file `task.module` defines.
+    """
+
+    heldout: ReadQuestions
+    grade: Grade
+    train: ReadQuestions | None = None
+    worked: ReadQuestions | None = None
+    weights: Callable[[TaskConfig], dict[str, float]] | None = None
+    of_file: frozenset[str] = frozenset()
+
 
 @dataclass(frozen=True)
 class Task:
@@ -57,7 +74,7 @@ class Task:
     train: list[Question]
     heldout: list[Question]
     weights: dict[str, float]
-    grade: Callable[[Sequence[str], Sequence[Question]], Scores]
+    grade: Grade
     format_reward_for: str = "any"
     warnings: tuple[str, ...] = ()  # messages for the user, such as the number of rows left out
     data: Mapping[str, Any] = field(default_factory=dict, hash=False)  # description stored in the record
@@ -126,11 +143,10 @@ def is_on_the_hub(cfg: TaskConfig) -> bool:
     return cfg.name in question_sets.SOURCES and not {"train", "heldout"} <= _functions(cfg).of_file
 
 
-def _functions(cfg: TaskConfig, needed: str | None = None) -> SimpleNamespace:
-    """Return the task's functions (train, heldout, grade, ...) as attributes; functions in `task.module` replace them.
+def _functions(cfg: TaskConfig, needed: str | None = None) -> _Functions:
+    """Return the task's functions; functions in the file `task.module` replace them.
 
-    The attribute `of_file` is the set of names of the functions that the file `task.module` defines. Raises ConfigError
-    if that file cannot be used, or if the task lacks the function `needed` ("train" or "worked").
+    Raises ConfigError if that file cannot be used, or if the task lacks the function `needed` ("train" or "worked").
     """
     if cfg.name in question_sets.SOURCES:
         functions = question_sets.functions(cfg.name)
@@ -138,10 +154,10 @@ def _functions(cfg: TaskConfig, needed: str | None = None) -> SimpleNamespace:
         module = vars(importlib.import_module(f"qerl_lab.tasks.{cfg.name}"))
         functions = {name: module[name] for name in module_file.NAMES if name in module}
     of_file = module_file.load(cfg, functions) if cfg.module else {}
-    found = SimpleNamespace(**functions | of_file, of_file=frozenset(of_file))
-    if needed is None or hasattr(found, needed):
+    found = _Functions(**functions | of_file, of_file=frozenset(of_file))
+    if needed is None or getattr(found, needed) is not None:
         return found
-    others = [name for name in choices_of("task") if hasattr(_functions(TaskConfig(name=name)), needed)]
+    others = [name for name in choices_of("task") if getattr(_functions(TaskConfig(name=name)), needed) is not None]
     if needed == "worked":
         raise ConfigError(
             f"task={cfg.name} has no worked solutions; allowed: {', '.join(others)}. Type task={others[-1]}."
@@ -165,12 +181,11 @@ def _task(cfg: TaskConfig, training: str | None) -> Task:
         "training": without_heldout(asked, heldout, cfg.train_questions),
         "heldout": heldout if isinstance(heldout, Questions) else Questions(heldout),
     }
-    warnings = {
-        line: role
-        for role, questions in reversed(sets.items())  # list a warning about a shared file once
-        for line in [*map(str, questions.left_out), *questions.notes]
-    }
-    further = functions.weights(cfg) if hasattr(functions, "weights") else {}
+    roles: dict[str, str] = {}  # warning -> role of the questions; a warning about a shared file is listed once
+    for role in ("heldout", "training"):
+        for line in [*map(str, sets[role].left_out), *sets[role].notes]:
+            roles[line] = role
+    further = functions.weights(cfg) if functions.weights else {}
     return Task(
         name=label(cfg),
         instruction=cfg.instruction,
@@ -179,7 +194,7 @@ def _task(cfg: TaskConfig, training: str | None) -> Task:
         weights={"format": cfg.format_reward, "answer": cfg.answer_reward} | further,
         grade=functions.grade,
         format_reward_for=cfg.format_reward_for,
-        warnings=tuple(f"{role} questions: {line}" for line, role in warnings.items()),
+        warnings=tuple(f"{role} questions: {line}" for line, role in roles.items()),
         data={f"{role}_{key}": value for role, questions in sets.items() for key, value in _summary(questions).items()},
     )
 
@@ -190,5 +205,5 @@ def _summary(questions: Questions) -> dict[str, Any]:
     for question in questions:
         content = [question.id, question.prompt, question.answer, dict(question.payload)]
         digest.update(json.dumps(content, sort_keys=True).encode() + b"\n")
-    left_out = sum(some.count for some in questions.left_out)
+    left_out = sum(rows.count for rows in questions.left_out)
     return {"questions": len(questions), "rows_left_out": left_out, "sha256": digest.hexdigest()}

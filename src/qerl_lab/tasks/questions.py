@@ -62,7 +62,7 @@ class Questions(list[Question]):
 
     def __init__(self, questions: Iterable[Question], left_out: Sequence[LeftOut] = (), notes: Sequence[str] = ()):
         super().__init__(questions)
-        self.left_out, self.notes = [some for some in left_out if some.count], list(notes)
+        self.left_out, self.notes = [rows for rows in left_out if rows.count], list(notes)
 
 
 def label(cfg: TaskConfig) -> str:
