@@ -146,7 +146,7 @@ class Range(NamedTuple):
     high: Values
 
 
-class P(NamedTuple):
+class PValues(NamedTuple):
     """One-sided p-values of the hypotheses that a verdict can reject."""
 
     above: float  # H0: no effect, or one of the other sign
@@ -154,7 +154,7 @@ class P(NamedTuple):
     below: float  # H0: no effect, or one of the claimed sign
 
 
-NOTHING_SHOWN = P(1.0, 1.0, 1.0)
+NOTHING_SHOWN = PValues(1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ class Numbers:
     effect_size: float
     probability_of_improvement: float
     guardrail: str  # `HELD`, `BROKEN` or `OPEN`; empty without one
-    p: P = NOTHING_SHOWN
-    adjusted: P = NOTHING_SHOWN  # corrected (Holm)
+    p: PValues = NOTHING_SHOWN
+    adjusted: PValues = NOTHING_SHOWN  # corrected (Holm)
     seeds_as_measured: int | None = None  # seeds that would decide if the effect is as measured
     seeds_at_any_effect: int | None = None  # seeds that would decide whatever the effect is
 
@@ -188,19 +188,21 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
 
     Raises Unmeasured for too few shared seeds, questions or values of the spanned key, and if runs lack the measure.
     """
-    values = [side.options.keys() for side in (pair.treated, pair.control)]
+    treated_values, control_values = pair.treated.options.keys(), pair.control.options.keys()  # of the spanned key
     seeds = sorted(pair.treated.seeds & pair.control.seeds)
-    if claim.mean_over and len(values[0] & values[1]) < 2:
+    if claim.mean_over and len(treated_values & control_values) < 2:
         raise Unmeasured(f"the arms share no two values of {claim.mean_over} to take the mean over")
     if len(seeds) < min(claim.file.seeds, INTERVAL_SEEDS):
         raise Unmeasured(f"seeds that both arms have: {len(seeds)}, of {claim.file.seeds} that are needed")
-    if claim.best_of and min(map(len, values)) < 2:
+    if claim.best_of and min(len(treated_values), len(control_values)) < 2:
         raise Unmeasured(f"an arm has one value of {claim.best_of}, so there is no best")
-    treated, control = (_measure_side(claim, claim.measure, side, pair, seeds) for side in pair[:2])
-    both = sorted(set(treated.low.columns) & set(control.low.columns))
-    if not both or (len(both) == 1 and treated.low.shape[1] > 1):
+    treated = _measure_side(claim, claim.measure, pair.treated, pair.control.runs, seeds)
+    control = _measure_side(claim, claim.measure, pair.control, pair.control.runs, seeds)
+    shared = sorted(set(treated.low.columns) & set(control.low.columns))
+    if not shared or (len(shared) == 1 and treated.low.shape[1] > 1):
         raise Unmeasured("the two arms were asked fewer than two of the same questions")
-    (low, high), (base_low, base_high) = ([one[both].to_numpy(float) for one in side] for side in (treated, control))
+    low, high = treated.low[shared].to_numpy(float), treated.high[shared].to_numpy(float)
+    base_low, base_high = control.low[shared].to_numpy(float), control.high[shared].to_numpy(float)
     sign = claim.direction or 1
     with np.errstate(invalid="ignore"):  # if both are censored, the difference is unknown
         least = np.nan_to_num(low - base_high, nan=-np.inf, neginf=-np.inf)
@@ -208,19 +210,11 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
     oriented, at_most = (least, most) if sign > 0 else (-most, -least)
     censored = int((~np.isfinite(least) | ~np.isfinite(most)).any(axis=1).sum())
     known = low - base_low  # takes censored values at their lower bound
-
-    def interval(known: np.ndarray, least: np.ndarray, most: np.ndarray) -> stats.Interval:
-        """Return (mean, low, high) of `known`; low or high is infinite if the bounds `least` or `most` are."""
-        mean, start, end = stats.over_seeds(known)
-        start = start if np.isfinite(least).all() else -math.inf
-        end = end if np.isfinite(most).all() else math.inf
-        if not claim.is_ratio:
-            return mean, start, end
-        return math.exp(mean), math.exp(start) if math.isfinite(start) else start, math.exp(end)
-
     return Numbers(
-        seeds=len(seeds), questions=len(both), censored=censored, treated=interval(low, low, high),
-        control=interval(base_low, base_low, base_high), effect=interval(known, least, most),
+        seeds=len(seeds), questions=len(shared), censored=censored,
+        treated=_interval(claim, low, low, high),
+        control=_interval(claim, base_low, base_low, base_high),
+        effect=_interval(claim, known, least, most),
         oriented=oriented, at_most=at_most, variances=stats.floored_components(known),
         effect_size=math.nan if censored else stats.effect_size(oriented.mean(1)),
         probability_of_improvement=stats.probability_of_improvement(sign * low.mean(1), sign * base_low.mean(1)),
@@ -228,32 +222,55 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
     )  # fmt: skip
 
 
-def _measure_side(claim: Claim, measure: str, side: Side, pair: Pair, seeds: Sequence[int]) -> Range:
+def _interval(claim: Claim, known: np.ndarray, least: np.ndarray, most: np.ndarray) -> stats.Interval:
+    """Return (mean, low, high) of `known`[seeds, questions]; low or high is infinite if a bound `least` or `most` is.
+
+    For a ratio `known` holds logarithms, and the result holds factors.
+    """
+    mean, low, high = stats.over_seeds(known)
+    low = low if np.isfinite(least).all() else -math.inf
+    high = high if np.isfinite(most).all() else math.inf
+    if not claim.is_ratio:
+        return mean, low, high
+    return math.exp(mean), math.exp(low) if math.isfinite(low) else low, math.exp(high)
+
+
+def _measure_side(
+    claim: Claim, measure: str, side: Side, controls: Sequence[Run], seeds: Sequence[int]
+) -> Range:  # fmt: skip
     """Return lower and upper bounds of `measure` on one side of a pair, for the given seeds; logarithms for a ratio.
 
-    If the side has several values of the spanned key, `mean_over` takes the mean over these values. `best_of` takes for
-    each seed the value that was best over the other seeds: no seed chooses for itself, so an arm cannot win by the luck
-    that chose its value. Best is always by `claim.measure`, even if `measure` is the guardrail's.
+    `controls` are the runs of the control side, which some measures need. If the side has several values of the spanned
+    key, `mean_over` takes the mean over these values. `best_of` takes for each seed the value that was best over the
+    other seeds: no seed chooses for itself, so an arm cannot win by the luck that chose its value. Best is always by
+    `claim.measure`, even if `measure` is the guardrail's.
     """
 
     def measure_option(measure: str, runs: Sequence[Run]) -> Range:
         """Return the bounds of `measure` for the runs at one value of the spanned key."""
         own = MEASURES[measure]
-        low = own.of(runs, pair.control.runs).dropna(axis=1).loc[list(seeds)]
+        low = own.of(runs, controls).dropna(axis=1).loc[list(seeds)]
         high = low if own.most is None else low.where(low <= own.most(runs[0]), np.inf)
         return Range(np.log(low), np.log(high)) if own.ratio else Range(low, high)
 
     options = [measure_option(measure, runs) for runs in side.options.values()]
     columns = [column for column in options[0].low.columns if all(column in option.low for option in options)]
     if claim.mean_over:
-        return Range(*(sum(option[end][columns] for option in options) / len(options) for end in (0, 1)))
-    best = dict.fromkeys(seeds, 0)
+        count = len(options)
+        return Range(
+            sum(option.low[columns] for option in options) / count,
+            sum(option.high[columns] for option in options) / count,
+        )
+    chosen = dict.fromkeys(seeds, options[0])
     if len(options) > 1:
         sign, ranked = claim.direction or 1, [measure_option(claim.measure, runs) for runs in side.options.values()]
         better = [sign * option.low.mean(axis=1) for option in ranked]
-        best = {seed: int(np.argmax([option.drop(seed).mean() for option in better])) for seed in seeds}
-    by_seed = (pd.DataFrame({seed: options[best[seed]][end].loc[seed, columns] for seed in seeds}).T for end in (0, 1))
-    return Range(*by_seed)
+        for seed in seeds:
+            chosen[seed] = options[int(np.argmax([option.drop(seed).mean() for option in better]))]
+    return Range(
+        pd.DataFrame({seed: option.low.loc[seed, columns] for seed, option in chosen.items()}).T,
+        pd.DataFrame({seed: option.high.loc[seed, columns] for seed, option in chosen.items()}).T,
+    )
 
 
 def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
@@ -266,7 +283,8 @@ def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
         return ""
     measure, margin = claim.guardrail.measure, claim.guardrail.margin
     try:
-        treated, control = (_measure_side(claim, measure, side, pair, seeds).low for side in pair[:2])
+        treated = _measure_side(claim, measure, pair.treated, pair.control.runs, seeds).low
+        control = _measure_side(claim, measure, pair.control, pair.control.runs, seeds).low
     except Unmeasured:
         return OPEN
     difference = (treated - control).dropna(axis=1).to_numpy(float)

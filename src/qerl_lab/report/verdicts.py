@@ -17,7 +17,7 @@ from qerl_lab.report import reference, stats
 from qerl_lab.report.arms import keys_implied_by_task, number_first
 from qerl_lab.report.claims import Claim, Contrast, of_paper
 from qerl_lab.report.comparison import CONDITIONS
-from qerl_lab.report.effects import BROKEN, OPEN, Numbers, P, Pair, find_pairs, measure_pair
+from qerl_lab.report.effects import BROKEN, OPEN, Numbers, Pair, PValues, find_pairs, measure_pair
 from qerl_lab.report.measures import Unmeasured, has_collapsed
 from qerl_lab.report.runs import Run
 
@@ -170,7 +170,7 @@ def pool_variances(rows: Sequence[Row]) -> list[Row]:
     return done
 
 
-def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
+def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> PValues:
     """Compute the uncorrected p-values of a contrast; `seeds` replaces its number of seeds, all else equal.
 
     For a claim of no difference (direction 0) the tests are of equivalence: `above` is the larger p-value of two
@@ -184,10 +184,10 @@ def p_values(numbers: Numbers, claim: Claim, seeds: int | None = None) -> P:
         return stats.p_above(mean, numbers.variances, seeds or numbers.seeds, numbers.questions, null)
 
     if claim.direction:
-        return P(p_above(low, 0.0), p_above(-high, -claim.margin), p_above(-high, 0.0))
+        return PValues(p_above(low, 0.0), p_above(-high, -claim.margin), p_above(-high, 0.0))
     inside = max(p_above(low, -claim.margin), p_above(-high, -claim.margin))
     outside = min(p_above(low, claim.margin), p_above(-high, claim.margin))
-    return P(inside, min(1.0, 2 * outside), 1.0)
+    return PValues(inside, min(1.0, 2 * outside), 1.0)
 
 
 def family_sizes(rows: Sequence[Row]) -> dict[str, int]:
@@ -209,7 +209,7 @@ def set_verdicts(rows: Sequence[Row]) -> list[Row]:
     return done
 
 
-def _decide(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
+def _decide(row: Row, numbers: Numbers, others: Sequence[PValues]) -> Row:
     """Return the row with verdict, reason and p-values corrected within its family.
 
     `others` holds the uncorrected p-values of the other contrasts in the family.
@@ -217,9 +217,9 @@ def _decide(row: Row, numbers: Numbers, others: Sequence[P]) -> Row:
     claim, size = row.claim, row.claim.smallest_as_text
     phrases = PHRASES if claim.direction else EITHER_WAY
 
-    def verdict_of(own: P) -> tuple[P, Verdict]:
+    def verdict_of(own: PValues) -> tuple[PValues, Verdict]:
         """Adjust the p-values by Holm within the family, and return them with the verdict that they allow."""
-        adjusted = P(*(stats.holm([p, *(other[n] for other in others)])[0] for n, p in enumerate(own)))
+        adjusted = PValues(*(stats.holm([p, *(other[n] for other in others)])[0] for n, p in enumerate(own)))
         is_above, is_small, is_below = (p < LEVEL for p in adjusted)
         if is_below:
             return adjusted, Verdict.REVERSED

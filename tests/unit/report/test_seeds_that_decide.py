@@ -11,7 +11,7 @@ import pytest
 from qerl_lab.report.claims import Claim
 from qerl_lab.report.effects import Numbers
 from qerl_lab.report.stats import floored_components, half_width
-from qerl_lab.report.verdicts import P, Row, Verdict, p_values, set_verdicts
+from qerl_lab.report.verdicts import PValues, Row, Verdict, p_values, set_verdicts
 from simulated_runs import EQUAL, GRADED, HELD_OUT, SCALAR, arms, verdicts
 
 
@@ -49,7 +49,7 @@ def open_scalar() -> list[Row]:
 def open_beside_decided() -> list[Row]:
     """Two that are decided leave the third the level of one alone."""
     rows = verdicts(SCALAR, arms(SCALAR, {}, 5, 0.02, np.random.default_rng(0)))
-    small = [replace(row, numbers=replace(row.numbers, p=P(1.0, 1e-6, 1.0))) for row in rows[1:]]
+    small = [replace(row, numbers=replace(row.numbers, p=PValues(1.0, 1e-6, 1.0))) for row in rows[1:]]
     return set_verdicts([rows[0], *small])
 
 

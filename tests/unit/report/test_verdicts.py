@@ -25,7 +25,7 @@ from qerl_lab.report.stats import (
     variance_components,
 )
 from qerl_lab.report.verdict_tables import paper_cell as of_paper_text
-from qerl_lab.report.verdicts import P, Row, Verdict, pool_variances, set_verdicts
+from qerl_lab.report.verdicts import PValues, Row, Verdict, pool_variances, set_verdicts
 from run_directories import change_metrics, make_run
 from simulated_runs import BY_NAME, GRADED, HELD_OUT, QUIET, SCALAR, arms, record, shown, verdicts
 
@@ -161,7 +161,8 @@ def test_a_contrast_is_held_against_the_level_of_its_family() -> None:
     rows = verdicts(SCALAR, few())
     for p_values, supported in (((0.02, 0.02, 0.02), 0), ((0.008, 0.02, 0.02), 1), ((0.001, 0.012, 0.02), 3)):
         given = [
-            replace(row, numbers=replace(row.numbers, p=P(p, 1.0, 1.0))) for row, p in zip(rows, p_values, strict=True)
+            replace(row, numbers=replace(row.numbers, p=PValues(p, 1.0, 1.0)))
+            for row, p in zip(rows, p_values, strict=True)
         ]
         assert [row.verdict for row in set_verdicts(given)].count(Verdict.SUPPORTED) == supported
 
