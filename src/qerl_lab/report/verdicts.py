@@ -92,11 +92,11 @@ def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] |
                 own = [_measure_row(row, pair) for pair in find_pairs(claim, contrast, counted, started)]
             except Unmeasured as error:
                 own = [replace(row, why=str(error))]
-            common = set.intersection(*(set(one.context) for one in own))
-            implied = keys_implied_by_task([dict(one.context) for one in own])
-            for one in own:  # name the settings that tell the rows of a contrast apart
-                context = (item for item in one.context if item not in common and item[0] not in implied)
-                rows.append(replace(one, context=tuple(context)))
+            common = set.intersection(*(set(row.context) for row in own))
+            implied = keys_implied_by_task([dict(row.context) for row in own])
+            for row in own:  # name the settings that tell the rows of a contrast apart
+                context = (item for item in row.context if item not in common and item[0] not in implied)
+                rows.append(replace(row, context=tuple(context)))
     return set_verdicts(pool_variances(rows))
 
 
@@ -237,35 +237,52 @@ def _decide(row: Row, numbers: Numbers, others: Sequence[PValues]) -> Row:
         return 2 * stats.half_width(numbers.variances, seeds, numbers.questions, level) <= claim.margin
 
     adjusted, verdict = verdict_of(numbers.p)
-    then, why = verdict, phrases[verdict][0].format(size=size)
-    first = any_effect = None
+    reached, why = verdict, phrases[verdict][0].format(size=size)
+    as_measured = any_effect = None
     if verdict == Verdict.UNDECIDED:
-        first = stats.fewest_seeds(lambda seeds: verdict_at(seeds) != Verdict.UNDECIDED, numbers.seeds + 1)
+        as_measured = stats.fewest_seeds(lambda seeds: verdict_at(seeds) != Verdict.UNDECIDED, numbers.seeds + 1)
         if claim.direction and not numbers.censored:  # without a direction there is a border on each side
             any_effect = stats.fewest_seeds(is_narrow_at, claim.file.seeds)
-        if first:
-            then = verdict_at(first)
-            rest = f", {any_effect} decide whatever it is" if any_effect and any_effect > first else ""
-            why = f"about {first} seeds would {phrases[then][1].format(size=size)} if the effect is as measured{rest}"
-        elif numbers.censored:
-            why = "too many runs never got there to tell"
+        if as_measured:
+            reached = verdict_at(as_measured)
+            would = phrases[reached][1].format(size=size)
+            why = f"about {as_measured} seeds would {would} if the effect is as measured"
+            if any_effect and any_effect > as_measured:
+                why += f", {any_effect} decide whatever it is"
         else:
-            more = f" with {numbers.questions} questions: type a larger eval.questions" * (numbers.questions > 1)
-            why = (
-                f"the measured effect is so near a border that not even {stats.MOST_SEEDS:,} seeds would decide it"
-                + more
-            )
+            why = _why_no_seeds_decide(numbers)
+    numbers = replace(numbers, adjusted=adjusted, seeds_as_measured=as_measured, seeds_at_any_effect=any_effect)
+    return replace(row, numbers=numbers, verdict=verdict, why="; ".join([why, *_reservations(row, numbers, reached)]))
+
+
+def _why_no_seeds_decide(numbers: Numbers) -> str:
+    """Say why no number of seeds that may be tried would decide an undecided contrast."""
     if numbers.censored:
-        why += f"; censored seeds: {numbers.censored} of {numbers.seeds}"
+        return "too many runs never got there to tell"
+    why = f"the measured effect is so near a border that not even {stats.MOST_SEEDS:,} seeds would decide it"
+    if numbers.questions > 1:
+        why += f" with {numbers.questions} questions: type a larger eval.questions"
+    return why
+
+
+def _reservations(row: Row, numbers: Numbers, reached: Verdict) -> list[str]:
+    """List what limits a verdict: censored seeds, a guardrail that did not hold, effects of the paper below the size.
+
+    `reached` is the verdict, or for an undecided contrast the one that more seeds would reach.
+    """
+    claim, found = row.claim, list[str]()
+    if numbers.censored:
+        found.append(f"censored seeds: {numbers.censored} of {numbers.seeds}")
     if claim.guardrail and numbers.guardrail in (BROKEN, OPEN):
         state = f"broken: lower by more than {claim.guardrail.margin:g}" if numbers.guardrail == BROKEN else "open"
-        why += f"; guardrail {claim.guardrail.measure} is {state}"
-    if claim.direction and then in (Verdict.EXCLUDED, Verdict.TOO_SMALL):
+        found.append(f"guardrail {claim.guardrail.measure} is {state}")
+    if claim.direction and reached in (Verdict.EXCLUDED, Verdict.TOO_SMALL):
         small = [
             f"{claim.spell(value)} ({where})" for where, value in row.printed
             if claim.direction * (math.log(value) if claim.is_ratio else value) < claim.margin
         ]  # fmt: skip
         if small:
-            why += f"; this cannot contradict the paper's {', '.join(small)}, which is below {size}"
-    numbers = replace(numbers, adjusted=adjusted, seeds_as_measured=first, seeds_at_any_effect=any_effect)
-    return replace(row, numbers=numbers, verdict=verdict, why=why)
+            found.append(
+                f"this cannot contradict the paper's {', '.join(small)}, which is below {claim.smallest_as_text}"
+            )
+    return found
