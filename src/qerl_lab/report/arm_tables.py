@@ -100,7 +100,8 @@ def accuracy_rows(comparison: Comparison) -> Rows:
             method, weight_format = beside[label]
             numbers = reference.numbers(table="Table 1", metric="accuracy", method=method, weight_format=weight_format)
             there = [numbers.get(f"Qwen2.5-{size}-Instruct") for size in ("3B", "7B")]
-            cells += [f"{method}, {weight_format}", *(NONE if one is None else f"{one / 100:.3f}" for one in there)]
+            cells += [f"{method}, {weight_format}"]
+            cells += [NONE if percent is None else f"{percent / 100:.3f}" for percent in there]
         rows.append([*cells, *[NONE] * (len(rows[0]) - len(cells))])
     return rows
 
@@ -108,13 +109,15 @@ def accuracy_rows(comparison: Comparison) -> Rows:
 def _accuracy_table(comparison: Comparison) -> Table:
     """Build the table of held-out accuracy: `accuracy_rows` without empty columns, with explanations."""
     rows, empty = without_empty_columns(accuracy_rows(comparison), 2)
-    beside = IN_TABLE_1 in rows[0]
+    title, of_paper = "Held-out accuracy", ""
+    if IN_TABLE_1 in rows[0]:
+        title += ", as in the paper's Table 1"
+        of_paper = "Paper: one run each, Qwen2.5 at 3B and 7B on GSM8K. "
     why = "no held-out questions were evaluated" if "after" in empty else "eval.samples=1, or no question"
     return Table(
-        "Held-out accuracy" + ", as in the paper's Table 1" * beside,
+        title,
         "Cells: mean [95% interval] (seeds). Intervals cover seeds and questions, and are clipped to 0 and 1. "
-        + "Paper: one run each, Qwen2.5 at 3B and 7B on GSM8K. " * beside
-        + "pass@n: questions with a right answer among n = eval.samples.",
+        f"{of_paper}pass@n: questions with a right answer among n = eval.samples.",
         rows,
         f"Left out: {in_words(empty)}, since {why}." if empty else "",
     )
@@ -145,29 +148,32 @@ def _difference_cells(runs: Sequence[Run], control: Sequence[Run], name: str) ->
     Returns three cells: difference with interval, effect size, and P(better), the share of seed pairs in which `runs`
     is better. Returns an empty list if the arms share no seed with values, or for tokens/s if a run shared its machine.
     """
-    _, sign, ratio = DIFFERENCES[name]
-    if ratio and shared_machines(runs, control):
+    _, sign, is_ratio = DIFFERENCES[name]
+    if is_ratio and shared_machines(runs, control):
         return []
-    is_accuracy = name in ("after", "gain")
-    one, other = (matrix(side, name) if is_accuracy else _by_seed(side, name).to_frame() for side in (runs, control))
-    if ratio:
-        one, other = np.log(one), np.log(other)
-    difference = (one - other).dropna(how="all").dropna(axis=1)
+    if name in ("after", "gain"):
+        treated_S_Q, control_S_Q = matrix(runs, name), matrix(control, name)
+    else:
+        treated_S_Q, control_S_Q = _by_seed(runs, name).to_frame(), _by_seed(control, name).to_frame()
+    if is_ratio:
+        treated_S_Q, control_S_Q = np.log(treated_S_Q), np.log(control_S_Q)
+    difference = (treated_S_Q - control_S_Q).dropna(how="all").dropna(axis=1)
     if difference.empty:
         return []
 
     def spell(value: float) -> str:
-        return f"{math.exp(value):.2f}" if ratio else f"{value:+.3f}"
+        return f"{math.exp(value):.2f}" if is_ratio else f"{value:+.3f}"
 
     values, seeds = difference.to_numpy(), len(difference)
+    mean, unit = spell(float(values.mean())), "x" if is_ratio else ""
     interval = f" {stats.format_interval(*stats.over_seeds(values)[1:], spell)}" if seeds > 1 else ""
     size = stats.effect_size(difference.mean(axis=1).to_numpy())
-    means = [sign * side.loc[difference.index, difference.columns].mean(axis=1) for side in (one, other)]
-    return [
-        f"{spell(float(values.mean()))}{'x' * ratio}{interval} ({seeds})",
-        NONE if math.isnan(size) else f"{size:+.2f}",
-        f"{stats.probability_of_improvement(*means):.2f}" if sign else NONE,
-    ]
+    better = NONE
+    if sign:
+        shared = difference.index, difference.columns
+        treated_S, control_S = (sign * side.loc[shared].mean(axis=1) for side in (treated_S_Q, control_S_Q))
+        better = f"{stats.probability_of_improvement(treated_S, control_S):.2f}"
+    return [f"{mean}{unit}{interval} ({seeds})", NONE if math.isnan(size) else f"{size:+.2f}", better]
 
 
 def _entropy_table(comparison: Comparison, baseline: str | None, differences: Differences) -> Table:
@@ -177,7 +183,8 @@ def _entropy_table(comparison: Comparison, baseline: str | None, differences: Di
     """
     beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "aqn.schedule": "off"})
     against = [f"first tenth - {baseline}"] if baseline else []
-    rows = [["arm", "first tenth of the steps", "last tenth", *against, *ENTROPIES, *["Figure 5, 7B"] * bool(beside)]]
+    of_paper = ["Figure 5, 7B"] if beside else []
+    rows = [["arm", "first tenth of the steps", "last tenth", *against, *ENTROPIES, *of_paper]]
     for arm, runs in comparison.arms.items():
         entropies = [_by_seed(runs, f"entropy_{when}").to_frame() for when in ("first", "last")]
         row = [arm, *(seeds_cell(values, stats.NATS) for values in entropies)]
@@ -192,14 +199,14 @@ def _entropy_table(comparison: Comparison, baseline: str | None, differences: Di
             row.append(f"{mean:.3f}")
         rows.append([*row, *[NONE] * (len(rows[0]) - len(row))])
     rows, empty = without_empty_columns(rows)
-    return Table(
-        "Entropy of the policy" + ", as in the paper's Figure 5" * bool(beside),
-        "Nats per token at rollout.temperature, without noise in the trainer."
-        + " Forking tokens: the fifth with the highest entropy. Answers: nats a question, over its group's answers."
-        * (not {*ENTROPIES} & {*empty})
-        + " Paper: mean of its curve over steps 0 to 8, read from the figure (+-0.004)." * bool(beside),
-        rows,
-    )
+    title, about = "Entropy of the policy", "Nats per token at rollout.temperature, without noise in the trainer."
+    if not {*ENTROPIES} & {*empty}:
+        about += " Forking tokens: the fifth with the highest entropy."
+        about += " Answers: nats a question, over its group's answers."
+    if beside:
+        title += ", as in the paper's Figure 5"
+        about += " Paper: mean of its curve over steps 0 to 8, read from the figure (+-0.004)."
+    return Table(title, about, rows)
 
 
 def _retention_table(comparison: Comparison) -> Table:
@@ -241,9 +248,8 @@ def _speed_table(comparison: Comparison, baseline: str | None, differences: Diff
         if ratios != [NONE, NONE] and arm in beside:
             of_arm = f"model == 'qwen2.5-7b' and format == '{beside[arm][1].lower()}'"
             rollouts = printed_rollouts().query(f"{of_arm} and batch == 8")["of_bf16"].map("{:.2f}x".format)
-            printed = [
-                ", ".join(cells) or NONE for cells in (rollouts, printed_steps().query(of_arm)["table_3"].dropna())
-            ]
+            steps = printed_steps().query(of_arm)["table_3"].dropna()
+            printed = [", ".join(rollouts) or NONE, ", ".join(steps) or NONE]
         peaks = [run.summary.get("memory_gpu_peak_gib", run.summary["memory_rss_gib"]) for run in runs]
         speeds, shares, seconds = [NONE, NONE], NONE, NONE
         if not shared_machines(runs):
@@ -254,12 +260,14 @@ def _speed_table(comparison: Comparison, baseline: str | None, differences: Diff
     rows, empty = without_empty_columns(rows)
     shared = [arm for arm, runs in comparison.arms.items() if shared_machines(runs)]
     which = "every arm" if len(shared) == len(comparison.arms) else in_words(shared)
+    title, of_paper = "Throughput and memory", ""
+    if OF_PAPER[0] not in empty:
+        title += ", as in the paper's Figure 1 and Table 3"
+        of_paper = " Paper: one H100, batch 8 (Figure 1); batch 2, 4, 8 (Table 3)."
     return Table(
-        "Throughput and memory" + ", as in the paper's Figure 1 and Table 3" * (OF_PAPER[0] not in empty),
+        title,
         "Completion tokens per second, geometric mean over seeds. Memory: largest peak of any seed, on the GPU if "
-        "there is one, else resident."
-        + " Paper: one H100, batch 8 (Figure 1); batch 2, 4, 8 (Table 3)."
-        * (OF_PAPER[0] not in empty),
+        f"there is one, else resident.{of_paper}",
         rows,
         f"Left out: seconds and tokens/s of {which}, since {SHARED}." if shared else "",
     )
