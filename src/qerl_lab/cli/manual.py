@@ -14,6 +14,7 @@ from qerl_lab.cli.grammar import format_entry, format_key_entry
 from qerl_lab.cli.overrides import GROUPS
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
+from qerl_lab.config.message import with_noun
 from qerl_lab.config.spelling import resume_override, shell_override
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system.terminal import by_numbers, columns, format_path, python_command
@@ -109,13 +110,13 @@ def dry_run_table(plan: Plan) -> str:
     place = f"in {format_path(plan.directory)}" if plan.multirun else "as above"
     done = [job for job in plan.jobs if job.begun and RunDirectory(job.run_dir).status == "done"]
     skip = f", but for {len(done)} that are done" if done else ""
-    end = f"dry run: would run {count_jobs(plan.jobs)} {place}{skip}; nothing was started or written"
+    end = f"dry run: would run {with_noun(len(plan.jobs), 'job')} {place}{skip}; nothing was started or written"
     return "\n".join([table, *format_notes(plan.jobs), end])
 
 
 def opening_lines(plan: Plan) -> str:
     """Format what a command prints before its jobs start: the directory, runs that go on, and notes."""
-    what = f"{count_jobs(plan.jobs)} in" if plan.multirun else "run directory:"
+    what = f"{with_noun(len(plan.jobs), 'job')} in" if plan.multirun else "run directory:"
     begun = [RunDirectory(job.run_dir).status for job in plan.jobs if job.begun]
     earlier = f"{begun.count('done')} are done already, {len(begun) - begun.count('done')} go on (rerun=true: all anew)"
     return "\n".join([f"{what} {format_path(plan.directory)}", *([earlier] if begun else []), *format_notes(plan.jobs)])
@@ -136,11 +137,6 @@ def format_notes(jobs: list[Job]) -> list[str]:
     ]
 
 
-def count_jobs(jobs: list[Job]) -> str:
-    """Format the number of jobs: `1 job`, `2 jobs`."""
-    return f"{len(jobs)} {'job' if len(jobs) == 1 else 'jobs'}"
-
-
 def sweep_table(plan: Plan) -> str:
     """Format the table at a sweep's end: each job's status with headline numbers, or the reason of its failure."""
     runs = [RunDirectory(job.run_dir) for job in plan.jobs]
@@ -156,7 +152,7 @@ def sweep_table(plan: Plan) -> str:
         lines += [line, *([f"     {run.reason}"] if status == "failed" else [])]
     counts = ", ".join(f"{found.count(word)} {word}" for word in dict.fromkeys(found))
     here, command = format_path(plan.directory), f"{python_command()} -m qerl_lab"
-    lines.append(f"{count_jobs(plan.jobs)} in {here}: {counts}")
+    lines.append(f"{with_noun(len(plan.jobs), 'job')} in {here}: {counts}")
     if "done" in found:
         out = shell_override("out", f"results/{plan.directory.name}")
         lines.append(f"next: {command}.report {shlex.quote(here)} {out}")

@@ -16,6 +16,11 @@ def some_of(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + more
 
 
+def with_noun(number: int, noun: str) -> str:
+    """Format a number with its noun: `1 run`, `2 runs`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def in_one_line(error: BaseException) -> str:
     """Return an error's text joined to one line."""
     return " ".join(str(error).split())

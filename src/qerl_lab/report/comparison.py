@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.report import arms, results
 from qerl_lab.report.arms import differing_keys, task_of
@@ -197,7 +198,7 @@ def text(comparison: Comparison, baseline: str | None) -> str:
         for run in (runs[0] for runs in comparison.arms.values()):
             undeclared.update(key for key in differing_keys([run, base]) if key not in run.declared | base.declared)
         if undeclared:
-            named = ", ".join(f"{key} ({count} arm{'s' * (count != 1)})" for key, count in sorted(undeclared.items()))
+            named = ", ".join(f"{key} ({with_noun(count, 'arm')})" for key, count in sorted(undeclared.items()))
             parts.append(f"after - {baseline} also reflects settings no experiment declares: {named}.")
         seeds = {label: {run.seed for run in runs} for label, runs in comparison.arms.items()}
         both = [f"{label}: {len(own & seeds[baseline])}" for label, own in seeds.items() if own != seeds[baseline]]
@@ -243,14 +244,14 @@ def notes(comparison: Comparison) -> list[str]:
     # without a hash, two local models that lay at one path look equal
     if count := sum(run.value(CONTENT) == ABSENT and run.value(PLACE).startswith("/") for run in runs):
         notes.append(
-            f"model.hash is not known of {count} run{'s' * (count != 1)}, which an older version began: two models "
+            f"model.hash is not known of {with_noun(count, 'run')}, which an older version began: two models "
             "that lay under one path would count as one arm."
         )
     if len({frozenset(run.accuracy["after"].index) for run in runs if run.accuracy}) > 1:
         notes.append("Not all runs were asked the same questions; a row is over those that all of its runs were asked.")
     if damaged := len(comparison.damaged):
         notes.append(
-            f"The record of {damaged} run{'s' * (damaged != 1)} is damaged: put its files back as they were, or type "
+            f"The record of {with_noun(damaged, 'run')} is damaged: put its files back as they were, or type "
             "rerun=true with the line that began it."
         )
     return notes

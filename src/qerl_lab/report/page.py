@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
+from qerl_lab.config.message import with_noun
 from qerl_lab.config.spelling import hydra_override
 from qerl_lab.report import (
     claims,
@@ -165,7 +166,7 @@ def _list_counts(compared: Comparison, verdicts: Counter[Verdict]) -> list[tuple
     """List (number, what is counted) for the head of the page: runs by state, arms, seeds, and contrasts by verdict."""
 
     def count(number: int, noun: str, rest: str = "") -> tuple[int, str]:
-        return number, f"{noun}{'s' * (number != 1)}{rest}"
+        return number, f"{noun if number == 1 else noun + 's'}{rest}"
 
     states = Counter("finished" if run.is_finished else run.status.split(" (")[0] for run in compared.runs)
     states["damaged"] = len(compared.damaged)
@@ -175,7 +176,7 @@ def _list_counts(compared: Comparison, verdicts: Counter[Verdict]) -> list[tuple
         *([(again, "of these repeated; the newest counts")] if again else []),
         count(len(compared.arms), "arm"),
         count(len({run.seed for run in compared.counted}), "seed"),
-        *(count(verdicts[one], "contrast", f" {one}") for one in Verdict if verdicts[one]),
+        *(count(verdicts[verdict], "contrast", f" {verdict}") for verdict in Verdict if verdicts[verdict]),
     ]
 
 
@@ -216,7 +217,7 @@ def _list_provenance(compared: Comparison) -> list[tuple[str, list[str]]]:
         counts = Counter(texts)
         if len(counts) == 1:
             return [text for text in counts if text]
-        return [f"{text or 'not known'}  ({count} run{'s' * (count != 1)})" for text, count in counts.items()]
+        return [f"{text or 'not known'}  ({with_noun(count, 'run')})" for text, count in counts.items()]
 
     def format_time(seconds: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))

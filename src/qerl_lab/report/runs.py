@@ -10,6 +10,7 @@ import pandas as pd
 import yaml
 
 from qerl_lab.config.arm import drop_idle_options, fill_added_keys, is_of_arm, model_by_content
+from qerl_lab.config.message import with_noun
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report.stats import paired_interval
 
@@ -191,7 +192,7 @@ def _describe_machine(environment: Mapping[str, Any]) -> str:
     ]
     if cpus := environment.get("cpus_usable"):
         model = environment.get("cpu")
-        parts.append(f"{cpus} CPU{'s' * (cpus != 1)}" + (f": {model}" if model else ""))
+        parts.append(with_noun(cpus, "CPU") + (f": {model}" if model else ""))
     return ", ".join(parts)
 
 
