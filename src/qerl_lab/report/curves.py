@@ -94,16 +94,18 @@ def draw(
         chosen = chosen[chosen.groupby("arm")["value"].transform("any")]
     unit = "step"
     if by == CLOCK:
-        longest = chosen[by].max()
-        name, seconds = ("hours", 3600) if longest >= 7200 else ("minutes", 60) if longest >= 120 else ("seconds", 1)
+        name, seconds = _clock_unit(chosen[by].max())
         unit, chosen = f"{name} of training steps", chosen.assign(**{by: chosen[by] / seconds})
     groups = panels(list(chosen["arm"].unique()), baseline)
     runs = chosen.groupby("arm")["run_id"].nunique()
     labels = {arm: textwrap.fill(f"{arm} (n={count})", LEGEND_CHARS) for arm, count in runs.items()}
     lines = [sum(labels[arm].count("\n") + 1 for arm in group) for group in groups]
-    size = {"figsize": (4.4, sum(2.9 + 0.19 * count for count in lines)), "height_ratios": [12 + n for n in lines]}
+    height = sum(2.9 + 0.19 * count for count in lines)
     with styled():
-        figure, axes = plt.subplots(len(groups), 1, sharey=True, sharex=True, squeeze=False, **size)
+        figure, axes = plt.subplots(
+            len(groups), 1, sharey=True, sharex=True, squeeze=False, figsize=(4.4, height),
+            height_ratios=[12 + count for count in lines],
+        )  # fmt: skip
         for axis, group in zip(axes.flat, groups, strict=True):
             _draw_arms(axis, chosen, {arm: labels[arm] for arm in group}, curve, styles, by=by)
             style_panel(axis, curve.label, unit)
@@ -111,6 +113,13 @@ def draw(
         axes.flat[0].set_title(curve.title)
         axes.flat[0].set_ylim(*_axis_limits(axes.flat[0].get_ylim(), chosen["value"], curve))
     return figure
+
+
+def _clock_unit(longest: float) -> tuple[str, int]:
+    """Return name and seconds of the unit for an axis of time that ends at `longest` seconds."""
+    if longest >= 7200:
+        return "hours", 3600
+    return ("minutes", 60) if longest >= 120 else ("seconds", 1)
 
 
 def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
@@ -195,16 +204,21 @@ def _draw_arms(
             table = pd.concat(seeds, axis=1, join="inner").sort_index()
             x, values_S_T = table.index.to_numpy(), table.to_numpy(float).T
         else:
-            first, last = max(one.index[0] for one in seeds), min(one.index[-1] for one in seeds)
-            measured = np.unique(np.concatenate([one.index for one in seeds]))
-            x = measured[(first <= measured) & (measured <= last)]
-            x = x if len(x) <= MOMENTS else np.linspace(first, last, MOMENTS)
-            values_S_T = np.array([np.interp(x, one.index, one) for one in seeds])
+            x, values_S_T = _interpolate_by_clock(seeds)
         mean, low, high = (np.clip(line, *curve.bounds) for line in band_over_seeds(values_S_T))
         if len(seeds) > 1:
             axis.fill_between(x, low, high, color=color, alpha=0.13, lw=0)
         marks = max(1, len(x) // MARKS)
         axis.plot(x, mean, label=label, markevery=marks, zorder=3, path_effects=halo, **styles[arm])
+
+
+def _interpolate_by_clock(seeds: Sequence[pd.Series]) -> tuple[np.ndarray, np.ndarray]:
+    """Return times [T] in which all seeds ran, at most MOMENTS, and the seeds' values [seeds, T] at these times."""
+    first, last = max(values.index[0] for values in seeds), min(values.index[-1] for values in seeds)
+    measured = np.unique(np.concatenate([values.index for values in seeds]))
+    x = measured[(first <= measured) & (measured <= last)]
+    x = x if len(x) <= MOMENTS else np.linspace(first, last, MOMENTS)
+    return x, np.array([np.interp(x, values.index, values) for values in seeds])
 
 
 def style_panel(axis: Axes, label: str, unit: str) -> None:
