@@ -3,7 +3,7 @@
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from itertools import groupby, zip_longest
+from itertools import groupby
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -58,7 +58,7 @@ def draw_passes(comparison: Comparison) -> Figure | None:
         x = k * (1 + 0.02 * (place - (len(found) - 1) / 2))  # offset, so that intervals do not overlap
         axis.errorbar(x, mean, yerr=[mean - low, high - mean], capsize=2, elinewidth=0.9, **looks[arm])
     axis.set_xscale("log", base=2)
-    axis.set_xticks(k, [str(one) for one in k])
+    axis.set_xticks(k, [str(samples) for samples in k])
     axis.set(title="pass@k after training", xlabel="k (samples per question)", ylabel="questions with a right answer")
     add_panel_legend(axis)
     return figure
@@ -85,13 +85,13 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
              ylabel="gain in held-out accuracy")  # fmt: skip
     add_panel_legend(axis)
     within = table[["entropy", "gain"]] - table.groupby("arm")[["entropy", "gain"]].transform("mean")
-    said = []
-    for what, one in ((f"all {len(table)} runs", table), ("runs minus the mean of their arm", within)):
-        if one["entropy"].std() > stats.NO_WIDTH and one["gain"].std() > stats.NO_WIDTH:
-            found = distributions.pearsonr(one["entropy"], one["gain"])
+    sentences = []
+    for what, points in ((f"all {len(table)} runs", table), ("runs minus the mean of their arm", within)):
+        if points["entropy"].std() > stats.NO_WIDTH and points["gain"].std() > stats.NO_WIDTH:
+            found = distributions.pearsonr(points["entropy"], points["gain"])
             low, high = found.confidence_interval()  # by Fisher's z
-            said.append(f"Correlation over {what}: {found.statistic:+.2f} [{low:+.2f}, {high:+.2f}].")
-    return figure, " ".join(said)
+            sentences.append(f"Correlation over {what}: {found.statistic:+.2f} [{low:+.2f}, {high:+.2f}].")
+    return figure, " ".join(sentences)
 
 
 @styled()
@@ -100,36 +100,43 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
 
     Returns None if no row has numbers.
     """
-    measured = [(row, row.numbers.effect) for row in rows if row.numbers]
-    claims = [list(own) for _, own in groupby(measured, lambda pair: pair[0].claim.name)]
+    measured = [row for row in rows if row.numbers]
+    claims = [list(own) for _, own in groupby(measured, lambda row: row.claim.name)]
     if not claims:
         return None
     across = min(PANELS_ACROSS, len(claims))
     down, tallest = math.ceil(len(claims) / across), max(map(len, claims))
     figure, axes = plt.subplots(down, across, figsize=(4.4 * across, down * (1.1 + 0.5 * tallest)), squeeze=False)
-    for axis, own in zip_longest(axes.flat, claims):
-        if own is None:
-            axis.set_axis_off()
-            continue
-        claim = own[0][0].claim
-        none, signs = (1.0, "treated / control") if claim.is_ratio else (0.0, "treated - control")
-        measure = f"{claim.measure.replace('_', ' ')} ({MEASURES[claim.measure].unit})"
-        axis.axvline(none, color="black", linewidth=0.8)
-        for sign in [claim.direction] if claim.direction else [-1, 1]:
-            matters = claim.smallest**sign if claim.is_ratio else sign * claim.smallest
-            axis.axvline(matters, color="grey", linestyle=":", linewidth=0.9)
-        for place, (row, (mean, *ends)) in enumerate(own):
-            widths = [[abs(end - mean) if math.isfinite(end) else 0.0] for end in ends]
-            shade = palette.color(row.contrast.treated_settings.get("format.name", ""))
-            axis.errorbar(mean, -place, xerr=widths, color=shade, marker="o", capsize=3)
-            printed = [value for _, value in row.printed]
-            axis.plot(printed, [-place] * len(printed), "D", color="grey", markerfacecolor="white")
-        names = [textwrap.fill(verdict_tables.name_of(row), NAME_CHARS) for row, _ in own]
-        axis.set_yticks([-place for place in range(len(own))], names)
-        axis.set(title=claim.name.replace("_", " "), xlabel=f"{measure}, {signs}", ylim=(0.5 - tallest, 0.5))
-        axis.margins(x=0.06)
-        axis.locator_params(axis="x", nbins=5)
+    for axis, own in zip(axes.flat, claims, strict=False):
+        _draw_claim(axis, own)
+        axis.set_ylim(0.5 - tallest, 0.5)
+    for axis in axes.flat[len(claims) :]:
+        axis.set_axis_off()
     return figure
+
+
+def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
+    """Draw the effects of one claim's contrasts, one below the other; `rows` are measured."""
+    claim = rows[0].claim
+    none, signs = (1.0, "treated / control") if claim.is_ratio else (0.0, "treated - control")
+    measure = f"{claim.measure.replace('_', ' ')} ({MEASURES[claim.measure].unit})"
+    axis.axvline(none, color="black", linewidth=0.8)
+    for sign in [claim.direction] if claim.direction else [-1, 1]:
+        matters = claim.smallest**sign if claim.is_ratio else sign * claim.smallest
+        axis.axvline(matters, color="grey", linestyle=":", linewidth=0.9)
+    for place, row in enumerate(rows):
+        assert row.numbers is not None
+        mean, *ends = row.numbers.effect
+        widths = [[abs(end - mean) if math.isfinite(end) else 0.0] for end in ends]
+        shade = palette.color(row.contrast.treated_settings.get("format.name", ""))
+        axis.errorbar(mean, -place, xerr=widths, color=shade, marker="o", capsize=3)
+        printed = [value for _, value in row.printed]
+        axis.plot(printed, [-place] * len(printed), "D", color="grey", markerfacecolor="white")
+    names = [textwrap.fill(verdict_tables.name_of(row), NAME_CHARS) for row in rows]
+    axis.set_yticks([-place for place in range(len(rows))], names)
+    axis.set(title=claim.name.replace("_", " "), xlabel=f"{measure}, {signs}")
+    axis.margins(x=0.06)
+    axis.locator_params(axis="x", nbins=5)
 
 
 def _create_panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:
