@@ -111,12 +111,13 @@ def paper_difference(
     `treated` and `control` are column values, as in `value`. With `ratio` the numbers are divided. Two curves of one
     figure are compared only at steps at which both are known.
     """
-    one, other = _select_one_row(treated), _select_one_row(control)
-    a, b = one["number"], other["number"]
-    if one["file"] and one["file"] == other["file"]:
-        both = steps_of_mean(interpolated(one["file"]), one["setting"])[[one["column"], other["column"]]].dropna()
-        a, b = both.mean()
-    return float(a / b if ratio else a - b), float(max(one["error"], other["error"]))
+    rows = _select_one_row(treated), _select_one_row(control)
+    first, second = (row["number"] for row in rows)
+    file, setting = rows[0]["file"], rows[0]["setting"]
+    if file and file == rows[1]["file"]:
+        curves_of_both = steps_of_mean(interpolated(file), setting)[[row["column"] for row in rows]]
+        first, second = curves_of_both.dropna().mean()
+    return float(first / second if ratio else first - second), float(max(row["error"] for row in rows))
 
 
 def numbers(**where: str) -> dict[str, float]:
@@ -131,12 +132,14 @@ def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str])
     same row, since nothing tells which one is the paper's.
     """
     keys = ("model.path", "task.name", "algorithm.name")
-    found = {
-        label: (row, tuple(runs[0].value(key) for key in keys))
-        for label, runs in arms.items() for settings, row in TABLE_1 if settings.items() <= runs[0].settings.items()
-    }  # fmt: skip
-    counts = Counter(found.values())
+    rows, places = dict[str, tuple[str, str]](), dict[str, tuple[object, ...]]()
+    for label, runs in arms.items():
+        for settings, row in TABLE_1:
+            if settings.items() <= runs[0].settings.items():
+                rows[label] = row
+                places[label] = (row, *(runs[0].value(key) for key in keys))
+    counts = Counter(places.values())
     return {
-        label: row for label, (row, place) in found.items()
-        if counts[row, place] == 1 and where.items() <= arms[label][0].settings.items()
+        label: row for label, row in rows.items()
+        if counts[places[label]] == 1 and where.items() <= arms[label][0].settings.items()
     }  # fmt: skip
