@@ -94,8 +94,8 @@ def evaluate(
     `part.start` to the seed.
     """
     asked = task.heldout[part.start : part.stop]
-    how = cfg.rollout.max_completion_tokens, evaluation_seed(cfg.seed), cfg.eval.temperature, cfg.eval.top_p
-    sampling = Sampling(*how, first=part.start)
+    most, seed = cfg.rollout.max_completion_tokens, evaluation_seed(cfg.seed)
+    sampling = Sampling(most, seed, cfg.eval.temperature, cfg.eval.top_p, first=part.start)
     found = ask_questions(engine, policy, task, asked, samples, sampling, on_done)
     means = {name: found.rows[name].to_numpy(float).reshape(len(asked), samples).mean(1) for name in METRICS}
     first = found.rows[found.rows["draw"] == 0]
@@ -107,9 +107,9 @@ def merge_parts(parts: Sequence[Evaluation]) -> Evaluation:
     """Merge evaluations of consecutive parts of the questions; the entropy is weighted by completion tokens."""
     tokens = [float(part.rows["tokens"].sum()) for part in parts]
     shares = [own / sum(tokens) for own in tokens]
-    entropies = [p.entropy * share for p, share in zip(parts, shares, strict=True) if p.entropy is not None]
+    weighted = [part.entropy * share for part, share in zip(parts, shares, strict=True) if part.entropy is not None]
     rows = pd.concat([part.rows for part in parts], ignore_index=True)
-    return Evaluation(rows, sum(entropies) if entropies else None)
+    return Evaluation(rows, sum(weighted) if weighted else None)
 
 
 def evaluation_seed(*parts: int | str) -> int:

@@ -86,8 +86,8 @@ def _resolve_run(options: AccuracyOptions) -> Subject:
     arm |= {TRAINED_ON: trained_on} if trained_on else {}
     if cfg.trains_all:
         base, cfg.model = cfg.model, replace(cfg.model, path=str(directory.model), revision=None, hash=None)
-        return Subject(said, cfg, None, base, cfg.seed, arm, day)
-    return Subject(said, cfg, directory.adapter, None, cfg.seed, arm, day)
+        return Subject(said, cfg, base=base, run_seed=cfg.seed, arm=arm, day=day)
+    return Subject(said, cfg, adapter=directory.adapter, run_seed=cfg.seed, arm=arm, day=day)
 
 
 def _resolve_model(options: AccuracyOptions) -> Subject:

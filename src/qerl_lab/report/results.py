@@ -82,10 +82,10 @@ def read_all(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
 
 def _walk_run_directories(folder: Path) -> Iterator[Path]:
     """Yield run directories at or below `folder`, following links to other disks but visiting each folder once."""
-    seen = set[str]()
+    visited = set[str]()
     for path, folders, files in os.walk(folder, followlinks=True):
-        is_new = os.path.realpath(path) not in seen
-        seen.add(os.path.realpath(path))
+        is_new = os.path.realpath(path) not in visited
+        visited.add(os.path.realpath(path))
         if is_new and is_run(files):
             yield Path(path)
         if not is_new or is_run(files):
@@ -168,11 +168,16 @@ def runs_of(tables: Frames) -> tuple[list[Run], dict[str, str]]:
         row = dict.fromkeys(ORIGIN, "") | row  # older files lack some columns
         settings = {key: value for key, value in row.items() if key not in NOT_SETTINGS and not pd.isna(value)}
         run = Run(
-            row["run"], RENAMED.get(row["experiment"], row["experiment"]), int(row["seed"]),
-            normalize(json.loads(row["settings"]) | settings), frozenset(json.loads(row["differs_in"])), row["state"],
-            row["ended"], row["code"],
-            Origin(**{name: row[name] for name in ORIGIN} | {"versions": json.loads(row["versions"])}),
-        )  # fmt: skip
+            name=row["run"],
+            experiment=RENAMED.get(row["experiment"], row["experiment"]),
+            seed=int(row["seed"]),
+            settings=normalize(json.loads(row["settings"]) | settings),
+            declared=frozenset(json.loads(row["differs_in"])),
+            status=row["state"],
+            ended=row["ended"],
+            code=row["code"],
+            origin=Origin(**{name: row[name] for name in ORIGIN} | {"versions": json.loads(row["versions"])}),
+        )
         if run.name in steps and run.is_finished:
             run = run.measured(steps[run.name], phases.get(run.name, {}), row["seconds"])
         runs.append(run)

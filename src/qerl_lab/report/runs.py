@@ -116,7 +116,10 @@ def run_from(
     settings = {key: value for key, value in own.items() if is_of_arm(key) or key == "device"}
     if settings.get(CONTENT) == "None":  # older records lack the key, which means the same
         del settings[CONTENT]
-    return Run(name, experiment, seed, settings, frozenset(declared), status, ended, code, origin)
+    return Run(
+        name=name, experiment=experiment, seed=seed, settings=settings, declared=frozenset(declared), status=status,
+        ended=ended, code=code, origin=origin,
+    )  # fmt: skip
 
 
 def normalize(settings: Mapping[str, str]) -> dict[str, str]:
@@ -159,22 +162,22 @@ def read_run(directory: RunDirectory, name: str) -> Run:
 
     first = sessions[0] if sessions else {}
     data = first.get("data", {})
-    gpus = [gpu["uuid"] for each in sessions for gpu in each.get("gpus", []) if "uuid" in gpu]
-    is_of_sweep = any(each.get("sweep") for each in sessions)  # a single run has the keys too, without effect
+    gpus = [gpu["uuid"] for session in sessions for gpu in session.get("gpus", []) if "uuid" in gpu]
+    is_of_sweep = any(session.get("sweep") for session in sessions)  # a single run has the keys too, without effect
     at_once = [f"{key}={values[key]}" for key in ("jobs", "jobs_per_gpu") if key in values and is_of_sweep]
     origin = Origin(
-        command=join_sessions(each.get("command", "") for each in sessions),
+        command=join_sessions(session.get("command", "") for session in sessions),
         configured=" ".join(at_once),
         began=first.get("time", ""),
-        commit=join_sessions(each.get("git_sha", "") for each in sessions),
+        commit=join_sessions(session.get("git_sha", "") for session in sessions),
         machine=join_sessions(map(_describe_machine, sessions)),
-        versions={name: text for each in sessions[::-1] for name, text in each.get("packages", {}).items()},
+        versions={name: text for session in sessions[::-1] for name, text in session.get("packages", {}).items()},
         training_sha256=data.get("training_sha256") or "",
         heldout_sha256=data.get("heldout_sha256") or "",
-        place=" ".join(dict.fromkeys(gpus or [each.get("host", "") for each in sessions])).strip(),
+        place=" ".join(dict.fromkeys(gpus or [session.get("host", "") for session in sessions])).strip(),
         claims_sha256=values.get("preregistration_sha256", "None").replace("None", ""),
     )
-    code = join_sessions(code_version(each.get("git_sha"), each.get("dirty")) for each in sessions or [{}])
+    code = join_sessions(code_version(session.get("git_sha"), session.get("dirty")) for session in sessions or [{}])
     recorded = {metric for line in lines for metric in line["metrics"]}
     run = run_from(values, name=name, status=status, ended=last["time"], code=code, metrics=recorded, origin=origin)
     if not run.is_finished:
