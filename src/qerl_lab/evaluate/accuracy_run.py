@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,27 @@ from qerl_lab.record.partial import Unfinished
 from qerl_lab.rollout.engine import Engine, EngineFailed, Sampling
 from qerl_lab.system import terminal
 from qerl_lab.system.disk import read_json, replace_file, strict_json
-from qerl_lab.tasks import Task
+from qerl_lab.tasks import Question, Task
 from qerl_lab.tasks.answers.completion import final_answer
+
+
+@dataclass(frozen=True)
+class Part:
+    """Questions of one benchmark that are asked together, each `samples` times.
+
+    `number` counts the parts of the benchmark from 0, `file` is the name of the Parquet file for the answers.
+    """
+
+    file: str
+    task: Task
+    number: int
+    questions: Sequence[Question]
+    samples: int
+
+    @property
+    def completions(self) -> int:
+        """Return the number of completions of this part."""
+        return len(self.questions) * self.samples
 
 
 def run(options: AccuracyOptions) -> None:
@@ -55,12 +74,14 @@ def run(options: AccuracyOptions) -> None:
                 "Leave grading out."
             )
     identity = identifying_settings(options, chosen, tasks)
-    out = Path(options.out or "").expanduser()
-    if not options.out:
+    if options.out:
+        out = Path(options.out).expanduser().absolute()
+    else:
+        above = Path("evaluations", chosen.cfg.model.name)
+        if options.run:
+            above = Path(options.run).expanduser() / "evaluations"
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-        above = Path(options.run).expanduser() / "evaluations" if options.run else Path("evaluations")
-        out = (above if options.run else above / chosen.cfg.model.name) / f"{'+'.join(t.name for t in tasks)}-{key}"
-    out = out.absolute()
+        out = (above / f"{'+'.join(task.name for task in tasks)}-{key}").absolute()
     if (out / ABOUT).is_file() and read_json(out / ABOUT, dict).get("identity") == identity:
         return print_results(out, "was evaluated before")
     if out.exists() and not options.overwrite:
@@ -70,9 +91,11 @@ def run(options: AccuracyOptions) -> None:
         # A dense base is asked once: its own engine is the common one.
         for engine in (OWN, COMMON) if options.common and not chosen.is_dense else (OWN,):
             with ExitStack() as loaded:
-                one = loaded.enter_context(subject.dequantized_subject(chosen)) if engine == COMMON else chosen
-                learner = subject.load_policy(one)
-                sampler = loaded.enter_context(closing(rollout.build(one.cfg, learner)))
+                asked = chosen
+                if engine == COMMON:
+                    asked = loaded.enter_context(subject.dequantized_subject(chosen))
+                learner = subject.load_policy(asked)
+                sampler = loaded.enter_context(closing(rollout.build(asked.cfg, learner)))
                 started = time.time()
                 too_long = answer_missing_parts(chosen.cfg, tasks, identity, engine, learner, sampler, unfinished)
                 seconds += time.time() - started
@@ -123,41 +146,56 @@ def answer_missing_parts(
         identity: settings from `identifying_settings`, with the number of samples of each benchmark.
         engine: OWN or COMMON, the name of `sampler` in the rows.
     """
-    at_once = cfg.rollout.batch_size * (1 if cfg.rollout.engine == "transformers" else 4)
     ((sampling_name, samples),) = identity["samplings"].items()
-    too_long, parts = {}, []  # file, task, number, questions of each part
+    too_long, parts = dict[str, int](), list[Part]()
     for task in tasks:
-        lengths = [len(learner.prompt_ids(task.messages(question))) for question in task.heldout]
-        limit = cfg.rollout.max_prompt_tokens
-        fitting = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
-        if not fitting:
-            raise ConfigError(
-                f"max_prompt_tokens={limit} leaves out all {len(lengths):,} questions of {task.name}; the shortest has "
-                f"{min(lengths)} tokens. Type max_prompt_tokens={max(lengths)}."
-            )
-        too_long[task.name] = len(lengths) - len(fitting)
-        size = max(1, at_once // samples[task.name])
-        for number, begin in enumerate(range(0, len(fitting), size)):
-            parts.append((f"{engine}-{task.name}-{number:05d}.parquet", task, number, fitting[begin : begin + size]))
-    left = [part for part in parts if not unfinished.has(part[0])]
-    total, ahead = (sum(len(asked) * samples[task.name] for _, task, _, asked in some) for some in (parts, left))
+        fitting = _questions_that_fit(cfg, task, learner)
+        too_long[task.name] = len(task.heldout) - len(fitting)
+        parts += _split_into_parts(cfg, task, fitting, samples[task.name], engine)
+    left = [part for part in parts if not unfinished.has(part.file)]
+    total, ahead = sum(part.completions for part in parts), sum(part.completions for part in left)
     with terminal.Amount(f"{engine} engine", total, total - ahead, unit="completion") as bar:
-        for file, task, number, questions in left:
-            seed, count = evaluation_seed(cfg.seed, task.name, number), samples[task.name]
+        for part in left:
+            task, seed = part.task, evaluation_seed(cfg.seed, part.task.name, part.number)
             sampling = Sampling(cfg.rollout.max_completion_tokens, seed, cfg.eval.temperature, cfg.eval.top_p)
             try:
-                rows = ask_questions(sampler, learner, task, questions, count, sampling, bar.advance).rows
+                rows = ask_questions(sampler, learner, task, part.questions, part.samples, sampling, bar.advance).rows
             except EngineFailed as error:
                 raise ValueError(f"{first_line(error)} The same command goes on where it stopped.") from error
             if "grading" in identity:
                 rows["accuracy"] = same_first_character(rows["completion"], rows["answer"])
-            prompts = [json.dumps(task.messages(question)).encode() for question in questions]
-            hashes = [hashlib.sha256(prompt).hexdigest()[:16] for prompt in prompts for _ in range(count)]
+            prompts = [json.dumps(task.messages(question)).encode() for question in part.questions]
+            hashes = [hashlib.sha256(prompt).hexdigest()[:16] for prompt in prompts for _ in range(part.samples)]
             columns = {"benchmark": task.name, "engine": engine, "sampling": sampling_name, "prompt_sha256": hashes}
             rows = pd.concat([pd.DataFrame(columns, index=rows.index), rows], axis=1)
-            replace_file(unfinished.folder / file, rows.to_parquet(index=False))
-            unfinished.note(file)
+            replace_file(unfinished.folder / part.file, rows.to_parquet(index=False))
+            unfinished.note(part.file)
     return too_long
+
+
+def _questions_that_fit(cfg: RunConfig, task: Task, learner: Policy) -> list[Question]:
+    """Return the questions of a benchmark with at most max_prompt_tokens. Raises ConfigError if there is none."""
+    lengths = [len(learner.prompt_ids(task.messages(question))) for question in task.heldout]
+    limit = cfg.rollout.max_prompt_tokens
+    fitting = [question for question, length in zip(task.heldout, lengths, strict=True) if length <= limit]
+    if not fitting:
+        raise ConfigError(
+            f"max_prompt_tokens={limit} leaves out all {len(lengths):,} questions of {task.name}; the shortest has "
+            f"{min(lengths)} tokens. Type max_prompt_tokens={max(lengths)}."
+        )
+    return fitting
+
+
+def _split_into_parts(
+    cfg: RunConfig, task: Task, questions: Sequence[Question], samples: int, engine: str
+) -> list[Part]:  # fmt: skip
+    """Split the questions of a benchmark into parts of about one generation batch, or four for vLLM."""
+    at_once = cfg.rollout.batch_size * (1 if cfg.rollout.engine == "transformers" else 4)
+    size, parts = max(1, at_once // samples), list[Part]()
+    for number, begin in enumerate(range(0, len(questions), size)):
+        file = f"{engine}-{task.name}-{number:05d}.parquet"
+        parts.append(Part(file, task, number, questions[begin : begin + size], samples))
+    return parts
 
 
 def same_first_character(completions: Iterable[str], answers: Iterable[str]) -> list[float]:
