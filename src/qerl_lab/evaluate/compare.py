@@ -67,6 +67,8 @@ class Difference:
 
 
 Pairs = list[tuple[Evaluated, Evaluated]]
+Group = tuple[str, ...]  # benchmark, engine, sampling
+RowsByGroup = dict[Group, pd.DataFrame]
 
 
 def run(a_path: str, b_path: str) -> None:
@@ -134,9 +136,9 @@ def differing_keys(mine: Mapping[str, str] | None, others: Mapping[str, str] | N
     """
     if mine is None or others is None:
         return []
-    one, other = (settings_of_arm(fill_added_keys(arm)) for arm in (mine, others))
-    idle = "task.path" if TRAINED_ON in one and TRAINED_ON in other else TRAINED_ON
-    return sorted(key for key in {*one, *other} - {idle} if one.get(key) != other.get(key))
+    mine, others = (settings_of_arm(fill_added_keys(arm)) for arm in (mine, others))
+    idle = "task.path" if TRAINED_ON in mine and TRAINED_ON in others else TRAINED_ON
+    return sorted(key for key in {*mine, *others} - {idle} if mine.get(key) != others.get(key))
 
 
 def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[Pairs, list[str]]:
@@ -156,11 +158,12 @@ def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[
     else:
         pairs = [(a[seed], b[seed]) for seed in shared]
         notes += [f"seeds {alone} are in one of the two only, and left out"] if alone else []
-    for mine, others in ((identity_of(one.about), identity_of(other.about)) for one, other in pairs):
+    for pair in pairs:
+        mine, others = (identity_of(evaluated.about) for evaluated in pair)
         how = [f"{key}={mine.get(key)} and {others.get(key)}" for key in HOW_IT_RAN if mine.get(key) != others.get(key)]
         if how:
             notes.append(f"A and B ran with {', '.join(how)}: part of the differences is theirs, also in engine=common")
-    codes = {one.about["environment"].get("git_sha") for pair in pairs for one in pair}
+    codes = {evaluated.about["environment"].get("git_sha") for pair in pairs for evaluated in pair}
     if len(codes) > 1:
         notes.append(f"they come from {len(codes)} versions of the code: {', '.join(sorted(map(str, codes)))}")
     return pairs, list(dict.fromkeys(notes))
@@ -173,62 +176,86 @@ def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
     answer entropy (nats). Appends to `notes` what is left out. Raises ConfigError if nothing is in all evaluations, or
     if A and B differ in questions, prompts, answers or numbers of samples.
     """
-    groups = [[rows_by_group(one) for one in pair] for pair in pairs]
-    every = [of_one for of_pair in groups for of_one in of_pair]
-    names = list(dict.fromkeys(name for of_one in every for name in of_one))
-    if all(one.about["own_is_common"] for pair in pairs for one in pair):
-        notes.append(f"both bases are dense, so that engine={OWN} is engine={COMMON} too")
-        names = [name for name in names if name[1] == OWN]
-    shared = [name for name in names if all(name in of_one for of_one in every)]
-    if not shared:
-        a, b = ("; ".join(", ".join(name) for name in of_one) for of_one in groups[0])
-        raise ConfigError(f"A has {a} and B {b}, so that they are no pairs. Evaluate B again as A was.")
-    for name in names:
-        if name not in shared:
-            advice = f"; type {COMMON}=true when you evaluate" if name[1] == COMMON else ""
-            notes.append(f"{', '.join(name)}: not in every evaluation, and left out{advice}")
-    benchmarks = [name[0] for name in shared]
-    for name in sorted(shared, key=lambda name: benchmarks.index(name[0])):
-        rows = [[of_one[name] for of_one in of_pair] for of_pair in groups]
-        for of_pair in rows:
-            for what, keys in PAIRED.items():
-                one, other = (set(side[keys].itertuples(index=False, name=None)) for side in of_pair)
-                if one != other:
-                    raise ConfigError(
-                        f"{name[0]}: A and B are no pairs, {len(one - other)} {what} are in A only, "
-                        f"{len(other - one)} in B. Evaluate both alike."
-                    )
-        samples = int(rows[0][0]["draw"].max()) + 1
+    groups_a = [rows_by_group(a) for a, _ in pairs]  # of each seed
+    groups_b = [rows_by_group(b) for _, b in pairs]
+    is_dense = all(evaluated.about["own_is_common"] for pair in pairs for evaluated in pair)
+    for group in _shared_groups(groups_a, groups_b, is_dense, notes):
+        benchmark, engine, sampling = group
+        rows_a, rows_b = [rows[group] for rows in groups_a], [rows[group] for rows in groups_b]
+        for a, b in zip(rows_a, rows_b, strict=True):
+            _refuse_unpaired(benchmark, a, b)
+        samples = int(rows_a[0]["draw"].max()) + 1
         measures: dict[str, Callable[[pd.DataFrame], pd.Series]] = {"accuracy": summary.scores}
         measures |= {f"pass@{k}": partial(summary.pass_rates, k=k) for k in powers_of_two(samples) if k > 1}
-        if samples > 1 and all("completion" in side for of_pair in rows for side in of_pair):
+        if samples > 1 and all("completion" in rows for rows in [*rows_a, *rows_b]):
             measures["answer entropy"] = summary.answer_entropies
         for measure, of in measures.items():
-            before, after = (pd.DataFrame([of(of_pair[side]) for of_pair in rows]) for side in (0, 1))
-            by_question = (after[before.columns] - before).reset_index(drop=True)
-            means = float(before.to_numpy().mean()), float(after.to_numpy().mean())
-            yield Difference(name[0], name[1], name[2], measure, *means, by_question)
+            values_a, values_b = (
+                pd.DataFrame([of(rows) for rows in rows_a]),
+                pd.DataFrame([of(rows) for rows in rows_b]),
+            )
+            by_question = (values_b[values_a.columns] - values_a).reset_index(drop=True)
+            mean_a, mean_b = float(values_a.to_numpy().mean()), float(values_b.to_numpy().mean())
+            yield Difference(benchmark, engine, sampling, measure, mean_a, mean_b, by_question)
 
 
-def rows_by_group(one: Evaluated) -> dict[tuple[str, ...], pd.DataFrame]:
+def _shared_groups(
+    groups_a: list[RowsByGroup], groups_b: list[RowsByGroup], is_dense: bool, notes: list[str]
+) -> list[Group]:  # fmt: skip
+    """Return the groups that all evaluations have, benchmark by benchmark; append to `notes` which are left out.
+
+    If all bases are dense (`is_dense`), only groups of the engine "own" are returned. Raises ConfigError if no group is
+    in all evaluations.
+    """
+    every = [*groups_a, *groups_b]
+    found = dict.fromkeys(group for a, b in zip(groups_a, groups_b, strict=True) for group in [*a, *b])
+    if is_dense:
+        notes.append(f"both bases are dense, so that engine={OWN} is engine={COMMON} too")
+        found = dict.fromkeys(group for group in found if group[1] == OWN)
+    shared = [group for group in found if all(group in rows for rows in every)]
+    if not shared:
+        a, b = ("; ".join(", ".join(group) for group in rows) for rows in (groups_a[0], groups_b[0]))
+        raise ConfigError(f"A has {a} and B {b}, so that they are no pairs. Evaluate B again as A was.")
+    for group in found:
+        if group not in shared:
+            advice = f"; type {COMMON}=true when you evaluate" if group[1] == COMMON else ""
+            notes.append(f"{', '.join(group)}: not in every evaluation, and left out{advice}")
+    benchmarks = [group[0] for group in shared]
+    return sorted(shared, key=lambda group: benchmarks.index(group[0]))
+
+
+def _refuse_unpaired(benchmark: str, rows_a: pd.DataFrame, rows_b: pd.DataFrame) -> None:
+    """Raise ConfigError if two evaluations of a benchmark differ in questions, prompts, answers or samples."""
+    for what, columns_of_pair in PAIRED.items():
+        a, b = (set(rows[columns_of_pair].itertuples(index=False, name=None)) for rows in (rows_a, rows_b))
+        if a != b:
+            raise ConfigError(
+                f"{benchmark}: A and B are no pairs, {len(a - b)} {what} are in A only, {len(b - a)} in B. "
+                "Evaluate both alike."
+            )
+
+
+def rows_by_group(evaluated: Evaluated) -> RowsByGroup:
     """Return an evaluation's rows by (benchmark, engine, sampling).
 
     With a dense base there are rows of the engine "own" only. They are returned for "common" too, because both engines
     compute the same.
     """
-    found = {tuple(map(str, name)): rows for name, rows in one.rows.groupby(GROUP, sort=False)}
-    common = {(name[0], COMMON, name[2]): rows for name, rows in found.items()} if one.about["own_is_common"] else {}
-    return found | common
+    found = {tuple(map(str, name)): rows for name, rows in evaluated.rows.groupby(GROUP, sort=False)}
+    if not evaluated.about["own_is_common"]:
+        return found
+    return found | {(benchmark, COMMON, sampling): rows for (benchmark, _, sampling), rows in found.items()}
 
 
 def table(compared: list[Difference]) -> str:
     """Format the differences as the printed table; the column `sampling` is left out if all rows have the same."""
-    several = len({one.sampling for one in compared}) > 1
-    head = ["benchmark", "engine", *["sampling"] * several, "measure", "questions", "A", "B"]
+    shows_sampling = len({difference.sampling for difference in compared}) > 1
+    head = ["benchmark", "engine", *(["sampling"] if shows_sampling else []), "measure", "questions", "A", "B"]
     rows = [[*head, "B - A, 95% interval", "p"]]
-    for one in compared:
-        mean, low, high = one.interval()
-        cells = [one.benchmark, one.engine, *[one.sampling] * several, one.measure, f"{one.by_question.shape[1]:,}"]
-        cells += [f"{one.mean_a:.3f}", f"{one.mean_b:.3f}", f"{mean:+.3f} {format_interval(low, high)}"]
-        rows.append([*cells, f"{one.p:.3f}" if one.p >= 0.001 else f"{one.p:.1g}"])
+    for difference in compared:
+        mean, low, high = difference.interval()
+        cells = [difference.benchmark, difference.engine, *([difference.sampling] if shows_sampling else [])]
+        cells += [difference.measure, f"{difference.by_question.shape[1]:,}"]
+        cells += [f"{difference.mean_a:.3f}", f"{difference.mean_b:.3f}", f"{mean:+.3f} {format_interval(low, high)}"]
+        rows.append([*cells, f"{difference.p:.3f}" if difference.p >= 0.001 else f"{difference.p:.1g}"])
     return columns(rows)
