@@ -200,7 +200,7 @@ def measure_arm(options: EntropyOptions, arm: Arm, texts: Texts, folder: Path) -
         for layer in weight_error.layers(arm.weight_format, dense, None, linears, device):
             added = {"grid": layer.grid, "dead": layer.dead}
             weight = model.get_parameter(f"{layer.name}.weight")
-            weight.data.copy_(layer.weight + sum(added[one] for one in part.split(" and ")))
+            weight.data.copy_(layer.weight + sum(added[name] for name in part.split(" and ")))
         entropies_T, kl_T = compare_to_dense(model, texts)
         about = {"arm": arm.name, "part": part}
         rows.append(about | estimates(entropies_T, texts) | {"kl": mean_and_interval(kl_T, texts)})

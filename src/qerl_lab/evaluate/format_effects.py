@@ -38,7 +38,7 @@ def largest_of_blocks(weight_format: Format, weight: Tensor) -> Tensor:
     """Return stored / exact of the largest magnitude in each block of `weight[N, K]`: a ratio per block."""
     assert weight_format.BLOCK is not None, f"{weight_format.NAME} has no blocks"
     block = weight_format.BLOCK or weight.shape[1]
-    exact, stored = (each.reshape(-1, block) for each in (weight.float(), rounded(weight_format, weight)))
+    exact, stored = weight.float().reshape(-1, block), rounded(weight_format, weight).reshape(-1, block)
     at = exact.abs().argmax(1, keepdim=True)
     return (stored.gather(1, at) / exact.gather(1, at)).flatten()
 
@@ -74,11 +74,11 @@ def linear_of(texts: Texts, layer: str) -> tuple[Tensor, Tensor]:
 
     T are all tokens of the texts, prompts included.
     """
-    seen: list[Tensor] = []
+    inputs: list[Tensor] = []
     linear = texts.model.get_submodule(layer)
-    with linear.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1).float())):
+    with linear.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, 1).float())):
         kl.hidden_states(texts.model, texts.pairs, batch_size=1)  # without padding
-    return base_tensors(texts.policy)[f"{layer}.weight"].float(), torch.cat(seen)
+    return base_tensors(texts.policy)[f"{layer}.weight"].float(), torch.cat(inputs)
 
 
 def packed_model(model: str, weight_format: Format, device: torch.device) -> PreTrainedModel:

@@ -105,17 +105,18 @@ def table(results: Sequence[Summary]) -> str:
 
     The column pass@k reads `@2 0.500  @4 0.625`. It omits pass@1, which equals accuracy for right-or-wrong scores.
     """
-    sampled = any(one["samples"] > 1 for one in results)
+    is_sampled = any(result["samples"] > 1 for result in results)
     head = ["benchmark", "engine", "questions", "samples", "accuracy, 95% interval", "error"]
-    rows = [[*head, *["pass@k", "answer entropy"] * sampled, "format", "tokens", "cut"]]
-    for one in results:
-        error = one["standard_error"]
-        cells = [one["benchmark"], one["engine"], f"{one['questions']:,}", str(one["samples"])]
-        cells += [f"{one['accuracy']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"]
+    rows = [[*head, *(["pass@k", "answer entropy"] if is_sampled else []), "format", "tokens", "cut"]]
+    for result in results:
+        error = result["standard_error"]
+        cells = [result["benchmark"], result["engine"], f"{result['questions']:,}", str(result["samples"])]
+        cells += [f"{result['accuracy']:.3f} [{result['low']:.3f}, {result['high']:.3f}]"]
         cells += ["-" if error is None else f"{error:.3f}"]
-        if sampled:
-            passes = (f"@{k} {found['mean']:.3f}" for k, found in one["pass_at"].items() if k != "1")
-            answers = one.get("answer_entropy")  # unknown in an older evaluation
+        if is_sampled:
+            passes = (f"@{k} {found['mean']:.3f}" for k, found in result["pass_at"].items() if k != "1")
+            answers = result.get("answer_entropy")  # unknown in an older evaluation
             cells += ["  ".join(passes) or "-", "-" if answers is None else f"{answers:.3f}"]
-        rows.append([*cells, f"{one['format']:.3f}", f"{one['completion_tokens']:.1f}", f"{one['truncated']:.3f}"])
+        cells += [f"{result['format']:.3f}", f"{result['completion_tokens']:.1f}", f"{result['truncated']:.3f}"]
+        rows.append(cells)
     return columns(rows)
