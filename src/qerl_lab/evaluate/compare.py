@@ -190,10 +190,8 @@ def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
         if samples > 1 and all("completion" in rows for rows in [*rows_a, *rows_b]):
             measures["answer entropy"] = summary.answer_entropies
         for measure, of in measures.items():
-            values_a, values_b = (
-                pd.DataFrame([of(rows) for rows in rows_a]),
-                pd.DataFrame([of(rows) for rows in rows_b]),
-            )
+            values_a = pd.DataFrame([of(rows) for rows in rows_a])
+            values_b = pd.DataFrame([of(rows) for rows in rows_b])
             by_question = (values_b[values_a.columns] - values_a).reset_index(drop=True)
             mean_a, mean_b = float(values_a.to_numpy().mean()), float(values_b.to_numpy().mean())
             yield Difference(benchmark, engine, sampling, measure, mean_a, mean_b, by_question)

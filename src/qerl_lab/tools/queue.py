@@ -96,23 +96,24 @@ def plan(options: PlanOptions) -> None:
     at_once = options.jobs * options.gpus
     rows = [["part", "runs", "done", "left", "min a run", "hours left"]]
     for part in _chosen_parts(queue, options):
-        runs, left = ([one for one in some if one.part is part] for some in (queue.runs, queue.left()))
-        done = sum(queue.is_done(one.key) for one in runs)
-        hours = sum(queue.seconds(one) for one in left) / at_once / 3600
-        each = queue.seconds(runs[0]) / 60 if runs else 0
-        rows.append([part.name, str(len(runs)), str(done), str(len(left)), f"{each:.1f}", f"{hours:.1f}"])
+        runs = [planned for planned in queue.runs if planned.part is part]
+        left = [planned for planned in queue.left() if planned.part is part]
+        done = sum(queue.is_done(planned.key) for planned in runs)
+        hours = sum(queue.seconds(planned) for planned in left) / at_once / 3600
+        minutes = queue.seconds(runs[0]) / 60 if runs else 0
+        rows.append([part.name, str(len(runs)), str(done), str(len(left)), f"{minutes:.1f}", f"{hours:.1f}"])
     print(columns(rows))
-    for one in queue.runs:
-        if queue.failures(one.key) and one not in queue.left() and not queue.is_done(one.key):
-            print(f"failed {queue.failures(one.key)} times, not planned again: {one.key}")
+    for planned in queue.runs:
+        if queue.failures(planned.key) and planned not in queue.left() and not queue.is_done(planned.key):
+            print(f"failed {queue.failures(planned.key)} times, not planned again: {planned.key}")
     for row in queue.of_another_preregistration():
         print(f"made under another {PREREGISTRATION}: {row['run']}")
     spent = 0.0
-    for one in _next_runs(queue, options):
-        spent += queue.seconds(one) / at_once
+    for planned in _next_runs(queue, options):
+        spent += queue.seconds(planned) / at_once
         if spent > options.minutes * 60:
             break
-        print(f"python -m qerl_lab {shlex.join(one.words)}")
+        print(f"python -m qerl_lab {shlex.join(planned.words)}")
 
 
 def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:
@@ -127,7 +128,7 @@ def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:
 def _next_runs(queue: Queue, options: PlanOptions) -> list[Planned]:
     """Return the runs of the chosen parts that are not done and not failed twice, in the order of the queue."""
     chosen = _chosen_parts(queue, options)
-    return [one for one in queue.left() if one.part in chosen]
+    return [planned for planned in queue.left() if planned.part in chosen]
 
 
 def run(options: RunOptions) -> None:
@@ -141,22 +142,22 @@ def run(options: RunOptions) -> None:
     make_directory(pack, f"pack={pack}")
     waiting = _next_runs(queue, options)
     queue.refuse_unregistered(waiting)
-    seen = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
-    machine = Machine(queue, options, GpuPool(seen[: options.gpus], options.jobs), time.monotonic())
-    for one in [
-        one for one in waiting if (machine.run_folder(one) / ROW).exists() and not machine.lacks_evaluations(one)
-    ]:
-        machine.pack(one)  # again, because its pack may have been lost
-        waiting.remove(one)
-    waiting = [*(one for one in queue.runs if queue.is_done(one.key) and machine.lacks_evaluations(one)), *waiting]
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))).split(",")
+    machine = Machine(queue, options, GpuPool(visible[: options.gpus], options.jobs), time.monotonic())
+    to_make = [planned for planned in queue.runs if queue.is_done(planned.key) and machine.lacks_evaluations(planned)]
+    for planned in waiting:
+        if (machine.run_folder(planned) / ROW).exists() and not machine.lacks_evaluations(planned):
+            machine.pack(planned)  # again, because its pack may have been lost
+        else:
+            to_make.append(planned)
     with ThreadPoolExecutor(options.jobs * options.gpus) as slots:
-        started = [slots.submit(machine.make, one, number) for number, one in enumerate(waiting)]
+        started = [slots.submit(machine.make, planned, number) for number, planned in enumerate(to_make)]
         try:
-            ended = [one.result() for one in started]
+            ended = [future.result() for future in started]
         except BaseException:
             slots.shutdown(wait=False, cancel_futures=True)
             raise
-    print(f"{sum(ended)} runs ended: {format_path(pack)}. {len(waiting)} were left for this machine.")
+    print(f"{sum(ended)} runs ended: {format_path(pack)}. {len(to_make)} were left for this machine.")
 
 
 @dataclass(frozen=True)
@@ -249,8 +250,8 @@ class Machine:
         """
         make_directory(self._console_file(planned).parent, f"runs={self.options.runs}")
         with self._console_file(planned).open("ab") as console:
-            line, seen = [sys.executable, *words], os.environ | visible
-            process = subprocess.Popen(line, stdout=console, stderr=console, env=seen)
+            line, environment = [sys.executable, *words], os.environ | visible
+            process = subprocess.Popen(line, stdout=console, stderr=console, env=environment)
             try:
                 return process.wait(max(0.0, self.until - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -315,11 +316,9 @@ def collect(options: CollectOptions) -> None:
     rows = {(row["run"], row["start"]): row for row in queue.rows}
     into = {part.name: queue.folder / part.into for part in queue.parts}
     new: dict[str, Path] = {}  # run -> folder of its results
-    files = [
-        file
-        for pack in map(Path, options.packs)
-        for file in (sorted(pack.glob("*.tar.gz")) if pack.is_dir() else [pack])
-    ]
+    files = list[Path]()
+    for pack in map(Path, options.packs):
+        files += sorted(pack.glob("*.tar.gz")) if pack.is_dir() else [pack]
     if missing := [file for file in files if not file.exists()]:
         raise ConfigError(f"{missing[0]} is not there. Type packs=[FILE.tar.gz] or packs=[DIR].")
     for file in files:
@@ -329,12 +328,11 @@ def collect(options: CollectOptions) -> None:
                 raise ConfigError(f"{file} is no packed record: it has no {ROW}. Type what `run` packed.")
             row: Row = json.load(found)
             attempt = row["run"], row["start"]
+            is_done = any(other["run"] == row["run"] and other["state"] == DONE for other in rows.values())
             if attempt in rows and missing_evaluations(row) >= missing_evaluations(rows[attempt]):
                 print(f"{row['run']}: there already")
                 continue
-            if attempt not in rows and (row["run"], DONE) in (
-                (other["run"], other["state"]) for other in rows.values()
-            ):
+            if attempt not in rows and is_done:
                 print(f"{row['run']}: a second run of it, left out: the first counts")
                 continue
             shutil.rmtree(runs / row["run"], ignore_errors=True)

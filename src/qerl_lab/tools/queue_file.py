@@ -92,7 +92,7 @@ class Queue:
 
     def left(self) -> list[Planned]:
         """Return the runs that are not done and have not failed twice, in the order of the queue."""
-        return [one for one in self.runs if not self.is_done(one.key) and self.failures(one.key) < ATTEMPTS]
+        return [run for run in self.runs if not self.is_done(run.key) and self.failures(run.key) < ATTEMPTS]
 
     def seconds(self, planned: Planned) -> float:
         """Estimate how long a run takes with its evaluations, in seconds.
@@ -135,7 +135,7 @@ class Queue:
     def refuse_unregistered(self, runs: Sequence[Planned]) -> None:
         """Raise ConfigError if one of `runs` is preregistered, and PREREGISTRATION.md is missing or has `PILOT:`."""
         file = self.folder / PREREGISTRATION
-        counting = [one.part.name for one in runs if one.part.preregistered]
+        counting = [run.part.name for run in runs if run.part.preregistered]
         lacks = f"has {PILOT}" if file.exists() else "is missing"
         if counting and (not file.exists() or PILOT in file.read_text(encoding="utf-8")):
             raise ConfigError(
@@ -151,7 +151,7 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        parts = [Part(**each) for each in content["parts"]]
+        parts = [Part(**values) for values in content["parts"]]
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is not there. Type the path of a file such as results/qwen1_5b/queue.yaml."
@@ -165,8 +165,8 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
     folder, words = path.parent, content.get("words", [])
     claims = [f"preregistration={folder / CLAIMS}"] if (folder / CLAIMS).exists() else []
     for part in parts:
-        for one in _runs_of_part(part, [*words, *claims] if part.preregistered else words, extra):
-            runs.setdefault(one.key, one)  # an earlier part already makes it
+        for run in _runs_of_part(part, [*words, *claims] if part.preregistered else words, extra):
+            runs.setdefault(run.key, run)  # an earlier part already makes it
     return Queue(folder, parts, list(runs.values()), read_ledger(folder), float(content.get("seconds", 600)))
 
 
@@ -186,12 +186,12 @@ def _runs_of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> lis
         for job, seed in itertools.product(jobs, part.seeds):
             config, of_seed = replace(job.config, seed=seed), tuple(join_overrides(job.overrides, [f"seed={seed}"]))
             found.append(Planned(key_of(config), part, seed, of_seed, config))
-    return sorted(found, key=lambda one: one.seed)
+    return sorted(found, key=lambda run: run.seed)
 
 
 def join_overrides(*words: Sequence[str]) -> list[str]:
     """Join lists of command-line overrides (`key=value`), keeping the last override for each key."""
-    return list({word.lstrip("+").partition("=")[0]: word for each in words for word in each}.values())
+    return list({word.lstrip("+").partition("=")[0]: word for word in itertools.chain(*words)}.values())
 
 
 def key_of(config: RunConfig) -> str:
