@@ -139,12 +139,14 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
         needed = count * (8 + cfg.optim.moment_bytes)  # weights and gradients in float32
     held = machine.gpu_memory_bytes() if on_gpu else machine.memory_bytes()
     if held is not None and needed > held:
-        remedy = "." if not is_dense and on_gpu else ", or format=nvfp4 with format.dense_cache=off."
+        place, setting, remedy = "the GPU" if on_gpu else "this machine", f"format={cfg.format.name}", ""
+        if cfg.trains_all:
+            setting, remedy = f"{setting} and lora=full", ", or lora=rank32"
+        elif is_dense or not on_gpu:
+            remedy = ", or format=nvfp4 with format.dense_cache=off"
         raise ConfigError(
-            f"{said}, which take {needed / GIB:.1f} GiB with format={cfg.format.name}"
-            f"{' and lora=full' if cfg.trains_all else ''}, and "
-            f"{'the GPU' if on_gpu else 'this machine'} has {held / GIB:.1f} GiB. Type a smaller model"
-            f"{', or lora=rank32.' if cfg.trains_all else remedy}"
+            f"{said}, which take {needed / GIB:.1f} GiB with {setting}, and {place} has {held / GIB:.1f} GiB. "
+            f"Type a smaller model{remedy}."
         )
 
 
