@@ -50,10 +50,13 @@ class Saved:
         then, now = drop_removed_keys({**ADDED, **self.config}), settings_of_run(cfg)
         if then.get("steps") in cfg.extended:  # the checkpoint is older than the extension
             now |= {"steps": then["steps"], "extended": cfg.extended[: cfg.extended.index(then["steps"])]}
-        differ = [key for key in now | then if key not in now or key not in then or now[key] != then[key]]
-        if differ:
-            given, saved = ({key: spell_value(of[key]) for key in differ if key in of} for of in (now, then))
-            changed = [f"{key}={given.get(key, 'nothing')} (was {saved.get(key, 'nothing')})" for key in differ]
+        changed = []
+        for key in now | then:
+            if key not in now or key not in then or now[key] != then[key]:
+                given = spell_value(now[key]) if key in now else "nothing"
+                saved = spell_value(then[key]) if key in then else "nothing"
+                changed.append(f"{key}={given} (was {saved})")
+        if changed:
             raise ConfigError(
                 f"{where} is not the configuration that {self.path.name} was trained with: {', '.join(changed)}. "
                 "Put it back as it was, or start a new run."
