@@ -32,8 +32,11 @@ def match_questions(runs: Sequence[Run]) -> list[Run]:
     """
     training = [run.origin.training_sha256 for run in runs]
     heldout = _fill_blanks(training, [run.origin.heldout_sha256 for run in runs])
-    noted = [f"{one}/{other}" if one else "" for one, other in zip(training, heldout, strict=True)]
-    asked = _fill_blanks([run.value(QUESTIONS) for run in runs], noted)
+    recorded = [
+        f"{of_training}/{of_heldout}" if of_training else ""
+        for of_training, of_heldout in zip(training, heldout, strict=True)
+    ]
+    asked = _fill_blanks([run.value(QUESTIONS) for run in runs], recorded)
     first, changes, matched = dict[str, str](), defaultdict[frozenset[tuple[str, str]], set[str]](set), []
 
     def task_settings(run: Run) -> frozenset[tuple[str, str]]:
@@ -195,9 +198,9 @@ def keys_implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
 
     `settings` holds the settings of each run.
     """
-    names = {one.get(TASK) for one in settings}
-    keys = {key for one in settings for key in one if key.startswith("task.") and key != TASK}
-    return {key for key in keys if len({(one.get(TASK), one.get(key)) for one in settings}) == len(names)}
+    names = {of_run.get(TASK) for of_run in settings}
+    keys = {key for of_run in settings for key in of_run if key.startswith("task.") and key != TASK}
+    return {key for key in keys if len({(of_run.get(TASK), of_run.get(key)) for of_run in settings}) == len(names)}
 
 
 def task_of(run: Run) -> str:

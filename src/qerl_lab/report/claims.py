@@ -158,10 +158,10 @@ def _parse_file(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
 
 def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Claim:
     """Build one claim from `values`, its entry in the file; `arms` maps names of arms to their settings."""
-    own_fields = [one for one in fields(Claim) if one.name != "file"]
-    needed = [one.name for one in own_fields if one.default is MISSING]
+    own_fields = [field for field in fields(Claim) if field.name != "file"]
+    needed = [field.name for field in own_fields if field.default is MISSING]
     where = f"claim {values.get('name') if isinstance(values, dict) else values}"
-    own = _checked(values, needed, [one.name for one in own_fields], where)
+    own = _checked(values, needed, [field.name for field in own_fields], where)
     rail = own.get("guardrail")
     if rail is not None:
         rail = _checked(rail, ("measure", "margin"), (), f"{where}, guardrail")
@@ -176,9 +176,10 @@ def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Cla
         raise ValueError(f"{where}: smallest {own['smallest']} is no number above {least}")
     if own.get("best_of") and own.get("mean_over"):
         raise ValueError(f"{where} has both best_of and mean_over")
-    for key in (*own["free"], *(own[each] for each in ("best_of", "mean_over") if own.get(each))):
+    spanned_keys = [own[field] for field in ("best_of", "mean_over") if own.get(field)]
+    for key in (*own["free"], *spanned_keys):
         _check_key(key, where, KEYS_AND_GROUPS)
-    contrasts = tuple(_parse_contrast(each, arms, where) for each in own["contrasts"])
+    contrasts = tuple(_parse_contrast(entry, arms, where) for entry in own["contrasts"])
     own |= {"contrasts": contrasts, "free": tuple(own["free"]), "guardrail": rail, "added": str(own.get("added", ""))}
     return Claim(**own, file=file)
 
@@ -196,11 +197,12 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Co
     for row in own.get("printed", ()):
         row = _checked(row, ("where", "treated", "control"), (), f"{where}, printed")
         printed.append((row["where"] | row["treated"], row["where"] | row["control"]))
-    for columns in (columns for pair in printed for columns in pair):
-        try:
-            reference.value(**columns)
-        except KeyError as error:
-            raise ValueError(f"{where}, printed: {error.args[0]}") from None
+    for pair in printed:
+        for columns in pair:
+            try:
+                reference.value(**columns)
+            except KeyError as error:
+                raise ValueError(f"{where}, printed: {error.args[0]}") from None
     return Contrast(own["treated"], own["control"], arms[own["treated"]], arms[own["control"]], tuple(printed))
 
 

@@ -3,6 +3,7 @@
 import io
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,10 +64,10 @@ def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     Arms of one format share a color and differ in dashes. If all arms have one format, only the first has the color of
     the format, and the others have colors of `OTHERS`.
     """
-    several, found, seen = len(set(formats.values())) > 1, {}, dict[str, int]()
+    several, found, arms_of_format = len(set(formats.values())) > 1, {}, Counter[str]()
     for place, (arm, weight_format) in enumerate(formats.items()):
-        number = seen.get(weight_format, 0)  # arms of this format so far
-        seen[weight_format] = number + 1
+        number = arms_of_format[weight_format]  # arms of this format so far
+        arms_of_format[weight_format] += 1
         shade = color(weight_format) if several or not place else OTHERS[(place - 1) % len(OTHERS)]
         looks = {"linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[place % len(MARKERS)]}
         found[arm] = {"color": shade, **looks, "markerfacecolor": "white" if number else shade}

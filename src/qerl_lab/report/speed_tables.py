@@ -43,8 +43,8 @@ def tabulate_files(paths: Sequence[Path]) -> Speed:
         return Speed([], [WITHOUT])
     files = []
     for path in paths:
-        found = sorted(path.glob("*.json")) if path.is_dir() else [path] if path.exists() else []
-        if not found:
+        found = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        if not found or not path.exists():
             why = "holds no result" if path.is_dir() else "is not there"
             raise ConfigError(f"bench={path} {why}. Type a result of python -m qerl_lab.bench, or a folder of them.")
         files += found
