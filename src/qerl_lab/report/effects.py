@@ -89,7 +89,7 @@ def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Run], started
 
 def _split_settings(claim: Claim, run: Run) -> tuple[Arm, Arm]:
     """Split a run's settings into those that must be equal and those that may differ, without the spanned key."""
-    equal, free = [], []
+    equal, free = list[tuple[str, str]](), list[tuple[str, str]]()
     for key, value in run.arm:
         if key == claim.spanned_key:
             continue
