@@ -7,7 +7,7 @@ import csv
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
@@ -218,7 +218,7 @@ def command_help(command: Command[Any]) -> str:
     return "\n".join([*lines, "", "Exit codes: 0 done, 1 failed, 2 a wrong command or input, 130 interrupted."])
 
 
-def format_key_entry(name: str, field: Any, default: Any, width: int) -> list[str]:
+def format_key_entry(name: str, field: Field[Any], default: Any, width: int) -> list[str]:
     """Format one key of a `--help` text as lines: `NAME=DEFAULT` in `width` columns, then meaning and bounds.
 
     `field` is the dataclass field of the key (see `option`).

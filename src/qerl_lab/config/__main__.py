@@ -58,11 +58,13 @@ def format_tables() -> str:
         if section != (section := name.rpartition(".")[0]):
             text += f"\n### {f'`{section}`' if section else 'Of the run'}\n\n"
             text += "| key | default | unit | allowed | meaning | hash |\n|---|---|---|---|---|---|\n"
-        about = field.metadata
-        allowed = ", ".join(f"`{choice}`" for choice in about["choices"] or ())
-        allowed = allowed or ": ".join(filter(None, (describe_type(types_by_key()[name]), bounds_in_words(about))))
+        of_key = field.metadata
+        allowed = ", ".join(f"`{choice}`" for choice in of_key["choices"] or ())
+        allowed = allowed or ": ".join(filter(None, (describe_type(types_by_key()[name]), bounds_in_words(of_key))))
         is_hashed = "yes" if is_of_arm(name) else ""
-        text += _format_row(f"`{name}`", f"`{spell_value(default)}`", about["unit"], allowed, about["help"], is_hashed)
+        text += _format_row(
+            f"`{name}`", f"`{spell_value(default)}`", of_key["unit"], allowed, of_key["help"], is_hashed
+        )
     return text
 
 

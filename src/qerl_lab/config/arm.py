@@ -3,8 +3,8 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any
+from dataclasses import Field, fields, is_dataclass
+from typing import Any, NamedTuple
 
 from qerl_lab.config.schema import RunConfig
 
@@ -44,15 +44,23 @@ ENGINE_KEYS = {
 }
 
 
-def leaves(node: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """List (dotted name, dataclass field, value) of every key in `node`, a configuration or one of its sections.
+class Leaf(NamedTuple):
+    """A key of a configuration: its dotted name, its dataclass field (see `option.option`) and its value."""
+
+    name: str
+    field: Field[Any]
+    value: Any
+
+
+def leaves(node: Any, prefix: str = "") -> list[Leaf]:
+    """List every key in `node`, a configuration or one of its sections.
 
     `prefix` is put before each name: pass `aqn.` for the section `cfg.aqn`.
     """
-    found: list[tuple[str, Any, Any]] = []
-    for f in fields(node):
-        value, name = getattr(node, f.name), prefix + f.name
-        found += leaves(value, name + ".") if is_dataclass(value) else [(name, f, value)]
+    found: list[Leaf] = []
+    for field in fields(node):
+        value, name = getattr(node, field.name), prefix + field.name
+        found += leaves(value, name + ".") if is_dataclass(value) else [Leaf(name, field, value)]
     return found
 
 
@@ -64,7 +72,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def values_of(cfg: Any) -> dict[str, Any]:
     """Map the dotted name of every key of a configuration to its value."""
-    return {name: value for name, _, value in leaves(cfg)}
+    return {leaf.name: leaf.value for leaf in leaves(cfg)}
 
 
 def as_recorded(cfg: Any) -> dict[str, str]:

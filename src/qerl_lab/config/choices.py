@@ -39,4 +39,4 @@ def _values_of_option(group: str, choice: str | None) -> dict[str, str]:
     part = OmegaConf.structured(getattr(RunConfig(), group))
     if choice is not None:
         part = OmegaConf.merge(part, OmegaConf.load(group_folder(group) / f"{choice}.yaml"))
-    return {key: str(value) for key, _, value in leaves(OmegaConf.to_object(part), f"{group}.")}
+    return {leaf.name: str(leaf.value) for leaf in leaves(OmegaConf.to_object(part), f"{group}.")}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
-from qerl_lab.config.arm import leaves, values_of
+from qerl_lab.config.arm import values_of
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import RunConfig
@@ -59,7 +59,7 @@ NUMBERS = (int, float, int | None, float | None)
 def types_by_key() -> Mapping[str, Any]:
     """Map the dotted name of every key to its type. Cached."""
     found = {}
-    for name, _, _ in leaves(RunConfig()):
+    for name in values_of(RunConfig()):
         kind: Any = RunConfig
         for part in name.split("."):
             kind = get_type_hints(kind)[part]

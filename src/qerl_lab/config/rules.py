@@ -123,8 +123,8 @@ def _build_section(kind: Any, values: Any, prefix: str) -> Any:
 
 def validate(cfg: RunConfig) -> None:
     """Raise ConfigError for the first value out of bounds, or the first combination of values that cannot run."""
-    for name, f, value in leaves(cfg):
-        check_bounds(name, f.metadata, value)
+    for name, field, value in leaves(cfg):
+        check_bounds(name, field.metadata, value)
     checks = (_check_addresses, _check_names, _check_order, _check_batch, _check_needs, _check_aqn)
     for check in (*checks, _check_learning, engine_rules.check):
         for message in check(cfg):

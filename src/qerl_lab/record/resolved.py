@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from qerl_lab.config.arm import ADDED, OF_SWEEPS, REGISTERED, fill_added_keys, flatten, leaves
+from qerl_lab.config.arm import ADDED, OF_SWEEPS, REGISTERED, fill_added_keys, flatten, values_of
 from qerl_lab.config.message import in_one_line, some_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import from_dict
@@ -42,7 +42,7 @@ def read_config(run_dir: Path) -> RunConfig:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     known = {*dict(flatten(values)), *OF_SWEEPS, *ADDED, *REGISTERED, "model.hash"}
-    lacking = [name for name, _, _ in leaves(RunConfig()) if name not in known and not name.startswith("tracking.")]
+    lacking = [name for name in values_of(RunConfig()) if name not in known and not name.startswith("tracking.")]
     if lacking:
         raise ConfigError(f"{path} lacks {some_of(lacking)}: it was cut off, or another version wrote it. {_REPLACE}")
     if cfg.task.module is not None and cfg.task.module_hash is None:  # without the hash any file could run as this user

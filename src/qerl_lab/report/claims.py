@@ -23,7 +23,7 @@ from qerl_lab.report import reference
 from qerl_lab.report.measures import MEASURES
 
 Settings = Mapping[str, str]
-DEFAULTS = {name: option.metadata for name, option, _ in leaves(RunConfig())}  # by dotted key: default, choices, ...
+DEFAULTS = {leaf.name: leaf.field.metadata for leaf in leaves(RunConfig())}  # by dotted key: default, choices, ...
 KEYS_AND_GROUPS = {*DEFAULTS, *(name.rpartition(".")[0] for name in DEFAULTS)} - {""}  # such as lora.rank and lora
 FEWEST_SEEDS = 2  # an interval needs two seeds
 LISTS = ("claims", "free", "contrasts", "printed")  # fields of a file, a claim or a contrast that must be lists
