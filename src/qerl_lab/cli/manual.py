@@ -90,7 +90,11 @@ def _format_options(group: str, default: str | None = None) -> list[str]:
 def default_option_by_group() -> dict[str, str]:
     """Map each group in the defaults list of conf/config.yaml to its option there."""
     entries = yaml.safe_load((package_data("conf") / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
+    options: dict[str, str] = {}
+    for entry in entries:
+        if isinstance(entry, dict):  # the other entries are names of files
+            options |= entry
+    return options
 
 
 def dry_run_table(plan: Plan) -> str:

@@ -63,11 +63,13 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
     """
     if not comparison.arms:
         return []
-    differences: Differences = {
-        (arm, name): cells
-        for arm, runs in comparison.arms.items() if arm != baseline is not None for name in DIFFERENCES
-        if (cells := _difference_cells(runs, comparison.arms[baseline], name))
-    }  # fmt: skip
+    differences: dict[tuple[str, str], list[str]] = {}
+    if baseline is not None:
+        control = comparison.arms[baseline]
+        for arm, runs in comparison.arms.items():
+            for name in DIFFERENCES:
+                if arm != baseline and (cells := _difference_cells(runs, control, name)):
+                    differences[arm, name] = cells
     against = []
     if len(comparison.arms) > 1:
         no_baseline = f"Left out: no arm is {BASELINE}; type baseline=ARM to compare with another."

@@ -123,7 +123,9 @@ def _draw_bar_panels(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapp
             if parts[part].max() > VISIBLE * total.max():
                 axis.barh(arms, parts[part], left=ends[part] - parts[part], height=0.6, label=part, **looks[part])
         for place, end in enumerate(total):
-            text = f"{end:,.0f}" if end >= 100 else f"{end:.1f}" if end else ""
+            text = ""
+            if end:
+                text = f"{end:,.0f}" if end >= 100 else f"{end:.1f}"
             axis.annotate(text, (end, place), (3, 0), textcoords="offset points", fontsize=8, va="center")
         axis.set(xlabel=label, xlim=(0, 1.18 * total.max()))
         axis.grid(visible=False, axis="y")

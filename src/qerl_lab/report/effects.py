@@ -293,4 +293,6 @@ def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
         return OPEN
     half = stats.half_width(stats.floored_components(difference), count, questions, 0.95)
     low, high = difference.mean() - half, difference.mean() + half
-    return HELD if low > -margin else BROKEN if high < -margin else OPEN
+    if low > -margin:
+        return HELD
+    return BROKEN if high < -margin else OPEN

@@ -46,7 +46,9 @@ def mean_and_interval(
         return NONE if math.isnan(mean) else spell(mean)
     if math.isfinite(low) and math.isfinite(high):
         return f"{spell(mean)} {stats.format_interval(low, high, spell_end)}"
-    bound = "" if math.isinf(low) and math.isinf(high) else ">= " if math.isinf(high) else "<= "
+    bound = ">= " if math.isinf(high) else "<= "
+    if math.isinf(low) and math.isinf(high):
+        bound = ""
     ends = ("no bound" if math.isinf(end) else spell_end(end) for end in (low, high))
     return f"{bound}{spell(mean)} [{', '.join(ends)}]"
 

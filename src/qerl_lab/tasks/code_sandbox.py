@@ -152,11 +152,8 @@ def _library() -> tuple[str, str]:
     These are Python's standard library and the shared libraries that it needs.
     """
     folders = sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
-    entries = [
-        str(entry)
-        for folder in folders
-        for entry in Path(folder).iterdir()
-        if entry.name not in NOT_LIBRARY and entry.exists()
-    ]
+    entries = list[str]()
+    for folder in folders:
+        entries += [str(path) for path in Path(folder).iterdir() if path.name not in NOT_LIBRARY and path.exists()]
     mapped = subprocess.run([sys.executable, *FLAGS, "-c", MAPPED], capture_output=True, text=True, check=True)
     return "\n".join([*sorted(entries), mapped.stdout.strip()]), "\n".join(folders)
