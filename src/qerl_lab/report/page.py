@@ -30,6 +30,7 @@ from qerl_lab.report import (
 from qerl_lab.report.arm_tables import tables
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.speed_tables import Speed
+from qerl_lab.report.table import NONE
 from qerl_lab.report.verdicts import Row, Verdict, judge
 from qerl_lab.system.disk import replace_file
 from qerl_lab.system.terminal import format_path
@@ -197,12 +198,22 @@ def _list_gaps(compared: Comparison) -> list[str]:
 
 def _list_details(row: Row) -> list[tuple[str, str]]:
     """List the numbers behind a verdict as (label, text). Missing numbers are left out."""
-    cells, conditions = verdict_tables.measured_cells(row), verdict_tables.format_conditions(row.conditions)
-    first = {row.claim.measure: cells.pop("effect"), "smallest that matters": row.claim.smallest_as_text,
-             "the paper's": cells.pop("the paper's"), row.contrast.treated: cells.pop("treated"),
-             row.contrast.control: cells.pop("control"), "finished": cells.pop("finished / started")}  # fmt: skip
-    parts = [*first.items(), *cells.items(), ("conditions", conditions), ("claim", row.registered)]
-    return [(label, text) for label, text in parts if text != "-"]
+    cells, heads = verdict_tables.measured_cells(row), verdict_tables.HEADS
+    details = [
+        (row.claim.measure, cells.effect),
+        ("smallest that matters", row.claim.smallest_as_text),
+        (heads["paper"], cells.paper),
+        (row.contrast.treated, cells.treated),
+        (row.contrast.control, cells.control),
+        ("finished", cells.finished),
+        (heads["effect_size"], cells.effect_size),
+        (heads["better"], cells.better),
+        (heads["p_values"], cells.p_values),
+        (heads["guardrail"], cells.guardrail),
+        ("conditions", verdict_tables.format_conditions(row.conditions)),
+        ("claim", row.registered),
+    ]
+    return [(label, text) for label, text in details if text != NONE]
 
 
 def _list_provenance(compared: Comparison) -> list[tuple[str, list[str]]]:

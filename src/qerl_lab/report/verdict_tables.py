@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from scipy.stats import fisher_exact
@@ -32,6 +32,28 @@ repetitions are decided, at the second, where one is, most."""
 COLLAPSED = (
     f"Collapsed runs: right answers in the last tenth of the steps below {FALLEN:.0%} of those in the run's best tenth."
 )
+
+
+HEADS = {  # field of `Cells` -> head of its column
+    "treated": "treated", "control": "control", "finished": "finished / started", "effect": "effect",
+    "paper": "the paper's", "effect_size": "effect size", "better": "P(better)",
+    "p_values": "p of no effect, small, reverse (Holm)", "guardrail": "guardrail",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The numbers of a contrast as cells of a table, with the heads `HEADS`; a dash for what was not measured."""
+
+    finished: str
+    paper: str
+    treated: str = NONE
+    control: str = NONE
+    effect: str = NONE
+    effect_size: str = NONE
+    better: str = NONE
+    p_values: str = NONE
+    guardrail: str = NONE
 
 
 def effect_cell(row: Row) -> str:
@@ -74,25 +96,29 @@ def describe_measure(claim: Claim) -> str:
     return f"{text} Guardrail: {rail.measure} may fall by {rail.margin:g} at most." if rail else text
 
 
-def measured_cells(row: Row) -> dict[str, str]:
-    """Format the numbers of a contrast as heads of columns -> cells; a dash for what was not measured."""
+def measured_cells(row: Row) -> Cells:
+    """Format the numbers of a contrast as cells of a table."""
     counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True) if m) or NONE
-    names = ("treated", "control", "finished / started", "effect", "the paper's", "effect size", "P(better)",
-             "p of no effect, small, reverse (Holm)", "guardrail")  # fmt: skip
     numbers = row.numbers
     if numbers is None:
-        return dict.fromkeys(names, NONE) | {"finished / started": counts, "the paper's": paper_cell(row)}
+        return Cells(finished=counts, paper=paper_cell(row))
     bounds = stats.SHARE if MEASURES[row.claim.measure].unit == "fraction" else ANY
-    sides = [
-        f"{mean_and_interval(stats.clip_interval(side, *bounds))} ({numbers.seeds})"
-        for side in (numbers.treated, numbers.control)
-    ]
-    size = NONE if math.isnan(numbers.effect_size) else f"{numbers.effect_size:+.2f}"
-    p_values = ", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted) if row.judged else NONE
-    better = f"{numbers.probability_of_improvement:.2f}"
-    guardrail = (numbers.guardrail if row.judged else "") or NONE
-    cells = (*sides, counts, effect_cell(row), paper_cell(row), size, better, p_values, guardrail)
-    return dict(zip(names, cells, strict=True))
+    seeds = numbers.seeds
+
+    def side_cell(side: stats.Interval) -> str:
+        return f"{mean_and_interval(stats.clip_interval(side, *bounds))} ({seeds})"
+
+    return Cells(
+        treated=side_cell(numbers.treated),
+        control=side_cell(numbers.control),
+        finished=counts,
+        effect=effect_cell(row),
+        paper=paper_cell(row),
+        effect_size=NONE if math.isnan(numbers.effect_size) else f"{numbers.effect_size:+.2f}",
+        better=f"{numbers.probability_of_improvement:.2f}",
+        p_values=", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted) if row.judged else NONE,
+        guardrail=(numbers.guardrail if row.judged else "") or NONE,
+    )
 
 
 def families(rows: Sequence[Row]) -> str:
@@ -136,7 +162,7 @@ def _is_registered(row: Row) -> bool:
 def _letters(rows: Sequence[Row]) -> dict[Conditions, str]:
     """Map each distinct set of conditions of measured contrasts to a letter: A, B, ..., Z, A1, ..."""
     found = dict.fromkeys(row.conditions for row in rows if row.numbers)
-    return {one: chr(65 + n % 26) + (str(n // 26) if n > 25 else "") for n, one in enumerate(found)}
+    return {conditions: chr(65 + n % 26) + (str(n // 26) if n > 25 else "") for n, conditions in enumerate(found)}
 
 
 def _basis(rows: Sequence[Row]) -> list[str]:
@@ -188,16 +214,18 @@ def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> 
     answered = {row.claim.name: row.claim for row in rows if row.numbers}
     shown = []
     for row in (row for row in rows if row.claim.name in answered):
-        numbers = measured_cells(row)
-        guardrail = numbers.pop("guardrail")
+        cells = measured_cells(row)
+        numbers = {head: getattr(cells, name) for name, head in HEADS.items() if name != "guardrail"}
         shown.append({
             "claim": row.claim.name, "contrast": name_of(row), "conditions": letters.get(row.conditions, NONE),
             "measure": row.claim.measure, **numbers, "family": f"{row.claim.family}, {sizes.get(row.claim.family, 0)}",
-            "guardrail": guardrail, "preregistered": "yes" if _is_registered(row) else "no",
+            HEADS["guardrail"]: cells.guardrail, "preregistered": "yes" if _is_registered(row) else "no",
             "verdict": f"**{row.verdict}**: {row.why}",
         })  # fmt: skip
     said = [f"- `{name}`: {claim.says} ({claim.where}). {describe_measure(claim)}" for name, claim in answered.items()]
-    table = pipe_table([[*shown[0]], *([*cells.values()] for cells in shown)]) if shown else "No claim was measured."
+    table = "No claim was measured."
+    if shown:
+        table = pipe_table([list(shown[0]), *(list(row_cells.values()) for row_cells in shown)])
     parts = ["# Verdicts on the paper's claims", f"By `{command_line}`.", "\n".join(said), HOW_TO_READ if shown else ""]
     parts += [*_basis(rows), table]
     parts += [COLLAPSED, pipe_table(fallen)] if (fallen := collapses(rows)) else []
@@ -225,7 +253,7 @@ def as_json(comparison: Comparison, rows: Sequence[Row], command_line: str) -> s
         claim, numbers = asdict(row.claim), None
         del claim["contrasts"]
         if row.numbers:
-            numbers = {name: one for name, one in vars(row.numbers).items() if name not in ("oriented", "at_most")}
+            numbers = {name: value for name, value in vars(row.numbers).items() if name not in ("oriented", "at_most")}
             judged = row.judged
             numbers |= {"p": judged and judged.p._asdict(), "adjusted": judged and judged.adjusted._asdict()}
             numbers |= {"effect_by_seed": row.numbers.oriented.mean(1).tolist()}
