@@ -183,18 +183,30 @@ def measure_arm(options: EntropyOptions, arm: Arm, texts: Texts, folder: Path) -
     """
     device = texts.states.device
     model, _ = policy.load_base(arm.cfg, device)
-    packed_T, kl_T = compare_to_dense(model, texts)
+    entropies_T, kl_T = compare_to_dense(model, texts)
     del model
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     linears = packable(loading.empty_model(config, torch.float32), arm.cfg.format.ignore)
     dense, packed = WeightFiles(folder), None if arm.folder is None else WeightFiles(arm.folder)
     errors = weight_error.layers(arm.weight_format, dense, packed, linears, device, fit_scales=arm.method == "awq")
-    row = {"arm": arm.name, "part": "", **estimates(packed_T, texts), "kl": mean_and_interval(kl_T, texts)}
-    row |= {} if arm.folder is None else {"checkpoint": terminal.format_path(arm.folder)}
+    row = {"arm": arm.name, "part": "", **estimates(entropies_T, texts), "kl": mean_and_interval(kl_T, texts)}
+    if arm.folder is not None:
+        row["checkpoint"] = terminal.format_path(arm.folder)
     row["weight_error"] = weight_error.sum_errors(errors)
-    rows = [row]
     if not options.parts or arm.folder is not None or row["weight_error"]["parts"] is None:
-        return rows
+        return [row]
+    return [row, *_measure_error_parts(options, arm, texts, dense, linears, entropies_T)]
+
+
+def _measure_error_parts(
+    options: EntropyOptions, arm: Arm, texts: Texts, dense: WeightFiles, linears: list[str], packed_T: Tensor
+) -> list[dict[str, Any]]:
+    """Measure the dense model plus parts of the rounding error of `arm`; return a row of the results per part.
+
+    `dense` holds the weights of the dense model, `linears` the names of the packed Linears, `packed_T` the entropies of
+    the arm.
+    """
+    device, rows = texts.states.device, list[dict[str, Any]]()
     model, _ = policy.load_base(run_config(options, DENSE_FORMAT), device)
     for part in ("grid", "dead", "grid and dead"):
         for layer in weight_error.layers(arm.weight_format, dense, None, linears, device):
