@@ -92,7 +92,7 @@ def default_option_by_group() -> dict[str, str]:
     entries = yaml.safe_load((package_data("conf") / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     options: dict[str, str] = {}
     for entry in entries:
-        if isinstance(entry, dict):  # the other entries are names of files
+        if isinstance(entry, dict):  # the others are `schema` and `_self_`
             options |= entry
     return options
 

@@ -182,7 +182,7 @@ def _rollout_table(ours: Sequence[pd.DataFrame]) -> Table:
          *bench.OF_BASES, ("paper: tokens/s", "{paper_speed}"), ("paper: of BF16", "{paper_of_bf16:.2f}"),
          ("paper: of QLoRA", "{paper_of_nf4:.2f}"), ("paper: where", "{paper_where}"), ("repeats", "{repeats}"),
          ("lengths", "{lengths}"), *ORIGIN),
-        ours, papers, ["model", "format", "batch", "printed_rank"], "rollout", "batch at rank",
+        ours, papers, key=["model", "format", "batch", "printed_rank"], benchmarks="rollout", setting="batch at rank",
     )  # fmt: skip
 
 
@@ -199,7 +199,7 @@ def _step_table(ours: Sequence[pd.DataFrame]) -> Table:
          ("tokens/s", "{speed}"), *bench.OF_BASES, ("paper: Table 3, of BF16", "{paper_table_3}"),
          ("paper: Tables 5 to 8, checkpointing", "{paper_checkpointed}"), ("paper: without", "{paper_plain}"),
          ("steps", "{steps}"), ("lengths", "{lengths}"), *ORIGIN),
-        ours, papers, ["model", "format", "batch"], "step", "completions",
+        ours, papers, key=["model", "format", "batch"], benchmarks="step", setting="completions",
     )  # fmt: skip
 
 
@@ -216,12 +216,12 @@ def _memory_table(ours: Sequence[pd.DataFrame]) -> Table:
         (("model, format", "{model}, {format}"), ("arm", "{arm}"), ("benchmark", "{benchmark}"),
          ("weights, GB", "{weights:.1f}"), ("of BF16", "{of_bf16:.2f}"), ("paper: GB", "{paper_number:.1f}"),
          ("paper: of BF16", "{paper_of_bf16:.2f}"), ("peak, GB", "{peak:.1f}"), *ORIGIN),
-        ours, papers, ["model", "format"], "rollout, step or train_step", "format",
+        ours, papers, key=["model", "format"], benchmarks="rollout, step or train_step", setting="format",
     )  # fmt: skip
 
 
 def _join_with_paper(
-    title: str, about: str, columns: Columns, ours: Sequence[pd.DataFrame], papers: pd.DataFrame,
+    title: str, about: str, columns: Columns, ours: Sequence[pd.DataFrame], papers: pd.DataFrame, *,
     key: list[str], benchmarks: str, setting: str,
 ) -> Table:  # fmt: skip
     """Build a table of our rows, each beside the paper's row with an equal `key`; a note lists rows only the paper has.
