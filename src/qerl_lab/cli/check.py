@@ -62,7 +62,8 @@ class CheckJobs(Callback):
                 f"{ours[0]} is for hydra/launcher={LAUNCHER}, and hydra/launcher={launcher} was given. Leave one of "
                 "the two out."
             )
-        CheckJobs.plan = check_and_claim(plan, first.config.launcher == "local" and launcher in (LAUNCHER, *HERE))
+        is_here = first.config.launcher == "local" and launcher in (LAUNCHER, *HERE)
+        CheckJobs.plan = check_and_claim(plan, is_here=is_here)
         with read_write(config.hydra), open_dict(config.hydra):
             config.hydra.sweep.dir = str(self.plan.directory)
             # Other launchers compose their jobs again from these words.
@@ -82,7 +83,7 @@ def command_line(overrides: Sequence[str] | None = None) -> str:
     return redact(shlex.join(["python", "-m", "qerl_lab", *(sys.argv[1:] if overrides is None else overrides)]))
 
 
-def check_and_claim(plan: Plan, is_here: bool) -> Plan:
+def check_and_claim(plan: Plan, *, is_here: bool) -> Plan:
     """Check all jobs of a command, create their directories, print its first lines; return the plan with final paths.
 
     Continues an earlier sweep of the same jobs in its directories (`jobs.continue_sweep`). A dry run prints a table and
@@ -90,7 +91,7 @@ def check_and_claim(plan: Plan, is_here: bool) -> Plan:
     directory is in use.
     """
     is_dry = any(job.config.dry_run for job in plan.jobs)
-    plan = check_jobs(jobs.continue_sweep(plan), is_here, is_dry)
+    plan = check_jobs(jobs.continue_sweep(plan), is_here=is_here, is_dry=is_dry)
     if plan.multirun and RunDirectory(plan.directory).is_claimed:
         raise ConfigError(f"hydra.sweep.dir={plan.directory} is the directory of a run. Type another for the sweep.")
     if plan.directory_given and not plan.multirun:
@@ -103,7 +104,7 @@ def check_and_claim(plan: Plan, is_here: bool) -> Plan:
     return plan
 
 
-def check_jobs(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
+def check_jobs(plan: Plan, *, is_here: bool, is_dry: bool = False) -> Plan:
     """Check that every unfinished job could start. Return the plan with notes for the user added to its jobs.
 
     If the jobs run on this machine (`is_here`), also checks its hardware. If they run on a cluster, also checks the
@@ -116,7 +117,7 @@ def check_jobs(plan: Plan, is_here: bool, is_dry: bool = False) -> Plan:
             checked.append(job)
             continue
         try:
-            notes = [*job.notes, *preflight.check(job.config, job.run_dir, is_here and not is_dry)]
+            notes = [*job.notes, *preflight.check(job.config, job.run_dir, is_here=is_here and not is_dry)]
         except ConfigError as error:
             where = f"job {job.number} ({' '.join(job.overrides)}): " if plan.multirun else ""
             raise ConfigError(f"{where}{error}") from None

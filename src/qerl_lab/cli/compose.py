@@ -117,7 +117,8 @@ def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(typed))])
     usual = f"runs/{job.config.experiment}/seed{job.config.seed}/{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(job.config.run_dir or usual).expanduser().absolute()
-    return Plan([replace(job, run_dir=run_dir)], run_dir, bool(job.config.run_dir), False)
+    is_given = bool(job.config.run_dir)
+    return Plan([replace(job, run_dir=run_dir)], run_dir, directory_given=is_given, multirun=False)
 
 
 def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
@@ -147,7 +148,7 @@ def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
     intent.refuse_conflicting_jobs([job.config for job in jobs])
     intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(job.overrides)) for job in jobs])
     typed = intent.overrides_by_key(_typed_words(master.hydra.overrides.hydra))
-    return Plan(jobs, directory, "hydra.sweep.dir" in typed, True)
+    return Plan(jobs, directory, directory_given="hydra.sweep.dir" in typed, multirun=True)
 
 
 def _compose_job(

@@ -98,7 +98,7 @@ def plan_of_sweep(directory: Path) -> Plan | None:
     for number, path in enumerate(sorted(run_dirs, key=lambda path: by_numbers(str(path)))):
         run = RunDirectory(path)
         jobs.append(Job(number, run.overrides(), run.config(), path, begun=run.status != "not run"))
-    return Plan(jobs, directory, True, True)
+    return Plan(jobs, directory, directory_given=True, multirun=True)
 
 
 def claim_directories(plan: Plan, command: str) -> Plan:

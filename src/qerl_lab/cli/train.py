@@ -208,7 +208,7 @@ def _resume(directory: Path, steps: int | None) -> int:
     if plan := jobs.plan_of_sweep(directory):
         if steps is not None:
             raise ConfigError(f"steps={steps} extends one run, and resume={directory} is a sweep. Leave steps out.")
-        plan = check.check_jobs(plan, plan.jobs[0].config.launcher == "local")
+        plan = check.check_jobs(plan, is_here=plan.jobs[0].config.launcher == "local")
         print(manual.opening_lines(plan), flush=True)
         scheduler.run(plan, command)
         return scheduler.finish(plan)

@@ -28,7 +28,7 @@ NEEDS_GPU = (  # key, value, package, what to type instead
 )
 
 
-def check(cfg: RunConfig, run_dir: Path, is_here: bool = True) -> list[str]:
+def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True) -> list[str]:
     """Check a run's model, questions and directory before its start. Return notes to print (`question_counts.check`).
 
     With `is_here` the run will use this machine, and `check_machine` is called too. Raises ConfigError for a run that

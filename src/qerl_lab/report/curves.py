@@ -51,9 +51,10 @@ CURVES = (
     Curve("accuracy", "Held-out accuracy, all questions", "right answers", "eval/accuracy", bounds=SHARE),
     Curve("subset_accuracy", "Held-out accuracy, the first questions", "right answers", "eval/subset_accuracy",
           bounds=SHARE),
-    Curve("throughput", "Throughput, end to end", "tokens per second", "step/tokens_per_second", True),
-    Curve("rollout_throughput", "Throughput of rollouts", "tokens per second", "rollout/tokens_per_second", True),
-    Curve("sigma", "Sigma of the noise, in arms that have it", "standard deviation", "noise/sigma", True),
+    Curve("throughput", "Throughput, end to end", "tokens per second", "step/tokens_per_second", from_zero=True),
+    Curve("rollout_throughput", "Throughput of rollouts", "tokens per second", "rollout/tokens_per_second",
+          from_zero=True),
+    Curve("sigma", "Sigma of the noise, in arms that have it", "standard deviation", "noise/sigma", from_zero=True),
 )  # fmt: skip
 
 

@@ -50,24 +50,24 @@ def functions(name: str) -> dict[str, Callable[..., Any]]:
 
     The docstring of `qerl_lab.tasks` describes these functions.
     """
-    found: dict[str, Callable[..., Any]] = {"heldout": lambda cfg: _read(cfg, True), "grade": grade_math}
+    found: dict[str, Callable[..., Any]] = {"heldout": lambda cfg: _read(cfg, of_heldout=True), "grade": grade_math}
     if SOURCES[name].train:
-        found["train"] = lambda cfg: _read(cfg, False)
+        found["train"] = lambda cfg: _read(cfg, of_heldout=False)
     if name == "gsm8k":
-        found["worked"] = lambda cfg: _read_gsm8k(cfg, False, _gsm8k_worked)
+        found["worked"] = lambda cfg: _read_gsm8k(cfg, _gsm8k_worked, of_heldout=False)
     return found
 
 
 def _read(cfg: TaskConfig, of_heldout: bool) -> Questions:
     """Read the training or held-out questions of the set `cfg.name`. Raises ConfigError if they cannot be read."""
     if cfg.name == "gsm8k":
-        return _read_gsm8k(cfg, of_heldout, _gsm8k)
+        return _read_gsm8k(cfg, _gsm8k, of_heldout=of_heldout)
     if cfg.name == "bigmath":
         return _read_bigmath(cfg, of_heldout)
     return read(cfg, SOURCES[cfg.name], of_heldout, _MAKERS[cfg.name])
 
 
-def _read_gsm8k(cfg: TaskConfig, of_heldout: bool, make: Make) -> Questions:
+def _read_gsm8k(cfg: TaskConfig, make: Make, *, of_heldout: bool) -> Questions:
     """Read the GSM8K questions that have a solution of at most `task.gsm8k.max_steps` lines; all if that key is null.
 
     `make` makes a question from an id and a row. Raises ConfigError if the questions cannot be read, or if none has so

@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
     if not words or set(HELP) & set(words):
         print(MANUAL, end="")
         return exits.OK
-    plan = make_plan([spell_for_hydra(word) for word in words], False)
+    plan = make_plan([spell_for_hydra(word) for word in words], multirun=False)
     if plan.multirun:
         raise ConfigError("a server serves one run. Give each key one value.")
     cfg = plan.jobs[0].config
