@@ -12,7 +12,7 @@ from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS, compact, plain
 from qerl_lab.tasks.answers.tokens import Unreadable
 
 MAX_LIBRARY_CHARACTERS = 300
-_LIBRARYS = re.compile(
+_LIBRARY_MACROS = re.compile(
     r"\\(?:sum|prod|i+nt|oint|lim|sup|inf|max|min|gcd|lcm|cup|cap|setminus|bmod|pmod|mod|det|begin)(?![A-Za-z])"
 )
 _NOT_FOR_LIBRARY = re.compile(r"[A-Za-z]{4}|[eE][-+]?\d{3}|\d{40}|\^\s*\{?\s*-?\d{4}|[!@]")
@@ -48,8 +48,10 @@ def judge(given: str, known: str) -> Verdict:
             return Verdict.UNREADABLE
     if isinstance(form, Words) or isinstance(gold, Words):
         return Verdict.WRONG if form is not None else Verdict.UNREADABLE
-    asks = _is_for_library(form, given) and _is_for_library(gold, known)
-    return Verdict.LIBRARY if asks and _may_equal(form, known) and _may_equal(gold, given) else Verdict.UNREADABLE
+    is_for_library = _is_for_library(form, given) and _is_for_library(gold, known)
+    if is_for_library and _may_equal(form, known) and _may_equal(gold, given):
+        return Verdict.LIBRARY
+    return Verdict.UNREADABLE
 
 
 def _form(text: str) -> Form | None:
@@ -81,10 +83,10 @@ def _may_equal(form: Form | None, other: str) -> bool:
 def _is_for_library(form: Form | None, text: str) -> bool:
     """Tell whether math-verify may read `text`: it is short, and has no prose and no huge numbers.
 
-    `form` is the parsed text; if it is None, because parsing failed, `text` must also have a macro of _LIBRARYS, such
+    `form` is the parsed text; if it is None, because parsing failed, `text` must also have a macro of _LIBRARY_MACROS, such
     as a sum. Prose is refused, because math-verify picks a number out of it and drops words as units.
     """
     letters = re.sub(r"\\(?:begin|end)\s*\{[a-z]+\}|\\[A-Za-z]+", " ", text)
     if len(text) > MAX_LIBRARY_CHARACTERS or _NOT_FOR_LIBRARY.search(letters) or "\\text" in text:
         return False
-    return form is not None or _LIBRARYS.search(text) is not None
+    return form is not None or _LIBRARY_MACROS.search(text) is not None
