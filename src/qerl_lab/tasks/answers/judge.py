@@ -83,8 +83,9 @@ def _may_equal(form: Form | None, other: str) -> bool:
 def _is_for_library(form: Form | None, text: str) -> bool:
     """Tell whether math-verify may read `text`: it is short, and has no prose and no huge numbers.
 
-    `form` is the parsed text; if it is None, because parsing failed, `text` must also have a macro of _LIBRARY_MACROS, such
-    as a sum. Prose is refused, because math-verify picks a number out of it and drops words as units.
+    `form` is the parsed text; if it is None, because parsing failed, `text` must also have one of
+    _LIBRARY_MACROS, such as a sum. Prose is refused, because math-verify picks a number out of it and drops words as
+    units.
     """
     letters = re.sub(r"\\(?:begin|end)\s*\{[a-z]+\}|\\[A-Za-z]+", " ", text)
     if len(text) > MAX_LIBRARY_CHARACTERS or _NOT_FOR_LIBRARY.search(letters) or "\\text" in text:
