@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from packed_layers import LAYER_NAMES, dense_twin, tiny_model, tokens
 from qerl_lab.cli import compose, train
@@ -97,21 +98,20 @@ def composed(*words: str) -> RunConfig:
     return compose.make_plan(line, multirun=False).jobs[0].config
 
 
-def packed_layers(cfg: RunConfig) -> dict[str, PackedLinear]:
-    model = policy.load_base(cfg, CPU)[0]
+def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
 def test_a_run_packs_a_dense_model_in_it_and_trains_adapters_on_it() -> None:
     learner = policy.build(composed("format=int4", "model.path=dense", "scale=custom"), CPU)
-    packed = [(name, each) for name, each in learner.model.named_modules() if isinstance(each, PackedLinear)]
+    packed = packed_layers(learner.model)
     assert len(packed) == 2 * len(LAYER_NAMES)
     loss = learner.model(tokens(), labels=tokens()).loss
     loss.backward()
     grads = [parameter.grad for name, parameter in learner.model.named_parameters() if "lora_B" in name]
     assert len(grads) == 2 * len(LAYER_NAMES)
     assert all(grad.isfinite().all() and grad.count_nonzero() for grad in grads)
-    for name, layer in packed:
+    for name, layer in packed.items():
         learner.model.set_submodule(name, dense_twin(layer))
     assert torch.equal(learner.model(tokens(), labels=tokens()).loss, loss)
 
@@ -124,10 +124,8 @@ def test_the_quantize_command_writes_it_and_a_run_loads_what_was_written(capsys:
     assert words[0] == "format=int4"
     on_disk.check(Path("out"), composed(*words))
     assert on_disk.parameters(Path("out")) == on_disk.parameters(Path("dense"))
-    loaded, own = (
-        packed_layers(composed(*words)),
-        packed_layers(composed("format=int4", "model.path=dense", "scale=custom")),
-    )
+    dense = ["format=int4", "model.path=dense", "scale=custom"]
+    loaded, own = (packed_layers(policy.load_base(composed(*each), CPU)[0]) for each in (words, dense))
     assert loaded.keys() == own.keys()
     for name, layer in loaded.items():
         assert all(equal(tensor, own[name].packed()[key]) for key, tensor in layer.packed().items()), name

@@ -16,36 +16,25 @@ def packed(weight_format: Format) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_global_scale_that_is_none_is_refused(value: float) -> None:
-    tensors = packed(NVFP4) | {"weight_global_scale": torch.tensor([value])}
-    with pytest.raises(ValueError, match=r"q_proj\.weight_global_scale is .*; allowed: positive finite numbers"):
-        NVFP4.accept(tensors, SHAPE, name="q_proj")
+@pytest.mark.parametrize(("weight_format", "key", "at"), [(NVFP4, "weight_global_scale", 0), (FP8, "weight_scale", 5)])
+def test_a_scale_that_is_none_is_refused(weight_format: Format, key: str, at: int, value: float) -> None:
+    tensors = packed(weight_format)
+    tensors[key][at] = value
+    with pytest.raises(ValueError, match=rf"q_proj\.{key} (is .*; allowed:|has other than) positive finite numbers"):
+        weight_format.accept(tensors, SHAPE, name="q_proj")
 
 
-@pytest.mark.parametrize("byte", [0x7F, 0x80, 0xB8, 0xFF])
-def test_a_block_scale_with_a_sign_or_none_at_all_is_refused(byte: int) -> None:
-    tensors = packed(NVFP4)
-    tensors["weight_scale"].view(torch.uint8)[1, 0] = byte
-    with pytest.raises(ValueError, match=r"q_proj\.weight_scale has negative numbers or NaN; allowed: 0 to 448"):
-        NVFP4.accept(tensors, SHAPE, name="q_proj")
-    tensors["weight_scale"].view(torch.uint8)[1, 0] = 0x7E
-    assert NVFP4.accept(tensors, SHAPE, name="q_proj")
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_row_scale_that_is_none_is_refused(value: float) -> None:
-    tensors = packed(FP8)
-    tensors["weight_scale"][5] = value
-    with pytest.raises(ValueError, match=r"q_proj\.weight_scale has other than positive finite numbers"):
-        FP8.accept(tensors, SHAPE, name="q_proj")
-
-
-@pytest.mark.parametrize("byte", [0x7F, 0xFF])
-def test_a_value_of_fp8_that_is_none_is_refused(byte: int) -> None:
-    tensors = packed(FP8)
-    tensors["weight"].view(torch.uint8)[1, 0] = byte
-    with pytest.raises(ValueError, match=r"q_proj\.weight has NaN; allowed: -448 to 448"):
-        FP8.accept(tensors, SHAPE, name="q_proj")
+@pytest.mark.parametrize(("weight_format", "key", "byte", "says"), [
+    *[(NVFP4, "weight_scale", byte, "negative numbers or NaN; allowed: 0 to 448") for byte in (0x7F, 0x80, 0xB8, 0xFF)],
+    *[(FP8, "weight", byte, "NaN; allowed: -448 to 448") for byte in (0x7F, 0xFF)],
+])  # fmt: skip
+def test_a_byte_that_is_no_number_there_is_refused(weight_format: Format, key: str, byte: int, says: str) -> None:
+    tensors = packed(weight_format)
+    tensors[key].view(torch.uint8)[1, 0] = byte
+    with pytest.raises(ValueError, match=rf"q_proj\.{key} has {says}"):
+        weight_format.accept(tensors, SHAPE, name="q_proj")
+    tensors[key].view(torch.uint8)[1, 0] = 0x7E
+    assert weight_format.accept(tensors, SHAPE, name="q_proj")
 
 
 def test_the_header_of_another_program_is_padded() -> None:

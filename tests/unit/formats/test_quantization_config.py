@@ -17,37 +17,24 @@ from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model.on_disk import is_ignored
 
 UNKNOWN_RULE = {NVFP4: Nvfp4(None), MXFP4: Mxfp4(None)}
-PRESETS = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_compressed_tensors_dumps_the_same(name: str) -> None:
-    from compressed_tensors.quantization import preset_name_to_scheme
-
-    scheme = preset_name_to_scheme(PRESETS[name], ["Linear"])
-    scheme.format = f"{name}-pack-quantized"
-    assert BY_NAME[name].quantization_config(["lm_head"], torch.bfloat16) == dumped(scheme)
-
-
-@pytest.mark.parametrize("weight_format", [FP8, W8A8], ids=repr)
-def test_compressed_tensors_dumps_the_same_for_fp8(weight_format: Format) -> None:
+@pytest.mark.parametrize(("weight_format", "preset", "layout"), [
+    (NVFP4, "NVFP4A16", "nvfp4-pack-quantized"), (MXFP4, "MXFP4A16", "mxfp4-pack-quantized"),
+    (FP8, "FP8_DYNAMIC", "float-quantized"), (W8A8, "FP8_DYNAMIC", "float-quantized"),
+])  # fmt: skip
+def test_compressed_tensors_dumps_the_same(weight_format: Format, preset: str, layout: str) -> None:
     """W8A16 has no preset: it is the one of W8A8 without activations."""
-    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
-    scheme = preset_name_to_scheme("FP8_DYNAMIC", ["Linear"])
-    scheme.format = "float-quantized"
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    scheme.format = layout
     if weight_format == FP8:
         scheme.input_activations = None
-    assert weight_format.quantization_config(["lm_head"], torch.bfloat16) == dumped(scheme)
-
-
-def dumped(scheme: Any) -> dict[str, Any]:
-    """What compressed-tensors writes for a model of one scheme."""
-    from compressed_tensors.quantization import QuantizationConfig
-
-    return QuantizationConfig(
-        config_groups={"group_0": scheme}, quantization_status="compressed", format=scheme.format, ignore=["lm_head"]
+    dumped = QuantizationConfig(
+        config_groups={"group_0": scheme}, quantization_status="compressed", format=layout, ignore=["lm_head"]
     ).to_dict()
+    assert weight_format.quantization_config(["lm_head"], torch.bfloat16) == dumped
 
 
 def test_transformers_dumps_the_same_for_nf4() -> None:
@@ -73,7 +60,7 @@ ENTRIES = ["lm_head", "down_proj", "mlp.down_proj", "model.layers.3", "model.lay
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_an_entry_means_the_same_to_compressed_tensors(name: str, entry: str) -> None:
     """It takes a plain one for a full name, where ours may be the end of one, or a module that it is part of."""
     from compressed_tensors.utils.match import match_name
@@ -101,61 +88,45 @@ def test_a_checkpoint_of_bitsandbytes_without_a_list_leaves_the_head_alone() -> 
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("weight_format", "change", "says"),
     [
-        ({"quant_method": "gptq"}, "quant_method='gptq' cannot be loaded; allowed: compressed-tensors, bitsandbytes"),
-        ({"quant_method": None}, "quant_method=None"),
-        ({"format": "pack-quantized", "group.format": None}, "format='pack-quantized'"),
-        ({"group.format": "mixed"}, "format='mixed'"),
-        ({"quantization_status": "frozen"}, "quantization_status='frozen' cannot be loaded; allowed: compressed"),
-        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme="),
-        ({"transform_config": {"config_groups": {"u": {}}}}, "transform_config="),
-        ({"ignore": [3]}, "ignore=[3] cannot be loaded; allowed: a list of names"),
-        ({"config_groups": {}}, "config_groups=[]"),
-        ({"group.targets": ["re:.*q_proj"]}, "targets=['re:.*q_proj']"),
-        ({"group.input_activations": {"num_bits": 4}}, "input_activations="),
-        ({"weights.group_size": 32}, "weights.group_size=32 cannot be loaded; allowed: 16 in nvfp4"),
-        ({"weights.num_bits": 8}, "weights.num_bits=8"),
-        ({"weights.strategy": "group"}, "weights.strategy='group'"),
-        ({"weights.scale_dtype": "torch.uint8"}, "weights.scale_dtype='torch.uint8'"),
-        ({"weights.actorder": "group"}, "weights.actorder='group'"),
+        (NVFP4, {"quant_method": "gptq"},
+         "quant_method='gptq' cannot be loaded; allowed: compressed-tensors, bitsandbytes"),
+        (NVFP4, {"quant_method": None}, "quant_method=None"),
+        (NVFP4, {"format": "pack-quantized", "group.format": None}, "format='pack-quantized'"),
+        (NVFP4, {"group.format": "mixed"}, "format='mixed'"),
+        (NVFP4, {"quantization_status": "frozen"},
+         "quantization_status='frozen' cannot be loaded; allowed: compressed"),
+        (NVFP4, {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme="),
+        (NVFP4, {"transform_config": {"config_groups": {"u": {}}}}, "transform_config="),
+        (NVFP4, {"ignore": [3]}, "ignore=[3] cannot be loaded; allowed: a list of names"),
+        (NVFP4, {"config_groups": {}}, "config_groups=[]"),
+        (NVFP4, {"group.targets": ["re:.*q_proj"]}, "targets=['re:.*q_proj']"),
+        (NVFP4, {"group.input_activations": {"num_bits": 4}}, "input_activations="),
+        (NVFP4, {"group.weights.group_size": 32}, "weights.group_size=32 cannot be loaded; allowed: 16 in nvfp4"),
+        (NVFP4, {"group.weights.num_bits": 8}, "weights.num_bits=8"),
+        (NVFP4, {"group.weights.strategy": "group"}, "weights.strategy='group'"),
+        (NVFP4, {"group.weights.scale_dtype": "torch.uint8"}, "weights.scale_dtype='torch.uint8'"),
+        (NVFP4, {"group.weights.actorder": "group"}, "weights.actorder='group'"),
+        (W8A8, {"group.weights.strategy": "tensor"},
+         "weights.strategy='tensor' cannot be loaded; allowed: channel in fp8"),
+        (W8A8, {"group.weights.num_bits": 4}, "weights.num_bits=4"),
+        (W8A8, {"group.input_activations.dynamic": False}, "allowed: null or {'num_bits': 8, 'type': 'float', "),
+        (W8A8, {"group.input_activations.strategy": "tensor"}, "input_activations={'num_bits': 8, "),
+        (NF4, {"load_in_4bit": False}, "load_in_4bit=False"),
+        (NF4, {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type='fp4' cannot be loaded; allowed: nf4"),
+        (NF4, {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage='bfloat16'"),
+        (NF4, {"llm_int8_skip_modules": "lm_head"},
+         "llm_int8_skip_modules='lm_head' cannot be loaded; allowed: a list"),
     ],
-)
-def test_what_cannot_be_computed_with_is_refused(change: dict[str, Any], says: str) -> None:
-    config = copy.deepcopy(NVFP4.quantization_config(["lm_head"], torch.bfloat16))
-    group = config["config_groups"]["group_0"]
+)  # fmt: skip
+def test_what_cannot_be_computed_with_is_refused(weight_format: Format, change: dict[str, Any], says: str) -> None:
+    config = copy.deepcopy(weight_format.quantization_config(["lm_head"], torch.bfloat16))
     for key, value in change.items():
-        parent, _, leaf = key.rpartition(".")
-        {"": config, "group": group, "weights": group["weights"]}[parent][leaf] = value
+        *parents, leaf = key.split(".")
+        part = config
+        for parent in parents:
+            part = part["config_groups"]["group_0"] if parent == "group" else part[parent]
+        part[leaf] = value
     with pytest.raises(ValueError, match=re.escape(says)):
         recognize(config)
-
-
-@pytest.mark.parametrize(
-    ("section", "change", "says"),
-    [
-        ("weights", {"strategy": "tensor"}, "weights.strategy='tensor' cannot be loaded; allowed: channel in fp8"),
-        ("weights", {"num_bits": 4}, "weights.num_bits=4"),
-        ("input_activations", {"dynamic": False}, "allowed: null or {'num_bits': 8, 'type': 'float', "),
-        ("input_activations", {"strategy": "tensor"}, "input_activations={'num_bits': 8, "),
-    ],
-)
-def test_other_kinds_of_fp8_are_refused(section: str, change: dict[str, Any], says: str) -> None:
-    config = copy.deepcopy(W8A8.quantization_config(["lm_head"], torch.bfloat16))
-    config["config_groups"]["group_0"][section] |= change
-    with pytest.raises(ValueError, match=re.escape(says)):
-        recognize(config)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"load_in_4bit": False}, "load_in_4bit=False"),
-        ({"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type='fp4' cannot be loaded; allowed: nf4"),
-        ({"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage='bfloat16'"),
-        ({"llm_int8_skip_modules": "lm_head"}, "llm_int8_skip_modules='lm_head' cannot be loaded; allowed: a list"),
-    ],
-)
-def test_other_kinds_of_bitsandbytes_are_refused(change: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(says)):
-        recognize(NF4.quantization_config([], torch.bfloat16) | change)
