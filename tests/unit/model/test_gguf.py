@@ -40,20 +40,27 @@ NAMES = {
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray], Path]:
-    """A file, its values, and the HF_HOME in which it is unpacked."""
-    folder = tmp_path_factory.mktemp("gguf")
-    values = write_gguf(folder / "tiny.gguf")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    """A file that is unpacked, and its values."""
+    file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    values = write_gguf(file)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HOME", str(folder / "home"))
-        gguf.unpack(folder / "tiny.gguf")
-    return folder / "tiny.gguf", values, folder / "home"
+        patch.setenv("HF_HOME", str(file.parent))
+        gguf.unpack(file)
+    return file, values
 
 
 @pytest.fixture
-def file(written: tuple[Path, dict[str, np.ndarray], Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HF_HOME", str(written[2]))
+def file(written: tuple[Path, dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HOME", str(written[0].parent))
     return written[0]
+
+
+@pytest.fixture
+def new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A path for a file of the test's own."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    return tmp_path / "m.gguf"
 
 
 def as_in_transformers(values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
@@ -74,7 +81,7 @@ def as_in_transformers(values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]
 
 
 def test_the_weights_are_the_dequantized_values_of_the_file(
-    file: Path, written: tuple[Path, dict[str, np.ndarray], Path]
+    file: Path, written: tuple[Path, dict[str, np.ndarray]]
 ) -> None:
     found = load_file(gguf.unpack(file) / "model.safetensors")
     expected = {name: value.to(torch.bfloat16) for name, value in as_in_transformers(written[1]).items()}
@@ -93,19 +100,17 @@ def test_the_tokenizer_reads_and_writes_as_the_files_own(file: Path) -> None:
         assert found.decode(ids) == text
 
 
-def test_a_class_of_tokenizers_that_reads_no_gguf_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_of_tokenizers_that_reads_no_gguf_is_not_asked(new_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where mistral-common is installed, as beside vLLM, its class is the one of Mistral's models."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setitem(TOKENIZER_MAPPING._extra_content, LlamaConfig, MistralCommonBackend)
-    write_gguf(tmp_path / "m.gguf")
-    assert (gguf.unpack(tmp_path / "m.gguf") / "tokenizer.json").is_file()
+    write_gguf(new_file)
+    assert (gguf.unpack(new_file) / "tokenizer.json").is_file()
 
 
 def test_it_is_unpacked_once_and_again_when_the_file_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    new_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    file = tmp_path / "m.gguf"
+    file = new_file
     write_gguf(file)
     half = gguf.unpacked_folder(file).with_name(f"{gguf.unpacked_folder(file).name}.partial")
     half.mkdir(parents=True)  # of a process that was killed
@@ -124,13 +129,12 @@ def test_it_is_unpacked_once_and_again_when_the_file_changes(
     assert local_folder(str(file), None) != first
 
 
-def test_one_that_transformers_cannot_read_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    file = tmp_path / "m.gguf"
-    write_gguf(file)
-    file.write_bytes(file.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0wrong", 1))
+def test_one_that_transformers_cannot_read_is_a_user_error(new_file: Path) -> None:
+    write_gguf(new_file)
+    data = new_file.read_bytes()
+    new_file.write_bytes(data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0wrong", 1))
     with pytest.raises(ConfigError, match=r"transformers cannot read .*m\.gguf .*\. Type the path of the model as"):
-        gguf.unpack(file)
+        gguf.unpack(new_file)
     assert list(cache_folder().iterdir()) == []
 
 
@@ -141,10 +145,8 @@ def test_a_file_that_is_not_whole_is_refused_before_a_run_starts(
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(file.read_bytes()[:size])
     monkeypatch.setattr(preflight.machine, "GPU_NODES", ())
-    cfg = RunConfig()
-    cfg.model.path = str(cut)
     with pytest.raises(ConfigError, match="is no GGUF file, or not whole"):
-        preflight.check(cfg, tmp_path / "run")
+        preflight.check(RunConfig(model=ModelConfig(path=str(cut))), tmp_path / "run")
 
 
 def test_a_file_is_looked_at_without_torch(file: Path, tmp_path: Path) -> None:
@@ -168,11 +170,9 @@ assert "torch" not in sys.modules
     assert "'nothing' is no Linear layer" in done.stdout
 
 
-def test_a_file_without_a_chat_template_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    write_gguf(tmp_path / "m.gguf", template=False)
-    cfg = RunConfig()
-    cfg.model.path = str(tmp_path / "m.gguf")
+def test_a_file_without_a_chat_template_is_refused(new_file: Path) -> None:
+    write_gguf(new_file, template=False)
+    cfg = RunConfig(model=ModelConfig(path=str(new_file)))
     with pytest.raises(ConfigError, match="has no chat template"):
         on_disk.check(local_folder(cfg.model.path, None), cfg)
 

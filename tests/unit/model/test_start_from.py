@@ -32,6 +32,12 @@ from qerl_lab.train.stop import Stop
 Tiny = Callable[..., RunConfig]
 
 
+@pytest.fixture
+def begun(tiny: Tiny) -> Tiny:
+    """Composes a run that begins with the adapter in a folder."""
+    return lambda start, **changes: with_absolute_paths(tiny(lora__start_from=str(start), **changes))
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny, build_policy: Callable[[RunConfig], Policy]) -> Path:
     """A finished run whose adapter does something."""
@@ -51,9 +57,9 @@ def changed(run: Path, folder: Path, **settings: Any) -> Path:
 
 
 @pytest.mark.parametrize("of_run", [True, False])
-def test_a_run_begins_with_the_weights_of_another(run: Path, tmp_path: Path, tiny: Tiny, of_run: bool) -> None:
+def test_a_run_begins_with_the_weights_of_another(run: Path, tmp_path: Path, begun: Tiny, of_run: bool) -> None:
     start = run if of_run else changed(run, tmp_path / "adapter")
-    cfg = with_absolute_paths(tiny(format__name="nvfp4", lora__start_from=str(start)))
+    cfg = begun(start, format__name="nvfp4")
     check(cfg, tmp_path / "second")
     directory = RunDirectory(tmp_path / "second")
     directory.claim(cfg, Typed("second"))
@@ -66,12 +72,10 @@ def test_a_run_begins_with_the_weights_of_another(run: Path, tmp_path: Path, tin
 
 
 def test_a_resumed_run_that_lost_its_answers_asks_before_training_with_that_adapter(
-    run: Path, tmp_path: Path, tiny: Tiny
+    run: Path, tmp_path: Path, begun: Tiny
 ) -> None:
     directory = RunDirectory(tmp_path / "second")
-    directory.claim(
-        with_absolute_paths(tiny(format__name="nvfp4", steps=1, lora__start_from=str(run))), Typed("second")
-    )
+    directory.claim(begun(run, format__name="nvfp4", steps=1), Typed("second"))
     directory.begin()
     assert train(directory.config(), directory, Stop()) == 0
     whole = directory.evaluations()["before"]
@@ -100,22 +104,16 @@ def test_it_is_another_arm_by_the_content_of_the_adapter(run: Path, tmp_path: Pa
         ({"target_modules": ["q_proj", "v_proj"]}, r"Type lora.target_modules=\[q_proj,v_proj\]"),
         ({"target_modules": "all-linear"}, "is no LoRA adapter with a list of layers"),
         ({"use_dora": True}, "has use_dora=True; allowed: plain LoRA"),
-        (
-            {"init_lora_weights": "loftq"},
-            "has init_lora_weights=loftq; allowed: .* True, False, gaussian, ",
-        ),
+        ({"init_lora_weights": "loftq"}, "has init_lora_weights=loftq; allowed: .* True, False, gaussian, "),
         ({"init_lora_weights": "lora_ga"}, "path_initial_model_for_weight_conversion"),
         ({"peft_type": "IA3"}, "is no LoRA adapter"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_a_run_starts(
-    run: Path, tmp_path: Path, tiny: Tiny, settings: dict[str, Any], message: str
+    run: Path, tmp_path: Path, begun: Tiny, settings: dict[str, Any], message: str
 ) -> None:
-    cfg = with_absolute_paths(
-        tiny(format__name="bf16", lora__start_from=str(changed(run, tmp_path / "other", **settings)))
-    )
     with pytest.raises(ConfigError, match=message):
-        check(cfg, tmp_path / "run")
+        check(begun(changed(run, tmp_path / "other", **settings), format__name="bf16"), tmp_path / "run")
 
 
 @pytest.mark.filterwarnings("ignore:.*(eva|EVA)")
@@ -123,7 +121,7 @@ def test_what_does_not_fit_is_refused_before_a_run_starts(
     "init", [True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "pissa_niter_2", "olora", "OLoRA"]
 )
 def test_an_adapter_is_refused_where_peft_changed_its_base(
-    run: Path, tmp_path: Path, tiny: Tiny, init: bool | str
+    run: Path, tmp_path: Path, begun: Tiny, init: bool | str
 ) -> None:
     """CorDA and LoRA-GA, which change it too, want data first, and LoftQ a GPU."""
     base = tiny_model()
@@ -131,16 +129,15 @@ def test_an_adapter_is_refused_where_peft_changed_its_base(
     lora = LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj"], init_lora_weights=init)  # type: ignore[arg-type]
     after = get_peft_model(base, lora).unload().state_dict()
     is_changed = any(not torch.equal(after[name], weight) for name, weight in before.items())
-    start = changed(run, tmp_path / "adapter", init_lora_weights=init)
-    cfg = with_absolute_paths(tiny(format__name="bf16", lora__start_from=str(start)))
+    cfg = begun(changed(run, tmp_path / "adapter", init_lora_weights=init), format__name="bf16")
     with pytest.raises(ConfigError, match="has init_lora_weights=") if is_changed else nullcontext():
         adapter_files.check(cfg)
 
 
-def test_an_adapter_that_is_not_there_or_has_changed_is_refused(run: Path, tmp_path: Path, tiny: Tiny) -> None:
+def test_an_adapter_that_is_not_there_or_has_changed_is_refused(run: Path, tmp_path: Path, begun: Tiny) -> None:
     with pytest.raises(ConfigError, match="holds no adapter_model"):
-        with_absolute_paths(tiny(lora__start_from=str(tmp_path)))
-    cfg = with_absolute_paths(tiny(format__name="bf16", lora__start_from=str(changed(run, tmp_path / "copy"))))
+        begun(tmp_path)
+    cfg = begun(changed(run, tmp_path / "copy"), format__name="bf16")
     cfg.lora.start_hash = "0" * 12
     with pytest.raises(ConfigError, match="was another adapter when the run was composed"):
         adapter_files.check(cfg)

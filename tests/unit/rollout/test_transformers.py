@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from rollouts import distributions, gap, rows
-
-NOISE = Noise(0.3, seed=0, step=1)
 
 
 @pytest.fixture(scope="module")
@@ -30,22 +27,6 @@ def prompts(policy, tiny) -> list[list[int]]:
     by_length = {len(ids): ids for ids in (policy.prompt_ids(task.messages(question)) for question in task.train)}
     lengths = sorted(by_length)
     return [by_length[length] for length in (*lengths[:3], *lengths[-2:])]
-
-
-@pytest.fixture
-def engine(policy) -> TransformersEngine:
-    return TransformersEngine(policy, batch_size=64)
-
-
-@pytest.fixture(autouse=True)
-def left_as_found(policy) -> Iterator[None]:
-    """After every test the policy has its own norm weights, untouched, and is in the mode that it was in."""
-    held = {name: norm.data_ptr() for name, norm in policy.norms.items()}
-    policy.model.train()
-    yield
-    assert {name: norm.data_ptr() for name, norm in policy.norms.items()} == held
-    assert all(torch.equal(policy.norms[name], clean) for name, clean in policy.clean_norms.items())
-    assert all(module.training for module in policy.model.modules())
 
 
 def test_every_end_token_of_the_generation_config_ends_a_completion(policy, monkeypatch) -> None:
@@ -82,9 +63,11 @@ def test_entropy_is_the_mean_over_completion_tokens_of_several_batches(policy, p
     assert out.entropy == pytest.approx(-(logps.exp() * logps).sum(-1).mean().item(), abs=1e-5)
 
 
-def test_a_failure_inside_leaves_the_policy_as_it_was(policy, engine, prompts, monkeypatch) -> None:
-    """Whether it does is checked after every test of this file."""
-    engine.sync(NOISE)
+def test_a_failure_inside_leaves_the_policy_as_it_was(policy, prompts, monkeypatch) -> None:
+    engine = TransformersEngine(policy, batch_size=64)
+    engine.sync(Noise(0.3, seed=0, step=1))
+    held = {name: norm.data_ptr() for name, norm in policy.norms.items()}
+    policy.model.train()
 
     def fail(*_: object, **__: object) -> None:
         assert not policy.model.training
@@ -94,3 +77,6 @@ def test_a_failure_inside_leaves_the_policy_as_it_was(policy, engine, prompts, m
     monkeypatch.setattr(policy.model, "generate", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.generate(prompts, 2, Sampling(8, seed=1))
+    assert {name: norm.data_ptr() for name, norm in policy.norms.items()} == held
+    assert all(torch.equal(policy.norms[name], clean) for name, clean in policy.clean_norms.items())
+    assert all(module.training for module in policy.model.modules())

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,6 @@ from packed_layers import BY_NAME
 from qerl_lab import rollout
 from qerl_lab.aqn import CLEAN, Noise
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import EngineFailed, Sampling
 from qerl_lab.rollout.vllm.transfer import encode_tensor
@@ -37,17 +37,17 @@ def fake(policy: Policy) -> Iterator[FakeVllm]:
 
 
 @pytest.fixture
-def config(tiny, fake: FakeVllm) -> Callable[..., RunConfig]:
-    """Configuration of a run on the fake server."""
+def build(policy: Policy, tiny, fake: FakeVllm) -> Iterator[Callable[..., rollout.Engine]]:
+    """Builds the engine of a run on the fake server, and closes it after the test."""
     words = {"rollout__engine": "vllm_server", "format__name": "bf16", "rollout__vllm_server__url": fake.url}
-    return lambda **changes: tiny(**words | {"rollout__vllm_server__patience_seconds": 1.0} | changes)
+    words |= {"rollout__vllm_server__patience_seconds": 1.0}
+    with ExitStack() as stack:
+        yield lambda **changes: stack.enter_context(closing(rollout.build(tiny(**words | changes), policy)))
 
 
 @pytest.fixture
-def engine(policy: Policy, config) -> Iterator[rollout.Engine]:
-    built = rollout.build(config(), policy)
-    yield built
-    built.close()
+def engine(build) -> rollout.Engine:
+    return build()
 
 
 def sent(fake: FakeVllm, path: str) -> list[dict[str, Any]]:
@@ -81,14 +81,13 @@ def test_a_rollout_is_a_request_a_prompt(engine, fake: FakeVllm, policy: Policy)
     assert {body["logprobs"] for body in sent(fake, COMPLETIONS)} == {None}
 
 
-def test_as_many_groups_are_under_way_as_the_batch_holds(fake: FakeVllm, config, policy: Policy) -> None:
-    engine = rollout.build(config(rollout__batch_size=12, rollout__group_size=4), policy)
+def test_as_many_groups_are_under_way_as_the_batch_holds(fake: FakeVllm, build) -> None:
+    engine = build(rollout__batch_size=12, rollout__group_size=4)
     fake.hold_seconds = 0.1
     engine.generate([[3]] * 7, 4, SAMPLING)
     assert fake.most_at_once == 3
     engine.generate([[3]] * 7, 2, SAMPLING)  # an evaluation's, of fewer samples
     assert fake.most_at_once == 6
-    engine.close()
 
 
 def test_a_sync_writes_the_adapter_and_sends_the_noise_as_numbers(engine, fake: FakeVllm, policy: Policy) -> None:
@@ -136,41 +135,37 @@ def test_a_lost_connection_is_tried_again(engine, fake: FakeVllm, fault) -> None
     assert not any(fake.faults.values())
 
 
-def test_a_server_that_stays_away_is_an_error_with_what_was_tried(policy: Policy, config) -> None:
+def test_a_server_that_stays_away_is_an_error_with_what_was_tried(policy: Policy, build) -> None:
     with running(FakeVllm(policy)) as gone:
-        engine = rollout.build(config(rollout__vllm_server__url=gone.url), policy)
+        engine = build(rollout__vllm_server__url=gone.url)
     with pytest.raises(EngineFailed) as caught:
         engine.generate(PROMPTS, 2, SAMPLING)
     for part in (gone.url, "tried for 1 s", "patience_seconds", "python -m qerl_lab.tools.serve_line"):
         assert part in str(caught.value)
     with pytest.raises(EngineFailed, match="is away"):
         engine.sync(Noise(0.1, seed=0, step=1))
-    engine.close()
     with pytest.raises(ConfigError, match="is away"):
-        rollout.build(config(rollout__vllm_server__url=gone.url), policy)
+        build(rollout__vllm_server__url=gone.url)
 
 
-def test_a_rollout_has_a_time_limit(fake: FakeVllm, config, policy: Policy) -> None:
-    engine = rollout.build(config(rollout__vllm__timeout_minutes=0.01), policy)
+def test_a_rollout_has_a_time_limit(fake: FakeVllm, build) -> None:
+    engine = build(rollout__vllm__timeout_minutes=0.01)
     fake.hold_seconds = 2
     with pytest.raises(EngineFailed, match=r"finished 0 of 3 groups in rollout\.vllm\.timeout_minutes=0\.01"):
         engine.generate(PROMPTS, 2, SAMPLING)
-    engine.close()
 
 
-def test_a_load_whose_answer_was_lost_counts(fake: FakeVllm, config, policy: Policy) -> None:
+def test_a_load_whose_answer_was_lost_counts(fake: FakeVllm, build) -> None:
     """So does an unload. The second try then finds nothing left to do."""
     fake.adapters["policy-old"] = "gone"
     fake.faults = {"/v1/load_lora_adapter": [LOSE], "/v1/unload_lora_adapter": [LOSE]}
-    engine = rollout.build(config(), policy)
-    assert len(engine.generate(PROMPTS, 2, SAMPLING).completion_ids_P_G) == 3
+    assert len(build().generate(PROMPTS, 2, SAMPLING).completion_ids_P_G) == 3
     assert "policy-old" not in fake.adapters
-    engine.close()
 
 
-def test_the_last_run_to_start_keeps_the_server(engine, fake: FakeVllm, config, policy: Policy) -> None:
+def test_the_last_run_to_start_keeps_the_server(engine, fake: FakeVllm, build) -> None:
     """The first one neither samples with the other's adapter and noise, nor changes them."""
-    other = rollout.build(config(), policy)
+    other = build()
     held, fake.asked = dict(fake.adapters), []
     with pytest.raises(EngineFailed, match="does not exist"):
         engine.generate(PROMPTS, 2, SAMPLING)
@@ -179,7 +174,6 @@ def test_the_last_run_to_start_keeps_the_server(engine, fake: FakeVllm, config, 
     assert fake.adapters == held
     assert not sent(fake, RPC)
     other.generate(PROMPTS, 2, SAMPLING)
-    other.close()
 
 
 @pytest.mark.parametrize(("names", "said"), [(["policy-another"], "taken by another run"), ([], "started again")])
@@ -291,18 +285,18 @@ MXFP4 = BY_NAME["mxfp4"].quantization_config(["lm_head"], torch.float32)
     ],
 )
 def test_a_server_that_serves_something_else_is_refused(
-    change: Callable, parts: list[str], fake: FakeVllm, config, policy: Policy
+    change: Callable, parts: list[str], fake: FakeVllm, build
 ) -> None:
     change(fake)
     with pytest.raises(ConfigError) as caught:
-        rollout.build(config(), policy)
+        build()
     for part in (fake.url, "Type ", *parts):
         assert part in str(caught.value)
 
 
-def test_another_rounding_than_that_of_the_sums_is_allowed(fake: FakeVllm, config, policy: Policy) -> None:
+def test_another_rounding_than_that_of_the_sums_is_allowed(fake: FakeVllm, build) -> None:
     off_by(0.005)(fake)
-    rollout.build(config(), policy).close()
+    build()
     assert sent(fake, COMPLETIONS)  # it was compared
 
 
@@ -310,20 +304,20 @@ def test_another_rounding_than_that_of_the_sums_is_allowed(fake: FakeVllm, confi
 
 
 def test_a_key_comes_from_the_environment_and_stays_out_of_messages(
-    fake: FakeVllm, config, policy: Policy, monkeypatch: pytest.MonkeyPatch
+    fake: FakeVllm, build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "long-secret")
-    rollout.build(config(), policy).close()
+    build()
     assert {headers["Authorization"] for headers in fake.headers} == {"Bearer long-secret"}
     fake.faults[RPC] = [refusal(500, "who is long-secret")]
     with pytest.raises(ConfigError) as caught:
-        rollout.build(config(), policy)
+        build()
     assert "long-secret" not in str(caught.value)
 
 
-def test_the_adapter_lies_where_the_server_sees_it(fake: FakeVllm, config, policy: Policy, tmp_path: Path) -> None:
+def test_the_adapter_lies_where_the_server_sees_it(fake: FakeVllm, build, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
-    engine = rollout.build(config(rollout__vllm_server__adapter_dir=str(shared)), policy)
+    engine = build(rollout__vllm_server__adapter_dir=str(shared))
     [folder] = fake.adapters.values()
     assert Path(folder).parent == shared
     engine.close()

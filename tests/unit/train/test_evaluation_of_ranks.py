@@ -47,11 +47,6 @@ class Scripted:
         return Rollout(prompts, ids, [], [["stop"] * group_size for _ in prompts], self.entropy, seconds=1.0)
 
 
-@pytest.fixture(scope="module")
-def policy(tiny, build_policy) -> Policy:
-    return build_policy(tiny())
-
-
 @pytest.fixture
 def sessions(tiny, policy: Policy, tmp_path: Path) -> Callable[..., list[Session]]:
     """A run's, one for each rank. All read one record, as processes do."""

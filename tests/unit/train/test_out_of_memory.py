@@ -22,11 +22,6 @@ WEIGHTS, ON_CPU = "vLLM's weights", "frozen base 0.0"
 
 
 @pytest.fixture
-def policy(tiny, build_policy) -> Policy:
-    return build_policy(tiny())
-
-
-@pytest.fixture
 def on_gpu(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Puts the policy on a GPU of 80 GiB, of which so many are free and torch has reserved 30."""
 

@@ -25,11 +25,6 @@ TOLD = [[[-1.0 - token / 8 for token in row] for row in group] for group in COMP
 ROLLOUT = Rollout(PROMPTS, COMPLETIONS, TOLD, [], entropy=None, seconds=1.0)
 
 
-@pytest.fixture(scope="module")
-def policy(tiny, build_policy) -> Policy:
-    return build_policy(tiny())
-
-
 def held(policy: Policy, noise: Noise) -> dict[str, Tensor]:
     return noise.onto_norms(policy.clean_norms)
 

@@ -1,6 +1,5 @@
 """Evaluations during training: when, of what, and that the training never notices."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import pandas as pd
 import pytest
 from safetensors.torch import load_file
 
-from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.train import run as run_module
@@ -17,7 +15,7 @@ from repeated import lines_of
 
 STEPS, SUBSET, ASKED = 4, "eval/subset_", 4
 # Dropout draws in every forward of the training, and noise at every step: a random number too many would show.
-ALL = {
+SETTINGS = {
     "steps": STEPS, "lora__dropout": 0.2, "optim__learning_rate": 0.02, "aqn__schedule": "linear", "aqn__stages": 2,
     "aqn__sigma_start": 0.2, "aqn__reading": "equation", "checkpoint__every": 0, "rollout__batch_size": 4,
     "rollout__max_completion_tokens": 10, "eval__questions": 6, "eval__subset_questions": ASKED,
@@ -26,22 +24,11 @@ ALL = {
 
 
 @pytest.fixture(scope="module")
-def configured(tiny) -> Callable[..., RunConfig]:
-    return lambda **changes: tiny(**(ALL | changes))
-
-
-def go(cfg: RunConfig, folder: Path, stop: Stop | None = None) -> int:
-    folder.mkdir(exist_ok=True)
-    cfg.run_dir = str(folder)
-    return run_module.run(cfg, RunDirectory(folder), stop or Stop())
-
-
-@pytest.fixture(scope="module")
-def watched(configured, tmp_path_factory) -> Path:
+def watched(new_runs) -> Path:
     """A run that evaluates every second step."""
-    folder = tmp_path_factory.mktemp("subset") / "watched"
-    assert go(configured(eval__every=2), folder) == OK
-    return folder
+    runs = new_runs(eval__every=2)
+    assert runs.run() == OK
+    return runs.directory.path
 
 
 def record(folder: Path, subset: bool) -> list[tuple[int, dict[str, Any]]]:
@@ -59,10 +46,11 @@ def same(one: Path, other: Path) -> None:
     assert all(adapters[0][name].equal(adapters[1][name]) for name in adapters[0])
 
 
-def test_the_training_is_the_same_bit_for_bit_with_and_without(watched: Path, configured, tmp_path: Path) -> None:
-    assert go(configured(), tmp_path / "plain") == OK
-    same(watched, tmp_path / "plain")
-    assert record(tmp_path / "plain", subset=True) == []
+def test_the_training_is_the_same_bit_for_bit_with_and_without(watched: Path, new_runs) -> None:
+    plain = new_runs()
+    assert plain.run() == OK
+    same(watched, plain.directory.path)
+    assert record(plain.directory.path, subset=True) == []
 
 
 def test_the_same_first_questions_are_asked_every_time(watched: Path) -> None:
@@ -86,7 +74,7 @@ def test_the_same_first_questions_are_asked_every_time(watched: Path) -> None:
 
 
 def test_a_signal_within_an_evaluation_saves_the_step_and_the_run_goes_on_as_if_nothing_was(
-    watched: Path, configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    watched: Path, new_runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop, evaluate, calls = Stop(), run_module.evaluate, iter(range(1, 100))
 
@@ -95,12 +83,13 @@ def test_a_signal_within_an_evaluation_saves_the_step_and_the_run_goes_on_as_if_
         return evaluate(*args)
 
     monkeypatch.setattr(run_module, "evaluate", interrupted)
-    folder = tmp_path / "run"
-    assert go(configured(eval__every=2), folder, stop) == INTERRUPTED
+    runs = new_runs(eval__every=2)
+    folder = runs.directory.path
+    assert runs.run(stop=stop) == INTERRUPTED
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
     assert "step 2" not in RunDirectory(folder).evaluations()
     monkeypatch.undo()
-    assert go(configured(eval__every=2), folder) == OK
+    assert runs.run() == OK
     same(folder, watched)
     assert record(folder, subset=True) == record(watched, subset=True)
     mine, theirs = (RunDirectory(path).evaluations() for path in (folder, watched))
@@ -109,6 +98,7 @@ def test_a_signal_within_an_evaluation_saves_the_step_and_the_run_goes_on_as_if_
         pd.testing.assert_frame_equal(rows, theirs[phase])
 
 
-def test_without_the_evaluations_around_it_a_run_still_has_those_within(configured, tmp_path: Path) -> None:
-    assert go(configured(steps=1, eval__every=1, eval__questions=0), tmp_path / "run") == OK
-    assert list(RunDirectory(tmp_path / "run").evaluations()) == ["step 0", "step 1"]
+def test_without_the_evaluations_around_it_a_run_still_has_those_within(new_runs) -> None:
+    runs = new_runs(steps=1, eval__every=1, eval__questions=0)
+    assert runs.run() == OK
+    assert list(runs.directory.evaluations()) == ["step 0", "step 1"]

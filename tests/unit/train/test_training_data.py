@@ -9,13 +9,7 @@ import pytest
 from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.model.policy import Policy
 from qerl_lab.train.training_data import Cursor, TrainingData, select
-
-
-@pytest.fixture(scope="module")
-def policy(tiny, build_policy) -> Policy:
-    return build_policy(tiny())
 
 
 @pytest.fixture
