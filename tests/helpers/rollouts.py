@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from packed_layers import dense_twin
+from qerl_lab import tasks
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Rollout
@@ -16,6 +18,14 @@ def rows(rollout: Rollout) -> list[tuple[list[int], list[int], list[float]]]:
     """Return (prompt, completion, sampler log-probs) of every completion."""
     groups = zip(rollout.prompt_ids_P, rollout.completion_ids_P_G, rollout.logprobs_P_G, strict=True)
     return [(p, c, lp) for p, cs, lps in groups for c, lp in zip(cs, lps, strict=True)]
+
+
+def unequal_prompts(policy: Policy, cfg: RunConfig) -> list[list[int]]:
+    """Return five prompts of unequal lengths from the run's task, the first cut to one token."""
+    task = tasks.load(cfg.task)
+    by_length = {len(ids): ids for ids in (policy.prompt_ids(task.messages(question)) for question in task.train)}
+    lengths = sorted(by_length)
+    return [by_length[lengths[0]][:1], *(by_length[length] for length in (*lengths[:2], *lengths[-2:]))]
 
 
 def distributions(

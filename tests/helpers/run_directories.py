@@ -14,6 +14,7 @@ import pandas as pd
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.environment import Typed
 from qerl_lab.record.metrics import encode_line
 from qerl_lab.record.resolved import write_config
 
@@ -43,6 +44,13 @@ def config(experiment: str, seed: int, **changes: Any) -> RunConfig:
         *groups, key = name.split("__")
         reduce(getitem, groups, values)[key] = value
     return from_dict(values)
+
+
+def claimed(folder: Path, cfg: RunConfig) -> RunDirectory:
+    """Claim a directory for a run, as the command does before it starts the run's process."""
+    directory = RunDirectory(folder)
+    directory.claim(cfg, Typed("the command"))
+    return directory
 
 
 def make_run(

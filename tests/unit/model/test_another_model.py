@@ -19,10 +19,10 @@ from qerl_lab.evaluate.evaluate_options import AccuracyOptions
 from qerl_lab.model.on_disk import ASSETS, check_content
 from qerl_lab.preflight import check
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
 from qerl_lab.tools.export import ExportOptions, export
 from qerl_lab.train.run import build_session
 from qerl_lab.train.stop import Stop
+from run_directories import claimed
 
 Tiny = Callable[..., RunConfig]
 OTHER = r"was the model of model\.hash=\w{12} when the run was composed, and is now that of \w{12}\. Put it back"
@@ -85,12 +85,10 @@ def test_a_hash_that_is_typed_must_be_the_one_found(model: Path) -> None:
 @pytest.fixture
 def run(tiny: Tiny, model: Path, tmp_path: Path) -> RunDirectory:
     """A run that was claimed; its adapter is none, and is not asked for."""
-    directory = RunDirectory(tmp_path / "run")
-    directory.claim(with_absolute_paths(tiny(model__path=str(model))), Typed("the command"))
-    return directory
+    return claimed(tmp_path / "run", with_absolute_paths(tiny(model__path=str(model))))
 
 
-def evaluate(run: RunDirectory) -> object:
+def evaluate(run: RunDirectory) -> subject.Subject:
     return subject.resolve_subject(AccuracyOptions(run=str(run.path), adapter=False, device="cpu"))
 
 
@@ -130,7 +128,7 @@ def test_a_link_to_where_the_model_lies_now_will_do(run: RunDirectory, model: Pa
 
 
 def test_a_base_that_is_dequantized_for_an_evaluation_has_no_hash(run: RunDirectory) -> None:
-    found = subject.resolve_subject(AccuracyOptions(run=str(run.path), adapter=False, device="cpu"))
+    found = evaluate(run)
     with subject.dequantized_subject(found) as common:
         check_content(common.cfg)
         assert re.fullmatch(r"\w{12}", str(found.cfg.model.hash))

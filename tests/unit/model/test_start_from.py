@@ -23,11 +23,10 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model import adapter_files, policy
 from qerl_lab.model.policy import Policy
 from qerl_lab.preflight import check
-from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
 from qerl_lab.train.run import build_session
 from qerl_lab.train.run import run as train
 from qerl_lab.train.stop import Stop
+from run_directories import claimed
 
 Tiny = Callable[..., RunConfig]
 
@@ -41,8 +40,8 @@ def begun(tiny: Tiny) -> Tiny:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny, build_policy: Callable[[RunConfig], Policy]) -> Path:
     """A finished run whose adapter does something."""
-    directory, cfg = RunDirectory(tmp_path_factory.mktemp("runs") / "first"), tiny(format__name="bf16")
-    directory.claim(cfg, Typed("first"))
+    cfg = tiny(format__name="bf16")
+    directory = claimed(tmp_path_factory.mktemp("runs") / "first", cfg)
     policy.save_adapter(build_policy(cfg).model, directory.adapter)
     return directory.path
 
@@ -61,8 +60,7 @@ def test_a_run_begins_with_the_weights_of_another(run: Path, tmp_path: Path, beg
     start = run if of_run else changed(run, tmp_path / "adapter")
     cfg = begun(start, format__name="nvfp4")
     check(cfg, tmp_path / "second")
-    directory = RunDirectory(tmp_path / "second")
-    directory.claim(cfg, Typed("second"))
+    directory = claimed(tmp_path / "second", cfg)
     session = build_session(directory.config(), directory, Stop())
     held = load_file(run / "adapter" / "adapter_model.safetensors")
     own = get_peft_model_state_dict(session.policy.model)
@@ -74,8 +72,7 @@ def test_a_run_begins_with_the_weights_of_another(run: Path, tmp_path: Path, beg
 def test_a_resumed_run_that_lost_its_answers_asks_before_training_with_that_adapter(
     run: Path, tmp_path: Path, begun: Tiny
 ) -> None:
-    directory = RunDirectory(tmp_path / "second")
-    directory.claim(begun(run, format__name="nvfp4", steps=1), Typed("second"))
+    directory = claimed(tmp_path / "second", begun(run, format__name="nvfp4", steps=1))
     directory.begin()
     assert train(directory.config(), directory, Stop()) == 0
     whole = directory.evaluations()["before"]

@@ -18,13 +18,13 @@ from torch import Tensor
 
 import vllm_servers
 import wrong_engines
-from qerl_lab import rollout, tasks
+from qerl_lab import rollout
 from qerl_lab.aqn import CLEAN, Noise, observed_std
 from qerl_lab.config.schema import ENGINES, RunConfig
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
-from rollouts import distributions, gap, of_tokens, rows
+from rollouts import distributions, gap, of_tokens, rows, unequal_prompts
 
 NATS = {"transformers": 1e-4, "vllm": 1e-4, "vllm_server": 1e-4}  # how near the log-probs of an engine come to float64
 NOISE = Noise(0.3, seed=0, step=1)
@@ -78,15 +78,11 @@ def built(request, tiny, build_policy, tmp_path_factory) -> Iterator[Built]:
 
 def describe(cfg: RunConfig, build_policy) -> Built:
     policy = build_policy(cfg)
-    task = tasks.load(cfg.task)
-    by_length = {len(ids): ids for ids in (policy.prompt_ids(task.messages(question)) for question in task.train)}
-    lengths = sorted(by_length)
-    prompts = [by_length[lengths[0]][:1], *(by_length[length] for length in (*lengths[:2], *lengths[-2:]))]
 
     def make() -> Engine:
         return rollout.build(cfg, policy)
 
-    return Built(make, policy, prompts, NATS[cfg.rollout.engine])
+    return Built(make, policy, unequal_prompts(policy, cfg), NATS[cfg.rollout.engine])
 
 
 # --- what every engine promises

@@ -6,13 +6,12 @@ import shutil
 import pytest
 import torch
 
-from qerl_lab import tasks
 from qerl_lab.aqn import Noise
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
-from rollouts import distributions, gap, rows
+from rollouts import distributions, gap, rows, unequal_prompts
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +21,7 @@ def policy(tiny, build_policy) -> Policy:
 
 @pytest.fixture(scope="module")
 def prompts(policy, tiny) -> list[list[int]]:
-    """Five prompts of unequal length."""
-    task = tasks.load(tiny().task)
-    by_length = {len(ids): ids for ids in (policy.prompt_ids(task.messages(question)) for question in task.train)}
-    lengths = sorted(by_length)
-    return [by_length[length] for length in (*lengths[:3], *lengths[-2:])]
+    return unequal_prompts(policy, tiny())
 
 
 def test_every_end_token_of_the_generation_config_ends_a_completion(policy, monkeypatch) -> None:

@@ -12,9 +12,9 @@ from qerl_lab.config.arm import config_hash
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
 from qerl_lab.train.run import run
 from qerl_lab.train.stop import Stop
+from run_directories import claimed
 
 
 def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
@@ -24,8 +24,7 @@ def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
         steps=2, optim__learning_rate=0.01, optim__schedule="linear", algorithm__updates_per_rollout=2,
         aqn__schedule="linear", aqn__sigma_start=0.1, aqn__sigma_end=0.0, aqn__stages=4, aqn__reading="equation",
     )  # fmt: skip
-    directory = RunDirectory(tmp_path / "run")
-    directory.claim(cfg, Typed("first"))
+    directory = claimed(tmp_path / "run", cfg)
     with pytest.raises(ConfigError, match="only a finished one is extended"):
         extend_run(directory, 4)
     directory.begin()
@@ -77,8 +76,7 @@ def test_words_that_do_not_extend_are_refused(
 def test_a_refused_extension_leaves_the_run_finished(
     tiny: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = RunDirectory(tmp_path / "run")
-    directory.claim(tiny(steps=1), Typed("first"))
+    directory = claimed(tmp_path / "run", tiny(steps=1))
     directory.begin()
     assert run(directory.config(), directory, Stop()) == 0
     environment = json.loads((directory.path / "env.json").read_text())

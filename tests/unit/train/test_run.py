@@ -13,11 +13,11 @@ from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.policy import Policy
 from qerl_lab.record.directory import RunDirectory
-from qerl_lab.record.environment import Typed
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.train import run as run_module
 from qerl_lab.train.stop import Diverged, Interrupted, Stop
+from run_directories import claimed
 
 FAILURES = {"diverged": Diverged, "interrupted": Interrupted, "out of memory": RuntimeError}
 
@@ -85,8 +85,8 @@ def test_a_run_without_a_checkpoint_goes_on_with_its_questions_on_its_device_or_
 ) -> None:
     """Killed before its first checkpoint it has answers from before the training, which are not asked for again."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    cfg, directory = tiny(device="auto"), RunDirectory(tmp_path / "run")
-    directory.claim(cfg, Typed("the command"))
+    cfg = tiny(device="auto")
+    directory = claimed(tmp_path / "run", cfg)
     (directory.path / "env.json").write_text(json.dumps(began))
     with pytest.raises(ConfigError, match=said):
         run_module.build_session(cfg, directory, Stop())
@@ -96,8 +96,8 @@ def test_a_template_that_writes_the_date_keeps_the_day_on_which_the_run_began(ti
     model = Path(shutil.copytree(ASSETS, tmp_path / "model"))
     template = model / "chat_template.jinja"
     template.write_text("{{ strftime_now('%d %b %Y') }}" + template.read_text())
-    cfg, directory = tiny(model__path=str(model)), RunDirectory(tmp_path / "run")
-    directory.claim(cfg, Typed("the command"))
+    cfg = tiny(model__path=str(model))
+    directory = claimed(tmp_path / "run", cfg)
     directory.begin_session(1721995200.0)  # 2024-07-26, noon
     session = run_module.build_session(cfg, directory, Stop())
     prompt = session.policy.prompt_ids(session.data.task.messages(session.data.questions[0]))
