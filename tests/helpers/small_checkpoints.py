@@ -75,7 +75,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
-    """Replace tensors of model.safetensors (names with "__" for "."); None removes one."""
+    """Replace tensors of model.safetensors by name, where "__" may stand for "."; None removes one."""
     file = folder / "model.safetensors"
     tensors = load_file(file) | {name.replace("__", "."): tensor for name, tensor in changes.items()}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)

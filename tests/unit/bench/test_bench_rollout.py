@@ -109,22 +109,18 @@ def test_what_a_sync_left_to_the_gpu_is_time_of_the_sync(clock: list[float], mon
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("sampler", "message"),
     [
-        (lambda prompts, new: [[-NATS] * (new - 1) for _ in prompts], r"asked for 2 x 8 tokens, and got 2 completions"),
-        (lambda prompts, new: [[-NATS] * new for _ in prompts[1:]], r"asked for 2 x 8 tokens, and got 1 completions"),
-        (lambda prompts, new: [[math.nan] * new for _ in prompts], "nan nats in the mean"),
-        (lambda prompts, new: [[-0.01] * new for _ in prompts], "0.01 nats in the mean"),
+        (FakeSampler(lambda prompts, new: [[-NATS] * (new - 1) for _ in prompts]), "and got 2 completions of"),
+        (FakeSampler(lambda prompts, new: [[-NATS] * new for _ in prompts[1:]]), "and got 1 completions of"),
+        (FakeSampler(lambda prompts, new: [[math.nan] * new for _ in prompts]), "nan nats in the mean"),
+        (FakeSampler(lambda prompts, new: [[-0.01] * new for _ in prompts]), "0.01 nats in the mean"),
+        (FakeSampler(answer, blocks=4), "holds 64 tokens, and the largest batch has 80"),
     ],
 )
-def test_a_call_that_is_not_what_was_asked_ends_the_arm(wrong: Any, message: str) -> None:
+def test_what_is_not_what_was_asked_ends_the_arm(sampler: FakeSampler, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        list(rollout.measure(FakeSampler(wrong), job_of(options())))
-
-
-def test_a_cache_that_cannot_hold_the_batch_ends_the_arm() -> None:
-    with pytest.raises(RuntimeError, match="holds 64 tokens, and the largest batch has 80"):
-        list(rollout.measure(FakeSampler(answer, blocks=4), job_of(options())))
+        list(rollout.measure(sampler, job_of(options())))
 
 
 def test_a_row_says_what_decides_the_speed() -> None:

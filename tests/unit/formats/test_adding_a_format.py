@@ -91,7 +91,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def composed(*words: str) -> RunConfig:
-    """The configuration of a command."""
     line = [train.spell_for_hydra(word) for word in (*words, "device=cpu", "lora.rank=4")]
     return compose.make_plan(line, multirun=False).jobs[0].config
 

@@ -21,9 +21,7 @@ from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import __main__ as quantize
 from small_checkpoints import edit_tensors, equal, write_dense
 
-CPU = torch.device("cpu")
-RULES = [*ALL, Nvfp4("four_over_six"), Mxfp4("ceil")]
-each_rule = pytest.mark.parametrize("weight_format", RULES, ids=repr)
+each_rule = pytest.mark.parametrize("weight_format", [*ALL, Nvfp4("four_over_six"), Mxfp4("ceil")], ids=repr)
 COMPUTED = ("float32", "bfloat16")
 
 
@@ -37,7 +35,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def loaded(tiny: Callable[..., RunConfig], folder: Path, weight_format: Format, dtype: str) -> Any:
     keys = {f"format__{key}": value for key, value in asdict(weight_format).items()}
     cfg = tiny(model__path=str(folder), model__dtype=dtype, format__name=weight_format.NAME, **keys)
-    return policy.load_base(cfg, CPU)[0]
+    return policy.load_base(cfg, torch.device("cpu"))[0]
 
 
 def linears(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -79,7 +77,7 @@ def test_a_fused_layer_in_two_dtypes_is_packed_alike_everywhere(
 ) -> None:
     folder = write_dense(tmp_path / "dense", tiny_model(hidden=128, dtype=torch.bfloat16))
     key = "model.layers.0.self_attn.k_proj.weight"
-    edit_tensors(folder, **{key.replace(".", "__"): WeightFiles(folder).tensor(key).float() * 1.001})
+    edit_tensors(folder, **{key: WeightFiles(folder).tensor(key).float() * 1.001})
     in_float32, in_bfloat16 = (linears(loaded(tiny, folder, weight_format, dtype)) for dtype in COMPUTED)
     assert_same(in_float32, in_bfloat16)
     if weight_format.NAME == "nvfp4":

@@ -74,18 +74,16 @@ def test_an_entry_means_the_same_to_compressed_tensors(name: str, entry: str) ->
     assert [module for module in modules if match_name(module, written)] == ours
 
 
-@pytest.mark.parametrize(("written", "read"), [
-    (r"re:(.*\.)?down_proj$", "down_proj"), (r"re:(.*\.)?model\.layers\.1$", "model.layers.1"),
-    (r"re:(.*\.)?down_.*$", r"re:(.*\.)?down_.*$"), (r"re:(.*\.)?a$|b\..*", r"re:(.*\.)?a$|b\..*"),
+@pytest.mark.parametrize(("weight_format", "written", "read"), [
+    (NVFP4, {"ignore": [r"re:(.*\.)?down_proj$"]}, "down_proj"),
+    (NVFP4, {"ignore": [r"re:(.*\.)?model\.layers\.1$"]}, "model.layers.1"),
+    (NVFP4, {"ignore": [r"re:(.*\.)?down_.*$"]}, r"re:(.*\.)?down_.*$"),
+    (NVFP4, {"ignore": [r"re:(.*\.)?a$|b\..*"]}, r"re:(.*\.)?a$|b\..*"),
+    (NF4, {"llm_int8_skip_modules": None}, "lm_head"),
 ])  # fmt: skip
-def test_patterns_of_earlier_versions_and_of_others_are_read(written: str, read: str) -> None:
-    config = NVFP4.quantization_config([], torch.bfloat16) | {"ignore": [written]}
+def test_lists_of_earlier_versions_and_of_others_are_read(weight_format: Format, written: dict, read: str) -> None:
+    config = weight_format.quantization_config([], torch.bfloat16) | written
     assert recognize(config).ignore == (read,)
-
-
-def test_a_checkpoint_of_bitsandbytes_without_a_list_leaves_the_head_alone() -> None:
-    config = NF4.quantization_config([], torch.bfloat16) | {"llm_int8_skip_modules": None}
-    assert recognize(config).ignore == ("lm_head",)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from qerl_lab.train.run import build_session
 from qerl_lab.train.stop import Stop
 from run_directories import claimed
 
-Tiny = Callable[..., RunConfig]
 OTHER = r"was the model of model\.hash=\w{12} when the run was composed, and is now that of \w{12}\. Put it back"
 GONE = r"was the model of model\.hash=\w{12} when the run was composed, and is gone\. Put that model there; a link"
 
@@ -83,7 +82,7 @@ def test_a_hash_that_is_typed_must_be_the_one_found(model: Path) -> None:
 
 
 @pytest.fixture
-def run(tiny: Tiny, model: Path, tmp_path: Path) -> RunDirectory:
+def run(tiny: Callable[..., RunConfig], model: Path, tmp_path: Path) -> RunDirectory:
     """A run that was claimed; its adapter is none, and is not asked for."""
     return claimed(tmp_path / "run", with_absolute_paths(tiny(model__path=str(model))))
 

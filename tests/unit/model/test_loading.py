@@ -183,17 +183,6 @@ def test_memory_stays_below_the_packed_size_and_one_layer(name: str, monkeypatch
 Q = "model.layers.0.self_attn.q_proj"
 
 
-def damaged(folder: Path, name: str = "nvfp4", **changes: Tensor | None) -> Path:
-    """A packed checkpoint with other tensors."""
-    write_packed(folder, tiny_model(), BY_NAME[name])
-    edit_tensors(folder, **changes)
-    return folder
-
-
-def attribute(name: str) -> str:
-    return name.replace(".", "__")
-
-
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
@@ -218,7 +207,8 @@ def attribute(name: str) -> str:
 def test_tensors_that_disagree_are_named_with_their_file(
     tmp_path: Path, name: str, change: dict[str, Tensor | None], says: str
 ) -> None:
-    damaged(tmp_path, name, **{attribute(key): value for key, value in change.items()})
+    write_packed(tmp_path, tiny_model(), BY_NAME[name])
+    edit_tensors(tmp_path, **change)
     with pytest.raises(ValueError, match=re.escape(says)) as raised:
         load(tmp_path)
     assert str(raised.value).startswith(f"{tmp_path / 'model.safetensors'}: ")
@@ -265,7 +255,7 @@ def test_parts_of_a_fused_layer_have_one_global_scale(tmp_path: Path, part: str)
     model = tiny_model()
     write_packed(tmp_path, model, NVFP4)
     own = model.get_submodule(f"model.layers.1.{part}").packed()["weight_global_scale"]
-    edit_tensors(tmp_path, **{attribute(f"model.layers.1.{part}.weight_global_scale"): own * 2})
+    edit_tensors(tmp_path, **{f"model.layers.1.{part}.weight_global_scale": own * 2})
     with pytest.raises(ValueError, match=rf"differ in weight_global_scale: .*{re.escape(part)} has {own.item() * 2:g}"):
         load(tmp_path)
 
@@ -280,11 +270,6 @@ def test_a_tied_head_and_rotary_frequencies_may_be_stored(tmp_path: Path) -> Non
 
 
 # What a run says about it.
-
-
-@pytest.fixture
-def packed_nf4(tmp_path: Path) -> Path:
-    return write_packed(tmp_path, tiny_model(), Nf4(double_quant=False))
 
 
 def test_a_run_takes_a_packed_directory(tmp_path: Path, tiny) -> None:
@@ -309,11 +294,12 @@ def test_a_run_takes_a_packed_directory(tmp_path: Path, tiny) -> None:
     ],
 )  # fmt: skip
 def test_a_run_that_asks_for_another_packing_is_told_what_to_type(
-    packed_nf4: Path, tiny, changes: dict[str, Any], says: str
+    tmp_path: Path, tiny, changes: dict[str, Any], says: str
 ) -> None:
+    write_packed(tmp_path, tiny_model(), Nf4(double_quant=False))
     wanted = {"name": "nf4", "double_quant": False} | changes
-    cfg = tiny(model__path=str(packed_nf4), **{f"format__{key}": value for key, value in wanted.items()})
-    with pytest.raises(ConfigError, match=re.escape(f"model.path={packed_nf4} {says}")):
+    cfg = tiny(model__path=str(tmp_path), **{f"format__{key}": value for key, value in wanted.items()})
+    with pytest.raises(ConfigError, match=re.escape(f"model.path={tmp_path} {says}")):
         policy.load_base(cfg, CPU)
 
 

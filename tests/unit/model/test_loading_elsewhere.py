@@ -26,19 +26,6 @@ from small_checkpoints import load, write_packed
 BAND = {"nvfp4": 0.1, "mxfp4": 0.0, "nf4": 0.1, "fp8": 0.0}
 
 
-def both(folder: Path, weight_format: Format) -> tuple[PreTrainedModel, PreTrainedModel]:
-    config = Qwen2Config(
-        vocab_size=300, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.05,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    write_packed(folder, Qwen2ForCausalLM(config).to(torch.bfloat16), weight_format)
-    is_theirs = weight_format.QUANT_METHOD == "compressed-tensors"
-    decompress = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_theirs else {}
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **decompress)
-    return load(folder, dtype=torch.bfloat16), theirs
-
-
 def logprobs(model: PreTrainedModel) -> Tensor:
     ids = torch.randint(0, 300, (4, 60), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -48,7 +35,16 @@ def logprobs(model: PreTrainedModel) -> Tensor:
 @each_packed
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
 def test_the_same_directory_gives_the_same_logits(tmp_path: Path, weight_format: Format) -> None:
-    ours, theirs = both(tmp_path, weight_format)
+    config = Qwen2Config(
+        vocab_size=300, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.05,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    write_packed(tmp_path, Qwen2ForCausalLM(config).to(torch.bfloat16), weight_format)
+    is_theirs = weight_format.QUANT_METHOD == "compressed-tensors"
+    decompress = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_theirs else {}
+    ours = load(tmp_path, dtype=torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, **decompress)
     a, b = logprobs(ours), logprobs(theirs)
     assert b.std() > 0.5  # logits that say something
     assert (a - b).abs().max() <= BAND[weight_format.NAME]

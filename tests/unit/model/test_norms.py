@@ -1,7 +1,5 @@
 """The norms that carry noise: which they are, and that float32 weights leave the model's numbers as they were."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +11,7 @@ from qerl_lab.model.dense import base_tensors
 from qerl_lab.model.policy import hold_in_float32, noisy_norms
 
 USUAL = AqnConfig().norms
+BEFORE = ["input_layernorm", "pre_feedforward_layernorm"]  # of Gemma, which has norms after the layers too
 IDS = torch.arange(12).view(2, 6)
 
 
@@ -35,23 +34,18 @@ def test_the_usual_norms_feed_q_k_v_and_gate_up(kind: str) -> None:
     assert list(found) == [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in USUAL]
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "glm4"])
-def test_norms_after_the_attention_are_refused_and_those_before_the_linear_layers_are_named(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "refused", "allowed"), [
+    ("gemma2", USUAL, BEFORE), ("gemma3_text", USUAL, BEFORE),
+    ("glm4", ["post_self_attn_layernorm"], USUAL),  # its post_attention_layernorm does feed gate and up
+    ("qwen3", ["norm"], USUAL), ("qwen3", ["q_norm"], USUAL),
+])  # fmt: skip
+def test_norms_that_feed_no_linear_layer_are_refused_and_those_that_do_are_named(
+    kind: str, refused: list[str], allowed: list[str]
+) -> None:
     model = small(kind)
-    if kind == "glm4":  # its post_attention_layernorm does feed gate and up
-        assert len(noisy_norms(model, USUAL, "M")) == 4
-        refused, allowed = ["post_self_attn_layernorm"], USUAL
-    else:
-        refused, allowed = USUAL, ["input_layernorm", "pre_feedforward_layernorm"]
-    with pytest.raises(ConfigError, match=rf"layers\.0\.\w+ feeds no linear.*Type aqn\.norms=\[{','.join(allowed)}\]"):
+    with pytest.raises(ConfigError, match=rf"{refused[-1]} feeds no linear.*Type aqn\.norms=\[{','.join(allowed)}\]"):
         noisy_norms(model, refused, "M")
     assert len(noisy_norms(model, allowed, "M")) == 4
-
-
-@pytest.mark.parametrize("names", [["norm"], ["q_norm"]])
-def test_the_last_norm_and_those_of_heads_are_refused(names: Sequence[str]) -> None:
-    with pytest.raises(ConfigError, match=f"{names[0]} feeds no linear layer"):
-        noisy_norms(small("qwen3"), names, "M")
 
 
 def logits_and_gradient(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
@@ -66,8 +60,8 @@ def logits_and_gradient(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 def test_float32_norms_without_noise_give_the_bits_of_bfloat16_ones(kind: str) -> None:
     model = small(kind, torch.bfloat16)
     before = logits_and_gradient(model)
-    names = ["input_layernorm", "pre_feedforward_layernorm"] if kind == "gemma2" else USUAL
-    weights = [hold_in_float32(norm) for norm in noisy_norms(model, names, "M").values()]
+    norms = noisy_norms(model, BEFORE if kind == "gemma2" else USUAL, "M")
+    weights = [hold_in_float32(norm) for norm in norms.values()]
     assert {weight.dtype for weight in weights} == {torch.float32}
     for one, other in zip(before, logits_and_gradient(model), strict=True):
         assert one.dtype == other.dtype == torch.bfloat16

@@ -1,7 +1,5 @@
 """The operation that adds the adapter's product, against the same in float64, and the scaling it is given."""
 
-from collections.abc import Iterator
-from types import ModuleType
 from unittest.mock import Mock
 
 import pytest
@@ -13,8 +11,6 @@ from packed_layers import BY_NAME
 from played_modules import imported_over
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.rollout.vllm.product import add_adapter, unpacked_product
-
-SIZES = [[48], [40, 8, 8], [33, 7]]
 
 
 def operands(sizes: list[int], rank: int, rows: int = 5, columns: int = 24) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -30,7 +26,7 @@ def expected(y: Tensor, x: Tensor, A: Tensor, B: Tensor, sizes: list[int]) -> Te
     return y + torch.cat([x @ a.t() @ b.t() for a, b in blocks], dim=1)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", [[48], [40, 8, 8], [33, 7]], ids=str)
 @pytest.mark.parametrize("rank", [1, 3, 8])
 def test_each_part_gets_its_own_product_and_what_lies_between_rows_stays(sizes: list[int], rank: int) -> None:
     y, x, A, B = operands(sizes, rank)
@@ -65,21 +61,16 @@ def test_many_rows_by_unpacked_weights_have_weight_bias_and_adapter(name: str, b
     torch.testing.assert_close(y, expected(start, x, A, B, sizes).float(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.fixture
-def adapter_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+@pytest.mark.parametrize(("alpha", "scaling"), [(None, 1.0), (8.0, 2.0)])
+def test_vllm_s_layers_get_the_adapter_scaled_by_alpha_over_rank(
+    monkeypatch: pytest.MonkeyPatch, tiny, alpha: float | None, scaling: float
+) -> None:
     played = {
         "vllm": {"LLM": object}, "vllm.lora": {}, "vllm.lora.request": {"LoRARequest": object},
         "qerl_lab.rollout.vllm.one_adapter": {"AdapterBuffers": object},
     }  # fmt: skip
     with imported_over(monkeypatch, "qerl_lab.rollout.vllm.adapter", played) as module:
-        yield module
-
-
-@pytest.mark.parametrize(("alpha", "scaling"), [(None, 1.0), (8.0, 2.0)])
-def test_vllm_s_layers_get_the_adapter_scaled_by_alpha_over_rank(
-    adapter_module: ModuleType, tiny, alpha: float | None, scaling: float
-) -> None:
-    adapter = adapter_module.DenseAdapter(None, tiny(lora__rank=4, lora__alpha=alpha))
+        adapter = module.DenseAdapter(None, tiny(lora__rank=4, lora__alpha=alpha))
     adapter.read, adapter.buffers = [], Mock()
     adapter.sync(Mock(apply_model=lambda call: [call(None)]))
     adapter.buffers.write.assert_called_once_with(scaling)

@@ -13,7 +13,6 @@ from small_checkpoints import write_random
 
 FITS = {"format__name": "nvfp4", "lora__rank": 8, "model__dtype": "bfloat16"}
 AMPERE, HOPPER = (8, 0), (9, 0)
-Key = dict[str, object]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def machine(patch: pytest.MonkeyPatch, capability: tuple[int, int], humming: str
     ({"rollout__vllm__linear_backend": "fp4_tiles"}, AMPERE, "fp4_tiles"),
 ])  # fmt: skip
 def test_auto_is_the_labs_kernel_where_it_fits_and_else_vllms_choice(
-    tiny, build_policy, folder: Path, monkeypatch: pytest.MonkeyPatch, keys: Key, capability: tuple[int, int],
+    tiny, build_policy, folder: Path, monkeypatch: pytest.MonkeyPatch, keys: dict, capability: tuple[int, int],
     taken: str,
 ) -> None:  # fmt: skip
     cfg = tiny(**FITS | {"model__path": str(folder)} | keys)

@@ -20,7 +20,7 @@ import vllm_servers
 import wrong_engines
 from qerl_lab import rollout
 from qerl_lab.aqn import CLEAN, Noise, observed_std
-from qerl_lab.config.schema import ENGINES, RunConfig
+from qerl_lab.config.schema import ENGINES
 from qerl_lab.model.policy import Policy
 from qerl_lab.rollout.engine import Engine, Rollout, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
@@ -72,17 +72,9 @@ def built(request, tiny, build_policy, tmp_path_factory) -> Iterator[Built]:
     needed = nullcontext()
     if cfg.rollout.engine == "vllm_server":
         needed = vllm_servers.served(cfg, tmp_path_factory.mktemp("server") / "log")
-    with needed:
-        yield describe(cfg, build_policy)
-
-
-def describe(cfg: RunConfig, build_policy) -> Built:
     policy = build_policy(cfg)
-
-    def make() -> Engine:
-        return rollout.build(cfg, policy)
-
-    return Built(make, policy, unequal_prompts(policy, cfg), NATS[cfg.rollout.engine])
+    with needed:
+        yield Built(partial(rollout.build, cfg, policy), policy, unequal_prompts(policy, cfg), NATS[cfg.rollout.engine])
 
 
 # --- what every engine promises
@@ -118,17 +110,12 @@ def check_draw(built: Built) -> None:
     """Tokens are drawn from the distribution told: their surprise is its entropy, within five standard errors."""
     for sampling in SAMPLINGS[:3]:
         out = built.sample(sampling, group_size=8)
-        logps = torch.cat(distributions(built.policy, out, temperature=sampling.temperature))
+        logps_of_each = distributions(built.policy, out, temperature=sampling.temperature)
+        logps = torch.cat(logps_of_each)
         entropy = -(logps.exp() * logps).sum(-1)
         variance = (logps.exp() * logps.square()).sum(-1) - entropy.square()
-        surprise = -of_tokens([logps], replace_with_one(out))
+        surprise = -of_tokens(logps_of_each, out)
         assert abs((surprise - entropy).sum()) < 5 * variance.sum().sqrt()
-
-
-def replace_with_one(out: Rollout) -> Rollout:
-    """All completions as one long one."""
-    ids = [token for _, completion, _ in rows(out) for token in completion]
-    return replace(out, prompt_ids_P=[[]], completion_ids_P_G=[[ids]], logprobs_P_G=[[[0.0] * len(ids)]])
 
 
 def check_nucleus(built: Built) -> None:

@@ -34,11 +34,8 @@ def test_it_holds_a_full_batch(tiny) -> None:
     assert kv_cache_bytes(asked, 1000, 100 * GIB) == 200 * 1040 * 1000
 
 
-def test_it_leaves_half_to_the_trainer(tiny) -> None:
+def test_it_leaves_half_to_the_trainer_unless_a_size_was_asked_for(tiny) -> None:
     assert kv_cache_bytes(settings(tiny), 10**6, 10 * GIB) == 5 * GIB
-
-
-def test_a_size_that_was_asked_for_is_taken(tiny) -> None:
     assert kv_cache_bytes(settings(tiny, rollout__vllm__kv_cache_gib=1.5), 1000, GIB) == int(1.5 * GIB)
 
 

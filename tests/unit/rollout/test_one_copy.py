@@ -23,8 +23,6 @@ from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.rollout.vllm import base, one_copy
 from small_checkpoints import equal, write_random
 
-HummingNvFp4LinearKernel = type("HummingNvFp4LinearKernel", (), {})
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -126,7 +124,7 @@ def test_back_to_the_gpu_go_those_that_are_not_shared(policy: Policy, monkeypatc
 
 
 def another_kernel(layers: dict[str, PackedLinear], engine: nn.Module) -> None:
-    engine.get_submodule("model.layers.1.mlp.down_proj").scheme.kernel = HummingNvFp4LinearKernel()
+    engine.get_submodule("model.layers.1.mlp.down_proj").scheme.kernel = type("HummingNvFp4LinearKernel", (), {})()
 
 
 def dense_in_the_engine(layers: dict[str, PackedLinear], engine: nn.Module) -> None:

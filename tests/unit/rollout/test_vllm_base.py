@@ -12,15 +12,12 @@ import torch
 
 from packed_layers import BY_NAME
 from qerl_lab.formats.format import PackedAs
-from qerl_lab.model import policy
 from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.weight_files import WeightFiles, read_json
 from qerl_lab.rollout.vllm import base
 from small_checkpoints import equal, load
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "fp8"])
@@ -57,7 +54,7 @@ def test_weights_that_bf16_rounds_are_handed_over_rounded(tmp_path: Path, tiny, 
         parameter.data += 1e-5 * torch.randn_like(parameter)
     fine.save_pretrained(model)
     cfg = tiny(format__name="bf16", model__path=str(model))
-    learner = policy.build(cfg, CPU)
+    learner = build_policy(cfg)
     with base.model_folder(learner, cfg) as folder:
         assert folder != model
         assert "quantization_config" not in read_json(folder / "config.json")

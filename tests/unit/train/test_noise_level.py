@@ -2,6 +2,7 @@
 
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,7 @@ import torch
 from failing_engines import Runs
 from qerl_lab import tasks
 from qerl_lab.aqn import Noise, level, observed_std
-from qerl_lab.aqn.solver import adapt_sigma
-from qerl_lab.config.schema import RunConfig
-from qerl_lab.model.policy import Policy
+from qerl_lab.aqn.solver import Solution, adapt_sigma
 from qerl_lab.rollout.engine import EngineFailed, Sampling
 from qerl_lab.rollout.transformers import TransformersEngine
 from qerl_lab.system.exits import INTERRUPTED, OK
@@ -146,17 +145,14 @@ def test_an_engine_that_fails_while_sigma_is_found_changes_nothing(finished, new
     assert adapter(runs) == adapter(finished["kl"])
 
 
-@pytest.fixture(scope="module")
-def parts(tiny, build_policy) -> tuple[RunConfig, Policy, Cursor]:
-    cfg = tiny(**(SETTINGS | KL | {"steps": 6, "optim__micro_batch_size": 4, "rollout__temperature": 0.7}))
-    policy = build_policy(cfg)
-    return cfg, policy, Cursor(select(cfg, policy, tasks.load(cfg.task)))
-
-
 @pytest.mark.parametrize("relative", [False, True])
-def test_the_sigma_solved_gives_the_noises_of_the_stages_steps_the_kl_asked_for(parts, relative: bool) -> None:
-    cfg, policy, cursor = parts
-    cfg = replace(cfg, aqn=replace(cfg.aqn, relative=relative, solver=replace(cfg.aqn.solver, draws=3)))
+def test_the_sigma_solved_gives_the_noises_of_the_stages_steps_the_kl_asked_for(
+    tiny, build_policy, relative: bool
+) -> None:
+    small = {"steps": 6, "optim__micro_batch_size": 4, "rollout__temperature": 0.7, "aqn__solver__draws": 3}
+    cfg = tiny(**(SETTINGS | KL | small), aqn__relative=relative)
+    policy = build_policy(cfg)
+    cursor = Cursor(select(cfg, policy, tasks.load(cfg.task)))
     engine, found = TransformersEngine(policy, 8), NoiseLevel(cfg)
     result = found.solve(4, build_kl_measure(cfg, 4, cursor, policy, engine, ALONE))
     assert cursor.position == 0
@@ -177,7 +173,7 @@ def test_the_sigma_solved_gives_the_noises_of_the_stages_steps_the_kl_asked_for(
 
 def test_two_ranks_come_to_the_same_sigma_over_the_texts_of_both(tiny, build_policy) -> None:
     cfg = tiny(**(SETTINGS | KL | {"gpus": 2, "aqn__solver__prompts": 5}))
-    found, asked = [None, None], [None, None]
+    asked = [None, None]
     policies = [build_policy(cfg), build_policy(cfg)]  # threads cannot share one, whose norms are swapped
 
     class Keeps(TransformersEngine):
@@ -189,17 +185,16 @@ def test_two_ranks_come_to_the_same_sigma_over_the_texts_of_both(tiny, build_pol
 
     lock = threading.Lock()
 
-    def be(ranks: Ranks) -> None:
+    def solve(ranks: Ranks) -> tuple[Solution, float]:
         policy = policies[ranks.rank]
         cursor = Cursor(select(cfg, policy, tasks.load(cfg.task)))
         measure = build_kl_measure(cfg, 1, cursor, policy, Keeps(policy, 8), ranks)
-        found[ranks.rank] = (NoiseLevel(cfg).solve(1, measure), measure([Noise(0.1, 0, 1)]))
+        return NoiseLevel(cfg).solve(1, measure), measure([Noise(0.1, 0, 1)])
 
-    running = [threading.Thread(target=be, args=[ranks]) for ranks in threads(2)]
-    [thread.start() for thread in running]
-    [thread.join() for thread in running]
-    assert found[0] == found[1] is not None
-    assert found[0][0].kl == pytest.approx(0.02, rel=0.05)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(solve, threads(2))
+    assert first == second
+    assert first[0].kl == pytest.approx(0.02, rel=0.05)
     assert [len(prompts) for prompts, _ in asked] == [3, 2]
     assert asked[0][1] != asked[1][1]
     assert not {tuple(ids) for ids in asked[0][0]} & {tuple(ids) for ids in asked[1][0]}

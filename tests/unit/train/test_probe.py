@@ -36,7 +36,6 @@ def kl(policy: Policy, noisy: dict[str, Tensor], every: int = 1) -> float:
 
 
 def measured(policy: Policy, norms: dict[str, Tensor], completions: int, temperature: float = 0.8) -> float:
-    """The mean KL that a probe finds."""
     return probe(policy, norms, ROLLOUT, completions, temperature)[0].mean().item()
 
 

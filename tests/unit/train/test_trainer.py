@@ -175,8 +175,6 @@ def test_a_weight_that_is_nan_ends_the_run_before_it_is_saved(train, tmp_path) -
 
 
 class Keeps(TransformersEngine):
-    """Keeps the norms of each rollout."""
-
     def generate(self, *asked: Any) -> Rollout:
         self.__dict__.setdefault("held", []).append({name: weight.clone() for name, weight in self.norms().items()})
         return super().generate(*asked)
