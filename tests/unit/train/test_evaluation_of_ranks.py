@@ -22,7 +22,6 @@ from qerl_lab.train.training_data import select
 from ranks_as_threads import threads
 
 QUESTIONS, SAMPLES = 5, 2
-EXAM = ("before", 0, QUESTIONS, SAMPLES)
 
 
 @dataclass
@@ -62,13 +61,13 @@ def sessions(tiny, policy: Policy, tmp_path: Path) -> Callable[..., list[Session
     return make
 
 
-def ask(sessions: list[Session], exam: tuple[str, int, int, int] = EXAM) -> list[Future[None]]:
+def ask(sessions: list[Session]) -> list[Future[None]]:
     """Let every rank ask at once; how each ended."""
     first = sessions[0]
     with Tracker(first.cfg, first.directory) as tracker, ThreadPoolExecutor(len(sessions)) as pool:
         for session in sessions:
             session.tracker = tracker if session.ranks.is_first else None
-        ends = [pool.submit(evaluate_heldout, session, *exam) for session in sessions]
+        ends = [pool.submit(evaluate_heldout, session, "before", 0, QUESTIONS, SAMPLES) for session in sessions]
     return ends
 
 

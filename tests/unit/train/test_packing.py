@@ -20,11 +20,6 @@ from trained import train
 LENGTHS = [(3, 9), (7, 1), (1, 5), (5, 6)]  # of prompt and completion
 PROMPT, COMPLETION = 7, 9
 IGNORED = -100  # the label of a token that is not scored, as TRL has it
-KL, NOISE = {"algorithm__beta": 0.1}, {"aqn__schedule": "linear", "aqn__scope": "rollout_and_train"}
-GSPO_AND_BONUS = {
-    "algorithm__name": "gspo", "algorithm__entropy_coef": 0.1, "algorithm__mask_truncated": True,
-    "rollout__importance_correction": "in_ratio",
-}  # fmt: skip
 
 
 def padded() -> tuple[Tensor, Tensor, Tensor]:
@@ -150,7 +145,12 @@ def test_a_model_that_cannot_be_packed_is_refused_when_the_run_begins(make, said
         packing.should_pack(tiny(optim__packing="on"), make())
 
 
-@pytest.mark.parametrize("changes", [KL, NOISE, GSPO_AND_BONUS], ids=["kl", "noise", "gspo"])
+@pytest.mark.parametrize("changes", [
+    {"algorithm__beta": 0.1},
+    {"aqn__schedule": "linear", "aqn__scope": "rollout_and_train"},
+    {"algorithm__name": "gspo", "algorithm__entropy_coef": 0.1, "algorithm__mask_truncated": True,
+     "rollout__importance_correction": "in_ratio"},
+], ids=["kl", "noise", "gspo and a bonus"])  # fmt: skip
 def test_a_step_without_padding_is_the_step(changes: dict, tiny, build_policy, tmp_path: Path) -> None:
     """Sampled by the same engine, whose attention is the model's own."""
     found = []

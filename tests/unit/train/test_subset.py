@@ -13,10 +13,10 @@ from qerl_lab.train import run as run_module
 from qerl_lab.train.stop import Stop
 from repeated import lines_of
 
-STEPS, SUBSET, ASKED = 4, "eval/subset_", 4
+SUBSET, ASKED = "eval/subset_", 4
 # Dropout draws in every forward of the training, and noise at every step: a random number too many would show.
 SETTINGS = {
-    "steps": STEPS, "lora__dropout": 0.2, "optim__learning_rate": 0.02, "aqn__schedule": "linear", "aqn__stages": 2,
+    "steps": 4, "lora__dropout": 0.2, "optim__learning_rate": 0.02, "aqn__schedule": "linear", "aqn__stages": 2,
     "aqn__sigma_start": 0.2, "aqn__reading": "equation", "checkpoint__every": 0, "rollout__batch_size": 4,
     "rollout__max_completion_tokens": 10, "eval__questions": 6, "eval__subset_questions": ASKED,
     "eval__subset_samples": 2, "eval__samples_before": 1,
