@@ -73,7 +73,7 @@ GONE = "the policy has collapsed: The reward was 0.70 as the run began and is"
 
 @pytest.mark.parametrize(("early", "late", "words"), [
     ({}, WORTHLESS, [f"{GONE} 0.28."]),
-    ({}, NOISE, [f"{GONE} 0.22."]),
+    ({}, NOISE, [f"{GONE} 0.34."]),
     ({}, ONE_TOKEN, [f"{GONE} 0.29. Type a lower optim.learning_rate", "entropy has collapsed"]),
     (HARD, UNLUCKY, []),  # over 5 steps of 2 questions this happens one time in three
     ({}, SHORT, ["300 tokens as the run began and has 90; .* type task.format_reward_for=right"]),
