@@ -4,25 +4,21 @@ import functools
 import importlib.util
 import json
 import shutil
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qerl_lab import preflight, tasks
+from qerl_lab import preflight
 from qerl_lab.cli import launch
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.train import main
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
-from qerl_lab.config.task import ArithmeticConfig, TaskConfig
 from qerl_lab.model import on_disk
 from qerl_lab.model.on_disk import ASSETS
-from qerl_lab.tasks import arithmetic
 
 
 @pytest.fixture(autouse=True)
@@ -194,8 +190,6 @@ def test_a_packed_output_layer_is_refused(
 
 def test_a_chat_template_may_be_in_the_tokenizer_s_settings(model: Path) -> None:
     (model / "chat_template.jinja").unlink()
-    with pytest.raises(ConfigError, match="has no chat template"):
-        on_disk.check(model, plain(model__path=str(model)))
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "{{ messages }}"}))
     on_disk.check(model, plain(model__path=str(model)))
@@ -346,20 +340,6 @@ def test_a_full_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"and its checkpoints take 0\.09 GiB"):
         preflight.check(plain(format__name="bf16", lora__rank=0), Path.cwd() / "run")
     assert preflight.check(plain(format__name="bf16"), Path.cwd() / "run") == []
-
-
-def test_the_default_difficulty_has_as_many_problems_as_are_counted_on() -> None:
-    loaded = tasks.load(TaskConfig())
-    assert (len(loaded.train), len(loaded.heldout)) == (arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
-
-
-def test_a_training_set_larger_than_there_are_problems_ends_soon_with_all_of_them() -> None:
-    started = time.process_time()
-    small = TaskConfig(train_questions=1_000_000, arithmetic=ArithmeticConfig(min_steps=1, max_steps=2, max_operand=4))
-    ids = {question.id for question in arithmetic.train(small)}
-    assert time.process_time() - started < 5
-    assert 100 < len(ids) < 400
-    assert arithmetic.train(replace(small, train_questions=50)) == arithmetic.train(small)[:50]
 
 
 def test_an_engine_on_a_server_needs_neither_vllm_nor_a_gpu_here(tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,33 +20,20 @@ def answered(text: str) -> str:
     return f"<think>x</think><answer>{text}</answer>"
 
 
-def scores(completion: str, answer: str) -> dict[str, float]:
-    return {part: values.item() for part, values in grade_math([completion], [asking(answer)]).items()}
-
-
-def test_the_answer_needs_no_format() -> None:
-    assert scores(GOOD, "12") == {"format": 1, "answer": 1, "unparsed": 0}
-    assert scores(GOOD, "13") == {"format": 1, "answer": 0, "unparsed": 0}
-    assert scores("no think block, <answer>12.0</answer>", "12") == {"format": 0, "answer": 1, "unparsed": 0}
-    assert scores("12", "12") == {"format": 0, "answer": 0, "unparsed": 0}
-
-
-def test_an_answer_that_nobody_can_read_is_wrong_and_counted() -> None:
-    assert scores(answered("{{{"), "18") == {"format": 1, "answer": 0, "unparsed": 1}
-    assert scores(answered(r"\int_0^{} x dx"), "18") == {"format": 1, "answer": 0, "unparsed": 1}
-    assert scores(answered("1" * 2000 + "x"), "18") == {"format": 1, "answer": 0, "unparsed": 1}
-
-
 def test_a_batch_is_graded_as_its_texts_are_one_by_one() -> None:
-    texts = [GOOD, "<answer>12</answer>", "12", answered("13"), GOOD, answered("{")]
-    questions = [asking(answer) for answer in ("12", "12", "12", "12", "13", "12")]
+    """An answer needs no format; one that nobody can read is wrong and counted."""
+    unreadable = [answered(text) for text in ("{{{", r"\int_0^{} x dx", "1" * 2000 + "x")]
+    texts = [GOOD, "<answer>12.0</answer>", "12", answered("13"), GOOD, *unreadable]
+    questions = [asking(answer) for answer in ("12", "12", "12", "12", "13", "18", "18", "18")]
     found = grade_math(texts, questions)
     assert {part: values.tolist() for part, values in found.items()} == {
-        "format": [1, 0, 0, 1, 1, 1], "answer": [1, 1, 0, 0, 0, 0], "unparsed": [0, 0, 0, 0, 0, 1],
-    }  # fmt: skip
+        "format": [1, 0, 0, 1, 1, 1, 1, 1],
+        "answer": [1, 1, 0, 0, 0, 0, 0, 0],
+        "unparsed": [0, 0, 0, 0, 0, 1, 1, 1],
+    }
     assert all(values.dtype == np.float64 for values in found.values())
-    alone = [scores(text, question.answer) for text, question in zip(texts, questions, strict=True)]
-    assert all(found[part].tolist() == [score[part] for score in alone] for part in found)
+    alone = [grade_math([text], [question]) for text, question in zip(texts, questions, strict=True)]
+    assert all(found[part].tolist() == [score[part].item() for score in alone] for part in found)
     assert {part: values.shape for part, values in grade_math([], []).items()} == dict.fromkeys(found, (0,))
     with pytest.raises(ValueError, match="zip"):
         grade_math(texts, questions[1:])
@@ -69,11 +56,6 @@ def test_no_text_makes_a_grader_raise() -> None:
     texts = ["".join(rng.choices(pieces, k=rng.randrange(12))) for _ in range(20_000)]
     for values in grade_math(texts, [asking("1")] * len(texts)).values():
         assert set(values.tolist()) <= {0.0, 1.0}
-
-
-def test_a_megabyte_is_graded_at_once() -> None:
-    texts = [answered(piece * (1_000_000 // len(piece))) for piece in ("1", "(", "\\frac{", "<", "x+", " ")]
-    assert grade_math(texts, [asking("1")] * len(texts))["answer"].tolist() == [0] * len(texts)
 
 
 def test_plain_answers_start_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,8 +82,8 @@ def test_the_split_is_a_property_of_the_question_and_the_pocket_is_never_taught_
 
 def test_a_smaller_training_set_is_the_beginning_of_a_larger_one() -> None:
     assert arithmetic.train(TaskConfig(train_questions=50)) == arithmetic.train(TaskConfig(train_questions=200))[:50]
-    assert len(arithmetic.train(TaskConfig())) == 4096
-    assert len(arithmetic.heldout(TaskConfig())) == 1024
+    assert len(arithmetic.train(TaskConfig())) == arithmetic.TRAIN_QUESTIONS == 4096
+    assert len(arithmetic.heldout(TaskConfig())) == arithmetic.HELDOUT_QUESTIONS == 1024
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,8 @@ def test_a_solution_of_gsm8k_has_no_marks_of_a_calculator(gsm8k: TaskConfig) -> 
     assert found.train[0].payload["solution"] == (
         "<think>She sold 48/2 = 24 clips.\nThat is 1,000 = 1,000 in all.</think><answer>1000</answer>"
     )
-    assert "A bad one?" not in [question.prompt for question in found.train]
+    assert not {"A bad one?", "Question 1?"} & {question.prompt for question in found.train}, "the last is held out"
     assert "1 of 201 rows are bad and left out" in found.warnings[0]
-
-
-def test_a_held_out_question_is_never_taught(gsm8k: TaskConfig) -> None:
-    assert "Question 1?" not in [question.prompt for question in tasks.load_worked(gsm8k).train]
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "arithmetic"])

@@ -110,16 +110,7 @@ def test_hostile_text_takes_linear_time(text: str):
 def test_what_the_prompt_has_begun_is_part_of_the_answer(
     prompt: str, completion: str, answer: str | None, keeps: bool
 ) -> None:
-    """DeepSeek-R1's distills and Qwen3's thinking models open the thinking in the prompt."""
+    """DeepSeek-R1's distills and Qwen3's thinking models open the thinking in the prompt, and a solution goes on."""
     (text,) = with_answer_start(prompt, [completion])
     assert (final_answer(text), keeps_format(text)) == (answer, keeps)
-
-
-@pytest.mark.parametrize(("prompt", "left"), [
-    ("<|assistant|>", GOOD),
-    ("<|Assistant|><think>\n", "7+5=12.</think><answer>12</answer>"),
-    ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "<answer>12</answer>"),
-])  # fmt: skip
-def test_a_solution_goes_on_from_what_the_prompt_has_begun(prompt: str, left: str) -> None:
-    assert without_answer_start(prompt, GOOD) == left
-    assert keeps_format(with_answer_start(prompt, [left])[0])
+    assert (without_answer_start(prompt, GOOD) == completion) == keeps

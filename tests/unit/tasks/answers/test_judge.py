@@ -25,11 +25,6 @@ MATH500 = Path(__file__).parents[5] / "shared" / "data" / "math500" / "test.json
 CASES = [line.split("\t") for line in lines("answers.tsv")[1:]]
 
 
-def right(given: str, known: str) -> bool:
-    """As the grader has it, the library included."""
-    return answers_equal([(given, known)]) == [True]
-
-
 # --- the table
 
 
