@@ -123,22 +123,6 @@ def test_resume_follows_a_directory_that_was_moved():
     assert RunDirectory(Path("moved")).config().run_dir == str(Path("moved").absolute())
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("seed=1 -m lora.rank=3 resume=run", "-m seed=1 lora.rank=3 cannot stand beside it"),
-        ("resume=run dry_run=true", "dry_run=true cannot stand beside it"),
-        ("resume=", "resume= names no directory"),
-    ],
-)
-def test_resume_refuses_what_it_cannot_continue(line, message, capfd):
-    assert main(line.split()) == 2
-    err = capfd.readouterr().err
-    assert message in err
-    assert "Traceback" not in err
-    assert not list(Path.cwd().glob("*/seen.json"))
-
-
 def test_a_sweep_goes_on_after_failures_and_ends_with_a_table_of_all_jobs(capfd):
     assert main(["-m", "experiment=nvfp4", f"seed={FAILS},{DONE},{DIES}"]) == 1
     out, err = capfd.readouterr()

@@ -51,28 +51,3 @@ def test_a_run_with_a_password_in_its_environment_writes_and_says_none(tmp_path:
     assert later.returncode == 1
     assert find_secrets(tmp_path, *(text for ran in (run, again, later) for text in (ran.stdout, ran.stderr))) == []
     assert yaml.safe_load((tmp_path / "run" / "resolved.yaml").read_text())["tracking"]["uri"] is None
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["resume=http://me:pa55word@host", "seed=1"],
-        ["+experiment=nvfp4", "tracking.uri=http://me:pa55word@host:5000"],
-        ["+experiment=nvfp4", "tracking.uri=[http://me:pa55word@host:5000]"],
-        ["+experiment=nvfp4", "tracking.urj=http://me:pa55word@host:5000"],
-        ["+experiment=nvfp4", "MLFLOW_TRACKING_PASSWORD=pa55word"],
-        ["+experiment=nvfp4", "--uri=http://me:pa55word@host"],
-    ],
-)
-def test_a_typed_password_is_refused_without_repeating_it(
-    tmp_path: Path, words: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from qerl_lab.cli.train import main
-
-    monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
-    out, err = capfd.readouterr()
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert "pa55word" not in out + err
-    assert list(tmp_path.iterdir()) == []

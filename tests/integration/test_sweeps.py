@@ -233,24 +233,6 @@ def test_ctrl_c_stops_the_jobs_of_a_pool_and_the_same_line_goes_on(standin: Path
     assert len(list(Path("runs/sweeps/adhoc").iterdir())) == 1
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["jobs=2"], "jobs=2 is of a sweep"),
-    (["-m", "seed=0,1", "jobs_per_gpu=2"], "jobs_per_gpu=2 does nothing in a run with jobs=1"),
-    (["-m", "seed=0,1", "jobs=2", "hydra/launcher=basic"], "jobs=2 is for hydra/launcher=lab"),
-    (["-m", "seed=0,1", "hydra.sweeper.max_batch_size=3"], "Type jobs=3"),
-    (["-m", "seed=0,1", "slurm=--partition=gpu"], "type for example launcher=slurm"),
-    (["-m", "jobs=1,2"], "jobs holds for the whole sweep"),
-    (["-m", "seed=0,1", "format=bf16", "rollout=vllm_server", "cpu_threads=1", "jobs=2"],
-     "it has one run at a time. Type jobs=1"),
-])  # fmt: skip
-def test_words_about_jobs_are_refused_where_they_do_nothing(
-    words: list[str], said: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 2
-    assert said in capfd.readouterr().err
-    assert not Path("runs").exists()
-
-
 def read(terminal: int) -> str:
     """What was written to a terminal that does not block, since the last call."""
     try:

@@ -10,17 +10,16 @@ from qerl_lab.cli.compose import Job, make_plan
 from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.cli.train import main
 from qerl_lab.config.conf_folder import choices_of
+from qerl_lab.preflight import machine
 
 ARM = ", ".join(choices_of("experiment"))
 
 
 @pytest.fixture(autouse=True)
-def _empty_directory_and_no_child(tmp_path, monkeypatch):
-    def refuse(run_dir):
-        raise AssertionError("a bad command started a run")
-
+def _empty_directory_no_child_and_no_gpu(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "child_command", refuse)
+    monkeypatch.setattr(launch, "child_command", lambda run_dir: pytest.fail("a bad command started a run"))
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
 
 
 def refused(line: str, capsys) -> str:
@@ -83,6 +82,9 @@ def refused(line: str, capsys) -> str:
         ("evaluate accuracy runs/x", ["Type python -m qerl_lab.evaluate."]),
         ("train +experiment=nvfp4", ["train cannot be read", "leave train out"]),
         ("resume='a'", ["/a is no directory"]),
+        ("resume=", ["resume= names no directory"]),
+        ("seed=1 -m lora.rank=3 resume=run", ["-m seed=1 lora.rank=3 cannot stand beside it"]),
+        ("resume=run dry_run=true", ["dry_run=true cannot stand beside it"]),
         ("task.instruction=a=b", ["cannot be read", "quotes", "As one value that is \"task.instruction='a=b'\"."]),
         ('run_dir=ä"', ['run_dir=ä" cannot be read', "that is 'run_dir='\"'\"'ä\"'\"'\"''."]),
         ("seed=0,1", ["seed=0,1 is several values", "Type -m"]),
@@ -107,6 +109,14 @@ def refused(line: str, capsys) -> str:
         ("hydra.run.dir=x", ["hydra.run.dir=x does nothing here", "run_dir=DIR", "hydra.sweep.dir=DIR"]),
         ("-m seed=0,1 hydra.sweep.subdir=x", ["jobs 0 and 1 would share", "hydra.job.num"]),
         ("-m seed=0,1,0", ["jobs 0 and 2 are the same run (seed=0)", "Leave out one"]),
+        # words about jobs where they do nothing
+        ("jobs=2", ["jobs=2 is of a sweep"]),
+        ("-m seed=0,1 jobs_per_gpu=2", ["jobs_per_gpu=2 does nothing in a run with jobs=1"]),
+        ("-m seed=0,1 jobs=2 hydra/launcher=basic", ["jobs=2 is for hydra/launcher=lab"]),
+        ("-m seed=0,1 hydra.sweeper.max_batch_size=3", ["Type jobs=3"]),
+        ("-m seed=0,1 slurm=--partition=gpu", ["type for example launcher=slurm"]),
+        ("-m jobs=1,2", ["jobs holds for the whole sweep"]),
+        ("-m seed=0,1 format=bf16 rollout=vllm_server cpu_threads=1 jobs=2", ["it has one run at a time. Type jobs=1"]),
     ],
 )
 def test_a_bad_command_line(line, parts, capsys, tmp_path):
@@ -135,13 +145,28 @@ def test_a_bad_command_line(line, parts, capsys, tmp_path):
         # values
         ("seed=${nope}", "error: seed: Interpolation key 'nope' not found; allowed: a whole number, or ${KEY}"),
         ("steps=1e3", "Type for example steps=1000."),
-        ("model.path=/nope", "model.path=/nope is no directory"),
     ],
 )
 def test_a_word_of_another_program_or_place_leads_to_the_right_one(line, said, capsys):
     message = refused(line, capsys)
     assert said in message
     assert "Did you mean" not in message or "Did you mean" in said, "one answer, the right one"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "resume=http://me:pa55word@host seed=1",
+        "+experiment=nvfp4 tracking.uri=http://me:pa55word@host:5000",
+        "+experiment=nvfp4 tracking.uri=[http://me:pa55word@host:5000]",
+        "+experiment=nvfp4 tracking.urj=http://me:pa55word@host:5000",
+        "+experiment=nvfp4 MLFLOW_TRACKING_PASSWORD=pa55word",
+        "+experiment=nvfp4 --uri=http://me:pa55word@host",
+    ],
+)
+def test_a_typed_password_is_refused_without_repeating_it(line, capsys, tmp_path):
+    assert "pa55word" not in refused(line, capsys)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
