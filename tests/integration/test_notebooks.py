@@ -27,8 +27,7 @@ SHOWS = {
 
 @pytest.fixture
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkout as it is, with no store of the user's."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    """The checkout as it is, without the hub."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 

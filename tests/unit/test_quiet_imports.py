@@ -1,7 +1,6 @@
 """What a run imports is imported without the garbage collector, which is back after it."""
 
 import gc
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,13 +13,6 @@ from qerl_lab.system import terminal
 from qerl_lab.system.exits import USAGE
 from qerl_lab.train import __main__ as process
 from qerl_lab.train.stop import Stop
-
-
-@pytest.fixture(autouse=True)
-def collector_restored() -> Iterator[None]:
-    assert gc.isenabled()
-    yield
-    gc.enable()
 
 
 def test_the_collector_waits_and_is_back_also_after_an_error() -> None:

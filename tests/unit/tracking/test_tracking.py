@@ -20,11 +20,6 @@ from qerl_lab.tracking.tracker import Mirrored, Tracker
 from qerl_lab.train.__main__ import needs_no_traceback
 
 
-@pytest.fixture(autouse=True)
-def no_uri(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-
-
 @pytest.fixture
 def cfg() -> RunConfig:
     cfg = RunConfig()

@@ -48,8 +48,6 @@ class Client(types.ModuleType):
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Client:
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", "/dev/null")
     monkeypatch.setitem(sys.modules, "wandb", client := Client())
     return client
