@@ -23,11 +23,8 @@ from qerl_lab.model.on_disk import ASSETS
 
 @pytest.fixture(autouse=True)
 def _a_machine_without_a_gpu_and_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(run_dir: Path) -> None:
-        raise AssertionError("a bad command started a run")
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "child_command", refuse)
+    monkeypatch.setattr(launch, "child_command", lambda run_dir: pytest.fail("a bad command started a run"))
     monkeypatch.setattr(preflight.machine, "GPU_NODES", ())
 
 

@@ -122,6 +122,13 @@ def test_a_save_that_dies_leaves_the_one_before_and_is_cleared_away_by_the_next(
     assert names(tmp_path) == ["step-000001", "step-000003"]
 
 
+def test_a_full_disk_leaves_no_half_of_a_checkpoint(tmp_path) -> None:
+    saved(tmp_path, 1)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, state(2), lambda folder: (write(folder), Path("/dev/full").write_bytes(b"x")), keep=2)
+    assert names(tmp_path) == ["step-000001"]
+
+
 @pytest.mark.parametrize(("at", "step"), [("mkdir", 3), ("write_text", 3), ("rename", 3), ("rename", 2)])
 def test_dying_anywhere_in_a_save_loses_no_older_checkpoint(tmp_path, monkeypatch, at: str, step: int) -> None:
     """Also while the same step is saved again."""

@@ -146,8 +146,6 @@ def test_settings_are_read_of_another_version_too(run: RunDirectory) -> None:
 def test_a_damaged_line_is_named_by_where_the_reading_began(tmp_path: Path) -> None:
     whole = b'{"step": 1, "time": 1.0, "metrics": {}}\n'
     (tmp_path / "metrics.jsonl").write_bytes(whole + whole + b"no record\n")
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 3, is not a metrics record"):
-        RunDirectory(tmp_path).metrics_from(0)
     with pytest.raises(ConfigError, match=rf"metrics\.jsonl, line 2 after byte {len(whole)}, is not"):
         RunDirectory(tmp_path).metrics_from(len(whole))
 

@@ -28,15 +28,6 @@ def half_done(out: Path) -> None:
         (unfinished.folder / "b").write_text("ha")
 
 
-def test_the_name_is_there_only_when_it_is_whole(tmp_path):
-    out = tmp_path / "deep" / "out"
-    with begin(out) as unfinished:
-        (unfinished.folder / "a").write_text("1")
-        assert not out.exists()
-        unfinished.finish()
-    assert files(out) == {"a": "1"}
-
-
 def test_the_same_command_finds_what_is_complete(tmp_path):
     half_done(tmp_path / "out")
     with begin(tmp_path / "out") as again:
@@ -117,16 +108,17 @@ def test_what_fails_before_a_file_is_complete_leaves_nothing(tmp_path, complete,
     assert os.listdir(tmp_path) == left
 
 
-@pytest.mark.parametrize("there", [["out"], ["out.replaced"], ["out.replaced", "out"]])
-def test_what_is_replaced_stays_until_the_new_one_is_whole(tmp_path, there):
+@pytest.mark.parametrize("there", [[], ["out"], ["out.replaced"], ["out.replaced", "out"]])
+def test_the_name_is_there_when_it_is_whole_and_what_is_replaced_stays_until_then(tmp_path, there):
     """Also after a process that was killed while it renamed: the old one set aside, or the new one in place too."""
-    out = tmp_path / "out"
+    out = tmp_path / "deep" / "out"
     for name in there:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "old").touch()
-    with begin(out, overwrite=True) as unfinished:
+        (out.parent / name).mkdir(parents=True)
+        (out.parent / name / "old").touch()
+    with begin(out, overwrite=bool(there)) as unfinished:
         (unfinished.folder / "new").touch()
+        assert there or not out.exists()
         assert "out" not in there or os.listdir(out) == ["old"]
         unfinished.finish()
     assert os.listdir(out) == ["new"]
-    assert os.listdir(tmp_path) == ["out"]
+    assert os.listdir(out.parent) == ["out"]

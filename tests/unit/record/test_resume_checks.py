@@ -1,6 +1,5 @@
 """What stands in the way of a resume, one sentence each: which file, what is wrong with it, what to do."""
 
-import json
 import os
 import re
 import stat
@@ -133,9 +132,7 @@ def test_a_model_may_be_moved_and_not_replaced(run_dir: Path, known: str | None)
         ("", "holds no configuration"),
         ("a: [", "cannot be read"),
         ("\0\0", "cannot be read"),
-        ("lora: 3\n", "lora is a node"),
         ("steps: many\n", "resolved.yaml: steps=many is not allowed"),
-        ("stepz: 3\n", "stepz is not a known key. Did you mean steps"),
     ],
 )
 def test_a_configuration_of_garbage_is_one_sentence(run_dir: Path, text: str, words: str) -> None:
@@ -185,19 +182,6 @@ def test_a_checkpoint_of_a_step_that_the_record_lacks_is_refused(
     before = files(run_dir)
     with pytest.raises(ConfigError, match=rf"metrics\.jsonl {wrong}, and step-000004 .* remove the checkpoints of"):
         run.starting_point(run.config())
-    assert files(run_dir) == before
-
-
-def test_a_full_disk_leaves_no_half_of_a_checkpoint(run_dir: Path) -> None:
-    before = files(run_dir)
-
-    def write(folder: Path) -> None:
-        (folder / "half").write_bytes(b"x" * 1000)
-        Path("/dev/full").write_bytes(b"x")
-
-    state = json.loads((run_dir / "checkpoints" / "step-000004" / checkpoint.STATE).read_text()) | {"step": 6}
-    with pytest.raises(OSError, match="No space left"):
-        checkpoint.save(run_dir / "checkpoints", state, write, keep=2)
     assert files(run_dir) == before
 
 
