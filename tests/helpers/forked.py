@@ -30,9 +30,12 @@ class Moment(NamedTuple):
     number: int = signal.SIGKILL  # the signal
 
 
-def start(command: Callable[[], int], folder: Path, log: Path, moment: Moment | None = None) -> BaseProcess:
-    """Fork a process in `folder` that ends with the exit code of `command`; `log` gets its output."""
-    process = SERVER.Process(target=_run, args=(command, folder, log, moment))
+def start(command: Callable[[], int], folder: Path, log: Path, *moment: Any) -> BaseProcess:
+    """Fork a process in `folder` that ends with the exit code of `command`; `log` gets its output.
+
+    It may get a signal at the `Moment` of the words `moment`.
+    """
+    process = SERVER.Process(target=_run, args=(command, folder, log, Moment(*moment) if moment else None))
     process.start()
     return process
 
@@ -41,6 +44,11 @@ def ended(process: BaseProcess) -> int:
     process.join(300)
     assert process.exitcode is not None, "the process hangs"
     return process.exitcode
+
+
+def run(command: Callable[[], int], folder: Path, *moment: Any) -> int:
+    """Start a process as `start` does, with its output in output.txt of `folder`. Return its exit code."""
+    return ended(start(command, folder, folder / "output.txt", *moment))
 
 
 def _run(command: Callable[[], int], folder: Path, log: Path, moment: Moment | None) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import forked
-from forked import Moment, ended
+from forked import ended
 from mlflow_store import latest, mirrored, recorded, runs
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.train import __main__ as child
@@ -35,8 +35,7 @@ def train(run_dir: Path) -> int:
 
 def start(run_dir: Path, *moment: Any) -> BaseProcess:
     """Start the run's process, which may die at the `Moment` of these words."""
-    log = run_dir / "output.txt"
-    return forked.start(partial(train, run_dir), run_dir.parent, log, Moment(*moment) if moment else None)
+    return forked.start(partial(train, run_dir), run_dir.parent, run_dir / "output.txt", *moment)
 
 
 def kill(run_dir: Path, *moments: tuple[Any, ...]) -> None:

@@ -14,10 +14,10 @@ from qerl_lab.tracking.tracker import Tracker
 Point = tuple[str, int, float, int]  # metric, step, value, unix milliseconds
 
 
-def config(run_dir: Path, uri: str | None = None, **changes: Any) -> RunConfig:
+def config(run_dir: Path, uri: str | None = None, mlflow: bool = True, **changes: Any) -> RunConfig:
     """Return a run's configuration and write the resolved.yaml of a real run."""
     cfg = RunConfig(**changes)
-    cfg.tracking.uri = uri
+    cfg.tracking.uri, cfg.tracking.mlflow = uri, mlflow
     replace_config(run_dir, cfg)
     return cfg
 

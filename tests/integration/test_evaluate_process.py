@@ -5,12 +5,12 @@ Starting Python costs seconds, so the ones that are to be killed are forked (for
 
 import json
 import signal
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from forked import Moment, ended, start
+import forked
 from processes import run_module
 from qerl_lab.evaluate import __main__ as evaluate
 
@@ -25,10 +25,7 @@ def command() -> int:
     return evaluate.main(WORDS)
 
 
-def run(folder: Path, *moment: Any) -> int:
-    """Exit code of the command in `folder`, which may be killed at the moment of these words."""
-    log, at = folder / "output.txt", Moment(*moment) if moment else None
-    return ended(start(command, folder, log, at))
+run = partial(forked.run, command)
 
 
 def test_an_evaluation_that_is_killed_goes_on_and_ends_the_same(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ import shlex
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from forked import Moment, ended, start
+import forked
 from processes import run_module
 from qerl_lab.quantize import __main__ as quantize
 from small_checkpoints import write_dense
@@ -49,10 +49,7 @@ def command() -> int:
     return quantize.main(WORDS)
 
 
-def child(folder: Path, *moment: Any) -> int:
-    """Exit code of the command in `folder`, which may get a signal at the moment of these words."""
-    log, at = folder / "output.txt", Moment(*moment) if moment else None
-    return ended(start(command, folder, log, at))
+child = partial(forked.run, command)
 
 
 @pytest.fixture

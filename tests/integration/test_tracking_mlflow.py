@@ -134,14 +134,11 @@ def test_a_run_that_got_more_steps_gets_a_run_of_its_own(run_dir: Path, db: str)
 
 
 def test_a_resumed_run_also_fills_what_mlflow_missed_before(run_dir: Path, db: str) -> None:
-    off = config(run_dir, db)
-    off.tracking.mlflow = False
-    log(Tracker(off, RunDirectory(run_dir)), range(1, 4))
+    log(Tracker(config(run_dir, db, mlflow=False), RunDirectory(run_dir)), range(1, 4))
     track(run_dir, db, range(4, 6), last_step=3)
     assert mirrored(db) == recorded(run_dir)
-    off = config(run_dir, db)
-    off.tracking.mlflow = False
-    Tracker(off, RunDirectory(run_dir), last_step=5).log(6, {"reward/mean": 1.0, "reward/std": 2.0})
+    later = Tracker(config(run_dir, db, mlflow=False), RunDirectory(run_dir), last_step=5)
+    later.log(6, {"reward/mean": 1.0, "reward/std": 2.0})
     moved = RunDirectory(run_dir.rename(run_dir.parent / "moved"))
     assert "added 2 points and 0 parameters" in resync(moved), "no more than what is missing"
     assert mirrored(db) == recorded(moved.path)
@@ -154,8 +151,7 @@ def test_a_resumed_run_also_fills_what_mlflow_missed_before(run_dir: Path, db: s
 def test_resync_creates_then_adds_nothing(
     run_dir: Path, db: str, capsys: pytest.CaptureFixture[str], mark: str | None, status: str
 ) -> None:
-    off = config(run_dir, steps=29, eval=EvalConfig(questions=0))
-    off.tracking.mlflow = False
+    off = config(run_dir, mlflow=False, steps=29, eval=EvalConfig(questions=0))
     log(Tracker(off, RunDirectory(run_dir)), range(1, 30))
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 30, "ti')
