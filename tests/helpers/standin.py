@@ -6,7 +6,6 @@ on after a second. It writes what it saw to RUN_DIR/seen.json, with the number o
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from waiting import wait_for
 
-SOURCE = str(Path(launch.__file__).parents[2])
 DONE, FAILS, DIES, SIGNALLED, WAITS, EMPTY, CRASHES_AFTER, REFUSES, STOPS = range(9)
 SLOW = 20
 CHILD = '''
@@ -85,11 +83,6 @@ def begin(config: RunConfig, name: str) -> int:
     return launch.start(run)
 
 
-def only_run() -> Path:
-    (found,) = Path("runs").glob("*/seed*/*")
-    return found.absolute()
-
-
 def background(child: Path, *words: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
     """Start the command in its own process group, as a shell does."""
     code = (
@@ -99,11 +92,8 @@ def background(child: Path, *words: str, stderr: int = subprocess.PIPE) -> subpr
         f"launch.child_command = lambda run_dir: [sys.executable, '-S', {str(child)!r}, str(run_dir)];"
         "exits.run(main)"
     )
-    environment = {**os.environ, "PYTHONPATH": SOURCE}
     command = [sys.executable, "-c", code, *words]
-    return subprocess.Popen(
-        command, env=environment, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=stderr
-    )
+    return subprocess.Popen(command, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=stderr)
 
 
 def started(pattern: str) -> Path:

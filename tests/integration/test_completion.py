@@ -13,7 +13,6 @@ from qerl_lab.cli import train
 from qerl_lab.config.conf_folder import choices_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
-SOURCE = Path(qerl_lab.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +26,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bash(script: Path, code: str) -> subprocess.CompletedProcess[str]:
-    path = f"{script}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(SOURCE)}
+    environment = os.environ | {"PATH": f"{script}{os.pathsep}{os.environ['PATH']}"}
     return subprocess.run(["bash", "-c", code], env=environment, cwd=script, capture_output=True, text=True)
 
 
