@@ -126,13 +126,9 @@ def long_lines(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_lines_fit(page: Path):
-    assert long_lines(page.read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_path_that_a_page_names_exists(page: Path):
-    assert missing_paths(page.read_text(encoding="utf-8")) == []
+def test_the_lines_of_a_page_fit_and_every_path_that_it_names_exists(page: Path):
+    text = page.read_text(encoding="utf-8")
+    assert (long_lines(text), missing_paths(text)) == ([], [])
 
 
 def test_the_tree_names_every_file_of_the_package():

@@ -1,4 +1,7 @@
-"""The files of conf/ and sweeps/: all of them compose, say what they are, and state only what they change."""
+"""The files of conf/ and sweeps/: all of them compose, say what they are, and state only what they change.
+
+docs/configuration.md ends with their tables and those of the schema.
+"""
 
 import itertools
 import json
@@ -13,6 +16,7 @@ import yaml
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.manual import describe_option
 from qerl_lab.cli.overrides import GROUPS
+from qerl_lab.config import __main__ as tables
 from qerl_lab.config.arm import config_hash, flatten, leaves, settings_of_arm, values_of
 from qerl_lab.config.conf_folder import choices_of, package_data
 from qerl_lab.config.schema import RunConfig
@@ -23,6 +27,7 @@ FILES = [path for folder in ("conf", "sweeps") for path in sorted(package_data(f
 OPTIONS = [path for path in FILES if path.parent.name not in ("conf", "sweeps")]
 DEFAULTS = {name: value for name, _, value in leaves(RunConfig())}
 GOLDEN = runpy.run_path(str(Path(__file__).parents[2] / "golden" / "resolved_configs.py"))
+PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
 
 
 def test_every_folder_of_conf_is_a_group() -> None:
@@ -207,3 +212,20 @@ def test_an_option_of_fp8_defines_no_arm_of_another_format(name: str) -> None:
     """It was added when runs of the others had been recorded."""
     cfg = make_plan([f"+experiment={name}"], multirun=False).jobs[0].config
     assert ("format.activations" in settings_of_arm(values_of(cfg))) == (name == "fp8")
+
+
+def test_the_page_is_what_the_command_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tables.main(["tables"]) == 0
+    printed, found = capsys.readouterr().out, PAGE.read_text(encoding="utf-8").split(tables.MARK)[1]
+    assert found == printed, "type python -m qerl_lab.config tables page=docs/configuration.md"
+
+
+def test_the_end_of_a_page_is_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"prose\n{tables.MARK}old")
+    assert tables.main(["tables", f"page={page}"]) == 0
+    assert page.read_text() == f"prose\n{tables.MARK}{tables.format_tables()}"
+    page.write_text("prose\n")
+    assert tables.main(["tables", f"page={page}"]) == 2
+    assert "has no line <!-- From here on" in capsys.readouterr().err
+    assert page.read_text() == "prose\n"
