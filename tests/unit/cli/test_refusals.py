@@ -99,7 +99,6 @@ def refused(line: str, capsys) -> str:
         ("-sc install=bash", ['Type: eval "$(qerl-lab -sc install=bash)"']),  # Hydra would install it for every python
         # sweeps: named by their job
         ("-m lora.rank=16,-1", ["job 1 (lora.rank=-1)", "at least 0"]),
-        ("-m experiment=nvfp4_aqn aqn=linear,cosine", ["job 0", "without experiment=nvfp4_aqn"]),
         ("-m experiment=glob(zz*)", ["no job"]),
         ("-m seed=shuffle(1,2)", ["Leave shuffle() out"]),
         ("-m seed=interval(0,1)", ["seed=range"]),
