@@ -4,7 +4,6 @@ import hashlib
 import json
 import random
 
-import pytest
 import torch
 from transformers import AutoTokenizer
 
@@ -12,11 +11,6 @@ from qerl_lab import tasks
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.tasks import arithmetic
 from qerl_lab.tools.pretrain import Recipe, batch_of, make_model, make_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> AutoTokenizer:
-    return AutoTokenizer.from_pretrained(ASSETS)
 
 
 def test_its_files_are_those_of_the_recipe() -> None:
@@ -28,11 +22,10 @@ def test_its_files_are_those_of_the_recipe() -> None:
     assert record["command"] == "python -m qerl_lab.tools.pretrain out=DIR"
 
 
-@pytest.mark.parametrize(
-    "text", ["Ann has 12 pens.", "naïve 数学 🧮 \x00\t\r\n", "<think>1+1=2</think><answer>2</answer>"]
-)
-def test_its_tokenizer_reads_any_text(tokenizer: AutoTokenizer, text: str) -> None:
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+def test_its_tokenizer_reads_any_text() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
+    for text in ("Ann has 12 pens.", "naïve 数学 🧮 \x00\t\r\n", "<think>1+1=2</think><answer>2</answer>"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
 def test_its_teacher_scores_the_solution_and_its_end_alone() -> None:
@@ -45,7 +38,8 @@ def test_its_teacher_scores_the_solution_and_its_end_alone() -> None:
     solutions = {of.text: solution, "?": "<think>x</think><answer>1</answer>"}
     asked = [tasks.Question("", text, "", {"solution": worked}) for text, worked in solutions.items()]
     batch = batch_of(task, tokenizer, asked)
-    scored = batch["labels"][0] != -100
-    assert tokenizer.decode(batch["input_ids"][0][scored]) == solution + "<|im_end|>"
-    assert torch.equal(batch["labels"][scored.nonzero()[0] * 0][0][scored], batch["input_ids"][0][scored])
+    ids, labels = batch["input_ids"][0], batch["labels"][0]
+    scored = labels != -100
+    assert tokenizer.decode(ids[scored]) == solution + "<|im_end|>"
+    assert torch.equal(labels[scored], ids[scored])
     assert make_model(recipe, tokenizer)(**batch).loss.isfinite()
