@@ -80,14 +80,15 @@ def test_a_policy_that_did_not_change_gains_exactly_nothing(policy, tiny) -> Non
 
 
 class Scripted(Recording):
-    """An engine that answers what it is given: `texts_P_G` in the tokens of a policy."""
+    """An engine that answers what it is given: `texts_P_G` in the tokens of a policy, and why each ended."""
 
-    def __init__(self, policy: Policy, texts_P_G: list[list[str]]) -> None:
+    def __init__(self, policy: Policy, texts_P_G: list[list[str]], **changes: Any) -> None:
         super().__init__()
-        self.ids_P_G = [[policy.tokenizer(text)["input_ids"] for text in group] for group in texts_P_G]
+        ids_P_G = [[policy.tokenizer(text)["input_ids"] for text in group] for group in texts_P_G]
+        self.changes = {"completion_ids_P_G": ids_P_G} | changes
 
-    def generate(self, prompts: list[list[int]], group_size: int, sampling: Sampling, on_done: OnDone) -> Rollout:
-        return replace(super().generate(prompts, group_size, sampling, on_done), completion_ids_P_G=self.ids_P_G)
+    def generate(self, *args: Any) -> Rollout:
+        return replace(super().generate(*args), **self.changes)
 
 
 def test_every_sample_is_graded_against_its_own_question(policy, tiny) -> None:
@@ -108,28 +109,20 @@ def test_thinking_that_the_prompt_has_opened_is_part_of_what_is_graded(policy, t
     opening = copy.deepcopy(policy.tokenizer)
     opening.chat_template += "<think>\n"
     learner, task = replace(policy, tokenizer=opening), tasks.load(tiny().task)
-
-    class Thinking(Recording):
-        def generate(self, prompts: list[list[int]], group_size: int, *how: Any) -> Rollout:
-            texts = ["{0}</think><answer>{0}</answer>", "is it <answer>{0}</answer>"]
-            ids = [[opening(text.format(q.answer))["input_ids"] for text in texts] for q in task.heldout[:2]]
-            return replace(super().generate(prompts, group_size, *how), completion_ids_P_G=ids)
-
-    rows = ask_questions(Thinking(), learner, task, task.heldout[:2], 2, Sampling(9, seed=0)).rows
+    said = "{0}</think><answer>{0}</answer>", "is it <answer>{0}</answer>"
+    engine = Scripted(learner, [[text.format(one.answer) for text in said] for one in task.heldout[:2]])
+    rows = ask_questions(engine, learner, task, task.heldout[:2], 2, Sampling(9, seed=0)).rows
     assert rows["format"].tolist() == rows["accuracy"].tolist() == [1.0, 0.0] * 2
 
 
 def test_completions_that_were_cut_are_graded_and_counted(policy, tiny) -> None:
     """A right answer before the cut is right. How many were cut stands beside the accuracy."""
-
-    class Cut(Scripted):
-        def generate(self, *args: Any) -> Rollout:
-            return replace(super().generate(*args), finish_reasons_P_G=[["stop", "length"], ["length", "length"]])
-
     cfg = tiny(eval__questions=2, eval__samples=2)
     task = tasks.load(cfg.task)
     first, second = (f"<answer>{question.answer}</answer>" for question in task.heldout[:2])
-    found = evaluate(Cut(policy, [[first, first], ["<think>", second]]), policy, task, cfg, range(2), 2)
+    ends = [["stop", "length"], ["length", "length"]]
+    engine = Scripted(policy, [[first, first], ["<think>", second]], finish_reasons_P_G=ends)
+    found = evaluate(engine, policy, task, cfg, range(2), 2)
     assert found.rows["truncated"].tolist() == [0.5, 1.0]
     assert found.metrics()["eval/truncated_fraction"] == 0.75
     assert found.metrics()["eval/accuracy"] == 0.75

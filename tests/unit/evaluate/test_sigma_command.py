@@ -22,24 +22,6 @@ def test_a_model_that_cannot_be_measured_is_refused(tmp_path: Path, capsys: pyte
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("[abc]", "sigmas=[abc] is not allowed; allowed: a list of numbers."),
-        ("[]", "sigmas=[] is empty; allowed: numbers above 0."),
-        ("[-1]", "-1.0 in sigmas=[-1.0] is not allowed; allowed: above 0."),
-        ("[0.1,0]", "0.0 in sigmas=[0.1,0.0] is not allowed; allowed: above 0."),
-        ("[nan]", "nan in sigmas=[nan] is not allowed; allowed: a finite number."),
-        ("[0.1,inf]", "inf in sigmas=[0.1,inf] is not allowed; allowed: a finite number."),
-    ],
-)
-def test_sigmas_are_finite_and_above_0(given: str, said: str, capsys: pytest.CaptureFixture) -> None:
-    assert evaluate.main(["sigma", f"sigmas={given}"]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: {said} Type for example sigmas=[")
-    assert err.count("\n") == 1
-
-
 def test_formats_and_sigmas_are_measured_on_the_same_completions(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

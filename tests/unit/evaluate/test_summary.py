@@ -101,9 +101,10 @@ def test_the_table_has_a_row_a_benchmark_and_engine() -> None:
 
 
 def write(
-    folder: Path, rows: pd.DataFrame, seed: int = 0, dense: bool = False, run_seed: int | None = None, **identity: Any
-) -> str:
-    """`seed` is that of the draw, and the run's too unless it has another."""
+    folder: Path, rows: pd.DataFrame, seed: int = 0, dense: bool = False, run_seed: int | None = None,
+    arm: dict[str, str] | None = None, **identity: Any,
+) -> str:  # fmt: skip
+    """`seed` is that of the draw, and the run's too unless it has another; `arm` has the settings of the run."""
     folder.mkdir(parents=True)
     about = {
         "schema": SCHEMA, "subject": folder.name,
@@ -111,14 +112,13 @@ def write(
         "run_seed": seed if run_seed is None else run_seed,
         "own_is_common": dense, "benchmarks": {name: {} for name in rows["benchmark"].unique()}, "environment": {},
     }  # fmt: skip
-    (folder / ABOUT).write_text(json.dumps(about))
+    (folder / ABOUT).write_text(json.dumps(about | ({"arm": arm} if arm else {})))
     rows.to_parquet(folder / ROWS)
     return str(folder)
 
 
 def compared(*folders: str) -> list[compare.Difference]:
-    arms = [compare.read_arm(folder) for folder in folders]
-    return list(compare.differences(compare.pair_evaluations(*arms)[0], []))
+    return list(compare.differences(compare.pair_evaluations(*map(compare.read_arm, folders))[0], []))
 
 
 A, B = [[1, 0], [0, 0], [1, 1], [0, 1]], [[1, 1], [1, 0], [1, 1], [0, 0]]
@@ -152,16 +152,6 @@ def test_seeds_are_paired_and_both_count(tmp_path: Path) -> None:
     assert accuracy.interval() == pytest.approx(expected)
 
 
-def test_runs_that_were_trained_otherwise_are_no_seeds_of_one_arm(tmp_path: Path) -> None:
-    """They are asked alike, in one format: only their own settings tell them apart."""
-    arms = [{"optim.learning_rate": rate, "aqn.schedule": "off"} for rate in ("0.001", "0.0001")]
-    for seed, arm in enumerate(arms):
-        folder = Path(write(tmp_path / "a" / str(seed), answers(A), seed))
-        (folder / ABOUT).write_text(json.dumps(json.loads((folder / ABOUT).read_text()) | {"arm": arm}))
-    with pytest.raises(ConfigError, match=r"they differ in optim\.learning_rate\. Type the directory of one"):
-        compared(str(tmp_path / "a"), str(tmp_path / "a"))
-
-
 def test_seeds_of_one_arm_may_lie_elsewhere_and_be_of_an_older_version(tmp_path: Path) -> None:
     """The questions count by content; a key that came since says what every run did before."""
     arms: list[dict[str, str]] = [
@@ -180,8 +170,7 @@ def test_seeds_of_one_arm_may_lie_elsewhere_and_be_of_an_older_version(tmp_path:
 
 def test_other_draws_are_said(tmp_path: Path) -> None:
     folders = [write(tmp_path / str(draw), answers(A), run_seed=1, seed=draw) for draw in (1, 5)]
-    arms = [compare.read_arm(folder) for folder in folders]
-    assert compare.pair_evaluations(*arms)[1] == [
+    assert compare.pair_evaluations(*map(compare.read_arm, folders))[1] == [
         "A and B ran with seed=1 and 5: part of the differences is theirs, also in engine=common"
     ]
 
@@ -245,31 +234,32 @@ def test_what_is_no_pair_is_refused(rows: pd.DataFrame, said: str, tmp_path: Pat
         compared(write(tmp_path / "a", answers(A)), write(tmp_path / "b", rows))
 
 
-def test_evaluations_that_are_not_the_seeds_of_one_arm_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "a" / "one", answers(A))
-    for name, changes, said in (
-        ("same", {}, "both are of seed 0, as the run has it"),
-        ("other", {"format": "nf4"}, "they differ in format"),
-    ):
-        write(tmp_path / "a" / name, answers(A), **changes)
-        with pytest.raises(ConfigError, match=said):
-            compared(str(tmp_path / "a"), str(tmp_path / "a"))
-        (tmp_path / "a" / name / ABOUT).unlink()
-    empty = (tmp_path / "a" / "same").rename(tmp_path / "a b")
+@pytest.mark.parametrize(("one", "other", "said"), [
+    ({}, {}, "both are of seed 0, as the run has it"),
+    ({}, {"format": "nf4"}, "they differ in format"),
+    # asked alike, in one format: only the settings of the runs tell them apart
+    ({"arm": {"optim.learning_rate": "0.001", "aqn.schedule": "off"}},
+     {"arm": {"optim.learning_rate": "0.0001", "aqn.schedule": "off"}, "seed": 1},
+     r"they differ in optim\.learning_rate\. Type the directory of one"),
+    # the default grading is not in the record
+    ({}, {"grading": "first_character", "run_seed": 1}, "they differ in grading"),
+    ({"grading": "first_character"}, {"run_seed": 1}, "they differ in grading"),
+])  # fmt: skip
+def test_evaluations_that_are_not_the_seeds_of_one_arm_are_refused(
+    tmp_path: Path, one: dict[str, Any], other: dict[str, Any], said: str
+) -> None:
+    for name, how in (("one", one), ("other", other)):
+        write(tmp_path / "a" / name, answers(A), **how)
+    with pytest.raises(ConfigError, match=said):
+        compared(str(tmp_path / "a"), str(tmp_path / "a"))
+
+
+def test_a_folder_without_an_evaluation_is_refused_with_the_command_that_makes_one(tmp_path: Path) -> None:
+    (empty := tmp_path / "a b").mkdir()
     with pytest.raises(ConfigError, match="holds no evaluation") as told:
-        compared(str(tmp_path / "a"), str(empty))
+        compared(write(tmp_path / "a", answers(A)), str(empty))
     line = str(told.value).partition("accuracy ")[2].partition(" first")[0]
     assert parse_options(AccuracyOptions, shlex.split(line)).run == str(empty)
-
-
-@pytest.mark.parametrize("first", ["task", "first_character"])
-def test_seeds_that_were_graded_in_two_ways_are_refused(tmp_path: Path, first: str) -> None:
-    """The default is not in the record. In either order of folders."""
-    for seed, grading in enumerate([first, "first_character" if first == "task" else "task"]):
-        changes = {} if grading == "task" else {"grading": grading}
-        write(tmp_path / "a" / f"{seed}", answers(A), run_seed=seed, **changes)
-    with pytest.raises(ConfigError, match="they differ in grading"):
-        compared(str(tmp_path / "a"), str(tmp_path / "a"))
 
 
 def test_answers_without_completions_have_no_entropy(tmp_path: Path) -> None:
@@ -282,5 +272,3 @@ def test_the_command_prints_the_table(tmp_path: Path, capsys) -> None:
     a, b = write(tmp_path / "a", answers(A)), write(tmp_path / "b", answers(B))
     assert evaluate.main(["compare", a, b]) == 0
     assert "+0.125 [" in capsys.readouterr().out
-    assert evaluate.main(["compare", a]) == 2
-    assert f"directories are given: {a}; allowed: two, A and B." in capsys.readouterr().err

@@ -1,0 +1,41 @@
+"""What the evaluate commands refuse, each in one line."""
+
+import pytest
+
+from qerl_lab.evaluate import __main__ as evaluate
+
+EXAMPLE = "Type for example sigmas=["
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("accuracy", "neither run= nor model= is; allowed: one of them."),
+        ("accuracy run=a model=b", "run=a and model=b are given; allowed: one of them."),
+        ("accuracy model=pocket", "benchmarks= is missing, and model=pocket has no task."),
+        ("accuracy model=pocket benchmarks=gsm8", "gsm8 in benchmarks=[gsm8] is no task; allowed: "),
+        ("accuracy model=pocket benchmarks=gsm8k,gsm8k:x", "gsm8k is in benchmarks 2 times."),
+        ("accuracy model=pocket benchmarks=gsm8k adapter=false", "adapter=false is of a run"),
+        ("accuracy run=a format=nf4", "format=nf4 is of a model, and run=a has its own."),
+        ("accuracy model=nowhere/at/all benchmarks=gsm8k", "model=nowhere/at/all is no directory"),
+        ("accuracy model=pocket benchmarks=gsm8k:/nowhere", "Type benchmarks=gsm8k:DIRECTORY"),
+        ("accuracy model=pocket benchmarks=gsm8k:/no.jsonl", "gsm8k:/no.jsonl is not there; allowed: a directory"),
+        ("accuracy model=pocket benchmarks=gsm8k rollout=vlm", "Did you mean vllm?"),
+        ("compare a", "directories are given: a; allowed: two, A and B."),
+        ("entropy formats=fp5", "fp5 in formats=[fp5] is not allowed; allowed: all, bf16, fp8, mxfp4, nf4, nvfp4."),
+        ("entropy prompts=gsm8", "prompts=gsm8 is no task; allowed: "),
+        ("entropy model=nowhere/at/all", "model=nowhere/at/all is no directory"),
+        ("entropy questions=1", "questions=1 is not allowed; allowed: at least 2."),
+        ("sigma sigmas=[abc]", f"sigmas=[abc] is not allowed; allowed: a list of numbers. {EXAMPLE}"),
+        ("sigma sigmas=[]", f"sigmas=[] is empty; allowed: numbers above 0. {EXAMPLE}"),
+        ("sigma sigmas=[0.1,0]", f"0.0 in sigmas=[0.1,0.0] is not allowed; allowed: above 0. {EXAMPLE}"),
+        ("sigma sigmas=[nan]", f"nan in sigmas=[nan] is not allowed; allowed: a finite number. {EXAMPLE}"),
+        ("sigma sigmas=[0.1,inf]", f"inf in sigmas=[0.1,inf] is not allowed; allowed: a finite number. {EXAMPLE}"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main(words.split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert said in err
+    assert err.count("\n") == 1
