@@ -3,21 +3,18 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.quantize import calibration
 
 QUESTION, ANSWER = "Eva has 9 eggs.", "<answer>9</answer>"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(ASSETS)
+TOKENIZER = AutoTokenizer.from_pretrained(ASSETS)
 
 
 def write(folder: Path, *rows: Any) -> str:
@@ -26,18 +23,16 @@ def write(folder: Path, *rows: Any) -> str:
     return str(file)
 
 
-def sequences(
-    dataset: str, tokenizer: PreTrainedTokenizerBase, samples: int, tokens: int, seed: int = 0
-) -> torch.Tensor:
-    return calibration.sequences(dataset, tokenizer, samples=samples, tokens=tokens, seed=seed)
+def sequences(dataset: str, samples: int, tokens: int, seed: int = 0) -> torch.Tensor:
+    return calibration.sequences(dataset, TOKENIZER, samples=samples, tokens=tokens, seed=seed)
 
 
-def test_texts_are_joined_by_end_tokens_and_cut(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_texts_are_joined_by_end_tokens_and_cut(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text(QUESTION)
-    ids = [*tokenizer(QUESTION, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    ids = [*TOKENIZER(QUESTION, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
     length = len(ids) // 2
-    assert sequences(str(file), tokenizer, 2, length).tolist() == [ids[:length], ids[length : 2 * length]]
+    assert sequences(str(file), 2, length).tolist() == [ids[:length], ids[length : 2 * length]]
 
 
 @pytest.mark.parametrize(
@@ -50,44 +45,41 @@ def test_texts_are_joined_by_end_tokens_and_cut(tmp_path: Path, tokenizer: PreTr
     ],
     ids=["messages", "sharegpt", "openthoughts", "gsm8k"],
 )
-def test_conversations_go_through_the_chat_template(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]
-) -> None:
+def test_conversations_go_through_the_chat_template(tmp_path: Path, row: dict[str, Any]) -> None:
     chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
-    ids = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
-    assert sequences(write(tmp_path, row, row), tokenizer, 2, len(ids)).tolist() == [ids, ids]
+    ids = TOKENIZER.apply_chat_template(chat, return_dict=True)["input_ids"]
+    assert sequences(write(tmp_path, row, row), 2, len(ids)).tolist() == [ids, ids]
 
 
-def test_without_a_chat_template_the_turns_are_lines(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
-    tokenizer.chat_template = None
-    ids = [*tokenizer(f"{QUESTION}\n{ANSWER}", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+def test_without_a_chat_template_the_turns_are_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TOKENIZER, "chat_template", None)
+    ids = [*TOKENIZER(f"{QUESTION}\n{ANSWER}", add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
     dataset = write(tmp_path, *[{"question": QUESTION, "answer": ANSWER}] * 2)
-    assert sequences(dataset, tokenizer, 2, len(ids)).tolist() == [ids, ids]
+    assert sequences(dataset, 2, len(ids)).tolist() == [ids, ids]
 
 
-def test_a_line_separator_within_a_text_ends_no_row(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_line_separator_within_a_text_ends_no_row(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "9\u2028+ 1"}\n', encoding="utf-8")
-    assert sequences(str(tmp_path / "rows.jsonl"), tokenizer, 1, 2).shape == (1, 2)
+    assert sequences(str(tmp_path / "rows.jsonl"), 1, 2).shape == (1, 2)
 
 
-def test_the_seed_orders_the_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_seed_orders_the_rows(tmp_path: Path) -> None:
     dataset = write(tmp_path, *({"text": f"{n} + 1 is {n + 1}."} for n in range(9)))
-    first, again, other = (sequences(dataset, tokenizer, 2, 16, seed) for seed in (0, 0, 1))
+    first, again, other = (sequences(dataset, 2, 16, seed) for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
-def test_error_on_too_little_text_says_how_much_there_is(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_error_on_too_little_text_says_how_much_there_is(tmp_path: Path) -> None:
     dataset = write(tmp_path, *[{"text": QUESTION}] * 3)
-    have = 3 * (len(tokenizer(QUESTION, add_special_tokens=False)["input_ids"]) + 1)
+    have = 3 * (len(TOKENIZER(QUESTION, add_special_tokens=False)["input_ids"]) + 1)
     with pytest.raises(
         ConfigError, match=rf"has {have} tokens, and samples=256 x tokens=4 are 1,024\. Type samples={have // 4},"
     ):
-        sequences(dataset, tokenizer, 256, 4)
+        sequences(dataset, 256, 4)
     with pytest.raises(ConfigError, match=rf"Type samples=1 tokens={have},"):
-        sequences(dataset, tokenizer, 256, 2048)
-    assert sequences(dataset, tokenizer, 1, have).shape == (1, have)
+        sequences(dataset, 256, 2048)
+    assert sequences(dataset, 1, have).shape == (1, have)
 
 
 @pytest.mark.parametrize(
@@ -102,45 +94,28 @@ def test_error_on_too_little_text_says_how_much_there_is(tmp_path: Path, tokeniz
         ("{text", r"'\{text' is no JSON"),
     ],
 )
-def test_error_on_rows_that_are_no_texts(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, line: str, message: str
-) -> None:
+def test_error_on_rows_that_are_no_texts(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "rows.jsonl").write_text(line)
     with pytest.raises(ConfigError, match=message):
-        sequences(str(tmp_path / "rows.jsonl"), tokenizer, 1, 4)
+        sequences(str(tmp_path / "rows.jsonl"), 1, 4)
 
 
-def test_error_on_a_file_that_is_not_there(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_error_on_a_file_that_is_not_there(tmp_path: Path) -> None:
     for missing in (tmp_path / "none.jsonl", tmp_path / "none", "none.txt", "./none"):
         with pytest.raises(ConfigError, match=r"is no file\. Type dataset=FILE\.txt, dataset=FILE\.jsonl or a hub id"):
-            sequences(str(missing), tokenizer, 1, 4)
+            sequences(str(missing), 1, 4)
 
 
-def test_a_hub_dataset_is_read_as_a_shuffled_stream(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: dict[str, Any] = {}
-
-    class Stream(list):
-        def shuffle(self, **options: Any) -> "Stream":
-            asked.update(options)
-            return self
-
-    def load_dataset(name: str, **options: Any) -> Stream:
-        asked.update(options, name=name)
-        return Stream([{"text": QUESTION}] * 4)
-
+def test_a_hub_dataset_is_read_as_a_shuffled_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_dataset = Mock()
+    load_dataset.return_value.shuffle.return_value = [{"text": QUESTION}] * 4
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    assert sequences("owner/texts", tokenizer, 2, 4, seed=7).shape == (2, 4)
-    assert asked == {"name": "owner/texts", "split": "train", "streaming": True, "seed": 7, "buffer_size": 1000}
+    assert sequences("owner/texts", 2, 4, seed=7).shape == (2, 4)
+    load_dataset.assert_called_once_with("owner/texts", split="train", streaming=True)
+    load_dataset.return_value.shuffle.assert_called_once_with(seed=7, buffer_size=1000)
 
 
-def test_error_on_a_hub_that_cannot_be_reached(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load_dataset(name: str, **options: Any) -> None:
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+def test_error_on_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.load_dataset", Mock(side_effect=ConnectionError("no route")))
     with pytest.raises(ConfigError, match=r"owner/texts could not be read from the hub \(ConnectionError: no route\)"):
-        sequences("owner/texts", tokenizer, 2, 4)
+        sequences("owner/texts", 2, 4)

@@ -20,8 +20,8 @@ from small_checkpoints import equal, write_dense
 CPU = torch.device("cpu")
 
 
-def model_of(hidden: int = 64, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    return tiny_model(hidden=hidden, dtype=dtype)
+def model_of(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    return tiny_model(dtype=dtype)
 
 
 def write_all(source: WeightFiles, folder: Path, weight_format: Format, shard_bytes: float = 1e9) -> None:
