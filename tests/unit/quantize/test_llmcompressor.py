@@ -1,4 +1,4 @@
-"""AWQ and GPTQ: what is said without llmcompressor, what it wrote, and (where it is installed) what it writes.
+"""AWQ and GPTQ: what llmcompressor wrote, and (where it is installed) what it writes.
 
 The last need the environment of `make quantize-env`: `.venv-quantize/bin/python -m pip install pytest pytest-timeout`,
 then `.venv-quantize/bin/python -m pytest tests/unit/quantize/test_llmcompressor.py`.
@@ -27,15 +27,6 @@ from small_checkpoints import load, write_dense
 DATA = Path(__file__).parents[2] / "data"
 # By method=awq of a random Qwen2, llmcompressor 0.14.0.1, compressed-tensors 0.19.0.
 WRITTEN = DATA / "llmcompressor_nvfp4"
-
-
-def test_error_without_llmcompressor_names_the_extra_and_the_command(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"method=awq needs llmcompressor.* extra `quantize`.*make quantize-env"):
-        quantize_model.run(QuantizeOptions(model="pocket", method="awq", out=str(tmp_path / "x")))
-    assert not any(tmp_path.iterdir())
 
 
 def test_error_on_more_tokens_than_the_model_reads(tmp_path: Path) -> None:
