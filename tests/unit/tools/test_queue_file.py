@@ -26,10 +26,13 @@ def queue(tmp_path: Path) -> Queue:
     return queue_file.read(tmp_path / "queue.yaml")
 
 
-def with_rows(queue: Queue, *states: str) -> Queue:
-    """The queue with attempts at its first run that ended so."""
-    row = dict.fromkeys(COLUMNS, "") | {"run": queue.runs[0].key, "seconds": "9", "evaluations": "0 of 0"}
-    rows = [row | {"state": state} for state in states]
+def with_rows(queue: Queue, *attempts: tuple[int, str, str, str]) -> Queue:
+    """The queue with these attempts in its ledger: number of the run, state, seconds and evaluations."""
+    rows = [
+        dict.fromkeys(COLUMNS, "")
+        | {"run": queue.runs[number].key, "state": state, "seconds": seconds, "evaluations": evaluations}
+        for number, state, seconds, evaluations in attempts
+    ]
     queue_file.write_ledger(queue.folder, rows)
     return replace(queue, rows=queue_file.read_ledger(queue.folder))
 
@@ -49,7 +52,8 @@ def test_runs_stand_in_order_seed_by_seed_and_each_once(queue: Queue) -> None:
     ("states", "is_left"), [((), True), ((FAILED,), True), ((FAILED, FAILED), False), ((FAILED, DONE), False)]
 )
 def test_a_failed_run_is_planned_once_more(queue: Queue, states: tuple[str, ...], is_left: bool) -> None:
-    assert (queue.runs[0] in with_rows(queue, *states).left()) == is_left
+    attempts = [(0, state, "9", "0 of 0") for state in states]
+    assert (queue.runs[0] in with_rows(queue, *attempts).left()) == is_left
 
 
 def test_runs_of_another_preregistration_are_named_but_for_the_pilot(queue: Queue) -> None:
@@ -107,29 +111,23 @@ def test_the_queue_of_qwen_composes() -> None:
 
 def test_hours_are_of_the_arm_else_of_the_experiment_and_of_as_many_evaluations(queue: Queue) -> None:
     """Runs 1 to 6 are bf16 and nvfp4 at 1e-3, two seeds, then bf16 at 1e-2. All rows but one have an evaluation."""
-    queue = replace(
-        queue, parts=[], runs=[replace(one, part=replace(one.part, after=("accuracy",))) for one in queue.runs]
-    )
-    taken = {1: ("10", "1 of 1"), 2: ("20", "1 of 1"), 5: ("40", "1 of 1"), 0: ("90", "0 of 0")}
-    rows = [
-        {"run": queue.runs[n].key, "part": queue.runs[n].part.name, "state": DONE, "seconds": s, "evaluations": e}
-        for n, (s, e) in taken.items()
-    ]
-    queue = replace(queue, rows=rows)
-    assert [queue.seconds(queue.runs[n]) for n in (3, 4, 6)] == [10, 20, 40]  # of the other seed
-    queue = replace(queue, rows=rows[:2])
-    assert queue.seconds(queue.runs[6]) == 10  # of bf16 at another rate
-    queue = replace(queue, rows=rows[1:2])
-    assert queue.seconds(queue.runs[6]) == 20
-    queue = replace(queue, rows=rows[3:])
-    assert queue.seconds(queue.runs[3]) == 90
+    queue = replace(queue, runs=[replace(one, part=replace(one.part, after=("accuracy",))) for one in queue.runs])
+    rows = [(1, DONE, "10", "1 of 1"), (2, DONE, "20", "1 of 1"), (5, DONE, "40", "1 of 1"), (0, DONE, "90", "0 of 0")]
+    for known, expected in (
+        (rows, {3: 10, 4: 20, 6: 40}),  # of the other seed
+        (rows[:2], {6: 10}),  # of bf16 at another rate
+        (rows[1:2], {6: 20}),
+        (rows[3:], {3: 90}),
+    ):
+        made = with_rows(queue, *known)
+        assert {number: made.seconds(made.runs[number]) for number in expected} == expected
 
 
 def test_hours_are_of_this_queue_else_of_the_bench(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other words make other runs: what the ledger has of another scale says nothing of them."""
     assert queue.seconds(queue.runs[1]) == 600
     monkeypatch.chdir(FILE.parents[2])
-    made = with_rows(queue, DONE)
+    made = with_rows(queue, (0, DONE, "9", "0 of 0"))
     assert made.seconds(made.runs[1]) == 9
     other = queue_file.read(queue.folder / "queue.yaml", ["scale=paper_gsm8k_7b", "rollout=vllm"])
     assert len(other.rows) == 1

@@ -58,23 +58,20 @@ def task() -> tasks.Task:
     return tasks.load_worked(WarmupOptions(task="arithmetic", questions=20).task_config())
 
 
-def test_only_the_solution_and_its_end_token_are_learned(tokenizer: AutoTokenizer, task: tasks.Task) -> None:
+@pytest.mark.parametrize("opened", ["", "<think>"])
+def test_only_the_solution_and_its_end_token_are_learned(
+    tokenizer: AutoTokenizer, task: tasks.Task, opened: str
+) -> None:
+    """A prompt that opens the thinking is not answered by opening it again."""
+    if opened:
+        tokenizer.chat_template += f"{{% if add_generation_prompt %}}{opened}\n{{% endif %}}"
     rows, left_out = tokenize(task, tokenizer, 512)
     for row, question in zip(rows, task.train, strict=True):
         learned = [token for token in row["labels"] if token != IGNORED]
-        assert tokenizer.decode(learned) == question.payload["solution"] + tokenizer.eos_token
+        assert opened + tokenizer.decode(learned) == question.payload["solution"] + tokenizer.eos_token
         chat = tokenizer.apply_chat_template(task.messages(question), add_generation_prompt=True, return_dict=True)
         assert row["input_ids"] == chat["input_ids"] + learned
     assert left_out == 0
-
-
-def test_a_prompt_that_opens_the_thinking_is_not_answered_by_opening_it_again(
-    tokenizer: AutoTokenizer, task: tasks.Task
-) -> None:
-    tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
-    for row, question in zip(tokenize(task, tokenizer, 512)[0], task.train, strict=True):
-        learned = tokenizer.decode([token for token in row["labels"] if token != IGNORED])
-        assert f"<think>{learned}" == question.payload["solution"] + tokenizer.eos_token
 
 
 def test_long_examples_are_counted_and_all_of_them_are_an_error(tokenizer: AutoTokenizer, task: tasks.Task) -> None:
