@@ -134,6 +134,11 @@ def test_a_quantized_model_is_not_quantized_again(model, capsys):
             1,
             ["model.safetensors", "model.layers.1.mlp.up_proj.weight has shape [64, 64]", "[128, 64]"],
         ),
+        (
+            lambda f: edit_tensors(f, model__layers__0__mlp__up_proj__weight=torch.full((128, 64), float("inf"))),
+            1,
+            ["model.safetensors", "model.layers.0.mlp.up_proj: 8192 values"],
+        ),
         (lambda f: os.truncate(f / "model.safetensors", 9000), 1, ["model.safetensors", "is not whole"]),
         (lambda f: edit_config(f, hidden_size=24, num_attention_heads=2), 1, ["config.json asks for"]),
     ],
