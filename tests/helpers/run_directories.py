@@ -1,7 +1,6 @@
 """Write run directories of made-up runs, for tests of their readers."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import reduce
 from operator import getitem
@@ -75,14 +74,6 @@ def make_run(
     RunDirectory(folder).write_evaluations({phase: _rows(values) for phase, values in phases.items()})
     RunDirectory(folder).fail(failed) if failed else RunDirectory(folder).finish({"seconds": 8.0})
     return folder
-
-
-def change_metrics(folder: Path, change: Callable[[int, dict[str, float]], object]) -> None:
-    """Apply `change` to step and metrics of each line of metrics.jsonl."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        change(line["step"], line["metrics"])
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _rows(accuracy: list[float]) -> pd.DataFrame:

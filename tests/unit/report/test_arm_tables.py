@@ -12,7 +12,7 @@ from qerl_lab.report import comparison, stats
 from qerl_lab.report.arm_tables import ENTROPIES, tables
 from qerl_lab.report.palette import format_tick
 from qerl_lab.report.table import Table, format_number
-from run_directories import change_metrics, make_run
+from run_directories import make_run
 
 AFTER = {"bf16": ([0.5, 0.5, 0.75, 1.0], [0.25, 0.5, 0.5, 0.75], [0.5, 0.75, 0.5, 0.75]),
          "nvfp4": ([0.75, 0.5, 1.0, 1.0], [0.5, 0.25, 0.75, 0.75], [0.5, 1.0, 0.5, 1.0])}  # fmt: skip
@@ -21,10 +21,10 @@ ON_GSM8K = {"task__name": "gsm8k"}
 
 
 def faster(run: Path, factor: float) -> None:
-    def change(step: int, metrics: dict[str, float]) -> None:
-        metrics["step/tokens_per_second"] *= factor
-
-    change_metrics(run, change)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["metrics"]["step/tokens_per_second"] *= factor
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from qerl_lab.report import comparison
-from qerl_lab.report.__main__ import main
 from qerl_lab.report.runs import Origin, Run
 from run_directories import make_run
 from simulated_runs import record
@@ -82,7 +82,7 @@ def begun(run: Path, second: int = 0, gpu: str = "GPU-1", file: str = "env.json"
     ([{"command": f"python -m qerl_lab{words}"} for words in ("", " jobs=4 jobs_per_gpu=4", "")], "up to 3 others"),
 ])  # fmt: skip
 def test_jobs_at_once_by_command_or_configuration_are_said(
-    here: Path, capsys: pytest.CaptureFixture[str], environments: list[dict], said: str
+    here: Path, printed: Callable[..., str], environments: list[dict], said: str
 ) -> None:
     """Also from results, which keep it."""
     jobs = {"jobs": 4, "jobs_per_gpu": 4} if "sweep" in environments[0] else {}
@@ -90,27 +90,24 @@ def test_jobs_at_once_by_command_or_configuration_are_said(
     for name, about in zip(("env.json", "env.2.json", "env.10.json"), environments, strict=False):
         (run / name).write_text(json.dumps(about))
     for words in (["sweep", "out=results"], ["results"]):
-        assert main(words) == 0
-        out = capsys.readouterr().out
+        out = printed(*words)
         assert SHARED.format(said) in out if said else "ran beside" not in out
 
 
-def test_a_part_of_a_task_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_of_a_task_is_said(here: Path, printed: Callable[..., str]) -> None:
     make_run(here / "sweep" / "bf16-0", "bf16", 0, task__name="gsm8k", task__gsm8k__max_steps=2)
-    assert main(["sweep"]) == 0
-    assert "The questions are of gsm8k with at most 2 steps: no accuracy here is that" in capsys.readouterr().out
+    assert "The questions are of gsm8k with at most 2 steps: no accuracy here is that" in printed("sweep")
 
 
 @pytest.mark.parametrize(("other", "shown"), [("GPU-1", True), ("GPU-2", False)])
 def test_runs_that_ran_at_once_by_their_own_commands_are_said(
-    here: Path, capsys: pytest.CaptureFixture[str], other: str, shown: bool
+    here: Path, printed: Callable[..., str], other: str, shown: bool
 ) -> None:
     """Two shells, one GPU. Also from results, whose runs keep where they were; on two GPUs each ran alone."""
     for seed, gpu in enumerate(("GPU-1", other)):
         begun(make_run(here / "sweep" / f"bf16-{seed}", "bf16", seed), seed, gpu)
     for words in (["sweep", "out=results"], ["results"]):
-        assert main(words) == 0
-        assert (SHARED.format("another") in capsys.readouterr().out) == shown
+        assert (SHARED.format("another") in printed(*words)) == shown
 
 
 def test_a_copy_beside_its_run_leaves_its_speed_to_be_compared(here: Path) -> None:

@@ -2,20 +2,25 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from qerl_lab.config.option import ConfigError
+from qerl_lab.record import checkpoint
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
+from qerl_lab.record.line_files import Sample
 from qerl_lab.report import comparison
-from qerl_lab.report.__main__ import main
 from qerl_lab.report.stats import over_seeds
+from qerl_lab.tools.samples import format_step
+from qerl_lab.tracking.mlflow import resync
 from run_directories import config, make_run
 
 
@@ -120,6 +125,41 @@ def test_runs_of_two_models_under_one_path_are_not_pooled_and_older_ones_are_nam
     assert not any("model.hash is not known" in note for note in comparison.notes(comparison.read([here / "runs"])))
 
 
+@pytest.mark.parametrize("is_done", [True, False])
+@pytest.mark.parametrize(
+    ("kept", "says"),
+    [
+        ([0, 2, 3], "lacks 1 of 4 steps"),
+        ([0, 1, 1, 2, 3], "has 1 steps more than once"),
+        ([0, 1], "lacks 2 of 4 steps"),
+    ],
+)
+def test_report_resync_and_samples_agree_on_what_is_damaged(
+    tmp_path: Path, kept: list[int], says: str, is_done: bool
+) -> None:
+    """resync would put what is left in the place of a whole mirror."""
+    run = make_run(tmp_path / "run", "bf16", 0)
+    RunDirectory(run).append_samples([Sample(4, "7+5", "?", "12", {"answer": 1.0}, finished=True)])
+    if not is_done:
+        (run / "DONE").unlink()
+        state = {"step": 4, "prompts_seen": 4, "config": {}}
+        checkpoint.save(run / "checkpoints", state, lambda folder: (folder / "a").touch(), keep=1)
+    assert "step 4" in format_step(run, None)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[at] for at in kept))
+    with pytest.raises(ConfigError, match=rf"damaged \(metrics.jsonl {says}"):
+        comparison.read([run])
+    with pytest.raises(ConfigError, match=f"is damaged, and its mirror stays as it is. metrics.jsonl {says}"):
+        resync(RunDirectory(run), f"sqlite:///{tmp_path}/none.db")
+    with pytest.raises(ConfigError, match=f"metrics.jsonl {says}"):
+        format_step(run, None)
+
+
+def test_a_run_below_a_name_that_is_no_utf_8_is_not_damaged(tmp_path: Path) -> None:
+    (make_run(tmp_path / "runs" / "moved", "bf16", 0)).rename(tmp_path / "runs" / os.fsdecode(b"\xff"))
+    assert comparison.read([tmp_path / "runs"]).left_out == []
+
+
 # --- the numbers
 
 
@@ -191,41 +231,39 @@ def test_only_seeds_and_questions_that_both_arms_have_are_compared(sweep: Path) 
     assert "seeds that both" not in comparison.text(found, "bf16")
 
 
-def test_runs_that_were_asked_other_questions_are_compared_on_those_they_share(sweep: Path, capsys) -> None:
+def test_runs_that_were_asked_other_questions_are_compared_on_those_they_share(
+    sweep: Path, printed: Callable[..., str]
+) -> None:
     for seed in range(3):
         make_run(sweep / f"more-{seed}", "nvfp4_aqn", seed, before=[0.0] * 6, after=[1.0] * 6)
-    assert main(["sweep"]) == 0
-    assert "Not all runs were asked the same questions" in capsys.readouterr().out
+    assert "Not all runs were asked the same questions" in printed("sweep")
     row = arms_of(sweep, "bf16").loc["nvfp4_aqn"]
     assert row["questions"] == 6
     assert row["difference"] == pytest.approx(1 - (0.5 + 0.625 + 0.75 + 3 * 2.25) / 12)
 
 
-def test_one_seed_has_no_interval(here: Path, capsys) -> None:
+def test_one_seed_has_no_interval(here: Path, printed: Callable[..., str]) -> None:
     make_run(here / "runs" / "a", "bf16", 0)
     row = arms_of(here / "runs").loc["bf16"]
     assert row["gain"] == 0.25
     assert "gain_low" not in row.index
-    assert main(["runs"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bf16")]
+    (line,) = [line for line in printed("runs").splitlines() if line.startswith("bf16")]
     assert line.split() == ["bf16", "1", "1", "of", "1", "0.375", "0.625", "+0.250", "0.350", "->", "0.200"]
 
 
-def test_a_run_without_evaluation_has_its_entropy(here: Path, capsys) -> None:
+def test_a_run_without_evaluation_has_its_entropy(here: Path, printed: Callable[..., str]) -> None:
     run = make_run(here / "runs" / "a", "bf16", 0, eval__questions=0)
     (run / "eval.parquet").unlink()
-    assert main(["runs", "out=out"]) == 0
-    assert "bf16  1      1 of 1    -       -      -     0.350 -> 0.200" in capsys.readouterr().out
+    assert "bf16  1      1 of 1    -       -      -     0.350 -> 0.200" in printed("runs", "out=out")
     assert pd.read_csv("out/arms.csv")["entropy_last"].tolist() == [0.2]
 
 
 # --- the command
 
 
-def test_it_prints_arms_what_differs_and_what_was_left_out(sweep: Path, capsys) -> None:
+def test_it_prints_arms_what_differs_and_what_was_left_out(sweep: Path, printed: Callable[..., str]) -> None:
     make_run(sweep / "again", "bf16", 0, after=[0.5, 0.5, 0.75, 1.0], ended=4e9, began={"git_sha": "feedface"})
-    assert main(["sweep"]) == 0
-    out = capsys.readouterr().out
+    out = printed("sweep")
     lines = out.splitlines()
     assert lines[0].split("  ")[0] == "arm"
     assert "after - bf16" in lines[0]
@@ -237,35 +275,23 @@ def test_it_prints_arms_what_differs_and_what_was_left_out(sweep: Path, capsys) 
     assert "Left out, 1 in all:\n  sweep/bf16-0: repeated by sweep/again" in out
 
 
-def test_a_difference_that_is_also_of_other_settings_says_so(here: Path, capsys) -> None:
+def test_a_difference_that_is_also_of_other_settings_says_so(here: Path, printed: Callable[..., str]) -> None:
     """What an experiment declares goes without saying; a shorter run beside it does not."""
     make_run(here / "sweep" / "bf16-0", "bf16", 0)
     make_run(here / "sweep" / "nvfp4-0", "nvfp4", 0)
-    assert main(["sweep"]) == 0
-    assert "also reflects" not in capsys.readouterr().out
+    assert "also reflects" not in printed("sweep")
     make_run(here / "sweep" / "lower-0", "nvfp4", 0, optim__learning_rate=3e-4)
-    assert main(["sweep"]) == 0
     said = "after - bf16 also reflects settings no experiment declares: optim.learning_rate (1 arm)."
-    assert said in capsys.readouterr().out
+    assert said in printed("sweep")
 
 
-def test_it_writes_a_row_an_arm(sweep: Path) -> None:
-    assert main(["sweep", "out=out"]) == 0
-    arms = pd.read_csv("out/arms.csv")
-    assert arms["arm"].tolist() == ["bf16", "nvfp4"]
-    assert arms.loc[1, "difference_low"] < arms.loc[1, "difference"] == 0.0625
-
-
-def test_the_baseline_is_bf16_or_what_was_typed(sweep: Path, capsys) -> None:
-    assert main(["sweep", "baseline=nvfp4"]) == 0
-    assert "after - nvfp4" in capsys.readouterr().out
-    assert main(["sweep/bf16-0"]) == 0
-    assert "after -" not in capsys.readouterr().out, "one arm has nothing to be compared with"
+def test_the_baseline_is_bf16_or_what_was_typed(sweep: Path, printed: Callable[..., str]) -> None:
+    assert "after - nvfp4" in printed("sweep", "baseline=nvfp4")
+    assert "after -" not in printed("sweep/bf16-0"), "one arm has nothing to be compared with"
     for seed in range(3):
         shutil.rmtree(sweep / f"bf16-{seed}")
     make_run(sweep / "aqn", "nvfp4_aqn", 0)
-    assert main(["sweep"]) == 0
-    assert "No arm is bf16: type baseline=ARM for differences." in capsys.readouterr().out
+    assert "No arm is bf16: type baseline=ARM for differences." in printed("sweep")
 
 
 def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> None:
@@ -282,14 +308,17 @@ def test_a_baseline_may_be_named_by_its_experiment_where_that_is_one_arm() -> No
     (["empty"], "empty holds no run directory. Type"),
     (["unfinished"], "no run counts:\n  unfinished/a: interrupted, or still running (step 4 of 4)"),
     (["sweep", "baseline=nvfp"], "baseline=nvfp is none of the arms. Did you mean nvfp4? Allowed: bf16; nvfp4."),
+    (["sweep", "out=out", "baseline=nvfp"], "baseline=nvfp is none of the arms."),
     (["sweep", "out=sweep/bf16-0/env.json"], "env.json cannot be written"),
     (["verdicts", "sweep", "out=sweep/bf16-0/env.json"], "env.json cannot be written"),
 ])  # fmt: skip
-def test_a_wrong_word_is_answered_with_what_to_type(sweep: Path, capsys, words: list[str], said: str) -> None:
+def test_a_wrong_word_is_answered_with_what_to_type(
+    sweep: Path, printed: Callable[..., str], words: list[str], said: str
+) -> None:
     (sweep.parent / "empty").mkdir()
     (make_run(sweep.parent / "unfinished" / "a", "bf16", 0) / "DONE").unlink()
-    assert main(words) == 2
-    assert said in capsys.readouterr().err
+    assert said in printed(*words, code=2)
+    assert not list(Path("out").glob("*")), "no half of a report"
 
 
 def test_the_command_runs_without_torch_and_mlflow(sweep: Path) -> None:

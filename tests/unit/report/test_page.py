@@ -3,9 +3,11 @@
 import html
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from qerl_lab.report import comparison
@@ -99,10 +101,9 @@ def test_the_paper_s_curves_stand_after_ours_and_say_model_and_task(page: str) -
 
 
 def test_results_of_benchmarks_come_with_the_key_and_by_the_page_s_own_line(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: Path, here: Path, printed: Callable[..., str]
 ) -> None:
-    shutil.copytree(made / "results", tmp_path / "results")
-    monkeypatch.chdir(tmp_path)
+    shutil.copytree(made / "results", "results")
     assert f'<p class="soft">{WITHOUT}</p>' in html.unescape(Path("results/mine/report.html").read_text())
     shutil.copy(BENCH / "train_step_7b.json", "steps.json")
     Path("cut.json").write_text((BENCH / "train_step_7b.json").read_text()[:900])
@@ -117,11 +118,9 @@ def test_results_of_benchmarks_come_with_the_key_and_by_the_page_s_own_line(
     assert f"<pre>{line}</pre>" in page
     assert main(line.split()[3:]) == 0
     assert html.unescape(Path("results/mine/report.html").read_text()) == page
-    capsys.readouterr()
-    assert main(["results/mine", "bench=steps.json"]) == 2
-    assert "bench=steps.json does nothing without out. Type for example out=results/NAME" in capsys.readouterr().err
-    assert main(["results/mine", "out=results/other", "bench=no.json"]) == 2
-    assert "bench=no.json is not there" in capsys.readouterr().err
+    said = "bench=steps.json does nothing without out. Type for example out=results/NAME"
+    assert said in printed("results/mine", "bench=steps.json", code=2)
+    assert "bench=no.json is not there" in printed("results/mine", "out=results/other", "bench=no.json", code=2)
     assert not list(Path("results").glob("other/*"))
 
 
@@ -130,9 +129,8 @@ def test_what_a_run_wrote_stays_text(page: str) -> None:
     assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; &amp; more" in page
 
 
-def test_without_the_runs_every_file_is_the_same(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(made / "results", tmp_path / "results")
-    monkeypatch.chdir(tmp_path)
+def test_without_the_runs_every_file_is_the_same(made: Path, here: Path) -> None:
+    shutil.copytree(made / "results", "results")
     before = {path: path.read_bytes() for path in sorted(Path("results/mine").rglob("*.*"))}
     for path in before:
         if path.suffix != ".parquet":
@@ -140,35 +138,30 @@ def test_without_the_runs_every_file_is_the_same(made: Path, tmp_path: Path, mon
     assert main(["results/mine", "out=results/mine"]) == 0
     assert {path: path.read_bytes() for path in sorted(Path("results/mine").rglob("*.*"))} == before
     assert len(before) == 26
+    arms = pd.read_csv("results/mine/arms.csv")
+    assert arms["arm"].tolist() == ["bf16", "nvfp4_aqn"]
+    assert arms.loc[1, "difference_low"] < arms.loc[1, "difference"] < arms.loc[1, "difference_high"]
 
 
-def test_where_no_run_finished_the_page_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_run_finished_the_page_says_so(here: Path, printed: Callable[..., str]) -> None:
     (make_run(here / "damaged" / "a", "bf16", 0) / "eval.parquet").unlink()
-    assert main(["damaged", "out=results/damaged"]) == 0
-    assert "damaged/a: damaged (eval.parquet is missing" in capsys.readouterr().out
+    assert "damaged/a: damaged (eval.parquet is missing" in printed("damaged", "out=results/damaged")
     assert main(["results/damaged", "out=results/damaged"]) == 0
     (make_run(here / "runs" / "stopped", "bf16", 0) / "DONE").unlink()
-    assert main(["runs", "out=results/mine"]) == 0
-    assert "No run finished:\n  runs/stopped: interrupted, or still running (step 4 of 4)" in capsys.readouterr().out
+    stopped = "runs/stopped: interrupted, or still running (step 4 of 4)"
+    assert f"No run finished:\n  {stopped}" in printed("runs", "out=results/mine")
     page = Path("results/mine/report.html").read_text()
     assert "No run finished, so there is nothing to measure." in page
-    assert "runs/stopped: interrupted, or still running (step 4 of 4)" in page
+    assert stopped in page
     assert "<img" not in page
     assert "supported: the effect is there" not in page  # how to read what is not there
-    before = page
     shutil.rmtree("runs")
     assert main(["results/mine", "out=results/mine"]) == 0
-    assert Path("results/mine/report.html").read_text() == before
+    assert Path("results/mine/report.html").read_text() == page
     assert main(["results/mine"]) == 2
     (here / "empty").mkdir()
     assert main(["empty", "out=results/empty"]) == 2
     assert not Path("results/empty").exists()
-
-
-def test_a_baseline_that_is_none_leaves_no_half_of_a_report(here: Path) -> None:
-    make_run(here / "runs" / "a", "bf16", 0)
-    assert main(["runs", "out=results/mine", "baseline=nothing"]) == 2
-    assert not list(Path("results/mine").glob("*"))
 
 
 def test_a_report_takes_away_what_an_earlier_one_had_and_it_has_not(here: Path) -> None:

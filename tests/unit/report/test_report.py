@@ -18,24 +18,17 @@ from qerl_lab.tools.export import COMMAND as export_command
 from qerl_lab.tools.export import ExportOptions
 from qerl_lab.tools.samples import COMMAND as sample_command
 from qerl_lab.tracking.tracker import Mirrored
+from run_directories import metrics_of
 
 # --- a run directory
 
 
-def metrics_of(step: int) -> dict[str, float]:
-    """Of twenty steps: entropy falls by 0.01 a step, reward rises by 0.05, a step takes 2 s for 100 tokens."""
-    return {
-        "policy/entropy_nats": 0.41 - 0.01 * step, "sampler/entropy_nats": 0.5,
-        "reward/mean": 0.05 * step, "reward/answer": 0.04 * step, "reward/format": 0.01 * step,
-        "noise/sigma": 0.1, "noise/std_observed": 0.11,
-        "step/seconds": 2.0, "step/tokens_per_second": 50.0, "rollout/tokens_per_second": 200.0,
-        "seconds/rollout": 0.5, "seconds/train": 1.0, "seconds/sync": 0.1, "memory/rss_gib": 1 + step / 100,
-    }  # fmt: skip
+STEPS = {step: metrics_of(step, steps=20) for step in range(1, 21)}
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    lines = [encode_line(0, {"eval/accuracy": 0.25}), *(encode_line(step, metrics_of(step)) for step in range(1, 21))]
+    lines = [encode_line(0, {"eval/accuracy": 0.25}), *(encode_line(*line) for line in STEPS.items())]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join([*lines, encode_line(20, {"eval/accuracy": 0.5})]))
     before = pd.DataFrame({"id": list("abcd"), "accuracy": [0.0, 0.5, 1.0, 0.25], "sample": ["x", "", "ü", "\n"]})
     after = before.assign(accuracy=[0.5, 0.5, 1.0, 0.75])
@@ -53,13 +46,10 @@ def test_read_steps_joins_the_lines_of_a_step(run_dir: Path) -> None:
 
 
 def test_phases_survive_writing_and_reading_and_the_second_is_added_to_the_first(tmp_path: Path) -> None:
-    assert RunDirectory(tmp_path).evaluations() == {}
-    before = pd.DataFrame({"id": ["a", "b"], "accuracy": [0.0, 1.0], "sample": ["<answer>", "ü\n"]})
-    RunDirectory(tmp_path).write_evaluations({"before": before})
-    phases = RunDirectory(tmp_path).evaluations()
-    assert list(phases) == ["before"]
-    RunDirectory(tmp_path).write_evaluations(phases | {"after": before.assign(accuracy=1.0)})
-    phases = RunDirectory(tmp_path).evaluations()
+    run, before = RunDirectory(tmp_path), pd.DataFrame({"id": ["a"], "accuracy": [0.0], "sample": ["<answer>ü\n"]})
+    run.write_evaluations({"before": before})
+    run.write_evaluations(run.evaluations() | {"after": before.assign(accuracy=1.0)})
+    phases = run.evaluations()
     assert list(phases) == ["before", "after"]
     pd.testing.assert_frame_equal(phases["before"], before)
     assert [path.name for path in tmp_path.iterdir()] == ["eval.parquet"]
@@ -71,7 +61,7 @@ def test_summarize(run_dir: Path) -> None:
     half = 3.182446 / math.sqrt(48)
     assert result.pop("accuracy_gain_interval") == pytest.approx([0.25 - half, 0.25 + half], abs=1e-6)
     assert result == pytest.approx({
-        "steps": 20, "entropy_first": 0.395, "entropy_last": 0.215, "reward_first": 0.075, "reward_last": 0.975,
+        "steps": 20, "entropy_first": 0.385, "entropy_last": 0.205, "reward_first": 0.075, "reward_last": 0.975,
         "tokens_per_second": 50.0, "rollout_tokens_per_second": 200.0,
         "share_rollout": 0.25, "share_train": 0.5, "share_sync": 0.05, "memory_rss_gib": 1.2, "seconds": 47.0,
         "questions": 4, "accuracy_before": 0.4375, "accuracy_after": 0.6875, "accuracy_gain": 0.25,
@@ -93,7 +83,7 @@ def test_summarize_without_evaluation_has_no_gain_and_a_gpu_shows_its_memory(run
 def test_the_closing_table_says_the_numbers(run_dir: Path) -> None:
     text = run_summary.closing(runs.summarize(RunDirectory(run_dir), seconds=47.0))
     for part in (
-        "0.438 -> 0.688", "+0.250 [-0.209, +0.709], 4 questions", "0.075 -> 0.975", "0.395 -> 0.215 nats", "50", "200",
+        "0.438 -> 0.688", "+0.250 [-0.209, +0.709], 4 questions", "0.075 -> 0.975", "0.385 -> 0.205 nats", "50", "200",
         "25% rollout, 50% train, 5% sync; 47 s in all", "1.20 GiB peak resident",
     ):  # fmt: skip
         assert part in text
@@ -113,7 +103,7 @@ def test_curves_have_a_panel_for_what_was_recorded(tmp_path: Path, monkeypatch: 
     """An engine may never see the whole vocabulary; a run may have no noise and a policy that diverged."""
     figures: list[Figure] = []
     monkeypatch.setattr(palette.plt, "close", figures.append)
-    whole = pd.DataFrame([{"reward/mean": 0.0}, *map(metrics_of, range(1, 21))])  # step 0 is before training
+    whole = pd.DataFrame([{"reward/mean": 0.0}, *STEPS.values()])  # step 0 is before training
     unseen = whole.drop(columns="sampler/entropy_nats")
     quiet = unseen.assign(**{"noise/sigma": 0.0, "noise/std_observed": 0.0, "policy/entropy_nats": float("nan")})
     for table in (whole, unseen, quiet):
@@ -126,7 +116,7 @@ def test_curves_have_a_panel_for_what_was_recorded(tmp_path: Path, monkeypatch: 
     assert figures[2].axes[-1].get_gridspec().get_geometry() == (1, 2)  # two panels, none empty
     x, y = figures[0].axes[1].lines[0].get_data()
     assert list(x) == list(range(1, 21))
-    assert list(y) == pytest.approx([0.41 - 0.01 * step for step in range(1, 21)])
+    assert list(y) == pytest.approx([0.4 - 0.01 * step for step in range(1, 21)])
     image = plots.plt.imread(tmp_path / "curves.png")
     assert image.shape[0] > 250
     assert image.std() > 0.02  # not blank
@@ -135,22 +125,18 @@ def test_curves_have_a_panel_for_what_was_recorded(tmp_path: Path, monkeypatch: 
 # --- the terminal
 
 
-def test_paths_are_shown_as_they_can_be_typed(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert terminal.format_path(tmp_path / "runs" / "x") == "runs/x"
-    assert terminal.format_path(tmp_path.parent / "y") == str(tmp_path.parent / "y")
-    text = run_summary.where(tmp_path / "runs" / "x", Mirrored("sqlite:////tmp/a b.db", "7", True))
+def test_paths_are_shown_as_they_can_be_typed(here: Path) -> None:
+    assert terminal.format_path(here / "runs" / "x") == "runs/x"
+    assert terminal.format_path(here.parent / "y") == str(here.parent / "y")
+    text = run_summary.where(here / "runs" / "x", Mirrored("sqlite:////tmp/a b.db", "7", True))
     assert "run directory: runs/x " in text
     assert "-m mlflow ui --backend-store-uri 'sqlite:////tmp/a b.db'\n" in text
     assert text.endswith(" http://127.0.0.1:5000/#/experiments/7/runs")
-    assert run_summary.where(tmp_path, None).count("\n") == 0
+    assert run_summary.where(here, None).count("\n") == 0
 
 
-def test_the_next_commands_name_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    samples, report, export = (
-        shlex.split(line)[3:] for line in run_summary.next_steps(tmp_path / "a run").splitlines()
-    )
+def test_the_next_commands_name_the_run(here: Path) -> None:
+    samples, report, export = (shlex.split(line)[3:] for line in run_summary.next_steps(here / "a run").splitlines())
     assert [words[0] for words in (samples, report, export)] == [
         "qerl_lab.tools.samples", "qerl_lab.report", "qerl_lab.tools.export",
     ]  # fmt: skip
@@ -167,9 +153,8 @@ def test_a_server_is_opened_at_its_own_address(tmp_path: Path) -> None:
     )
 
 
-def test_what_mlflow_lacks_is_said_with_the_command_that_fills_it(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    text = run_summary.where(tmp_path / "run", Mirrored("http://host", None, False))
+def test_what_mlflow_lacks_is_said_with_the_command_that_fills_it(here: Path) -> None:
+    text = run_summary.where(here / "run", Mirrored("http://host", None, False))
     assert "MLflow at http://host lacks a part of this run" in text
     assert text.endswith("-m qerl_lab.tracking resync run")
     assert "open MLflow" not in text

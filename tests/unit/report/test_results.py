@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,26 +12,24 @@ import pytest
 from qerl_lab.config.arm import ADDED, REMOVED, is_of_arm, leaves
 from qerl_lab.config.option import ConfigError
 from qerl_lab.report import comparison, results
-from qerl_lab.report.__main__ import main
 from qerl_lab.report.runs import KEPT, Origin
 from run_directories import config, make_run
 
 
 @pytest.fixture
-def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def sweep(here: Path) -> Path:
     """Two arms of three seeds, and one run each that failed, was repeated and is damaged."""
-    monkeypatch.chdir(tmp_path)
     for seed in range(3):
         for arm in ("bf16", "nvfp4_aqn"):
-            make_run(tmp_path / "runs" / f"{arm}-{seed}", arm, seed)
+            make_run(here / "runs" / f"{arm}-{seed}", arm, seed)
     about = {"git_sha": "feedface", "dirty": True, "command": "python -m qerl_lab", "cpus_usable": 2, "cpu": "Xeon"}
     about |= {"packages": {"torch": "2.13.0"}, "gpus": [{"name": "H200", "driver": "580"}] * 2}
-    (tmp_path / "runs" / "bf16-0" / "env.json").write_text(json.dumps(about))
-    (tmp_path / "runs" / "bf16-0" / "env.2.json").write_text(json.dumps(about | {"git_sha": "0ddba11", "gpus": []}))
-    make_run(tmp_path / "runs" / "old", "bf16", 1, ended=1e9)
-    make_run(tmp_path / "runs" / "failed", "nvfp4_aqn", 3, failed="FloatingPointError: loss is NaN")
-    (make_run(tmp_path / "runs" / "damaged", "bf16", 4) / "eval.parquet").unlink()
-    return tmp_path / "runs"
+    (here / "runs" / "bf16-0" / "env.json").write_text(json.dumps(about))
+    (here / "runs" / "bf16-0" / "env.2.json").write_text(json.dumps(about | {"git_sha": "0ddba11", "gpus": []}))
+    make_run(here / "runs" / "old", "bf16", 1, ended=1e9)
+    make_run(here / "runs" / "failed", "nvfp4_aqn", 3, failed="FloatingPointError: loss is NaN")
+    (make_run(here / "runs" / "damaged", "bf16", 4) / "eval.parquet").unlink()
+    return here / "runs"
 
 
 def save(folder: str, out: str) -> None:
@@ -66,14 +65,12 @@ def test_no_setting_has_the_name_of_a_column() -> None:
 
 
 @pytest.mark.parametrize("name", [results.RUNS, results.STEPS, results.QUESTIONS])
-def test_a_damaged_file_says_what_to_type(sweep: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_a_damaged_file_says_what_to_type(sweep: Path, printed: Callable[..., str], name: str) -> None:
     save("runs", "results/mine")
     Path("results/mine", name).write_bytes(b"PAR1")
-    assert main(["results/mine"]) == 2
-    assert f"results/mine/{name} cannot be read" in capsys.readouterr().err
+    assert f"results/mine/{name} cannot be read" in printed("results/mine", code=2)
     pd.DataFrame({"run": ["x"], "phase": ["x"]}).to_parquet(Path("results/mine", name))
-    assert main(["results/mine"]) == 2
-    assert "is not what a report writes there" in capsys.readouterr().err
+    assert "is not what a report writes there" in printed("results/mine", code=2)
 
 
 def test_results_of_two_machines_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from math import comb
 from pathlib import Path
@@ -26,17 +27,21 @@ ON_GSM8K = {"task__name": "gsm8k", "eval__samples": 100}  # luck is of hundredth
 
 
 @pytest.fixture
-def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def sweep(here: Path) -> Path:
     """Two arms of four seeds, of which one run failed; every other arm is missing."""
-    monkeypatch.chdir(tmp_path)
     for seed in range(4):
         luck = seed / 50
-        make_run(tmp_path / "runs" / f"bf16-{seed}", "bf16", seed, after=[0.5 - luck, 0.5, 0.75, 1.0], **ON_GSM8K)
-        make_run(tmp_path / "runs" / f"aqn-{seed}", "nvfp4_aqn", seed, after=[0.75, 0.75 + luck, 1.0, 1.0], **ON_GSM8K)
-    make_run(
-        tmp_path / "runs" / "failed", "nvfp4_aqn", 4, failed="FloatingPointError: loss is NaN at step 3", **ON_GSM8K
-    )
-    return tmp_path / "runs"
+        make_run(here / "runs" / f"bf16-{seed}", "bf16", seed, after=[0.5 - luck, 0.5, 0.75, 1.0], **ON_GSM8K)
+        make_run(here / "runs" / f"aqn-{seed}", "nvfp4_aqn", seed, after=[0.75, 0.75 + luck, 1.0, 1.0], **ON_GSM8K)
+    why = "FloatingPointError: loss is NaN at step 3"
+    make_run(here / "runs" / "failed", "nvfp4_aqn", 4, failed=why, **ON_GSM8K)
+    return here / "runs"
+
+
+def judged(*words: str, runs: str = "runs") -> dict[str, Any]:
+    """Run `verdicts` with these words; return verdicts.json of results/mine."""
+    assert main(["verdicts", runs, *words, "out=results/mine"]) == exits.OK
+    return json.loads(Path("results/mine/verdicts.json").read_text())
 
 
 def line_of(text: str, *words: str) -> str:
@@ -44,11 +49,8 @@ def line_of(text: str, *words: str) -> str:
     return " ".join(line.split())
 
 
-def test_it_says_what_was_measured_and_what_to_type_for_the_rest(
-    sweep: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["verdicts", "runs"]) == exits.OK
-    text = capsys.readouterr().out
+def test_it_says_what_was_measured_and_what_to_type_for_the_rest(sweep: Path, printed: Callable[..., str]) -> None:
+    text = printed("verdicts", "runs")
     found = line_of(text, "final_accuracy")
     assert found.startswith("final_accuracy nvfp4_aqn against bf16 4 +0.2")
     assert "+0.076 (Table 1 3B, inside), +0.027 (Table 1 7B, inside)" in found
@@ -62,9 +64,8 @@ def test_it_says_what_was_measured_and_what_to_type_for_the_rest(
     assert "runs/failed: failed (FloatingPointError: loss is NaN at step 3)" in text
 
 
-def test_the_files_have_every_number(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verdicts", "runs", "out=results/mine"]) == exits.OK
-    found = json.loads(Path("results/mine/verdicts.json").read_text())
+def test_the_files_have_every_number(sweep: Path) -> None:
+    found = judged()
     assert len(found["rows"]) == sum(len(claim.contrasts) for claim in CLAIMS)
     assert found["families"] == {"growth": 2, "gain": 1, "final": 2}
     (row,) = (row for row in found["rows"] if row["claim"]["name"] == "final_accuracy")
@@ -102,9 +103,7 @@ claims:
 """
 
 
-def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(
-    sweep: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(sweep: Path) -> None:
     Path("claims.yaml").write_text(CLAIMS_FILE)
     digest = sha256(Path("claims.yaml"))
     for recorded, said in ((None, "not preregistered: 0 of 8"), (digest, "preregistered: all 8")):
@@ -112,16 +111,14 @@ def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(
             settings = yaml.safe_load((run / "resolved.yaml").read_text())
             settings |= {"preregistration": "claims.yaml", "preregistration_sha256": recorded}
             (run / "resolved.yaml").write_text(yaml.safe_dump(settings))
-        assert main(["verdicts", "runs", "claims=claims.yaml", "out=results/mine"]) == exits.OK
-        found = json.loads(Path("results/mine/verdicts.json").read_text())
+        found = judged("claims=claims.yaml")
         (row,) = found["rows"]
         assert row["registered"].startswith(said)
         assert row["claim"]["file"]["sha256"] == digest
         assert found["command"].endswith("claims=claims.yaml")
         assert f"SHA-256 {digest[:12]}" in Path("results/mine/verdicts.md").read_text()
     assert main(["runs", "out=results/page"]) == exits.OK  # Parquet keeps the hash
-    assert main(["verdicts", "results/page", "claims=claims.yaml", "out=results/again"]) == exits.OK
-    (row,) = json.loads(Path("results/again/verdicts.json").read_text())["rows"]
+    (row,) = judged("claims=claims.yaml", runs="results/page")["rows"]
     assert row["registered"].startswith("preregistered: all 8")
 
 
@@ -139,11 +136,10 @@ def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(
     (("free: [format, aqn]", "free: format"), "claim ours: free format is no list. docs/verdicts.md describes"),
 ])  # fmt: skip
 def test_a_claims_file_that_cannot_be_tested_is_refused(
-    sweep: Path, change: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]
+    sweep: Path, printed: Callable[..., str], change: tuple[str, str], said: str
 ) -> None:
     Path("claims.yaml").write_text(CLAIMS_FILE.replace(*change))
-    assert main(["verdicts", "runs", "claims=claims.yaml"]) == exits.USAGE
-    assert said in capsys.readouterr().err
+    assert said in printed("verdicts", "runs", "claims=claims.yaml", code=exits.USAGE)
 
 
 def test_collapsed_runs_are_counted_with_fishers_test() -> None:
@@ -163,8 +159,7 @@ def test_collapsed_runs_are_counted_with_fishers_test() -> None:
 def row_of_own_claim(old: str, new: str) -> dict[str, Any]:
     """The row of CLAIMS_FILE with a text replaced, judged on the runs."""
     Path("claims.yaml").write_text(CLAIMS_FILE.replace(old, new))
-    assert main(["verdicts", "runs", "claims=claims.yaml", "out=results/mine"]) == exits.OK
-    (row,) = json.loads(Path("results/mine/verdicts.json").read_text())["rows"]
+    (row,) = judged("claims=claims.yaml")["rows"]
     return row
 
 
@@ -188,11 +183,11 @@ def test_fewer_seeds_than_planned_have_an_interval_and_no_verdict(sweep: Path) -
     assert row_of_own_claim("seeds: 4", "seeds: 5")["numbers"] is None
 
 
-def test_a_row_names_the_conditions_of_its_runs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_names_the_conditions_of_its_runs(sweep: Path, printed: Callable[..., str]) -> None:
     for seed in range(3):
         for arm in ("bf16", "nvfp4_aqn"):
             make_run(sweep / f"fast-{arm}-{seed}", arm, seed, optim__learning_rate=0.5, **ON_GSM8K)
-    assert main(["verdicts", "runs", "out=results/mine"]) == exits.OK
+    judged()
     page = Path("results/mine/verdicts.md").read_text()
     assert "The verdicts are of 3 sets of conditions" in page  # two rates, and the best of both
     for letter in "ABC":
@@ -200,13 +195,12 @@ def test_a_row_names_the_conditions_of_its_runs(sweep: Path, capsys: pytest.Capt
         for key in ("importance_correction", "rollout.temperature", "eval.temperature", "updates_per_rollout"):
             assert key in line
     assert line_of(page, "| final_accuracy", "learning_rate=0.5").split(" | ")[2] in "AB"
-    assert main(["runs"]) == exits.OK
-    assert "The arms differ in conditions (optim.learning_rate)" in capsys.readouterr().out
+    assert "The arms differ in conditions (optim.learning_rate)" in printed("runs")
 
 
 def test_a_page_of_runs_that_answer_nothing_says_so(here: Path) -> None:
     make_run(here / "runs" / "bf16", "bf16", 0)
-    assert main(["verdicts", "runs", "out=results/mine"]) == exits.OK
+    judged()
     page = Path("results/mine/verdicts.md").read_text()
     assert "No claim was measured." in page
     assert all(f"`{claim.name}`" in page for claim in CLAIMS)
@@ -214,17 +208,12 @@ def test_a_page_of_runs_that_answer_nothing_says_so(here: Path) -> None:
     assert "\n## Held-out accuracies\n\n| arm | finished | before | after |\n" in page  # the task is not Table 1's
 
 
-def test_two_tasks_are_told_by_their_names_and_the_page_says_so(
-    sweep: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_tasks_are_told_by_their_names_and_the_page_says_so(sweep: Path, printed: Callable[..., str]) -> None:
     for seed in range(3):
         for arm in ("bf16", "nvfp4_aqn"):
             make_run(sweep / f"other-{arm}-{seed}", arm, seed, **ON_GSM8K | {"task__name": "arithmetic"})
-    assert main(["verdicts", "runs"]) == exits.OK
-    text = capsys.readouterr().out
-    assert line_of(text, "final_accuracy", "task=gsm8k").startswith(
-        "final_accuracy nvfp4_aqn against bf16 (task=gsm8k)"
-    )
+    text, of = printed("verdicts", "runs"), "final_accuracy nvfp4_aqn against bf16 (task=gsm8k)"
+    assert line_of(text, "final_accuracy", "task=gsm8k").startswith(of)
     assert line_of(text, "final_accuracy", "task=arithmetic")
     assert "The runs are of 2 tasks, arithmetic, gsm8k: compare arms of one task." in text
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -11,11 +10,10 @@ import pytest
 
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.config.arm import leaves
-from qerl_lab.record.directory import RunDirectory
 from qerl_lab.report.claims import Claim, Guardrail, of_paper
 from qerl_lab.report.effects import find_pairs
 from qerl_lab.report.measures import MEASURES, Unmeasured
-from qerl_lab.report.runs import FINISHED, Run, read_run, run_from
+from qerl_lab.report.runs import FINISHED, Run, run_from
 from qerl_lab.report.stats import (
     floored_components,
     holm,
@@ -26,7 +24,6 @@ from qerl_lab.report.stats import (
 )
 from qerl_lab.report.verdict_tables import paper_cell as of_paper_text
 from qerl_lab.report.verdicts import PValues, Row, Verdict, pool_variances, set_verdicts
-from run_directories import change_metrics, make_run
 from simulated_runs import BY_NAME, GRADED, HELD_OUT, QUIET, SCALAR, arms, record, shown, verdicts
 
 CLAIMS, LEARNING_RATE = of_paper(), "optim.learning_rate"
@@ -214,25 +211,22 @@ def test_a_grid_makes_the_arms_of_its_claims(grid: str) -> None:
 # --- measures
 
 
-@pytest.fixture
-def ramp(tmp_path: Path) -> Callable[[str, float, int], Run]:
-    """A run of 20 steps whose share of right answers rises by so much a step, from 0."""
-
-    def make(experiment: str, rise: float, seed: int) -> Run:
-        folder = make_run(tmp_path / f"{experiment}-{seed}", experiment, seed, steps=4)
-        change_metrics(folder, lambda step, metrics: metrics.update({"reward/answer": rise * step}))
-        return read_run(RunDirectory(folder), folder.name)
-
-    return make
+def curve(experiment: str, seed: int, shares: list[float]) -> Run:
+    """A run with these shares of right answers, step by step."""
+    own = {"format.name": experiment, "aqn.schedule": "off"}
+    steps = pd.DataFrame({"reward/answer": shares}, index=range(1, len(shares) + 1))
+    return replace(record(own, seed, 0.3), steps=steps)
 
 
-def test_measures_of_a_curve(ramp: Callable[[str, float, int], Run]) -> None:
-    slow, fast = ramp("bf16", 0.1, 0), ramp("nvfp4", 0.2, 0)  # at 1 to 4 tenths and 2 to 8
+def test_measures_of_a_curve() -> None:
+    slow, fast, flat = (
+        curve(name, seed, [rise * step for step in range(1, 5)])
+        for name, seed, rise in (("bf16", 0, 0.1), ("nvfp4", 0, 0.2), ("nvfp4", 1, 0.0))
+    )
     assert MEASURES["answers_mean"].of([slow], [slow]).loc[0, "run"] == pytest.approx(0.25)
     assert MEASURES["answers_last"].of([fast], [slow]).loc[0, "run"] == pytest.approx(0.8)
     steps = MEASURES["steps_to_half"].of
     assert [steps([run], [slow]).loc[0, "run"] for run in (slow, fast)] == [3, 2]  # half of the slow one's rise is 0.25
-    flat = ramp("nvfp4", 0.0, 1)
     assert steps([flat], [slow]).loc[1, "run"] == 5  # never: more than it had
     gain = MEASURES["answers_gain"].of
     assert [gain([run], [slow]).loc[0, "run"] for run in (slow, fast)] == pytest.approx([0.3, 0.6])
@@ -240,13 +234,6 @@ def test_measures_of_a_curve(ramp: Callable[[str, float, int], Run]) -> None:
         steps([slow], [flat])
     worse = replace(flat, settings=slow.settings | {"optim.learning_rate": "0.1"})
     assert steps([slow], [slow, worse, worse]).loc[0, "run"] == 3  # the rise is that at the control's best rate
-
-
-def curve(experiment: str, seed: int, shares: list[float]) -> Run:
-    """A run with these shares of right answers, step by step."""
-    own = {"format.name": experiment, "aqn.schedule": "off"}
-    steps = pd.DataFrame({"reward/answer": shares}, index=range(1, len(shares) + 1))
-    return replace(record(own, seed, 0.3), steps=steps)
 
 
 def test_one_lucky_first_batch_is_no_half_of_the_rise() -> None:
@@ -339,30 +326,25 @@ def test_p_values_hold_also_where_the_seeds_happen_to_agree() -> None:
     assert wrong(lambda own: moderated_variance(own[0], own)) < 0.1
 
 
-def test_a_question_is_passed_where_one_sample_is_right(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", "bf16", 0, after=[0.0, 0.5, 1.0, 0.5])
-    found = read_run(RunDirectory(folder), "run")
+def test_a_question_is_passed_where_one_sample_is_right() -> None:
+    found = record({}, 0, 0.3, np.array([0.0, 0.5, 1.0, 0.5]))
     assert MEASURES["pass_after"].of([found], [found]).loc[0].tolist() == [0, 1, 1, 1]
     single = replace(found, settings=found.settings | {"eval.samples": "1"})
     with pytest.raises(Unmeasured, match="one sample a question"):
         MEASURES["pass_after"].of([single], [single])
 
 
-def test_a_question_that_a_seed_was_not_asked_is_missing_and_not_failed(tmp_path: Path) -> None:
-    runs = [
-        make_run(tmp_path / str(seed), "bf16", seed, before=[1.0] * n, after=[1.0] * n) for seed, n in ((0, 2), (1, 3))
-    ]
-    found = [read_run(RunDirectory(run), run.name) for run in runs]
+def test_a_question_that_a_seed_was_not_asked_is_missing_and_not_failed() -> None:
+    found = [record({}, seed, 0.3, np.ones(questions)) for seed, questions in ((0, 2), (1, 3))]
     assert MEASURES["pass_after"].of(found, found).isna().sum(axis=1).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(("measure", "key"), [
     ("pass_after", "eval.samples"), ("answers_mean", "task.answer_reward"),
 ])  # fmt: skip
-def test_a_run_of_another_version_that_lacks_a_key_is_unmeasured(tmp_path: Path, measure: str, key: str) -> None:
-    found = read_run(RunDirectory(make_run(tmp_path / "run", "bf16", 0)), "run")
-    less = {name: value for name, value in found.settings.items() if name != key}
-    older = replace(found, settings=less)
+def test_a_run_of_another_version_that_lacks_a_key_is_unmeasured(measure: str, key: str) -> None:
+    found = curve("bf16", 0, [0.1, 0.2])
+    older = replace(found, settings={name: value for name, value in found.settings.items() if name != key})
     with pytest.raises(Unmeasured, match=f"another version of the lab, without {key}"):
         MEASURES[measure].of([older], [older])
 
