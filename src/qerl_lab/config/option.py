@@ -99,7 +99,8 @@ def _find_violation(bounds: Any, value: Any) -> tuple[str, str] | None:
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number", str(1.0 if usual is None else usual)
     if low is not None and value < low:
-        return f"at least {spelled_number(low)}", spelled_number(low)
+        # 0 often switches a part off, which other keys may exclude: lora.rank=0 with packed weights
+        return f"at least {spelled_number(low)}", spelled_number(usual if low == 0 and usual is not None else low)
     if above is not None and value <= above:
         return f"above {spelled_number(above)}", spelled_number(above + (high or 1) if usual is None else usual)
     if high is not None and value > high:

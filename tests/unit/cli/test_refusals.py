@@ -53,7 +53,8 @@ def refused(line: str, capsys) -> str:
         ("lora.rank=abc", ["lora.rank=abc", "a whole number", "lora.rank=32"]),
         ("lora.target_modules=q_proj", ["a list of names", "[q_proj,"]),
         # bounds, of numbers too that a check divides by
-        ("lora.rank=-1", ["lora.rank=-1", "at least 0"]),
+        ("lora.rank=-1", ["lora.rank=-1", "at least 0", "Type for example lora.rank=32."]),  # 0 is refused by most arms
+        ("gpus=-1", ["at least 1", "Type for example gpus=1."]),
         ("gpus=0", ["gpus=0", "at least 1"]),
         ("algorithm.updates_per_rollout=0", ["algorithm.updates_per_rollout=0", "at least 1"]),
         # words that act nowhere

@@ -40,7 +40,7 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
 @pytest.mark.parametrize(
     ("values", "given", "remedy"),
     [
-        ({"lora__rank": -1}, "lora.rank=-1", "lora.rank=0"),
+        ({"lora__rank": -1}, "lora.rank=-1", "lora.rank=32"),
         ({"lora__rank": 0, "format__name": "nvfp4"}, "lora.rank=0 with format.name=nvfp4", "format=bf16, or lora=rank"),
         (FULL | {"algorithm__beta": 0.1}, "lora.rank=0 with algorithm.beta=0.1", "algorithm.beta=0, or lora=rank32"),
         (FULL | SERVER, "with rollout.engine=vllm_server", "Type rollout=vllm, or lora=rank32"),
