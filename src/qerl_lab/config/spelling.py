@@ -6,28 +6,38 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
-_PLAIN = re.compile(r"[\w./:@%+-]+", re.ASCII)  # what Hydra reads as it is, unless it is a number
+_PLAIN = re.compile(r"[\w./:@%+-]+", re.ASCII)  # what Hydra reads as it is, unless it is of another type
 _NUMBER = re.compile(r"[+-]?(?:[\d._]*\d[\d._]*(?:e[+-]?\d[\d_]*)?|inf|infinity|nan)", re.IGNORECASE)  # as Hydra reads
+_WORD = re.compile(r"null|true|false", re.IGNORECASE)  # what Hydra reads as None, True or False
 _ONE_VALUE = re.compile(r"""[^,=()\[\]{}'"$\\]+""")  # no list, sweep, function, interpolation or quoted text
 
 
 def quote_text(key: str, value: str) -> str:
     """Format `key=value` for Hydra if the key holds a text: quote a value that Hydra cannot read without quotes.
 
-    A list, a sweep, an interpolation, null or a quoted value stays as it is.
+    A list, a sweep, an interpolation, null, true, false or a quoted value stays as it is.
     """
-    return hydra_override(key, value) if _ONE_VALUE.fullmatch(value) and value != "null" else f"{key}={value}"
+    is_one_text = _ONE_VALUE.fullmatch(value) and not _WORD.fullmatch(value)
+    return hydra_override(key, value) if is_one_text else f"{key}={value}"
 
 
 def spell_list(values: Sequence[str]) -> str:
     """Format texts as one list `[a,"b c"]` in Hydra's override grammar."""
-    parts = (value if value.isidentifier() else '"' + value.replace('"', '\\"') + '"' for value in values)
+    parts = (value if value.isidentifier() and _is_read_as_text(value) else quoted(value, '"') for value in values)
     return f"[{','.join(parts)}]"
 
 
 def hydra_override(key: str, value: str) -> str:
-    """Format `key=value` for Hydra; quote a value that looks like a number or has special characters."""
-    return f"{key}={value if _PLAIN.fullmatch(value) and not _NUMBER.fullmatch(value) else quoted(value)}"
+    """Format `key=value` for Hydra, where the value is a text.
+
+    Quotes a value that has special characters, or that Hydra would read as a number, null, true or false.
+    """
+    return f"{key}={value if _is_read_as_text(value) else quoted(value)}"
+
+
+def _is_read_as_text(value: str) -> bool:
+    """Tell whether Hydra reads `value` as this text without quotes."""
+    return bool(_PLAIN.fullmatch(value)) and not _NUMBER.fullmatch(value) and not _WORD.fullmatch(value)
 
 
 def shell_override(key: str, value: str | Path) -> str:
@@ -49,9 +59,13 @@ def resume_override(path: str | Path) -> str:
     return f"resume={shlex.quote(str(path))}"
 
 
-def quoted(value: str) -> str:
-    """Quote a text for Hydra's override grammar. Doubles the backslashes before a quote, because Hydra halves them."""
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value) + "'"
+def quoted(value: str, quote: str = "'") -> str:
+    """Put a text between two quotes for Hydra's override grammar; `quote` is ' or ".
+
+    Doubles the backslashes before a quote, because Hydra halves them.
+    """
+    escaped = re.sub(rf"(\\*)({quote}|\Z)", lambda found: found[1] * 2 + (f"\\{quote}" if found[2] else ""), value)
+    return f"{quote}{escaped}{quote}"
 
 
 def unquoted(value: str) -> str:

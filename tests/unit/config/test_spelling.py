@@ -4,18 +4,22 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
 
 from qerl_lab.cli import grammar, train
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.option import option
-from qerl_lab.config.spelling import quote_text, shell_override
+from qerl_lab.config.spelling import quote_text, shell_override, spell_list
 
 TEXTS = [
     "läufe/a,b", "läufe/a=b", "läufe/a=b,c", "lä$x,b", "ü (1)", "it's, $HOME", 'ä="b', "a,`b`", "a!,b", "a,b\\", "ä=\\",
     "a\\'b,", "a\\\\'b, c\\\\", "100,7e5", "[a,b]", "{ä}", " a, b ", "ä,\"b\"'c", "/a-1_b.c", "it's", "", "7e5",
+    "null", "NULL", "true", "False", "1", "-inf", "nan", "1_0", "nulls", "true/x", "a:b", "ä",
 ]  # fmt: skip
 
 
@@ -36,6 +40,13 @@ def test_a_text_is_read_as_it_was(text: str) -> None:
     assert grammar.parse_options(Options, pasted(shell_override("run_dir", text))).run_dir == text
     (job,) = make_plan([spell_for_hydra(one) for one in pasted(shell_override("task.instruction", text))], False).jobs
     assert job.config.task.instruction == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_in_a_list_is_read_as_it_was(text: str) -> None:
+    (read,) = OverridesParser.create().parse_overrides([f"format.ignore={spell_list(['lm_head', text])}"])
+    items: Any = read.value()
+    assert [item.text if isinstance(item, QuotedString) else item for item in items] == ["lm_head", text]
 
 
 @pytest.mark.parametrize(("path", "typed"), [
