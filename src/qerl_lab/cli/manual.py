@@ -119,11 +119,27 @@ def dry_run_table(plan: Plan) -> str:
 
 
 def opening_lines(plan: Plan) -> str:
-    """Format what a command prints before its jobs start: the directory, runs that go on, and notes."""
+    """Format what a command prints before its jobs start: the directory, what becomes of earlier runs, and notes."""
     what = f"{with_noun(len(plan.jobs), 'job')} in" if plan.multirun else "run directory:"
-    begun = [RunDirectory(job.run_dir).status for job in plan.jobs if job.begun]
-    earlier = f"{begun.count('done')} are done already, {len(begun) - begun.count('done')} go on (rerun=true: all anew)"
-    return "\n".join([f"{what} {format_path(plan.directory)}", *([earlier] if begun else []), *format_notes(plan.jobs)])
+    earlier = [_describe_earlier_runs(plan.jobs)] if any(job.begun for job in plan.jobs) else []
+    return "\n".join([f"{what} {format_path(plan.directory)}", *earlier, *format_notes(plan.jobs)])
+
+
+def _describe_earlier_runs(jobs: list[Job]) -> str:
+    """Format how many jobs of a continued sweep are done, continue, begin again, or have not begun."""
+    counts = {"done": 0, "to continue from a checkpoint": 0, "to begin again (no checkpoint)": 0, "not begun": 0}
+    for job in jobs:
+        run = RunDirectory(job.run_dir)
+        if run.status == "done":
+            counts["done"] += 1
+        elif run.last_saved():
+            counts["to continue from a checkpoint"] += 1
+        elif run.status == "not run":
+            counts["not begun"] += 1
+        else:
+            counts["to begin again (no checkpoint)"] += 1
+    listed = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    return f"begun before: {listed} (rerun=true: all anew)"
 
 
 def format_notes(jobs: list[Job]) -> list[str]:
