@@ -90,7 +90,7 @@ class CollectOptions:
 def plan(options: PlanOptions) -> None:
     """Print the queue's parts with the hours left, the runs that failed twice, and the commands that fit `minutes`.
 
-    Also names the runs made under another version of PREREGISTRATION.md.
+    Also names the runs made under another version of PREREGISTRATION.md, and says why a further run does not fit.
     """
     queue = read(Path(options.queue), shlex.split(options.words))
     at_once = options.jobs * options.gpus
@@ -110,9 +110,15 @@ def plan(options: PlanOptions) -> None:
         print(f"made under another {PREREGISTRATION}: {row['run']}")
     spent = 0.0
     for planned in _next_runs(queue, options):
-        spent += queue.seconds(planned) / at_once
-        if spent > options.minutes * 60:
+        needed, left = queue.seconds(planned) / at_once, options.minutes * 60 - spent
+        if needed > left:
+            share = f" (its time divided by {at_once} runs at once)" if at_once > 1 else ""
+            print(
+                f"a further run does not fit: it needs {needed:,.0f} s{share}, and {left:,.0f} s of "
+                f"minutes={options.minutes:g} are left"
+            )
             break
+        spent += needed
         print(f"python -m qerl_lab {shlex.join(planned.words)}")
 
 

@@ -8,6 +8,7 @@ import pytest
 from qerl_lab.config.arm import settings_of_arm, values_of
 from qerl_lab.config.option import ConfigError
 from qerl_lab.tools import queue_file
+from qerl_lab.tools.queue import PlanOptions, plan
 from qerl_lab.tools.queue_file import COLUMNS, DONE, FAILED, Planned, Queue
 
 FILE = Path(__file__).parents[3] / "results" / "qwen1_5b" / "queue.yaml"
@@ -132,3 +133,18 @@ def test_hours_are_of_this_queue_else_of_the_bench(queue: Queue, monkeypatch: py
     other = queue_file.read(queue.folder / "queue.yaml", ["scale=paper_gsm8k_7b", "rollout=vllm"])
     assert len(other.rows) == 1
     assert other.seconds(other.runs[1]) > 3600  # from results/bench
+
+
+@pytest.mark.parametrize(("minutes", "at_once", "lines", "said"), [
+    (25, 1, 2, "it needs 600 s, and 300 s of minutes=25 are left"), (5, 1, 0, "it needs 600 s, and 300 s of minutes=5"),
+    (25, 2, 5, "it needs 300 s (its time divided by 2 runs at once), and 0 s of"), (70, 1, 7, ""),
+])  # fmt: skip
+def test_a_plan_says_why_a_further_run_does_not_fit(
+    minutes: float, at_once: int, lines: int, said: str, queue: Queue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run takes 600 s, as nothing is known of it."""
+    plan(PlanOptions(str(queue.folder / "queue.yaml"), minutes, jobs=at_once))
+    printed = capsys.readouterr().out
+    assert printed.count("python -m qerl_lab ") == lines
+    assert ("a further run does not fit: " in printed) == bool(said)
+    assert said in printed
