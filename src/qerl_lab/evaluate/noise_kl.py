@@ -12,7 +12,7 @@ from qerl_lab.model.policy import Policy
 
 
 @dataclass(frozen=True)
-class Texts:
+class CleanTexts:
     """Texts (prompt, completion) to measure noise on, in N batches, with the clean policy's hidden states.
 
     `clean_N` holds the hidden states of each batch at the compared tokens, [tokens, hidden] (see `kl.hidden_states`).
@@ -43,10 +43,10 @@ class Texts:
         return total
 
 
-def texts(policy: Policy, pairs: kl.Pairs, temperature: float, batch_size: int) -> Texts:
+def clean_texts(policy: Policy, pairs: kl.Pairs, temperature: float, batch_size: int) -> CleanTexts:
     """Split `pairs` into batches and compute their hidden states without noise. `temperature` divides the logits."""
     pairs_N = [pairs[at : at + batch_size] for at in range(0, len(pairs), batch_size)]
-    return Texts(policy, pairs_N, temperature, [states(policy, CLEAN, part) for part in pairs_N])
+    return CleanTexts(policy, pairs_N, temperature, [states(policy, CLEAN, part) for part in pairs_N])
 
 
 @torch.no_grad()

@@ -133,7 +133,7 @@ def build_kl_measure(
 
     pairs = ranks.run_on_all(sample_own_texts, EngineFailed)
     batch_size = max(1, min(cfg.optim.micro_batch_size, len(pairs) // cfg.aqn.solver.draws))
-    texts = noise_kl.texts(policy, pairs, cfg.rollout.temperature, batch_size)
+    texts = noise_kl.clean_texts(policy, pairs, cfg.rollout.temperature, batch_size)
     tokens = sum(ranks.gather(texts.tokens))
 
     def mean_kl_of_noises(noises: list[aqn.Noise]) -> float:
