@@ -23,7 +23,7 @@ from qerl_lab.report.table import (
     without_empty_columns,
 )
 
-IN_TABLE_1 = "as in Table 1"
+IN_TABLE_1, GAIN, PASS_AFTER = "as in Table 1", "gain", "pass@n after"  # heads of columns
 Differences = Mapping[tuple[str, str], list[str]]  # (label of an arm, key of DIFFERENCES) -> cells
 
 
@@ -87,7 +87,7 @@ def accuracy_rows(comparison: Comparison) -> Rows:
     If an arm is also in the paper's Table 1, three further columns show its row there and the accuracies at 3B and 7B.
     """
     beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "algorithm.name": "grpo"})
-    head = ["arm", "finished", "before", "after", "gain", "pass@n after"]
+    head = ["arm", "finished", "before", "after", GAIN, PASS_AFTER]
     rows = [[*head, *([IN_TABLE_1, "3B there", "7B there"] if beside else [])]]
     for label, runs in comparison.arms.items():
         started = sum(run.arm == runs[0].arm for run in comparison.started)

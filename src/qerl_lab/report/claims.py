@@ -6,15 +6,17 @@ runs; then each run records the file's SHA-256 (`preregistration=FILE`). `docs/v
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import package_data
+from qerl_lab.config.keys import describe_type, has_type, spell_value, type_of_key
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.paths import sha256
@@ -26,7 +28,30 @@ Settings = Mapping[str, str]
 DEFAULTS = {leaf.name: leaf.field.metadata for leaf in leaves(RunConfig())}  # by dotted key: default, choices, ...
 KEYS_AND_GROUPS = {*DEFAULTS, *(name.rpartition(".")[0] for name in DEFAULTS)} - {""}  # such as lora.rank and lora
 FEWEST_SEEDS = 2  # an interval needs two seeds
-LISTS = ("claims", "free", "contrasts", "printed")  # fields of a file, a claim or a contrast that must be lists
+
+
+class Kind(NamedTuple):
+    """What a field of a file may hold: its name in messages, the types that YAML reads, an example to write."""
+
+    name: str
+    types: tuple[type, ...]
+    example: str
+
+
+TEXT, DAY = Kind("text", (str,), '"WORDS"'), Kind("day", (str, date), "2026-11-27")
+NUMBER, WHOLE = Kind("number", (int, float, str), "0.02"), Kind("whole number", (int,), "5")
+DIRECTION = Kind("whole number", (int,), "1")
+LIST, MAPPING = Kind("list", (list,), "[A, B]"), Kind("mapping", (dict,), "{KEY: VALUE}")
+OF_FILE = {"committed": DAY, "seeds": WHOLE, "claims": LIST}
+OPTIONAL_OF_FILE = {"conditions": MAPPING, "analysis": TEXT, "arms": MAPPING}
+OF_CLAIM = {
+    "name": TEXT, "says": TEXT, "where": TEXT, "family": TEXT, "measure": TEXT, "direction": DIRECTION,
+    "smallest": NUMBER, "reason": TEXT, "contrasts": LIST, "free": LIST, "sweep": TEXT,
+}  # fmt: skip
+OPTIONAL_OF_CLAIM = {"guardrail": MAPPING, "best_of": TEXT, "mean_over": TEXT, "added": DAY}
+OF_GUARDRAIL = {"measure": TEXT, "margin": NUMBER}
+OF_CONTRAST, OPTIONAL_OF_CONTRAST = {"treated": TEXT, "control": TEXT}, {"printed": LIST}
+OF_PRINTED = {"where": MAPPING, "treated": MAPPING, "control": MAPPING}
 
 
 @dataclass(frozen=True)
@@ -142,13 +167,14 @@ def _parse_file(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
 
     This function and the functions below raise ValueError for an invalid field.
     """
-    values = _checked(values, ("committed", "seeds", "claims"), ("conditions", "analysis", "arms"), "the file")
-    if type(values["seeds"]) is not int or values["seeds"] < FEWEST_SEEDS:
+    values = _checked(values, OF_FILE, OPTIONAL_OF_FILE, "the file")
+    if values["seeds"] < FEWEST_SEEDS:
         raise ValueError(f"seeds={values['seeds']} is no whole number of at least {FEWEST_SEEDS}")
-    conditions = _parse_settings(values.get("conditions") or {}, "conditions")
-    analysis = str(values.get("analysis") or "")
-    file = Claims(path, digest, str(values["committed"]), values["seeds"], conditions, analysis)
-    arms = {str(name): _parse_settings(own, f"arm {name}") for name, own in (values.get("arms") or {}).items()}
+    if not values["claims"]:
+        raise ValueError("claims is empty, and there is nothing to test")
+    conditions = _parse_settings(values.get("conditions", {}), "conditions")
+    file = Claims(path, digest, str(values["committed"]), values["seeds"], conditions, values.get("analysis", ""))
+    arms = {str(name): _parse_settings(own, f"arm {name}") for name, own in values.get("arms", {}).items()}
     claims = tuple(_parse_claim(own, file, arms) for own in values["claims"])
     names = [claim.name for claim in claims]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -158,30 +184,28 @@ def _parse_file(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
 
 def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Claim:
     """Build one claim from `values`, its entry in the file; `arms` maps names of arms to their settings."""
-    own_fields = [field for field in fields(Claim) if field.name != "file"]
-    needed = [field.name for field in own_fields if field.default is MISSING]
     where = f"claim {values.get('name') if isinstance(values, dict) else values}"
-    own = _checked(values, needed, [field.name for field in own_fields], where)
+    own = _checked(values, OF_CLAIM, OPTIONAL_OF_CLAIM, where)
     rail = own.get("guardrail")
     if rail is not None:
-        rail = _checked(rail, ("measure", "margin"), (), f"{where}, guardrail")
-        rail = Guardrail(rail["measure"], float(rail["margin"]))
+        rail = _checked(rail, OF_GUARDRAIL, {}, f"{where}, guardrail")
+        rail = Guardrail(rail["measure"], _parse_number(rail["margin"], f"{where}, guardrail: margin"))
     for name in (own["measure"], *([rail.measure] if rail else [])):
         if name not in MEASURES:
             raise ValueError(f"{where}: measure {name} is none of {', '.join(MEASURES)}")
     if own["direction"] not in (-1, 0, 1):
         raise ValueError(f"{where}: direction {own['direction']} is none of -1, 0, 1")
-    least = 1 if MEASURES[own["measure"]].ratio else 0
-    if not isinstance(own["smallest"], int | float) or own["smallest"] <= least:
-        raise ValueError(f"{where}: smallest {own['smallest']} is no number above {least}")
+    smallest = _parse_number(own["smallest"], f"{where}: smallest", 1 if MEASURES[own["measure"]].ratio else 0)
     if own.get("best_of") and own.get("mean_over"):
         raise ValueError(f"{where} has both best_of and mean_over")
     spanned_keys = [own[field] for field in ("best_of", "mean_over") if own.get(field)]
     for key in (*own["free"], *spanned_keys):
         _check_key(key, where, KEYS_AND_GROUPS)
+    if not own["contrasts"]:
+        raise ValueError(f"{where}: contrasts is empty, and there is nothing to compare")
     contrasts = tuple(_parse_contrast(entry, arms, where) for entry in own["contrasts"])
-    own |= {"contrasts": contrasts, "free": tuple(own["free"]), "guardrail": rail, "added": str(own.get("added", ""))}
-    return Claim(**own, file=file)
+    own |= {"contrasts": contrasts, "free": tuple(own["free"]), "guardrail": rail, "smallest": smallest}
+    return Claim(**own | {"added": str(own.get("added", ""))}, file=file)
 
 
 def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Contrast:
@@ -189,42 +213,64 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Co
 
     Raises ValueError for an unknown arm, and if the paper lacks a number of `printed`.
     """
-    own = _checked(values, ("treated", "control"), ("printed",), f"{where}, a contrast")
+    own = _checked(values, OF_CONTRAST, OPTIONAL_OF_CONTRAST, f"{where}, a contrast")
     for name in (own["treated"], own["control"]):
         if name not in arms:
-            raise ValueError(f"{where}: {name} is none of the arms.{did_you_mean(str(name), list(arms))}")
+            raise ValueError(f"{where}: {name} is none of the arms.{did_you_mean(name, list(arms))}")
     printed = []
     for row in own.get("printed", ()):
-        row = _checked(row, ("where", "treated", "control"), (), f"{where}, printed")
+        row = _checked(row, OF_PRINTED, {}, f"{where}, printed")
+        for columns in row.values():
+            _checked(columns, dict.fromkeys(columns, TEXT), {}, f"{where}, printed")
         printed.append((row["where"] | row["treated"], row["where"] | row["control"]))
     for pair in printed:
         for columns in pair:
             try:
-                reference.value(**columns)
+                reference.value(**{str(column): cell for column, cell in columns.items()})
             except KeyError as error:
                 raise ValueError(f"{where}, printed: {error.args[0]}") from None
     return Contrast(own["treated"], own["control"], arms[own["treated"]], arms[own["control"]], tuple(printed))
 
 
-def _checked(values: Any, needed: Collection[str], optional: Collection[str], where: str) -> dict[str, Any]:
-    """Return `values` unchanged if they are a dict with all `needed` fields and otherwise only `optional` fields.
+def _checked(values: Any, needed: Mapping[str, Kind], optional: Mapping[str, Kind], where: str) -> dict[str, Any]:
+    """Return the fields of `values`, which must be a dict with all `needed` and otherwise only `optional` fields.
 
-    Raises ValueError if not, or if a field of `LISTS` is no list. `where` names the place in the file for the message.
+    Leaves out optional fields that are null. Raises ValueError if a field is missing, unknown or not of its kind.
+    `where` names the place in the file for the message.
     """
     if not isinstance(values, dict):
-        raise ValueError(f"{where} is no mapping")
+        given = "empty" if values is None else "no mapping"
+        raise ValueError(f"{where} is {given}; write {', '.join(f'{name}: ...' for name in needed)}")
     if lacking := sorted({*needed} - values.keys()):
         raise ValueError(f"{where} lacks {', '.join(lacking)}")
-    if unknown := sorted(values.keys() - {*needed, *optional}):
-        raise ValueError(f"{where} has {unknown[0]}, which is none of {', '.join(sorted({*needed, *optional}))}")
-    if wrong := [name for name in LISTS if not isinstance(values.get(name, []), list)]:
-        raise ValueError(f"{where}: {wrong[0]} {values[wrong[0]]} is no list")
-    return values
+    if unknown := [str(name) for name in values if name not in needed and name not in optional]:
+        raise ValueError(f"{where} has {min(unknown)}, which is none of {', '.join(sorted({*needed, *optional}))}")
+    found = {name: value for name, value in values.items() if name in needed or value is not None}
+    for name, value in found.items():
+        kind = needed.get(name) or optional[name]
+        if not isinstance(value, kind.types) or isinstance(value, bool):
+            said = f"{where}: {name}={spell_value(value)} is no {kind.name}"
+            raise ValueError(f"{said}; write for example {name}: {kind.example}")
+    return found
 
 
-def _check_key(key: str, where: str, known: Collection[str]) -> None:
+def _parse_number(value: int | float | str, where: str, above: float = -math.inf) -> float:
+    """Convert a field to a number; YAML reads 1e-2 as text. Raises ValueError unless it is finite and above `above`.
+
+    `where` names the field in messages.
+    """
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not above < number < math.inf:
+        raise ValueError(f"{where} {value} is no number{f' above {above:g}' if above > -math.inf else ''}")
+    return number
+
+
+def _check_key(key: Any, where: str, known: Collection[str]) -> None:
     """Raise ValueError if `key` is not in `known`; `where` names the place in the file for the message."""
-    if key not in known:
+    if not isinstance(key, str) or key not in known:
         raise ValueError(f"{where}: {key} is no key of a run.{did_you_mean(str(key), sorted(known))}")
 
 
@@ -234,14 +280,19 @@ def _parse_settings(values: Any, where: str) -> dict[str, str]:
     Raises ValueError for an unknown key or choice; `where` names the place in the file for the message.
     """
     if not isinstance(values, dict):
-        raise ValueError(f"{where} is no mapping of keys to values")
+        raise ValueError(f"{where}: {values} is no mapping; write {{KEY: VALUE}}, for example {{format.name: bf16}}")
     found = {}
     for key, value in values.items():
         _check_key(key, where, DEFAULTS)
-        default, choices = DEFAULTS[key]["default"], DEFAULTS[key]["choices"]
-        text = str(float(value)) if isinstance(default, float) else str(value)
-        if choices and text not in choices:
+        kind, choices = type_of_key(key), DEFAULTS[key]["choices"]
+        if choices and str(value) not in choices:
             quote = ' (write "off" with its quotes)' if value is False and "off" in choices else ""
-            raise ValueError(f"{where}: {key}={text} is none of {', '.join(choices)}{quote}")
-        found[key] = text
+            raise ValueError(f"{where}: {key}={value} is none of {', '.join(choices)}{quote}")
+        if kind in (float, float | None) and type(value) in (int, str):
+            value = _parse_number(value, f"{where}: {key}")
+        elif kind in (str, str | None) and type(value) in (int, float):  # a commit or a folder made of digits
+            value = str(value)
+        if not has_type(value, kind):
+            raise ValueError(f"{where}: {key}={spell_value(value)} is not allowed; allowed: {describe_type(kind)}")
+        found[key] = str(value)
     return found

@@ -8,12 +8,12 @@ from typing import Any
 from scipy.stats import fisher_exact
 
 from qerl_lab.report import stats
-from qerl_lab.report.arm_tables import IN_TABLE_1, accuracy_rows
+from qerl_lab.report.arm_tables import GAIN, IN_TABLE_1, PASS_AFTER, accuracy_rows
 from qerl_lab.report.arms import format_setting
 from qerl_lab.report.claims import Claim
 from qerl_lab.report.comparison import Comparison, list_left_out, notes
 from qerl_lab.report.measures import FALLEN, MEASURES
-from qerl_lab.report.table import ANY, NONE, Rows, mean_and_interval
+from qerl_lab.report.table import ANY, NONE, Rows, mean_and_interval, without_columns
 from qerl_lab.report.verdicts import LEVEL, Row, family_sizes
 from qerl_lab.system.disk import strict_json
 from qerl_lab.system.terminal import columns
@@ -188,7 +188,7 @@ def _basis(rows: Sequence[Row]) -> list[str]:
 
 def _accuracies(comparison: Comparison) -> Rows:
     """Tabulate held-out accuracy in the layout of the paper's Table 1: `accuracy_rows` without gain and pass@n."""
-    return [[*row[:4], *row[6:]] for row in accuracy_rows(comparison)]
+    return without_columns(accuracy_rows(comparison), {GAIN, PASS_AFTER})
 
 
 def text(comparison: Comparison, rows: Sequence[Row]) -> str:

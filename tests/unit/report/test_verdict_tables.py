@@ -13,8 +13,10 @@ import pytest
 import yaml
 
 from qerl_lab.config.paths import sha256
+from qerl_lab.report import verdict_tables
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import of_paper
+from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.verdict_tables import collapses, pipe_table
 from qerl_lab.report.verdicts import judge, paper_effects
 from qerl_lab.system import exits
@@ -133,13 +135,37 @@ def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(sweep:
     (("control: plain}", "control: plain, printed: [{where: {table: Table 0}, treated: {}, control: {}}]}"),
      "0 numbers of the paper have"),
     (("claims:", "claims: ["), "cannot be read"),
-    (("free: [format, aqn]", "free: format"), "claim ours: free format is no list. docs/verdicts.md describes"),
+    (("free: [format, aqn]", "free: format"), "free=format is no list; write for example free: [A, B]. docs/"),
+    (("free: [format, aqn]", "free: [[format]]"), "claim ours: ['format'] is no key of a run"),
+    (("arms:", "arms: [noisy]\nconditions:"), "arms=[noisy] is no mapping; write for example arms: {KEY: VALUE}"),
+    (("measure: accuracy_after", "measure: [accuracy_after]"), "measure=[accuracy_after] is no text"),
+    (("reason: a point", "reason: 1"), "claim ours: reason=1 is no text"),
+    (("smallest: 0.01", "smallest: a point"), "claim ours: smallest a point is no number above 0"),
+    (("smallest: 0.01", "smallest: .nan"), "claim ours: smallest nan is no number above 0"),
+    (("smallest: 0.01", "smallest: 0.01, guardrail: {measure: pass_after, margin: [1]}"), "margin=[1] is no number"),
+    (('aqn.schedule: "off"', "lora.rank: many"), "lora.rank=many is not allowed; allowed: a whole number"),
+    (('aqn.schedule: "off"', "optim.learning_rate: fast"), "optim.learning_rate fast is no number"),
+    (("treated: noisy", "treated: [noisy]"), "claim ours, a contrast: treated=[noisy] is no text"),
+    (("control: plain}", "control: plain, printed: [{where: 1, treated: {}, control: {}}]}"), "where=1 is no mapping"),
+    (("control: plain}", "control: plain, printed: [{where: {table: 1}, treated: {}, control: {}}]}"),
+     "table=1 is no text"),
+    (("[{treated: noisy, control: plain}]", "[]"), "claim ours: contrasts is empty, and there is nothing to compare"),
+    ((CLAIMS_FILE, ""), "claims=claims.yaml: the file is empty; write committed: ..., seeds: ..., claims: ..."),
+    ((CLAIMS_FILE, "committed: now\nseeds: 4\nclaims: []"), "claims is empty, and there is nothing to test"),
+    ((CLAIMS_FILE, "words"), "claims=claims.yaml: the file is no mapping; write committed: ..."),
 ])  # fmt: skip
 def test_a_claims_file_that_cannot_be_tested_is_refused(
     sweep: Path, printed: Callable[..., str], change: tuple[str, str], said: str
 ) -> None:
     Path("claims.yaml").write_text(CLAIMS_FILE.replace(*change))
     assert said in printed("verdicts", "runs", "claims=claims.yaml", code=exits.USAGE)
+
+
+def test_accuracies_are_chosen_by_the_name_of_their_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [["arm", "gain", "pass@n after", "finished", "after", "7B there"], ["bf16", "1", "2", "3", "4", "5"]]
+    monkeypatch.setattr(verdict_tables, "accuracy_rows", lambda comparison: rows)
+    made = verdict_tables._accuracies(Comparison({}, [], {}, []))
+    assert made == [["arm", "finished", "after", "7B there"], ["bf16", "3", "4", "5"]]
 
 
 def test_collapsed_runs_are_counted_with_fishers_test() -> None:
