@@ -274,8 +274,37 @@ def test_what_is_asked_for_beyond_the_questions_that_there_are_is_said() -> None
     assert train.startswith("task.train_questions=5000: there are ")
 
 
+ONLY_ARITHMETIC = "model=pocket was trained on task=arithmetic alone: expect no right answer to task=gsm8k"
+
+
+@pytest.mark.parametrize(("changes", "is_noted"), [
+    ({"task__name": "gsm8k"}, True), ({"task__name": "gsm8k", "task__path": "one"}, True), ({}, False),
+    ({"task__name": "gsm8k", "task__module": "grades.py"}, True), ({"task__module": "grades.py"}, False),
+    ({"task__name": "gsm8k", "task__module": "asks.py"}, False),
+    ({"task__name": "gsm8k", "model__path": "model"}, False),
+])  # fmt: skip
+def test_questions_that_the_embedded_policy_cannot_answer_are_noted(
+    changes: dict[str, str], is_noted: bool, model: Path
+) -> None:
+    grade = "from qerl_lab.tasks.grading import grade_math as grade\n"
+    Path("grades.py").write_text(grade)
+    Path("asks.py").write_text(f"{grade}from qerl_lab.tasks.arithmetic import train, heldout\n")
+    Path("one").mkdir()
+    for split, count in (("train", 1), ("test", 4)):
+        rows = (json.dumps({"question": f"{split} {n}?", "answer": "#### 2"}) for n in range(count))
+        Path(f"one/{split}.jsonl").write_text("\n".join(rows))
+    notes = preflight.check(plain(**changes), Path.cwd() / "run")
+    assert [note for note in notes if note.startswith(ONLY_ARITHMETIC)] == notes[:is_noted]
+
+
+def test_questions_that_are_not_there_are_named_before_lengths_that_do_not_fit() -> None:
+    cfg = plain(task__name="gsm8k", task__path="/no/such/place", rollout__max_prompt_tokens=10**6)
+    with pytest.raises(ConfigError, match=r"task\.path=/no/such/place is not there"):
+        preflight.check(cfg, Path.cwd() / "run")
+
+
 def test_a_size_that_is_a_guess_gives_way_to_the_word_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 10**15)
+    monkeypatch.setattr(preflight.memory, "size_bytes", lambda: 10**15)
     monkeypatch.setattr(preflight, "_refuse_full_disk", lambda *_: None)
     with pytest.raises(ConfigError, match="shows no GPU: a step would take hours"):
         preflight.check(plain(model__path="Qwen/Qwen2.5-7B-Instruct"), Path.cwd() / "run")
@@ -301,7 +330,7 @@ def test_the_size_in_a_name_on_the_hub(name: str, count: int | None) -> None:
 
 
 def test_a_model_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.machine, "memory_bytes", lambda: 3_000_000)
+    monkeypatch.setattr(preflight.memory, "size_bytes", lambda: 3_000_000)
     with pytest.raises(ConfigError, match=r"which take 0\.0 GiB with format=nvfp4, and this machine has 0\.0 GiB"):
         preflight.check(plain(), Path.cwd() / "run")
     assert preflight.check(plain(format__dense_cache="off"), Path.cwd() / "run") == []  # half a byte a weight

@@ -18,6 +18,7 @@ from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.units import GIB
 from qerl_lab.model import adapter_files, gguf, on_disk
 from qerl_lab.preflight import machine, question_counts
+from qerl_lab.system import memory
 from qerl_lab.system.disk import cache_folder, hub_home
 
 TOO_MANY_FOR_A_CPU = 1_000_000_000  # parameters; a rollout of 128 x 256 tokens would take hours on a few cores
@@ -36,6 +37,7 @@ def check(cfg: RunConfig, run_dir: Path, *, is_here: bool = True) -> list[str]:
     """
     on_disk.check_content(cfg)
     folder = on_disk.local_path(cfg.model.path)
+    question_counts.check_path(cfg.task.path)  # what is missing is said before what does not fit
     if folder is not None:
         on_disk.check(folder, cfg)
     if cfg.lora.start_from is not None:
@@ -137,7 +139,7 @@ def _check_model_size(cfg: RunConfig, folder: Path | None) -> None:
     needed = count * (dense_bytes if is_dense or is_cached else 0.5)
     if cfg.trains_all:
         needed = count * (8 + cfg.optim.moment_bytes)  # weights and gradients in float32
-    held = machine.gpu_memory_bytes() if on_gpu else machine.memory_bytes()
+    held = machine.gpu_memory_bytes() if on_gpu else memory.size_bytes()
     if held is not None and needed > held:
         place, setting, remedy = "the GPU" if on_gpu else "this machine", f"format={cfg.format.name}", ""
         if cfg.trains_all:

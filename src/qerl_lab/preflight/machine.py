@@ -1,7 +1,6 @@
-"""Find the GPUs and the memory of this machine. Imports no torch."""
+"""Find the GPUs of this machine and their memory. Imports no torch."""
 
 import os
-import re
 from functools import cache
 from pathlib import Path
 
@@ -24,20 +23,6 @@ def visible_gpus() -> list[str] | None:
         return given.split(",")
     count = sum(line.startswith("GPU ") for line in (output_of("nvidia-smi", "-L") or "").splitlines())
     return [str(index) for index in range(count)] or None
-
-
-def memory_bytes() -> int | None:
-    """Return the size in bytes of this machine's memory and swap together; None if unknown.
-
-    If the control group of this process has a lower limit, returns the limit.
-    """
-    info = Path("/proc/meminfo")
-    if not info.is_file():
-        return None
-    found = dict(re.findall(r"^(MemTotal|SwapTotal):\s+(\d+) kB", info.read_text(), re.MULTILINE))
-    total, limit = sum(map(int, found.values())) * 1024, Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return min(total, int(text)) if text.isdigit() else total
 
 
 @cache

@@ -12,25 +12,45 @@ from typing import Any
 from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import build_config
-from qerl_lab.config.schema import RunConfig, TaskConfig
+from qerl_lab.config.schema import POCKET, RunConfig, TaskConfig
 from qerl_lab.tasks import arithmetic, question_files
+
+ARITHMETIC = TaskConfig().name  # the task that the embedded policy was made for (`tools.pretrain`)
 
 
 def check(cfg: RunConfig) -> list[str]:
     """Return notes to print: warnings of the task, such as rows left out, and settings that ask for too many questions.
 
-    Counts only questions that are on this machine. Raises ConfigError for a task that is for evaluation only, a blank
-    task.path, or too few questions to train on or to evaluate.
+    Counts only questions that are on this machine. Raises ConfigError for a task that is for evaluation only, or too
+    few questions to train on or to evaluate.
     """
     tasks.check_trains(cfg.task)
-    if cfg.task.path is not None and not cfg.task.path.strip():
-        raise ConfigError("task.path= is empty; allowed: a directory, a file or a hub id. Leave task.path out.")
+    said = _note_other_task(cfg)
     if not are_questions_here(cfg):
-        return []
+        return said
     if cfg.task == replace(TaskConfig(), instruction=cfg.task.instruction):  # skips a count that takes half a second
         return note_cut_questions(cfg, arithmetic.TRAIN_QUESTIONS, arithmetic.HELDOUT_QUESTIONS)
     found = _load_task(json.dumps(asdict(cfg.task)))
-    return [*found.warnings, *note_cut_questions(cfg, len(found.train), len(found.heldout))]
+    return [*said, *found.warnings, *note_cut_questions(cfg, len(found.train), len(found.heldout))]
+
+
+def check_path(path: str | None) -> None:
+    """Raise ConfigError if `path`, the value of task.path, is blank, or is neither on this machine nor a hub id."""
+    if path is not None and not path.strip():
+        raise ConfigError("task.path= is empty; allowed: a directory, a file or a hub id. Leave task.path out.")
+    if path is not None:
+        question_files.is_local(path)
+
+
+def _note_other_task(cfg: RunConfig) -> list[str]:
+    """Return a note if the embedded policy would train on questions of another task than the one it was made for."""
+    has_own_questions = cfg.task.module is not None and not tasks.is_on_the_hub(cfg.task)
+    if cfg.model.path != POCKET or cfg.task.name == ARITHMETIC or has_own_questions:
+        return []
+    return [
+        f"model={POCKET} was trained on task={ARITHMETIC} alone: expect no right answer to task={cfg.task.name}, and "
+        "nothing to learn but the format. Type scale=smollm2, or scale=custom model.path=DIR, for a language model"
+    ]
 
 
 def recorded_questions(cfg: RunConfig) -> Mapping[str, Any]:

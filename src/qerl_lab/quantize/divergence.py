@@ -1,7 +1,6 @@
 """Measure KL and entropies of a quantized model and its original on the same tokens."""
 
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from qerl_lab.evaluate import kl
 from qerl_lab.model import policy
 from qerl_lab.model.chat import Chat
 from qerl_lab.quantize.quantize_options import QuantizeOptions
+from qerl_lab.system import memory
 from qerl_lab.tasks import arithmetic
 from qerl_lab.tasks.answers.completion import without_answer_start
 
@@ -61,20 +61,16 @@ def compare(options: QuantizeOptions, source: Path, folder: Path, weights: int, 
 def find_device_and_dtype(weights: int, device: torch.device) -> tuple[torch.device, str] | None:
     """Return a device and dtype whose free memory holds a dense model of `weights` weights; None if there is none.
 
-    Prefers `device` if it is a GPU, in bfloat16; then the CPU in float32, then in bfloat16.
+    Prefers `device` if it is a GPU, in bfloat16; then the CPU in float32, then in bfloat16. CPU memory of unknown size
+    counts as enough.
     """
     needed = {"float32": 5.2 * weights, "bfloat16": 2.6 * weights}
     if device.type == "cuda":
         torch.cuda.empty_cache()
         if needed["bfloat16"] < torch.cuda.mem_get_info()[0]:
             return device, "bfloat16"
-    free = available_bytes()
-    return next(((torch.device("cpu"), dtype) for dtype, size in needed.items() if size < free), None)
-
-
-def available_bytes() -> int:
-    """Return the bytes of CPU memory that a process can allocate without swapping. The page cache counts as free."""
-    return int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024
+    free = memory.available_bytes()
+    return next(((torch.device("cpu"), dtype) for dtype, size in needed.items() if free is None or size < free), None)
 
 
 def logprobs(model: PreTrainedModel, pair: tuple[list[int], list[int]]) -> Tensor:

@@ -183,7 +183,7 @@ def test_problems_are_asked_through_the_chat_template_or_without_one():
     [(10e9, "float32"), (4e9, "bfloat16"), (2e9, None)],
 )
 def test_the_models_go_where_there_is_room(monkeypatch, free, place):
-    monkeypatch.setattr(divergence, "available_bytes", lambda: free)
+    monkeypatch.setattr(divergence.memory, "available_bytes", lambda: free)
     assert divergence.find_device_and_dtype(10**9, CPU) == (None if place is None else (CPU, place))
 
 
@@ -196,7 +196,7 @@ def test_logits_that_are_not_finite_are_null(folders, monkeypatch):
 
 
 def test_without_room_the_table_says_so_and_the_rest_is_there(folders, monkeypatch):
-    monkeypatch.setattr(divergence, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(divergence.memory, "available_bytes", lambda: 1000)
     options = options_for(folders)
     result = quality.measure(options, folders[0], packable(large_enough(), ["lm_head"]), folders[1], CPU)
     assert "fit neither" in result["kl"]["skipped"]
