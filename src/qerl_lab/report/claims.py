@@ -7,15 +7,15 @@ runs; then each run records the file's SHA-256 (`preregistration=FILE`). `docs/v
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import package_data
+from qerl_lab.config.fields import DAY, DIRECTION, LIST, MAPPING, NUMBER, TEXT, WHOLE, check_fields, parse_number
 from qerl_lab.config.keys import describe_type, has_type, spell_value, type_of_key
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError, did_you_mean
@@ -29,19 +29,6 @@ DEFAULTS = {leaf.name: leaf.field.metadata for leaf in leaves(RunConfig())}  # b
 KEYS_AND_GROUPS = {*DEFAULTS, *(name.rpartition(".")[0] for name in DEFAULTS)} - {""}  # such as lora.rank and lora
 FEWEST_SEEDS = 2  # an interval needs two seeds
 
-
-class Kind(NamedTuple):
-    """What a field of a file may hold: its name in messages, the types that YAML reads, an example to write."""
-
-    name: str
-    types: tuple[type, ...]
-    example: str
-
-
-TEXT, DAY = Kind("text", (str,), '"WORDS"'), Kind("day", (str, date), "2026-11-27")
-NUMBER, WHOLE = Kind("number", (int, float, str), "0.02"), Kind("whole number", (int,), "5")
-DIRECTION = Kind("whole number", (int,), "1")
-LIST, MAPPING = Kind("list", (list,), "[A, B]"), Kind("mapping", (dict,), "{KEY: VALUE}")
 OF_FILE = {"committed": DAY, "seeds": WHOLE, "claims": LIST}
 OPTIONAL_OF_FILE = {"conditions": MAPPING, "analysis": TEXT, "arms": MAPPING}
 OF_CLAIM = {
@@ -167,7 +154,7 @@ def _parse_file(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
 
     This function and the functions below raise ValueError for an invalid field.
     """
-    values = _checked(values, OF_FILE, OPTIONAL_OF_FILE, "the file")
+    values = check_fields(values, OF_FILE, OPTIONAL_OF_FILE, "the file")
     if values["seeds"] < FEWEST_SEEDS:
         raise ValueError(f"seeds={values['seeds']} is no whole number of at least {FEWEST_SEEDS}")
     if not values["claims"]:
@@ -185,17 +172,17 @@ def _parse_file(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
 def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Claim:
     """Build one claim from `values`, its entry in the file; `arms` maps names of arms to their settings."""
     where = f"claim {values.get('name') if isinstance(values, dict) else values}"
-    own = _checked(values, OF_CLAIM, OPTIONAL_OF_CLAIM, where)
+    own = check_fields(values, OF_CLAIM, OPTIONAL_OF_CLAIM, where)
     rail = own.get("guardrail")
     if rail is not None:
-        rail = _checked(rail, OF_GUARDRAIL, {}, f"{where}, guardrail")
-        rail = Guardrail(rail["measure"], _parse_number(rail["margin"], f"{where}, guardrail: margin"))
+        rail = check_fields(rail, OF_GUARDRAIL, {}, f"{where}, guardrail")
+        rail = Guardrail(rail["measure"], parse_number(rail["margin"], f"{where}, guardrail: margin"))
     for name in (own["measure"], *([rail.measure] if rail else [])):
         if name not in MEASURES:
             raise ValueError(f"{where}: measure {name} is none of {', '.join(MEASURES)}")
     if own["direction"] not in (-1, 0, 1):
         raise ValueError(f"{where}: direction {own['direction']} is none of -1, 0, 1")
-    smallest = _parse_number(own["smallest"], f"{where}: smallest", 1 if MEASURES[own["measure"]].ratio else 0)
+    smallest = parse_number(own["smallest"], f"{where}: smallest", 1 if MEASURES[own["measure"]].ratio else 0)
     if own.get("best_of") and own.get("mean_over"):
         raise ValueError(f"{where} has both best_of and mean_over")
     spanned_keys = [own[field] for field in ("best_of", "mean_over") if own.get(field)]
@@ -213,15 +200,15 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Co
 
     Raises ValueError for an unknown arm, and if the paper lacks a number of `printed`.
     """
-    own = _checked(values, OF_CONTRAST, OPTIONAL_OF_CONTRAST, f"{where}, a contrast")
+    own = check_fields(values, OF_CONTRAST, OPTIONAL_OF_CONTRAST, f"{where}, a contrast")
     for name in (own["treated"], own["control"]):
         if name not in arms:
             raise ValueError(f"{where}: {name} is none of the arms.{did_you_mean(name, list(arms))}")
     printed = []
     for row in own.get("printed", ()):
-        row = _checked(row, OF_PRINTED, {}, f"{where}, printed")
+        row = check_fields(row, OF_PRINTED, {}, f"{where}, printed")
         for columns in row.values():
-            _checked(columns, dict.fromkeys(columns, TEXT), {}, f"{where}, printed")
+            check_fields(columns, dict.fromkeys(columns, TEXT), {}, f"{where}, printed")
         printed.append((row["where"] | row["treated"], row["where"] | row["control"]))
     for pair in printed:
         for columns in pair:
@@ -230,42 +217,6 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Co
             except KeyError as error:
                 raise ValueError(f"{where}, printed: {error.args[0]}") from None
     return Contrast(own["treated"], own["control"], arms[own["treated"]], arms[own["control"]], tuple(printed))
-
-
-def _checked(values: Any, needed: Mapping[str, Kind], optional: Mapping[str, Kind], where: str) -> dict[str, Any]:
-    """Return the fields of `values`, which must be a dict with all `needed` and otherwise only `optional` fields.
-
-    Leaves out optional fields that are null. Raises ValueError if a field is missing, unknown or not of its kind.
-    `where` names the place in the file for the message.
-    """
-    if not isinstance(values, dict):
-        given = "empty" if values is None else "no mapping"
-        raise ValueError(f"{where} is {given}; write {', '.join(f'{name}: ...' for name in needed)}")
-    if lacking := sorted({*needed} - values.keys()):
-        raise ValueError(f"{where} lacks {', '.join(lacking)}")
-    if unknown := [str(name) for name in values if name not in needed and name not in optional]:
-        raise ValueError(f"{where} has {min(unknown)}, which is none of {', '.join(sorted({*needed, *optional}))}")
-    found = {name: value for name, value in values.items() if name in needed or value is not None}
-    for name, value in found.items():
-        kind = needed.get(name) or optional[name]
-        if not isinstance(value, kind.types) or isinstance(value, bool):
-            said = f"{where}: {name}={spell_value(value)} is no {kind.name}"
-            raise ValueError(f"{said}; write for example {name}: {kind.example}")
-    return found
-
-
-def _parse_number(value: int | float | str, where: str, above: float = -math.inf) -> float:
-    """Convert a field to a number; YAML reads 1e-2 as text. Raises ValueError unless it is finite and above `above`.
-
-    `where` names the field in messages.
-    """
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not above < number < math.inf:
-        raise ValueError(f"{where} {value} is no number{f' above {above:g}' if above > -math.inf else ''}")
-    return number
 
 
 def _check_key(key: Any, where: str, known: Collection[str]) -> None:
@@ -289,7 +240,7 @@ def _parse_settings(values: Any, where: str) -> dict[str, str]:
             quote = ' (write "off" with its quotes)' if value is False and "off" in choices else ""
             raise ValueError(f"{where}: {key}={value} is none of {', '.join(choices)}{quote}")
         if kind in (float, float | None) and type(value) in (int, str):
-            value = _parse_number(value, f"{where}: {key}")
+            value = parse_number(value, f"{where}: {key}")
         elif kind in (str, str | None) and type(value) in (int, float):  # a commit or a folder made of digits
             value = str(value)
         if not has_type(value, kind):

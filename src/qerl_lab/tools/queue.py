@@ -44,6 +44,7 @@ with exits.starting(__name__):
         join_overrides,
         missing_evaluations,
         read,
+        split_words,
         write_ledger,
     )
 
@@ -92,7 +93,7 @@ def plan(options: PlanOptions) -> None:
 
     Also names the runs made under another version of PREREGISTRATION.md, and says why a further run does not fit.
     """
-    queue = read(Path(options.queue), shlex.split(options.words))
+    queue = read(Path(options.queue), split_words(options.words, f"words={options.words}"))
     at_once = options.jobs * options.gpus
     rows = [["part", "runs", "done", "left", "min a run", "hours left"]]
     for part in _chosen_parts(queue, options):
@@ -144,7 +145,7 @@ def run(options: RunOptions) -> None:
     ConfigError if the main command refuses a run, or if a preregistered run comes before PREREGISTRATION.md is
     complete.
     """
-    queue, pack = read(Path(options.queue), shlex.split(options.words)), Path(options.pack)
+    queue, pack = read(Path(options.queue), split_words(options.words, f"words={options.words}")), Path(options.pack)
     make_directory(pack, f"pack={pack}")
     waiting = _next_runs(queue, options)
     queue.refuse_unregistered(waiting)
@@ -243,7 +244,10 @@ class Machine:
         """
         words = [f"resume={run.path}"]
         if not run.is_claimed:
-            words = [*join_overrides(shlex.split(self.options.here), planned.words), f"run_dir={run.path}"]
+            words = [
+                *join_overrides(split_words(self.options.here, f"here={self.options.here}"), planned.words),
+                f"run_dir={run.path}",
+            ]
         code = self._call(planned, ["-m", "qerl_lab", *words], visible)
         if code == USAGE and not run.is_claimed:
             said = self._console_file(planned).read_text(encoding="utf-8", errors="replace").strip().splitlines()

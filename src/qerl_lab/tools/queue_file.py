@@ -33,6 +33,7 @@ import yaml
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.arm import settings_of_arm, values_of
+from qerl_lab.config.fields import LIST, NUMBER, SWITCH, TEXT, TEXTS, WHOLES, check_fields, parse_number
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import RunConfig
@@ -43,6 +44,9 @@ COLUMNS = ("run", "seed", "part", "state", "host", "card", "start", "seconds", "
            "adapter_sha256", "evaluations", "words")  # fmt: skip
 DONE, FAILED, ATTEMPTS = "done", "failed", 2
 WHERE = ("model.hash", "task.path")  # paths that differ between machines for the same run
+OF_FILE, OPTIONAL_OF_FILE = {"parts": LIST}, {"words": TEXTS, "seconds": NUMBER}
+OF_PART = {"name": TEXT, "lines": TEXTS}
+OPTIONAL_OF_PART = {"seeds": WHOLES, "after": TEXTS, "into": TEXT, "preregistered": SWITCH}
 Row = Mapping[str, str]
 
 
@@ -150,24 +154,48 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
     Overrides in `extra` win over those of the file. Raises ConfigError if the file is invalid.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        parts = [Part(**values) for values in content["parts"]]
+        content = check_fields(yaml.safe_load(path.read_text(encoding="utf-8")), OF_FILE, OPTIONAL_OF_FILE, "the file")
+        parts = [_parse_part(values) for values in content["parts"]]
+        seconds = parse_number(content.get("seconds", 600), "the file: seconds", 0)
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is not there. Type the path of a file such as results/qwen1_5b/queue.yaml."
         ) from None
-    except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
+    except (OSError, yaml.YAMLError, ValueError) as error:
         raise ConfigError(
-            f"{path} is no queue ({in_one_line(error)}); a part may have {', '.join(Part.__annotations__)}. "
-            "Type the path of a file such as results/qwen1_5b/queue.yaml."
+            f"{path} is no queue ({in_one_line(error)}). Type the path of a file such as results/qwen1_5b/queue.yaml."
         ) from None
+    if "seed" in (word.lstrip("+").partition("=")[0] for word in extra):
+        raise ConfigError(
+            f"words={shlex.join(extra)} sets a seed, and the parts of {path} have theirs. Leave seed out."
+        )
     runs: dict[str, Planned] = {}
     folder, words = path.parent, content.get("words", [])
     claims = [f"preregistration={folder / CLAIMS}"] if (folder / CLAIMS).exists() else []
     for part in parts:
         for run in _runs_of_part(part, [*words, *claims] if part.preregistered else words, extra):
             runs.setdefault(run.key, run)  # an earlier part already makes it
-    return Queue(folder, parts, list(runs.values()), read_ledger(folder), float(content.get("seconds", 600)))
+    return Queue(folder, parts, list(runs.values()), read_ledger(folder), seconds)
+
+
+def _parse_part(values: Any) -> Part:
+    """Build one part of the queue from `values`, its entry in the file. Raises ValueError for an invalid field."""
+    where = f"part {values.get('name') if isinstance(values, dict) else values}"
+    own = check_fields(values, OF_PART, OPTIONAL_OF_PART, where)
+    for name in ("lines", "seeds"):
+        if own.get(name) == []:
+            raise ValueError(f"{where}: {name} is empty, and there is nothing to run")
+    for line in own.get("after", ()):
+        split_words(line, f"{where}, after `{line}`")
+    return Part(**own)
+
+
+def split_words(line: str, where: str) -> list[str]:
+    """Split a line of overrides as a shell does. Raises ConfigError for an open quote; `where` names the line."""
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} cannot be read: {in_one_line(error)}. Close the quotes.") from None
 
 
 def _runs_of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> list[Planned]:
@@ -178,7 +206,9 @@ def _runs_of_part(part: Part, words: Sequence[str], extra: Sequence[str]) -> lis
     """
     found = []
     for line in part.lines:
-        grid = join_overrides(words, shlex.split(line), extra, [f"seed={part.seeds[0]}"])
+        grid = join_overrides(
+            words, split_words(line, f"part {part.name}, line `{line}`"), extra, [f"seed={part.seeds[0]}"]
+        )
         try:
             jobs = make_plan([spell_for_hydra(word) for word in grid], multirun=True).jobs
         except ConfigError as error:

@@ -1,5 +1,6 @@
 """QUEUE.yaml as runs, and what a ledger leaves of them."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,3 +149,25 @@ def test_a_plan_says_why_a_further_run_does_not_fit(
     assert printed.count("python -m qerl_lab ") == lines
     assert ("a further run does not fit: " in printed) == bool(said)
     assert said in printed
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("", "the file is empty; write parts: ..."), ("parts: {}", "the file: parts={} is no list"),
+    ("{words: [1], parts: []}", "words=[1] is no list of texts; write for example words: "),
+    ("{seconds: soon, parts: []}", "the file: seconds soon is no number above 0"),
+    ("parts: [1]", "part 1 is no mapping; write name: ..., lines: ..."),
+    ("parts: [{name: a, lines: x}]", "part a: lines=x is no list of texts"),
+    ("parts: [{name: a, lines: [x], seeds: 3}]", "part a: seeds=3 is no list of whole numbers"),
+    ("parts: [{name: a, lines: [x], seeds: []}]", "part a: seeds is empty, and there is nothing to run"),
+    ("parts: [{name: a, lines: [x], preregistered: 1}]", "part a: preregistered=1 is no true or false"),
+    ("parts: [{name: a, lines: ['run_dir=\"x']}]", "No closing quotation. Close the quotes."),
+])  # fmt: skip
+def test_a_field_of_a_wrong_kind_is_refused_with_what_to_write(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "queue.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        queue_file.read(tmp_path / "queue.yaml")
+
+
+def test_words_with_a_seed_are_refused(queue: Queue) -> None:
+    with pytest.raises(ConfigError, match="words=seed=7 sets a seed"):
+        queue_file.read(queue.folder / "queue.yaml", ["seed=7"])
