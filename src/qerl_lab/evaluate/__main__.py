@@ -7,6 +7,7 @@ from qerl_lab.system import exits
 with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.config.option import ConfigError
+    from qerl_lab.config.schema import DENSE_FORMAT
     from qerl_lab.evaluate.evaluate_options import (
         AccuracyOptions,
         CompareOptions,
@@ -15,7 +16,6 @@ with exits.starting(__name__):
         check_accuracy,
         check_model,
         check_task,
-        split_name_and_path,
     )
     from qerl_lab.system import terminal
 
@@ -52,8 +52,13 @@ def compare(options: CompareOptions) -> None:
 
 def entropy(options: EntropyOptions) -> None:
     """Print and write how quantization changes the entropy of a model. Raises ConfigError for invalid options."""
+    if {*options.formats} <= {DENSE_FORMAT} and not options.checkpoints:
+        raise ConfigError(
+            f"formats=[{','.join(options.formats)}] leaves nothing to compare with the dense model; allowed: a packed "
+            "format, or checkpoints=[DIR]. Type for example formats=[nvfp4]."
+        )
     check_model(options.model)
-    check_task(split_name_and_path(options.prompts)[0], f"prompts={options.prompts}", "prompts=gsm8k:DIR")
+    check_task(options.prompts, f"prompts={options.prompts}", "prompts=gsm8k:DIR")
     with terminal.quiet_imports():
         from qerl_lab.evaluate.entropy import run
 

@@ -8,12 +8,14 @@ from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import DEVICES, ENGINES, POCKET, EvalConfig
 from qerl_lab.config.spelling import resume_override
+from qerl_lab.config.task import TaskConfig
 from qerl_lab.model import on_disk
 from qerl_lab.record.directory import RunDirectory
 
 PAPER = EvalConfig()  # its defaults are the settings of the QeRL paper
 SMALL = ("aime24", "aime25", "amc23")  # 30 or 40 questions: one sample each is too noisy
 SMALL_SAMPLES = 16
+WITHOUT_FILES = TaskConfig().name  # arithmetic, which reads no task.path
 BY_TASK, BY_FIRST_CHARACTER = "task", "first_character"  # ways of grading
 
 
@@ -22,7 +24,11 @@ class AccuracyOptions:
     run: str = option("", "directory of a finished run, asked with its final adapter; its key may be left out")
     model: str = option("", "or a model alone: Hugging Face id, local directory, FILE.gguf, or `pocket`")
     revision: str | None = option(None, "model=: branch, tag or commit on the hub; null is the newest")
-    format: str | None = option(None, "model=: weight format; null is the stored one, bf16 for a dense model")
+    format: str | None = option(
+        None,
+        "model=: weight format; null is the stored one, bf16 for a dense model",
+        choices=tuple(choices_of("format")),
+    )
     adapter: bool = option(True, "run=: use the adapter; false evaluates only the base")
     benchmarks: list[str] = option([], "tasks, NAME or NAME:PATH (as task.path); none means the run's own task")
     questions: int = option(0, "how many first questions of each; 0: all", at_least=0)
@@ -57,7 +63,7 @@ def check_accuracy(options: AccuracyOptions) -> None:
     """Raise ConfigError at the first invalid combination of options, or if the run or model does not exist."""
     run, model = options.run, options.model
     if bool(run) == bool(model):
-        given = f"run={run} and model={model} are given" if run else "neither run= nor model= is"
+        given = f"run={run} and model={model} are given" if run else "neither run= nor model= is given"
         raise ConfigError(f"{given}; allowed: one of them. Type for example run=RUN_DIR, or model=pocket.")
     if model and not options.benchmarks:
         raise ConfigError(f"benchmarks= is missing, and model={model} has no task. Type for example benchmarks=gsm8k.")
@@ -67,8 +73,8 @@ def check_accuracy(options: AccuracyOptions) -> None:
     if model and not options.adapter:
         raise ConfigError(f"adapter=false is of a run, and model={model} has no adapter. Leave adapter out.")
     names = [split_name_and_path(spec)[0] for spec in options.benchmarks]
-    for name in names:
-        check_task(name, f"{name} in benchmarks=[{','.join(options.benchmarks)}]", "benchmarks=gsm8k")
+    for name, spec in zip(names, options.benchmarks, strict=True):
+        check_task(spec, f"{spec} in benchmarks=[{','.join(options.benchmarks)}]", "benchmarks=gsm8k")
         if names.count(name) > 1:
             raise ConfigError(f"{name} is in benchmarks {names.count(name)} times. Type it once in each command.")
     if run:
@@ -100,15 +106,21 @@ def check_model(model: str) -> None:
         on_disk.check_files(folder, f"model={model}")
 
 
-def check_task(name: str, given: str, example: str) -> None:
-    """Raise ConfigError unless `name` is a task. The message quotes `given`, as typed, and proposes `example`."""
-    allowed = choices_of("task")
+def check_task(spec: str, given: str, example: str) -> None:
+    """Raise ConfigError unless `spec` is a task, NAME or NAME:PATH, and reads its questions from a path if it has one.
+
+    The message quotes `given`, as typed, and proposes `example`.
+    """
+    (name, path), allowed = split_name_and_path(spec), choices_of("task")
     if name not in allowed:
         hint = did_you_mean(name, allowed)
         raise ConfigError(
             f"{given} is no task; allowed: {', '.join(allowed)}, each alone or as NAME:PATH.{hint} "
             f"Type for example {example}."
         )
+    if path is not None and (not path.strip() or name == WITHOUT_FILES):
+        reason = f"{name} makes its own questions" if name == WITHOUT_FILES else "it names no path after the colon"
+        raise ConfigError(f"{given} is not allowed, because {reason}. Type {name} alone, or for example gsm8k:DIR.")
 
 
 def split_name_and_path(spec: str) -> tuple[str, str | None]:

@@ -71,7 +71,19 @@ def resolve_subject(options: AccuracyOptions) -> Subject:
         )
     rules.check_engine(cfg)
     preflight.check_engine(cfg)
+    _check_context(cfg)
     return found
+
+
+def _check_context(cfg: RunConfig) -> None:
+    """Raise ConfigError if the longest completion fills the context of a model on this machine."""
+    folder, longest = on_disk.local_path(cfg.model.path), cfg.rollout.max_completion_tokens
+    context = on_disk.context_tokens(read_json(folder / "config.json")) if folder else None
+    if context is not None and longest >= context:
+        raise ConfigError(
+            f"max_completion_tokens={longest} leaves no room for a question, because model.path={cfg.model.path} was "
+            f"made for {context} tokens. Type max_completion_tokens={context // 2}."
+        )
 
 
 def _resolve_run(options: AccuracyOptions) -> Subject:
