@@ -20,7 +20,7 @@ SHOWS = {
     "02_ablation_tables": (("baseline bf16", "as in Table 1", "contrasts have runs here"), 0),
     "03_throughput": (("train_step", "NVIDIA H200, torch", "| qwen2.5-7b, bf16 | bf16 | train_step |"), 4),
     "04_entropy_and_noise": (("weight error", "mxfp4 raises the entropy", "share of its entropy"), 3),
-    "05_bring_your_own_format": (("kept    the packed", "packs_rows_apart", "packed weights unchanged: True"), 1),
+    "05_bring_your_own_format": (("kept    packed tensors", "packs_rows_apart", "packed weights unchanged: True"), 1),
     "06_one_small_gpu": (("fp4_tiles", "nvfp4_aqn at scale pocket", "held-out accuracy"), 1),
 }
 
