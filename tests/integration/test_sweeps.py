@@ -179,6 +179,17 @@ def most_at_once() -> int:
     return max(sum(begin <= moment < end for begin, end in spans) for moment, _ in spans)
 
 
+def test_a_sweep_goes_on_with_as_many_jobs_at_once_as_are_typed_now() -> None:
+    words = ["-m", "seed=20,21", "lora.rank=4"]
+    assert main(words) == 0
+    assert most_at_once() == 1
+    for run in _runs():
+        (run / "DONE").unlink()
+    assert main([*words, "jobs=2", "cpu_threads=1"]) == 0
+    assert sessions() == [2, 2]
+    assert most_at_once() == 2
+
+
 def test_a_pool_runs_so_many_jobs_at_once_and_no_more(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "seed=20,21,22,1", "jobs=2", "cpu_threads=1"]) == 1
     assert most_at_once() == 2

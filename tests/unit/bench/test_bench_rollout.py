@@ -111,8 +111,14 @@ def test_what_a_sync_left_to_the_gpu_is_time_of_the_sync(clock: list[float], mon
 @pytest.mark.parametrize(
     ("sampler", "message"),
     [
-        (FakeSampler(lambda prompts, new: [[-NATS] * (new - 1) for _ in prompts]), "and got 2 completions of"),
-        (FakeSampler(lambda prompts, new: [[-NATS] * new for _ in prompts[1:]]), "and got 1 completions of"),
+        (
+            FakeSampler(lambda prompts, new: [[-NATS] * (new - 1) for _ in prompts]),
+            "asked for 2 x 8 tokens, and got 2 completions of",
+        ),
+        (
+            FakeSampler(lambda prompts, new: [[-NATS] * new for _ in prompts[1:]]),
+            "asked for 2 x 8 tokens, and got 1 completions of",
+        ),
         (FakeSampler(lambda prompts, new: [[math.nan] * new for _ in prompts]), "nan nats in the mean"),
         (FakeSampler(lambda prompts, new: [[-0.01] * new for _ in prompts]), "0.01 nats in the mean"),
         (FakeSampler(answer, blocks=4), "holds 64 tokens, and the largest batch has 80"),

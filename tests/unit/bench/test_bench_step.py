@@ -142,3 +142,11 @@ def test_a_step_that_is_not_what_was_asked_ends_the_arm(
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
         step.summarize(job(tmp_path, LAB, options()), steps)
+
+
+def test_a_coin_decides_what_an_answer_earns() -> None:
+    texts = [f"text {index}" for index in range(200)]
+    question = step.Question("", "", "0")
+    answers = step.coin(texts, [question] * 200)["answer"]
+    assert 60 < answers.sum() < 140
+    assert (step.coin(texts, [question] * 200)["answer"] == answers).all()

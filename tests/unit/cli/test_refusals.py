@@ -68,6 +68,7 @@ def refused(line: str, capsys) -> str:
         ("differs_in=[seed]", ["Leave differs_in out"]),
         # an arm that is no longer itself
         ("+experiment=nvfp4_aqn aqn=off", ["aqn=off", "aqn.schedule=exponential", "Type +experiment=nvfp4 instead"]),
+        ("+experiment=nvfp4_aqn aqn=linear", ["aqn=linear", "without experiment=nvfp4_aqn"]),
         ("+experiment=nvfp4 aqn=cosine", ["Type aqn.schedule=cosine instead, without experiment=nvfp4"]),
         ("+experiment=nvfp4_aqn_kl aqn.schedule=linear", ["Type aqn.schedule=linear aqn.unit=kl instead, without"]),
         # another model by the embedded policy's recipe

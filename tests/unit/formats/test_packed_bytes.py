@@ -21,7 +21,9 @@ from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import __main__ as quantize
 from small_checkpoints import edit_tensors, equal, write_dense
 
-each_rule = pytest.mark.parametrize("weight_format", [*ALL, Nvfp4("four_over_six"), Mxfp4("ceil")], ids=repr)
+each_rule = pytest.mark.parametrize(
+    "weight_format", [*ALL, Nvfp4("four_over_six"), Mxfp4("ceil"), Mxfp4("floor")], ids=repr
+)
 COMPUTED = ("float32", "bfloat16")
 
 

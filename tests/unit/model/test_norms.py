@@ -43,7 +43,7 @@ def test_norms_that_feed_no_linear_layer_are_refused_and_those_that_do_are_named
     kind: str, refused: list[str], allowed: list[str]
 ) -> None:
     model = small(kind)
-    with pytest.raises(ConfigError, match=rf"{refused[-1]} feeds no linear.*Type aqn\.norms=\[{','.join(allowed)}\]"):
+    with pytest.raises(ConfigError, match=rf"\.{refused[-1]} feeds no linear.*Type aqn\.norms=\[{','.join(allowed)}\]"):
         noisy_norms(model, refused, "M")
     assert len(noisy_norms(model, allowed, "M")) == 4
 

@@ -120,6 +120,7 @@ def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(sweep:
         assert found["command"].endswith("claims=claims.yaml")
         assert f"SHA-256 {digest[:12]}" in Path("results/mine/verdicts.md").read_text()
     assert main(["runs", "out=results/page"]) == exits.OK  # Parquet keeps the hash
+    Path("results/mine/verdicts.json").unlink()  # of the loop above
     (row,) = judged("claims=claims.yaml", runs="results/page")["rows"]
     assert row["registered"].startswith("preregistered: all 8")
 
@@ -130,6 +131,7 @@ def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(sweep:
     (("free: [format, aqn]", "free: [format.nam]"), "format.nam is no key of a run. Did you mean format.name?"),
     (('aqn.schedule: "off"', "aqn.schedule: off"), 'write "off" with its quotes'),
     (("treated: noisy", "treated: noise"), "noise is none of the arms. Did you mean noisy?"),
+    (("control: plain", "control: noisy"), "claim ours: noisy is compared with itself; write two arms"),
     (("seeds: 4", "seeds: 1"), "seeds=1 is no whole number of at least 2"),
     (("reason: a point", "why: a point, reason: one"), "claim ours has why, which is none of"),
     (("control: plain}", "control: plain, printed: [{where: {table: Table 0}, treated: {}, control: {}}]}"),

@@ -112,6 +112,19 @@ def test_what_others_read_of_the_base_is_what_it_was(policy: Policy, cfg: Any, t
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 2**20  # without the base
 
 
+@pytest.mark.parametrize("form", [in_marlin, in_tiles])
+def test_neither_a_move_to_where_it_is_nor_another_dtype_changes_the_engine_s_tensors(
+    policy: Policy, form: Form
+) -> None:
+    engine = engine_of(policy, form=form)
+    one_copy.share(policy, engine)
+    layer = next(iter(one_copy.layers_of(policy).values()))
+    before = layer.held()
+    policy.model.to("cpu", torch.bfloat16)
+    assert layer.weight.untyped_storage().data_ptr() in storages(engine)
+    assert all(equal(layer.held()[name], tensor) for name, tensor in before.items())
+
+
 def test_back_to_the_gpu_go_those_that_are_not_shared(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands for the GPU."""
     layers = one_copy.layers_of(policy)

@@ -45,6 +45,12 @@ def test_a_dense_model_is_handed_over_as_the_policy_packed_it(name: str, tiny, b
     assert all(torch.equal(state[key], tensor) for key, tensor in dense.items())
 
 
+def test_a_directory_that_holds_the_same_weights_is_read_where_it_is(tiny, build_policy) -> None:
+    cfg = tiny(format__name="bf16")
+    with base.model_folder(build_policy(cfg), cfg) as folder:
+        assert folder == ASSETS
+
+
 def test_weights_that_bf16_rounds_are_handed_over_rounded(tmp_path: Path, tiny, build_policy) -> None:
     """A directory in float32 holds other weights than a policy in bf16."""
     model = tmp_path / "model"

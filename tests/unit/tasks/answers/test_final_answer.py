@@ -22,7 +22,7 @@ GOOD = "<think>7+5=12.</think><answer>12</answer>"
     ("12", None),
     ("", None),
     # `<` belongs to an answer
-    ("<answer>2 < 3</answer>", "2 < 3"),
+    ("<answer>a<b</answer>", "a<b"),
     ("<think>18?<answer>18</answer></think><answer>17 < x</answer>", "17 < x"),
     # nothing inside the thinking counts
     ("<think>It is <answer>18</answer>", None),
@@ -59,7 +59,7 @@ def test_the_final_answer_is_the_last_complete_block_outside_of_the_thinking(com
     ("", False),
     # a blank answer is none; `<` belongs to one
     ("<think>a</think><answer> \n</answer>", False),
-    ("<think>a</think><answer>x < 5</answer>", True),
+    ("<think>a</think><answer>x<y</answer>", True),
     ("<think>a</think><answer>1<answer>2</answer>", False),
     ("<think>a</think><answer>1</think></answer>", False),
     ("<think>a</think><answer>1</answer></answer>", False),
