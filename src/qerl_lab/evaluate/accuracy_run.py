@@ -91,11 +91,11 @@ def run(options: AccuracyOptions) -> None:
         # A dense base is asked once: its own engine is the common one.
         for engine in (OWN, COMMON) if options.common and not chosen.is_dense else (OWN,):
             with ExitStack() as loaded:
-                asked = chosen
+                evaluated = chosen
                 if engine == COMMON:
-                    asked = loaded.enter_context(subject.dequantized_subject(chosen))
-                learner = subject.load_policy(asked)
-                sampler = loaded.enter_context(closing(rollout.build(asked.cfg, learner)))
+                    evaluated = loaded.enter_context(subject.dequantized_subject(chosen))
+                learner = subject.load_policy(evaluated)
+                sampler = loaded.enter_context(closing(rollout.build(evaluated.cfg, learner)))
                 started = time.time()
                 too_long = answer_missing_parts(chosen.cfg, tasks, identity, engine, learner, sampler, unfinished)
                 seconds += time.time() - started

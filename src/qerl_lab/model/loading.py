@@ -134,7 +134,7 @@ def _check_names(
     `dense` maps names of dense tensors to shapes; `packed` names the Linears stored in `weight_format`, and their
     shapes are not checked here. Copies of tied tensors and tensors that the model ignores may be in `source` too.
     """
-    keys = weight_format.layout((64, 64)).keys()  # the same for every shape
+    keys = weight_format.layout((64, 64)).keys() if packed else ()  # the same for every shape
     expected = dense.keys() | {f"{name}.{key}" for name in packed for key in keys}
     stored, patterns = set(source.names), [*(model._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]
     extra = sorted(

@@ -112,8 +112,9 @@ def read_source(options: QuantizeOptions) -> Source:
             f"({first_line(error)}). Type another model, or install a transformers that knows it."
         ) from error
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    weight_format, packed = formats.build(options.format_config()), packable(model, options.ignore)
+    weight_format = formats.build(options.format_config())
     _check_ignore(options, model, weight_format, linears)
+    packed = packable(model, options.ignore)
     if not packed:
         raise ConfigError(f"model={options.model} has no Linear layer outside of {_spell_ignore(options)}.")
     for name in (f"{layer}.weight" for layer in packed):
@@ -138,7 +139,7 @@ def read_source(options: QuantizeOptions) -> Source:
 def _check_ignore(
     options: QuantizeOptions, model: PreTrainedModel, weight_format: Format, linears: Sequence[str]
 ) -> None:
-    """Raise ConfigError if an entry of `options.ignore` names none of `linears`, or no entry names the output layer."""
+    """Raise ConfigError if an entry of `options.ignore` names no layer of `linears`, or the head would be packed."""
     for entry in options.ignore:  # a typo would quantize a layer that was to stay dense
         if not any(is_ignored(name, [entry]) for name in linears):
             ends = sorted({name.rpartition(".")[2] for name in linears})

@@ -204,6 +204,8 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Co
     for name in (own["treated"], own["control"]):
         if name not in arms:
             raise ValueError(f"{where}: {name} is none of the arms.{did_you_mean(name, list(arms))}")
+    if own["treated"] == own["control"]:
+        raise ValueError(f"{where}: {own['treated']} is compared with itself; write two arms")
     printed = []
     for row in own.get("printed", ()):
         row = check_fields(row, OF_PRINTED, {}, f"{where}, printed")

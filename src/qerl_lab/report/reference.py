@@ -111,13 +111,14 @@ def paper_difference(
     `treated` and `control` are column values, as in `value`. With `ratio` the numbers are divided. Two curves of one
     figure are compared only at steps at which both are known.
     """
-    rows = _select_one_row(treated), _select_one_row(control)
-    first, second = (row["number"] for row in rows)
-    file, setting = rows[0]["file"], rows[0]["setting"]
-    if file and file == rows[1]["file"]:
-        curves_of_both = steps_of_mean(interpolated(file), setting)[[row["column"] for row in rows]]
-        first, second = curves_of_both.dropna().mean()
-    return float(first / second if ratio else first - second), float(max(row["error"] for row in rows))
+    treated_row, control_row = _select_one_row(treated), _select_one_row(control)
+    of_treated, of_control = treated_row["number"], control_row["number"]
+    file, setting = treated_row["file"], treated_row["setting"]
+    if file and file == control_row["file"]:
+        curves_of_both = steps_of_mean(interpolated(file), setting)[[treated_row["column"], control_row["column"]]]
+        of_treated, of_control = curves_of_both.dropna().mean()
+    error = max(treated_row["error"], control_row["error"])
+    return float(of_treated / of_control if ratio else of_treated - of_control), float(error)
 
 
 def numbers(**where: str) -> dict[str, float]:

@@ -111,11 +111,11 @@ def plan(options: PlanOptions) -> None:
         print(f"made under another {PREREGISTRATION}: {row['run']}")
     spent = 0.0
     for planned in _next_runs(queue, options):
-        needed, left = queue.seconds(planned) / at_once, options.minutes * 60 - spent
-        if needed > left:
+        needed, remaining = queue.seconds(planned) / at_once, options.minutes * 60 - spent
+        if needed > remaining:
             share = f" (its time divided by {at_once} runs at once)" if at_once > 1 else ""
             print(
-                f"a further run does not fit: it needs {needed:,.0f} s{share}, and {left:,.0f} s of "
+                f"a further run does not fit: it needs {needed:,.0f} s{share}, and {remaining:,.0f} s of "
                 f"minutes={options.minutes:g} are left"
             )
             break

@@ -309,10 +309,11 @@ class LabTrainer(GRPOTrainer):
         """Replace TRL's means of micro-batches by their weighted mean, because TRL would average without weights."""
         recorded = self._metrics["train"]
         tokens = [sum(of_ranks) for of_ranks in zip(*self.ranks.gather(self.loss_tokens), strict=True)]
-        ratios = [1.0] * len(tokens) if self.importance_sampling_level == "sequence" else tokens
+        per_sequence = self.importance_sampling_level == "sequence"
+        weights_by_unit = {"tokens": tokens, "ratios": [1.0] * len(tokens) if per_sequence else tokens}
         for metric in METRICS.values():
             if metric.over and metric.trl in recorded:
-                weights = tokens if metric.over == "tokens" else ratios
+                weights = weights_by_unit[metric.over]
                 total = sum(mean * weight for mean, weight in zip(recorded[metric.trl], weights, strict=True))
                 recorded[metric.trl] = [total / max(sum(weights), 1.0)]
 
