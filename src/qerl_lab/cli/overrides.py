@@ -40,10 +40,10 @@ GROUPS = {  # the folders of conf/, and sweeps
 
 
 def spell_for_hydra(override: str) -> str:
-    """Spell a typed override (`key=value`) for Hydra: quote a text, and put a plus before the groups of `APPENDED`.
+    """Spell a typed override (`key=value`) for Hydra: quote a string value, add a plus to config groups of `APPENDED`.
 
-    The user may type a plus or not: `experiment=x` and `+experiment=x` become the same. The flags of `slurm` are quoted
-    as one text. Hydra's own keys (`hydra.*`, `hydra/*`) keep their plus.
+    The user may type a plus or not: `experiment=x` and `+experiment=x` become the same. The value of `slurm` holds
+    several flags and is quoted as one string. Hydra's own keys (`hydra.*`, `hydra/*`) keep their plus.
     """
     key, sign, value = override.lstrip("+").partition("=")
     if not sign or key.startswith("~"):

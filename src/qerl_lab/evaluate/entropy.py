@@ -201,7 +201,7 @@ def measure_arm(options: EntropyOptions, arm: Arm, texts: Texts, folder: Path) -
 def _measure_error_parts(
     options: EntropyOptions, arm: Arm, texts: Texts, dense: WeightFiles, linears: list[str], packed_T: Tensor
 ) -> list[dict[str, Any]]:
-    """Measure the dense model plus parts of the rounding error of `arm`; return a row of the results per part.
+    """Measure the dense model plus parts of the rounding error of `arm`; return a row per part, and the row `scale`.
 
     `dense` holds the weights of the dense model, `linears` the names of the packed Linears, `packed_T` the entropies of
     the arm.

@@ -326,10 +326,10 @@ class RunDirectory:
         return self._read_json(SESSIONS, list)
 
     def begin_session(self, start: float) -> None:
-        """Record that a process works on the run from `start` (Unix seconds) on.
+        """Record that this process works on the run, since `start` (Unix seconds).
 
-        Ends the session of a killed process at the time of the last line in metrics.jsonl. So call this before
-        `cut_records`.
+        If an earlier process was killed, this also ends its session, at the time of the last line in metrics.jsonl.
+        Call it before `cut_records`, which may remove this line.
         """
         sessions = self.sessions()
         if sessions and sessions[-1][1] is None:

@@ -127,7 +127,8 @@ def count_overlaps(runs: Sequence[Run]) -> list[Run]:
 def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     """Return the runs that count, and a line `NAME: REASON` for each other run.
 
-    The newest finished run of each arm and seed counts. The runs are sorted by experiment, settings and seed.
+    A run counts if it is the newest finished run of its arm and seed. The runs that count are sorted by experiment,
+    settings and seed.
     """
     counted: dict[tuple[Arm, int], Run] = {}
     left_out = [f"{run.name}: {run.status}" for run in runs if not run.is_finished]

@@ -156,7 +156,7 @@ def read(folder: Path) -> tuple[list[Run], dict[str, str]]:
 
 
 def runs_of(tables: Frames) -> tuple[list[Run], dict[str, str]]:
-    """Rebuild runs from tables of `frames`; return them, and a dict from the name of each damaged run to the reason.
+    """Rebuild runs from the tables that `frames` made. Also return the reason of each damaged run, by its name.
 
     Raises KeyError or ValueError if the tables are not from `frames`.
     """

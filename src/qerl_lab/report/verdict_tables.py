@@ -166,7 +166,10 @@ def _letters(rows: Sequence[Row]) -> dict[Conditions, str]:
 
 
 def _basis(rows: Sequence[Row]) -> list[str]:
-    """List paragraphs on the basis of verdicts: corrections, claims files with SHA-256, conditions of the runs."""
+    """Return the paragraphs that say what the verdicts rest on.
+
+    They name the numbers of tests that are corrected for, the claims files with SHA-256, and the runs' conditions.
+    """
     texts = [families(rows)]
     for file in {row.claim.file.sha256: row.claim.file for row in rows}.values():
         own = [row for row in rows if row.claim.file == file and row.numbers]

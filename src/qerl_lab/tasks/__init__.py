@@ -139,7 +139,7 @@ def check_trains(cfg: TaskConfig) -> None:
 
 
 def is_on_the_hub(cfg: TaskConfig) -> bool:
-    """Tell whether the task reads questions from the Hugging Face hub if task.path is not set. Does not ask the hub."""
+    """Tell whether the task has its questions from the Hugging Face hub by default, that is, without task.path."""
     return cfg.name in question_sets.SOURCES and not {"train", "heldout"} <= _functions(cfg).of_file
 
 

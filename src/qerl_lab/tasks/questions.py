@@ -71,7 +71,10 @@ def label(cfg: TaskConfig) -> str:
 
 
 def wording(text: str) -> str:
-    """Return the text in lower case, without whitespace. Questions with equal wording share a side of a split."""
+    """Return the text in lower case, without whitespace. Questions of equal wording are never split.
+
+    They are either all for training or all held out.
+    """
     return "".join(text.casefold().split())
 
 

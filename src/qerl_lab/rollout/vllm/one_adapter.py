@@ -234,9 +234,10 @@ class OneAdapterMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         """Override vLLM's hook: convert the loaded weights to the layout that the kernel in use expects.
 
-        This kernel is `fp4_tiles` if `self.routes.fp4_tiles` is set, else the kernel of `base`. If
-        `self.routes.dense_rows` is set, the layer also keeps an unpacked copy of the weights. It also keeps a copy of
-        the bias in checkpoint order as `plain_bias`, because vLLM's kernels Marlin and Humming reorder `layer.bias`.
+        This kernel is `fp4_tiles` if `self.routes.fp4_tiles` is set, else the kernel of the wrapped vLLM method
+        `self.base`. If `self.routes.dense_rows` is set, the layer keeps an unpacked copy of the weights beside them. In
+        every case it keeps a copy of its bias in checkpoint order as `plain_bias`, because vLLM's kernels Marlin and
+        Humming reorder `layer.bias`.
         """
         if (bias := getattr(layer, "bias", None)) is not None:
             layer.register_buffer("plain_bias", bias.data.clone(), persistent=False)

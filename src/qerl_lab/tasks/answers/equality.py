@@ -100,7 +100,7 @@ def _compare_amounts(left: Amount, right: Amount) -> bool:
 
 
 def _is_product_of_letters(amount: Amount, other: Amount) -> bool:
-    """Read the unit of `amount` as variables (`2 m` as 2m) and tell whether the result equals `other`.
+    """Tell whether `amount` equals `other` once its unit is read as variables: two metres, `2 m`, as 2 times m.
 
     False if `other` has no variables.
     """

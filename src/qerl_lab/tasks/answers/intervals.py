@@ -51,7 +51,10 @@ def interval(relation: Relation) -> Several | None:
 
 
 def _is_set(form: Form) -> bool:
-    """Tell whether a form can only be a set, not a point: it is an equation, an inequality, a union or a difference."""
+    """Tell whether a form surely denotes a set: an equation, an inequality, a union or a difference.
+
+    `(1, 2)` is not sure, because it may be an interval or a point.
+    """
     return isinstance(form, Relation) or (isinstance(form, Several) and form.brackets in ("or", "minus"))
 
 

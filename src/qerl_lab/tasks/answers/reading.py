@@ -138,7 +138,7 @@ def _words(text: str) -> str:
 def _numeral(digits: str, base: str) -> Form:
     """Return the form of a numeral: its digits, and its base, such as "8" or "eight".
 
-    Raises Unreadable unless the base is from 2 to 36 and has all the digits.
+    Raises Unreadable unless the base is from 2 to 36 and every digit is below it.
     """
     radix = int(base) if base.isdigit() and len(base) < 3 else _NUMBERS.get(base.lower(), 0)
     if not 2 <= radix <= 36 or any(int(digit, 36) >= radix for digit in digits):
