@@ -220,7 +220,10 @@ def _measure_error_parts(
 
 
 def compare_to_dense(model: PreTrainedModel, texts: Texts) -> tuple[Tensor, Tensor]:
-    """Return entropy of a model and KL(model || dense) at each token of the texts: float64 [T] each, on the CPU."""
+    """Return the entropy of `model` and its KL to the dense model at each token of `texts`: float64 [T], on the CPU.
+
+    `texts` holds the hidden states of the dense model.
+    """
     states = kl.hidden_states(model, texts.pairs, texts.batch_size)
     both = zip(kl.logprobs(model, states), kl.logprobs(texts.model, texts.states), strict=True)
     measured = [torch.stack([kl.entropy_per_token(q), kl.per_token(q, p)]).cpu() for q, p in both]

@@ -51,13 +51,13 @@ class LayerError:
 
     @property
     def dead(self) -> Tensor:
-        """Error of the weights that become 0, [N, K]: -`weight` where `ideal` is 0, and 0 elsewhere."""
+        """Part of the rounding error that is of weights rounded to 0, [N, K]; 0 at all other weights."""
         assert self.ideal is not None
         return torch.where(self.ideal == 0, -self.weight, 0.0)
 
     @property
     def grid(self) -> Tensor:
-        """Error of the weights that move to the grid, [N, K]: `ideal` - `weight` where `ideal` is not 0, else 0."""
+        """Part of the rounding error that is of weights not rounded to 0, [N, K]; 0 at the weights rounded to 0."""
         assert self.ideal is not None
         return torch.where(self.ideal == 0, 0.0, self.ideal - self.weight)
 

@@ -41,9 +41,9 @@ class CompressedTensors(Format):
         return self.BITS + (8 / self.BLOCK if self.BLOCK else 0.0)
 
     def ideal(self, weight: Tensor) -> Tensor:
-        """Round `weight[N, K]` to E2M1 values times exact block scales, which map each block's maximum to 6.
+        """Round `weight[N, K]` as if block scales were stored without rounding; return float32 `[N, K]`.
 
-        Returns float32 `[N, K]`.
+        The values are E2M1, the scale of a block maps its maximum to 6. The rest of a format's error is of its scales.
         """
         assert self.BLOCK is not None
         blocks = weight.float().unflatten(1, (-1, self.BLOCK))

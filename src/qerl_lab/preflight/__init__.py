@@ -198,7 +198,7 @@ def _check_disk(cfg: RunConfig, folder: Path | None, run_dir: Path) -> None:
 def _refuse_full_disk(place: Path, needed: int, what: str, remedy: str) -> None:
     """Raise ConfigError if the disk of `place` has less than `needed` bytes free. `place` need not exist.
 
-    For the message: `what` takes the space, `remedy` is what to type instead.
+    In the message `what` names the thing that needs the space, and `remedy` the setting to type instead.
     """
     above = next(path for path in (place, *place.parents) if path.is_dir())
     free = shutil.disk_usage(above).free

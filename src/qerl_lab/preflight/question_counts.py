@@ -70,7 +70,7 @@ def are_questions_here(cfg: RunConfig) -> bool:
 
 @cache
 def _load_task(task: str) -> tasks.Task:
-    """Load the task of a configuration section `task.*`, given as JSON so that it can be cached."""
+    """Load the task of a section `task.*`. Cached, which is why the section is given as JSON: a dict has no hash."""
     return tasks.load(build_config({"task": json.loads(task)}).task)
 
 

@@ -98,7 +98,7 @@ def word_problem_pairs(tokenizer: PreTrainedTokenizerBase) -> kl.Pairs:
 def prompt_ids(chat: Chat, instruction: str, question: str) -> list[int]:
     """Return the token ids of a prompt: `instruction` as system message, then `question`.
 
-    If the chat template refuses system messages, or there is none, one user message or plain text holds both.
+    If the chat template refuses system messages, one user message holds both. Without a chat template plain text does.
     """
     together = f"{instruction}\n\n{question}"
     if not chat.tokenizer.chat_template:

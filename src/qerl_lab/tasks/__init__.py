@@ -110,8 +110,8 @@ def load(cfg: TaskConfig) -> Task:
 def load_worked(cfg: TaskConfig) -> Task:
     """Build the task for training, with a worked solution in `payload["solution"]` of each training question.
 
-    Training questions that are also held out are removed. Raises ConfigError if they are over 1%, if questions cannot
-    be read, or if the task has no worked solutions.
+    Training questions that are also held out are removed. Raises ConfigError if more than 1% of the training questions
+    are removed, if questions cannot be read, or if the task has no worked solutions.
     """
     return _task(cfg, "worked")
 

@@ -77,9 +77,10 @@ def cannot_share(why: str) -> ConfigError:
 
 
 def _fused_pairs(layers: Layers, model: nn.Module) -> Iterator[tuple[nn.Module, Layers]]:
-    """Yield each layer of vLLM's `model` with the policy's layers that it fuses, by name, in the order of their rows.
+    """Yield each fused layer of vLLM's `model`, such as qkv_proj, with the policy's layers that are its parts.
 
-    `layers` are the policy's packed layers. Skips vLLM's layers with a part that is not among them.
+    The parts are in the order of their rows, by name. `layers` are the policy's packed layers. A layer of vLLM is
+    skipped unless all of its parts are among them.
     """
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     # A `.base_layer` comes after its wrapper in named_modules, and so replaces it.
