@@ -9,6 +9,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import POCKET, LoraConfig, ModelConfig, RunConfig, TaskConfig
 
 WEIGHTS = "adapter_model.safetensors"
+CLAIMS = "claims.yaml"  # beside results: the claims that they test
 SQLITE = "sqlite:///"
 
 

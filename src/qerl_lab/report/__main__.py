@@ -4,6 +4,7 @@
 """
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from qerl_lab.system import exits
 with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, run_subcommand
     from qerl_lab.config.option import ConfigError, did_you_mean, option
+    from qerl_lab.config.paths import CLAIMS
     from qerl_lab.system.disk import make_directory, replace_file
     from qerl_lab.system.terminal import format_path
 
@@ -49,6 +51,7 @@ def report(options: ReportOptions) -> None:
 
         folder = Path(options.out).expanduser()
         make_directory(folder, f"out={folder}")
+        _copy_claims([Path(source).expanduser() for source in options.sweep], folder)
         written = page.write(folder, found, options.baseline, [Path(file).expanduser() for file in options.bench])
         size = sum(path.stat().st_size for path in written)
         print(f"written: {format_path(folder)}  (report.html, {len(written) - 1} other files; {size / 1e6:.1f} MB)\n")
@@ -57,6 +60,24 @@ def report(options: ReportOptions) -> None:
         print(comparison.text(found, baseline))
     else:
         print("\n  ".join(["No run finished:", *found.left_out]))
+
+
+def _copy_claims(sources: Sequence[Path], folder: Path) -> None:
+    """Copy claims.yaml of the results in `sources` into `folder`, so that the report there tests the same claims.
+
+    Does nothing if `folder` has a claims.yaml, or if no source has one. Raises ConfigError if two sources differ in it.
+    """
+    found = [source / CLAIMS for source in sources if (source / CLAIMS).is_file()]
+    if not found or (folder / CLAIMS).exists():
+        return
+    for other in found[1:]:
+        if other.read_bytes() != found[0].read_bytes():
+            raise ConfigError(
+                f"{format_path(found[0])} and {format_path(other)} hold different claims; allowed: one file. Copy the "
+                f"one to test to {format_path(folder / CLAIMS)}."
+            )
+    replace_file(folder / CLAIMS, found[0].read_bytes())
+    print(f"claims: those of {format_path(found[0])}, copied to {format_path(folder)}")
 
 
 @dataclass

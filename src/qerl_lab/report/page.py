@@ -15,6 +15,7 @@ from typing import NamedTuple
 from jinja2 import Environment, StrictUndefined
 
 from qerl_lab.config.message import with_noun
+from qerl_lab.config.paths import CLAIMS
 from qerl_lab.config.spelling import hydra_override
 from qerl_lab.report import (
     claims,
@@ -64,7 +65,7 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     made = results.frames(compared.runs, compared.damaged, compared.arm_of)
     same = comparison.compare(*results.runs_of(made))  # use only what the files hold from here on
     baseline = comparison.baseline_of(list(same.arms), wanted) if same.arms else None
-    own = folder / "claims.yaml"
+    own = folder / CLAIMS
     rows = judge(same.counted, same.runs, claims.read(own, format_path(own)) if own.exists() else None)
     drawn = draw_all(same, baseline)
     if figure := diagnostics.draw_effects(rows):

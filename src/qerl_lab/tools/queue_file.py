@@ -36,10 +36,11 @@ from qerl_lab.config.arm import settings_of_arm, values_of
 from qerl_lab.config.fields import LIST, NUMBER, SWITCH, TEXT, TEXTS, WHOLES, check_fields, parse_number
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import CLAIMS
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.system.disk import replace_file
 
-LEDGER, PREREGISTRATION, CLAIMS, PILOT = "ledger.csv", "PREREGISTRATION.md", "claims.yaml", "PILOT:"
+LEDGER, PREREGISTRATION, PILOT = "ledger.csv", "PREREGISTRATION.md", "PILOT:"
 COLUMNS = ("run", "seed", "part", "state", "host", "card", "start", "seconds", "commit", "preregistration",
            "adapter_sha256", "evaluations", "words")  # fmt: skip
 DONE, FAILED, ATTEMPTS = "done", "failed", 2

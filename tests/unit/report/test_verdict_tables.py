@@ -125,6 +125,21 @@ def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(sweep:
     assert row["registered"].startswith("preregistered: all 8")
 
 
+def test_a_report_elsewhere_tests_the_claims_beside_the_results(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["runs", "out=results/page"]) == exits.OK
+    Path("results/page/claims.yaml").write_text(CLAIMS_FILE)
+    assert main(["results/page", "out=results/copy"]) == exits.OK
+    assert "claims: those of results/page/claims.yaml, copied to results/copy" in capsys.readouterr().out
+    assert Path("results/copy/claims.yaml").read_text() == CLAIMS_FILE
+    rows = json.loads(Path("results/copy/verdicts.json").read_text())["rows"]
+    assert [row["claim"]["name"] for row in rows] == ["ours"]
+    Path("results/copy/claims.yaml").write_text(CLAIMS_FILE.replace("noise helps", "noise is good"))
+    assert main(["results/page", "results/copy", "out=results/both"]) == exits.USAGE
+    assert "hold different claims; allowed: one file." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("change", "said"), [
     (("smallest: 0.01,", ""), "claim ours lacks smallest"),
     (("measure: accuracy_after", "measure: accuracy"), "measure accuracy is none of"),
