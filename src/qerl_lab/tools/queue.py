@@ -27,6 +27,7 @@ with exits.starting(__name__):
 
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.cli.scheduler import GpuPool
+    from qerl_lab.config.message import with_noun
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.paths import WEIGHTS, sha256
     from qerl_lab.record.directory import RunDirectory
@@ -96,6 +97,7 @@ def plan(options: PlanOptions) -> None:
     queue = read(Path(options.queue), split_words(options.words, f"words={options.words}"))
     at_once = options.jobs * options.gpus
     rows = [["part", "runs", "done", "left", "min a run", "hours left"]]
+    all_left = _next_runs(queue, options)
     for part in _chosen_parts(queue, options):
         runs = [planned for planned in queue.runs if planned.part is part]
         left = [planned for planned in queue.left() if planned.part is part]
@@ -104,18 +106,20 @@ def plan(options: PlanOptions) -> None:
         minutes = queue.seconds(runs[0]) / 60 if runs else 0
         rows.append([part.name, str(len(runs)), str(done), str(len(left)), f"{minutes:.1f}", f"{hours:.1f}"])
     print(columns(rows))
+    hours = sum(queue.seconds(planned) for planned in all_left) / at_once / 3600
+    print(f"{with_noun(len(all_left), 'run')} left, {hours:.1f} hours")
     for planned in queue.runs:
         if queue.failures(planned.key) and planned not in queue.left() and not queue.is_done(planned.key):
             print(f"failed {queue.failures(planned.key)} times, not planned again: {planned.key}")
     for row in queue.of_another_preregistration():
         print(f"made under another {PREREGISTRATION}: {row['run']}")
     spent = 0.0
-    for planned in _next_runs(queue, options):
-        needed, remaining = queue.seconds(planned) / at_once, options.minutes * 60 - spent
+    for planned in all_left:
+        needed, remaining = queue.seconds(planned) / at_once / 60, options.minutes - spent
         if needed > remaining:
             share = f" (its time divided by {at_once} runs at once)" if at_once > 1 else ""
             print(
-                f"a further run does not fit: it needs {needed:,.0f} s{share}, and {remaining:,.0f} s of "
+                f"a further run does not fit: it needs {needed:.1f} minutes{share}, and {remaining:.1f} of "
                 f"minutes={options.minutes:g} are left"
             )
             break

@@ -13,7 +13,7 @@ import torch
 
 from qerl_lab import aqn, formats, preflight, rollout, tasks
 from qerl_lab.config.arm import settings_of_run
-from qerl_lab.config.message import first_line
+from qerl_lab.config.message import first_line, with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import adapter_folder
 from qerl_lab.config.schema import AqnConfig, RunConfig
@@ -343,8 +343,9 @@ def opening_lines(session: Session) -> str:
         f"{noise_line(cfg.aqn)}, on {policy.device}{gpu}{processes}",
         f"{cfg.algorithm.name}, {trained} ({trainable:,} parameters), "
         f"learning rate {cfg.optim.learning_rate:g}, {data.task.name} with {len(data.questions):,} questions",
-        f"{cfg.steps} steps of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions of at most "
-        f"{cfg.rollout.max_completion_tokens:,} tokens, {cfg.optim.micro_batch_size} at a time, seed {cfg.seed}",
+        f"{with_noun(cfg.steps, 'step')} of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions "
+        f"of at most {cfg.rollout.max_completion_tokens:,} tokens, {cfg.optim.micro_batch_size} at a time, "
+        f"seed {cfg.seed}",
     ]
     if session.resumed_from:
         lines.append(f"continuing after step {session.resumed_from}")

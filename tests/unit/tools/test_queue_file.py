@@ -137,8 +137,9 @@ def test_hours_are_of_this_queue_else_of_the_bench(queue: Queue, monkeypatch: py
 
 
 @pytest.mark.parametrize(("minutes", "at_once", "lines", "said"), [
-    (25, 1, 2, "it needs 600 s, and 300 s of minutes=25 are left"), (5, 1, 0, "it needs 600 s, and 300 s of minutes=5"),
-    (25, 2, 5, "it needs 300 s (its time divided by 2 runs at once), and 0 s of"), (70, 1, 7, ""),
+    (25, 1, 2, "it needs 10.0 minutes, and 5.0 of minutes=25 are left"),
+    (5, 1, 0, "it needs 10.0 minutes, and 5.0 of minutes=5 are left"),
+    (25, 2, 5, "it needs 5.0 minutes (its time divided by 2 runs at once), and 0.0 of"), (70, 1, 7, ""),
 ])  # fmt: skip
 def test_a_plan_says_why_a_further_run_does_not_fit(
     minutes: float, at_once: int, lines: int, said: str, queue: Queue, capsys: pytest.CaptureFixture[str]
@@ -146,6 +147,7 @@ def test_a_plan_says_why_a_further_run_does_not_fit(
     """A run takes 600 s, as nothing is known of it."""
     plan(PlanOptions(str(queue.folder / "queue.yaml"), minutes, jobs=at_once))
     printed = capsys.readouterr().out
+    assert f"7 runs left, {7 / 6 / at_once:.1f} hours" in printed
     assert printed.count("python -m qerl_lab ") == lines
     assert ("a further run does not fit: " in printed) == bool(said)
     assert said in printed
