@@ -50,7 +50,7 @@ def check_fields(
 
 
 def _is_of_kind(value: Any, kind: Kind) -> bool:
-    """Tell whether a field has one of the types of its kind, and a list the right items. A bool is no number."""
+    """Tell whether a value has a type that its kind allows; in a list, its items too. A bool is no number."""
     if isinstance(value, bool):
         return bool in kind.types
     if kind.items is not None and isinstance(value, list):

@@ -79,3 +79,6 @@ class TaskConfig:
     bigmath: BigMathConfig = field(default_factory=BigMathConfig)
     code_io: CodeIoConfig = field(default_factory=CodeIoConfig)
     gsm8k: Gsm8kConfig = field(default_factory=Gsm8kConfig)
+
+
+ARITHMETIC = TaskConfig().name  # makes its own questions; the embedded policy was made for it (`tools.pretrain`)

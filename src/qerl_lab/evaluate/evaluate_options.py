@@ -8,14 +8,13 @@ from qerl_lab.config.option import ConfigError, did_you_mean, option
 from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import DEVICES, ENGINES, POCKET, EvalConfig
 from qerl_lab.config.spelling import resume_override
-from qerl_lab.config.task import TaskConfig
+from qerl_lab.config.task import ARITHMETIC
 from qerl_lab.model import on_disk
 from qerl_lab.record.directory import RunDirectory
 
 PAPER = EvalConfig()  # its defaults are the settings of the QeRL paper
 SMALL = ("aime24", "aime25", "amc23")  # 30 or 40 questions: one sample each is too noisy
 SMALL_SAMPLES = 16
-WITHOUT_FILES = TaskConfig().name  # arithmetic, which reads no task.path
 BY_TASK, BY_FIRST_CHARACTER = "task", "first_character"  # ways of grading
 
 
@@ -118,8 +117,8 @@ def check_task(spec: str, given: str, example: str) -> None:
             f"{given} is no task; allowed: {', '.join(allowed)}, each alone or as NAME:PATH.{hint} "
             f"Type for example {example}."
         )
-    if path is not None and (not path.strip() or name == WITHOUT_FILES):
-        reason = f"{name} makes its own questions" if name == WITHOUT_FILES else "it names no path after the colon"
+    if path is not None and (not path.strip() or name == ARITHMETIC):
+        reason = f"{name} makes its own questions" if name == ARITHMETIC else "it names no path after the colon"
         raise ConfigError(f"{given} is not allowed, because {reason}. Type {name} alone, or for example gsm8k:DIR.")
 
 

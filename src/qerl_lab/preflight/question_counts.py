@@ -12,10 +12,9 @@ from typing import Any
 from qerl_lab import tasks
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import build_config
-from qerl_lab.config.schema import POCKET, RunConfig, TaskConfig
+from qerl_lab.config.schema import POCKET, RunConfig
+from qerl_lab.config.task import ARITHMETIC, TaskConfig
 from qerl_lab.tasks import arithmetic, question_files
-
-ARITHMETIC = TaskConfig().name  # the task that the embedded policy was made for (`tools.pretrain`)
 
 
 def check(cfg: RunConfig) -> list[str]:

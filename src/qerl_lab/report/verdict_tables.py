@@ -97,7 +97,7 @@ def describe_measure(claim: Claim) -> str:
 
 
 def measured_cells(row: Row) -> Cells:
-    """Format the numbers of a contrast as cells of a table."""
+    """Format effect, interval, p-values and seeds of a contrast as cells of the verdict table."""
     counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True) if m) or NONE
     numbers = row.numbers
     if numbers is None:

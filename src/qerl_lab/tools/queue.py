@@ -100,7 +100,7 @@ def plan(options: PlanOptions) -> None:
     all_left = _next_runs(queue, options)
     for part in _chosen_parts(queue, options):
         runs = [planned for planned in queue.runs if planned.part is part]
-        left = [planned for planned in queue.left() if planned.part is part]
+        left = [planned for planned in all_left if planned.part is part]
         done = sum(queue.is_done(planned.key) for planned in runs)
         hours = sum(queue.seconds(planned) for planned in left) / at_once / 3600
         minutes = queue.seconds(runs[0]) / 60 if runs else 0
