@@ -1,15 +1,14 @@
 """Measure whole GRPO steps: rollout, reward, log-probs, loss, backward, optimizer, sync.
 
 A lab arm is the lab's trainer, timed by phase. The baseline is TRL's unchanged GRPOTrainer with vLLM in its process;
-overrides of a baseline arm are arguments of GRPOConfig. GSM8K's grader reads each answer, but a coin decides the
-reward: a random model gets no answer right, and without any reward its gradients would be zero.
+overrides of a baseline arm are arguments of GRPOConfig. GSM8K's grader reads each answer, but every second one earns
+the reward: a random model gets no answer right, and a group of equal rewards has no gradient.
 """
 
 import math
 import os
 import tempfile
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,8 +134,8 @@ def rows_of_trl(job: Job) -> Iterator[Row]:
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """Return a reward of 0 or 1 for each completion: the answer score of `coin`. TRL's trainer calls this function."""
-    return coin(completions, [Question("", "", "0")] * len(completions))["answer"].tolist()
+    """Return a reward of 0 or 1 for each completion, by `alternate`. TRL's trainer calls this function."""
+    return alternate(completions, [Question("", "", "0")] * len(completions))["answer"].tolist()
 
 
 def gpu_share(job: Job) -> float:
@@ -151,23 +150,23 @@ def gpu_share(job: Job) -> float:
 
 
 def make_task(job: Job) -> Task:
-    """Make a task with enough questions for all steps of a job. The function `coin` grades the answers.
+    """Make a task with enough questions for all steps of a job. The function `alternate` grades the answers.
 
     The questions are random texts of `options["prompt"]` tokens.
     """
     options = job.options
     texts = random_model.prompt_texts(options["groups"] * (options["steps"] + 1), options["prompt"])
     questions = [Question(str(index), text, "0") for index, text in enumerate(texts)]
-    return Task("bench", "", questions, [], {"format": 0.2, "answer": 1.0}, coin)
+    return Task("bench", "", questions, [], {"format": 0.2, "answer": 1.0}, alternate)
 
 
-def coin(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
-    """Score texts by GSM8K's grader, then replace each answer score by the lowest bit of the text's CRC-32.
+def alternate(texts: Sequence[str], questions: Sequence[Question]) -> Scores:
+    """Score texts by GSM8K's grader, then replace the answer scores by 0, 1, 0, 1 and so on.
 
-    A random model would get no answer right, so that its gradient would be zero.
+    The completions of a question are neighbours, so that each group of two or more has both scores and a gradient.
     """
     scores = grade_math(texts, questions)
-    return scores | {"answer": np.array([zlib.crc32(text.encode()) % 2 for text in texts], dtype=np.float64)}
+    return scores | {"answer": np.arange(len(texts), dtype=np.float64) % 2}
 
 
 def step_values(metrics: dict[str, float]) -> Step:

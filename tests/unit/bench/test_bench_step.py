@@ -144,9 +144,8 @@ def test_a_step_that_is_not_what_was_asked_ends_the_arm(
         step.summarize(job(tmp_path, LAB, options()), steps)
 
 
-def test_a_coin_decides_what_an_answer_earns() -> None:
-    texts = [f"text {index}" for index in range(200)]
-    question = step.Question("", "", "0")
-    answers = step.coin(texts, [question] * 200)["answer"]
-    assert 60 < answers.sum() < 140
-    assert (step.coin(texts, [question] * 200)["answer"] == answers).all()
+def test_every_second_answer_earns_so_that_a_group_of_two_has_a_gradient(tmp_path: Path) -> None:
+    answers = step.alternate(["18", "no number", "18"], [step.Question("", "", "0")] * 3)["answer"]
+    assert answers.tolist() == [0, 1, 0]
+    (row,) = one_arm.rows_of(job(tmp_path, LAB, options(groups=1, group_size=2, micro_batch=2)))
+    assert row["grad_norm"] > 0
