@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from qerl_lab.bench import job
 from qerl_lab.cli.compose import make_plan
 from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.option import ConfigError
@@ -116,7 +117,10 @@ def parse(command: str) -> object:
         return search.read_space([word for word in words if not search.is_own(word)], search.SearchOptions())
     found = vars(importlib.import_module(f"{module}.__main__" if path.is_dir() else module))
     if words[0] in found.get("COMMANDS", {}) or "COMMAND" not in found:
-        return found["COMMANDS"][words[0]].read(words[1:])
+        options = found["COMMANDS"][words[0]].read(words[1:])
+        if module == "qerl_lab.bench":
+            job.check(options)  # the arms too
+        return options
     return found["COMMAND"].read(words)
 
 
@@ -164,8 +168,9 @@ def test_the_rules_see_what_is_wrong(tmp_path: Path):
     assert dead_links(f"{links}\n## Here", tmp_path) == ["nowhere.md", "page.md#two", "#f"]
     assert anchors("# A b\n## A b\n") == {"a-b", "a-b-1"}
     wrong = ["python -m qerl_lab lora.rnk=3", "python -m qerl_lab.quantize fromat=nvfp4", "python -m qerl_lab.nope x"]
+    wrong.append("python -m qerl_lab.bench step \"arms=['nvfp4 lora.rnk=3']\"")
     first, rest = wrong[0].rsplit(" ", 1)
-    text = f"    {first} \\\n        {rest}   # why\nas `{wrong[1]}` does\n    .venv/bin/{wrong[2]}"
+    text = f"    {first} \\\n        {rest}   # why\nas `{wrong[1]}` and `{wrong[3]}` do\n    .venv/bin/{wrong[2]}"
     assert set(commands(text)) == set(wrong)
     for command in wrong:
         with pytest.raises(ConfigError):
