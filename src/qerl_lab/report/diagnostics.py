@@ -22,7 +22,7 @@ from qerl_lab.report.runs import Run
 from qerl_lab.report.stats import Interval, pass_at, powers_of_two
 from qerl_lab.report.verdicts import Row
 
-PANELS_ACROSS, NAME_CHARS = 3, 22
+PANELS_ACROSS, NAME_CHARS, MEANING_CHARS = 3, 22, 44
 
 
 def pass_at_each_k(runs: Sequence[Run]) -> dict[int, Interval]:
@@ -108,7 +108,7 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
         return None
     across = min(PANELS_ACROSS, len(claims))
     down, tallest = math.ceil(len(claims) / across), max(map(len, claims))
-    figure, axes = plt.subplots(down, across, figsize=(4.4 * across, down * (1.1 + 0.5 * tallest)), squeeze=False)
+    figure, axes = plt.subplots(down, across, figsize=(4.4 * across, down * (1.5 + 0.5 * tallest)), squeeze=False)
     for axis, own in zip(axes.flat, claims, strict=False):
         _draw_claim(axis, own)
         axis.set_ylim(0.5 - tallest, 0.5)
@@ -121,7 +121,8 @@ def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
     """Draw the effects of one claim's contrasts, one below the other; `rows` are measured."""
     claim = rows[0].claim
     none, signs = (1.0, "treated / control") if claim.is_ratio else (0.0, "treated - control")
-    measure = f"{claim.measure.replace('_', ' ')} ({MEASURES[claim.measure].unit})"
+    measure = MEASURES[claim.measure]
+    label = textwrap.fill(measure.meaning, MEANING_CHARS) + f"\n{signs}, {measure.unit}"
     axis.axvline(none, color="black", linewidth=0.8)
     for sign in [claim.direction] if claim.direction else [-1, 1]:
         matters = claim.smallest**sign if claim.is_ratio else sign * claim.smallest
@@ -136,7 +137,7 @@ def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
         axis.plot(printed, [-place] * len(printed), "D", color="grey", markerfacecolor="white")
     names = [textwrap.fill(verdict_tables.name_of(row), NAME_CHARS) for row in rows]
     axis.set_yticks([-place for place in range(len(rows))], names)
-    axis.set(title=claim.name.replace("_", " "), xlabel=f"{measure}, {signs}")
+    axis.set(title=claim.name.replace("_", " "), xlabel=label)
     axis.margins(x=0.06)
     axis.locator_params(axis="x", nbins=5)
 
