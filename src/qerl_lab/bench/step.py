@@ -55,7 +55,7 @@ def rows_of_lab(job: Job) -> Iterator[Row]:
     built = lab.build(job)
     policy, engine, about = built.policy, built.engine, built.row
     task = make_task(job)
-    data = TrainingData(task, task.train, left_out=0, heldout_left_out=0, seed=0)
+    data = TrainingData(task, task.train, left_out=0, heldout_left_out=0, seed=0, longest_prompt=job.options["prompt"])
     try:
         with tempfile.TemporaryDirectory(dir=Path(job.folder).parent) as folder, clocks() as clock:
             stop = Stop(parent=os.getppid())

@@ -92,8 +92,9 @@ def with_implied_values(cfg: RunConfig, typed: Collection[str]) -> RunConfig:
             cfg.model.name = Path(cfg.model.path).absolute().name.removesuffix(".gguf")
     cfg = with_absolute_paths(cfg)
     per_update, rest = divmod(cfg.completions_per_gpu, cfg.algorithm.updates_per_rollout)
-    if "optim.micro_batch_size" not in typed and rest == 0 and per_update:  # else `rules.validate` refuses
-        cfg.optim.micro_batch_size = largest_divisor(per_update, cfg.optim.micro_batch_size)
+    micro_batch = cfg.optim.micro_batch_size
+    if "optim.micro_batch_size" not in typed and micro_batch and rest == 0 and per_update:  # else `rules` refuses
+        cfg.optim.micro_batch_size = largest_divisor(per_update, micro_batch)
     name, rules = on_disk.noted_rounding(Path(cfg.model.path)) if cfg.model.path != POCKET else ("", {})
     for key, value in rules.items() if name == cfg.format.name else ():
         if getattr(cfg.format, key) == getattr(FormatConfig(), key) and f"format.{key}" not in typed:
@@ -178,7 +179,7 @@ def refuse_inert_overrides(jobs: Sequence[tuple[RunConfig, Mapping[str, str]]]) 
             )
 
 
-def notes_before_start(cfg: RunConfig, micro_batch_size: int, typed: Collection[str]) -> list[str]:
+def notes_before_start(cfg: RunConfig, micro_batch_size: int | None, typed: Collection[str]) -> list[str]:
     """Return notes to print before a job starts: on overrides with little effect, and on fitted or unusual values.
 
     `micro_batch_size` is the composed value, before it was fitted to the size of an update. `typed` holds the typed

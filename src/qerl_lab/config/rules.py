@@ -231,16 +231,21 @@ def _check_batch(cfg: RunConfig) -> Iterator[str]:
             f"rollout.prompts_per_step={-(-prompts // gpus) * gpus}."
         )
     batch, updates, micro = cfg.completions_per_gpu, cfg.algorithm.updates_per_rollout, cfg.optim.micro_batch_size
-    if batch % (updates * micro):
+    at_once = micro or 1  # for null a run chooses a divisor
+    if batch % (updates * at_once):
         over = f" / {gpus}" if gpus > 1 else ""
         kept = updates if batch % updates == 0 else 1
-        remedy = f"optim.micro_batch_size={largest_divisor(batch // kept, micro)}"
+        of_size, remedies = "", list[str]()
+        if micro:
+            of_size = f" of optim.micro_batch_size={micro}"
+            remedies.append(f"optim.micro_batch_size={largest_divisor(batch // kept, micro)}")
+        if kept != updates:
+            remedies.append(f"algorithm.updates_per_rollout={kept}")
         yield (
             f"rollout.prompts_per_step x rollout.group_size{over and ' / gpus'} = "
             f"{prompts} x {cfg.rollout.group_size}{over} = "
-            f"{batch} completions cannot be split into algorithm.updates_per_rollout={updates} updates of "
-            f"optim.micro_batch_size={micro}; {batch} must be a multiple of {updates * micro}. "
-            f"Type for example {remedy}{'' if kept == updates else f' algorithm.updates_per_rollout={kept}'}."
+            f"{batch} completions cannot be split into algorithm.updates_per_rollout={updates} updates"
+            f"{of_size}; {batch} must be a multiple of {updates * at_once}. Type for example {' '.join(remedies)}."
         )
 
 

@@ -5,9 +5,9 @@ configurations is instant. A wrong value raises `ConfigError`, which says what w
 type.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from qerl_lab.config.option import option
+from qerl_lab.config.option import ConfigError, option
 from qerl_lab.config.task import TaskConfig
 
 POCKET = "pocket"  # the embedded policy, and the scale for it
@@ -304,12 +304,23 @@ class OptimConfig:
     max_grad_norm: float = option(
         1.0, "gradient clipping norm; a very large one never clips", at_least=1e-6, at_most=1e12
     )
-    micro_batch_size: int = option(8, "completions per forward and backward pass", at_least=1, at_most=65_536)
+    micro_batch_size: int | None = option(
+        8, "completions per forward and backward pass; null: as many as fit into the free memory of the GPU, measured "
+        "when the run starts; on a CPU at most 8",
+        at_least=1, at_most=65_536,
+    )  # fmt: skip
     packing: str = option(
         "auto", "train without padding, with a special attention; auto: on a GPU with model.attention=sdpa, unless "
         "the model's attention has windows, a cap or dropout",
         choices=("auto", "on", "off"),
     )  # fmt: skip
+
+    @property
+    def completions_at_once(self) -> int:
+        """Return micro_batch_size. Raises ConfigError if it is null, which only a run replaces by a number."""
+        if self.micro_batch_size is None:
+            raise ConfigError("optim.micro_batch_size=null works in a run only. Type for example 8.")
+        return self.micro_batch_size
 
     @property
     def moment_bytes(self) -> int:
@@ -420,6 +431,10 @@ class RunConfig:
     def updates_per_step(self) -> int:
         """Return the number of optimizer updates in a step."""
         return self.algorithm.updates_per_rollout * self.algorithm.num_iterations
+
+    def with_micro_batch(self, size: int) -> "RunConfig":
+        """Return a copy with optim.micro_batch_size=`size`."""
+        return replace(self, optim=replace(self.optim, micro_batch_size=size))
 
     @property
     def overlong_buffer(self) -> int:

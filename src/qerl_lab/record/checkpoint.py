@@ -33,6 +33,7 @@ class Saved:
         prompts_seen: position in the training data.
         config: values of `arm.settings_of_run`, to detect a changed configuration.
         noise: state of `train.noise_level.NoiseLevel`.
+        micro_batch_size: completions per forward and backward pass; None in older checkpoints.
     """
 
     path: Path
@@ -40,6 +41,7 @@ class Saved:
     prompts_seen: int
     config: dict[str, Any]
     noise: dict[str, Any] = field(default_factory=dict)
+    micro_batch_size: int | None = None
 
     def refuse_other_config(self, cfg: RunConfig, where: Path) -> None:
         """Raise ConfigError if `cfg` differs from the configuration that the checkpoint was trained with.

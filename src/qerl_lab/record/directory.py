@@ -308,9 +308,11 @@ class RunDirectory:
 
     # --- record
 
-    def write_environment(self, data: Mapping[str, Any], linear_backend: str | None = None) -> None:
+    def write_environment(
+        self, data: Mapping[str, Any], linear_backend: str | None = None, micro_batch_size: int | None = None
+    ) -> None:
         """Write env.json and code.diff (see `environment.write_environment`); a resumed run adds a numbered pair."""
-        environment.write_environment(self.path, data, linear_backend)
+        environment.write_environment(self.path, data, linear_backend, micro_batch_size)
 
     def environment(self) -> dict[str, Any]:
         """Read env.json; empty if the run has not started."""

@@ -40,19 +40,21 @@ class Typed:
     sweep: str | None = None
 
 
-def write_environment(run_dir: Path, data: Mapping[str, Any], linear_backend: str | None = None) -> None:
+def write_environment(
+    run_dir: Path, data: Mapping[str, Any], linear_backend: str | None = None, micro_batch_size: int | None = None
+) -> None:
     """Write env.json and code.diff; a resumed run adds env.2.json and code.2.diff.
 
     `data` describes the questions (`Task.data`). `linear_backend` is the kernel for 4-bit products that the engine
-    uses, or None. The command comes from the file .typed, which is then deleted; without that file it is the command of
-    this process.
+    uses, or None. `micro_batch_size` is what the run takes, typed or chosen. The command comes from the file .typed,
+    which is then deleted; without that file it is the command of this process.
     """
     earlier = len(list(run_dir.glob("env*.json")))
     number = f".{earlier + 1}" if earlier else ""
     (run_dir / f"code{number}.diff").write_text(redact(code_diff()), encoding="utf-8")
     noted = run_dir / TYPED
     found = environment(Typed(**read_json(noted, dict)) if noted.exists() else None)
-    found |= {"linear_backend": linear_backend, "data": dict(data)}
+    found |= {"linear_backend": linear_backend, "micro_batch_size": micro_batch_size, "data": dict(data)}
     replace_file(run_dir / f"env{number}.json", json.dumps(found, indent=1).encode() + b"\n")
     noted.unlink(missing_ok=True)
 

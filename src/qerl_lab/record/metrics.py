@@ -189,7 +189,9 @@ METRICS: dict[str, Metric] = {
     ),
     "memory/rss_gib": Metric("GiB", "largest resident memory of the run's process so far"),
     "memory/gpu_peak_gib": Metric(
-        "GiB", "largest GPU memory allocated by torch so far; a sleeping key-value cache still counts"
+        "GiB",
+        "largest GPU memory allocated by torch so far, or since optim.micro_batch_size=null was chosen; a sleeping "
+        "key-value cache still counts",
     ),
     "eval/accuracy": Metric("fraction", "held-out sampled answers that are right; step 0 is before training"),
     "eval/gain": Metric("fraction", "eval/accuracy after training minus before, paired by question"),

@@ -132,7 +132,7 @@ def build_kl_measure(
         return [(prompt, ids) for prompt, (ids,) in zip(out.prompt_ids_P, out.completion_ids_P_G, strict=True)]
 
     pairs = ranks.run_on_all(sample_own_texts, EngineFailed)
-    batch_size = max(1, min(cfg.optim.micro_batch_size, len(pairs) // cfg.aqn.solver.draws))
+    batch_size = max(1, min(cfg.optim.completions_at_once, len(pairs) // cfg.aqn.solver.draws))
     texts = noise_kl.clean_texts(policy, pairs, cfg.rollout.temperature, batch_size)
     tokens = sum(ranks.gather(texts.tokens))
 

@@ -75,7 +75,11 @@ def in_training(cfg: RunConfig, policy: Policy, held_by_engine: dict[str, int], 
     remedies = []
     if found.get(OTHERS, 0) > MUCH:
         remedies.append("a smaller jobs_per_gpu")
-    remedies.append(f"optim.micro_batch_size lower than {cfg.optim.micro_batch_size}")
+    at_once = cfg.optim.completions_at_once
+    if at_once > 1:
+        remedies.append(f"optim.micro_batch_size lower than {at_once}")
+    else:
+        remedies.append(f"rollout.max_completion_tokens lower than {cfg.rollout.max_completion_tokens}")
     if cfg.trains_all:
         remedies.append("lora=rank32")
     if not cfg.model.gradient_checkpointing:

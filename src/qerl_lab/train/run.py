@@ -31,7 +31,7 @@ from qerl_lab.rollout.engine import Engine, EngineFailed
 from qerl_lab.system import terminal
 from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.tracking.tracker import Tracker
-from qerl_lab.train import health, out_of_memory
+from qerl_lab.train import health, micro_batch, out_of_memory
 from qerl_lab.train.ranks import Ranks, join
 from qerl_lab.train.step import first_samples
 from qerl_lab.train.stop import Interrupted, Stop
@@ -43,8 +43,8 @@ from qerl_lab.train.training_data import Cursor, TrainingData, select
 class Session:
     """All parts of a run in one process.
 
-    `saved` is the checkpoint to resume from, None for a new run. `notes` are lines for the user. Only rank 0 has a
-    `tracker`.
+    `cfg` is as recorded, where optim.micro_batch_size may be null; `micro_batch_size` is what the run takes. `saved` is
+    the checkpoint to resume from, None for a new run. `notes` are lines for the user. Only rank 0 has a `tracker`.
     """
 
     cfg: RunConfig
@@ -57,6 +57,12 @@ class Session:
     engine: Engine
     notes: list[str]
     tracker: Tracker | None = None
+    micro_batch_size: int = 0  # until `choose_micro_batch` sets it
+
+    @property
+    def sized_cfg(self) -> RunConfig:
+        """Return `cfg` with the micro-batch size that the run takes."""
+        return self.cfg.with_micro_batch(self.micro_batch_size)
 
     @property
     def resumed_from(self) -> int:
@@ -83,8 +89,10 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
         stop.can_save = True
         if ranks.any(stop.requested):  # killed while loading: nothing to record
             return INTERRUPTED
+        choose_micro_batch(session)
         if ranks.is_first:
-            directory.write_environment(session.data.task.data, session.engine.linear_backend)
+            engine = session.engine
+            directory.write_environment(session.data.task.data, engine.linear_backend, session.micro_batch_size)
             directory.begin_session(started)
             print(opening_lines(session), flush=True)
             tracker = Tracker(cfg, directory, parts=session.data.task.weights, last_step=session.resumed_from)
@@ -104,7 +112,8 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
             ) from error
         except torch.OutOfMemoryError as error:
             held = session.engine.held()
-            raise torch.OutOfMemoryError(out_of_memory.in_training(cfg, session.policy, held, error)) from error
+            said = out_of_memory.in_training(session.sized_cfg, session.policy, held, error)
+            raise torch.OutOfMemoryError(said) from error
         ranks.leave()
         if session.tracker:
             conclude(session, session.tracker)
@@ -124,6 +133,18 @@ def evaluate_and_train(session: Session) -> None:
     session.check()
     # with the adapter, no noise
     evaluate_heldout(session, "after", cfg.steps, cfg.eval.questions, cfg.eval.samples)
+
+
+def choose_micro_batch(session: Session) -> None:
+    """Set the session's micro-batch size: as typed, or as in the checkpoint, so that a resumed run repeats its sums.
+
+    Otherwise chooses it from free memory (`micro_batch.choose`). Raises ConfigError if one completion does not fit.
+    """
+    cfg, saved = session.cfg, session.saved
+    size = cfg.optim.micro_batch_size or (saved.micro_batch_size if saved else None)
+    session.micro_batch_size = size or micro_batch.choose(
+        cfg, session.policy, session.engine, session.data, session.ranks
+    )
 
 
 def end_interrupted(session: Session) -> None:
@@ -262,7 +283,9 @@ def train(session: Session) -> None:
         evaluate_subset(session, session.resumed_from)
         return
     cursor = Cursor(session.data, saved.prompts_seen if saved else 0)
-    trainer = LabTrainer(cfg, policy, session.engine, cursor, session.directory.path, session.stop, session.ranks)
+    trainer = LabTrainer(
+        session.sized_cfg, policy, session.engine, cursor, session.directory.path, session.stop, session.ranks
+    )
     if saved:
         trainer.level.state = dict(saved.noise)
 
@@ -344,7 +367,7 @@ def opening_lines(session: Session) -> str:
         f"{cfg.algorithm.name}, {trained} ({trainable:,} parameters), "
         f"learning rate {cfg.optim.learning_rate:g}, {data.task.name} with {len(data.questions):,} questions",
         f"{with_noun(cfg.steps, 'step')} of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions "
-        f"of at most {cfg.rollout.max_completion_tokens:,} tokens, {cfg.optim.micro_batch_size} at a time, "
+        f"of at most {cfg.rollout.max_completion_tokens:,} tokens, {session.micro_batch_size} at a time, "
         f"seed {cfg.seed}",
     ]
     if session.resumed_from:

@@ -285,6 +285,35 @@ class LabTrainer(GRPOTrainer):
         share = (batch["entropies"] * in_loss).sum() * (1 / in_loss.sum().clamp(min=1) - of_all)
         return loss + applied * (share / self.current_gradient_accumulation_steps)
 
+    def pass_made_up_completions(self, completions: int, prompt_tokens: int) -> None:
+        """Run the forward and backward pass of a micro-batch of made-up completions of full length, beside gradients.
+
+        For `micro_batch.choose`, which measures their memory. Restores all but this trainer's lists for metrics: leaves
+        no gradient, and the random generators as they were.
+        """
+        model, device, keep = self.policy.model, self.policy.device, self.cfg.rollout.max_completion_tokens
+        ids = torch.ones((completions, prompt_tokens + keep), dtype=torch.long, device=device)
+        trained, was_training = [p for p in model.parameters() if p.requires_grad], model.training
+        if self.args.gradient_checkpointing:  # as the Trainer does before its loop
+            model.gradient_checkpointing_enable()
+        self.scored_before = True  # there is no sampler whose log-probs could be compared
+        try:
+            model.train()
+            for parameter in trained:  # as from the second micro-batch of an update on
+                parameter.grad = torch.zeros_like(parameter)
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), self._packed_attention():
+                logps, entropies, _ = self._get_per_token_logps_and_entropies(
+                    model, ids, torch.ones_like(ids), keep, compute_entropy=True
+                )
+                (logps if entropies is None else logps + entropies).sum().backward()
+        finally:
+            model.train(was_training)
+            if self.args.gradient_checkpointing:
+                model.gradient_checkpointing_disable()
+            self.micro_batch = {}  # after an error its entropies would keep all activations
+            for parameter in trained:
+                parameter.grad = None
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Override the Trainer's hook after a step: pass its metrics to `on_step`, clear them, call `after_step`.
 
@@ -413,6 +442,7 @@ class LabTrainer(GRPOTrainer):
             write_trainer_files(Path(own))
             return
         state = {"step": self.steps_done, "prompts_seen": self.cursor.position, "noise": self.level.state}
+        state["micro_batch_size"] = self.cfg.optim.micro_batch_size
         checkpoint.save(Path(own), state | self.before_save(), write_trainer_files, self.cfg.checkpoint.kept)
 
 

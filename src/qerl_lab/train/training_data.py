@@ -22,6 +22,7 @@ class TrainingData:
         questions: the training questions that fit.
         left_out, heldout_left_out: numbers of training and held-out questions that are too long.
         seed: determines the order of the training questions.
+        longest_prompt: number of tokens of the longest prompt of `questions`.
     """
 
     task: Task
@@ -29,6 +30,7 @@ class TrainingData:
     left_out: int
     heldout_left_out: int
     seed: int
+    longest_prompt: int
 
     def order(self) -> Iterator[int]:
         """Yield indices into `questions` without end: all in a random order, then all in a new random order, and so on.
@@ -69,6 +71,7 @@ def select(cfg: RunConfig, policy: Policy, task: Task) -> TrainingData:
         left_out=len(task.train) - len(fitting),
         heldout_left_out=len(asked) - len(heldout),
         seed=cfg.seed,
+        longest_prompt=max(length for length in lengths if length <= limit),
     )
 
 

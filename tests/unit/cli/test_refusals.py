@@ -239,6 +239,8 @@ def test_a_micro_batch_that_nobody_typed_shrinks_to_what_divides_an_update_and_t
     job = only_job("scale=custom", "rollout.group_size=6", "algorithm.updates_per_rollout=4")
     assert (job.config.optim.micro_batch_size, len(job.notes)) == (8, 0)  # 24 completions an update
     assert only_job("rollout.prompts_per_step=2", "optim.micro_batch_size=8").config.optim.micro_batch_size == 8
+    job = only_job("rollout.prompts_per_step=2", "optim.micro_batch_size=null")  # the run chooses
+    assert (job.config.optim.micro_batch_size, job.notes) == (None, [])
 
 
 def test_a_word_of_a_sweep_must_act_in_one_job_that_shares_it():

@@ -67,9 +67,10 @@ def test_what_torch_holds_besides_is_activations_and_the_rest_others(
         (VLLM | {"rollout__vllm__sleep": True, "device": "auto"}, {ASLEEP: 12 * GIB}, 14,
          ["others 48.00", "(vLLM's key-value cache, 12.00, sleeps and holds none)"], "rollout.vllm.sleep"),
         ({"rollout__engine": "vllm_server"}, {}, None, ["Type one of: optim.micro_batch_size"], "rollout."),
+        ({"optim__micro_batch_size": 1}, {}, None, ["one of: rollout.max_completion_tokens lower than 16"], "micro_b"),
         ({}, {}, 2, ["others 48.00", "Type one of: a smaller jobs_per_gpu; "], "GPU 0"),
     ],
-    ids=["transformers", "vllm", "asleep", "server", "shared"],
+    ids=["transformers", "vllm", "asleep", "server", "one", "shared"],
 )  # fmt: skip
 def test_the_message_names_shares_and_keys(
     tiny, policy: Policy, on_gpu: Callable[[int], None],

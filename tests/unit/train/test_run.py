@@ -68,6 +68,7 @@ def test_the_kernels_that_the_engine_took_are_recorded(
         monkeypatch.setattr(TransformersEngine, "linear_backend", taken, raising=False)
     run_module.run(tiny(eval__questions=0), directory := RunDirectory(tmp_path), Stop())
     assert directory.environment()["linear_backend"] == taken
+    assert directory.environment()["micro_batch_size"] == 4
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def setting(tiny) -> Callable[..., Setting]:
 
     def make(flat: set[int] = frozenset(), position: int = 0, engine: Any = None, **changes: object) -> Setting:
         small = {"rollout__prompts_per_step": 3, "rollout__max_completion_tokens": 4, "optim__micro_batch_size": 2}
-        data = TrainingData(ScriptedTask(), [Question(f"q{n}", f"{n}?", "") for n in range(QUESTIONS)], 0, 0, seed=0)
+        data = TrainingData(ScriptedTask(), [Question(f"q{n}", f"{n}?", "") for n in range(QUESTIONS)], 0, 0, 0, 9)
         for index in {list(islice(data.order(), QUESTIONS))[place] for place in flat}:
             data.questions[index] = replace(data.questions[index], answer="flat")
         return Setting(

@@ -1,0 +1,132 @@
+"""Choose how many completions go through a forward and backward pass at once, from the GPU memory that is free.
+
+For optim.micro_batch_size=null. accelerate's `find_executable_batch_size` lowers the size only after memory ran out in
+training, and by a tenth, which divides no update; TRL refuses it for GRPO. Here passes are measured before training.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from qerl_lab.config.option import ConfigError
+from qerl_lab.config.rules import largest_divisor
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.units import GIB
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import ASLEEP, Engine, EngineFailed
+from qerl_lab.rollout.vllm.kv_cache import free_bytes
+from qerl_lab.train import out_of_memory
+from qerl_lab.train.ranks import Ranks
+from qerl_lab.train.stop import Stop
+from qerl_lab.train.trainer import LabTrainer
+from qerl_lab.train.training_data import Cursor, TrainingData
+
+SHARE = 0.9  # of the free memory; the rest is for gaps between tensors of changing lengths, and for CUDA's workspaces
+ON_CPU = RunConfig().optim.completions_at_once  # at most; torch does not measure memory there
+GROWTH = 4  # a pass is at most so many times as large as the largest that has fitted
+
+
+def choose(cfg: RunConfig, policy: Policy, engine: Engine, data: TrainingData, ranks: Ranks) -> int:
+    """Return a micro-batch size that fits into free memory on every rank: a divisor of the completions of an update.
+
+    On a CPU it is at most `ON_CPU`. On a GPU see `choose_by_passes`.
+    """
+    if policy.device.type == "cpu":
+        return largest_divisor(cfg.completions_per_gpu // cfg.algorithm.updates_per_rollout, ON_CPU)
+    return choose_by_passes(cfg, policy, engine, data, ranks)
+
+
+def choose_by_passes(cfg: RunConfig, policy: Policy, engine: Engine, data: TrainingData, ranks: Ranks) -> int:
+    """Return the largest micro-batch size whose passes fit into `budget_bytes` on every rank, while the engine sleeps.
+
+    The passes have completions of full length after the longest prompt. torch keeps their memory until training begins,
+    so that a second run does not count it as free. Raises ConfigError on every rank if one completion does not fit.
+    """
+    completions = cfg.completions_per_gpu // cfg.algorithm.updates_per_rollout
+    ranks.run_on_all(engine.sleep, EngineFailed)
+    one = cfg.with_micro_batch(1)
+    with TemporaryDirectory() as folder:  # for the folder of checkpoints, which the trainer creates
+        trainer = LabTrainer(one, policy, engine, Cursor(data), Path(folder), Stop(), ranks)
+
+    def choose_here() -> int:
+        budget = budget_bytes(cfg, policy, engine)
+        try:
+            size = fit(completions, budget, partial(peak_bytes, trainer, data.longest_prompt))
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()  # of what was measured, for the message
+            tokens = data.longest_prompt + cfg.rollout.max_completion_tokens
+            raise ConfigError(
+                f"The forward and backward pass of one completion of {tokens:,} tokens does not fit into the "
+                f"{budget / GIB:.2f} GiB that are free for it. "
+                f"{out_of_memory.in_training(one, policy, engine.held(), error)}"
+            ) from error
+        torch.cuda.reset_peak_memory_stats(policy.device)  # `memory/gpu_peak_gib` is that of training
+        return size
+
+    return min(ranks.gather(ranks.run_on_all(choose_here, ConfigError)))
+
+
+def budget_bytes(cfg: RunConfig, policy: Policy, engine: Engine) -> int:
+    """Return the bytes of GPU memory for the passes: `SHARE` of what is free, without Adam's moments, made later.
+
+    vLLM needs none of it: it samples while there are no activations, in memory that torch then gives it. With
+    jobs_per_gpu jobs on the GPU, at most this job's part of the card counts, because the others may start later.
+    """
+    free, (_, total) = free_bytes(policy.device), torch.cuda.mem_get_info(policy.device)
+    own = torch.cuda.memory_reserved(policy.device) - engine.held().get(ASLEEP, 0)
+    free = min(free, total // min(cfg.jobs, cfg.jobs_per_gpu) - own)
+    trained = sum(parameter.numel() for parameter in policy.model.parameters() if parameter.requires_grad)
+    return max(0, int(SHARE * free) - trained * cfg.optim.moment_bytes)
+
+
+def peak_bytes(trainer: LabTrainer, prompt_tokens: int, completions: int) -> float:
+    """Return the most GPU memory that torch takes, in bytes, in the passes of so many completions of full length.
+
+    The memory stays with torch until its cache is emptied. If it runs out, the result is infinite; for one completion
+    OutOfMemoryError is raised.
+    """
+    device = trainer.policy.device
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    try:
+        trainer.pass_made_up_completions(completions, prompt_tokens)
+    except torch.OutOfMemoryError:
+        if completions == 1:
+            raise
+        return math.inf
+    return torch.cuda.max_memory_reserved(device) - before
+
+
+def fit(completions: int, budget: int, measure: Callable[[int], float]) -> int:
+    """Return the largest divisor of `completions` whose passes take at most `budget` bytes.
+
+    `measure` runs the passes of so many completions and returns their bytes, infinite if memory runs out. It is called
+    last with the returned size. Raises OutOfMemoryError if one completion takes more than `budget`.
+    """
+    size, peaks = 1, {1: measure(1)}
+    while (found := largest_fitting(completions, budget, peaks)) != size:
+        if not found:
+            raise torch.OutOfMemoryError(f"It takes {peaks[1] / GIB:.2f} GiB.")
+        peaks[found], size = measure(found), found
+    return size
+
+
+def largest_fitting(completions: int, budget: int, peaks: Mapping[int, float]) -> int:
+    """Return the largest divisor of `completions` that should fit into `budget` bytes; 0 if none does.
+
+    `peaks` has the measured bytes by size, from size 1 on. Other sizes lie on the line through size 1 and the largest
+    that fits; before there is one, bytes grow in proportion. The result is below every size that did not fit.
+    """
+    fitting = {size: peak for size, peak in peaks.items() if peak <= budget}
+    if not fitting:
+        return 0
+    largest, first = max(fitting), fitting[1]
+    per_completion = (fitting[largest] - first) / (largest - 1) if largest > 1 else first
+    room = (budget - first) / per_completion if per_completion > 0 else completions
+    too_many = min((size for size in peaks if size not in fitting), default=completions + 1)
+    return largest_divisor(completions, min(max(largest, 1 + int(room)), GROWTH * largest, too_many - 1))

@@ -1,0 +1,64 @@
+"""A run beside a process that holds most of the card: it chooses a smaller micro-batch, and ends."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from processes import run_module
+from qerl_lab.config.units import GIB
+
+pytestmark = pytest.mark.gpu
+
+LEFT = 3 * GIB  # for the run beside; CUDA itself takes about half a GiB of it, and 512 completions take about 4 GiB
+WORDS = (
+    "+experiment=nvfp4", "scale=pocket", "device=cuda", "steps=2", "optim.micro_batch_size=null",
+    "rollout.prompts_per_step=64", "rollout.group_size=8", "rollout.max_completion_tokens=192",
+    "rollout.batch_size=128", "eval.questions=0", "tracking=none",
+)  # fmt: skip
+HOLD = """
+import sys, torch
+free = torch.cuda.mem_get_info()[0]
+held = torch.empty(free - int(sys.argv[1]), dtype=torch.uint8, device="cuda")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def mostly_taken() -> Iterator[None]:
+    """Another process holds all of the card's memory but `LEFT`."""
+    command = [sys.executable, "-c", HOLD, str(LEFT)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        try:
+            yield
+        finally:
+            holder.stdin.close()
+
+
+def chosen(folder: Path, *words: str) -> int:
+    """The micro-batch size of a run that has trained all its steps."""
+    ran = run_module("qerl_lab", *WORDS, *words, "run_dir=run", cwd=folder, timeout=500)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    done = json.loads((folder / "run" / "DONE").read_text())
+    size = json.loads((folder / "run" / "env.json").read_text())["micro_batch_size"]
+    print(f"{size} at a time, {done['memory_gpu_peak_gib']:.2f} GiB at most, {done['seconds']:.0f} s")
+    assert f"{size} at a time" in ran.stdout
+    assert done["steps"] == 2
+    return size
+
+
+def test_it_takes_less_beside_another_process_and_all_if_it_is_alone(tmp_path: Path) -> None:
+    if torch.cuda.mem_get_info()[0] < 12 * GIB:
+        pytest.skip("needs 12 GiB that are free")
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "beside").mkdir()
+    assert chosen(tmp_path / "alone") == 512
+    with mostly_taken():
+        assert 16 <= chosen(tmp_path / "beside") <= 256
