@@ -27,7 +27,7 @@ from qerl_lab.train.training_data import Cursor, TrainingData
 
 SHARE = 0.9  # of the free memory; the rest is for gaps between tensors of changing lengths, and for CUDA's workspaces
 ON_CPU = RunConfig().optim.completions_at_once  # at most; torch does not measure memory there
-GROWTH = 4  # a pass is at most so many times as large as the largest that has fitted
+GROWTH = 4  # a pass is at most so many times as large as the largest that has fitted, unless no divisor is
 
 
 def choose(cfg: RunConfig, policy: Policy, engine: Engine, data: TrainingData, ranks: Ranks) -> int:
@@ -129,4 +129,6 @@ def largest_fitting(completions: int, budget: int, peaks: Mapping[int, float]) -
     per_completion = (fitting[largest] - first) / (largest - 1) if largest > 1 else first
     room = (budget - first) / per_completion if per_completion > 0 else completions
     too_many = min((size for size in peaks if size not in fitting), default=completions + 1)
-    return largest_divisor(completions, min(max(largest, 1 + int(room)), GROWTH * largest, too_many - 1))
+    following = next((size for size in range(largest + 1, completions) if completions % size == 0), completions)
+    most = max(GROWTH * largest, following)
+    return largest_divisor(completions, min(max(largest, 1 + int(room)), most, too_many - 1))
