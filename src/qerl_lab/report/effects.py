@@ -21,6 +21,10 @@ HELD, BROKEN, OPEN = "held", "broken", "open"
 INTERVAL_SEEDS = 3  # from this many seeds on there is an interval; a verdict may need more (`Claims.seeds`)
 
 
+class NoRuns(Unmeasured):
+    """Raised if an arm of a contrast has no run, neither finished nor started; the text names the arm."""
+
+
 @dataclass(frozen=True)
 class Side:
     """One side of a contrast, the treated or the control arm, with its newest finished run of each seed.
@@ -60,10 +64,10 @@ def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Run], started
 
     Apart from keys that the claim lets differ (`free`, and the spanned key) the two have equal settings. `counted`
     holds the newest finished run of each arm and seed. `started` holds these and the unfinished runs, and serves only
-    to count them. Raises Unmeasured, with the reason, if there is no pair.
+    to count them. Raises Unmeasured, with the reason, if there is no pair, and NoRuns if that is for want of any run.
     """
     arms = ((contrast.treated, contrast.treated_settings), (contrast.control, contrast.control_settings))
-    sides, lacking = list[dict[tuple[Arm, Arm], Side]](), list[str]()
+    sides, lacking, has_runs = list[dict[tuple[Arm, Arm], Side]](), list[str](), True
     for name, settings in arms:
         wanted = {*settings.items(), *claim.file.conditions.items()}
         own_counted = [run for run in counted if wanted <= run.settings.items()]
@@ -71,8 +75,10 @@ def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Run], started
         sides.append(_group_into_sides(claim, own_counted, own_started))
         if not own_counted:
             lacking.append(f"{name} ({len(own_started)} started)")
+            has_runs = has_runs and bool(own_started)
     if lacking:
-        raise Unmeasured(f"no finished run of {' and of '.join(lacking)}")
+        reason = f"no finished run of {' and of '.join(lacking)}"
+        raise Unmeasured(reason) if has_runs else NoRuns(reason)
     treated_sides, control_sides = sides
     pairs = []
     for (context, _), treated in treated_sides.items():

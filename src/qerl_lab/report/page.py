@@ -152,6 +152,7 @@ def html(
         families=verdict_tables.families(rows),
         measured=[list(own) for _, own in groupby(measured, lambda row: row.claim.name)],
         unmeasured=[row for row in rows if not row.numbers],
+        without_runs=verdict_tables.contrasts_without_runs(rows),
         to_make=verdict_tables.missing_arms(rows), tables=tables(compared, baseline), speed=speed,
         of_paper=any(figure.name.startswith("paper_") for pair in drawn.values() for figure in pair),
         figures=drawn,

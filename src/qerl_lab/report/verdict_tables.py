@@ -1,6 +1,7 @@
 """Format verdicts as text, Markdown and JSON."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -143,6 +144,13 @@ def missing_arms(rows: Sequence[Row]) -> str:
     return "\n    ".join([head, *lines]) if lines else ""
 
 
+def contrasts_without_runs(rows: Sequence[Row]) -> str:
+    """Say in one line how many contrasts have an arm without any run, and of which claims they are; empty if none."""
+    lacking = Counter(row.claim.name for row in rows if row.lacks_runs)
+    named = ", ".join(f"{number} of {name}" for name, number in lacking.items())
+    return f"In {lacking.total()} of {len(rows)} contrasts an arm has no runs: {named}." if lacking else ""
+
+
 def collapses(rows: Sequence[Row]) -> list[list[str]]:
     """Tabulate contrasts with collapsed runs, with the p-value of Fisher's exact test; empty if no run collapsed."""
     table = [["claim", "contrast", "collapsed: treated", "collapsed: control", "p, Fisher's exact test"]]
@@ -197,11 +205,12 @@ def _accuracies(comparison: Comparison) -> Rows:
 def text(comparison: Comparison, rows: Sequence[Row]) -> str:
     """Format verdicts for the terminal: their table, what they rest on, accuracies, warnings, and runs left out."""
     table = [["claim", "contrast", "seeds", "effect, 95% interval", "the paper's", "verdict"]]
-    for row in rows:
+    for row in (row for row in rows if not row.lacks_runs):
         seeds = str(row.numbers.seeds) if row.numbers else NONE
         said = f"{row.verdict}: {row.why}"
         table.append([row.claim.name, name_of(row), seeds, effect_cell(row), paper_cell(row), said])
-    parts = [columns(table), HOW_TO_READ, *_basis(rows)]
+    shown = [columns(table), HOW_TO_READ] if len(table) > 1 else []
+    parts = [*shown, contrasts_without_runs(rows), *_basis(rows)]
     parts += [COLLAPSED, columns(fallen)] if (fallen := collapses(rows)) else []
     parts += [missing_arms(rows), columns(_accuracies(comparison)), *notes(comparison), list_left_out(comparison)]
     return "\n\n".join(part for part in parts if part)
@@ -210,13 +219,13 @@ def text(comparison: Comparison, rows: Sequence[Row]) -> str:
 def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> str:
     """Render verdicts.md: what decided each contrast, then accuracies and what was left out.
 
-    `command_line` is the command that makes the file. Claims without a measured contrast are only named; `text` and
-    `as_json` give the reasons.
+    `command_line` is the command that makes the file. Claims without a measured contrast are only named, and contrasts
+    with an arm without runs are only counted; `as_json` gives the reasons.
     """
     letters, sizes = _letters(rows), family_sizes(rows)
     answered = {row.claim.name: row.claim for row in rows if row.numbers}
     shown = []
-    for row in (row for row in rows if row.claim.name in answered):
+    for row in (row for row in rows if row.claim.name in answered and not row.lacks_runs):
         cells = measured_cells(row)
         numbers = {head: getattr(cells, name) for name, head in HEADS.items() if name != "guardrail"}
         shown.append({
@@ -232,8 +241,10 @@ def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> 
     parts = ["# Verdicts on the paper's claims", f"By `{command_line}`.", "\n".join(said), HOW_TO_READ if shown else ""]
     parts += [*_basis(rows), table]
     parts += [COLLAPSED, pipe_table(fallen)] if (fallen := collapses(rows)) else []
-    rest = ", ".join(dict.fromkeys(f"`{row.claim.name}`" for row in rows if row.claim.name not in answered))
-    parts += [f"These runs say nothing of {rest}; `report verdicts` prints why." if rest else "", missing_arms(rows)]
+    silent = (row.claim.name for row in rows if row.claim.name not in answered and not row.lacks_runs)
+    rest = ", ".join(f"`{name}`" for name in dict.fromkeys(silent))
+    parts += [f"These runs say nothing of {rest}; `report verdicts` prints why." if rest else ""]
+    parts += [contrasts_without_runs(rows), missing_arms(rows)]
     accuracies = _accuracies(comparison)
     title = "Accuracies in the shape of the paper's Table 1" if IN_TABLE_1 in accuracies[0] else "Held-out accuracies"
     parts += [f"## {title}", pipe_table(accuracies), *notes(comparison), list_left_out(comparison)]

@@ -17,7 +17,7 @@ from qerl_lab.report import reference, stats
 from qerl_lab.report.arms import keys_implied_by_task, number_first
 from qerl_lab.report.claims import Claim, Contrast, of_paper
 from qerl_lab.report.comparison import CONDITIONS
-from qerl_lab.report.effects import BROKEN, OPEN, Numbers, Pair, PValues, find_pairs, measure_pair
+from qerl_lab.report.effects import BROKEN, OPEN, NoRuns, Numbers, Pair, PValues, find_pairs, measure_pair
 from qerl_lab.report.measures import Unmeasured, has_collapsed
 from qerl_lab.report.runs import Run
 
@@ -55,7 +55,7 @@ class Row:
     `context` holds the settings that tell the row from others on this contrast, `conditions` the values of
     `CONDITIONS`, `registered` whether the runs record the claims file, `printed` the paper's effects by source.
     `finished`, `started` and `collapsed` count runs of (treated, control); `collapsed` stays 0 unless the measure is
-    `answers_last`.
+    `answers_last`. `lacks_runs` tells that an arm of the contrast has no run, neither finished nor started.
     """
 
     claim: Claim
@@ -70,6 +70,7 @@ class Row:
     started: tuple[int, int] = (0, 0)
     collapsed: tuple[int, int] = (0, 0)
     numbers: Numbers | None = None
+    lacks_runs: bool = False
 
     @property
     def judged(self) -> Numbers | None:
@@ -91,7 +92,7 @@ def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] |
             try:
                 own = [_measure_row(row, pair) for pair in find_pairs(claim, contrast, counted, started)]
             except Unmeasured as error:
-                own = [replace(row, why=str(error))]
+                own = [replace(row, why=str(error), lacks_runs=isinstance(error, NoRuns))]
             common = set.intersection(*(set(row.context) for row in own))
             implied = keys_implied_by_task([dict(row.context) for row in own])
             for row in own:  # name the settings that tell the rows of a contrast apart

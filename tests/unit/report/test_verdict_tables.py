@@ -56,9 +56,11 @@ def test_it_says_what_was_measured_and_what_to_type_for_the_rest(sweep: Path, pr
     found = line_of(text, "final_accuracy")
     assert found.startswith("final_accuracy nvfp4_aqn against bf16 4 +0.2")
     assert "+0.076 (Table 1 3B, inside), +0.027 (Table 1 7B, inside)" in found
-    assert line_of(text, "initial_entropy", "nf4 against").endswith("undecided: no finished run of nf4 (0 started)")
-    speed = line_of(text, "rollout_throughput", "against bf16")
-    assert speed.endswith("no finished run of nvfp4 on a GPU (0 started) and of bf16 on a GPU (0 started)")
+    assert "nf4 against" not in text  # no run of it, so its contrasts are only counted
+    without_runs = line_of(text, "contrasts an arm has no runs")
+    assert without_runs.startswith("In 33 of 41 contrasts an arm has no runs: 3 of initial_entropy, 3 of entropy_order")
+    assert "4 of aqn_accuracy," in without_runs
+    assert "final" not in without_runs
     assert line_of(text, "+sweeps=lora_rank") == "python -m qerl_lab +sweeps=lora_rank # rank_insensitivity"
     assert "add what the runs had beside their sweep, such as scale=NAME" in text
     assert line_of(text, "QeRL +AQN").startswith("nvfp4_aqn 4 of 5 0.375 [")
@@ -81,14 +83,33 @@ def test_the_files_have_every_number(sweep: Path) -> None:
     assert "By `python -m qerl_lab.report verdicts runs`." in page
     assert "| 4 of 5, 4 of 4 |" in page
     assert page.count("\n| final_") == 2
-    assert page.count("\n| growth_area |") == 3
+    assert page.count("\n| growth_area |") == 1  # the others lack an arm
     # claims that the runs answer; the others are only named
     answered = ["growth_area", "growth_steps", "growth_gain", "final_accuracy", "final_pass"]
     assert [line.split("`")[1] for line in page.splitlines() if line.startswith("- `")] == answered
     rows = {line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if "**undecided**" in line}
     assert rows <= set(answered)
-    rest = [claim.name for claim in CLAIMS if claim.name not in answered]
-    assert line_of(page, "These runs say nothing of").split("`")[1:-3:2] == rest
+    without_runs = line_of(page, "In 33 of 41 contrasts an arm has no runs: ")
+    assert "2 of growth_area," in without_runs
+    at_one_rate = ["growth_area_best", "growth_steps_best", "growth_gain_best"]  # have runs, but no best rate
+    assert line_of(page, "These runs say nothing of").split("`")[1:-3:2] == at_one_rate
+    for claim in CLAIMS:
+        assert claim.name in answered or f" of {claim.name}" in without_runs or claim.name in at_one_rate
+    reasons = {(row["claim"]["name"], row["contrast"]): row["why"] for row in found["rows"]}
+    assert reasons["initial_entropy", "nf4 against bf16"] == "no finished run of nf4 (0 started)"
+
+
+def test_a_contrast_keeps_its_row_while_a_run_of_each_arm_was_started(sweep: Path, printed: Callable[..., str]) -> None:
+    for run in sweep.glob("aqn-*"):
+        shutil.rmtree(run)
+    text = printed("verdicts", "runs")
+    assert line_of(text, "final_accuracy", "undecided").endswith("undecided: no finished run of nvfp4_aqn (1 started)")
+    assert "final" not in line_of(text, "contrasts an arm has no runs")
+    shutil.rmtree(sweep / "failed")
+    without_runs = "In 41 of 41 contrasts an arm has no runs: "
+    assert line_of(printed("verdicts", "runs"), without_runs).startswith(without_runs)
+    assert main(["runs", "out=results/page"]) == exits.OK
+    assert f"<p>{without_runs}3 of initial_entropy, " in Path("results/page/report.html").read_text()
 
 
 CLAIMS_FILE = """\
@@ -246,7 +267,7 @@ def test_a_page_of_runs_that_answer_nothing_says_so(here: Path) -> None:
     judged()
     page = Path("results/mine/verdicts.md").read_text()
     assert "No claim was measured." in page
-    assert all(f"`{claim.name}`" in page for claim in CLAIMS)
+    assert all(f" of {claim.name}" in line_of(page, "In 41 of 41 contrasts an arm has no runs") for claim in CLAIMS)
     assert "| bf16 | 1 of 1 |" in page
     assert "\n## Held-out accuracies\n\n| arm | finished | before | after |\n" in page  # the task is not Table 1's
 
