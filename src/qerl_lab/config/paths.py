@@ -10,6 +10,7 @@ from qerl_lab.config.schema import POCKET, LoraConfig, ModelConfig, RunConfig, T
 
 WEIGHTS = "adapter_model.safetensors"
 CLAIMS = "claims.yaml"  # beside results: the claims that they test
+QUEUE = "queue.yaml"  # beside claims: the runs that they need
 SQLITE = "sqlite:///"
 
 

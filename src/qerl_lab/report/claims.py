@@ -19,7 +19,7 @@ from qerl_lab.config.fields import DAY, DIRECTION, LIST, MAPPING, NUMBER, TEXT, 
 from qerl_lab.config.keys import describe_type, has_type, spell_value, type_of_key
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError, did_you_mean
-from qerl_lab.config.paths import sha256
+from qerl_lab.config.paths import QUEUE, sha256
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.report import reference
 from qerl_lab.report.measures import MEASURES
@@ -79,6 +79,7 @@ class Claims:
     seeds: int  # how many seeds both arms of a contrast must have in common
     conditions: Settings  # settings that all runs must have; other runs are ignored
     analysis: str = ""  # other planned analysis, in words
+    queue: str = ""  # path of the queue file beside the claims file, which makes their runs; empty without one
 
 
 @dataclass(frozen=True)
@@ -142,15 +143,16 @@ def read(path: Path, called: str) -> tuple[Claim, ...]:
         values, digest = yaml.safe_load(path.read_text(encoding="utf-8")), sha256(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"claims={called} cannot be read: {in_one_line(error)}. Type a YAML file.") from None
+    queue = str(Path(called).with_name(QUEUE)) if path.with_name(QUEUE).is_file() else ""
     try:
-        return _parse_file(values, called, digest)
+        return _parse_file(values, called, digest, queue)
     except ValueError as error:
         stop = "" if str(error)[-1] in ".?" else "."
         raise ConfigError(f"claims={called}: {error}{stop} docs/verdicts.md describes the fields.") from None
 
 
-def _parse_file(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
-    """Build the claims of a file from `values` (the parsed YAML) and `digest` (the SHA-256).
+def _parse_file(values: Any, path: str, digest: str, queue: str) -> tuple[Claim, ...]:
+    """Build the claims of a file from `values` (the parsed YAML), `digest` (the SHA-256) and the path of its queue.
 
     This function and the functions below raise ValueError for an invalid field.
     """
@@ -160,7 +162,8 @@ def _parse_file(values: Any, path: str, digest: str) -> tuple[Claim, ...]:
     if not values["claims"]:
         raise ValueError("claims is empty, and there is nothing to test")
     conditions = _parse_settings(values.get("conditions", {}), "conditions")
-    file = Claims(path, digest, str(values["committed"]), values["seeds"], conditions, values.get("analysis", ""))
+    analysis = values.get("analysis", "")
+    file = Claims(path, digest, str(values["committed"]), values["seeds"], conditions, analysis, queue)
     arms = {str(name): _parse_settings(own, f"arm {name}") for name, own in values.get("arms", {}).items()}
     claims = tuple(_parse_claim(own, file, arms) for own in values["claims"])
     names = [claim.name for claim in claims]

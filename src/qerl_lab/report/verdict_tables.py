@@ -1,6 +1,7 @@
 """Format verdicts as text, Markdown and JSON."""
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ from scipy.stats import fisher_exact
 from qerl_lab.report import stats
 from qerl_lab.report.arm_tables import GAIN, IN_TABLE_1, PASS_AFTER, accuracy_rows
 from qerl_lab.report.arms import format_setting
-from qerl_lab.report.claims import Claim
+from qerl_lab.report.claims import Claim, of_paper
 from qerl_lab.report.comparison import Comparison, list_left_out, notes
 from qerl_lab.report.measures import FALLEN, MEASURES
 from qerl_lab.report.table import ANY, NONE, Rows, mean_and_interval, without_columns
@@ -132,16 +133,32 @@ def families(rows: Sequence[Row]) -> str:
 
 
 def missing_arms(rows: Sequence[Row]) -> str:
-    """List the commands of sweeps that would run what verdicts lack, a line each, with the names of the claims.
+    """List the commands that would run what verdicts lack, a line each, with the names of the claims.
 
-    Empty text if every contrast has enough seeds.
+    For claims with a queue file beside them it is the command that plans the queue, because a sweep may have values
+    that differ from those of the claims' arms. Empty text if every contrast has enough seeds.
     """
-    waiting: dict[str, list[str]] = {}
-    for row in (row for row in rows if row.judged is None):
-        waiting.setdefault(f"python -m qerl_lab +sweeps={row.claim.sweep}", []).append(row.claim.name)
-    head = "To make what verdicts lack (add what the runs had beside their sweep, such as scale=NAME):\n"
-    lines = [f"{line}  # {', '.join(dict.fromkeys(names))}" for line, names in waiting.items()]
-    return "\n    ".join([head, *lines]) if lines else ""
+    queues, sweeps, files = dict[str, list[str]](), dict[str, list[str]](), dict[str, None]()
+    for claim in (row.claim for row in rows if row.judged is None):
+        if claim.file.queue:
+            line = f"python -m qerl_lab.tools.queue plan {shlex.quote(claim.file.queue)}"
+            queues.setdefault(line, []).append(claim.name)
+        else:
+            sweeps.setdefault(f"python -m qerl_lab +sweeps={claim.sweep}", []).append(claim.name)
+            files[claim.file.path] = None
+    own_arms = ", ".join(path for path in files if path != of_paper()[0].file.path)
+    add = "add what the runs had beside their sweep, such as scale=NAME"
+    if own_arms:
+        add += f"; where a sweep has other values than the arms in {own_arms}, type those of the arms"
+    blocks = (
+        ("The queue beside the claims has the runs that verdicts lack. To list those that are left:\n", queues),
+        (f"To make what verdicts lack ({add}):\n", sweeps),
+    )
+    return "\n\n".join(
+        "\n    ".join([head, *(f"{line}  # {', '.join(dict.fromkeys(names))}" for line, names in waiting.items())])
+        for head, waiting in blocks
+        if waiting
+    )
 
 
 def contrasts_without_runs(rows: Sequence[Row]) -> str:

@@ -161,6 +161,21 @@ def test_a_report_elsewhere_tests_the_claims_beside_the_results(
     assert "hold different claims; allowed: one file." in capsys.readouterr().err
 
 
+def test_what_verdicts_lack_is_made_by_the_queue_beside_the_claims(sweep: Path, printed: Callable[..., str]) -> None:
+    """A sweep may have its own values, as exploration_controls has a temperature of the pocket scale."""
+    claims = Path("my results/claims.yaml")
+    claims.parent.mkdir()
+    claims.write_text(CLAIMS_FILE.replace("seeds: 4", "seeds: 5"))
+    text = printed("verdicts", "runs", f"claims={claims}")
+    assert "where a sweep has other values than the arms in my results/claims.yaml, type those of the arms):" in text
+    assert "python -m qerl_lab +sweeps=weight_formats  # ours" in text
+    claims.with_name("queue.yaml").write_text("parts: []")
+    text = printed("verdicts", "runs", f"claims={claims}")
+    assert "    python -m qerl_lab.tools.queue plan 'my results/queue.yaml'  # ours" in text
+    assert "+sweeps" not in text
+    assert "other values" not in printed("verdicts", "runs")  # the paper's claims, which have the arms of their sweeps
+
+
 @pytest.mark.parametrize(("change", "said"), [
     (("smallest: 0.01,", ""), "claim ours lacks smallest"),
     (("measure: accuracy_after", "measure: accuracy"), "measure accuracy is none of"),
