@@ -1,4 +1,7 @@
-"""Plot curves of arms by step and by wall clock: thin lines for seeds, their mean, 95% interval. No smoothing."""
+"""Plot curves of arms by step and by wall clock: thin lines for seeds, their mean, 95% interval. No smoothing.
+
+Held-out accuracy that was measured only before and after training is plotted as points with intervals.
+"""
 
 import math
 import textwrap
@@ -27,6 +30,7 @@ BESIDE = 2  # arms per panel beside the baseline when there are several panels
 MOMENTS = 100  # most times at which the mean by wall clock is interpolated
 MARKS = 10  # markers per line
 LEGEND_CHARS = 46  # characters per line of the legend
+DODGE = 0.07  # distance between arms that are measured before and after training, which are 1 apart
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,7 @@ def draw(
             height_ratios=[12 + count for count in lines],
         )  # fmt: skip
         for axis, group in zip(axes.flat, groups, strict=True):
-            _draw_arms(axis, chosen, {arm: labels[arm] for arm in group}, curve, styles, by=by)
-            style_panel(axis, curve.label, unit)
+            _draw_panel(axis, chosen, {arm: labels[arm] for arm in group}, curve, styles, by=by, unit=unit)
             add_panel_legend(axis)
         axes.flat[0].set_title(curve.title)
         axes.flat[0].set_ylim(*_axis_limits(axes.flat[0].get_ylim(), chosen["value"], curve))
@@ -162,8 +165,7 @@ def draw_formats(points: pd.DataFrame, formats: Mapping[str, str], title: str) -
     figure, axes = plt.subplots(1, len(shown), figsize=(4.4 * len(shown), 3.7), squeeze=False)
     for axis, curve in zip(axes.flat, shown, strict=True):
         chosen = points[points["metric"] == curve.metric]
-        _draw_arms(axis, chosen, labels, curve, styles, thin=False)
-        style_panel(axis, curve.label, "step")
+        _draw_panel(axis, chosen, labels, curve, styles, thin=False)
         axis.set_title(curve.title)
         axis.set_ylim(*_axis_limits(axis.get_ylim(), chosen["value"], curve))
     handles, names = axes.flat[0].get_legend_handles_labels()
@@ -181,6 +183,61 @@ def _axis_limits(drawn: tuple[float, float], values: pd.Series, curve: Curve) ->
     room = (values.max() - values.min()) / 4 or abs(values.max()) or 1.0
     low, high = max(drawn[0], values.min() - room, curve.bounds[0]), min(drawn[1], values.max() + room, curve.bounds[1])
     return 0 if curve.from_zero else low, high
+
+
+def _draw_panel(
+    axis: Axes, points: pd.DataFrame, labels: Mapping[str, str], curve: Curve,
+    styles: Mapping[str, Mapping[str, Any]], *, by: str = STEP, thin: bool = True, unit: str = "step",
+) -> None:  # fmt: skip
+    """Draw the arms of `labels` (arm -> legend text) as lines or, if nothing was measured between, as points.
+
+    `unit` labels the x axis; by step the points are labelled before and after training instead.
+    """
+    if not _is_before_and_after(points, curve):
+        _draw_arms(axis, points, labels, curve, styles, by=by, thin=thin)
+        style_panel(axis, curve.label, unit)
+        return
+    _draw_before_and_after(axis, points, labels, curve, styles, by=by, thin=thin)
+    style_panel(axis, curve.label, "training" if by == STEP else f"{unit}: before and after them")
+    if by == STEP:
+        axis.set_xticks([0, 1], ["before", "after"])
+        axis.set_xlim(-0.4, 1.4)
+    else:
+        axis.margins(x=0.05)  # the points are at the ends
+
+
+def _is_before_and_after(points: pd.DataFrame, curve: Curve) -> bool:
+    """Tell whether `points` are of an evaluation that every run made only before and after training."""
+    return curve.metric.startswith("eval/") and points.groupby("run_id")[STEP].nunique().max() <= 2
+
+
+def _draw_before_and_after(
+    axis: Axes, points: pd.DataFrame, labels: Mapping[str, str], curve: Curve,
+    styles: Mapping[str, Mapping[str, Any]], *, by: str, thin: bool,
+) -> None:  # fmt: skip
+    """Draw each arm of `labels` (arm -> legend text) as its mean before and after training, with 95% intervals.
+
+    Arms stand beside each other; by `CLOCK` each stands at the mean time of its seeds. A thin dotted line only shows
+    which two points are of one arm. `thin=False` omits the points of seeds.
+    """
+    for place, (arm, label) in enumerate(labels.items()):
+        own = points[points["arm"] == arm]
+        own = own.assign(is_after=own[STEP] > 0)
+        if own.empty:
+            continue
+        beside = (place - (len(labels) - 1) / 2) * DODGE
+        style, dodge = styles[arm], beside if by == STEP else 0.0
+        x, means, ends = list[float](), list[float](), list[tuple[float, float]]()
+        for is_after, rows in own.groupby("is_after"):
+            values = rows["value"].to_numpy(float)
+            mean, low, high = (np.clip(line, *curve.bounds).item() for line in band_over_seeds(values[:, None]))
+            x.append((float(is_after) if by == STEP else float(rows[by].mean())) + dodge)
+            means.append(mean)
+            ends.append((mean - low, high - mean))
+            if thin and len(values) > 1:
+                axis.plot([x[-1]] * len(values), values, ".", color=style["color"], ms=4, alpha=0.4)
+        axis.plot(x, means, label=label, zorder=3, **{**style, "linestyle": ":", "lw": 0.8})
+        axis.errorbar(x, means, yerr=np.transpose(ends), fmt="none", ecolor=style["color"], elinewidth=1.2, capsize=3)
 
 
 def _draw_arms(

@@ -80,6 +80,40 @@ def test_what_is_measured_rarely_has_no_markers_between() -> None:
     assert mean.get_ydata()[1] == pytest.approx((25 + (2 + 24 * 50 / 75) + (3 + 24 * 50 / 100)) / 3)
 
 
+ACCURACY = next(curve for curve in curves.CURVES if curve.name == "accuracy")
+
+
+def accuracies(arms: list[str], steps: tuple[int, ...]) -> pd.DataFrame:
+    """Seed s of an arm has the accuracy step / 100 + s / 10."""
+    table = points(arms, metric="eval/accuracy")
+    table = pd.concat([table[table["step"] == 1].assign(step=0, seconds=0.0), table])
+    return table[table["step"].isin(steps)].assign(
+        value=lambda rows: rows["step"] / 100 + rows["run_id"].str[-1].astype(int) / 10
+    )
+
+
+def test_accuracy_before_and_after_has_two_points_with_intervals_and_no_curve_between() -> None:
+    table = accuracies(["bf16", "nvfp4"], (0, 30))
+    (axis,) = draw(table, ACCURACY, curves.STEP, "bf16").axes
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["before", "after"]
+    assert axis.get_xlabel() == "training"
+    lines = means(axis)
+    assert [list(line.get_ydata()) for line in lines] == [[pytest.approx(0.1), pytest.approx(0.4)]] * 2
+    assert {line.get_linestyle() for line in lines} == {":"}
+    assert [list(line.get_xdata().round()) for line in lines] == [[0, 1]] * 2
+    assert lines[0].get_xdata()[0] < lines[1].get_xdata()[0]  # beside each other
+    segments = axis.collections[0].get_segments()
+    _, low, high = band_over_seeds(np.array([[0.0, 0.3], [0.1, 0.4], [0.2, 0.5]]))
+    drawn = [(segment[:, 1].min(), segment[:, 1].max()) for segment in segments]
+    assert drawn == [pytest.approx(end) for end in zip(np.clip(low, 0, 1), high, strict=True)]
+    (axis,) = draw(table, ACCURACY, curves.CLOCK, "bf16").axes
+    assert list(means(axis)[0].get_xdata()) == [0, pytest.approx(1.5)]  # seeds end after 60, 90 and 120 s
+    assert axis.get_xlabel() == "minutes of training steps: before and after them"
+    (axis,) = draw(accuracies(["bf16", "nvfp4"], (0, 15, 30)), ACCURACY, curves.STEP, "bf16").axes
+    assert axis.get_xlabel() == "step"  # measured between, so that a line is drawn
+    assert {line.get_linestyle() for line in means(axis)} == {"-"}
+
+
 def test_seconds_are_those_of_the_steps(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "bf16", 0)
     found = comparison.curves(comparison.read([tmp_path]))
