@@ -14,6 +14,7 @@ import yaml
 from qerl_lab.config.arm import ENGINE_KEYS, OF_SWEEPS, values_of
 from qerl_lab.config.conf_folder import group_folder
 from qerl_lab.config.keys import is_met, parse_condition, spell_value
+from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import with_absolute_paths
 from qerl_lab.config.rules import largest_divisor
@@ -201,5 +202,5 @@ def notes_before_start(cfg: RunConfig, micro_batch_size: int | None, typed: Coll
             f"optim.learning_rate={cfg.optim.learning_rate:g} is made for adapters; for all weights 1e-6 is usual"
         )
     if cfg.aqn.schedule != "off" and cfg.steps < cfg.aqn.stages:
-        said.append(f"aqn.stages={cfg.aqn.stages} in {cfg.steps} steps: some stages are skipped")
+        said.append(f"aqn.stages={cfg.aqn.stages} in {with_noun(cfg.steps, 'step')}: some stages are skipped")
     return said

@@ -14,7 +14,7 @@ from qerl_lab.cli.grammar import format_entry, format_key_entry
 from qerl_lab.cli.overrides import GROUPS
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
-from qerl_lab.config.message import with_noun
+from qerl_lab.config.message import first_and_last, with_noun
 from qerl_lab.config.spelling import resume_override, shell_override
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system.terminal import by_numbers, columns, format_path, python_command
@@ -199,9 +199,10 @@ def _headline_cells(result: Mapping[str, float]) -> list[str]:
 
     A missing value becomes a dash.
     """
-    pairs = (("accuracy_before", "accuracy_after"), ("entropy_first", "entropy_last"))
-    changes = [
-        f"{result[first]:.3f} -> {result[last]:.3f}" if first in result and last in result else "-"
-        for first, last in pairs
-    ]
-    return changes + [f"{result[key]:.0f}" if key in result else "-" for key in ("tokens_per_second", "seconds")]
+    accuracy = entropy = "-"
+    if "accuracy_before" in result and "accuracy_after" in result:
+        accuracy = f"{result['accuracy_before']:.3f} -> {result['accuracy_after']:.3f}"
+    if "entropy_first" in result and "entropy_last" in result:
+        entropy = first_and_last(result["entropy_first"], result["entropy_last"], int(result.get("steps", 0)))
+    speed = [f"{result[key]:.0f}" if key in result else "-" for key in ("tokens_per_second", "seconds")]
+    return [accuracy, entropy, *speed]

@@ -21,6 +21,11 @@ def with_noun(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def first_and_last(first: float, last: float, steps: int) -> str:
+    """Format the values of a run's first and last steps as `0.385 -> 0.205`, or one number if the run has one step."""
+    return f"{last:.3f}" if steps == 1 else f"{first:.3f} -> {last:.3f}"
+
+
 def in_one_line(error: BaseException) -> str:
     """Return an error's text joined to one line."""
     return " ".join(str(error).split())

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from qerl_lab.config.message import with_noun
+from qerl_lab.config.message import first_and_last, with_noun
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.report import arms, results
 from qerl_lab.report.arms import differing_keys, task_of
@@ -190,7 +190,8 @@ def text(comparison: Comparison, baseline: str | None) -> str:
             mean, low, high = (row.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
             spell = "{:.3f}".format if name.startswith("accuracy") else "{:+.3f}".format
             cells.append(mean_and_interval((mean, low, high), spell, spell))
-        rows.append([*cells, f"{row['entropy_first']:.3f} -> {row['entropy_last']:.3f}"])
+        steps = max(run.summary["steps"] for run in comparison.arms[row["arm"]])
+        rows.append([*cells, first_and_last(row["entropy_first"], row["entropy_last"], steps)])
     differ = tabulate_differing_settings(comparison, "arms differ in")
     parts = [columns(rows), HOW_TO_READ, columns(differ) if differ else ""]
     if baseline is not None:

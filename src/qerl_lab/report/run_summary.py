@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from qerl_lab.config.message import first_and_last
 from qerl_lab.config.redact import HIDDEN
 from qerl_lab.config.spelling import shell_override
 from qerl_lab.report.stats import format_interval
@@ -29,9 +30,13 @@ def closing(result: dict[str, Any]) -> str:
     shares = ", ".join(f"{result[f'share_{name}']:.0%} {name}" for name in ("rollout", "train", "sync"))
     gpu = f", {result['memory_gpu_peak_gib']:.2f} GiB on the GPU" if "memory_gpu_peak_gib" in result else ""
     end_to_end, rollout = result["tokens_per_second"], result["rollout_tokens_per_second"]
+    reward, entropy = (
+        first_and_last(result[f"{name}_first"], result[f"{name}_last"], result["steps"])
+        for name in ("reward", "entropy")
+    )
     rows += [
-        ("reward", f"{result['reward_first']:.3f} -> {result['reward_last']:.3f}"),
-        ("policy entropy", f"{result['entropy_first']:.3f} -> {result['entropy_last']:.3f} nats"),
+        ("reward", reward),
+        ("policy entropy", f"{entropy} nats"),
         ("throughput", f"{end_to_end:,.0f} tokens/s end to end, {rollout:,.0f} in rollouts"),
         ("time", f"{shares}; {result['seconds']:.0f} s in all"),
         ("memory", f"{result['memory_rss_gib']:.2f} GiB peak resident{gpu}"),

@@ -21,6 +21,7 @@ with exits.starting(__name__):
 
     from qerl_lab import tasks
     from qerl_lab.cli.grammar import Command
+    from qerl_lab.config.message import first_and_last
     from qerl_lab.config.model_hash import model_hash
     from qerl_lab.config.option import ConfigError, option
     from qerl_lab.config.out import Writes, check_apart, check_free
@@ -149,7 +150,8 @@ def warm_up(options: WarmupOptions) -> None:
         }  # fmt: skip
         (unfinished.folder / WARMUP).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         unfinished.finish()
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token, {time.monotonic() - started:.0f} s")
+    loss = first_and_last(losses[0], losses[-1], len(losses))
+    print(f"loss {loss} nats a token, {time.monotonic() - started:.0f} s")
     print(f"model:       {terminal.format_path(options.folder)}  ({WARMUP} says how it was made)")
     print(f"train on it: {terminal.python_command()} -m qerl_lab {shell_line(training_words(options))}")
 

@@ -253,6 +253,7 @@ def test_a_word_of_a_sweep_must_act_in_one_job_that_shares_it():
 
 def test_words_that_do_little_are_said():
     assert only_job("aqn=linear", "steps=5").notes == ["aqn.stages=10 in 5 steps: some stages are skipped"]
+    assert only_job("aqn=linear", "steps=1").notes == ["aqn.stages=10 in 1 step: some stages are skipped"]
     (note,) = only_job("algorithm.epsilon_high=0.4").notes
     assert note.startswith("algorithm.epsilon_high: with one update per rollout every probability ratio is 1")
     several = only_job("algorithm.epsilon_high=0.4", "algorithm.updates_per_rollout=2").notes

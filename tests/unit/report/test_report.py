@@ -8,9 +8,10 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
+from qerl_lab.cli import manual
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import encode_line
-from qerl_lab.report import palette, plots, run_summary, runs
+from qerl_lab.report import comparison, palette, plots, run_summary, runs
 from qerl_lab.report.__main__ import COMMAND as report_command
 from qerl_lab.report.__main__ import ReportOptions
 from qerl_lab.system import terminal
@@ -18,7 +19,7 @@ from qerl_lab.tools.export import COMMAND as export_command
 from qerl_lab.tools.export import ExportOptions
 from qerl_lab.tools.samples import COMMAND as sample_command
 from qerl_lab.tracking.tracker import Mirrored
-from run_directories import metrics_of
+from run_directories import make_run, metrics_of
 
 # --- a run directory
 
@@ -94,6 +95,26 @@ def test_the_closing_table_says_the_numbers(run_dir: Path) -> None:
     )
     told = run_summary.closing(runs.summarize(RunDirectory(run_dir), seconds=47.0))
     assert "cut at the token limit  12.5% -> 12.5% of the answers" in told
+
+
+def test_one_step_is_one_number_everywhere(tmp_path: Path, run_dir: Path) -> None:
+    """Its first and last tenth are the same step."""
+    result = runs.summarize(RunDirectory(run_dir), seconds=47.0) | {
+        "steps": 1, "reward_first": 0.119, "reward_last": 0.119, "entropy_first": 0.25, "entropy_last": 0.25,
+    }  # fmt: skip
+    text = run_summary.closing(result).splitlines()
+    assert [line.split() for line in text if "reward" in line] == [["reward", "0.119"]]
+    assert [line.split()[2:] for line in text if "entropy" in line] == [["0.250", "nats"]]
+    assert any("0.438 -> 0.688" in line for line in text)  # accuracy was measured twice
+    assert manual._headline_cells(result)[:2] == ["0.438 -> 0.688", "0.250"]
+    assert manual._headline_cells(result | {"steps": 2})[1] == "0.250 -> 0.250"
+    assert manual._headline_cells({}) == ["-", "-", "-", "-"]
+    for steps, entropy in ((1, "0.200"), (4, "0.350 -> 0.200")):
+        folder = make_run(tmp_path / "runs" / str(steps), "bf16", steps, steps=steps)
+        if steps == 1:
+            (folder / "metrics.jsonl").write_bytes(encode_line(1, metrics_of(1, steps=1)))
+        table = comparison.text(comparison.read([folder]), None)
+        assert next(line for line in table.splitlines() if line.startswith("bf16")).endswith(f"  {entropy}")
 
 
 # --- figures

@@ -139,6 +139,11 @@ def test_the_card_says_what_it_is_and_what_came_out(runs: Runs, tmp_path: Path) 
         assert file.stat().st_mode == (file.parent / "README.md").stat().st_mode  # others may serve it
 
 
+def test_the_card_of_one_step_has_one_reward(runs: Runs, tiny: Callable[..., RunConfig]) -> None:
+    said = card(ExportOptions(out="mine"), tiny(steps=1), RunDirectory(runs["bf16"][0]))
+    assert "\n- reward: 0.700\n- policy entropy in nats: 0.300\n- held-out accuracy before" in said
+
+
 def test_the_card_s_line_makes_the_very_base_of_the_run(
     runs: Runs, tiny: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
