@@ -1,12 +1,13 @@
 """Check keys and value types against the schema, and word the errors."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from qerl_lab.config.arm import values_of
-from qerl_lab.config.conf_folder import choices_of
+from qerl_lab.config.conf_folder import choices_of, group_folder
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import RunConfig
 
@@ -51,6 +52,12 @@ FOREIGN_NAMES: Mapping[str, str] = {
     "epochs": "steps", "lr": "optim.learning_rate", "vllm": "rollout=vllm", "wandb": "tracking=wandb",
     "dataset": "task", "quantization": "format",
 }  # fmt: skip
+SET_BY_LAB = ("differs_in", "extended")  # the command refuses them
+# Keys that no error proposes: the lab sets them, or the option of a group sets them with others.
+NOT_PROPOSED = {
+    *SET_BY_LAB, "preregistration_sha256", "model.hash", "lora.start_hash", "task.module_hash", "task.name",
+    "algorithm.name",
+}  # fmt: skip
 TEXT = (str, str | None)
 NUMBERS = (int, float, int | None, float | None)
 
@@ -76,8 +83,11 @@ def type_of_key(name: str) -> Any:
 
 
 def unknown_key_error(name: str) -> ConfigError:
-    """Return the error for a dotted name that is no key. The message says what to type, or lists similar keys."""
-    known = types_by_key()
+    """Return the error for a dotted name that is no key. The message says what to type, or lists similar keys.
+
+    It lists keys that a user may type, and the name of a section that is no group as `eval.KEY`.
+    """
+    known = [key for key in types_by_key() if key not in NOT_PROPOSED]
     inside = [key for key in known if key.startswith(name + ".")]
     if inside:
         return ConfigError(f"{name} is a node, not a key. Allowed: {', '.join(inside)}.")
@@ -91,7 +101,9 @@ def unknown_key_error(name: str) -> ConfigError:
     here = beside or [*dict.fromkeys(key.split(".")[0] for key in known), "sweeps"]
     meant = meant or [key for key in here if key.startswith(name)] or same_last
     hint = f" Did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, [*here, *known])
-    return unknown_name_error(name, here, hint)
+    sections = {key.split(".")[0] for key in known if "." in key}
+    plain = {key for key in sections if not group_folder(key).is_dir()}
+    return unknown_name_error(name, [f"{key}.KEY" if key in plain else key for key in here], hint)
 
 
 def translate_foreign_name(name: str) -> str | None:
@@ -118,8 +130,12 @@ def what_to_type(target: str) -> str:
 
 
 def unknown_name_error(name: str, allowed: Sequence[str], hint: str) -> ConfigError:
-    """Return the error for a name that is not in `allowed`; `hint` is ` Did you mean x?` or an empty text."""
-    return ConfigError(f"{name} is not a known key.{hint} Allowed: {', '.join(allowed) or 'none'}.")
+    """Return the error for a name that is not in `allowed`; `hint` is ` Did you mean x?` or an empty text.
+
+    The message lists `allowed` with the names that are most like `name` first.
+    """
+    nearest = sorted(allowed, key=lambda other: -difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio())
+    return ConfigError(f"{name} is not a known key.{hint} Allowed: {', '.join(nearest) or 'none'}.")
 
 
 def check_type(name: str, kind: Any, value: Any) -> None:

@@ -61,7 +61,7 @@ def test_a_value_gets_the_type_of_its_key_and_the_others_their_defaults(word: st
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ("nmae=b", ["nmae is not a known key", "Did you mean name?", "Allowed: name, path"]),
+        ("nmae=b", ["nmae is not a known key", "Did you mean name?", "Allowed: name, number"]),
         ("model.path=b", ["model.path is not a known key. Did you mean path?"]),
         ("name", ["name has no value. Type name=VALUE."]),
         ("nmae", ["nmae cannot be read. Type KEY=VALUE"]),

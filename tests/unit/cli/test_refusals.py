@@ -9,7 +9,10 @@ from qerl_lab.cli import check, launch
 from qerl_lab.cli.compose import Job, make_plan
 from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.cli.train import main
+from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of
+from qerl_lab.config.keys import NOT_PROPOSED, SET_BY_LAB, types_by_key, unknown_key_error
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.preflight import machine
 
 ARM = ", ".join(choices_of("experiment"))
@@ -45,7 +48,9 @@ def refused(line: str, capsys) -> str:
         ("lora={rank:3}", ["lora.rank=VALUE"]),
         ("hydra/launcher=joblip", ["hydra/launcher=joblip", "basic", "launcher=slurm"]),
         # keys
-        ("lora.rnk=3", ["Did you mean lora.rank?", "lora.alpha"]),
+        ("lora.rnk=3", ["Did you mean lora.rank? Allowed: lora.rank, lora.", "lora.alpha"]),
+        ("step=3", ["Did you mean steps? Allowed: steps, ", " eval.KEY,", " sweeps"]),
+        ("model.hsh=1", ["Did you mean model.path? Allowed: model.path, model."]),
         ("eval=3", ["eval is a node", "eval.samples"]),
         ("~lora.rank", ["Type lora.rank=VALUE"]),
         ("hydra.foo=1", ["hydra.foo", "'foo' not in 'HydraConf'"]),
@@ -249,6 +254,19 @@ def test_a_word_of_a_sweep_must_act_in_one_job_that_shares_it():
     assert [job.config.aqn.sigma_start for job in plan.jobs] == [0.05, 0.05]
     plan = make_plan(["+experiment=nvfp4_aqn,bf16_aqn", "aqn.sigma_start=0.05,0.1"], True)
     assert len(plan.jobs) == 4
+
+
+def test_the_keys_that_an_error_lists_are_those_that_may_be_typed_the_nearest_first():
+    set_by_lab = {leaf.name for leaf in leaves(RunConfig()) if "set by the command" in leaf.field.metadata["help"]}
+    assert set_by_lab | {*SET_BY_LAB} <= NOT_PROPOSED
+    listed = str(unknown_key_error("step")).partition("Allowed: ")[2].rstrip(".").split(", ")
+    assert listed[0] == "steps"
+    typed = {key.partition(".")[0] for key in types_by_key()} | {"sweeps"}
+    assert {key.removesuffix(".KEY") for key in listed} == typed - NOT_PROPOSED
+    assert [key for key in listed if key.endswith(".KEY")] == ["checkpoint.KEY", "eval.KEY"]
+    for node in ("model", "lora", "task", "algorithm"):
+        listed = str(unknown_key_error(f"{node}.zzz")).partition("Allowed: ")[2].rstrip(".").split(", ")
+        assert {*listed} == {key for key in types_by_key() if key.startswith(f"{node}.")} - NOT_PROPOSED
 
 
 def test_words_that_do_little_are_said():
