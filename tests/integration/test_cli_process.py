@@ -137,7 +137,7 @@ def test_a_sweep_goes_on_after_failures_and_ends_with_a_table_of_all_jobs(capfd)
     assert "SIGKILL" in table[5]
     assert table[-4] == f"3 jobs in {directory}: 2 failed, 1 done"
     assert table[-3] == f"next: {python_command()} -m qerl_lab.report {directory} out=results/{directory.name}"
-    assert table[-2] == f"continue one with: {python_command()} -m qerl_lab resume={directory}/RUN_DIRECTORY"
+    assert table[-2] == f"continue job 0 with: {python_command()} -m qerl_lab resume={directory}/0-nvfp4-seed1"
     assert "failed: ValueError: the reason" in err  # at once, not in the table only
     assert "Traceback" not in out + err
     names = {path.name for path in directory.iterdir() if path.is_dir()}

@@ -40,7 +40,9 @@ def test_what_a_stopped_sweep_did_not_begin_is_not_run_and_can_be_continued(
     assert exits.STOPS == [signal.SIGTERM]
     out = capfd.readouterr().out
     assert "2 jobs in a sweep: 1 interrupted, 1 not run" in out
-    assert f"continue one with: {python_command()} -m qerl_lab resume='a sweep/RUN_DIRECTORY'" in out
+    stopped = out.partition("continue job 0 with: ")[2].splitlines()[0]
+    assert stopped == f"{python_command()} -m qerl_lab resume='a sweep/0-adhoc-seed{STOPS}'"
+    assert Path(f"a sweep/0-adhoc-seed{STOPS}").is_dir()
     run = RunDirectory(Path("a sweep/1-adhoc-seed0"))
     assert run.status == "not run"
     assert main(["resume=a sweep/1-adhoc-seed0"]) == 0

@@ -176,8 +176,9 @@ def sweep_table(plan: Plan) -> str:
     if "done" in found:
         out = shell_override("out", f"results/{plan.directory.name}")
         lines.append(f"next: {command}.report {shlex.quote(here)} {out}")
-    if any(run.is_claimed and status != "done" for run, status in zip(runs, found, strict=True)):
-        lines.append(f"continue one with: {command} {resume_override(f'{here}/RUN_DIRECTORY')}")
+    left = [job for job, run, status in zip(plan.jobs, runs, found, strict=True) if run.is_claimed and status != "done"]
+    if left:
+        lines.append(f"continue job {left[0].number} with: {command} {resume_override(format_path(left[0].run_dir))}")
         lines.append(f"all of them with the same line, or: {command} {resume_override(here)}")
     return "\n".join(lines)
 
