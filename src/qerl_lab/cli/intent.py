@@ -201,6 +201,13 @@ def notes_before_start(cfg: RunConfig, micro_batch_size: int | None, typed: Coll
         said.append(
             f"optim.learning_rate={cfg.optim.learning_rate:g} is made for adapters; for all weights 1e-6 is usual"
         )
+    if cfg.optim.learning_rate == 0:
+        said.append("optim.learning_rate=0: nothing is learned, and every step measures the policy as it began")
+    if cfg.eval.every > cfg.steps:
+        said.append(
+            f"eval.every={cfg.eval.every} is above steps={cfg.steps}: its questions are asked before step 1 alone. "
+            f"Type for example eval.every={max(1, cfg.steps // 5)}"
+        )
     if cfg.aqn.schedule != "off" and cfg.steps < cfg.aqn.stages:
         said.append(f"aqn.stages={cfg.aqn.stages} in {with_noun(cfg.steps, 'step')}: some stages are skipped")
     return said

@@ -272,6 +272,12 @@ def test_the_keys_that_an_error_lists_are_those_that_may_be_typed_the_nearest_fi
 def test_words_that_do_little_are_said():
     assert only_job("aqn=linear", "steps=5").notes == ["aqn.stages=10 in 5 steps: some stages are skipped"]
     assert only_job("aqn=linear", "steps=1").notes == ["aqn.stages=10 in 1 step: some stages are skipped"]
+    (note,) = only_job("optim.learning_rate=0").notes  # conf/experiment/bf16_temperature.yaml says what it is for
+    assert note.startswith("optim.learning_rate=0: nothing is learned, and every step")
+    (note,) = only_job("eval.every=60", "steps=50").notes
+    assert note.startswith("eval.every=60 is above steps=50: its questions are asked before step 1 alone. ")
+    assert note.endswith("Type for example eval.every=10")
+    assert only_job("eval.every=50", "steps=50").notes == only_job("eval.every=10", "steps=50").notes == []
     (note,) = only_job("algorithm.epsilon_high=0.4").notes
     assert note.startswith("algorithm.epsilon_high: with one update per rollout every probability ratio is 1")
     several = only_job("algorithm.epsilon_high=0.4", "algorithm.updates_per_rollout=2").notes
