@@ -26,7 +26,14 @@ class LabLauncher(Launcher):
     """
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
-        """Override Hydra's hook: keep `config`, the composed configuration of the sweep, for `launch`."""
+        """Override Hydra's hook: keep `config`, the composed configuration of the sweep, for `launch`.
+
+        Raises ConfigError without the callback that checks the jobs, before Hydra makes the directory of the sweep.
+        """
+        from qerl_lab.config.option import ConfigError  # late: other Hydra applications import plug-ins
+
+        if not (config.hydra.callbacks or {}).get("check"):
+            raise ConfigError("~hydra.callbacks.check leaves out the check of every job. Leave it out of the command.")
         self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -35,10 +42,7 @@ class LabLauncher(Launcher):
         Hydra gets the status COMPLETED for every job, also for a failed one: run directories record how the jobs ended.
         """
         from qerl_lab.cli import check, scheduler  # late: other Hydra applications import plug-ins
-        from qerl_lab.config.option import ConfigError
 
-        if "check" not in (self.config.hydra.callbacks or {}):
-            raise ConfigError("~hydra.callbacks.check leaves out the check of every job. Leave it out of the command.")
         variables = {str(name): str(value) for name, value in self.config.hydra.job.env_set.items()}
         scheduler.run(check.CheckJobs.plan, check.command_line(), variables)
         return [JobReturn(overrides=words, status=JobStatus.COMPLETED) for words in job_overrides]

@@ -78,6 +78,8 @@ def _check_override(override: Override) -> None:
     if override.is_hydra_override():
         if override.is_sweep_override():
             raise ConfigError(f"{line} would sweep over Hydra's own settings. Type {name}=VALUE, once.")
+        if name in ("hydra.callbacks", "hydra.callbacks.check"):
+            raise ConfigError(f"{line} leaves out the check of every job. Leave it out of the command.")
         if name == "hydra.run.dir":
             raise ConfigError(f"{line} does nothing here. Type run_dir=DIR for a run, hydra.sweep.dir=DIR for a sweep.")
         return
