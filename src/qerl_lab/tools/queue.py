@@ -111,8 +111,8 @@ def plan(options: PlanOptions) -> None:
     for planned in queue.runs:
         if queue.failures(planned.key) and planned not in queue.left() and not queue.is_done(planned.key):
             print(f"failed {queue.failures(planned.key)} times, not planned again: {planned.key}")
-    for row in queue.of_another_preregistration():
-        print(f"made under another {PREREGISTRATION}: {row['run']}")
+    for note in _notes_on_preregistration(queue):
+        print(note)
     spent = 0.0
     for planned in all_left:
         needed, remaining = queue.seconds(planned) / at_once / 60, options.minutes - spent
@@ -125,6 +125,23 @@ def plan(options: PlanOptions) -> None:
             break
         spent += needed
         print(f"python -m qerl_lab {shlex.join(planned.words)}")
+
+
+def _notes_on_preregistration(queue: Queue) -> list[str]:
+    """Return up to two lines that name the runs made under another PREREGISTRATION.md, and say what follows from it."""
+    planned = {run.key for run in queue.runs}
+    names = list(dict.fromkeys(row["run"] for row in queue.of_another_preregistration()))
+    past, here = [name for name in names if name not in planned], [name for name in names if name in planned]
+    notes = []
+    if past:
+        made = f"{with_noun(len(past), 'run')} {'was' if len(past) == 1 else 'were'} made under another"
+        it = "counts" if len(past) == 1 else "count"
+        notes.append(f"{made} {PREREGISTRATION} and {it} for no verdict: {', '.join(past)}")
+    if here:
+        made = f"{with_noun(len(here), 'run')} of this queue {'was' if len(here) == 1 else 'were'} made under another"
+        again = "to make such a run under this one, take its row out of ledger.csv"
+        notes.append(f"{made} {PREREGISTRATION}; {again}: {', '.join(here)}")
+    return notes
 
 
 def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:

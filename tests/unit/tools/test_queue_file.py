@@ -66,6 +66,28 @@ def test_runs_of_another_preregistration_are_named_but_for_the_pilot(queue: Queu
     assert replace(queue, rows=rows).of_another_preregistration() == []
 
 
+def test_the_plan_says_in_a_line_what_follows_from_another_preregistration(
+    queue: Queue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = {"part": "formats", "state": DONE, "seconds": "9", "evaluations": "0 of 0", "preregistration": "0" * 12}
+    rows = [dict.fromkeys(COLUMNS, "") | other | {"run": key} for key in ("bf16-seed0-old", "nvfp4-seed0-old")]
+    queue_file.write_ledger(queue.folder, rows)
+    plan(PlanOptions(queue=str(queue.folder / "queue.yaml")))
+    said = [line for line in capsys.readouterr().out.splitlines() if "PREREGISTRATION.md" in line]
+    assert said == [
+        "2 runs were made under another PREREGISTRATION.md and count for no verdict: bf16-seed0-old, nvfp4-seed0-old"
+    ]
+    rows = [rows[0], rows[1] | {"run": queue.runs[1].key}]
+    queue_file.write_ledger(queue.folder, rows)
+    plan(PlanOptions(queue=str(queue.folder / "queue.yaml")))
+    said = [line for line in capsys.readouterr().out.splitlines() if "PREREGISTRATION.md" in line]
+    assert said == [
+        "1 run was made under another PREREGISTRATION.md and counts for no verdict: bf16-seed0-old",
+        "1 run of this queue was made under another PREREGISTRATION.md; to make such a run under this one, take its "
+        f"row out of ledger.csv: {queue.runs[1].key}",
+    ]
+
+
 def test_where_a_machine_keeps_model_and_questions_is_no_part_of_a_key(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
