@@ -5,7 +5,7 @@ training, and by a tenth, which divides no update; TRL refuses it for GRPO. Here
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +27,6 @@ from qerl_lab.train.training_data import Cursor, TrainingData
 
 SHARE = 0.9  # of the free memory; the rest is for gaps between tensors of changing lengths, and for CUDA's workspaces
 ON_CPU = RunConfig().optim.completions_at_once  # at most; torch does not measure memory there
-GROWTH = 4  # a pass is at most so many times as large as the largest that has fitted, unless no divisor is
 
 
 def choose(cfg: RunConfig, policy: Policy, engine: Engine, data: TrainingData, ranks: Ranks) -> int:
@@ -43,8 +42,9 @@ def choose(cfg: RunConfig, policy: Policy, engine: Engine, data: TrainingData, r
 def choose_by_passes(cfg: RunConfig, policy: Policy, engine: Engine, data: TrainingData, ranks: Ranks) -> int:
     """Return the largest micro-batch size whose passes fit into `budget_bytes` on every rank, while the engine sleeps.
 
-    The passes have completions of full length after the longest prompt. torch keeps their memory until training begins,
-    so that a second run does not count it as free. Raises ConfigError on every rank if one completion does not fit.
+    The passes have completions of full length after the longest prompt. torch keeps their memory until the engine needs
+    it, so that a second run does not count it as free meanwhile. Raises ConfigError on every rank if one completion
+    does not fit.
     """
     completions = cfg.completions_per_gpu // cfg.algorithm.updates_per_rollout
     ranks.run_on_all(engine.sleep, EngineFailed)
@@ -105,30 +105,22 @@ def peak_bytes(trainer: LabTrainer, prompt_tokens: int, completions: int) -> flo
 def fit(completions: int, budget: int, measure: Callable[[int], float]) -> int:
     """Return the largest divisor of `completions` whose passes take at most `budget` bytes.
 
-    `measure` runs the passes of so many completions and returns their bytes, infinite if memory runs out. It is called
-    last with the returned size. Raises OutOfMemoryError if one completion takes more than `budget`.
+    `measure` runs the passes of so many completions and returns their bytes, infinite if memory runs out. It measures
+    one divisor after the other, as long as the next should fit: by the line through the first and the last, or after
+    the first alone in proportion. It measures the result last, because torch keeps that memory. Raises OutOfMemoryError
+    if one completion takes more than `budget`.
     """
-    size, peaks = 1, {1: measure(1)}
-    while (found := largest_fitting(completions, budget, peaks)) != size:
-        if not found:
-            raise torch.OutOfMemoryError(f"It takes {peaks[1] / GIB:.2f} GiB.")
-        peaks[found], size = measure(found), found
+    size, first = 1, measure(1)
+    if first > budget:
+        raise torch.OutOfMemoryError(f"It takes {first / GIB:.2f} GiB.")
+    peak = per_completion = first
+    for larger in (size for size in range(2, completions + 1) if completions % size == 0):
+        if peak + per_completion * (larger - size) > budget:
+            break
+        found = measure(larger)
+        if found > budget:
+            measure(size)  # again, so that torch keeps no more
+            break
+        size, peak = larger, found
+        per_completion = (peak - first) / (size - 1)
     return size
-
-
-def largest_fitting(completions: int, budget: int, peaks: Mapping[int, float]) -> int:
-    """Return the largest divisor of `completions` that should fit into `budget` bytes; 0 if none does.
-
-    `peaks` has the measured bytes by size, from size 1 on. Other sizes lie on the line through size 1 and the largest
-    that fits; before there is one, bytes grow in proportion. The result is below every size that did not fit.
-    """
-    fitting = {size: peak for size, peak in peaks.items() if peak <= budget}
-    if not fitting:
-        return 0
-    largest, first = max(fitting), fitting[1]
-    per_completion = (fitting[largest] - first) / (largest - 1) if largest > 1 else first
-    room = (budget - first) / per_completion if per_completion > 0 else completions
-    too_many = min((size for size in peaks if size not in fitting), default=completions + 1)
-    following = next((size for size in range(largest + 1, completions) if completions % size == 0), completions)
-    most = max(GROWTH * largest, following)
-    return largest_divisor(completions, min(max(largest, 1 + int(room)), most, too_many - 1))
