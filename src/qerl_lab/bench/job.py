@@ -180,7 +180,7 @@ def check(options: AnyOptions) -> None:
             )
         if not job.is_baseline:
             try:
-                job.config()
+                _ = job.config().optim.completions_at_once  # also refuses null
             except ConfigError as error:
                 raise ConfigError(f"the arm {job.arm!r} with rank {job.rank}: {error}") from None
     if not Path(options.scratch).is_dir():
