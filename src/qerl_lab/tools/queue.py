@@ -130,18 +130,14 @@ def plan(options: PlanOptions) -> None:
 def _notes_on_preregistration(queue: Queue) -> list[str]:
     """Return up to two lines that name the runs made under another PREREGISTRATION.md, and say what follows from it."""
     planned = {run.key for run in queue.runs}
-    names = list(dict.fromkeys(row["run"] for row in queue.of_another_preregistration()))
+    names = dict.fromkeys(row["run"] for row in queue.of_another_preregistration())
     past, here = [name for name in names if name not in planned], [name for name in names if name in planned]
-    notes = []
-    if past:
-        made = f"{with_noun(len(past), 'run')} {'was' if len(past) == 1 else 'were'} made under another"
-        it = "counts" if len(past) == 1 else "count"
-        notes.append(f"{made} {PREREGISTRATION} and {it} for no verdict: {', '.join(past)}")
-    if here:
-        made = f"{with_noun(len(here), 'run')} of this queue {'was' if len(here) == 1 else 'were'} made under another"
-        again = "to make such a run under this one, take its row out of ledger.csv"
-        notes.append(f"{made} {PREREGISTRATION}; {again}: {', '.join(here)}")
-    return notes
+    made = f"made under another {PREREGISTRATION}"
+    notes = (
+        (past, f"{made}, in no verdict"),
+        (here, f"of this queue {made}; to make such a run under this one, take its row out of ledger.csv"),
+    )
+    return [f"{with_noun(len(runs), 'run')} {said}: {', '.join(runs)}" for runs, said in notes if runs]
 
 
 def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:

@@ -74,16 +74,14 @@ def test_the_plan_says_in_a_line_what_follows_from_another_preregistration(
     queue_file.write_ledger(queue.folder, rows)
     plan(PlanOptions(queue=str(queue.folder / "queue.yaml")))
     said = [line for line in capsys.readouterr().out.splitlines() if "PREREGISTRATION.md" in line]
-    assert said == [
-        "2 runs were made under another PREREGISTRATION.md and count for no verdict: bf16-seed0-old, nvfp4-seed0-old"
-    ]
+    assert said == ["2 runs made under another PREREGISTRATION.md, in no verdict: bf16-seed0-old, nvfp4-seed0-old"]
     rows = [rows[0], rows[1] | {"run": queue.runs[1].key}]
     queue_file.write_ledger(queue.folder, rows)
     plan(PlanOptions(queue=str(queue.folder / "queue.yaml")))
     said = [line for line in capsys.readouterr().out.splitlines() if "PREREGISTRATION.md" in line]
     assert said == [
-        "1 run was made under another PREREGISTRATION.md and counts for no verdict: bf16-seed0-old",
-        "1 run of this queue was made under another PREREGISTRATION.md; to make such a run under this one, take its "
+        "1 run made under another PREREGISTRATION.md, in no verdict: bf16-seed0-old",
+        "1 run of this queue made under another PREREGISTRATION.md; to make such a run under this one, take its "
         f"row out of ledger.csv: {queue.runs[1].key}",
     ]
 
