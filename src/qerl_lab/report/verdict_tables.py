@@ -138,26 +138,21 @@ def missing_arms(rows: Sequence[Row]) -> str:
     For claims with a queue file beside them it is the command that plans the queue, because a sweep may have values
     that differ from those of the claims' arms. Empty text if every contrast has enough seeds.
     """
-    queues, sweeps, files = dict[str, list[str]](), dict[str, list[str]](), dict[str, None]()
+    blocks: dict[str, dict[str, dict[str, None]]] = {}  # head -> command -> names of claims
     for claim in (row.claim for row in rows if row.judged is None):
-        if claim.file.queue:
-            line = f"python -m qerl_lab.tools.queue plan {shlex.quote(claim.file.queue)}"
-            queues.setdefault(line, []).append(claim.name)
+        file = claim.file
+        if file.queue:
+            head = "The queue beside the claims has the runs that verdicts lack. To list those that are left:\n"
+            line = f"python -m qerl_lab.tools.queue plan {shlex.quote(file.queue)}"
         else:
-            sweeps.setdefault(f"python -m qerl_lab +sweeps={claim.sweep}", []).append(claim.name)
-            files[claim.file.path] = None
-    own_arms = ", ".join(path for path in files if path != of_paper()[0].file.path)
-    add = "add what the runs had beside their sweep, such as scale=NAME"
-    if own_arms:
-        add += f"; where a sweep has other values than the arms in {own_arms}, type those of the arms"
-    blocks = (
-        ("The queue beside the claims has the runs that verdicts lack. To list those that are left:\n", queues),
-        (f"To make what verdicts lack ({add}):\n", sweeps),
-    )
+            add = "add what the runs had beside their sweep, such as scale=NAME"
+            if file != of_paper()[0].file:
+                add += f"; where a sweep has other values than the arms in {file.path}, type those of the arms"
+            head, line = f"To make what verdicts lack ({add}):\n", f"python -m qerl_lab +sweeps={claim.sweep}"
+        blocks.setdefault(head, {}).setdefault(line, {})[claim.name] = None
     return "\n\n".join(
-        "\n    ".join([head, *(f"{line}  # {', '.join(dict.fromkeys(names))}" for line, names in waiting.items())])
-        for head, waiting in blocks
-        if waiting
+        "\n    ".join([head, *(f"{line}  # {', '.join(names)}" for line, names in commands.items())])
+        for head, commands in blocks.items()
     )
 
 
