@@ -222,7 +222,7 @@ def notes(comparison: Comparison) -> list[str]:
     runs, notes = comparison.counted, []
     packages = sorted({name for run in runs for name in run.origin.versions})
     kinds = [  # what is said of several values, what divides them, and the value of each run
-        ("ran on {} machines: {}", "; ", [run.origin.machine for run in runs]),
+        ("ran on {} kinds of machines: {}", "; ", [run.origin.machine for run in runs]),
         *((f"ran on {{}} versions of {name}: {{}}", "; ", [run.origin.versions.get(name, "") for run in runs])
           for name in packages),
         ("come from {} versions of the code: {}", ", ", [run.code for run in runs]),

@@ -63,7 +63,7 @@ def test_it_says_first_what_makes_the_runs_less_than_alike(page: str) -> None:
     for said in (
         "<b>7</b> runs finished", "<b>1</b> of these repeated", "<b>1</b> run failed", "<b>1</b> run damaged",
         "Means exclude unfinished runs: 1 of 4 of nvfp4_aqn.",
-        "The runs ran on 2 machines: 2 CPUs: A; 2 CPUs: B.",
+        "The runs ran on 2 kinds of machines: 2 CPUs: A; 2 CPUs: B.",
         "The runs ran on 2 versions of torch: 2.11.0; 2.13.0.", "2 versions of the code: 0ddba11, c0ffee0",
     ):  # fmt: skip
         assert said in top, said
