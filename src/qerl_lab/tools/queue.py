@@ -28,7 +28,7 @@ with exits.starting(__name__):
     from qerl_lab.cli.grammar import Command, main_of
     from qerl_lab.cli.scheduler import GpuPool
     from qerl_lab.config.message import with_noun
-    from qerl_lab.config.option import ConfigError, option
+    from qerl_lab.config.option import ConfigError, did_you_mean, option
     from qerl_lab.config.paths import WEIGHTS, sha256
     from qerl_lab.record.directory import RunDirectory
     from qerl_lab.system.disk import make_directory, replace_file
@@ -145,7 +145,8 @@ def _chosen_parts(queue: Queue, options: PlanOptions) -> list[Part]:
     known = [part.name for part in queue.parts]
     for name in options.parts:
         if name not in known:
-            raise ConfigError(f"parts={name} is none; allowed: {', '.join(known)}. Type parts={known[0]}.")
+            hint = did_you_mean(name, known) or f" Type for example parts={known[0]}."
+            raise ConfigError(f"parts={name} is not a part of the queue; allowed: {', '.join(known)}.{hint}")
     return [part for part in queue.parts if not options.parts or part.name in options.parts]
 
 

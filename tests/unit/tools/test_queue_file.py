@@ -173,6 +173,15 @@ def test_a_plan_says_why_a_further_run_does_not_fit(
     assert said in printed
 
 
+@pytest.mark.parametrize(
+    ("part", "hint"), [("frmats", " Did you mean formats?"), ("x", " Type for example parts=pilot.")]
+)
+def test_a_part_that_the_queue_lacks_is_refused(part: str, hint: str, queue: Queue) -> None:
+    said = f"parts={part} is not a part of the queue; allowed: pilot, formats, rates.{hint}"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        plan(PlanOptions(str(queue.folder / "queue.yaml"), parts=[part]))
+
+
 @pytest.mark.parametrize(("text", "said"), [
     ("", "the file is empty; write parts: ..."), ("parts: {}", "the file: parts={} is no list"),
     ("{words: [1], parts: []}", "words=[1] is no list of texts; write for example words: "),
