@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass
 from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import (
@@ -104,7 +104,7 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
     value of a wrong type or out of bounds.
     """
     hints, defaults = get_type_hints(kind), kind()
-    types = {key: hint for key, hint in hints.items() if get_origin(hint) is not ClassVar}
+    types = {leaf.name: hints[leaf.name] for leaf in leaves(defaults)}
     given: dict[str, Any] = {}
     words: list[tuple[str, str]] = []  # (key, argument)
     paths: list[str] = []

@@ -317,7 +317,10 @@ class OptimConfig:
 
     @property
     def completions_at_once(self) -> int:
-        """Return micro_batch_size. Raises ConfigError if it is null, which only a run replaces by a number."""
+        """Return micro_batch_size as a number.
+
+        Raises ConfigError if it is null: a run replaces null by a number before it trains, other commands do not.
+        """
         if self.micro_batch_size is None:
             raise ConfigError("optim.micro_batch_size=null works in a run only. Type for example 8.")
         return self.micro_batch_size

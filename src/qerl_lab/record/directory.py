@@ -311,7 +311,10 @@ class RunDirectory:
     def write_environment(
         self, data: Mapping[str, Any], linear_backend: str | None = None, micro_batch_size: int | None = None
     ) -> None:
-        """Write env.json and code.diff (see `environment.write_environment`); a resumed run adds a numbered pair."""
+        """Write env.json, which says what the run runs on, and code.diff, what was changed since its commit.
+
+        A resumed run adds a numbered pair. `environment.write_environment` explains the arguments.
+        """
         environment.write_environment(self.path, data, linear_backend, micro_batch_size)
 
     def environment(self) -> dict[str, Any]:

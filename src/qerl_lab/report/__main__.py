@@ -63,9 +63,10 @@ def report(options: ReportOptions) -> None:
 
 
 def _copy_claims(sources: Sequence[Path], folder: Path) -> None:
-    """Copy claims.yaml of the results in `sources` into `folder`, so that the report there tests the same claims.
+    """Copy claims.yaml from the reported results (`sources`) to the report's `folder`.
 
-    Does nothing if `folder` has a claims.yaml, or if no source has one. Raises ConfigError if two sources differ in it.
+    So the report tests the claims of its results. Does nothing if `folder` has a claims.yaml, or if no source has one.
+    Raises ConfigError if two sources have different ones.
     """
     found = [source / CLAIMS for source in sources if (source / CLAIMS).is_file()]
     if not found or (folder / CLAIMS).exists():

@@ -215,10 +215,10 @@ def _draw_before_and_after(
     axis: Axes, points: pd.DataFrame, labels: Mapping[str, str], curve: Curve,
     styles: Mapping[str, Mapping[str, Any]], *, by: str, thin: bool,
 ) -> None:  # fmt: skip
-    """Draw each arm of `labels` (arm -> legend text) as its mean before and after training, with 95% intervals.
+    """Draw two points for each arm: its mean before and after training, with 95% intervals.
 
-    Arms stand beside each other; by `CLOCK` each stands at the mean time of its seeds. A thin dotted line only shows
-    which two points are of one arm. `thin=False` omits the points of seeds.
+    `labels` maps arms to legend texts. By step, arms stand side by side; by `CLOCK`, each stands at the mean time of
+    its seeds. A thin dotted line shows which two points belong together. `thin=False` omits the points of single seeds.
     """
     for place, (arm, label) in enumerate(labels.items()):
         own = points[points["arm"] == arm]

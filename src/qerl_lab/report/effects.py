@@ -22,7 +22,7 @@ INTERVAL_SEEDS = 3  # from this many seeds on there is an interval; a verdict ma
 
 
 class NoRuns(Unmeasured):
-    """Raised if an arm of a contrast has no run, neither finished nor started; the text names the arm."""
+    """A contrast cannot be measured, because one of its arms has no run at all; the text names the arm."""
 
 
 @dataclass(frozen=True)

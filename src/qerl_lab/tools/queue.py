@@ -98,16 +98,18 @@ def plan(options: PlanOptions) -> None:
     at_once = options.jobs * options.gpus
     rows = [["part", "runs", "done", "left", "min a run", "hours left"]]
     all_left = _next_runs(queue, options)
+
+    def hours(runs: Sequence[Planned]) -> float:
+        return sum(map(queue.seconds, runs)) / at_once / 3600
+
     for part in _chosen_parts(queue, options):
         runs = [planned for planned in queue.runs if planned.part is part]
         left = [planned for planned in all_left if planned.part is part]
         done = sum(queue.is_done(planned.key) for planned in runs)
-        hours = sum(queue.seconds(planned) for planned in left) / at_once / 3600
         minutes = queue.seconds(runs[0]) / 60 if runs else 0
-        rows.append([part.name, str(len(runs)), str(done), str(len(left)), f"{minutes:.1f}", f"{hours:.1f}"])
+        rows.append([part.name, str(len(runs)), str(done), str(len(left)), f"{minutes:.1f}", f"{hours(left):.1f}"])
     print(columns(rows))
-    hours = sum(queue.seconds(planned) for planned in all_left) / at_once / 3600
-    print(f"{with_noun(len(all_left), 'run')} left, {hours:.1f} hours")
+    print(f"{with_noun(len(all_left), 'run')} left, {hours(all_left):.1f} hours")
     for planned in queue.runs:
         if queue.failures(planned.key) and planned not in queue.left() and not queue.is_done(planned.key):
             print(f"failed {queue.failures(planned.key)} times, not planned again: {planned.key}")

@@ -40,11 +40,11 @@ def choose(cfg: RunConfig, policy: Policy, engine: Engine, data: TrainingData, r
 
 
 def choose_by_passes(cfg: RunConfig, policy: Policy, engine: Engine, data: TrainingData, ranks: Ranks) -> int:
-    """Return the largest micro-batch size whose passes fit into `budget_bytes` on every rank, while the engine sleeps.
+    """Measure training passes on the GPU, and return the largest micro-batch size that fits on every rank.
 
-    The passes have completions of full length after the longest prompt. torch keeps their memory until the engine needs
-    it, so that a second run does not count it as free meanwhile. Raises ConfigError on every rank if one completion
-    does not fit.
+    The passes have completions of full length after the longest prompt, and run while the engine sleeps. A size fits if
+    its passes take at most `budget_bytes`. torch keeps the measured memory until the engine needs it, so that a second
+    run does not count it as free meanwhile. Raises ConfigError on every rank if one completion does not fit.
     """
     completions = cfg.completions_per_gpu // cfg.algorithm.updates_per_rollout
     ranks.run_on_all(engine.sleep, EngineFailed)
@@ -71,10 +71,11 @@ def choose_by_passes(cfg: RunConfig, policy: Policy, engine: Engine, data: Train
 
 
 def budget_bytes(cfg: RunConfig, policy: Policy, engine: Engine) -> int:
-    """Return the bytes of GPU memory for the passes: `SHARE` of what is free, without Adam's moments, made later.
+    """Return how many bytes of GPU memory training passes may take.
 
-    vLLM needs none of it: it samples while there are no activations, in memory that torch then gives it. With
-    jobs_per_gpu jobs on the GPU, at most this job's part of the card counts, because the others may start later.
+    This is `SHARE` of the free memory, less Adam's moments, which are made later. Nothing is kept for vLLM: it samples
+    while there are no activations, in memory that torch then gives it. With jobs_per_gpu jobs on the GPU, at most this
+    job's part of the card counts, because the others may start later.
     """
     free, (_, total) = free_bytes(policy.device), torch.cuda.mem_get_info(policy.device)
     own = torch.cuda.memory_reserved(policy.device) - engine.held().get(ASLEEP, 0)
@@ -84,10 +85,10 @@ def budget_bytes(cfg: RunConfig, policy: Policy, engine: Engine) -> int:
 
 
 def peak_bytes(trainer: LabTrainer, prompt_tokens: int, completions: int) -> float:
-    """Return the most GPU memory that torch takes, in bytes, in the passes of so many completions of full length.
+    """Run training passes with `completions` completions of full length, and return the bytes of GPU memory they take.
 
-    The memory stays with torch until its cache is emptied. If it runs out, the result is infinite; for one completion
-    OutOfMemoryError is raised.
+    Returns infinity if memory runs out, but for a single completion raises OutOfMemoryError. torch keeps the memory
+    until its cache is emptied.
     """
     device = trainer.policy.device
     torch.cuda.empty_cache()

@@ -61,7 +61,7 @@ class Session:
 
     @property
     def sized_cfg(self) -> RunConfig:
-        """Return `cfg` with the micro-batch size that the run takes."""
+        """Return `cfg` with the number that this run takes in place of a null optim.micro_batch_size."""
         return self.cfg.with_micro_batch(self.micro_batch_size)
 
     @property

@@ -286,10 +286,10 @@ class LabTrainer(GRPOTrainer):
         return loss + applied * (share / self.current_gradient_accumulation_steps)
 
     def pass_made_up_completions(self, completions: int, prompt_tokens: int) -> None:
-        """Run the forward and backward pass of a micro-batch of made-up completions of full length, beside gradients.
+        """Run one forward and backward pass on made-up completions of full length, so that its memory can be measured.
 
-        For `micro_batch.choose`, which measures their memory. Restores all but this trainer's lists for metrics: leaves
-        no gradient, and the random generators as they were.
+        `micro_batch` calls this before training. Gradients exist meanwhile, as from the second micro-batch of an update
+        on. Afterwards all is as before, and there are no gradients; only this trainer's lists for metrics have changed.
         """
         model, device, keep = self.policy.model, self.policy.device, self.cfg.rollout.max_completion_tokens
         ids = torch.ones((completions, prompt_tokens + keep), dtype=torch.long, device=device)
@@ -299,7 +299,7 @@ class LabTrainer(GRPOTrainer):
         self.scored_before = True  # there is no sampler whose log-probs could be compared
         try:
             model.train()
-            for parameter in trained:  # as from the second micro-batch of an update on
+            for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
             with torch.random.fork_rng([device] if device.type == "cuda" else []), self._packed_attention():
                 logps, entropies, _ = self._get_per_token_logps_and_entropies(
