@@ -100,6 +100,7 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
 def draw_effects(rows: Sequence[Row]) -> Figure | None:
     """Draw the effects of contrasts with 95% intervals, a panel per claim, and the paper's effects as diamonds.
 
+    A contrast with too few seeds for a verdict has a hollow point, and its number of seeds beside its name.
     Returns None if no row has numbers.
     """
     measured = [row for row in rows if row.numbers]
@@ -132,14 +133,21 @@ def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
         mean, *ends = row.numbers.effect
         widths = [[abs(end - mean) if math.isfinite(end) else 0.0] for end in ends]
         shade = palette.color(row.contrast.treated_settings.get("format.name", ""))
-        axis.errorbar(mean, -place, xerr=widths, color=shade, marker="o", capsize=3)
+        face = shade if row.judged else "white"
+        axis.errorbar(mean, -place, xerr=widths, color=shade, marker="o", markerfacecolor=face, capsize=3)
         printed = [value for _, value in row.printed]
         axis.plot(printed, [-place] * len(printed), "D", color="grey", markerfacecolor="white")
-    names = [textwrap.fill(verdict_tables.name_of(row), NAME_CHARS) for row in rows]
+    names = [textwrap.fill(_name_with_seeds(row), NAME_CHARS) for row in rows]
     axis.set_yticks([-place for place in range(len(rows))], names)
     axis.set(title=claim.name.replace("_", " "), xlabel=label)
     axis.margins(x=0.06)
     axis.locator_params(axis="x", nbins=5)
+
+
+def _name_with_seeds(row: Row) -> str:
+    """Return the contrast's name, and its number of seeds if these are too few for a verdict."""
+    seeds = "" if row.judged or not row.numbers else f" ({row.numbers.seeds} of {row.claim.file.seeds} seeds)"
+    return verdict_tables.name_of(row) + seeds
 
 
 def _create_panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:

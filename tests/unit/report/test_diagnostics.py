@@ -94,6 +94,17 @@ def test_effects_have_a_panel_per_claim_and_the_papers_values_beside(found: Comp
     assert diagnostics.draw_effects([row for row in rows if not row.numbers]) is None
 
 
+def test_an_effect_with_too_few_seeds_for_a_verdict_is_hollow_and_says_so(found: Comparison) -> None:
+    rows = [row for row in verdicts.judge(found.counted, found.runs) if row.claim.name == "initial_entropy"]
+    short = [replace(row, claim=replace(row.claim, file=replace(row.claim.file, seeds=5))) for row in rows]
+    for drawn, face, ending in ((rows, palette.FORMATS["nvfp4"], "against bf16"), (short, "white", "(3 of 5 seeds)")):
+        axis = diagnostics.draw_effects(drawn).axes[0]
+        (point,) = (line for line in axis.lines if line.get_marker() == "o")
+        assert point.get_markerfacecolor() == face
+        (label,) = (" ".join(label.get_text().split()) for label in axis.get_yticklabels())
+        assert label.endswith(ending)
+
+
 def test_the_formats_are_in_one_figure_with_reward_entropy_and_accuracy(found: Comparison) -> None:
     ((title, formats),) = curves.group_formats(found).items()
     assert (title, formats) == ("", {"bf16": "bf16", "nvfp4": "nvfp4"})
