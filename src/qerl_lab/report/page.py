@@ -71,7 +71,7 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
     if figure := diagnostics.draw_effects(rows):
         caption = (
             "95% intervals over seeds and questions. Open diamonds: the paper. Dotted: the smallest effect that "
-            "matters, on the side that the claim predicts, or on both."
+            "matters, on the side that the claim predicts, or on both. Hollow points have too few seeds for a verdict."
         )
         drawn = {"Effects": [Drawn("effects", "Effect of each contrast", palette.png(figure), caption)]} | drawn
     words = [format_path(folder), hydra_override("out", format_path(folder))]
