@@ -30,10 +30,9 @@ class LabLauncher(Launcher):
 
         Raises ConfigError without the callback that checks the jobs, before Hydra makes the directory of the sweep.
         """
-        from qerl_lab.config.option import ConfigError  # late: other Hydra applications import plug-ins
+        from qerl_lab.cli.overrides import refuse_missing_check  # late: other Hydra applications import plug-ins
 
-        if not (config.hydra.callbacks or {}).get("check"):
-            raise ConfigError("~hydra.callbacks.check leaves out the check of every job. Leave it out of the command.")
+        refuse_missing_check(config.hydra.callbacks)
         self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
