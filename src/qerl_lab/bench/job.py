@@ -180,9 +180,13 @@ def check(options: AnyOptions) -> None:
             )
         if not job.is_baseline:
             try:
-                _ = job.config().optim.completions_at_once  # also refuses null
+                cfg = job.config()
             except ConfigError as error:
                 raise ConfigError(f"the arm {job.arm!r} with rank {job.rank}: {error}") from None
+            if cfg.optim.micro_batch_size is None:  # only a run chooses it from the free memory
+                raise ConfigError(
+                    f"optim.micro_batch_size=null in the arm {job.arm!r} works in a run only. Type for example 8."
+                )
     if not Path(options.scratch).is_dir():
         raise ConfigError(f"scratch={options.scratch} is no directory. Type scratch=DIR of one that is there.")
     if Path(options.out).name in ("", ".."):

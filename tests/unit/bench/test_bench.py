@@ -84,7 +84,7 @@ def test_ratios_of_steps_compare_equal_micro_batches() -> None:
         (["train_step", "arms=[]"], "arms=[] leaves nothing to measure."),
         (["train_step", "arms=[bf61]"], "allowed: bf16, bf16_peft, fp8, mxfp4, nf4, nvfp4, qlora. Did you mean bf16?"),
         (["train_step", "length=1"], "length=1"),
-        (["step", "arms=['nvfp4 optim.micro_batch_size=null']"], "null works in a run only. Type for example 8."),
+        (["step", "arms=['nvfp4 optim.micro_batch_size=null']"], "null' works in a run only. Type for example 8."),
         (["train_step", "BENCHMARK=x"], "BENCHMARK is not a known key. Allowed: length, sequences, arms"),
         (["train_step", "out="], "error: out= has no file name. Type for example out=results/bench/mine."),
         (["train_step"], "error: The benchmarks need an NVIDIA GPU"),
