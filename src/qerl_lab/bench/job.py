@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.units import GIB
+from qerl_lab.system.terminal import quiet_imports
 
 BLOCK = 128  # tokens per block of vLLM's key-value cache: its largest default
 
@@ -159,8 +160,9 @@ def read_jobs(options: AnyOptions, scratch: str) -> list[Job]:
 def check(options: AnyOptions) -> None:
     """Raise ConfigError if options cannot be measured.
 
-    Refused are an empty list, an arm that is invalid or named twice, a `micro_batch` that does not divide the
-    completions of a step, a `scratch` that is no directory, and an `out` without a file name.
+    Refused are an empty list, an arm that is invalid or named twice (see `refuse_unknown_arguments` for baselines), a
+    `micro_batch` that does not divide the completions of a step, a `scratch` that is no directory, and an `out` without
+    a file name.
     """
     for name, _, value in leaves(options):
         if value == []:
@@ -178,7 +180,9 @@ def check(options: AnyOptions) -> None:
                 f"gpus={job.gpus} in the arm {job.arm!r} is for whole steps: a rank's engine samples for itself. "
                 "Leave it out, or type python -m qerl_lab.bench step."
             )
-        if not job.is_baseline:
+        if job.is_baseline:
+            refuse_unknown_arguments(job)
+        else:
             try:
                 cfg = job.config()
             except ConfigError as error:
@@ -191,3 +195,20 @@ def check(options: AnyOptions) -> None:
         raise ConfigError(f"scratch={options.scratch} is no directory. Type scratch=DIR of one that is there.")
     if Path(options.out).name in ("", ".."):
         raise ConfigError(f"out={options.out} has no file name. Type for example out=results/bench/mine.")
+
+
+def refuse_unknown_arguments(job: Job) -> None:
+    """Raise ConfigError if an override of a baseline arm of `step` is no argument of TRL's GRPOConfig.
+
+    Baselines of the other benchmarks are not checked: vLLM is no package of every machine, and PEFT's take no override.
+    """
+    if job.benchmark != StepOptions.BENCHMARK or not job.overrides:
+        return
+    with quiet_imports():  # seconds, so only for these arms
+        from trl import GRPOConfig
+    known = [argument.name for argument in fields(GRPOConfig)]
+    for name in job.overrides:
+        if name not in known:
+            of_training = [argument for argument in known if "eval" not in argument]  # nothing is evaluated here
+            hint = did_you_mean(name, of_training) or " Type for example learning_rate=1e-6."
+            raise ConfigError(f"{name} in the arm {job.arm!r} is no argument of TRL's GRPOConfig.{hint}")
