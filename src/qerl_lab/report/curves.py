@@ -196,13 +196,15 @@ def _draw_panel(
     if not _is_before_and_after(points, curve):
         _draw_arms(axis, points, labels, curve, styles, by=by, thin=thin)
         style_panel(axis, curve.label, unit)
-        return
-    _draw_before_and_after(axis, points, labels, curve, styles, by=by, thin=thin)
-    style_panel(axis, curve.label, "training" if by == STEP else f"{unit}: before and after them")
-    if by == STEP:
+    elif by == STEP:
+        places = (points[STEP] > 0).astype(float)
+        _draw_before_and_after(axis, points, places, labels, curve, styles, apart=DODGE, thin=thin)
+        style_panel(axis, curve.label, "training")
         axis.set_xticks([0, 1], ["before", "after"])
         axis.set_xlim(-0.4, 1.4)
     else:
+        _draw_before_and_after(axis, points, points[by], labels, curve, styles, apart=0.0, thin=thin)
+        style_panel(axis, curve.label, f"{unit}: before and after them")
         axis.margins(x=0.05)  # the points are at the ends
 
 
@@ -212,26 +214,25 @@ def _is_before_and_after(points: pd.DataFrame, curve: Curve) -> bool:
 
 
 def _draw_before_and_after(
-    axis: Axes, points: pd.DataFrame, labels: Mapping[str, str], curve: Curve,
-    styles: Mapping[str, Mapping[str, Any]], *, by: str, thin: bool,
+    axis: Axes, points: pd.DataFrame, places: pd.Series, labels: Mapping[str, str], curve: Curve,
+    styles: Mapping[str, Mapping[str, Any]], *, apart: float, thin: bool,
 ) -> None:  # fmt: skip
     """Draw two points for each arm: its mean before and after training, with 95% intervals.
 
-    `labels` maps arms to legend texts. By step, arms stand side by side; by `CLOCK`, each stands at the mean time of
-    its seeds. A thin dotted line shows which two points belong together. `thin=False` omits the points of single seeds.
+    `places` has the x coordinate of each row of `points`; an arm's point is at the mean of its seeds. Arms that share a
+    place stand `apart` side by side. `labels` maps arms to legend texts. A thin dotted line shows which two points
+    belong together. `thin=False` omits the points of single seeds.
     """
-    for place, (arm, label) in enumerate(labels.items()):
-        own = points[points["arm"] == arm]
-        own = own.assign(is_after=own[STEP] > 0)
+    for number, (arm, label) in enumerate(labels.items()):
+        own = points[points["arm"] == arm].assign(is_after=points[STEP] > 0, place=places)
         if own.empty:
             continue
-        beside = (place - (len(labels) - 1) / 2) * DODGE
-        style, dodge = styles[arm], beside if by == STEP else 0.0
+        style, beside = styles[arm], (number - (len(labels) - 1) / 2) * apart
         x, means, ends = list[float](), list[float](), list[tuple[float, float]]()
-        for is_after, rows in own.groupby("is_after"):
+        for _, rows in own.groupby("is_after"):
             values = rows["value"].to_numpy(float)
             mean, low, high = (np.clip(line, *curve.bounds).item() for line in band_over_seeds(values[:, None]))
-            x.append((float(is_after) if by == STEP else float(rows[by].mean())) + dodge)
+            x.append(float(rows["place"].mean()) + beside)
             means.append(mean)
             ends.append((mean - low, high - mean))
             if thin and len(values) > 1:
