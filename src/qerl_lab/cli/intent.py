@@ -92,10 +92,10 @@ def with_implied_values(cfg: RunConfig, typed: Collection[str]) -> RunConfig:
         if cfg.model.path != usual.get("path", POCKET):  # an option of conf/model with another path
             cfg.model.name = Path(cfg.model.path).absolute().name.removesuffix(".gguf")
     cfg = with_absolute_paths(cfg)
-    per_update, rest = divmod(cfg.completions_per_gpu, cfg.algorithm.updates_per_rollout)
-    micro_batch = cfg.optim.micro_batch_size
-    if "optim.micro_batch_size" not in typed and micro_batch and rest == 0 and per_update:  # else `rules` refuses
-        cfg.optim.micro_batch_size = largest_divisor(per_update, micro_batch)
+    mini_batch, micro_batch = cfg.mini_batch_size_per_gpu, cfg.optim.micro_batch_size
+    is_even = mini_batch and cfg.completions_per_gpu % cfg.algorithm.updates_per_rollout == 0  # else `rules` refuses
+    if "optim.micro_batch_size" not in typed and micro_batch and is_even:
+        cfg.optim.micro_batch_size = largest_divisor(mini_batch, micro_batch)
     name, rules = on_disk.noted_rounding(Path(cfg.model.path)) if cfg.model.path != POCKET else ("", {})
     for key, value in rules.items() if name == cfg.format.name else ():
         if getattr(cfg.format, key) == getattr(FormatConfig(), key) and f"format.{key}" not in typed:
@@ -195,7 +195,7 @@ def notes_before_start(cfg: RunConfig, micro_batch_size: int | None, typed: Coll
     if cfg.optim.micro_batch_size != micro_batch_size:
         said.append(
             f"optim.micro_batch_size={cfg.optim.micro_batch_size} instead of {micro_batch_size}: it must divide the "
-            f"{cfg.completions_per_gpu // cfg.algorithm.updates_per_rollout} completions of an update"
+            f"{cfg.mini_batch_size_per_gpu} completions of an update"
         )
     if cfg.trains_all and "optim.learning_rate" not in typed:
         said.append(

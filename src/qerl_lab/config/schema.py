@@ -431,6 +431,11 @@ class RunConfig:
         return self.completions_per_step // self.gpus
 
     @property
+    def mini_batch_size_per_gpu(self) -> int:
+        """Return the number of completions that each process (one per GPU) takes for an optimizer update."""
+        return self.completions_per_gpu // self.algorithm.updates_per_rollout
+
+    @property
     def updates_per_step(self) -> int:
         """Return the number of optimizer updates in a step."""
         return self.algorithm.updates_per_rollout * self.algorithm.num_iterations

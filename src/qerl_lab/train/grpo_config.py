@@ -14,7 +14,7 @@ from qerl_lab.train.ranks import PATIENCE
 
 def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
     """Build TRL's configuration of a run. TRL's `max_steps` and `logging_steps` count optimizer updates, not steps."""
-    micro, updates = cfg.optim.completions_at_once, cfg.algorithm.updates_per_rollout
+    micro = cfg.optim.completions_at_once
     correction = cfg.rollout.importance_correction
     is_off = correction in ("off", "in_ratio")
     return GRPOConfig(
@@ -22,7 +22,7 @@ def grpo_config(cfg: RunConfig, policy: Policy, run_dir: Path) -> GRPOConfig:
         max_steps=cfg.steps * cfg.updates_per_step,
         logging_steps=cfg.updates_per_step,
         per_device_train_batch_size=micro,
-        gradient_accumulation_steps=cfg.completions_per_gpu // (updates * micro),
+        gradient_accumulation_steps=cfg.mini_batch_size_per_gpu // micro,
         steps_per_generation=cfg.completions_per_gpu // micro,
         num_generations=cfg.rollout.group_size,
         max_completion_length=cfg.rollout.max_completion_tokens,

@@ -35,7 +35,7 @@ def choose(cfg: RunConfig, policy: Policy, engine: Engine, data: TrainingData, r
     On a CPU it is at most `ON_CPU`. On a GPU see `choose_by_passes`.
     """
     if policy.device.type == "cpu":
-        return largest_divisor(cfg.completions_per_gpu // cfg.algorithm.updates_per_rollout, ON_CPU)
+        return largest_divisor(cfg.mini_batch_size_per_gpu, ON_CPU)
     return choose_by_passes(cfg, policy, engine, data, ranks)
 
 
@@ -46,7 +46,6 @@ def choose_by_passes(cfg: RunConfig, policy: Policy, engine: Engine, data: Train
     its passes take at most `budget_bytes`. torch keeps the measured memory until the engine needs it, so that a second
     run does not count it as free meanwhile. Raises ConfigError on every rank if one completion does not fit.
     """
-    completions = cfg.completions_per_gpu // cfg.algorithm.updates_per_rollout
     ranks.run_on_all(engine.sleep, EngineFailed)
     one = cfg.with_micro_batch(1)
     with TemporaryDirectory() as folder:  # for the folder of checkpoints, which the trainer creates
@@ -55,7 +54,7 @@ def choose_by_passes(cfg: RunConfig, policy: Policy, engine: Engine, data: Train
     def choose_here() -> int:
         budget = budget_bytes(cfg, policy, engine)
         try:
-            size = fit(completions, budget, partial(peak_bytes, trainer, data.longest_prompt))
+            size = fit(cfg.mini_batch_size_per_gpu, budget, partial(peak_bytes, trainer, data.longest_prompt))
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()  # of what was measured, for the message
             tokens = data.longest_prompt + cfg.rollout.max_completion_tokens
