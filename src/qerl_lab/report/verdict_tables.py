@@ -30,6 +30,10 @@ these. Each at a one-sided level of {LEVEL:g} for a whole family (Holm), with a 
 its family's; the intervals are of each contrast alone. Inside, outside: whether the interval holds the paper's own
 value. The seeds that would decide are estimates from the measured spread: at the first number about half of such
 repetitions are decided, at the second, where one is, most."""
+HOW_TO_READ_SIZES = """\
+Effect size: the mean of the seeds' effects divided by their standard deviation (of ratios, of their logarithms).
+P(better): the share of pairs, each treated seed with each control seed, in which the treated one is better; ties: half.
+Better, and an effect size above 0, mean as claimed (in a claim of no difference higher). Neither decides a verdict."""
 
 COLLAPSED = (
     f"Collapsed runs: right answers in the last tenth of the steps below {FALLEN:.0%} of those in the run's best tenth."
@@ -250,7 +254,8 @@ def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> 
     table = "No claim was measured."
     if shown:
         table = pipe_table([list(shown[0]), *(list(row_cells.values()) for row_cells in shown)])
-    parts = ["# Verdicts on the paper's claims", f"By `{command_line}`.", "\n".join(said), HOW_TO_READ if shown else ""]
+    parts = ["# Verdicts on the paper's claims", f"By `{command_line}`.", "\n".join(said)]
+    parts += [HOW_TO_READ, HOW_TO_READ_SIZES] if shown else []
     parts += [*_basis(rows), table]
     parts += [COLLAPSED, pipe_table(fallen)] if (fallen := collapses(rows)) else []
     silent = (row.claim.name for row in rows if row.claim.name not in answered and not row.lacks_runs)

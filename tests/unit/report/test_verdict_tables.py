@@ -82,6 +82,10 @@ def test_the_files_have_every_number(sweep: Path) -> None:
     page = Path("results/mine/verdicts.md").read_text()
     assert "By `python -m qerl_lab.report verdicts runs`." in page
     assert "| 4 of 5, 4 of 4 |" in page
+    assert line_of(page, "Effect size: ").endswith(
+        "divided by their standard deviation (of ratios, of their logarithms)."
+    )
+    assert line_of(page, "P(better): ").startswith("P(better): the share of pairs, each treated seed with each control")
     assert page.count("\n| final_") == 2
     assert page.count("\n| growth_area |") == 1  # the others lack an arm
     # claims that the runs answer; the others are only named
