@@ -34,9 +34,10 @@ def closing(result: dict[str, Any]) -> str:
         first_and_last(result[f"{name}_first"], result[f"{name}_last"], result["steps"])
         for name in ("reward", "entropy")
     )
+    tenths = (" (first and last tenth of the steps)", " (likewise)") if result["steps"] > 1 else ("", "")
     rows += [
-        ("reward", reward),
-        ("policy entropy", f"{entropy} nats"),
+        ("reward", f"{reward}{tenths[0]}"),
+        ("policy entropy", f"{entropy} nats{tenths[1]}"),
         ("throughput", f"{end_to_end:,.0f} tokens/s end to end, {rollout:,.0f} in rollouts"),
         ("time", f"{shares}; {result['seconds']:.0f} s in all"),
         ("memory", f"{result['memory_rss_gib']:.2f} GiB peak resident{gpu}"),
