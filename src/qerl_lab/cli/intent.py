@@ -122,13 +122,20 @@ def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
             f"Type scale=custom for the schema's ({RunConfig().optim.learning_rate:g}, "
             f"{RunConfig().rollout.max_completion_tokens}), a paper scale, or scale={POCKET} to mean it."
         )
-    for key, given, most, limit in (
-        ("aqn.stages", cfg.aqn.stages, cfg.steps, f"steps={cfg.steps}; a stage is one step or more"),
+    for key, given, most, limit, remedy in (
+        ("aqn.stages", cfg.aqn.stages, cfg.steps, f"steps={cfg.steps}; a stage is one step or more",
+         _stage_per_step(cfg)),
         ("aqn.probe_prompts", cfg.aqn.probe_prompts, cfg.completions_per_step,
-         f"the {cfg.completions_per_step} completions of a step"),
+         f"the {cfg.completions_per_step} completions of a step", f"aqn.probe_prompts={cfg.completions_per_step}"),
     ):  # fmt: skip
         if key in typed and given > most and cfg.aqn.schedule != "off":
-            raise ConfigError(f"{key}={given} is more than {limit}. Type for example {key}={most}.")
+            raise ConfigError(f"{key}={given} is more than {limit}. Type for example {remedy}.")
+
+
+def _stage_per_step(cfg: RunConfig) -> str:
+    """Return the overrides that make each step a stage of its own, and let noise be added in one of them."""
+    is_clean = cfg.steps == 1 and cfg.aqn.reading != "equation"  # the other readings keep the first stage clean
+    return f"aqn.stages={cfg.steps}{' aqn.reading=equation' if is_clean else ''}"
 
 
 def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
@@ -208,6 +215,9 @@ def notes_before_start(cfg: RunConfig, micro_batch_size: int | None, typed: Coll
             f"eval.every={cfg.eval.every} is above steps={cfg.steps}: its questions are asked before step 1 alone. "
             f"Type for example eval.every={max(1, cfg.steps // 5)}"
         )
-    if cfg.aqn.schedule != "off" and cfg.steps < cfg.aqn.stages:
-        said.append(f"aqn.stages={cfg.aqn.stages} in {with_noun(cfg.steps, 'step')}: some stages are skipped")
+    if cfg.aqn.schedule not in ("off", "adaptive") and cfg.steps < cfg.aqn.stages:  # adaptive noise has no stages
+        said.append(
+            f"aqn.stages={cfg.aqn.stages} in {with_noun(cfg.steps, 'step')}: some stages are skipped, the last among "
+            f"them. Type for example {_stage_per_step(cfg)}"
+        )
     return said
