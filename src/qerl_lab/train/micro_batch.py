@@ -44,7 +44,8 @@ def choose_by_passes(cfg: RunConfig, policy: Policy, engine: Engine, data: Train
 
     The passes have completions of full length after the longest prompt, and run while the engine sleeps. A size fits if
     its passes take at most `budget_bytes`. torch keeps the measured memory until the engine needs it, so that a second
-    run does not count it as free meanwhile. Raises ConfigError on every rank if one completion does not fit.
+    run does not count it as free meanwhile. Raises ConfigError on every rank if one completion does not fit, and
+    EngineFailed if an engine cannot sleep.
     """
     ranks.run_on_all(engine.sleep, EngineFailed)
     one = cfg.with_micro_batch(1)

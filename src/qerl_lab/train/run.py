@@ -89,15 +89,15 @@ def run(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> int:
         stop.can_save = True
         if ranks.any(stop.requested):  # killed while loading: nothing to record
             return INTERRUPTED
-        choose_micro_batch(session)
-        if ranks.is_first:
-            engine = session.engine
-            directory.write_environment(session.data.task.data, engine.linear_backend, session.micro_batch_size)
-            directory.begin_session(started)
-            print(opening_lines(session), flush=True)
-            tracker = Tracker(cfg, directory, parts=session.data.task.weights, last_step=session.resumed_from)
-            session.tracker = closing.enter_context(tracker)
         try:
+            choose_micro_batch(session)
+            if ranks.is_first:
+                engine = session.engine
+                directory.write_environment(session.data.task.data, engine.linear_backend, session.micro_batch_size)
+                directory.begin_session(started)
+                print(opening_lines(session), flush=True)
+                tracker = Tracker(cfg, directory, parts=session.data.task.weights, last_step=session.resumed_from)
+                session.tracker = closing.enter_context(tracker)
             evaluate_and_train(session)
         except Interrupted:
             end_interrupted(session)
