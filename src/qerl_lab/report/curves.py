@@ -219,9 +219,9 @@ def _draw_before_and_after(
 ) -> None:  # fmt: skip
     """Draw two points for each arm: its mean before and after training, with 95% intervals.
 
-    `places` has the x coordinate of each row of `points`; an arm's point is at the mean of its seeds. Arms that share a
-    place stand `apart` side by side. `labels` maps arms to legend texts. A thin dotted line shows which two points
-    belong together. `thin=False` omits the points of single seeds.
+    `places` has the x coordinate of each row of `points`; the mean over an arm's seeds is the place of its point. Arms
+    stand side by side, further by `apart` each. `labels` maps arms to legend texts. A thin dotted line shows which two
+    points belong together. `thin=False` omits the points of single seeds.
     """
     for number, (arm, label) in enumerate(labels.items()):
         own = points[points["arm"] == arm].assign(is_after=points[STEP] > 0, place=places)
