@@ -101,9 +101,9 @@ def time_limit_minutes(flags: Mapping[str, Any]) -> int:
 def resources_to_request(configs: Sequence[RunConfig], flags: Mapping[str, Any]) -> dict[str, int]:
     """Return what every Slurm job requests, as parameters of submitit: GPUs or CPUs, as many as the largest job needs.
 
-    {"gpus_per_node": N} if any job may use a GPU; the cluster then chooses the CPUs. Else {"cpus_per_task": N}, because
-    all threads would otherwise share a single CPU. Empty if `flags` request them already, or, on CPUs, if cpu_threads
-    is 0.
+    If any job may use a GPU, returns {"gpus_per_node": N} and leaves the number of CPUs to the cluster. Otherwise
+    returns {"cpus_per_task": N}, without which all threads would share one CPU. Returns an empty dict if `flags` have
+    such a request, or if no job uses a GPU and cpu_threads is 0.
     """
     on_gpu = [cfg.gpus for cfg in configs if cfg.device != "cpu"]
     if on_gpu:

@@ -85,7 +85,7 @@ def type_of_key(name: str) -> Any:
 def unknown_key_error(name: str) -> ConfigError:
     """Return the error for a dotted name that is no key. The message says what to type, or lists similar keys.
 
-    It lists keys that a user may type, and the name of a section that is no group as `eval.KEY`.
+    It lists only keys that a user may type. A section that is no config group, such as eval, is listed as `eval.KEY`.
     """
     known = [key for key in types_by_key() if key not in NOT_PROPOSED]
     inside = [key for key in known if key.startswith(name + ".")]

@@ -172,9 +172,9 @@ def pair_evaluations(a: dict[int, Evaluated], b: dict[int, Evaluated]) -> tuple[
 def differences(pairs: Pairs, notes: list[str]) -> Iterator[Difference]:
     """Yield B - A in each measure, for every benchmark, engine and sampling that all evaluations in `pairs` have.
 
-    The measures are accuracy, pass@k if questions have several samples, and then also answer entropy (nats) if the
-    completions were kept (`tools.queue` drops them). Appends to `notes` what is left out. Raises ConfigError if nothing
-    is in all evaluations, or if A and B differ in questions, prompts, answers or numbers of samples.
+    The first measure is accuracy. With several samples per question there is also pass@k, and answer entropy (nats) if
+    the completions were kept (`tools.queue` drops them). Appends to `notes` what is left out. Raises ConfigError if the
+    evaluations share nothing, or if A and B differ in questions, prompts, answers or numbers of samples.
     """
     groups_a = [rows_by_group(a) for a, _ in pairs]  # of each seed
     groups_b = [rows_by_group(b) for _, b in pairs]

@@ -203,12 +203,12 @@ def build(cfg: RunConfig, device: torch.device) -> Policy:
 
 
 def noisy_norms(model: PreTrainedModel, names: Sequence[str], path: str) -> dict[str, nn.Module]:
-    """Return the modules that get noise, by full name: their last name part is in `names`, e.g. `input_layernorm`.
+    """Return by full name the modules that get noise: those with a last name part in `names`, e.g. `input_layernorm`.
 
     The paper adds noise to norms that feed linear layers: q, k, v, and gate, up. Their names differ between models: in
     Gemma 2 `post_attention_layernorm` follows the attention, and `pre_feedforward_layernorm` feeds gate and up.
 
-    Raises ConfigError if no module has one of the `names`, or a module found so feeds no linear layer. `path` is
+    Raises ConfigError if a name in `names` fits no module, or fits a module that feeds no linear layer. `path` is
     model.path, for the message.
     """
     found = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in names}

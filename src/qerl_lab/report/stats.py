@@ -118,7 +118,7 @@ def clip_interval(interval: Interval, low: float, high: float) -> Interval:
 
 
 def band_over_seeds(values_S_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (mean, low, high) [T] of values[seeds, T] by Student's t over seeds; for one seed all are its values."""
+    """Return (mean, low, high) [T] of values[seeds, T], by Student's t over seeds; all three are equal for one seed."""
     values = np.asarray(values_S_T, float)
     mean, seeds = values.mean(0), len(values)
     if seeds == 1:

@@ -81,7 +81,7 @@ def without_columns(rows: Rows, heads: Collection[str]) -> Rows:
 
 
 def without_empty_columns(rows: Rows, names: int = 1) -> tuple[Rows, list[str]]:
-    """Drop columns after the first `names` that hold only dashes; return the rows and the heads of dropped columns."""
+    """Drop columns of dashes only, but none of the first `names`; return the rows and the heads of dropped columns."""
     head, *body = rows
     empty = [n for n in range(names, len(head)) if body and all(row[n] == NONE for row in body)]
     kept = [[cell for n, cell in enumerate(row) if n not in empty] for row in rows]
