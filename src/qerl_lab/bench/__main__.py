@@ -38,7 +38,8 @@ def measure(options: AnyOptions) -> None:
     about, rows = {"benchmark": options.BENCHMARK, "environment": environment(), "options": vars(options)}, list[Row]()
     for row in arm_processes.run(options):
         cells = ((key, f"{value:.4g}" if isinstance(value, float) else value) for key, value in row.items())
-        print("  ".join(f"{key} {cell}" for key, cell in cells if key != "log"), file=sys.stderr, flush=True)
+        shown = (f"{key} {cell}" for key, cell in cells if key not in ("log", "gib_by_owner"))
+        print("  ".join(shown), file=sys.stderr, flush=True)
         rows.append(row)
         replace_file(stem.with_suffix(".json"), json.dumps(about | {"rows": rows}, indent=1).encode() + b"\n")
     bench_figures.draw(about | {"rows": rows}, stem.with_suffix(".png"))

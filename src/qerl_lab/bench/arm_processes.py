@@ -27,6 +27,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.schema import FormatConfig
 from qerl_lab.model import policy
 from qerl_lab.rollout.vllm.base import IN_MEMORY, OF_RUNS, named_folder, remove_leftovers
+from qerl_lab.system import terminal
 from qerl_lab.system.processes import rank_variables
 from qerl_lab.train import ranks
 
@@ -65,11 +66,14 @@ def run(options: AnyOptions) -> Iterator[Row]:
             random_model.write_adapter(scratch / f"rank{rank}", architecture, rank)
         for name in dict.fromkeys(job.format for job in jobs):
             weight_format, mean_tokens = formats.build(FormatConfig(name=name)), jobs[0].options.get("mean_tokens", 0)
+            started = time.perf_counter()
             random_model.write(scratch / name, architecture, weight_format, device, mean_tokens)
+            terminal.say(f"random weights in {name}: written in {time.perf_counter() - started:.0f} s")
             gc.collect()  # a model may hold itself in a cycle
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             for job in (job for job in jobs if job.format == name):
+                terminal.say(f"{job.arm}, rank {job.rank}: starts")  # minutes may pass before its first row
                 with tempfile.TemporaryDirectory(prefix="arm-", dir=scratch) as own:
                     yield from measure(job, Path(own))
             shutil.rmtree(scratch / name)

@@ -30,6 +30,7 @@ from qerl_lab.model.policy import device_of
 from qerl_lab.record.metrics import PHASES
 from qerl_lab.tasks import Question, Scores, Task
 from qerl_lab.tasks.grading import grade_math
+from qerl_lab.train.out_of_memory import bytes_by_owner
 from qerl_lab.train.ranks import join
 from qerl_lab.train.stop import Stop
 from qerl_lab.train.trainer import LabTrainer
@@ -65,9 +66,11 @@ def rows_of_lab(job: Job) -> Iterator[Row]:
         if (llm := getattr(engine, "llm", None)) is not None:  # absent from some engines
             about = {**memory(llm), **settings(llm), **about}
         adapter = (p for p in policy.model.parameters() if p.requires_grad)
-        owned = 4 * sum(p.nbytes for p in adapter) / GIB  # weight, gradient, and Adam's two moments
+        about["adapter_gib"] = 4 * sum(p.nbytes for p in adapter) / GIB  # weight, gradient, and Adam's two moments
+        held = bytes_by_owner(policy, engine.held())
+        about["gib_by_owner"] = {owner: size / GIB for owner, size in held.items()}
         if ranks.is_first:
-            yield summarize(job, found) | about | clock | {"adapter_gib": owned, **memory_at_end()}
+            yield summarize(job, found) | about | clock | memory_at_end()
     finally:
         engine.close()
     ranks.leave()

@@ -79,6 +79,16 @@ def list_deaths(result: Result) -> list[str]:
     return [f"{row['arm']}, rank {row['rank']}, died: {row['died']}" for row in result.get("rows", []) if "died" in row]
 
 
+def list_owners(result: Result) -> list[str]:
+    """Return a line `memory of ARM, GiB: OWNER N; OWNER N; ...` for each arm whose row has its memory by owner."""
+    lines = []
+    for row in result.get("rows", []):
+        owners = [f"{owner} {gib:.1f}" for owner, gib in row.get("gib_by_owner", {}).items()]
+        if owners:
+            lines.append(f"memory of {row['arm']}, GiB: {'; '.join(owners)}")
+    return lines
+
+
 def measured(result: Result) -> pd.DataFrame:
     """Return the measured rows of a benchmark, with two ratios of tokens/s to a baseline: `of_bf16` and `of_qlora`.
 
@@ -114,9 +124,12 @@ def with_ratios(
 
 
 def text(result: Result) -> str:
-    """Format a result for the terminal: a table with ratios to baselines, arms that died, and warnings from `notes`."""
+    """Format a result for the terminal: a table with ratios to baselines, arms that died, and warnings from `notes`.
+
+    For steps also the GPU memory of each of the lab's arms by owner.
+    """
     rows, kind = measured(result), result["benchmark"]
-    lines = [columns(table_rows(rows, TABLES[kind])), *UNITS[kind]] if len(rows) else []
+    lines = [columns(table_rows(rows, TABLES[kind])), *UNITS[kind], *list_owners(result)] if len(rows) else []
     if "host_share" in rows and rows["host_share"].notna().any():
         lines.append(
             "host: share of a call in which its thread is busy; near 100% the host limits the speed, not the GPU"

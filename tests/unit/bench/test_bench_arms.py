@@ -206,6 +206,11 @@ def test_the_others_go_on_and_the_command_exits_with_1(
     assert run_command(arms="[qlora_stock,bf16_stock]", **small) == exits.FAILURE
     out, err = capsys.readouterr()
     assert "error: 1 arms died: qlora_stock." in err
+    told = [line.partition(": ") for line in err.splitlines() if line.endswith((" s", "starts"))]
+    assert [(what, said[:7]) for what, _, said in told] == [
+        ("random weights in nf4", "written"), ("qlora_stock, rank 32", "starts"),
+        ("random weights in bf16", "written"), ("bf16_stock, rank 32", "starts"),
+    ]  # fmt: skip
     assert "qlora_stock, rank 32, died: exit status 1, and no row" in out
     kept = json.loads(Path(small["out"] + ".json").read_text())
     assert [("died" in row, row["arm"]) for row in kept["rows"]] == [(True, "qlora_stock"), (False, "bf16_stock")]

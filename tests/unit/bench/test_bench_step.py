@@ -38,6 +38,9 @@ def test_a_row_is_a_whole_step(tmp_path: Path, arm: str) -> None:
         phases = sum(row[f"{phase}_seconds"] for phase in PHASES)
         assert 0.5 * row["step_seconds"] < phases < 1.5 * row["step_seconds"]
         assert min(row[f"{phase}_seconds"] for phase in ("rollout", "train")) > 0
+        owners = row["gib_by_owner"]
+        assert owners["frozen base"] > 0
+        assert owners["adapter, its gradients and moments"] == row["adapter_gib"] > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         ["rank4", "nvfp4" if arm == LAB else "bf16" if arm == TRL else "nf4"]
     )

@@ -139,6 +139,15 @@ def test_the_table_of_steps() -> None:
     assert "qlora_trl, rank 32, died: ValueError: x" in lines
 
 
+def test_the_memory_of_a_step_has_owners() -> None:
+    result = steps()
+    result["rows"][2]["gib_by_owner"] = {"frozen base": 5.44, "activations and the rest": 9.0}
+    lines = bench.text(result).splitlines()
+    assert [line for line in lines if line.startswith("memory of")] == [
+        "memory of nvfp4, GiB: frozen base 5.4; activations and the rest 9.0"
+    ]
+
+
 def test_every_committed_result_has_an_origin_and_those_of_commands_a_table_and_a_figure() -> None:
     drawn = set()
     for file in COMMITTED.glob("*.json"):
