@@ -57,4 +57,8 @@ def test_step(tmp_path: Path) -> None:
     assert all(row["tokens"] == 8 * 32 for row in rows.values())
     assert all(row["peak_gib"] > row["policy_gib"] for row in rows.values())
     assert rows["nvfp4"]["policy_gib"] < 0.8 * rows["bf16"]["policy_gib"]
+    owners = rows["nvfp4"]["gib_by_owner"]
+    assert owners["frozen base"] == pytest.approx(rows["nvfp4"]["policy_gib"], rel=0.1)
+    assert owners["activations and the rest"] > 0
+    assert "memory of nvfp4, GiB: frozen base" in out
     assert "train" in out
