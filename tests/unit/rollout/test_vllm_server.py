@@ -22,6 +22,7 @@ from qerl_lab.quantize.__main__ import COMMAND
 from qerl_lab.rollout.engine import EngineFailed, Sampling
 from qerl_lab.rollout.vllm.transfer import encode_tensor
 from qerl_lab.rollout.vllm_server import server_command
+from waiting import wait_for
 
 PROMPTS = [[3, 4, 5], [6], [7, 8]]
 SAMPLING = Sampling(4, seed=1)
@@ -156,6 +157,17 @@ def test_a_rollout_has_a_time_limit(fake: FakeVllm, build) -> None:
     fake.hold_seconds = 2
     with pytest.raises(EngineFailed, match=r"finished 0 of 3 groups in rollout\.vllm\.timeout_minutes=0\.01"):
         engine.generate(PROMPTS, 2, SAMPLING)
+
+
+def test_closing_waits_for_the_requests_beside_one_that_failed(fake: FakeVllm, build) -> None:
+    engine = build(rollout__batch_size=4)
+    fake.hold_seconds = 0.3
+    fake.faults[COMPLETIONS] = [refusal(500, "no")]
+    with pytest.raises(EngineFailed, match="no"):
+        engine.generate(PROMPTS, 2, SAMPLING)
+    wait_for(lambda: fake.at_once)
+    engine.close()
+    assert fake.at_once == 0
 
 
 def test_a_load_whose_answer_was_lost_counts(fake: FakeVllm, build) -> None:

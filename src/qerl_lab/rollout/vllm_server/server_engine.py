@@ -7,7 +7,7 @@ that trainer and server see. `serve_line` prints the command that starts the ser
 import secrets
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -55,7 +55,7 @@ class VllmServerEngine(Engine):
 
     def __init__(self, policy: Policy, cfg: RunConfig) -> None:
         self.policy, self.cfg, own = policy, cfg, cfg.rollout.vllm_server
-        self._open = ExitStack()
+        self._open, self._requests = ExitStack(), list[Future[list[Completion]]]()  # of the last `generate`
         self._server = Server(own.url, own.patience_seconds, cfg.rollout.batch_size)
         self._open.callback(self._server.close)
         self._name = f"policy-{secrets.token_hex(4)}"  # name of the adapter on the server, unique to this engine
@@ -198,7 +198,7 @@ class VllmServerEngine(Engine):
         minutes = self.cfg.rollout.vllm.timeout_minutes
         deadline = time.monotonic() + 60 * minutes
         pool = ThreadPoolExecutor(max(1, self.cfg.rollout.batch_size // group_size))  # one thread per group
-        jobs = [pool.submit(self._complete, body, deadline) for body in bodies]
+        jobs = self._requests = [pool.submit(self._complete, body, deadline) for body in bodies]
         done = 0
         try:
             for job in as_completed(jobs):
@@ -238,7 +238,12 @@ class VllmServerEngine(Engine):
         return found
 
     def close(self) -> None:
-        """Remove the adapter's files. The server keeps the adapter until another engine takes over."""
+        """Remove the adapter's files. The server keeps the adapter until another engine takes over.
+
+        After a failure first waits for requests under way, at most rollout.vllm_server.patience_seconds: a request
+        that loses its connection would read from whatever the process opens next under the same descriptor.
+        """
+        wait(self._requests, self._server.patience)
         self._open.close()
 
 
