@@ -17,6 +17,7 @@ NOT_OF_ARM = (
     "eval.samples_before",  # how precisely the untrained model is measured
     "device", "gpus", "cpu_threads",  # where it ran; reports read this from the record
     "rollout.vllm_server.url", "rollout.vllm_server.adapter_dir", "rollout.vllm_server.patience_seconds",
+    "rollout.vllm_server.tensor_parallel",
     "lora.start_from",  # lora.start_hash stands for its content
     "task.module",  # task.module_hash stands for its content
     *REGISTERED,

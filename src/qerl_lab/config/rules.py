@@ -80,7 +80,7 @@ NEEDS = (
         ("lora.start_from=null", "it has no adapter", "model.path=RUN_DIR/model to begin with a trained model"),
     )),
     Needs("rollout.engine=vllm_server", "gpus=1", "a server has one trainer",
-          "gpus=1 and give the server several GPUs (--tensor-parallel-size), or type rollout=vllm"),
+          "gpus=1 and rollout.vllm_server.tensor_parallel=2 for a server on two GPUs, or type rollout=vllm"),
 )  # fmt: skip
 
 

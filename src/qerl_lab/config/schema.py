@@ -260,6 +260,10 @@ class VllmServerConfig:
     patience_seconds: float = option(
         60.0, "how long to retry a lost connection, every half second", at_least=0, at_most=86_400, unit="s"
     )
+    tensor_parallel: int = option(
+        1, "GPUs over which `serve_line` lets the server split each layer (--tensor-parallel-size)",
+        at_least=1, at_most=64,
+    )  # fmt: skip
 
 
 @dataclass

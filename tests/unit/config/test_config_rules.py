@@ -106,7 +106,7 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         (SERVER | {"rollout__vllm_server__url": "http://gpu7:8000"}, "another host", "adapter_dir=DIR"),
         (SERVER | {"rollout__vllm_server__url": "http://127.evil:8000"}, "another host", "adapter_dir=DIR"),
         (SERVER | {"rollout__vllm_server__url": "http://me:pw@127.0.0.1:8000"}, "***@127.0.0.1", "VLLM_API_KEY=KEY"),
-        (SERVER | {"gpus": 2}, "gpus=2", "--tensor-parallel-size"),
+        (SERVER | {"gpus": 2}, "gpus=2", "rollout.vllm_server.tensor_parallel=2"),
         ({"algorithm__overlong_buffer_tokens": 17, "rollout__max_completion_tokens": 16},
          "overlong_buffer_tokens=17 is above rollout.max_completion_tokens=16", "Type"),
         ({"algorithm__name": "cispo"}, "algorithm.epsilon_low=0.2", "algorithm.epsilon_low=1"),

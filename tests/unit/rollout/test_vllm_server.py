@@ -362,6 +362,9 @@ def test_the_line_has_the_words_of_the_run(tiny) -> None:
         "--max-num-batched-tokens 512",
     ):  # fmt: skip
         assert f" {words}" in line
+    assert "--tensor-parallel-size" not in line
+    cfg.rollout.vllm_server.tensor_parallel = 2
+    assert " --tensor-parallel-size 2" in server_command.commands(cfg)[0]
 
 
 def test_a_base_that_is_packed_while_it_is_read_is_packed_first(tiny) -> None:

@@ -75,9 +75,12 @@ def settings(cfg: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def flags(cfg: RunConfig) -> list[str]:
     """Return the command-line flags of `vllm serve` for a run, without the model."""
-    url, cache_gib = urlsplit(cfg.rollout.vllm_server.url), cfg.rollout.vllm.kv_cache_gib
+    own, cache_gib = cfg.rollout.vllm_server, cfg.rollout.vllm.kv_cache_gib
+    url = urlsplit(own.url)
     words: dict[str, Any] = {"host": url.hostname, "port": url.port or (443 if url.scheme == "https" else 80)}
     words |= settings(cfg, compute_dtype(cfg, device_of(cfg.device)))
+    if own.tensor_parallel > 1:
+        words["tensor_parallel_size"] = own.tensor_parallel
     if cache_gib is not None:
         words["kv_cache_memory_bytes"] = int(cache_gib * GIB)
         words["gpu_memory_utilization"] = 0.01  # no effect with the line above, but checked against free memory
