@@ -124,6 +124,16 @@ BUGS = [
         '"prompts_seen": self.cursor.position',
         '"prompts_seen": self.steps_done * self.cfg.rollout.prompts_per_step',
         "unit/train/test_engine_failure.py"),
+    # sampling ahead
+    Bug("a step sampled ahead has the noise of the step before", "train/trainer.py",
+        "self.engine.sync(self.level.noise(step))", "self.engine.sync(self.noise)",
+        "unit/train/test_overlap.py"),
+    Bug("a checkpoint skips the questions that are sampled ahead", "train/ahead.py",
+        "own, thread = Cursor(cursor.data, cursor.position),", "own, thread = cursor,",
+        "unit/train/test_overlap.py"),
+    Bug("the step after a checkpoint is sampled ahead", "train/ahead.py",
+        "(cfg.checkpoint.every, cfg.eval.every)", "(cfg.eval.every,)",
+        "unit/train/test_overlap.py"),
     # formats and adapters
     Bug("scale of a zero block is zero", "formats/nvfp4.py",
         "_SCALE_OF_ZERO_BLOCK = 0.125", "_SCALE_OF_ZERO_BLOCK = 0.0",

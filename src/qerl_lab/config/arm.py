@@ -33,6 +33,7 @@ ADDED: Mapping[str, Any] = {
     "rollout.vllm.share_base": False,
     "rollout.vllm.sleep": False,
     "format.activations": "auto",
+    "rollout.vllm_server.overlap": False,
 }
 # Keys deleted after runs were recorded. They are ignored in records; none of the runs that are kept used them.
 REMOVED = ("task.code_io.min_level", "task.code_io.max_level", "task.code_io.tests")

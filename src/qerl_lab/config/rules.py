@@ -31,6 +31,7 @@ class Needs(NamedTuple):
 
 
 TILES, SHARED = "rollout.vllm.linear_backend=fp4_tiles", "rollout.vllm.share_base=true"
+OVERLAP, LOCKSTEP = "rollout.vllm_server.overlap=true", "rollout.vllm_server.overlap=false"
 NO_KERNEL = "rollout.vllm.linear_backend=auto"
 NEEDS = (
     Needs("optim.name=adamw_8bit", "device!=cpu", "it computes on a GPU", "optim=adamw, or device=cuda"),
@@ -81,6 +82,12 @@ NEEDS = (
     )),
     Needs("rollout.engine=vllm_server", "gpus=1", "a server has one trainer",
           "gpus=1 and rollout.vllm_server.tensor_parallel=2 for a server on two GPUs, or type rollout=vllm"),
+    Needs(OVERLAP, "rollout.importance_correction!=off", "its completions come from an older adapter",
+          f"rollout.importance_correction=token_truncate, or {LOCKSTEP}"),
+    Needs(OVERLAP, "aqn.schedule!=adaptive", "sigma of a step follows from the KL measured in the step before",
+          f"aqn=kl, or {LOCKSTEP}"),
+    *(Needs(OVERLAP, f"{key}!=1", "the step after each is not sampled ahead, and none would be left",
+            f"{key}={usual}, or {LOCKSTEP}") for key, usual in (("checkpoint.every", 25), ("eval.every", 25))),
 )  # fmt: skip
 
 

@@ -264,6 +264,10 @@ class VllmServerConfig:
         1, "GPUs over which `serve_line` lets the server split each layer (--tensor-parallel-size)",
         at_least=1, at_most=64,
     )  # fmt: skip
+    overlap: bool = option(
+        False, "sample the next step while this one trains, from the adapter before this one's updates; not after a "
+        "checkpoint or an evaluation, nor where sigma is solved",
+    )  # fmt: skip
 
 
 @dataclass
@@ -423,6 +427,11 @@ class RunConfig:
     def trains_all(self) -> bool:
         """Tell whether the run trains all weights of the model (lora=full) instead of an adapter."""
         return self.lora.rank == 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Tell whether the run samples on a server while it trains (rollout.vllm_server.overlap)."""
+        return self.rollout.engine == "vllm_server" and self.rollout.vllm_server.overlap
 
     @property
     def completions_per_step(self) -> int:

@@ -123,16 +123,23 @@ METRICS: dict[str, Metric] = {
         "nats",
         "mean abs(sampler - trainer) log-prob with the engine's norms on both sides, over the tokens of "
         "aqn.probe_prompts completions (all completions without noise): what remains is the engine's arithmetic, or "
-        "a bug",
+        "a bug; absent if rollout/staleness is 1",
     ),
     "sampler/kernel_gap_max": Metric("nats", "largest single difference in sampler/kernel_gap_mean"),
-    "rollout/tokens_per_second": Metric("tokens/s", "completion tokens / seconds/rollout"),
+    "rollout/tokens_per_second": Metric(
+        "tokens/s", "completion tokens / seconds of generation, which are seconds/rollout unless it is sampled ahead"
+    ),
     "rollout/completion_tokens": Metric("tokens", "mean length of a completion, truncated ones included"),
     "rollout/truncated_fraction": Metric("fraction", "completions without an end token, cut at max_completion_tokens"),
     "rollout/answer_entropy_nats": Metric(
         "nats",
         "entropy of the final answers to a question over its group, mean over questions: 0 if all answers are the same "
         "or missing, at most ln(rollout.group_size)",
+    ),
+    "rollout/staleness": Metric(
+        "steps",
+        "steps by which the sampler's adapter was older than the trainer's, 0 or 1; only with "
+        "rollout.vllm_server.overlap",
     ),
     "rollout/prompts_drawn": Metric(
         "questions", "questions sampled; with algorithm.dynamic_sampling more than rollout.prompts_per_step"
@@ -151,11 +158,16 @@ METRICS: dict[str, Metric] = {
     ),
     "step/seconds": Metric("s", "wall time of the whole step, until the device is done"),
     "step/tokens_per_second": Metric("tokens/s", "completion tokens / step/seconds"),
-    "seconds/rollout": Metric("s", "wall time of generation"),
-    "seconds/resample": Metric(
-        "s", "part of seconds/rollout: generation in the extra rollouts of dynamic sampling, in the slowest process"
+    "seconds/rollout": Metric(
+        "s",
+        "wall time of generation; of a step sampled ahead (rollout/staleness 1) what the trainer waits for its batch",
     ),
-    "seconds/reward": Metric("s", "wall time of decoding and grading the completions"),
+    "seconds/resample": Metric(
+        "s",
+        "part of seconds/rollout, unless the step was sampled ahead: generation in the extra rollouts of dynamic "
+        "sampling, in the slowest process",
+    ),
+    "seconds/reward": Metric("s", "wall time of decoding and grading the completions; 0 for a step sampled ahead"),
     "seconds/train": Metric("s", "the rest of step/seconds: log-probs, loss, backward and optimizer"),
     "seconds/sync": Metric(
         "s",

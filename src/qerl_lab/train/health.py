@@ -136,7 +136,9 @@ def _engine_signs(last: Sequence[Metrics], cfg: RunConfig) -> dict[str, str]:
     sigmas = [metrics.get("noise/sigma", 0.0) for metrics in last]
     gap = min(metrics.get("sampler/logprob_gap_max", 0.0) for metrics in last)
     if not any(sigmas) and gap > LARGEST_GAP:  # noise causes a gap by design
-        remedy = "rollout.vllm.linear_backend=marlin, or rollout=transformers, and compare sampler/logprob_gap_max"
+        lockstep = "rollout.vllm_server.overlap=false, " if cfg.overlaps else ""  # an update causes a gap too
+        kernels = "rollout.vllm.linear_backend=marlin, or rollout=transformers"
+        remedy = f"{lockstep}{kernels}, and compare sampler/logprob_gap_max"
         found["sampler and trainer are two policies"] = (
             f"Without noise each of the last steps had a token whose log-probabilities were {gap:.0f} nats apart or "
             "more: one of them computes something else. Do not believe this run. "

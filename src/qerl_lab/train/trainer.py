@@ -12,6 +12,7 @@ in an extra forward pass before the first update, and corrects.
 import math
 import resource
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer
 
 from qerl_lab import aqn
@@ -36,6 +38,7 @@ from qerl_lab.record.metrics import METRICS
 from qerl_lab.rollout.engine import Engine, EngineFailed, Rollout
 from qerl_lab.system import terminal
 from qerl_lab.train import packing
+from qerl_lab.train.ahead import Ahead, is_sampled_ahead, sample_ahead
 from qerl_lab.train.grpo_config import grpo_config
 from qerl_lab.train.noise_level import NoiseLevel, build_kl_measure, probe
 from qerl_lab.train.ranks import ALONE, Ranks
@@ -67,6 +70,7 @@ class LabTrainer(GRPOTrainer):
         self.level = NoiseLevel(cfg)  # sigma of each step
         self.packs = packing.should_pack(cfg, policy.base)
         self.batch = Batch([], np.zeros((0, 0)), [], [])  # from the last rollout
+        self.ahead: Ahead | None = None  # the next step's batch, while a thread samples it
         self.measured: dict[str, float] = {}
         self.loss_tokens: list[float] = []  # per micro-batch
         self.entropies: list[Tensor] = []  # of each completion token, per micro-batch
@@ -108,6 +112,17 @@ class LabTrainer(GRPOTrainer):
         count = self.args.max_steps * self.args.gradient_accumulation_steps
         return DataLoader(range(count), collate_fn=lambda _: {})  # type: ignore[arg-type]
 
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Override the Trainer's method: whatever ends the training, wait for a batch that is being sampled ahead.
+
+        Callers close the engine next, which must not be in use. Waits at most rollout.vllm_server.patience_seconds.
+        """
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self.ahead:
+                wait([self.ahead.batch], self.cfg.rollout.vllm_server.patience_seconds)
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Override TRL's hook: collect a batch in place of TRL's placeholder `inputs`; return it as TRL's tensors.
 
@@ -115,8 +130,6 @@ class LabTrainer(GRPOTrainer):
         method, because TRL has no public one between grading and loss.
         """
         self.batch = batch = self._collect_batch()
-        with self.clock.phase("probe"):
-            self._measure_noise(batch.rollouts[0])  # every rank has one
         self.measured |= completion_metrics(self.cfg, batch, self.ranks)
         self.use_vllm = False  # else TRL would now send weights to a vLLM of its own
         rows = [{"prompt": group.question.prompt} for group in batch.groups for _ in group.texts_G]
@@ -148,24 +161,25 @@ class LabTrainer(GRPOTrainer):
             tensors["old_per_token_logps"] = scored
 
     def _collect_batch(self) -> Batch:
-        """Solve for sigma if the step needs it, sync the engine, sample a batch, and let the engine sleep.
+        """Sample a batch, or wait for the one sampled ahead; measure its noise; with overlap begin the next step's.
 
         If the engine fails, this method moves the cursor back to the start of the step, saves a checkpoint of the
         finished steps if there is none yet, and raises EngineFailed.
         """
-        engine, began_at = self.engine, self.cursor.position
+        ahead, began_at = self.ahead, self.cursor.position
+        self.ahead = None
         try:
-            if self.level.needs_solving(self.step):
-                with self.clock.phase("probe"):
-                    measure = build_kl_measure(self.cfg, self.step, self.cursor, self.policy, engine, self.ranks)
-                    self.level.solve(self.step, measure)
-                if self.ranks.is_first and (said := self.level.warning_if_missed(self.step)):
-                    terminal.say(f"warning, step {self.step}: {said}")
-            with self.clock.phase("sync"):
-                self.ranks.run_on_all(lambda: engine.sync(self.noise), EngineFailed)
-            batch = collect(self.cfg, self.step, self.cursor, self.policy, engine, self.clock, self.ranks)
-            with self.clock.phase("sync", on_device=False):  # sleeping waits for the device itself
-                self.ranks.run_on_all(engine.sleep, EngineFailed)
+            if ahead:
+                with self.clock.phase("rollout", on_device=False):
+                    batch = ahead.batch.result()
+                self.cursor = ahead.cursor
+            else:
+                batch = self._sample_batch()
+            if self.cfg.overlaps:
+                self.measured["rollout/staleness"] = float(ahead is not None)
+            with self.clock.phase("probe"):
+                self._measure_noise(batch.rollouts[0])  # every rank has one
+            self._begin_next_batch()
             return batch
         except EngineFailed:
             self.cursor.go_to(began_at)
@@ -173,6 +187,31 @@ class LabTrainer(GRPOTrainer):
                 self._save_checkpoint(self.model, None)
                 self.ranks.wait()  # for rank 0, which completes the checkpoint
             raise
+
+    def _sample_batch(self) -> Batch:
+        """Solve for sigma if the step needs it, sync the engine, sample a batch, and let the engine sleep."""
+        engine = self.engine
+        if self.level.needs_solving(self.step):
+            with self.clock.phase("probe"):
+                measure = build_kl_measure(self.cfg, self.step, self.cursor, self.policy, engine, self.ranks)
+                self.level.solve(self.step, measure)
+            if self.ranks.is_first and (said := self.level.warning_if_missed(self.step)):
+                terminal.say(f"warning, step {self.step}: {said}")
+        with self.clock.phase("sync"):
+            self.ranks.run_on_all(lambda: engine.sync(self.noise), EngineFailed)
+        batch = collect(self.cfg, self.step, self.cursor, self.policy, engine, self.clock, self.ranks)
+        with self.clock.phase("sync", on_device=False):  # sleeping waits for the device itself
+            self.ranks.run_on_all(engine.sleep, EngineFailed)
+        return batch
+
+    def _begin_next_batch(self) -> None:
+        """With overlap, let a thread sample the next step from now on, unless that step must be sampled on-policy."""
+        step = self.step + 1
+        if not is_sampled_ahead(self.cfg, step) or self.level.needs_solving(step) or self.stop.requested:
+            return
+        with self.clock.phase("sync"):
+            self.engine.sync(self.level.noise(step))
+        self.ahead = sample_ahead(self.cfg, step, self.cursor, self.policy, self.engine)
 
     def _collected_rollout(self, *_: object) -> dict[str, list[list[Any]]]:
         """Serve as TRL's rollout function: return prompt ids, completion ids and log-probs of the collected batch."""
@@ -212,8 +251,9 @@ class LabTrainer(GRPOTrainer):
         if self.ranks.any(is_noisy):  # all ranks or none, because `mean` waits for all
             kl_T, gap_T = probe(self.policy, norms, rollout, count, temperature)
             self.level.kl = self.ranks.mean(kl_T.mean().item(), len(kl_T))
-            self.measured["sampler/kernel_gap_mean"] = self.ranks.mean(gap_T.mean().item(), len(gap_T))
-            self.measured["sampler/kernel_gap_max"] = max(self.ranks.gather(gap_T.max().item()))
+            if not self.measured.get("rollout/staleness"):  # an older adapter causes a gap too
+                self.measured["sampler/kernel_gap_mean"] = self.ranks.mean(gap_T.mean().item(), len(gap_T))
+                self.measured["sampler/kernel_gap_max"] = max(self.ranks.gather(gap_T.max().item()))
         self.measured["noise/kl_nats"] = self.level.kl
 
     def _get_per_token_logps_and_entropies(
@@ -354,7 +394,8 @@ class LabTrainer(GRPOTrainer):
         metrics["policy/entropy_nats"] = entropies_T.mean().item()
         metrics["policy/entropy_forking_nats"], metrics["policy/entropy_rest_nats"] = kl.split_by_entropy(entropies_T)
         metrics |= correction.mismatch(self.ranks.pool(torch.stack(self.mismatch).tolist()))
-        if self.measured.get("noise/kl_nats") == 0:  # without noise only the kernels cause a gap
+        is_stale = self.measured.get("rollout/staleness", 0) > 0
+        if self.measured.get("noise/kl_nats") == 0 and not is_stale:  # only the kernels cause a gap
             metrics["sampler/kernel_gap_mean"] = metrics["sampler/logprob_gap_mean"]
             metrics["sampler/kernel_gap_max"] = metrics["sampler/logprob_gap_max"]
         if self.cfg.algorithm.entropy_coef > 0 or self.cfg.algorithm.entropy_target is not None:

@@ -31,6 +31,7 @@ def refusal(**values: Any) -> str:
 
 
 SERVER = {"rollout__engine": "vllm_server"}
+OVERLAP = SERVER | {"rollout__vllm_server__overlap": True}
 FULL = {"lora__rank": 0, "format__name": "bf16"}
 TILES = {"format__name": "nvfp4", "rollout__vllm__linear_backend": "fp4_tiles"}
 W8A8 = {"format__name": "fp8", "format__activations": "fp8", "rollout__engine": "vllm"}
@@ -107,6 +108,11 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         (SERVER | {"rollout__vllm_server__url": "http://127.evil:8000"}, "another host", "adapter_dir=DIR"),
         (SERVER | {"rollout__vllm_server__url": "http://me:pw@127.0.0.1:8000"}, "***@127.0.0.1", "VLLM_API_KEY=KEY"),
         (SERVER | {"gpus": 2}, "gpus=2", "rollout.vllm_server.tensor_parallel=2"),
+        (OVERLAP | {"rollout__importance_correction": "off"}, "an older adapter", "importance_correction=token_trunc"),
+        (OVERLAP | {"aqn__schedule": "adaptive", "aqn__unit": "kl"}, "overlap=true with aqn.schedule", "Type aqn=kl"),
+        (OVERLAP | {"checkpoint__every": 1}, "overlap=true with checkpoint.every=1", "Type checkpoint.every=25, or"),
+        (OVERLAP | {"eval__every": 1}, "overlap=true with eval.every=1", "overlap=false"),
+        (OVERLAP | {"gpus": 2}, "gpus=2", "Type gpus=1"),
         ({"algorithm__overlong_buffer_tokens": 17, "rollout__max_completion_tokens": 16},
          "overlong_buffer_tokens=17 is above rollout.max_completion_tokens=16", "Type"),
         ({"algorithm__name": "cispo"}, "algorithm.epsilon_low=0.2", "algorithm.epsilon_low=1"),
@@ -123,6 +129,7 @@ def test_a_bad_value_is_refused_with_what_was_given_and_what_to_type(values, giv
 @pytest.mark.parametrize(
     "values",
     [
+        OVERLAP, OVERLAP | KL, OVERLAP | {"rollout__importance_correction": "in_ratio"},
         SERVER, SERVER | {"rollout__vllm_server__url": "http://[::1]:8000/"}, SERVER | {"device": "cpu"},
         SERVER | {"rollout__vllm_server__url": "https://gpu7", "rollout__vllm_server__adapter_dir": "/shared"},
         FULL, FULL | {"aqn__schedule": "linear"},

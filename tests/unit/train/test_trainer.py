@@ -96,6 +96,7 @@ def test_every_step_is_reported_once_with_declared_metrics(train) -> None:
         assert metrics["step/seconds"] == pytest.approx(sum(phases))
     of_others = {"policy/kl_reference", "policy/weight_cut_fraction", "policy/entropy_coef", "memory/gpu_peak_gib"}
     of_others |= {"noise/kl_target", "noise/kl_solved", "noise/probes", "seconds/wait"}  # aqn.unit=kl, gpus=2
+    of_others.add("rollout/staleness")  # rollout.vllm_server.overlap=true
     missing = names - set(run.steps[0]) - of_others
     assert all(name.startswith("eval/") for name in missing)
     assert [metrics["noise/sigma"] for metrics in run.steps] == pytest.approx([0.3, 0.3, 5e-4])

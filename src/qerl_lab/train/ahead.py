@@ -1,0 +1,49 @@
+"""Sample the next step's batch while a step trains (rollout.vllm_server.overlap): one step off-policy.
+
+While step t trains, a thread samples step t+1 from the adapter before the updates of step t, with the noise of step
+t+1. The importance weights correct for the older adapter as they do for noise and kernels.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from qerl_lab.config.schema import RunConfig
+from qerl_lab.model.policy import Policy
+from qerl_lab.rollout.engine import Engine
+from qerl_lab.train.ranks import ALONE
+from qerl_lab.train.step import Batch, Clock, collect
+from qerl_lab.train.training_data import Cursor
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The batch of the next step, and its own cursor, which has passed the batch's questions once `batch` is done.
+
+    The run's cursor stays, so that a checkpoint meanwhile does not skip these questions.
+    """
+
+    batch: Future[Batch]
+    cursor: Cursor
+
+
+def is_sampled_ahead(cfg: RunConfig, step: int) -> bool:
+    """Tell whether overlap samples `step` while the step before trains, unless `NoiseLevel.needs_solving(step)`.
+
+    Not the first step, and not the step after a checkpoint, because a resumed run no longer has the older adapter. Nor
+    the step after an evaluation, which needs the engine.
+    """
+    before = step - 1
+    every = [count for count in (cfg.checkpoint.every, cfg.eval.every) if count]
+    return cfg.overlaps and before not in (0, *cfg.extended, cfg.steps) and all(before % count for count in every)
+
+
+def sample_ahead(cfg: RunConfig, step: int, cursor: Cursor, policy: Policy, engine: Engine) -> Ahead:
+    """Let a thread sample and grade `step`, on the questions after `cursor`, with what `engine` holds now.
+
+    Until `batch` is done nothing else may use the engine. Its exceptions are those of `collect`.
+    """
+    own, thread = Cursor(cursor.data, cursor.position), ThreadPoolExecutor(1, "sample-ahead")
+    clock = Clock(lambda: None)  # not the trainer's, which times only how long it waits for the batch
+    batch = thread.submit(collect, cfg, step, own, policy, engine, clock, ALONE)
+    thread.shutdown(wait=False)  # the thread ends after the batch
+    return Ahead(batch, own)
