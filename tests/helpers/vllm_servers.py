@@ -26,20 +26,18 @@ def free_port() -> int:
 
 
 @contextmanager
-def served(cfg: RunConfig, log: Path, *more: str) -> Iterator[subprocess.Popen]:
-    """Pack the base if needed, and run the server of `cfg` at its URL inside the block. `log` gets its output.
-
-    `more` are flags that users add to the command.
-    """
+def served(cfg: RunConfig, log: Path) -> Iterator[subprocess.Popen]:
+    """Pack the base if needed, and run the server of `cfg` at its URL inside the block. `log` gets its output."""
     *before_it, line = commands(cfg)
     for command in before_it:
         subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=log.parent, check=True)
     before, _, after = line.partition(" vllm serve ")
     model, *flags = shlex.split(after)
     # The `vllm` command does not find itself under the CPU wheel's package name; this is the module that it starts.
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags, *more]
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
     environment = os.environ | dict(word.split("=") for word in before.split())
-    if cfg.device == "cpu" and "--tensor-parallel-size" in more:  # one core each; vLLM would give each a NUMA node
+    if cfg.device == "cpu" and cfg.rollout.vllm_server.tensor_parallel == 2:
+        # One core each; vLLM would give each a NUMA node.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
     with log.open("w") as out:
         server = subprocess.Popen(

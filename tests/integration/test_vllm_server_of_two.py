@@ -38,9 +38,10 @@ def policy_and_engine(
         model__dtype="float32", format__name="bf16", lora__rank=16, rollout__engine="vllm_server",
         rollout__batch_size=16, rollout__max_completion_tokens=64, rollout__vllm__enforce_eager=True,
         rollout__vllm__kv_cache_gib=0.25, rollout__vllm_server__url=f"http://127.0.0.1:{vllm_servers.free_port()}",
+        rollout__vllm_server__tensor_parallel=2,
     )  # fmt: skip
     policy = build_policy(cfg)
-    with vllm_servers.served(cfg, folder / "log", "--tensor-parallel-size", "2"):
+    with vllm_servers.served(cfg, folder / "log"):
         engine = rollout.build(cfg, policy)
         yield policy, engine
         engine.close()
