@@ -11,9 +11,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from scipy import stats as distributions
 
 from qerl_lab.report import palette, stats, verdict_tables
+from qerl_lab.report.claims import Claim
 from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.curves import LEGEND_CHARS, add_panel_legend
 from qerl_lab.report.measures import MEASURES, Unmeasured, count_right
@@ -22,7 +24,9 @@ from qerl_lab.report.runs import Run
 from qerl_lab.report.stats import Interval, pass_at, powers_of_two
 from qerl_lab.report.verdicts import Row
 
-PANELS_ACROSS, NAME_CHARS, MEANING_CHARS = 3, 22, 44
+PANELS_ACROSS, NAME_CHARS, MEANING_CHARS = 3, 22, 34  # the last two: characters in a line
+SMALLEST: dict[str, Any] = {"color": "grey", "linestyle": ":", "linewidth": 0.9}
+PRINTED: dict[str, Any] = {"color": "grey", "linestyle": "", "marker": "D", "markerfacecolor": "white"}
 
 
 def pass_at_each_k(runs: Sequence[Run]) -> dict[int, Interval]:
@@ -100,8 +104,8 @@ def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
 def draw_effects(rows: Sequence[Row]) -> Figure | None:
     """Draw the effects of contrasts with 95% intervals, a panel per claim, and the paper's effects as diamonds.
 
-    A contrast with too few seeds for a verdict has a hollow point, and its number of seeds beside its name.
-    Returns None if no row has numbers.
+    A contrast with too few seeds for a verdict has a hollow point, and its number of seeds beside its name. A legend
+    names the marks. Returns None if no row has numbers.
     """
     measured = [row for row in rows if row.numbers]
     claims = [list(own) for _, own in groupby(measured, lambda row: row.claim.name)]
@@ -109,25 +113,46 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
         return None
     across = min(PANELS_ACROSS, len(claims))
     down, tallest = math.ceil(len(claims) / across), max(map(len, claims))
-    figure, axes = plt.subplots(down, across, figsize=(4.4 * across, down * (1.5 + 0.5 * tallest)), squeeze=False)
+    lines = max(_label_of(own[0].claim).count("\n") for own in claims)
+    size = (4.4 * across, 0.3 + down * (0.9 + 0.17 * lines + 0.5 * tallest))
+    figure, axes = plt.subplots(down, across, figsize=size, squeeze=False)
     for axis, own in zip(axes.flat, claims, strict=False):
         _draw_claim(axis, own)
         axis.set_ylim(0.5 - tallest, 0.5)
     for axis in axes.flat[len(claims) :]:
         axis.set_axis_off()
+    figure.legend(handles=_marks_of_effects(measured), loc="outside lower left", ncols=3)
     return figure
+
+
+def _marks_of_effects(measured: Sequence[Row]) -> list[Line2D]:
+    """Return what the legend of `draw_effects` lists: marks that occur in the figure of the `measured` rows."""
+    marks = [
+        Line2D([], [], color="black", marker="o", label="measured, 95% interval"),
+        Line2D([], [], **SMALLEST, label="smallest effect that matters"),
+    ]
+    if not all(row.judged for row in measured):
+        too_few = "too few seeds for a verdict"
+        marks.append(Line2D([], [], color="black", marker="o", markerfacecolor="white", label=too_few))
+    if any(row.printed for row in measured):
+        marks.append(Line2D([], [], **PRINTED, label="the paper's effect"))
+    return marks
+
+
+def _label_of(claim: Claim) -> str:
+    """Return the label of the x axis: what the claim measures, how the arms are compared, and the unit."""
+    measure = MEASURES[claim.measure]
+    signs = "treated / control" if claim.is_ratio else "treated - control"
+    return textwrap.fill(measure.meaning, MEANING_CHARS) + f"\n{signs}, {measure.unit}"
 
 
 def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
     """Draw the effects of one claim's contrasts, one below the other; `rows` are measured."""
     claim = rows[0].claim
-    none, signs = (1.0, "treated / control") if claim.is_ratio else (0.0, "treated - control")
-    measure = MEASURES[claim.measure]
-    label = textwrap.fill(measure.meaning, MEANING_CHARS) + f"\n{signs}, {measure.unit}"
-    axis.axvline(none, color="black", linewidth=0.8)
+    axis.axvline(1.0 if claim.is_ratio else 0.0, color="black", linewidth=0.8)
     for sign in [claim.direction] if claim.direction else [-1, 1]:
         matters = claim.smallest**sign if claim.is_ratio else sign * claim.smallest
-        axis.axvline(matters, color="grey", linestyle=":", linewidth=0.9)
+        axis.axvline(matters, **SMALLEST)
     for place, row in enumerate(rows):
         assert row.numbers is not None
         mean, *ends = row.numbers.effect
@@ -136,10 +161,10 @@ def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
         face = shade if row.judged else "white"
         axis.errorbar(mean, -place, xerr=widths, color=shade, marker="o", markerfacecolor=face, capsize=3)
         printed = [value for _, value in row.printed]
-        axis.plot(printed, [-place] * len(printed), "D", color="grey", markerfacecolor="white")
+        axis.plot(printed, [-place] * len(printed), **PRINTED)
     names = [textwrap.fill(_name_with_seeds(row), NAME_CHARS) for row in rows]
     axis.set_yticks([-place for place in range(len(rows))], names)
-    axis.set(title=claim.name.replace("_", " "), xlabel=label)
+    axis.set(title=claim.name.replace("_", " "), xlabel=_label_of(claim))
     axis.margins(x=0.06)
     axis.locator_params(axis="x", nbins=5)
 

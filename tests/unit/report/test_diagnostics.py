@@ -10,7 +10,7 @@ import pytest
 from qerl_lab.report import comparison, curves, diagnostics, palette, stats, verdicts
 from qerl_lab.report.arm_tables import tables
 from qerl_lab.report.comparison import Comparison
-from qerl_lab.report.measures import Unmeasured, has_collapsed
+from qerl_lab.report.measures import MEASURES, Unmeasured, has_collapsed
 from run_directories import make_run
 
 # A seed a row, a question a column: right answers of four samples.
@@ -98,11 +98,30 @@ def test_an_effect_with_too_few_seeds_for_a_verdict_is_hollow_and_says_so(found:
     rows = [row for row in verdicts.judge(found.counted, found.runs) if row.claim.name == "initial_entropy"]
     short = [replace(row, claim=replace(row.claim, file=replace(row.claim.file, seeds=5))) for row in rows]
     for drawn, face, ending in ((rows, palette.FORMATS["nvfp4"], "against bf16"), (short, "white", "(3 of 5 seeds)")):
-        axis = diagnostics.draw_effects(drawn).axes[0]
+        figure = diagnostics.draw_effects(drawn)
+        axis, (legend,) = figure.axes[0], figure.legends
+        assert ("too few seeds for a verdict" in [text.get_text() for text in legend.get_texts()]) == (drawn is short)
         (point,) = (line for line in axis.lines if line.get_marker() == "o")
         assert point.get_markerfacecolor() == face
         (label,) = (" ".join(label.get_text().split()) for label in axis.get_yticklabels())
         assert label.endswith(ending)
+
+
+def test_effects_name_their_marks_and_no_label_is_cut(found: Comparison) -> None:
+    rows = [row for row in verdicts.judge(found.counted, found.runs) if row.numbers]
+    longest = max(MEASURES, key=lambda name: len(MEASURES[name].meaning))
+    rows = [replace(row, claim=replace(row.claim, measure=longest)) for row in rows]
+    figure = diagnostics.draw_effects(rows)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "measured, 95% interval", "smallest effect that matters", "the paper's effect",
+    ]  # fmt: skip
+    figure.canvas.draw()
+    for axis in (axis for axis in figure.axes if axis.axison):
+        label = axis.xaxis.label.get_window_extent()
+        assert figure.bbox.x0 <= label.x0
+        assert label.x1 <= figure.bbox.x1
+        assert label.y0 >= figure.bbox.y0
 
 
 def test_the_formats_are_in_one_figure_with_reward_entropy_and_accuracy(found: Comparison) -> None:
