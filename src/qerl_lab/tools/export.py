@@ -58,7 +58,10 @@ def check(options: ExportOptions) -> RunDirectory:
             "transformers and vLLM load."
         )
     if not (run.adapter / WEIGHTS).is_file():
-        raise ConfigError(f"run={options.run} has no adapter/{WEIGHTS}. Type another run.")
+        raise ConfigError(
+            f"run={options.run} has no adapter/{WEIGHTS}. "
+            f"Type python -m qerl_lab {resume_override(options.run)}, which says how to write it again."
+        )
     check_free(options, options.overwrite, EXPORT)
     return run
 

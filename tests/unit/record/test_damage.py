@@ -21,6 +21,11 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] if path.exists() else b"")
 
 
+def with_half_a_line(path: Path) -> None:
+    with path.open("a") as file:
+        file.write('{"step": 4, "time"')
+
+
 @pytest.mark.parametrize(
     ("name", "harm", "said"),
     [
@@ -32,6 +37,7 @@ def cut(path: Path) -> None:
         ("samples.jsonl", lambda path: path.write_text("[]\n"), "line 1, is not a sample"),
         ("metrics.jsonl", Path.unlink, "metrics.jsonl lacks 4 of 4 steps"),
         ("metrics.jsonl", without_step_2, "metrics.jsonl lacks 1 of 4 steps, the first of them 2"),
+        ("metrics.jsonl", with_half_a_line, "metrics.jsonl ends in half a line"),
         ("eval.parquet", Path.unlink, "eval.parquet is missing"),
         ("eval.parquet", cut, "eval.parquet is no Parquet file"),
     ],
@@ -54,3 +60,32 @@ def test_a_run_without_evaluation_has_no_answers(tmp_path: Path) -> None:
     run.checked_metrics()
     assert run.status == "done"
     assert run.evaluations() == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "said"),
+    [
+        ("DONE", cut, "cannot be read"),
+        ("eval.parquet", cut, "is damaged"),
+        ("eval.parquet", Path.unlink, "is missing"),
+        ("metrics.jsonl", cut, "ends in half a line"),
+        ("adapter/adapter_model.safetensors", Path.unlink, "is missing"),
+    ],
+)
+def test_what_a_finished_run_lost_of_its_result_is_listed(
+    name: str, harm: Callable[[Path], object], said: str, tmp_path: Path
+) -> None:
+    """So that resume=, which refuses a finished run, says how to write it again."""
+    run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
+    run.adapter.mkdir(exist_ok=True)
+    (run.adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    assert run.lost_of_result() == {}
+    harm(run.path / name)
+    assert run.lost_of_result() == {name: said}
+
+
+def test_a_run_that_goes_on_may_be_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    run = RunDirectory(make_run(tmp_path / "run", "bf16", 0))
+    (run.path / "DONE").unlink()
+    with_half_a_line(run.path / "metrics.jsonl")
+    run.checked_metrics()
