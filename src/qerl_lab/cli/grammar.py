@@ -5,6 +5,7 @@ For every command except `python -m qerl_lab`, whose arguments Hydra parses.
 
 import csv
 import os
+import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass
@@ -173,9 +174,13 @@ def unknown_flag_error(argument: str, keys: Mapping[str, str], flags: Sequence[s
 
     `keys` maps each known name to what to type for it without dashes, e.g. `lr` to `optim.learning_rate=VALUE`.
     """
-    key, sign, _ = argument.lstrip("-").replace("-", "_").partition("=")
+    key, sign, value = argument.lstrip("-").partition("=")
+    key = key.replace("-", "_")
     close = did_you_mean(key, list(keys)) if sign else did_you_mean(argument, list(flags))
-    hint = f" Type {keys[key]}." if key in keys else close or " Type --help for what may be typed."
+    meant = keys.get(key, "")
+    if value and meant == f"{key}=VALUE":  # under another name the value may mean something else
+        meant = shlex.quote(f"{key}={value}")
+    hint = f" Type {meant}." if meant else close or " Type --help for what may be typed."
     return ConfigError(f"{argument} is not a flag; keys take no dashes.{hint}")
 
 
@@ -184,11 +189,15 @@ def unreadable_override_error(override: str, keys: Mapping[str, Any]) -> ConfigE
 
     `keys` maps each known key to its type.
     """
-    if override in keys:
-        return ConfigError(f"{override} has no value. Type {override}=VALUE.")
+    if override.lstrip("+~") in keys:
+        return ConfigError(f"{override} has no value. Type {override}=VALUE, without spaces around the sign.")
+    if override.lower() in ("help", "version"):
+        return ConfigError(f"{override} cannot be read. Type --{override.lower()}.")
     key, sign, value = override.partition("=")
     if not sign:
-        return ConfigError(f"{override} cannot be read. Type KEY=VALUE, or leave {override} out.")
+        return ConfigError(
+            f"{override} cannot be read. Type KEY=VALUE without spaces around the sign, or leave {override} out."
+        )
     one = f" As one value that is {shell_override(key, value)}." if keys.get(key.lstrip("+")) in TEXT else ""
     return ConfigError(
         f"{spell_value(override)} cannot be read. Type KEY=VALUE, and put a value that has one of , = ( ) [ ] {{ }} "

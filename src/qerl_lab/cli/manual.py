@@ -4,7 +4,7 @@ An option is described by the first comment line of its YAML file, a key by its 
 """
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -152,9 +152,21 @@ def format_notes(jobs: list[Job]) -> list[str]:
         for note in job.notes:
             about.setdefault(note, []).append(job.number)
     return [
-        f"note: {note}" + ("" if len(numbers) == len(jobs) else f" (job {', '.join(map(str, numbers))})")
+        f"note: {note}" + ("" if len(numbers) == len(jobs) else f" ({_name_jobs(numbers)})")
         for note, numbers in about.items()
     ]
+
+
+def _name_jobs(numbers: Sequence[int]) -> str:
+    """Format ascending job numbers: `job 3`, `jobs 0 to 24, 30`."""
+    spans = list[list[int]]()
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    named = [f"{span[0]} to {span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
+    return ("job " if len(numbers) == 1 else "jobs ") + ", ".join(named)
 
 
 def sweep_table(plan: Plan) -> str:

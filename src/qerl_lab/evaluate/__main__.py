@@ -42,7 +42,7 @@ def compare(options: CompareOptions) -> None:
     """
     if len(options.directories) != 2:
         raise ConfigError(
-            f"directories are given: {', '.join(options.directories) or 'none'}; allowed: two, A and B. "
+            f"given: {', '.join(options.directories) or 'no directory'}; allowed: two directories, A and B. "
             "Type python -m qerl_lab.evaluate compare A B."
         )
     from qerl_lab.evaluate.compare import run

@@ -63,9 +63,11 @@ def test_a_value_gets_the_type_of_its_key_and_the_others_their_defaults(word: st
     [
         ("nmae=b", ["nmae is not a known key", "Did you mean name?", "Allowed: name, number"]),
         ("model.path=b", ["model.path is not a known key. Did you mean path?"]),
-        ("name", ["name has no value. Type name=VALUE."]),
-        ("nmae", ["nmae cannot be read. Type KEY=VALUE"]),
-        ("--name=b", ["--name=b is not a flag", "Type name=VALUE"]),
+        ("name", ["name has no value. Type name=VALUE, without spaces around the sign."]),
+        ("nmae", ["nmae cannot be read. Type KEY=VALUE without spaces around the sign, or leave nmae out."]),
+        ("+name = b", ["+name has no value. Type +name=VALUE, without spaces around the sign."]),
+        ("help", ["help cannot be read. Type --help."]),
+        ("--name=b", ["--name=b is not a flag", "Type name=b."]),
         ("--hlep", ["--hlep is not a flag", "Did you mean --help?"]),
         ("name=a name=b", ["name is given 2 times: name=a name=b. Type one of them."]),
         ("name=null", ["name=null", "allowed: text"]),
@@ -119,7 +121,7 @@ def test_a_path_is_typed_without_its_key(tmp_path: Path, monkeypatch: pytest.Mon
     ("kind", "words", "said"),
     [
         (OnFiles, "a sede=1", "sede is not a known key. Allowed: step, files."),
-        (OnFiles, "a --step=2", "--step=2 is not a flag; keys take no dashes. Type step=VALUE."),
+        (OnFiles, "a --step=2", "--step=2 is not a flag; keys take no dashes. Type step=2."),
         (OnFiles, "a files=[b]", "files is given 2 times: files=[b] a. Type one of them."),
         (OnOne, "a b", "file is given 2 times: a b. Type one of them."),
     ],

@@ -25,7 +25,7 @@ EXAMPLE = "Type for example sigmas=["
         ("accuracy model=pocket benchmarks=gsm8k:", "it names no path after the colon. Type gsm8k alone"),
         ("accuracy model=pocket benchmarks=arithmetic:x", "arithmetic makes its own questions. Type arithmetic alone"),
         ("accuracy model=pocket benchmarks=arithmetic max_completion_tokens=2048", "Type max_completion_tokens=1024."),
-        ("compare a", "directories are given: a; allowed: two, A and B."),
+        ("compare a", "given: a; allowed: two directories, A and B."),
         ("entropy formats=fp5", "fp5 in formats=[fp5] is not allowed; allowed: all, bf16, fp8, mxfp4, nf4, nvfp4."),
         ("entropy prompts=gsm8", "prompts=gsm8 is no task; allowed: "),
         ("entropy formats=[]", "formats=[] leaves nothing to compare with the dense model"),
