@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SUFFIX = ".gguf"
+FETCHED = {  # a file that make fetches -> the command, the model's id on the hub
+    "SmolLM2-135M-Instruct.Q4_1.gguf": ("make smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+    "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf": ("make qwen", "Qwen/Qwen2.5-Coder-1.5B-Instruct"),
+    "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf": ("make qwen QWEN=0.5b", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
+}
 DTYPE, BYTES = "bfloat16", 2  # of dequantized weights: the dtype of the policy's base, so that vLLM needs no copy
 LAYOUT = 1  # part of the hash: raise it to unpack every file anew
 STRING, ARRAY = 8, 9  # types of metadata values
@@ -59,11 +64,10 @@ def existing_file(path: str, key: str) -> Path:
     file = Path(path).expanduser()
     if file.is_file():
         return file
-    remedy = f"Type {key}=FILE{SUFFIX}."
-    if file.name == "SmolLM2-135M-Instruct.Q4_1.gguf":
-        remedy = (
-            f"Type make smollm2, which fetches it, or {key}=HuggingFaceTB/SmolLM2-135M-Instruct where there is a hub."
-        )
+    remedy = "Type the path of a file that is there; make smollm2 and make qwen fetch one into models/."
+    if file.name in FETCHED:
+        target, hub_id = FETCHED[file.name]
+        remedy = f"Type {target}, which fetches it, or {key}={hub_id} where there is a hub."
     raise ConfigError(f"{key}={path} is no file; allowed: a GGUF file, a directory or a hub id. {remedy}")
 
 

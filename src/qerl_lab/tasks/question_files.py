@@ -93,6 +93,10 @@ def as_text(value: Any, column: str) -> str:
     return value
 
 
+class NoJson(BadRow):
+    """A line of a .jsonl file that is no JSON object."""
+
+
 Make = Callable[[str, Row], Question | None]
 
 
@@ -104,7 +108,7 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Quest
     ConfigError if the rows cannot be read, or if over 1% of them are bad.
     """
     columns = {**source.columns, **{what: name for what, name in vars(cfg.columns).items() if name is not None}}
-    found, bad, total = dict[str, Question](), list[str](), 0
+    found, bad, total, no_json = dict[str, Question](), list[str](), 0, False
     for total, (where, values) in enumerate(_rows(cfg, source, of_heldout), start=1):
         try:
             row = Row(_parse_line(values) if isinstance(values, bytes) else values, columns)
@@ -113,11 +117,15 @@ def read(cfg: TaskConfig, source: Source, of_heldout: bool, make: Make) -> Quest
             if question is not None and found.setdefault(question.id, question) != question:
                 raise BadRow(f"has the id {name!r} of a row before it")
         except BadRow as error:
+            no_json = no_json or (not bad and isinstance(error, NoJson))
             bad.append(f"{where} {error}")
     left_out = LeftOut(len(bad), total, bad[0] if bad else "")
     numbered = " task.columns.id=NAME (empty numbers the rows)" if source.columns.get("id") else ""
+    columns_to_type = f"task.columns.question=NAME task.columns.answer=NAME{numbered}"
     left_out.check(
-        f"Check task.path, or say which columns to read: task.columns.question=NAME task.columns.answer=NAME{numbered}."
+        "Check task.path. Each line must be one JSON object; copy the file again if it was cut off."
+        if no_json
+        else f"Check task.path, or say which columns to read: {columns_to_type}."
     )
     by_hash = source.test is None
     kept = (q for q in found.values() if not by_hash or is_heldout(wording(q.prompt), ONE_IN) == of_heldout)
@@ -186,9 +194,9 @@ def _files_of(folder: Path, source: Source, of_heldout: bool) -> list[Path]:
             for pattern in (f"{name}.jsonl", f"{name}.parquet", f"{name}-*-of-*.parquet"):
                 if files := sorted(inside.glob(pattern)):
                     return files
+    one_file = "" if source.train and source.test else ", or name a file: task.path=FILE.jsonl"
     raise ConfigError(
-        f"task.path={folder} has no {names[0]}.jsonl, and no {names[0]}.parquet. Put the rows there, or name a file: "
-        "task.path=FILE.jsonl."
+        f"task.path={folder} has no {names[0]}.jsonl, and no {names[0]}.parquet. Put the rows there{one_file}."
     )
 
 
@@ -201,13 +209,13 @@ def _read_jsonl(file: Path) -> Iterator[Located]:
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:
-    """Parse a line as a JSON object. Raises BadRow if the line is not a JSON object."""
+    """Parse a line as a JSON object. Raises NoJson if the line is not a JSON object."""
     try:
         row = parse_json(line)
     except ValueError as error:
-        raise BadRow(f"is not JSON ({error})") from None
+        raise NoJson(f"is not JSON ({error})") from None
     if not isinstance(row, dict):
-        raise BadRow(f"is JSON but no object: {line[:80]!r}")
+        raise NoJson(f"is JSON but no object: {line[:80]!r}")
     return row
 
 
@@ -243,9 +251,12 @@ def _read_hub(path: str, source: Source, of_heldout: bool) -> Iterator[Located]:
         rows = load_dataset(path, source.hub_config if own else None, split=split)
     except (OSError, ValueError, RuntimeError) as error:  # offline, unknown id, unknown split
         is_offline = isinstance(error, ConnectionError)
+        files = f"{split}.jsonl or {split}.parquet, or task.path=FILE.jsonl"
+        if source.test and not of_heldout:  # one file cannot be both
+            files = f"{split}.jsonl and {source.test}.jsonl, or with both as .parquet"
         why = "the hub cannot be reached" if is_offline else f"{type(error).__name__}: {first_line(error)}"
         raise ConfigError(
             f"the question set {path!r} is no local file or directory, and could not be loaded from the hub ({why}). "
-            f"Type task.path=DIRECTORY with {split}.jsonl or {split}.parquet, or task.path=FILE.jsonl."
+            f"Type task.path=DIRECTORY with {files}."
         ) from error
     yield from _of_batches(path, rows.with_format("arrow").iter(BATCH_ROWS))

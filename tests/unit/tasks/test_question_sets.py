@@ -77,7 +77,8 @@ def test_a_folder_may_lie_as_on_the_hub(tmp_path: Path, name: str, kept: bool) -
     if kept:
         assert [question.answer for question in tasks.load(cfg).train] == ["6"]
     else:
-        assert f"task.path={tmp_path} has no train.jsonl, and no train.parquet" in refusal(cfg)
+        message = refusal(cfg)
+        assert f"task.path={tmp_path} has no train.jsonl, and no train.parquet. Put the rows there." in message
 
 
 def test_the_parts_of_a_split_are_read_in_order(tmp_path: Path) -> None:
@@ -217,7 +218,7 @@ def test_an_unreachable_hub_is_a_message_and_not_a_crash(monkeypatch, error: Exc
     assert (
         f"'someone/no-such-set' is no local file or directory, and could not be loaded from the hub ({why}" in message
     )
-    assert "Type task.path=DIRECTORY with train.jsonl or train.parquet, or task.path=FILE.jsonl." in message
+    assert "Type task.path=DIRECTORY with train.jsonl and test.jsonl, or with both as .parquet." in message
     assert "\n" not in message
 
 
