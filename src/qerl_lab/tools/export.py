@@ -62,6 +62,8 @@ def check(options: ExportOptions) -> RunDirectory:
             f"run={options.run} has no adapter/{WEIGHTS}. "
             f"Type python -m qerl_lab {resume_override(options.run)}, which says how to write it again."
         )
+    if options.merged and options.base:
+        raise ConfigError("merged=true and base=true: a merged model has its base in it. Leave one of them out.")
     check_free(options, options.overwrite, EXPORT)
     return run
 

@@ -195,6 +195,8 @@ def test_what_cannot_be_exported_is_refused(runs: Runs, tmp_path: Path) -> None:
         check(replace(options, run="nowhere"))
     with pytest.raises(ConfigError, match="Type another out"):
         check(replace(options, out=run))
+    with pytest.raises(ConfigError, match="a merged model has its base in it"):
+        check(replace(options, merged=True, base=True))
     with pytest.raises(ConfigError, match="was not made by this command"):
         check(replace(options, out=run, overwrite=True))
 
