@@ -8,6 +8,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -201,7 +202,7 @@ def start_notes(cfg: RunConfig, saved: checkpoint.Saved | None) -> list[str]:
     if saved and saved.step in cfg.extended:
         return [
             f"extended from {saved.step} to {cfg.steps} steps, over which the schedules of noise and learning rate "
-            f"now stretch: a run of {cfg.steps} from the start is another"
+            f"now stretch: a run of {cfg.steps} steps from the start would differ"
         ]
     if not saved and cfg.lora.start_from:
         return [f"begins with the adapter of {cfg.lora.start_from} ({cfg.lora.start_hash})"]
@@ -361,11 +362,12 @@ def opening_lines(session: Session) -> str:
     trained = "all weights in float32" if cfg.trains_all else f"LoRA rank {cfg.lora.rank}"
     gpu = f" ({torch.cuda.get_device_name(policy.device)})" if policy.device.type == "cuda" else ""
     processes = f", {cfg.gpus} processes" if cfg.gpus > 1 else ""
+    task = cfg.task.name + (f" by {Path(cfg.task.module).name}" if cfg.task.module else "")
     lines = [
         f"{cfg.experiment} at scale {cfg.scale}: {cfg.model.name} in {cfg.format.name} ({weights}), "
         f"{noise_line(cfg.aqn)}, on {policy.device}{gpu}{processes}",
         f"{cfg.algorithm.name}, {trained} ({trainable:,} parameters), "
-        f"learning rate {cfg.optim.learning_rate:g}, {data.task.name} with {len(data.questions):,} questions",
+        f"learning rate {cfg.optim.learning_rate:g}, {task} with {len(data.questions):,} questions",
         f"{with_noun(cfg.steps, 'step')} of {cfg.rollout.prompts_per_step} x {cfg.rollout.group_size} completions "
         f"of at most {cfg.rollout.max_completion_tokens:,} tokens, {session.micro_batch_size} at a time, "
         f"seed {cfg.seed}",
