@@ -19,7 +19,9 @@ from qerl_lab.config.keys import spell_value
 from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.schema import RunConfig
+from qerl_lab.system.exits import FULL
 
+PROBE_BYTES = 2**20
 MANIFEST, STATE = "manifest.json", "lab_state.json"
 ONCE_SAVED = ("run_key", "device", "dtype")  # keys that only older checkpoints have, and that are not read
 
@@ -65,6 +67,19 @@ class Saved:
             )
 
 
+def _find_disk_full(folder: Path, checkpoint: Path) -> OSError | None:
+    """Return an OSError that names `checkpoint` if no more can be written to `folder`, else None.
+
+    torch.save and safetensors lose the cause of a failed write: they raise errors of their own on a full disk.
+    """
+    try:
+        (folder / "probe").write_bytes(bytes(PROBE_BYTES))
+    except OSError as error:
+        if error.errno in FULL:
+            return OSError(error.errno, error.strerror, str(checkpoint))
+    return None
+
+
 def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], keep: int) -> Path:
     """Write the checkpoint of `state["step"]` below `folder` atomically, delete old ones, and return its path.
 
@@ -75,6 +90,8 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
         folder: the run's `checkpoints/`.
         state: the fields of `Saved` except `path`.
         write: writes the trainer's files into the empty directory it receives.
+
+    Raises OSError that names the checkpoint if the disk is full.
     """
     final = folder / f"step-{state['step']:06d}"
     aside = folder / f".{final.name}.{os.getpid()}"
@@ -89,8 +106,11 @@ def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], 
         (aside / MANIFEST).write_text(json.dumps(digests, indent=1))
         for path in [*files, aside / MANIFEST, aside]:
             _flush_to_disk(path)
-    except Exception:  # a partial checkpoint would keep a full disk full
-        shutil.rmtree(aside)
+    except Exception as error:
+        full = None if isinstance(error, OSError) else _find_disk_full(aside, final)
+        shutil.rmtree(aside)  # a partial checkpoint would keep a full disk full
+        if full:
+            raise full from error
         raise
     if final.exists():  # trained again after resuming from an older checkpoint
         shutil.rmtree(final)

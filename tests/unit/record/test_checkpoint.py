@@ -1,5 +1,6 @@
 """Checkpoints: atomic, checked, and never a reason to lose or crash a run."""
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,25 @@ def test_a_full_disk_leaves_no_half_of_a_checkpoint(tmp_path) -> None:
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, state(2), lambda folder: (write(folder), Path("/dev/full").write_bytes(b"x")), keep=2)
     assert names(tmp_path) == ["step-000001"]
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_full_disk_is_told_from_another_failure_of_torch(tmp_path, monkeypatch, is_full: bool) -> None:
+    """torch.save raises a RuntimeError on a full disk, in words of its own."""
+
+    def fail(folder: Path) -> None:
+        raise RuntimeError("unexpected pos 447168 vs 447060")
+
+    def write_bytes(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if is_full:
+        monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    with pytest.raises(OSError if is_full else RuntimeError) as told:
+        save(tmp_path, state(2), fail, keep=2)
+    wanted = f"[Errno 28] No space left on device: '{tmp_path / 'step-000002'}'"
+    assert str(told.value) == (wanted if is_full else "unexpected pos 447168 vs 447060")
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize(("at", "step"), [("mkdir", 3), ("write_text", 3), ("rename", 3), ("rename", 2)])
