@@ -103,7 +103,12 @@ def _check_override(override: Override) -> None:
         if type(value) in (int, float) and kind in TEXT:
             value = str(value)  # a commit or a directory made of digits
         if not (isinstance(value, str) and "${" in value):  # an interpolation is checked after composition
-            check_type(name, kind, value)
+            try:
+                check_type(name, kind, value)
+            except ConfigError as error:
+                if not override.is_sweep_override():
+                    raise
+                raise ConfigError(f"{line} is several values, because a comma separates them; {error}") from None
 
 
 def refuse_missing_check(callbacks: Mapping[str, Any] | None) -> None:

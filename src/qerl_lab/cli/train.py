@@ -163,7 +163,8 @@ def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[s
         may_be_bare = not allowed or name in ("--info", "-i")
         is_allowed = value in allowed or (may_be_bare and not value) or (allowed == ANY and bool(value))
         if not is_allowed:
-            raise ConfigError(f"{word} is not allowed; allowed: {', '.join(allowed)}. Type {name} {allowed[0]}.")
+            given = word if sign or not left else f"{word} {left[0]}"
+            raise ConfigError(f"{given} is not allowed; allowed: {', '.join(allowed)}. Type {name} {allowed[0]}.")
         if name in ("--config-dir", "-cd") and not Path(value).is_dir():
             raise ConfigError(f"--config-dir {value} is not a directory. Type one that has groups, e.g. experiment/.")
     return flags, overrides

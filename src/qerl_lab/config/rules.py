@@ -208,7 +208,7 @@ def _check_order(cfg: RunConfig) -> Iterator[str]:
     ]
     if cfg.algorithm.entropy_target is not None:
         pairs.append(("algorithm.entropy_coef", "algorithm.entropy_coef_max"))
-    if cfg.aqn.schedule not in ("off", "adaptive"):
+    if cfg.aqn.schedule not in ("off", "adaptive") and getattr(cfg.aqn, f"{cfg.aqn.unit}_start"):  # 0 adds no noise
         pairs.append((f"aqn.{cfg.aqn.unit}_end", f"aqn.{cfg.aqn.unit}_start"))
     if cfg.aqn.schedule != "off" and cfg.aqn.unit == "kl":  # the search for sigma begins at sigma_start
         pairs += [("aqn.sigma_min", "aqn.sigma_start"), ("aqn.sigma_start", "aqn.sigma_max")]

@@ -141,6 +141,8 @@ def read(path: Path, called: str) -> tuple[Claim, ...]:
     """
     try:
         values, digest = yaml.safe_load(path.read_text(encoding="utf-8")), sha256(path)
+    except FileNotFoundError:
+        raise ConfigError(f"claims={called} is not there. Type the path of a YAML file of claims.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"claims={called} cannot be read: {in_one_line(error)}. Type a YAML file.") from None
     queue = str(Path(called).with_name(QUEUE)) if path.with_name(QUEUE).is_file() else ""

@@ -106,6 +106,8 @@ def refused(line: str, capsys) -> str:
         ("+experiment = nvfp4", ["+experiment has no value. Type +experiment=VALUE, without spaces"]),
         ("--seed 3", ["--seed is not a flag", "Type seed=VALUE"]),
         ("--config-path=x", ["--config-dir DIR"]),
+        ("--cfg foo", ["--cfg foo is not allowed; allowed: job, hydra, all. Type --cfg job."]),
+        ("optim.learning_rate=0,001", ["optim.learning_rate=0,001 is several values, because a comma "]),
         ("--cfg", ["--cfg is not allowed; allowed: job, hydra, all. Type --cfg job."]),
         ("--config-dir nowhere", ["nowhere is not a directory"]),
         ("-sc install=bash", ['Type: eval "$(qerl-lab -sc install=bash)"']),  # Hydra would install it for every python

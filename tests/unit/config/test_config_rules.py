@@ -65,6 +65,7 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         ({"aqn__schedule": "exponential", "aqn__sigma_end": 0.0}, "aqn.sigma_end=0", "aqn=linear"),
         ({**KL, "aqn__kl_end": 0.5}, "aqn.kl_end=0.5 is above aqn.kl_start=0.003", "aqn.kl_end=0.003"),
         ({**KL, "aqn__kl_start": 0.0, "aqn__kl_end": 0.0}, "aqn.kl_start=0", "aqn.kl_start=3e-3"),
+        ({**KL, "aqn__kl_start": 0.0}, "aqn.kl_start=0 adds no noise", "aqn.kl_start=3e-3"),
         ({**KL, "aqn__schedule": "exponential", "aqn__kl_end": 0.0}, "never reaches aqn.kl_end=0", "aqn.kl_end=1e-4"),
         ({**KL, "aqn__sigma_start": 0.7}, "aqn.sigma_start=0.7 is above", "aqn.sigma_start=0.5"),
         ({**KL, "aqn__sigma_min": 0.02}, "aqn.sigma_min=0.02 is above aqn.sigma_start=0.01", "aqn.sigma_min=0.01"),

@@ -218,6 +218,11 @@ def test_a_claims_file_that_cannot_be_tested_is_refused(
     assert said in printed("verdicts", "runs", "claims=claims.yaml", code=exits.USAGE)
 
 
+def test_a_claims_file_that_is_not_there_is_told_in_words(sweep: Path, printed: Callable[..., str]) -> None:
+    said = printed("verdicts", "runs", "claims=none.yaml", code=exits.USAGE)
+    assert "claims=none.yaml is not there. Type the path of a YAML file of claims." in said
+
+
 def test_accuracies_are_chosen_by_the_name_of_their_column(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [["arm", "gain", "pass@n after", "finished", "after", "7B there"], ["bf16", "1", "2", "3", "4", "5"]]
     monkeypatch.setattr(verdict_tables, "accuracy_rows", lambda comparison: rows)
