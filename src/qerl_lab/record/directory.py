@@ -290,8 +290,9 @@ class RunDirectory:
         if saved is None:
             return None
         saved.refuse_other_config(cfg, self.path / resolved.NAME)
+        lines = self.metrics()  # raises for a damaged line, and says what to do
         try:
-            metrics.check_steps([line for line in self.metrics() if line["step"] <= saved.step], saved.step)
+            metrics.check_steps([line for line in lines if line["step"] <= saved.step], saved.step)
         except ConfigError as error:
             raise ConfigError(
                 f"{self.path}: {error}, and {saved.path.name} has trained them. Put metrics.jsonl back as it was, or "

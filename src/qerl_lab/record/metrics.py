@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.record.line_files import LineFile
 
@@ -287,4 +288,5 @@ def check_steps(lines: Iterable[MetricsLine], steps: int) -> None:
     if missing := [step for step in range(1, steps + 1) if step not in found]:
         raise ConfigError(f"{METRICS_FILE.name} lacks {len(missing)} of {steps} steps, the first of them {missing[0]}")
     if twice := sorted(step for step, times in found.items() if times > 1):
-        raise ConfigError(f"{METRICS_FILE.name} has {len(twice)} steps more than once, the first of them {twice[0]}")
+        many = with_noun(len(twice), "step")
+        raise ConfigError(f"{METRICS_FILE.name} has {many} more than once, the first of them {twice[0]}")

@@ -169,7 +169,7 @@ def test_another_device_is_refused(run_dir: Path) -> None:
         ((1, 2, 3), "lacks 1 of 4 steps, the first of them 4"),
         ((1, 3, 4, 5), "lacks 1 of 4 steps, the first of them 2"),
         ((), "lacks 4 of 4 steps, the first of them 1"),
-        ((1, 2, 2, 3, 4), "has 1 steps more than once, the first of them 2"),
+        ((1, 2, 2, 3, 4), "has 1 step more than once, the first of them 2"),
     ],
 )
 def test_a_checkpoint_of_a_step_that_the_record_lacks_is_refused(
@@ -183,6 +183,15 @@ def test_a_checkpoint_of_a_step_that_the_record_lacks_is_refused(
     with pytest.raises(ConfigError, match=rf"metrics\.jsonl {wrong}, and step-000004 .* remove the checkpoints of"):
         run.starting_point(run.config())
     assert files(run_dir) == before
+
+
+def test_a_damaged_line_is_told_alone_with_its_own_advice(run_dir: Path) -> None:
+    run = RunDirectory(run_dir)
+    log(run_dir, 1, 2, 3, 4)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("garbage\n")
+    with pytest.raises(ConfigError, match=r"line 5, is not .* put the file back as it was\.$"):
+        run.starting_point(run.config())
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -130,7 +130,7 @@ def test_runs_of_two_models_under_one_path_are_not_pooled_and_older_ones_are_nam
     ("kept", "says"),
     [
         ([0, 2, 3], "lacks 1 of 4 steps"),
-        ([0, 1, 1, 2, 3], "has 1 steps more than once"),
+        ([0, 1, 1, 2, 3], "has 1 step more than once"),
         ([0, 1], "lacks 2 of 4 steps"),
     ],
 )
