@@ -242,7 +242,7 @@ def _read_hub(path: str, source: Source, of_heldout: bool) -> Iterator[Located]:
     Reads the configuration `source.hub_config`. If the dataset is not `source.hub_id` and lacks this configuration, its
     default configuration is read. Raises ConfigError if the dataset cannot be loaded.
     """
-    say_hub_is_asked(f"task.path={path}")
+    say_hub_is_asked(f"questions of {path}")
     from datasets import get_dataset_config_names, load_dataset
 
     split = source.split(of_heldout)

@@ -11,6 +11,7 @@ import pytest
 import hub_rows
 from hub_rows import MANY, gsm8k_folder, refusal
 from qerl_lab import tasks
+from qerl_lab.config.message import say_hub_is_asked
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.task import BigMathConfig, ColumnsConfig, Gsm8kConfig, TaskConfig
 
@@ -208,17 +209,19 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, said: st
     ConnectionError("Couldn't reach the hub\nmore"), ConnectionError(), FileNotFoundError("no such dataset"),
     ValueError("unknown split"), RuntimeError(""),
 ], ids=repr)  # fmt: skip
-def test_an_unreachable_hub_is_a_message_and_not_a_crash(monkeypatch, error: Exception) -> None:
+def test_an_unreachable_hub_is_a_message_and_not_a_crash(monkeypatch, capsys, error: Exception) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr("datasets.get_dataset_config_names", fail)
+    say_hub_is_asked.cache_clear()  # it is said once in a process
     message = refusal(TaskConfig(name="gsm8k", path="someone/no-such-set"))
     why = "the hub cannot be reached" if isinstance(error, ConnectionError) else type(error).__name__
     assert (
         f"'someone/no-such-set' is no local file or directory, and could not be loaded from the hub ({why}" in message
     )
     assert "Type task.path=DIRECTORY with train.jsonl and test.jsonl, or with both as .parquet." in message
+    assert "questions of someone/no-such-set: asking the Hugging Face hub" in capsys.readouterr().err
     assert "\n" not in message
 
 
