@@ -1,6 +1,6 @@
 """Export a run for other libraries: `python -m qerl_lab.tools.export RUN_DIR out=DIR [merged=true]`.
 
-Writes a PEFT adapter or a merged model, with a model card, to OUT.partial, which is renamed to OUT once it is whole.
+Writes a PEFT adapter or a merged model, with a model card, to OUT.partial, and renames it to OUT when it is complete.
 The words are checked before torch is imported.
 """
 
@@ -34,10 +34,10 @@ PACKAGES = ("qerl-lab", "torch", "transformers", "trl", "peft")
 class ExportOptions(Writes):
     run: str = option("", "directory of a finished run; required, its key may be left out")
     out: str = option("", "directory to write; required")
-    merged: bool = option(False, "write a whole model, base and adapter in one; else the adapter alone")
-    base: bool = option(False, "beside the adapter write the base that it was trained on, dequantized, to OUT/base")
+    merged: bool = option(False, "write one model that holds base and adapter; false writes the adapter alone")
+    base: bool = option(False, "also write the base that the adapter was trained on, dequantized, to OUT/base")
     dtype: str = option(
-        "bfloat16", "of what merged=true and base=true write; float32 has the run's own numbers, in twice the bytes",
+        "bfloat16", "dtype of the weights of merged=true and base=true; float32 keeps every digit, in twice the bytes",
         choices=("bfloat16", "float32"),
     )  # fmt: skip
     overwrite: bool = option(False, "replace what is at `out`")
@@ -54,8 +54,8 @@ def check(options: ExportOptions) -> RunDirectory:
         )
     if trains_all:
         raise ConfigError(
-            f"run={options.run} trained all weights, and export is of adapters. Copy {run.model}, a model that "
-            "transformers and vLLM load."
+            f"run={options.run} trained all weights; allowed: a run with an adapter. Copy {run.model}: "
+            "transformers and vLLM load it as it is."
         )
     if not (run.adapter / WEIGHTS).is_file():
         raise ConfigError(
@@ -102,7 +102,7 @@ def export(options: ExportOptions) -> None:
             settings, own = LoraConfig.from_pretrained(record.adapter), path if is_on_hub else str(base)
             settings.base_model_name_or_path = str(options.folder / "base") if options.base else own
             settings.revision = run.model.revision
-            settings.target_modules = sorted(settings.target_modules)  # PEFT keeps a set, whose order varies
+            settings.target_modules = sorted(settings.target_modules)  # PEFT keeps a set, which has no fixed order
             settings.save_pretrained(out)
         if options.base:
             write_dense(run, record.adapter, base, out / "base", options.dtype, merged=False)
@@ -111,7 +111,7 @@ def export(options: ExportOptions) -> None:
         (out / EXPORT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         unfinished.finish()
     what = "merged model" if options.merged else "adapter"
-    print(f"{what}: {terminal.format_path(options.folder)}  (README.md says how to load it, and on which weights)")
+    print(f"{what}: {terminal.format_path(options.folder)}  (README.md says how to load it and on which weights)")
 
 
 def write_dense(run: RunConfig, adapter: Path, base: Path, out: Path, dtype_name: str, *, merged: bool) -> None:
@@ -185,7 +185,7 @@ COMMAND = Command(
     export,
     examples=(
         (f"{LINE} RUN_DIR out=exports/mine", "the adapter"),
-        (f"{LINE} RUN_DIR out=exports/mine base=true", "and the base that it was trained on, dequantized"),
+        (f"{LINE} RUN_DIR out=exports/mine base=true", "the adapter, and the dequantized base that it was trained on"),
         (f"{LINE} RUN_DIR out=exports/mine-merged merged=true", "one model in bfloat16"),
     ),
     required=("run", "out"),

@@ -1,9 +1,9 @@
 """Make the pocket policy from random weights: `python -m qerl_lab.tools.pretrain out=DIR [seed=0] [updates=650]`.
 
 The pocket policy is the model that the package embeds: a Qwen2 of about 0.9M parameters, trained on worked solutions of
-`task=arithmetic`, never on held-out problems. Training stops at about half the answers right, which leaves room for
-reinforcement learning in both directions. `recipe.json`, beside the weights, holds the recipe and the SHA-256 of every
-file.
+`task=arithmetic`, never on held-out problems. After the last update about half of the answers are right, so
+reinforcement learning can raise or lower this share. `recipe.json`, beside the weights, holds the recipe and the
+SHA-256 of every file.
 """
 
 from qerl_lab.system import exits
@@ -64,7 +64,7 @@ class Recipe:
 @dataclass
 class PretrainOptions:
     out: str = option("", "directory to write, empty or missing; required")
-    seed: int = option(Recipe.seed, "seeds the weights and the problems", at_least=0, at_most=2**32 - 1)
+    seed: int = option(Recipe.seed, "seed of the weights and the problems", at_least=0, at_most=2**32 - 1)
     updates: int = option(Recipe.updates, "optimizer updates", at_least=1)
 
 
@@ -129,7 +129,7 @@ def train(recipe: Recipe, cfg: TaskConfig) -> tuple["Qwen2ForCausalLM", "PreTrai
 
 
 def examples(cfg: TaskConfig, rng: random.Random) -> Iterator[tasks.Question]:
-    """Draw arithmetic problems from `rng` and yield them with worked solutions, endlessly, held-out ones left out."""
+    """Yield arithmetic problems drawn from `rng` with worked solutions, without end. Leaves out held-out problems."""
     while True:
         drawn = arithmetic.problem(rng, cfg)
         if not drawn.is_heldout:
@@ -151,7 +151,7 @@ def make_tokenizer(recipe: Recipe, texts: list[str]) -> "PreTrainedTokenizerFast
         vocab_size=recipe.vocab_size - len(TAGS), initial_alphabet=alphabet, special_tokens=CONTROL, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_tokens(list(TAGS))  # single tokens, but not "special" ones, which decoding would drop
+    tokenizer.add_tokens(list(TAGS))  # single tokens, not "special" tokens: decoding would drop these
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE,
         padding_side="left", model_max_length=recipe.max_positions, clean_up_tokenization_spaces=False,

@@ -1,8 +1,8 @@
-"""Queue runs for short-lived machines: `python -m qerl_lab.tools.queue plan|run|collect QUEUE.yaml`.
+"""Make the runs of a queue on short-lived machines: `python -m qerl_lab.tools.queue plan|run|collect QUEUE.yaml`.
 
 `plan` prints the next runs and the GPU hours left. `run` trains and evaluates the next runs on a machine, and packs the
 record of each. `collect` merges packed records into the results beside QUEUE.yaml. `queue_file.py` describes
-QUEUE.yaml. A lost machine costs only its current runs: runs missing from the ledger are planned again.
+QUEUE.yaml. If a machine is lost, only its current runs are lost: runs missing from the ledger are planned again.
 """
 
 import json
@@ -53,11 +53,11 @@ RUNS = "runs/queue"
 ROW = "queue.json"  # in a run's directory: its row of the ledger
 LEFT_THERE = ("checkpoints", "adapter", "model", "curves.png")  # too large to transfer, or redrawn by the report
 STAGGER_SECONDS = 30.0  # between the starts of runs on one GPU: engines that start at once compete for its memory
-START_SECONDS = 60.0  # start no run with less time left: engines need as long to start
+START_SECONDS = 60.0  # start no run with less time left, because an engine needs about as long to start
 GRACE_SECONDS = 60.0  # for a stopped run to save
 QUEUE = "the queue's YAML file; its key may be left out"
 PARTS = "names of parts; none is all"
-EXTRA = "further words of every line, with blanks between, which win over the file's: words='scale=NAME'"
+EXTRA = "words added to every line, separated by blanks; they win over the file's words: words='scale=NAME'"
 
 
 @dataclass
@@ -72,11 +72,11 @@ class PlanOptions:
 
 @dataclass
 class RunOptions(PlanOptions):
-    here: str = option("", "words of this machine, which a line's own win over: here='model.path=FILE task.path=DIR'")
-    runs: str = option(RUNS, "folder of the run directories; one on this machine's own disk")
+    here: str = option("", "words for this machine; a line's own words win: here='model.path=FILE task.path=DIR'")
+    runs: str = option(RUNS, "folder of the run directories, on this machine's own disk")
     pack: str = option("", "folder for a packed record of each run, KEY.tar.gz; required")
     lease: float | None = option(
-        None, "minutes that the machine is there for later calls too: a run starts if it fits into them; null: minutes",
+        None, "minutes that the machine is available, later calls included; a run starts if it fits; null: minutes",
         above=0, unit="min",
     )  # fmt: skip
     commit: str = option("", "commit of the code; empty is the commit of the checkout")
@@ -92,7 +92,7 @@ class CollectOptions:
 def plan(options: PlanOptions) -> None:
     """Print the queue's parts with the hours left, the runs that failed twice, and the commands that fit `minutes`.
 
-    Also names the runs made under another version of PREREGISTRATION.md, and says why a further run does not fit.
+    Also names the runs made under another version of PREREGISTRATION.md, and says why the next run does not fit.
     """
     queue = read(Path(options.queue), split_words(options.words, f"words={options.words}"))
     at_once = options.jobs * options.gpus
@@ -121,7 +121,7 @@ def plan(options: PlanOptions) -> None:
         if needed > remaining:
             share = f" (its time divided by {at_once} runs at once)" if at_once > 1 else ""
             print(
-                f"a further run does not fit: it needs {needed:.1f} minutes{share}, and {remaining:.1f} of "
+                f"the next run does not fit: it needs {needed:.1f} minutes{share}, and {remaining:.1f} of "
                 f"minutes={options.minutes:g} are left"
             )
             break
@@ -136,8 +136,8 @@ def _notes_on_preregistration(queue: Queue) -> list[str]:
     past, here = [name for name in names if name not in planned], [name for name in names if name in planned]
     made = f"made under another {PREREGISTRATION}"
     notes = (
-        (past, f"{made}, in no verdict"),
-        (here, f"of this queue {made}; to make such a run under this one, take its row out of ledger.csv"),
+        (past, f"{made} and used by no verdict"),
+        (here, f"of this queue {made}; to make such a run under the present file, take its row out of ledger.csv"),
     )
     return [f"{with_noun(len(runs), 'run')} {said}: {', '.join(runs)}" for runs, said in notes if runs]
 
@@ -184,7 +184,7 @@ def run(options: RunOptions) -> None:
         except BaseException:
             slots.shutdown(wait=False, cancel_futures=True)
             raise
-    print(f"{sum(ended)} runs ended: {format_path(pack)}. {len(to_make)} were left for this machine.")
+    print(f"{sum(ended)} of {len(to_make)} runs ended; their records are in {format_path(pack)}")
 
 
 @dataclass(frozen=True)
@@ -214,8 +214,8 @@ class Machine:
     def make(self, planned: Planned, number: int) -> bool:
         """Wait for a free place on a GPU, then train and evaluate a run there (see `make_on`).
 
-        Returns whether the training ended, done or failed. `number` is the run's position among those of this command,
-        from 0: the first runs on a GPU start STAGGER_SECONDS apart.
+        Returns whether the training ended, done or failed. `number` is the run's position in this command, from 0: the
+        first runs on a GPU start STAGGER_SECONDS apart.
         """
         if number < self.options.jobs * self.options.gpus:
             time.sleep(STAGGER_SECONDS * (number // self.options.gpus))
@@ -244,14 +244,14 @@ class Machine:
         self.pack(planned)
         if run.status == DONE and planned.part.after:
 
-            def evaluate(number: int, line: str) -> bool:  # an evaluation that is there only prints its table
+            def evaluate(number: int, line: str) -> bool:  # a finished evaluation only prints its table
                 """Run the evaluate command `line`, delayed by its `number`; return whether it succeeded."""
                 time.sleep(STAGGER_SECONDS * number)
                 command, *words = shlex.split(os.path.expandvars(line))
                 arguments = ["-m", "qerl_lab.evaluate", command, f"run={run.path}", *words]
                 return self._call(planned, arguments, visible) == OK
 
-            with ThreadPoolExecutor(len(planned.part.after)) as side_by_side:  # engines mostly wait for their host
+            with ThreadPoolExecutor(len(planned.part.after)) as side_by_side:  # an engine mostly waits for its host
                 evaluated = sum(side_by_side.map(evaluate, range(len(planned.part.after)), planned.part.after))
             self._write_row(planned, run, time.time() - trained + max(trained - start, earlier), evaluated)
             self.pack(planned)
@@ -271,7 +271,7 @@ class Machine:
         code = self._call(planned, ["-m", "qerl_lab", *words], visible)
         if code == USAGE and not run.is_claimed:
             said = self._console_file(planned).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            raise ConfigError(f"{planned.key} was refused: {said[-1] if said else 'it says nothing'}")
+            raise ConfigError(f"{planned.key} was refused: {said[-1] if said else 'the command printed nothing'}")
 
     def _call(self, planned: Planned, words: Sequence[str], visible: Mapping[str, str]) -> int | None:
         """Run Python with arguments `words` and environment variables `visible`; append its output to the console file.
@@ -355,15 +355,15 @@ def collect(options: CollectOptions) -> None:
         with tarfile.open(file) as packed:
             names = [name for name in packed.getnames() if name.endswith(f"/{ROW}")]
             if len(names) != 1 or (found := packed.extractfile(names[0])) is None:
-                raise ConfigError(f"{file} is no packed record: it has no {ROW}. Type what `run` packed.")
+                raise ConfigError(f"{file} is no packed record: it has no {ROW}. Type a file that `run` packed.")
             row: Row = json.load(found)
             attempt = row["run"], row["start"]
             is_done = any(other["run"] == row["run"] and other["state"] == DONE for other in rows.values())
             if attempt in rows and missing_evaluations(row) >= missing_evaluations(rows[attempt]):
-                print(f"{row['run']}: there already")
+                print(f"{row['run']}: already collected")
                 continue
             if attempt not in rows and is_done:
-                print(f"{row['run']}: a second run of it, left out: the first counts")
+                print(f"{row['run']}: made twice; this second run is left out, because the first counts")
                 continue
             shutil.rmtree(runs / row["run"], ignore_errors=True)
             packed.extractall(runs, filter="data")
@@ -373,7 +373,7 @@ def collect(options: CollectOptions) -> None:
     for folder in dict.fromkeys(new.values()):
         _merge(folder, [runs / run for run in new if new[run] == folder])
     write_ledger(queue.folder, list(rows.values()))
-    print(f"{len(rows) - len(queue.rows)} rows are new in {format_path(queue.folder)}/ledger.csv")
+    print(f"{len(rows) - len(queue.rows)} new rows in {format_path(queue.folder)}/ledger.csv")
 
 
 def _merge(folder: Path, run_dirs: Sequence[Path]) -> None:
@@ -405,7 +405,7 @@ COMMANDS: dict[str, Command[Any]] = {
     ),
     "collect": Command(
         f"{LINE} collect QUEUE.yaml packs=[DIR]", "Merge packed records into the results and the ledger of a queue.",
-        CollectOptions, collect, ((f"{LINE} collect {FILE} packs=[packed]", "of a folder"),), ("queue", "packs"),
+        CollectOptions, collect, ((f"{LINE} collect {FILE} packs=[packed]", "packs of a folder"),), ("queue", "packs"),
         "queue",
     ),
 }  # fmt: skip

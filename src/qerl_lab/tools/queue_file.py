@@ -8,9 +8,10 @@ QUEUE.yaml, in a folder of results:
       - name: formats
         lines: ["+experiment=bf16,nvfp4"]             # each a grid of the main command, without seeds
         seeds: [0, 1, 2]                              # seeds of each; 0 to 4 if left out
-        after: ["accuracy benchmarks=math500:$MATH500"]    # evaluate commands of every finished run, with the machine's
-                                                      # variables; none if left out
-        into: pilot                                   # folder of its results, beside QUEUE.yaml; itself if left out
+        after: ["accuracy benchmarks=math500:$MATH500"]    # evaluate commands for every finished run; they may use the
+                                                      # machine's environment variables; none if left out
+        into: pilot                                   # folder of the results, in the folder of QUEUE.yaml;
+                                                      # if left out, the folder of QUEUE.yaml
         preregistered: false                          # may run while PREREGISTRATION.md is incomplete; true if left out
 
 Runs of preregistered parts record the hash of `claims.yaml` if that file lies beside QUEUE.yaml.
@@ -53,7 +54,7 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the queue: runs, how each finished one is evaluated, and where results go (see the module's text)."""
+    """A part of the queue: runs, how each finished run is evaluated, and where results go (see the module's text)."""
 
     name: str
     lines: Sequence[str]
@@ -65,7 +66,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Planned:
-    """A run of the queue. `key` is its name, equal on every machine; `words` are its overrides for the main command."""
+    """A run of the queue. `key` is its name on every machine; `words` are its overrides for the main command."""
 
     key: str
     part: Part
@@ -102,10 +103,10 @@ class Queue:
     def seconds(self, planned: Planned) -> float:
         """Estimate how long a run takes with its evaluations, in seconds.
 
-        The estimate is the median of finished runs of this queue in the ledger, if possible of those with as many
-        evaluations as `planned`. Of these it takes the first group that is not empty: the run's arm with any seed, its
-        experiment, its part, all. Without finished runs it is `estimate_from_bench`, else `seconds` of QUEUE.yaml.
-        Other ledger rows do not count, because their runs had other settings, such as another scale.
+        The estimate is the median over finished runs of this queue in the ledger, if possible over runs with as many
+        evaluations as `planned`. It uses the first of these groups that is not empty: the run's arm with any seed, its
+        experiment, its part, all. Without finished runs the estimate is `estimate_from_bench`, else `seconds` of
+        QUEUE.yaml. Other ledger rows do not count, because their runs had other settings, such as another scale.
         """
         made = {run.key: run for run in self.runs}
         own, wanted = planned.config, f" of {len(planned.part.after)}"
@@ -131,7 +132,7 @@ class Queue:
     def of_another_preregistration(self) -> list[Row]:
         """Return the ledger rows of preregistered parts that were made under another version of PREREGISTRATION.md.
 
-        Compares the hash in each row to that of the file now.
+        Compares the hash in each row with the hash of the present file.
         """
         counting = {part.name for part in self.parts if part.preregistered}
         now = self.preregistration_hash()
@@ -144,15 +145,15 @@ class Queue:
         lacks = f"has {PILOT}" if file.exists() else "is missing"
         if counting and (not file.exists() or PILOT in file.read_text(encoding="utf-8")):
             raise ConfigError(
-                f"part {counting[0]} counts, and {file} {lacks}. Complete it first, or type parts=[NAME] of a pilot: "
-                "a part with `preregistered: false`."
+                f"part {counting[0]} is preregistered, and {file} {lacks}. Complete the file first, or type "
+                "parts=[NAME] with a pilot: a part with `preregistered: false`."
             )
 
 
 def read(path: Path, extra: Sequence[str] = ()) -> Queue:
     """Read the queue file at `path` and the ledger beside it.
 
-    Overrides in `extra` win over those of the file. Raises ConfigError if the file is invalid.
+    Overrides in `extra` win over the overrides in the file. Raises ConfigError if the file is invalid.
     """
     try:
         content = check_fields(yaml.safe_load(path.read_text(encoding="utf-8")), OF_FILE, OPTIONAL_OF_FILE, "the file")
@@ -168,7 +169,7 @@ def read(path: Path, extra: Sequence[str] = ()) -> Queue:
         ) from None
     if "seed" in (word.lstrip("+").partition("=")[0] for word in extra):
         raise ConfigError(
-            f"words={shlex.join(extra)} sets a seed, and the parts of {path} have theirs. Leave seed out."
+            f"words={shlex.join(extra)} sets a seed, and each part of {path} sets its seeds. Leave seed out."
         )
     runs: dict[str, Planned] = {}
     folder, words = path.parent, content.get("words", [])
@@ -185,7 +186,7 @@ def _parse_part(values: Any) -> Part:
     own = check_fields(values, OF_PART, OPTIONAL_OF_PART, where)
     for name in ("lines", "seeds"):
         if own.get(name) == []:
-            raise ValueError(f"{where}: {name} is empty, and there is nothing to run")
+            raise ValueError(f"{where}: {name} is empty; allowed: at least one entry")
     for line in own.get("after", ()):
         split_words(line, f"{where}, after `{line}`")
     return Part(**own)
@@ -240,7 +241,7 @@ def key_of(config: RunConfig) -> str:
 
 
 def estimate_from_bench(config: RunConfig, folder: Path = Path("results/bench")) -> float | None:
-    """Estimate a run's seconds from benchmarks (step_*.json in `folder`), if all completions have full length.
+    """Estimate a run's seconds from benchmarks (step_*.json in `folder`), as if all completions had full length.
 
     Uses the most tokens per second measured for the run's model on one GPU; None if there is no measurement. The
     measured steps had completions of 1,024 or 2,048 tokens, so a run with longer completions takes longer.
@@ -255,7 +256,7 @@ def estimate_from_bench(config: RunConfig, folder: Path = Path("results/bench"))
 
 
 def _letters(name: str) -> str:
-    """Drop all but letters and digits from a model's name, so that qwen2.5-7b and qwen2_5_7b compare equal."""
+    """Keep only letters and digits of a model's name, so that qwen2.5-7b and qwen2_5_7b compare equal."""
     return "".join(filter(str.isalnum, name))
 
 

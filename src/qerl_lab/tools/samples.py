@@ -14,7 +14,7 @@ with exits.starting(__name__):
 
 @dataclass
 class SamplesOptions:
-    step: int | None = option(None, "step to show, from 1; null is the last one", at_least=1)
+    step: int | None = option(None, "step to show, from 1; null is the last step", at_least=1)
     run_dir: str = option("", "directory of the run; its key may be left out")
 
 
@@ -28,12 +28,14 @@ def format_step(run_dir: Path, step: int | None) -> str:
     samples = run.samples()
     if not samples:
         raise ConfigError(
-            f"{run_dir} has no samples.jsonl with a sample. Type the directory of a run that has ended a step."
+            f"{run_dir} has no sample in samples.jsonl. Type the directory of a run that has completed a step."
         )
     steps = [sample.step for sample in samples]
     wanted = step or steps[-1]
     if wanted not in steps:
-        raise ConfigError(f"step={step} is not in {run_dir}/samples.jsonl; it has steps {steps[0]} to {steps[-1]}.")
+        raise ConfigError(
+            f"step={step} is not in {run_dir}/samples.jsonl; allowed: {steps[0]} to {steps[-1]}. Type step={steps[-1]}."
+        )
     return "\n\n".join(format_sample(sample) for sample in samples if sample.step == wanted)
 
 

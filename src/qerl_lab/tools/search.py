@@ -2,7 +2,7 @@
 
 The search is an Optuna study in OUT. Each trial is a sweep of the main command over the search's seeds. The same
 command continues after a stop, first with the unfinished trial. A proposal depends only on the trial's number and on
-earlier values, so a stop does not change the search.
+earlier values, so the search is the same with and without a stop.
 """
 
 from qerl_lab.system import exits
@@ -45,9 +45,9 @@ class SearchOptions(Writes):
         "reward", "mean reward of all steps, without evaluation; or accuracy after training, on the held-out questions",
         choices=("reward", "accuracy"),
     )  # fmt: skip
-    trials: int = option(20, "finished or failed trials that the study shall have", at_least=1, at_most=10_000)
+    trials: int = option(20, "number of trials, failed ones included", at_least=1, at_most=10_000)
     seeds: list[int] = option(
-        [100, 101], "seeds of each trial, from 100 on: those below are of sweeps that report", at_least=FIRST_SEED
+        [100, 101], "seeds of each trial, from 100 on; lower seeds are for reported sweeps", at_least=FIRST_SEED
     )
 
     @property
@@ -68,9 +68,9 @@ def is_own(word: str) -> bool:
 def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ranges]:
     """Split overrides (`key=value`) into those that all trials share, and the ranges KEY=LOW..HIGH to search.
 
-    Adds eval.questions=0 to the shared ones if the objective is the reward, unless `words` set it. Plans a trial with
-    the lowest values, without starting it. Raises ConfigError if this plan is refused or has several runs per seed, and
-    for a wrong range or none.
+    Adds eval.questions=0 to the shared overrides if the objective is the reward, unless `words` set it. Plans a trial
+    with the lowest values, without starting it. Raises ConfigError if this plan is refused or has several runs per
+    seed, if a range is wrong, or if there is none.
     """
     shared, ranges, lowest = list[str](), Ranges(), list[str]()
     for word in words:
@@ -80,11 +80,11 @@ def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ran
             continue
         if type_of_key(key) not in (float, float | None):
             raise ConfigError(
-                f"{word}: {key} takes no fractions, which a search proposes. "
+                f"{word}: a search proposes fractions, and {key} takes none. "
                 f"Type python -m qerl_lab -m {key}=A,B,C to compare some values."
             )
         if not 0 < ends[0] < ends[1] < math.inf:
-            raise ConfigError(f"{word} is no range above 0. Type for example {key}=1e-4..1e-2.")
+            raise ConfigError(f"{word} is not allowed; allowed: 0 < LOW < HIGH. Type for example {key}=1e-4..1e-2.")
         ranges[key] = ends
         lowest.append(f"{key}={ends[0]:.3g}")
     if not ranges:
@@ -94,8 +94,8 @@ def read_space(words: list[str], options: SearchOptions) -> tuple[list[str], Ran
     jobs = make_plan([spell_for_hydra(word) for word in (*shared, *lowest, options.seed_override)], multirun=True).jobs
     if len(jobs) > len(options.seeds):
         raise ConfigError(
-            f"the words make {len(jobs)} runs for {len(options.seeds)} seeds, and a search is of one arm. "
-            "Type one value for each key, and a search for each arm."
+            f"the words make {len(jobs)} runs for {len(options.seeds)} seeds; a search takes one arm. "
+            "Type one value for each key, and one search for each arm."
         )
     return shared, ranges
 
@@ -136,8 +136,8 @@ def search(options: SearchOptions, words: list[str]) -> None:
     before = study.user_attrs.get(ASKED, asked)
     if before != asked:
         raise ConfigError(
-            f"out={options.out} is a search with other words: {before}, and not {asked}. Type another out, or the "
-            "words that it began with."
+            f"out={options.out} holds a search with other words: it began with {before}, and {asked} was given. "
+            "Type another out, or the words that the search began with."
         )
     study.set_user_attr(ASKED, asked)
     while trial := _next_trial(study, options, ranges):
@@ -145,18 +145,20 @@ def search(options: SearchOptions, words: list[str]) -> None:
         sweep = f"hydra.sweep.dir={options.trial_folder(trial)}"
         code = train.main(["-m", *shared, *_overrides(trial), options.seed_override, sweep])
         if code == exits.INTERRUPTED:
-            raise KeyboardInterrupt("the same command goes on with this trial")
+            raise KeyboardInterrupt("the same command continues this trial")
         if code == exits.USAGE:
-            raise ConfigError(f"the runs of trial {trial.number} were refused, see above.")
+            raise ConfigError(
+                f"the runs of trial {trial.number} were refused. Correct the words as the message above says."
+            )
         value = _mean_over_runs(options.trial_folder(trial), options)
         study.tell(trial.number, value, TrialState.FAIL if value is None else None)
         if exits.STOPS:  # a stop came, although the sweep finished
-            raise KeyboardInterrupt("the same command goes on with the next trial")
+            raise KeyboardInterrupt("the same command continues with the next trial")
     table = _format_table(study, options, shared)
     (options.folder / TABLE).write_text(f"{table}\n", encoding="utf-8")
     print(f"\n{table}")
     if all(trial.value is None for trial in study.trials):
-        raise ValueError("every trial failed, see the sweep of each for the reason")
+        raise ValueError("every trial failed; the file FAILED in the directory of each run has the reason")
 
 
 def _next_trial(study: "Study", options: SearchOptions, ranges: Ranges) -> "FrozenTrial | None":
@@ -210,7 +212,7 @@ def _format_table(study: "Study", options: SearchOptions, shared: list[str]) -> 
         rows.append([str(trial.number), value, " ".join(_overrides(trial)), format_path(options.trial_folder(trial))])
     words = [*(word for word in shared if word != "eval.questions=0"), *_overrides(best), "seed=0,1,2,3,4"]
     lines = [columns(rows), f"mean of seeds {', '.join(map(str, options.seeds))}."]
-    lines += [f"Report on others: python -m qerl_lab -m {shlex.join(words)}"] if best.value is not None else []
+    lines += [f"Report on other seeds: python -m qerl_lab -m {shlex.join(words)}"] if best.value is not None else []
     return "\n".join(lines)
 
 

@@ -30,7 +30,7 @@ def main(words: list[str]) -> int:
         return exits.OK
     plan = make_plan([spell_for_hydra(word) for word in words], multirun=False)
     if plan.multirun:
-        raise ConfigError("a server serves one run. Give each key one value.")
+        raise ConfigError("the words make several runs, and a server serves one run. Type one value for each key.")
     cfg = plan.jobs[0].config
     if cfg.rollout.engine != "vllm_server":
         raise ConfigError(f"rollout.engine={cfg.rollout.engine} has no server. Type rollout=vllm_server.")

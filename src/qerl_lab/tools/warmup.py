@@ -45,32 +45,34 @@ if TYPE_CHECKING:
 LINE = "python -m qerl_lab.tools.warmup"
 SCALES = {POCKET: POCKET, "SmolLM2-135M": "smollm2"}  # part of a model's path -> the scale made for it
 IGNORED = -100  # label of a token without loss
-WARMUP_RATIO = 0.03  # share of the updates with linear warm-up; a cosine to a tenth of the peak follows
+WARMUP_RATIO = 0.03  # share of the updates with linear warm-up; then the rate falls as a cosine to a tenth of the peak
 Rows = list[dict[str, list[int]]]
 
 
 @dataclass
 class WarmupOptions(Writes):
-    model: str = option("", "what to teach: hub id, dense directory, FILE.gguf, or `pocket`; required")
+    model: str = option("", "model to teach: hub id, dense directory, FILE.gguf, or `pocket`; required")
     revision: str | None = option(None, "branch, tag or commit on the hub; null is the newest")
     task: str = option("gsm8k", "task with worked solutions, which are taught", choices=("arithmetic", "gsm8k"))
     task_path: str | None = option(None, "as task.path of a run: directory or hub id; null: the task's own")
     instruction: str | None = option(None, "as task.instruction of a run; null: as in conf/task")
-    out: str = option("", "directory to write, a model as any other; required")
+    out: str = option("", "directory to write; it can be used as any other model; required")
     epochs: float = option(3.0, "passes over the solutions; 0.1 is a try", above=0, at_most=1000)
     learning_rate: float = option(
-        5e-4, "peak learning rate; for 135M parameters, larger models take less (1e-5 for 7B)", above=0, at_most=1
+        5e-4, "peak learning rate; the default is for 135M parameters, 7B needs about 1e-5", above=0, at_most=1
     )
-    batch_size: int = option(64, "solutions an update", at_least=1, at_most=65_536)
+    batch_size: int = option(64, "solutions per update", at_least=1, at_most=65_536)
     micro_batch_size: int = option(8, "solutions per forward and backward pass, a divisor of batch_size", at_least=1)
-    max_tokens: int = option(512, "longer examples, question and solution, are left out and counted", at_least=2)
-    questions: int = option(0, "the first so many questions; 0 is all", at_least=0)
+    max_tokens: int = option(
+        512, "longest example, with its question; longer ones are left out and counted", at_least=2
+    )
+    questions: int = option(0, "how many questions to use, from the first; 0 is all", at_least=0)
     dtype: str = option(
         "float32",
-        "of weights and optimizer while they train; float32 multiplies in bfloat16 on a GPU. Written is bfloat16",
+        "dtype of weights and optimizer in training; float32 multiplies in bfloat16 on a GPU. The output is bfloat16",
         choices=("float32", "bfloat16"),
     )
-    seed: int = option(0, "seeds the order of the solutions, and dropout where a model has it", at_least=0,
+    seed: int = option(0, "seed of the order of the solutions, and of dropout if the model has it", at_least=0,
                        at_most=2**31 - 1)  # fmt: skip
     device: str = option("auto", "auto takes a GPU if there is one", choices=DEVICES)
     overwrite: bool = option(False, "replace what is at `out`")
@@ -130,7 +132,7 @@ def warm_up(options: WarmupOptions) -> None:
         "began_from": origin | weight_files.lab_records(folder),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }  # fmt: skip
-    refuse_packed(folder, f"model={options.model}", "all of whose weights are trained. Type its path.")
+    refuse_packed(folder, f"model={options.model}", "because all its weights are trained. Type its path.")
     dtype = getattr(torch, options.dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, trust_remote_code=False)
     for name, parameter in model.named_parameters():
@@ -170,7 +172,7 @@ def worked_example(chat: "Chat", task: tasks.Task, question: tasks.Question) -> 
 
 
 def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[Rows, int]:
-    """Return the task's training examples of at most `max_tokens`, and the number of longer ones, left out.
+    """Return the task's training examples of at most `max_tokens`, and the number of examples left out as longer.
 
     Raises ConfigError if no example is left.
     """
@@ -188,7 +190,7 @@ def tokenize(task: tasks.Task, tokenizer: "PreTrainedTokenizerBase", max_tokens:
             "Type a larger max_tokens, or task_path=DIRECTORY with train.jsonl."
         )
     if left_out:
-        print(f"note: {left_out} examples are longer than max_tokens={max_tokens}, and left out")
+        print(f"note: {left_out} examples are left out, because they are longer than max_tokens={max_tokens}")
     return rows, left_out
 
 
@@ -247,7 +249,7 @@ def training_words(options: WarmupOptions) -> list[str]:
 
 COMMAND = Command(
     LINE,
-    "Teach a model the format of the answers by supervised training, all weights, on a task's worked solutions",
+    "Teach a model the format of the answers: supervised training of all weights on a task's worked solutions",
     WarmupOptions,
     warm_up,
     examples=(

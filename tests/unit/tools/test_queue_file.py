@@ -74,15 +74,16 @@ def test_the_plan_says_in_a_line_what_follows_from_another_preregistration(
     queue_file.write_ledger(queue.folder, rows)
     plan(PlanOptions(queue=str(queue.folder / "queue.yaml")))
     said = [line for line in capsys.readouterr().out.splitlines() if "PREREGISTRATION.md" in line]
-    assert said == ["2 runs made under another PREREGISTRATION.md, in no verdict: bf16-seed0-old, nvfp4-seed0-old"]
+    made = "2 runs made under another PREREGISTRATION.md and used by no verdict"
+    assert said == [f"{made}: bf16-seed0-old, nvfp4-seed0-old"]
     rows = [rows[0], rows[1] | {"run": queue.runs[1].key}]
     queue_file.write_ledger(queue.folder, rows)
     plan(PlanOptions(queue=str(queue.folder / "queue.yaml")))
     said = [line for line in capsys.readouterr().out.splitlines() if "PREREGISTRATION.md" in line]
     assert said == [
-        "1 run made under another PREREGISTRATION.md, in no verdict: bf16-seed0-old",
-        "1 run of this queue made under another PREREGISTRATION.md; to make such a run under this one, take its "
-        f"row out of ledger.csv: {queue.runs[1].key}",
+        "1 run made under another PREREGISTRATION.md and used by no verdict: bf16-seed0-old",
+        "1 run of this queue made under another PREREGISTRATION.md; to make such a run under the present file, take "
+        f"its row out of ledger.csv: {queue.runs[1].key}",
     ]
 
 
@@ -169,7 +170,7 @@ def test_a_plan_says_why_a_further_run_does_not_fit(
     printed = capsys.readouterr().out
     assert f"7 runs left, {7 / 6 / at_once:.1f} hours" in printed
     assert printed.count("python -m qerl_lab ") == lines
-    assert ("a further run does not fit: " in printed) == bool(said)
+    assert ("the next run does not fit: " in printed) == bool(said)
     assert said in printed
 
 
@@ -189,7 +190,7 @@ def test_a_part_that_the_queue_lacks_is_refused(part: str, hint: str, queue: Que
     ("parts: [1]", "part 1 is no mapping; write name: ..., lines: ..."),
     ("parts: [{name: a, lines: x}]", "part a: lines=x is no list of texts"),
     ("parts: [{name: a, lines: [x], seeds: 3}]", "part a: seeds=3 is no list of whole numbers"),
-    ("parts: [{name: a, lines: [x], seeds: []}]", "part a: seeds is empty, and there is nothing to run"),
+    ("parts: [{name: a, lines: [x], seeds: []}]", "part a: seeds is empty; allowed: at least one entry"),
     ("parts: [{name: a, lines: [x], preregistered: 1}]", "part a: preregistered=1 is no true or false"),
     ("parts: [{name: a, lines: ['run_dir=\"x']}]", "No closing quotation. Close the quotes."),
 ])  # fmt: skip

@@ -153,7 +153,7 @@ def test_what_cannot_serve_is_refused_before_torch_is_imported(
 
 def test_a_packed_model_is_refused(options: WarmupOptions, tmp_path: Path) -> None:
     write_packed(tmp_path / "packed", random_model(), Nvfp4(scale_rule="max"))
-    with pytest.raises(ConfigError, match="is packed; allowed: the dense model, all of whose weights are trained"):
+    with pytest.raises(ConfigError, match="is packed; allowed: the dense model, because all its weights are trained"):
         warm_up(replace(options, model=str(tmp_path / "packed")))
 
 
