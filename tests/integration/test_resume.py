@@ -181,7 +181,7 @@ def test_damaged_checkpoints_are_passed_over_with_a_warning(killable, reference)
     finish(run_dir)
     output = (run_dir / "output.txt").read_text()
     for path in (first, *second):
-        assert re.search(rf"warning: checkpoint {path} is damaged \(.+\); using the one before it", output)
+        assert re.search(rf"warning: checkpoint {path} is damaged \(.+\); using the previous one", output)
     assert re.findall(r"continuing after step \d", output) == [f"continuing after step {int(first.name[-1]) - 1}"]
     check(run_dir, reference)
 

@@ -1,8 +1,8 @@
 """Save and load checkpoints that survive a `kill -9` at any moment: written aside, checksummed, then renamed.
 
 A checkpoint is a folder `checkpoints/step-000025/`. Its `manifest.json` is written last and has the SHA-256 of every
-other file. If a file does not match, the checkpoint is damaged, and the one of an earlier step is used. Loading runs no
-code from the checkpoint.
+other file. If a file does not match, the checkpoint is damaged, and the checkpoint before is used. Loading runs no code
+from the checkpoint.
 """
 
 import json
@@ -83,8 +83,8 @@ def _find_disk_full(folder: Path, checkpoint: Path) -> OSError | None:
 def save(folder: Path, state: Mapping[str, Any], write: Callable[[Path], None], keep: int) -> Path:
     """Write the checkpoint of `state["step"]` below `folder` atomically, delete old ones, and return its path.
 
-    Keeps the newest `keep` checkpoints up to this step. Deletes checkpoints of later steps too: they are damaged, or
-    this run would have resumed from them.
+    Keeps the newest `keep` checkpoints up to this step. Deletes checkpoints of later steps too: they must be
+    damaged, because otherwise the run would have resumed from them.
 
     Args:
         folder: the run's `checkpoints/`.
@@ -135,7 +135,7 @@ def newest(folder: Path) -> Saved | None:
         try:
             return load(path)
         except ValueError as damage:
-            instead = "using the one before it" if candidates else "there is none before it, and training begins anew"
+            instead = "using the previous one" if candidates else "there is no earlier one, so training starts again"
             print(f"warning: checkpoint {path} is damaged ({damage}); {instead}.", file=sys.stderr)
     return None
 

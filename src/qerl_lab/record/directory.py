@@ -78,12 +78,12 @@ class RunDirectory:
             return
         if (self.path / DONE).is_file():
             raise ConfigError(
-                f"the run directory {self.path} has a finished run. Type run_dir=DIR for a new one, or "
+                f"the run directory {self.path} has a finished run. Type run_dir=DIR for a new run, or "
                 f"{resume_override(self.path)} steps=N to extend it."
             )
         raise ConfigError(
             f"the run directory {self.path} is not empty. "
-            f"Type {resume_override(self.path)} alone to continue the run in it, or run_dir=DIR for a new one."
+            f"Type {resume_override(self.path)} alone to continue the run in it, or run_dir=DIR for a new run."
         )
 
     def claim(self, cfg: RunConfig, typed: Typed) -> None:
@@ -150,7 +150,7 @@ class RunDirectory:
     def reason(self) -> str:
         """Return why the run failed: the first line of FAILED, which must exist."""
         text = (self.path / FAILED).read_text(encoding="utf-8")
-        return next(iter(text.splitlines()), f"the disk of {self.path} was full, and has no room for the reason")
+        return next(iter(text.splitlines()), f"the disk of {self.path} was full, so the reason could not be written")
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write DONE with the run's headline numbers `result`."""
@@ -161,7 +161,7 @@ class RunDirectory:
         return self._read_json(DONE, dict)
 
     def fail(self, text: str) -> None:
-        """Write `text`, whose first line is the reason, into FAILED.
+        """Write `text` into FAILED; the first line of `text` is the reason.
 
         Creates the directory again if it was removed or renamed. On a full disk leaves FAILED empty and prints the
         reason.
@@ -179,9 +179,9 @@ class RunDirectory:
         """Return the exit code of the ended run: 0, 1, 2 or 130. Write FAILED if the run failed without writing it.
 
         `ended_with` is the exit status of the process, or minus the number of the signal that killed it. With several
-        processes it is that of the first that failed, and `rank` names this process, e.g. "rank 1 of 2". If a signal
-        killed it, its reason replaces FAILED of other ranks, which failed only as a consequence. An interruption
-        deletes FAILED.
+        processes it is the status of the first failed process, and `rank` names this process, e.g. "rank 1 of 2". If a
+        signal killed it, its reason replaces FAILED of other ranks, which failed only as a consequence. An
+        interruption deletes FAILED.
         """
         if self.status == "done":
             return OK
@@ -226,8 +226,8 @@ class RunDirectory:
     def extend(self, cfg: RunConfig) -> None:
         """Prepare a finished run to train on to the steps of `cfg` when it is resumed.
 
-        Renames DONE to DONE-STEPS, with the steps so far, and replaces resolved.yaml by `cfg`. After a kill between the
-        two, resuming writes DONE again without more steps.
+        Renames DONE to DONE-STEPS, with the steps so far, and replaces resolved.yaml by `cfg`. If the process is killed
+        between the two, resuming writes DONE again without more steps.
         """
         (self.path / DONE).rename(self.path / f"{DONE}-{cfg.extended[-1]}")
         resolved.replace_config(self.path, cfg)
@@ -269,13 +269,15 @@ class RunDirectory:
         return (self.path / resolved.NAME).read_text(encoding="utf-8")
 
     def check(self) -> None:
-        """Raise ConfigError unless a run can be resumed here: its files are writable and the small ones intact.
+        """Raise ConfigError unless a run can be resumed here: its files are writable, and the small files intact.
 
-        The small files are sessions.json and mlflow.json; of eval.parquet only the ends are checked.
+        The small files are sessions.json and mlflow.json. In eval.parquet only both ends are checked.
         """
         for path in (self.path / name for name in WRITTEN_IN_PLACE):
             if path.exists() and not os.access(path, os.W_OK):
-                raise ConfigError(f"{path} cannot be written. Make it writable, or copy {self.path} to where it is.")
+                raise ConfigError(
+                    f"{path} cannot be written. Make it writable, or copy {self.path} to a writable place."
+                )
         for read in (self.sessions, self.mirror):  # each raises for a damaged file
             read()
         self._check_evaluations(is_expected=False)
@@ -295,24 +297,24 @@ class RunDirectory:
             metrics.check_steps([line for line in lines if line["step"] <= saved.step], saved.step)
         except ConfigError as error:
             raise ConfigError(
-                f"{self.path}: {error}, and {saved.path.name} has trained them. Put metrics.jsonl back as it was, or "
-                "remove the checkpoints of that step and later ones to train again from there."
+                f"{self.path}: {error}, and {saved.path.name} was saved after them. Put metrics.jsonl back as it was, "
+                "or remove the checkpoints of that step and of later steps, to train again from there."
             ) from None
         return saved
 
     def refuse_other_data(self, data: Mapping[str, Any]) -> None:
         """Raise ConfigError if the run began with other questions than those that `data` describes.
 
-        `data` (`Task.data`) has number and SHA-256 of the training and held-out questions; the SHA-256 are compared to
-        those in env.json. Passes if env.json does not have them.
+        `data` (`Task.data`) has number and SHA-256 of the training and held-out questions. Compares each SHA-256 with
+        env.json. Passes if env.json has none.
         """
         then = self.environment().get("data") or {}  # older versions of the lab do not record the questions
         for role in ("training", "heldout"):
             count, digest = f"{role}_questions", f"{role}_sha256"
             if digest in then and then[digest] != data[digest]:
                 raise ConfigError(
-                    f"the {role} questions are not those that the run began with: {data[count]:,} of SHA-256 "
-                    f"{data[digest][:12]}, where there were {then[count]:,} of {then[digest][:12]}. "
+                    f"the {role} questions have changed since the run began: now {data[count]:,} with SHA-256 "
+                    f"{data[digest][:12]}, at the start {then[count]:,} with {then[digest][:12]}. "
                     "Put the data back as it was, or start a new run."
                 )
 
@@ -323,7 +325,7 @@ class RunDirectory:
         began_on = "cuda" if began["gpus"] and self.settings()["device"] != "cpu" else "cpu"
         if began_on != device:
             raise ConfigError(
-                f"{self.path} began on {began_on}, and here it would go on on {device}: one record of two "
+                f"{self.path} began on {began_on}, and here it would continue on {device}: one record would hold two "
                 "computations. Resume it where it began, or start a new run."
             )
 
@@ -347,7 +349,7 @@ class RunDirectory:
         return self._read_json("env.json", dict)
 
     def environments(self) -> list[dict[str, Any]]:
-        """Read env.json and env.N.json of all sessions that wrote one, in order."""
+        """Read env.json and every env.N.json, in the order of their sessions."""
         later = sorted(self.path.glob("env.*.json"), key=lambda path: int(path.name.split(".")[1]))
         return [read_json(path, dict) for path in (self.path / "env.json", *later) if path.exists()]
 
@@ -389,8 +391,8 @@ class RunDirectory:
     def note_mirror(self, **changes: str | None) -> None:
         """Set `changes` in mlflow.json (see `mirror` for its keys) and `run_dir` to this directory.
 
-        A new file gets a random `key`. So does a copy of a run directory whose original still exists; of the other
-        values it keeps only `uri`.
+        A new file gets a random `key`. If this directory is a copy and its original still exists, it gets a new `key`
+        too, and keeps only `uri` of the other values.
         """
         here, values = str(self.path.absolute()), self.mirror()
         first = values.get("run_dir") or here

@@ -19,12 +19,12 @@ def make_run_directory(wanted: Path, exist_ok: bool = True) -> None:
     except OSError as error:
         raise ConfigError(
             f"the run directory {wanted} cannot be made: {error.strerror}. "
-            "Type another: run_dir=DIR, for a sweep hydra.sweep.dir=DIR."
+            "Type another directory: run_dir=DIR, for a sweep hydra.sweep.dir=DIR."
         ) from None
 
 
 def reserve_directory(wanted: Path) -> Path:
-    """Create `wanted`, or if its NAME is taken the first free one of NAME-2, NAME-3 ...; return the new path."""
+    """Create `wanted`; if it exists, create the first free of NAME-2, NAME-3 ... instead. Return the new path."""
     numbers, candidate = itertools.count(2), wanted
     while True:
         try:

@@ -1,6 +1,6 @@
-"""Files in a run directory with one JSON record per line, each with its step; among them samples.jsonl.
+"""Files in a run directory with one JSON record per line, each with its step.
 
-RUN_DIR/samples.jsonl has a few completions of every step.
+samples.jsonl is such a file. It has a few completions of every step.
 """
 
 import json
@@ -71,7 +71,7 @@ class LineFile(Generic[T]):
                 where = f"line {number}" + (f" after byte {offset}" if offset else "")
                 raise ConfigError(
                     f"{path}, {where}, is not {self.kind}: {line.rstrip()[:80]!r}. "
-                    "Take the line out, or put the file back as it was."
+                    "Delete the line, or put the file back as it was."
                 ) from error
         return parsed
 

@@ -1,6 +1,6 @@
 """Build a directory as NAME.partial and rename it to NAME when complete.
 
-A journal in NAME.partial holds the options of the command and the files that are complete. So the same command
+A journal in NAME.partial holds the options of the command and the names of complete files. So the same command
 continues after an interruption, and a command with other options cannot write into the directory.
 """
 
@@ -39,7 +39,9 @@ class Unfinished:
             lock(self._lock, f"another process is writing {self.folder} now. Wait for it, or stop it.")
             if not (self.folder / JOURNAL).exists():
                 if any(self.folder.iterdir()):
-                    raise ConfigError(f"{self.folder} is not of this command's making. Type another out, or remove it.")
+                    raise ConfigError(
+                        f"{self.folder} has files that this command did not write. Type another out, or remove it."
+                    )
                 return self.clear()
             begun = read_json(self.folder / JOURNAL, dict)
             if begun.get("identity") == self._journal["identity"]:
@@ -104,5 +106,5 @@ def _other_options_error(folder: Path, begun: Mapping[str, Any], now: Mapping[st
     then, given = (" ".join(f"{key}={spell_value(values.get(key))}" for key in keys) for values in (begun, now))
     return ConfigError(
         f"{folder} was begun with {then}, and now {given} is given. "
-        f"Type {then} to go on with it, another out, or overwrite=true to start again."
+        f"Type {then} to continue, another out, or overwrite=true to start again."
     )

@@ -33,7 +33,7 @@ def read_config(run_dir: Path) -> RunConfig:
     """Read and check the configuration; set its `run_dir` to where the directory is now.
 
     Raises ConfigError if resolved.yaml is missing, damaged or invalid, or lacks a key, because the default of the key
-    could differ from the value the run started with. These keys may be missing: those of sweeps, tracking and the
+    could differ from the value that the run started with. These keys may be missing: keys of sweeps, tracking and the
     preregistration, keys added later, and model.hash (null: unknown).
     """
     path, values = run_dir / NAME, _parse_values(run_dir)
@@ -47,8 +47,8 @@ def read_config(run_dir: Path) -> RunConfig:
         raise ConfigError(f"{path} lacks {some_of(lacking)}: it was cut off, or another version wrote it. {_REPLACE}")
     if cfg.task.module is not None and cfg.task.module_hash is None:  # without the hash any file could run as this user
         raise ConfigError(
-            f"{path} has task.module={cfg.task.module} without task.module_hash, which every run notes of the file "
-            f"that it began with. {_REPLACE}"
+            f"{path} has task.module={cfg.task.module} without task.module_hash, and every run records the hash of "
+            f"this file. {_REPLACE}"
         )
     cfg.run_dir = str(run_dir.absolute())
     return cfg

@@ -51,7 +51,8 @@ def exclusive(folder: Path) -> Iterator[bool]:
 def replace_file(path: Path, data: bytes, aside: str = "tmp") -> None:
     """Write `data` to a file atomically, through a temporary file `NAME.<aside>` beside it.
 
-    Processes that may write the same file at once must each give another `aside`. Raises OSError that names the file.
+    If several processes may write the same file at once, each must give a different `aside`. Raises an OSError that
+    names the file.
     """
     beside = path.with_name(f"{path.name}.{aside}")
     try:
@@ -90,7 +91,7 @@ def strict_json(content: Any) -> bytes:
 
 
 def read_json(path: Path, kind: type) -> Any:
-    """Read a JSON file whose content must be a `kind`, such as dict or list.
+    """Read a JSON file that must hold a `kind`, such as dict or list.
 
     Raises ConfigError if the file is missing or damaged, or holds another type.
     """
@@ -99,7 +100,7 @@ def read_json(path: Path, kind: type) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({in_one_line(error)}). Move it away.") from None
     if not isinstance(values, kind):
-        raise ConfigError(f"{path} is not what a run writes there: {str(values)[:80]}. Move it away.")
+        raise ConfigError(f"{path} does not have the content that a run writes: {str(values)[:80]}. Move it away.")
     return values
 
 

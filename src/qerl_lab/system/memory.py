@@ -52,7 +52,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield (limit, used) in bytes for each control group of this process that limits memory, and for those above it.
+    """Yield (limit, used) in bytes for each control group of this process that limits memory, and each above it.
 
     `used` leaves out page cache that the kernel drops when memory is short.
     """

@@ -11,7 +11,7 @@ from qerl_lab.config.option import ConfigError
 
 # Environment variable in which each launcher gives the number of processes that it started.
 SIZES = {
-    "WORLD_SIZE": "torchrun and accelerate launch",
+    "WORLD_SIZE": "torchrun or accelerate launch",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
     "PMI_SIZE": "mpiexec",
     "SLURM_STEP_NUM_TASKS": "srun",
@@ -46,10 +46,10 @@ def refuse_several_processes(environment: Mapping[str, str], ranks: int = 1) -> 
         given = environment.get(name, "")
         if given.isdecimal() and int(given) > 1 and not (name == "WORLD_SIZE" and int(given) == ranks):
             raise ConfigError(
-                f"{name}={given} is set, as {launcher} do for several processes, and each of them would train the same "
-                "run by itself; allowed: one process. Type the command without a launcher (with gpus=N it starts N "
-                "processes itself), or ask the launcher for one: torchrun --nproc_per_node 1, accelerate launch "
-                "--num_processes 1, srun --ntasks 1."
+                f"{name}={given} is set, so a launcher ({launcher}) started several processes, and each would train "
+                "the same run by itself; allowed: one process. Type the command without a launcher (with gpus=N it "
+                "starts N processes itself), or ask the launcher for one process: torchrun --nproc_per_node 1, "
+                "accelerate launch --num_processes 1, srun --ntasks 1."
             )
 
 

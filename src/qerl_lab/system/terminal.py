@@ -27,8 +27,8 @@ LINES = 10  # lines printed per run if there is no terminal
 class Amount:
     """Context manager that shows progress and ETA: on a terminal a bar, elsewhere a printed line at each tenth.
 
-    The work has `total` units, of which `done` were complete before. `unit` is their name in the singular; `B` stands
-    for bytes.
+    The work has `total` units; `done` of them were complete before. `unit` is the name of a unit in the singular; `B`
+    stands for bytes.
     """
 
     def __init__(self, label: str, total: int, done: int = 0, unit: str = "B") -> None:

@@ -65,7 +65,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("words", ["seed=0", "-m seed=0,1", "seed=0 dry_run=true", "resume=run"])
 def test_the_command_is_refused_before_it_makes_anything(torchrun: Path, words: str, capsys) -> None:
     assert train.main(words.split()) == 2
-    assert capsys.readouterr().err.startswith("error: WORLD_SIZE=2 is set, as torchrun")
+    assert capsys.readouterr().err.startswith("error: WORLD_SIZE=2 is set, so a launcher (torchrun")
     assert not list(torchrun.iterdir())
 
 

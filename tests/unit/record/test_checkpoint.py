@@ -79,7 +79,7 @@ def test_damage_to_any_file_is_seen_and_the_one_before_used(tmp_path, capsys, fi
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: checkpoint {path} is damaged (")
     assert file in line or file == MANIFEST  # a flipped bit there blames another file
-    assert line.endswith("; using the one before it.")
+    assert line.endswith("; using the previous one.")
 
 
 @pytest.mark.parametrize("changed", [{"step": 2, "prompts_seen": 8}, state(2) | {"later_field": 1}, [], None])
@@ -102,8 +102,8 @@ def test_several_damaged_ones_are_passed_over(tmp_path, capsys) -> None:
     flip(tmp_path / "step-000001" / STATE)
     assert newest(tmp_path) is None
     *others, last = capsys.readouterr().err.splitlines()
-    assert [line.endswith("; using the one before it.") for line in others] == [True, True]
-    assert last.endswith("; there is none before it, and training begins anew.")
+    assert [line.endswith("; using the previous one.") for line in others] == [True, True]
+    assert last.endswith("; there is no earlier one, so training starts again.")
 
 
 def test_a_save_that_dies_leaves_the_one_before_and_is_cleared_away_by_the_next(tmp_path) -> None:

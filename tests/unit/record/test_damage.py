@@ -33,7 +33,7 @@ def with_half_a_line(path: Path) -> None:
         ("DONE", cut, r"DONE cannot be read \(.+\)\. Move it away\."),
         ("env.2.json", lambda path: path.write_text(DEEP), r"env\.2\.json cannot be read \(it is nested too deeply\)"),
         ("sessions.json", cut, r"sessions\.json cannot be read"),
-        ("mlflow.json", lambda path: path.write_text("[]"), "is not what a run writes there"),
+        ("mlflow.json", lambda path: path.write_text("[]"), "does not have the content that a run writes"),
         ("samples.jsonl", lambda path: path.write_text("[]\n"), "line 1, is not a sample"),
         ("metrics.jsonl", Path.unlink, "metrics.jsonl lacks 4 of 4 steps"),
         ("metrics.jsonl", without_step_2, "metrics.jsonl lacks 1 of 4 steps, the first of them 2"),

@@ -39,7 +39,7 @@ def test_a_torn_last_line_is_left_out_and_any_other_is_named(run_dir: Path) -> N
         with pytest.raises(ConfigError, match=r"line 1, is not a sample"):
             RunDirectory(run_dir).samples()
     path.write_bytes(b"garbage\n" + whole)
-    with pytest.raises(ConfigError, match=r"samples\.jsonl.* is not a sample: b'garbage.*Take the line out"):
+    with pytest.raises(ConfigError, match=r"samples\.jsonl.* is not a sample: b'garbage.*Delete the line"):
         RunDirectory(run_dir).cut_records(2)
 
 
@@ -81,10 +81,10 @@ def test_a_completion_cannot_steer_the_terminal(tmp_path: Path) -> None:
 
 def test_a_directory_without_samples_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
-    assert "has no samples.jsonl" in capsys.readouterr().err
+    assert "has no sample in samples.jsonl" in capsys.readouterr().err
     (tmp_path / "samples.jsonl").write_text("[]\n")
     assert main([str(tmp_path / "samples.jsonl")]) == 2
     assert "Type the directory of a run" in capsys.readouterr().err
     (tmp_path / "samples.jsonl").write_text("")
     assert main([str(tmp_path)]) == 2
-    assert "has no samples.jsonl with a sample" in capsys.readouterr().err
+    assert "has no sample in samples.jsonl" in capsys.readouterr().err

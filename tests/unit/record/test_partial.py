@@ -74,7 +74,7 @@ def test_a_directory_of_somebody_else_is_left_alone(tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "thesis.tex").write_text("years")
     for overwrite in (False, True):
-        with pytest.raises(ConfigError, match=r"out\.partial is not of this command's making"):
+        with pytest.raises(ConfigError, match=r"out\.partial has files that this command did not write"):
             begin(tmp_path / "out", overwrite=overwrite)
     assert files(tmp_path / "out.partial") == {"thesis.tex": "years"}
 

@@ -75,7 +75,7 @@ def test_other_questions_than_a_run_began_with_are_refused(run_dir: Path, role: 
     run.write_environment(data)
     run.refuse_other_data(data)
     with pytest.raises(
-        ConfigError, match=f"the {role} questions are not those that the run began with: 3 of SHA-256 c"
+        ConfigError, match=f"the {role} questions have changed since the run began: now 3 with SHA-256 c"
     ):
         run.refuse_other_data(data | {f"{role}_questions": 3, f"{role}_sha256": "c" * 64})
 
@@ -159,7 +159,7 @@ def test_another_device_is_refused(run_dir: Path) -> None:
     run.refuse_other_device("cuda")  # it has not begun
     (run_dir / "env.json").write_text('{"gpus": []}')
     run.refuse_other_device("cpu")
-    with pytest.raises(ConfigError, match="began on cpu, and here it would go on on cuda: one record of two"):
+    with pytest.raises(ConfigError, match="began on cpu, and here it would continue on cuda: one record would"):
         run.refuse_other_device("cuda")
 
 

@@ -81,7 +81,7 @@ def test_the_first_example_runs(tmp_path: Path, tiny, monkeypatch: pytest.Monkey
     assert directory.config().task.module_hash == module_hash(str(tmp_path / "mine.py"))
     env = directory.path / "env.json"
     env.write_text(env.read_text().replace('"training_sha256": "', '"training_sha256": "other'))
-    with pytest.raises(ConfigError, match="the training questions are not those that the run began with"):
+    with pytest.raises(ConfigError, match="the training questions have changed since the run began"):
         run(cfg, directory, Stop())
 
 

@@ -121,7 +121,7 @@ def test_cut_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_line_that_is_not_the_last_is_an_error_with_its_place(tmp_path: Path, bad: str) -> None:
     good = '{"step": 1, "time": 1.0, "metrics": {}}\n'
     (tmp_path / "metrics.jsonl").write_text(good + bad + good)
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2, is not a metrics record.* Take the line out"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2, is not a metrics record.* Delete the line"):
         RunDirectory(tmp_path).metrics()
 
 

@@ -76,9 +76,9 @@ def test_the_kernels_that_the_engine_took_are_recorded(
     [
         (
             {"gpus": [], "data": {"heldout_questions": 2, "heldout_sha256": "b" * 64}},
-            "the heldout questions are not those that the run began with",
+            "the heldout questions have changed since the run began",
         ),
-        ({"gpus": [{"name": "a GPU"}]}, "began on cuda, and here it would go on on cpu: one record of two"),
+        ({"gpus": [{"name": "a GPU"}]}, "began on cuda, and here it would continue on cpu: one record would hold two"),
     ],
 )
 def test_a_run_without_a_checkpoint_goes_on_with_its_questions_on_its_device_or_not_at_all(
