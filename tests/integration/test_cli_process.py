@@ -91,7 +91,7 @@ def test_a_refused_job_of_a_sweep_is_told_and_the_others_run(capfd):
 
 def test_a_resumed_run_that_cannot_go_on_keeps_its_directory(capfd):
     assert main([f"seed={FAILS}", "run_dir=run"]) == 1
-    assert capfd.readouterr().err == "failed: ValueError: the reason\nrun/FAILED has the whole of it\n"
+    assert capfd.readouterr().err == "failed: ValueError: the reason\nrun/FAILED has the traceback\n"
     text = Path("run/resolved.yaml").read_text()
     Path("run/resolved.yaml").write_text(text.replace("seed: 1", f"seed: {REFUSES}"))
     assert main(["resume=run"]) == 2
@@ -109,7 +109,7 @@ def test_resume_continues_a_run_that_did_not_finish(capfd):
     assert RunDirectory(Path("run")).config().lora.rank == 4
     capfd.readouterr()
     assert main(["resume=run"]) == 2
-    assert "(it has a DONE file). It kept no checkpoint to go on from: start a new run." in capfd.readouterr().err
+    assert "(it has a DONE file). It kept no checkpoint to continue from: start a new run." in capfd.readouterr().err
     steps = RunDirectory(Path("run")).config().steps
     Path(f"run/checkpoints/step-{steps:06d}").mkdir(parents=True)
     assert main(["resume=run"]) == 2
@@ -118,7 +118,7 @@ def test_resume_continues_a_run_that_did_not_finish(capfd):
     Path("run/adapter").mkdir()
     Path("run/adapter", WEIGHTS).touch()
     assert main(["resume=run"]) == 2
-    said = f"already finished (it has a DONE file). Type steps={2 * steps} beside it to extend the run, or start"
+    said = f"already finished (it has a DONE file). Add steps={2 * steps} to extend the run, or start"
     assert said in capfd.readouterr().err
 
 

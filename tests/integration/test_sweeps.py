@@ -54,7 +54,7 @@ def test_the_same_line_skips_what_is_done_and_goes_on_with_what_failed(capfd: py
     assert "2 done" in out
     assert (directory / "table.txt").read_text().strip() in out
     assert main(["-m", "seed=0,1", "dry_run=true"]) == 0
-    assert "but for 2 that are done" in capfd.readouterr().out
+    assert "except 2 that are done" in capfd.readouterr().out
     for words in (["seed=0,10"], ["seed=0,1", "lora.rank=4"], ["seed=0,10", "rerun=true"]):  # another sweep
         before = len(sessions())
         main(["-m", *words])
@@ -77,8 +77,8 @@ def test_another_grid_in_the_same_directory_joins_the_first(capfd: pytest.Captur
 
 @pytest.mark.parametrize(("again", "said"), [
     (["rerun=true"], "has a run already. Type another hydra.sweep.dir."),
-    (["steps=49"], "has a run of another configuration, or of other questions. Type another hydra.sweep.dir."),
-    (["steps=49", "hydra/launcher=basic"], "has a run of another configuration"),
+    (["steps=49"], "has a run with another configuration or other questions. Type another hydra.sweep.dir."),
+    (["steps=49", "hydra/launcher=basic"], "has a run with another configuration"),
 ])  # fmt: skip
 def test_a_job_does_not_go_on_with_another_run(again: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["-m", "seed=0,10", "hydra.sweep.dir=sweep"]

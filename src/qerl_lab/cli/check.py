@@ -22,13 +22,13 @@ from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system.exits import OK
 
 LAUNCHER = "lab"  # our launcher, in hydra_plugins
-HERE = ("basic", "joblib", "submitit_local")  # Hydra's other launchers whose jobs run on this machine
+HERE = ("basic", "joblib", "submitit_local")  # other launchers of Hydra that run jobs on this machine
 
 
 class PastHydra(BaseException):
     """Carries another exception, its `__cause__`, through Hydra.
 
-    Hydra would log an Exception from a callback and announce one from a job; this is a BaseException.
+    This is a BaseException, because Hydra would log an Exception from a callback, and announce an Exception from a job.
     """
 
 
@@ -59,8 +59,8 @@ class CheckJobs(Callback):
         ours = [typed for typed in first.overrides if typed.partition("=")[0] in OF_SWEEPS]
         if ours and launcher != LAUNCHER:
             raise ConfigError(
-                f"{ours[0]} is for hydra/launcher={LAUNCHER}, and hydra/launcher={launcher} was given. Leave one of "
-                "the two out."
+                f"{ours[0]} works with hydra/launcher={LAUNCHER} only, and hydra/launcher={launcher} was given. "
+                "Leave one of the two out."
             )
         is_here = first.config.launcher == "local" and launcher in (LAUNCHER, *HERE)
         CheckJobs.plan = check_and_claim(plan, is_here=is_here)
@@ -78,7 +78,7 @@ class CheckJobs(Callback):
 def command_line(overrides: Sequence[str] | None = None) -> str:
     """Return the command line `python -m qerl_lab ...` as typed, with secrets hidden.
 
-    The arguments are `overrides` if given, else those of this process.
+    The arguments are `overrides` if given, else the arguments of this process.
     """
     return redact(shlex.join(["python", "-m", "qerl_lab", *(sys.argv[1:] if overrides is None else overrides)]))
 
@@ -93,7 +93,9 @@ def check_and_claim(plan: Plan, *, is_here: bool) -> Plan:
     is_dry = any(job.config.dry_run for job in plan.jobs)
     plan = check_jobs(jobs.continue_sweep(plan), is_here=is_here, is_dry=is_dry)
     if plan.multirun and RunDirectory(plan.directory).is_claimed:
-        raise ConfigError(f"hydra.sweep.dir={plan.directory} is the directory of a run. Type another for the sweep.")
+        raise ConfigError(
+            f"hydra.sweep.dir={plan.directory} is the directory of a run. Type another directory for the sweep."
+        )
     if plan.directory_given and not plan.multirun:
         RunDirectory(plan.directory).refuse_used()
     if is_dry:

@@ -1,7 +1,8 @@
 """Run the jobs of a sweep on a cluster: as a Slurm array (by submitit), or as Ray tasks.
 
 Each Slurm job or Ray task runs one `SweepJob`, which names the directory of a run. The run's configuration already lies
-in that directory, so every machine must see it at the same path. A task that the cluster restarts resumes its run.
+in that directory, so every machine must see the directory at the same path. A task that the cluster restarts
+resumes its run.
 """
 
 import importlib.util
@@ -30,7 +31,7 @@ GPU_FLAGS = {"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"
 CPU_FLAGS = {"cpus-per-task", "exclusive"}
 SIGNAL_SECONDS = 300  # from Slurm's signal to save until the time limit; a step may take that long
 LEAST_MINUTES = 10
-GOES_ON = "Nothing was started; the same line, corrected, begins the jobs in their directories."
+GOES_ON = "Nothing was started. Correct the line and type it again: the jobs keep their directories."
 TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):(\d+):(\d+)|(\d+))")  # Slurm's formats D-H:M:S, H:M:S and M (minutes)
 
 
@@ -41,7 +42,7 @@ def check_slurm_flags(cfg: RunConfig) -> None:
     """
     if cfg.launcher == "slurm" and (limit := time_limit_minutes(parse_sbatch_flags(cfg.slurm))) < LEAST_MINUTES:
         raise ConfigError(
-            f"--time of slurm= is {limit} minutes, and {SIGNAL_SECONDS} seconds before that a job stops to save. "
+            f"--time in slurm= is {limit} minutes, and a job stops to save {SIGNAL_SECONDS} seconds before this limit. "
             f"Type --time={LEAST_MINUTES} or more."
         )
 
@@ -58,7 +59,9 @@ def check_can_submit(cfg: RunConfig) -> None:
             f"Type pip install 'qerl-lab[{cfg.launcher}]', or launcher=local."
         )
     if cfg.launcher == "slurm" and (shutil.which("sbatch") is None or shutil.which("srun") is None):
-        raise ConfigError("launcher=slurm, and this machine has no sbatch. Type it on a login node of the cluster.")
+        raise ConfigError(
+            "launcher=slurm needs sbatch and srun, and this machine lacks one. Type the command on a login node."
+        )
 
 
 def parse_sbatch_flags(text: str) -> dict[str, Any]:
@@ -78,13 +81,13 @@ def parse_sbatch_flags(text: str) -> dict[str, Any]:
                 f"slurm={text}: {word} is not --NAME=VALUE. Type for example --partition=gpu, not -p gpu."
             )
         if name in SET_BY_SUBMITIT:
-            raise ConfigError(f"slurm={text}: {name} is set for every sweep. Leave it out; jobs=N caps the array.")
+            raise ConfigError(f"slurm={text}: the lab sets --{name}. Leave it out; jobs=N limits the jobs at once.")
         found[name] = value if sign else True
     return found
 
 
 def time_limit_minutes(flags: Mapping[str, Any]) -> int:
-    """Return the time limit of a Slurm job in minutes, rounded up. `flags` are those of `parse_sbatch_flags`.
+    """Return the time limit of a Slurm job in minutes, rounded up. `flags` come from `parse_sbatch_flags`.
 
     Raises ConfigError if the flag `time` is missing or unreadable.
     """
@@ -102,7 +105,7 @@ def resources_to_request(configs: Sequence[RunConfig], flags: Mapping[str, Any])
     """Return what every Slurm job requests, as parameters of submitit: GPUs or CPUs, as many as the largest job needs.
 
     If any job may use a GPU, returns {"gpus_per_node": N} and leaves the number of CPUs to the cluster. Otherwise
-    returns {"cpus_per_task": N}, without which all threads would share one CPU. Returns an empty dict if `flags` have
+    returns {"cpus_per_task": N}; without it all threads would share one CPU. Returns an empty dict if `flags` have
     such a request, or if no job uses a GPU and cpu_threads is 0.
     """
     on_gpu = [cfg.gpus for cfg in configs if cfg.device != "cpu"]
@@ -142,7 +145,7 @@ def submit_to_slurm(
             submitted = [executor.submit(sweep_job) for sweep_job in sweep_jobs]
     except FailedJobError as error:  # the error of sbatch
         raise ConfigError(
-            f"Slurm takes no jobs with slurm={configs[0].slurm}: {_error_as_sentence(error)} {GOES_ON}"
+            f"Slurm refused the jobs with slurm={configs[0].slurm}: {_error_as_sentence(error)} {GOES_ON}"
         ) from None
     yield submitted
 

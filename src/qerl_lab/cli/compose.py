@@ -63,12 +63,12 @@ class Job:
 class Plan:
     """The jobs of a command: of a single run, or of a sweep (`multirun`).
 
-    `directory` is the directory of the run, or that of the sweep, which holds a directory per job.
+    `directory` is the directory of the run or of the sweep. A sweep's directory holds a directory per job.
     """
 
     jobs: list[Job]
     directory: Path
-    directory_given: bool  # typed by the user, or of an earlier sweep: not to be renamed if it exists
+    directory_given: bool  # typed by the user, or found for an earlier sweep; kept if it exists
     multirun: bool
     made: Path | None = None  # topmost folder that was created for `directory`, if any
 
@@ -113,7 +113,7 @@ def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
     of_sweeps += [word for word in words if word.lstrip("+").startswith("hydra.sweep.")]
     for word in of_sweeps:
         instead = ", or type run_dir=DIR" if "hydra." in word else ""
-        raise ConfigError(f"{word} is of a sweep, and this command runs one job. Leave it out{instead}.")
+        raise ConfigError(f"{word} is for sweeps, and this command runs one job. Leave it out{instead}.")
     intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(typed))])
     usual = f"runs/{job.config.experiment}/seed{job.config.seed}/{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(job.config.run_dir or usual).expanduser().absolute()
@@ -137,7 +137,7 @@ def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
             raise ConfigError(f"job {number} ({own}): {explain(error)}") from None
         if job.config.run_dir:
             raise ConfigError(
-                f"run_dir={job.config.run_dir} cannot serve a sweep, whose jobs get a directory each. "
+                f"run_dir={job.config.run_dir} is for one run, and each job of a sweep has its own directory. "
                 f"Type {shell_override('hydra.sweep.dir', job.config.run_dir)}."
             )
         with open_dict(cfg):
@@ -156,8 +156,8 @@ def _compose_job(
 ) -> DictConfig:
     """Compose the configuration of one job of the sweep `master` with Hydra.
 
-    Jobs whose overrides differ only in plain values of keys share one composition. `known` keeps these compositions
-    between calls, and grows here.
+    Jobs with overrides that differ only in plain values of keys share one composition. `known` keeps these
+    compositions between calls, and grows here.
     """
     is_named_by_words = "override_dirname" in str(OmegaConf.to_container(master.hydra.sweep, resolve=False))
     values = types_by_key().keys() - set(GROUPS)  # scale and experiment are both a key and a group
@@ -244,7 +244,7 @@ def _expand_sweep(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
         raise ConfigError(f"hydra.sweeper.max_batch_size={size} does nothing here. Type jobs={size}.")
     if (name := master.hydra.runtime.choices["hydra/sweeper"]) != "basic":
         raise ConfigError(
-            f"hydra/sweeper={name} picks its jobs while it runs, so they cannot be checked before the first starts; "
+            f"hydra/sweeper={name} chooses jobs while it runs, so the lab cannot check them before the first starts; "
             "allowed: basic. Leave hydra/sweeper out."
         )
     params = [f"{key}={value}" for key, value in (master.hydra.sweeper.params or {}).items()]
@@ -265,7 +265,9 @@ def _expand_sweep(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
         choices[key] = [f"{key}={value}" for value in values]
     jobs = [list(words) for words in itertools.product(*choices.values())]
     if not jobs:
-        raise ConfigError("the sweep has no job: one of its lists or globs is empty.")
+        raise ConfigError(
+            "the sweep has no job, because one of its lists or globs is empty. Type at least one value for each key."
+        )
     return jobs
 
 
@@ -276,14 +278,14 @@ def _refuse_equal_jobs(jobs: list[Job]) -> None:
         other = first_jobs.setdefault(str(job.run_dir), job.number)
         if other != job.number:
             raise ConfigError(
-                f"jobs {other} and {job.number} would share the run directory {job.run_dir}; hydra.sweep.subdir must "
-                "differ between jobs. Leave it out, or put ${hydra.job.num} in it."
+                f"jobs {other} and {job.number} would share the run directory {job.run_dir}; allowed: a "
+                "hydra.sweep.subdir that differs between jobs. Leave it out, or put ${hydra.job.num} in it."
             )
         other = first_jobs.setdefault(repr(job.config), job.number)
         if other != job.number:
             raise ConfigError(
                 f"jobs {other} and {job.number} are the same run ({' '.join(job.overrides)}). "
-                "Leave out one of two values that are alike."
+                "Leave out one of the two equal values."
             )
 
 

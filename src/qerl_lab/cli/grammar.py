@@ -1,6 +1,6 @@
 """Parse KEY=VALUE arguments into a dataclass of `option` fields, and format `--help` from the same dataclass.
 
-For every command except `python -m qerl_lab`, whose arguments Hydra parses.
+Every command uses this module except `python -m qerl_lab`: Hydra parses its arguments.
 """
 
 import csv
@@ -41,8 +41,8 @@ class Command(Generic[Options]):
     work: Callable[[Options], None]
     examples: tuple[tuple[str, str], ...] = ()  # (command, meaning)
     required: tuple[str, ...] = ()  # options that must be given; "a|b" requires one of the two
-    bare: str = ""  # option whose values may be typed without KEY=
-    alone: bool = False  # refuses to run in several processes, each of which would repeat the whole work
+    bare: str = ""  # option with values that may be typed without KEY=
+    alone: bool = False  # refuses to run in several processes, because each would repeat the whole work
 
     def run(self, arguments: list[str]) -> int:
         """Run the command with command-line arguments; return exit code 0.
@@ -157,7 +157,7 @@ def _parse_value(key: str, kind: Any, text: str, default: Any) -> Any:
 def _parse_scalar(text: str, kind: Any) -> Any:
     """Parse a single value as null, true, false, a number or a text, whichever `kind` allows.
 
-    A value that does not fit `kind` is returned as what it looks like; the caller checks the type.
+    If the value does not fit `kind`, the result has another type, which the caller refuses.
     """
     if kind in TEXT:
         return None if text == "null" else unquoted(text)
@@ -170,7 +170,7 @@ def _parse_scalar(text: str, kind: Any) -> Any:
 
 
 def unknown_flag_error(argument: str, keys: Mapping[str, str], flags: Sequence[str]) -> ConfigError:
-    """Return the error for an argument with dashes, such as --lr, that is none of the allowed `flags`.
+    """Return the error for an argument with dashes, such as --lr, that is not in the allowed `flags`.
 
     `keys` maps each known name to what to type for it without dashes, e.g. `lr` to `optim.learning_rate=VALUE`.
     """
@@ -180,8 +180,8 @@ def unknown_flag_error(argument: str, keys: Mapping[str, str], flags: Sequence[s
     meant = keys.get(key, "")
     if value and meant == f"{key}=VALUE":  # under another name the value may mean something else
         meant = shlex.quote(f"{key}={value}")
-    hint = f" Type {meant}." if meant else close or " Type --help for what may be typed."
-    return ConfigError(f"{argument} is not a flag; keys take no dashes.{hint}")
+    hint = f" Type {meant}." if meant else close or " Type --help for the list."
+    return ConfigError(f"{argument} is not a flag; keys are typed without dashes.{hint}")
 
 
 def unreadable_override_error(override: str, keys: Mapping[str, Any]) -> ConfigError:
@@ -198,10 +198,10 @@ def unreadable_override_error(override: str, keys: Mapping[str, Any]) -> ConfigE
         return ConfigError(
             f"{override} cannot be read. Type KEY=VALUE without spaces around the sign, or leave {override} out."
         )
-    one = f" As one value that is {shell_override(key, value)}." if keys.get(key.lstrip("+")) in TEXT else ""
+    one = f" For one value type {shell_override(key, value)}." if keys.get(key.lstrip("+")) in TEXT else ""
     return ConfigError(
-        f"{spell_value(override)} cannot be read. Type KEY=VALUE, and put a value that has one of , = ( ) [ ] {{ }} "
-        f"or spaces in it between quotes, inside the shell's: \"KEY='a, b'\".{one}"
+        f"{spell_value(override)} cannot be read. Type KEY=VALUE. If the value has a space or one of , = ( ) [ ] {{ }} "
+        f"type two pairs of quotes: \"KEY='a, b'\".{one}"
     )
 
 
@@ -225,7 +225,7 @@ def command_help(command: Command[Any]) -> str:
     lines += ["", "Keys and their defaults:"] if options else []
     for name, field, default in options:
         lines += format_key_entry(name, field, default, 26)
-    return "\n".join([*lines, "", "Exit codes: 0 done, 1 failed, 2 a wrong command or input, 130 interrupted."])
+    return "\n".join([*lines, "", "Exit codes: 0 done, 1 failed, 2 wrong command or input, 130 interrupted."])
 
 
 def format_key_entry(name: str, field: Field[Any], default: Any, width: int) -> list[str]:

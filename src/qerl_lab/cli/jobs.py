@@ -1,4 +1,4 @@
-"""Directories of jobs: find those of an earlier sweep, create new ones, read a sweep, extend a run."""
+"""Directories of jobs: find the directories of an earlier sweep, create new ones, read a sweep, extend a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -44,7 +44,7 @@ def continue_sweep(plan: Plan) -> Plan:
     for job in plan.jobs:
         run = RunDirectory(job.run_dir)
         if run.is_claimed and (is_new or not _has_same_run(job)):
-            other = "a run already" if is_new else "a run of another configuration, or of other questions"
+            other = "a run already" if is_new else "a run with another configuration or other questions"
             raise ConfigError(f"{run.path} has {other}. Type another hydra.sweep.dir.")
         jobs.append(replace(job, begun=run.is_claimed))
     return replace(plan, jobs=jobs)
@@ -131,15 +131,18 @@ def extend_run(run: RunDirectory, steps: int) -> None:
     was = run.config()
     if run.status != "done":
         raise ConfigError(
-            f"resume={run.path} steps={steps}: the run is {run.status_in_words}, and only a finished one is extended. "
+            f"resume={run.path} steps={steps}: the run is {run.status_in_words}; allowed: a finished run. "
             f"Type {resume_override(run.path)} alone first."
         )
     if steps <= was.steps:
-        raise ConfigError(f"steps={steps}: the run has {was.steps} already. Type for example steps={2 * was.steps}.")
+        raise ConfigError(
+            f"steps={steps}: the run already has {was.steps} steps; allowed: more. "
+            f"Type for example steps={2 * was.steps}."
+        )
     if run.last_saved() != was.steps:
         started_from = ("model.path", run.model) if was.trains_all else ("lora.start_from", run.path)
         raise ConfigError(
-            f"{run.checkpoints} holds no checkpoint of step {was.steps}, from which the run would go on. "
+            f"{run.checkpoints} lacks the checkpoint of step {was.steps}, which the run needs to continue. "
             f"Type {shell_override(*started_from)} to begin a new run with its weights."
         )
     cfg = replace(was, steps=steps, extended=[*was.extended, was.steps])
@@ -164,7 +167,7 @@ def locked_sweep(directory: Path) -> Iterator[None]:
     with open(directory / LOCK, "a", encoding="utf-8") as file:  # opened for writing, because NFS locks no other files
         lock(
             file,
-            f"another command runs the sweep in {directory}. Wait for it or stop it first. For runs of its own type "
-            "another hydra.sweep.dir.",
+            f"another command runs the sweep in {directory}. Wait for that command, or stop it. For a separate sweep "
+            "type another hydra.sweep.dir.",
         )
         yield

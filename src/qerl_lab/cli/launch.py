@@ -28,11 +28,11 @@ from qerl_lab.system.exits import FAILURE, OK, SIGNALS, USAGE, stop_signals
 from qerl_lab.system.processes import rank_variables, refuse_several_processes
 
 LOOK_SECONDS = 1.0  # between two checks of the stop file and of a run's processes
-GRACE_SECONDS = 60.0  # for the other ranks to end by themselves after one has died
+GRACE_SECONDS = 60.0  # for the other ranks to end by themselves after a rank has died
 SAVE_SECONDS = 240.0  # for the processes of a job to save before the cluster kills it
 ABORT = "abort"  # content of the stop file
-STOPPING = "stopping: the step under way ends and is saved (Ctrl-C again aborts at once)"
-ABORTING = "aborting: what came after the last checkpoint is lost"
+STOPPING = "stopping: this step is finished and saved (Ctrl-C again aborts at once)"
+ABORTING = "aborting: steps after the last checkpoint are lost"
 
 # Defaults for the child's environment. A spinning OpenMP thread stalls a second run on the same cores for minutes;
 # tokenizers warn at every fork; vLLM logs its whole configuration; usage statistics stay off.
@@ -98,7 +98,7 @@ class SweepJob:
 def failure_message(run: RunDirectory) -> str:
     """Format why a failed run failed, and which file has the traceback."""
     file = run.path / "FAILED"
-    more = f"\n{terminal.format_path(file)} has the whole of it" if file.stat().st_size else ""  # empty: a full disk
+    more = f"\n{terminal.format_path(file)} has the traceback" if file.stat().st_size else ""  # empty: a full disk
     return f"failed: {run.reason}{more}"
 
 
@@ -220,7 +220,7 @@ def _abort_requested(stop_file: Path | None) -> bool:
 def _first_failed(children: list[subprocess.Popen[bytes]]) -> int | None:
     """Return the rank of the ended process that probably failed first; None if none failed.
 
-    Prefers a process that was killed by a signal to one that exited with an error.
+    A process that was killed by a signal comes before a process that exited with an error.
     """
     codes = {rank: child.returncode for rank, child in enumerate(children) if child.returncode}
     return min(codes, key=lambda rank: (codes[rank] > 0, -codes[rank]), default=None)

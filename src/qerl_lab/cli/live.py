@@ -58,7 +58,7 @@ class JobProgress:
 
 
 class SweepProgress:
-    """Show the progress of a sweep's `jobs`. `left` are those that are not done yet.
+    """Show the progress of a sweep's `jobs`. `left` are the jobs that are not done yet.
 
     Once `stop_file` exists the sweep is stopping.
     """

@@ -113,7 +113,7 @@ def dry_run_table(plan: Plan) -> str:
     table = columns([shown, *([str(row[name]) for name in shown] for row in rows)])
     place = f"in {format_path(plan.directory)}" if plan.multirun else "as above"
     done = [job for job in plan.jobs if job.begun and RunDirectory(job.run_dir).status == "done"]
-    skip = f", but for {len(done)} that are done" if done else ""
+    skip = f" except {len(done)} that are done" if done else ""
     end = f"dry run: would run {with_noun(len(plan.jobs), 'job')} {place}{skip}; nothing was started or written"
     return "\n".join([table, *format_notes(plan.jobs), end])
 
@@ -139,7 +139,7 @@ def _describe_earlier_runs(jobs: list[Job]) -> str:
         else:
             counts["to begin again (no checkpoint)"] += 1
     listed = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    return f"begun before: {listed} (rerun=true: all anew)"
+    return f"begun before: {listed} (rerun=true begins all again in a new sweep)"
 
 
 def format_notes(jobs: list[Job]) -> list[str]:
@@ -191,7 +191,7 @@ def sweep_table(plan: Plan) -> str:
     left = [job for job, run, status in zip(plan.jobs, runs, found, strict=True) if run.is_claimed and status != "done"]
     if left:
         lines.append(f"continue job {left[0].number} with: {command} {resume_override(format_path(left[0].run_dir))}")
-        lines.append(f"all of them with the same line, or: {command} {resume_override(here)}")
+        lines.append(f"continue all jobs with the same line, or: {command} {resume_override(here)}")
     return "\n".join(lines)
 
 

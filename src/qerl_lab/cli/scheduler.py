@@ -126,7 +126,7 @@ def finish(plan: Plan) -> int:
 
 
 class GpuPool:
-    """The GPUs of this machine, on each of which up to `share` jobs run at once.
+    """The GPUs of this machine. On each GPU up to `share` jobs run at once.
 
     `names` are the GPUs as in CUDA_VISIBLE_DEVICES. A job shares a GPU only if no GPU is idle.
     """

@@ -61,7 +61,7 @@ NO_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--experimental-reru
 def run(cfg: DictConfig) -> int:
     """Start the run that Hydra composed as `cfg`, and wait for its end. Hydra calls this.
 
-    Exits this process with the run's exit code. For a job of a sweep returns that code instead. Jobs of
+    Exits this process with the run's exit code. For a job of a sweep it returns the exit code instead. Jobs of
     hydra/launcher=lab do not come here.
     """
     hydra_config = HydraConfig.get()
@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> int:
         _prepare_completion()
         return _run_hydra([*flags, *overrides])
     if {"--multirun", "-m"} & set(flags) and any(flag.partition("=")[0] in SHOWN for flag in flags):
-        raise ConfigError("--cfg and --info show one job. Leave -m out, and give each key one value.")
+        raise ConfigError("--cfg and --info show one job. Leave -m out, and type one value for each key.")
     overrides = [spell_for_hydra(word) for word in overrides]
     parse_overrides(overrides)
     with as_config_errors():
@@ -150,8 +150,8 @@ def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[s
             continue
         if name in NO_FLAGS:
             raise ConfigError(
-                f"{word} would leave out the schema that every run is checked against. "
-                "Type --config-dir DIR to add options of your own to the groups."
+                f"{word} is not allowed, because the lab could not check the run against its schema. "
+                "Type --config-dir DIR to add your own options to the groups."
             )
         if name not in FLAGS or (sign and not FLAGS[name]):
             raise unknown_flag_error(word, _hints_by_name(), list(FLAGS))
@@ -166,7 +166,9 @@ def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[s
             given = word if sign or not left else f"{word} {left[0]}"
             raise ConfigError(f"{given} is not allowed; allowed: {', '.join(allowed)}. Type {name} {allowed[0]}.")
         if name in ("--config-dir", "-cd") and not Path(value).is_dir():
-            raise ConfigError(f"--config-dir {value} is not a directory. Type one that has groups, e.g. experiment/.")
+            raise ConfigError(
+                f"--config-dir {value} is not a directory. Type one that has groups, such as experiment/."
+            )
     return flags, overrides
 
 
@@ -191,9 +193,9 @@ def _parse_resume(flags: list[str], overrides: list[str]) -> tuple[Path, int | N
     refuse_repeated_keys((word.lstrip("+").partition("=")[0], word) for word in overrides)
     if others := [*flags, *(f"{key}={value}" for key, value in given.items())]:
         raise ConfigError(
-            f"resume continues a run with its own configuration, so {' '.join(others)} cannot stand beside it. "
-            f"Type {resume_override(directory)} alone, or with steps=N to extend a finished run; of a sweep the line "
-            "that began it takes jobs=N and launcher=NAME."
+            f"resume continues a run with its own configuration, so {' '.join(others)} cannot be typed with it. "
+            f"Type {resume_override(directory)} alone, or with steps=N to extend a finished run. For jobs=N or "
+            "launcher=NAME of a sweep, type the line that began the sweep."
         )
     if not directory:
         raise ConfigError("resume= names no directory. Type resume=RUN_DIR, for example resume=runs/nvfp4/seed0/TIME.")
@@ -227,10 +229,10 @@ def _resume(directory: Path, steps: int | None) -> int:
                 f"Move {files} out of its directory and type the same again: "
                 f"it writes its result again, from step {steps}."
             )
-        more = f"Type steps={2 * steps} beside it to extend the run, or start a new one."
+        more = f"Add steps={2 * steps} to extend the run, or start a new run."
         raise ConfigError(
             f"resume={directory}: this run is already finished (it has a DONE file). "
-            f"{more if run.last_saved() == steps else 'It kept no checkpoint to go on from: start a new run.'}"
+            f"{more if run.last_saved() == steps else 'It kept no checkpoint to continue from: start a new run.'}"
         )
     else:
         preflight.check(run.config(), directory)

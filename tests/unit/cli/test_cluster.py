@@ -24,7 +24,7 @@ def test_a_time_limit_is_read_as_slurm_reads_it(time: str, minutes: int) -> None
 
 @pytest.mark.parametrize(("text", "said"), [
     ("-p gpu", "-p is not --NAME=VALUE"),
-    ("--time=60 --array=0-3", "array is set for every sweep"),
+    ("--time=60 --array=0-3", "the lab sets --array"),
     ("--partition=gpu", "no --time"),
     ("--time=soon", "--time=soon"),
     ("--comment='two words --time=60", "No closing quotation"),
@@ -57,10 +57,10 @@ def test_a_job_asks_slurm_for_what_it_uses_unless_the_flags_do(device: str, flag
 def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: name == "submitit" or None)
-    with pytest.raises(ConfigError, match="this machine has no sbatch"):
+    with pytest.raises(ConfigError, match="needs sbatch and srun, and this machine lacks one"):
         cluster.check_can_submit(RunConfig(launcher="slurm"))
     monkeypatch.setattr(cluster.shutil, "which", lambda name: f"/bin/{name}")
-    with pytest.raises(ConfigError, match="--time of slurm= is 9 minutes"):
+    with pytest.raises(ConfigError, match="--time in slurm= is 9 minutes"):
         cluster.check_slurm_flags(RunConfig(launcher="slurm", slurm="--time=9"))
     with pytest.raises(ConfigError, match=r"needs the package ray.*pip install 'qerl-lab\[ray\]'"):
         cluster.check_can_submit(RunConfig(launcher="ray"))

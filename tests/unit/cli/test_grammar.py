@@ -121,7 +121,7 @@ def test_a_path_is_typed_without_its_key(tmp_path: Path, monkeypatch: pytest.Mon
     ("kind", "words", "said"),
     [
         (OnFiles, "a sede=1", "sede is not a known key. Allowed: step, files."),
-        (OnFiles, "a --step=2", "--step=2 is not a flag; keys take no dashes. Type step=2."),
+        (OnFiles, "a --step=2", "--step=2 is not a flag; keys are typed without dashes. Type step=2."),
         (OnFiles, "a files=[b]", "files is given 2 times: files=[b] a. Type one of them."),
         (OnOne, "a b", "file is given 2 times: a b. Type one of them."),
     ],

@@ -108,6 +108,6 @@ def test_the_opening_says_what_becomes_of_each_earlier_run(tmp_path: Path) -> No
     jobs = [Job(n, [], RunConfig(), tmp_path / str(n), begun=bool(files)) for n, files in enumerate(made)]
     assert opening_lines(Plan(jobs, tmp_path, True, True)).splitlines()[1:] == [
         "begun before: 2 done, 1 to continue from a checkpoint, 1 to begin again (no checkpoint), 2 not begun "
-        "(rerun=true: all anew)"
+        "(rerun=true begins all again in a new sweep)"
     ]
     assert opening_lines(Plan(jobs[-1:], tmp_path, True, True)).splitlines()[1:] == []

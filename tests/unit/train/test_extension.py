@@ -25,12 +25,12 @@ def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
         aqn__schedule="linear", aqn__sigma_start=0.1, aqn__sigma_end=0.0, aqn__stages=4, aqn__reading="equation",
     )  # fmt: skip
     directory = claimed(tmp_path / "run", cfg)
-    with pytest.raises(ConfigError, match="only a finished one is extended"):
+    with pytest.raises(ConfigError, match="allowed: a finished run"):
         extend_run(directory, 4)
     directory.begin()
     assert run(directory.config(), directory, Stop()) == 0
     first = directory.result()
-    with pytest.raises(ConfigError, match=r"the run has 2 already\. Type for example steps=4"):
+    with pytest.raises(ConfigError, match=r"the run already has 2 steps; allowed: more\. Type for example steps=4"):
         extend_run(directory, 2)
     metrics = directory.path / "metrics.jsonl"
     whole = metrics.read_text()
@@ -61,7 +61,7 @@ def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
     ("words", "message"),
     [
         (["resume=run", "steps=many"], "steps=many is not a whole number"),
-        (["resume=a run", "steps=4", "seed=1"], "so seed=1 cannot stand beside it. Type resume='a run' alone"),
+        (["resume=a run", "steps=4", "seed=1"], "so seed=1 cannot be typed with it. Type resume='a run' alone"),
         (["extended=[3]"], "Leave extended out"),
     ],
 )
