@@ -23,9 +23,9 @@ KEPT = (
     "reward/mean", "reward/answer", "reward/format", "reward/zero_variance_groups", "policy/entropy_nats",
     "policy/entropy_forking_nats", "policy/entropy_rest_nats", "sampler/entropy_nats", "sampler/logprob_gap_mean",
     "sampler/kl_k3_nats", "sampler/effective_sample_size", "rollout/tokens_per_second", "rollout/completion_tokens",
-    "rollout/truncated_fraction", "rollout/answer_entropy_nats", "step/seconds", "step/tokens_per_second",
-    "seconds/rollout", "seconds/train", "seconds/sync", "noise/sigma", "noise/kl_nats", "memory/rss_gib",
-    "memory/gpu_peak_gib", "eval/accuracy", "eval/entropy_nats", "eval/subset_accuracy",
+    "rollout/truncated_fraction", "rollout/answer_entropy_nats", "rollout/staleness", "step/seconds",
+    "step/tokens_per_second", "seconds/rollout", "seconds/train", "seconds/sync", "noise/sigma", "noise/kl_nats",
+    "memory/rss_gib", "memory/gpu_peak_gib", "eval/accuracy", "eval/entropy_nats", "eval/subset_accuracy",
 )  # fmt: skip
 REASON = 300  # most characters of a failure's reason; the file FAILED has all
 NO_STEPS = pd.DataFrame(index=pd.Index([], dtype="int64", name="step"))
@@ -229,15 +229,18 @@ def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: 
     """
     steps = steps.loc[1:]
     spent = steps["step/seconds"].sum()
-    tokens = (steps["step/tokens_per_second"] * steps["step/seconds"]).sum()
+    tokens = steps["step/tokens_per_second"] * steps["step/seconds"]
+    generation = steps["seconds/rollout"]
+    if "rollout/staleness" in steps:  # of a step sampled ahead, seconds/rollout is only the wait for its batch
+        generation = generation.mask(steps["rollout/staleness"] == 1, tokens / steps["rollout/tokens_per_second"])
     result = {
         "steps": int(steps.index.max()),
         "entropy_first": float(first_tenth(steps["policy/entropy_nats"]).mean()),
         "entropy_last": float(last_tenth(steps["policy/entropy_nats"]).mean()),
         "reward_first": float(first_tenth(steps["reward/mean"]).mean()),
         "reward_last": float(last_tenth(steps["reward/mean"]).mean()),
-        "tokens_per_second": float(tokens / spent),
-        "rollout_tokens_per_second": float(tokens / steps["seconds/rollout"].sum()),
+        "tokens_per_second": float(tokens.sum() / spent),
+        "rollout_tokens_per_second": float(tokens.sum() / generation.sum()),
         **{f"share_{name}": float(steps[f"seconds/{name}"].sum() / spent) for name in ("rollout", "train", "sync")},
         "memory_rss_gib": float(steps["memory/rss_gib"].max()),
         "seconds": seconds,

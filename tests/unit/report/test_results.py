@@ -105,6 +105,19 @@ def test_results_of_before_a_key_came_or_went_are_of_the_same_arm(sweep: Path) -
     }  # fmt: skip
 
 
+def test_the_wait_for_a_step_sampled_ahead_is_no_time_of_generation(here: Path) -> None:
+    """100 tokens a step, of which the sampler makes 200 in a second; a step sampled ahead waits a tenth of its time."""
+    path = make_run(here / "runs" / "ahead", "bf16", 0) / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, line in enumerate(lines):
+        line["metrics"] |= {"rollout/staleness": float(number > 0)} | ({"seconds/rollout": 0.05} if number else {})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    save("runs", "results/mine")
+    for folder in ("runs", "results/mine"):
+        (run,) = comparison.read([Path(folder)]).runs
+        assert run.summary["rollout_tokens_per_second"] == pytest.approx(200)
+
+
 def test_runs_in_a_folder_that_also_has_results_are_read_too(sweep: Path) -> None:
     """`report runs out=runs`, and then more seeds: from the files alone the new ones would never count."""
     (sweep / "bf16-2" / "DONE").rename("DONE")
