@@ -128,7 +128,7 @@ def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
         ("aqn.probe_prompts", cfg.aqn.probe_prompts, cfg.completions_per_step,
          f"the {cfg.completions_per_step} completions of a step", f"aqn.probe_prompts={cfg.completions_per_step}"),
     ):  # fmt: skip
-        if key in typed and given > most and cfg.aqn.schedule != "off":
+        if key in typed and given > most and key not in inert_keys(cfg):
             raise ConfigError(f"{key}={given} is more than {limit}. Type for example {remedy}.")
 
 

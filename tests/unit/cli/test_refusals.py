@@ -70,6 +70,7 @@ def refused(line: str, capsys) -> str:
         ("aqn=linear aqn.stages=51", ["aqn.stages=51", "steps=50", "Type for example aqn.stages=50"]),
         ("aqn=linear steps=1 aqn.stages=2", ["Type for example aqn.stages=1 aqn.reading=equation."]),
         ("aqn=linear steps=1 aqn.stages=1", ["Type for example aqn.reading=equation."]),
+        ("aqn=adaptive steps=2 aqn.stages=5", ["aqn.stages=5 does nothing in a run with aqn.schedule=adaptive."]),
         ("aqn=kl aqn.sigma_end=0.1", ["aqn.sigma_end=0.1", "aqn.unit=kl", "Leave aqn.sigma_end out"]),
         ("aqn=linear aqn.probe_prompts=65", ["aqn.probe_prompts=65", "64 completions"]),
         ("differs_in=[seed]", ["Leave differs_in out"]),
