@@ -95,6 +95,7 @@ def test_ratios_of_steps_compare_equal_micro_batches() -> None:
             ["step", "arms=['qlora_trl beta=0.1 loss_type=grpo']", "scratch=none"],
             "error: scratch=none is no directory.",
         ),
+        (["rollout", "arms=['bf16_stock enforce_eager=true']", "scratch=none"], "error: scratch=none is no directory."),
         (["train_step", "BENCHMARK=x"], "BENCHMARK is not a known key. Allowed: length, sequences, arms"),
         (["train_step", "out="], "error: out= has no file name. Type for example out=results/bench/mine."),
         (["train_step"], "error: The benchmarks need an NVIDIA GPU"),

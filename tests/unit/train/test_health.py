@@ -53,7 +53,7 @@ def test_a_sign_is_told_once_when_it_has_held_for_the_window(bad: dict[str, floa
     assert all(word in said for word in words)
     if "sampler/logprob_gap_max" in bad:
         (said,) = told([GOOD | bad] * 3 * WINDOW, RunConfig(rollout=RolloutConfig(engine="vllm")))
-        assert "rollout.vllm.linear_backend=marlin, or rollout=transformers" in said
+        assert "Type rollout.vllm.linear_backend=marlin, or rollout=transformers" in said
         server = RolloutConfig(engine="vllm_server", vllm_server=VllmServerConfig(overlap=True))
         (said,) = told([GOOD | bad] * 3 * WINDOW, RunConfig(rollout=server))
         assert "Type rollout.vllm_server.overlap=false, rollout.vllm.linear_backend=marlin, or" in said

@@ -4,6 +4,7 @@ The server samples from a policy of its own, with the adapter and the noise that
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from qerl_lab.system.exits import INTERRUPTED, OK
 from qerl_lab.train import ahead, trainer
 from qerl_lab.train import run as run_module
 from qerl_lab.train.ahead import is_sampled_ahead
+from qerl_lab.train.step import Batch
 from qerl_lab.train.stop import Stop
 from repeated import files_of, lines_of
 
@@ -239,6 +241,7 @@ def test_the_next_step_is_sampled_while_this_one_trains(new_runs) -> None:
     assert first["sampler/kernel_gap_mean"] == first["sampler/logprob_gap_mean"]
     assert "sampler/kernel_gap_mean" not in second
     assert second["seconds/reward"] == 0 < first["seconds/reward"]
+    assert second["seconds/rollout"] > 0, "the wait for the batch has no phase"
     for metrics in (first, second):
         assert sum(metrics[f"seconds/{phase}"] for phase in PHASES) == pytest.approx(metrics["step/seconds"])
         assert metrics["step/tokens_per_second"] * metrics["step/seconds"] == pytest.approx(
@@ -262,8 +265,17 @@ def test_an_engine_that_fails_ahead_loses_no_trained_step(new_runs, fails: tuple
     assert runs.saved == (4, sum(runs.of_steps("rollout/prompts_drawn")))
 
 
-def test_a_stop_while_a_step_is_sampled_ahead_saves_the_trained_one(new_runs) -> None:
-    runs = new_runs(**QUICK)
+def test_a_stop_while_a_step_is_sampled_ahead_saves_the_trained_one(new_runs, monkeypatch) -> None:
+    """The engine closes only when the thread is done with it."""
+    runs, collect, collected = new_runs(**QUICK), ahead.collect, list[int]()
+
+    def collect_slowly(cfg: RunConfig, step: int, *others: Any) -> Batch:
+        batch = collect(cfg, step, *others)
+        time.sleep(0.5)
+        collected.append(step)
+        return batch
+
+    monkeypatch.setattr(ahead, "collect", collect_slowly)
 
     class OnceStep3IsSampled(Stop):
         @property
@@ -271,6 +283,7 @@ def test_a_stop_while_a_step_is_sampled_ahead_saves_the_trained_one(new_runs) ->
             return runs.fake.step == 3
 
     assert runs.run(OnceStep3IsSampled()) == INTERRUPTED
+    assert collected == [2, 3]
     assert runs.saved == (2, sum(runs.of_steps("rollout/prompts_drawn")))
     runs.fake.step = 0
     assert runs.run() == OK
@@ -310,7 +323,7 @@ def test_where_sigma_is_solved_the_sampler_has_the_newest_adapter(new_runs) -> N
         ({"checkpoint__every": 4, "eval__every": 3}, [2, 3, 6]),
         ({"checkpoint__every": 4, "eval__every": 0, "extended": [3]}, [2, 3, 6]),
         ({"checkpoint__every": 0, "eval__every": 0, "rollout__vllm_server__overlap": False}, []),
-        ({"rollout__vllm_server__overlap": False, "rollout__engine": "transformers"}, []),
+        ({"rollout__engine": "transformers"}, []),
     ],
 )
 def test_steps_after_a_checkpoint_an_evaluation_or_an_extension_are_not_sampled_ahead(
