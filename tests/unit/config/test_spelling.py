@@ -66,7 +66,7 @@ def test_what_an_error_says_to_type_is_that_one_value(text: str, tmp_path: Path,
     assert train.main([*words, f"run_dir={text}"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: run_dir={text} ")
-    advice = re.search(r"(?:, or| that is) (.*?)(?: if the comma is part of it)?\.\n", said)
+    advice = re.search(r"(?:, or|For one value type) (.*?)(?: if the comma is part of it)?\.\n", said)
     assert advice is not None
     assert train.main([*words, *pasted(advice[1])]) == 0
     assert f"  {text}\n" in capsys.readouterr().out  # the column of the run directory
