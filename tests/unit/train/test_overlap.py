@@ -34,7 +34,7 @@ from repeated import files_of, lines_of
 
 SETTINGS = {
     "steps": 8, "checkpoint__every": 4, "format__name": "bf16", "rollout__engine": "vllm_server",
-    "rollout__vllm_server__overlap": True, "rollout__prompts_per_step": 2, "rollout__max_completion_tokens": 24,
+    "rollout__vllm_server__overlap": True, "rollout__prompts_per_step": 2, "rollout__max_completion_tokens": 8,
     "optim__learning_rate": 0.02,
     "lora__dropout": 0.2, "eval__questions": 4, "eval__samples": 1, "eval__every": 3, "eval__subset_questions": 2,
     "aqn__schedule": "linear", "aqn__reading": "equation", "aqn__sigma_start": 0.3, "aqn__sigma_end": 0.1,
@@ -224,7 +224,7 @@ QUICK = {"steps": 4, "eval__questions": 0, "eval__every": 0, "checkpoint__every"
 
 def test_the_next_step_is_sampled_while_this_one_trains(new_runs) -> None:
     """Without noise the older adapter alone causes a gap. A step takes its own time, without that of the thread."""
-    runs = new_runs(**QUICK | {"aqn__schedule": "off", "steps": 2})
+    runs = new_runs(**QUICK | {"aqn__schedule": "off", "steps": 2, "rollout__max_completion_tokens": 24})
     trained = threading.Event()
 
     def wait(step: int) -> None:
