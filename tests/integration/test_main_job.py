@@ -62,10 +62,10 @@ def test_its_record_is_complete(job: tuple[subprocess.CompletedProcess[str], Pat
     of_dapo = {name for name in absent if name.startswith(("rollout/groups_", "rollout/resample"))}
     elsewhere = {f"policy/{name}" for name in of_others} | of_dapo | {
         "memory/gpu_peak_gib", "reward/overlong", "rollout/prompts_drawn", "seconds/resample", "seconds/wait",
-        "noise/kl_target", "noise/kl_solved", "noise/probes",
+        "noise/kl_target", "noise/kl_solved", "noise/probes", "rollout/staleness",
     } | {name for name in absent if name.startswith("eval/subset_")}  # fmt: skip
     assert absent == elsewhere, (
-        "one process without KL term, GPU, part of DAPO, sigma to find or evaluation amid the run"
+        "one process without KL term, GPU, part of DAPO, sigma to find, overlap or evaluation amid the run"
     )
     assert len(of_dapo) == 5
     assert steps.loc[1:].drop(columns=[c for c in steps if c.startswith("eval/")]).notna().all().all()
