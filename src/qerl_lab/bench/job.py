@@ -198,9 +198,9 @@ def check(options: AnyOptions) -> None:
 
 
 def refuse_unknown_arguments(job: Job) -> None:
-    """Raise ConfigError if an override of a baseline arm of `step` is no argument of TRL's GRPOConfig.
+    """Raise ConfigError if a baseline arm of `bench step` overrides an argument that TRL's GRPOConfig does not have.
 
-    Baselines of the other benchmarks are not checked: vLLM is no package of every machine, and PEFT's take no override.
+    Does not check the baselines of other benchmarks: vLLM may not be installed here, and PEFT's take no overrides.
     """
     if job.benchmark != StepOptions.BENCHMARK or not job.overrides:
         return

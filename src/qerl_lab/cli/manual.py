@@ -158,7 +158,7 @@ def format_notes(jobs: list[Job]) -> list[str]:
 
 
 def _name_jobs(numbers: Sequence[int]) -> str:
-    """Format ascending job numbers: `job 3`, `jobs 0 to 24, 30`."""
+    """Format job numbers, which must ascend, as `job 3` or `jobs 0 to 24, 30`."""
     spans = list[list[int]]()
     for number in numbers:
         if spans and number == spans[-1][-1] + 1:

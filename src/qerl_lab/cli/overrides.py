@@ -121,7 +121,7 @@ def refuse_missing_check(callbacks: Mapping[str, Any] | None) -> None:
 
 
 def _missing_check_error(cause: str) -> ConfigError:
-    """Return the error for `cause`, an override or a file that takes away the callback `CHECK`."""
+    """Return the error for an override or a file (`cause`) that removes the check of every job."""
     return ConfigError(f"{cause} leaves out the check of every job. Leave {CHECK} as it is.")
 
 

@@ -87,7 +87,7 @@ NEEDS = (
     Needs(OVERLAP, "aqn.schedule!=adaptive", "sigma of a step follows from the KL measured in the step before",
           f"aqn=kl, or {LOCKSTEP}"),
     *(Needs(OVERLAP, f"{key}!=1", "the step after each is not sampled ahead, and none would be left",
-            f"{key}={usual}, or {LOCKSTEP}") for key, usual in (("checkpoint.every", 25), ("eval.every", 25))),
+            f"{key}=25, or {LOCKSTEP}") for key in ("checkpoint.every", "eval.every")),
 )  # fmt: skip
 
 

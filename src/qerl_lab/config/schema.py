@@ -445,7 +445,7 @@ class RunConfig:
 
     @property
     def mini_batch_size_per_gpu(self) -> int:
-        """Return the number of completions that each process (one per GPU) takes for an optimizer update."""
+        """Return the number of completions per optimizer update in each process (one per GPU)."""
         return self.completions_per_gpu // self.algorithm.updates_per_rollout
 
     @property

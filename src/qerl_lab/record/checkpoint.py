@@ -68,9 +68,9 @@ class Saved:
 
 
 def _find_disk_full(folder: Path, checkpoint: Path) -> OSError | None:
-    """Return an OSError that names `checkpoint` if no more can be written to `folder`, else None.
+    """Return an OSError that names `checkpoint` if the disk of `folder` is full, else None.
 
-    torch.save and safetensors lose the cause of a failed write: they raise errors of their own on a full disk.
+    Tries to write a file, because the errors of torch.save and safetensors do not say why a write failed.
     """
     try:
         (folder / "probe").write_bytes(bytes(PROBE_BYTES))

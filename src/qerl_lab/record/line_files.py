@@ -40,7 +40,10 @@ class LineFile(Generic[T]):
         return [record for _, _, record in parsed], offset + sum(len(line) for line, _, _ in parsed)
 
     def ends_in_half_a_line(self, run_dir: Path) -> bool:
-        """Tell whether the last line is incomplete. Raises OSError if the file cannot be read."""
+        """Tell whether the last line lacks its line end, as after a kill while it was written.
+
+        Raises OSError if the file cannot be read.
+        """
         path = run_dir / self.name
         if not path.exists() or not path.stat().st_size:
             return False

@@ -80,7 +80,10 @@ def list_deaths(result: Result) -> list[str]:
 
 
 def list_owners(result: Result) -> list[str]:
-    """Return a line `memory of ARM, GiB: OWNER N; OWNER N; ...` for each arm whose row has its memory by owner."""
+    """Return a line per arm that says how many GiB of GPU memory each owner holds, such as the base or the adapter.
+
+    Leaves out arms that did not measure this.
+    """
     lines = []
     for row in result.get("rows", []):
         owners = [f"{owner} {gib:.1f}" for owner, gib in row.get("gib_by_owner", {}).items()]

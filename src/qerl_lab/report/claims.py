@@ -73,13 +73,13 @@ class Guardrail:
 class Claims:
     """What all claims of one file share."""
 
-    path: str  # a name for messages, from which the file may not be found: the paper's claims lie in the package
+    path: str  # the claims file as messages name it; do not open it, the paper's claims lie inside the package
     sha256: str
     committed: str  # the day of the first commit
     seeds: int  # how many seeds both arms of a contrast must have in common
     conditions: Settings  # settings that all runs must have; other runs are ignored
     analysis: str = ""  # other planned analysis, in words
-    queue: str = ""  # `path`, of the queue file beside it, which makes their runs; empty without one
+    queue: str = ""  # the queue file beside the claims file, as messages name it; empty without one
 
 
 @dataclass(frozen=True)

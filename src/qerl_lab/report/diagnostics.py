@@ -170,7 +170,7 @@ def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
 
 
 def _name_with_seeds(row: Row) -> str:
-    """Return the contrast's name, and its number of seeds if these are too few for a verdict."""
+    """Return the contrast's name, followed by `(3 of 5 seeds)` if so few allow no verdict yet."""
     seeds = "" if row.judged or not row.numbers else f" ({row.numbers.seeds} of {row.claim.file.seeds} seeds)"
     return verdict_tables.name_of(row) + seeds
 

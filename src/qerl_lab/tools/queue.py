@@ -100,6 +100,7 @@ def plan(options: PlanOptions) -> None:
     all_left = _next_runs(queue, options)
 
     def hours(runs: Sequence[Planned]) -> float:
+        """Return the hours that `runs` take, `at_once` of them at a time."""
         return sum(map(queue.seconds, runs)) / at_once / 3600
 
     for part in _chosen_parts(queue, options):
@@ -245,7 +246,7 @@ class Machine:
         if run.status == DONE and planned.part.after:
 
             def evaluate(number: int, line: str) -> bool:  # a finished evaluation only prints its table
-                """Run the evaluate command `line`, delayed by its `number`; return whether it succeeded."""
+                """Wait `number` * STAGGER_SECONDS, run the evaluate command `line`, and return whether it succeeded."""
                 time.sleep(STAGGER_SECONDS * number)
                 command, *words = shlex.split(os.path.expandvars(line))
                 arguments = ["-m", "qerl_lab.evaluate", command, f"run={run.path}", *words]
