@@ -17,7 +17,6 @@ from qerl_lab.model.on_disk import is_ignored
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-COMPUTE_DTYPES = (torch.float32, torch.bfloat16)  # float16 would overflow in sums over NVFP4's W' (up to 2688)
 
 # Layers that engines fuse into one, so that they must share a tensor scale.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -34,7 +33,8 @@ class PackedLinear(nn.Linear):
     """y = alpha * (x @ W'^T) + bias, with W' unpacked from buffers at each call (see `formats.format.Decoder`).
 
     The numerics match the engines' FP4 kernels. W' = value * block scale is exact in bfloat16. alpha (NVFP4: 1 / global
-    scale) multiplies the product's float32 sums before they are rounded, once, to the compute dtype.
+    scale) multiplies the product's float32 sums before they are rounded, once, to the compute dtype: float32 or
+    bfloat16. In float16 sums over NVFP4's W' (up to 2688) would overflow.
 
     PEFT attaches LoRA to it as to any `nn.Linear`. The packed tensors are buffers with checkpoint names (in attribute
     names "." becomes "__"); they keep their dtypes when the model's dtype changes. The backward pass unpacks again
@@ -48,12 +48,12 @@ class PackedLinear(nn.Linear):
     def __init__(self, linear: nn.Linear, weight_format: Format, packed: Mapping[str, Tensor]) -> None:
         """Take sizes, bias and compute dtype from `linear`, and the weight from `packed`, tensors of `weight_format`.
 
-        `linear` may be on the meta device. Raises ValueError if the dtype of `linear` is not in COMPUTE_DTYPES.
+        `linear` may be on the meta device.
         """
         nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
         self.out_features, self.in_features = linear.out_features, linear.in_features
         self.weight_format = weight_format
-        self.compute_dtype = _checked_dtype(linear.weight.dtype)
+        self.compute_dtype = linear.weight.dtype
         self.dense_cache = False
         bias = linear.bias
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone(), False))
@@ -108,7 +108,7 @@ class PackedLinear(nn.Linear):
         """Return the dense W' `[N, K]` in `dtype`; the weight is `decoder.alpha` * W'."""
         if dtype in self._dense:
             return self._dense[dtype]
-        dense = self.decoder.unpack(_checked_dtype(dtype))
+        dense = self.decoder.unpack(dtype)
         if self.dense_cache:
             self._dense[dtype] = dense
         return dense
@@ -128,11 +128,10 @@ class PackedLinear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Override torch's hook behind `to` and `cuda`: move all tensors, but change only the bias' dtype.
 
-        A new dtype also becomes `compute_dtype`; the packed tensors keep their dtypes. Raises ValueError for a
-        dtype not in COMPUTE_DTYPES.
+        A new dtype also becomes `compute_dtype`; the packed tensors keep their dtypes.
         """
         probe = fn(torch.empty(1, dtype=self.compute_dtype, device=self.weight.device))
-        self.compute_dtype = _checked_dtype(probe.dtype)
+        self.compute_dtype = probe.dtype
         if self.form is not None and probe.device != self.weight.device:
             self.hold(self.packed())  # an engine's tensor may hold several layers, and each would copy all of it
         packed = self.held().values()
@@ -281,11 +280,3 @@ def _buffer_name(checkpoint_name: str) -> str:
     torch allows no dots in buffer names.
     """
     return checkpoint_name.replace(".", "__")
-
-
-def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return `dtype`. Raises ValueError if a packed Linear cannot compute in it."""
-    if dtype not in COMPUTE_DTYPES:
-        allowed = ", ".join(map(str, COMPUTE_DTYPES))
-        raise ValueError(f"a packed Linear cannot compute in {dtype}; allowed: {allowed} (also as the autocast dtype)")
-    return dtype

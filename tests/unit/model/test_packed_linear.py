@@ -163,18 +163,6 @@ def test_moves_between_devices_keep_dtypes(weight_format: Format) -> None:
     assert {key: tensor.dtype for key, tensor in packed.packed().items()} == dtypes
 
 
-@each_packed
-def test_dtypes_that_it_cannot_compute_in_are_refused(weight_format: Format) -> None:
-    message = r"cannot compute in torch.float(16|64); allowed: torch.float32, torch.bfloat16"
-    for change in (nn.Module.half, nn.Module.double):
-        with pytest.raises(ValueError, match=message):
-            change(packed_linear(weight_format))
-    with pytest.raises(ValueError, match=message):
-        packed_linear(weight_format, dtype=torch.float16)
-    with pytest.raises(ValueError, match=message), torch.autocast("cpu", torch.float16):
-        packed_linear(weight_format)(torch.randn(7, K))
-
-
 # Several layers on one tensor of an engine
 
 
