@@ -1,6 +1,6 @@
 """Packed layers, equivalent dense layers, and small models for tests of the formats."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -70,7 +70,7 @@ def tokens() -> Tensor:
     return torch.randint(0, 32, (4, 12), generator=torch.Generator().manual_seed(2))
 
 
-def pack_model(model: nn.Module, weight_format: Format, *, ignore: Iterable[str] = ("lm_head",)) -> None:
+def pack_model(model: nn.Module, weight_format: Format, *, ignore: Sequence[str] = ("lm_head",)) -> None:
     """Pack the Linears of a transformers causal LM in place, as reference for packing while loading.
 
     Each layer keeps the dtype of its weight; with BF16 it stays an `nn.Linear`, rounded. Skips layers that `ignore`

@@ -1,7 +1,7 @@
 """`PackedLinear`, a Linear with a frozen packed weight, and functions that put it into a model."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
@@ -194,24 +194,20 @@ def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
 
 
-def packable(model: nn.Module, ignore: Iterable[str]) -> list[str]:
+def packable(model: nn.Module, ignore: Sequence[str]) -> list[str]:
     """List the full names of the Linears of a dense model that a format packs.
 
     Linears tied to an embedding, and those that an entry of `ignore` matches (`on_disk.is_ignored`), are left out. The
-    model may be on the meta device. Raises ValueError if a Linear is packed already.
+    model may be on the meta device.
     """
-    ignore = tuple(ignore)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    names = []
-    for name, module in model.named_modules():
-        if isinstance(module, PackedLinear):
-            raise ValueError(f"{name} is packed as {module.weight_format.NAME} already: load the dense model again")
-        if isinstance(module, nn.Linear) and not is_ignored(name, ignore) and id(module.weight) not in embeddings:
-            names.append(name)
-    return names
+    return [
+        name for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not is_ignored(name, ignore) and id(module.weight) not in embeddings
+    ]  # fmt: skip
 
 
-def packed_head(model: "PreTrainedModel", weight_format: Format, ignore: Iterable[str]) -> str | None:
+def packed_head(model: "PreTrainedModel", weight_format: Format, ignore: Sequence[str]) -> str | None:
     """Return the name of the output layer if `weight_format` and `ignore` would pack it, else None.
 
     Callers refuse such a model, because the loss reads the dense weight of the output layer.
