@@ -1,7 +1,7 @@
 """`PackedLinear`, a Linear with a frozen packed weight, and functions that put it into a model."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
@@ -66,9 +66,10 @@ class PackedLinear(nn.Linear):
         are in checkpoint layout.
         """
         # Not register_buffer: bitsandbytes calls its packed tensor `weight`, which is a property here.
+        self._buffer_names = {name: name.replace(".", "__") for name in tensors}  # torch allows no dots
         self._buffers.clear()
-        self._buffers.update({_buffer_name(name): tensor for name, tensor in tensors.items()})
-        self._held_names, self.form = tuple(tensors), form
+        self._buffers.update({self._buffer_names[name]: tensor for name, tensor in tensors.items()})
+        self.form = form
         self._make_decoder()
 
     @property
@@ -86,7 +87,7 @@ class PackedLinear(nn.Linear):
     def held(self) -> dict[str, Tensor]:
         """Return the buffers that hold the weight, by name, unconverted: they may be in an engine's layout."""
         # Not get_buffer: it would find the property `weight` instead of NF4's tensor of that name.
-        return {name: cast(Tensor, self._buffers[_buffer_name(name)]) for name in self._held_names}
+        return {name: cast(Tensor, self._buffers[buffer]) for name, buffer in self._buffer_names.items()}
 
     def packed_bytes(self) -> int:
         """Return the bytes of this layer's packed tensors in checkpoint layout, without bias and dense cache."""
@@ -96,8 +97,7 @@ class PackedLinear(nn.Linear):
     def _make_decoder(self) -> None:
         """Make the decoder of the held tensors, unless they are on the meta device, and drop the cached dense weight.
 
-        The decoder is made here, not at the first forward call: torch.compile could not read the decoder's constants
-        from a GPU then.
+        Not at the first forward call, because there torch.compile could not read the decoder's constants from a GPU.
         """
         self._dense: dict[torch.dtype, Tensor] = {}
         if not self.weight.is_meta:
@@ -150,8 +150,8 @@ class PackedLinear(nn.Linear):
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         """Override torch's hook: save the packed tensors under checkpoint names."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self._held_names:
-            destination[prefix + name] = destination.pop(prefix + _buffer_name(name))
+        for name, buffer in self._buffer_names.items():
+            destination[prefix + name] = destination.pop(prefix + buffer)
 
 
 class _PackedProduct(torch.autograd.Function):
@@ -257,22 +257,11 @@ def pack_group(model: nn.Module, weights: dict[str, Tensor], weight_format: Form
         linear.__dict__["weight_format"] = weight_format  # read by `weight_bytes`
 
 
-def fused_groups(names: list[str]) -> Iterator[list[str]]:
-    """Group the full names of Linears into lists. Parts that engines fuse into one layer come together (see FUSED).
-
-    Every other Linear comes alone.
-    """
+def fused_groups(names: Sequence[str]) -> list[list[str]]:
+    """Group the full names of Linears: parts that engines fuse into one layer together, every other Linear alone."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
         parent, _, leaf = name.rpartition(".")
         parts = next((fused for fused in FUSED if leaf in fused), (leaf,))
         groups.setdefault((parent, parts), []).append(name)
-    yield from groups.values()
-
-
-def _buffer_name(checkpoint_name: str) -> str:
-    """Return the name of the buffer that stores a checkpoint tensor: the tensor's name with "__" for each ".".
-
-    torch allows no dots in buffer names.
-    """
-    return checkpoint_name.replace(".", "__")
+    return list(groups.values())
