@@ -1,6 +1,6 @@
 """LoRA (arXiv 2106.09685) on frozen Linears, packed or dense. Importing this module imports peft."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -11,8 +11,8 @@ from qerl_lab.model.linear import PackedLinear, autocast_dtype, autocast_off, sc
 
 
 def register_lora(lora_config: LoraConfig) -> None:
-    """Make PEFT use this module's layers for `lora_config`; they are faster and never merge into a packed base."""
-    lora_config._register_custom_module({PackedLinear: PackedLoraLinear, nn.Linear: LoraLinear})
+    """Make PEFT use `LoraLinear`, which is faster than its own layer, for `lora_config`."""
+    lora_config._register_custom_module({nn.Linear: LoraLinear})  # PackedLinear is a kind of nn.Linear
 
 
 class LoraLinear(Linear):
@@ -55,17 +55,6 @@ class LoraLinear(Linear):
             or (self.training and not isinstance(self.lora_dropout[adapter], nn.Identity))
             or type(self.base_layer) not in (nn.Linear, PackedLinear)  # a subclass may compute differently
             or any(parameter.requires_grad for parameter in self.base_layer.parameters())
-        )
-
-
-class PackedLoraLinear(LoraLinear):
-    """LoRA on a packed base, into which it cannot be merged."""
-
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
-        """Override PEFT's hook: raise ValueError, because the format cannot store the sum of base and adapter."""
-        raise ValueError(
-            f"cannot merge LoRA into a {self.get_base_layer().weight_format.NAME} weight: keep the adapter apart "
-            "(save_pretrained), or merge it into a dense model"
         )
 
 
