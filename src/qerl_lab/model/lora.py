@@ -16,46 +16,29 @@ def register_lora(lora_config: LoraConfig) -> None:
 
 
 class LoraLinear(Linear):
-    """PEFT's LoRA layer, computed as one operation (`_LoraProduct`) for one plain adapter without dropout.
+    """PEFT's LoRA layer for one plain adapter on a frozen Linear, computed as one operation (`_LoraProduct`).
 
     The adapter is computed in the dtype of autocast or, without autocast, of the base layer. The trained weights of the
     adapter keep their own dtype.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Override PEFT's hook: compute the output of the base layer plus the adapter.
+        """Override PEFT's hook: compute the output of the base layer plus the adapter as one operation.
 
-        If exactly one adapter is active and `_is_plain` holds for it, this is one operation. Otherwise, or with extra
-        arguments, PEFT's own code computes the output.
+        PEFT's own code computes it if the adapter drops out, is merged or off, or another one is active.
         """
-        active = self.active_adapters
-        if args or kwargs or len(active) != 1 or not self._is_plain(active[0]):
+        drops_out = self.training and not isinstance(self.lora_dropout["default"], nn.Identity)
+        is_other = self.merged or self.disable_adapters or self.active_adapters != ["default"]
+        if args or kwargs or drops_out or is_other:
             return super().forward(x, *args, **kwargs)
-        base, lora_A, lora_B = self.base_layer, self.lora_A[active[0]], self.lora_B[active[0]]
+        base, lora_A, lora_B = self.base_layer, self.lora_A["default"], self.lora_B["default"]
         dtype = autocast_dtype(x.device)
         own = base.compute_dtype if isinstance(base, PackedLinear) else base.weight.dtype
         rows = x.reshape(-1, x.shape[-1]).to(dtype or own)
         A, B = lora_A.weight.to(rows.dtype), lora_B.weight.to(rows.dtype)
-        y = _LoraProduct.apply(rows, A, B, self.scaling[active[0]], base)
+        y = _LoraProduct.apply(rows, A, B, self.scaling["default"], base)
         y = y.reshape(*x.shape[:-1], base.out_features)
         return y if dtype else y.to(x.dtype)
-
-    def _is_plain(self, adapter: str) -> bool:
-        """Tell whether `_LoraProduct` can compute the adapter of this name.
-
-        The adapter must be enabled and not merged. It must have no PEFT variant (e.g. DoRA), no bias and no active
-        dropout. Its base layer must be frozen, and exactly an nn.Linear or a PackedLinear.
-        """
-        return not (
-            adapter not in self.lora_A
-            or adapter in self.lora_variant
-            or self.disable_adapters
-            or self.merged
-            or self.lora_B[adapter].bias is not None
-            or (self.training and not isinstance(self.lora_dropout[adapter], nn.Identity))
-            or type(self.base_layer) not in (nn.Linear, PackedLinear)  # a subclass may compute differently
-            or any(parameter.requires_grad for parameter in self.base_layer.parameters())
-        )
 
 
 class _LoraProduct(torch.autograd.Function):
