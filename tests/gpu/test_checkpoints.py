@@ -17,7 +17,7 @@ from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.formats.nvfp4 import Nvfp4
 from qerl_lab.model.linear import PackedLinear, weight_bytes
-from qerl_lab.model.loading import load_model, stored_as
+from qerl_lab.model.loading import empty_model, fill, stored_as
 from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.rollout.vllm.backends import humming_races
 from small_checkpoints import equal, write_dense, write_packed
@@ -46,10 +46,9 @@ def load(
 ) -> PreTrainedModel:
     """Load `folder` as it is stored, or packed on the way if it is dense."""
     stored = stored_as(folder)
-    return load_model(
-        AutoConfig.from_pretrained(folder), WeightFiles(folder), stored or PackedAs(weight_format, ("lm_head",)),
-        is_packed=stored is not None, device=device, dtype=dtype,
-    )  # fmt: skip
+    packed_as = stored or PackedAs(weight_format, ("lm_head",))
+    empty = empty_model(AutoConfig.from_pretrained(folder), dtype)
+    return fill(empty, WeightFiles(folder), packed_as, is_packed=stored is not None, device=device)
 
 
 # Loading a dense directory.

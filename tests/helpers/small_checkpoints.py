@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Qwen2Config
 
 from packed_layers import pack_model
 from qerl_lab.formats.format import Format, PackedAs
-from qerl_lab.model.loading import load_model, stored_as
+from qerl_lab.model.loading import empty_model, fill, stored_as
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.weight_files import WeightFiles
 
@@ -64,7 +64,7 @@ def load(folder: Path, packed_as: PackedAs | None = None, dtype: torch.dtype = t
     wanted, is_packed = stored or packed_as, stored is not None
     assert wanted is not None
     config, cpu = AutoConfig.from_pretrained(folder), torch.device("cpu")
-    return load_model(config, WeightFiles(folder), wanted, is_packed=is_packed, device=cpu, dtype=dtype)
+    return fill(empty_model(config, dtype), WeightFiles(folder), wanted, is_packed=is_packed, device=cpu)
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

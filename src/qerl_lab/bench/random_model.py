@@ -25,13 +25,13 @@ from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.schema import FormatConfig, RunConfig
 from qerl_lab.formats.format import Format, PackedAs
 from qerl_lab.model.linear import packable
-from qerl_lab.model.loading import empty_model, load_model, tied
+from qerl_lab.model.loading import empty_model, fill, tied
 
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 class RandomWeights:
-    """Tensors for `load_model`: normal(0, 0.02) matrices, ones for norms, zeros for biases.
+    """Tensors for `loading.fill`: normal(0, 0.02) matrices, ones for norms, zeros for biases.
 
     Tensors are made on `device` on request, seeded by name, so that every format packs the same weights.
     """
@@ -100,7 +100,7 @@ def write(
     """
     config = config_of(architecture)
     packed_as, source = PackedAs(weight_format, tuple(FormatConfig().ignore)), RandomWeights(config, device)
-    model = load_model(config, source, packed_as, is_packed=False, device=device, dtype=torch.bfloat16)
+    model = fill(empty_model(config, torch.bfloat16), source, packed_as, is_packed=False, device=device)
     folder.mkdir(parents=True)
     save_torch_state_dict(model.state_dict(), folder, shared_tensors_to_discard=tied(model))
     if weight_format.BLOCK is not None:

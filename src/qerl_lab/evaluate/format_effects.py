@@ -87,11 +87,10 @@ def packed_model(model: str, weight_format: Format, device: torch.device) -> Pre
     Raises ValueError if the model cannot be loaded or packed.
     """
     folder, cfg = local_folder(model, None, key="model"), RunConfig()
-    return loading.load_model(
-        AutoConfig.from_pretrained(folder, trust_remote_code=False), WeightFiles(folder),
-        PackedAs(weight_format, tuple(cfg.format.ignore)), is_packed=False, device=device,
-        dtype=policy.compute_dtype(cfg, device),
-    )  # fmt: skip
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    packed_as = PackedAs(weight_format, tuple(cfg.format.ignore))
+    empty = loading.empty_model(config, policy.compute_dtype(cfg, device))
+    return loading.fill(empty, WeightFiles(folder), packed_as, is_packed=False, device=device)
 
 
 def effects_of_formats(texts: Texts, model: str, weight_formats: Iterable[Format]) -> pd.DataFrame:

@@ -69,20 +69,6 @@ def refuse_packed(folder: Path, setting: str, why: str) -> None:
         raise ConfigError(f"{setting} is packed; allowed: the dense model, {why}")
 
 
-def load_model(
-    config: PretrainedConfig, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device,
-    dtype: torch.dtype,
-) -> PreTrainedModel:  # fmt: skip
-    """Build the model of `config` with the weights of `source`, frozen, on `device` in `dtype`.
-
-    `empty_model` creates it, and removes quantization_config from `config`; `fill` loads the weights and explains
-    `packed_as`, `is_packed` and the errors.
-    """
-    model = empty_model(config, dtype)
-    fill(model, source, packed_as, is_packed=is_packed, device=device)
-    return model
-
-
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
     """Create a causal LM of transformers on the meta device, in eval mode: it has shapes and `dtype`, but no memory.
 
@@ -100,8 +86,8 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str = "
 
 def fill(
     model: PreTrainedModel, source: TensorSource, packed_as: PackedAs, *, is_packed: bool, device: torch.device
-) -> None:
-    """Load the weights of `source` into a model made by `empty_model`; put it on `device` and freeze it.
+) -> PreTrainedModel:
+    """Load the weights of `source` into a model made by `empty_model`; return it frozen and on `device`.
 
     Linears are packed as `packed_as` says. With `is_packed` the source holds packed weights. Otherwise it holds dense
     weights: each fused layer (q/k/v, gate/up) is packed in its stored dtype, and its dense weights are freed before the
@@ -120,9 +106,16 @@ def fill(
         else:
             pack_group(model, {name: source.tensor(f"{name}.weight", device) for name in group}, weight_format)
     for name in dense:
-        _fill_dense(model, source, name, device)
+        parent_name, _, leaf = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        empty = getattr(parent, leaf)
+        # If the dtype must change, cast on the CPU, so that the device never holds both tensors.
+        read_on = device if source.dtype(name) is empty.dtype else "cpu"
+        tensor = source.tensor(name, read_on).to(empty.dtype).to(device)
+        check_dense_values(tensor, name=f"{source.where(name)}: {name}")
+        setattr(parent, leaf, nn.Parameter(tensor, requires_grad=False) if isinstance(empty, nn.Parameter) else tensor)
     model.tie_weights()
-    model.to(device).requires_grad_(False)
+    return model.to(device).requires_grad_(False)
 
 
 def _check_names(
@@ -175,30 +168,14 @@ def check_dense_values(tensor: Tensor, *, name: str) -> None:
     check_values(tensor, str(tensor.dtype).removeprefix("torch."), name=name)
 
 
-def _fill_dense(model: PreTrainedModel, source: TensorSource, name: str, device: torch.device) -> None:
-    """Replace the empty parameter or buffer `name` by the tensor of `source`, in the dtype of the former.
-
-    Raises ValueError if the tensor has NaN, Inf or magnitudes of 2**100 or more.
-    """
-    parent_name, _, leaf = name.rpartition(".")
-    parent = model.get_submodule(parent_name)
-    empty = getattr(parent, leaf)
-    # If the dtype must change, cast on the CPU, so that the device never holds both tensors.
-    read_on = device if source.dtype(name) is empty.dtype else "cpu"
-    tensor = source.tensor(name, read_on).to(empty.dtype).to(device)
-    check_dense_values(tensor, name=f"{source.where(name)}: {name}")
-    setattr(parent, leaf, nn.Parameter(tensor, requires_grad=False) if isinstance(empty, nn.Parameter) else tensor)
-
-
 def _fill_packed(
     model: PreTrainedModel, source: TensorSource, group: Sequence[str], weight_format: Format, device: torch.device
 ) -> None:
     """Replace the Linears named in `group`, the parts of a fused layer, by `PackedLinear`s with weights of `source`.
 
-    The Linears are empty, on the meta device; their biases stay empty. Raises ValueError if a tensor is invalid, or if
-    the parts differ in a tensor scale that the format makes them share (SHARED): vLLM keeps the largest for all parts
-    and would sample from weights other than the trained ones. Rescaling the parts would round their block scales again
-    and so make another checkpoint.
+    Raises ValueError if a tensor is invalid, or if the parts differ in a tensor scale that the format makes them share
+    (SHARED): vLLM keeps the largest for all parts and would sample from weights other than the trained ones. Rescaling
+    the parts would round their block scales again and so make another checkpoint.
     """
     packed = {}
     for name in group:
