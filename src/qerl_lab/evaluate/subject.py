@@ -142,7 +142,7 @@ def load_policy(subject: Subject) -> Policy:
     loaded.chat.day = subject.day
     loaded.model.requires_grad_(False)  # so that the engine keeps no room for gradients
     if subject.adapter is not None:
-        policy.load_start_adapter(loaded.model, subject.adapter)
+        policy.load_adapter(loaded.model, subject.adapter)
     return loaded
 
 

@@ -141,11 +141,7 @@ class Policy:
         return Chat(self.tokenizer)
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the token ids of a chat up to the answer.
-
-        `messages` have keys `role` and `content`. Raises ConfigError if the chat template raises an error or leaves a
-        message out.
-        """
+        """Return the token ids of a chat up to the answer, as `Chat.prompt_ids` does."""
         return self.chat.prompt_ids(messages)
 
     def prompt(self, prompt_ids: list[int]) -> str:
@@ -331,24 +327,20 @@ def adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def load_adapter(model: PeftModel, folder: Path) -> None:
-    """Load the adapter in `folder` into the model, in place. Raises ConfigError if the file cannot be read."""
-    set_peft_model_state_dict(model, adapter_tensors(folder))
-
-
-def load_start_adapter(model: PeftModel, folder: Path) -> None:
     """Load the adapter in `folder` into the model, in place.
 
     Raises ConfigError if the file cannot be read, or its matrices differ in names or shapes from the model's adapter.
     """
+    tensors = adapter_tensors(folder)
     own = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
-    held = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(folder).items()}
+    held = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if differ := sorted(name for name in own.keys() | held.keys() if own.get(name) != held.get(name)):
         name = differ[0]
         raise ConfigError(
             f"the adapter in {folder} is of another model or rank: {len(differ)} matrices differ, the first {name}, "
             f"{held.get(name, 'missing')} there and {own.get(name, 'missing')} in the model. Check model.path."
         )
-    load_adapter(model, folder)
+    set_peft_model_state_dict(model, tensors)
 
 
 def attach_adapters(base: PreTrainedModel, cfg: RunConfig) -> PeftModel:

@@ -129,7 +129,7 @@ def write_dense(run: RunConfig, adapter: Path, base: Path, out: Path, dtype_name
     run.format.dense_cache, run.model.dtype = "off", "float32"  # merge in float32
     run.model.attention = "sdpa"  # attention never runs here, and another package may be missing
     loaded = policy.build(run, torch.device("cpu"))
-    policy.load_start_adapter(loaded.model, adapter)
+    policy.load_adapter(loaded.model, adapter)
     write_model(dense_tensors(loaded, dtype, merged=merged), dtype, base, out)
 
 

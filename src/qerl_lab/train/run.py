@@ -21,7 +21,7 @@ from qerl_lab.config.schema import AqnConfig, RunConfig
 from qerl_lab.config.spelling import resume_override
 from qerl_lab.evaluate.accuracy import Evaluation, evaluate, merge_parts
 from qerl_lab.model import dense, linear, on_disk
-from qerl_lab.model.policy import Policy, device_of, load_start_adapter
+from qerl_lab.model.policy import Policy, device_of, load_adapter
 from qerl_lab.model.policy import build as build_policy
 from qerl_lab.model.weight_files import local_folder
 from qerl_lab.preflight import question_counts
@@ -190,7 +190,7 @@ def build_session(cfg: RunConfig, directory: RunDirectory, stop: Stop) -> Sessio
         raise ConfigError(out_of_memory.while_loading(cfg, device, error)) from error
     lacks_first_exam = cfg.eval.questions > 0 and "before" not in directory.evaluations()
     if cfg.lora.start_from and (not saved or lacks_first_exam):  # the first exam uses this adapter
-        load_start_adapter(policy.model, adapter_folder(cfg.lora.start_from))
+        load_adapter(policy.model, adapter_folder(cfg.lora.start_from))
     policy.chat.day = ranks.from_first(directory.first_day())
     data = select(cfg, policy, task)
     notes = [*task_notes, *start_notes(cfg, saved), *left_out_notes(cfg, data), *policy.chat.notes]
