@@ -7,7 +7,6 @@ only when a file is unpacked.
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import math
 import shutil
@@ -79,12 +78,10 @@ def unpacked_folder(file: Path) -> Path:
 
 
 def header(file: Path) -> Header:
-    """Read a GGUF file's header. Raises ConfigError if the package gguf is missing or the file is damaged.
+    """Read a GGUF file's header. Raises ConfigError if the file is damaged.
 
     The reader of the package gguf takes 7 s for a vocabulary of 150,000 tokens, this function half a second.
     """
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"{file} needs the package gguf, which is not installed. Type pip install gguf.")
     try:
         with file.open("rb") as opened:
             return _read_header(opened, file.stat().st_size)
@@ -140,7 +137,7 @@ def _read_header(opened: BinaryIO, size: int) -> Header:
 def unpack(file: Path) -> Path:
     """Return the cache directory of an unpacked GGUF file; unpack it first if it is not there.
 
-    Raises ConfigError if the file is damaged, transformers cannot read it, or the package gguf is missing.
+    Raises ConfigError if the file is damaged or transformers cannot read it.
     """
     folder = unpacked_folder(file)
     if folder.is_dir():
@@ -148,31 +145,24 @@ def unpack(file: Path) -> Path:
     found = header(file)
     cache_folder().mkdir(parents=True, exist_ok=True)
     with exclusive(cache_folder()):  # among ranks and jobs of a sweep the first unpacks, the others wait
-        if not folder.is_dir():
-            _unpack_to(file, folder, found)
+        if folder.is_dir():
+            return folder
+        kinds = ", ".join(f"{kind} ({count})" for kind, count in found.kinds.items())
+        said = f"{file.name}: tensors in {kinds}; transformers dequantizes them to {DTYPE}, kept in {folder}"
+        print(said, file=sys.stderr, flush=True)
+        partial = folder.with_name(f"{folder.name}.partial")  # renamed when complete
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            _dequantize(file, partial, found)
+        except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+            shutil.rmtree(partial)
+            raise ConfigError(
+                f"transformers cannot read {file} ({type(error).__name__}: {first_line(error)}). "
+                "Type the path of the model as safetensors, or a GGUF file of another kind."
+            ) from error
+        partial.rename(folder)
     return folder
-
-
-def _unpack_to(file: Path, folder: Path, file_header: Header) -> None:
-    """Dequantize a GGUF file to a temporary directory, and rename it to `folder` when it is complete.
-
-    Raises ConfigError if transformers cannot read the file.
-    """
-    kinds = ", ".join(f"{kind} ({count})" for kind, count in file_header.kinds.items())
-    said = f"{file.name}: tensors in {kinds}; transformers dequantizes them to {DTYPE}, kept in {folder}"
-    print(said, file=sys.stderr, flush=True)
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        _dequantize(file, partial, file_header)
-    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
-        shutil.rmtree(partial)
-        raise ConfigError(
-            f"transformers cannot read {file} ({type(error).__name__}: {first_line(error)}). "
-            "Type the path of the model as safetensors, or a GGUF file of another kind."
-        ) from error
-    partial.rename(folder)
 
 
 def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
