@@ -18,7 +18,7 @@ from qerl_lab.formats.format import Format, Layout, PackedAs, layers, unsupporte
 # The output layer of a causal LM. It has no parent module, and other tools look for the plain name.
 _HEAD = "lm_head"
 _NO_GLOBAL = ("kv_cache_scheme", "sparsity_config", "transform_config")  # sections that must be empty
-_ANY_PARENT, _END, _BELOW = r"re:(.*\.)?", "$", r"\..*"
+_ANY_PARENT = r"re:(.*\.)?"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CompressedTensors(Format):
 
     @property
     def bits_per_weight(self) -> float:
-        """Return the bits per weight: its value, and its part of the block's scale, one byte.
+        """Return the bits of a value and its part of the block's scale, one byte.
 
         Not counted are 4 bytes per tensor in NVFP4, and 2 bytes per row in FP8.
         """
@@ -53,7 +53,7 @@ class CompressedTensors(Format):
         return (rounded.view_as(blocks) * scale).flatten(1)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return shape and dtype of the tensors of codes and of block scales, by name."""
+
         assert self.BLOCK is not None
         rows, columns = shape
         return {
@@ -82,14 +82,10 @@ class CompressedTensors(Format):
     def recognize(cls, config: Mapping[str, Any]) -> PackedAs | None:
         """Parse a `quantization_config` of compressed-tensors or llmcompressor; None if it describes another layout.
 
-        The options of the returned format are None, because the rounding rule is not recorded. Raises ValueError for an
-        entry that this package cannot load.
+        The options of the returned format are None, because the rounding rule is not recorded.
         """
-        return cls._read_config(config) if layout_of(config) == cls.LAYOUT else None
-
-    @classmethod
-    def _read_config(cls, config: Mapping[str, Any]) -> PackedAs:
-        """Parse a `quantization_config` of this format's layout, as `recognize` says."""
+        if layout_of(config) != cls.LAYOUT:
+            return None
         group = only_group(config)
         weights = group.get("weights") or {}
         entries = [
@@ -142,14 +138,10 @@ def _ignore_pattern(entry: str) -> str:
     if entry == _HEAD or entry.startswith("re:"):
         return entry
     name = re.escape(entry)
-    return f"{_ANY_PARENT}{name}{_END}|{name}{_BELOW}"
+    return rf"{_ANY_PARENT}{name}$|{name}\..*"
 
 
 def _ignore_entry(pattern: str) -> str:
-    """Turn a compressed-tensors pattern back into the entry of `ignore` from which `_ignore_pattern` makes it.
-
-    Also reads an older form of these patterns, which did not match the layers in a module. Returns any other pattern
-    unchanged.
-    """
-    name = pattern.removeprefix(_ANY_PARENT).partition(_END)[0].replace("\\", "")
-    return name if pattern in (_ignore_pattern(name), _ANY_PARENT + re.escape(name) + _END) else pattern
+    """Turn a pattern of `_ignore_pattern` back into the entry of `ignore`. Returns any other pattern unchanged."""
+    name = pattern.removeprefix(_ANY_PARENT).partition("$")[0].replace("\\", "")
+    return name if pattern == _ignore_pattern(name) else pattern

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.compressed_tensors import CompressedTensors, only_group
+from qerl_lab.formats.compressed_tensors import CompressedTensors, layout_of, only_group
 from qerl_lab.formats.format import Layout, PackedAs, checked, unsupported_entry
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -48,10 +48,7 @@ class Fp8(CompressedTensors):
     activations: str
 
     def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
-        """Pack `weight[N, K]` of any K into `weight` float8_e4m3fn `[N, K]` and `weight_scale` bfloat16 `[N, 1]`.
-
-        Raises ValueError, naming `name`, unless `weight` is a matrix of finite floats below 2**100.
-        """
+        """Pack `weight[N, K]` of any K into `weight` float8_e4m3fn `[N, K]` and `weight_scale` bfloat16 `[N, 1]`."""
         weight = checked(weight, self, name=name)
         low, high = torch.aminmax(weight, dim=1, keepdim=True)
         scale = (torch.maximum(-low, high).float() / E4M3_MAX).to(torch.bfloat16)
@@ -59,28 +56,21 @@ class Fp8(CompressedTensors):
         return {"weight": _round(weight / scale.float()), "weight_scale": scale}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Unpack the weight `[N, K]`: each value times the scale of its row, exact in float32, else rounded once."""
+        """Multiply each value by the scale of its row: exact in float32, else rounded once."""
         return packed["weight"].to(dtype).mul_(packed["weight_scale"])
 
     def ideal(self, weight: Tensor) -> Tensor:
-        """Round `weight[N, K]` to E4M3 values times exact row scales, which map each row's maximum to 448.
-
-        Returns float32 `[N, K]`.
-        """
+        """Round `weight[N, K]` to E4M3 values times exact row scales, which map each row's maximum to 448."""
         weight = weight.float()
         scale = weight.abs().amax(1, keepdim=True) / E4M3_MAX
         return _round(torch.where(scale > 0, weight / scale, 0.0)).float() * scale
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return shape and dtype of `weight` (values) and `weight_scale` (a scale per row), by name."""
+
         return {"weight": (shape, torch.float8_e4m3fn), "weight_scale": ((shape[0], 1), self.SCALE_DTYPE)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Check tensors that another program packed; return those that `layout` lists.
-
-        Raises ValueError, naming the tensor, for a shape or dtype other than in `layout(shape)`, for values that are
-        NaN, and for scales that are not positive and finite.
-        """
+        """Check the tensors as every format does; also refuse NaN, and scales that are not positive and finite."""
         accepted = super().accept(packed, shape, name=name)
         if (accepted["weight"].view(torch.uint8) & _NAN == _NAN).any():
             raise ValueError(f"{name}.weight has NaN; allowed: -{E4M3_MAX:g} to {E4M3_MAX:g}")
@@ -90,11 +80,7 @@ class Fp8(CompressedTensors):
         return accepted
 
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
-        """Build the `quantization_config` that compressed-tensors would write; `dtype` is not recorded.
-
-        `ignore` names the layers left dense (see `model.on_disk.is_ignored`); the option `activations` sets
-        `input_activations`.
-        """
+        """Build the `quantization_config`; the option `activations` sets its `input_activations`."""
         config = super().quantization_config(ignore, dtype)
         group = config["config_groups"]["group_0"]
         group["weights"]["scale_dtype"] = None  # as in the preset: the dtype of the weight
@@ -102,18 +88,17 @@ class Fp8(CompressedTensors):
         return config
 
     @classmethod
-    def _read_config(cls, config: Mapping[str, Any]) -> PackedAs:
-        """Parse a `quantization_config` of the layout of FP8.
-
-        Activations may be unquantized, or FP8 with a dynamic scale per token. Raises ValueError for other entries that
-        this package cannot load.
-        """
+    def recognize(cls, config: Mapping[str, Any]) -> PackedAs | None:
+        """Parse a `quantization_config`: activations may be unquantized, or FP8 with a dynamic scale per token."""
+        if layout_of(config) != cls.LAYOUT:
+            return None
         group = only_group(config)
         given = group.get("input_activations") or {}
         if given and any(given.get(key) != value for key, value in _PER_TOKEN.items()):
             raise unsupported_entry("input_activations", given, f"null or {_PER_TOKEN} in {cls.NAME}")
         weights_alone = {**config, "config_groups": {"group_0": {**group, "input_activations": None}}}
-        return super()._read_config(weights_alone)._replace(weight_format=W8A8 if given else W8A16)
+        found = super().recognize(weights_alone)
+        return found and found._replace(weight_format=W8A8 if given else W8A16)
 
 
 W8A16, W8A8 = Fp8("auto"), Fp8("fp8")
