@@ -12,7 +12,6 @@ imported on first use.
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +39,7 @@ class Nf4(Format):
 
     @property
     def bits_per_weight(self) -> float:
-        """Return the stored bits per weight: 4.5 (a float32 per block of 64), or 4.127 with double quantization."""
+        """Return 4.5 bits (a float32 per block of 64), or 4.127 with double quantization."""
         block_bits = 8 + 32 / _NESTED_BLOCK if self.double_quant else 32
         return 4 + block_bits / self.BLOCK
 
@@ -49,8 +48,7 @@ class Nf4(Format):
 
         Returns the tensors of a bitsandbytes checkpoint: `weight` uint8 `[N*K/2, 1]` (HIGH nibble = even element),
         `weight.absmax` `[N*K/64]` (uint8 if `double_quant`, else float32), `weight.quant_map` float32 `[16]`, a JSON
-        header uint8 `[256]`, and with `double_quant` `weight.nested_absmax` and `weight.nested_quant_map`. Raises
-        ValueError, naming `name`, unless `weight` is a matrix of finite floats below 2**100 and 64 divides N*K.
+        header uint8 `[256]`, and with `double_quant` `weight.nested_absmax` and `weight.nested_quant_map`.
         """
         from bitsandbytes.functional import quantize_4bit
 
@@ -69,30 +67,27 @@ class Nf4(Format):
         return self.decoder(packed, shape).unpack(dtype)
 
     def decoder(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Decoder:
-        """Return the decoder of a packed weight of `shape` [N, K]. Reads the JSON header now, not at each unpacking.
-
-        Unpacking applies all scales, so the decoder's alpha is 1.
-        """
-        from bitsandbytes.functional import QuantState
+        """Return the decoder of a packed weight of `shape` [N, K]. Reads the JSON header now, not at each unpacking."""
+        from bitsandbytes.functional import QuantState, dequantize_4bit
 
         codes = packed["weight"]
         state = QuantState.from_dict({key: tensor for key, tensor in packed.items() if key != "weight"}, codes.device)
         # Give each block its own row. bitsandbytes 0.50's AVX-512 kernel takes a wrong scale where a block crosses
         # rows, i.e. where K is no multiple of 64 (seen at K=160: accuracy 0.49 became 0.11).
         state.shape = torch.Size((codes.numel() * 2 // self.BLOCK, self.BLOCK))
-        states = {dtype: copy.copy(state) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+        states = {dtype: copy.copy(state) for dtype in (torch.float32, torch.bfloat16)}
         for dtype, own in states.items():
             own.dtype = dtype
-        return Decoder(partial(_unpack_weight, codes, states, shape))
+        return Decoder(lambda dtype: dequantize_4bit(codes, states[dtype]).reshape(shape))
 
     def ideal(self, weight: Tensor) -> Tensor:
-        """Round a weight to NF4 with exact float32 scales and dequantize it: float32 `[N, K]`."""
+        """Round a weight to NF4 with float32 scales."""
         single = replace(self, double_quant=False)
         shape = (weight.shape[0], weight.shape[1])
         return single.dequantize(single.quantize(weight), shape, torch.float32)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return shape and dtype of each tensor of a packed weight, by name: codes, block scales, tables, header."""
+
         blocks = shape[0] * shape[1] // self.BLOCK
         single: Layout = {
             "weight": ((blocks * self.BLOCK // 2, 1), torch.uint8),
@@ -106,11 +101,7 @@ class Nf4(Format):
         return single | (nested if self.double_quant else {}) | {_HEADER: ((_HEADER_BYTES,), torch.uint8)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Check tensors that bitsandbytes packed; return those that `layout(shape)` names.
-
-        The JSON header is padded to 256 bytes. Raises ValueError, naming the module `name` and the tensor, for a shape
-        or dtype that differs from `layout(shape)`.
-        """
+        """Check the tensors as every format does, after padding the JSON header, which bitsandbytes does not pad."""
         header = packed[_HEADER]
         if header.dtype is torch.uint8 and header.numel() < _HEADER_BYTES:
             header = _pad_header(header)
@@ -119,9 +110,8 @@ class Nf4(Format):
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
         """Build the `quantization_config` that `transformers.BitsAndBytesConfig` would write.
 
-        `ignore` names the layers left dense: full names, last parts of names, or modules that contain layers. vLLM
-        does not understand such modules, only the two kinds of names. Raises ValueError for a `re:` pattern, because
-        bitsandbytes would read it as a name.
+        In `ignore` vLLM understands full names and last parts of names, but no modules that contain layers. Raises
+        ValueError for a `re:` pattern, because bitsandbytes would read it as a name.
         """
         if any(entry.startswith("re:") for entry in ignore):
             raise ValueError(
@@ -166,18 +156,6 @@ def _hold_scales_in_8_bits(state: "QuantState") -> None:
     state.offset = absmax.mean(dtype=torch.float64).float()
     state.absmax, state.state2 = quantize_blockwise(absmax - state.offset, blocksize=_NESTED_BLOCK)
     state.nested = True
-
-
-def _unpack_weight(
-    codes: Tensor, states: "dict[torch.dtype, QuantState]", shape: tuple[int, int], dtype: torch.dtype
-) -> Tensor:
-    """Unpack NF4 codes to a weight of `shape`, rounded once to `dtype`.
-
-    `states` holds bitsandbytes' quantization state (scales and tables) for each possible `dtype`.
-    """
-    from bitsandbytes.functional import dequantize_4bit
-
-    return dequantize_4bit(codes, states[dtype]).reshape(shape)
 
 
 def _pad_header(header: Tensor) -> Tensor:
