@@ -58,18 +58,11 @@ class Nvfp4(CompressedTensors):
         """Pack `weight[N, K]`, K divisible by 16.
 
         Returns `weight_packed` uint8 `[N, K/2]` (low nibble = even column), `weight_scale` float8_e4m3fn `[N, K/16]`,
-        `weight_global_scale` float32 `[1]`. `global_scale`, float32 `[1]`, is used if given; otherwise it is computed
-        from `weight`.
-
-        Raises ValueError for an unknown `scale_rule`. Also, naming `name`, unless `weight` is a matrix of finite floats
-        below 2**100 with such a K, and `global_scale` is positive and finite.
+        `weight_global_scale` float32 `[1]`. The latter is `global_scale`, or computed from `weight` if that is None.
+        Raises ValueError for an unknown `scale_rule`, too.
         """
-        self._check_rule()
         weight = checked(weight, self, name=name)
-        divisor = self.global_scale([weight]) if global_scale is None else global_scale
-        if divisor.shape != (1,) or not 0 < divisor.item() < float("inf"):
-            raise ValueError(f"{name}: global_scale must be one positive finite number of shape [1], got {divisor}")
-        divisor = divisor.to(weight.device, torch.float32, copy=True)
+        divisor = self.global_scale([weight]) if global_scale is None else global_scale.clone()
         blocks = weight.unflatten(1, (-1, self.BLOCK))
         scale = _block_scale(blocks, divisor, e2m1.MAX)
         if self.scale_rule == "four_over_six":
@@ -79,10 +72,7 @@ class Nvfp4(CompressedTensors):
         return {"weight_packed": packed, "weight_scale": scale.to(torch.float8_e4m3fn), DIVISOR: divisor}
 
     def fused_quantize(self, weights: Sequence[Tensor]) -> Quantize:
-        """Return `quantize` with one global scale, computed from all `weights`, the dense parts of a fused layer.
-
-        The parts share it, because engines keep one global scale per fused layer.
-        """
+        """Return `quantize` with one global scale for all parts, because engines keep one per fused layer."""
         return partial(self.quantize, global_scale=self.global_scale(weights))
 
     def global_scale(self, weights: Sequence[Tensor]) -> Tensor:
@@ -92,22 +82,17 @@ class Nvfp4(CompressedTensors):
         computed in bfloat16 if all `weights` are bfloat16, otherwise in float32. Raises ValueError for an unknown
         `scale_rule`.
         """
-        largest_block = _TENSOR_SCALE[self._check_rule()]
+        if self.scale_rule not in SCALE_RULES:
+            raise ValueError(f"unknown scale_rule {self.scale_rule!r}; allowed: {', '.join(SCALE_RULES)}")
         maxima = [weight.detach().abs().max() for weight in weights]
         if any(maximum.dtype != torch.bfloat16 for maximum in maxima):
             maxima = [maximum.float() for maximum in maxima]  # the quotient below overflows in float16
         largest = torch.stack(maxima).max()
-        divisor = largest_block * e2m1.MAX / largest.clamp(min=torch.finfo(largest.dtype).tiny)
+        divisor = _TENSOR_SCALE[self.scale_rule] * e2m1.MAX / largest.clamp(min=torch.finfo(largest.dtype).tiny)
         return torch.nan_to_num(divisor, nan=1.0, posinf=1.0).float().reshape(1)
 
-    def _check_rule(self) -> str:
-        """Return `scale_rule`. Raises ValueError if it is not in SCALE_RULES."""
-        if self.scale_rule not in SCALE_RULES:
-            raise ValueError(f"unknown scale_rule {self.scale_rule!r}; allowed: {', '.join(SCALE_RULES)}")
-        return self.scale_rule
-
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Unpack packed tensors to `[N, K]`: value * (scale / global scale) in float32, rounded once to `dtype`."""
+        """Unpack to `[N, K]`: value * (scale / global scale) in float32, rounded once to `dtype`."""
         scale = packed["weight_scale"].float() / packed[DIVISOR]
         return e2m1.scaled(packed["weight_packed"], scale).to(dtype)
 
@@ -121,15 +106,13 @@ class Nvfp4(CompressedTensors):
         return Decoder(partial(e2m1.dequantize, packed["weight_packed"], packed["weight_scale"]), alpha)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return shape and dtype of the tensors of codes, block scales and global scale, by name."""
+
         return super().layout(shape) | {DIVISOR: ((1,), torch.float32)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Check tensors that another program packed; return those that `layout` lists.
+        """Check the tensors as every format does; also refuse a global scale that is not positive and finite.
 
-        Raises ValueError, naming the tensor, for a shape or dtype other than in `layout(shape)`, for a global scale
-        that is not positive and finite, and for block scales that are negative or NaN. The engines' kernels ignore the
-        sign of a block scale; the trainer would not.
+        Also block scales that are negative or NaN: the engines' kernels ignore their sign, the trainer would not.
         """
         accepted = super().accept(packed, shape, name=name)
         if not 0 < (divisor := accepted[DIVISOR].item()) < float("inf"):
