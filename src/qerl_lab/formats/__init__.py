@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any
 
 from qerl_lab.formats.bf16 import Bf16
 from qerl_lab.formats.compressed_tensors import CompressedTensors, layout_of
@@ -15,14 +15,8 @@ from qerl_lab.formats.nvfp4 import Nvfp4
 FORMATS: dict[str, type[Format]] = {kind.NAME: kind for kind in (Bf16, Fp8, Mxfp4, Nf4, Nvfp4)}
 
 
-class Chosen(Protocol):
-    """The config group `format`: `name`, a key of `FORMATS`, and an attribute for each option of any format."""
-
-    name: str
-
-
-def build(chosen: Chosen) -> Format:
-    """Build the format `chosen.name` with its options, which `chosen` has as attributes.
+def build(chosen: Any) -> Format:
+    """Build the format that the config group `format` chooses by its `name`, with the options of that format.
 
     Raises ValueError if `FORMATS` has no such name.
     """

@@ -68,7 +68,8 @@ class Format(ABC):
     def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
         """Pack a dense `weight[N, K]`; return the packed tensors by name, e.g. `weight_packed`.
 
-        Raises ValueError, naming the layer `name`, for values or shapes that the format cannot store.
+        Raises ValueError, naming the layer `name`, unless `weight` is a matrix of finite floats below 2**100 that
+        divides into blocks.
         """
 
     @abstractmethod
@@ -135,9 +136,8 @@ class Format(ABC):
 def checked(weight: Tensor, weight_format: Format, *, name: str) -> Tensor:
     """Validate `weight[N, K]` for packing; return it contiguous in float32 or bfloat16.
 
-    float16 converts exactly to float32; float64 is rounded to float32. Raises ValueError, naming the tensor `name`,
-    unless `weight` is a matrix of finite floats below 2**100. Where blocks do not cross rows (BY_ROWS), also raises it
-    if K is no multiple of the block.
+    float16 converts exactly to float32; float64 is rounded to float32. Raises ValueError as `check` does, and where
+    blocks do not cross rows (BY_ROWS) if K is no multiple of the block.
     """
     check(weight, weight_format, name=name)
     if weight_format.BY_ROWS:
@@ -176,10 +176,7 @@ def check_values(tensor: Tensor, holder: str, *, name: str) -> None:
 
 
 def check_divides(count: int, what: str, weight_format: Format, *, name: str) -> None:
-    """Raise ValueError, naming the tensor, unless `count` elements make whole blocks.
-
-    `what` is the name of the count in the message, e.g. K.
-    """
+    """Raise ValueError, naming the tensor, unless `count` elements, called `what` (e.g. K), make whole blocks."""
     if count % (block := weight_format.BLOCK or 1):
         raise ValueError(
             f"{name}: {what}={count} is not divisible by {block}, the block of {weight_format.NAME}; "
@@ -223,10 +220,9 @@ def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, n
 
 
 def layers(key: str, listed: Any) -> tuple[str, ...]:
-    """Return `listed`, the layers that a `quantization_config` does not quantize, as a tuple; empty for None.
+    """Return `listed`, the layers that the entry `key` of a `quantization_config` leaves dense, as a tuple.
 
-    `key` is the name of the entry that lists them. Raises ValueError, naming `key`, unless `listed` is None or a list
-    of strings.
+    Raises ValueError, naming `key`, unless `listed` is None or a list of strings.
     """
     entries = [] if listed is None else listed
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
