@@ -18,7 +18,7 @@ zero codes.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -56,7 +56,8 @@ class Tiles:
         """
         blocks = self._blocks_of_part(held[TILES]).unflatten(-1, (4, -1))  # N/64 K/64 w
         words = blocks.view(torch.int32)[..., :_CODE_WORDS]
-        codes, wide = _packed_codes(words), _scales_in_rows(blocks[..., 4 * _CODE_WORDS :])
+        codes, wide = _packed_codes(words), blocks[..., 4 * _CODE_WORDS :].unflatten(3, (8, 2, 4))  # N/64 K/64 w g h s
+        wide = wide.permute(0, 2, 4, 3, 1, 5).reshape(self.rows, self.columns // 16)
         scale = ((wide.int() << 20) + (118 << 23)).view(torch.float32)
         empty = (wide == 0) & (codes.view(torch.int64) == 0)  # eight bytes hold the codes of one scale
         return {
@@ -82,9 +83,9 @@ class Tiles:
         return Nvfp4(None).decoder(self.stored(held), (self.rows, self.columns)).unpack(dtype)
 
     def _check_shapes(self, packed: Tensor, shape: tuple[int, int]) -> None:
-        """Raise ValueError unless `packed`, the TILES tensor, contains this part and `shape` is (rows, columns).
+        """Raise ValueError unless `packed`, the TILES tensor, contains this part in whole blocks of 64 x 64.
 
-        The part must be made of whole blocks of 64 rows x 64 columns.
+        `shape` must be (rows, columns).
         """
         tiles, depth, _, tile, _ = packed.shape
         whole = self.first % BLOCK == self.rows % BLOCK == self.columns % DEPTH == 0
@@ -181,24 +182,9 @@ def _packed_codes(words: Tensor) -> Tensor:
     words = words.unflatten(3, (8, 4, 4)).permute(0, 2, 3, 1, 5, 4)  # N/64 w g K/64 s t
     rows, _, _, columns, _, _ = words.shape
     out = torch.empty(rows, 4, 2, 8, columns, 4, 2, 4, dtype=torch.uint8, device=words.device)  # w h g K/64 s b t
-    for h, b, placed in _shifted_words(words):
+    # Shift the sign of each of the four codes in a 16-bit half to bit 15, its magnitude to bits 8, 7, 6 of both halves.
+    last = words << 1 & SIGNS | words >> 4 & 0x00C000C0 | words >> 5 & 0x01000100
+    for h, b, placed in ((0, 0, words), (1, 0, words << 3), (0, 1, words << 6), (1, 1, last)):
         pairs = placed >> 12 & 0x00080008 | placed >> 6 & 0x00070007
         out[:, :, h, :, :, :, b] = (pairs | pairs >> 12) & 0xFF
     return out.view(rows * BLOCK, columns * DEPTH // 2)
-
-
-def _shifted_words(words: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield `(h, b, shifted)` for each of the four codes in a 16-bit half of a word; the module explains h and b.
-
-    `shifted` is `words` with the sign of that code at bit 15 and its magnitude at bits 8, 7, 6 of both halves.
-    """
-    yield 0, 0, words
-    yield 1, 0, words << 3
-    yield 0, 1, words << 6
-    yield 1, 1, words << 1 & SIGNS | words >> 4 & 0x00C000C0 | words >> 5 & 0x01000100
-
-
-def _scales_in_rows(scales: Tensor) -> Tensor:
-    """Reorder scale bytes of `fp4_tiles`, `[N/64, K/64, 4, 64]`, to `[N, K/16]`."""
-    rows, columns = scales.shape[:2]
-    return scales.unflatten(3, (8, 2, 4)).permute(0, 2, 4, 3, 1, 5).reshape(rows * BLOCK, columns * DEPTH // 16)
