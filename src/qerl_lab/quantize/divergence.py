@@ -64,13 +64,15 @@ def find_device_and_dtype(weights: int, device: torch.device) -> tuple[torch.dev
     Prefers `device` if it is a GPU, in bfloat16; then the CPU in float32, then in bfloat16. CPU memory of unknown size
     counts as enough.
     """
-    needed = {"float32": 5.2 * weights, "bfloat16": 2.6 * weights}
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        if needed["bfloat16"] < torch.cuda.mem_get_info()[0]:
+        if 2.6 * weights < torch.cuda.mem_get_info()[0]:
             return device, "bfloat16"
     free = memory.available_bytes()
-    return next(((torch.device("cpu"), dtype) for dtype, size in needed.items() if free is None or size < free), None)
+    for dtype, size in (("float32", 5.2 * weights), ("bfloat16", 2.6 * weights)):
+        if free is None or size < free:
+            return torch.device("cpu"), dtype
+    return None
 
 
 def logprobs(model: PreTrainedModel, pair: tuple[list[int], list[int]]) -> Tensor:
@@ -84,26 +86,21 @@ def logprobs(model: PreTrainedModel, pair: tuple[list[int], list[int]]) -> Tenso
 def word_problem_pairs(tokenizer: PreTrainedTokenizerBase) -> kl.Pairs:
     """Make pairs of token ids: a word problem as prompt, and its worked solution, on which models are compared.
 
-    The PROBLEMS problems are the same at each call.
+    The PROBLEMS problems are the same at each call. The instruction is the system message. If the chat template refuses
+    those, the user message begins with it; without a chat template plain text does.
     """
     rng, cfg = random.Random(0), tasks.read_task_config("arithmetic")
     pairs, chat = [], Chat(tokenizer)
     for problem in [arithmetic.problem(rng, cfg) for _ in range(PROBLEMS)]:
-        given = prompt_ids(chat, cfg.instruction, problem.text)
+        question = {"role": "user", "content": problem.text}
+        together = f"{cfg.instruction}\n\n{problem.text}"
+        try:
+            if tokenizer.chat_template:
+                given = chat.prompt_ids([{"role": "system", "content": cfg.instruction}, question])
+            else:
+                given = tokenizer(f"{together}\n\n")["input_ids"]
+        except ConfigError:  # the template rejects system messages
+            given = chat.prompt_ids([question | {"content": together}])
         solution = without_answer_start(tokenizer.decode(given), arithmetic.worked_solution(rng, problem))
         pairs.append((given, tokenizer(solution, add_special_tokens=False)["input_ids"]))
     return pairs
-
-
-def prompt_ids(chat: Chat, instruction: str, question: str) -> list[int]:
-    """Return the token ids of a prompt: `instruction` as system message, then `question`.
-
-    If the chat template refuses system messages, one user message holds both. Without a chat template plain text does.
-    """
-    together = f"{instruction}\n\n{question}"
-    if not chat.tokenizer.chat_template:
-        return chat.tokenizer(f"{together}\n\n")["input_ids"]
-    try:
-        return chat.prompt_ids([{"role": "system", "content": instruction}, {"role": "user", "content": question}])
-    except ConfigError:  # the template rejects system messages
-        return chat.prompt_ids([{"role": "user", "content": together}])

@@ -70,7 +70,7 @@ def measure(
         "bits_per_weight": {
             "quantized": sum(layer.bytes for layer in layers) * 8 / in_linears, "model": after * 8 / count,
         },
-        "sqnr_db": sqnr_summary(layers, fit_scales=fit_scales),
+        "sqnr_db": sqnr_summary(layers) | {"scales_fitted": fit_scales},
         "kl": divergence.compare(options, source, folder, count, device) if options.quality == "full" else None,
     }  # fmt: skip
     result |= {"device": device.type, "seconds": round(time.time() - started, 1), "environment": environment()}
@@ -100,17 +100,13 @@ def measure_layer(
     return MeasuredLayer(name, signal, error, weight.numel(), sum(packed.bytes(tensor) for tensor in tensors))
 
 
-def sqnr_summary(layers: Sequence[MeasuredLayer], *, fit_scales: bool) -> dict[str, Any]:
-    """Return the SQNR in dB of all weights, of every layer, and of the five lowest layers; None where it is infinite.
-
-    `fit_scales` is only copied into the result, as `scales_fitted`.
-    """
+def sqnr_summary(layers: Sequence[MeasuredLayer]) -> dict[str, Any]:
+    """Return the SQNR in dB of all weights, of each layer, and of the five lowest layers; None where it is infinite."""
     levels = {layer.name: decibels(layer.signal, layer.error) for layer in layers}
     ranked = sorted(levels, key=lambda name: math.inf if (level := levels[name]) is None else level)
     return {
         "all": decibels(sum(layer.signal for layer in layers), sum(layer.error for layer in layers)),
         "lowest": [{"layer": name, "db": levels[name]} for name in ranked[:LOWEST]],
-        "scales_fitted": fit_scales,
         "layers": levels,
     }
 

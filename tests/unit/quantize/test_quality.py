@@ -106,7 +106,7 @@ def test_a_model_against_itself_has_no_kl_and_infinite_sqnr(folders):
     options = options_for(folders, format="bf16", quality="full")
     assert divergence.compare(options, folders[0], folders[0], 10**5, CPU)["nats_per_token"] == 0
     layers = [quality.MeasuredLayer("a", 4.0, 0.0, 1, 1), quality.MeasuredLayer("b", 4.0, 1.0, 1, 1)]
-    levels = quality.sqnr_summary(layers, fit_scales=False)
+    levels = quality.sqnr_summary(layers)
     assert levels["layers"] == {"a": None, "b": pytest.approx(6.0206)}
     assert levels["lowest"][0]["layer"] == "b"
     assert levels["all"] == pytest.approx(10 * math.log10(8))
