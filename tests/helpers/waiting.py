@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TypeVar
 
 import psutil
@@ -23,16 +22,6 @@ def wait_for(
         assert time.monotonic() < end, f"it did not happen within {seconds:g} s"
         time.sleep(pause)
     return found
-
-
-def give_time(condition: Callable[[], object], seconds: float = 0.5) -> None:
-    """Wait until `condition` is true, for at most `seconds`.
-
-    For conditions that normally hold at once. A profiler that inspects the frames of a running function keeps their
-    tensors alive for a moment.
-    """
-    with suppress(AssertionError):
-        wait_for(condition, seconds, pause=0.001)
 
 
 def has_ended(process: psutil.Process) -> bool:

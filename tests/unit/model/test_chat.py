@@ -38,9 +38,7 @@ def test_a_prompt_is_what_the_template_writes() -> None:
     ("{{ messages[-1].content }}", ["leaves out the instruction", "task.instruction=''"]),
     ("{{ messages[0].content }}", ["leaves out the question"]),
     ("{{ raise_exception('no system role') }}", ["refuses the questions (no system role)", "task.instruction=''"]),
-    ("{{ messages[7].content }}", ["refuses the questions (list object has no element 7)"]),
     ("{{ 1 // 0 }}", ["refuses the questions (ZeroDivisionError: "]),
-    ("{{ 'a' + 1 }}", ["refuses the questions (TypeError: "]),
     ("{% for %}", ["refuses the questions ("]),
 ])  # fmt: skip
 def test_a_template_that_does_not_write_the_question_is_refused_in_a_line(template: str, words: list[str]) -> None:

@@ -110,7 +110,7 @@ def test_what_is_saved_for_the_backward_pass() -> None:
     assert sorted(shapes) == sorted([(7, K), (7, RANK), (RANK, K), (N, RANK)])
 
 
-@pytest.mark.parametrize("fullgraph_of", ["nvfp4", "mxfp4", "nf4", "fp8", "dense"])
+@pytest.mark.parametrize("fullgraph_of", ["nvfp4", "nf4", "dense"])
 def test_torch_compile(fullgraph_of: str) -> None:
     layer = with_adapter(linear() if fullgraph_of == "dense" else packed_linear(BY_NAME[fullgraph_of]))
     x = torch.randn(7, K, requires_grad=True)
@@ -166,13 +166,3 @@ def test_lora_gradients_equal_those_on_a_dense_base(checkpointing: bool | None) 
     torch.testing.assert_close(loss, dense_loss, rtol=1e-5, atol=1e-6)
     assert len(grads) == 2 * 2 * len(LAYER_NAMES)
     torch.testing.assert_close(grads, dense_grads, rtol=1e-3, atol=1e-6)
-
-
-@each_packed
-def test_lora_sits_on_packed_layers(weight_format: Format) -> None:
-    base = tiny_model()
-    pack_model(base, weight_format)
-    model = with_lora(base)
-    assert sum(isinstance(module, LoraLinear) for module in model.modules()) == 2 * len(LAYER_NAMES)
-    unloaded = model.unload()
-    assert sum(isinstance(module, PackedLinear) for module in unloaded.modules()) == 2 * len(LAYER_NAMES)

@@ -66,8 +66,6 @@ def refused(capsys, *words: str, code: int = 2) -> str:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ("fromat=nvfp4", ["fromat is not a known key", "Did you mean format?"]),
-        ("model=pocket", ["out= is missing", "Type for example out="]),
         ("model=pocket out=out format=nvfp5", ["format=nvfp5", "mxfp4, nf4, nvfp4", "Did you mean nvfp4?"]),
         (
             "model=pocket out=out format=bf16",
@@ -81,7 +79,6 @@ def refused(capsys, *words: str, code: int = 2) -> str:
         ("model=pocket out=/dev/null/out", ["out=/dev/null/out cannot be written (Not a directory", "Type another"]),
         ("model=pocket out=out format=nf4 ignore=[lm_head,re:.*down_proj]", ["knows no re: patterns", "ignore=[lm_h"]),
         ("model=pocket out=out samples=5", ["samples=5 is an option of method=awq and", "Leave samples out"]),
-        ("model=pocket out=out shard_gb=0", ["shard_gb=0", "above 0"]),
         ("model=./nowhere out=out", ["model=./nowhere is no directory", "Type model=DIRECTORY"]),
         ("model=/dev out=out", ["model=/dev holds no config.json, so it is no model directory"]),
         ("model=pocket out=out ignore=[lm_hed]", ["no Linear layer is called lm_hed", "Did you mean lm_head?", "re:"]),
@@ -113,16 +110,20 @@ def test_a_quantized_model_is_not_quantized_again(model, capsys):
     assert "once is quantized already" in refused(capsys, "model=once", "out=out")
 
 
+def test_a_list_that_would_pack_the_head_is_refused(model, capsys):
+    text = refused(capsys, model, "out=out", "ignore=[down_proj]")
+    assert text.startswith("error: ignore=[down_proj] would pack lm_head, the output layer, ")
+    assert text.endswith("; allowed: lists that name it. Type ignore=[down_proj,lm_head].\n")
+
+
 @pytest.mark.parametrize(
     ("damage", "code", "parts"),
     [
         # what is no model
         (lambda f: (f / "config.json").unlink(), 2, ["model=model holds no config.json, so it is no model directory"]),
-        (lambda f: (f / "config.json").write_text("{"), 2, ["model/config.json cannot be read as JSON"]),
         (lambda f: (f / "model.safetensors").unlink(), 2, ["model=model holds no weights in safetensors"]),
         (lambda f: (f / "tokenizer.json").unlink(), 2, ["model=model holds no tokenizer; allowed: tokenizer.json"]),
         (lambda f: edit_config(f, model_type="nosuch"), 2, [NO_MODEL]),
-        (lambda f: edit_config(f, model_type=None), 2, [NO_MODEL]),
         # a damaged one
         (
             lambda f: edit_tensors(f, model__layers__1__mlp__up_proj__weight=None),
@@ -140,7 +141,6 @@ def test_a_quantized_model_is_not_quantized_again(model, capsys):
             ["model.safetensors", "model.layers.0.mlp.up_proj: 8192 values"],
         ),
         (lambda f: os.truncate(f / "model.safetensors", 9000), 1, ["model.safetensors", "is not whole"]),
-        (lambda f: edit_config(f, hidden_size=24, num_attention_heads=2), 1, ["config.json asks for"]),
     ],
 )
 def test_a_damaged_model_is_named_by_file_and_tensor(here, model, capsys, damage, code, parts):
