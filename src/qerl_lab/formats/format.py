@@ -136,12 +136,16 @@ class Format(ABC):
 def checked(weight: Tensor, weight_format: Format, *, name: str) -> Tensor:
     """Validate `weight[N, K]` for packing; return it contiguous in float32 or bfloat16.
 
-    float16 converts exactly to float32; float64 is rounded to float32. Raises ValueError as `check` does, and where
-    blocks do not cross rows (BY_ROWS) if K is no multiple of the block.
+    float16 converts exactly to float32; float64 is rounded to float32. Raises ValueError as `check` does, and if a row,
+    or where blocks cross rows the matrix, does not divide into blocks.
     """
     check(weight, weight_format, name=name)
-    if weight_format.BY_ROWS:
-        check_divides(weight.shape[1], "K", weight_format, name=name)
+    what, count = ("K", weight.shape[1]) if weight_format.BY_ROWS else ("N*K", weight.numel())
+    if count % (block := weight_format.BLOCK or 1):
+        raise ValueError(
+            f"{name}: {what}={count} is not divisible by {block}, the block of {weight_format.NAME}; "
+            f"allowed: multiples of {block}. Leave this layer out (ignore) or choose a format with another block"
+        )
     weight = weight.detach()
     return (weight if weight.dtype in (torch.float32, torch.bfloat16) else weight.float()).contiguous()
 
@@ -172,15 +176,6 @@ def check_values(tensor: Tensor, holder: str, *, name: str) -> None:
         raise ValueError(
             f"{name}: {int(bad.sum())} values that {holder} cannot hold, the first "
             f"{tensor[tuple(first)].item()} at {first}; allowed: finite values below 2**100"
-        )
-
-
-def check_divides(count: int, what: str, weight_format: Format, *, name: str) -> None:
-    """Raise ValueError, naming the tensor, unless `count` elements, called `what` (e.g. K), make whole blocks."""
-    if count % (block := weight_format.BLOCK or 1):
-        raise ValueError(
-            f"{name}: {what}={count} is not divisible by {block}, the block of {weight_format.NAME}; "
-            f"allowed: multiples of {block}. Leave this layer out (ignore) or choose a format with another block"
         )
 
 

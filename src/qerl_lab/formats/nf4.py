@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from qerl_lab.formats.format import Decoder, Format, Layout, PackedAs, check_divides, checked, layers, unsupported_entry
+from qerl_lab.formats.format import Decoder, Format, Layout, PackedAs, checked, layers, unsupported_entry
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
@@ -53,7 +53,6 @@ class Nf4(Format):
         from bitsandbytes.functional import quantize_4bit
 
         weight = checked(weight, self, name=name)
-        check_divides(weight.numel(), "N*K", self, name=name)
         codes, state = quantize_4bit(weight, blocksize=self.BLOCK, compress_statistics=False, quant_type="nf4")
         if self.double_quant:
             _hold_scales_in_8_bits(state)
