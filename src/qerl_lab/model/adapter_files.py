@@ -1,8 +1,5 @@
 """Validate the adapter that a run starts from (`lora.start_from`) from its files alone, before torch is imported."""
 
-from pathlib import Path
-from typing import Any
-
 from qerl_lab.config.option import ConfigError, parse_json
 from qerl_lab.config.paths import WEIGHTS, adapter_folder, file_hash
 from qerl_lab.config.schema import RunConfig
@@ -20,11 +17,16 @@ PLAIN = {
 def check(cfg: RunConfig) -> None:
     """Raise ConfigError unless the adapter lora.start_from is plain LoRA with rank, alpha and targets of cfg.lora.
 
-    Also if its weights differ from lora.start_hash, which `cfg` notes when the run is composed.
+    Also if its weights differ from lora.start_hash, which was noted when the run was composed.
     """
     assert cfg.lora.start_from is not None
     folder, setting = adapter_folder(cfg.lora.start_from), f"lora.start_from={cfg.lora.start_from}"
-    settings, own = _read_settings(folder, setting), cfg.lora
+    try:
+        settings, own = parse_json((folder / SETTINGS).read_text(encoding="utf-8")), cfg.lora
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting} has no {SETTINGS} that can be read ({error}). Type an adapter of PEFT.") from None
+    if settings.get("peft_type") != "LORA" or not isinstance(settings.get("target_modules"), list):
+        raise ConfigError(f"{setting} is no LoRA adapter with a list of layers ({folder / SETTINGS}). Type another.")
     for key, plain in PLAIN.items():
         if settings.get(key) not in (*plain, None):
             allowed = ", ".join(map(str, plain or (None,)))
@@ -46,17 +48,3 @@ def check(cfg: RunConfig) -> None:
             f"{setting} was another adapter when the run was composed (lora.start_hash={own.start_hash}, now {found}). "
             "Put it back as it was, or start a new run."
         )
-
-
-def _read_settings(folder: Path, setting: str) -> dict[str, Any]:
-    """Read adapter_config.json of `folder`. Raises ConfigError unless it is PEFT's LoRA with a list of layers.
-
-    `setting` (`key=value`) is how the user named the adapter.
-    """
-    try:
-        settings = parse_json((folder / SETTINGS).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{setting} has no {SETTINGS} that can be read ({error}). Type an adapter of PEFT.") from None
-    if settings.get("peft_type") != "LORA" or not isinstance(settings.get("target_modules"), list):
-        raise ConfigError(f"{setting} is no LoRA adapter with a list of layers ({folder / SETTINGS}). Type another.")
-    return settings
