@@ -14,16 +14,13 @@ import struct
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import sha256
 from qerl_lab.config.records import UNPACKED
 from qerl_lab.system.disk import cache_folder, exclusive
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 SUFFIX = ".gguf"
 FETCHED = {  # a file that make fetches -> the command, the model's id on the hub
@@ -44,7 +41,7 @@ SPECIAL = {
 
 
 class Header(NamedTuple):
-    """Contents of a GGUF header: parameter count, tensors by type, and the settings for `_restore_tokenizer`."""
+    """Contents of a GGUF header: parameter count, tensors by type, settings of the tokenizer."""
 
     parameters: int
     kinds: dict[str, int]
@@ -168,6 +165,7 @@ def unpack(file: Path) -> Path:
 def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
     """Dequantize a GGUF file and write model, tokenizer and `gguf.json` to the existing directory `folder`."""
     import torch
+    from tokenizers import AddedToken, decoders
     from transformers import TOKENIZER_MAPPING, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
     from qerl_lab.model.chat import save_tokenizer
@@ -181,7 +179,15 @@ def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
     if not issubclass(kind, PreTrainedTokenizerFast):  # mistral-common's, where vLLM is installed, reads no GGUF
         kind = AutoTokenizer
     tokenizer = kind.from_pretrained(file.parent, gguf_file=file.name)
-    _restore_tokenizer(tokenizer, file_header)
+    # Restore what transformers 5.17 drops for the llama architecture: without this eos becomes the file's bos,
+    # user-defined tokens are split, and decoded text loses a leading space.
+    for name, number in file_header.special_ids.items():
+        setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
+    unsplit = tokenizer.convert_ids_to_tokens(file_header.unsplit_ids)
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in unsplit])
+    if file_header.is_byte_level:
+        tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.clean_up_tokenization_spaces = False
     model.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf", "torch")}
@@ -190,19 +196,3 @@ def _dequantize(file: Path, folder: Path, file_header: Header) -> None:
         "parameters": file_header.parameters, "dequantized_to": DTYPE, "packages": versions,
     }  # fmt: skip
     (folder / UNPACKED).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-
-
-def _restore_tokenizer(tokenizer: "PreTrainedTokenizerFast", file_header: Header) -> None:
-    """Restore in place the file's tokenizer settings that transformers 5.17 drops for the llama architecture.
-
-    Without this eos becomes the file's bos, user-defined tokens are split, and decoded text loses a leading space.
-    """
-    from tokenizers import AddedToken, decoders
-
-    for name, number in file_header.special_ids.items():
-        setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
-    unsplit = tokenizer.convert_ids_to_tokens(file_header.unsplit_ids)
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in unsplit])
-    if file_header.is_byte_level:
-        tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.clean_up_tokenization_spaces = False
