@@ -54,7 +54,11 @@ class Tiles:
         They are bit-equal to the tensors that were packed, except where 16 weights with one scale are all 0 (see the
         module).
         """
-        blocks = self._blocks_of_part(held[TILES]).unflatten(-1, (4, -1))  # N/64 K/64 w
+        tile, first, end = held[TILES].shape[3], self.first // BLOCK, (self.first + self.rows) // BLOCK
+        before = first // tile  # copy only the tiles that overlap the part
+        blocks = held[TILES][before : -(-end // tile)].permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
+        blocks = blocks[first - before * tile : end - before * tile, : self.columns // DEPTH]
+        blocks = blocks.unflatten(-1, (4, -1))  # N/64 K/64 w
         words = blocks.view(torch.int32)[..., :_CODE_WORDS]
         codes, wide = _packed_codes(words), blocks[..., 4 * _CODE_WORDS :].unflatten(3, (8, 2, 4))  # N/64 K/64 w g h s
         wide = wide.permute(0, 2, 4, 3, 1, 5).reshape(self.rows, self.columns // 16)
@@ -71,7 +75,15 @@ class Tiles:
 
         Raises ValueError if `held` lacks these rows and columns, or if the Linear's `shape` is not (rows, columns).
         """
-        self._check_shapes(held[TILES], shape)
+        tiles, depth, _, tile, _ = held[TILES].shape
+        whole = self.first % BLOCK == self.rows % BLOCK == self.columns % DEPTH == 0
+        inside = 0 <= self.first <= self.first + self.rows <= tiles * tile * BLOCK
+        if not whole or not inside or depth != depth_of(self.columns) or shape != (self.rows, self.columns):
+            raise ValueError(
+                f"{self} of a weight that is packed as {list(held[TILES].shape)}, for a layer {list(shape)}; allowed: "
+                f"the layer's rows and columns, multiples of {BLOCK} within {tiles * tile * BLOCK} rows and the "
+                f"columns of {depth} x {AT_A_TIME * DEPTH}"
+            )
         return Decoder(partial(self._unpack_part, held), held[DIVISOR].reciprocal().item())
 
     def _unpack_part(self, held: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -81,31 +93,6 @@ class Tiles:
 
             return dequantize_tiles(held[TILES], self.first, self.rows, self.columns, dtype)
         return Nvfp4(None).decoder(self.stored(held), (self.rows, self.columns)).unpack(dtype)
-
-    def _check_shapes(self, packed: Tensor, shape: tuple[int, int]) -> None:
-        """Raise ValueError unless `packed`, the TILES tensor, contains this part in whole blocks of 64 x 64.
-
-        `shape` must be (rows, columns).
-        """
-        tiles, depth, _, tile, _ = packed.shape
-        whole = self.first % BLOCK == self.rows % BLOCK == self.columns % DEPTH == 0
-        inside = 0 <= self.first <= self.first + self.rows <= tiles * tile * BLOCK
-        if not whole or not inside or depth != depth_of(self.columns) or shape != (self.rows, self.columns):
-            raise ValueError(
-                f"{self} of a weight that is packed as {list(packed.shape)}, for a layer {list(shape)}; allowed: the "
-                f"layer's rows and columns, multiples of {BLOCK} within {tiles * tile * BLOCK} rows and the columns of "
-                f"{depth} x {AT_A_TIME * DEPTH}"
-            )
-
-    def _blocks_of_part(self, packed: Tensor) -> Tensor:
-        """Return this part of the TILES tensor `packed` as blocks, uint8 `[rows/64, columns/64, 2304]`.
-
-        Copies only the tiles that overlap the part.
-        """
-        tile, first, end = packed.shape[3], self.first // BLOCK, (self.first + self.rows) // BLOCK
-        before = first // tile
-        blocks = packed[before : -(-end // tile)].permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
-        return blocks[first - before * tile : end - before * tile, : self.columns // DEPTH]
 
 
 def decoders(held: Mapping[str, Tensor], sizes: Sequence[int], columns: int) -> list[Decoder]:
