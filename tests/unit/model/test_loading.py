@@ -25,7 +25,6 @@ from qerl_lab.formats.nf4 import Nf4
 from qerl_lab.model import on_disk, policy
 from qerl_lab.model.linear import FUSED, PackedLinear, weight_bytes
 from qerl_lab.model.loading import empty_model, fill, stored_as
-from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.weight_files import WeightFiles
 from qerl_lab.quantize import __main__ as quantize
 from small_checkpoints import edit_config, edit_tensors, equal, load, write_dense, write_packed
@@ -57,20 +56,19 @@ def assert_same(model: PreTrainedModel, other: PreTrainedModel) -> None:
 
 
 @each_format
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_pocket_policy_is_what_it_was_when_it_was_loaded_whole(weight_format: Format, dtype: torch.dtype) -> None:
-    """Recorded results rest on it."""
-    whole = load_whole(ASSETS, weight_format, torch.bfloat16, dtype)
-    assert_same(load(ASSETS, PackedAs(weight_format, HEAD), dtype), whole)
-
-
-@each_format
-def test_shards_of_another_dtype_give_the_same_model(tmp_path: Path, weight_format: Format) -> None:
-    for stored, dtype, tied in ((torch.float16, torch.float32, True), (torch.float32, torch.bfloat16, False)):
-        folder = write_dense(tmp_path / str(stored), tiny_model(tied=tied, dtype=stored), max_shard_size="60KB")
-        assert len(WeightFiles(folder).files) > 2
-        whole = load_whole(folder, weight_format, torch.float32, dtype)  # float32 holds what float16 does
-        assert_same(load(folder, PackedAs(weight_format, HEAD), dtype), whole)
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (torch.float32, torch.bfloat16)],
+)
+def test_a_model_in_shards_is_what_it_is_when_it_is_loaded_whole(
+    tmp_path: Path, weight_format: Format, stored: torch.dtype, dtype: torch.dtype
+) -> None:
+    model = tiny_model(tied=stored is torch.float16, dtype=stored)
+    folder = write_dense(tmp_path, model, max_shard_size="30KB")
+    assert len(WeightFiles(folder).files) > 2
+    packed_in = torch.bfloat16 if stored is torch.bfloat16 else torch.float32  # which holds what float16 does
+    whole = load_whole(folder, weight_format, packed_in, dtype)
+    assert_same(load(folder, PackedAs(weight_format, HEAD), dtype), whole)
 
 
 @each_packed
