@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -282,15 +280,6 @@ def test_a_run_says_the_rule_of_its_checkpoint(tmp_path: Path, tiny) -> None:
     (out / "quality.json").unlink()
     cfg = tiny(model__path=str(out), format__name="mxfp4", format__exponent_rule="ceil")
     policy.load_base(cfg, CPU)
-
-
-def test_what_to_type_for_ignored_layers_is_what_hydra_reads(tmp_path: Path, tiny) -> None:
-    ignore = ["lm_head", r"re:.*\.down_proj$"]
-    write_packed(tmp_path, tiny_model(), MXFP4, ignore=ignore)
-    with pytest.raises(ConfigError) as raised:
-        policy.load_base(tiny(format__name="mxfp4", model__path=str(tmp_path)), CPU)
-    (typed,) = shlex.split(str(raised.value).rpartition("Type ")[2].removesuffix("."))
-    assert OverridesParser.create().parse_override(typed).value() == ignore
 
 
 def test_what_cannot_be_loaded_is_a_config_error_that_names_the_file(tmp_path: Path, tiny) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 
 from packed_layers import BY_NAME, pack_model, tiny_model
@@ -20,7 +19,7 @@ from qerl_lab.model.linear import PackedLinear
 from qerl_lab.model.loading import stored_as
 from qerl_lab.model.on_disk import ASSETS
 from qerl_lab.model.weight_files import WeightFiles
-from qerl_lab.quantize import llmcompressor, quantize_model
+from qerl_lab.quantize import llmcompressor
 from qerl_lab.quantize.quantize_options import QuantizeOptions
 from small_checkpoints import load, write_dense
 
@@ -35,18 +34,6 @@ def test_error_on_more_tokens_than_the_model_reads(tmp_path: Path) -> None:
     options = QuantizeOptions(model="m", method="gptq", tokens=longest + 1)
     with pytest.raises(ConfigError, match=rf"Type tokens={longest}\."):
         llmcompressor.run(options, write_dense(tmp_path, model), [], tmp_path / "out")
-
-
-def test_the_same_linears_stay_dense_as_by_rounding(tmp_path: Path) -> None:
-    options = QuantizeOptions(
-        model=str(write_dense(tmp_path, tiny_model())), method="gptq", ignore=["lm_head", "down_proj"]
-    )
-    rounded = tiny_model()
-    expected = [name for name, layer in rounded.named_modules() if isinstance(layer, nn.Linear)]
-    pack_model(rounded, BY_NAME["nvfp4"], ignore=options.ignore)
-    expected = [name for name in expected if not isinstance(rounded.get_submodule(name), PackedLinear)]
-    assert quantize_model.read_source(options).dense == expected
-    assert len(expected) == 3
 
 
 def test_what_llmcompressor_writes_is_recognized() -> None:
