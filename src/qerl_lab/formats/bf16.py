@@ -22,7 +22,6 @@ class Bf16(Format):
         return {"weight": checked(weight, self, name=name).to(torch.bfloat16)}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-
         return packed["weight"].to(dtype).reshape(shape)
 
     def ideal(self, weight: Tensor) -> Tensor:
@@ -30,5 +29,4 @@ class Bf16(Format):
         return weight.to(torch.bfloat16).float()
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-
         return {"weight": (shape, torch.bfloat16)}

@@ -53,7 +53,6 @@ class CompressedTensors(Format):
         return (rounded.view_as(blocks) * scale).flatten(1)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-
         assert self.BLOCK is not None
         rows, columns = shape
         return {

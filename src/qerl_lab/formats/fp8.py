@@ -66,7 +66,6 @@ class Fp8(CompressedTensors):
         return _round(torch.where(scale > 0, weight / scale, 0.0)).float() * scale
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-
         return {"weight": (shape, torch.float8_e4m3fn), "weight_scale": ((shape[0], 1), self.SCALE_DTYPE)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:

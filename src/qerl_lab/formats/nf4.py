@@ -86,7 +86,6 @@ class Nf4(Format):
         return single.dequantize(single.quantize(weight), shape, torch.float32)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-
         blocks = shape[0] * shape[1] // self.BLOCK
         single: Layout = {
             "weight": ((blocks * self.BLOCK // 2, 1), torch.uint8),

@@ -106,7 +106,6 @@ class Nvfp4(CompressedTensors):
         return Decoder(partial(e2m1.dequantize, packed["weight_packed"], packed["weight_scale"]), alpha)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-
         return super().layout(shape) | {DIVISOR: ((1,), torch.float32)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
