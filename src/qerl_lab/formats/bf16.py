@@ -18,15 +18,20 @@ class Bf16(Format):
     bits_per_weight = 16.0
 
     def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
-        """Return `{"weight": bfloat16 [N, K]}`."""
+        """Return `{"weight": bfloat16 [N, K]}`.
+
+        Raises ValueError, naming `name`, unless `weight` is a matrix of finite floats below 2**100.
+        """
         return {"weight": checked(weight, self, name=name).to(torch.bfloat16)}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return the weight `[N, K]` in `dtype`; exact in bfloat16 and float32."""
         return packed["weight"].to(dtype).reshape(shape)
 
     def ideal(self, weight: Tensor) -> Tensor:
-        """Round the weight to bfloat16: bf16 has no block scales."""
+        """Round the weight to bfloat16 and return it in float32; bf16 has no block scales."""
         return weight.to(torch.bfloat16).float()
 
     def layout(self, shape: tuple[int, int]) -> Layout:
+        """Return shape and dtype of the only tensor, `weight`."""
         return {"weight": (shape, torch.bfloat16)}

@@ -34,7 +34,7 @@ class CompressedTensors(Format):
 
     @property
     def bits_per_weight(self) -> float:
-        """Return the bits of a value and its part of the block's scale, one byte.
+        """Return the bits per weight: its value, and its part of the block's scale, one byte.
 
         Not counted are 4 bytes per tensor in NVFP4, and 2 bytes per row in FP8.
         """
@@ -53,6 +53,7 @@ class CompressedTensors(Format):
         return (rounded.view_as(blocks) * scale).flatten(1)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
+        """Return shape and dtype of the tensors of codes and of block scales, by name."""
         assert self.BLOCK is not None
         rows, columns = shape
         return {

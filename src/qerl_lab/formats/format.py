@@ -68,8 +68,7 @@ class Format(ABC):
     def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
         """Pack a dense `weight[N, K]`; return the packed tensors by name, e.g. `weight_packed`.
 
-        Raises ValueError, naming the layer `name`, unless `weight` is a matrix of finite floats below 2**100 that
-        divides into blocks.
+        Raises ValueError, naming the layer `name`, for values or shapes that the format cannot store.
         """
 
     @abstractmethod
@@ -215,9 +214,10 @@ def quantized_by_rows(quantize: Quantize, weight: Tensor, rows: int | None, *, n
 
 
 def layers(key: str, listed: Any) -> tuple[str, ...]:
-    """Return `listed`, the layers that the entry `key` of a `quantization_config` leaves dense, as a tuple.
+    """Return `listed`, the layers that a `quantization_config` does not quantize, as a tuple; empty for None.
 
-    Raises ValueError, naming `key`, unless `listed` is None or a list of strings.
+    `key` is the name of the entry that lists them. Raises ValueError, naming `key`, unless `listed` is None or a list
+    of strings.
     """
     entries = [] if listed is None else listed
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):

@@ -48,7 +48,10 @@ class Fp8(CompressedTensors):
     activations: str
 
     def quantize(self, weight: Tensor, *, name: str = "weight") -> dict[str, Tensor]:
-        """Pack `weight[N, K]` of any K into `weight` float8_e4m3fn `[N, K]` and `weight_scale` bfloat16 `[N, 1]`."""
+        """Pack `weight[N, K]` of any K into `weight` float8_e4m3fn `[N, K]` and `weight_scale` bfloat16 `[N, 1]`.
+
+        Raises ValueError, naming `name`, unless `weight` is a matrix of finite floats below 2**100.
+        """
         weight = checked(weight, self, name=name)
         low, high = torch.aminmax(weight, dim=1, keepdim=True)
         scale = (torch.maximum(-low, high).float() / E4M3_MAX).to(torch.bfloat16)
@@ -56,20 +59,28 @@ class Fp8(CompressedTensors):
         return {"weight": _round(weight / scale.float()), "weight_scale": scale}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Multiply each value by the scale of its row: exact in float32, else rounded once."""
+        """Unpack the weight `[N, K]`: each value times the scale of its row, exact in float32, else rounded once."""
         return packed["weight"].to(dtype).mul_(packed["weight_scale"])
 
     def ideal(self, weight: Tensor) -> Tensor:
-        """Round `weight[N, K]` to E4M3 values times exact row scales, which map each row's maximum to 448."""
+        """Round `weight[N, K]` to E4M3 values times exact row scales, which map each row's maximum to 448.
+
+        Returns float32 `[N, K]`.
+        """
         weight = weight.float()
         scale = weight.abs().amax(1, keepdim=True) / E4M3_MAX
         return _round(torch.where(scale > 0, weight / scale, 0.0)).float() * scale
 
     def layout(self, shape: tuple[int, int]) -> Layout:
+        """Return shape and dtype of `weight` (values) and `weight_scale` (a scale per row), by name."""
         return {"weight": (shape, torch.float8_e4m3fn), "weight_scale": ((shape[0], 1), self.SCALE_DTYPE)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Check the tensors as every format does; also refuse NaN, and scales that are not positive and finite."""
+        """Check tensors that another program packed; return those that `layout` lists.
+
+        Raises ValueError, naming the tensor, for a shape or dtype other than in `layout(shape)`, for values that are
+        NaN, and for scales that are not positive and finite.
+        """
         accepted = super().accept(packed, shape, name=name)
         if (accepted["weight"].view(torch.uint8) & _NAN == _NAN).any():
             raise ValueError(f"{name}.weight has NaN; allowed: -{E4M3_MAX:g} to {E4M3_MAX:g}")
@@ -79,7 +90,11 @@ class Fp8(CompressedTensors):
         return accepted
 
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
-        """Build the `quantization_config`; the option `activations` sets its `input_activations`."""
+        """Build the `quantization_config` that compressed-tensors would write; `dtype` is not recorded.
+
+        `ignore` names the layers left dense (see `model.on_disk.is_ignored`); the option `activations` sets
+        `input_activations`.
+        """
         config = super().quantization_config(ignore, dtype)
         group = config["config_groups"]["group_0"]
         group["weights"]["scale_dtype"] = None  # as in the preset: the dtype of the weight

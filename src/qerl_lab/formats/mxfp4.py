@@ -48,7 +48,8 @@ class Mxfp4(CompressedTensors):
         """Pack `weight[N, K]`, K divisible by 32.
 
         Returns `weight_packed` uint8 `[N, K/2]` (low nibble = even column) and `weight_scale` uint8 `[N, K/32]`, E8M0.
-        Raises ValueError for an unknown `exponent_rule`, too.
+        Raises ValueError for an unknown `exponent_rule`. Also, naming `name`, unless `weight` is a matrix of finite
+        floats below 2**100 with such a K.
         """
         if self.exponent_rule not in EXPONENT_RULES:
             raise ValueError(f"unknown exponent_rule {self.exponent_rule!r}; allowed: {', '.join(EXPONENT_RULES)}")
@@ -63,5 +64,5 @@ class Mxfp4(CompressedTensors):
         return {"weight_packed": e2m1.pack(codes), "weight_scale": scale}
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Unpack to a weight `[N, K]`; exact in bfloat16 and float32."""
+        """Unpack packed tensors to a weight `[N, K]`; exact in bfloat16 and float32."""
         return e2m1.dequantize(packed["weight_packed"], packed["weight_scale"], dtype)

@@ -39,7 +39,7 @@ class Nf4(Format):
 
     @property
     def bits_per_weight(self) -> float:
-        """Return 4.5 bits (a float32 per block of 64), or 4.127 with double quantization."""
+        """Return the stored bits per weight: 4.5 (a float32 per block of 64), or 4.127 with double quantization."""
         block_bits = 8 + 32 / _NESTED_BLOCK if self.double_quant else 32
         return 4 + block_bits / self.BLOCK
 
@@ -80,12 +80,13 @@ class Nf4(Format):
         return Decoder(lambda dtype: dequantize_4bit(codes, states[dtype]).reshape(shape))
 
     def ideal(self, weight: Tensor) -> Tensor:
-        """Round a weight to NF4 with float32 scales."""
+        """Round a weight to NF4 with exact float32 scales and dequantize it: float32 `[N, K]`."""
         single = replace(self, double_quant=False)
         shape = (weight.shape[0], weight.shape[1])
         return single.dequantize(single.quantize(weight), shape, torch.float32)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
+        """Return shape and dtype of each tensor of a packed weight, by name: codes, block scales, tables, header."""
         blocks = shape[0] * shape[1] // self.BLOCK
         single: Layout = {
             "weight": ((blocks * self.BLOCK // 2, 1), torch.uint8),
@@ -99,7 +100,11 @@ class Nf4(Format):
         return single | (nested if self.double_quant else {}) | {_HEADER: ((_HEADER_BYTES,), torch.uint8)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Check the tensors as every format does, after padding the JSON header, which bitsandbytes does not pad."""
+        """Check tensors that bitsandbytes packed; return those that `layout(shape)` names.
+
+        The JSON header is padded to 256 bytes. Raises ValueError, naming the module `name` and the tensor, for a shape
+        or dtype that differs from `layout(shape)`.
+        """
         header = packed[_HEADER]
         if header.dtype is torch.uint8 and header.numel() < _HEADER_BYTES:
             header = _pad_header(header)
@@ -108,8 +113,9 @@ class Nf4(Format):
     def quantization_config(self, ignore: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
         """Build the `quantization_config` that `transformers.BitsAndBytesConfig` would write.
 
-        In `ignore` vLLM understands full names and last parts of names, but no modules that contain layers. Raises
-        ValueError for a `re:` pattern, because bitsandbytes would read it as a name.
+        `ignore` names the layers left dense: full names, last parts of names, or modules that contain layers. vLLM
+        does not understand such modules, only the two kinds of names. Raises ValueError for a `re:` pattern, because
+        bitsandbytes would read it as a name.
         """
         if any(entry.startswith("re:") for entry in ignore):
             raise ValueError(

@@ -59,7 +59,7 @@ class Nvfp4(CompressedTensors):
 
         Returns `weight_packed` uint8 `[N, K/2]` (low nibble = even column), `weight_scale` float8_e4m3fn `[N, K/16]`,
         `weight_global_scale` float32 `[1]`. The latter is `global_scale`, or computed from `weight` if that is None.
-        Raises ValueError for an unknown `scale_rule`, too.
+        Also raises ValueError for an unknown `scale_rule`.
         """
         weight = checked(weight, self, name=name)
         divisor = self.global_scale([weight]) if global_scale is None else global_scale.clone()
@@ -72,7 +72,10 @@ class Nvfp4(CompressedTensors):
         return {"weight_packed": packed, "weight_scale": scale.to(torch.float8_e4m3fn), DIVISOR: divisor}
 
     def fused_quantize(self, weights: Sequence[Tensor]) -> Quantize:
-        """Return `quantize` with one global scale for all parts, because engines keep one per fused layer."""
+        """Return `quantize` with one global scale, computed from all `weights`, the dense parts of a fused layer.
+
+        The parts share it, because engines keep one global scale per fused layer.
+        """
         return partial(self.quantize, global_scale=self.global_scale(weights))
 
     def global_scale(self, weights: Sequence[Tensor]) -> Tensor:
@@ -92,7 +95,7 @@ class Nvfp4(CompressedTensors):
         return torch.nan_to_num(divisor, nan=1.0, posinf=1.0).float().reshape(1)
 
     def dequantize(self, packed: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Unpack to `[N, K]`: value * (scale / global scale) in float32, rounded once to `dtype`."""
+        """Unpack packed tensors to `[N, K]`: value * (scale / global scale) in float32, rounded once to `dtype`."""
         scale = packed["weight_scale"].float() / packed[DIVISOR]
         return e2m1.scaled(packed["weight_packed"], scale).to(dtype)
 
@@ -106,12 +109,15 @@ class Nvfp4(CompressedTensors):
         return Decoder(partial(e2m1.dequantize, packed["weight_packed"], packed["weight_scale"]), alpha)
 
     def layout(self, shape: tuple[int, int]) -> Layout:
+        """Return shape and dtype of the tensors of codes, block scales and global scale, by name."""
         return super().layout(shape) | {DIVISOR: ((1,), torch.float32)}
 
     def accept(self, packed: Mapping[str, Tensor], shape: tuple[int, int], *, name: str) -> dict[str, Tensor]:
-        """Check the tensors as every format does; also refuse a global scale that is not positive and finite.
+        """Check tensors that another program packed; return those that `layout` lists.
 
-        Also block scales that are negative or NaN: the engines' kernels ignore their sign, the trainer would not.
+        Raises ValueError, naming the tensor, for a shape or dtype other than in `layout(shape)`, for a global scale
+        that is not positive and finite, and for block scales that are negative or NaN. The engines' kernels ignore the
+        sign of a block scale; the trainer would not.
         """
         accepted = super().accept(packed, shape, name=name)
         if not 0 < (divisor := accepted[DIVISOR].item()) < float("inf"):

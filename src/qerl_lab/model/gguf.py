@@ -41,7 +41,7 @@ SPECIAL = {
 
 
 class Header(NamedTuple):
-    """Contents of a GGUF header: parameter count, tensors by type, settings of the tokenizer."""
+    """Contents of a GGUF header: parameter count, tensors by type, and the settings for `_restore_tokenizer`."""
 
     parameters: int
     kinds: dict[str, int]

@@ -33,8 +33,7 @@ class PackedLinear(nn.Linear):
     """y = alpha * (x @ W'^T) + bias, with W' unpacked from buffers at each call (see `formats.format.Decoder`).
 
     The numerics match the engines' FP4 kernels. W' = value * block scale is exact in bfloat16. alpha (NVFP4: 1 / global
-    scale) multiplies the product's float32 sums before they are rounded, once, to the compute dtype: float32 or
-    bfloat16. In float16 sums over NVFP4's W' (up to 2688) would overflow.
+    scale) multiplies the product's float32 sums before they are rounded, once, to the compute dtype.
 
     PEFT attaches LoRA to it as to any `nn.Linear`. The packed tensors are buffers with checkpoint names (in attribute
     names "." becomes "__"); they keep their dtypes when the model's dtype changes. The backward pass unpacks again
@@ -97,7 +96,8 @@ class PackedLinear(nn.Linear):
     def _make_decoder(self) -> None:
         """Make the decoder of the held tensors, unless they are on the meta device, and drop the cached dense weight.
 
-        Not at the first forward call, because there torch.compile could not read the decoder's constants from a GPU.
+        The decoder is made here, not at the first forward call: torch.compile could not read the decoder's constants
+        from a GPU then.
         """
         self._dense: dict[torch.dtype, Tensor] = {}
         if not self.weight.is_meta:

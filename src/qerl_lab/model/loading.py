@@ -170,9 +170,10 @@ def _fill_packed(
 ) -> None:
     """Replace the Linears named in `group`, the parts of a fused layer, by `PackedLinear`s with weights of `source`.
 
-    Raises ValueError if a tensor is invalid, or if the parts differ in a tensor scale that the format makes them share
-    (SHARED): vLLM keeps the largest for all parts and would sample from weights other than the trained ones. Rescaling
-    the parts would round their block scales again and so make another checkpoint.
+    The Linears are empty, on the meta device; their biases stay empty. Raises ValueError if a tensor is invalid, or if
+    the parts differ in a tensor scale that the format makes them share (SHARED): vLLM keeps the largest for all parts
+    and would sample from weights other than the trained ones. Rescaling the parts would round their block scales again
+    and so make another checkpoint.
     """
     packed = {}
     for name in group:

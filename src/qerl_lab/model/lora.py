@@ -16,7 +16,7 @@ def register_lora(lora_config: LoraConfig) -> None:
 
 
 class LoraLinear(Linear):
-    """PEFT's LoRA layer for one plain adapter on a frozen Linear, computed as one operation (`_LoraProduct`).
+    """PEFT's LoRA layer, computed as one operation (`_LoraProduct`) for one plain adapter without dropout.
 
     The adapter is computed in the dtype of autocast or, without autocast, of the base layer. The trained weights of the
     adapter keep their own dtype.
