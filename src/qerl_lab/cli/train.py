@@ -8,7 +8,6 @@ Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import hydra
@@ -43,18 +42,8 @@ from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
 from qerl_lab.system.processes import refuse_several_processes
 
 SCRIPT = "qerl-lab"  # the console script in pyproject.toml
-ANY = ("VALUE",)
-SHOWN = {  # Hydra flags that show the configuration of one job, with the values that may follow them
-    **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
-    **dict.fromkeys(("--info", "-i"), ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")),
-}
-FLAGS: Mapping[str, Sequence[str]] = {
-    **dict.fromkeys(("--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m"), ()),
-    **dict.fromkeys(("--shell-completion", "-sc"), ()),
-    **dict.fromkeys(("--package", "-p", "--config-dir", "-cd"), ANY),
-    **SHOWN,
-}
-NO_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--experimental-rerun")  # Hydra flags not offered
+FLAGS = ("--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc")
+FLAGS_WITH_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--config-dir", "-cd")
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")
@@ -112,8 +101,6 @@ def main(arguments: list[str]) -> int:
     if {"--shell-completion", "-sc"} & set(flags):
         _prepare_completion()
         return _run_hydra([*flags, *overrides])
-    if {"--multirun", "-m"} & set(flags) and any(flag.partition("=")[0] in SHOWN for flag in flags):
-        raise ConfigError("--cfg and --info show one job. Leave -m out, and type one value for each key.")
     overrides = [spell_for_hydra(word) for word in overrides]
     parse_overrides(overrides)
     with as_config_errors():
@@ -139,36 +126,19 @@ def _run_hydra(arguments: list[str]) -> int:
 def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Split command-line arguments into Hydra's flags with their values, and overrides (`key=value`).
 
-    Raises ConfigError for a flag that is unknown or not offered, or has a wrong value.
+    Raises ConfigError for an unknown flag. Hydra refuses a wrong value of a flag.
     """
     flags, overrides, left = list[str](), list[str](), list(arguments)
     while left:
         word = left.pop(0)
-        name, sign, value = word.partition("=")
         if not word.startswith("-"):
             overrides.append(word)
             continue
-        if name in NO_FLAGS:
-            raise ConfigError(
-                f"{word} is not allowed, because the lab could not check the run against its schema. "
-                "Type --config-dir DIR to add your own options to the groups."
-            )
-        if name not in FLAGS or (sign and not FLAGS[name]):
-            raise unknown_flag_error(word, _hints_by_name(), list(FLAGS))
-        allowed = FLAGS[name]
+        if word.partition("=")[0] not in (*FLAGS, *FLAGS_WITH_VALUE):
+            raise unknown_flag_error(word, _hints_by_name(), [*FLAGS, *FLAGS_WITH_VALUE])
         flags.append(word)
-        if not sign and left and (allowed == ANY or left[0] in allowed):
-            value = left.pop(0)
-            flags.append(value)
-        may_be_bare = not allowed or name in ("--info", "-i")
-        is_allowed = value in allowed or (may_be_bare and not value) or (allowed == ANY and bool(value))
-        if not is_allowed:
-            given = word if sign or not left else f"{word} {left[0]}"
-            raise ConfigError(f"{given} is not allowed; allowed: {', '.join(allowed)}. Type {name} {allowed[0]}.")
-        if name in ("--config-dir", "-cd") and not Path(value).is_dir():
-            raise ConfigError(
-                f"--config-dir {value} is not a directory. Type one that has groups, such as experiment/."
-            )
+        if word in FLAGS_WITH_VALUE and left and "=" not in left[0]:
+            flags.append(left.pop(0))
     return flags, overrides
 
 
@@ -178,7 +148,8 @@ def _hints_by_name() -> dict[str, str]:
     targets = {name.rpartition(".")[2]: name for name in reversed(names)}
     targets |= dict(FOREIGN_NAMES) | {name: name for name in names}
     hints = {name: what_to_type(target) for name, target in targets.items()}
-    return hints | {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
+    hints |= {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
+    return hints | dict.fromkeys(("config_path", "config_name"), "--config-dir DIR to add options of your own")
 
 
 def _parse_resume(flags: list[str], overrides: list[str]) -> tuple[Path, int | None] | None:
