@@ -92,25 +92,6 @@ def test_a_full_disk_fails_the_job_that_goes_on_and_not_the_sweep(
     assert "2 jobs in sweep: 2 failed" in out
 
 
-def test_a_sweep_without_our_callback_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    """Also by a file of the user's own. Nothing is left behind."""
-    check = "hydra.callbacks.check"
-    for word in (f"~{check}", "~hydra.callbacks", f"{check}=null", f"~{check}._target_"):
-        assert main(["-m", f"seed={DONE},10", word]) == 2
-        assert f"error: {word} leaves out the check of every job. Leave {check} as it is." in capfd.readouterr().err
-    own = Path("own/experiment/mine.yaml")
-    own.parent.mkdir(parents=True)
-    own.write_text("# @package _global_\nexperiment: mine\nhydra: {callbacks: {check: null}}\n")
-    with pytest.warns(UserWarning, match="on_multirun_start"):  # of Hydra, which calls a callback that is null
-        assert main(["-m", "--config-dir", "own", "experiment=mine", f"seed={DONE},10"]) == 2
-    said = f"error: a file of --config-dir or hydra.searchpath that changes {check} leaves out the check of every job."
-    assert said in capfd.readouterr().err
-    assert not Path("runs").exists()
-    with pytest.warns(UserWarning, match="on_multirun_start"):
-        main(["-m", "--config-dir", "own", "experiment=mine", f"seed={DONE},10", "hydra/launcher=basic"])
-    assert capfd.readouterr().err.count(said) == 2, "a launcher of Hydra's makes directories before it starts a job"
-
-
 def test_what_breaks_around_a_job_is_told_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,7 @@
 """Spell command-line overrides (`key=value`) for Hydra, check each, and turn Hydra's errors into messages."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.spelling import quote_text, quoted, shell_override
 
 OTHER_LAUNCHERS = "jobs=N runs several at once, launcher=slurm and launcher=ray use a cluster; others are packages."
-CHECK = "hydra.callbacks.check"  # of conf/config.yaml
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
 SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'")  # Hydra's message without -m
 APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/config.yaml
@@ -79,8 +78,6 @@ def _check_override(override: Override) -> None:
     if override.is_hydra_override():
         if override.is_sweep_override():
             raise ConfigError(f"{line} would sweep over Hydra's own settings. Type {name}=VALUE, once.")
-        if name == "hydra.callbacks" or f"{name}.".startswith(f"{CHECK}."):
-            raise _missing_check_error(line)
         if name == "hydra.run.dir":
             raise ConfigError(f"{line} does nothing here. Type run_dir=DIR for a run, hydra.sweep.dir=DIR for a sweep.")
         return
@@ -109,20 +106,6 @@ def _check_override(override: Override) -> None:
                 if not override.is_sweep_override():
                     raise
                 raise ConfigError(f"{line} is several values, because a comma separates them; {error}") from None
-
-
-def refuse_missing_check(callbacks: Mapping[str, Any] | None) -> None:
-    """Raise ConfigError if Hydra's `callbacks`, as composed, lack the one that checks every job.
-
-    Typed overrides that take it away are refused before, so only a file of options can have done so.
-    """
-    if not (callbacks or {}).get(CHECK.rpartition(".")[2]):
-        raise _missing_check_error(f"a file of --config-dir or hydra.searchpath that changes {CHECK}")
-
-
-def _missing_check_error(cause: str) -> ConfigError:
-    """Return the error for an override or a file (`cause`) that removes the check of every job."""
-    return ConfigError(f"{cause} leaves out the check of every job. Leave {CHECK} as it is.")
 
 
 def unknown_option_error(group: str, value: Any, options: list[str]) -> ConfigError:

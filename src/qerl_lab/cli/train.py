@@ -26,7 +26,6 @@ from qerl_lab.cli.overrides import (
     GROUPS,
     as_config_errors,
     parse_overrides,
-    refuse_missing_check,
     spell_for_hydra,
     without_hydra_overrides,
 )
@@ -66,7 +65,6 @@ def run(cfg: DictConfig) -> int:
         check.command_line(words), without_hydra_overrides(words), jobs.sweep_name(Path(hydra_config.sweep.dir))
     )
     try:
-        refuse_missing_check(hydra_config.callbacks)
         return _print_unfinished(launch.start(directory, typed), directory)
     except ConfigError as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
