@@ -240,8 +240,6 @@ def _expand_sweep(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
 
     Raises ConfigError if the sweep has no job, or sets Hydra's sweeper in a way that is not allowed.
     """
-    if (size := master.hydra.sweeper.get("max_batch_size")) is not None:
-        raise ConfigError(f"hydra.sweeper.max_batch_size={size} does nothing here. Type jobs={size}.")
     if (name := master.hydra.runtime.choices["hydra/sweeper"]) != "basic":
         raise ConfigError(
             f"hydra/sweeper={name} chooses jobs while it runs, so the lab cannot check them before the first starts; "

@@ -76,22 +76,16 @@ def _check_override(override: Override) -> None:
     """Raise ConfigError for an unknown key, a value of a wrong type, or a feature of Hydra that no run can use."""
     name, line = override.key_or_group, override.input_line
     if override.is_hydra_override():
-        if override.is_sweep_override():
-            raise ConfigError(f"{line} would sweep over Hydra's own settings. Type {name}=VALUE, once.")
         if name == "hydra.run.dir":
             raise ConfigError(f"{line} does nothing here. Type run_dir=DIR for a run, hydra.sweep.dir=DIR for a sweep.")
         return
     if override.is_delete():
         raise ConfigError(f"{line} would take away what every run has. Type {name}=VALUE to change it.")
-    if override.package is not None:
-        raise ConfigError(f"{line} would put a group in another place. Type {name}=OPTION.")
     value = override.value()
-    if getattr(value, "shuffle", False):
-        raise ConfigError(f"{line} gives the jobs another order each time. Leave shuffle() out.")
     if override.is_sweep_override() and not override.is_discrete_sweep():
         raise ConfigError(f"{line} is not a list of jobs. Type {name}=a,b or {name}=range(1,4).")
     if name in GROUPS:
-        if isinstance(value, list | dict) or value is None:  # Hydra would accept them
+        if isinstance(value, list | dict) or value is None:  # Hydra would compose several options, or none
             raise unknown_option_error(name, value, choices_of(name))
         return
     kind = type_of_key(name)
@@ -120,8 +114,6 @@ def unknown_option_error(group: str, value: Any, options: list[str]) -> ConfigEr
         hint = f" Type {group}.{number[1]}={number[2]}."
     else:
         hint = did_you_mean(str(value), options) or f" Type for example {group}={options[0]}."
-    if isinstance(value, dict):
-        hint = f" Set its keys one by one, for example {group}.{next(iter(value), 'name')}=VALUE."
     return ConfigError(f"{group}={spell_value(value)} is not an option; allowed: {', '.join(options)}.{hint}")
 
 
