@@ -34,7 +34,7 @@ from qerl_lab.cli.overrides import (
     without_hydra_overrides,
 )
 from qerl_lab.config.arm import OF_SWEEPS, values_of
-from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
+from qerl_lab.config.conf_folder import group_folder, package_data
 from qerl_lab.config.keys import NUMBERS, spell_value, types_by_key
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import build_config, validate
@@ -194,28 +194,20 @@ def _refuse_mislabelled_experiment(
     `config` is the job's configuration, `cfg` the same as Hydra composed it. `typed` maps typed keys to their values.
     """
     arm, declared = cfg.hydra.runtime.choices.get("experiment"), sorted(_experiment_keys())
-    suspects = [key for key in typed if key in declared or any(name.startswith(f"{key}.") for name in declared)]
+    suspects = [key for key in typed if any(f"{name}.".startswith(f"{key}.") for name in declared)]
     if arm is None or not suspects:
         return
     paths = [word for word in _typed_words(cfg.hydra.overrides.hydra) if "hydra.searchpath=" in word]
-
-    def values_of_experiment(name: str) -> dict[str, Any]:
-        composed = loader.load_configuration("config", [f"+experiment={name}", *paths], RunMode.RUN)
-        return values_of(job_config(composed, {}))
-
-    def changed_keys(others: Mapping[str, Any]) -> list[str]:
-        return [key for key in declared if now[key] != others[key]]
-
-    now, own = values_of(config), values_of_experiment(arm)
-    if not (changed := changed_keys(own)):
-        return
-    same = next((name for name in choices_of("experiment") if not changed_keys(values_of_experiment(name))), None)
-    others = " ".join(f"{key}={spell_value(now[key])}" for key in changed_keys(values_of(RunConfig())))
-    raise ConfigError(
-        f"{' '.join(f'{key}={typed[key]}' for key in suspects)} changes what experiment={arm} stands for "
-        f"({', '.join(f'{key}={spell_value(own[key])}' for key in changed)}), and the run would keep its name. "
-        f"Type {f'+experiment={same} instead' if same else f'{others} instead, without experiment={arm}'}."
-    )
+    composed = loader.load_configuration("config", [f"+experiment={arm}", *paths], RunMode.RUN)
+    now, own, usual = values_of(config), values_of(job_config(composed, {})), values_of(RunConfig())
+    if changed := [key for key in declared if now[key] != own[key]]:
+        words = " ".join(f"{key}={typed[key]}" for key in suspects)
+        instead = " ".join(f"{key}={spell_value(now[key])}" for key in declared if now[key] != usual[key])
+        raise ConfigError(
+            f"{words} changes what experiment={arm} stands for "
+            f"({', '.join(f'{key}={spell_value(own[key])}' for key in changed)}), and the run would keep its name. "
+            f"Leave {words} out, or leave experiment={arm} out{instead and f' and type {instead}'}."
+        )
 
 
 @cache

@@ -74,10 +74,8 @@ def refused(line: str, capsys) -> str:
         ("aqn=linear aqn.probe_prompts=65", ["aqn.probe_prompts=65", "64 completions"]),
         ("differs_in=[seed]", ["Leave differs_in out"]),
         # an arm that is no longer itself
-        ("+experiment=nvfp4_aqn aqn=off", ["aqn=off", "aqn.schedule=exponential", "Type +experiment=nvfp4 instead"]),
-        ("+experiment=nvfp4_aqn aqn=linear", ["aqn=linear", "without experiment=nvfp4_aqn"]),
-        ("+experiment=nvfp4 aqn=cosine", ["Type aqn.schedule=cosine instead, without experiment=nvfp4"]),
-        ("+experiment=nvfp4_aqn_kl aqn.schedule=linear", ["Type aqn.schedule=linear aqn.unit=kl instead, without"]),
+        ("+experiment=nvfp4_aqn aqn=off", ["aqn=off", "aqn.schedule=exponential", "leave experiment=nvfp4_aqn out."]),
+        ("+experiment=nvfp4_aqn_kl aqn.schedule=linear", ["_kl out and type aqn.schedule=linear aqn.unit=kl."]),
         # another model by the embedded policy's recipe
         ("+experiment=nvfp4 task=gsm8k model.path=DIR", ["model.path=DIR", "0.001, 64 tokens", "Type scale=custom"]),
         ("model=qwen2_5_7b", ["Qwen/Qwen2.5-7B-Instruct", "scale=pocket to mean it"]),
