@@ -3,7 +3,6 @@
 `plan_run` and `plan_sweep` take what Hydra composed (`@hydra.main` in `train.py`); `make_plan` composes by itself.
 """
 
-import copy
 import itertools
 import time
 from collections.abc import Mapping
@@ -26,7 +25,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli import intent
 from qerl_lab.cli.overrides import (
-    GROUPS,
     as_config_errors,
     explain,
     parse_overrides,
@@ -127,10 +125,9 @@ def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
     Raises ConfigError if a job cannot start, two jobs are equal or conflict, or an override has no effect.
     """
     directory, jobs = Path(str(master.hydra.sweep.dir)).expanduser().absolute(), list[Job]()
-    composed: dict[tuple[str, ...], DictConfig] = {}
     for number, overrides in enumerate(_expand_sweep(master, loader)):
         try:
-            cfg = _compose_job(master, overrides, loader, composed)
+            cfg = loader.load_sweep_config(master, overrides)
             job = _checked_job(number, cfg, overrides, loader)
         except (ConfigError, HydraException, OmegaConfBaseException) as error:
             own = " ".join(without_hydra_overrides(overrides))
@@ -149,28 +146,6 @@ def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
     intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(job.overrides)) for job in jobs])
     typed = intent.overrides_by_key(_typed_words(master.hydra.overrides.hydra))
     return Plan(jobs, directory, directory_given="hydra.sweep.dir" in typed, multirun=True)
-
-
-def _compose_job(
-    master: DictConfig, overrides: list[str], loader: ConfigLoader, known: dict[tuple[str, ...], DictConfig]
-) -> DictConfig:
-    """Compose the configuration of one job of the sweep `master` with Hydra.
-
-    Jobs with overrides that differ only in plain values of keys share one composition. `known` keeps these
-    compositions between calls, and grows here.
-    """
-    is_named_by_words = "override_dirname" in str(OmegaConf.to_container(master.hydra.sweep, resolve=False))
-    values = types_by_key().keys() - set(GROUPS)  # scale and experiment are both a key and a group
-    plain = [word for word in overrides if word.partition("=")[0] in values and "${" not in word]
-    if is_named_by_words or not plain:
-        return loader.load_sweep_config(master, overrides)
-    options = (*(word for word in overrides if word not in plain), *(word.partition("=")[0] for word in plain))
-    if options not in known:
-        known[options] = loader.load_sweep_config(master, overrides)
-    cfg = copy.deepcopy(known[options])
-    for override in OverridesParser.create().parse_overrides(plain):
-        OmegaConf.update(cfg, override.key_or_group, override.value())
-    return cfg
 
 
 def _checked_job(number: int, cfg: DictConfig, overrides: list[str], loader: ConfigLoader) -> Job:

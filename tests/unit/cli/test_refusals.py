@@ -290,21 +290,6 @@ def test_words_that_do_little_are_said():
     assert only_job("algorithm=gspo").notes == []
 
 
-def test_jobs_that_differ_in_plain_values_are_composed_as_each_would_be_alone():
-    """Those of two scales share nothing: a scale picks options too."""
-    words = ["+experiment=nvfp4_aqn", "lora.target_modules=[q_proj]", "task.instruction='a, b'"]
-    plan = make_plan([*words, "scale=smollm2,paper_gsm8k_7b", "optim.learning_rate=1e-4,3e-4"], True)
-    assert len(plan.jobs) == 4
-    for job in plan.jobs:
-        own = [f"scale={job.config.scale}", f"optim.learning_rate={job.config.optim.learning_rate}"]
-        assert job.config == only_job(*words, *own).config
-
-
-def test_the_words_of_a_job_may_stand_in_its_directory():
-    plan = make_plan(["seed=0,1", "hydra.sweep.subdir=${hydra.job.override_dirname}"], True)
-    assert [job.run_dir.name for job in plan.jobs] == ["seed=0", "seed=1"]
-
-
 def test_a_bug_in_the_callback_ends_the_command(monkeypatch):
     """Hydra only warns of an Exception, and would start jobs that nobody has checked."""
 
