@@ -122,20 +122,6 @@ def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
             f"Type scale=custom for the schema's ({RunConfig().optim.learning_rate:g}, "
             f"{RunConfig().rollout.max_completion_tokens}), a paper scale, or scale={POCKET} to mean it."
         )
-    for key, given, most, limit, remedy in (
-        ("aqn.stages", cfg.aqn.stages, cfg.steps, f"steps={cfg.steps}; a stage is one step or more",
-         _stage_per_step(cfg)),
-        ("aqn.probe_prompts", cfg.aqn.probe_prompts, cfg.completions_per_step,
-         f"the {cfg.completions_per_step} completions of a step", f"aqn.probe_prompts={cfg.completions_per_step}"),
-    ):  # fmt: skip
-        if key in typed and given > most and key not in inert_keys(cfg):
-            raise ConfigError(f"{key}={given} is more than {limit}. Type for example {remedy}.")
-
-
-def _stage_per_step(cfg: RunConfig) -> str:
-    """Return the overrides that make each step a stage of its own, and let noise be added in one of them."""
-    is_clean = cfg.steps == 1 and cfg.aqn.reading != "equation"  # the other readings keep the first stage clean
-    return f"aqn.stages={cfg.steps}{' aqn.reading=equation' if is_clean else ''}"
 
 
 def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
@@ -208,16 +194,9 @@ def notes_before_start(cfg: RunConfig, micro_batch_size: int | None, typed: Coll
         said.append(
             f"optim.learning_rate={cfg.optim.learning_rate:g} is made for adapters; for all weights 1e-6 is usual"
         )
-    if cfg.optim.learning_rate == 0:
-        said.append("optim.learning_rate=0: nothing is learned, and every step measures the policy as it began")
-    if cfg.eval.every > cfg.steps:
-        said.append(
-            f"eval.every={cfg.eval.every} is above steps={cfg.steps}: its questions are asked before step 1 alone. "
-            f"Type for example eval.every={max(1, cfg.steps // 5)}"
-        )
     if cfg.aqn.schedule not in ("off", "adaptive") and cfg.steps < cfg.aqn.stages:  # adaptive noise has no stages
         said.append(
             f"aqn.stages={cfg.aqn.stages} in {with_noun(cfg.steps, 'step')}: some stages are skipped, the last among "
-            f"them. Type for example {_stage_per_step(cfg)}"
+            f"them. Type for example aqn.stages={cfg.steps}"
         )
     return said
