@@ -13,7 +13,7 @@ import yaml
 
 from qerl_lab.config.arm import ENGINE_KEYS, OF_SWEEPS, values_of
 from qerl_lab.config.conf_folder import group_folder
-from qerl_lab.config.keys import SET_BY_LAB, is_met, parse_condition, spell_value
+from qerl_lab.config.keys import is_met, parse_condition, spell_value
 from qerl_lab.config.message import with_noun
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.paths import with_absolute_paths
@@ -108,9 +108,6 @@ def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
 
     `typed` maps typed keys to their values.
     """
-    for key in SET_BY_LAB:
-        if key in typed:
-            raise ConfigError(f"{key} is set by the lab, not by the command. Leave {key} out.")
     for group, value in (("task", cfg.task.name), ("algorithm", cfg.algorithm.name)):
         if f"{group}.name" in typed:  # an option of these groups sets more than its name
             raise ConfigError(f"{group}.name={value} leaves out what belongs to it. Type {group}={value}.")
