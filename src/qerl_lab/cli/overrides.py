@@ -149,8 +149,8 @@ def explain(error: Exception) -> str:
             )
         case OverrideParseException() if error.override in choices_of("experiment"):
             return f"{error.override} cannot be read as KEY=VALUE. Type +experiment={error.override}."
-        case OverrideParseException() if module := _module_of_command(error.override):
-            return f"{error.override} is a command of its own. Type python -m {module}."
+        case OverrideParseException() if (Path(__file__).parents[1] / error.override / "__main__.py").is_file():
+            return f"{error.override} is a command of its own. Type python -m qerl_lab.{error.override}."
         case OverrideParseException():
             return str(unreadable_override_error(error.override, dict(types_by_key()) | dict.fromkeys(GROUPS)))
         case MissingConfigException() if error.missing_cfg_file and error.options:
@@ -169,17 +169,6 @@ def explain(error: Exception) -> str:
             place = re.match(r"In '[^']+': ", str(error))
             return (place[0] if place else "") + _explain_key(cause, cause.full_key)
     return " ".join((str(error) or str(error.__cause__)).split())
-
-
-def _module_of_command(name: str) -> str | None:
-    """Return the module that runs the command `name`, e.g. qerl_lab.evaluate for `evaluate`.
-
-    None for `train`, and for a name that is not a command of the lab.
-    """
-    folder = Path(__file__).parents[1]
-    files = {f"qerl_lab.{name}": f"{name}/__main__.py", f"qerl_lab.tools.{name}": f"tools/{name}.py"}
-    found = [module for module, file in files.items() if (folder / file).is_file()]
-    return found[0] if found and name.isidentifier() and name != "train" else None  # python -m qerl_lab trains
 
 
 def _explain_key(error: OmegaConfBaseException, key: str) -> str:

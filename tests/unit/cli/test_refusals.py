@@ -83,7 +83,6 @@ def refused(line: str, capsys) -> str:
         ("task.instruction=null", ["task.instruction=null", "Type for example task.instruction=NAME"]),
         ("word", ["word cannot be read", "KEY=VALUE"]),
         ("evaluate accuracy runs/x", ["Type python -m qerl_lab.evaluate."]),
-        ("train +experiment=nvfp4", ["train cannot be read", "leave train out"]),
         ("resume='a'", ["/a is no directory"]),
         ("resume=", ["resume= names no directory"]),
         ("seed=1 -m lora.rank=3 resume=run", ["-m seed=1 lora.rank=3 cannot be typed with it"]),
