@@ -4,7 +4,6 @@ An option is described by the first comment line of its YAML file, a key by its 
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -14,7 +13,7 @@ from qerl_lab.cli.grammar import format_entry, format_key_entry
 from qerl_lab.cli.overrides import GROUPS
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of, group_folder, package_data
-from qerl_lab.config.message import first_and_last, with_noun
+from qerl_lab.config.message import first_and_last, some_of, with_noun
 from qerl_lab.config.spelling import resume_override, shell_override
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.system.terminal import by_numbers, columns, format_path, python_command
@@ -115,58 +114,39 @@ def dry_run_table(plan: Plan) -> str:
     done = [job for job in plan.jobs if job.begun and RunDirectory(job.run_dir).status == "done"]
     skip = f" except {len(done)} that are done" if done else ""
     end = f"dry run: would run {with_noun(len(plan.jobs), 'job')} {place}{skip}; nothing was started or written"
-    return "\n".join([table, *format_notes(plan.jobs), end])
+    return "\n".join([table, *_format_notes(plan.jobs), end])
 
 
 def opening_lines(plan: Plan) -> str:
     """Format what a command prints before its jobs start: the directory, what becomes of earlier runs, and notes."""
-    what = f"{with_noun(len(plan.jobs), 'job')} in" if plan.multirun else "run directory:"
-    earlier = [_describe_earlier_runs(plan.jobs)] if any(job.begun for job in plan.jobs) else []
-    return "\n".join([f"{what} {format_path(plan.directory)}", *earlier, *format_notes(plan.jobs)])
+    lines = [f"{with_noun(len(plan.jobs), 'job')} in" if plan.multirun else "run directory:"]
+    lines[0] += f" {format_path(plan.directory)}"
+    if any(job.begun for job in plan.jobs):
+        counts = {"done": 0, "to continue from a checkpoint": 0, "to begin again (no checkpoint)": 0, "not begun": 0}
+        for run in (RunDirectory(job.run_dir) for job in plan.jobs):
+            if run.status == "done":
+                counts["done"] += 1
+            elif run.last_saved():
+                counts["to continue from a checkpoint"] += 1
+            elif run.status == "not run":
+                counts["not begun"] += 1
+            else:
+                counts["to begin again (no checkpoint)"] += 1
+        listed = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+        lines.append(f"begun before: {listed} (rerun=true begins all again in a new sweep)")
+    return "\n".join([*lines, *_format_notes(plan.jobs)])
 
 
-def _describe_earlier_runs(jobs: list[Job]) -> str:
-    """Format how many jobs of a continued sweep are done, continue, begin again, or have not begun."""
-    counts = {"done": 0, "to continue from a checkpoint": 0, "to begin again (no checkpoint)": 0, "not begun": 0}
-    for job in jobs:
-        run = RunDirectory(job.run_dir)
-        if run.status == "done":
-            counts["done"] += 1
-        elif run.last_saved():
-            counts["to continue from a checkpoint"] += 1
-        elif run.status == "not run":
-            counts["not begun"] += 1
-        else:
-            counts["to begin again (no checkpoint)"] += 1
-    listed = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    return f"begun before: {listed} (rerun=true begins all again in a new sweep)"
-
-
-def format_notes(jobs: list[Job]) -> list[str]:
-    """Format the notes of jobs as lines, each note once.
-
-    Numbers of the jobs that have the note follow, unless all jobs have it.
-    """
-    about: dict[str, list[int]] = {}
+def _format_notes(jobs: list[Job]) -> list[str]:
+    """Format the notes of jobs as lines, each note once, with the numbers of its jobs unless all jobs have it."""
+    about: dict[str, list[str]] = {}
     for job in jobs:
         for note in job.notes:
-            about.setdefault(note, []).append(job.number)
+            about.setdefault(note, []).append(str(job.number))
     return [
-        f"note: {note}" + ("" if len(numbers) == len(jobs) else f" ({_name_jobs(numbers)})")
+        f"note: {note}" + ("" if len(numbers) == len(jobs) else f" (job {some_of(numbers)})")
         for note, numbers in about.items()
     ]
-
-
-def _name_jobs(numbers: Sequence[int]) -> str:
-    """Format job numbers, which must ascend, as `job 3` or `jobs 0 to 24, 30`."""
-    spans = list[list[int]]()
-    for number in numbers:
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1].append(number)
-        else:
-            spans.append([number])
-    named = [f"{span[0]} to {span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
-    return ("job " if len(numbers) == 1 else "jobs ") + ", ".join(named)
 
 
 def sweep_table(plan: Plan) -> str:
@@ -176,8 +156,13 @@ def sweep_table(plan: Plan) -> str:
     shared, own = split_overrides(plan.jobs)
     rows = [["job", "overrides", "status", "accuracy", "entropy", "tokens/s", "seconds", "run directory"]]
     for job, words, run, status in zip(plan.jobs, own, runs, found, strict=True):
-        where = str(job.run_dir.relative_to(plan.directory))
-        rows.append([str(job.number), " ".join(words), status, *_headline_cells(run.result()), where])
+        where, result, accuracy, entropy = str(job.run_dir.relative_to(plan.directory)), run.result(), "-", "-"
+        if "accuracy_before" in result and "accuracy_after" in result:
+            accuracy = f"{result['accuracy_before']:.3f} -> {result['accuracy_after']:.3f}"
+        if "entropy_first" in result and "entropy_last" in result:
+            entropy = first_and_last(result["entropy_first"], result["entropy_last"], int(result.get("steps", 0)))
+        speed = [f"{result[key]:.0f}" if key in result else "-" for key in ("tokens_per_second", "seconds")]
+        rows.append([str(job.number), " ".join(words), status, accuracy, entropy, *speed, where])
     header, *body = columns(rows).splitlines()
     lines = ["", *([f"all jobs: {' '.join(shared)}"] if shared else []), header]
     for run, status, line in zip(runs, found, body, strict=True):
@@ -205,17 +190,3 @@ def split_overrides(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
     """Return the overrides that all jobs share, and for each job the others. With a single job none are shared."""
     shared = [word for word in jobs[0].overrides if all(word in job.overrides for job in jobs)] if len(jobs) > 1 else []
     return shared, [[word for word in job.overrides if word not in shared] for job in jobs]
-
-
-def _headline_cells(result: Mapping[str, float]) -> list[str]:
-    """Format accuracy, entropy, tokens/s and seconds of a run's result as four table cells.
-
-    A missing value becomes a dash.
-    """
-    accuracy = entropy = "-"
-    if "accuracy_before" in result and "accuracy_after" in result:
-        accuracy = f"{result['accuracy_before']:.3f} -> {result['accuracy_after']:.3f}"
-    if "entropy_first" in result and "entropy_last" in result:
-        entropy = first_and_last(result["entropy_first"], result["entropy_last"], int(result.get("steps", 0)))
-    speed = [f"{result[key]:.0f}" if key in result else "-" for key in ("tokens_per_second", "seconds")]
-    return [accuracy, entropy, *speed]
