@@ -10,7 +10,6 @@ from qerl_lab.cli.compose import Job, Plan
 from qerl_lab.config.arm import as_recorded, settings_of_arm
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.rules import validate
-from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_override, shell_override
 from qerl_lab.preflight import machine, question_counts
 from qerl_lab.record.directory import RunDirectory
@@ -58,29 +57,22 @@ def _move_jobs(plan: Plan, directory: Path) -> list[Job]:
 def _has_same_run(job: Job) -> bool:
     """Tell whether the job's directory holds a run of the same arm, seed, gpus and questions.
 
-    False for a run with a damaged record, which could not be resumed.
+    Questions count as the same if their files are gone, because the run reports that when it resumes, or if the record
+    has no hashes of them. A run with a damaged record is no such run, because it could not be resumed.
     """
     run, own = RunDirectory(job.run_dir), as_recorded(job.config)
-    try:
-        if not run.is_claimed:
-            return False
-        theirs = run.settings()
-        is_same = settings_of_arm(theirs) == settings_of_arm(own)
-        is_same = is_same and all(theirs.get(key) == own[key] for key in ("seed", "gpus"))
-        return is_same and _has_same_questions(run, job.config)
-    except (ConfigError, OSError, UnicodeDecodeError):  # damaged: it could not be resumed
+    if not run.is_claimed:
         return False
-
-
-def _has_same_questions(run: RunDirectory, config: RunConfig) -> bool:
-    """Tell whether the files of questions are the same as when the run began.
-
-    True also if the files are gone or the record has no hashes of them.
-    """
+    try:
+        theirs = run.settings()
+    except (ConfigError, OSError, UnicodeDecodeError):
+        return False
+    if settings_of_arm(theirs) != settings_of_arm(own) or any(theirs.get(key) != own[key] for key in ("seed", "gpus")):
+        return False
     try:
         then = run.environment().get("data") or {}
-        now = question_counts.recorded_questions(config) if then else {}
-    except ConfigError:  # the files are gone: an unfinished run reports that when it resumes
+        now = question_counts.recorded_questions(job.config) if then else {}
+    except ConfigError:
         return True
     return all(then[key] == now[key] for key in ("training_sha256", "heldout_sha256") if key in then and key in now)
 
