@@ -133,8 +133,8 @@ def check_jobs(plan: Plan, *, is_here: bool, is_dry: bool = False) -> Plan:
         checked.append(replace(job, notes=notes))
     if is_here and not is_dry:
         scheduler.gpu_pool_of([job.config for job in plan.jobs])
-    elif first.launcher != "local":
-        cluster.check_slurm_flags(first)
-        if not is_dry:
-            cluster.check_can_submit(first)
+    if first.launcher == "slurm":
+        cluster.time_limit_minutes(cluster.parse_sbatch_flags(first.slurm))
+    if first.launcher != "local" and not is_dry:
+        cluster.check_can_submit(first)
     return replace(plan, jobs=checked)

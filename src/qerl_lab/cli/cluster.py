@@ -35,18 +35,6 @@ GOES_ON = "Nothing was started. Correct the line and type it again: the jobs kee
 TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):(\d+):(\d+)|(\d+))")  # Slurm's formats D-H:M:S, H:M:S and M (minutes)
 
 
-def check_slurm_flags(cfg: RunConfig) -> None:
-    """Raise ConfigError if the sbatch flags in `cfg.slurm` are unreadable, or set a time limit below LEAST_MINUTES.
-
-    Jobs stop to save SIGNAL_SECONDS before their time limit. Checks nothing if the launcher is not slurm.
-    """
-    if cfg.launcher == "slurm" and (limit := time_limit_minutes(parse_sbatch_flags(cfg.slurm))) < LEAST_MINUTES:
-        raise ConfigError(
-            f"--time in slurm= is {limit} minutes, and a job stops to save {SIGNAL_SECONDS} seconds before this limit. "
-            f"Type --time={LEAST_MINUTES} or more."
-        )
-
-
 def check_can_submit(cfg: RunConfig) -> None:
     """Raise ConfigError if this machine cannot submit jobs to the cluster that `cfg.launcher` names.
 
@@ -89,7 +77,7 @@ def parse_sbatch_flags(text: str) -> dict[str, Any]:
 def time_limit_minutes(flags: Mapping[str, Any]) -> int:
     """Return the time limit of a Slurm job in minutes, rounded up. `flags` come from `parse_sbatch_flags`.
 
-    Raises ConfigError if the flag `time` is missing or unreadable.
+    Raises ConfigError if the flag `time` is missing, unreadable, or below LEAST_MINUTES.
     """
     match = TIME.fullmatch(str(flags.get("time", "")))
     if match is None:
@@ -98,7 +86,13 @@ def time_limit_minutes(flags: Mapping[str, Any]) -> int:
             "job as minutes, H:M:S or D-H:M:S. Type for example slurm='--partition=gpu --time=2:00:00'."
         )
     days, hours, mins, seconds, only = (int(part) for part in match.groups(default="0"))
-    return only or max(1, (days * 24 + hours) * 60 + mins + (seconds > 0))
+    limit = only or (days * 24 + hours) * 60 + mins + (seconds > 0)
+    if limit < LEAST_MINUTES:
+        raise ConfigError(
+            f"--time in slurm= is {limit} minutes, and a job stops to save {SIGNAL_SECONDS} seconds before this limit. "
+            f"Type --time={LEAST_MINUTES} or more."
+        )
+    return limit
 
 
 def resources_to_request(configs: Sequence[RunConfig], flags: Mapping[str, Any]) -> dict[str, int]:
@@ -113,11 +107,6 @@ def resources_to_request(configs: Sequence[RunConfig], flags: Mapping[str, Any])
         return {} if GPU_FLAGS & set(flags) else {"gpus_per_node": max(on_gpu)}
     threads = max(cfg.gpus * cfg.cpu_threads for cfg in configs)
     return {} if threads < 1 or CPU_FLAGS & set(flags) else {"cpus_per_task": threads}
-
-
-def _error_as_sentence(error: BaseException) -> str:
-    """Format an error's text in one line that ends with a period."""
-    return in_one_line(error).rstrip(".") + "."
 
 
 @contextmanager
@@ -145,7 +134,7 @@ def submit_to_slurm(
             submitted = [executor.submit(sweep_job) for sweep_job in sweep_jobs]
     except FailedJobError as error:  # the error of sbatch
         raise ConfigError(
-            f"Slurm refused the jobs with slurm={configs[0].slurm}: {_error_as_sentence(error)} {GOES_ON}"
+            f"Slurm refused the jobs with slurm={configs[0].slurm}: {in_one_line(error)}. {GOES_ON}"
         ) from None
     yield submitted
 
@@ -154,9 +143,10 @@ def submit_to_slurm(
 def submit_to_ray(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) -> "Iterator[list[Future[str]]]":
     """Context manager: run the jobs as Ray tasks, `configs[0].jobs` at once; yield their futures, in order.
 
-    `configs` and `sweep_jobs` have one entry per job, in the same order. The result of a future is "", or a message
-    that says why the job was refused or failed. Leaving the context waits for all jobs and shuts Ray down. Raises
-    ConfigError if Ray cannot be reached.
+    `configs` and `sweep_jobs` have one entry per job, in the same order. Jobs that share a GPU request a fraction of
+    it; in a cluster without GPUs no job requests one. The result of a future is "", or a message that says why the job
+    was refused or failed. Leaving the context waits for all jobs and shuts Ray down. Raises ConfigError if Ray cannot
+    be reached.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
     import ray as library
@@ -165,14 +155,15 @@ def submit_to_ray(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) 
     try:
         library.init(log_to_driver=False, include_dashboard=False)
     except ConnectionError as error:
-        raise ConfigError(f"Ray cannot be reached: {_error_as_sentence(error.__cause__ or error)} {GOES_ON}") from None
+        raise ConfigError(f"Ray cannot be reached: {in_one_line(error.__cause__ or error)}. {GOES_ON}") from None
     for number, handler in before.items():  # Ray's own handlers would end the command
         signal.signal(number, handler)
     has_gpus = library.cluster_resources().get("GPU", 0) > 0
 
     def run_on_ray(cfg: RunConfig, sweep_job: SweepJob) -> str:
-        asked = ray_resources(cfg, has_gpus)
-        task = library.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"])(SweepJob.__call__)
+        gpus = 1 / cfg.jobs_per_gpu if cfg.gpus == 1 else cfg.gpus  # Ray gives several GPUs only whole
+        needs_gpu = has_gpus and cfg.device != "cpu"
+        task = library.remote(num_cpus=max(1, cfg.cpu_threads), num_gpus=gpus if needs_gpu else 0)(SweepJob.__call__)
         return str(library.get(task.remote(sweep_job)))
 
     try:
@@ -180,13 +171,3 @@ def submit_to_ray(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) 
             yield [pool.submit(run_on_ray, cfg, sweep_job) for cfg, sweep_job in zip(configs, sweep_jobs, strict=True)]
     finally:
         library.shutdown()
-
-
-def ray_resources(cfg: RunConfig, has_gpus: bool) -> dict[str, float]:
-    """Return how many CPUs and GPUs a job requests from Ray, as {"CPU": N, "GPU": N}.
-
-    Jobs that share a GPU request a fraction of it. `has_gpus` says whether the Ray cluster has GPUs; if not, no job
-    requests one.
-    """
-    share = 1 / cfg.jobs_per_gpu if cfg.gpus == 1 else cfg.gpus  # Ray gives several GPUs only whole
-    return {"CPU": max(1, cfg.cpu_threads), "GPU": share if has_gpus and cfg.device != "cpu" else 0}
