@@ -6,7 +6,7 @@ from pathlib import Path
 
 from qerl_lab.config.model_hash import model_hash
 from qerl_lab.config.option import ConfigError
-from qerl_lab.config.schema import POCKET, LoraConfig, ModelConfig, RunConfig, TaskConfig
+from qerl_lab.config.schema import POCKET, RunConfig
 
 WEIGHTS = "adapter_model.safetensors"
 CLAIMS = "claims.yaml"  # beside results: the claims that they test
@@ -20,13 +20,38 @@ def with_absolute_paths(cfg: RunConfig) -> RunConfig:
     A model on the hub gets no hash, because the local copy may differ from the hub. Raises ConfigError if an adapter or
     file is missing, or if a hash in `cfg` does not match its file.
     """
-    uri = cfg.tracking.uri
-    if uri is not None and (file := sqlite_file(uri)):
-        uri = sqlite_uri(Path(_absolute_path(str(file))))
-    cfg = replace(
-        cfg, tracking=replace(cfg.tracking, uri=uri), model=_with_model_hash(cfg.model),
-        task=_with_module_hash(cfg.task), lora=_with_start_hash(cfg.lora),
-    )  # fmt: skip
+    tracking, model, task, lora = cfg.tracking, cfg.model, cfg.task, cfg.lora
+    if tracking.uri is not None and (file := sqlite_file(tracking.uri)):
+        tracking = replace(tracking, uri=sqlite_uri(Path(_absolute_path(str(file)))))
+
+    path, content = _absolute_model_path(model.path), model.hash
+    if Path(path).is_absolute() and (found := model_hash(Path(path))):
+        content = _check_hash("model.hash", content, found, path)
+    model = replace(model, path=path, hash=content)
+
+    task = replace(task, path=task.path and _absolute_model_path(task.path))
+    if task.module is not None:
+        path = _absolute_path(task.module)
+        digest = _check_hash("task.module_hash", task.module_hash, module_hash(path), path)
+        task = replace(task, module=path, module_hash=digest)
+
+    if lora.start_from is not None:
+        path = _absolute_path(lora.start_from)
+        weights, trained = adapter_folder(path) / WEIGHTS, Path(path) / "model"
+        if not weights.is_file() and (trained / "config.json").is_file():
+            raise ConfigError(
+                f"lora.start_from={lora.start_from} trained all weights (lora=full) and has no adapter; allowed: a "
+                f"run that trained one. Type model.path={trained} to begin with its weights."
+            )
+        if not weights.is_file():
+            raise ConfigError(
+                f"lora.start_from={lora.start_from} holds no {WEIGHTS}; allowed: the directory of a finished run, or "
+                "of a PEFT adapter. Type lora.start_from=RUN_DIR."
+            )
+        digest = _check_hash("lora.start_hash", lora.start_hash, file_hash(weights), str(weights))
+        lora = replace(lora, start_from=path, start_hash=digest)
+
+    cfg = replace(cfg, tracking=tracking, model=model, task=task, lora=lora)
     if cfg.preregistration is None:
         return cfg
     path = _absolute_path(cfg.preregistration)
@@ -37,45 +62,6 @@ def with_absolute_paths(cfg: RunConfig) -> RunConfig:
         )
     digest = _check_hash("preregistration_sha256", cfg.preregistration_sha256, sha256(Path(path)), path)
     return replace(cfg, preregistration=path, preregistration_sha256=digest)
-
-
-def _with_model_hash(model: ModelConfig) -> ModelConfig:
-    """Return the section `model` with an absolute path, and with the hash of a local model."""
-    path, given = _absolute_model_path(model.path), model.hash
-    if Path(path).is_absolute() and (found := model_hash(Path(path))):
-        given = _check_hash("model.hash", given, found, path)
-    return replace(model, path=path, hash=given)
-
-
-def _with_module_hash(task: TaskConfig) -> TaskConfig:
-    """Return the section `task` with absolute paths, and with the hash of task.module."""
-    task = replace(task, path=task.path and _absolute_model_path(task.path))
-    if task.module is None:
-        return task
-    path = _absolute_path(task.module)
-    return replace(
-        task, module=path, module_hash=_check_hash("task.module_hash", task.module_hash, module_hash(path), path)
-    )
-
-
-def _with_start_hash(lora: LoraConfig) -> LoraConfig:
-    """Return the section `lora` with an absolute path and the hash of the initial adapter, lora.start_from."""
-    if lora.start_from is None:
-        return lora
-    path = _absolute_path(lora.start_from)
-    weights, trained = adapter_folder(path) / WEIGHTS, Path(path) / "model"
-    if not weights.is_file() and (trained / "config.json").is_file():
-        raise ConfigError(
-            f"lora.start_from={lora.start_from} trained all weights (lora=full) and has no adapter; allowed: a "
-            f"run that trained one. Type model.path={trained} to begin with its weights."
-        )
-    if not weights.is_file():
-        raise ConfigError(
-            f"lora.start_from={lora.start_from} holds no {WEIGHTS}; allowed: the directory of a finished run, or "
-            "of a PEFT adapter. Type lora.start_from=RUN_DIR."
-        )
-    digest = _check_hash("lora.start_hash", lora.start_hash, file_hash(weights), str(weights))
-    return replace(lora, start_from=path, start_hash=digest)
 
 
 def _check_hash(key: str, given: str | None, found: str, path: str) -> str:
