@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from qerl_lab.config.arm import values_of
-from qerl_lab.config.conf_folder import choices_of, group_folder
+from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import RunConfig
 
@@ -84,25 +84,21 @@ def type_of_key(name: str) -> Any:
 def unknown_key_error(name: str) -> ConfigError:
     """Return the error for a dotted name that is no key. The message says what to type, or lists similar keys.
 
-    It lists only keys that a user may type. A section that is no config group, such as eval, is listed as `eval.KEY`.
+    It lists only keys that a user may type.
     """
     known = [key for key in types_by_key() if key not in NOT_PROPOSED]
-    inside = [key for key in known if key.startswith(name + ".")]
-    if inside:
+    if inside := [key for key in known if key.startswith(name + ".")]:
         return ConfigError(f"{name} is a node, not a key. Allowed: {', '.join(inside)}.")
     node, _, last = name.rpartition(".")
     beside = [key for key in known if key.startswith(node + ".")]
     same_last = [key for key in known if key.rpartition(".")[2] == last]
-    begun = [key for key in beside if key.startswith(name) and len(last) > 1]
-    meant = begun or [key for key in same_last if key in beside]
+    meant = [key for key in same_last if key in beside]
     if not meant and (theirs := translate_foreign_name(name)):
         return ConfigError(f"{name} is not a known key. Type {what_to_type(theirs)}.")
     here = beside or [*dict.fromkeys(key.split(".")[0] for key in known), "sweeps"]
     meant = meant or [key for key in here if key.startswith(name)] or same_last
     hint = f" Did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, [*here, *known])
-    sections = {key.split(".")[0] for key in known if "." in key}
-    plain = {key for key in sections if not group_folder(key).is_dir()}
-    return unknown_name_error(name, [f"{key}.KEY" if key in plain else key for key in here], hint)
+    return unknown_name_error(name, here, hint)
 
 
 def translate_foreign_name(name: str) -> str | None:
