@@ -15,11 +15,10 @@ from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.keys import (
     TEXT,
-    has_type,
+    check_type,
     spell_value,
     translate_foreign_name,
     unknown_name_error,
-    wrong_type_message,
 )
 from qerl_lab.config.option import ConfigError, bounds_in_words, check_bounds, did_you_mean
 from qerl_lab.config.spelling import shell_override, unquoted
@@ -124,7 +123,8 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
             ends = [end for end in (meant.rpartition(".")[2], meant.partition(".")[0]) if end in types]
             hint = f" Did you mean {ends[0]}?" if ends else did_you_mean(key, list(types))
             raise unknown_name_error(key, list(types), hint)
-        given[key] = _parse_value(key, types[key], text, getattr(defaults, key))
+        given[key] = _parse_value(types[key], text)
+        check_type(key, types[key], given[key], getattr(defaults, key))
         words.append((key, word))
     if paths:
         is_list = get_origin(types[bare]) is list
@@ -137,28 +137,17 @@ def parse_options(kind: type[Options], arguments: Sequence[str], bare: str = "")
     return options
 
 
-def _parse_value(key: str, kind: Any, text: str, default: Any) -> Any:
-    """Parse the value of `key` as type `kind`. For a list, `a,b` and `[a,b]` are the same.
+def _parse_value(kind: Any, text: str) -> Any:
+    """Parse a value as null, true, false, a number, a text or a list of these, whichever the type `kind` allows.
 
-    Raises ConfigError for a value of another type; the message may suggest the key's `default`.
+    For a list, `a,b` and `[a,b]` are the same. If the value does not fit `kind`, the result has another type, which the
+    caller refuses.
     """
     if get_origin(kind) is list:
         inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         quote = '"' if '"' in inner else "'"
         items = next(csv.reader([inner], quotechar=quote, skipinitialspace=True), [])
-        value: Any = [_parse_scalar(item.strip(), get_args(kind)[0]) if item.strip() else None for item in items]
-    else:
-        value = _parse_scalar(text, kind)
-    if not has_type(value, kind):
-        raise ConfigError(wrong_type_message(key, kind, text if isinstance(value, list) else value, default))
-    return value
-
-
-def _parse_scalar(text: str, kind: Any) -> Any:
-    """Parse a single value as null, true, false, a number or a text, whichever `kind` allows.
-
-    If the value does not fit `kind`, the result has another type, which the caller refuses.
-    """
+        return [_parse_value(get_args(kind)[0], item.strip()) if item.strip() else None for item in items]
     if kind in TEXT:
         return None if text == "null" else unquoted(text)
     for number in (float,) if kind in (float, float | None) else (int, float):

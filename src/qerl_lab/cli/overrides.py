@@ -13,10 +13,12 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli.grammar import refuse_repeated_keys, unreadable_override_error
+from qerl_lab.config.arm import values_of
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import TEXT, check_type, describe_type, spell_value, type_of_key, types_by_key
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError, did_you_mean
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import quote_text, quoted, shell_override
 
 OTHER_LAUNCHERS = "jobs=N runs several at once, launcher=slurm and launcher=ray use a cluster; others are packages."
@@ -95,7 +97,7 @@ def _check_override(override: Override) -> None:
             value = str(value)  # a commit or a directory made of digits
         if not (isinstance(value, str) and "${" in value):  # an interpolation is checked after composition
             try:
-                check_type(name, kind, value)
+                check_type(name, kind, value, values_of(RunConfig())[name])
             except ConfigError as error:
                 if not override.is_sweep_override():
                     raise

@@ -133,23 +133,19 @@ def unknown_name_error(name: str, allowed: Sequence[str], hint: str) -> ConfigEr
     return ConfigError(f"{name} is not a known key.{hint} Allowed: {', '.join(nearest) or 'none'}.")
 
 
-def check_type(name: str, kind: Any, value: Any) -> None:
-    """Raise ConfigError unless `value` has the type `kind` of the key `name`. An int is accepted for a float."""
-    if not has_type(value, kind):
-        raise ConfigError(wrong_type_message(name, kind, value, values_of(RunConfig())[name]))
-
-
-def wrong_type_message(name: str, kind: Any, value: Any, default: Any) -> str:
-    """Return the error message for a value of the key `name` that does not have the type `kind`.
+def check_type(name: str, kind: Any, value: Any, default: Any) -> None:
+    """Raise ConfigError unless `value` has the type `kind` of the key `name`. An int is accepted for a float.
 
     The message suggests `default`, unless that is empty or a long text. For 1e3 as a whole number it suggests 1000.
     """
+    if has_type(value, kind):
+        return
     plain = _strip_optional(kind)
     has_example = default not in (None, "", []) and (kind is not str or len(default) <= 40)
     example = default if has_example else TYPE_WORDS[plain][1]
     if plain is int and isinstance(value, float) and value.is_integer():
         example = int(value)
-    return (
+    raise ConfigError(
         f"{name}={spell_value(value)} is not allowed; allowed: {describe_type(kind)}. "
         f"Type for example {name}={spell_value(example)}."
     )

@@ -122,8 +122,9 @@ def _build_section(kind: Any, values: Any, prefix: str) -> Any:
         if is_dataclass(types[key]):
             value = _build_section(types[key], value, f"{prefix}{key}.")
         else:
-            check_type(f"{prefix}{key}", types[key], value)
-            check_bounds(f"{prefix}{key}", kind.__dataclass_fields__[key].metadata, value)
+            of_key = kind.__dataclass_fields__[key].metadata
+            check_type(f"{prefix}{key}", types[key], value, of_key["default"])
+            check_bounds(f"{prefix}{key}", of_key, value)
         arguments[key] = value
     return kind(**arguments)
 
