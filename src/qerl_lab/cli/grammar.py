@@ -39,7 +39,7 @@ class Command(Generic[Options]):
     options: type[Options]
     work: Callable[[Options], None]
     examples: tuple[tuple[str, str], ...] = ()  # (command, meaning)
-    required: tuple[str, ...] = ()  # options that must be given; "a|b" requires one of the two
+    required: tuple[str, ...] = ()  # options that must be given
     bare: str = ""  # option with values that may be typed without KEY=
     alone: bool = False  # refuses to run in several processes, because each would repeat the whole work
 
@@ -64,10 +64,10 @@ class Command(Generic[Options]):
         """
         options = parse_options(self.options, arguments, self.bare)
         for name in self.required:
-            if not any(getattr(options, each) for each in name.split("|")):
+            if not getattr(options, name):
                 line = self.examples[0][0]
                 example = next((word for word in line.split() if word.startswith(f"{name}=")), line)
-                raise ConfigError(f"{name.replace('|', '= or ')}= is missing. Type for example {example}.")
+                raise ConfigError(f"{name}= is missing. Type for example {example}.")
         return options
 
 
