@@ -34,7 +34,7 @@ from qerl_lab.config.keys import FOREIGN_NAMES, types_by_key, what_to_type
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.spelling import resume_override, unquoted
-from qerl_lab.record.directory import DONE, EVALUATIONS, RunDirectory
+from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.system import exits
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
@@ -190,14 +190,6 @@ def _resume(directory: Path, steps: int | None) -> int:
         jobs.extend_run(run, steps)
     elif run.status == "done":
         steps = run.config().steps
-        if (lost := run.lost_of_result()) and run.last_saved() == steps:
-            unreadable = EVALUATIONS in lost and (directory / EVALUATIONS).exists()
-            files = f"{DONE} and {EVALUATIONS}" if unreadable else DONE
-            raise ConfigError(
-                f"resume={directory}: this run is finished, but {', '.join(map(' '.join, lost.items()))}. "
-                f"Move {files} out of its directory and type the same again: "
-                f"it writes its result again, from step {steps}."
-            )
         more = f"Add steps={2 * steps} to extend the run, or start a new run."
         raise ConfigError(
             f"resume={directory}: this run is already finished (it has a DONE file). "
