@@ -20,7 +20,7 @@ import qerl_lab
 from qerl_lab import preflight
 from qerl_lab.cli import check, compose, jobs, launch, manual, scheduler
 from qerl_lab.cli.compose import VERSION_BASE, register_schema
-from qerl_lab.cli.grammar import refuse_repeated_keys, unknown_flag_error
+from qerl_lab.cli.grammar import unknown_flag_error
 from qerl_lab.cli.intent import overrides_by_key
 from qerl_lab.cli.overrides import (
     GROUPS,
@@ -94,8 +94,8 @@ def main(arguments: list[str]) -> int:
         print(manual.help_text())
         return OK
     refuse_several_processes(os.environ)
-    if resumed := _parse_resume(flags, overrides):
-        return _resume(*resumed)
+    if "resume" in (given := overrides_by_key(overrides)):
+        return _resume(flags, given)
     if {"--shell-completion", "-sc"} & set(flags):
         _prepare_completion()
         return _run_hydra([*flags, *overrides])
@@ -150,34 +150,22 @@ def _hints_by_name() -> dict[str, str]:
     return hints | dict.fromkeys(("config_path", "config_name"), "--config-dir DIR to add options of your own")
 
 
-def _parse_resume(flags: list[str], overrides: list[str]) -> tuple[Path, int | None] | None:
-    """Return (DIR, N) of `resume=DIR steps=N`, with N None if missing; return None for a command without `resume=`.
+def _resume(flags: list[str], typed: dict[str, str]) -> int:
+    """Resume the run or the sweep in the directory `resume`, or extend a finished run to `steps`; return the exit code.
 
-    Raises ConfigError if anything else was typed beside `resume=`, DIR is empty or N is no number.
+    `typed` maps typed keys to their values. Raises ConfigError if the run or sweep cannot continue, or if anything else
+    was typed.
     """
-    given = overrides_by_key(overrides)
-    directory, steps = unquoted(given.pop("resume", "null")), given.pop("steps", None)
-    if directory == "null":
-        return None
-    refuse_repeated_keys((word.lstrip("+").partition("=")[0], word) for word in overrides)
-    if others := [*flags, *(f"{key}={value}" for key, value in given.items())]:
+    given, steps = unquoted(typed.pop("resume")), typed.pop("steps", None)
+    if others := [*flags, *(f"{key}={value}" for key, value in typed.items())]:
         raise ConfigError(
             f"resume continues a run with its own configuration, so {' '.join(others)} cannot be typed with it. "
-            f"Type {resume_override(directory)} alone, or with steps=N to extend a finished run. For jobs=N or "
+            f"Type {resume_override(given)} alone, or with steps=N to extend a finished run. For jobs=N or "
             "launcher=NAME of a sweep, type the line that began the sweep."
         )
-    if not directory:
-        raise ConfigError("resume= names no directory. Type resume=RUN_DIR, for example resume=runs/nvfp4/seed0/TIME.")
     if steps is not None and not steps.isdecimal():
         raise ConfigError(f"steps={steps} is not a whole number. Type for example steps=100.")
-    return Path(directory).expanduser().absolute(), None if steps is None else int(steps)
-
-
-def _resume(directory: Path, steps: int | None) -> int:
-    """Resume the run or the sweep in a directory, or extend the finished run to `steps`; return the exit code.
-
-    Raises ConfigError if the run or sweep cannot continue.
-    """
+    directory = Path(given).expanduser().absolute()
     run, command = RunDirectory(directory), check.command_line()
     if plan := jobs.plan_of_sweep(directory):
         if steps is not None:
@@ -187,13 +175,13 @@ def _resume(directory: Path, steps: int | None) -> int:
         scheduler.run(plan, command)
         return scheduler.finish(plan)
     if steps is not None:
-        jobs.extend_run(run, steps)
+        jobs.extend_run(run, int(steps))
     elif run.status == "done":
-        steps = run.config().steps
-        more = f"Add steps={2 * steps} to extend the run, or start a new run."
+        made = run.config().steps
+        more = f"Add steps={2 * made} to extend the run, or start a new run."
         raise ConfigError(
             f"resume={directory}: this run is already finished (it has a DONE file). "
-            f"{more if run.last_saved() == steps else 'It kept no checkpoint to continue from: start a new run.'}"
+            f"{more if run.last_saved() == made else 'It kept no checkpoint to continue from: start a new run.'}"
         )
     else:
         preflight.check(run.config(), directory)

@@ -84,7 +84,6 @@ def refused(line: str, capsys) -> str:
         ("word", ["word cannot be read", "KEY=VALUE"]),
         ("evaluate accuracy runs/x", ["Type python -m qerl_lab.evaluate."]),
         ("resume='a'", ["/a is no directory"]),
-        ("resume=", ["resume= names no directory"]),
         ("seed=1 -m lora.rank=3 resume=run", ["-m seed=1 lora.rank=3 cannot be typed with it"]),
         ("resume=run dry_run=true", ["dry_run=true cannot be typed with it"]),
         ("task.instruction=a=b", ["cannot be read", "quotes", "For one value type \"task.instruction='a=b'\"."]),
