@@ -179,19 +179,14 @@ def _check_addresses(cfg: RunConfig) -> Iterator[str]:
 
 
 def _check_names(cfg: RunConfig) -> Iterator[str]:
-    """Yield a message for each empty name, and for a format or task that does not exist.
+    """Yield a message for an empty model.path, and for a format or task that does not exist.
 
     Raises ConfigError if tracking.uri is not the address of an MLflow store.
     """
     if cfg.tracking.mlflow and cfg.tracking.uri:
         check_store("tracking.uri", cfg.tracking.uri)
-    for name, value, allowed, example in (
-        ("model.path", cfg.model.path, "hub id, directory, pocket", "model=pocket"),
-        ("model.name", cfg.model.name, "a name", "model.name=mine"),
-        ("tracking.experiment", cfg.tracking.experiment, "a name", "tracking.experiment=qerl-lab"),
-    ):
-        if not value.strip():
-            yield f"{name}= is empty; allowed: {allowed}. Type for example {example}."
+    if not cfg.model.path.strip():
+        yield "model.path= is empty; allowed: hub id, directory, pocket. Type for example model=pocket."
     for group, name in (("format", cfg.format.name), ("task", cfg.task.name)):
         if name not in (options := choices_of(group)):
             yield (

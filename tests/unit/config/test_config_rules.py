@@ -51,7 +51,6 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         ({"optim__max_grad_norm": 1e13}, "optim.max_grad_norm=10000000000000.0", "at most 1e12. Type"),
         ({"model__attention": "flash_attention_2", "device": "cpu"}, "device=cpu", "model.attention=sdpa"),
         ({"model__attention": "flash_attention_2", "model__dtype": "float32"}, "float32", "model.attention=sdpa"),
-        ({"model__name": " "}, "model.name= is empty", "model.name=mine"),
         ({"format__ignore": ["re:("]}, "'re:('", "re:PATTERN"),
         ({"eval__questions": 1}, "eval.questions=1", "eval.questions=256"),
         ({"task__format_reward": 0.0, "task__answer_reward": 0.0}, "reward nothing", "task.answer_reward=1"),
