@@ -20,7 +20,7 @@ ConfigStore.instance().store(group="hydra/launcher", name="lab", node=LabLaunche
 
 
 class LabLauncher(Launcher):
-    """Hydra launcher that runs the jobs of a sweep, after `cli.check` has checked them and created their directories.
+    """Hydra launcher that runs the jobs of a sweep, after `cli.train` has checked them and created their directories.
 
     The keys `jobs`, `jobs_per_gpu` and `launcher` say how many jobs run at once, and where.
     """
@@ -34,8 +34,8 @@ class LabLauncher(Launcher):
 
         Hydra gets the status COMPLETED for every job, also for a failed one: run directories record how the jobs ended.
         """
-        from qerl_lab.cli import check, scheduler  # late: other Hydra applications import plug-ins
+        from qerl_lab.cli import scheduler, train  # late: other Hydra applications import plug-ins
 
         variables = {str(name): str(value) for name, value in self.config.hydra.job.env_set.items()}
-        scheduler.run(check.CheckJobs.plan, check.command_line(), variables)
+        scheduler.run(train.CheckJobs.plan, train.command_line(), variables)
         return [JobReturn(overrides=words, status=JobStatus.COMPLETED) for words in job_overrides]

@@ -24,13 +24,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_lab.cli import intent
-from qerl_lab.cli.overrides import (
-    as_config_errors,
-    explain,
-    parse_overrides,
-    spell_for_hydra,
-    without_hydra_overrides,
-)
+from qerl_lab.cli.overrides import as_config_errors, explain, parse_overrides, spell_for_hydra, without_hydra_overrides
 from qerl_lab.config.arm import OF_SWEEPS, values_of
 from qerl_lab.config.conf_folder import group_folder, package_data
 from qerl_lab.config.keys import NUMBERS, spell_value, types_by_key

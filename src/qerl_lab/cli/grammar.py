@@ -13,13 +13,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.keys import (
-    TEXT,
-    check_type,
-    spell_value,
-    translate_foreign_name,
-    unknown_name_error,
-)
+from qerl_lab.config.keys import TEXT, check_type, spell_value, translate_foreign_name, unknown_name_error
 from qerl_lab.config.option import ConfigError, bounds_in_words, check_bounds, did_you_mean
 from qerl_lab.config.spelling import shell_override, unquoted
 from qerl_lab.system.exits import OK, Main, command

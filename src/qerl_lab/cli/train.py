@@ -1,39 +1,40 @@
 """The command line: `python -m qerl_lab [FLAGS] KEY=VALUE ...`. Imports no torch.
 
-    arguments -> hydra.main -> check (every job checked, its directory claimed) -> launch.start (a run), or
+    arguments -> hydra.main -> every job checked, its directory claimed -> launch.start (a run), or
               -> hydra_plugins.qerl_lab_launcher -> scheduler.run (a process per job) -> table
 
 Exit codes: 0 done, 1 a run failed, 2 a configuration error, 130 interrupted.
 """
 
 import os
+import shlex
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, open_dict, read_write
 
 import qerl_lab
 from qerl_lab import preflight
-from qerl_lab.cli import check, compose, jobs, launch, manual, scheduler
-from qerl_lab.cli.compose import VERSION_BASE, register_schema
+from qerl_lab.cli import cluster, compose, jobs, launch, manual, scheduler
+from qerl_lab.cli.compose import VERSION_BASE, Plan, register_schema
 from qerl_lab.cli.grammar import unknown_flag_error
 from qerl_lab.cli.intent import overrides_by_key
-from qerl_lab.cli.overrides import (
-    GROUPS,
-    as_config_errors,
-    parse_overrides,
-    spell_for_hydra,
-    without_hydra_overrides,
-)
+from qerl_lab.cli.overrides import GROUPS, as_config_errors, parse_overrides, spell_for_hydra, without_hydra_overrides
+from qerl_lab.config.arm import OF_SWEEPS
 from qerl_lab.config.conf_folder import package_data
 from qerl_lab.config.keys import FOREIGN_NAMES, types_by_key, what_to_type
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
-from qerl_lab.config.spelling import resume_override, unquoted
+from qerl_lab.config.spelling import hydra_override, resume_override, unquoted
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.system import exits
@@ -43,6 +44,58 @@ from qerl_lab.system.processes import refuse_several_processes
 SCRIPT = "qerl-lab"  # the console script in pyproject.toml
 FLAGS = ("--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc")
 FLAGS_WITH_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--config-dir", "-cd")
+LAUNCHER = "lab"  # our launcher, in hydra_plugins
+HERE = ("basic", "joblib", "submitit_local")  # other launchers of Hydra that run jobs on this machine
+
+
+class PastHydra(BaseException):
+    """Carries another exception, its `__cause__`, through Hydra.
+
+    This is a BaseException, because Hydra would log an Exception from a callback, and announce an Exception from a job.
+    """
+
+
+@contextmanager
+def past_hydra() -> Iterator[None]:
+    """Context manager: re-raise any Exception as `PastHydra`. `_run_hydra` then raises the original exception."""
+    try:
+        yield
+    except Exception as error:
+        raise PastHydra from error
+
+
+class CheckJobs(Callback):
+    """Hydra callback for sweeps: at the start check all jobs and create their directories; at the end print results."""
+
+    plan: ClassVar[Plan]  # of the sweep under way; `LabLauncher` reads it
+
+    @past_hydra()
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Override Hydra's hook before the first job of a sweep: check all jobs and create their directories.
+
+        `config` is the configuration that Hydra composed for the sweep. Sets its hydra.sweep.dir in place. Raises
+        PastHydra if a job cannot run.
+        """
+        launcher = config.hydra.runtime.choices["hydra/launcher"]
+        plan = compose.plan_sweep(config, GlobalHydra.instance().config_loader())
+        first = plan.jobs[0]
+        ours = [typed for typed in first.overrides if typed.partition("=")[0] in OF_SWEEPS]
+        if ours and launcher != LAUNCHER:
+            raise ConfigError(
+                f"{ours[0]} works with hydra/launcher={LAUNCHER} only, and hydra/launcher={launcher} was given. "
+                "Leave one of the two out."
+            )
+        is_here = first.config.launcher == "local" and launcher in (LAUNCHER, *HERE)
+        CheckJobs.plan = _check_and_claim(plan, is_here=is_here)
+        with read_write(config.hydra), open_dict(config.hydra):
+            config.hydra.sweep.dir = str(self.plan.directory)
+            # Other launchers compose their jobs again from these words.
+            config.hydra.overrides.hydra.append(hydra_override("hydra.sweep.dir", str(self.plan.directory)))
+
+    @past_hydra()
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """Override Hydra's hook after a sweep's last job: print how each job ended; exit with the sweep's exit code."""
+        sys.exit(scheduler.finish(self.plan))
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(package_data("conf")), config_name="config")
@@ -54,16 +107,14 @@ def run(cfg: DictConfig) -> int:
     """
     hydra_config = HydraConfig.get()
     if hydra_config.mode != RunMode.MULTIRUN:
-        with check.past_hydra(), open_dict(cfg):
+        with past_hydra(), open_dict(cfg):
             cfg.hydra = hydra_config
-            plan = check.check_and_claim(compose.plan_run(cfg, GlobalHydra.instance().config_loader()), is_here=True)
+            plan = _check_and_claim(compose.plan_run(cfg, GlobalHydra.instance().config_loader()), is_here=True)
             directory = RunDirectory(plan.directory)
             sys.exit(_print_unfinished(launch.start(directory, made=plan.made), directory))
     directory = RunDirectory(Path(hydra_config.runtime.output_dir))
     words = list(hydra_config.overrides.task)
-    typed = Typed(
-        check.command_line(words), without_hydra_overrides(words), jobs.sweep_name(Path(hydra_config.sweep.dir))
-    )
+    typed = Typed(command_line(words), without_hydra_overrides(words), jobs.sweep_name(Path(hydra_config.sweep.dir)))
     try:
         return _print_unfinished(launch.start(directory, typed), directory)
     except ConfigError as error:
@@ -112,7 +163,7 @@ def _run_hydra(arguments: list[str]) -> int:
     before, sys.argv = sys.argv, [sys.argv[0], *arguments]
     try:
         run()
-    except check.PastHydra as left:
+    except PastHydra as left:
         raise left.__cause__ or left from None
     except SystemExit as ended:
         return int(ended.code or OK)
@@ -166,11 +217,11 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
     if steps is not None and not steps.isdecimal():
         raise ConfigError(f"steps={steps} is not a whole number. Type for example steps=100.")
     directory = Path(given).expanduser().absolute()
-    run, command = RunDirectory(directory), check.command_line()
+    run, command = RunDirectory(directory), command_line()
     if plan := jobs.plan_of_sweep(directory):
         if steps is not None:
             raise ConfigError(f"steps={steps} extends one run, and resume={directory} is a sweep. Leave steps out.")
-        plan = check.check_jobs(plan, is_here=plan.jobs[0].config.launcher == "local")
+        plan = _check_jobs(plan, is_here=plan.jobs[0].config.launcher == "local")
         print(manual.opening_lines(plan), flush=True)
         scheduler.run(plan, command)
         return scheduler.finish(plan)
@@ -197,3 +248,68 @@ def _prepare_completion() -> None:
         raise ConfigError(f'tab completion is for {SCRIPT}, not {script}. Type: eval "$({SCRIPT} -sc install=bash)"')
     command, *typed = os.environ.get("COMP_LINE", SCRIPT).split(" ")
     os.environ["COMP_LINE"] = " ".join([command, *map(spell_for_hydra, typed[:-1]), *typed[-1:]])
+
+
+def command_line(overrides: Sequence[str] | None = None) -> str:
+    """Return the command line `python -m qerl_lab ...` as typed, with secrets hidden.
+
+    The arguments are `overrides` if given, else the arguments of this process.
+    """
+    return redact(shlex.join(["python", "-m", "qerl_lab", *(sys.argv[1:] if overrides is None else overrides)]))
+
+
+def _check_and_claim(plan: Plan, *, is_here: bool) -> Plan:
+    """Check all jobs of a command, create their directories, print its first lines; return the plan with final paths.
+
+    Continues an earlier sweep of the same jobs in its directories (`jobs.continue_sweep`). A dry run prints a table and
+    exits instead. `is_here` says that the jobs run on this machine. Raises ConfigError if a job cannot run, or a
+    directory is in use.
+    """
+    is_dry = any(job.config.dry_run for job in plan.jobs)
+    plan = _check_jobs(jobs.continue_sweep(plan), is_here=is_here, is_dry=is_dry)
+    if plan.multirun and RunDirectory(plan.directory).is_claimed:
+        raise ConfigError(
+            f"hydra.sweep.dir={plan.directory} is the directory of a run. Type another directory for the sweep."
+        )
+    if plan.directory_given and not plan.multirun:
+        RunDirectory(plan.directory).refuse_used()
+    if is_dry:
+        print(manual.dry_run_table(plan))
+        sys.exit(OK)
+    plan = jobs.claim_directories(plan, command_line())
+    print(manual.opening_lines(plan), flush=True)
+    return plan
+
+
+def _check_jobs(plan: Plan, *, is_here: bool, is_dry: bool = False) -> Plan:
+    """Check that every unfinished job could start. Return the plan with notes for the user added to its jobs.
+
+    If the jobs run on this machine (`is_here`), also checks its hardware. If they run on a cluster, also checks the
+    flags of sbatch, and that this machine can submit jobs. A dry run (`is_dry`) only notes what this machine lacks,
+    because the run may be meant for another machine. Raises ConfigError for the first job that could not start.
+    """
+    checked, first = [], plan.jobs[0].config
+    for job in plan.jobs:
+        if job.begun and RunDirectory(job.run_dir).status == "done":
+            checked.append(job)
+            continue
+        try:
+            notes = [*job.notes, *preflight.check(job.config, job.run_dir, is_here=is_here and not is_dry)]
+        except ConfigError as error:
+            where = f"job {job.number} ({' '.join(job.overrides)}): " if plan.multirun else ""
+            raise ConfigError(f"{where}{error}") from None
+        try:
+            if is_dry and is_here:
+                preflight.check_machine(job.config, job.run_dir)
+            elif is_dry and first.launcher != "local":
+                cluster.check_can_submit(first)
+        except ConfigError as error:
+            notes.append(f"not on this machine: {error}")
+        checked.append(replace(job, notes=notes))
+    if is_here and not is_dry:
+        scheduler.gpu_pool_of([job.config for job in plan.jobs])
+    if first.launcher == "slurm":
+        cluster.time_limit_minutes(cluster.parse_sbatch_flags(first.slurm))
+    if first.launcher != "local" and not is_dry:
+        cluster.check_can_submit(first)
+    return replace(plan, jobs=checked)

@@ -5,10 +5,9 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_lab.cli import check, launch
+from qerl_lab.cli import launch, train
 from qerl_lab.cli.compose import Job, make_plan
 from qerl_lab.cli.overrides import spell_for_hydra
-from qerl_lab.cli.train import main
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import NOT_PROPOSED, types_by_key, unknown_key_error
@@ -26,7 +25,7 @@ def _empty_directory_no_child_and_no_gpu(tmp_path, monkeypatch):
 
 
 def refused(line: str, capsys) -> str:
-    code = main(line.split())
+    code = train.main(line.split())
     out, err = capsys.readouterr()
     assert code == 2, out + err
     assert err.startswith("error: ")
@@ -191,7 +190,7 @@ def test_a_file_of_the_user_s_own_is_an_option_like_ours(tmp_path, capsys):
     folder = tmp_path / "mine" / "experiment"
     folder.mkdir(parents=True)
     (folder / "small.yaml").write_text("# @package _global_\n# mine\nexperiment: small\nlora:\n  rank: 8\n")
-    assert main(["-m", "--config-dir", "mine", "+experiment=glob(*small)", "dry_run=true"]) == 0
+    assert train.main(["-m", "--config-dir", "mine", "+experiment=glob(*small)", "dry_run=true"]) == 0
     (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("0 ")]
     assert (row[1], row[7]) == ("small", "8")
 
@@ -277,7 +276,7 @@ def test_a_bug_in_the_callback_ends_the_command(monkeypatch):
     def broken() -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(check, "GlobalHydra", SimpleNamespace(instance=broken))
+    monkeypatch.setattr(train, "GlobalHydra", SimpleNamespace(instance=broken))
     hydra = OmegaConf.create({"hydra": {"runtime": {"choices": {"hydra/launcher": "lab"}}}})
-    with pytest.raises(check.PastHydra):
-        check.CheckJobs().on_multirun_start(hydra)
+    with pytest.raises(train.PastHydra):
+        train.CheckJobs().on_multirun_start(hydra)
