@@ -64,7 +64,6 @@ def test_a_plan_for_a_gpu_host_is_made_on_a_laptop(capsys: pytest.CaptureFixture
     ("line", "parts"),
     [
         ("scale=custom model.path=/no/such/place", ["model.path=/no/such/place is no directory", "Type model.path="]),
-        ("-m hydra.sweep.dir=run seed=1,2", ["hydra.sweep.dir=", "run is the directory of a run"]),
         ("scale=custom model.path=file", ["model.path=", "file is no directory", "a hub id"]),
         ("scale=custom model.path=gone.gguf", ["model.path=gone.gguf is no file", "make smollm2 and make qwen fetch"]),
         ("scale=smollm2", ["SmolLM2-135M-Instruct.Q4_1.gguf is no file", "make smollm2", "where there is a hub"]),

@@ -99,13 +99,10 @@ def plan_run(cfg: DictConfig, loader: ConfigLoader) -> Plan:
 
     Raises ConfigError if the run cannot start, or if an override has no effect or is only for sweeps.
     """
-    typed, words = _typed_words(cfg.hydra.overrides.task), _typed_words(cfg.hydra.overrides.hydra)
+    typed = _typed_words(cfg.hydra.overrides.task)
     job = _checked_job(0, cfg, typed, loader)
-    of_sweeps = [word for word in job.overrides if word.partition("=")[0] in OF_SWEEPS]
-    of_sweeps += [word for word in words if word.lstrip("+").startswith("hydra.sweep.")]
-    for word in of_sweeps:
-        instead = ", or type run_dir=DIR" if "hydra." in word else ""
-        raise ConfigError(f"{word} is for sweeps, and this command runs one job. Leave it out{instead}.")
+    if of_sweeps := [word for word in job.overrides if word.partition("=")[0] in OF_SWEEPS]:
+        raise ConfigError(f"{of_sweeps[0]} is for sweeps, and this command runs one job. Leave it out.")
     intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(typed))])
     usual = f"runs/{job.config.experiment}/seed{job.config.seed}/{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(job.config.run_dir or usual).expanduser().absolute()
@@ -136,7 +133,7 @@ def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
         HydraConfig.instance().set_config(cfg)
         jobs.append(replace(job, run_dir=directory / str(cfg.hydra.sweep.subdir)))
     _refuse_equal_jobs(jobs)
-    intent.refuse_conflicting_jobs([job.config for job in jobs])
+    intent.refuse_shared_server([job.config for job in jobs])
     intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(job.overrides)) for job in jobs])
     typed = intent.overrides_by_key(_typed_words(master.hydra.overrides.hydra))
     return Plan(jobs, directory, directory_given="hydra.sweep.dir" in typed, multirun=True)

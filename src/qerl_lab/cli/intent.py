@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import yaml
 
-from qerl_lab.config.arm import ENGINE_KEYS, OF_SWEEPS, values_of
+from qerl_lab.config.arm import ENGINE_KEYS, values_of
 from qerl_lab.config.conf_folder import group_folder
 from qerl_lab.config.keys import is_met, parse_condition, spell_value
 from qerl_lab.config.message import with_noun
@@ -121,11 +121,8 @@ def check_overrides(cfg: RunConfig, typed: Mapping[str, str]) -> None:
         )
 
 
-def refuse_conflicting_jobs(configs: Sequence[RunConfig]) -> None:
-    """Raise ConfigError if jobs of a sweep differ in a key of `OF_SWEEPS`, or would use one vLLM server at once."""
-    for key in OF_SWEEPS:
-        if len({getattr(cfg, key) for cfg in configs}) > 1:
-            raise ConfigError(f"{key} holds for the whole sweep; allowed: one value. Type {key}=VALUE, once.")
+def refuse_shared_server(configs: Sequence[RunConfig]) -> None:
+    """Raise ConfigError if jobs of a sweep would use one vLLM server at once."""
     first = configs[0]
     urls = [cfg.rollout.vllm_server.url for cfg in configs if cfg.rollout.engine == "vllm_server"]
     if len(set(urls)) < len(urls) and (first.jobs, first.launcher) != (1, "local"):

@@ -267,10 +267,6 @@ def _check_and_claim(plan: Plan, *, is_here: bool) -> Plan:
     """
     is_dry = any(job.config.dry_run for job in plan.jobs)
     plan = _check_jobs(jobs.continue_sweep(plan), is_here=is_here, is_dry=is_dry)
-    if plan.multirun and RunDirectory(plan.directory).is_claimed:
-        raise ConfigError(
-            f"hydra.sweep.dir={plan.directory} is the directory of a run. Type another directory for the sweep."
-        )
     if plan.directory_given and not plan.multirun:
         RunDirectory(plan.directory).refuse_used()
     if is_dry:

@@ -112,7 +112,6 @@ def refused(line: str, capsys) -> str:
         ("-m seed=0,1 jobs_per_gpu=2", ["jobs_per_gpu=2 does nothing in a run with jobs=1"]),
         ("-m seed=0,1 jobs=2 hydra/launcher=basic", ["jobs=2 works with hydra/launcher=lab only"]),
         ("-m seed=0,1 slurm=--partition=gpu", ["type for example launcher=slurm"]),
-        ("-m jobs=1,2", ["jobs holds for the whole sweep"]),
         ("-m seed=0,1 format=bf16 rollout=vllm_server cpu_threads=1 jobs=2", ["it has one run at a time. Type jobs=1"]),
     ],
 )
