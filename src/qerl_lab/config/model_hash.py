@@ -1,7 +1,6 @@
 """Hash the content of a local model without reading all of it. Imports no torch."""
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,39 +44,34 @@ def model_hash(path: Path) -> str | None:
 
 
 def _hash_file(file: Path) -> str:
-    """Return as hex digits the SHA-256 of a file's size and of the parts that `_parts_to_hash` lists."""
+    """Return as hex digits the SHA-256 of a file's size, and of all of it or, if it is large, of samples."""
     size = file.stat().st_size
+    if size <= WHOLE or file.suffix not in (".safetensors", ".gguf"):
+        parts = [(0, size)]
+    elif file.suffix == ".gguf":
+        parts = _spread_samples(0, size, OF_A_GGUF)
+    else:
+        entries, begin = read_safetensors_header(file)
+        parts = [(0, begin)]
+        for start, end in sorted(entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"):
+            parts += _spread_samples(begin + start, begin + end, OF_A_TENSOR)
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb", buffering=0) as opened:
-        for start, length in _parts_to_hash(file, size):
+        for start, length in parts:
             opened.seek(start)
             digest.update(opened.read(length))
     return digest.hexdigest()
 
 
-def _parts_to_hash(file: Path, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (offset, length) in bytes of each part of a file to hash. `size` is the file size in bytes."""
-    if size <= WHOLE or file.suffix not in (".safetensors", ".gguf"):
-        yield 0, size
-    elif file.suffix == ".gguf":
-        yield from _spread_samples(0, size, OF_A_GGUF)
-    else:
-        entries, begin = read_safetensors_header(file)
-        yield 0, begin
-        for start, end in sorted(entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"):
-            yield from _spread_samples(begin + start, begin + end, OF_A_TENSOR)
+def _spread_samples(start: int, end: int, count: int) -> list[tuple[int, int]]:
+    """List (offset, length) in bytes of `count` samples of a file, evenly spread between offsets `start` and `end`.
 
-
-def _spread_samples(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield (offset, length) in bytes of `count` samples of a file, evenly spread between offsets `start` and `end`.
-
-    A range of up to SMALL bytes is yielded whole instead.
+    A range of up to SMALL bytes is one sample.
     """
     if end - start <= SMALL:
-        yield start, end - start
-        return
+        return [(start, end - start)]
     last = end - start - PIECE
-    yield from ((start + last * n // (count - 1), PIECE) for n in range(count))
+    return [(start + last * n // (count - 1), PIECE) for n in range(count)]
 
 
 def read_safetensors_header(file: Path) -> tuple[dict[str, Any], int]:
