@@ -251,11 +251,8 @@ def job_config(cfg: DictConfig, typed: Mapping[str, str]) -> RunConfig:
     `typed` maps typed keys to their values; typed values win over implied ones (see `intent.with_implied_values`).
     Raises ConfigError if the configuration cannot run.
     """
-    values: dict[str, Any] = {}
-    for key in cfg:
-        if key != "hydra":
-            node = cfg[key]
-            values[str(key)] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    values: Any = OmegaConf.to_container(own, resolve=True)
     config = intent.with_implied_values(build_config(values), typed)
     validate(config)
     return config

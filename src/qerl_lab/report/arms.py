@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from qerl_lab.config.choices import matching_option
+from qerl_lab.config.conf_folder import matching_option
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.task import subset_in_words
 from qerl_lab.report.runs import ABSENT, CONTENT, PLACE, QUESTIONS, TASK, Arm, Run, normalize
