@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels_on_cpu import every_code, library, pointers
 from packed_layers import NVFP4
-from qerl_lab.config.engine_rules import TILES_MAX_RANK, fp4_tiles_takes_rank
+from qerl_lab.config.rules import TILES_MAX_RANK, fp4_tiles_takes_rank
 from qerl_lab.formats import tiles
 from qerl_lab.formats.tiles import pack
 from qerl_lab.rollout.vllm import fp4_tiles

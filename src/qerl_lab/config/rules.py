@@ -1,7 +1,7 @@
 """Build and check a RunConfig from plain values, with every rule that spans several keys. Imports no torch.
 
 Each function `_check_*` yields an error message for each rule that a configuration breaks. `NEEDS` is the table of
-values that exclude each other. Rules of rollout engines that need more than a row there are in `engine_rules`.
+values that exclude each other.
 """
 
 import re
@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple, get_type_hints
 
-from qerl_lab.config import engine_rules
 from qerl_lab.config.arm import REMOVED, leaves, values_of
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import check_type, is_met, parse_condition, spell_value, unknown_key_error
 from qerl_lab.config.option import ConfigError, check_bounds, did_you_mean
 from qerl_lab.config.redact import url_without_secrets
-from qerl_lab.config.schema import RunConfig
+from qerl_lab.config.schema import DENSE_FORMAT, RunConfig, VllmServerConfig
+
+TILES_RANKS, TILES_MAX_RANK = 8, 128  # the kernel fp4_tiles takes ranks 8, 16 ... 128
 
 
 class Needs(NamedTuple):
@@ -134,7 +135,7 @@ def validate(cfg: RunConfig) -> None:
     for name, field, value in leaves(cfg):
         check_bounds(name, field.metadata, value)
     checks = (_check_addresses, _check_names, _check_order, _check_batch, _check_needs, _check_aqn)
-    for check in (*checks, _check_learning, engine_rules.check):
+    for check in (*checks, _check_learning, _check_engine_options):
         for message in check(cfg):
             raise ConfigError(message)
 
@@ -326,3 +327,60 @@ def check_patterns(name: str, entries: list[str]) -> None:
                 f"{name}={entries}: {entry!r} is no regular expression ({error}); allowed: a layer's full name, its "
                 f"last parts, a module that it is in, or re:PATTERN. Type for example \"{name}=['re:.*[.]0[.].*']\"."
             ) from None
+
+
+def _check_engine_options(cfg: RunConfig) -> Iterator[str]:
+    """Yield a message for each option of a rollout engine that cannot work, and no row of `NEEDS` covers.
+
+    Raises ConfigError instead if device=cpu was given and vLLM needs a GPU for this run.
+    """
+    own, rollout, rank = cfg.rollout.vllm, cfg.rollout, cfg.lora.rank
+    if cfg.device == "cpu":
+        check_engine_on_cpu(cfg, "device=cpu was given")
+    if own.linear_backend == "fp4_tiles" and not fp4_tiles_takes_rank(rank):
+        yield (
+            f"rollout.vllm.linear_backend=fp4_tiles with lora.rank={rank} is not allowed; allowed with it: a rank in "
+            f"multiples of {TILES_RANKS} up to {TILES_MAX_RANK}. Type rollout.vllm.linear_backend=auto."
+        )
+    if rollout.engine != "vllm_server":
+        return
+    server = rollout.vllm_server
+    found = re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?/?", server.url)
+    if found is None:
+        yield (
+            f"rollout.vllm_server.url={server.url} is no address of a server; allowed: http://HOST:PORT. "
+            f"Type for example rollout.vllm_server.url={VllmServerConfig().url}."
+        )
+        return
+    is_here = found[1] in ("localhost", "[::1]") or re.fullmatch(r"127(\.\d{1,3}){3}", found[1]) is not None
+    if not is_here and server.adapter_dir is None:  # the server reads the adapter from a shared folder
+        yield (
+            f"rollout.vllm_server.url={server.url} is another host, and the server reads the adapter's files itself. "
+            "Type rollout.vllm_server.adapter_dir=DIR, a folder that both hosts see under one path."
+        )
+
+
+def fp4_tiles_takes_rank(lora_rank: int) -> bool:
+    """Tell whether the kernel `fp4_tiles` supports this LoRA rank. `fp4_tiles.supports` checks shapes too."""
+    return lora_rank % TILES_RANKS == 0 and 0 < lora_rank <= TILES_MAX_RANK
+
+
+def check_engine_on_cpu(cfg: RunConfig, why: str) -> None:
+    """Raise ConfigError if rollout.engine=vllm needs a GPU for this run, which has only a CPU.
+
+    `why` goes into the message and says why there is only a CPU, e.g. `device=cpu was given`.
+    """
+    if cfg.rollout.engine == "vllm" and cfg.format.name != DENSE_FORMAT:
+        raise ConfigError(
+            f"rollout.engine=vllm computes format.name={cfg.format.name} on a GPU only, and {why}; "
+            f"allowed there: {DENSE_FORMAT}. Type rollout=transformers, or format={DENSE_FORMAT}."
+        )
+    if cfg.rollout.engine == "vllm" and cfg.trains_all:
+        raise ConfigError(
+            f"rollout.engine=vllm with lora.rank=0 needs a GPU, and {why}: on a CPU vLLM reorders the weights, which "
+            "then cannot be replaced. Type rollout=transformers, or lora=rank32."
+        )
+    if cfg.rollout.engine == "vllm" and cfg.rollout.vllm.sleep:
+        raise ConfigError(
+            f"rollout.vllm.sleep=true gives the memory of a GPU back, and {why}. Type rollout.vllm.sleep=false."
+        )

@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 
 from qerl_lab.config.arm import values_of
-from qerl_lab.config.engine_rules import check_engine_on_cpu
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.rules import check_engine_on_cpu
 from qerl_lab.config.schema import DENSE_FORMAT, RunConfig
 from qerl_lab.config.units import GIB
 from qerl_lab.model import adapter_files, gguf, on_disk

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qerl_lab.config.engine_rules import TILES_MAX_RANK, TILES_RANKS, fp4_tiles_takes_rank
+from qerl_lab.config.rules import TILES_MAX_RANK, TILES_RANKS, fp4_tiles_takes_rank
 from qerl_lab.formats.tiles import AT_A_TIME, BLOCK, BLOCK_BYTES, DEPTH, depth_of
 
 SOURCE = Path(__file__).with_suffix(".cu")

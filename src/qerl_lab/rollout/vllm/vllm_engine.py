@@ -25,9 +25,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from qerl_lab.aqn import CLEAN, Noise
-from qerl_lab.config.engine_rules import check_engine_on_cpu
 from qerl_lab.config.message import first_line
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.rules import check_engine_on_cpu
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.model.linear import packed_layers
 from qerl_lab.model.policy import Policy
