@@ -1,14 +1,17 @@
 """Every rule across keys: what it refuses, what the message says, and what it lets through."""
 
+import itertools
+from dataclasses import astuple
 from typing import Any
 
 import pytest
+import yaml
 
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of
-from qerl_lab.config.keys import FOREIGN_NAMES, types_by_key
-from qerl_lab.config.option import ConfigError, spelled_number
-from qerl_lab.config.rules import from_dict
+from qerl_lab.config.keys import FOREIGN_NAMES, check_type, parse_condition, type_of_key, types_by_key
+from qerl_lab.config.option import ConfigError, check_bounds, spelled_number
+from qerl_lab.config.rules import NEEDS, from_dict
 from qerl_lab.config.schema import RunConfig
 
 
@@ -43,13 +46,8 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
     [
         ({"lora__rank": -1}, "lora.rank=-1", "lora.rank=32"),
         ({"lora__rank": 0, "format__name": "nvfp4"}, "lora.rank=0 with format.name=nvfp4", "format=bf16, or lora=rank"),
-        (FULL | {"algorithm__beta": 0.1}, "lora.rank=0 with algorithm.beta=0.1", "algorithm.beta=0, or lora=rank32"),
-        (FULL | SERVER, "with rollout.engine=vllm_server", "Type rollout=vllm, or lora=rank32"),
-        (FULL | {"gpus": 2}, "lora.rank=0 with gpus=2", "Type gpus=1, or lora=rank32"),
-        (FULL | {"lora__start_from": "runs/a"}, "lora.start_from=runs/a", "Type model.path=RUN_DIR/model"),
         (FULL | {"rollout__engine": "vllm", "device": "cpu"}, "device=cpu", "Type rollout=transformers"),
         ({"optim__max_grad_norm": 1e13}, "optim.max_grad_norm=10000000000000.0", "at most 1e12. Type"),
-        ({"model__attention": "flash_attention_2", "device": "cpu"}, "device=cpu", "model.attention=sdpa"),
         ({"model__attention": "flash_attention_2", "model__dtype": "float32"}, "float32", "model.attention=sdpa"),
         ({"format__ignore": ["re:("]}, "'re:('", "re:PATTERN"),
         ({"eval__questions": 1}, "eval.questions=1", "eval.questions=256"),
@@ -68,50 +66,23 @@ KL = {"aqn__schedule": "linear", "aqn__unit": "kl"}
         ({**KL, "aqn__schedule": "exponential", "aqn__kl_end": 0.0}, "never reaches aqn.kl_end=0", "aqn.kl_end=1e-4"),
         ({**KL, "aqn__sigma_start": 0.7}, "aqn.sigma_start=0.7 is above", "aqn.sigma_start=0.5"),
         ({**KL, "aqn__sigma_min": 0.02}, "aqn.sigma_min=0.02 is above aqn.sigma_start=0.01", "aqn.sigma_min=0.01"),
-        ({"aqn__schedule": "adaptive"}, "aqn.schedule=adaptive with aqn.unit=sigma", "Type aqn=adaptive"),
         ({**KL, "aqn__schedule": "adaptive", "aqn__kl_start": 0.0}, "aqn.kl_start=0 adds no noise", "aqn=off"),
         ({**KL, "aqn__schedule": "adaptive", "aqn__probe_prompts": 0}, "aqn.probe_prompts=0", "aqn.probe_prompts=4"),
         ({**KL, "aqn__adaptive__factor": 1.0}, "aqn.adaptive.factor=1.0", "above 1"),
         ({"task__arithmetic__min_steps": 4}, "task.arithmetic.min_steps=4", "task.arithmetic.min_steps=3"),
         ({"lora__target_modules": ["lm_head"]}, "lm_head", "[q_proj,v_proj]"),
-        ({"optim__name": "adamw_8bit", "device": "cpu"}, "device=cpu", "optim=adamw"),
-        ({"format__dense_cache": "on", "device": "cuda"}, "device=cuda", "format.dense_cache=off"),
-        ({**TILES, "rollout__vllm__lora": "request"}, "vllm.lora=request", "Type rollout.vllm.linear_backend=auto, or"),
         ({"rollout__vllm__max_num_batched_tokens": 64, "rollout__batch_size": 65},
          "rollout.batch_size=65 is above rollout.vllm.max_num_batched_tokens=64", "rollout.batch_size=64"),
-        ({**TILES, "format__name": "mxfp4"}, "fp4_tiles with format.name=mxfp4", "auto, or format=nvfp4"),
         ({**TILES, "lora__rank": 136}, "lora.rank=136", "a rank in multiples of 8 up to 128"),
-        ({**TILES, "model__dtype": "float32"}, "fp4_tiles with model.dtype=float32", "Type model.dtype=bfloat16"),
-        ({**TILES, "rollout__engine": "vllm_server", "format__name": "nf4"}, "a kernel of the lab's",
-         "Type rollout.vllm.linear_backend=auto, or rollout=vllm."),
         ({"tracking__uri": "mine"}, "tracking.uri=mine is no address", "tracking.uri=sqlite:///mine.db."),
-        ({"optim__packing": "on", "model__attention": "eager"}, "model.attention=eager", "Type model.attention=sdpa"),
-        ({"format__name": "nf4", "rollout__vllm__linear_backend": "humming"}, "=humming with format.name=nf4",
-         "nvfp4, mxfp4, fp8. Type rollout.vllm.linear_backend=auto"),
-        ({"format__activations": "fp8", "rollout__engine": "vllm"}, "activations=fp8 with format.name=",
-         "allowed with it: fp8. Type +experiment=fp8, format=fp8, or leave format.activations out."),
-        ({**W8A8, "rollout__engine": "transformers"}, "with rollout.engine=transformers", "Type rollout=vllm, or"),
-        ({**W8A8, "rollout__engine": "vllm_server"}, "with rollout.engine=vllm_server", "Type rollout=vllm, or"),
         ({**W8A8, "rollout__vllm__linear_backend": "marlin"}, "=fp8 with rollout.vllm.linear_backend=marlin",
          "allowed with it: auto, vllm. Type rollout.vllm.linear_backend=auto, or format.activations=auto."),
-        ({"rollout__vllm__dense_rows": 64, "format__name": "mxfp4"}, "dense_rows=64 with", "format=nvfp4"),
-        ({"rollout__vllm__dense_rows": 64, "rollout__vllm__lora": "request"}, "vllm.lora=request", "dense_rows=null"),
-        ({"rollout__vllm__share_base": True, "format__name": "mxfp4"}, "format.name=mxfp4", "format=nvfp4"),
-        ({"rollout__vllm__share_base": True, "rollout__vllm__linear_backend": "humming"}, "linear_backend=humming",
-         "linear_backend=auto"),
-        ({"rollout__vllm__share_base": True, "rollout__vllm__sleep": True, "format__name": "nvfp4"},
-         "share_base=true with rollout.vllm.sleep=true", "rollout.vllm.share_base=false, or rollout.vllm.sleep=false"),
         ({"rollout__engine": "vllm", "rollout__vllm__sleep": True, "format__name": "bf16", "device": "cpu"},
          "sleep=true gives the memory of a GPU back, and device=cpu", "Type rollout.vllm.sleep=false"),
         (SERVER | {"rollout__vllm_server__url": "gpu7:8000"}, "url=gpu7:8000", "url=http://127.0.0.1:8000"),
         (SERVER | {"rollout__vllm_server__url": "http://gpu7:8000"}, "another host", "adapter_dir=DIR"),
         (SERVER | {"rollout__vllm_server__url": "http://127.evil:8000"}, "another host", "adapter_dir=DIR"),
         (SERVER | {"rollout__vllm_server__url": "http://me:pw@127.0.0.1:8000"}, "***@127.0.0.1", "VLLM_API_KEY=KEY"),
-        (SERVER | {"gpus": 2}, "gpus=2", "rollout.vllm_server.tensor_parallel=2"),
-        (OVERLAP | {"rollout__importance_correction": "off"}, "an older adapter", "importance_correction=token_trunc"),
-        (OVERLAP | {"aqn__schedule": "adaptive", "aqn__unit": "kl"}, "overlap=true with aqn.schedule", "Type aqn=kl"),
-        (OVERLAP | {"checkpoint__every": 1}, "overlap=true with checkpoint.every=1", "Type checkpoint.every=25, or"),
-        (OVERLAP | {"eval__every": 1}, "overlap=true with eval.every=1", "overlap=false"),
         (OVERLAP | {"gpus": 2}, "gpus=2", "Type gpus=1"),
         ({"algorithm__overlong_buffer_tokens": 17, "rollout__max_completion_tokens": 16},
          "overlong_buffer_tokens=17 is above rollout.max_completion_tokens=16", "Type"),
@@ -124,6 +95,18 @@ def test_a_bad_value_is_refused_with_what_was_given_and_what_to_type(values, giv
     message = refusal(**values)
     assert given in message
     assert remedy in message
+
+
+def test_a_row_of_values_that_exclude_each_other_names_keys_and_values_that_exist() -> None:
+    fields = {leaf.name: leaf.field.metadata for leaf in leaves(RunConfig())}
+    for condition in itertools.chain.from_iterable((needs.given, needs.allowed) for needs in NEEDS):
+        key, values, _ = astuple(parse_condition(condition))
+        for text in values:
+            kind = type_of_key(key)
+            value = text if kind is str else yaml.safe_load(text)
+            check_type(key, kind, value, None)
+            check_bounds(key, fields[key], value)
+            assert key != "format.name" or text in choices_of("format")
 
 
 @pytest.mark.parametrize(
