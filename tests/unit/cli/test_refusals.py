@@ -9,12 +9,9 @@ from qerl_lab.cli import launch, train
 from qerl_lab.cli.compose import Job, make_plan
 from qerl_lab.cli.overrides import spell_for_hydra
 from qerl_lab.config.arm import leaves
-from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import NOT_PROPOSED, types_by_key, unknown_key_error
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.preflight import machine
-
-ARM = ", ".join(choices_of("experiment"))
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +39,11 @@ def refused(line: str, capsys) -> str:
         # groups and options
         ("fromat=nvfp4", ["fromat is not a known key", "Did you mean format?"]),
         ("format=nvfp5", ["format=nvfp5", "allowed: bf16, fp8, mxfp4, nf4, nvfp4", "Did you mean nvfp4?"]),
-        ("experiment=nvfp", ["experiment=nvfp", ARM, "Did you mean nvfp4?"]),
         ("lora=[rank16,rank32]", ["lora=[rank16,rank32]", "rank64"]),
         ("hydra/launcher=joblip", ["hydra/launcher=joblip", "basic", "launcher=slurm"]),
         # keys
         ("lora.rnk=3", ["Did you mean lora.rank? Allowed: lora.rank, lora.", "lora.alpha"]),
         ("step=3", ["Did you mean steps? Allowed: steps, ", " sweeps"]),
-        ("model.hsh=1", ["Did you mean model.path? Allowed: model.path, model."]),
         ("eval=3", ["eval is a node", "eval.samples"]),
         ("~lora.rank", ["Type lora.rank=VALUE"]),
         ("hydra.foo=1", ["hydra.foo", "'foo' not in 'HydraConf'"]),
@@ -57,23 +52,18 @@ def refused(line: str, capsys) -> str:
         ("lora.target_modules=q_proj", ["a list of names", "[q_proj,"]),
         # bounds, of numbers too that a check divides by
         ("lora.rank=-1", ["lora.rank=-1", "at least 0", "Type for example lora.rank=32."]),  # 0 is refused by most arms
-        ("gpus=-1", ["at least 1", "Type for example gpus=1."]),
         ("gpus=0", ["gpus=0", "at least 1"]),
-        ("algorithm.updates_per_rollout=0", ["algorithm.updates_per_rollout=0", "at least 1"]),
         # words that act nowhere
         ("aqn=off aqn.sigma_start=0.1", ["aqn.sigma_start=0.1", "aqn.schedule=off", "example aqn=exponential"]),
         ("+experiment=nf4 format.scale_rule=max", ["format.scale_rule=max", "format.name=nf4", "+experiment=nvfp4"]),
         ("task.path=DIR", ["task.path=DIR", "task.name=arithmetic", "type for example task=gsm8k"]),
         ("model.revision=main", ["model.revision=main", "model.path=pocket"]),
         ("aqn=linear aqn.stages=1", ["aqn.stages=1", "Type aqn.stages=2, or aqn.reading=equation."]),
-        ("aqn=adaptive steps=2 aqn.stages=5", ["aqn.stages=5 does nothing in a run with aqn.schedule=adaptive."]),
-        ("aqn=kl aqn.sigma_end=0.1", ["aqn.sigma_end=0.1", "aqn.unit=kl", "Leave aqn.sigma_end out"]),
         # an arm that is no longer itself
         ("+experiment=nvfp4_aqn aqn=off", ["aqn=off", "aqn.schedule=exponential", "leave experiment=nvfp4_aqn out."]),
         ("+experiment=nvfp4_aqn_kl aqn.schedule=linear", ["_kl out and type aqn.schedule=linear aqn.unit=kl."]),
         # another model by the embedded policy's recipe
         ("+experiment=nvfp4 task=gsm8k model.path=DIR", ["model.path=DIR", "0.001, 64 tokens", "Type scale=custom"]),
-        ("model=qwen2_5_7b", ["Qwen/Qwen2.5-7B-Instruct", "scale=pocket to mean it"]),
         # syntax
         ("nvfp4_aqn", ["Type +experiment=nvfp4_aqn"]),
         ("seed", ["seed has no value", "Type seed=VALUE"]),
@@ -84,14 +74,11 @@ def refused(line: str, capsys) -> str:
         ("evaluate accuracy runs/x", ["Type python -m qerl_lab.evaluate."]),
         ("resume='a'", ["/a is no directory"]),
         ("seed=1 -m lora.rank=3 resume=run", ["-m seed=1 lora.rank=3 cannot be typed with it"]),
-        ("resume=run dry_run=true", ["dry_run=true cannot be typed with it"]),
         ("task.instruction=a=b", ["cannot be read", "quotes", "For one value type \"task.instruction='a=b'\"."]),
-        ('run_dir=ä"', ['run_dir=ä" cannot be read', "For one value type 'run_dir='\"'\"'ä\"'\"'\"''."]),
         ("seed=0,1", ["seed=0,1 is several values", "Type -m"]),
         # flags
         ("--dry-run", ["Type dry_run=true"]),
         ("--multirn", ["Did you mean --multirun?"]),
-        ("--seed=3", ["--seed=3 is not a flag", "Type seed=3."]),
         ("--max_steps=3", ["--max_steps=3 is not a flag", "Type steps=VALUE."]),
         ("+experiment = nvfp4", ["+experiment has no value. Type +experiment=VALUE, without spaces"]),
         ("--seed 3", ["--seed is not a flag", "Type seed=VALUE"]),
@@ -155,7 +142,6 @@ def test_a_word_of_another_program_or_place_leads_to_the_right_one(line, said, c
     [
         "resume=http://me:pa55word@host seed=1",
         "+experiment=nvfp4 tracking.uri=http://me:pa55word@host:5000",
-        "+experiment=nvfp4 tracking.uri=[http://me:pa55word@host:5000]",
         "+experiment=nvfp4 tracking.urj=http://me:pa55word@host:5000",
         "+experiment=nvfp4 MLFLOW_TRACKING_PASSWORD=pa55word",
         "+experiment=nvfp4 --uri=http://me:pa55word@host",
