@@ -179,17 +179,6 @@ def most_at_once() -> int:
     return max(sum(begin <= moment < end for begin, end in spans) for moment, _ in spans)
 
 
-def test_a_sweep_goes_on_with_as_many_jobs_at_once_as_are_typed_now() -> None:
-    words = ["-m", "seed=20,21", "lora.rank=4"]
-    assert main(words) == 0
-    assert most_at_once() == 1
-    for run in _runs():
-        (run / "DONE").unlink()
-    assert main([*words, "jobs=2", "cpu_threads=1"]) == 0
-    assert sessions() == [2, 2]
-    assert most_at_once() == 2
-
-
 def test_a_pool_runs_so_many_jobs_at_once_and_no_more(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "seed=20,21,22,1", "jobs=2", "cpu_threads=1"]) == 1
     assert most_at_once() == 2
@@ -257,31 +246,6 @@ def test_on_a_terminal_a_table_stands_where_the_last_one_stood(standin: Path) ->
     after = text.partition(f"{launch.STOPPING}\n")[2]
     assert re.match(r"(job  step|job 0: interrupted)", after)  # below the message, which stays
     assert "job 0: interrupted, reward 0.50, seed=4 (0 of 2 done, 1 interrupted)" in after
-
-
-@pytest.mark.slow
-def test_jobs_that_differ_only_in_how_they_run_are_runs_of_their_own() -> None:
-    line = ["-m", "cpu_threads=1,2", "seed=0", "device=cpu"]
-    assert main(line) == 0
-    (_runs()[1] / "DONE").unlink()
-    assert main(line) == 0
-    assert sessions() == [1, 2]
-
-
-@pytest.mark.slow
-def test_two_commands_do_not_run_in_one_directory(standin: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    first = background(standin, "-m", "seed=0,4", "hydra.sweep.dir=sweep")
-    running = started("sweep/1-*")
-    noted = Path("sweep/multirun.yaml").read_bytes()
-    for _ in range(2):  # what is refused leaves nothing that lets the next one in
-        assert main(["-m", "seed=5,6", "hydra.sweep.dir=sweep"]) == 2
-        assert "another command runs the sweep in" in capfd.readouterr().err
-    assert Path("sweep/multirun.yaml").read_bytes() == noted
-    assert {path.name for path in Path("sweep").glob("*/")} == {"0-adhoc-seed0", running.name}
-    first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=120)
-    assert first.returncode == 130
-    assert main(["-m", "seed=10", "lora.rank=4", "hydra.sweep.dir=sweep"]) == 0
 
 
 @pytest.mark.slow
