@@ -39,7 +39,6 @@ def test_one_of_several_processes_is_refused(environment: dict[str, str], named:
         {"SLURM_NTASKS": "4"},  # a shell inside salloc
         {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # submitit's job
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # a step of one in a larger job
-        TORCHRUN | {"WORLD_SIZE": "1"},
         {"WORLD_SIZE": "", "LOCAL_RANK": "-1"},
     ],
 )
@@ -62,7 +61,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("words", ["seed=0", "-m seed=0,1", "seed=0 dry_run=true", "resume=run"])
+@pytest.mark.parametrize("words", ["-m seed=0,1", "resume=run"])
 def test_the_command_is_refused_before_it_makes_anything(torchrun: Path, words: str, capsys) -> None:
     assert train.main(words.split()) == 2
     assert capsys.readouterr().err.startswith("error: WORLD_SIZE=2 is set, so a launcher (torchrun")
@@ -107,7 +106,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         (2, 8, "5,2,7", "5,2", "GPUs 5,2 do the run; the other visible one stays idle. "
          "To take another, type CUDA_VISIBLE_DEVICES=7 before the command."),
         (1, 8, "3", "3", None),
-        (2, 8, "5,2", "5,2", None),
         (1, 1, None, None, None),
         (1, 8, "", "", None),
     ],
@@ -120,7 +118,7 @@ def test_of_several_gpus_the_first_visible_one_is_taken(
     assert os.environ.get(ranks.VISIBLE) == kept
 
 
-@pytest.mark.parametrize(("count", "remedy"), [(1, 1), (0, 1), (3, 3)])
+@pytest.mark.parametrize(("count", "remedy"), [(0, 1), (3, 3)])
 def test_more_gpus_than_there_are_is_an_error(machine: Callable[..., None], count: int, remedy: int) -> None:
     machine(count, None)
     said = rf"gpus=4 and torch sees {count} GPUs here\. Type gpus={remedy}, or device=cpu"

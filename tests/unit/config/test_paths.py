@@ -28,9 +28,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("pocket", "pocket"),  # the embedded policy, whatever lies here
         ("org/name", "HERE/org/name"),
         ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
-        ("./missing", "HERE/missing"),
         ("~/model", "HOME/model"),
-        ("/abs/model", "/abs/model"),
         ("mödel/", "HERE/mödel"),
     ],
 )
@@ -46,10 +44,8 @@ def test_local_paths_become_absolute_and_hub_ids_stay(here: Path, given: str, ke
         (None, None),
         ("sqlite:///mlflow.db", "sqlite:///HERE/mlflow.db"),
         ("sqlite:///~/mlflow.db", "sqlite:///HOME/mlflow.db"),
-        ("sqlite:////abs/mlflow.db", "sqlite:////abs/mlflow.db"),
         ("sqlite:///a b/ö#.db", "sqlite:///HERE/a b/ö#.db"),
         ("sqlite:///mlflow.db?timeout=9", "sqlite:///mlflow.db?timeout=9"),
-        ("sqlite://", "sqlite://"),
         ("https://host/mlflow", "https://host/mlflow"),
     ],
 )

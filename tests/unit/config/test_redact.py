@@ -54,8 +54,10 @@ def test_values_of_secret_variables_are_hidden_wherever_they_turn_up(monkeypatch
     assert url_without_secrets("abcdef") == "abcdef"
 
 
-@pytest.mark.parametrize("key", ["tracking.uri", "model.path", "task.path"])
-@pytest.mark.parametrize("url", ["http://me:pa55@host/x", "https://tok55@host", "https://host/x?token=pa55"])
+@pytest.mark.parametrize(("key", "url"), [
+    ("tracking.uri", "http://me:pa55@host/x"), ("model.path", "https://tok55@host"),
+    ("task.path", "https://host/x?token=pa55"),
+])  # fmt: skip
 def test_a_configuration_with_a_secret_is_refused_and_not_repeated(key: str, url: str) -> None:
     node, _, leaf = key.partition(".")
     with pytest.raises(ConfigError, match=f"{key}=.*\\*\\*\\*.* Type ") as refusal:

@@ -17,9 +17,8 @@ from qerl_lab.config.option import option
 from qerl_lab.config.spelling import quote_text, shell_override, spell_list
 
 TEXTS = [
-    "läufe/a,b", "läufe/a=b", "läufe/a=b,c", "lä$x,b", "ü (1)", "it's, $HOME", 'ä="b', "a,`b`", "a!,b", "a,b\\", "ä=\\",
-    "a\\'b,", "a\\\\'b, c\\\\", "100,7e5", "[a,b]", "{ä}", " a, b ", "ä,\"b\"'c", "/a-1_b.c", "it's", "", "7e5",
-    "null", "NULL", "true", "False", "1", "-inf", "nan", "1_0", "nulls", "true/x", "a:b", "ä",
+    "läufe/a=b,c", "it's, $HOME", 'ä="b', "a,`b`", "a!,b", "ä=\\", "a\\\\'b, c\\\\", "[a,b]", "{ä}", " a, b ",
+    "ä,\"b\"'c", "/a-1_b.c", "", "7e5", "NULL", "1_0", "-inf", "a:b",
 ]  # fmt: skip
 
 
@@ -56,10 +55,7 @@ def test_a_line_to_type_is_what_people_type(path: str, typed: str) -> None:
     assert shell_override("model.path", path) == typed
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["a,b", "läufe/a=b,c", "lä$x,b", "it's,b", "ä,b\\", "100,7e5"],
-)
+@pytest.mark.parametrize("text", ["läufe/a=b,c", "it's,b", "ä,b\\"])
 def test_what_an_error_says_to_type_is_that_one_value(text: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["+experiment=nvfp4", "dry_run=true"]
