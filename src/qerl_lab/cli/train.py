@@ -148,7 +148,12 @@ def main(arguments: list[str]) -> int:
     if "resume" in (given := overrides_by_key(overrides)):
         return _resume(flags, given)
     if {"--shell-completion", "-sc"} & set(flags):
-        _prepare_completion()
+        if not (script := Path(sys.argv[0]).name).startswith(SCRIPT):
+            raise ConfigError(
+                f'tab completion is for {SCRIPT}, not {script}. Type: eval "$({SCRIPT} -sc install=bash)"'
+            )
+        command, *typed = os.environ.get("COMP_LINE", SCRIPT).split(" ")  # the line that the shell completes
+        os.environ["COMP_LINE"] = " ".join([command, *map(spell_for_hydra, typed[:-1]), *typed[-1:]])
         return _run_hydra([*flags, *overrides])
     overrides = [spell_for_hydra(word) for word in overrides]
     parse_overrides(overrides)
@@ -237,17 +242,6 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
     else:
         preflight.check(run.config(), directory)
     return _print_unfinished(launch.start(run, Typed(command)), run)
-
-
-def _prepare_completion() -> None:
-    """Respell the command line that the shell completes (COMP_LINE) for Hydra's grammar.
-
-    Raises ConfigError unless this process was started as `qerl-lab`.
-    """
-    if not (script := Path(sys.argv[0]).name).startswith(SCRIPT):
-        raise ConfigError(f'tab completion is for {SCRIPT}, not {script}. Type: eval "$({SCRIPT} -sc install=bash)"')
-    command, *typed = os.environ.get("COMP_LINE", SCRIPT).split(" ")
-    os.environ["COMP_LINE"] = " ".join([command, *map(spell_for_hydra, typed[:-1]), *typed[-1:]])
 
 
 def command_line(overrides: Sequence[str] | None = None) -> str:
