@@ -97,35 +97,32 @@ def from_dict(values: dict[str, Any]) -> RunConfig:
 
     Raises ConfigError for an unknown key, a value of a wrong type, or a configuration that cannot run.
     """
-    cfg = build_config(values)
+    cfg: RunConfig = build_config(values)
     validate(cfg)
     return cfg
 
 
-def build_config(values: dict[str, Any]) -> RunConfig:
+def build_config(values: Any, kind: Any = RunConfig, prefix: str = "") -> Any:
     """Build a RunConfig from nested plain values. Drops keys in `REMOVED`. Rules across keys are left to `validate`.
 
-    Raises ConfigError for an unknown key, or a value of a wrong type or out of bounds.
+    For a section of it, `kind` is the section's dataclass and `prefix` its dotted name, such as `aqn.`. Raises
+    ConfigError for an unknown key, or a value of a wrong type or out of bounds.
     """
-    return _build_section(RunConfig, values, "")
-
-
-def _build_section(kind: Any, values: Any, prefix: str) -> Any:
-    """Build the section dataclass `kind` from nested values. `prefix` is its dotted name, such as `aqn.`."""
     if not isinstance(values, dict):
         raise unknown_key_error(prefix.rstrip("."))
     types, arguments = get_type_hints(kind), {}
     for key, value in values.items():
-        if f"{prefix}{key}" in REMOVED:
+        name = f"{prefix}{key}"
+        if name in REMOVED:
             continue
         if key not in types:
-            raise unknown_key_error(f"{prefix}{key}")
+            raise unknown_key_error(name)
         if is_dataclass(types[key]):
-            value = _build_section(types[key], value, f"{prefix}{key}.")
+            value = build_config(value, types[key], f"{name}.")
         else:
             of_key = kind.__dataclass_fields__[key].metadata
-            check_type(f"{prefix}{key}", types[key], value, of_key["default"])
-            check_bounds(f"{prefix}{key}", of_key, value)
+            check_type(name, types[key], value, of_key["default"])
+            check_bounds(name, of_key, value)
         arguments[key] = value
     return kind(**arguments)
 
@@ -134,8 +131,8 @@ def validate(cfg: RunConfig) -> None:
     """Raise ConfigError for the first value out of bounds, or the first combination of values that cannot run."""
     for name, field, value in leaves(cfg):
         check_bounds(name, field.metadata, value)
-    checks = (_check_addresses, _check_names, _check_order, _check_batch, _check_needs, _check_aqn)
-    for check in (*checks, _check_learning, _check_engine_options):
+    for check in (_check_addresses, _check_names, _check_order, _check_batch, _check_needs, _check_aqn, _check_learning,
+                  _check_engine_options):  # fmt: skip
         for message in check(cfg):
             raise ConfigError(message)
 
