@@ -21,7 +21,6 @@ from qerl_lab.config.option import ConfigError, did_you_mean
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import quote_text, quoted, shell_override
 
-OTHER_LAUNCHERS = "jobs=N runs several at once, launcher=slurm and launcher=ray use a cluster; others are packages."
 NO_NAME = "Unsupported item value in defaults"  # Hydra's message if YAML read an option's name as a boolean
 SEVERAL = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'")  # Hydra's message without -m
 APPENDED = ("experiment", "sweeps")  # groups outside the defaults list of conf/config.yaml
@@ -159,8 +158,7 @@ def explain(error: Exception) -> str:
             file = str(error.missing_cfg_file)  # an option that is a path has slashes of its own
             group = next((name for name in GROUPS if file.startswith(f"{name}/")), file.rpartition("/")[0])
             option = file.removeprefix(f"{group}/")
-            said = str(unknown_option_error(group, option, list(error.options)))
-            return f"{said} {OTHER_LAUNCHERS}" if group == "hydra/launcher" else said
+            return str(unknown_option_error(group, option, list(error.options)))
         case ValueError() if str(error).startswith(NO_NAME):
             return (
                 f"a defaults list of --config-dir cannot be read ({first_line(error)}): YAML takes off, on, yes and no "

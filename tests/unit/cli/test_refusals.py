@@ -40,7 +40,7 @@ def refused(line: str, capsys) -> str:
         ("fromat=nvfp4", ["fromat is not a known key", "Did you mean format?"]),
         ("format=nvfp5", ["format=nvfp5", "allowed: bf16, fp8, mxfp4, nf4, nvfp4", "Did you mean nvfp4?"]),
         ("lora=[rank16,rank32]", ["lora=[rank16,rank32]", "rank64"]),
-        ("hydra/launcher=joblip", ["hydra/launcher=joblip", "basic", "launcher=slurm"]),
+        ("hydra/launcher=joblip", ["hydra/launcher=joblip", "basic", "lab"]),
         # keys
         ("lora.rnk=3", ["Did you mean lora.rank? Allowed: lora.rank, lora.", "lora.alpha"]),
         ("step=3", ["Did you mean steps? Allowed: steps, ", " sweeps"]),
