@@ -78,7 +78,6 @@ def test_another_grid_in_the_same_directory_joins_the_first(capfd: pytest.Captur
 @pytest.mark.parametrize(("again", "said"), [
     (["rerun=true"], "has a run already. Type another hydra.sweep.dir."),
     (["steps=49"], "has a run with another configuration or other questions. Type another hydra.sweep.dir."),
-    (["steps=49", "hydra/launcher=basic"], "has a run with another configuration"),
 ])  # fmt: skip
 def test_a_job_does_not_go_on_with_another_run(again: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["-m", "seed=0,10", "hydra.sweep.dir=sweep"]
@@ -88,15 +87,15 @@ def test_a_job_does_not_go_on_with_another_run(again: list[str], said: str, capf
 
 
 def test_a_moved_model_is_the_same_run_and_a_replaced_one_is_another() -> None:
-    words = ["-m", "seed=0,10", "scale=pocket"]
+    words = ["-m", "seed=0", "scale=pocket"]
     model = shutil.copytree(ASSETS, "model")
     assert main([*words, f"model.path={model}"]) == 0
     moved = Path(model).rename("moved")
     assert main([*words, f"model.path={moved}"]) == 0
-    assert sessions() == [1, 1]
+    assert sessions() == [1]
     (moved / "tokenizer.json").write_text((moved / "tokenizer.json").read_text() + "\n")
     assert main([*words, f"model.path={moved}"]) == 0
-    assert sessions() == [1] * 4
+    assert sessions() == [1, 1]
 
 
 def test_a_run_whose_questions_were_in_a_file_that_changed_is_another_run() -> None:
@@ -105,25 +104,25 @@ def test_a_run_whose_questions_were_in_a_file_that_changed_is_another_run() -> N
     for role, first in (("train", 0), ("test", 9)):
         rows = [line | {"question": f"{first + n} + 1?"} for n in range(4)]
         (data / f"{role}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["-m", "seed=0,10", "task=gsm8k", f"task.path={data.absolute()}"]
+    words = ["-m", "seed=0", "task=gsm8k", f"task.path={data.absolute()}"]
     assert main(words) == 0
-    for run in _runs():
-        asked = tasks.load(RunDirectory(run).config().task).data
-        (run / "env.json").write_text(json.dumps({"gpus": [], "data": dict(asked)}))
+    (run,) = _runs()
+    asked = tasks.load(RunDirectory(run).config().task).data
+    (run / "env.json").write_text(json.dumps({"gpus": [], "data": dict(asked)}))
     assert main(words) == 0
-    assert sessions() == [1, 1]
+    assert sessions() == [1]
     test = (data / "test.jsonl").read_text()
     (data / "test.jsonl").write_text(test.replace("9 + 1?", "9 + 2?"))
     preflight.question_counts._load_task.cache_clear()  # which another command would not have
     assert main(words) == 0
-    assert sessions() == [1, 1, 1, 1]
+    assert sessions() == [1, 1]
     shutil.rmtree(data)
     preflight.question_counts._load_task.cache_clear()
     assert main(words) == 0  # nothing is left to run
-    assert sessions() == [1, 1, 1, 1]
+    assert sessions() == [1, 1]
 
 
-@pytest.mark.parametrize("how", ["the same line", "resume", "in a pool"])
+@pytest.mark.parametrize("how", ["resume", "in a pool"])
 def test_a_sweep_that_was_killed_with_minus_9_goes_on(
     standin: Path, how: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
