@@ -115,9 +115,8 @@ def submit_to_slurm(
 ) -> "Iterator[list[SlurmJob[str]]]":
     """Context manager: submit the jobs as one Slurm array; yield submitit's jobs, in order.
 
-    `configs` and `sweep_jobs` have one entry per job, in the same order. `configs[0]` has the flags of sbatch (`slurm`)
-    and the number of jobs at once (`jobs`). Scripts and logs go into `folder`. Raises ConfigError if sbatch refuses.
-    Leaving the context does not wait for the jobs.
+    The arguments are those of `scheduler.run_locally`. Scripts and logs go into `folder`. Raises ConfigError if sbatch
+    refuses. Leaving the context does not wait for the jobs.
     """
     import submitit
     from submitit.core.utils import FailedJobError
@@ -143,10 +142,9 @@ def submit_to_slurm(
 def submit_to_ray(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) -> "Iterator[list[Future[str]]]":
     """Context manager: run the jobs as Ray tasks, `configs[0].jobs` at once; yield their futures, in order.
 
-    `configs` and `sweep_jobs` have one entry per job, in the same order. Jobs that share a GPU request a fraction of
-    it; in a cluster without GPUs no job requests one. The result of a future is "", or a message that says why the job
-    was refused or failed. Leaving the context waits for all jobs and shuts Ray down. Raises ConfigError if Ray cannot
-    be reached.
+    Arguments and results are those of `scheduler.run_locally`. Jobs that share a GPU request a fraction of it; in a
+    cluster without GPUs no job requests one. Leaving the context waits for all jobs and shuts Ray down. Raises
+    ConfigError if Ray cannot be reached.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
     import ray as library
