@@ -75,34 +75,32 @@ def check_bounds(name: str, bounds: Any, value: Any) -> None:
     None is always allowed. `name` is the key for the message, `bounds` the metadata of its dataclass field (see
     `option`).
     """
-    is_list = isinstance(value, list)
+    low, above, high = (bounds[key] for key, _ in BOUNDS)
+    usual = bounds["default"] if isinstance(bounds["default"], int | float) else None
+    choices, is_list = bounds["choices"] or (), isinstance(value, list)
     for item in value if is_list else [value]:
-        if item is None or (found := _find_violation(bounds, item)) is None:
+        if item is None:
             continue
-        allowed, example = found
+        if choices and item not in choices:
+            allowed, example = ", ".join(choices), choices[0]
+        elif isinstance(item, float) and not math.isfinite(item):
+            allowed, example = "a finite number", str(1.0 if usual is None else usual)
+        elif low is not None and item < low:
+            # 0 often switches a part off, which other keys may exclude: lora.rank=0 with packed weights
+            example = spelled_number(usual if low == 0 and usual is not None else low)
+            allowed = f"at least {spelled_number(low)}"
+        elif above is not None and item <= above:
+            example = spelled_number(above + (high or 1) if usual is None else usual)
+            allowed = f"above {spelled_number(above)}"
+        elif high is not None and item > high:
+            allowed, example = f"at most {spelled_number(high)}", spelled_number(high)
+        else:
+            continue
         given = f"{item} in {name}=[{','.join(map(str, value))}]" if is_list else f"{name}={value}"
-        hint = did_you_mean(str(item), list(bounds["choices"] or ()))
-        if item == "False" and "off" in (bounds["choices"] or ()):  # YAML reads an unquoted off as false
+        hint = did_you_mean(str(item), list(choices))
+        if item == "False" and "off" in choices:  # YAML reads an unquoted off as false
             hint = ' In a YAML file write "off" with its quotes.'
         spelled = f"[{example}]" if is_list else example
         raise ConfigError(
             f"{given} is not allowed; allowed: {allowed}.{hint or f' Type for example {name}={spelled}.'}"
         )
-
-
-def _find_violation(bounds: Any, value: Any) -> tuple[str, str] | None:
-    """Return (allowed values in words, an example) if `value` is outside `bounds`; None if it is allowed."""
-    low, above, high = (bounds[key] for key, _ in BOUNDS)
-    usual = bounds["default"] if isinstance(bounds["default"], int | float) else None
-    if bounds["choices"] and value not in bounds["choices"]:
-        return ", ".join(bounds["choices"]), bounds["choices"][0]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "a finite number", str(1.0 if usual is None else usual)
-    if low is not None and value < low:
-        # 0 often switches a part off, which other keys may exclude: lora.rank=0 with packed weights
-        return f"at least {spelled_number(low)}", spelled_number(usual if low == 0 and usual is not None else low)
-    if above is not None and value <= above:
-        return f"above {spelled_number(above)}", spelled_number(above + (high or 1) if usual is None else usual)
-    if high is not None and value > high:
-        return f"at most {spelled_number(high)}", spelled_number(high)
-    return None
