@@ -180,12 +180,6 @@ def sweep_table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def interrupted_message(run: RunDirectory) -> str:
-    """Format how many steps of an interrupted run are saved, and the command that resumes it."""
-    saved, resume = f"{run.last_saved()} of {run.config().steps}", resume_override(format_path(run.path))
-    return f"interrupted; {saved} steps are saved. Continue with\n  {python_command()} -m qerl_lab {resume}"
-
-
 def split_overrides(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
     """Return the overrides that all jobs share, and for each job the others. With a single job none are shared."""
     shared = [word for word in jobs[0].overrides if all(word in job.overrides for job in jobs)] if len(jobs) > 1 else []

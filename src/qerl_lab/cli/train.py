@@ -40,6 +40,7 @@ from qerl_lab.record.environment import Typed
 from qerl_lab.system import exits
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
 from qerl_lab.system.processes import refuse_several_processes
+from qerl_lab.system.terminal import format_path, python_command
 
 SCRIPT = "qerl-lab"  # the console script in pyproject.toml
 FLAGS = ("--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc")
@@ -127,7 +128,9 @@ def _print_unfinished(code: int, run: RunDirectory) -> int:
     if code == FAILURE:
         print(launch.failure_message(run), file=sys.stderr)
     elif code == INTERRUPTED:
-        print(manual.interrupted_message(run), flush=True)
+        saved, resume = f"{run.last_saved()} of {run.config().steps}", resume_override(format_path(run.path))
+        line = f"{python_command()} -m qerl_lab {resume}"
+        print(f"interrupted; {saved} steps are saved. Continue with\n  {line}", flush=True)
     return code
 
 
