@@ -66,8 +66,8 @@ def test_a_job_that_somebody_else_runs_is_left_alone(capfd: pytest.CaptureFixtur
 def test_a_continued_sweep_gives_each_job_what_its_directory_records(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {}
 
-    def run_locally(configs: Any, sweep_jobs: Any) -> Any:
-        given.update({cfg.seed: (cfg.device, cfg.cpu_threads, cfg.jobs) for cfg in configs})
+    def run_locally(sweep_jobs: Any) -> Any:
+        given.update({(cfg := job.config).seed: (cfg.device, cfg.cpu_threads, cfg.jobs) for job in sweep_jobs})
         raise KeyboardInterrupt
 
     sweep = [f"seed={DONE},10", "hydra.sweep.dir=sweep"]

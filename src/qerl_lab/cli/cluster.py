@@ -110,18 +110,17 @@ def resources_to_request(configs: Sequence[RunConfig], flags: Mapping[str, Any])
 
 
 @contextmanager
-def submit_to_slurm(
-    configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob], folder: Path
-) -> "Iterator[list[SlurmJob[str]]]":
+def submit_to_slurm(sweep_jobs: Sequence[SweepJob], folder: Path) -> "Iterator[list[SlurmJob[str]]]":
     """Context manager: submit the jobs as one Slurm array; yield submitit's jobs, in order.
 
-    The arguments are those of `scheduler.run_locally`. Scripts and logs go into `folder`. Raises ConfigError if sbatch
-    refuses. Leaving the context does not wait for the jobs.
+    Scripts and logs go into `folder`. Raises ConfigError if sbatch refuses. Leaving the context does not wait for the
+    jobs.
     """
     import submitit
     from submitit.core.utils import FailedJobError
 
     logging.getLogger("submitit").setLevel(logging.ERROR)  # silences its warning about clusters without sacct
+    configs = [sweep_job.config for sweep_job in sweep_jobs]
     flags = parse_sbatch_flags(configs[0].slurm)
     executor = submitit.SlurmExecutor(folder)
     executor.update_parameters(
@@ -139,12 +138,11 @@ def submit_to_slurm(
 
 
 @contextmanager
-def submit_to_ray(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) -> "Iterator[list[Future[str]]]":
-    """Context manager: run the jobs as Ray tasks, `configs[0].jobs` at once; yield their futures, in order.
+def submit_to_ray(sweep_jobs: Sequence[SweepJob]) -> "Iterator[list[Future[str]]]":
+    """Context manager: run the jobs as Ray tasks; yield their futures, as `scheduler.run_locally` does.
 
-    Arguments and results are those of `scheduler.run_locally`. Jobs that share a GPU request a fraction of it; in a
-    cluster without GPUs no job requests one. Leaving the context waits for all jobs and shuts Ray down. Raises
-    ConfigError if Ray cannot be reached.
+    Jobs that share a GPU request a fraction of it; in a cluster without GPUs no job requests one. Leaving the context
+    waits for all jobs and shuts Ray down. Raises ConfigError if Ray cannot be reached.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
     import ray as library
@@ -158,14 +156,15 @@ def submit_to_ray(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) 
         signal.signal(number, handler)
     has_gpus = library.cluster_resources().get("GPU", 0) > 0
 
-    def run_on_ray(cfg: RunConfig, sweep_job: SweepJob) -> str:
+    def run_on_ray(sweep_job: SweepJob) -> str:
+        cfg = sweep_job.config
         gpus = 1 / cfg.jobs_per_gpu if cfg.gpus == 1 else cfg.gpus  # Ray gives several GPUs only whole
         needs_gpu = has_gpus and cfg.device != "cpu"
         task = library.remote(num_cpus=max(1, cfg.cpu_threads), num_gpus=gpus if needs_gpu else 0)(SweepJob.__call__)
         return str(library.get(task.remote(sweep_job)))
 
     try:
-        with ThreadPoolExecutor(configs[0].jobs) as pool:
-            yield [pool.submit(run_on_ray, cfg, sweep_job) for cfg, sweep_job in zip(configs, sweep_jobs, strict=True)]
+        with ThreadPoolExecutor(sweep_jobs[0].config.jobs) as pool:
+            yield [pool.submit(run_on_ray, sweep_job) for sweep_job in sweep_jobs]
     finally:
         library.shutdown()

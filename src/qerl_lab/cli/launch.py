@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
+from qerl_lab.config.schema import RunConfig
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.system import exits, terminal
@@ -57,6 +58,7 @@ class SweepJob:
     exists, the run saves and stops after its current step; if that file contains `ABORT`, the run is killed.
     """
 
+    config: RunConfig
     run_dir: Path
     typed: Typed  # recorded in a run that resumes
     stop_file: Path

@@ -42,26 +42,23 @@ def run(plan: Plan, command: str, variables: Mapping[str, str] | None = None) ->
     """
     stop_file, sweep = plan.directory / STOP_FILE, jobs.sweep_name(plan.directory)
     left = [job for job in plan.jobs if RunDirectory(job.run_dir).status != "done"]
-    configs = [  # settings of a job as its directory records them; how the sweep runs its jobs, as typed now
-        replace(RunDirectory(job.run_dir).config(), **{key: getattr(job.config, key) for key in OF_SWEEPS})
-        for job in left
-    ]
     sweep_jobs = list[SweepJob]()
-    for job in left:
-        typed = Typed(command, job.overrides, sweep)
-        sweep_jobs.append(SweepJob(job.run_dir, typed, stop_file, variables or {}))
+    for job in left:  # with the settings that its directory records, but run as typed now
+        as_typed = {key: getattr(job.config, key) for key in OF_SWEEPS}
+        config, typed = replace(RunDirectory(job.run_dir).config(), **as_typed), Typed(command, job.overrides, sweep)
+        sweep_jobs.append(SweepJob(config, job.run_dir, typed, stop_file, variables or {}))
     with jobs.locked_sweep(plan.directory), suppress(KeyboardInterrupt):  # of the second Ctrl-C
         stop_file.unlink(missing_ok=True)  # under the lock: the stop file of another command stays
         if not left:
             return
         submitted: AbstractContextManager[Sequence[Any]]
-        match configs[0].launcher:
+        match sweep_jobs[0].config.launcher:
             case "slurm":
-                submitted = cluster.submit_to_slurm(configs, sweep_jobs, plan.directory / "slurm")
+                submitted = cluster.submit_to_slurm(sweep_jobs, plan.directory / "slurm")
             case "ray":
-                submitted = cluster.submit_to_ray(configs, sweep_jobs)
+                submitted = cluster.submit_to_ray(sweep_jobs)
             case _:
-                submitted = run_locally(configs, sweep_jobs)
+                submitted = run_locally(sweep_jobs)
         with _stop_at_signals(stop_file):
             progress = SweepProgress(plan.jobs, left, stop_file)
             with submitted as outcomes:
@@ -167,20 +164,20 @@ def gpu_pool_of(configs: Sequence[RunConfig]) -> GpuPool | None:
 
 
 @contextmanager
-def run_locally(configs: Sequence[RunConfig], sweep_jobs: Sequence[SweepJob]) -> Iterator[list[Future[str]]]:
-    """Context manager: run the jobs on this machine, `configs[0].jobs` at once; yield their futures, in order.
+def run_locally(sweep_jobs: Sequence[SweepJob]) -> Iterator[list[Future[str]]]:
+    """Context manager: run the jobs on this machine, as many at once as their key `jobs` says; yield their futures.
 
-    `configs` and `sweep_jobs` have one entry per job, in the same order. The result of a future is "", or a message
-    that says why the job was refused or failed. If several jobs run at once, each waits until `cfg.gpus` GPUs have room
-    and sees only those, unless it runs on the CPU. Leaving the context waits for all jobs.
+    The result of a future is "", or a message that says why the job was refused or failed. If several jobs run at once,
+    each waits until `gpus` GPUs have room and sees only those, unless it runs on the CPU. Leaving the context waits for
+    all jobs.
     """
-    cards = gpu_pool_of(configs)
+    cards = gpu_pool_of([sweep_job.config for sweep_job in sweep_jobs])
 
-    def run_on_gpus(cfg: RunConfig, sweep_job: SweepJob) -> str:
-        if cards is None or cfg.device == "cpu":
+    def run_on_gpus(sweep_job: SweepJob) -> str:
+        if cards is None or sweep_job.config.device == "cpu":
             return sweep_job()
-        with cards.take(cfg.gpus) as taken:
+        with cards.take(sweep_job.config.gpus) as taken:
             return sweep_job({machine.VISIBLE: ",".join(taken)})
 
-    with ThreadPoolExecutor(configs[0].jobs) as pool:
-        yield [pool.submit(run_on_gpus, cfg, sweep_job) for cfg, sweep_job in zip(configs, sweep_jobs, strict=True)]
+    with ThreadPoolExecutor(sweep_jobs[0].config.jobs) as pool:
+        yield [pool.submit(run_on_gpus, sweep_job) for sweep_job in sweep_jobs]

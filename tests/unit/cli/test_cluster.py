@@ -75,8 +75,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepJob:
     monkeypatch.setattr(launch, "child_command", lambda run_dir: ["python3", "-S", "-c", code.format(run_dir)])
     monkeypatch.setattr(RunDirectory, "check", lambda run: None)
     run = RunDirectory(tmp_path / "run")
-    run.claim(RunConfig(run_dir=str(run.path)), Typed("the command"))
-    job = SweepJob(run.path, Typed("the command"), tmp_path / "INTERRUPTED")
+    config = RunConfig(run_dir=str(run.path))
+    run.claim(config, Typed("the command"))
+    job = SweepJob(config, run.path, Typed("the command"), tmp_path / "INTERRUPTED")
     return pickle.loads(pickle.dumps(job))
 
 
