@@ -132,7 +132,18 @@ def plan_sweep(master: DictConfig, loader: ConfigLoader) -> Plan:
             cfg.hydra.job.num = cfg.hydra.job.id = number
         HydraConfig.instance().set_config(cfg)
         jobs.append(replace(job, run_dir=directory / str(cfg.hydra.sweep.subdir)))
-    _refuse_equal_jobs(jobs)
+    first_jobs: dict[str, int] = {}  # run directory, or configuration as text -> number of the first job that has it
+    for job in jobs:
+        if (other := first_jobs.setdefault(str(job.run_dir), job.number)) != job.number:
+            raise ConfigError(
+                f"jobs {other} and {job.number} would share the run directory {job.run_dir}; allowed: a "
+                "hydra.sweep.subdir that differs between jobs. Leave it out, or put ${hydra.job.num} in it."
+            )
+        if (other := first_jobs.setdefault(repr(job.config), job.number)) != job.number:
+            raise ConfigError(
+                f"jobs {other} and {job.number} are the same run ({' '.join(job.overrides)}). "
+                "Leave out one of the two equal values."
+            )
     intent.refuse_shared_server([job.config for job in jobs])
     intent.refuse_inert_overrides([(job.config, intent.overrides_by_key(job.overrides)) for job in jobs])
     typed = intent.overrides_by_key(_typed_words(master.hydra.overrides.hydra))
@@ -225,24 +236,6 @@ def _expand_sweep(master: DictConfig, loader: ConfigLoader) -> list[list[str]]:
             "the sweep has no job, because one of its lists or globs is empty. Type at least one value for each key."
         )
     return jobs
-
-
-def _refuse_equal_jobs(jobs: list[Job]) -> None:
-    """Raise ConfigError if two jobs have the same run directory or the same configuration."""
-    first_jobs: dict[str, int] = {}  # run directory, or configuration as text -> number of the first job that has it
-    for job in jobs:
-        other = first_jobs.setdefault(str(job.run_dir), job.number)
-        if other != job.number:
-            raise ConfigError(
-                f"jobs {other} and {job.number} would share the run directory {job.run_dir}; allowed: a "
-                "hydra.sweep.subdir that differs between jobs. Leave it out, or put ${hydra.job.num} in it."
-            )
-        other = first_jobs.setdefault(repr(job.config), job.number)
-        if other != job.number:
-            raise ConfigError(
-                f"jobs {other} and {job.number} are the same run ({' '.join(job.overrides)}). "
-                "Leave out one of the two equal values."
-            )
 
 
 def job_config(cfg: DictConfig, typed: Mapping[str, str]) -> RunConfig:
