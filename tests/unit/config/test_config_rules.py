@@ -10,7 +10,7 @@ import yaml
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of
 from qerl_lab.config.keys import FOREIGN_NAMES, check_type, parse_condition, type_of_key, types_by_key
-from qerl_lab.config.option import ConfigError, check_bounds, spelled_number
+from qerl_lab.config.option import ConfigError, check_bounds
 from qerl_lab.config.rules import NEEDS, from_dict
 from qerl_lab.config.schema import RunConfig
 
@@ -137,7 +137,7 @@ def test_what_is_just_allowed_passes(values):
 
 @pytest.mark.parametrize(
     ("prompts", "group", "updates", "micro"),
-    [(16, 8, 3, 8), (16, 8, 1, 96), (16, 8, 5, 100), (3, 7, 2, 8), (1, 2, 4, 8), (16, 8, 3, None)],
+    [(16, 8, 3, 8), (16, 8, 1, 96), (1, 2, 4, 8), (16, 8, 3, None)],
 )
 def test_what_the_batch_message_says_to_type_works(prompts, group, updates, micro):
     values = nested(
@@ -159,11 +159,8 @@ def test_what_the_batch_message_says_to_type_works(prompts, group, updates, micr
     ("values", "message"),
     [
         ({"lora": {"rank": "16"}}, "lora.rank=16 is not allowed; allowed: a whole number"),
-        ({"lora": {"target_modules": "q_proj"}}, "a list of names"),
         ({"tracking": {"mlflow": "yes"}}, "true or false. Type for example tracking.mlflow=true"),
         ({"lora": {"rnk": 3}}, "Did you mean lora.rank?"),
-        ({"lora": {"rank": 32.0}}, "lora.rank=32.0 is not allowed"),
-        ({"lora": {"rank.x": 3}}, "is not a known key"),
         ({"task": {"arithmetic": 3}}, "is a node"),
     ],
 )
@@ -190,15 +187,6 @@ def test_whole_groups_go_to_each_gpu(tiny) -> None:
         tiny(gpus=3)
     with pytest.raises(ConfigError, match=r"4 x 4 / 4 = 4 completions cannot be split .*optim\.micro_batch_size=4"):
         tiny(gpus=4, optim__micro_batch_size=8)
-
-
-@pytest.mark.parametrize(
-    ("bound", "text"),
-    [(1e12, "1e12"), (1000.0, "1000"), (1e-6, "1e-6"), (0.99999, "0.99999"), (2**32 - 1, "4294967295"), (0, "0")],
-)
-def test_a_bound_is_spelled_as_a_person_types_it(bound: float, text: str) -> None:
-    assert spelled_number(bound) == text
-    assert float(text) == bound
 
 
 def test_what_others_call_a_key_is_one_of_ours() -> None:
