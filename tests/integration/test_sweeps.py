@@ -46,7 +46,7 @@ def test_the_same_line_skips_what_is_done_and_goes_on_with_what_failed(capfd: py
     assert sessions() == [1, 1]
     assert main(["-m", "seed=0,1"]) == 0
     assert sessions() == [1, 2]
-    assert "begun before: 1 done, 1 to begin again (no checkpoint) (rerun" in capfd.readouterr().out
+    assert "begun before: 1 done, 1 to run (rerun" in capfd.readouterr().out
     (directory,) = Path("runs/sweeps/adhoc").iterdir()
     assert main(["-m", "seed=0,1"]) == 0
     assert sessions() == [1, 2]

@@ -122,18 +122,9 @@ def opening_lines(plan: Plan) -> str:
     lines = [f"{with_noun(len(plan.jobs), 'job')} in" if plan.multirun else "run directory:"]
     lines[0] += f" {format_path(plan.directory)}"
     if any(job.begun for job in plan.jobs):
-        counts = {"done": 0, "to continue from a checkpoint": 0, "to begin again (no checkpoint)": 0, "not begun": 0}
-        for run in (RunDirectory(job.run_dir) for job in plan.jobs):
-            if run.status == "done":
-                counts["done"] += 1
-            elif run.last_saved():
-                counts["to continue from a checkpoint"] += 1
-            elif run.status == "not run":
-                counts["not begun"] += 1
-            else:
-                counts["to begin again (no checkpoint)"] += 1
-        listed = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-        lines.append(f"begun before: {listed} (rerun=true begins all again in a new sweep)")
+        done = sum(RunDirectory(job.run_dir).status == "done" for job in plan.jobs)
+        to_do = f", {len(plan.jobs) - done} to run" if done < len(plan.jobs) else ""
+        lines.append(f"begun before: {done} done{to_do} (rerun=true begins all again in a new sweep)")
     return "\n".join([*lines, *_format_notes(plan.jobs)])
 
 

@@ -1,12 +1,10 @@
 """What the command line says about itself: the overview, the manual, and the table of a dry run."""
 
-from pathlib import Path
-
 import pytest
 
 from qerl_lab import preflight
-from qerl_lab.cli.compose import Job, Plan, make_plan
-from qerl_lab.cli.manual import describe_option, help_text, opening_lines
+from qerl_lab.cli.compose import make_plan
+from qerl_lab.cli.manual import describe_option, help_text
 from qerl_lab.cli.train import main
 from qerl_lab.config.arm import leaves
 from qerl_lab.config.conf_folder import choices_of, package_data
@@ -86,19 +84,3 @@ def test_a_dry_run_of_a_sweep_shows_the_words_that_no_column_tells(capsys):
     header, *rows = text.splitlines()[:3]
     begin, end = header.index("overrides"), header.index("run directory")
     assert [row[begin:end].strip() for row in rows] == ["format.scale_rule=max", "format.scale_rule=four_over_six"]
-
-
-def test_the_opening_says_what_becomes_of_each_earlier_run(tmp_path: Path) -> None:
-    """Of a sweep of which two jobs were done, one saved a step, one none, one only its directory, one is new."""
-    made = [("DONE",), ("DONE",), ("resolved.yaml", "checkpoints/step-000010/x"), ("resolved.yaml", "FAILED"),
-            ("resolved.yaml", "QUEUED"), ()]  # fmt: skip
-    for number, files in enumerate(made):
-        for name in files:
-            (tmp_path / str(number) / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / str(number) / name).touch()
-    jobs = [Job(n, [], RunConfig(), tmp_path / str(n), begun=bool(files)) for n, files in enumerate(made)]
-    assert opening_lines(Plan(jobs, tmp_path, True, True)).splitlines()[1:] == [
-        "begun before: 2 done, 1 to continue from a checkpoint, 1 to begin again (no checkpoint), 2 not begun "
-        "(rerun=true begins all again in a new sweep)"
-    ]
-    assert opening_lines(Plan(jobs[-1:], tmp_path, True, True)).splitlines()[1:] == []
