@@ -15,7 +15,7 @@ with exits.starting(__name__):
     from qerl_lab.config.arm import flatten, is_of_arm, leaves
     from qerl_lab.config.conf_folder import choices_of, group_folder
     from qerl_lab.config.keys import describe_type, spell_value, types_by_key
-    from qerl_lab.config.option import ConfigError, bounds_in_words, option
+    from qerl_lab.config.option import bounds_in_words, option
     from qerl_lab.config.schema import RunConfig
     from qerl_lab.system.terminal import format_path
 
@@ -34,11 +34,8 @@ def write_tables(options: TablesOptions) -> None:
         print(format_tables(), end="")
         return
     path = Path(options.page).expanduser()
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    prose, mark, _ = text.partition(MARK)
-    if not mark:
-        raise ConfigError(f"page={options.page} has no line {MARK.strip()}. Type page=docs/configuration.md.")
-    path.write_text(prose + mark + format_tables(), encoding="utf-8")
+    prose = path.read_text(encoding="utf-8").partition(MARK)[0]
+    path.write_text(prose + MARK + format_tables(), encoding="utf-8")
     print(f"written: {format_path(path)}")
 
 
