@@ -177,12 +177,11 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @every_command
 def test_help_is_the_manual(command: Typed, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--help"], ["-h"], [*command.right.split(), "--help"]):
-        assert main_of(command)([*filter(None, [command.pick]), *words]) == 0
-        out, err = capsys.readouterr()
-        assert f"python -m {command.module} {command.pick}".strip() in out
-        assert "Exit codes: 0 done, 1" in out
-        assert err == ""
+    assert main_of(command)([*filter(None, [command.pick]), *command.right.split(), "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert f"python -m {command.module} {command.pick}".strip() in out
+    assert "Exit codes: 0 done, 1" in out
+    assert err == ""
 
 
 @every_command
@@ -218,11 +217,8 @@ def test_a_command_of_several_is_picked_by_its_first_word(command: Typed, capsys
 @pytest.mark.parametrize(
     ("module", "words", "said"),
     [
-        ("quantize.__main__", ["seed=1"], "model= is missing. Type for example model=pocket."),
         ("quantize.__main__", ["model=pocket"], "out= is missing. Type for example out=checkpoints/pocket-nvfp4."),
         ("report.__main__", ["baseline=a"], "sweep= is missing. Type for example python -m qerl_lab.report runs."),
-        ("tracking.__main__", ["resync", "uri=a"], "run_dir= is missing. Type for example python -m qerl_lab.tracking"),
-        ("tools.pretrain", ["seed=1"], "out= is missing. Type for example out=pocket."),
     ],
 )
 def test_what_a_command_cannot_do_without_is_asked_for(
