@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from qerl_lab.cli import manual
 from qerl_lab.record.directory import RunDirectory
 from qerl_lab.record.metrics import encode_line
 from qerl_lab.report import comparison, palette, plots, run_summary, runs
@@ -107,9 +106,6 @@ def test_one_step_is_one_number_everywhere(tmp_path: Path, run_dir: Path) -> Non
     assert [line.split() for line in text if "reward" in line] == [["reward", "0.119"]]
     assert [line.split()[2:] for line in text if "entropy" in line] == [["0.250", "nats"]]
     assert any("0.438 -> 0.688" in line for line in text)  # accuracy was measured twice
-    assert manual._headline_cells(result)[:2] == ["0.438 -> 0.688", "0.250"]
-    assert manual._headline_cells(result | {"steps": 2})[1] == "0.250 -> 0.250"
-    assert manual._headline_cells({}) == ["-", "-", "-", "-"]
     for steps, entropy in ((1, "0.200"), (4, "0.350 -> 0.200")):
         folder = make_run(tmp_path / "runs" / str(steps), "bf16", steps, steps=steps)
         if steps == 1:
