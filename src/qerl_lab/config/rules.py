@@ -232,21 +232,17 @@ def _check_batch(cfg: RunConfig) -> Iterator[str]:
             f"rollout.prompts_per_step={-(-prompts // gpus) * gpus}."
         )
     batch, updates, micro = cfg.completions_per_gpu, cfg.algorithm.updates_per_rollout, cfg.optim.micro_batch_size
-    at_once = micro or 1  # for null a run chooses a divisor
-    if batch % (updates * at_once):
-        over = f" / {gpus}" if gpus > 1 else ""
-        kept = updates if batch % updates == 0 else 1
-        of_size, remedies = "", list[str]()
-        if micro:
-            of_size = f" of optim.micro_batch_size={micro}"
-            remedies.append(f"optim.micro_batch_size={largest_divisor(batch // kept, micro)}")
-        if kept != updates:
-            remedies.append(f"algorithm.updates_per_rollout={kept}")
+    of_gpus, over = (" / gpus", f" / {gpus}") if gpus > 1 else ("", "")
+    said = (
+        f"rollout.prompts_per_step x rollout.group_size{of_gpus} = {prompts} x {cfg.rollout.group_size}{over} = "
+        f"{batch} completions cannot be split into algorithm.updates_per_rollout={updates} updates"
+    )
+    if batch % updates:
+        yield f"{said}. Type for example algorithm.updates_per_rollout=1."
+    elif micro and batch % (updates * micro):  # for null a run chooses a divisor
         yield (
-            f"rollout.prompts_per_step x rollout.group_size{over and ' / gpus'} = "
-            f"{prompts} x {cfg.rollout.group_size}{over} = "
-            f"{batch} completions cannot be split into algorithm.updates_per_rollout={updates} updates"
-            f"{of_size}; {batch} must be a multiple of {updates * at_once}. Type for example {' '.join(remedies)}."
+            f"{said} of optim.micro_batch_size={micro}; {batch} must be a multiple of {updates * micro}. "
+            f"Type for example optim.micro_batch_size={largest_divisor(batch // updates, micro)}."
         )
 
 
