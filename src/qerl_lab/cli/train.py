@@ -192,21 +192,17 @@ def _split_flags_from_overrides(arguments: list[str]) -> tuple[list[str], list[s
             overrides.append(word)
             continue
         if word.partition("=")[0] not in (*FLAGS, *FLAGS_WITH_VALUE):
-            raise unknown_flag_error(word, _hints_by_name(), [*FLAGS, *FLAGS_WITH_VALUE])
+            names = [*types_by_key(), *GROUPS]  # which people type with dashes, by their last parts too: --lr, --rank
+            targets = {name.rpartition(".")[2]: name for name in reversed(names)}
+            targets |= dict(FOREIGN_NAMES) | {name: name for name in names}
+            hints = {name: what_to_type(target) for name, target in targets.items()}
+            hints |= {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
+            hints |= dict.fromkeys(("config_path", "config_name"), "--config-dir DIR to add options of your own")
+            raise unknown_flag_error(word, hints, [*FLAGS, *FLAGS_WITH_VALUE])
         flags.append(word)
         if word in FLAGS_WITH_VALUE and left and "=" not in left[0]:
             flags.append(left.pop(0))
     return flags, overrides
-
-
-def _hints_by_name() -> dict[str, str]:
-    """Map names that users may type with dashes by mistake, such as `lr`, to what to type instead."""
-    names = [*types_by_key(), *GROUPS]
-    targets = {name.rpartition(".")[2]: name for name in reversed(names)}
-    targets |= dict(FOREIGN_NAMES) | {name: name for name in names}
-    hints = {name: what_to_type(target) for name, target in targets.items()}
-    hints |= {"dry_run": "dry_run=true", "experiment": "+experiment=NAME", "resume": "resume=RUN_DIR"}
-    return hints | dict.fromkeys(("config_path", "config_name"), "--config-dir DIR to add options of your own")
 
 
 def _resume(flags: list[str], typed: dict[str, str]) -> int:
