@@ -62,7 +62,6 @@ def test_a_finished_run_goes_on_by_the_schedules_of_the_longer_one(
     [
         (["resume=run", "steps=many"], "steps=many is not a whole number"),
         (["resume=a run", "steps=4", "seed=1"], "so seed=1 cannot be typed with it. Type resume='a run' alone"),
-        (["extended=[3]"], "Leave extended out"),
     ],
 )
 def test_words_that_do_not_extend_are_refused(
