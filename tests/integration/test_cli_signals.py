@@ -102,7 +102,7 @@ def fail(reason):
     ids=["killed", "diverged", "interrupted", "silent", "done"],
 )  # fmt: skip
 def test_the_first_rank_to_end_says_how_the_run_ended(tmp_path, monkeypatch, code, exit_code, status, reason):
-    """What the others say only followed from it, and one that hangs is killed."""
+    """The other ranks fail because of it, so their reasons do not count. A rank that hangs is killed."""
     script = tmp_path / "rank.py"
     script.write_text(RANKS + code)
     monkeypatch.setattr(launch, "child_command", lambda run_dir: [sys.executable, "-S", str(script), str(run_dir)])

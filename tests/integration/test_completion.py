@@ -31,7 +31,7 @@ def bash(script: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 
 def completed(script: Path, line: str) -> list[str]:
-    """What bash offers after `line` and a tab."""
+    """Return the words that bash offers after `line` and a tab."""
     words = line.split(" ")
     code = (
         f'eval "$({train.SCRIPT} -sc install=bash)"; COMP_LINE={shlex.quote(line)} COMP_POINT={len(line)};'

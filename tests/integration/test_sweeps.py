@@ -173,7 +173,7 @@ def test_a_launcher_of_hydra_s_own_runs_checked_jobs_and_the_same_line_goes_on(
 
 
 def most_at_once() -> int:
-    """The most jobs that ran at one moment, of those that came to their ends."""
+    """Return the largest number of jobs that ran at one moment. Jobs that did not end are left out."""
     spans = [(seen(run)["began"], seen(run)["ended"]) for run in _runs() if "ended" in seen(run)]
     return max(sum(begin <= moment < end for begin, end in spans) for moment, _ in spans)
 
@@ -222,7 +222,7 @@ def test_ctrl_c_stops_the_jobs_of_a_pool_and_the_same_line_goes_on(standin: Path
 
 
 def read(terminal: int) -> str:
-    """What was written to a terminal that does not block, since the last call."""
+    """Return the text that was written to a non-blocking terminal since the last call."""
     try:
         return os.read(terminal, 65536).decode().replace("\r\n", "\n")
     except BlockingIOError:

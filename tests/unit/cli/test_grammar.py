@@ -189,7 +189,7 @@ def test_help_is_the_manual(command: Typed, capsys: pytest.CaptureFixture[str]) 
 def test_a_wrong_word_is_one_line_and_nothing_is_done(
     command: Typed, wrong: str, capsys: pytest.CaptureFixture[str], empty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What computes refuses to be one of several processes; what only reads may be."""
+    """A command that computes refuses to be one of several processes; one that only reads does not."""
     wrong, _, several = wrong.partition(" ")
     said = f"{wrong.partition('=')[0]} is not a "
     if several:

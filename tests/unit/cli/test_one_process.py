@@ -79,7 +79,7 @@ def test_a_launcher_s_worker_is_refused_where_it_starts_the_run(torchrun: Path) 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A machine of so many GPUs, of which torch sees those that CUDA_VISIBLE_DEVICES shows."""
+    """A machine with `count` GPUs; torch sees the GPUs in CUDA_VISIBLE_DEVICES."""
 
     def make(count: int, visible: str | None) -> None:
         monkeypatch.delenv(ranks.VISIBLE, raising=False)

@@ -41,7 +41,7 @@ def composed() -> dict[tuple[str, str], RunConfig]:
 
 
 def body(path: Path) -> dict[str, Any]:
-    """What an option sets, by dotted key."""
+    """Map the dotted keys that an option sets to their values."""
 
     values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     values.pop("defaults", None)
@@ -148,7 +148,7 @@ def test_a_sweep_composes_into_as_many_arms_as_it_says_with_five_seeds_each(name
 
 
 def test_a_run_takes_the_rule_of_its_checkpoint_unless_somebody_says_one(tmp_path: Path):
-    """So one grid holds checkpoints of several rules. What nobody noted stays as it is."""
+    """So one grid holds checkpoints of several rules. A checkpoint without a noted rule changes nothing."""
     for folder, noted in (("max", "max"), ("both", "four_over_six"), ("theirs", None)):
         (tmp_path / folder).mkdir()
         if noted:
