@@ -1,6 +1,5 @@
 """The hash of a local model: what makes another one, what does not, what is not read."""
 
-import json
 import os
 import re
 import shutil
@@ -103,13 +102,7 @@ def test_what_is_no_local_model_has_none(tmp_path: Path, name: str) -> None:
     assert model_hash(tmp_path / name) is None
 
 
-PLACELESS = {"dtype": "U8", "shape": [1]}
-
-
-@pytest.mark.parametrize("entry", [PLACELESS, PLACELESS | {"data_offsets": [0]}, 1, None])
-def test_a_large_file_whose_header_does_not_place_a_tensor_is_refused(model: Path, entry: object) -> None:
-    text = json.dumps({"__metadata__": {"format": "pt"}, "a.weight": entry}).encode() if entry else b""
-    (model / "model-2.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(5 * 2**20))
-    said = r"lacks dtype, shape or data_offsets of a\.weight" if entry else "is no safetensors file, or not whole"
-    with pytest.raises(ConfigError, match=rf"model-2\.safetensors .*{said}"):
+def test_a_large_file_without_a_header_is_refused(model: Path) -> None:
+    (model / "model-2.safetensors").write_bytes(b"version https://git-lfs" + bytes(5 * 2**20))
+    with pytest.raises(ConfigError, match=r"model-2\.safetensors is no safetensors file, or not whole"):
         model_hash(model)
