@@ -89,11 +89,8 @@ def _format_options(group: str, default: str | None = None) -> list[str]:
 def default_option_by_group() -> dict[str, str]:
     """Map each group in the defaults list of conf/config.yaml to its option there."""
     entries = yaml.safe_load((package_data("conf") / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    options: dict[str, str] = {}
-    for entry in entries:
-        if isinstance(entry, dict):  # the others are `schema` and `_self_`
-            options |= entry
-    return options
+    # the other entries are `schema` and `_self_`
+    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
 def dry_run_table(plan: Plan) -> str:
