@@ -11,6 +11,7 @@ import yaml
 
 from qerl_lab.cli import launch
 from qerl_lab.cli.train import main
+from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.rules import from_dict
 from qerl_lab.config.schema import LoraConfig, RolloutConfig, RunConfig
 from qerl_lab.record.directory import RunDirectory
@@ -105,6 +106,11 @@ def test_resume_continues_a_run_that_did_not_finish(capfd):
     assert "(it has a DONE file). It kept no checkpoint to continue from: start a new run." in capfd.readouterr().err
     steps = RunDirectory(Path("run")).config().steps
     Path(f"run/checkpoints/step-{steps:06d}").mkdir(parents=True)
+    assert main(["resume=run"]) == 2
+    said = f"finished, but adapter/{WEIGHTS} is missing. Move DONE out of its directory and type the same again"
+    assert said in capfd.readouterr().err
+    Path("run/adapter").mkdir()
+    Path("run/adapter", WEIGHTS).touch()
     assert main(["resume=run"]) == 2
     said = f"already finished (it has a DONE file). Add steps={2 * steps} to extend the run, or start"
     assert said in capfd.readouterr().err

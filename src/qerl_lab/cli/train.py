@@ -35,7 +35,7 @@ from qerl_lab.config.keys import FOREIGN_NAMES, types_by_key, what_to_type
 from qerl_lab.config.option import ConfigError
 from qerl_lab.config.redact import redact
 from qerl_lab.config.spelling import hydra_override, resume_override, unquoted
-from qerl_lab.record.directory import RunDirectory
+from qerl_lab.record.directory import DONE, EVALUATIONS, RunDirectory
 from qerl_lab.record.environment import Typed
 from qerl_lab.system import exits
 from qerl_lab.system.exits import FAILURE, INTERRUPTED, OK, USAGE
@@ -233,6 +233,14 @@ def _resume(flags: list[str], typed: dict[str, str]) -> int:
         jobs.extend_run(run, int(steps))
     elif run.status == "done":
         made = run.config().steps
+        if (lost := run.lost_of_result()) and run.last_saved() == made:
+            unreadable = EVALUATIONS in lost and (directory / EVALUATIONS).exists()
+            files = f"{DONE} and {EVALUATIONS}" if unreadable else DONE
+            raise ConfigError(
+                f"resume={directory}: this run is finished, but {', '.join(map(' '.join, lost.items()))}. "
+                f"Move {files} out of its directory and type the same again: "
+                f"it writes its result again, from step {made}."
+            )
         more = f"Add steps={2 * made} to extend the run, or start a new run."
         raise ConfigError(
             f"resume={directory}: this run is already finished (it has a DONE file). "

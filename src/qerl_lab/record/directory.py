@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from qerl_lab.config.message import in_one_line
 from qerl_lab.config.option import ConfigError
+from qerl_lab.config.paths import WEIGHTS
 from qerl_lab.config.redact import redact
 from qerl_lab.config.schema import RunConfig
 from qerl_lab.config.spelling import resume_override
@@ -199,6 +200,28 @@ class RunDirectory:
             self.fail(f"{said}\n")
             return FAILURE
         return USAGE if ended_with == USAGE else FAILURE
+
+    def lost_of_result(self) -> dict[str, str]:
+        """Return the files of a finished run's result that are damaged or missing, each with what is wrong with it.
+
+        Without DONE, a resumed run writes them again from its last checkpoint. Raises ConfigError if resolved.yaml is
+        damaged.
+        """
+        lost, cfg = dict[str, str](), self.config()
+        try:
+            self.result()
+        except ConfigError:
+            lost[DONE] = "cannot be read"
+        try:
+            self._check_evaluations(cfg.eval.questions > 0)
+        except ConfigError:
+            lost[EVALUATIONS] = "is damaged" if (self.path / EVALUATIONS).exists() else "is missing"
+        trained = self.model / "config.json" if cfg.trains_all else self.adapter / WEIGHTS
+        if not trained.is_file():
+            lost[str(trained.relative_to(self.path))] = "is missing"
+        if METRICS_FILE.ends_in_half_a_line(self.path):
+            lost[METRICS_FILE.name] = HALF_A_LINE
+        return lost
 
     def extend(self, cfg: RunConfig) -> None:
         """Prepare a finished run to train on to the steps of `cfg` when it is resumed.
