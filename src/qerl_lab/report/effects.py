@@ -59,38 +59,55 @@ class Pair(NamedTuple):
     context: Arm
 
 
-def find_pairs(claim: Claim, contrast: Contrast, counted: Sequence[Run], started: Sequence[Run]) -> list[Pair]:
+def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list[Pair]:
     """Return every pair of arms that tests a contrast: one has the treated settings, the other the control settings.
 
-    Apart from keys that the claim lets differ (`free`, and the spanned key) the two have equal settings. `counted`
-    holds the newest finished run of each arm and seed. `started` holds these and the unfinished runs, and serves only
-    to count them. Raises Unmeasured, with the reason, if there is no pair, and NoRuns if that is for want of any run.
+    Apart from keys that the claim lets differ (`free`, and the spanned key) the two have equal settings. `started`
+    holds the newest finished run of each arm and seed, and unfinished runs, which are only counted. With `mean_over`
+    both sides keep only the values that they share. Raises Unmeasured, with the reason, if there is no pair, and NoRuns
+    if one of the arms has no run at all.
     """
-    arms = ((contrast.treated, contrast.treated_settings), (contrast.control, contrast.control_settings))
-    sides, lacking, has_runs = list[dict[tuple[Arm, Arm], Side]](), list[str](), True
-    for name, settings in arms:
+    sides, lacking = list[dict[tuple[Arm, Arm], Side]](), dict[str, int]()
+    for name, settings in (
+        (contrast.treated, contrast.treated_settings), (contrast.control, contrast.control_settings),
+    ):  # fmt: skip
         wanted = {*settings.items(), *claim.file.conditions.items()}
-        own_counted = [run for run in counted if wanted <= run.settings.items()]
-        own_started = [run for run in started if wanted <= run.settings.items()]
-        sides.append(_group_into_sides(claim, own_counted, own_started))
-        if not own_counted:
-            lacking.append(f"{name} ({len(own_started)} started)")
-            has_runs = has_runs and bool(own_started)
+        own = [run for run in started if wanted <= run.settings.items()]
+        by_split = dict[tuple[Arm, Arm], dict[str, list[Run]]]()
+        for run in (run for run in own if run.is_finished):
+            value = run.value(claim.spanned_key) if claim.spanned_key else ""
+            by_split.setdefault(_split_settings(claim, run), {}).setdefault(value, []).append(run)
+        begun = Counter(_split_settings(claim, run) for run in own)
+        sides.append({
+            split: Side(options, sum(map(len, options.values())), begun[split]) for split, options in by_split.items()
+        })  # fmt: skip
+        if not by_split:
+            lacking[name] = len(own)
     if lacking:
-        reason = f"no finished run of {' and of '.join(lacking)}"
-        raise Unmeasured(reason) if has_runs else NoRuns(reason)
-    treated_sides, control_sides = sides
-    pairs = []
-    for (context, _), treated in treated_sides.items():
-        for (other_context, _), control in control_sides.items():
-            if context == other_context:
-                pairs.append(Pair(*_with_shared_options(claim, treated, control), context))
+        reason = "no finished run of " + " and of ".join(f"{name} ({count} started)" for name, count in lacking.items())
+        raise Unmeasured(reason) if all(lacking.values()) else NoRuns(reason)
+    pairs, differences = list[Pair](), list[list[str]]()
+    for (context, _), treated in sides[0].items():
+        for (other_context, _), control in sides[1].items():
+            differences.append(sorted({key for key, _ in {*context} ^ {*other_context}}))
+            shared = treated.options.keys() & control.options.keys()
+            if context != other_context:
+                continue
+            if claim.mean_over and shared:
+                pairs.append(Pair(_limited(treated, shared), _limited(control, shared), context))
+            else:
+                pairs.append(Pair(treated, control, context))
     if not pairs:
         raise Unmeasured(
             "no two arms are equal but for what is compared: the nearest two differ in "
-            f"{', '.join(_fewest_differing_keys(treated_sides, control_sides))}"
+            f"{', '.join(min(differences, key=len))}"
         )
     return pairs
+
+
+def _limited(side: Side, values: Collection[str]) -> Side:
+    """Return a side with only these values of the spanned key."""
+    return replace(side, options={value: side.options[value] for value in side.options if value in values})
 
 
 def _split_settings(claim: Claim, run: Run) -> tuple[Arm, Arm]:
@@ -102,44 +119,6 @@ def _split_settings(claim: Claim, run: Run) -> tuple[Arm, Arm]:
         may_differ = any(key == name or key.startswith(f"{name}.") for name in claim.free)
         (free if may_differ else equal).append((key, value))
     return tuple(equal), tuple(free)
-
-
-def _group_into_sides(
-    claim: Claim, counted: Sequence[Run], started: Sequence[Run]
-) -> dict[tuple[Arm, Arm], Side]:  # fmt: skip
-    """Group the runs of one arm of a contrast into sides; return each by its `_split_settings`."""
-    numbers_started = Counter(_split_settings(claim, run) for run in started)
-    options: dict[tuple[Arm, Arm], dict[str, list[Run]]] = {}
-    for run in counted:
-        value = run.value(claim.spanned_key) if claim.spanned_key else ""
-        options.setdefault(_split_settings(claim, run), {}).setdefault(value, []).append(run)
-    return {
-        split: Side(by_value, sum(map(len, by_value.values())), numbers_started[split])
-        for split, by_value in options.items()
-    }
-
-
-def _with_shared_options(claim: Claim, treated: Side, control: Side) -> tuple[Side, Side]:
-    """Limit both sides to the values of `mean_over` that they share; return them unchanged without such a value."""
-    shared = treated.options.keys() & control.options.keys()
-    if not claim.mean_over or not shared:
-        return treated, control
-
-    def limited(side: Side) -> Side:
-        return replace(side, options={value: runs for value, runs in side.options.items() if value in shared})
-
-    return limited(treated), limited(control)
-
-
-def _fewest_differing_keys(
-    treated_sides: Collection[tuple[Arm, Arm]], control_sides: Collection[tuple[Arm, Arm]]
-) -> list[str]:  # fmt: skip
-    """Return, sorted, the keys in which the most similar two sides differ among the settings that must be equal."""
-    differences = []
-    for treated, _ in treated_sides:
-        for control, _ in control_sides:
-            differences.append(sorted({key for key, _ in {*treated} ^ {*control}}))
-    return min(differences, key=len)
 
 
 class Range(NamedTuple):

@@ -90,7 +90,7 @@ def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] |
         for contrast in claim.contrasts:
             row = Row(claim, contrast, Verdict.UNDECIDED, "", printed=paper_effects(claim, contrast))
             try:
-                own = [_measure_row(row, pair) for pair in find_pairs(claim, contrast, counted, started)]
+                own = [_measure_row(row, pair) for pair in find_pairs(claim, contrast, started)]
             except Unmeasured as error:
                 own = [replace(row, why=str(error), lacks_runs=isinstance(error, NoRuns))]
             common = set.intersection(*(set(row.context) for row in own))

@@ -204,7 +204,7 @@ def test_a_grid_makes_the_arms_of_its_claims(grid: str) -> None:
         runs.append(run_from(values, name=str(job.number), status=FINISHED, ended=0, code="", metrics=metrics))
     for claim in (claim for claim in CLAIMS if claim.sweep == grid):
         for contrast in claim.contrasts:
-            (pair,) = find_pairs(claim, contrast, runs, runs)
+            (pair,) = find_pairs(claim, contrast, runs)
             assert len(pair.treated.options) == len(pair.control.options) == (3 if claim.spanned_key else 1)
 
 
