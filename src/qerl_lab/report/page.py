@@ -201,18 +201,15 @@ def _list_gaps(compared: Comparison) -> list[str]:
 
 def _list_details(row: Row) -> list[tuple[str, str]]:
     """List the numbers behind a verdict as (label, text). Missing numbers are left out."""
-    cells, heads = verdict_tables.measured_cells(row), verdict_tables.HEADS
+    cells = verdict_tables.measured_cells(row)
     details = [
-        (row.claim.measure, cells.effect),
+        (row.claim.measure, cells["effect"]),
         ("smallest that matters", row.claim.smallest_as_text),
-        (heads["paper"], cells.paper),
-        (row.contrast.treated, cells.treated),
-        (row.contrast.control, cells.control),
-        ("finished", cells.finished),
-        (heads["effect_size"], cells.effect_size),
-        (heads["better"], cells.better),
-        (heads["p_values"], cells.p_values),
-        (heads["guardrail"], cells.guardrail),
+        ("the paper's", cells["the paper's"]),
+        (row.contrast.treated, cells["treated"]),
+        (row.contrast.control, cells["control"]),
+        ("finished", cells["finished / started"]),
+        *((head, cells[head]) for head in ("effect size", "P(better)", verdict_tables.P_VALUES, "guardrail")),
         ("conditions", verdict_tables.format_conditions(row.conditions)),
         ("claim", row.registered),
     ]

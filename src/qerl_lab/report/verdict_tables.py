@@ -4,7 +4,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from scipy.stats import fisher_exact
@@ -38,28 +38,11 @@ Better, and an effect size above 0, mean as claimed (in a claim of no difference
 COLLAPSED = (
     f"Collapsed runs: right answers in the last tenth of the steps below {FALLEN:.0%} of those in the run's best tenth."
 )
-
-
-HEADS = {  # field of `Cells` -> head of its column
-    "treated": "treated", "control": "control", "finished": "finished / started", "effect": "effect",
-    "paper": "the paper's", "effect_size": "effect size", "better": "P(better)",
-    "p_values": "p of no effect, small, reverse (Holm)", "guardrail": "guardrail",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Cells:
-    """The numbers of a contrast as cells of a table, with the heads `HEADS`; a dash for what was not measured."""
-
-    finished: str
-    paper: str
-    treated: str = NONE
-    control: str = NONE
-    effect: str = NONE
-    effect_size: str = NONE
-    better: str = NONE
-    p_values: str = NONE
-    guardrail: str = NONE
+P_VALUES = "p of no effect, small, reverse (Holm)"
+HEADS = (  # columns of numbers; `markdown` shows the last one after the family
+    "treated", "control", "finished / started", "effect", "the paper's", "effect size", "P(better)", P_VALUES,
+    "guardrail",
+)  # fmt: skip
 
 
 def effect_cell(row: Row) -> str:
@@ -102,29 +85,23 @@ def describe_measure(claim: Claim) -> str:
     return f"{text} Guardrail: {rail.measure} may fall by {rail.margin:g} at most." if rail else text
 
 
-def measured_cells(row: Row) -> Cells:
-    """Format effect, interval, p-values and seeds of a contrast as cells of the verdict table."""
-    counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True) if m) or NONE
+def measured_cells(row: Row) -> dict[str, str]:
+    """Format the numbers of a contrast as cells of a table, by their `HEADS`; a dash for what was not measured."""
+    counts = ", ".join(f"{n} of {m}" for n, m in zip(row.finished, row.started, strict=True) if m)
+    cells = dict.fromkeys(HEADS, NONE) | {"finished / started": counts or NONE, "the paper's": paper_cell(row)}
     numbers = row.numbers
     if numbers is None:
-        return Cells(finished=counts, paper=paper_cell(row))
+        return cells
     bounds = stats.SHARE if MEASURES[row.claim.measure].unit == "fraction" else ANY
-    seeds = numbers.seeds
-
-    def side_cell(side: stats.Interval) -> str:
-        return f"{mean_and_interval(stats.clip_interval(side, *bounds))} ({seeds})"
-
-    return Cells(
-        treated=side_cell(numbers.treated),
-        control=side_cell(numbers.control),
-        finished=counts,
-        effect=effect_cell(row),
-        paper=paper_cell(row),
-        effect_size=NONE if math.isnan(numbers.effect_size) else f"{numbers.effect_size:+.2f}",
-        better=f"{numbers.probability_of_improvement:.2f}",
-        p_values=", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted) if row.judged else NONE,
-        guardrail=(numbers.guardrail if row.judged else "") or NONE,
-    )
+    for side, interval in (("treated", numbers.treated), ("control", numbers.control)):
+        cells[side] = f"{mean_and_interval(stats.clip_interval(interval, *bounds))} ({numbers.seeds})"
+    cells |= {"effect": effect_cell(row), "P(better)": f"{numbers.probability_of_improvement:.2f}"}
+    if not math.isnan(numbers.effect_size):
+        cells["effect size"] = f"{numbers.effect_size:+.2f}"
+    if row.judged:
+        cells[P_VALUES] = ", ".join(f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" for p in numbers.adjusted)
+        cells["guardrail"] = numbers.guardrail or NONE
+    return cells
 
 
 def families(rows: Sequence[Row]) -> str:
@@ -243,11 +220,11 @@ def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> 
     shown = []
     for row in (row for row in rows if row.claim.name in answered and not row.lacks_runs):
         cells = measured_cells(row)
-        numbers = {head: getattr(cells, name) for name, head in HEADS.items() if name != "guardrail"}
+        numbers = {head: cells[head] for head in HEADS[:-1]}
         shown.append({
             "claim": row.claim.name, "contrast": name_of(row), "conditions": letters.get(row.conditions, NONE),
             "measure": row.claim.measure, **numbers, "family": f"{row.claim.family}, {sizes.get(row.claim.family, 0)}",
-            HEADS["guardrail"]: cells.guardrail, "preregistered": "yes" if _is_registered(row) else "no",
+            "guardrail": cells["guardrail"], "preregistered": "yes" if _is_registered(row) else "no",
             "verdict": f"**{row.verdict}**: {row.why}",
         })  # fmt: skip
     said = [f"- `{name}`: {claim.says} ({claim.where}). {describe_measure(claim)}" for name, claim in answered.items()]
