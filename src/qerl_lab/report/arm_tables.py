@@ -23,7 +23,7 @@ from qerl_lab.report.table import (
     without_empty_columns,
 )
 
-IN_TABLE_1, GAIN, PASS_AFTER = "as in Table 1", "gain", "pass@n after"  # heads of columns
+IN_TABLE_1 = "as in Table 1"  # head of a column
 Differences = Mapping[tuple[str, str], list[str]]  # (label of an arm, key of DIFFERENCES) -> cells
 
 
@@ -81,23 +81,24 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
             _speed_table(comparison, baseline, differences)]  # fmt: skip
 
 
-def accuracy_rows(comparison: Comparison) -> Rows:
-    """Tabulate held-out accuracy as text: a head, then a row of cells per arm.
+def accuracy_rows(comparison: Comparison, gains: bool = True) -> Rows:
+    """Tabulate held-out accuracy as text: a head, then a row of cells per arm; `gains` adds gain and pass@n.
 
     If an arm is also in the paper's Table 1, three further columns show its row there and the accuracies at 3B and 7B.
     """
     beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "algorithm.name": "grpo"})
-    head = ["arm", "finished", "before", "after", GAIN, PASS_AFTER]
+    head = ["arm", "finished", "before", "after", *(["gain", "pass@n after"] if gains else [])]
     rows = [[*head, *([IN_TABLE_1, "3B there", "7B there"] if beside else [])]]
     for label, runs in comparison.arms.items():
         started = sum(run.arm == runs[0].arm for run in comparison.started)
         cells = [label, f"{len(runs)} of {started}"]
         cells += [seeds_cell(matrix(runs, at), stats.SHARE) for at in ("before", "after")]
-        cells.append(seeds_cell(matrix(runs, "gain"), (-1, 1)))
-        try:
-            cells.append(seeds_cell(MEASURES["pass_after"].of(runs, runs), stats.SHARE))
-        except Unmeasured:  # one sample a question, or no evaluation
-            cells.append(NONE)
+        if gains:
+            cells.append(seeds_cell(matrix(runs, "gain"), (-1, 1)))
+            try:
+                cells.append(seeds_cell(MEASURES["pass_after"].of(runs, runs), stats.SHARE))
+            except Unmeasured:  # one sample a question, or no evaluation
+                cells.append(NONE)
         if label in beside:
             method, weight_format = beside[label]
             numbers = reference.numbers(table="Table 1", metric="accuracy", method=method, weight_format=weight_format)

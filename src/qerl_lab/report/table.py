@@ -1,7 +1,7 @@
 """Cells and tables of text: numbers, intervals over seeds, and removal of columns without a measurement. Pure."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,13 +71,6 @@ def geometric_cell(values_S: pd.Series) -> str:
         return seeds_cell(values_S.to_frame())
     mean, low, high = np.exp(stats.over_seeds(np.log(values_S.to_frame().to_numpy())))
     return f"{mean_and_interval((mean, low, high))} ({len(values_S)})"
-
-
-def without_columns(rows: Rows, heads: Collection[str]) -> Rows:
-    """Drop the columns whose head, in the first row, is one of `heads`. Raises ValueError if a head is not there."""
-    if lacking := sorted({*heads} - {*rows[0]}):
-        raise ValueError(f"no column {lacking[0]!r} among {rows[0]}")
-    return [[cell for cell, head in zip(row, rows[0], strict=True) if head not in heads] for row in rows]
 
 
 def without_empty_columns(rows: Rows, names: int = 1) -> tuple[Rows, list[str]]:

@@ -10,12 +10,12 @@ from typing import Any
 from scipy.stats import fisher_exact
 
 from qerl_lab.report import stats
-from qerl_lab.report.arm_tables import GAIN, IN_TABLE_1, PASS_AFTER, accuracy_rows
+from qerl_lab.report.arm_tables import IN_TABLE_1, accuracy_rows
 from qerl_lab.report.arms import format_setting
 from qerl_lab.report.claims import Claim, of_paper
 from qerl_lab.report.comparison import Comparison, list_left_out, notes
 from qerl_lab.report.measures import FALLEN, MEASURES
-from qerl_lab.report.table import ANY, NONE, Rows, mean_and_interval, without_columns
+from qerl_lab.report.table import ANY, NONE, mean_and_interval
 from qerl_lab.report.verdicts import LEVEL, Row, family_sizes
 from qerl_lab.system.disk import strict_json
 from qerl_lab.system.terminal import columns
@@ -190,11 +190,6 @@ def _basis(rows: Sequence[Row]) -> list[str]:
     return texts
 
 
-def _accuracies(comparison: Comparison) -> Rows:
-    """Tabulate held-out accuracy in the layout of the paper's Table 1: `accuracy_rows` without gain and pass@n."""
-    return without_columns(accuracy_rows(comparison), {GAIN, PASS_AFTER})
-
-
 def text(comparison: Comparison, rows: Sequence[Row]) -> str:
     """Format verdicts for the terminal: their table, what they rest on, accuracies, warnings, and runs left out."""
     table = [["claim", "contrast", "seeds", "effect, 95% interval", "the paper's", "verdict"]]
@@ -205,7 +200,8 @@ def text(comparison: Comparison, rows: Sequence[Row]) -> str:
     shown = [columns(table), HOW_TO_READ] if len(table) > 1 else []
     parts = [*shown, contrasts_without_runs(rows), *_basis(rows)]
     parts += [COLLAPSED, columns(fallen)] if (fallen := collapses(rows)) else []
-    parts += [missing_arms(rows), columns(_accuracies(comparison)), *notes(comparison), list_left_out(comparison)]
+    parts += [missing_arms(rows), columns(accuracy_rows(comparison, gains=False))]
+    parts += [*notes(comparison), list_left_out(comparison)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -239,7 +235,7 @@ def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> 
     rest = ", ".join(f"`{name}`" for name in dict.fromkeys(silent))
     parts += [f"These runs say nothing of {rest}; `report verdicts` prints why." if rest else ""]
     parts += [contrasts_without_runs(rows), missing_arms(rows)]
-    accuracies = _accuracies(comparison)
+    accuracies = accuracy_rows(comparison, gains=False)
     title = "Accuracies in the shape of the paper's Table 1" if IN_TABLE_1 in accuracies[0] else "Held-out accuracies"
     parts += [f"## {title}", pipe_table(accuracies), *notes(comparison), list_left_out(comparison)]
     return "\n\n".join(part for part in parts if part) + "\n"

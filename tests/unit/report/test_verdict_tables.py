@@ -13,10 +13,8 @@ import pytest
 import yaml
 
 from qerl_lab.config.paths import sha256
-from qerl_lab.report import verdict_tables
 from qerl_lab.report.__main__ import main
 from qerl_lab.report.claims import of_paper
-from qerl_lab.report.comparison import Comparison
 from qerl_lab.report.verdict_tables import collapses, pipe_table
 from qerl_lab.report.verdicts import judge, paper_effects
 from qerl_lab.system import exits
@@ -221,13 +219,6 @@ def test_a_claims_file_that_cannot_be_tested_is_refused(
 def test_a_claims_file_that_is_not_there_is_told_in_words(sweep: Path, printed: Callable[..., str]) -> None:
     said = printed("verdicts", "runs", "claims=none.yaml", code=exits.USAGE)
     assert "claims=none.yaml is not there. Type the path of a YAML file of claims." in said
-
-
-def test_accuracies_are_chosen_by_the_name_of_their_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [["arm", "gain", "pass@n after", "finished", "after", "7B there"], ["bf16", "1", "2", "3", "4", "5"]]
-    monkeypatch.setattr(verdict_tables, "accuracy_rows", lambda comparison: rows)
-    made = verdict_tables._accuracies(Comparison({}, [], {}, []))
-    assert made == [["arm", "finished", "after", "7B there"], ["bf16", "3", "4", "5"]]
 
 
 def test_collapsed_runs_are_counted_with_fishers_test() -> None:
