@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -27,26 +26,14 @@ IN_TABLE_1 = "as in Table 1"  # head of a column
 Differences = Mapping[tuple[str, str], list[str]]  # (label of an arm, key of DIFFERENCES) -> cells
 
 
-class Compared(NamedTuple):
-    """How to compare two arms in one number, called `label` in tables.
-
-    `sign` is 1 if larger is better, 0 if neither larger nor smaller is. With `ratio` the numbers are divided, else
-    subtracted.
-    """
-
-    label: str
-    sign: int = 0
-    ratio: bool = False
-
-
-DIFFERENCES = {  # keys: a phase of `matrix`, or a name in `Run.summary`
-    "after": Compared("accuracy after", 1),
-    "gain": Compared("gain in accuracy", 1),
-    "reward_last": Compared("reward, last tenth", 1),
-    "entropy_first": Compared("entropy, first tenth"),
-    "entropy_last": Compared("entropy, last tenth"),
-    "rollout_tokens_per_second": Compared("rollouts, tokens/s", 1, ratio=True),
-    "tokens_per_second": Compared("end to end, tokens/s", 1, ratio=True),
+DIFFERENCES = {  # a phase of `matrix`, or a name in `Run.summary` -> label
+    "after": "accuracy after",
+    "gain": "gain in accuracy",
+    "reward_last": "reward, last tenth",
+    "entropy_first": "entropy, first tenth",
+    "entropy_last": "entropy, last tenth",
+    "rollout_tokens_per_second": "rollouts, tokens/s",
+    "tokens_per_second": "end to end, tokens/s",
 }
 SPEEDS, PHASES = ("rollout_tokens_per_second", "tokens_per_second"), ("rollout", "train", "sync")
 ENTROPIES = {  # further columns of the entropy table: head -> metric
@@ -128,7 +115,7 @@ def _accuracy_table(comparison: Comparison) -> Table:
 
 def _difference_table(differences: Differences, baseline: str) -> Table:
     """Build the table of differences to the arm `baseline`; `differences` holds its cells."""
-    rows = [[arm, DIFFERENCES[name].label, *cells] for (arm, name), cells in differences.items()]
+    rows = [[arm, DIFFERENCES[name], *cells] for (arm, name), cells in differences.items()]
     return Table(
         f"Differences to {baseline}",
         "Paired by seed, accuracies also by question: mean [95% interval] (shared seeds). Speeds are ratios, given "
@@ -149,9 +136,10 @@ def _difference_cells(runs: Sequence[Run], control: Sequence[Run], name: str) ->
     """Format how the arm `runs` differs from the arm `control` in the number `name`, a key of `DIFFERENCES`.
 
     Returns three cells: difference with interval, effect size, and P(better), the share of seed pairs in which `runs`
-    is better. Returns an empty list if the arms share no seed with values, or for tokens/s if a run shared its machine.
+    is better; no entropy is better than another. Returns an empty list if the arms share no seed with values, or for
+    tokens/s, which are compared as ratios, if a run shared its machine.
     """
-    _, sign, is_ratio = DIFFERENCES[name]
+    is_ratio = name in SPEEDS
     if is_ratio and shared_machines(runs, control):
         return []
     if name in ("after", "gain"):
@@ -172,9 +160,9 @@ def _difference_cells(runs: Sequence[Run], control: Sequence[Run], name: str) ->
     interval = f" {stats.format_interval(*stats.over_seeds(values)[1:], spell)}" if seeds > 1 else ""
     size = stats.effect_size(difference.mean(axis=1).to_numpy())
     better = NONE
-    if sign:
+    if not name.startswith("entropy"):
         shared = difference.index, difference.columns
-        treated_S, control_S = (sign * side.loc[shared].mean(axis=1) for side in (treated_S_Q, control_S_Q))
+        treated_S, control_S = (side.loc[shared].mean(axis=1) for side in (treated_S_Q, control_S_Q))
         better = f"{stats.probability_of_improvement(treated_S, control_S):.2f}"
     return [f"{mean}{unit}{interval} ({seeds})", NONE if math.isnan(size) else f"{size:+.2f}", better]
 
