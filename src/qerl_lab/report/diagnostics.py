@@ -32,16 +32,16 @@ PRINTED: dict[str, Any] = {"color": "grey", "linestyle": "", "marker": "D", "mar
 def pass_at_each_k(runs: Sequence[Run]) -> dict[int, Interval]:
     """Map each k (1, 2, 4, ..., eval.samples) to pass@k of an arm after training, with its interval over seeds.
 
-    Raises Unmeasured unless there are at least two seeds, questions and samples per question, and all runs have equally
-    many samples. Also raises Unmeasured if answers are partly right.
+    Raises Unmeasured unless there are at least two seeds, questions and samples per question, and if answers are partly
+    right.
     """
     right, samples = count_right(runs)
-    right_S_Q, count = right.dropna(axis=1).to_numpy(int), int(samples.max())
-    if min(right_S_Q.shape) < 2 or samples.nunique() > 1:
-        raise Unmeasured("pass@k needs two seeds and questions, and equally many samples")
+    right_S_Q = right.dropna(axis=1).to_numpy(int)
+    if min(right_S_Q.shape) < 2:
+        raise Unmeasured("pass@k needs two seeds and questions")
     return {
-        k: stats.mean_of_arm(pd.DataFrame([pass_at(k, seed, count) for seed in right_S_Q]), stats.SHARE)
-        for k in powers_of_two(count)
+        k: stats.mean_of_arm(pd.DataFrame([pass_at(k, seed, samples) for seed in right_S_Q]), stats.SHARE)
+        for k in powers_of_two(samples)
     }
 
 

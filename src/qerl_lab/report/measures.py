@@ -45,15 +45,15 @@ def _accuracies(runs: Sequence[Run], phase: str) -> Values:
     return pd.DataFrame({run.seed: run.accuracy[phase] for run in runs}).T
 
 
-def count_right(runs: Sequence[Run]) -> tuple[pd.DataFrame, pd.Series]:
-    """Return the number of right answers after training [seeds, questions], and the samples per question by seed.
+def count_right(runs: Sequence[Run]) -> tuple[pd.DataFrame, int]:
+    """Return the number of right answers of an arm after training [seeds, questions], and the samples per question.
 
     Raises Unmeasured without evaluation, for one sample a question, and for answers that are partly right.
     """
-    samples = pd.Series({run.seed: _numeric_setting(run, "eval.samples") for run in runs})
-    if (samples < 2).any():
+    samples = int(runs[0].settings["eval.samples"])
+    if samples < 2:
         raise Unmeasured("one sample a question has no pass@k (type eval.samples=2 or more)")
-    right = _accuracies(runs, "after").mul(samples, axis=0)
+    right = _accuracies(runs, "after") * samples
     if (right - right.round()).abs().max(axis=None) > 0.01:
         raise Unmeasured("answers that are partly right: a question's mean does not tell whether one sample was right")
     return right.round(), samples
@@ -63,16 +63,6 @@ def _any_right(runs: Sequence[Run], controls: Sequence[Run]) -> Values:
     """Return 1 for each question with a right answer among its samples after training, else 0 [seeds, questions]."""
     right, _ = count_right(runs)
     return (right > 0).astype(float).where(right.notna())
-
-
-def _numeric_setting(run: Run, key: str) -> float:
-    """Return the setting `key` of a run as a number.
-
-    Raises Unmeasured if the run's record lacks the key, because another version of the lab wrote it.
-    """
-    if key not in run.settings:
-        raise Unmeasured(f"runs of another version of the lab, without {key}")
-    return float(run.value(key))
 
 
 def shared_machines(*sides: Sequence[Run]) -> bool:
@@ -100,9 +90,9 @@ def _per_run(number: Callable[[Run], float], is_speed: bool = False) -> MeasureF
 def answer_shares(run: Run) -> pd.Series:
     """Return the share of right answers among a step's completions, by training step.
 
-    Raises Unmeasured if the task's reward for a right answer is 0 or not recorded.
+    Raises Unmeasured if the task's reward for a right answer is 0.
     """
-    weight = _numeric_setting(run, "task.answer_reward")
+    weight = float(run.settings["task.answer_reward"])
     if weight == 0:
         raise Unmeasured("runs that earn nothing for answers (task.answer_reward=0)")
     return run.steps.loc[1:, "reward/answer"].astype("float64") / weight

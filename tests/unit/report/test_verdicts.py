@@ -339,16 +339,6 @@ def test_a_question_that_a_seed_was_not_asked_is_missing_and_not_failed() -> Non
     assert MEASURES["pass_after"].of(found, found).isna().sum(axis=1).tolist() == [1, 0]
 
 
-@pytest.mark.parametrize(("measure", "key"), [
-    ("pass_after", "eval.samples"), ("answers_mean", "task.answer_reward"),
-])  # fmt: skip
-def test_a_run_of_another_version_that_lacks_a_key_is_unmeasured(measure: str, key: str) -> None:
-    found = curve("bf16", 0, [0.1, 0.2])
-    older = replace(found, settings={name: value for name, value in found.settings.items() if name != key})
-    with pytest.raises(Unmeasured, match=f"another version of the lab, without {key}"):
-        MEASURES[measure].of([older], [older])
-
-
 @pytest.mark.parametrize("measure", ["rollout_throughput", "step_throughput"])
 def test_throughput_of_runs_beside_others_decides_nothing(measure: str) -> None:
     """Eight small jobs on a card measure each other, and so do two on the cores of a machine."""
