@@ -112,14 +112,10 @@ def verdicts(options: VerdictsOptions) -> None:
 
 
 def _compare_runs(options: ReportOptions | VerdictsOptions) -> "Comparison":
-    """Read the runs in `options.sweep` and group them into arms.
+    """Read the runs in `options.sweep` and group them into arms. With `out` none needs to count; see `read`."""
+    from qerl_lab.report import comparison
 
-    Raises ConfigError if no run counts, unless `out` is given and there are unfinished or damaged runs to list.
-    """
-    from qerl_lab.report import comparison, results
-
-    found = comparison.compare(*results.read_all([Path(folder).expanduser() for folder in options.sweep]))
-    return found if options.out and found.left_out else found.require_counted()
+    return comparison.read([Path(folder).expanduser() for folder in options.sweep], may_be_empty=bool(options.out))
 
 
 COMMAND = Command(

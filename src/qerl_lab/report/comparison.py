@@ -63,16 +63,16 @@ class Comparison:
         """Return the labels of arms in which no run shared its machine, so that seconds and tokens/s are comparable."""
         return [label for label, runs in self.arms.items() if all(run.at_once == 1 for run in runs)]
 
-    def require_counted(self) -> "Comparison":
-        """Return the comparison unchanged. Raises ConfigError if no run counts."""
-        if not self.arms:
-            raise ConfigError("no run counts:\n  " + "\n  ".join(self.left_out or ["there is none"]))
-        return self
 
+def read(folders: Sequence[Path], may_be_empty: bool = False) -> Comparison:
+    """Read every run in `folders` (of runs or results), and group them into arms.
 
-def read(folders: Sequence[Path]) -> Comparison:
-    """Read every run in `folders` (of runs or results), and group them into arms. Raises ConfigError if none counts."""
-    return compare(*results.read_all(folders)).require_counted()
+    Raises ConfigError if no run counts, unless with `may_be_empty` there are unfinished or damaged runs to list.
+    """
+    found = compare(*results.read_all(folders))
+    if not found.arms and not (may_be_empty and found.left_out):
+        raise ConfigError("no run counts:\n  " + "\n  ".join(found.left_out or ["there is none"]))
+    return found
 
 
 def compare(runs: list[Run], damaged: dict[str, str]) -> Comparison:
