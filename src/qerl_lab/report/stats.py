@@ -74,14 +74,6 @@ def floored_components(values_S_Q: np.ndarray) -> tuple[float, float]:
     return max(between, _residual_variance(np.asarray(values_S_Q, float)) / np.shape(values_S_Q)[1]), of_questions
 
 
-def moderated_variance(own: float, family: Sequence[float]) -> float:
-    """Return `own`, the variance of a contrast, raised to at least the median over its family: it may be small by luck.
-
-    `family` holds the variances of all contrasts of the family, `own` included.
-    """
-    return max(own, float(np.median(family)))
-
-
 def _residual_variance(values_S_Q: np.ndarray) -> float:
     """Return the variance in values[seeds, questions] that neither seed nor question explains; 0 for one question."""
     seeds, questions = values_S_Q.shape

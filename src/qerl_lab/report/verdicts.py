@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+import numpy as np
+
 from qerl_lab.report import reference, stats
 from qerl_lab.report.arms import keys_implied_by_task, number_first
 from qerl_lab.report.claims import Claim, Contrast, of_paper
@@ -163,8 +165,8 @@ def pool_variances(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         if found := row.judged:
             of_seeds, of_questions = found.variances
-            if not found.censored:
-                of_seeds = stats.moderated_variance(of_seeds, family[row.claim.family, row.claim.measure])
+            if not found.censored:  # a variance may be small by luck
+                of_seeds = max(of_seeds, float(np.median(family[row.claim.family, row.claim.measure])))
             found = replace(found, variances=(of_seeds, of_questions))
             row = replace(row, numbers=replace(found, p=p_values(found, row.claim)))
         done.append(row)
