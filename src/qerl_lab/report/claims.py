@@ -217,10 +217,9 @@ def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Co
         for columns in row.values():
             check_fields(columns, dict.fromkeys(columns, TEXT), {}, f"{where}, printed")
         printed.append((row["where"] | row["treated"], row["where"] | row["control"]))
-    for pair in printed:
-        for columns in pair:
+        for columns in printed[-1]:
             try:
-                reference.value(**{str(column): cell for column, cell in columns.items()})
+                reference.value(**columns)
             except KeyError as error:
                 raise ValueError(f"{where}, printed: {error.args[0]}") from None
     return Contrast(own["treated"], own["control"], arms[own["treated"]], arms[own["control"]], tuple(printed))
@@ -248,8 +247,6 @@ def _parse_settings(values: Any, where: str) -> dict[str, str]:
             raise ValueError(f"{where}: {key}={value} is none of {', '.join(choices)}{quote}")
         if kind in (float, float | None) and type(value) in (int, str):
             value = parse_number(value, f"{where}: {key}")
-        elif kind in (str, str | None) and type(value) in (int, float):  # a commit or a folder made of digits
-            value = str(value)
         if not has_type(value, kind):
             raise ValueError(f"{where}: {key}={spell_value(value)} is not allowed; allowed: {describe_type(kind)}")
         found[key] = str(value)
