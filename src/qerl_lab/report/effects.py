@@ -200,7 +200,7 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
         treated=_interval(claim, low, low, high),
         control=_interval(claim, base_low, base_low, base_high),
         effect=_interval(claim, known, least, most),
-        oriented=oriented, at_most=at_most, variances=stats.floored_components(known),
+        oriented=oriented, at_most=at_most, variances=stats.variance_components(known, floored=True),
         effect_size=math.nan if censored else stats.effect_size(oriented.mean(1)),
         probability_of_improvement=stats.probability_of_improvement(sign * low.mean(1), sign * base_low.mean(1)),
         guardrail=_test_guardrail(claim, pair, seeds),
@@ -276,7 +276,7 @@ def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
     count, questions = difference.shape
     if questions < min(2, treated.shape[1]):  # the arms share too few questions
         return OPEN
-    half = stats.half_width(stats.floored_components(difference), count, questions, 0.95)
+    half = stats.half_width(stats.variance_components(difference, floored=True), count, questions, 0.95)
     low, high = difference.mean() - half, difference.mean() + half
     if low > -margin:
         return HELD

@@ -53,34 +53,22 @@ def over_seeds(values_S_Q: np.ndarray, level: float = 0.95) -> Interval:
     return float(mean), float(mean - half), float(mean + half)
 
 
-def variance_components(values_S_Q: np.ndarray) -> tuple[float, float]:
+def variance_components(values_S_Q: np.ndarray, floored: bool = False) -> tuple[float, float]:
     """Return (variance of seeds' means, variance of questions) of values[seeds, questions], by analysis of variance.
 
-    The second is at least 0, and it is 0 for a single question.
+    The second is at least 0, and it is 0 for a single question. With `floored` the first is at least the variance that
+    neither seed nor question explains / number of questions, which is what noise in answers adds: a few seeds may agree
+    in their means by luck although their answers differ.
     """
     values = np.asarray(values_S_Q, float)
-    between, rest = float(values.mean(1).var(ddof=1)), _residual_variance(values)
-    if values.shape[1] == 1:
-        return between, 0.0
-    return between, max(0.0, float(values.mean(0).var(ddof=1) - rest / len(values)))
-
-
-def floored_components(values_S_Q: np.ndarray) -> tuple[float, float]:
-    """Return `variance_components`, with the first raised to at least the residual variance / number of questions.
-
-    This is what noise in answers adds. A few seeds may agree in their means by luck although their answers differ.
-    """
-    between, of_questions = variance_components(values_S_Q)
-    return max(between, _residual_variance(np.asarray(values_S_Q, float)) / np.shape(values_S_Q)[1]), of_questions
-
-
-def _residual_variance(values_S_Q: np.ndarray) -> float:
-    """Return the variance in values[seeds, questions] that neither seed nor question explains; 0 for one question."""
-    seeds, questions = values_S_Q.shape
+    seeds, questions = values.shape
+    between = float(values.mean(1).var(ddof=1))
     if questions == 1:
-        return 0.0
-    rest = values_S_Q - values_S_Q.mean(1)[:, None] - values_S_Q.mean(0) + values_S_Q.mean()
-    return float((rest**2).sum() / ((seeds - 1) * (questions - 1)))
+        return between, 0.0
+    rest_S_Q = values - values.mean(1)[:, None] - values.mean(0) + values.mean()
+    rest = float((rest_S_Q**2).sum() / ((seeds - 1) * (questions - 1)))
+    of_questions = max(0.0, float(values.mean(0).var(ddof=1) - rest / seeds))
+    return max(between, rest / questions) if floored else between, of_questions
 
 
 def half_width(variances: tuple[float, float], seeds: int, questions: int, level: float) -> float:

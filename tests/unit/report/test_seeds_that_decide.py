@@ -10,7 +10,7 @@ import pytest
 
 from qerl_lab.report.claims import Claim
 from qerl_lab.report.effects import Numbers
-from qerl_lab.report.stats import floored_components, half_width
+from qerl_lab.report.stats import half_width, variance_components
 from qerl_lab.report.verdicts import PValues, Row, Verdict, p_values, set_verdicts
 from simulated_runs import EQUAL, GRADED, HELD_OUT, SCALAR, arms, verdicts
 
@@ -19,7 +19,7 @@ def repeated(numbers: Numbers, values_S_Q: np.ndarray, claim: Claim, seeds: int)
     """The numbers, had these values been measured, with p-values by the variances of the values alone."""
     of_values = replace(
         numbers, oriented=values_S_Q, at_most=values_S_Q, questions=values_S_Q.shape[1],
-        variances=floored_components(values_S_Q), seeds=seeds,
+        variances=variance_components(values_S_Q, floored=True), seeds=seeds,
     )  # fmt: skip
     return replace(of_values, p=p_values(of_values, claim))
 

@@ -15,7 +15,6 @@ from qerl_lab.report.effects import find_pairs
 from qerl_lab.report.measures import MEASURES, Unmeasured
 from qerl_lab.report.runs import FINISHED, Run, run_from
 from qerl_lab.report.stats import (
-    floored_components,
     holm,
     p_above,
     probability_of_improvement,
@@ -296,8 +295,8 @@ def test_seeds_that_agree_by_luck_decide_nothing() -> None:
     numbers = rows[0].numbers
     values = numbers.oriented
     alike = values - (values.mean(1)[:, None] - values.mean())  # every seed has one mean
-    assert variance_components(alike)[0] < 1e-20 < floored_components(alike)[0]
-    lucky = replace(rows[0], numbers=replace(numbers, variances=floored_components(alike)))
+    assert variance_components(alike)[0] < 1e-20 < variance_components(alike, floored=True)[0]
+    lucky = replace(rows[0], numbers=replace(numbers, variances=variance_components(alike, floored=True)))
     noisy = replace(rows[1], numbers=replace(numbers, variances=(0.04, 0.0)))
     found = [row.numbers.variances[0] for row in pool_variances([lucky, noisy])]
     assert found == pytest.approx([0.02, 0.04], abs=1e-3)
