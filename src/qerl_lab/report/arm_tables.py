@@ -88,10 +88,13 @@ def accuracy_rows(comparison: Comparison, gains: bool = True) -> Rows:
                 cells.append(NONE)
         if label in beside:
             method, weight_format = beside[label]
-            numbers = reference.numbers(table="Table 1", metric="accuracy", method=method, weight_format=weight_format)
-            there = [numbers.get(f"Qwen2.5-{size}-Instruct") for size in ("3B", "7B")]
-            cells += [f"{method}, {weight_format}"]
-            cells += [NONE if percent is None else f"{percent / 100:.3f}" for percent in there]
+            cells.append(f"{method}, {weight_format}")
+            for size in ("3B", "7B"):
+                row = reference.select_row(
+                    table="Table 1", metric="accuracy", method=method, weight_format=weight_format,
+                    model=f"Qwen2.5-{size}-Instruct",
+                )  # fmt: skip
+                cells.append(f"{row['number'] / 100:.3f}")
         rows.append([*cells, *[NONE] * (len(rows[0]) - len(cells))])
     return rows
 
@@ -186,7 +189,7 @@ def _entropy_table(comparison: Comparison, baseline: str | None, differences: Di
             row.append(seeds_cell(pd.Series(means).to_frame(), stats.NATS) if known else NONE)
         if arm in beside:
             line = {"BF16": "BF16/Float16"}.get(beside[arm][1], beside[arm][1])
-            mean = reference.value(table="Figure 5", weight_format=line, setting=reference.EIGHT_STEPS)
+            mean = reference.select_row(table="Figure 5", weight_format=line, setting=reference.EIGHT_STEPS)["number"]
             row.append(f"{mean:.3f}")
         rows.append([*row, *[NONE] * (len(rows[0]) - len(row))])
     rows, empty = without_empty_columns(rows)

@@ -75,43 +75,28 @@ def curves() -> pd.DataFrame:
     return pd.read_csv(package_data("results/reference") / "curves.csv", keep_default_na=False)
 
 
-def _select_rows(columns: Mapping[str, str]) -> pd.DataFrame:
-    """Return the rows of `printed` that have the given values; `columns` maps names of columns to values.
+def select_row(**where: str) -> pd.Series:
+    """Return the row of `printed` with the given column values, such as `metric="accuracy"`.
 
-    In the column `setting` a part of the text is enough.
+    In the column `setting` a part of the text is enough. Raises KeyError unless exactly one row has these values, and
+    in it a number.
     """
     rows = printed()
-    for column, wanted in columns.items():
+    for column, wanted in where.items():
         is_it = rows[column].str.contains(wanted, regex=False) if column == "setting" else rows[column] == wanted
         rows = rows[is_it]
-    return rows
-
-
-def _select_one_row(where: Mapping[str, str]) -> pd.Series:
-    """Return the row that `_select_rows` finds. Raises KeyError unless it finds exactly one row, with a number."""
-    rows = _select_rows(where)
     if len(rows) != 1 or math.isnan(rows["number"].iloc[0]):
         raise KeyError(f"{len(rows)} numbers of the paper have {where}; one is needed")
     return rows.iloc[0]
 
 
-def value(**where: str) -> float:
-    """Return the paper's number in the row with the given column values, such as `metric="accuracy"`.
-
-    Raises KeyError unless exactly one row has them.
-    """
-    return float(_select_one_row(where)["number"])
-
-
-def paper_difference(
-    treated: Mapping[str, str], control: Mapping[str, str], ratio: bool = False
-) -> tuple[float, float]:  # fmt: skip
+def paper_difference(treated: Mapping[str, str], control: Mapping[str, str], ratio: bool) -> tuple[float, float]:
     """Return (difference, error): the paper's number `treated` minus `control`, and how far reading curves may be off.
 
-    `treated` and `control` are column values, as in `value`. With `ratio` the numbers are divided. Two curves of one
-    figure are compared only at steps at which both are known.
+    `treated` and `control` are column values, as in `select_row`. With `ratio` the numbers are divided. Two curves of
+    one figure are compared only at steps at which both are known.
     """
-    treated_row, control_row = _select_one_row(treated), _select_one_row(control)
+    treated_row, control_row = select_row(**treated), select_row(**control)
     of_treated, of_control = treated_row["number"], control_row["number"]
     file, setting = treated_row["file"], treated_row["setting"]
     if file and file == control_row["file"]:
@@ -119,11 +104,6 @@ def paper_difference(
         of_treated, of_control = curves_of_both.dropna().mean()
     error = max(treated_row["error"], control_row["error"])
     return float(of_treated / of_control if ratio else of_treated - of_control), float(error)
-
-
-def numbers(**where: str) -> dict[str, float]:
-    """Map each model to the paper's number in the row with the given column values; of several rows the last."""
-    return {str(model): float(number) for model, number in _select_rows(where).set_index("model")["number"].items()}
 
 
 def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str]) -> dict[str, tuple[str, str]]:
