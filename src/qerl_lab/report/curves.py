@@ -99,7 +99,8 @@ def draw(
         chosen = chosen[chosen.groupby("arm")["value"].transform("any")]
     unit = "step"
     if by == CLOCK:
-        name, seconds = _clock_unit(chosen[by].max())
+        longest = chosen[by].max()
+        name, seconds = ("hours", 3600) if longest >= 7200 else ("minutes", 60) if longest >= 120 else ("seconds", 1)
         unit, chosen = f"{name} of training steps", chosen.assign(**{by: chosen[by] / seconds})
     groups = panels(list(chosen["arm"].unique()), baseline)
     runs = chosen.groupby("arm")["run_id"].nunique()
@@ -117,13 +118,6 @@ def draw(
         axes.flat[0].set_title(curve.title)
         axes.flat[0].set_ylim(*_axis_limits(axes.flat[0].get_ylim(), chosen["value"], curve))
     return figure
-
-
-def _clock_unit(longest: float) -> tuple[str, int]:
-    """Return name and seconds of the unit for an axis of time that ends at `longest` seconds."""
-    if longest >= 7200:
-        return "hours", 3600
-    return ("minutes", 60) if longest >= 120 else ("seconds", 1)
 
 
 def group_formats(comparison: Comparison) -> dict[str, dict[str, str]]:
@@ -193,7 +187,8 @@ def _draw_panel(
 
     `unit` labels the x axis; by step the points are labelled before and after training instead.
     """
-    if not _is_before_and_after(points, curve):
+    is_line = points.groupby("run_id")[STEP].nunique().max() > 2  # else an evaluation before and after training alone
+    if is_line or not curve.metric.startswith("eval/"):
         _draw_arms(axis, points, labels, curve, styles, by=by, thin=thin)
         style_panel(axis, curve.label, unit)
     elif by == STEP:
@@ -206,11 +201,6 @@ def _draw_panel(
         _draw_before_and_after(axis, points, points[by], labels, curve, styles, apart=0.0, thin=thin)
         style_panel(axis, curve.label, f"{unit}: before and after them")
         axis.margins(x=0.05)  # the points are at the ends
-
-
-def _is_before_and_after(points: pd.DataFrame, curve: Curve) -> bool:
-    """Tell whether `points` are of an evaluation that every run made only before and after training."""
-    return curve.metric.startswith("eval/") and points.groupby("run_id")[STEP].nunique().max() <= 2
 
 
 def _draw_before_and_after(
@@ -262,21 +252,16 @@ def _draw_arms(
             table = pd.concat(seeds, axis=1, join="inner").sort_index()
             x, values_S_T = table.index.to_numpy(), table.to_numpy(float).T
         else:
-            x, values_S_T = _interpolate_by_clock(seeds)
+            first, last = max(values.index[0] for values in seeds), min(values.index[-1] for values in seeds)
+            measured = np.unique(np.concatenate([values.index for values in seeds]))
+            x = measured[(first <= measured) & (measured <= last)]
+            x = x if len(x) <= MOMENTS else np.linspace(first, last, MOMENTS)
+            values_S_T = np.array([np.interp(x, values.index, values) for values in seeds])
         mean, low, high = (np.clip(line, *curve.bounds) for line in band_over_seeds(values_S_T))
         if len(seeds) > 1:
             axis.fill_between(x, low, high, color=color, alpha=0.13, lw=0)
         marks = max(1, len(x) // MARKS)
         axis.plot(x, mean, label=label, markevery=marks, zorder=3, path_effects=halo, **styles[arm])
-
-
-def _interpolate_by_clock(seeds: Sequence[pd.Series]) -> tuple[np.ndarray, np.ndarray]:
-    """Return times [T] in which all seeds ran, at most MOMENTS, and the seeds' values [seeds, T] at these times."""
-    first, last = max(values.index[0] for values in seeds), min(values.index[-1] for values in seeds)
-    measured = np.unique(np.concatenate([values.index for values in seeds]))
-    x = measured[(first <= measured) & (measured <= last)]
-    x = x if len(x) <= MOMENTS else np.linspace(first, last, MOMENTS)
-    return x, np.array([np.interp(x, values.index, values) for values in seeds])
 
 
 def style_panel(axis: Axes, label: str, unit: str) -> None:
