@@ -43,10 +43,10 @@ TABLES: Mapping[str, Columns] = {  # by benchmark
         ("policy", "{policy_gib:.1f}"), *ENGINE, ("peak", "{peak_gib:.1f}"), ("used", "{used_gib:.1f}"), ARM,
     ),
 }  # fmt: skip
-UNITS: Mapping[str, Sequence[str]] = {
-    "train_step": [], "rollout": ["weights, KV, used: GiB on the GPU"],
-    "step": [f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB on the GPU"],
-}  # fmt: skip
+UNITS = {
+    "rollout": "weights, KV, used: GiB on the GPU",
+    "step": f"{', '.join(PHASES)}: seconds. policy, weights, KV, peak, used: GiB on the GPU",
+}
 
 
 def load(file: Path) -> Result:
@@ -77,19 +77,6 @@ def origin(result: Result) -> str:
 def list_deaths(result: Result) -> list[str]:
     """Return a line `ARM, rank R, died: REASON` for each arm and LoRA rank at which the arm's process died."""
     return [f"{row['arm']}, rank {row['rank']}, died: {row['died']}" for row in result.get("rows", []) if "died" in row]
-
-
-def list_owners(result: Result) -> list[str]:
-    """Return a line per arm that says how many GiB of GPU memory each owner holds, such as the base or the adapter.
-
-    Leaves out arms that did not measure this.
-    """
-    lines = []
-    for row in result.get("rows", []):
-        owners = [f"{owner} {gib:.1f}" for owner, gib in row.get("gib_by_owner", {}).items()]
-        if owners:
-            lines.append(f"memory of {row['arm']}, GiB: {'; '.join(owners)}")
-    return lines
 
 
 def measured(result: Result) -> pd.DataFrame:
@@ -129,10 +116,14 @@ def with_ratios(
 def text(result: Result) -> str:
     """Format a result for the terminal: a table with ratios to baselines, arms that died, and warnings from `notes`.
 
-    For steps also the GPU memory of each of the lab's arms by owner.
+    For steps also the GPU memory of each of the lab's arms by owner, such as the base or the adapter.
     """
     rows, kind = measured(result), result["benchmark"]
-    lines = [columns(table_rows(rows, TABLES[kind])), *UNITS[kind], *list_owners(result)] if len(rows) else []
+    lines = [columns(table_rows(rows, TABLES[kind]))] if len(rows) else []
+    lines += [UNITS[kind]] if len(rows) and kind in UNITS else []
+    for row in result.get("rows", []):
+        owners = [f"{owner} {gib:.1f}" for owner, gib in row.get("gib_by_owner", {}).items()]
+        lines += [f"memory of {row['arm']}, GiB: {'; '.join(owners)}"] if owners else []
     if "host_share" in rows and rows["host_share"].notna().any():
         lines.append(
             "host: share of a call in which its thread is busy; near 100% the host limits the speed, not the GPU"
