@@ -43,7 +43,7 @@ class PaperFigure:
 
     def is_of(self, tasks: Collection[str]) -> bool:
         """Tell whether the figure shows one of `tasks` (GSM8K, BigMath), or no task (noise schedules)."""
-        return not self.task.startswith(tuple(TASKS.values())) or self.task.startswith(tuple(tasks))
+        return self.task.startswith(("schedules", *tasks))
 
 
 FIGURES = [
