@@ -136,11 +136,10 @@ def _by_seed(runs: Sequence[Run], name: str) -> pd.Series:
 
 
 def _difference_cells(runs: Sequence[Run], control: Sequence[Run], name: str) -> list[str]:
-    """Format how the arm `runs` differs from the arm `control` in the number `name`, a key of `DIFFERENCES`.
+    """Format how two arms differ in a key of `DIFFERENCES`: difference with interval, effect size, and P(better).
 
-    Returns three cells: difference with interval, effect size, and P(better), the share of seed pairs in which `runs`
-    is better; no entropy is better than another. Returns an empty list if the arms share no seed with values, or for
-    tokens/s, which are compared as ratios, if a run shared its machine.
+    No entropy is better than another. Returns no cells if the arms share no seed with values, or for tokens/s, which
+    are compared as ratios, if a run shared its machine.
     """
     is_ratio = name in SPEEDS
     if is_ratio and shared_machines(runs, control):
@@ -171,10 +170,7 @@ def _difference_cells(runs: Sequence[Run], control: Sequence[Run], name: str) ->
 
 
 def _entropy_table(comparison: Comparison, baseline: str | None, differences: Differences) -> Table:
-    """Tabulate the policy's entropy by arm, in the first and the last tenth of the steps, beside the paper's Figure 5.
-
-    Further columns show the difference to `baseline` and the metrics `ENTROPIES`.
-    """
+    """Tabulate the policy's entropy by arm, in the first and last tenth of the steps, beside the paper's Figure 5."""
     beside = reference.rows_of_table_1(comparison.arms, {"task.name": "gsm8k", "aqn.schedule": "off"})
     against = [f"first tenth - {baseline}"] if baseline else []
     of_paper = ["Figure 5, 7B"] if beside else []
@@ -204,10 +200,7 @@ def _entropy_table(comparison: Comparison, baseline: str | None, differences: Di
 
 
 def _retention_table(comparison: Comparison) -> Table:
-    """Tabulate by arm the ratio of final to initial entropy, and the number of collapsed runs.
-
-    Final and initial are means over the last and the first tenth of the steps.
-    """
+    """Tabulate by arm the entropy of the last tenth of the steps over the first, and the number of collapsed runs."""
     rows = [["arm", "entropy, last tenth / first", "runs that collapsed"]]
     for arm, runs in comparison.arms.items():
         ratios = _by_seed(runs, "entropy_last") / _by_seed(runs, "entropy_first")
@@ -229,10 +222,7 @@ def _retention_table(comparison: Comparison) -> Table:
 
 
 def _speed_table(comparison: Comparison, baseline: str | None, differences: Differences) -> Table:
-    """Tabulate tokens/s, shares of time by phase, peak memory and seconds a run of each arm.
-
-    Beside them stand tokens/s over those of the arm `baseline`, and the paper's ratios to BF16 (Figure 1, Table 3).
-    """
+    """Tabulate speed, time and memory by arm, beside the paper's ratios to BF16 (Figure 1, Table 3)."""
     beside = reference.rows_of_table_1(comparison.arms, {})
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", f"rollouts / {baseline}", f"end to end / {baseline}",
              *OF_PAPER, "rollout, train, sync", "peak GiB", "seconds a run"]]  # fmt: skip

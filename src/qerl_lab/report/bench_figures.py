@@ -110,8 +110,7 @@ def _draw_train_step_costs(rows: pd.DataFrame, about: Mapping[str, Any], gpu: st
 def _draw_bar_panels(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Draw panels side by side, each with a horizontal bar per arm, stacked from parts and labeled with the total.
 
-    `panels` maps the x label of a panel to a table with a row per arm and a column per part; all tables have the same
-    arms. `looks` maps a part to arguments of `barh`.
+    `panels` maps x label -> table with a row per arm and a column per part, `looks` a part to arguments of `barh`.
     """
     arms = [textwrap.fill(arm, 40, break_long_words=False) for arm in next(iter(panels.values())).index]
     size = max(7.5, 3.2 * len(panels)), 1.4 + 0.22 * sum(arm.count("\n") + 2 for arm in arms)

@@ -183,10 +183,7 @@ def _draw_panel(
     axis: Axes, points: pd.DataFrame, labels: Mapping[str, str], curve: Curve,
     styles: Mapping[str, Mapping[str, Any]], *, by: str = STEP, thin: bool = True, unit: str = "step",
 ) -> None:  # fmt: skip
-    """Draw the arms of `labels` (arm -> legend text) as lines or, if nothing was measured between, as points.
-
-    `unit` labels the x axis; by step the points are labelled before and after training instead.
-    """
+    """Draw the arms of `labels` (arm -> legend text) as lines or, if nothing was measured between, as points."""
     is_line = points.groupby("run_id")[STEP].nunique().max() > 2  # else an evaluation before and after training alone
     if is_line or not curve.metric.startswith("eval/"):
         _draw_arms(axis, points, labels, curve, styles, by=by, thin=thin)
@@ -265,10 +262,7 @@ def _draw_arms(
 
 
 def style_panel(axis: Axes, label: str, unit: str) -> None:
-    """Label the x axis `unit` and the y axis `label`, and spell the numbers at ticks by `format_tick`.
-
-    If `unit` is step or stage, the ticks of the x axis are at whole numbers.
-    """
+    """Label the axes; if the x axis is of a `unit` that is counted, step or stage, its ticks are at whole numbers."""
     axis.set(xlabel=unit, ylabel=label)
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=unit in ("step", "stage")))  # there is no step 1.5
     axis.xaxis.set_major_formatter(format_tick)
@@ -276,9 +270,6 @@ def style_panel(axis: Axes, label: str, unit: str) -> None:
 
 
 def add_panel_legend(axis: Axes) -> None:
-    """Add a legend to a panel, below the tick labels of its x axis.
-
-    The distance is in font sizes, since panels vary in height.
-    """
+    """Add a legend below the x axis of a panel. The distance is in font sizes, since panels vary in height."""
     axis.tick_params(labelbottom=True)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3.7)

@@ -94,10 +94,9 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
 
 
 def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
-    """Draw the figures of report.html; return the list of figures of each section, by the section's title.
+    """Draw the figures of report.html, by section: weight formats, curves with the paper's beside them, diagnostics.
 
-    The sections are weight formats, each recorded curve with the paper's figures beside it, and diagnostics. Figures of
-    speed, and figures by time, show only arms in which no run shared its machine.
+    Figures of speed, and figures by time, show only arms in which no run shared its machine.
     """
     if not compared.arms:
         return {}
@@ -134,10 +133,7 @@ def html(
     compared: Comparison, rows: Sequence[Row], baseline: str | None, drawn: dict[str, list[Drawn]], speed: Speed,
     line: str, title: str,
 ) -> str:  # fmt: skip
-    """Render report.html, with the figures inside; `rows` are the verdicts.
-
-    `line` is the command that makes the page, `title` the name of the folder.
-    """
+    """Render report.html, with the figures inside; `rows` are the verdicts, `line` the command that makes the page."""
     measured = [row for row in rows if row.numbers]
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters["breakable"] = breakable
@@ -217,11 +213,7 @@ def _list_details(row: Row) -> list[tuple[str, str]]:
 
 
 def _list_provenance(compared: Comparison) -> list[tuple[str, list[str]]]:
-    """List where the compared results come from, as (title, texts).
-
-    The titles are commands, code commits, machines, versions, times, and the runs left out. Titles without a text are
-    dropped.
-    """
+    """List where the compared results come from, as (title, texts), without titles that have no text."""
 
     def with_counts(texts: Iterable[str]) -> list[str]:
         """List the distinct texts; `texts` has one per run. If several differ, add to each its number of runs."""
