@@ -126,7 +126,7 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
 def matrix(runs: Sequence[Run], phase: str) -> pd.DataFrame:
     """Return held-out accuracy or gain of an arm [seeds, questions]; `phase` is "before", "after" or "gain".
 
-    Only questions that every seed answered have a column. Runs without evaluation have no row.
+    Without questions that a seed lacks, and runs without evaluation.
     """
     return pd.DataFrame({run.seed: run.accuracy[phase] for run in runs if run.accuracy}).T.dropna(axis=1)
 

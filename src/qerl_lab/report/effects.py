@@ -122,10 +122,7 @@ def _split_settings(claim: Claim, run: Run) -> tuple[Arm, Arm]:
 
 
 class Range(NamedTuple):
-    """Lower and upper bounds of measured values [seeds, questions].
-
-    The two are equal unless a value is censored: only its lower bound is then known, and the upper bound is infinite.
-    """
+    """Bounds of measured values [seeds, questions], equal but for censored values: their upper bound is infinite."""
 
     low: Values
     high: Values

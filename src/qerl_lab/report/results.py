@@ -36,10 +36,7 @@ NOT_SETTINGS = {  # columns of runs.parquet that are no settings
 
 
 def find_folder(path: str) -> Path:
-    """Find the folder `path` in the working directory or, for notebooks, in the folder above.
-
-    Raises ConfigError if neither has it.
-    """
+    """Find the folder `path` here or, for notebooks, in the folder above. Raises ConfigError if neither has it."""
     given = Path(path).expanduser()
     for folder in (given, Path.cwd().parent / given):
         if folder.is_dir():
@@ -96,8 +93,7 @@ def _walk_run_directories(folder: Path) -> Iterator[Path]:
 def frames(runs: Sequence[Run], damaged: Mapping[str, str], arm_of: Mapping[str, str]) -> Frames:
     """Build the tables of a results folder by file name; the module's docstring describes them.
 
-    `damaged` maps the name of an unreadable run to the reason, `arm_of` the name of a run that counts to its arm's
-    label.
+    `damaged` maps names of unreadable runs to reasons, `arm_of` names of runs that count to labels of arms.
     """
     keys, rows = differing_keys(runs), []
     for run in runs:
@@ -156,10 +152,7 @@ def read(folder: Path) -> tuple[list[Run], dict[str, str]]:
 
 
 def runs_of(tables: Frames) -> tuple[list[Run], dict[str, str]]:
-    """Rebuild runs from the tables that `frames` made. Also return the reason of each damaged run, by its name.
-
-    Raises KeyError or ValueError if the tables are not from `frames`.
-    """
+    """Rebuild from the tables of `frames` what `read` returns. Raises KeyError or ValueError if others made them."""
     steps = {run: rows.drop(columns="run").set_index("step") for run, rows in tables[STEPS].groupby("run")}
     phases: dict[str, dict[str, pd.DataFrame]] = {}
     for (run, phase), rows in tables[QUESTIONS].groupby(["run", "phase"], sort=False):

@@ -102,8 +102,7 @@ def run_from(
 ) -> Run:  # fmt: skip
     """Build a Run without measurements from `values`, its configuration as text by dotted key.
 
-    `metrics` are the names of recorded metrics, which tell whether device=auto was cpu or cuda. The other arguments are
-    fields of Run. Raises ValueError if a key is missing.
+    The names of recorded `metrics` tell whether device=auto was cpu or cuda. Raises ValueError if a key is missing.
     """
     try:
         device, seed, declared = values["device"], int(values["seed"]), yaml.safe_load(values["differs_in"])
@@ -154,10 +153,7 @@ def read_run(directory: RunDirectory, name: str) -> Run:
         status += f" (step {last['step']} of {values.get('steps')})"
 
     def join_sessions(texts: Iterable[str]) -> str:
-        """Join texts by ` then `, as in `A then B`. `texts` has one text per session of the run.
-
-        Empty and repeated texts are dropped.
-        """
+        """Join the texts of a run's sessions as `A then B`, without empty and repeated ones."""
         return " then ".join(dict.fromkeys(text for text in texts if text))
 
     first = sessions[0] if sessions else {}

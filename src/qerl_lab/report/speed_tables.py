@@ -66,10 +66,7 @@ def tabulate_files(paths: Sequence[Path]) -> Speed:
 
 
 def _describe_result(result: Result, rows: pd.DataFrame) -> str:
-    """Describe a result in one line: benchmark, origin, arms that died, missing rows, what makes arms incomparable.
-
-    `rows` come from `bench.measured`.
-    """
+    """Describe a result in one line: origin, arms that died, missing rows, what makes its `rows` incomparable."""
     options, about = result["options"], f"{result['benchmark']}, {bench.origin(result)}"
     if result["benchmark"] not in bench.TABLES:
         return f"{about}; the paper has no such table."
@@ -108,10 +105,7 @@ def _with_columns(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
 
 
 def _sizes(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return weights and peak memory in GB, and the ratio of weights to BF16, a row per arm and LoRA rank.
-
-    The peak is the largest over the rows of an arm and rank, such as batches.
-    """
+    """Return weights, their ratio to BF16, and the largest peak over batches, in GB, a row per arm and LoRA rank."""
     same = dict.fromkeys(("weights", "format", "baseline", "benchmark", "model", "gpu", "commit"), "last")
     sizes = rows.groupby(["arm", "rank"], sort=False).agg(same | {"peak": "max"}).reset_index()
     if sizes["rank"].nunique() > 1:

@@ -54,10 +54,7 @@ def effect_cell(row: Row) -> str:
 
 
 def paper_cell(row: Row) -> str:
-    """List the paper's effects as `+0.049 (Table 1 7B, inside)`; a dash without any.
-
-    Inside and outside say whether our interval holds the paper's effect.
-    """
+    """List the paper's effects as `+0.049 (Table 1 7B, inside)`, if our interval holds it; a dash without any."""
     texts = []
     for where, value in row.printed:
         if row.numbers:
@@ -105,10 +102,7 @@ def measured_cells(row: Row) -> dict[str, str]:
 
 
 def families(rows: Sequence[Row]) -> str:
-    """Format a sentence with the number of judged contrasts (`Row.judged`) by family, for which p-values are corrected.
-
-    It is empty if none was judged.
-    """
+    """Say for how many contrasts of each family p-values are corrected; empty text if none was judged."""
     sizes = family_sizes(rows)
     return "Corrected for: " + ", ".join(f"{n} of {name}" for name, n in sizes.items()) + "." if sizes else ""
 
@@ -167,10 +161,7 @@ def _letters(rows: Sequence[Row]) -> dict[Conditions, str]:
 
 
 def _basis(rows: Sequence[Row]) -> list[str]:
-    """Return the paragraphs that say what the verdicts rest on.
-
-    They name the numbers of tests that are corrected for, the claims files with SHA-256, and the runs' conditions.
-    """
+    """Return paragraphs on what the verdicts rest on: numbers of tests, claims files, conditions of the runs."""
     texts = [families(rows)]
     for file in {row.claim.file.sha256: row.claim.file for row in rows}.values():
         own = [row for row in rows if row.claim.file == file and row.numbers]
@@ -248,10 +239,7 @@ def pipe_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def as_json(comparison: Comparison, rows: Sequence[Row], command_line: str) -> str:
-    """Render verdicts.json: contrasts, level, family sizes, notes, and what was left out.
-
-    `command_line` is the command that makes the file.
-    """
+    """Render verdicts.json; `command_line` is the command that makes the file."""
 
     def as_data(row: Row) -> dict[str, Any]:
         claim, numbers = asdict(row.claim), None
