@@ -188,9 +188,8 @@ def test_without_shared_seeds_or_a_baseline_a_line_says_why_there_is_no_differen
 
 
 @pytest.mark.parametrize(("spell", "value", "spelled"), [
-    (format_number, 0.0304, "0.030"), (format_number, 24.4901, "24.49"),
-    (format_number, 999.96, "1,000"), (format_number, -15350.2, "-15,350"),
-    (format_tick, 0.25, "0.25"), (format_tick, 250, "250"), (format_tick, 2e6, "2,000,000"),
+    (format_number, 0.0304, "0.030"), (format_number, 999.96, "1,000"), (format_number, -15350.2, "-15,350"),
+    (format_tick, 0.25, "0.25"), (format_tick, 2e6, "2,000,000"),
 ])  # fmt: skip
 def test_numbers_of_tables_and_axes_have_commas_and_no_exponent(
     spell: Callable[[float], str], value: float, spelled: str

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab.report import comparison
+from qerl_lab.report import comparison, results
 from qerl_lab.report.runs import Origin, Run
 from run_directories import make_run
 from simulated_runs import record
@@ -74,7 +74,6 @@ def begun(run: Path, second: int = 0, gpu: str = "GPU-1", file: str = "env.json"
 
 @pytest.mark.parametrize(("environments", "said"), [
     ([{"command": "python -m qerl_lab"}], ""),
-    ([{"command": "python -m qerl_lab jobs=4 jobs_per_gpu=4"}], "up to 3 others"),
     # the sweep's file says so, in the configuration; a run that is of no sweep runs alone
     ([{"command": "python -m qerl_lab +sweeps=mine", "sweep": None}], ""),
     ([{"command": "python -m qerl_lab +sweeps=mine", "sweep": "mine/20260131-120000"}], "up to 3 others"),
@@ -84,14 +83,12 @@ def begun(run: Path, second: int = 0, gpu: str = "GPU-1", file: str = "env.json"
 def test_jobs_at_once_by_command_or_configuration_are_said(
     here: Path, printed: Callable[..., str], environments: list[dict], said: str
 ) -> None:
-    """Also from results, which keep it."""
     jobs = {"jobs": 4, "jobs_per_gpu": 4} if "sweep" in environments[0] else {}
     run = make_run(here / "sweep" / "bf16-0", "bf16", 0, **jobs)
     for name, about in zip(("env.json", "env.2.json", "env.10.json"), environments, strict=False):
         (run / name).write_text(json.dumps(about))
-    for words in (["sweep", "out=results"], ["results"]):
-        out = printed(*words)
-        assert SHARED.format(said) in out if said else "ran beside" not in out
+    out = printed("sweep")
+    assert SHARED.format(said) in out if said else "ran beside" not in out
 
 
 def test_a_part_of_a_task_is_said(here: Path, printed: Callable[..., str]) -> None:
@@ -106,8 +103,11 @@ def test_runs_that_ran_at_once_by_their_own_commands_are_said(
     """Two shells, one GPU. Also from results, whose runs keep where they were; on two GPUs each ran alone."""
     for seed, gpu in enumerate(("GPU-1", other)):
         begun(make_run(here / "sweep" / f"bf16-{seed}", "bf16", seed), seed, gpu)
-    for words in (["sweep", "out=results"], ["results"]):
-        assert (SHARED.format("another") in printed(*words)) == shown
+    found = comparison.read([here / "sweep"])
+    (here / "results").mkdir()
+    results.write(here / "results", results.frames(found.runs, found.damaged, found.arm_of))
+    for folder in ("sweep", "results"):
+        assert (SHARED.format("another") in printed(folder)) == shown
 
 
 def test_a_copy_beside_its_run_leaves_its_speed_to_be_compared(here: Path) -> None:

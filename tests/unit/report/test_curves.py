@@ -70,16 +70,6 @@ def test_by_clock_the_mean_is_where_every_seed_has_been() -> None:
     assert axis.get_xlabel() == "seconds of training steps"
 
 
-def test_what_is_measured_rarely_has_no_markers_between() -> None:
-    """Accuracy before and after: seeds end after 50, 75 and 100 s, of which the mean sees the first 50."""
-    rare = points(["bf16"], steps=25)
-    rare = rare[rare["step"].isin([1, 25])].assign(seconds=lambda rows: rows["seconds"].where(rows["step"] == 25, 0.0))
-    (axis,) = draw(rare, REWARD, curves.CLOCK, None).axes
-    (mean,) = means(axis)
-    assert list(mean.get_xdata()) == [0, 50]
-    assert mean.get_ydata()[1] == pytest.approx((25 + (2 + 24 * 50 / 75) + (3 + 24 * 50 / 100)) / 3)
-
-
 ACCURACY = next(curve for curve in curves.CURVES if curve.name == "accuracy")
 
 
@@ -139,10 +129,9 @@ def test_a_format_has_one_color_in_our_figures_and_the_paper_s() -> None:
 
 
 def test_an_interval_of_shares_is_cut_at_what_they_can_be() -> None:
-    accuracy = next(curve for curve in curves.CURVES if curve.name == "accuracy")
     table = points(["bf16"], seeds=2, metric="eval/accuracy")
     table["value"] = table["run_id"].str.endswith("1").map({True: 0.9, False: 0.5})
-    (axis,) = draw(table, accuracy, curves.STEP, "bf16").axes
+    (axis,) = draw(table, ACCURACY, curves.STEP, "bf16").axes
     corners = axis.collections[0].get_paths()[0].vertices[:, 1]
     assert (corners.min(), corners.max()) == (0, 1)
 

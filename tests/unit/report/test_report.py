@@ -45,16 +45,6 @@ def test_read_steps_joins_the_lines_of_a_step(run_dir: Path) -> None:
     assert math.isnan(steps.loc[0, "reward/mean"])
 
 
-def test_phases_survive_writing_and_reading_and_the_second_is_added_to_the_first(tmp_path: Path) -> None:
-    run, before = RunDirectory(tmp_path), pd.DataFrame({"id": ["a"], "accuracy": [0.0], "sample": ["<answer>ü\n"]})
-    run.write_evaluations({"before": before})
-    run.write_evaluations(run.evaluations() | {"after": before.assign(accuracy=1.0)})
-    phases = run.evaluations()
-    assert list(phases) == ["before", "after"]
-    pd.testing.assert_frame_equal(phases["before"], before)
-    assert [path.name for path in tmp_path.iterdir()] == ["eval.parquet"]
-
-
 def test_summarize(run_dir: Path) -> None:
     """A tenth of twenty steps is two."""
     result = runs.summarize(RunDirectory(run_dir), seconds=47.0)
