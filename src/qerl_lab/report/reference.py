@@ -112,15 +112,14 @@ def rows_of_table_1(arms: Mapping[str, Sequence[Run]], where: Mapping[str, str])
     Arms without the settings `where` are left out. So are several arms on one model, task and algorithm that fit the
     same row, since nothing tells which one is the paper's.
     """
-    keys = ("model.path", "task.name", "algorithm.name")
-    rows, places = dict[str, tuple[str, str]](), dict[str, tuple[object, ...]]()
+    places = dict[str, tuple[tuple[str, str], tuple[str, ...]]]()
     for label, runs in arms.items():
         for settings, row in TABLE_1:
             if settings.items() <= runs[0].settings.items():
-                rows[label] = row
-                places[label] = (row, *(runs[0].value(key) for key in keys))
+                keys = ("model.path", "task.name", "algorithm.name")
+                places[label] = row, tuple(runs[0].value(key) for key in keys)
     counts = Counter(places.values())
     return {
-        label: row for label, row in rows.items()
-        if counts[places[label]] == 1 and where.items() <= arms[label][0].settings.items()
+        label: row for label, (row, others) in places.items()
+        if counts[row, others] == 1 and where.items() <= arms[label][0].settings.items()
     }  # fmt: skip
