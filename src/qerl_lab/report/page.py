@@ -41,7 +41,7 @@ MOST_GROUPS = 4  # most figures of formats on a page
 BY = {curves.STEP: "by-step", curves.CLOCK: "by-time"}  # x axis -> end of the file name
 # Files that a report may write, and removes if an earlier one left them.
 OPTIONAL = ("arms.csv", "figures/*-by-*.png", "figures/paper_*.png", "figures/passes.png",
-            "figures/entropy-and-gain.png", "figures/effects.png", "figures/power.png")  # fmt: skip
+            "figures/entropy-and-gain.png", "figures/effects.png")  # fmt: skip
 
 
 class Drawn(NamedTuple):
