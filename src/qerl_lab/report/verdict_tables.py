@@ -155,9 +155,9 @@ def _is_registered(row: Row) -> bool:
 
 
 def _letters(rows: Sequence[Row]) -> dict[Conditions, str]:
-    """Map each distinct set of conditions of measured contrasts to a letter: A, B, ..., Z, A1, ..."""
+    """Map each distinct set of conditions of measured contrasts to a letter, from A on."""
     found = dict.fromkeys(row.conditions for row in rows if row.numbers)
-    return {conditions: chr(65 + n % 26) + (str(n // 26) if n > 25 else "") for n, conditions in enumerate(found)}
+    return {conditions: chr(ord("A") + n) for n, conditions in enumerate(found)}
 
 
 def _basis(rows: Sequence[Row]) -> list[str]:
