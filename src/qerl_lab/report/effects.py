@@ -98,9 +98,9 @@ def find_pairs(claim: Claim, contrast: Contrast, started: Sequence[Run]) -> list
             else:
                 pairs.append(Pair(treated, control, context))
     if not pairs:
+        nearest = min(differences, key=len)
         raise Unmeasured(
-            "no two arms are equal but for what is compared: the nearest two differ in "
-            f"{', '.join(min(differences, key=len))}"
+            f"no two arms are equal but for what is compared: the nearest two differ in {', '.join(nearest)}"
         )
     return pairs
 
@@ -178,8 +178,9 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
         raise Unmeasured(f"seeds that both arms have: {len(seeds)}, of {claim.file.seeds} that are needed")
     if claim.best_of and min(len(treated_values), len(control_values)) < 2:
         raise Unmeasured(f"an arm has one value of {claim.best_of}, so there is no best")
-    treated = _measure_side(claim, claim.measure, pair.treated, pair.control.runs, seeds)
-    control = _measure_side(claim, claim.measure, pair.control, pair.control.runs, seeds)
+    treated, control = (
+        _measure_side(claim, claim.measure, side, pair.control.runs, seeds) for side in (pair.treated, pair.control)
+    )
     shared = sorted(set(treated.low.columns) & set(control.low.columns))
     if not shared or (len(shared) == 1 and treated.low.shape[1] > 1):
         raise Unmeasured("the two arms were asked fewer than two of the same questions")
@@ -238,21 +239,18 @@ def _measure_side(
     options = [measure_option(measure, runs) for runs in side.options.values()]
     columns = [column for column in options[0].low.columns if all(column in option.low for option in options)]
     if claim.mean_over:
-        count = len(options)
-        return Range(
-            sum(option.low[columns] for option in options) / count,
-            sum(option.high[columns] for option in options) / count,
-        )
+        low, high = (sum(option[end][columns] for option in options) / len(options) for end in (0, 1))
+        return Range(low, high)
     chosen = dict.fromkeys(seeds, options[0])
     if len(options) > 1:
         sign, ranked = claim.direction or 1, [measure_option(claim.measure, runs) for runs in side.options.values()]
         better = [sign * option.low.mean(axis=1) for option in ranked]
         for seed in seeds:
             chosen[seed] = options[int(np.argmax([option.drop(seed).mean() for option in better]))]
-    return Range(
-        pd.DataFrame({seed: option.low.loc[seed, columns] for seed, option in chosen.items()}).T,
-        pd.DataFrame({seed: option.high.loc[seed, columns] for seed, option in chosen.items()}).T,
+    low, high = (
+        pd.DataFrame({seed: option[end].loc[seed, columns] for seed, option in chosen.items()}).T for end in (0, 1)
     )
+    return Range(low, high)
 
 
 def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
@@ -265,8 +263,9 @@ def _test_guardrail(claim: Claim, pair: Pair, seeds: Sequence[int]) -> str:
         return ""
     measure, margin = claim.guardrail.measure, claim.guardrail.margin
     try:
-        treated = _measure_side(claim, measure, pair.treated, pair.control.runs, seeds).low
-        control = _measure_side(claim, measure, pair.control, pair.control.runs, seeds).low
+        treated, control = (
+            _measure_side(claim, measure, side, pair.control.runs, seeds).low for side in (pair.treated, pair.control)
+        )
     except Unmeasured:
         return OPEN
     difference = (treated - control).dropna(axis=1).to_numpy(float)
