@@ -254,8 +254,7 @@ def test_one_seed_has_no_interval(here: Path, printed: Callable[..., str]) -> No
 def test_a_run_without_evaluation_has_its_entropy(here: Path, printed: Callable[..., str]) -> None:
     run = make_run(here / "runs" / "a", "bf16", 0, eval__questions=0)
     (run / "eval.parquet").unlink()
-    assert "bf16  1      1 of 1    -       -      -     0.350 -> 0.200" in printed("runs", "out=out")
-    assert pd.read_csv("out/arms.csv")["entropy_last"].tolist() == [0.2]
+    assert "bf16  1      1 of 1    -       -      -     0.350 -> 0.200" in printed("runs")
 
 
 # --- the command
@@ -329,15 +328,3 @@ def test_the_command_runs_without_torch_and_mlflow(sweep: Path) -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert json.loads(out.splitlines()[-1]) == []
-
-
-def test_a_run_that_failed_before_its_first_step_is_of_the_arm_that_it_began_in(here: Path) -> None:
-    for seed in range(3):
-        run = make_run(here / "runs" / str(seed), "bf16", seed)
-        replace(run / "metrics.jsonl", '"memory/rss_gib', '"memory/gpu_peak_gib": 2, "memory/rss_gib')
-    (run / "DONE").unlink()
-    (run / "FAILED").write_text("OutOfMemoryError: CUDA out of memory")
-    (run / "metrics.jsonl").write_text("")
-    (run / "env.json").write_text(json.dumps({"gpus": [{"name": "a GPU"}]}))
-    row = arms_of(here / "runs").loc["bf16"]
-    assert (row["seeds"], row["runs"]) == (2, 3)

@@ -134,10 +134,3 @@ def test_an_interval_of_shares_is_cut_at_what_they_can_be() -> None:
     (axis,) = draw(table, ACCURACY, curves.STEP, "bf16").axes
     corners = axis.collections[0].get_paths()[0].vertices[:, 1]
     assert (corners.min(), corners.max()) == (0, 1)
-
-
-def test_arms_differ_without_color() -> None:
-    arms = ["bf16", "mxfp4", "nf4", "nvfp4"]
-    (axis,) = draw(points(arms), REWARD, curves.STEP, "bf16").axes
-    looks = {(line.get_linestyle(), line.get_marker()) for line in means(axis)}
-    assert len(looks) == 4

@@ -176,19 +176,6 @@ def test_a_report_takes_away_what_an_earlier_one_had_and_it_has_not(here: Path) 
     assert not (out / "arms.csv").exists()
 
 
-def test_a_folder_with_claims_of_its_own_is_judged_by_them(here: Path) -> None:
-    paper = (Path(__file__).parents[3] / "results" / "reference" / "claims.yaml").read_text(encoding="utf-8")
-    (here / "out").mkdir()
-    (here / "out" / "claims.yaml").write_text(paper.replace("name: initial_entropy", "name: entropy_of_mine"))
-    for seed in range(2):
-        for arm in ("bf16", "nvfp4"):
-            make_run(here / "runs" / f"{arm}{seed}", arm, seed)
-    assert main(["runs", "out=out"]) == 0
-    verdicts = (here / "out" / "verdicts.md").read_text(encoding="utf-8")
-    assert "entropy_of_mine" in verdicts
-    assert "Claims: out/claims.yaml, SHA-256" in verdicts
-
-
 def test_of_runs_that_shared_a_card_no_time_and_no_speed_is_drawn_or_tabled(tmp_path: Path) -> None:
     for arm in ("bf16", "nvfp4"):
         began = {"command": f"python -m qerl_lab {'jobs=2 jobs_per_gpu=2' if arm == 'nvfp4' else ''}"}

@@ -54,10 +54,7 @@ def test_an_effect_that_is_there_is_found(kind: str, effect: float, right: str, 
     assert np.mean([right in found for found in shown(kind, effect, 40, QUIET)]) >= power
 
 
-def test_a_family_is_wrong_no_more_often_than_one_claim() -> None:
-    p_values = np.random.default_rng(0).uniform(size=(4000, 8))
-    corrected = np.mean([min(holm(list(row))) < 0.025 for row in p_values])
-    assert 0.018 < corrected < 0.032 < np.mean(p_values.min(1) < 0.025)
+def test_p_values_are_corrected_by_holm() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # 4, 3, 2, 1 times; no falling
 
 
@@ -300,23 +297,6 @@ def test_seeds_that_agree_by_luck_decide_nothing() -> None:
     noisy = replace(rows[1], numbers=replace(numbers, variances=(0.04, 0.0)))
     found = [row.numbers.variances[0] for row in pool_variances([lucky, noisy])]
     assert found == pytest.approx([0.02, 0.04], abs=1e-3)
-
-
-def test_p_values_hold_also_where_the_seeds_happen_to_agree() -> None:
-    """Of three contrasts with one control and no effect, those whose own variance is in the lowest fifth."""
-    draw, seeds, repeats = np.random.default_rng(0), 5, 3000
-    values = draw.normal(size=(repeats, seeds, 3)) - draw.normal(size=(repeats, seeds, 1))
-    means, variances = values.mean(1), values.var(1, ddof=1)
-    lucky = variances[:, 0] < np.quantile(variances[:, 0], 0.2)
-
-    def wrong(of_one: Callable[[np.ndarray], float]) -> float:
-        """How often the first contrast is called above 0 or below it."""
-        rows = zip(means[lucky, 0], variances[lucky], strict=True)
-        p_values = [p_above(abs(mean), (of_one(own), 0.0), seeds, 1) for mean, own in rows]
-        return float(np.mean(np.array(p_values) < 0.025))
-
-    assert wrong(lambda own: own[0]) > 0.15  # Student's t: three times too often
-    assert wrong(lambda own: max(own[0], np.median(own))) < 0.1
 
 
 def test_a_question_is_passed_where_one_sample_is_right() -> None:
