@@ -7,7 +7,6 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 
 from qerl_lab.record.metrics import PHASES
@@ -65,15 +64,14 @@ def _draw_rollouts(rows: pd.DataFrame, about: Mapping[str, Any], gpu: str) -> Fi
         panels[(f"ratio to {base}_stock, batch {batch}", "rank")] = by_rank.dropna(axis=1, how="all")
 
     figure, axes = plt.subplots(1, len(panels), figsize=(max(7.5, 3.6 * len(panels)), 3.5), squeeze=False)
-    handles: dict[str, Artist] = {}
     for axis, ((title, x), lines) in zip(axes.flat, panels.items(), strict=True):
         for arm in lines:
-            (handles[arm],) = axis.plot(lines[arm].dropna(), **styles[arm])
+            axis.plot(lines[arm].dropna(), label=arm, **styles[arm])
         axis.set_xscale("log", base=2)
         axis.set_xticks(lines.index, [f"{value:,}" for value in lines.index])
         axis.set(title=title, xlabel=x, ylim=(0, 1.12 * axis.get_ylim()[1]))
         axis.yaxis.set_major_formatter(format_tick)
-    add_legend_below(figure, handles)
+    add_legend_below(figure)
     add_title(figure, f"Rollouts, {about['model']}, prompt {about['prompt']:,}, {about['new']:,} new tokens, {gpu}")
     return figure
 
@@ -130,8 +128,7 @@ def _draw_bar_panels(panels: Mapping[str, pd.DataFrame], title: str, looks: Mapp
         axis.grid(visible=False, axis="y")
         axis.xaxis.set_major_formatter(format_tick)
     axes.flat[0].invert_yaxis()
-    handles, names = axes.flat[0].get_legend_handles_labels()
     if len(parts.columns) > 1:
-        add_legend_below(figure, dict(zip(names, handles, strict=True)))
+        add_legend_below(figure)
     add_title(figure, title)
     return figure

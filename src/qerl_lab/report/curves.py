@@ -162,8 +162,7 @@ def draw_formats(points: pd.DataFrame, formats: Mapping[str, str], title: str) -
         _draw_panel(axis, chosen, labels, curve, styles, thin=False)
         axis.set_title(curve.title)
         axis.set_ylim(*_axis_limits(axis.get_ylim(), chosen["value"], curve))
-    handles, names = axes.flat[0].get_legend_handles_labels()
-    add_legend_below(figure, dict(zip(names, handles, strict=True)))
+    add_legend_below(figure)
     add_title(figure, title)
     return figure
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib import rc_params_from_file
-from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -82,8 +81,12 @@ def add_title(figure: Figure, title: str) -> None:
     figure.suptitle("\n".join(lines), x=0.01, ha="left")
 
 
-def add_legend_below(figure: Figure, handles: Mapping[str, Artist]) -> None:
-    """Add one legend (text -> artist) below all panels, as wide as the figure, and make the figure higher for it."""
+def add_legend_below(figure: Figure) -> None:
+    """Add one legend below all panels, of every label in them, as wide as the figure, and make the figure higher."""
+    parts = [axis.get_legend_handles_labels() for axis in figure.axes]
+    handles = {name: handle for own, names in parts for handle, name in zip(own, names, strict=True)}
+    if not handles:
+        return
     width = figure.get_figwidth()
     names = [textwrap.fill(name, int(10 * width), break_on_hyphens=False) for name in handles]
     columns = max(1, min(len(names), int(width / (0.6 + 0.08 * max(map(len, names))))))  # inches

@@ -106,9 +106,7 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, 
     left.minorticks_off()  # pandas sets them between bars
     left.set_ylim(len(names) - 0.5, -0.5)
     right.set(title="Parts of the weights' error", xlabel="share of the squared error")
-    handles, labels = right.get_legend_handles_labels()
-    if handles:
-        add_legend_below(figure, dict(zip(labels, handles, strict=True)))
+    add_legend_below(figure)
     path.write_bytes(png(figure))
 
 
