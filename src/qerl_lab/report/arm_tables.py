@@ -77,8 +77,7 @@ def accuracy_rows(comparison: Comparison, gains: bool = True) -> Rows:
     head = ["arm", "finished", "before", "after", *(["gain", "pass@n after"] if gains else [])]
     rows = [[*head, *([IN_TABLE_1, "3B there", "7B there"] if beside else [])]]
     for label, runs in comparison.arms.items():
-        started = sum(run.arm == runs[0].arm for run in comparison.started)
-        cells = [label, f"{len(runs)} of {started}"]
+        cells = [label, f"{len(runs)} of {comparison.started[label]}"]
         cells += [seeds_cell(matrix(runs, at), stats.SHARE) for at in ("before", "after")]
         if gains:
             cells.append(seeds_cell(matrix(runs, "gain"), (-1, 1)))

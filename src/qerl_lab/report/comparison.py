@@ -49,9 +49,10 @@ class Comparison:
         return [run for runs in self.arms.values() for run in runs]
 
     @property
-    def started(self) -> list[Run]:
-        """Return the runs that count and those that did not finish."""
-        return [*self.counted, *(run for run in self.runs if not run.is_finished)]
+    def started(self) -> dict[str, int]:
+        """Map the label of each arm to its number of runs that count or did not finish."""
+        unfinished = Counter(run.arm for run in self.runs if not run.is_finished)
+        return {label: len(runs) + unfinished[runs[0].arm] for label, runs in self.arms.items()}
 
     @property
     def arm_of(self) -> dict[str, str]:
@@ -111,7 +112,7 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
         row: dict[str, Any] = {
             "arm": label,
             "seeds": len(runs),
-            "runs": sum(run.arm == runs[0].arm for run in comparison.started),
+            "runs": comparison.started[label],
             "questions": matrix(runs, "after").shape[1],
         }
         for name, interval in means.items():

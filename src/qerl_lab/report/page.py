@@ -184,10 +184,8 @@ def _list_gaps(compared: Comparison) -> list[str]:
     """List up to two sentences: arms with unfinished runs (excluded from means), and arms without a finished run."""
     if not compared.arms:
         return ["No run finished, so there is nothing to measure. The runs and their states are at the end."]
-    short = []
-    for label, runs in compared.arms.items():
-        lacking = sum(run.arm == runs[0].arm and not run.is_finished for run in compared.runs)
-        short += [f"{lacking} of {len(runs) + lacking} of {label}"] if lacking else []
+    counts = [(started - len(compared.arms[label]), started, label) for label, started in compared.started.items()]
+    short = [f"{lacking} of {started} of {label}" for lacking, started, label in counts if lacking]
     gaps = [f"Means exclude unfinished runs: {'; '.join(short)}."] if short else []
     if lost := {run.arm for run in compared.runs} - {run.arm for run in compared.counted}:
         names = sorted({run.experiment for run in compared.runs if run.arm in lost})
