@@ -55,10 +55,7 @@ def match_questions(runs: Sequence[Run]) -> list[Run]:
 
 
 def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
-    """Replace each empty text by the only non-empty text that has the same key; `keys[i]` is the key of `texts[i]`.
-
-    A text stays empty if its key has no non-empty text, or several different texts.
-    """
+    """Fill each empty text with the text of the same key, if the key has exactly one; `keys[i]` is of `texts[i]`."""
     known = defaultdict[str, set[str]](set)
     for key, text in zip(keys, texts, strict=True):
         known[key].update({text} - {""})
@@ -67,10 +64,7 @@ def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
 
 
 def fill_in_device(runs: Sequence[Run]) -> list[Run]:
-    """Replace device=auto, which runs without a step record, by the device with which other runs have the same arm.
-
-    If both devices fit, or neither does, the run keeps device=auto.
-    """
+    """Replace device=auto of runs without a step by the one device with which other runs have the same arm."""
     known, found = {run.arm for run in runs}, []
     for run in runs:
         if run.value("device") == "auto":
@@ -118,10 +112,7 @@ def count_overlaps(runs: Sequence[Run]) -> list[Run]:
 
 
 def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """Return the newest finished run of each arm and seed, and a line `NAME: REASON` for each other run.
-
-    The runs that count are sorted by experiment, settings and seed.
-    """
+    """Return the newest finished run of each arm and seed, sorted, and a line `NAME: REASON` for each other run."""
     counted: dict[tuple[Arm, int], Run] = {}
     left_out = [f"{run.name}: {run.status}" for run in runs if not run.is_finished]
     for run in sorted((run for run in runs if run.is_finished), key=lambda run: run.ended):

@@ -114,10 +114,7 @@ def with_ratios(
 
 
 def text(result: Result) -> str:
-    """Format a result for the terminal: a table with ratios to baselines, arms that died, and warnings from `notes`.
-
-    For steps also the GPU memory of each of the lab's arms by owner, such as the base or the adapter.
-    """
+    """Format a result for the terminal: its table, memory by owner, arms that died, and warnings from `notes`."""
     rows, kind = measured(result), result["benchmark"]
     lines = [columns(table_rows(rows, TABLES[kind]))] if len(rows) else []
     lines += [UNITS[kind]] if len(rows) and kind in UNITS else []
@@ -132,10 +129,7 @@ def text(result: Result) -> str:
 
 
 def notes(rows: pd.DataFrame) -> list[str]:
-    """List, as sentences, what makes the arms of `measured` rows incomparable.
-
-    These are settings of `SETTINGS` that differ, and GPU clocks that differ by more than the share `CLOCKS_APART`.
-    """
+    """List what makes the arms of `measured` rows incomparable: other settings (`SETTINGS`), another GPU clock."""
     found = []
     for name in [name for name in SETTINGS if name in rows]:
         values = rows[name].dropna().convert_dtypes().astype(str)

@@ -135,10 +135,7 @@ def of_paper() -> tuple[Claim, ...]:
 
 
 def read(path: Path, called: str) -> tuple[Claim, ...]:
-    """Read the claims of a YAML file; `called` is the file's name in messages and verdicts.
-
-    Raises ConfigError if the file cannot be read, or if its claims are invalid.
-    """
+    """Read a YAML file of claims, `called` so in messages and verdicts. Raises ConfigError for an invalid one."""
     try:
         values, digest = yaml.safe_load(path.read_text(encoding="utf-8")), sha256(path)
     except FileNotFoundError:
@@ -154,10 +151,7 @@ def read(path: Path, called: str) -> tuple[Claim, ...]:
 
 
 def _parse_file(values: Any, path: str, digest: str, queue: str) -> tuple[Claim, ...]:
-    """Build the claims of a file from `values` (the parsed YAML), `digest` (the SHA-256) and the path of its queue.
-
-    This function and the functions below raise ValueError for an invalid field.
-    """
+    """Build the claims of a file from its parsed YAML. Like those below, raises ValueError for a wrong field."""
     values = check_fields(values, OF_FILE, OPTIONAL_OF_FILE, "the file")
     if values["seeds"] < FEWEST_SEEDS:
         raise ValueError(f"seeds={values['seeds']} is no whole number of at least {FEWEST_SEEDS}")
@@ -201,10 +195,7 @@ def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Cla
 
 
 def _parse_contrast(values: Any, arms: Mapping[str, Settings], where: str) -> Contrast:
-    """Build one contrast from `values`, its entry in the claim; `where` names the claim in messages.
-
-    Raises ValueError for an unknown arm, and if the paper lacks a number of `printed`.
-    """
+    """Build one contrast from `values`, its entry in the claim that messages call `where`."""
     own = check_fields(values, OF_CONTRAST, OPTIONAL_OF_CONTRAST, f"{where}, a contrast")
     for name in (own["treated"], own["control"]):
         if name not in arms:

@@ -206,10 +206,7 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
 
 
 def _interval(claim: Claim, known: np.ndarray, least: np.ndarray, most: np.ndarray) -> stats.Interval:
-    """Return (mean, low, high) of `known`[seeds, questions]; low or high is infinite if a bound `least` or `most` is.
-
-    For a ratio `known` holds logarithms, and the result holds factors.
-    """
+    """Return mean and interval of `known`, with infinite ends where the bounds are; factors if it holds logarithms."""
     mean, low, high = stats.over_seeds(known)
     low = low if np.isfinite(least).all() else -math.inf
     high = high if np.isfinite(most).all() else math.inf

@@ -130,10 +130,7 @@ def write(folder: Path, tables: Frames) -> None:
 
 
 def read(folder: Path) -> tuple[list[Run], dict[str, str]]:
-    """Read the runs of a results folder; return them, and a dict from the name of each damaged run to the reason.
-
-    Raises ConfigError if a file is missing, or is not what a report writes.
-    """
+    """Read a folder's runs, and the reason of each damaged one, by name. Raises ConfigError for other files."""
     tables = {}
     for name in (RUNS, STEPS, QUESTIONS):
         try:

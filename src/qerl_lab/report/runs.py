@@ -259,10 +259,7 @@ def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: 
 
 
 def gain_metrics(directory: RunDirectory) -> dict[str, float]:
-    """Return the gain in held-out accuracy with its 95% interval, as `eval/gain`, `eval/gain_low` and `eval/gain_high`.
-
-    Raises KeyError if an evaluation, before or after training, is missing.
-    """
+    """Return `eval/gain`, `eval/gain_low`, `eval/gain_high`: the gain and its interval. KeyError without a phase."""
     interval = paired_interval(*_accuracies(directory.evaluations()))
     return dict(zip(("eval/gain", "eval/gain_low", "eval/gain_high"), interval, strict=True))
 

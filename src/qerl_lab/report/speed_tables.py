@@ -145,10 +145,7 @@ def printed_rollouts() -> pd.DataFrame:
 
 
 def printed_steps() -> pd.DataFrame:
-    """Tabulate the paper's speeds of whole steps as text: a row per model, batch and format.
-
-    The columns of speeds are the values of `STEP_METRICS`.
-    """
+    """Tabulate the paper's speeds of whole steps as text, by model, batch and format, in columns of `STEP_METRICS`."""
     rows = _paper_rows(*STEP_METRICS)
     rows["text"] = (rows["value"] + " " + rows["unit"]).str.strip().str.replace(" x", "x")
     wide = rows.pivot(index=["model", "batch", "format"], columns="metric", values="text")

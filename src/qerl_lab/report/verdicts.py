@@ -104,10 +104,7 @@ def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] |
 
 
 def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
-    """Return the paper's effects of a contrast as (source, effect): factors for a ratio, else differences.
-
-    Accuracies, which the paper prints in percent, become fractions.
-    """
+    """Return the paper's effects of a contrast as (source, effect); accuracies as fractions, for a ratio factors."""
     found = []
     for treated, control in contrast.printed:
         effect, error = reference.paper_difference(treated, control, claim.is_ratio)
@@ -119,10 +116,7 @@ def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], 
 
 
 def _measure_row(row: Row, pair: Pair) -> Row:
-    """Complete `row` for a pair of arms: settings, conditions, counts of runs, and numbers.
-
-    If the pair cannot be measured, `why` has the reason in place of the numbers.
-    """
+    """Complete `row` for a pair of arms: settings, conditions, counts of runs, and numbers or why there are none."""
     claim, sides = row.claim, (pair.treated, pair.control)
     treated, control = (dict(side.runs[0].arm) for side in sides)  # both values of keys that may differ are settings
     free = treated.keys() - dict(pair.context).keys() - {claim.spanned_key}
@@ -213,10 +207,7 @@ def set_verdicts(rows: Sequence[Row]) -> list[Row]:
 
 
 def _decide(row: Row, numbers: Numbers, others: Sequence[PValues]) -> Row:
-    """Return the row with verdict, reason and p-values corrected within its family.
-
-    `others` holds the uncorrected p-values of the other contrasts in the family.
-    """
+    """Return the row with its verdict; `others` holds the uncorrected p-values of other contrasts in the family."""
     claim, size = row.claim, row.claim.smallest_as_text
     phrases = PHRASES if claim.direction else EITHER_WAY
 
