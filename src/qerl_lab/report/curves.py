@@ -182,82 +182,78 @@ def _draw_panel(
     axis: Axes, points: pd.DataFrame, labels: Mapping[str, str], curve: Curve,
     styles: Mapping[str, Mapping[str, Any]], *, by: str = STEP, thin: bool = True, unit: str = "step",
 ) -> None:  # fmt: skip
-    """Draw the arms of `labels` (arm -> legend text) as lines or, if nothing was measured between, as points."""
-    is_line = points.groupby("run_id")[STEP].nunique().max() > 2  # else an evaluation before and after training alone
-    if is_line or not curve.metric.startswith("eval/"):
-        _draw_arms(axis, points, labels, curve, styles, by=by, thin=thin)
+    """Draw the arms of `labels` (arm -> legend text) as lines or, if nothing was measured between, as points.
+
+    `thin=False` omits single seeds.
+    """
+    is_line = points.groupby("run_id")[STEP].nunique().max() > 2 or not curve.metric.startswith("eval/")
+    for number, (arm, label) in enumerate(labels.items()):
+        own = points[points["arm"] == arm]
+        if own.empty:
+            continue
+        if is_line:
+            _draw_line(axis, own, by, label, curve, styles[arm], thin)
+        else:
+            beside = DODGE * (number - (len(labels) - 1) / 2)
+            places = (own[STEP] > 0) + beside if by == STEP else own[by]
+            _draw_two_points(axis, own.assign(place=places), label, curve, styles[arm], thin)
+    if is_line:
         style_panel(axis, curve.label, unit)
     elif by == STEP:
-        places = (points[STEP] > 0).astype(float)
-        _draw_before_and_after(axis, points, places, labels, curve, styles, apart=DODGE, thin=thin)
         style_panel(axis, curve.label, "training")
         axis.set_xticks([0, 1], ["before", "after"])
         axis.set_xlim(-0.4, 1.4)
     else:
-        _draw_before_and_after(axis, points, points[by], labels, curve, styles, apart=0.0, thin=thin)
         style_panel(axis, curve.label, f"{unit}: before and after them")
         axis.margins(x=0.05)  # the points are at the ends
 
 
-def _draw_before_and_after(
-    axis: Axes, points: pd.DataFrame, places: pd.Series, labels: Mapping[str, str], curve: Curve,
-    styles: Mapping[str, Mapping[str, Any]], *, apart: float, thin: bool,
+def _draw_two_points(
+    axis: Axes, points: pd.DataFrame, label: str, curve: Curve, style: Mapping[str, Any], thin: bool
 ) -> None:  # fmt: skip
-    """Draw two points for each arm: its mean before and after training, with 95% intervals.
+    """Draw the mean of an arm before and after training, with 95% intervals; a thin dotted line joins the two.
 
-    `places` has the x coordinate of each row of `points`; the mean over an arm's seeds is the place of its point. Arms
-    stand side by side, further by `apart` each. `labels` maps arms to legend texts. A thin dotted line shows which two
-    points belong together. `thin=False` omits the points of single seeds.
+    Column `place` of `points` has x coordinates, which are averaged over the arm's seeds.
     """
-    for number, (arm, label) in enumerate(labels.items()):
-        own = points[points["arm"] == arm].assign(is_after=points[STEP] > 0, place=places)
-        if own.empty:
-            continue
-        style, beside = styles[arm], (number - (len(labels) - 1) / 2) * apart
-        x, means, ends = list[float](), list[float](), list[tuple[float, float]]()
-        for _, rows in own.groupby("is_after"):
-            values = rows["value"].to_numpy(float)
-            mean, low, high = (np.clip(line, *curve.bounds).item() for line in band_over_seeds(values[:, None]))
-            x.append(float(rows["place"].mean()) + beside)
-            means.append(mean)
-            ends.append((mean - low, high - mean))
-            if thin and len(values) > 1:
-                axis.plot([x[-1]] * len(values), values, ".", color=style["color"], ms=4, alpha=0.4)
-        axis.plot(x, means, label=label, zorder=3, **{**style, "linestyle": ":", "lw": 0.8})
-        axis.errorbar(x, means, yerr=np.transpose(ends), fmt="none", ecolor=style["color"], elinewidth=1.2, capsize=3)
+    x, means, ends = list[float](), list[float](), list[tuple[float, float]]()
+    for _, rows in points.groupby(points[STEP] > 0):
+        values = rows["value"].to_numpy(float)
+        mean, low, high = (np.clip(line, *curve.bounds).item() for line in band_over_seeds(values[:, None]))
+        x.append(float(rows["place"].mean()))
+        means.append(mean)
+        ends.append((mean - low, high - mean))
+        if thin and len(values) > 1:
+            axis.plot([x[-1]] * len(values), values, ".", color=style["color"], ms=4, alpha=0.4)
+    axis.plot(x, means, label=label, zorder=3, **{**style, "linestyle": ":", "lw": 0.8})
+    axis.errorbar(x, means, yerr=np.transpose(ends), fmt="none", ecolor=style["color"], elinewidth=1.2, capsize=3)
 
 
-def _draw_arms(
-    axis: Axes, points: pd.DataFrame, labels: Mapping[str, str], curve: Curve,
-    styles: Mapping[str, Mapping[str, Any]], *, by: str = STEP, thin: bool = True,
+def _draw_line(
+    axis: Axes, points: pd.DataFrame, by: str, label: str, curve: Curve, style: Mapping[str, Any], thin: bool
 ) -> None:  # fmt: skip
-    """Draw each arm of `labels` (arm -> legend text): a thin line per seed, a thick mean, its 95% interval over seeds.
+    """Draw an arm: a thin line per seed, a thick mean, its 95% interval over seeds.
 
-    `thin=False` omits the lines of seeds. By `CLOCK` the seeds have values at different times: each seed is
-    interpolated linearly, and the mean covers only the time in which all seeds ran.
+    By `CLOCK` the seeds have values at different times: each seed is interpolated linearly, and the mean covers only
+    the time in which all seeds ran.
     """
+    seeds = [rows.set_index(by)["value"] for _, rows in points.groupby("run_id")]
+    for values in seeds if thin and len(seeds) > 1 else []:
+        axis.plot(values.index, values, color=style["color"], ls="-", marker="", lw=0.5, alpha=0.4)
+    if by == STEP or len(seeds) == 1:
+        table = pd.concat(seeds, axis=1, join="inner").sort_index()
+        x, values_S_T = table.index.to_numpy(), table.to_numpy(float).T
+    else:
+        first, last = max(values.index[0] for values in seeds), min(values.index[-1] for values in seeds)
+        measured = np.unique(np.concatenate([values.index for values in seeds]))
+        x = measured[(first <= measured) & (measured <= last)]
+        x = x if len(x) <= MOMENTS else np.linspace(first, last, MOMENTS)
+        values_S_T = np.array([np.interp(x, values.index, values) for values in seeds])
+    mean, low, high = (np.clip(line, *curve.bounds) for line in band_over_seeds(values_S_T))
+    if len(seeds) > 1:
+        axis.fill_between(x, low, high, color=style["color"], alpha=0.13, lw=0)
     halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]  # sets the mean off from the seeds, in grey too
-    for arm, label in labels.items():
-        seeds = [rows.set_index(by)["value"] for _, rows in points[points["arm"] == arm].groupby("run_id")]
-        if not seeds:
-            continue
-        color = styles[arm]["color"]
-        for values in seeds if thin and len(seeds) > 1 else []:
-            axis.plot(values.index, values, color=color, ls="-", marker="", lw=0.5, alpha=0.4)
-        if by == STEP or len(seeds) == 1:
-            table = pd.concat(seeds, axis=1, join="inner").sort_index()
-            x, values_S_T = table.index.to_numpy(), table.to_numpy(float).T
-        else:
-            first, last = max(values.index[0] for values in seeds), min(values.index[-1] for values in seeds)
-            measured = np.unique(np.concatenate([values.index for values in seeds]))
-            x = measured[(first <= measured) & (measured <= last)]
-            x = x if len(x) <= MOMENTS else np.linspace(first, last, MOMENTS)
-            values_S_T = np.array([np.interp(x, values.index, values) for values in seeds])
-        mean, low, high = (np.clip(line, *curve.bounds) for line in band_over_seeds(values_S_T))
-        if len(seeds) > 1:
-            axis.fill_between(x, low, high, color=color, alpha=0.13, lw=0)
-        marks = max(1, len(x) // MARKS)
-        axis.plot(x, mean, label=label, markevery=marks, zorder=3, path_effects=halo, **styles[arm])
+    marks = max(1, len(x) // MARKS)
+    axis.plot(x, mean, label=label, markevery=marks, zorder=3, path_effects=halo, **style)
 
 
 def style_panel(axis: Axes, label: str, unit: str) -> None:
