@@ -22,7 +22,7 @@ from qerl_lab.config.option import ConfigError
 from qerl_lab.config.spelling import shell_override
 from qerl_lab.record.directory import RunDirectory, is_run
 from qerl_lab.report.arms import differing_keys, run_key
-from qerl_lab.report.runs import NO_STEPS, RENAMED, Origin, Run, normalize, read_run
+from qerl_lab.report.runs import NO_STEPS, Origin, Run, read_run, run_from
 from qerl_lab.system.disk import replace_file
 from qerl_lab.system.terminal import format_path
 
@@ -157,17 +157,11 @@ def runs_of(tables: Frames) -> tuple[list[Run], dict[str, str]]:
     for row in tables[RUNS][~is_damaged].to_dict("records"):
         row = dict.fromkeys(ORIGIN, "") | row  # older files lack some columns
         settings = {key: value for key, value in row.items() if key not in NOT_SETTINGS and not pd.isna(value)}
-        run = Run(
-            name=row["run"],
-            experiment=RENAMED.get(row["experiment"], row["experiment"]),
-            seed=int(row["seed"]),
-            settings=normalize(json.loads(row["settings"]) | settings),
-            declared=frozenset(json.loads(row["differs_in"])),
-            status=row["state"],
-            ended=row["ended"],
-            code=row["code"],
+        run = run_from(
+            json.loads(row["settings"]) | settings | {key: row[key] for key in ("experiment", "seed", "differs_in")},
+            name=row["run"], status=row["state"], ended=row["ended"], code=row["code"], metrics=[],
             origin=Origin(**{name: row[name] for name in ORIGIN} | {"versions": json.loads(row["versions"])}),
-        )
+        )  # fmt: skip
         if run.name in steps and run.is_finished:
             run = run.measured(steps[run.name], phases.get(run.name, {}), row["seconds"])
         runs.append(run)
