@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib import rc_params_from_file
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -82,9 +83,11 @@ def add_title(figure: Figure, title: str) -> None:
 
 
 def add_legend_below(figure: Figure) -> None:
-    """Add one legend below all panels, of every label in them, as wide as the figure, and make the figure higher."""
-    parts = [axis.get_legend_handles_labels() for axis in figure.axes]
-    handles = {name: handle for own, names in parts for handle, name in zip(own, names, strict=True)}
+    """Add one legend below all panels, of the first line or bar with each label, and make the figure higher for it."""
+    handles = dict[str, Artist]()
+    for axis in figure.axes:
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name, handle)
     if not handles:
         return
     width = figure.get_figwidth()
