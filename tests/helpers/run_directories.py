@@ -76,6 +76,15 @@ def make_run(
     return folder
 
 
+def save_results(folder: str, out: str) -> None:
+    """Store the runs below `folder` in `out`, as a report does, without its page."""
+    from qerl_lab.report import comparison, results
+
+    found = comparison.read([Path(folder)])
+    Path(out).mkdir(parents=True, exist_ok=True)
+    results.write(Path(out), results.frames(found.runs, found.damaged, found.arm_of))
+
+
 def _rows(accuracy: list[float]) -> pd.DataFrame:
     ids = [f"q{n}" for n in range(len(accuracy))]
     return pd.DataFrame({"id": ids, "accuracy": accuracy, "tokens": np.ones(len(ids)), "sample": "x"})

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab.report import comparison, results
+from qerl_lab.report import comparison
 from qerl_lab.report.runs import Origin, Run
-from run_directories import make_run
+from run_directories import make_run, save_results
 from simulated_runs import record
 
 NOON = datetime(2026, 11, 25, 12, tzinfo=UTC).timestamp()
@@ -103,9 +103,7 @@ def test_runs_that_ran_at_once_by_their_own_commands_are_said(
     """Two shells, one GPU. Also from results, whose runs keep where they were; on two GPUs each ran alone."""
     for seed, gpu in enumerate(("GPU-1", other)):
         begun(make_run(here / "sweep" / f"bf16-{seed}", "bf16", seed), seed, gpu)
-    found = comparison.read([here / "sweep"])
-    (here / "results").mkdir()
-    results.write(here / "results", results.frames(found.runs, found.damaged, found.arm_of))
+    save_results("sweep", "results")
     for folder in ("sweep", "results"):
         assert (SHARED.format("another") in printed(folder)) == shown
 

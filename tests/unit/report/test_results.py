@@ -13,7 +13,7 @@ from qerl_lab.config.arm import ADDED, REMOVED, is_of_arm, leaves
 from qerl_lab.config.option import ConfigError
 from qerl_lab.report import comparison, results
 from qerl_lab.report.runs import KEPT, Origin
-from run_directories import config, make_run
+from run_directories import config, make_run, save_results
 
 
 @pytest.fixture
@@ -32,14 +32,8 @@ def sweep(here: Path) -> Path:
     return here / "runs"
 
 
-def save(folder: str, out: str) -> None:
-    found = comparison.read([Path(folder)])
-    Path(out).mkdir(parents=True, exist_ok=True)
-    results.write(Path(out), results.frames(found.runs, found.damaged, found.arm_of))
-
-
 def test_the_files_are_tidy(sweep: Path) -> None:
-    save("runs", "results/mine")
+    save_results("runs", "results/mine")
     runs, steps, asked = (pd.read_parquet(f"results/mine/{name}.parquet") for name in ("runs", "steps", "questions"))
     assert len(runs) == 9
     row = runs.set_index("run").loc["runs/bf16-0"]
@@ -66,7 +60,7 @@ def test_no_setting_has_the_name_of_a_column() -> None:
 
 @pytest.mark.parametrize("name", [results.RUNS, results.STEPS, results.QUESTIONS])
 def test_a_damaged_file_says_what_to_type(sweep: Path, printed: Callable[..., str], name: str) -> None:
-    save("runs", "results/mine")
+    save_results("runs", "results/mine")
     Path("results/mine", name).write_bytes(b"PAR1")
     assert f"results/mine/{name} cannot be read" in printed("results/mine", code=2)
     pd.DataFrame({"run": ["x"], "phase": ["x"]}).to_parquet(Path("results/mine", name))
@@ -77,7 +71,7 @@ def test_results_of_two_machines_are_kept_apart(tmp_path: Path, monkeypatch: pyt
     """Each calls its run runs/0. Of a run that both have, the later reading counts."""
     for machine, arm in (("one", "bf16"), ("two", "nvfp4")):
         monkeypatch.chdir(make_run(tmp_path / machine / "runs" / "0", arm, 0).parents[1])
-        save("runs", "results")
+        save_results("runs", "results")
     monkeypatch.chdir(tmp_path)
     found = comparison.read([Path("one/results"), Path("two/results")])
     assert [run.name for run in found.runs] == ["runs/0", "runs/0 of two/results"]
@@ -88,7 +82,7 @@ def test_results_of_two_machines_are_kept_apart(tmp_path: Path, monkeypatch: pyt
 
 def test_results_of_before_a_key_came_or_went_are_of_the_same_arm(sweep: Path) -> None:
     """Beside runs of today: a record that lacks the key did what its default does; a deleted key does nothing."""
-    save("runs", "results/mine")
+    save_results("runs", "results/mine")
     file = Path("results/mine") / results.RUNS
     table = pd.read_parquet(file)
     known = table["settings"].notna()  # not of the damaged run
@@ -112,7 +106,7 @@ def test_the_wait_for_a_step_sampled_ahead_is_no_time_of_generation(here: Path) 
     for number, line in enumerate(lines):
         line["metrics"] |= {"rollout/staleness": float(number > 0)} | ({"seconds/rollout": 0.05} if number else {})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    save("runs", "results/mine")
+    save_results("runs", "results/mine")
     for folder in ("runs", "results/mine"):
         (run,) = comparison.read([Path(folder)]).runs
         assert run.summary["rollout_tokens_per_second"] == pytest.approx(200)
@@ -121,7 +115,7 @@ def test_the_wait_for_a_step_sampled_ahead_is_no_time_of_generation(here: Path) 
 def test_runs_in_a_folder_that_also_has_results_are_read_too(sweep: Path) -> None:
     """`report runs out=runs`, and then more seeds: from the files alone the new ones would never count."""
     (sweep / "bf16-2" / "DONE").rename("DONE")
-    save("runs", "runs")
+    save_results("runs", "runs")
     Path("DONE").rename(sweep / "bf16-2" / "DONE")
     shutil.copy(sweep / "bf16-2" / "eval.parquet", sweep / "damaged")  # mended
     make_run(sweep / "bf16-7", "bf16", 7)

@@ -18,7 +18,7 @@ from qerl_lab.report.claims import of_paper
 from qerl_lab.report.verdict_tables import collapses, pipe_table
 from qerl_lab.report.verdicts import judge, paper_effects
 from qerl_lab.system import exits
-from run_directories import make_run
+from run_directories import make_run, save_results
 from simulated_runs import record
 
 CLAIMS = of_paper()
@@ -108,10 +108,7 @@ def test_a_contrast_keeps_its_row_while_a_run_of_each_arm_was_started(sweep: Pat
     assert line_of(text, "final_accuracy", "undecided").endswith("undecided: no finished run of nvfp4_aqn (1 started)")
     assert "final" not in line_of(text, "contrasts an arm has no runs")
     shutil.rmtree(sweep / "failed")
-    without_runs = "In 41 of 41 contrasts an arm has no runs: "
-    assert line_of(printed("verdicts", "runs"), without_runs).startswith(without_runs)
-    assert main(["runs", "out=results/page"]) == exits.OK
-    assert f"<p>{without_runs}3 of initial_entropy, " in Path("results/page/report.html").read_text()
+    assert "In 41 of 41 contrasts an arm has no runs: 3 of initial_entropy, " in printed("verdicts", "runs")
 
 
 CLAIMS_FILE = """\
@@ -142,7 +139,7 @@ def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(sweep:
         assert row["claim"]["file"]["sha256"] == digest
         assert found["command"].endswith("claims=claims.yaml")
         assert f"SHA-256 {digest[:12]}" in Path("results/mine/verdicts.md").read_text()
-    assert main(["runs", "out=results/page"]) == exits.OK  # Parquet keeps the hash
+    save_results("runs", "results/page")  # Parquet keeps the hash
     Path("results/mine/verdicts.json").unlink()  # of the loop above
     (row,) = judged("claims=claims.yaml", runs="results/page")["rows"]
     assert row["registered"].startswith("preregistered: all 8")
@@ -151,7 +148,7 @@ def test_claims_of_a_file_are_judged_and_say_whether_their_runs_record_it(sweep:
 def test_a_report_elsewhere_tests_the_claims_beside_the_results(
     sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["runs", "out=results/page"]) == exits.OK
+    save_results("runs", "results/page")
     Path("results/page/claims.yaml").write_text(CLAIMS_FILE)
     assert main(["results/page", "out=results/copy"]) == exits.OK
     assert "claims: those of results/page/claims.yaml, copied to results/copy" in capsys.readouterr().out
