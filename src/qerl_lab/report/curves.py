@@ -5,7 +5,7 @@ Held-out accuracy that was measured only before and after training is plotted as
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,20 +72,6 @@ def recorded_curves(points: pd.DataFrame) -> list[Curve]:
     return [curve for curve in CURVES if curve.metric in used]
 
 
-def panels(arms: Sequence[str], baseline: str | None) -> list[list[str]]:
-    """Split labels of arms into groups, one for each panel of a figure; the baseline, if any, is first in each group.
-
-    The other arms go in pairs, counted from the end. Arms are sorted by name, so a pair is usually an arm and the same
-    arm with noise. An arm left over is in the first group.
-    """
-    first = [arm for arm in arms if arm == baseline]
-    others = [arm for arm in arms if arm != baseline]
-    if len(arms) <= ARMS_A_PANEL:
-        return [[*first, *others]]
-    starts = range(-(-len(others) % BESIDE), len(others), BESIDE)
-    return [[*first, *others[max(start, 0) : start + BESIDE]] for start in starts]
-
-
 def draw(
     points: pd.DataFrame, curve: Curve, by: str, baseline: str | None, styles: Mapping[str, Mapping[str, Any]]
 ) -> Figure:  # fmt: skip
@@ -102,7 +88,12 @@ def draw(
         longest = chosen[by].max()
         name, seconds = ("hours", 3600) if longest >= 7200 else ("minutes", 60) if longest >= 120 else ("seconds", 1)
         unit, chosen = f"{name} of training steps", chosen.assign(**{by: chosen[by] / seconds})
-    groups = panels(list(chosen["arm"].unique()), baseline)
+    arms = list(chosen["arm"].unique())
+    first, others = ([arm for arm in arms if (arm == baseline) == is_first] for is_first in (True, False))
+    groups = [[*first, *others]]
+    if len(arms) > ARMS_A_PANEL:  # in pairs from the end: sorted by name, usually an arm and the same arm with noise
+        starts = range(-(-len(others) % BESIDE), len(others), BESIDE)
+        groups = [[*first, *others[max(start, 0) : start + BESIDE]] for start in starts]
     runs = chosen.groupby("arm")["run_id"].nunique()
     labels = {arm: textwrap.fill(f"{arm} (n={count})", LEGEND_CHARS) for arm, count in runs.items()}
     lines = [sum(labels[arm].count("\n") + 1 for arm in group) for group in groups]
