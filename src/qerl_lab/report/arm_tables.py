@@ -50,6 +50,20 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
     """
     if not comparison.arms:
         return []
+    rows, empty = without_empty_columns(accuracy_rows(comparison), 2)
+    title, of_paper = "Held-out accuracy", ""
+    if IN_TABLE_1 in rows[0]:
+        title += ", as in the paper's Table 1"
+        of_paper = "Paper: one run each, Qwen2.5 at 3B and 7B on GSM8K. "
+    why = "no held-out questions were evaluated" if "after" in empty else "eval.samples=1, or no question"
+    found = [Table(
+        title,
+        "Cells: mean [95% interval] (seeds). Intervals cover seeds and questions, and are clipped to 0 and 1. "
+        f"{of_paper}pass@n: questions with a right answer among n = eval.samples.",
+        rows,
+        f"Left out: {in_words(empty)}, since {why}." if empty else "",
+    )]  # fmt: skip
+
     differences: dict[tuple[str, str], list[str]] = {}
     if baseline is not None:
         control = comparison.arms[baseline]
@@ -57,15 +71,42 @@ def tables(comparison: Comparison, baseline: str | None) -> list[Table]:
             for name in DIFFERENCES:
                 if arm != baseline and (cells := _difference_cells(runs, control, name)):
                     differences[arm, name] = cells
-    against = []
-    if len(comparison.arms) > 1:
-        no_baseline = f"Left out: no arm is {BASELINE}; type baseline=ARM to compare with another."
-        against = [
-            _difference_table(differences, baseline) if baseline else Table("Differences", "", [["arm"]], no_baseline)
-        ]
-    entropies = _entropy_table(comparison, baseline, differences)
-    return [_accuracy_table(comparison), *against, entropies, _retention_table(comparison),
-            _speed_table(comparison, baseline, differences)]  # fmt: skip
+        rows = [[arm, DIFFERENCES[name], *cells] for (arm, name), cells in differences.items()]
+        against = Table(
+            f"Differences to {baseline}",
+            "Paired by seed, accuracies also by question: mean [95% interval] (shared seeds). Speeds are ratios, given "
+            "only if every run ran alone. Effect size: mean / standard deviation of the seeds' differences (for "
+            "ratios, of their logarithms). P(better): share of seed pairs in which the arm is better. Unlike the "
+            "verdicts, nothing is corrected for multiple comparisons. Arms may differ in several settings: see the "
+            "last table.",
+            [["arm", "measure", "difference", "effect size", "P(better)"], *rows],
+            "" if rows else f"Left out: no arm shares a seed with {baseline}.",
+        )
+    else:
+        why = f"Left out: no arm is {BASELINE}; type baseline=ARM to compare with another."
+        against = Table("Differences", "", [["arm"]], why)
+    found += [against] if len(comparison.arms) > 1 else []
+    found.append(_entropy_table(comparison, baseline, differences))
+
+    rows = [["arm", "entropy, last tenth / first", "runs that collapsed"]]
+    for arm, runs in comparison.arms.items():
+        ratios = _by_seed(runs, "entropy_last") / _by_seed(runs, "entropy_first")
+        retained = geometric_cell(ratios) if np.isfinite(ratios).all() and (ratios > 0).all() else NONE
+        try:
+            fell = np.array([has_collapsed(run) for run in runs], float)
+            _, low, high = stats.share_interval(fell, 1)
+            collapsed = f"{int(fell.sum())} of {len(fell)} [{low:.2f}, {high:.2f}]"
+        except Unmeasured:
+            collapsed = NONE
+        rows.append([arm, retained, collapsed])
+    found.append(Table(
+        "Retained entropy and collapse",
+        "Entropy of the trainer's policy in the last tenth of the steps / in the first, geometric mean over seeds "
+        "[95% interval] (seeds). A run has collapsed if its right answers in the last tenth of the steps are below "
+        f"{FALLEN:.0%} of those in its best tenth; the share has a Wilson interval.",
+        rows,
+    ))  # fmt: skip
+    return [*found, _speed_table(comparison, baseline, differences)]
 
 
 def accuracy_rows(comparison: Comparison, gains: bool = True) -> Rows:
@@ -96,37 +137,6 @@ def accuracy_rows(comparison: Comparison, gains: bool = True) -> Rows:
                 cells.append(f"{row['number'] / 100:.3f}")
         rows.append([*cells, *[NONE] * (len(rows[0]) - len(cells))])
     return rows
-
-
-def _accuracy_table(comparison: Comparison) -> Table:
-    """Build the table of held-out accuracy: `accuracy_rows` without empty columns, with explanations."""
-    rows, empty = without_empty_columns(accuracy_rows(comparison), 2)
-    title, of_paper = "Held-out accuracy", ""
-    if IN_TABLE_1 in rows[0]:
-        title += ", as in the paper's Table 1"
-        of_paper = "Paper: one run each, Qwen2.5 at 3B and 7B on GSM8K. "
-    why = "no held-out questions were evaluated" if "after" in empty else "eval.samples=1, or no question"
-    return Table(
-        title,
-        "Cells: mean [95% interval] (seeds). Intervals cover seeds and questions, and are clipped to 0 and 1. "
-        f"{of_paper}pass@n: questions with a right answer among n = eval.samples.",
-        rows,
-        f"Left out: {in_words(empty)}, since {why}." if empty else "",
-    )
-
-
-def _difference_table(differences: Differences, baseline: str) -> Table:
-    """Build the table of differences to the arm `baseline`; `differences` holds its cells."""
-    rows = [[arm, DIFFERENCES[name], *cells] for (arm, name), cells in differences.items()]
-    return Table(
-        f"Differences to {baseline}",
-        "Paired by seed, accuracies also by question: mean [95% interval] (shared seeds). Speeds are ratios, given "
-        "only if every run ran alone. Effect size: mean / standard deviation of the seeds' differences (for ratios, of "
-        "their logarithms). P(better): share of seed pairs in which the arm is better. Unlike the verdicts, nothing is "
-        "corrected for multiple comparisons. Arms may differ in several settings: see the last table.",
-        [["arm", "measure", "difference", "effect size", "P(better)"], *rows],
-        "" if rows else f"Left out: no arm shares a seed with {baseline}.",
-    )
 
 
 def _by_seed(runs: Sequence[Run], name: str) -> pd.Series:
@@ -196,28 +206,6 @@ def _entropy_table(comparison: Comparison, baseline: str | None, differences: Di
         title += ", as in the paper's Figure 5"
         about += " Paper: mean of its curve over steps 0 to 8, read from the figure (+-0.004)."
     return Table(title, about, rows)
-
-
-def _retention_table(comparison: Comparison) -> Table:
-    """Tabulate by arm the entropy of the last tenth of the steps over the first, and the number of collapsed runs."""
-    rows = [["arm", "entropy, last tenth / first", "runs that collapsed"]]
-    for arm, runs in comparison.arms.items():
-        ratios = _by_seed(runs, "entropy_last") / _by_seed(runs, "entropy_first")
-        retained = geometric_cell(ratios) if np.isfinite(ratios).all() and (ratios > 0).all() else NONE
-        try:
-            fell = np.array([has_collapsed(run) for run in runs], float)
-            _, low, high = stats.share_interval(fell, 1)
-            collapsed = f"{int(fell.sum())} of {len(fell)} [{low:.2f}, {high:.2f}]"
-        except Unmeasured:
-            collapsed = NONE
-        rows.append([arm, retained, collapsed])
-    return Table(
-        "Retained entropy and collapse",
-        "Entropy of the trainer's policy in the last tenth of the steps / in the first, geometric mean over seeds "
-        "[95% interval] (seeds). A run has collapsed if its right answers in the last tenth of the steps are below "
-        f"{FALLEN:.0%} of those in its best tenth; the share has a Wilson interval.",
-        rows,
-    )
 
 
 def _speed_table(comparison: Comparison, baseline: str | None, differences: Differences) -> Table:
