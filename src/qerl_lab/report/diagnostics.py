@@ -120,8 +120,26 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
     size = (4.4 * across, 0.3 + down * (0.9 + 0.17 * lines + 0.5 * tallest))
     figure, axes = plt.subplots(down, across, figsize=size, squeeze=False)
     for axis, own, label in zip(axes.flat, claims, labels, strict=False):
-        _draw_claim(axis, own)
-        axis.set(title=own[0].claim.name.replace("_", " "), xlabel=label, ylim=(0.5 - tallest, 0.5))
+        claim, names = own[0].claim, []
+        axis.axvline(1.0 if claim.is_ratio else 0.0, color="black", linewidth=0.8)
+        for sign in [claim.direction] if claim.direction else [-1, 1]:
+            matters = claim.smallest**sign if claim.is_ratio else sign * claim.smallest
+            axis.axvline(matters, **SMALLEST)
+        for place, row in enumerate(own):
+            assert row.numbers is not None
+            mean, *ends = row.numbers.effect
+            widths = [[abs(end - mean) if math.isfinite(end) else 0.0] for end in ends]
+            shade = palette.color(row.contrast.treated_settings.get("format.name", ""))
+            face = shade if row.judged else "white"
+            axis.errorbar(mean, -place, xerr=widths, color=shade, marker="o", markerfacecolor=face, capsize=3)
+            printed = [value for _, value in row.printed]
+            axis.plot(printed, [-place] * len(printed), **PRINTED)
+            seeds = "" if row.judged else f" ({row.numbers.seeds} of {claim.file.seeds} seeds)"
+            names.append(textwrap.fill(verdict_tables.name_of(row) + seeds, NAME_CHARS))
+        axis.set_yticks([-place for place in range(len(own))], names)
+        axis.margins(x=0.06)
+        axis.locator_params(axis="x", nbins=5)
+        axis.set(title=claim.name.replace("_", " "), xlabel=label, ylim=(0.5 - tallest, 0.5))
     for axis in axes.flat[len(claims) :]:
         axis.set_axis_off()
     marks = [
@@ -135,29 +153,6 @@ def draw_effects(rows: Sequence[Row]) -> Figure | None:
         marks.append(Line2D([], [], **PRINTED, label="the paper's effect"))
     figure.legend(handles=marks, loc="outside lower left", ncols=3)
     return figure
-
-
-def _draw_claim(axis: Axes, rows: Sequence[Row]) -> None:
-    """Draw the effects of one claim's contrasts, one below the other; `rows` are measured."""
-    claim, names = rows[0].claim, []
-    axis.axvline(1.0 if claim.is_ratio else 0.0, color="black", linewidth=0.8)
-    for sign in [claim.direction] if claim.direction else [-1, 1]:
-        matters = claim.smallest**sign if claim.is_ratio else sign * claim.smallest
-        axis.axvline(matters, **SMALLEST)
-    for place, row in enumerate(rows):
-        assert row.numbers is not None
-        mean, *ends = row.numbers.effect
-        widths = [[abs(end - mean) if math.isfinite(end) else 0.0] for end in ends]
-        shade = palette.color(row.contrast.treated_settings.get("format.name", ""))
-        face = shade if row.judged else "white"
-        axis.errorbar(mean, -place, xerr=widths, color=shade, marker="o", markerfacecolor=face, capsize=3)
-        printed = [value for _, value in row.printed]
-        axis.plot(printed, [-place] * len(printed), **PRINTED)
-        seeds = "" if row.judged else f" ({row.numbers.seeds} of {claim.file.seeds} seeds)"
-        names.append(textwrap.fill(verdict_tables.name_of(row) + seeds, NAME_CHARS))
-    axis.set_yticks([-place for place in range(len(rows))], names)
-    axis.margins(x=0.06)
-    axis.locator_params(axis="x", nbins=5)
 
 
 def _create_panel(comparison: Comparison) -> tuple[Figure, Axes, Mapping[str, dict[str, Any]]]:
