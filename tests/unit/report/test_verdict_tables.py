@@ -80,17 +80,11 @@ def test_the_files_have_every_number(sweep: Path) -> None:
     page = Path("results/mine/verdicts.md").read_text()
     assert "By `python -m qerl_lab.report verdicts runs`." in page
     assert "| 4 of 5, 4 of 4 |" in page
-    assert line_of(page, "Effect size: ").endswith(
-        "divided by their standard deviation (of ratios, of their logarithms)."
-    )
-    assert line_of(page, "P(better): ").startswith("P(better): the share of pairs, each treated seed with each control")
     assert page.count("\n| final_") == 2
     assert page.count("\n| growth_area |") == 1  # the others lack an arm
     # claims that the runs answer; the others are only named
     answered = ["growth_area", "growth_steps", "growth_gain", "final_accuracy", "final_pass"]
     assert [line.split("`")[1] for line in page.splitlines() if line.startswith("- `")] == answered
-    rows = {line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if "**undecided**" in line}
-    assert rows <= set(answered)
     without_runs = line_of(page, "In 33 of 41 contrasts an arm has no runs: ")
     assert "2 of growth_area," in without_runs
     at_one_rate = ["growth_area_best", "growth_steps_best", "growth_gain_best"]  # have runs, but no best rate
