@@ -149,11 +149,6 @@ def collapses(rows: Sequence[Row]) -> list[list[str]]:
     return table if len(table) > 1 else []
 
 
-def _is_registered(row: Row) -> bool:
-    """Tell whether all runs of a contrast record the SHA-256 of its claims file."""
-    return row.registered.startswith("preregistered")
-
-
 def _letters(rows: Sequence[Row]) -> dict[Conditions, str]:
     """Map each distinct set of conditions of measured contrasts to a letter, from A on."""
     found = dict.fromkeys(row.conditions for row in rows if row.numbers)
@@ -165,7 +160,7 @@ def _basis(rows: Sequence[Row]) -> list[str]:
     texts = [families(rows)]
     for file in {row.claim.file.sha256: row.claim.file for row in rows}.values():
         own = [row for row in rows if row.claim.file == file and row.numbers]
-        before = f"{sum(map(_is_registered, own))} of {len(own)} measured contrasts"
+        before = f"{sum(row.is_registered for row in own)} of {len(own)} measured contrasts"
         texts.append(
             f"Claims: {file.path}, SHA-256 {file.sha256[:12]}, first committed {file.committed}. Preregistered, which "
             f"means that all of their runs record this hash: {before}."
@@ -211,7 +206,7 @@ def markdown(comparison: Comparison, rows: Sequence[Row], command_line: str) -> 
         shown.append({
             "claim": row.claim.name, "contrast": name_of(row), "conditions": letters.get(row.conditions, NONE),
             "measure": row.claim.measure, **numbers, "family": f"{row.claim.family}, {sizes.get(row.claim.family, 0)}",
-            "guardrail": cells["guardrail"], "preregistered": "yes" if _is_registered(row) else "no",
+            "guardrail": cells["guardrail"], "preregistered": "yes" if row.is_registered else "no",
             "verdict": f"**{row.verdict}**: {row.why}",
         })  # fmt: skip
     said = [f"- `{name}`: {claim.says} ({claim.where}). {describe_measure(claim)}" for name, claim in answered.items()]

@@ -75,6 +75,11 @@ class Row:
     lacks_runs: bool = False
 
     @property
+    def is_registered(self) -> bool:
+        """Tell whether all runs of the row record the SHA-256 of its claims file."""
+        return self.registered.startswith("preregistered")
+
+    @property
     def judged(self) -> Numbers | None:
         """Return `numbers` if they have enough seeds for a verdict on the claim, else None."""
         return self.numbers if self.numbers and self.numbers.seeds >= self.claim.file.seeds else None
