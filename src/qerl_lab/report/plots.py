@@ -19,12 +19,9 @@ PANELS = (  # title, y label, (metric, label) for each line
     ("Reward", "reward", (("reward/mean", "total"), ("reward/answer", "answer"), ("reward/format", "format"))),
     ("Entropy", "nats per token", (("policy/entropy_nats", "policy"), ("sampler/entropy_nats", "sampler"))),
     ("AQN noise", "standard deviation", (("noise/sigma", "sigma"), ("noise/std_observed", "observed in the engine"))),
-    (
-        "Throughput",
-        "tokens per second",
-        (("rollout/tokens_per_second", "rollout"), ("step/tokens_per_second", "end to end")),
-    ),
-)
+    ("Throughput", "tokens per second",
+     (("rollout/tokens_per_second", "rollout"), ("step/tokens_per_second", "end to end"))),
+)  # fmt: skip
 
 
 @styled()
