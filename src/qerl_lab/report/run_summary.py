@@ -19,11 +19,9 @@ def closing(result: dict[str, Any]) -> str:
         interval = format_interval(*result["accuracy_gain_interval"])
         rows += [
             ("held-out accuracy", f"{result['accuracy_before']:.3f} -> {result['accuracy_after']:.3f}"),
-            (
-                "  gain, paired 95% CI",
-                f"{result['accuracy_gain']:+.3f} {interval}, {result['questions']} questions, this seed",
-            ),
-        ]
+            ("  gain, paired 95% CI",
+             f"{result['accuracy_gain']:+.3f} {interval}, {result['questions']} questions, this seed"),
+        ]  # fmt: skip
     cut = [result.get(f"truncated_{phase}", 0.0) for phase in ("before", "after")]
     if any(cut):
         rows.append(("  cut at the token limit", f"{cut[0]:.1%} -> {cut[1]:.1%} of the answers"))

@@ -12,6 +12,7 @@ from qerl_lab.report import stats
 NONE = "-"  # a cell without a measurement
 ANY = (-math.inf, math.inf)  # bounds that cut nothing
 Rows = list[list[str]]
+Spell = Callable[[float], str]  # formats a number
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,7 @@ def format_number(value: float) -> str:
     return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def mean_and_interval(
-    interval: stats.Interval,
-    spell: Callable[[float], str] = format_number,
-    spell_end: Callable[[float], str] = format_number,
-) -> str:
+def mean_and_interval(interval: stats.Interval, spell: Spell = format_number, spell_end: Spell = format_number) -> str:
     """Format (mean, low, high) as `mean [low, high]`; with an infinite end as `>= mean [low, no bound]`.
 
     With nan for low it is `mean` alone, and with nan for the mean too a dash. `spell` formats the mean, `spell_end`
