@@ -18,7 +18,7 @@ FINISHED = "finished"
 PLACE, CONTENT, QUESTIONS, TASK = "model.path", "model.hash", "task.path", "task.name"
 ABSENT = "(absent)"  # stands for a setting that a run lacks
 RENAMED = {"bf16_hot": "bf16_temperature", "bf16_bonus": "bf16_entropy_bonus"}  # earlier -> present name
-# Metrics used by tables, verdicts and figures; a report keeps no others.
+# Metrics that a report keeps: those of tables, verdicts and figures, and some that explain them.
 KEPT = (
     "reward/mean", "reward/answer", "reward/format", "reward/zero_variance_groups", "policy/entropy_nats",
     "policy/entropy_forking_nats", "policy/entropy_rest_nats", "sampler/entropy_nats", "sampler/logprob_gap_mean",
