@@ -209,7 +209,10 @@ def _entropy_table(comparison: Comparison, baseline: str | None, differences: Di
 
 
 def _speed_table(comparison: Comparison, baseline: str | None, differences: Differences) -> Table:
-    """Tabulate speed, time and memory by arm, beside the paper's ratios to BF16 (Figure 1, Table 3)."""
+    """Tabulate tokens/s, shares of time by phase, peak memory and seconds a run of each arm.
+
+    Beside them stand tokens/s over those of the arm `baseline`, and the paper's ratios to BF16 (Figure 1, Table 3).
+    """
     beside = reference.rows_of_table_1(comparison.arms, {})
     rows = [["arm", "rollouts, tokens/s", "end to end, tokens/s", f"rollouts / {baseline}", f"end to end / {baseline}",
              *OF_PAPER, "rollout, train, sync", "peak GiB", "seconds a run"]]  # fmt: skip

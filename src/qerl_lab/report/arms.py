@@ -55,7 +55,10 @@ def match_questions(runs: Sequence[Run]) -> list[Run]:
 
 
 def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
-    """Fill each empty text with the text of the same key, if the key has exactly one; `keys[i]` is of `texts[i]`."""
+    """Replace each empty text by the only non-empty text that has the same key; `keys[i]` is the key of `texts[i]`.
+
+    A text stays empty if its key has no non-empty text, or several different texts.
+    """
     known = defaultdict[str, set[str]](set)
     for key, text in zip(keys, texts, strict=True):
         known[key].update({text} - {""})
@@ -64,7 +67,11 @@ def _fill_blanks(keys: Sequence[str], texts: Sequence[str]) -> list[str]:
 
 
 def fill_in_device(runs: Sequence[Run]) -> list[Run]:
-    """Replace device=auto of runs without a step by the one device with which other runs have the same arm."""
+    """Replace device=auto, which runs that failed early still record, by cpu or cuda.
+
+    For each such run, the device is chosen with which the run belongs to the same arm as other runs in `runs`. If both
+    devices fit, or neither does, the run keeps device=auto.
+    """
     known, found = {run.arm for run in runs}, []
     for run in runs:
         if run.value("device") == "auto":
@@ -76,12 +83,18 @@ def fill_in_device(runs: Sequence[Run]) -> list[Run]:
 
 
 def run_key(run: Run) -> tuple[object, ...]:
-    """Return a key that is equal for all records of one run, on any machine: arm, seed and start time (or name)."""
+    """Return a key that is equal for all records of one run, on any machine: arm, seed and start time.
+
+    If the start time is not recorded, the run's name stands in its place.
+    """
     return run.arm, run.seed, run.origin.began or run.name
 
 
 def drop_copies(runs: Sequence[Run]) -> list[Run]:
-    """Keep one record of a run that stopped on one machine and was resumed on another: the finished or the last one."""
+    """Keep one record of each run: the finished record if there is one, else the record that ended last.
+
+    A run has several records if it stopped on one machine and was resumed on another.
+    """
     furthest = {run_key(run): run for run in sorted(runs, key=lambda run: (run.is_finished, run.ended))}
     return [run for run in runs if furthest[run_key(run)] is run]
 
@@ -112,7 +125,11 @@ def count_overlaps(runs: Sequence[Run]) -> list[Run]:
 
 
 def choose_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """Return the newest finished run of each arm and seed, sorted, and a line `NAME: REASON` for each other run."""
+    """Return the runs that count, and a line `NAME: REASON` for each other run.
+
+    A run counts if it is the newest finished run of its arm and seed. The runs that count are sorted by experiment,
+    settings and seed.
+    """
     counted: dict[tuple[Arm, int], Run] = {}
     left_out = [f"{run.name}: {run.status}" for run in runs if not run.is_finished]
     for run in sorted((run for run in runs if run.is_finished), key=lambda run: run.ended):
@@ -178,7 +195,10 @@ def labels(runs: Sequence[Run]) -> dict[Arm, str]:
 
 
 def keys_implied_by_task(settings: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the `task.*` keys that task.name implies: they have one value in the `settings` of all runs of a task."""
+    """Return the `task.*` keys that have the same value in all runs of one task, so that task.name implies them.
+
+    `settings` holds the settings of each run.
+    """
     names = {of_run.get(TASK) for of_run in settings}
     keys = {key for of_run in settings for key in of_run if key.startswith("task.") and key != TASK}
     return {key for key in keys if len({(of_run.get(TASK), of_run.get(key)) for of_run in settings}) == len(names)}
@@ -191,7 +211,10 @@ def task_of(run: Run) -> str:
 
 
 def format_setting(key: str, value: str) -> str:
-    """Format a setting as `key=value` for a label: task.name as `task`, lora.rank=0 as `lora=full`, shortened."""
+    """Format a setting as `key=value` for a label, with a long value shortened.
+
+    task.name appears as `task`, and lora.rank=0 as `lora=full`.
+    """
     if (key, value) == ("lora.rank", "0"):
         return "lora=full"
     return f"{'task' if key == TASK else key}={shorten(value)}"

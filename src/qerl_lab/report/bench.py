@@ -129,7 +129,10 @@ def text(result: Result) -> str:
 
 
 def notes(rows: pd.DataFrame) -> list[str]:
-    """List what makes the arms of `measured` rows incomparable: other settings (`SETTINGS`), another GPU clock."""
+    """List, as sentences, what makes the arms of `measured` rows incomparable.
+
+    These are settings of `SETTINGS` that differ, and GPU clocks that differ by more than the share `CLOCKS_APART`.
+    """
     found = []
     for name in [name for name in SETTINGS if name in rows]:
         values = rows[name].dropna().convert_dtypes().astype(str)

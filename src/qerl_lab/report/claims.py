@@ -164,10 +164,7 @@ def read(path: Path, called: str) -> tuple[Claim, ...]:
 
 
 def _parse_claim(values: Any, file: Claims, arms: Mapping[str, Settings]) -> Claim:
-    """Build one claim from `values`, its entry in the file; `arms` maps names of arms to their settings.
-
-    As the functions below, it raises ValueError for an invalid field.
-    """
+    """Build one claim from `values`, its entry in the file; `arms` maps names of arms to their settings."""
     where = f"claim {values.get('name') if isinstance(values, dict) else values}"
     own = check_fields(values, OF_CLAIM, OPTIONAL_OF_CLAIM, where)
     rail = own.get("guardrail")

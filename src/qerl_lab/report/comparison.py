@@ -77,7 +77,10 @@ def read(folders: Sequence[Path], may_be_empty: bool = False) -> Comparison:
 
 
 def compare(runs: list[Run], damaged: dict[str, str]) -> Comparison:
-    """Group the newest finished run of each arm and seed by arm; `damaged` maps unreadable runs to reasons."""
+    """Choose the runs that count and group them into arms; `damaged` maps each unreadable run to the reason.
+
+    The newest finished run of each arm and seed counts.
+    """
     runs = arms.count_overlaps(arms.drop_copies(arms.fill_in_device(arms.match_questions(runs))))
     counted, left_out = arms.choose_runs(runs)
     labels, by_arm = arms.labels(counted), dict[str, list[Run]]()
@@ -122,7 +125,10 @@ def by_arm(comparison: Comparison, baseline: str | None) -> pd.DataFrame:
 
 
 def matrix(runs: Sequence[Run], phase: str) -> pd.DataFrame:
-    """Return an arm's accuracy (`phase` before, after) or gain [seeds, questions], of questions that all seeds have."""
+    """Return held-out accuracy or gain of an arm [seeds, questions]; `phase` is "before", "after" or "gain".
+
+    Only questions that every seed answered have a column. Runs without evaluation have no row.
+    """
     return pd.DataFrame({run.seed: run.accuracy[phase] for run in runs if run.accuracy}).T.dropna(axis=1)
 
 
@@ -141,7 +147,10 @@ def curves(comparison: Comparison) -> pd.DataFrame:
 
 
 def tabulate_differing_settings(comparison: Comparison, head: str) -> list[list[str]]:
-    """Tabulate the settings in which arms differ, below `head` and the keys; empty if they differ in none."""
+    """Tabulate the settings in which arms differ: a row per arm with its label and its values.
+
+    The first row has `head` (the text above the labels) and the keys. Returns an empty list if the arms differ in none.
+    """
     firsts = {label: runs[0] for label, runs in comparison.arms.items()}
     keys = differing_keys(list(firsts.values()))
     rows = [[label, *(arms.shorten(run.value(key)) for key in keys)] for label, run in firsts.items()]
@@ -169,7 +178,10 @@ def baseline_of(labels: Sequence[str], wanted: str | None) -> str | None:
 
 
 def text(comparison: Comparison, baseline: str | None) -> str:
-    """Format a comparison for the terminal: arms, differences, settings, warnings, and runs left out."""
+    """Format a comparison for the terminal: arms, settings in which they differ, warnings, and runs left out.
+
+    With a `baseline`, the label of an arm, there are differences to it.
+    """
     shown = {"accuracy_before": "before", "accuracy_after": "after", "gain": "gain"}  # heads by column of `by_arm`
     shown |= {"difference": f"after - {baseline}"} if baseline else {}
     rows = [["arm", "seeds", "finished", *shown.values(), "policy entropy, nats"]]

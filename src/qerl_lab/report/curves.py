@@ -248,7 +248,10 @@ def _draw_line(
 
 
 def style_panel(axis: Axes, label: str, unit: str) -> None:
-    """Label the axes; if the x axis is of a `unit` that is counted, step or stage, its ticks are at whole numbers."""
+    """Label the x axis `unit` and the y axis `label`, and spell the numbers at ticks by `format_tick`.
+
+    If `unit` is step or stage, the ticks of the x axis are at whole numbers.
+    """
     axis.set(xlabel=unit, ylabel=label)
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=unit in ("step", "stage")))  # there is no step 1.5
     axis.xaxis.set_major_formatter(format_tick)
@@ -256,6 +259,9 @@ def style_panel(axis: Axes, label: str, unit: str) -> None:
 
 
 def add_panel_legend(axis: Axes) -> None:
-    """Add a legend below the x axis of a panel. The distance is in font sizes, since panels vary in height."""
+    """Add a legend to a panel, below the tick labels of its x axis.
+
+    The distance is in font sizes, since panels vary in height.
+    """
     axis.tick_params(labelbottom=True)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=3.7)

@@ -69,9 +69,9 @@ def draw_passes(comparison: Comparison) -> Figure | None:
 
 @styled()
 def draw_gains(comparison: Comparison) -> tuple[Figure, str] | None:
-    """Plot the gain in held-out accuracy against the initial entropy, a point per run, with sentences on correlation.
+    """Plot each run's gain in held-out accuracy against its initial entropy, a point per run.
 
-    Returns None for fewer than two evaluated runs.
+    Returns the figure, and sentences with the correlation. Returns None for fewer than two evaluated runs.
     """
     rows = []
     for arm, runs in comparison.arms.items():

@@ -122,7 +122,10 @@ def _split_settings(claim: Claim, run: Run) -> tuple[Arm, Arm]:
 
 
 class Range(NamedTuple):
-    """Bounds of measured values [seeds, questions], equal but for censored values: their upper bound is infinite."""
+    """Lower and upper bounds of measured values [seeds, questions].
+
+    The two are equal unless a value is censored: only its lower bound is then known, and the upper bound is infinite.
+    """
 
     low: Values
     high: Values
@@ -206,7 +209,10 @@ def measure_pair(claim: Claim, pair: Pair) -> Numbers:
 
 
 def _interval(claim: Claim, known: np.ndarray, least: np.ndarray, most: np.ndarray) -> stats.Interval:
-    """Return mean and interval of `known`, with infinite ends where the bounds are; factors if it holds logarithms."""
+    """Return (mean, low, high) of `known`[seeds, questions]; low or high is infinite if a bound `least` or `most` is.
+
+    For a ratio `known` holds logarithms, and the result holds factors.
+    """
     mean, low, high = stats.over_seeds(known)
     low = low if np.isfinite(least).all() else -math.inf
     high = high if np.isfinite(most).all() else math.inf

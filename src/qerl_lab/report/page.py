@@ -113,9 +113,10 @@ def write(folder: Path, compared: Comparison, wanted: str | None, bench: Sequenc
 
 
 def draw_all(compared: Comparison, baseline: str | None) -> dict[str, list[Drawn]]:
-    """Draw the figures of report.html, by section: weight formats, curves with the paper's beside them, diagnostics.
+    """Draw the figures of report.html; return the list of figures of each section, by the section's title.
 
-    Figures of speed, and figures by time, show only arms in which no run shared its machine.
+    The sections are weight formats, each recorded curve with the paper's figures beside it, and diagnostics. Figures of
+    speed, and figures by time, show only arms in which no run shared its machine.
     """
     if not compared.arms:
         return {}
@@ -202,7 +203,11 @@ def _list_details(row: Row) -> list[tuple[str, str]]:
 
 
 def _list_provenance(compared: Comparison) -> list[tuple[str, list[str]]]:
-    """List where the compared results come from, as (title, texts), without titles that have no text."""
+    """List where the compared results come from, as (title, texts).
+
+    The titles are commands, code commits, machines, versions, times, and the runs left out. Titles without a text are
+    dropped.
+    """
 
     def with_counts(texts: Iterable[str]) -> list[str]:
         """List the distinct texts; `texts` has one per run. If several differ, add to each its number of runs."""

@@ -45,7 +45,10 @@ def styled() -> Iterator[None]:
 
 
 def color(name: str, number: int = OTHERS.index("#777777")) -> str:
-    """Return the color of a weight format, named as here or in the paper; of another name OTHERS[number]."""
+    """Return the hex color of a weight format, named as in the lab or as in the paper's figures.
+
+    Any other name gets color `number` of `OTHERS`.
+    """
     name = name.lower()
     return FORMATS.get(PRINTED.get(name, name), OTHERS[number % len(OTHERS)])
 
@@ -72,7 +75,10 @@ def styles(formats: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def format_tick(value: float, _: object = None) -> str:
-    """Format a tick's number, from 1,000 on as a whole number with commas. matplotlib passes the second argument."""
+    """Format a tick's number without trailing zeros. The second argument, which matplotlib passes, is ignored.
+
+    Numbers of 1,000 or more are rounded to whole numbers and written with commas and no exponent.
+    """
     return f"{value:g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
@@ -107,7 +113,10 @@ def png(figure: Figure) -> bytes:
 
 
 def in_64_colors(png: bytes) -> bytes:
-    """Reduce a PNG to 64 colors, a third of its size; by k-means, without which thin lines would turn grey."""
+    """Reduce a PNG to 64 colors, which makes it a third of its size.
+
+    The colors are chosen by k-means; without k-means all thin lines would turn grey.
+    """
     small, drawn = io.BytesIO(), Image.open(io.BytesIO(png)).convert("RGB")
     drawn.quantize(64, kmeans=3, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
     return small.getvalue()

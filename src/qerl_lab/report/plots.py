@@ -109,7 +109,10 @@ def save_entropy(arms: dict[str, tuple[float, float, float]], shares: dict[str, 
 
 @styled()
 def plot_block_values(values: Mapping[str, Sequence[float]]) -> Figure:
-    """Plot the values that a weight can take, by format, in units of the largest weight in its block."""
+    """Plot the values that a weight can take, in a row per format, in units of the largest weight in its block.
+
+    `values` maps a format to these values.
+    """
     figure, axis = plt.subplots(figsize=(8, 0.7 + 0.45 * len(values)))
     for row, (name, found) in enumerate(values.items()):
         axis.plot(found, [row] * len(found), "|", ms=16, mew=1.8, color=palette.color(name, row))
@@ -121,7 +124,10 @@ def plot_block_values(values: Mapping[str, Sequence[float]]) -> Figure:
 
 @styled()
 def plot_block_maxima(stored: Mapping[str, Sequence[float]]) -> Figure:
-    """Plot a histogram by format of the ratio stored / exact for the largest weight of each block."""
+    """Plot a histogram per format of the ratio stored / exact for the largest weight of each block.
+
+    `stored` maps a format to these ratios.
+    """
     figure, axes = plt.subplots(1, len(stored), figsize=(3 * len(stored), 2.6), sharex=True, squeeze=False)
     for number, (axis, (name, found)) in enumerate(zip(axes.flat, stored.items(), strict=True)):
         axis.hist(found, bins=40, range=(0.75, 1.25), color=palette.color(name, number))

@@ -36,7 +36,10 @@ NOT_SETTINGS = {  # columns of runs.parquet that are no settings
 
 
 def find_folder(path: str) -> Path:
-    """Find the folder `path` here or, for notebooks, in the folder above. Raises ConfigError if neither has it."""
+    """Find the folder `path` in the working directory or, for notebooks, in the folder above.
+
+    Raises ConfigError if neither has it.
+    """
     given = Path(path).expanduser()
     for folder in (given, Path.cwd().parent / given):
         if folder.is_dir():
@@ -130,7 +133,10 @@ def write(folder: Path, tables: Frames) -> None:
 
 
 def read(folder: Path) -> tuple[list[Run], dict[str, str]]:
-    """Read a folder's runs, and the reason of each damaged one, by name. Raises ConfigError for other files."""
+    """Read the runs of a results folder; return them, and a dict from the name of each damaged run to the reason.
+
+    Raises ConfigError if a file is missing, or is not what a report writes.
+    """
     tables = {}
     for name in (RUNS, STEPS, QUESTIONS):
         try:

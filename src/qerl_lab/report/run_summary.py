@@ -44,7 +44,10 @@ def closing(result: dict[str, Any]) -> str:
 
 
 def where(run_dir: Path, mirror: Mirrored | None) -> str:
-    """Format where a run's record is, and how to open it in MLflow or fill in what MLflow lacks."""
+    """Format where the record of a run is, how to open the run in MLflow, and how to fill in what MLflow lacks.
+
+    `mirror` is None for a run without MLflow.
+    """
     trained = "model" if (run_dir / "model").is_dir() else "adapter"
     path, python = terminal.format_path(run_dir), terminal.python_command()
     lines = [f"run directory: {path}  (curves.png, metrics.jsonl, eval.parquet, {trained}/)"]
@@ -63,7 +66,10 @@ def where(run_dir: Path, mirror: Mirrored | None) -> str:
 
 
 def next_steps(run_dir: Path) -> str:
-    """Format what to type after a finished run, a line each: show samples, make a report, export the adapter."""
+    """Format the commands to type after a finished run, a line each: show samples, make a report, export the adapter.
+
+    A model trained with lora=full needs no export.
+    """
     here, line = shlex.quote(terminal.format_path(run_dir)), f"next: {terminal.python_command()} -m qerl_lab"
     lines = [
         f"{line}.tools.samples {here}",

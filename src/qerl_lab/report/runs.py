@@ -102,7 +102,8 @@ def run_from(
 ) -> Run:  # fmt: skip
     """Build a Run without measurements from `values`, its configuration as text by dotted key.
 
-    The names of recorded `metrics` tell whether device=auto was cpu or cuda. Raises ValueError if a key is missing.
+    `metrics` are the names of recorded metrics, which tell whether device=auto was cpu or cuda. The other arguments are
+    fields of Run. Raises ValueError if a key is missing.
     """
     try:
         device, seed, declared = values["device"], int(values["seed"]), yaml.safe_load(values["differs_in"])
@@ -153,7 +154,10 @@ def read_run(directory: RunDirectory, name: str) -> Run:
         status += f" (step {last['step']} of {values.get('steps')})"
 
     def join_sessions(texts: Iterable[str]) -> str:
-        """Join the texts of a run's sessions as `A then B`, without empty and repeated ones."""
+        """Join texts by ` then `, as in `A then B`. `texts` has one text per session of the run.
+
+        Empty and repeated texts are dropped.
+        """
         return " then ".join(dict.fromkeys(text for text in texts if text))
 
     first = sessions[0] if sessions else {}
@@ -259,7 +263,10 @@ def _headline(steps: pd.DataFrame, phases: Mapping[str, pd.DataFrame], seconds: 
 
 
 def gain_metrics(directory: RunDirectory) -> dict[str, float]:
-    """Return `eval/gain`, `eval/gain_low`, `eval/gain_high`: the gain and its interval. KeyError without a phase."""
+    """Return the gain in held-out accuracy with its 95% interval, as `eval/gain`, `eval/gain_low` and `eval/gain_high`.
+
+    Raises KeyError if an evaluation, before or after training, is missing.
+    """
     interval = paired_interval(*_accuracies(directory.evaluations()))
     return dict(zip(("eval/gain", "eval/gain_low", "eval/gain_high"), interval, strict=True))
 

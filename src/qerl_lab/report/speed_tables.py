@@ -111,7 +111,10 @@ def tabulate_files(paths: Sequence[Path]) -> Speed:
 
 
 def _describe_result(result: Result, rows: pd.DataFrame) -> str:
-    """Describe a result in one line: origin, arms that died, missing rows, what makes its `rows` incomparable."""
+    """Describe a result in one line: benchmark, origin, arms that died, missing rows, what makes arms incomparable.
+
+    `rows` come from `bench.measured`.
+    """
     options, about = result["options"], f"{result['benchmark']}, {bench.origin(result)}"
     if result["benchmark"] not in bench.TABLES:
         return f"{about}; the paper has no such table."
@@ -150,7 +153,10 @@ def _with_columns(rows: pd.DataFrame, result: Result) -> pd.DataFrame:
 
 
 def _sizes(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return weights, their ratio to BF16, and the largest peak over batches, in GB, a row per arm and LoRA rank."""
+    """Return weights and peak memory in GB, and the ratio of weights to BF16, a row per arm and LoRA rank.
+
+    The peak is the largest over the rows of an arm and rank, such as batches.
+    """
     same = dict.fromkeys(("weights", "format", "baseline", "benchmark", "model", "gpu", "commit"), "last")
     sizes = rows.groupby(["arm", "rank"], sort=False).agg(same | {"peak": "max"}).reset_index()
     if sizes["rank"].nunique() > 1:
@@ -187,7 +193,10 @@ def printed_rollouts() -> pd.DataFrame:
 
 
 def printed_steps() -> pd.DataFrame:
-    """Tabulate the paper's speeds of whole steps as text, by model, batch and format, in columns of `STEP_METRICS`."""
+    """Tabulate the paper's speeds of whole steps as text: a row per model, batch and format.
+
+    The columns of speeds are the values of `STEP_METRICS`.
+    """
     rows = _paper_rows(*STEP_METRICS)
     rows["text"] = (rows["value"] + " " + rows["unit"]).str.strip().str.replace(" x", "x")
     wide = rows.pivot(index=["model", "batch", "format"], columns="metric", values="text")

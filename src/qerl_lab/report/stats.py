@@ -90,7 +90,10 @@ def mean_of_arm(values_S_Q: pd.DataFrame, bounds: tuple[float, float]) -> Interv
 
 
 def clip_interval(interval: Interval, low: float, high: float) -> Interval:
-    """Cut an interval to low..high, the range of its mean; Student's t on few seeds reaches far beyond."""
+    """Cut an interval to low..high, the possible range of its mean.
+
+    Student's t on few seeds reaches far beyond this range.
+    """
     return interval[0], max(interval[1], float(low)), min(interval[2], float(high))
 
 
@@ -142,13 +145,19 @@ def effect_size(differences_S: np.ndarray) -> float:
 
 
 def probability_of_improvement(treated_S: np.ndarray, control_S: np.ndarray) -> float:
-    """Return the share of pairs of seeds in which treated is above control; ties count half (arXiv 2108.13264)."""
+    """Return the share of pairs of seeds in which the treated value is above the control's (arXiv 2108.13264).
+
+    A tie counts as half.
+    """
     wins = stats.mannwhitneyu(treated_S, control_S, method="asymptotic").statistic
     return float(wins) / (len(treated_S) * len(control_S))
 
 
 def fewest_seeds(decide: Callable[[int], bool], least: int) -> int | None:
-    """Return the first number of seeds, `least` to `MOST_SEEDS`, from which on `decide` is true; None without one."""
+    """Return the smallest number of seeds n, `least` to `MOST_SEEDS`, for which `decide(n)` is true, or None.
+
+    `decide` must remain true above the first such n, since the search is by bisection.
+    """
     numbers = range(least, MOST_SEEDS + 1)
     index = bisect_left(numbers, True, key=decide)
     return numbers[index] if index < len(numbers) else None

@@ -60,7 +60,10 @@ def seeds_cell(values: pd.DataFrame, bounds: tuple[float, float] = ANY) -> str:
 
 
 def geometric_cell(values_S: pd.Series) -> str:
-    """Format the geometric mean of positive values over seeds like `seeds_cell`; its interval is of logarithms."""
+    """Format the geometric mean of positive values over seeds as `mean [95% CI] (number of seeds)`.
+
+    The interval is computed on logarithms.
+    """
     if len(values_S) < 2:  # exactly as measured
         return seeds_cell(values_S.to_frame())
     mean, low, high = np.exp(stats.over_seeds(np.log(values_S.to_frame().to_numpy())))

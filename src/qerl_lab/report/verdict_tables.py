@@ -54,7 +54,10 @@ def effect_cell(row: Row) -> str:
 
 
 def paper_cell(row: Row) -> str:
-    """List the paper's effects as `+0.049 (Table 1 7B, inside)`, if our interval holds it; a dash without any."""
+    """List the paper's effects as `+0.049 (Table 1 7B, inside)`; a dash without any.
+
+    Inside and outside say whether our interval holds the paper's effect.
+    """
     texts = []
     for where, value in row.printed:
         if row.numbers:
@@ -102,7 +105,10 @@ def measured_cells(row: Row) -> dict[str, str]:
 
 
 def families(rows: Sequence[Row]) -> str:
-    """Say for how many contrasts of each family p-values are corrected; empty text if none was judged."""
+    """Format a sentence with the number of judged contrasts (`Row.judged`) by family, for which p-values are corrected.
+
+    It is empty if none was judged.
+    """
     sizes = family_sizes(rows)
     return "Corrected for: " + ", ".join(f"{n} of {name}" for name, n in sizes.items()) + "." if sizes else ""
 
@@ -234,7 +240,10 @@ def pipe_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def as_json(comparison: Comparison, rows: Sequence[Row], command_line: str) -> str:
-    """Render verdicts.json; `command_line` is the command that makes the file."""
+    """Render verdicts.json: contrasts, level, family sizes, notes, and what was left out.
+
+    `command_line` is the command that makes the file.
+    """
 
     def as_data(row: Row) -> dict[str, Any]:
         claim, numbers = asdict(row.claim), None

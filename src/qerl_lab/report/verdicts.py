@@ -109,7 +109,10 @@ def judge(counted: Sequence[Run], runs: Sequence[Run], claims: Sequence[Claim] |
 
 
 def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], ...]:
-    """Return the paper's effects of a contrast as (source, effect); accuracies as fractions, for a ratio factors."""
+    """Return the paper's effects of a contrast as (source, effect): factors for a ratio, else differences.
+
+    Accuracies, which the paper prints in percent, become fractions.
+    """
     found = []
     for treated, control in contrast.printed:
         effect, error = reference.paper_difference(treated, control, claim.is_ratio)
@@ -121,7 +124,10 @@ def paper_effects(claim: Claim, contrast: Contrast) -> tuple[tuple[str, float], 
 
 
 def _measure_row(row: Row, pair: Pair) -> Row:
-    """Complete `row` for a pair of arms: settings, conditions, counts of runs, and numbers or why there are none."""
+    """Complete `row` for a pair of arms: settings, conditions, counts of runs, and numbers.
+
+    If the pair cannot be measured, `why` has the reason in place of the numbers.
+    """
     claim, sides = row.claim, (pair.treated, pair.control)
     treated, control = (dict(side.runs[0].arm) for side in sides)  # both values of keys that may differ are settings
     free = treated.keys() - dict(pair.context).keys() - {claim.spanned_key}
