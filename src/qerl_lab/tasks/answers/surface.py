@@ -91,8 +91,6 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
     ]
 ]
-_TYPED_CASES = ("1{,}000", "1~000", "x~y", "2 x 10^3", "USD 5", "EUR 5", "GBP 5", "Rs 5", "minus 5")
-_TYPED = [pair for pair in _SPELLINGS if any(map(pair[0].search, _TYPED_CASES))]  # others need a backslash
 _ESCAPED_TWICE = re.compile(r"(?:[^\\]|\\\\)*\\\\[A-Za-z]{2}(?:[^\\]|\\\\)*")  # every backslash is doubled
 _BOXED = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
 _SO = r"(?:(?:so|thus|hence|therefore|final|finally)\b[\s,:]*)"
@@ -130,15 +128,10 @@ def plain(text: str) -> str:
     text = _powers(text.translate(_TRANSLATION))
     text = _without_dollars(text)
     text = _SIZES.sub(" ", text)
-    text = " ".join(_unboxed(_apply_spellings(text, _SPELLINGS if "\\" in text else _TYPED)).split())
-    return _without_wrapping(_without_lead_in(_without_wrapping(text)))
-
-
-def _apply_spellings(text: str, spellings: list[tuple[re.Pattern[str], str]]) -> str:
-    """Replace all matches of each pattern by its new text, one (pattern, new text) of `spellings` after another."""
-    for pattern, new in spellings:
+    for pattern, new in _SPELLINGS:
         text = pattern.sub(new, text)
-    return text
+    text = " ".join(_unboxed(text).split())
+    return _without_wrapping(_without_lead_in(_without_wrapping(text)))
 
 
 def compact(text: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_lab.tasks.answers import number, surface
+from qerl_lab.tasks.answers import number
 from qerl_lab.tasks.answers.judge import Verdict, judge
 from qerl_lab.tasks.answers.surface import MAX_ANSWER_CHARACTERS
 from qerl_lab.tasks.grading import answers_equal
@@ -164,20 +164,6 @@ def test_a_number_is_right_in_every_surface_form_and_a_different_one_in_none():
             assert judge(form, f"{n}") is Verdict.RIGHT, (form, n)
             hundredth = form.endswith("%") and other == 100 * n
             assert hundredth or judge(form, f"{other}") is Verdict.WRONG, (form, other)
-
-
-def test_text_without_a_backslash_is_spelled_as_all_text_is():
-    """Most spellings are of LaTeX, and are left out where there is none: they take half of the time."""
-    rng = random.Random(0)
-    signs = [*"012xXab ~{},()[]^$%&#_|=.;:!'", "000", "10^", "choose", "mod", "text{", "begin{array}", "sec", "circ"]
-    texts = ["".join(rng.choices(signs, k=rng.randint(1, 9))) for _ in range(20_000)]
-    changed = [text for text in texts if surface._apply_spellings(text, surface._TYPED) != text]
-    assert len(changed) > 100
-    assert [
-        text
-        for text in texts
-        if surface._apply_spellings(text, surface._SPELLINGS) != surface._apply_spellings(text, surface._TYPED)
-    ] == []
 
 
 # --- hostile text
