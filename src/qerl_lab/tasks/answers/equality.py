@@ -32,7 +32,7 @@ def equal(left: Form, right: Form) -> bool:
     if isinstance(left, Several) and isinstance(right, Several):
         return _compare_several(left, right)
     if isinstance(left, Words) and isinstance(right, Amount) and left.product is not None:
-        return _compare_nodes(left.product, _scaled(right))
+        return _compare_nodes(left.product, right.node)
     if isinstance(left, Amount) and isinstance(right, Words):
         return equal(right, left)
     return isinstance(left, Words) and left == right
@@ -92,7 +92,7 @@ def _compare_amounts(left: Amount, right: Amount) -> bool:
         return True
     if left.unit and right.unit and left.unit != right.unit:
         return False
-    a, b = _scaled(left), _scaled(right)
+    a, b = left.node, right.node
     if left.percent == right.percent:
         return _compare_nodes(a, b) or _is_rounding_of(a, b)
     as_part = (Op("*", (a, HUNDREDTH)), b) if left.percent else (a, Op("*", (b, HUNDREDTH)))
@@ -105,11 +105,6 @@ def _is_product_of_letters(amount: Amount, other: Amount) -> bool:
     False if `other` has no variables.
     """
     return amount.letters is not None and bool(names(other.node)) and _compare_nodes(amount.letters, other.node)
-
-
-def _scaled(amount: Amount) -> Node:
-    """Return the expression of an amount times its scale: 3 * 1000000 for "3 million"."""
-    return amount.node if amount.scale == 1 else Op("*", (amount.node, Num(Fraction(amount.scale))))
 
 
 def _compare_nodes(left: Node, right: Node) -> bool:
@@ -228,9 +223,7 @@ def _compare_relations(left: Form, right: Form) -> bool:
     if isinstance(other, Amount) and set(relation.signs) == {"="}:  # 9+9=18 is 18; 5=18 is nothing
         for sides in filter(None, (relation.sides, relation.crossed)):
             steps = sides[1:] if len(sides) > 2 and names(sides[0]) else sides  # m+n in m+n=9+9=18 names the quantity
-            if any(isinstance(side, Op) for side in steps) and all(
-                _compare_nodes(side, _scaled(other)) for side in steps
-            ):
+            if any(isinstance(side, Op) for side in steps) and all(_compare_nodes(side, other.node) for side in steps):
                 return True
     return False
 

@@ -11,7 +11,7 @@ from qerl_lab.tasks.answers.expression import Node
 
 @dataclass(frozen=True)
 class Amount:
-    """An expression `node`, with a unit, a percent sign or a scale (1000000 for "million") if the answer has one.
+    """An expression `node`, with a unit or a percent sign if the answer has one.
 
     `letters` is the whole text read as an expression, the unit too, if possible: `2 m` is 2 meters or 2 times m.
     """
@@ -19,7 +19,6 @@ class Amount:
     node: Node
     unit: str = ""
     percent: bool = False
-    scale: int = 1
     letters: Node | None = None
 
 

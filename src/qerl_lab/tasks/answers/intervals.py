@@ -93,9 +93,9 @@ def _ends(form: Form) -> list[Value]:
 def _number(form: Form) -> Value:
     """Return the real number that a form stands for: an end of an interval, or an element of a set.
 
-    Raises Unreadable if the form has variables, a percent sign or a scale, or if its value is no real number.
+    Raises Unreadable if the form has variables or a percent sign, or if its value is no real number.
     """
-    if isinstance(form, Amount) and not names(form.node) and not form.percent and form.scale == 1:
+    if isinstance(form, Amount) and not names(form.node) and not form.percent:
         number = real(value(form.node, {}))
         if is_real(number):
             return number.real

@@ -307,8 +307,10 @@ def _amount(text: str) -> Form:
     letters = None
     if found.body != text and not found.percent and found.scale == 1 and not re.search(r"\\(?:text|circ)", text):
         letters = _read_or_none(text)
+    if found.scale != 1:  # 3 million
+        node = Op("*", (node, Num(Fraction(found.scale))))
     signed = dict.fromkeys((_signed(node, "mp"), _signed(node, "pm")))  # two values of 3 +- 2
-    amounts = [Amount(each, found.unit, found.percent, found.scale, letters) for each in signed]
+    amounts = [Amount(each, found.unit, found.percent, letters) for each in signed]
     return amounts[0] if len(amounts) == 1 else Several("", tuple(amounts))
 
 
