@@ -7,7 +7,7 @@ from fractions import Fraction
 from qerl_lab.tasks.answers import value as values
 from qerl_lab.tasks.answers.expression import Node, Num, Op, names, read_expression
 from qerl_lab.tasks.answers.forms import Amount, Form, Named, Relation, Several, Words
-from qerl_lab.tasks.answers.intervals import OPPOSITE, interval, same_set
+from qerl_lab.tasks.answers.intervals import OPPOSITE, same_set
 from qerl_lab.tasks.answers.tokens import Unreadable
 from qerl_lab.tasks.answers.value import POINTS, Point, Value, close, is_finite, is_real, point, value
 
@@ -210,16 +210,12 @@ def _column(form: Several) -> Several:
 def _compare_relations(left: Form, right: Form) -> bool:
     """Tell whether two forms are equal, at least one of them a relation: an equation or inequality.
 
-    The other form may be an equal relation, the interval that an inequality describes (`x > 3`: (3, infinity)), or the
-    result of a calculation (`9+9=18`: 18).
+    The other form may be an equal relation, or the result of a calculation (`9+9=18`: 18).
     """
     if isinstance(left, Relation) and isinstance(right, Relation):
         return _same_relation(left, right)
     relation, other = (left, right) if isinstance(left, Relation) else (right, left)
     assert isinstance(relation, Relation)
-    if isinstance(other, Several) and other.brackets not in ("", "{}"):
-        found = interval(relation)
-        return found is not None and found.brackets == other.brackets and equal(found, other)
     if isinstance(other, Amount) and set(relation.signs) == {"="}:  # 9+9=18 is 18; 5=18 is nothing
         for sides in filter(None, (relation.sides, relation.crossed)):
             steps = sides[1:] if len(sides) > 2 and names(sides[0]) else sides  # m+n in m+n=9+9=18 names the quantity

@@ -10,7 +10,7 @@ from itertools import pairwise
 from qerl_lab.tasks.answers.expression import Node, Op, Sym, names
 from qerl_lab.tasks.answers.forms import Amount, Form, Relation, Several
 from qerl_lab.tasks.answers.tokens import Unreadable
-from qerl_lab.tasks.answers.value import INFINITY, Value, close, is_finite, is_real, real, value
+from qerl_lab.tasks.answers.value import Value, close, is_finite, is_real, real, value
 
 OPPOSITE = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 
@@ -18,10 +18,10 @@ OPPOSITE = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 def same_set(left: Form, right: Form) -> bool:
     """Tell whether two forms describe the same set of real numbers.
 
-    False if a form is no such set, if both together have more than one variable, or if none of the two is an
-    inequality, a union or a difference: `(1, 2)` alone may be a point.
+    False if a form is no such set, if inequalities bound different variables, or if none of the two is an inequality, a
+    union or a difference: `(1, 2)` alone may be a point.
     """
-    if not (_is_set(left) or _is_set(right)) or len(_variables(left) | _variables(right)) > 1:
+    if not (_is_set(left) or _is_set(right)) or len(_bounded(left) | _bounded(right)) > 1:
         return False
     try:
         ends = sorted(end for end in _ends(left) + _ends(right) if is_finite(end))
@@ -32,24 +32,6 @@ def same_set(left: Form, right: Form) -> bool:
     return all(_contains(left, at) == _contains(right, at) for at in ends + between + outside)
 
 
-def interval(relation: Relation) -> Several | None:
-    """Convert an inequality to an interval: `-2 < x <= 7` to (-2, 7], `x > 3` to (3, infinity); else return None."""
-    sides, signs = relation.sides, relation.signs
-    if signs[0] in (">", ">="):
-        sides, signs = sides[::-1], tuple(OPPOSITE[sign] for sign in signs[::-1])
-    if any(sign not in ("<", "<=") for sign in signs) or len(sides) not in (2, 3):
-        return None
-    if len(sides) == 2:
-        bounded_above = bool(names(sides[0]))
-        sides = (Op("neg", (INFINITY,)), *sides) if bounded_above else (*sides, INFINITY)
-        signs = ("<", *signs) if bounded_above else (*signs, "<")
-    low, variable, high = sides
-    if names(low) or names(high) or not names(variable) or (isinstance(variable, Op) and variable.name != "call"):
-        return None
-    brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
-    return Several(brackets, (Amount(low), Amount(high)))
-
-
 def _is_set(form: Form) -> bool:
     """Tell whether a form surely denotes a set: an equation, an inequality, a union or a difference.
 
@@ -58,10 +40,12 @@ def _is_set(form: Form) -> bool:
     return isinstance(form, Relation) or (isinstance(form, Several) and form.brackets in ("or", "minus"))
 
 
-def _variables(form: Form) -> frozenset[str]:
-    """Return the variables of all equations and inequalities in a form; empty if there are none."""
-    parts = map(_variables, form.parts) if isinstance(form, Several) else ()
-    return frozenset().union(*parts, *(map(names, form.sides) if isinstance(form, Relation) else ()))
+def _bounded(form: Form) -> frozenset[Node]:
+    """Return what inequalities in a form bound, such as `x` in `x < 3` and in `|x| < 3`; empty if there are none."""
+    if isinstance(form, Several):
+        return frozenset().union(*map(_bounded, form.parts))
+    sides = filter(names, form.sides) if isinstance(form, Relation) else ()
+    return frozenset(side.args[0] if isinstance(side, Op) and side.name == "abs" else side for side in sides)
 
 
 def _ends(form: Form) -> list[Value]:
@@ -72,7 +56,8 @@ def _ends(form: Form) -> list[Value]:
     """
     if isinstance(form, Relation):
         numbers = [side for side in form.sides if not names(side)]
-        if "=" in form.signs or len(form.sides) - len(numbers) != 1 or not any(map(_is_variable, form.sides)):
+        is_variable = all(isinstance(node, Sym) or node.name == "call" for node in _bounded(form))  # type: ignore[union-attr]
+        if "=" in form.signs or len(form.sides) - len(numbers) != 1 or not is_variable:
             raise Unreadable("no inequality for one variable")
         ends = [_number(Amount(side)) for side in numbers]
         return [*ends, *(-end for end in ends)]  # both are ends of |x| < 3
@@ -102,16 +87,11 @@ def _number(form: Form) -> Value:
     raise Unreadable("no real number")
 
 
-def _is_variable(node: Node) -> bool:
-    """Tell whether an expression is a variable `x` or its absolute value `|x|`."""
-    node = node.args[0] if isinstance(node, Op) and node.name == "abs" else node
-    return isinstance(node, Sym) and bool(names(node))
-
-
 def _contains(form: Form, at: Value) -> bool:
     """Tell whether the number `at` belongs to the set `form`. Call only if `_ends(form)` did not raise Unreadable."""
     if isinstance(form, Relation):
-        sides = [real(value(side, dict.fromkeys(names(side), at))).real for side in form.sides]
+        bounded = dict.fromkeys(_bounded(form), at)
+        sides = [bounded.get(side, abs(at)) if names(side) else _number(Amount(side)) for side in form.sides]
         return all(map(_is_true, sides, form.signs, sides[1:]))
     assert isinstance(form, Several)
     if form.brackets == "or":
