@@ -217,10 +217,9 @@ def _compare_relations(left: Form, right: Form) -> bool:
     relation, other = (left, right) if isinstance(left, Relation) else (right, left)
     assert isinstance(relation, Relation)
     if isinstance(other, Amount) and set(relation.signs) == {"="}:  # 9+9=18 is 18; 5=18 is nothing
-        for sides in filter(None, (relation.sides, relation.crossed)):
-            steps = sides[1:] if len(sides) > 2 and names(sides[0]) else sides  # m+n in m+n=9+9=18 names the quantity
-            if any(isinstance(side, Op) for side in steps) and all(_compare_nodes(side, other.node) for side in steps):
-                return True
+        names_first = len(relation.sides) > 2 and bool(names(relation.sides[0]))  # m+n in m+n=9+9=18
+        steps = relation.sides[names_first:]
+        return any(isinstance(side, Op) for side in steps) and all(_compare_nodes(side, other.node) for side in steps)
     return False
 
 

@@ -53,14 +53,10 @@ class Named:
 
 @dataclass(frozen=True)
 class Relation:
-    """An equation or inequality such as `a < b <= c`: its `sides`, and the `signs` between them.
-
-    If an `x` may be a product sign, as in `12 x 5 = 60`, `crossed` holds the sides in that reading.
-    """
+    """An equation or inequality such as `a < b <= c`: its `sides`, and the `signs` between them."""
 
     sides: tuple[Node, ...]
     signs: tuple[str, ...]
-    crossed: tuple[Node, ...] | None = field(default=None, compare=False)
 
 
 Form = Amount | Words | Several | Named | Relation
